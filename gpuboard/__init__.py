@@ -1,0 +1,28 @@
+"""gpuboard: see, reserve and use the GPUs of a cluster.
+
+The Python interface is two functions, imported on first use so that ``import gpuboard`` costs nothing:
+
+``lease(n=2, ...)``
+    a context manager that reserves GPUs for the ``with`` block and sets CUDA_VISIBLE_DEVICES in it.
+``status(...)``
+    the cluster as it is now, a :class:`gpuboard.model.snapshot.Snapshot`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "lease", "status"]
+
+if TYPE_CHECKING:
+    from gpuboard.api import lease, status
+
+
+def __getattr__(name: str) -> Any:
+    """Import the Python interface when it is first asked for."""
+    if name in {"lease", "status"}:
+        from gpuboard import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'gpuboard' has no attribute {name!r}")

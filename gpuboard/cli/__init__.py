@@ -1,0 +1,1 @@
+"""The commands: one module each; stdout is data, stderr is for people."""

@@ -1,0 +1,1 @@
+"""Many feeds, one live picture of the cluster."""

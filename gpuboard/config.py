@@ -1,0 +1,176 @@
+"""Settings: flag > GPUBOARD_* > user TOML > site TOML > default. Every value knows where it came from."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gpuboard import paths
+from gpuboard.errors import ConfigError
+from gpuboard.model.state import Thresholds
+from gpuboard.model.units import parse_duration
+
+
+class StateSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section ``[state]``: the thresholds of a GPU's state. Sizes in bytes, durations as ``15m``."""
+
+    busy_utilization: int = 5
+    occupied_memory: int = 512 * 2**20
+    stale_intervals: float = 3.0
+    stale_min: str = "5s"
+    idle_after: str = "15m"
+    ignore_processes: tuple[str, ...] = Thresholds().ignore_processes
+    ignore_below: int = 512 * 2**20
+
+    def thresholds(self) -> Thresholds:
+        """Return the values that :func:`gpuboard.model.state.judge` takes."""
+        return Thresholds(
+            busy_utilization=self.busy_utilization,
+            occupied_memory=self.occupied_memory,
+            stale_intervals=self.stale_intervals,
+            stale_min_s=parse_duration(self.stale_min),
+            idle_after_s=parse_duration(self.idle_after),
+            ignore_processes=self.ignore_processes,
+            ignore_below=self.ignore_below,
+        )
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that can be set. Names are the keys of the TOML files; GPUBOARD_<NAME> sets one from outside."""
+
+    cluster: str = ""  # the name shown; "" takes the nodeset
+    nodes: list[str] = []  # nodesets; []: this machine
+    interval: str = "auto"  # "auto": 1 s up to 64 nodes, 5 s above
+    connect_timeout: str = "10s"
+    max_connections: int = 64  # ssh connections set up at a time
+    ssh_config: str = "~/.ssh/config"
+    known_hosts: tuple[str, ...] = ("~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts")
+    python: str = "python3"  # the nodes' interpreter for the agent
+    ledger: str = "nodes"
+    claims_dir: str = "/var/tmp"
+    max_lease: str = "24h"
+    scheduler: str = "none"
+    state: StateSettings = StateSettings()
+    users: dict[str, str] = {}  # a node's name for somebody -> the name to show
+
+    def interval_s(self, nodes: int) -> float:
+        """Return seconds between two readings for a picture of ``nodes`` nodes."""
+        if self.interval != "auto":
+            return parse_duration(self.interval)
+        return 1.0 if nodes <= 64 else 5.0
+
+
+class Configuration(msgspec.Struct, frozen=True):
+    """The settings in force and, for each key, where its value came from."""
+
+    settings: Settings
+    origins: dict[str, str]
+
+
+_DURATIONS = ("connect_timeout", "max_lease", "state.stale_min", "state.idle_after")
+_CHOICES = {"ledger": ("nodes",), "scheduler": ("none",)}
+
+
+def load(env: Mapping[str, str], flags: Mapping[str, Any], file: Path | None = None) -> Configuration:
+    """Return the settings in force. ``flags`` holds what the command line set; ``file`` replaces the user's TOML.
+
+    Raises ConfigError naming file and key for an unknown key, a wrong type or a value out of range.
+    """
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    sources = [
+        (str(path), _read(path, must_exist=path == file))
+        for path in (paths.SITE_CONFIG, file or paths.user_config(env))
+    ]
+    sources.append(("environment", _from_env(env)))
+    sources.append(("command line", dict(flags)))
+    for origin, values in sources:
+        _check(values, origin)
+        for key, value in _flat(values):
+            origins[key] = origin
+            _put(merged, key, value)
+    settings = msgspec.convert(merged, Settings)
+    return Configuration(
+        settings, {key: origins.get(key, "default") for key, _ in _flat(msgspec.to_builtins(settings))}
+    )
+
+
+def _read(path: Path, *, must_exist: bool) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if must_exist:
+            raise ConfigError(f"{path}: no such config file; check --config or GPUBOARD_CONFIG") from None
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings that GPUBOARD_* variables make.
+
+    Inside a lease GPUBOARD_NODES describes the lease (`allocate` wrote it), so there it sets nothing.
+    """
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(Settings):
+        text = env.get(f"GPUBOARD_{field.name.upper()}")
+        if text is None or (field.name == "nodes" and env.get("GPUBOARD_LEASE")):
+            continue
+        if field.type is int:
+            if not text.isdigit():
+                raise ConfigError(f"GPUBOARD_{field.name.upper()}={text!r}: a number is needed")
+            values[field.name] = int(text)
+        elif field.type is str:
+            values[field.name] = text
+        elif field.name in {"nodes", "known_hosts"}:
+            values[field.name] = text.split() if field.name == "known_hosts" else [text]
+    return values
+
+
+def _check(values: dict[str, Any], origin: str) -> None:
+    """Raise ConfigError for the first thing in ``values`` that is not a setting."""
+    try:
+        msgspec.convert(values, Settings)
+    except msgspec.ValidationError as error:
+        known = ", ".join(sorted(field.name for field in msgspec.structs.fields(Settings)))
+        message = str(error).replace("Object contains unknown field", "unknown key")
+        raise ConfigError(f"{origin}: {message}; keys are: {known}") from None
+    flat = dict(_flat(values))
+    for key in _DURATIONS:
+        if key in flat:
+            try:
+                parse_duration(flat[key])
+            except ValueError as error:
+                raise ConfigError(f"{origin}: {key}: {error}") from None
+    if flat.get("interval", "auto") != "auto":
+        try:
+            parse_duration(flat["interval"])
+        except ValueError as error:
+            raise ConfigError(f"{origin}: interval: {error}, or auto") from None
+    for key, choices in _CHOICES.items():
+        if key in flat and flat[key] not in choices:
+            raise ConfigError(f"{origin}: {key} = {flat[key]!r} is not one of: {', '.join(choices)}")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((prefix + key, value))
+    return found
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    head, _, rest = key.partition(".")
+    if rest:
+        _put(values.setdefault(head, {}), rest, value)
+    else:
+        values[head] = value

@@ -1,0 +1,1 @@
+"""Named checks, each with cause and remedy."""

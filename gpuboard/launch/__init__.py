@@ -1,0 +1,1 @@
+"""From an allocation to running ranks, and what became of them."""

@@ -1,0 +1,86 @@
+"""What one GPU is (static facts) and does (a reading), as the agent on its node reports it.
+
+These are the wire types: the agent sends JSON objects with exactly these keys, and msgspec checks every one, because
+what a node sends is untrusted. Unknown is None, never 0. Memory in bytes, temperature in °C, power in W.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process on a GPU. ``user`` is None when its owner is hidden: PID namespace, permission, root in a container."""
+
+    pid: int
+    type: str  # "compute" | "graphics"
+    memory: int | None = None  # bytes on this GPU; None where the driver does not say (MIG, some containers)
+    uid: int | None = None
+    user: str | None = None
+    name: str = ""  # the executable's comm
+    command: str = ""  # the command line, at most 512 characters
+    started: float | None = None  # epoch seconds by the node's clock
+    lease: str | None = None  # its GPUBOARD_LEASE, where its environment can be read
+    job: str | None = None  # Slurm job id from its cgroup
+    container: str | None = None  # container id (12 hex digits) from its cgroup
+
+
+class MigStatic(msgspec.Struct, frozen=True):
+    """A MIG device of a GPU."""
+
+    uuid: str
+    profile: str  # "3g.40gb"
+    memory_total: int | None = None
+    gpu_instance: int | None = None
+    compute_instance: int | None = None
+
+
+class GpuStatic(msgspec.Struct, frozen=True):
+    """Facts about a GPU that do not change while the driver stays loaded."""
+
+    index: int
+    uuid: str
+    name: str
+    pci_bus_id: str
+    memory_total: int | None = None  # bytes, reserved memory not counted out
+    memory_reserved: int | None = None  # bytes
+    pcie_generation_max: int | None = None
+    pcie_width_max: int | None = None
+    numa_node: int | None = None
+    cpus: str | None = None  # "0-15,32-47"
+    links: dict[str, int] = {}  # peer UUID -> number of active NVLinks (through a switch: of either GPU's)
+    pci: dict[str, int] = {}  # peer UUID -> 10 SYS, 20 NODE, 30 PHB, 40 PXB, 50 PIX, 60 PSB
+    mig: list[MigStatic] | None = None  # None: MIG not enabled; []: enabled, no devices
+
+
+class MigReading(msgspec.Struct, frozen=True):
+    """What one MIG device does."""
+
+    uuid: str
+    memory_used: int | None = None
+    processes: list[Process] | None = None
+    error: str | None = None
+
+
+class GpuReading(msgspec.Struct, frozen=True):
+    """What one GPU does. A field is None when NVML did not say; ``error`` is set when the GPU as a whole failed."""
+
+    uuid: str
+    error: str | None = None  # NVML's words for a failure of this GPU
+    lost: bool = False  # GPU is lost or has fallen off the bus
+    delay_s: float = 0.0  # how old the values are, beyond the age of the line that carries them (a hung call)
+    memory_used: int | None = None  # bytes, without reserved memory
+    utilization: int | None = None  # percent of the last sample period in which a kernel ran
+    temperature: int | None = None
+    power: float | None = None
+    power_limit: float | None = None
+    compute_mode: int | None = None  # 0 default, 1 exclusive thread, 2 prohibited, 3 exclusive process
+    processes: list[Process] | None = None  # None: the list could not be read
+    throttle: list[str] = []  # "hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal", "sw_power_cap"
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    ecc_uncorrected: int | None = None  # volatile, since the driver was loaded
+    remap_pending: bool | None = None  # a row remap (or page retirement) waits for a reset
+    remap_failed: bool | None = None
+    recovery_action: str | None = None  # None or "none": nothing to do; else NVML's recommended action
+    mig: list[MigReading] = []

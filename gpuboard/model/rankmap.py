@@ -1,0 +1,113 @@
+"""The rank map: rank → node, local rank, GPU (schema 1). Built from an allocation, or written by hand and checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+
+class RankNode(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """One node of a rank map."""
+
+    name: str
+    address: str
+    node_rank: int
+    local_world_size: int
+    cuda_visible_devices: str
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """One rank. ``memory_fraction`` is the part of the GPU's memory it may use (a share), None for all of it."""
+
+    rank: int
+    node: str
+    local_rank: int
+    index: int
+    uuid: str
+    memory_fraction: float | None = None
+
+
+class RankMap(msgspec.Struct, frozen=True):
+    """The whole map. Port 0 means: chosen and bound at launch."""
+
+    schema: int
+    lease: str | None
+    master_addr: str
+    master_port: int
+    world_size: int
+    nodes: list[RankNode]
+    ranks: list[Rank]
+
+
+def problems(rank_map: RankMap) -> list[str]:
+    """Return everything wrong with a rank map, each in words that name the entry; empty when it is sound.
+
+    Sound: ranks are exactly 0..world_size-1; local ranks of each node exactly 0..local_world_size-1 in the order of
+    the ranks; node ranks 0..nodes-1; every rank's node is listed; no GPU twice on a node; node 0 holds rank 0.
+    """
+    found: list[str] = []
+    if rank_map.schema != 1:
+        found.append(f"schema is {rank_map.schema}; this gpuboard reads schema 1")
+    if not 0 <= rank_map.master_port <= 65535:
+        found.append(f"master_port {rank_map.master_port} is not a port; 0 lets launch choose one")
+    if not rank_map.ranks:
+        found.append("ranks is empty: there is nothing to launch")
+    if rank_map.world_size != len(rank_map.ranks):
+        found.append(f"world_size is {rank_map.world_size} but {len(rank_map.ranks)} ranks are listed")
+    found += _numbering([r.rank for r in rank_map.ranks], "rank", "")
+    names = [n.name for n in rank_map.nodes]
+    found += [f"node {name!r} is listed {count} times" for name, count in Counter(names).items() if count > 1]
+    found += _numbering([n.node_rank for n in rank_map.nodes], "node_rank", "")
+    found += [
+        f"rank {r.rank} is on node {r.node!r}, which is not in nodes ({', '.join(names) or 'none'})"
+        for r in rank_map.ranks
+        if r.node not in names
+    ]
+    for node in rank_map.nodes:
+        here = [r for r in rank_map.ranks if r.node == node.name]
+        if len(here) != node.local_world_size:
+            found.append(f"node {node.name}: local_world_size is {node.local_world_size} but it has {len(here)} ranks")
+        found += _numbering([r.local_rank for r in here], "local_rank", f"node {node.name}: ")
+        found += [
+            f"node {node.name}: GPU {uuid} is given to {count} ranks; two ranks of one run never share a GPU"
+            for uuid, count in Counter(r.uuid for r in here).items()
+            if count > 1
+        ]
+        found += [
+            f"node {node.name}: index {index} is given to {count} ranks"
+            for index, count in Counter(r.index for r in here).items()
+            if count > 1
+        ]
+        devices = [d for d in node.cuda_visible_devices.split(",") if d]
+        if len(devices) != len(here):
+            found.append(
+                f"node {node.name}: cuda_visible_devices {node.cuda_visible_devices!r} names {len(devices)} GPUs, "
+                f"{len(here)} ranks need one each"
+            )
+        for rank in here:
+            if 0 <= rank.local_rank < len(devices) and devices[rank.local_rank] not in {str(rank.index), rank.uuid}:
+                found.append(
+                    f"node {node.name}: local_rank {rank.local_rank} would see GPU {devices[rank.local_rank]!r} but "
+                    f"rank {rank.rank} is mapped to index {rank.index} ({rank.uuid})"
+                )
+        if node.node_rank == 0 and not any(r.rank == 0 for r in here):
+            found.append(f"node {node.name} has node_rank 0 but not rank 0; the master must run where rank 0 is")
+    for rank in rank_map.ranks:
+        if rank.memory_fraction is not None and not 0 < rank.memory_fraction <= 1:
+            found.append(f"rank {rank.rank}: memory_fraction {rank.memory_fraction} is not in (0, 1]")
+    return found
+
+
+def _numbering(numbers: list[int], word: str, where: str) -> list[str]:
+    """Return what keeps ``numbers`` from being exactly 0..n-1: duplicates first, then gaps."""
+    counts = Counter(numbers)
+    found = [f"{where}{word} {number} is listed {count} times" for number, count in counts.items() if count > 1]
+    missing = sorted(set(range(len(numbers))) - set(numbers))
+    extra = sorted(set(numbers) - set(range(len(numbers))))
+    if missing or extra:
+        found.append(
+            f"{where}{word}s must be 0 to {len(numbers) - 1}: missing {missing}, out of range or duplicate "
+            f"{extra or [n for n, c in counts.items() if c > 1]}"
+        )
+    return found

@@ -1,0 +1,101 @@
+"""What one pass of the agent saw of its node: the messages it sends, with the claims that lie there."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gpuboard.model.gpu import GpuReading, GpuStatic
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """The process a lease lives with. A pid alone would be reused; boot id and start time make it unique."""
+
+    host: str
+    boot_id: str
+    pid: int
+    start: int  # field 22 of /proc/PID/stat, clock ticks since boot
+
+
+class Claim(msgspec.Struct, frozen=True, rename={"since": "from"}):
+    """One claim file, judged by the node's clock. ``uid`` is the file's owner: the kernel's word, not the file's."""
+
+    lease: str
+    uuid: str
+    uid: int
+    owner: str  # the node's name for uid, or its digits
+    state: str  # "live" | "lapsed" | "garbage"
+    since: float  # epoch seconds
+    until: float
+    remaining_s: float = 0.0  # until it ends, by the node's clock (clocks of two hosts are never subtracted)
+    age_s: float = 0.0  # since its keeper last showed life
+    share: int | None = None  # bytes of the GPU's memory; None: the whole GPU
+    holder: Holder | None = None  # None: detached
+    purpose: str = ""
+    host: str = ""  # where the owner typed
+    nodes: list[str] = []  # every node of the lease
+    gpus: int = 0  # how many GPUs the lease has in all, so that a reader can see a part of it missing
+    disputed_with: list[str] = []  # lease ids it contradicts
+    reason: str = ""  # why garbage, lapsed or disputed
+
+
+class Hello(msgspec.Struct, frozen=True, tag_field="t", tag="hello"):
+    """The agent's first message."""
+
+    hostname: str
+    boot_id: str
+    uid: int
+    user: str
+    pid: int
+    python: str
+    addresses: list[str] = []  # the node's own, loopback left out
+
+
+class Static(msgspec.Struct, frozen=True, tag_field="t", tag="static"):
+    """Facts read once per NVML start; sent before the first reading and again when they change."""
+
+    gpus: list[GpuStatic] = []
+    driver: str | None = None
+    cuda: str | None = None
+    source: str = "nvml"  # "nvml" | "simulated"
+
+
+class Reading(msgspec.Struct, frozen=True, tag_field="t", tag="reading"):
+    """One tick of one node."""
+
+    seq: int
+    at: float  # the node's clock, epoch seconds (shown, never compared with ours)
+    interval_s: float
+    gpus: list[GpuReading] = []
+    nvml_error: str | None = None  # NVML as a whole: not installed, driver mismatch, hung
+    claims: list[Claim] = []
+    claims_error: str | None = None  # why this node cannot hold claims
+    cpu_percent: float | None = None
+    memory_used: int | None = None
+    memory_total: int | None = None
+    load1: float | None = None
+
+
+class CallError(msgspec.Struct, frozen=True):
+    """Why a call to the agent failed. ``kind`` is for programs, ``message`` for people."""
+
+    kind: str
+    message: str
+    detail: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class Reply(msgspec.Struct, frozen=True, tag_field="t", tag="reply"):
+    """The answer to call ``id``: either ``value`` or ``error``."""
+
+    id: int
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    error: CallError | None = None
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="t", tag="event"):
+    """Something that happened on a node during a launch; ``data`` depends on ``kind`` (docs/launch-protocol.md)."""
+
+    kind: str
+    data: msgspec.Raw = msgspec.Raw(b"null")
+
+
+Message = Hello | Static | Reading | Reply | Event

@@ -1,0 +1,62 @@
+"""A request for GPUs and its two answers: an allocation, or a refusal with a reason for every GPU."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Pick(msgspec.Struct, frozen=True):
+    """One GPU named by the user: ``gpu01:3`` or a UUID (``node`` None: wherever it is)."""
+
+    node: str | None
+    index: int | None
+    uuid: str | None
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What was asked for. Exactly one of ``n`` and ``picks`` is set."""
+
+    n: int | None = None
+    picks: tuple[Pick, ...] = ()
+    per_node: int | None = None  # exactly this many on each node
+    max_nodes: int | None = None
+    model: str | None = None  # case-insensitive part of the name; a glob if it has * ? or [
+    gpu_mem: int | None = None  # bytes of free memory that each GPU must have
+    topology: str = "best"  # "best" | "any"
+    exclude: tuple[Pick, ...] = ()
+    within: tuple[str, ...] | None = None  # UUIDs; pick only among these (inside a lease)
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """One allocated GPU."""
+
+    node: str
+    index: int
+    uuid: str
+    memory_fraction: float | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The set the policy chose, in rank order, and why."""
+
+    gpus: tuple[Chosen, ...]
+    why: str
+
+
+class RefusedGpu(msgspec.Struct, frozen=True):
+    """Why one GPU did not serve."""
+
+    node: str
+    index: int
+    uuid: str
+    state: str
+    reason: str
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a request was not granted. ``code`` is the exit code: 3 never possible, 4 not now."""
+
+    code: int
+    message: str
+    gpus: tuple[RefusedGpu, ...] = ()
+    nearest: str = ""  # the nearest request that would work, as words or options

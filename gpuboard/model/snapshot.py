@@ -1,0 +1,100 @@
+"""The cluster at one moment, in the shape that ``status --json`` prints (schema 1; keys are added, never renamed).
+
+Memory in bytes (used without reserved), temperature in °C, power in W, utilization in percent; None = not available.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ProcessView(msgspec.Struct, frozen=True):
+    """A process on a GPU, as shown."""
+
+    pid: int
+    user: str | None
+    command: str
+    memory: int | None
+    type: str
+    runtime_s: float | None = None
+    lease: str | None = None
+    job: str | None = None
+    container: str | None = None
+
+
+class JobView(msgspec.Struct, frozen=True):
+    """A scheduler's job that holds a GPU."""
+
+    id: str
+    user: str
+    partition: str
+    until: str | None
+
+
+class MigView(msgspec.Struct, frozen=True):
+    """A MIG device."""
+
+    uuid: str
+    profile: str
+    state: str
+    reason: str
+    memory_used: int | None
+    memory_total: int | None
+    leases: list[str] = []
+
+
+class GpuView(msgspec.Struct, frozen=True):
+    """A GPU with its state, the reason for it, and its newest reading."""
+
+    index: int
+    uuid: str
+    name: str
+    pci_bus_id: str
+    state: str
+    reason: str
+    flags: list[str] = []
+    memory_used: int | None = None
+    memory_total: int | None = None
+    utilization: int | None = None
+    temperature: int | None = None
+    power: float | None = None
+    power_limit: float | None = None
+    processes: list[ProcessView] | None = None
+    leases: list[str] = []
+    jobs: list[JobView] = []
+    mig: list[MigView] = []
+    # For the allocator and the detail view; not in the contract's minimum.
+    numa_node: int | None = None
+    links: dict[str, int] = {}
+    pci: dict[str, int] = {}
+    throttle: list[str] = []
+    compute_mode: int | None = None
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """A node with its GPUs; one that was never read has none and says why in ``error``."""
+
+    name: str
+    state: str  # "up" | "stale" | "unreachable"
+    scheduler_state: str | None = None
+    error: str | None = None
+    age_s: float | None = None  # of the newest reading; None: never read
+    source: str = "nvml"
+    driver: str | None = None
+    cuda: str | None = None
+    cpu_percent: float | None = None
+    memory_used: int | None = None
+    memory_total: int | None = None
+    gpus: list[GpuView] = []
+    hostname: str | None = None  # what the node calls itself
+    addresses: list[str] = []
+    claims_error: str | None = None  # why reservations cannot be held here
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Every node's newest reading, each with its age."""
+
+    schema: int
+    at: str
+    cluster: str
+    nodes: list[NodeView]

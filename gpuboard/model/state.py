@@ -1,0 +1,196 @@
+"""The state of a GPU: this and the previous reading, scheduler, leases and now → state, reason and flags.
+
+One pure function, :func:`judge`; the table it follows is DESIGN's: the first match wins.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from gpuboard.model.gpu import GpuReading, GpuStatic, Process
+from gpuboard.model.reading import Claim
+
+STATES = ("allocated", "broken", "unknown", "reserved", "busy", "occupied", "free")
+
+_EXCLUSIVE = frozenset({1, 3})
+_PROHIBITED = 2
+
+
+class Thresholds(msgspec.Struct, frozen=True):
+    """Everything the judgement can be tuned by (config section ``[state]``)."""
+
+    busy_utilization: int = 5  # percent
+    occupied_memory: int = 512 * 2**20  # bytes
+    stale_intervals: float = 3.0
+    stale_min_s: float = 5.0
+    idle_after_s: float = 900.0
+    ignore_processes: tuple[str, ...] = (
+        "Xorg", "Xwayland", "gnome-shell", "gnome-remote-de", "kwin_wayland", "kwin_x11", "plasmashell", "sddm-greeter",
+        "nvidia-cuda-mps-server", "nvidia-cuda-mps", "nv-hostengine", "dcgmi", "dcgm-exporter", "nvidia-persiste",
+    )  # fmt: skip
+    ignore_below: int = 512 * 2**20  # bytes: an ignored process that takes more is not ignored
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A scheduler's job that holds a GPU."""
+
+    id: str
+    user: str
+    partition: str = ""
+    until: float | None = None
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """All that is known of one GPU at one moment."""
+
+    static: GpuStatic
+    reading: GpuReading | None  # the newest one
+    previous: GpuReading | None = None  # the one before; None with ``one_shot``
+    age_s: float = 0.0  # of the newest reading
+    interval_s: float = 1.0
+    one_shot: bool = True  # one reading suffices to call a GPU free
+    claims: tuple[Claim, ...] = ()  # live ones on this GPU
+    claims_error: str | None = None
+    jobs: tuple[Job, ...] = ()
+    scheduler_error: str | None = None  # a configured scheduler that gives no current answer
+    idle_for_s: float | None = None  # how long nothing has run on it, as far as we have watched
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What a GPU is, in one word, why, and what else is to be said."""
+
+    state: str
+    reason: str
+    flags: tuple[str, ...] = ()
+
+
+def counted(processes: list[Process], thresholds: Thresholds) -> list[Process]:
+    """Return the processes that make a GPU busy: display servers and monitoring below the limit left out."""
+    return [
+        p
+        for p in processes
+        if p.name not in thresholds.ignore_processes or (p.memory is not None and p.memory >= thresholds.ignore_below)
+    ]
+
+
+def judge(facts: Facts, thresholds: Thresholds) -> Verdict:
+    """Return the state of a GPU with its reason and flags."""
+    state, reason = _state(facts, thresholds)
+    return Verdict(state, reason, _flags(facts, thresholds, state))
+
+
+def _state(facts: Facts, limits: Thresholds) -> tuple[str, str]:
+    reading = facts.reading
+    if facts.jobs:
+        return "allocated", "; ".join(f"job {job.id} of {job.user}" for job in facts.jobs)
+    if reading is not None and (broken := _broken(reading)):
+        return "broken", broken
+    if unknown := _unknown(facts, limits):
+        return "unknown", unknown
+    assert reading is not None  # _unknown has said so otherwise
+    if facts.claims:
+        return "reserved", "; ".join(_claim_words(claim) for claim in facts.claims)
+    if busy := _busy(reading, limits):
+        return "busy", busy
+    used = reading.memory_used or 0
+    if used > limits.occupied_memory:
+        return "occupied", f"{used / 2**30:.1f} GiB in use by a process that cannot be seen from here"
+    if not facts.one_shot:
+        if facts.previous is None:
+            return "unknown", "one reading so far; free is said after two"
+        if earlier := _busy(facts.previous, limits):
+            return "busy", f"a moment ago: {earlier}"
+        if (facts.previous.memory_used or 0) > limits.occupied_memory:
+            return "occupied", "a moment ago: memory in use by a process that cannot be seen from here"
+    return "free", "no process, no reservation"
+
+
+def _broken(reading: GpuReading) -> str | None:
+    if reading.lost:
+        return f"GPU lost: {reading.error or 'fallen off the bus'}"
+    if reading.remap_failed:
+        return "row remapping failed: the GPU needs replacement"
+    if reading.recovery_action not in {None, "none"}:
+        return f"the driver asks for: {reading.recovery_action}"
+    return None
+
+
+def _unknown(facts: Facts, limits: Thresholds) -> str | None:
+    reading = facts.reading
+    if reading is None:
+        return "no reading of this GPU yet"
+    limit_s = max(limits.stale_min_s, limits.stale_intervals * facts.interval_s)
+    age_s = facts.age_s + reading.delay_s
+    if age_s > limit_s:
+        return f"last reading is {age_s:.0f} s old"
+    if reading.error:
+        return f"NVML: {reading.error}"
+    if facts.static.mig is None:  # a MIG parent's own lists are empty by nature; its devices are judged instead
+        missing = [
+            word
+            for word, value in (
+                ("memory", reading.memory_used),
+                ("processes", reading.processes),
+                ("compute mode", reading.compute_mode),
+            )
+            if value is None
+        ]
+        if missing:
+            return f"not readable: {', '.join(missing)}"
+    if facts.scheduler_error:
+        return f"scheduler: {facts.scheduler_error}"
+    if facts.claims_error:
+        return f"reservations: {facts.claims_error}"
+    return None
+
+
+def _busy(reading: GpuReading, limits: Thresholds) -> str | None:
+    processes = counted(reading.processes or [], limits)
+    if processes:
+        first = max(processes, key=lambda p: p.memory or 0)
+        more = f" and {len(processes) - 1} more" if len(processes) > 1 else ""
+        return f"{first.user or 'owner hidden'}: {first.name or 'process'} (pid {first.pid}){more}"
+    if reading.utilization is not None and reading.utilization >= limits.busy_utilization:
+        return f"{reading.utilization} % utilization, no process visible"
+    if reading.compute_mode == _PROHIBITED:
+        return "compute mode: prohibited"
+    if reading.compute_mode in _EXCLUSIVE and reading.processes:
+        return "compute mode: exclusive, and a process holds it"
+    return None
+
+
+def _claim_words(claim: Claim) -> str:
+    left = max(0, int(claim.remaining_s))
+    span = f"{left // 3600}h{left % 3600 // 60:02d}m" if left >= 3600 else f"{left // 60}m{left % 60:02d}s"
+    return f"{claim.owner}, {span} left" + (f": {claim.purpose}" if claim.purpose else "")
+
+
+def _flags(facts: Facts, limits: Thresholds, state: str) -> tuple[str, ...]:
+    flags: list[str] = []
+    reading = facts.reading
+    processes = counted((reading.processes if reading else None) or [], limits)
+    holders = {claim.owner for claim in facts.claims} | {job.user for job in facts.jobs}
+    ours = {claim.lease for claim in facts.claims}
+    if holders and any(p.user is not None and p.user not in holders and p.lease not in ours for p in processes):
+        flags.append("rogue")
+    if holders and not processes and facts.idle_for_s is not None and facts.idle_for_s >= limits.idle_after_s:
+        flags.append("idle")
+    if any(p.lease is not None and p.lease not in ours for p in processes) and not facts.claims:
+        flags.append("overdue")
+    if any(claim.disputed_with for claim in facts.claims):
+        flags.append("disputed")
+    if reading is not None and state != "broken" and _sick(facts.static, reading):
+        flags.append("sick")
+    if facts.static.mig is not None:
+        flags.append("mig")
+    return tuple(flags)
+
+
+def _sick(static: GpuStatic, reading: GpuReading) -> bool:
+    narrow = (
+        reading.pcie_width is not None
+        and static.pcie_width_max is not None
+        and 0 < reading.pcie_width < static.pcie_width_max
+    )
+    throttled = any(word in {"hw_thermal", "hw_power_brake", "sw_thermal"} for word in reading.throttle)
+    return bool(reading.ecc_uncorrected) or bool(reading.remap_pending) or throttled or narrow

@@ -1,0 +1,78 @@
+"""Durations, sizes and times as people type them (``30s|15m|8h|2d``, ``40GiB``, ``14:00``) and as we print them."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_BYTES = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BYTES |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_duration(text: str) -> float:
+    """Return seconds. Accepts ``30s``, ``15m``, ``8h``, ``2d``, ``1w`` and sums such as ``1h30m``.
+
+    Raises ValueError for anything else, a bare number too: 30 of what?
+    """
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
+    if not parts or "".join(a + b for a, b in parts) != text.strip():
+        raise ValueError(f"{text!r} is not a duration; write 30s, 15m, 8h, 2d or 1h30m")
+    seconds = sum(float(amount) * _SECONDS[unit] for amount, unit in parts)
+    if not 0 < seconds <= 366 * 86400:
+        raise ValueError(f"{text!r} is not between one second and a year")
+    return seconds
+
+
+def parse_size(text: str) -> int:
+    """Return bytes. Accepts ``40GiB``, ``40G`` and ``40GB`` (10^9), ``512MiB``, a plain number of bytes.
+
+    Raises ValueError for anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if not match or match[2].lower() not in _BYTES:
+        raise ValueError(f"{text!r} is not a size; write 40GiB, 512MiB or 40GB")
+    return int(float(match[1]) * _BYTES[match[2].lower()])
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in at most two units: ``45s``, ``12m``, ``1h05m``, ``2d03h``."""
+    total = int(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m"
+    if total < 86400:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 86400}d{total % 86400 // 3600:02d}h"
+
+
+def format_size(size: int | None) -> str:
+    """Return a size in GiB with one decimal below 10 (``3.4 GiB``, ``80 GiB``); ``?`` when unknown."""
+    if size is None:
+        return "?"
+    gib = size / 2**30
+    return f"{gib:.1f} GiB" if gib < 10 else f"{gib:.0f} GiB"
+
+
+def iso(epoch: float) -> str:
+    """Return epoch seconds as ISO 8601 in UTC with milliseconds: ``2026-01-31T12:00:00.000Z``."""
+    at = datetime.fromtimestamp(epoch, UTC)
+    return at.strftime("%Y-%m-%dT%H:%M:%S.") + f"{at.microsecond // 1000:03d}Z"
+
+
+def parse_time(text: str, now: float) -> float:
+    """Return epoch seconds for ``14:00`` (the next one, local time) or ISO 8601.
+
+    Raises ValueError for anything else.
+    """
+    local = datetime.fromtimestamp(now).astimezone()
+    match = re.fullmatch(r"(\d{1,2}):(\d{2})", text.strip())
+    try:
+        if match:
+            at = local.replace(hour=int(match[1]), minute=int(match[2]), second=0, microsecond=0)
+            return (at if at > local else at + timedelta(days=1)).timestamp()
+        return datetime.fromisoformat(text.strip()).astimezone().timestamp()
+    except ValueError:
+        raise ValueError(f"{text!r} is not a time; write 14:00 or 2026-01-31T14:00") from None

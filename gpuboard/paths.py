@@ -1,0 +1,25 @@
+"""Where gpuboard keeps files: the XDG folders, computed from an environment (no I/O)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+SITE_CONFIG = Path("/etc/gpuboard/config.toml")
+
+
+def _base(env: Mapping[str, str], variable: str, below_home: str) -> Path:
+    """Return the XDG folder named by ``variable``; a relative value is ignored, as the specification asks."""
+    value = env.get(variable, "")
+    root = Path(value) if value.startswith("/") else Path(env.get("HOME") or "/nonexistent") / below_home
+    return root / "gpuboard"
+
+
+def user_config(env: Mapping[str, str]) -> Path:
+    """Return the path of the user's config file (it need not exist)."""
+    return _base(env, "XDG_CONFIG_HOME", ".config") / "config.toml"
+
+
+def state_dir(env: Mapping[str, str]) -> Path:
+    """Return the folder of rank maps, runs and the keeper's records; it may be on a shared home."""
+    return _base(env, "XDG_STATE_HOME", ".local/state")

@@ -1,0 +1,1 @@
+"""How bytes reach a node and how the agent there is spoken to."""
