@@ -16,7 +16,7 @@ def parse_duration(text: str) -> float:
 
     Raises ValueError for anything else, a bare number too: 30 of what?
     """
-    parts = re.findall(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
+    parts = re.findall(r"([0-9]+(?:[.][0-9]+)?)([smhdw])", text.strip())
     if not parts or "".join(a + b for a, b in parts) != text.strip():
         raise ValueError(f"{text!r} is not a duration; write 30s, 15m, 8h, 2d or 1h30m")
     seconds = sum(float(amount) * _SECONDS[unit] for amount, unit in parts)
@@ -30,7 +30,7 @@ def parse_size(text: str) -> int:
 
     Raises ValueError for anything else.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    match = re.fullmatch(r"([0-9]+(?:[.][0-9]+)?)\s*([a-zA-Z]*)", text.strip())
     if not match or match[2].lower() not in _BYTES:
         raise ValueError(f"{text!r} is not a size; write 40GiB, 512MiB or 40GB")
     return int(float(match[1]) * _BYTES[match[2].lower()])
@@ -68,7 +68,7 @@ def parse_time(text: str, now: float) -> float:
     Raises ValueError for anything else.
     """
     local = datetime.fromtimestamp(now).astimezone()
-    match = re.fullmatch(r"(\d{1,2}):(\d{2})", text.strip())
+    match = re.fullmatch(r"([0-9]{1,2}):([0-9]{2})", text.strip())
     try:
         if match:
             at = local.replace(hour=int(match[1]), minute=int(match[2]), second=0, microsecond=0)
