@@ -1,0 +1,49 @@
+"""`gpuboard config`: the settings in force and where each came from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import msgspec
+
+from gpuboard import paths
+from gpuboard.cli.context import Context
+from gpuboard.model.text import clean
+
+NAME = "config"
+HELP = "show the settings in force and where each came from"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print JSON: {key: {value, origin}}")
+    parser.epilog = "example:\n  gpuboard config\n  gpuboard config --nodes 'gpu[01-03]' --json"
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    """Print every setting with its value and origin."""
+    configuration = context.configuration
+    values = dict(_flat(msgspec.to_builtins(configuration.settings)))
+    rows = {key: {"value": value, "origin": configuration.origins.get(key, "default")} for key, value in values.items()}
+    if args.json:
+        print(json.dumps({"schema": 1, "settings": rows}, ensure_ascii=False))
+        return 0
+    width = max(len(key) for key in rows)
+    shown = {key: clean(json.dumps(row["value"], ensure_ascii=False), 200) for key, row in rows.items()}
+    column = min(40, max(len(text) for text in shown.values()))
+    for key, row in rows.items():
+        print(f"{key:<{width}}  {shown[key]:<{column}}  {clean(str(row['origin']))}")
+    print(f"\nfiles looked at: {paths.SITE_CONFIG}, {context.config_file or paths.user_config(context.env)}")
+    return 0
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((prefix + key, value))
+    return found

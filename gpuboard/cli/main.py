@@ -1,0 +1,170 @@
+"""The front door: finds the command in argv, imports that one module, maps errors to words and exit codes.
+
+Two stages, because importing every command's needs would cost more than `allocate` as a whole may take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+from gpuboard import __version__
+from gpuboard.cli.context import Context
+from gpuboard.cli.options import Parser, add_common, nearest
+from gpuboard.errors import GpuboardError, UsageError
+
+GROUPS = {
+    "see": ("status",),
+    "reserve": ("allocate", "leases", "renew", "release", "env"),
+    "use": ("run", "launch", "runs", "logs", "stop"),
+    "set up": ("demo", "config"),
+}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+
+_EPILOG = """\
+in scripts:
+  export CUDA_VISIBLE_DEVICES=; eval "$(gpuboard allocate --n 4)" || exit
+
+exit codes: 0 done, 1 error, 2 usage, 3 can never be met, 4 not free now, 5 no such lease, 6 no node reached,
+  7 preflight refused, 130 interrupted. `run` and `launch` exit with the code of what they started.
+
+`gpuboard COMMAND --help` tells more about each."""
+
+
+class Command(Protocol):
+    """What the module of a command has."""
+
+    NAME: str
+    HELP: str
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the command's own arguments, and an example as the epilog."""
+
+    @staticmethod
+    def run(args: argparse.Namespace, context: Context) -> int:
+        """Do it; return the exit code."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command that ``argv`` (without the program's name) asks for; return the exit code, never raise."""
+    try:
+        code = _dispatch(list(argv))
+        sys.stdout.flush()
+    except GpuboardError as error:
+        say(str(error))
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:
+        _drop_stdout()
+        code = 128 + signal.SIGPIPE  # whoever read us has left: end as other tools do, without a word
+    except SystemExit as error:  # argparse's --help
+        code = error.code if isinstance(error.code, int) else 0
+    except Exception as error:
+        code = _unexpected(error)
+    return code
+
+
+def say(text: str) -> None:
+    """Print words for people on stderr, the first line marked as ours; a stderr that is gone is no error."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"gpuboard: {text}", file=sys.stderr, flush=True)
+
+
+def split(argv: list[str]) -> tuple[str | None, list[str]]:
+    """Return the command and its arguments; flags that stand before the command are moved behind it."""
+    position = 0
+    while position < len(argv) and argv[position].startswith("-") and argv[position] != "--":
+        position += 2 if argv[position] in {"--nodes", "--config"} else 1
+    if position >= len(argv) or argv[position] == "--":
+        return None, argv
+    return argv[position], argv[:position] + argv[position + 1 :]
+
+
+def load(name: str) -> Command:
+    """Import the module of one command. Raises UsageError with the nearest name when there is none."""
+    if name not in COMMANDS:
+        near = nearest(name, list(COMMANDS))
+        cure = f"did you mean `gpuboard {near}`?" if near else f"commands are: {', '.join(COMMANDS)}"
+        raise UsageError(f"{name!r} is not a command; {cure}")
+    return cast(Command, importlib.import_module(f"gpuboard.cli.{name}"))
+
+
+def parser_of(command: Command) -> Parser:
+    """Return the parser of one command."""
+    parser = Parser(f"gpuboard {command.NAME}", command.HELP)
+    command.add_arguments(parser)
+    add_common(parser)
+    return parser
+
+
+def _dispatch(argv: list[str]) -> int:
+    name, rest = split(argv)
+    if name is None or name == "help":
+        if name == "help" and rest:
+            name, rest = rest[0], ["--help"]
+        elif name == "help" or "-h" in rest or "--help" in rest:
+            print(_help())
+            return 0
+        elif "--version" in rest or "-V" in rest:
+            print(f"gpuboard {__version__}")
+            return 0
+    command = load(name or "status")
+    args = parser_of(command).parse_args(rest)
+    context = Context(argv)
+    if args.nodes is not None:
+        context.flags["nodes"] = [args.nodes]
+    if args.config is not None:
+        context.config_file = Path(args.config)
+    return command.run(args, context)
+
+
+def _help() -> str:
+    lines = ["usage: gpuboard [COMMAND] [--nodes NODESET] [--config FILE] …", "", _first_words()]
+    for group, names in GROUPS.items():
+        lines.append(f"\n{group}:")
+        lines += [f"  {name:<10}{load(name).HELP.splitlines()[0]}" for name in names]
+    return "\n".join([*lines, "", _EPILOG])
+
+
+def _first_words() -> str:
+    return (
+        "See every GPU of every node and why it is or is not free, reserve some of them, and start distributed\n"
+        "PyTorch on exactly those. Without a command: the status of all nodes."
+    )
+
+
+def _unexpected(error: Exception) -> int:
+    """Say in one line what to report; the whole traceback with GPUBOARD_DEBUG=1."""
+    if os.environ.get("GPUBOARD_DEBUG"):
+        import traceback
+
+        traceback.print_exc()
+    if isinstance(error, OSError) and error.errno is not None and error.__traceback__ is not None:
+        where = f" ({error.filename})" if error.filename else ""
+        say(f"{error.strerror}{where}; GPUBOARD_DEBUG=1 shows where that happened")
+        _drop_stdout()
+        return 1
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    where = f"{Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}" if frame else "?"
+    say(
+        f"this is a bug: {type(error).__name__} at {where}: {error}\n  please report it with this line, the output of "
+        f"the same command under GPUBOARD_DEBUG=1, and gpuboard {__version__} on Python {sys.version.split()[0]}"
+    )
+    return 1
+
+
+def _drop_stdout() -> None:
+    """Point stdout at /dev/null, so that the interpreter's last flush does not complain about a reader that left."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,70 @@
+"""What all commands' parsers share: errors instead of exits, the common flags, types for durations and sizes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from gpuboard.errors import UsageError
+
+T = TypeVar("T")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UsageError, with the nearest option where one was misspelt.
+
+    Options are never abbreviated: an abbreviation that works today is ambiguous after the next option is added.
+    """
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        self.add_argument("-h", "--help", action="help", help="show this text")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError with ``message`` and where to look; never exits."""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            word = unknown.split()[0]
+            near = nearest(word.split("=")[0], list(self._option_string_actions)) if word.startswith("-") else None
+            message = f"{word}: no such {'option' if word.startswith('-') else 'argument'}"
+            message += f"; did you mean {near}?" if near else ""
+        raise UsageError(f"{message}\n  see: {self.prog} --help")
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that every command takes."""
+    group = parser.add_argument_group("every command")
+    group.add_argument("--nodes", metavar="NODESET", help="the nodes to look at, e.g. gpu[01-16,20]; default: config")
+    group.add_argument("--config", metavar="FILE", help="read this TOML file in place of the user's")
+
+
+def nearest(word: str, words: list[str]) -> str | None:
+    """Return the one of ``words`` that was most likely meant, None when none is close."""
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.6)), None)
+
+
+def typed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Wrap a parser that raises ValueError, so that argparse shows its words and not its own."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def natural(text: str) -> int:
+    """Return a whole number of at least 1. Raises ArgumentTypeError."""
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
