@@ -1,0 +1,46 @@
+"""Where the agent starts: it takes over the connection, reads the start line and hands over to the role asked for."""
+
+import os
+
+from gpuboard.agent import wire
+
+MYPY = False
+if MYPY:
+    from typing import Any, Dict
+
+ROLES = ("node", "launch")
+
+
+def main() -> None:
+    """Run the agent on fds 0 and 1 until the connection ends, then end the process.
+
+    Exit codes: 0 the connection ended, 1 an error (sent to the client as a ``stderr`` event), 2 an unknown role.
+    """
+    channel = wire.take_over()
+    code = 1
+    try:
+        start = channel.read_start()
+        code = 0 if start is None else _run(channel, str(start.get("role")), start.get("config") or {})
+    except wire.BadStream as error:
+        channel.event("stderr", {"text": "gpuboard agent: %s\n" % error})
+    except Exception:
+        import traceback  # late: only when something is wrong
+
+        channel.event("stderr", {"text": traceback.format_exc()})
+    channel.drain(1.0)
+    os._exit(code)  # no exit handlers: a forked child, a library or a thread must not hold the node's process back
+
+
+def _run(channel: wire.Channel, role: str, config: "Dict[str, Any]") -> int:
+    if role == "node":
+        from gpuboard.agent import node  # late: a supervisor needs no probe
+
+        node.run(channel, config)
+        return 0
+    if role == "launch":
+        from gpuboard.agent import guard  # late: a probe needs no supervisor
+
+        guard.run(channel, config)
+        return 0
+    channel.event("stderr", {"text": "gpuboard agent: no role %r; this agent knows %s\n" % (role, ", ".join(ROLES))})
+    return 2
