@@ -1,0 +1,67 @@
+# `make demo` and `make test` set up everything they need, the first time from the network, then offline.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+VENV ?= .venv
+# The first interpreter that runs and is new enough (a version manager's shim may be on PATH and refuse to run).
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# What is installed belongs to these two files: when they change, the stamps below are out of date.
+KEY := $(shell cat constraints.txt pyproject.toml | sha256sum | cut -c1-16)
+RUN_STAMP := $(VENV)/.installed-run-$(KEY)
+DEV_STAMP := $(VENV)/.installed-dev-$(KEY)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: help demo test lint check bench clean system-packages
+
+help:
+	@echo "make demo    set up, then run the main job on simulated nodes: reserve, train with DDP, release"
+	@echo "make test    set up, with system packages where root or sudo allows, then run every check and test"
+	@echo "make lint    ruff, mypy, import contracts, the agent's Python 3.6 syntax"
+	@echo "make bench   the measurements of bench/ (about ten minutes on an idle machine)"
+	@echo "make clean   remove what the above made"
+
+demo: $(RUN_STAMP)
+	@$(BIN)/gpuboard demo
+
+test: system-packages $(DEV_STAMP)
+	@$(MAKE) --no-print-directory check
+
+check: lint
+	$(BIN)/python -m pytest
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/vermin --target=3.6- --no-tips --quiet gpuboard/agent
+
+bench: $(DEV_STAMP)
+	$(BIN)/python bench/run.py
+
+system-packages:
+	@.ci/system-packages
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find gpuboard tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "gpuboard needs Python 3.11 or later, and none is on PATH" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/system-packages venv "$(PYTHON)"
+	$(PYTHON) -m venv $(VENV)
+
+# hatchling goes in first, so that building gpuboard itself needs no index and takes the pinned version too.
+$(RUN_STAMP): | $(BIN)/python
+	@echo "installing into $(VENV); the first time this fetches PyTorch, which takes a while"
+	@$(PIP) hatchling
+	@$(PIP) --no-build-isolation --editable '.[torch]'
+	@rm -f $(VENV)/.installed-run-*
+	@touch $@
+
+$(DEV_STAMP): $(RUN_STAMP)
+	@$(PIP) --no-build-isolation --editable '.[dev,bench]'
+	@rm -f $(VENV)/.installed-dev-*
+	@touch $@
