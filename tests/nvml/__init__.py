@@ -1,0 +1,170 @@
+"""A scripted libnvidia-ml.so.1: the C source beside this file, and what writes its scripts.
+
+    folder = library()                                   # put it on LD_LIBRARY_PATH
+    write_script(path, [Gpu(), Gpu(utilization=80)])     # FAKE_NVML=path, else /run/fake-nvml/script
+    write_script(path, [Gpu(), Gpu(trouble=("hang *",))])   # at any time: the library reads it again
+
+GPUs get their index, UUID and PCI address from their place in the list unless they are given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+GIB = 2**30
+SOURCE = Path(__file__).with_name("fake_nvml.c")
+
+# NVML's return codes as scripts use them
+NOT_SUPPORTED, NO_PERMISSION, TIMEOUT, FUNCTION_NOT_FOUND, LOST, RESET_REQUIRED, MISMATCH, UNKNOWN = (
+    3,
+    4,
+    10,
+    13,
+    15,
+    16,
+    18,
+    999,
+)
+
+
+class Mig(msgspec.Struct, frozen=True):
+    """A MIG device; its processes are those of the GPU that name its uuid."""
+
+    uuid: str
+    profile: str = "3g.40gb"
+    gi: int = 1
+    ci: int = 0
+    total: int = 40 * GIB
+    used: int = 0
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """One GPU of a script. Memory in bytes, power in mW as NVML has it; -1 means "not supported"."""
+
+    uuid: str = ""  # default: GPU-<8 digits of the seed>-0000-0000-0000-<index>
+    name: str = "NVIDIA H100 80GB HBM3"
+    pci: str = ""  # default: 00000000:<10 + index>:00.0
+    total: int = 80 * GIB
+    used: int = 0
+    reserved: int = 512 * 2**20
+    utilization: int = 0
+    temperature: int = 31
+    power: int = 70100
+    power_limit: int = 700000
+    compute_mode: int = 0
+    processes: tuple[
+        tuple[str, int, int] | tuple[str, int, int, str], ...
+    ] = ()  # compute|graphics|mps, pid, bytes, MIG
+    throttle: int = 0
+    pcie: tuple[int, int, int, int] = (5, 16, 5, 16)  # generation, width, and both at most
+    ecc: int = 0
+    remap: tuple[int, int] | None = (0, 0)  # pending, failed; None: an older GPU with page retirement
+    retired_pending: int = 0
+    recovery: int = 0
+    numa: int = -1
+    cpus: str = ""
+    links: tuple[str, ...] = ()  # a peer's index, "switch", "hidden-switch" or "down", one entry a link
+    levels: tuple[tuple[int, int], ...] = ()  # (peer's index, NVML topology level 0 to 50)
+    mig: tuple[Mig, ...] | None = None  # None: MIG not supported; (): enabled, no devices
+    trouble: tuple[str, ...] = ()  # "fault FUNCTION CODE", "hang FUNCTION", "slow FUNCTION MS"; FUNCTION may be *
+
+
+def write_script(
+    path: Path,
+    gpus: Sequence[Gpu],
+    *,
+    driver: str = "580.159.04",
+    cuda: int = 13000,
+    record: int = 24,
+    trouble: Sequence[str] = (),
+    seed: str = "node",
+) -> list[Gpu]:
+    """Write a script (in one step, for readers that are running) and return its GPUs with nothing left to default.
+
+    ``record=32`` is what drivers 535.43 to 535.86 answer; ``trouble`` is for calls that name no GPU.
+    """
+    unique = hashlib.sha256(seed.encode()).hexdigest()[:8]
+    full = [
+        msgspec.structs.replace(
+            gpu,
+            uuid=gpu.uuid or f"GPU-{unique}-0000-0000-0000-{index:012d}",
+            pci=gpu.pci or f"00000000:{16 + index:02X}:00.0",
+        )
+        for index, gpu in enumerate(gpus)
+    ]
+    lines = [f"driver {driver}", f"cuda {cuda}", f"record {record}", *trouble]
+    for gpu in full:
+        lines += _lines(gpu, full)
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text("\n".join(lines) + "\n")
+    temporary.chmod(0o644)
+    temporary.replace(path)
+    return full
+
+
+def _lines(gpu: Gpu, gpus: Sequence[Gpu]) -> list[str]:
+    lines = [
+        "gpu",
+        f"uuid {gpu.uuid}",
+        f"name {gpu.name}",
+        f"pci {gpu.pci}",
+        f"memory {gpu.total} {gpu.used} {gpu.reserved}",
+        f"utilization {gpu.utilization}",
+        f"temperature {gpu.temperature}",
+        f"power {gpu.power} {gpu.power_limit}",
+        f"compute_mode {gpu.compute_mode}",
+        f"throttle {gpu.throttle}",
+        "pcie {} {} {} {}".format(*gpu.pcie),
+        f"ecc {gpu.ecc}",
+        f"retired_pending {gpu.retired_pending}",
+        f"recovery {gpu.recovery}",
+        f"numa {gpu.numa}",
+        f"mig_mode {-1 if gpu.mig is None else 1}",
+        *("process " + " ".join(str(word) for word in process) for process in gpu.processes),
+        *(f"level {peer} {level}" for peer, level in gpu.levels),
+        *gpu.trouble,
+    ]
+    if gpu.cpus:
+        lines.append(f"cpus {gpu.cpus}")
+    if gpu.remap is not None:
+        lines.append(f"remap {gpu.remap[0]} {gpu.remap[1]}")
+    for link in gpu.links:
+        if link == "switch":
+            lines.append("link 00000000:F1:00.0 2")
+        elif link == "hidden-switch":  # what some systems say of a switch
+            lines.append("link FFFFFFFF:FF:FF.0 255")
+        elif link == "down":
+            lines.append("link down 255")
+        else:
+            lines.append(f"link {gpus[int(link)].pci} 0")
+    lines += [f"mig {m.uuid} {m.gi} {m.ci} {m.total} {m.used} {gpu.name} MIG {m.profile}" for m in gpu.mig or ()]
+    return lines
+
+
+def library(*, old: bool = False) -> Path:
+    """Return the folder that holds the compiled libnvidia-ml.so.1, readable by every user; built once a source.
+
+    ``old`` leaves out the functions that old drivers lack. Raises FileNotFoundError when there is no C compiler and
+    CalledProcessError when the source does not compile.
+    """
+    flags = ["-DOLD_DRIVER"] if old else []
+    tag = hashlib.sha256(SOURCE.read_bytes() + str(flags).encode()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir()) / f"fake-nvml-{os.getuid()}-{tag}"
+    target = folder / "libnvidia-ml.so.1"
+    if not target.exists():
+        folder.mkdir(mode=0o755, exist_ok=True)
+        built = folder / f"new-{os.getpid()}"
+        subprocess.run(
+            ["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", *flags]
+            + ["-o", str(built), str(SOURCE)],
+            check=True,
+        )
+        built.replace(target)
+    return folder

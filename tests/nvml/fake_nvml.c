@@ -1,0 +1,484 @@
+/* A libnvidia-ml.so.1 that answers from a script file, so that nvidia-ml-py runs on it unmodified.
+ *
+ * The script is the file named by $FAKE_NVML, else /run/fake-nvml/script. It is read again when it changes, at most every
+ * 2 ms. One "key value..." a line; "gpu" starts a GPU, what stands before the first one holds for the whole library.
+ * tests/nvml/__init__.py writes scripts and documents the keys. A fault or a hang is looked at before every call:
+ * "fault FUNCTION CODE", "hang FUNCTION" (until the script changes), "slow FUNCTION MILLISECONDS"; FUNCTION may be "*".
+ *
+ * Built with -DOLD_DRIVER the library lacks the symbols that drivers before 450 to 555 lack.
+ */
+#define _GNU_SOURCE
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MAX_GPUS 32
+#define MAX_ITEMS 64
+#define TEXT 128
+
+enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, UNSUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, SMALL = 7,
+       NO_DRIVER = 9, LOST = 15, UNKNOWN = 999 };
+
+typedef struct { char kind; char function[64]; int value; } Trouble; /* kind: f(ault), h(ang), s(low) */
+typedef struct { char kind; unsigned pid; unsigned long long memory; char mig[TEXT]; } Proc; /* kind: c, g, m(ps) */
+typedef struct { int gpu, number; char uuid[TEXT], name[TEXT]; unsigned gi, ci; unsigned long long total, used; } Mig;
+typedef struct { char remote[32]; int type; } Link;
+
+typedef struct {
+    int number;
+    char uuid[TEXT], name[TEXT], pci[32], cpus[TEXT];
+    unsigned long long total, used, reserved, ecc;
+    int utilization, temperature, power, power_limit, compute_mode, gen, gen_max, width, width_max, numa, recovery;
+    int remap, remap_pending, remap_failed, retired_pending, mig_mode;
+    unsigned long long throttle;
+    int links, procs, migs, troubles, levels[MAX_GPUS];
+    Link link[MAX_ITEMS];
+    Proc proc[MAX_ITEMS];
+    Mig mig[8];
+    Trouble trouble[MAX_ITEMS];
+} Gpu;
+
+static struct { char driver[TEXT]; int cuda, record, gpus, troubles; Gpu gpu[MAX_GPUS]; Trouble trouble[MAX_ITEMS]; } S;
+static struct stat seen;
+static double looked = -1;
+static int initialized;
+/* Handles outlive a reread: a device is the address of its slot. Slot 16 * gpu is the GPU, 16 * gpu + 1 + k its MIG device k. */
+static char slots[MAX_GPUS * 16];
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+static void copy(char *to, size_t size, const char *from) { snprintf(to, size, "%s", from); }
+
+static void add_trouble(Trouble *list, int *count, char kind, const char *rest) {
+    if (*count == MAX_ITEMS) return;
+    Trouble *t = &list[(*count)++];
+    t->kind = kind;
+    t->value = 0;
+    sscanf(rest, "%63s %d", t->function, &t->value);
+}
+
+static void gpu_line(Gpu *g, const char *key, const char *rest) {
+    if (!strcmp(key, "uuid")) copy(g->uuid, TEXT, rest);
+    else if (!strcmp(key, "name")) copy(g->name, TEXT, rest);
+    else if (!strcmp(key, "pci")) copy(g->pci, sizeof g->pci, rest);
+    else if (!strcmp(key, "cpus")) copy(g->cpus, TEXT, rest);
+    else if (!strcmp(key, "memory")) sscanf(rest, "%llu %llu %llu", &g->total, &g->used, &g->reserved);
+    else if (!strcmp(key, "utilization")) g->utilization = atoi(rest);
+    else if (!strcmp(key, "temperature")) g->temperature = atoi(rest);
+    else if (!strcmp(key, "power")) sscanf(rest, "%d %d", &g->power, &g->power_limit);
+    else if (!strcmp(key, "compute_mode")) g->compute_mode = atoi(rest);
+    else if (!strcmp(key, "throttle")) g->throttle = strtoull(rest, NULL, 0);
+    else if (!strcmp(key, "pcie")) sscanf(rest, "%d %d %d %d", &g->gen, &g->width, &g->gen_max, &g->width_max);
+    else if (!strcmp(key, "ecc")) g->ecc = strtoull(rest, NULL, 0);
+    else if (!strcmp(key, "remap")) g->remap = 1, sscanf(rest, "%d %d", &g->remap_pending, &g->remap_failed);
+    else if (!strcmp(key, "retired_pending")) g->retired_pending = atoi(rest);
+    else if (!strcmp(key, "recovery")) g->recovery = atoi(rest);
+    else if (!strcmp(key, "numa")) g->numa = atoi(rest);
+    else if (!strcmp(key, "mig_mode")) g->mig_mode = atoi(rest);
+    else if (!strcmp(key, "link") && g->links < MAX_ITEMS) {
+        Link *l = &g->link[g->links++];
+        sscanf(rest, "%31s %d", l->remote, &l->type);
+    } else if (!strcmp(key, "level")) {
+        int peer, level;
+        if (sscanf(rest, "%d %d", &peer, &level) == 2 && peer >= 0 && peer < MAX_GPUS) g->levels[peer] = level + 1;
+    } else if (!strcmp(key, "process") && g->procs < MAX_ITEMS) {
+        Proc *p = &g->proc[g->procs++];
+        char kind[16] = "";
+        long long memory = -1;
+        p->mig[0] = 0;
+        sscanf(rest, "%15s %u %lld %127s", kind, &p->pid, &memory, p->mig);
+        p->kind = kind[0];
+        p->memory = (unsigned long long)memory; /* -1 is NVML's "not available" */
+    } else if (!strcmp(key, "mig") && g->migs < 8) {
+        Mig *m = &g->mig[g->migs];
+        m->gpu = g->number;
+        m->number = g->migs++;
+        sscanf(rest, "%127s %u %u %llu %llu %127[^\n]", m->uuid, &m->gi, &m->ci, &m->total, &m->used, m->name);
+    }
+}
+
+static void load(void) {
+    double t = now();
+    if (looked >= 0 && t - looked < 0.002) return;
+    looked = t;
+    const char *path = getenv("FAKE_NVML");
+    if (!path) path = "/run/fake-nvml/script";
+    struct stat st;
+    if (stat(path, &st)) { memset(&S, 0, sizeof S); S.gpus = -1; seen.st_ino = 0; return; }
+    if (st.st_ino == seen.st_ino && st.st_size == seen.st_size && st.st_mtim.tv_sec == seen.st_mtim.tv_sec &&
+        st.st_mtim.tv_nsec == seen.st_mtim.tv_nsec) return;
+    FILE *f = fopen(path, "r");
+    if (!f) { S.gpus = -1; return; }
+    seen = st;
+    memset(&S, 0, sizeof S);
+    copy(S.driver, TEXT, "580.159.04");
+    S.cuda = 13000;
+    S.record = 24;
+    Gpu *g = NULL;
+    char line[1024], key[64];
+    while (fgets(line, sizeof line, f)) {
+        int at = 0;
+        line[strcspn(line, "\n")] = 0;
+        if (sscanf(line, "%63s%n", key, &at) != 1 || key[0] == '#') continue;
+        const char *rest = line + at + (line[at] == ' ');
+        if (!strcmp(key, "gpu")) {
+            if (S.gpus == MAX_GPUS) break;
+            g = &S.gpu[S.gpus];
+            g->number = S.gpus++;
+            g->numa = -1;
+        } else if (!strcmp(key, "fault") || !strcmp(key, "hang") || !strcmp(key, "slow"))
+            add_trouble(g ? g->trouble : S.trouble, g ? &g->troubles : &S.troubles, key[0], rest);
+        else if (g) gpu_line(g, key, rest);
+        else if (!strcmp(key, "driver")) copy(S.driver, TEXT, rest);
+        else if (!strcmp(key, "cuda")) S.cuda = atoi(rest);
+        else if (!strcmp(key, "record")) S.record = atoi(rest);
+    }
+    fclose(f);
+}
+
+static Trouble *find(int gpu, const char *function) {
+    Trouble *list = gpu < 0 ? S.trouble : S.gpu[gpu].trouble;
+    int count = gpu < 0 ? S.troubles : S.gpu[gpu].troubles;
+    for (int i = 0; i < count; i++)
+        if (!strcmp(list[i].function, "*") || !strcmp(list[i].function, function)) return &list[i];
+    return NULL;
+}
+
+/* Every call passes here: waits, hangs or fails as the script says. gpu < 0: the library as a whole. */
+static int enter(int gpu, const char *function) {
+    load();
+    if (S.gpus < 0) return NO_DRIVER;
+    for (;;) {
+        if (gpu >= S.gpus) return LOST;
+        Trouble *t = find(gpu, function);
+        if (!t) return OK;
+        if (t->kind == 'f') return t->value;
+        if (t->kind == 's') { usleep(t->value * 1000); return OK; }
+        usleep(5000);
+        looked = -1;
+        load();
+    }
+}
+
+static int number_of(void *device) {
+    ptrdiff_t slot = (char *)device - slots;
+    return slot < 0 || slot >= (ptrdiff_t)sizeof slots ? -2 : (int)(slot / 16);
+}
+
+static Mig *mig_of(void *device) {
+    int k = (int)(((char *)device - slots) % 16) - 1, gpu = number_of(device);
+    return k < 0 || gpu < 0 || k >= S.gpu[gpu].migs ? NULL : &S.gpu[gpu].mig[k];
+}
+
+#define GPU(device) \
+    int number = number_of(device); \
+    if (!initialized) return UNINITIALIZED; \
+    if (number < 0) return INVALID; \
+    int trouble = enter(number, __func__); \
+    if (trouble) return trouble; \
+    Gpu *g = &S.gpu[number]; \
+    (void)g;
+
+#define NUMBER(function, type, expression) \
+    int function(void *device, type *out) { \
+        GPU(device) \
+        long long value = (expression); \
+        if (value < 0) return UNSUPPORTED; \
+        *out = (type)value; \
+        return OK; \
+    }
+
+int nvmlInit_v2(void) { int e = enter(-1, __func__); if (!e) initialized++; return e; }
+int nvmlInitWithFlags(unsigned flags) { (void)flags; int e = enter(-1, __func__); if (!e) initialized++; return e; }
+int nvmlShutdown(void) { if (initialized) initialized--; return OK; }
+
+const char *nvmlErrorString(int code) {
+    switch (code) {
+    case OK: return "Success";
+    case UNINITIALIZED: return "Uninitialized";
+    case INVALID: return "Invalid Argument";
+    case UNSUPPORTED: return "Not Supported";
+    case NO_PERMISSION: return "Insufficient Permissions";
+    case NOT_FOUND: return "Not Found";
+    case SMALL: return "Insufficient Size";
+    case NO_DRIVER: return "Driver Not Loaded";
+    case 10: return "Timeout";
+    case 13: return "Function Not Found";
+    case LOST: return "GPU is lost";
+    case 16: return "GPU requires reset";
+    case 18: return "Driver/library version mismatch";
+    default: return "Unknown Error";
+    }
+}
+
+int nvmlSystemGetDriverVersion(char *out, unsigned size) {
+    int e = enter(-1, __func__);
+    if (!e) copy(out, size, S.driver);
+    return e;
+}
+int nvmlSystemGetNVMLVersion(char *out, unsigned size) { copy(out, size, "13.580.159.04"); return OK; }
+int nvmlSystemGetCudaDriverVersion_v2(int *out) { int e = enter(-1, __func__); if (!e) *out = S.cuda; return e; }
+int nvmlSystemGetCudaDriverVersion(int *out) { return nvmlSystemGetCudaDriverVersion_v2(out); }
+
+int nvmlDeviceGetCount_v2(unsigned *out) {
+    if (!initialized) return UNINITIALIZED;
+    int e = enter(-1, __func__);
+    if (!e) *out = S.gpus;
+    return e;
+}
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **out) {
+    if (!initialized) return UNINITIALIZED;
+    load();
+    if ((int)index >= S.gpus) return INVALID;
+    int e = enter(index, __func__);
+    if (!e) *out = &slots[16 * index];
+    return e;
+}
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **out) {
+    if (!initialized) return UNINITIALIZED;
+    load();
+    for (int i = 0; i < S.gpus; i++) {
+        if (!strcmp(S.gpu[i].uuid, uuid)) { int e = enter(i, __func__); if (!e) *out = &slots[16 * i]; return e; }
+        for (int k = 0; k < S.gpu[i].migs; k++)
+            if (!strcmp(S.gpu[i].mig[k].uuid, uuid)) { *out = &slots[16 * i + k + 1]; return OK; }
+    }
+    return NOT_FOUND;
+}
+int nvmlDeviceGetHandleByPciBusId_v2(const char *pci, void **out) {
+    if (!initialized) return UNINITIALIZED;
+    load();
+    for (int i = 0; i < S.gpus; i++)
+        if (!strcasecmp(S.gpu[i].pci, pci)) { int e = enter(i, __func__); if (!e) *out = &slots[16 * i]; return e; }
+    return NOT_FOUND;
+}
+
+NUMBER(nvmlDeviceGetIndex, unsigned, mig_of(device) ? mig_of(device)->number : g->number)
+NUMBER(nvmlDeviceGetMinorNumber, unsigned, g->number)
+int nvmlDeviceGetUUID(void *device, char *out, unsigned size) {
+    GPU(device)
+    copy(out, size, mig_of(device) ? mig_of(device)->uuid : g->uuid);
+    return OK;
+}
+int nvmlDeviceGetName(void *device, char *out, unsigned size) {
+    GPU(device)
+    copy(out, size, mig_of(device) ? mig_of(device)->name : g->name);
+    return OK;
+}
+
+typedef struct { char legacy[16]; unsigned domain, bus, device, id, subsystem; char bus_id[32]; } Pci;
+static int pci(const char *text, Pci *out) {
+    memset(out, 0, sizeof *out);
+    sscanf(text, "%x:%x:%x", &out->domain, &out->bus, &out->device);
+    copy(out->bus_id, sizeof out->bus_id, text);
+    snprintf(out->legacy, sizeof out->legacy, "%04x:%02x:%02x.0", out->domain & 0xffff, out->bus & 0xff, out->device & 0x1f);
+    return OK;
+}
+int nvmlDeviceGetPciInfo_v3(void *device, Pci *out) { GPU(device) return pci(g->pci, out); }
+
+typedef struct { unsigned long long total, free, used; } Memory;
+typedef struct { unsigned version; unsigned long long total, reserved, free, used; } Memory2;
+int nvmlDeviceGetMemoryInfo(void *device, Memory *out) {
+    GPU(device)
+    Mig *m = mig_of(device);
+    out->total = m ? m->total : g->total;
+    out->used = m ? m->used : g->used + g->reserved;
+    out->free = out->total - out->used;
+    return OK;
+}
+#ifndef OLD_DRIVER
+int nvmlDeviceGetMemoryInfo_v2(void *device, Memory2 *out) {
+    GPU(device)
+    Mig *m = mig_of(device);
+    if (out->version != 0x02000028) return 25;
+    out->total = m ? m->total : g->total;
+    out->reserved = m ? 0 : g->reserved;
+    out->used = m ? m->used : g->used;
+    out->free = out->total - out->used - out->reserved;
+    return OK;
+}
+#endif
+
+typedef struct { unsigned gpu, memory; } Utilization;
+int nvmlDeviceGetUtilizationRates(void *device, Utilization *out) {
+    GPU(device)
+    if (mig_of(device) || g->mig_mode || g->utilization < 0) return UNSUPPORTED;
+    out->gpu = g->utilization;
+    out->memory = g->utilization / 2;
+    return OK;
+}
+typedef struct { unsigned version, sensor; int temperature; } Temperature;
+int nvmlDeviceGetTemperature(void *device, unsigned sensor, unsigned *out) {
+    GPU(device)
+    if (sensor || g->temperature < 0) return UNSUPPORTED;
+    *out = g->temperature;
+    return OK;
+}
+#ifndef OLD_DRIVER
+int nvmlDeviceGetTemperatureV(void *device, Temperature *out) {
+    GPU(device)
+    if (g->temperature < 0) return UNSUPPORTED;
+    out->temperature = g->temperature;
+    return OK;
+}
+#endif
+NUMBER(nvmlDeviceGetPowerUsage, unsigned, g->power)
+NUMBER(nvmlDeviceGetEnforcedPowerLimit, unsigned, g->power_limit)
+NUMBER(nvmlDeviceGetPowerManagementLimit, unsigned, g->power_limit)
+NUMBER(nvmlDeviceGetComputeMode, unsigned, g->compute_mode)
+NUMBER(nvmlDeviceGetCurrPcieLinkGeneration, unsigned, g->gen)
+NUMBER(nvmlDeviceGetMaxPcieLinkGeneration, unsigned, g->gen_max)
+NUMBER(nvmlDeviceGetCurrPcieLinkWidth, unsigned, g->width)
+NUMBER(nvmlDeviceGetMaxPcieLinkWidth, unsigned, g->width_max)
+NUMBER(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, (long long)g->throttle)
+#ifndef OLD_DRIVER
+NUMBER(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, (long long)g->throttle)
+NUMBER(nvmlDeviceGetNumaNodeId, unsigned, g->numa)
+#endif
+NUMBER(nvmlDeviceGetRetiredPagesPendingStatus, unsigned, g->remap ? -1 : g->retired_pending)
+
+int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) { GPU(device) *major = 9; *minor = 0; return OK; }
+
+int nvmlDeviceGetTotalEccErrors(void *device, unsigned type, unsigned counter, unsigned long long *out) {
+    GPU(device)
+    *out = type == 1 && counter == 0 ? g->ecc : 0; /* uncorrected, volatile */
+    return OK;
+}
+int nvmlDeviceGetRemappedRows(void *device, unsigned *corrected, unsigned *uncorrected, unsigned *pending, unsigned *failed) {
+    GPU(device)
+    if (!g->remap) return UNSUPPORTED;
+    *corrected = *uncorrected = 0;
+    *pending = g->remap_pending;
+    *failed = g->remap_failed;
+    return OK;
+}
+
+typedef struct { unsigned field, scope; int64_t at, latency; unsigned type, error; unsigned long long value; } Field;
+int nvmlDeviceGetFieldValues(void *device, int count, Field *fields) {
+    GPU(device)
+    for (int i = 0; i < count; i++) {
+        fields[i].type = 1;
+        fields[i].error = UNSUPPORTED;
+#ifndef OLD_DRIVER
+        if (fields[i].field == 230 && g->recovery >= 0) { /* NVML_FI_DEV_GET_GPU_RECOVERY_ACTION */
+            fields[i].error = OK;
+            fields[i].value = g->recovery;
+        }
+#endif
+    }
+    return OK;
+}
+
+/* Process lists: 24-byte records, or 32 bytes in _v3 where the script says "record 32" (drivers 535.43 to 535.86). */
+static int processes(void *device, Gpu *g, char kind, int record, unsigned *count, char *out) {
+    Mig *m = mig_of(device);
+    unsigned room = *count, found = 0;
+    for (int i = 0; i < g->procs; i++) {
+        Proc *p = &g->proc[i];
+        if (p->kind != kind || (m && strcmp(p->mig, m->uuid))) continue;
+        if (found < room && out) {
+            unsigned long long words[4] = {p->pid, p->memory, 0xffffffffffffffffULL, 0};
+            for (int k = 0; k < g->migs; k++)
+                if (!strcmp(p->mig, g->mig[k].uuid)) words[2] = g->mig[k].gi | (unsigned long long)g->mig[k].ci << 32;
+            memcpy(out + found * record, words, record);
+        }
+        found++;
+    }
+    *count = found;
+    return found && (!out || found > room) ? SMALL : OK;
+}
+#define PROCESSES(function, kind, record) \
+    int function(void *device, unsigned *count, char *out) { GPU(device) return processes(device, g, kind, record, count, out); }
+PROCESSES(nvmlDeviceGetComputeRunningProcesses_v2, 'c', 24)
+PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v2, 'g', 24)
+PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v2, 'm', 24)
+#ifndef OLD_DRIVER
+PROCESSES(nvmlDeviceGetComputeRunningProcesses_v3, 'c', S.record)
+PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v3, 'g', S.record)
+PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, 'm', S.record)
+#endif
+
+int nvmlDeviceGetMigMode(void *device, unsigned *current, unsigned *pending) {
+    GPU(device)
+    if (g->mig_mode < 0) return UNSUPPORTED;
+    *current = *pending = g->mig_mode;
+    return OK;
+}
+int nvmlDeviceGetMaxMigDeviceCount(void *device, unsigned *out) { GPU(device) *out = g->mig_mode > 0 ? 7 : 0; return OK; }
+int nvmlDeviceGetMigDeviceHandleByIndex(void *device, unsigned index, void **out) {
+    GPU(device)
+    if (g->mig_mode < 1 || (int)index >= g->migs) return NOT_FOUND;
+    *out = &slots[16 * number + index + 1];
+    return OK;
+}
+int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *device, void **out) {
+    GPU(device)
+    *out = &slots[16 * number];
+    return OK;
+}
+int nvmlDeviceIsMigDeviceHandle(void *device, unsigned *out) { GPU(device) *out = mig_of(device) != NULL; return OK; }
+int nvmlDeviceGetGpuInstanceId(void *device, unsigned *out) {
+    GPU(device)
+    if (!mig_of(device)) return INVALID;
+    *out = mig_of(device)->gi;
+    return OK;
+}
+int nvmlDeviceGetComputeInstanceId(void *device, unsigned *out) {
+    GPU(device)
+    if (!mig_of(device)) return INVALID;
+    *out = mig_of(device)->ci;
+    return OK;
+}
+
+int nvmlDeviceGetNvLinkState(void *device, unsigned link, unsigned *out) {
+    GPU(device)
+    if (!g->links) return UNSUPPORTED;
+    if ((int)link >= g->links) return INVALID;
+    *out = strcmp(g->link[link].remote, "down") != 0;
+    return OK;
+}
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, Pci *out) {
+    GPU(device)
+    if ((int)link >= g->links) return INVALID;
+    return pci(g->link[link].remote, out);
+}
+#ifndef OLD_DRIVER
+int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, unsigned *out) {
+    GPU(device)
+    if ((int)link >= g->links) return INVALID;
+    *out = g->link[link].type; /* 0 GPU, 1 IBM NPU, 2 switch, 255 unknown */
+    return OK;
+}
+#endif
+int nvmlDeviceGetTopologyCommonAncestor(void *device, void *peer, unsigned *out) {
+    GPU(device)
+    int other = number_of(peer);
+    if (other < 0) return INVALID;
+    *out = number == other ? 0 : g->levels[other] ? g->levels[other] - 1 : 50; /* SYSTEM unless the script says */
+    return OK;
+}
+
+int nvmlDeviceGetCpuAffinity(void *device, unsigned words, unsigned long *out) {
+    GPU(device)
+    if (!g->cpus[0]) return UNSUPPORTED;
+    memset(out, 0, words * sizeof *out);
+    for (const char *at = g->cpus; *at;) {
+        unsigned first, last;
+        int used = 0;
+        if (sscanf(at, "%u%n", &first, &used) != 1) break;
+        at += used;
+        last = first;
+        if (*at == '-' && sscanf(at + 1, "%u%n", &last, &used) == 1) at += 1 + used;
+        for (unsigned c = first; c <= last && c < words * 64; c++) out[c / 64] |= 1UL << (c % 64);
+        if (*at == ',') at++;
+    }
+    return OK;
+}
