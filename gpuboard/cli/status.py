@@ -1,0 +1,264 @@
+"""`gpuboard status`: one table, a row per GPU, with its state and the reason for it; or JSON (schema 1)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import sys
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gpuboard.cli.context import Context
+from gpuboard.cli.options import typed
+from gpuboard.cli.table import Cell, Column, Row, Step, elide, render
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
+from gpuboard.model.state import STATES
+from gpuboard.model.text import clean
+from gpuboard.model.units import format_duration, parse_duration
+
+if TYPE_CHECKING:
+    from gpuboard.cluster.fleet import Fleet
+
+NAME = "status"
+HELP = "show every GPU of every node: its state, why, memory, load, who has it"
+
+NO_NODE_REACHED = 6
+
+COLUMNS = (
+    Column("NODE"),
+    Column("GPU", right=True),
+    Column("MODEL"),
+    Column("STATE"),
+    Column("WHO"),
+    Column("GiB", right=True),
+    Column("UTIL", right=True),
+    Column("TEMP", right=True),
+    Column("POWER", right=True),
+    Column("AGE", right=True),
+    Column("WHY"),
+)
+_NODE, _GPU, _MODEL, _STATE, _WHO, _MEMORY, _UTIL, _TEMP, _POWER, _AGE, _WHY = range(len(COLUMNS))
+# What goes first in a narrow terminal. Node, index and state stay to the end.
+STEPS = (
+    Step(_WHY, 36), Step(_MODEL, 14), Step(_WHO, 16), Step(_POWER, 0), Step(_TEMP, 0), Step(_MODEL, 9), Step(_AGE, 0),
+    Step(_NODE, 16), Step(_WHO, 8), Step(_WHY, 20), Step(_MODEL, 0), Step(_UTIL, 0), Step(_WHO, 0), Step(_WHY, 12),
+    Step(_MEMORY, 0), Step(_NODE, 8), Step(_WHY, 4),
+)  # fmt: skip
+_COLOURS = {
+    "free": "32", "reserved": "36", "allocated": "34", "busy": "33", "occupied": "33", "unknown": "35",
+    "broken": "1;31",
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print JSON; with --watch a line per snapshot")
+    parser.add_argument(
+        "--watch", nargs="?", const=0.0, type=typed(_seconds), metavar="S", help="again every S seconds, until ctrl-C"
+    )
+    parser.epilog = (
+        "examples:\n  gpuboard status\n  gpuboard status --nodes 'gpu[01-03]' --watch 2\n"
+        "  gpuboard status --json | jq -r '.nodes[].gpus[] | select(.state == \"free\").uuid'\n\n"
+        "exit code 6: no node could be reached"
+    )
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    """Show the cluster once, or until interrupted."""
+    nodes = context.nodes()
+    if args.watch is None:
+        with contextlib.closing(context.fleet(nodes)) as fleet:
+            fleet.start()
+            snapshot = settled(fleet, context)
+        _show(snapshot, context, json=args.json)
+        return NO_NODE_REACHED if nobody_reached(snapshot) else 0
+    interval_s = args.watch or context.settings.interval_s(len(nodes))
+    with contextlib.closing(context.fleet(nodes, interval_s=interval_s, one_shot=False)) as fleet:
+        fleet.start()
+        settled(fleet, context)
+        _watch(fleet, context, interval_s, json=args.json)
+    return 0
+
+
+def settled(fleet: Fleet, context: Context) -> Snapshot:
+    """Wait until every node has given a reading or an error, at most somewhat over the connect timeout.
+
+    Who is waited for is said on stderr when that is a terminal and it takes longer than a second.
+    """
+    started = time.monotonic()
+    limit_s = parse_duration(context.settings.connect_timeout) + 5
+    said = False
+    while True:
+        passed_s = time.monotonic() - started
+        fleet.wait(max(0.0, min(1.0 if context.stderr_is_tty else limit_s, limit_s - passed_s)))
+        snapshot = fleet.snapshot()
+        waiting = [node.name for node in snapshot.nodes if node.age_s is None and node.error is None]
+        passed_s = time.monotonic() - started
+        if not waiting or passed_s >= limit_s:
+            break
+        if context.stderr_is_tty:
+            said = True
+            words = f"waiting {passed_s:.0f} s for {len(waiting)} of {len(snapshot.nodes)}: {', '.join(waiting)}"
+            width = shutil.get_terminal_size().columns
+            print(f"\r{elide(clean(words), width - 1)}\x1b[K", end="", file=sys.stderr, flush=True)
+    if said:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    return snapshot
+
+
+def nobody_reached(snapshot: Snapshot) -> bool:
+    """Return whether not one node has ever given a reading."""
+    return all(node.age_s is None for node in snapshot.nodes)
+
+
+def table(snapshot: Snapshot, width: int | None, *, colour: bool) -> list[str]:
+    """Return the lines of the table and, last, the sums. ``width`` in terminal cells; None: no limit."""
+    rows: list[Row] = []
+    for node in snapshot.nodes:
+        rows += _node_rows(node)
+    lines = render(COLUMNS, rows, STEPS, width, colour=colour)
+    total = sums(snapshot)
+    return [*lines, "", total if width is None else elide(total, width)]
+
+
+def sums(snapshot: Snapshot) -> str:
+    """Return the last line: how many GPUs are in which state, and how many nodes did not answer."""
+    states = Counter(gpu.state for node in snapshot.nodes for gpu in node.gpus)
+    silent = sum(node.state == "unreachable" for node in snapshot.nodes)
+    parts = [f"{states[state]} {state}" for state in reversed(STATES) if states[state]]
+    words = f"{states.total()} GPU{'' if states.total() == 1 else 's'}"
+    words += f": {', '.join(parts)}" if parts else ""
+    if silent:
+        words += f"; {silent} of {len(snapshot.nodes)} nodes unreachable, their GPUs are not counted"
+    if any(node.source == "simulated" for node in snapshot.nodes):
+        words += "; SIMULATED"
+    return f"{clean(snapshot.cluster)}: {words}" if snapshot.cluster else words
+
+
+def _node_rows(node: NodeView) -> list[Row]:
+    name = Cell(clean(node.name, 64))
+    rows = [row for gpu in node.gpus for row in _gpu_rows(name, gpu, node)]
+    if node.error or not rows:
+        words = clean(node.error or "no GPU found")
+        state = node.state if node.state != "up" else "no GPU" if not rows else "up"
+        text = words if words.startswith(state) else f"{state}: {words}"
+        rows.append(Row((name,), Cell(text, "1;31" if node.state == "unreachable" else "35")))
+    if node.claims_error:
+        rows.append(Row((name,), Cell(f"cannot be reserved: {clean(node.claims_error)}", "35")))
+    return rows
+
+
+def _gpu_rows(name: Cell, gpu: GpuView, node: NodeView) -> list[Row]:
+    why = clean(gpu.reason)
+    if gpu.flags:
+        why = f"{'+'.join(gpu.flags)}; {why}"
+    cells = (
+        name,
+        Cell(str(gpu.index)),
+        Cell(short_model(clean(gpu.name, 64))),
+        Cell(gpu.state, _COLOURS.get(gpu.state, "")),
+        Cell(_who(gpu)),
+        Cell(_memory(gpu.memory_used, gpu.memory_total)),
+        Cell("?" if gpu.utilization is None else f"{gpu.utilization}%"),
+        Cell("?" if gpu.temperature is None else f"{gpu.temperature}°C"),
+        Cell("?" if gpu.power is None else f"{gpu.power:.0f}W"),
+        Cell(_age(node.age_s)),
+        Cell(why),
+    )
+    return [Row(cells), *(_mig_row(name, gpu, mig, n) for n, mig in enumerate(gpu.mig))]
+
+
+def _mig_row(name: Cell, gpu: GpuView, mig: MigView, number: int) -> Row:
+    blank = Cell("")
+    cells = (
+        name, Cell(f"{gpu.index}:{number}"), Cell(clean(mig.profile, 32)), Cell(mig.state, _COLOURS.get(mig.state, "")),
+        Cell(",".join(clean(lease, 16) for lease in mig.leases)), Cell(_memory(mig.memory_used, mig.memory_total)),
+        blank, blank, blank, blank, Cell(clean(mig.reason)),
+    )  # fmt: skip
+    return Row(cells)
+
+
+def short_model(name: str) -> str:
+    """Return a GPU's name without the words that all names share."""
+    return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+
+
+def _who(gpu: GpuView) -> str:
+    """Return lease ids, jobs and the users of processes; ``?`` for an owner that cannot be seen."""
+    found = [*gpu.leases, *(f"{job.user}/{job.id}" for job in gpu.jobs)]
+    found += sorted({process.user or "?" for process in gpu.processes or ()})
+    return ",".join(clean(word, 32) for word in found)
+
+
+def _memory(used: int | None, total: int | None) -> str:
+    parts = ["?" if size is None else f"{size / 2**30:.1f}" for size in (used, total)]
+    return "/".join(parts)
+
+
+def _age(age_s: float | None) -> str:
+    if age_s is None:
+        return "?"
+    return f"{age_s:.1f}s" if age_s < 10 else format_duration(age_s)
+
+
+def _seconds(text: str) -> float:
+    """Return seconds of ``2``, ``0.5`` or ``30s``; at least 0.2, so that a slip does not load every node."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = parse_duration(text)
+    if not 0.2 <= seconds <= 86400:
+        raise ValueError(f"{text!r} is not between 0.2 seconds and a day")
+    return seconds
+
+
+def _show(snapshot: Snapshot, context: Context, *, json: bool) -> None:
+    if json:
+        sys.stdout.buffer.write(msgspec.json.encode(snapshot) + b"\n")
+        sys.stdout.buffer.flush()
+    else:
+        print("\n".join(table(snapshot, _width(context), colour=context.colour)))
+
+
+def _width(context: Context) -> int | None:
+    """Return the terminal's width; without a terminal that of COLUMNS, or none: whoever reads it cuts it himself."""
+    if context.stdout_is_tty or context.env.get("COLUMNS", "").isdigit():
+        return max(20, shutil.get_terminal_size().columns)
+    return None
+
+
+def _watch(fleet: Fleet, context: Context, interval_s: float, *, json: bool) -> None:
+    """Show the cluster again and again: in place on a terminal, one after the other elsewhere."""
+    in_place = context.stdout_is_tty and not json and context.env.get("TERM") != "dumb"
+    if in_place:
+        print("\x1b[2J", end="")
+    due = time.monotonic()
+    while True:
+        snapshot = fleet.snapshot()
+        if in_place:
+            sys.stdout.write(_frame(snapshot, context, interval_s))
+            sys.stdout.flush()
+        else:
+            _show(snapshot, context, json=json)
+            if not json:
+                print(flush=True)
+        due = max(due + interval_s, time.monotonic())
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+def _frame(snapshot: Snapshot, context: Context, interval_s: float) -> str:
+    """Return one picture: home, every line with its rest erased, the screen below erased; nothing is cleared first."""
+    height = shutil.get_terminal_size().lines
+    *lines, blank, total = table(snapshot, _width(context), colour=context.colour)
+    room = height - 4
+    if len(lines) > room:
+        lines = [*lines[: room - 1], f"… {len(lines) - room + 1} more rows: a taller terminal, or --nodes, shows them"]
+    stamp = time.strftime("%H:%M:%S")
+    head = elide(f"{stamp}  every {interval_s:g} s, ctrl-C ends", _width(context) or 80)
+    body = "".join(f"{line}\x1b[K\r\n" for line in [head, *lines, blank])
+    # 2026: the terminal shows it all at once where it knows how ("synchronized output")
+    return f"\x1b[?2026h\x1b[H{body}{total}\x1b[K\x1b[J\x1b[?2026l"
