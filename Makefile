@@ -56,7 +56,7 @@ $(BIN)/python:
 # hatchling goes in first, so that building gpuboard itself needs no index and takes the pinned version too.
 $(RUN_STAMP): | $(BIN)/python
 	@echo "installing into $(VENV); the first time this fetches PyTorch, which takes a while"
-	@$(PIP) hatchling
+	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation --editable '.[torch]'
 	@rm -f $(VENV)/.installed-run-*
 	@touch $@
