@@ -1,0 +1,329 @@
+"""What must hold before ranks pass their gate (pure): what the nodes answered → checks with cause and remedy.
+
+The head asks (docs/launch-protocol.md) and hands the answers over; nothing here talks to a node.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from gpuboard.doctor.check import Check
+from gpuboard.model.rankmap import Rank, RankMap
+from gpuboard.model.snapshot import NodeView, Snapshot
+from gpuboard.model.text import clean
+from gpuboard.model.units import format_size
+
+_MIB = 2**20
+SHM_PER_RANK = 32 * _MIB  # NCCL's shared-memory transport, a rank (docs.nvidia.com/deeplearning/nccl, troubleshooting)
+SHM_COMFORT = 1024 * _MIB  # below, DataLoader workers with tensors of some size die with a bus error
+NOFILE_MIN = 256
+NOFILE_COMFORT = 1024
+
+
+class NodeFacts(msgspec.Struct, frozen=True):
+    """A supervisor's answer to ``check``. None: not known; a limit of -1 or None is no limit."""
+
+    python: str
+    python_version: str | None = None
+    torch: str | None = None
+    torch_cuda: str | None = None
+    nccl: str | None = None
+    cwd_exists: bool = True
+    target_sha256: str | None = None
+    shm_free: int | None = None  # bytes
+    memlock: int | None = None  # bytes
+    nofile: int | None = None
+    addresses: dict[str, list[str]] = {}  # interface -> addresses
+    hostname: str | None = None
+    resolves: dict[str, list[str]] = {}  # name -> addresses, by this node
+
+
+class ProbeResult(msgspec.Struct, frozen=True):
+    """One attempt to reach ``node`` at ``address:port``; ``result``: ok, refused, unreachable, dropped or stranger."""
+
+    node: str
+    address: str
+    port: int
+    result: str
+    ms: float | None = None
+    local_address: str | None = None
+    interface: str | None = None
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A call that a node refused."""
+
+    kind: str
+    message: str
+    holder: str = ""  # port-in-use: who has it
+
+
+class Answers(msgspec.Struct, frozen=True):
+    """Everything the nodes answered, by node name in the order of the node ranks."""
+
+    facts: dict[str, NodeFacts]
+    failures: dict[str, Failure]  # of check, spawn or the connection itself
+    listen: Failure | None  # None: the master port is bound
+    probes: dict[str, list[ProbeResult]]
+    snapshot: Snapshot | None  # None: not asked for (--device cpu)
+
+
+def preflight(rank_map: RankMap, master_addr: str, device: str, answers: Answers) -> list[Check]:
+    """Return every check, in the order a person would look."""
+    checks = [_started(node.name, answers.failures.get(node.name)) for node in rank_map.nodes]
+    checks += _torch(answers.facts, device)
+    checks += _agree(answers)
+    checks += _limits(rank_map, answers.facts, device)
+    checks += _master(rank_map, master_addr, answers)
+    checks += _connections(rank_map, answers)
+    if device == "cuda":
+        checks += gpu_checks(rank_map, answers.snapshot)
+    return checks
+
+
+def failed(checks: Sequence[Check]) -> list[Check]:
+    """Return the checks that keep the gate shut."""
+    return [check for check in checks if check.status == "fail"]
+
+
+def _started(node: str, failure: Failure | None) -> Check:
+    if failure is None:
+        return Check("start", node, "ok", "supervisor and ranks started")
+    remedy = {
+        "python": "activate the training environment before launch, or pass --python PATH (a path on the nodes)",
+        "cwd": "launch from a folder that every node has (a shared home), or copy it there",
+        "target": "copy the file to the node, or launch from a folder that every node has",
+        "connection": "`gpuboard status` shows what is wrong with the node",
+    }.get(failure.kind, "")
+    return Check("start", node, "fail", clean(failure.message, 400), "", remedy)
+
+
+def _torch(facts: Mapping[str, NodeFacts], device: str) -> list[Check]:
+    checks = []
+    for node, seen in facts.items():
+        if seen.torch is None:
+            remedy = "install torch into that environment, or pass --python PATH of one that has it"
+            checks.append(Check("torch", node, "fail", f"{clean(seen.python)} has no torch", "", remedy))
+        elif device == "cuda" and seen.torch_cuda is None and "+cpu" in seen.torch:
+            remedy = "install a CUDA build of torch there, or launch with --device cpu"
+            checks.append(Check("torch", node, "fail", f"torch {clean(seen.torch)}", "a build without CUDA", remedy))
+        else:
+            checks.append(Check("torch", node, "ok", f"torch {clean(seen.torch)}"))
+    return checks
+
+
+def _agree(answers: Answers) -> list[Check]:
+    facts = answers.facts
+    if len(facts) < 2:
+        return []
+    different = "ranks of different versions hang or give wrong sums; use the same environment on every node"
+    drivers: dict[str, str | None] = {}
+    if answers.snapshot is not None:
+        drivers = {view.name: view.driver for view in answers.snapshot.nodes if view.name in facts}
+    return [
+        _same("python", {n: _minor(f.python_version) for n, f in facts.items()}, "fail", different),
+        _same("torch version", {n: f.torch for n, f in facts.items()}, "fail", different),
+        _same("CUDA of torch", {n: f.torch_cuda for n, f in facts.items()}, "fail", different),
+        _same("NCCL", {n: f.nccl for n, f in facts.items()}, "fail", different),
+        _same("driver", drivers, "warn", "NCCL may choose other paths on the nodes; update the older driver"),
+        _same(
+            "script",
+            {n: f.target_sha256[:12] if f.target_sha256 else None for n, f in facts.items()},
+            "fail",
+            "the nodes would run different code; copy the newest file to all of them",
+        ),
+    ]
+
+
+def _minor(version: str | None) -> str | None:
+    return ".".join(version.split(".")[:2]) if version else None
+
+
+def _same(name: str, values: Mapping[str, str | None], status: str, remedy: str) -> Check:
+    known = {node: value for node, value in values.items() if value is not None}
+    counts = Counter(known.values())
+    if len(counts) > 1:
+        words = "; ".join(f"{clean(v)} on {', '.join(n for n in known if known[n] == v)}" for v in counts)
+        return Check(name, None, status, words, "the nodes differ", remedy)
+    if not counts:
+        return Check(name, None, "skipped", "not known on any node")
+    return Check(name, None, "ok", f"{clean(next(iter(counts)))} on every node")
+
+
+def _limits(rank_map: RankMap, facts: Mapping[str, NodeFacts], device: str) -> list[Check]:
+    checks = []
+    ranks = {node.name: node.local_world_size for node in rank_map.nodes}
+    for node, seen in facts.items():
+        shm, nofile = seen.shm_free, seen.nofile
+        words = f"/dev/shm has {format_size(shm)} free"
+        remedy = "free it, or start the container with a larger --shm-size"
+        if shm is not None and device == "cuda" and shm < SHM_PER_RANK * ranks[node]:
+            checks.append(
+                Check("/dev/shm", node, "fail", words, f"NCCL needs {SHM_PER_RANK // _MIB} MiB a rank", remedy)
+            )
+        elif shm is not None and shm < SHM_COMFORT:
+            checks.append(Check("/dev/shm", node, "warn", words, "DataLoader workers may die of a bus error", remedy))
+        if nofile is not None and 0 <= nofile < NOFILE_COMFORT:
+            status = "fail" if nofile < NOFILE_MIN else "warn"
+            remedy = "raise it: ulimit -n, /etc/security/limits.conf"
+            checks.append(Check("open files", node, status, f"limit {nofile}", "sockets and workers need more", remedy))
+        if seen.memlock is not None and 0 <= seen.memlock < 64 * _MIB and device == "cuda" and len(ranks) > 1:
+            words = f"limit {format_size(seen.memlock)}"
+            remedy = "raise it: ulimit -l unlimited, /etc/security/limits.conf"
+            checks.append(Check("locked memory", node, "warn", words, "InfiniBand cannot register buffers", remedy))
+    return checks
+
+
+def _master(rank_map: RankMap, master_addr: str, answers: Answers) -> list[Check]:
+    first = next(node.name for node in rank_map.nodes if node.node_rank == 0)
+    checks = []
+    if answers.listen is not None:
+        holder = f"held by {clean(answers.listen.holder)}" if answers.listen.holder else ""
+        remedy = {
+            "port-in-use": "end that process, or use master_port 0: launch then finds a free one",
+            "address": f"use an address of {first} in the rank map: {_addresses(answers.facts.get(first))}",
+        }.get(answers.listen.kind, "")
+        words = clean(answers.listen.message, 400)
+        checks.append(Check("master port", first, "fail", words, holder, remedy))
+    elif first in answers.facts:
+        checks.append(Check("master port", first, "ok", "bound"))
+    for name in sorted({name for seen in answers.facts.values() for name in seen.resolves}):
+        by_node = {
+            node: frozenset(seen.resolves[name]) for node, seen in answers.facts.items() if name in seen.resolves
+        }
+        loops = [node for node, found in by_node.items() if any(_loopback(address) for address in found)]
+        if len(answers.facts) > 1 and name == master_addr and (loops or len(set(by_node.values())) > 1):
+            words = "; ".join(f"{', '.join(sorted(found)) or 'nothing'} on {node}" for node, found in by_node.items())
+            cause = f"{clean(name)} means different things on the nodes"
+            remedy = f"write the address itself as master_addr: {_addresses(answers.facts.get(first))}"
+            checks.append(Check("master address", None, "warn", words, cause, remedy))
+    return checks
+
+
+def _addresses(facts: NodeFacts | None) -> str:
+    found = [a for listed in (facts.addresses.values() if facts else []) for a in listed if not _loopback(a)]
+    return ", ".join(clean(address) for address in found) or "unknown"
+
+
+def _loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+_PROBE_CAUSE = {
+    "refused": "refused at once: a firewall rejects it",
+    "dropped": "no answer: a firewall drops it",
+    "unreachable": "no route to that address",
+    "stranger": "something else answers there: the address leads to another machine",
+}
+
+
+def _connections(rank_map: RankMap, answers: Answers) -> list[Check]:
+    checks = []
+    for source, results in answers.probes.items():
+        for target in dict.fromkeys(r.node for r in results):
+            of_pair = [r for r in results if r.node == target]
+            bad = [r for r in of_pair if r.result != "ok"]
+            if not bad:
+                slowest = max((r.ms or 0.0 for r in of_pair), default=0.0)
+                checks.append(Check("connect", source, "ok", f"reaches {target} in {slowest:.1f} ms"))
+                continue
+            ports = ", ".join(str(r.port) for r in bad)
+            words = f"{source} cannot reach {target} at {clean(bad[0].address)}, port {ports}"
+            cause = _PROBE_CAUSE.get(bad[0].result, clean(bad[0].result))
+            checks.append(Check("connect", source, "fail", words, cause, _rule(bad[0], source, answers.facts)))
+    return checks
+
+
+def _rule(bad: ProbeResult, source: str, facts: Mapping[str, NodeFacts]) -> str:
+    """Return the firewall rule that is missing, or what else to do about an attempt that failed."""
+    if bad.result not in {"refused", "dropped"}:
+        return (
+            f"use an address of {bad.node} in the rank map that {source} can reach: {_addresses(facts.get(bad.node))}"
+        )
+    sender = clean(bad.local_address) if bad.local_address else _addresses(facts.get(source)).split(",")[0]
+    return (
+        f"on {bad.node}, as root: iptables -I INPUT -p tcp -s {sender} --dport 1024:65535 -j ACCEPT "
+        "(the ranks meet on the master port and on random high ones)"
+    )
+
+
+def interfaces(master_addr: str, first: str, answers: Answers) -> dict[str, str]:
+    """Return node → the interface that owns the master address (node 0) or routes to it (the others), where known."""
+    found: dict[str, str] = {}
+    if (facts := answers.facts.get(first)) is not None:
+        addresses = {master_addr, *facts.resolves.get(master_addr, [])}
+        owners = [name for name, listed in facts.addresses.items() if addresses.intersection(listed)]
+        if not owners and _loopback(master_addr):
+            owners = ["lo"]
+        if owners:
+            found[first] = owners[0]
+    for node, results in answers.probes.items():
+        routes = [r.interface for r in results if r.result == "ok" and r.node == first and r.interface]
+        if node != first and routes:
+            found[node] = routes[0]
+    return found
+
+
+def gpu_checks(rank_map: RankMap, snapshot: Snapshot | None) -> list[Check]:
+    """Return, for every GPU of the map, whether it still is what the lease (or the map) says."""
+    views = {view.name: view for view in (snapshot.nodes if snapshot else [])}
+    checks = []
+    for node in rank_map.nodes:
+        view = views.get(node.name)
+        ranks = [r for r in rank_map.ranks if r.node == node.name]
+        if view is None or view.state != "up":
+            reason = clean(view.error or view.state) if view else "not asked"
+            remedy = "`gpuboard status` shows more"
+            checks.append(Check("GPU", node.name, "fail", "its GPUs could not be read", reason, remedy))
+            continue
+        for rank in ranks:
+            checks.append(_gpu(rank, view, rank_map.lease))
+    return checks
+
+
+def _gpu(rank: Rank, view: NodeView, lease: str | None) -> Check:
+    def check(status: str, evidence: str, cause: str = "", remedy: str = "") -> Check:
+        return Check("GPU", view.name, status, f"GPU {index} {evidence}", cause, remedy)
+
+    index, uuid = rank.index, rank.uuid
+    gpu = next((g for g in view.gpus if uuid in {g.uuid, *(m.uuid for m in g.mig)}), None)
+    if gpu is None:
+        here = ", ".join(g.uuid for g in view.gpus) or "none"
+        return check(
+            "fail", f"{clean(uuid)} is not there", f"the node has {here}", "release the lease and allocate anew"
+        )
+    if gpu.index != index:
+        remedy = "allocate anew: CUDA_VISIBLE_DEVICES would name another GPU"
+        return check(
+            "fail", f"{clean(uuid)} is index {gpu.index} now", "a GPU came or went since the map was made", remedy
+        )
+    leases = next((m.leases for m in gpu.mig if m.uuid == uuid), gpu.leases)
+    if gpu.state in {"broken", "unknown", "allocated"}:
+        return check("fail", f"is {gpu.state}", clean(gpu.reason), "choose another GPU: gpuboard status")
+    if "disputed" in gpu.flags:
+        return check("fail", "is disputed", clean(gpu.reason), "agree with the other holder, or allocate anew")
+    if lease is not None and lease not in leases:
+        return check("fail", f"is no longer of lease {lease}", clean(gpu.reason), "the lease lapsed: allocate anew")
+    if lease is None and leases:
+        return check("fail", f"is reserved by lease {', '.join(leases)}", clean(gpu.reason), "choose another GPU")
+    if "rogue" in gpu.flags:
+        return check("fail", "is used by somebody else", clean(gpu.reason), "talk to them, or allocate anew")
+    if lease is None and gpu.state != "free":
+        return check("fail", f"is {gpu.state}", clean(gpu.reason), "choose another GPU, or wait")
+    if lease is None:
+        return check(
+            "warn", "is not reserved", "others may take it while the run lasts", "gpuboard launch --n N reserves"
+        )
+    if "sick" in gpu.flags:
+        return check("warn", "is sick", clean(gpu.reason), "gpuboard status shows what")
+    if gpu.processes:
+        pids = ", ".join(str(p.pid) for p in gpu.processes)
+        return check("warn", f"already runs pid {pids}", "memory and time are shared with it", "")
+    return check("ok", f"is held by lease {lease}")

@@ -1,0 +1,63 @@
+"""Which of the caller's variables travel to the ranks (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from gpuboard.errors import UsageError
+
+_SENT = frozenset({"PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS"})
+_SENT_PREFIXES = ("CONDA_", "NCCL_", "GLOO_", "TORCH_", "HF_", "WANDB_")
+
+# What launch alone decides: a script written for torchrun reads these.
+OWN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+_REFUSED = frozenset({*OWN, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "GPUBOARD_RUN", "GPUBOARD_LEASE"})
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+
+
+def sent(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
+    """Return the variables that travel: the known families of ``env``, then ``--env`` words (``K=V``, or ``K`` alone).
+
+    Raises UsageError for a word that is not a variable, that the caller lacks, or that launch itself decides.
+    """
+    chosen = {k: v for k, v in env.items() if k in _SENT or k.startswith(_SENT_PREFIXES)}
+    for word in extra:
+        name, equals, value = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(
+                f"--env {word}: {name!r} is not the name of a variable; write --env NAME=VALUE or --env NAME"
+            )
+        if name in _REFUSED:
+            raise UsageError(f"--env {name}: launch itself sets {name} for every rank")
+        if not equals and name not in env:
+            raise UsageError(f"--env {name}: you have no variable {name}; write --env {name}=VALUE")
+        chosen[name] = value if equals else env[name]
+    return dict(sorted(chosen.items()))
+
+
+def stale(env: Mapping[str, str]) -> list[str]:
+    """Return the names of ``env`` that an earlier launcher left behind and that this launch overwrites."""
+    return [name for name in OWN if name in env]
+
+
+def redacted(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` as it may lie in a file or stand on a screen: values of keys and tokens are left out."""
+    return {name: "(not shown)" if _SECRET.search(name) else value for name, value in environ.items()}

@@ -1,0 +1,98 @@
+"""The events of a supervisor, typed (docs/launch-protocol.md): what a node sends is untrusted input."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Spawned(msgspec.Struct, frozen=True):
+    """A rank's process exists."""
+
+    rank: int
+    pid: int
+
+
+class Gate(msgspec.Struct, frozen=True):
+    """A rank has imported torch and waits for go (or passes at once when go has come)."""
+
+    rank: int
+    import_s: float | None = None
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """A rank has reached the store: from now on others depend on it, and it on them."""
+
+    rank: int
+
+
+class Store(msgspec.Struct, frozen=True):
+    """The store is ``ready`` or has ``died``."""
+
+    state: str
+    port: int | None = None
+    code: int | None = None
+
+
+class Output(msgspec.Struct, frozen=True):
+    """A piece of a rank's output; ``stream`` is ``out`` or ``err``."""
+
+    rank: int
+    stream: str
+    text: str
+
+
+class Raised(msgspec.Struct, frozen=True):
+    """An exception that will end the rank. ``phase``: import, init or train."""
+
+    rank: int
+    type: str
+    message: str = ""
+    file: str | None = None
+    line: int | None = None
+    function: str | None = None
+    traceback: str = ""
+    phase: str = "train"
+
+
+class Exited(msgspec.Struct, frozen=True):
+    """A rank's process has ended, with a code or by a signal. ``joined``: it had reached the store."""
+
+    rank: int
+    code: int | None = None
+    signal: int | None = None
+    oom: str | None = None
+    ran_s: float | None = None
+    joined: bool = False
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """No process of the run is left on the node; the supervisor ends next."""
+
+    left: int = 0
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """Something a person should know."""
+
+    text: str
+
+
+LaunchEvent = Spawned | Gate | Joined | Store | Output | Raised | Exited | Ended | Notice
+_TYPES: dict[str, type[LaunchEvent]] = {
+    "spawned": Spawned,
+    "gate": Gate,
+    "joined": Joined,
+    "store": Store,
+    "output": Output,
+    "raised": Raised,
+    "exited": Exited,
+    "ended": Ended,
+    "notice": Notice,
+    "stderr": Notice,  # what the agent's own interpreter said (docs/architecture.md)
+}
+
+
+def decode(kind: str, data: bytes | msgspec.Raw) -> LaunchEvent | None:
+    """Return the event; None for a kind that this version does not know. Raises msgspec.DecodeError."""
+    known = _TYPES.get(kind)
+    return None if known is None else msgspec.json.decode(data, type=known)

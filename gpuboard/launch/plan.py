@@ -1,0 +1,205 @@
+"""Rank map + target + environment + options → launch plan (pure): what every node is told before anything starts."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import shlex
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from gpuboard.errors import UsageError
+from gpuboard.launch.environ import redacted
+from gpuboard.launch.target import Target
+from gpuboard.model.rankmap import RankMap, RankNode, problems
+
+LOOPBACK = "127.0.0.1"
+# What ssh, a hostfile and a shell all take as it stands; a leading dash would be an option to all three.
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_UUID = re.compile(r"[A-Za-z0-9_./-]+")
+
+
+class LaunchOptions(msgspec.Struct, frozen=True):
+    """The options of ``gpuboard launch`` that reach the nodes."""
+
+    device: str = "cuda"  # "cuda" | "cpu"
+    python: str | None = None  # the nodes' training interpreter; None: found there
+    wrap: tuple[str, ...] = ()  # words put before the interpreter (a container's exec)
+    grace_s: float = 30.0  # SIGTERM to SIGKILL
+    lost_head_s: float | None = 60.0  # None: a silent head is waited for without end
+    timeout_s: float = 600.0  # of the process group, in function targets
+    helper_grace_s: float = 30.0  # what ranks left running after success
+
+
+class StartRank(msgspec.Struct, frozen=True):
+    """One rank of a node, as its supervisor is told."""
+
+    rank: int
+    local_rank: int
+    index: int
+    uuid: str
+    memory_fraction: float | None
+
+
+class StartConfig(msgspec.Struct, frozen=True):
+    """The start config of one supervisor (docs/launch-protocol.md)."""
+
+    run: str
+    secret: str
+    lease: str | None
+    node: str
+    node_rank: int
+    nodes: int
+    world_size: int
+    ranks: list[StartRank]
+    cuda_visible_devices: str
+    device: str
+    master_addr: str
+    listen: bool
+    target: Target
+    python: str | None
+    cwd: str
+    environ: dict[str, str]
+    wrap: list[str]
+    backend: str
+    timeout_s: float
+    lost_head_s: float | None
+    helper_grace_s: float
+
+
+class LaunchPlan(msgspec.Struct, frozen=True):
+    """Everything a run will do, decided before it does any of it. ``nodes`` is in the order of the node ranks."""
+
+    run: str
+    rank_map: RankMap
+    options: LaunchOptions
+    target: Target
+    nodes: list[StartConfig]
+
+
+def check_rank_map(rank_map: RankMap, known: Collection[str], where: str, device: str) -> None:
+    """Raise UsageError naming everything wrong with ``rank_map`` (``where`` says which), nothing if it is sound.
+
+    ``known`` are the names of the inventory. With ``device`` "cpu" the GPUs of the map are numbers, nothing more:
+    several ranks may name none, so only the numbering of ranks, nodes and local ranks must hold.
+    """
+    wrong = [p for p in problems(rank_map) if device == "cuda" or not _about_gpus(p)]
+    for node in rank_map.nodes:
+        if not _HOST.fullmatch(node.name):
+            wrong.append(f"node {node.name!r} is not a host name: letters, digits, dots, dashes and underscores only")
+        elif node.name not in known:
+            wrong.append(
+                f"node {node.name!r} is unknown; the inventory has {', '.join(sorted(known)) or 'none'} "
+                "(add it to `nodes` of the config, or pass --nodes)"
+            )
+        if not _host_or_address(node.address):
+            wrong.append(f"node {node.name!r}: {node.address!r} is neither a host name nor an address")
+        if not all(_UUID.fullmatch(device) for device in node.cuda_visible_devices.split(",") if device):
+            wrong.append(
+                f"node {node.name!r}: cuda_visible_devices {node.cuda_visible_devices!r} is not a list of GPUs"
+            )
+    if not _host_or_address(rank_map.master_addr):
+        wrong.append(f"master_addr {rank_map.master_addr!r} is neither a host name nor an address")
+    if wrong:
+        raise UsageError(f"{where}:\n" + "\n".join(f"  {line}" for line in wrong))
+
+
+def _about_gpus(problem: str) -> bool:
+    return any(words in problem for words in ("is given to", "cuda_visible_devices", "would see GPU"))
+
+
+def _host_or_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return bool(_HOST.fullmatch(text))
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether ``address`` (numbers or a name) only means the machine that says it."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost" or address.startswith("localhost.")
+
+
+def launch_plan(
+    rank_map: RankMap,
+    target: Target,
+    *,
+    run: str,
+    secret: str,
+    cwd: str,
+    environ: Mapping[str, str],
+    options: LaunchOptions,
+) -> LaunchPlan:
+    """Return the plan of a run on a sound rank map.
+
+    One node alone talks to itself over 127.0.0.1, whatever the map says: no name service, no firewall. Raises
+    UsageError when several nodes would have to meet at a loopback address.
+    """
+    nodes = sorted(rank_map.nodes, key=lambda n: n.node_rank)
+    master = LOOPBACK if len(nodes) == 1 else rank_map.master_addr
+    if len(nodes) > 1 and is_loopback(master):
+        raise UsageError(
+            f"master_addr {master} is a loopback address, which {nodes[1].name} cannot reach; "
+            f"put the address of {nodes[0].name} there that the other nodes use"
+        )
+
+    def start(node: RankNode) -> StartConfig:
+        ranks = sorted((r for r in rank_map.ranks if r.node == node.name), key=lambda r: r.local_rank)
+        return StartConfig(
+            run=run,
+            secret=secret,
+            lease=rank_map.lease,
+            node=node.name,
+            node_rank=node.node_rank,
+            nodes=len(nodes),
+            world_size=rank_map.world_size,
+            ranks=[StartRank(r.rank, r.local_rank, r.index, r.uuid, r.memory_fraction) for r in ranks],
+            cuda_visible_devices=node.cuda_visible_devices if options.device == "cuda" else "",
+            device=options.device,
+            master_addr=master,
+            listen=node.node_rank == 0,
+            target=target,
+            python=options.python,
+            cwd=cwd,
+            environ=dict(environ),
+            wrap=list(options.wrap),
+            backend="nccl" if options.device == "cuda" else "gloo",
+            timeout_s=options.timeout_s,
+            lost_head_s=options.lost_head_s,
+            helper_grace_s=options.helper_grace_s,
+        )
+
+    return LaunchPlan(run, rank_map, options, target, [start(node) for node in nodes])
+
+
+def shown(plan: LaunchPlan) -> dict[str, object]:
+    """Return the plan as it may be printed or kept: no secret of the run, no value of a key or token."""
+    raw: dict[str, object] = msgspec.to_builtins(plan)
+    raw["nodes"] = [
+        msgspec.to_builtins(msgspec.structs.replace(node, secret="(not shown)", environ=redacted(node.environ)))
+        for node in plan.nodes
+    ]
+    return raw
+
+
+def plan_text(plan: LaunchPlan) -> str:
+    """Return what ``--dry-run`` prints for people."""
+    first = plan.nodes[0]
+    lines = [
+        f"run {plan.run}: {shlex.join([*plan.target.words().split(), *plan.target.args])}",
+        f"  {first.world_size} ranks on {first.nodes} nodes, {first.device} with {first.backend}"
+        + (f", lease {first.lease}" if first.lease else ", no lease"),
+        f"  master {first.master_addr}, port {plan.rank_map.master_port or 'chosen and bound at launch'}",
+        f"  folder {first.cwd}, interpreter {first.python or 'of VIRTUAL_ENV, CONDA_PREFIX or PATH'}"
+        + (f", wrapped in {shlex.join(first.wrap)}" if first.wrap else ""),
+    ]
+    for node in plan.nodes:
+        lines.append(f"  {node.node}: CUDA_VISIBLE_DEVICES={node.cuda_visible_devices}")
+        lines += [f"    rank {r.rank}  local rank {r.local_rank}  GPU {r.index}  {r.uuid}" for r in node.ranks]
+    lines.append(f"  variables sent: {', '.join(first.environ) or 'none'}")
+    return "\n".join(lines)

@@ -1,0 +1,181 @@
+"""The folders of runs: what a run leaves behind, how others find it, and whether its head still lives.
+
+``<state>/runs/<run>/``: plan.json, rank_map.json, state.json, rank-<R>.out, rank-<R>.err, head.log, control.sock.
+Nothing here ever deletes a run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from gpuboard import paths
+from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.ledger import holder
+
+FINAL = frozenset({"done", "failed", "stopped"})
+_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # no l, o, 0, 1: run ids are read aloud and typed
+
+
+class RankView(msgspec.Struct, frozen=True):
+    """One rank of ``runs --json``. ``state``: waiting, importing, gate, running, failed, done, killed or lost."""
+
+    rank: int
+    node: str
+    local_rank: int
+    index: int
+    pid: int | None = None
+    state: str = "waiting"
+    last_line: str = ""
+
+
+class VerdictView(msgspec.Struct, frozen=True):
+    """What gpuboard concluded about a run. ``rank`` and ``node`` are None where it concerns none alone."""
+
+    at: str
+    kind: str
+    rank: int | None
+    node: str | None
+    text: str
+    evidence: str = ""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The process that leads a run: host, boot, pid and start time (clock ticks since boot) make it unique."""
+
+    host: str
+    boot_id: str
+    pid: int
+    start: int
+
+
+class RunView(msgspec.Struct, frozen=True):
+    """One run of ``runs --json``."""
+
+    id: str
+    lease: str | None
+    target: str
+    started: str
+    state: str
+    exit_code: int | None
+    ranks: list[RankView]
+    verdicts: list[VerdictView]
+    head: Head | None = None
+    folder: str = ""
+
+
+class RunList(msgspec.Struct, frozen=True):
+    """What ``runs --json`` prints."""
+
+    schema: int
+    runs: list[RunView]
+
+
+def new_run_id() -> str:
+    """Return a fresh run id: r and seven letters or digits."""
+    return "r" + "".join(secrets.choice(_ALPHABET) for _ in range(7))
+
+
+def runs_dir(env: Mapping[str, str]) -> Path:
+    """Return the folder of all runs of this user."""
+    return paths.state_dir(env) / "runs"
+
+
+def this_head() -> Head:
+    """Return this process as a head."""
+    me = holder.identify(os.getpid())
+    assert me is not None  # a process that runs this is there
+    return Head(*me)
+
+
+def alive(head: Head) -> bool | None:
+    """Return whether the head lives; None when it runs on another host."""
+    return holder.alive(holder.Holder(head.host, head.boot_id, head.pid, head.start))
+
+
+class RunFolder:
+    """The folder of one run, written by its head alone."""
+
+    def __init__(self, env: Mapping[str, str], run: str) -> None:
+        """Create the folder. Raises GpuboardError when it cannot be made or is not ours."""
+        self.path = runs_dir(env) / run
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700)
+        except OSError as error:
+            raise GpuboardError(
+                f"{self.path}: cannot make the run's folder: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+            ) from error
+        self._full = False
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file whole or not at all. Raises OSError."""
+        temporary = self.path / f".{name}.new"
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(content)
+        temporary.replace(self.path / name)
+
+    def state(self, view: RunView) -> str | None:
+        """Write state.json; return words the first time that fails (a full disk must not end a run)."""
+        try:
+            self.write("state.json", msgspec.json.format(msgspec.json.encode(view), indent=1))
+        except OSError as error:
+            first, self._full = not self._full, True
+            return (
+                f"{self.path / 'state.json'}: {error.strerror}; `gpuboard runs` shows an old state" if first else None
+            )
+        return None
+
+
+def read_runs(env: Mapping[str, str]) -> list[RunView]:
+    """Return all runs of this user, oldest first. One whose head has died is ``failed`` with a verdict that says so."""
+    try:
+        folders = [entry for entry in runs_dir(env).iterdir() if entry.is_dir()]
+    except OSError:
+        return []
+    found = [_read(folder) for folder in folders]
+    return sorted((view for view in found if view is not None), key=lambda view: (view.started, view.id))
+
+
+def _read(folder: Path) -> RunView | None:
+    try:
+        view = msgspec.json.decode((folder / "state.json").read_bytes(), type=RunView)
+    except FileNotFoundError:
+        return None  # its head has only just made the folder
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        text = f"{folder / 'state.json'} cannot be read: {error}"
+        return RunView(
+            folder.name, None, "?", "", "failed", None, [], [VerdictView("", "unreadable", None, None, text)]
+        )
+    view = msgspec.structs.replace(view, folder=str(folder))
+    if view.state in FINAL or view.head is None or alive(view.head) is not False:
+        return view
+    died = VerdictView(
+        "",
+        "head-died",
+        None,
+        view.head.host,
+        f"the head (pid {view.head.pid} on {view.head.host}) died before the run ended; its ranks ended with it",
+    )
+    return msgspec.structs.replace(view, state="failed", verdicts=[*view.verdicts, died])
+
+
+def find_run(env: Mapping[str, str], name: str) -> RunView:
+    """Return the run called ``name``: its id, the start of one, or ``last``. Raises UsageError when none or several."""
+    views = read_runs(env)
+    if not views:
+        raise UsageError(f"no run {name!r}: there are no runs in {runs_dir(env)}")
+    if name == "last":
+        return views[-1]
+    if not re.fullmatch(r"[a-z0-9]+", name):
+        raise UsageError(f"{name!r} is not a run id; `gpuboard runs` lists them")
+    hits = [view for view in views if view.id == name] or [view for view in views if view.id.startswith(name)]
+    if len(hits) != 1:
+        ids = ", ".join(view.id for view in (hits or views)[-5:])
+        raise UsageError(f"{'several runs start' if hits else 'no run is called or starts'} with {name!r}: {ids}")
+    return hits[0]
