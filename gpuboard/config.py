@@ -72,6 +72,13 @@ class Configuration(msgspec.Struct, frozen=True):
 
 
 _DURATIONS = ("connect_timeout", "max_lease", "state.stale_min", "state.idle_after")
+_RANGES = {
+    "max_connections": (1, 4096),
+    "state.busy_utilization": (1, 101),  # 101: utilization alone never makes a GPU busy
+    "state.occupied_memory": (0, 2**50),
+    "state.stale_intervals": (1, 1000),
+    "state.ignore_below": (0, 2**50),
+}
 _CHOICES = {"ledger": ("nodes",), "scheduler": ("none",)}
 
 
@@ -138,9 +145,12 @@ def _check(values: dict[str, Any], origin: str) -> None:
     try:
         msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
-        known = ", ".join(sorted(field.name for field in msgspec.structs.fields(Settings)))
         message = str(error).replace("Object contains unknown field", "unknown key")
-        raise ConfigError(f"{origin}: {message}; keys are: {known}") from None
+        if message.startswith("unknown key"):
+            section = StateSettings if message.endswith("`$.state`") else Settings
+            known = ", ".join(sorted(field.name for field in msgspec.structs.fields(section)))
+            message += f"; keys {'of [state] ' if section is StateSettings else ''}are: {known}"
+        raise ConfigError(f"{origin}: {message}") from None
     flat = dict(_flat(values))
     for key in _DURATIONS:
         if key in flat:
@@ -156,6 +166,14 @@ def _check(values: dict[str, Any], origin: str) -> None:
     for key, choices in _CHOICES.items():
         if key in flat and flat[key] not in choices:
             raise ConfigError(f"{origin}: {key} = {flat[key]!r} is not one of: {', '.join(choices)}")
+    for key, (low, high) in _RANGES.items():
+        if key in flat and not low <= flat[key] <= high:
+            raise ConfigError(f"{origin}: {key} = {flat[key]!r} is not between {low} and {high}")
+    if not flat.get("claims_dir", "/").startswith("/"):
+        raise ConfigError(f"{origin}: claims_dir = {flat['claims_dir']!r} must be an absolute path")
+    for text in flat.get("nodes", ()):
+        if not text.strip():
+            raise ConfigError(f"{origin}: nodes holds an empty nodeset; write gpu01 or gpu[01-16,20]")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

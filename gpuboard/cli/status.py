@@ -227,7 +227,7 @@ def _show(snapshot: Snapshot, context: Context, *, json: bool) -> None:
 def _width(context: Context) -> int | None:
     """Return the terminal's width; without a terminal that of COLUMNS, or none: whoever reads it cuts it himself."""
     if context.stdout_is_tty or context.env.get("COLUMNS", "").isdigit():
-        return max(20, shutil.get_terminal_size().columns)
+        return max(24, shutil.get_terminal_size().columns)
     return None
 
 

@@ -127,7 +127,7 @@ def render(
             lines.append(_line(row.cells, columns, widths, colour=colour))
             continue
         first = pad(row.cells[0].text, widths[0]) + GAP
-        room = 10**6 if width is None else max(20, width - width_of(first))
+        room = 10**6 if width is None else max(8, width - width_of(first))
         for n, part in enumerate(wrap(row.span.text, room)):
             lines.append((first if n == 0 else " " * width_of(first)) + paint(part, row.span.colour, colour=colour))
     return lines

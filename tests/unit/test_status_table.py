@@ -1,0 +1,132 @@
+"""The status table: alignment by display width, what is dropped in a narrow terminal, hostile text, colour."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuboard.cli.status import sums, table
+from gpuboard.cli.table import Step, elide, fit, pad, width_of, wrap
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot
+from gpuboard.model.text import clean
+
+GIB = 2**30
+FREE = GpuView(
+    index=0, uuid="GPU-0", name="NVIDIA H100 80GB HBM3", pci_bus_id="00000000:1B:00.0", state="free",
+    reason="no process, no reservation", memory_used=GIB // 2, memory_total=80 * GIB, utilization=0, temperature=31,
+    power=70.1, power_limit=700.0, processes=[],
+)  # fmt: skip
+BUSY = GpuView(
+    index=11, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", pci_bus_id="00000000:1C:00.0", state="busy",
+    reason="张伟: \x1b[31mpy\x07 [/x] (p7)", flags=["sick"], memory_used=79 * GIB, memory_total=80 * GIB,
+    utilization=100, temperature=88, power=699.9, power_limit=700.0,
+    processes=[ProcessView(pid=7, user="张伟", command="python", memory=None, type="compute")],
+)  # fmt: skip
+UNKNOWN = GpuView(
+    index=2, uuid="GPU-2", name="NVIDIA H100 80GB HBM3", pci_bus_id="00000000:1D:00.0", state="unknown",
+    reason="not readable: memory",
+)  # fmt: skip
+UP = NodeView(name="gpu01", state="up", age_s=0.42, gpus=[FREE, BUSY, UNKNOWN])
+DOWN = NodeView(
+    name="gpu02", state="unreachable", error="ssh: no answer from 10.0.0.2 in 10 s; is it up? try: ssh gpu02 true"
+)
+
+
+def snapshot(*nodes: NodeView) -> Snapshot:
+    return Snapshot(schema=1, at="2026-01-31T12:00:00.000Z", cluster="lab", nodes=list(nodes))
+
+
+def test_wide_table_in_full() -> None:
+    assert table(snapshot(UP, DOWN), None, colour=False) == [
+        "NODE   GPU  MODEL           STATE    WHO         GiB  UTIL  TEMP  POWER   AGE  WHY",
+        "gpu01    0  H100 80GB HBM3  free            0.5/80.0    0%  31°C    70W  0.4s  no process, no reservation",
+        "gpu01   11  H100 80GB HBM3  busy     张伟  79.0/80.0  100%  88°C   700W  0.4s  sick; 张伟: [31mpy [/x] (p7)",
+        "gpu01    2  H100 80GB HBM3  unknown              ?/?     ?     ?      ?  0.4s  not readable: memory",
+        "gpu02  unreachable: ssh: no answer from 10.0.0.2 in 10 s; is it up? try: ssh gpu02 true",
+        "",
+        "lab: 3 GPUs: 1 free, 1 busy, 1 unknown; 1 of 2 nodes unreachable, their GPUs are not counted",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [24, 30, 40, 60, 80, 100, 200])
+def test_every_width_holds_every_line(width: int) -> None:
+    lines = table(snapshot(UP, DOWN), width, colour=False)
+    assert [line for line in lines if width_of(line) > width] == []
+
+
+def test_eighty_columns_tell_state_and_reason() -> None:
+    lines = table(snapshot(UP), 80, colour=False)
+    assert lines[1] == "gpu01    0  H100 80G…  free            0.5/80.0    0%  no process, no reservati…"
+    assert lines[3].endswith("not readable: memory")
+
+
+def test_columns_start_at_the_same_cell_in_every_row_whatever_the_width_of_characters() -> None:
+    header, *rows = table(snapshot(UP), 80, colour=False)[:4]
+    start = width_of(header[: header.index("WHY")])
+    for row, reason in zip(rows, ("no process", "sick; ", "not readable"), strict=True):
+        assert width_of(row[: row.index(reason)]) == start
+
+
+def test_an_unreachable_node_shows_its_whole_error_and_cure_wrapped() -> None:
+    lines = table(snapshot(DOWN), 40, colour=False)
+    assert " ".join(line.strip() for line in lines[1:-2]) == (
+        "gpu02  unreachable: ssh: no answer from 10.0.0.2 in 10 s; is it up? try: ssh gpu02 true"
+    )
+
+
+def test_hostile_text_is_inert() -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J\u202egnp.exe\u200b\r\n[bold]x[/]"
+    node = NodeView(
+        name=evil, state="up", age_s=1.0, error=evil, claims_error=evil,
+        gpus=[GpuView(index=0, uuid=evil, name=evil, pci_bus_id=evil, state="busy", reason=evil, leases=[evil])],
+    )  # fmt: skip
+    text = "\n".join(table(Snapshot(schema=1, at="", cluster=evil, nodes=[node]), None, colour=False))
+    assert [c for c in text if c != "\n" and clean(c) != c] == []
+    assert "[bold]x[/]" in text
+
+
+def test_colour_comes_beside_the_word_never_instead() -> None:
+    plain, coloured = (table(snapshot(UP, DOWN), 80, colour=on) for on in (False, True))
+    assert "\x1b[32mfree" in coloured[1]
+    stripped = [line.replace("\x1b[0m", "") for line in coloured]
+    for sgr in ("32", "33", "35", "1;31"):
+        stripped = [line.replace(f"\x1b[{sgr}m", "") for line in stripped]
+    assert stripped == plain
+
+
+def test_mig_devices_have_rows_of_their_own() -> None:
+    parent = GpuView(
+        index=1, uuid="GPU-3", name="NVIDIA A100", pci_bus_id="0", state="busy", reason="MIG", flags=["mig"],
+        mig=[MigView("MIG-1", "3g.40gb", "free", "no process, no reservation", 0, 40 * GIB, ["k3f9"])],
+    )  # fmt: skip
+    lines = table(snapshot(NodeView(name="gpu01", state="up", age_s=0.0, gpus=[parent])), None, colour=False)
+    assert " ".join(lines[2].split()) == "gpu01 1:0 3g.40gb free k3f9 0.0/40.0 no process, no reservation"
+
+
+def test_a_node_without_gpus_says_so() -> None:
+    lines = table(snapshot(NodeView(name="cpu01", state="up", age_s=0.1)), None, colour=False)
+    assert lines[1:] == ["cpu01  no GPU found", "", "lab: 0 GPUs"]
+
+
+def test_simulated_nodes_are_labelled() -> None:
+    node = NodeView(name="sim1", state="up", age_s=0.1, source="simulated", gpus=[FREE])
+    assert sums(snapshot(node)) == "lab: 1 GPU: 1 free; SIMULATED"
+
+
+def test_width_of_wide_and_combining_characters() -> None:
+    assert [width_of(text) for text in ("abc", "张伟", "e\u0301", "ﾊﾝ", "°")] == [3, 4, 1, 2, 1]
+
+
+def test_elide_and_pad_count_cells() -> None:
+    assert (elide("张伟张伟", 5), elide("abcdef", 4), elide("abc", 3)) == ("张伟…", "abc…", "abc")
+    assert (pad("张", 4), pad("7", 3, right=True), pad("张伟", 3)) == ("张  ", "  7", "张…")
+
+
+def test_wrap_breaks_long_words_only_where_it_must() -> None:
+    assert wrap("one two three", 7) == ["one two", "three"]
+    assert wrap("abcdefghij k", 4) == ["abcd", "efgh", "ij k"]
+
+
+def test_fit_takes_steps_in_order_and_gives_the_rest_to_the_last_column() -> None:
+    assert fit([5, 10, 20], [Step(2, 15), Step(1, 0)], 39) == [5, 10, 20]
+    assert fit([5, 10, 20], [Step(2, 15), Step(1, 0)], 36) == [5, 10, 17]
+    assert fit([5, 10, 20], [Step(2, 15), Step(1, 0)], 30) == [5, 0, 20]
