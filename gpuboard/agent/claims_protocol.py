@@ -1,0 +1,255 @@
+"""How claims are taken, kept, renewed and dropped: the protocol, one primitive step at a time.
+
+Every function here is a generator. It yields a step, ``(name, *arguments)``, is sent what the step gave (or is thrown
+its OSError), and returns its result. The steps are the methods of claims_files.Files; :func:`drive` runs a protocol on
+real files, and the model checker in tests/unit runs the very same code on a folder in memory, with other processes in
+between any two steps.
+
+Why two takers never both stay: each publishes all its claims before it reads the folder again, so of two that want
+one GPU the one whose claim appears later reads the earlier one's, unless that is withdrawn. Whoever reads a
+contradiction withdraws everything. The lock only keeps them from meeting; nothing depends on it.
+
+Why the lapse is safe: a reader takes the time before it looks at a file, so it never takes a claim for older than it
+is; an owner takes the time after he has touched it, and withdraws when others may have called it lapsed by then.
+"""
+
+from gpuboard.agent import claims_rules as rules
+
+MYPY = False
+if MYPY:
+    from typing import Any, Callable, Dict, Generator, List, Tuple
+
+    from gpuboard.agent.claims_rules import Clock, Judged
+
+    Steps = Generator[Tuple[Any, ...], Any, Any]
+
+LOCK_WAIT_S = 2.0  # whoever keeps the lock longer is ignored
+ATTEMPTS = 8
+
+
+class Refuse(Exception):
+    """The node says no. ``kind`` is for programs (docs/architecture.md), ``message`` for people."""
+
+    def __init__(self, kind: str, message: str, detail: "Any" = None) -> None:
+        Exception.__init__(self, message)
+        self.kind = kind
+        self.message = message
+        self.detail = detail
+
+
+def drive(protocol: "Steps", files: "Any") -> "Any":
+    """Run a protocol on ``files`` to its end and return its result."""
+    answer = None  # type: Any
+    failed = None  # type: Any
+    while True:
+        try:
+            step = protocol.throw(failed) if failed is not None else protocol.send(answer)
+        except StopIteration as end:
+            return end.value
+        answer = failed = None
+        try:
+            answer = getattr(files, step[0])(*step[1:])
+        except OSError as error:
+            failed = error
+
+
+def survey(wanted: "Callable[[str], bool]", boot_id: str, margin_s: float = 0.0) -> "Steps":
+    """Read the claims whose names are ``wanted``; return (clock from before, judged claims)."""
+    clock = yield ("clock",)
+    names = yield ("list",)
+    found = []
+    for name in sorted(name for name in names if wanted(name)):
+        entry = yield ("read", name)
+        if entry is not None:
+            found.append(rules.judge(entry, clock, boot_id, margin_s))
+    return clock, found
+
+
+def take(
+    content: "Dict[str, Any]", uuids: "List[str]", for_s: float, boot_id: str, jitter: "Callable[[int], float]"
+) -> "Steps":
+    """Claim all of ``uuids`` or nothing; return the clock at which they were taken.
+
+    ``content`` is what all claims say but uuid, from, until, up, boot and took; ``jitter`` gives the seconds to wait
+    before attempt k. Raises Refuse: ``conflict`` (detail: the judged claims in the way), ``disk``.
+    """
+    patience = LOCK_WAIT_S
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            yield ("sleep", jitter(attempt))
+        locked = yield ("lock", patience)
+        if not locked:
+            patience = 0.0  # once is enough: a lock that is kept delays an operation by 2 s, not each attempt
+        published = []  # type: List[str]
+        try:
+            taken, in_the_way, over = yield from _attempt(content, uuids, published, for_s, boot_id)
+            if taken is None:
+                yield from withdraw(published)
+        except OSError as error:
+            yield from withdraw(published)
+            yield ("unlock",)
+            raise Refuse("disk", "the claims could not be written: %s" % (error.strerror or error))
+        yield ("unlock",)
+        if taken is not None:
+            return taken
+        if over:
+            break
+    raise Refuse("conflict", "GPUs are claimed", in_the_way)
+
+
+def _attempt(
+    content: "Dict[str, Any]", uuids: "List[str]", published: "List[str]", for_s: float, boot_id: str
+) -> "Steps":
+    """Try once; return (clock or None, claims in the way, whether trying again is of no use).
+
+    Adds to ``published`` what the caller has to withdraw when this gives no clock, or fails.
+    """
+    stems = {rules.file_name(uuid, "") for uuid in uuids}
+    clock, before = yield from survey(lambda name: name[: name.rfind(".") + 1] in stems, boot_id)
+    in_the_way = [x for x in before if x.state == "live" and (x.content["share"] is None or content["share"] is None)]
+    if in_the_way:
+        return None, in_the_way, True
+    for uuid in uuids:
+        took = [
+            {"name": x.entry.name, "ino": x.entry.ino, "ctime": x.entry.ctime}
+            for x in before
+            if x.state == "lapsed" and x.content["uuid"] == uuid
+        ]
+        claim = dict(content, uuid=uuid, up=clock.up, until=clock.wall + for_s, boot=boot_id, took=took)
+        claim["from"] = clock.wall
+        name = rules.file_name(uuid, content["lease"])
+        if not (yield from _publish(name, rules.encode(claim), published)):
+            # A file of this very name: somebody guessed the lease id, or the lease was taken here already.
+            return None, [x for x in before if x.entry.name == name], True
+    _, after = yield from survey(lambda name: name[: name.rfind(".") + 1] in stems, boot_id)
+    mine = [x for x in after if x.entry.name in published]
+    in_the_way = [x for x in after if any(rules.contradicts(x, y) for y in mine)]
+    now = yield ("clock",)
+    # Late: we were held up for so long that others may have seen our claims lapse.
+    late = now.up - clock.up >= min(rules.LIFE_S, for_s) - rules.MARGIN_S
+    if in_the_way or late or len(mine) < len(uuids):
+        return None, in_the_way, False
+    return now, [], False
+
+
+def _publish(name: str, data: bytes, published: "List[str]") -> "Steps":
+    """Make ``name`` appear whole and note it; return False when there is such a file already."""
+    temporary = yield ("create", data)
+    try:
+        linked = yield ("link", temporary, name)
+    except OSError:
+        yield ("unlink", temporary)
+        raise
+    if linked:
+        published.append(name)
+    yield ("unlink", temporary)
+    return linked
+
+
+def withdraw(names: "List[str]") -> "Steps":
+    """Remove claims of ours; those that are gone already are no error."""
+    for name in names:
+        yield ("unlink", name)
+
+
+def _own(found: "List[Judged]", lease: str, uid: int) -> "List[Judged]":
+    """Return what of ``found`` is a well-formed claim of ours for ``lease``."""
+    return [x for x in found if x.entry.uid == uid and x.content is not None and x.content["lease"] == lease]
+
+
+def touch(leases: "List[str]", uid: int, boot_id: str) -> "Steps":
+    """Show life of our claims of ``leases``; return {"alive": [], "lapsed": [], "missing": []}.
+
+    A lease of which a claim had lapsed is dropped from this node: nothing revives it, it must be taken anew.
+    """
+    suffixes = {"." + lease for lease in leases}
+    result = {"alive": [], "lapsed": [], "missing": []}  # type: Dict[str, List[str]]
+    yield ("lock", LOCK_WAIT_S)
+    _, found = yield from survey(lambda name: name[name.rfind(".") :] in suffixes, boot_id, rules.MARGIN_S)
+    for lease in leases:
+        own = _own(found, lease, uid)
+        if not own:
+            result["missing"].append(lease)
+            continue
+        alive = all(x.state == "live" for x in own)
+        for one in own if alive else ():
+            alive = alive and (yield from _show_life(one))
+        if not alive:
+            yield from withdraw([x.entry.name for x in own])
+        result["alive" if alive else "lapsed"].append(lease)
+    yield ("unlock",)
+    return result
+
+
+def _show_life(one: "Judged") -> "Steps":
+    """Touch one live claim; return whether nobody can have taken it for lapsed before."""
+    clock = yield ("clock",)
+    there = yield ("touch", one.entry.name, rules.stamp(one.content, clock.up))
+    return there and not (yield from _late(one))
+
+
+def _late(one: "Judged") -> "Steps":
+    """Return whether the claim as ``one`` has it may have been called lapsed by somebody by now."""
+    clock = yield ("clock",)
+    now = rules.judge(one.entry, clock, one.content["boot"], rules.MARGIN_S)
+    return now.state != "live"
+
+
+def renew(lease: str, for_s: float, uid: int, boot_id: str) -> "Steps":
+    """Let our lease end ``for_s`` from now; return the clock. Raises Refuse: not-found, not-yours, lapsed, disk."""
+    yield ("lock", LOCK_WAIT_S)
+    _, found = yield from survey(lambda name: name.endswith("." + lease), boot_id, rules.MARGIN_S)
+    own = _own(found, lease, uid)
+    if not own:
+        yield ("unlock",)
+        raise _not_ours(lease, found)
+    alive = all(x.state == "live" for x in own)
+    clock = yield ("clock",)
+    try:
+        for one in own if alive else ():
+            yield from _prolong(one, for_s, clock)
+            alive = alive and not (yield from _late(one))
+    except OSError as error:
+        yield ("unlock",)
+        raise Refuse("disk", "the claims could not be rewritten: %s" % (error.strerror or error))
+    if not alive:
+        yield from withdraw([x.entry.name for x in own])
+    yield ("unlock",)
+    if not alive:
+        raise Refuse("lapsed", "lease %s has lapsed; allocate anew" % lease)
+    return clock
+
+
+def _prolong(one: "Judged", for_s: float, clock: "Clock") -> "Steps":
+    """Replace one claim by itself with a later end, in one step."""
+    content = dict(one.content)
+    content["until"] = rules.stamp(content, clock.up) + for_s
+    temporary = yield ("create", rules.encode(content))
+    try:
+        yield ("touch", temporary, rules.stamp(content, clock.up))
+        yield ("rename", temporary, one.entry.name)
+    except OSError:
+        yield ("unlink", temporary)
+        raise
+
+
+def release(lease: str, uid: int, boot_id: str) -> "Steps":
+    """Remove our claims of ``lease`` (root: anybody's); return their UUIDs. Raises Refuse: not-found, not-yours."""
+    _, found = yield from survey(lambda name: name.endswith("." + lease), boot_id)
+    own = [x for x in found if uid in (0, x.entry.uid)]  # garbage too: what is ours we may clear away
+    if not own:
+        raise _not_ours(lease, found)
+    yield from withdraw([x.entry.name for x in own])
+    return [x.content["uuid"] for x in own if x.content is not None]
+
+
+def _not_ours(lease: str, found: "List[Judged]") -> "Refuse":
+    if found:
+        return Refuse("not-yours", "lease %s belongs to uid %d" % (lease, found[0].entry.uid))
+    return Refuse("not-found", "no lease %s on this node" % lease)
+
+
+def sweep(uid: int, boot_id: str, wanted: "Callable[[str], bool]") -> "Steps":
+    """Remove our own lapsed claims: in a sticky folder nobody else could."""
+    _, found = yield from survey(wanted, boot_id)
+    yield from withdraw([x.entry.name for x in found if x.state == "lapsed" and x.entry.uid == uid])
