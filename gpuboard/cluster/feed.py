@@ -1,0 +1,157 @@
+"""One node's feed: its link, its newest reading and when that arrived; connects again, with back-off, when lost."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.picture import NodeFacts
+from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.model.state import Thresholds, counted
+from gpuboard.transport.base import TransportError
+from gpuboard.transport.connector import Connector
+from gpuboard.transport.link import AgentLink
+
+FIRST_ANSWER_S = 10.0  # from an open connection to the first reading; NVML alone can take 3 s without persistence mode
+SILENCE_S = 60.0  # a connected agent that says nothing for so long (and 10 intervals) is replaced
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
+BACKOFF_REFUSED_S = 30.0  # for keys: nothing gets better by itself, and sshd may ban who keeps trying
+_STEADY_S = 10.0  # a link that lived so long starts the back-off over
+
+
+def backoff_s(failures: int, kind: str) -> float:
+    """Return how long to wait after the ``failures``-th failure in a row (from 1), jittered to spread many clients."""
+    first = BACKOFF_REFUSED_S if kind in {"auth", "host-key"} else BACKOFF_FIRST_S
+    most = 5 * BACKOFF_MAX_S if kind in {"auth", "host-key"} else BACKOFF_MAX_S
+    return min(most, first * 2.0 ** min(failures - 1, 10)) * random.uniform(0.5, 1.0)
+
+
+def next_tick_ms(now: float, interval_s: float) -> int:
+    """Return milliseconds from ``now`` (epoch seconds) to the next multiple of the interval, the same for all nodes."""
+    return max(1, round((interval_s - now % interval_s) * 1000))
+
+
+class NodeFeed:
+    """The feed of one node. ``facts`` is replaced whole, in the transport's thread; read it from any thread.
+
+    ``changed`` is called after every change and must not block.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        connector: Connector,
+        *,
+        claims_dir: str,
+        thresholds: Thresholds,
+        interval_s: float | None,
+        changed: Callable[[], None],
+    ) -> None:
+        self.node = node
+        self.facts = NodeFacts(name=node.name)
+        self.link: AgentLink | None = None
+        self.failed_at = 0.0  # when the last link was lost or not made
+        self.retry_at: float | None = None  # when to connect again
+        self._connector = connector
+        self._thresholds = thresholds
+        self._interval_s = interval_s
+        self._changed = changed
+        self._opened_at = 0.0
+        self._waiting = False  # for the first reading of this link
+        self._failures = 0
+        self._last_busy: dict[str, float] = {}
+        self._config = {
+            "node": node.name,
+            "interval_s": interval_s,
+            "claims_dir": node.claims_dir or claims_dir,
+            "simulate": node.simulate,
+            "now": True,
+        }
+
+    @property
+    def answered(self) -> bool:
+        """Whether there is a reading or an error."""
+        return self.facts.reading is not None or self.facts.error is not None
+
+    def open(self) -> None:
+        """Connect, at once and without waiting."""
+        self.retry_at = None
+        self._opened_at = time.monotonic()
+        self._waiting = True
+        self.link = self._connector.open(
+            self.node.name,
+            self.node.host,
+            role="node",
+            config=self._config,
+            listener=self._message,
+            ended=self._ended,
+        )
+
+    def close(self) -> None:
+        """End the link."""
+        if self.link is not None:
+            self.link.close()
+
+    def tick(self) -> None:
+        """Tell the agent when the next reading is due by the wall clock."""
+        link = self.link
+        if self._interval_s is not None and link is not None and link.hello is not None:
+            link.tick(next_tick_ms(time.time(), self._interval_s))
+
+    def look(self, now: float) -> None:
+        """Do what time asks for: give up on a link without an answer or gone silent, connect again."""
+        link = self.link
+        if link is not None and link.over is None:
+            silent_s = max(SILENCE_S, 10 * (self._interval_s or 0.0))
+            if self._waiting and link.connected_at is not None and now - link.connected_at > FIRST_ANSWER_S:
+                what = "its shell or python3 did not start the agent" if link.hello is None else "no reading came"
+                link.drop(TransportError("timeout", f"connected, but {what} in {FIRST_ANSWER_S:.0f} s"))
+            elif self._interval_s is not None and link.hello is not None and now - link.last_line > silent_s:
+                link.drop(TransportError("lost", f"the agent said nothing for {silent_s:.0f} s"))
+        if self.retry_at is not None and now >= self.retry_at:
+            self.open()
+
+    def _message(self, message: Hello | Static | Reading | Event) -> None:
+        kind = type(message)
+        if kind is Reading:
+            self._reading(message)  # type: ignore[arg-type]  # `type(x) is` tells mypy nothing; isinstance costs more
+        elif isinstance(message, Static):
+            known = self.facts.known | {gpu.uuid: gpu for gpu in message.gpus}
+            self.facts = msgspec.structs.replace(self.facts, static=message, known=known)
+        elif isinstance(message, Hello):
+            self.facts = msgspec.structs.replace(self.facts, hello=message)
+            self.tick()
+
+    def _reading(self, reading: Reading) -> None:
+        now = time.monotonic()
+        old = self.facts
+        self._waiting = False
+        for gpu in reading.gpus:
+            processes = gpu.processes
+            if processes is None or gpu.uuid not in self._last_busy or counted(processes, self._thresholds):
+                self._last_busy[gpu.uuid] = now
+        self.facts = NodeFacts(
+            name=old.name,
+            hello=old.hello,
+            static=old.static,
+            known=old.known,
+            reading=reading,
+            previous=old.reading if now - old.arrived <= self._thresholds.stale_min_s + reading.interval_s else None,
+            arrived=now,
+            last_busy=self._last_busy,
+        )
+        self._changed()
+
+    def _ended(self, error: TransportError) -> None:
+        now = time.monotonic()
+        self.failed_at = now
+        self._waiting = False
+        self._failures = 1 if now - self._opened_at > _STEADY_S else self._failures + 1
+        self.facts = msgspec.structs.replace(self.facts, error=str(error))
+        if self._interval_s is not None:
+            self.retry_at = now + backoff_s(self._failures, error.kind)
+        self._changed()

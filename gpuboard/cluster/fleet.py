@@ -1,0 +1,208 @@
+"""Fleet: the feeds of all nodes in scope; wait for them, take a snapshot, call agents. Plain synchronous use."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from gpuboard.cluster.feed import NodeFeed
+from gpuboard.cluster.picture import View, node_claims, snapshot
+from gpuboard.model.text import clean
+from gpuboard.transport.base import CallFailed, LinkLost
+from gpuboard.transport.connector import Connector
+from gpuboard.transport.link import Pending
+
+if TYPE_CHECKING:
+    from gpuboard.cluster.inventory import Node
+    from gpuboard.config import Settings
+    from gpuboard.model.reading import Claim
+    from gpuboard.model.snapshot import Snapshot
+
+_LOOK_S = 0.25  # how often deadlines and retries are looked at
+_TICK_S = 10.0  # how often agents are told the time of the next tick
+_SETTLE_S = 0.02  # ticks are aligned: what arrives within this is one change
+_RETRY_S = 1.0  # a node that failed less than this ago is not tried again for a call
+
+
+class Fleet:
+    """The feeds of ``nodes``. ``interval_s`` None: each node is read when it connects and then when asked.
+
+    With ``one_shot`` a single reading makes a GPU free; a picture that is kept open asks for two in a row.
+    """
+
+    def __init__(
+        self, nodes: Sequence[Node], settings: Settings, *, interval_s: float | None, one_shot: bool = True
+    ) -> None:
+        self._settings = settings
+        self._interval_s = interval_s
+        self._one_shot = one_shot
+        self._thresholds = settings.state.thresholds()
+        self._connector = Connector(settings)
+        self._condition = threading.Condition()
+        self._dirty = False
+        self._waiting = 0  # threads in wait()
+        self._closed = threading.Event()
+        self._feeds = {
+            node.name: NodeFeed(
+                node,
+                self._connector,
+                claims_dir=settings.claims_dir,
+                thresholds=self._thresholds,
+                interval_s=interval_s,
+                changed=self._feed_changed,
+            )
+            for node in nodes
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """The nodes, in the order given."""
+        return list(self._feeds)
+
+    def start(self) -> None:
+        """Connect to every node; returns at once."""
+        for feed in self._feeds.values():
+            feed.open()
+        if self._interval_s is not None:
+            threading.Thread(target=self._pace, name="fleet", daemon=True).start()
+
+    def wait(self, timeout_s: float, names: Collection[str] | None = None) -> None:
+        """Wait until each node (of ``names``) has a reading or an error; a hung one delays no longer than its own
+        deadline, and all of them no longer than ``timeout_s``."""
+        feeds = [feed for name, feed in self._feeds.items() if names is None or name in names]
+        until = time.monotonic() + timeout_s
+        with self._condition:
+            self._waiting += 1
+            try:
+                while (left := until - time.monotonic()) > 0 and not all(feed.answered for feed in feeds):
+                    self._condition.wait(min(left, _LOOK_S))
+                    if self._interval_s is None:
+                        self._look(feeds)
+            finally:
+                self._waiting -= 1
+
+    def wait_change(self, timeout_s: float) -> bool:
+        """Wait for anything new since the last call; return whether there is. Ticks that arrive together are one."""
+        with self._condition:
+            if not self._dirty:
+                self._condition.wait_for(lambda: self._dirty or self._closed.is_set(), timeout_s)
+            if not self._dirty:
+                return False
+        time.sleep(_SETTLE_S)
+        self._dirty = False
+        return True
+
+    def snapshot(self) -> Snapshot:
+        """Return every node's newest reading, each with its age, judged now."""
+        view = View(
+            now=time.monotonic(),
+            at=time.time(),
+            cluster=self._cluster,
+            thresholds=self._thresholds,
+            users=self._settings.users,
+            interval_s=self._interval_s,
+            one_shot=self._one_shot,
+        )
+        return snapshot([feed.facts for feed in self._feeds.values()], view)
+
+    def claims(self) -> dict[str, list[Claim]]:
+        """Return the claims in each node's newest reading; a node without a reading is left out."""
+        return {
+            name: node_claims(feed.facts, self._settings.users)
+            for name, feed in self._feeds.items()
+            if feed.facts.reading is not None
+        }
+
+    def call(self, node: str, op: str, args: dict[str, Any], timeout_s: float) -> Any:
+        """Ask one agent and return its answer, text cleaned. Raises CallFailed and LinkLost."""
+        answer = self.call_all({node: (op, args)}, timeout_s)[node]
+        if isinstance(answer, (CallFailed, LinkLost)):
+            raise answer
+        return answer
+
+    def call_all(self, calls: Mapping[str, tuple[str, dict[str, Any]]], timeout_s: float) -> dict[str, Any]:
+        """Ask several agents at once; return each node's answer, or its CallFailed or LinkLost as the value."""
+        until = time.monotonic() + timeout_s
+        pending = {node: self._submit(node, op, args) for node, (op, args) in calls.items()}
+        answers: dict[str, Any] = {}
+        for node, sent in pending.items():
+            try:
+                answers[node] = _inert(sent if isinstance(sent, LinkLost) else sent.result(until - time.monotonic()))
+            except LinkLost as error:
+                answers[node] = error
+            except CallFailed as error:
+                answers[node] = CallFailed(clean(error.kind, 64), clean(error.message), _inert(error.detail))
+        return answers
+
+    def refresh(self, names: Collection[str], timeout_s: float) -> dict[str, str]:
+        """Get a reading that started after this call from each node; return why not, by node, where that failed."""
+        answers = self.call_all({name: ("read", {}) for name in names}, timeout_s)
+        return {name: str(answer) for name, answer in answers.items() if isinstance(answer, (CallFailed, LinkLost))}
+
+    def close(self) -> None:
+        """End every connection at once."""
+        self._closed.set()
+        with self._condition:
+            self._condition.notify_all()
+        for feed in self._feeds.values():
+            feed.close()
+        self._connector.close()
+
+    @cached_property
+    def _cluster(self) -> str:
+        if self._settings.cluster:
+            return clean(self._settings.cluster, 96)
+        if len(self._feeds) <= 1:
+            return "".join(self._feeds)
+        from gpuboard.cluster.nodesets import fold  # 30 ms: only to fold several names
+
+        return fold(self._feeds)
+
+    def _submit(self, node: str, op: str, args: dict[str, Any]) -> Pending | LinkLost:
+        feed = self._feeds.get(node)
+        if feed is None:
+            return LinkLost(node, f"not one of the nodes in scope ({', '.join(self._feeds)})")
+        link = feed.link
+        if link is None or link.over is not None:
+            recently = time.monotonic() - feed.failed_at < _RETRY_S
+            if self._interval_s is not None or recently or self._closed.is_set():
+                return LinkLost(node, feed.facts.error or "not connected")
+            feed.open()
+            link = feed.link
+        assert link is not None
+        return link.submit(op, args)
+
+    def _feed_changed(self) -> None:
+        if not self._dirty or self._waiting:  # one wake-up for all that arrives until the next look
+            with self._condition:
+                self._dirty = True
+                self._condition.notify_all()
+
+    def _look(self, feeds: Collection[NodeFeed]) -> None:
+        now = time.monotonic()
+        for feed in feeds:
+            feed.look(now)
+
+    def _pace(self) -> None:
+        """Watch deadlines, connect again, and send ticks until the fleet is closed."""
+        tick_at = time.monotonic() + _TICK_S
+        while not self._closed.wait(_LOOK_S):
+            self._look(self._feeds.values())
+            if time.monotonic() >= tick_at:
+                tick_at += _TICK_S
+                for feed in self._feeds.values():
+                    feed.tick()
+
+
+def _inert(value: Any) -> Any:
+    """Return an agent's answer with every string in it cleaned."""
+    if isinstance(value, str):
+        return clean(value, 4096)
+    if isinstance(value, list):
+        return [_inert(item) for item in value]
+    if isinstance(value, dict):
+        return {clean(str(key), 256): _inert(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,125 @@
+"""Which nodes there are: settings → nodes; which of them is this machine; the scope of a command."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gpuboard.errors import UsageError
+
+if TYPE_CHECKING:
+    from gpuboard.config import Settings
+    from gpuboard.model.snapshot import Snapshot
+
+# A host name (RFC 1123) plus underscores, which ssh aliases have; nothing that a shell or ssh's options would read.
+_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
+_LOCAL = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A node and how to reach it. ``host`` is what ssh is asked for; None: this machine, without ssh."""
+
+    name: str
+    host: str | None
+    simulate: dict[str, Any] | None = None  # the description of simulated GPUs (agent/simulate.py)
+    claims_dir: str | None = None  # where this node's claims lie; None: as the settings say
+
+
+def inventory(settings: Settings, said: Sequence[str] = ()) -> list[Node]:
+    """Return the nodes of a command: those of the settings, or of them those that ``said`` (``--nodes``) names.
+
+    Without configured nodes ``said`` names any nodes, and with neither it is this machine under its short hostname.
+    Raises UsageError for a nodeset that cannot be read, a name no host can have, and one the inventory does not hold.
+    """
+    configured = expand_names(settings.nodes)
+    names = expand_names(said)
+    if configured and (unknown := [name for name in names if name not in set(configured)]):
+        shown = ", ".join(configured[:20]) + (", …" if len(configured) > 20 else "")
+        raise UsageError(f"no node {unknown[0]!r} in the configured inventory; it has: {shown}")
+    names = names or configured
+    if not names:
+        return [Node(name=os.uname().nodename.partition(".")[0], host=None)]
+    return [Node(name=name, host=None if is_here(name) else name) for name in names]
+
+
+def expand_names(nodesets: Iterable[str]) -> list[str]:
+    """Return the names in ``nodesets`` in order, each once. Raises UsageError."""
+    names: dict[str, None] = {}
+    for text in nodesets:
+        if _PLAIN.fullmatch(text):
+            found = [text]  # a single name needs no ClusterShell (30 ms)
+        else:
+            _refuse_hostile(text)
+            from gpuboard.cluster.nodesets import expand
+
+            found = expand(text)
+        for name in found:
+            if not _NAME.fullmatch(name) or any(not 0 < len(label) <= 63 for label in name.split(".")):
+                raise UsageError(f"{name!r} cannot be a node's name: letters, digits, '.', '-' and '_' only")
+            names[name] = None
+    return list(names)
+
+
+def _refuse_hostile(text: str) -> None:
+    """Raise UsageError for characters no nodeset has, before ClusterShell reads them: groups may run site commands."""
+    if bad := sorted(set(re.findall(r"[^A-Za-z0-9_.,!&^@:*?/\[\]\s-]", text))):
+        raise UsageError(f"nodeset {text!r} has {' '.join(map(repr, bad))}, which no node's name can have")
+    if not text.strip():
+        raise UsageError("an empty nodeset names no node; write gpu01 or gpu[01-16]")
+
+
+def is_here(name: str) -> bool:
+    """Return whether ``name`` is this machine: its hostname, short or whole, or one of its addresses."""
+    hostname = os.uname().nodename
+    if name in _LOCAL or name in {hostname, hostname.partition(".")[0]}:
+        return True
+    if re.fullmatch(r"[0-9.]+", name):
+        return name.startswith("127.") or name in own_addresses()
+    if "." in name and name.partition(".")[0] == hostname.partition(".")[0]:
+        import socket  # 6 ms and perhaps a question to the DNS: only for a name that begins like ours
+
+        return socket.getfqdn() == name
+    return False
+
+
+def own_addresses() -> set[str]:
+    """Return this machine's IPv4 addresses, as /proc/net/fib_trie has them; empty where there is no such file."""
+    try:
+        with open("/proc/net/fib_trie", encoding="ascii") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return set()
+    return {above.split()[-1] for above, line in pairwise(lines) if line.strip() == "/32 host LOCAL"}
+
+
+def local_node(nodes: Sequence[Node]) -> Node | None:
+    """Return the node that is this machine by name or address; None when none is."""
+    return next((node for node in nodes if node.host is None and node.simulate is None), None)
+
+
+def node_by_uuids(snapshot: Snapshot, uuids: Iterable[str]) -> str | None:
+    """Return the node that has any of these GPUs: the one this machine is when they are ours (:func:`own_uuids`)."""
+    ours = set(uuids)
+    return next((node.name for node in snapshot.nodes if any(gpu.uuid in ours for gpu in node.gpus)), None)
+
+
+def own_uuids(root: str = "/proc/driver/nvidia/gpus") -> list[str]:
+    """Return the UUIDs of this machine's GPUs as the driver's files list them, without NVML; empty without a driver."""
+    found = []
+    try:
+        folders = sorted(os.listdir(root))
+    except OSError:
+        return []
+    for folder in folders:
+        try:
+            with open(f"{root}/{folder}/information", encoding="ascii", errors="replace") as file:
+                found += re.findall(r"^GPU UUID:\s*(GPU-[0-9a-f-]{36})\s*$", file.read(), re.MULTILINE)
+        except OSError:
+            continue  # a GPU that falls off the bus takes its file with it
+    return found

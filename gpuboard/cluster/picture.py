@@ -1,0 +1,243 @@
+"""Readings + claims + now → Snapshot (pure). Here, and for claims, the nodes' text is cleaned: nothing gets past it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process
+from gpuboard.model.reading import Claim, Hello, Reading, Static
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot
+from gpuboard.model.state import Facts, Thresholds, judge
+from gpuboard.model.text import clean
+from gpuboard.model.units import iso
+
+
+class NodeFacts(msgspec.Struct, frozen=True):
+    """All that a feed knows of its node. Times are of our monotonic clock."""
+
+    name: str
+    error: str | None = None  # why there is no connection now, or no first answer; with its cure
+    hello: Hello | None = None
+    static: Static | None = None
+    known: dict[str, GpuStatic] = {}  # by UUID: every GPU this node ever listed to us
+    reading: Reading | None = None  # the newest
+    previous: Reading | None = None  # the one before, where they follow each other
+    arrived: float = 0.0  # when the newest reading did
+    last_busy: dict[str, float] = {}  # UUID -> when it was last seen in use, or first seen at all
+
+
+class View(msgspec.Struct, frozen=True):
+    """How to look at it: the clocks and the settings that matter."""
+
+    now: float  # monotonic
+    at: float  # epoch seconds
+    cluster: str
+    thresholds: Thresholds
+    users: dict[str, str]  # a node's name for somebody -> the name to show
+    interval_s: float | None
+    one_shot: bool
+
+
+def snapshot(nodes: Sequence[NodeFacts], view: View) -> Snapshot:
+    """Return the cluster at one moment."""
+    claims: dict[str, list[Claim]] = {}
+    for facts in nodes:
+        for claim in node_claims(facts, view.users):
+            on_gpu = claims.setdefault(claim.uuid, [])
+            if claim.state == "live" and all(other.lease != claim.lease for other in on_gpu):
+                on_gpu.append(claim)
+    return Snapshot(
+        schema=1, at=iso(view.at), cluster=view.cluster, nodes=[_node(facts, claims, view) for facts in nodes]
+    )
+
+
+def node_claims(facts: NodeFacts, users: Mapping[str, str]) -> list[Claim]:
+    """Return the claims in a node's newest reading, made inert, with people by the names to show."""
+    if facts.reading is None:
+        return []
+    return [
+        msgspec.structs.replace(
+            claim,
+            lease=clean(claim.lease, 64),
+            uuid=clean(claim.uuid, 96),
+            owner=_user(claim.owner, users),
+            purpose=clean(claim.purpose),
+            host=clean(claim.host, 255),
+            nodes=[clean(name, 255) for name in claim.nodes],
+            disputed_with=[clean(lease, 64) for lease in claim.disputed_with],
+            reason=clean(claim.reason),
+        )
+        for claim in facts.reading.claims
+    ]
+
+
+def stale_after_s(view: View) -> float:
+    """Return how old a node's newest reading may be before it says nothing about now."""
+    return max(view.thresholds.stale_min_s, view.thresholds.stale_intervals * (view.interval_s or 0.0))
+
+
+def _node(facts: NodeFacts, claims: Mapping[str, list[Claim]], view: View) -> NodeView:
+    reading, static, hello = facts.reading, facts.static, facts.hello
+    age_s = max(0.0, view.now - facts.arrived) if reading else None
+    fresh = age_s is not None and age_s <= stale_after_s(view)
+    if fresh:
+        state, error = "up", facts.error
+    elif facts.error is not None or reading is None:
+        state, error = "unreachable", facts.error or "no answer yet"
+    else:
+        state, error = "stale", f"nothing heard for {age_s:.0f} s"
+    if error is None and reading is not None and reading.nvml_error:
+        error = f"NVML: {reading.nvml_error}"
+    return NodeView(
+        name=facts.name,
+        state=state,
+        error=None if error is None else clean(error),
+        age_s=None if age_s is None else round(age_s, 3),
+        source=_short(static.source) or "nvml" if static else "nvml",
+        driver=_short(static.driver) if static else None,
+        cuda=_short(static.cuda) if static else None,
+        cpu_percent=reading.cpu_percent if reading else None,
+        memory_used=reading.memory_used if reading else None,
+        memory_total=reading.memory_total if reading else None,
+        gpus=[
+            _gpu(gpu, facts, claims, view, age_s or 0.0)
+            for gpu in sorted(facts.known.values(), key=lambda gpu: (gpu.index, gpu.uuid))
+        ],
+        hostname=_short(hello.hostname, 255) if hello else None,
+        addresses=[clean(address, 64) for address in hello.addresses] if hello else [],
+        claims_error=_short(reading.claims_error) if reading else None,
+    )
+
+
+def _gpu(static: GpuStatic, facts: NodeFacts, claims: Mapping[str, list[Claim]], view: View, age_s: float) -> GpuView:
+    reading = _reading_of(static, facts, facts.reading)
+    before = _reading_of(static, facts, facts.previous)
+    busy_at = facts.last_busy.get(static.uuid)
+    about = Facts(
+        static=static,
+        reading=_named(reading, view.users),
+        previous=None if view.one_shot else _named(before, view.users),
+        age_s=age_s,
+        interval_s=view.interval_s or 1.0,
+        one_shot=view.one_shot,
+        claims=tuple(claims.get(clean(static.uuid, 96), ())),
+        claims_error=facts.reading.claims_error if facts.reading else None,
+        idle_for_s=None if busy_at is None else max(0.0, view.now - busy_at),
+    )
+    verdict = judge(about, view.thresholds)
+    processes = reading.processes if reading else None
+    return GpuView(
+        index=static.index,
+        uuid=clean(static.uuid, 96),
+        name=clean(static.name, 96),
+        pci_bus_id=clean(static.pci_bus_id, 32),
+        state=verdict.state,
+        reason=clean(verdict.reason),
+        flags=list(verdict.flags),
+        memory_used=reading.memory_used if reading else None,
+        memory_total=static.memory_total,
+        utilization=reading.utilization if reading else None,
+        temperature=reading.temperature if reading else None,
+        power=reading.power if reading else None,
+        power_limit=reading.power_limit if reading else None,
+        processes=None if processes is None else [_process(p, facts, view.users) for p in processes],
+        leases=[claim.lease for claim in about.claims],
+        mig=[_mig(device, about, claims, view) for device in static.mig or []],
+        numa_node=static.numa_node,
+        links=dict(static.links),
+        pci=dict(static.pci),
+        throttle=[clean(word, 32) for word in reading.throttle] if reading else [],
+        compute_mode=reading.compute_mode if reading else None,
+    )
+
+
+def _reading_of(static: GpuStatic, facts: NodeFacts, reading: Reading | None) -> GpuReading | None:
+    """Return what ``reading`` says of a GPU. One that NVML no longer lists has fallen off the bus."""
+    if reading is None:
+        return None
+    found = next((gpu for gpu in reading.gpus if gpu.uuid == static.uuid), None)
+    if found is not None:
+        return found if found.delay_s >= 0 else msgspec.structs.replace(found, error="a reading from the future")
+    if reading.nvml_error:
+        return GpuReading(uuid=static.uuid, error=reading.nvml_error)
+    listed = facts.static is not None and any(gpu.uuid == static.uuid for gpu in facts.static.gpus)
+    if listed:
+        return GpuReading(uuid=static.uuid, error="missing from the newest reading")
+    return GpuReading(uuid=static.uuid, error="NVML no longer lists it", lost=True)
+
+
+def _mig(device: MigStatic, parent: Facts, claims: Mapping[str, list[Claim]], view: View) -> MigView:
+    """Judge a MIG device as a GPU of its own: its memory and processes; mode, health and claims of its parent too."""
+    assert parent.static.mig is not None
+    static = GpuStatic(
+        index=parent.static.index, uuid=device.uuid, name="", pci_bus_id="", memory_total=device.memory_total
+    )
+    own = list(claims.get(clean(device.uuid, 96), ()))
+    about = msgspec.structs.replace(
+        parent,
+        static=static,
+        reading=_mig_reading(device.uuid, parent.reading),
+        previous=_mig_reading(device.uuid, parent.previous),
+        claims=(*own, *(claim for claim in parent.claims if claim.lease not in {c.lease for c in own})),
+        idle_for_s=None,
+    )
+    verdict = judge(about, view.thresholds)
+    return MigView(
+        uuid=clean(device.uuid, 96),
+        profile=clean(device.profile, 32),
+        state=verdict.state,
+        reason=clean(verdict.reason),
+        memory_used=about.reading.memory_used if about.reading else None,
+        memory_total=device.memory_total,
+        leases=[claim.lease for claim in about.claims],
+    )
+
+
+def _mig_reading(uuid: str, parent: GpuReading | None) -> GpuReading | None:
+    if parent is None:
+        return None
+    found: MigReading | None = next((device for device in parent.mig if device.uuid == uuid), None)
+    return msgspec.structs.replace(
+        parent,
+        uuid=uuid,
+        error=parent.error or (found.error if found else "missing from the newest reading"),
+        memory_used=found.memory_used if found else None,
+        processes=found.processes if found else None,
+        utilization=None,  # not measured for MIG devices
+        mig=[],
+    )
+
+
+def _named(reading: GpuReading | None, users: Mapping[str, str]) -> GpuReading | None:
+    """Return a reading whose processes' users bear the names to show, so that they compare with claims' owners."""
+    if reading is None or not reading.processes:
+        return reading
+    named = [p if p.user is None else msgspec.structs.replace(p, user=_user(p.user, users)) for p in reading.processes]
+    return msgspec.structs.replace(reading, processes=named)
+
+
+def _process(process: Process, facts: NodeFacts, users: Mapping[str, str]) -> ProcessView:
+    runtime_s = None
+    if process.started is not None and facts.reading is not None:
+        runtime_s = max(0.0, round(facts.reading.at - process.started, 1))  # both by the node's clock
+    return ProcessView(
+        pid=process.pid,
+        user=None if process.user is None else _user(process.user, users),
+        command=clean(process.command or process.name),
+        memory=process.memory,
+        type=clean(process.type, 16),
+        runtime_s=runtime_s,
+        lease=_short(process.lease),
+        job=_short(process.job),
+        container=_short(process.container),
+    )
+
+
+def _user(name: str, users: Mapping[str, str]) -> str:
+    return clean(users.get(name, name), 64)
+
+
+def _short(text: str | None, limit: int = 96) -> str | None:
+    return None if text is None else clean(text, limit)

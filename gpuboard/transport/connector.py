@@ -1,0 +1,63 @@
+"""Opens links: the local transport for this machine, ssh for the others, each started when first needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gpuboard.transport.base import Transport, TransportError
+from gpuboard.transport.link import AgentLink, Listener
+from gpuboard.transport.local import LocalTransport
+
+if TYPE_CHECKING:
+    from gpuboard.config import Settings
+
+
+class Connector:
+    """All transports of one process. Used by feeds, the keeper and launches; closing it ends every link at once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._local: Transport | None = None
+        self._ssh: Transport | None = None
+
+    def open(
+        self,
+        node: str,
+        host: str | None,
+        *,
+        role: str,
+        config: dict[str, Any],
+        listener: Listener,
+        ended: Callable[[TransportError], None],
+    ) -> AgentLink:
+        """Return a link to a new agent of ``role`` on ``host`` (None: this machine), at once, still connecting.
+
+        ``listener`` and ``ended`` are called in the transport's thread (see :class:`AgentLink`).
+        """
+        link = AgentLink(node, role, config, listener, ended)
+        transport = self._to(host)
+        link.attach(transport.open(host or "localhost", role, link))
+        return link
+
+    def close(self) -> None:
+        """End every link and stop the transports' threads; takes less than half a second whatever hangs."""
+        with self._lock:
+            transports = [self._local, self._ssh]
+            self._local = self._ssh = None
+        for transport in transports:
+            if transport is not None:
+                transport.close()
+
+    def _to(self, host: str | None) -> Transport:
+        with self._lock:
+            if host is None:
+                self._local = self._local or LocalTransport()
+                return self._local
+            if self._ssh is None:
+                from gpuboard.transport.asyncssh import AsyncsshTransport  # 240 ms: only for other machines
+
+                self._ssh = AsyncsshTransport(self._settings)
+            return self._ssh

@@ -1,0 +1,31 @@
+"""Why an agent ended: exit code and stderr of its start → the error to show (pure)."""
+
+from __future__ import annotations
+
+from gpuboard.model.text import clean
+from gpuboard.transport.base import TransportError
+
+_NOT_FOUND = ("not found", "no such file", "unknown command", "cannot execute", "could not find")
+
+
+def explain_exit(code: int | None, stderr: bytes, python: str) -> TransportError:
+    """Return what the end of an agent means.
+
+    ``code``: exit code, negative for a signal, None when it is not known; ``stderr``: what was written there last.
+    sh answers 127 for a missing program, csh 1 and fish 127, each with words of its own.
+    """
+    text = stderr.decode("utf-8", "replace")
+    lines = [clean(line) for line in text.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    if own := [line for line in lines if line.startswith("gpuboard: python 3.6")]:
+        return TransportError(
+            "no-python", own[-1].removeprefix("gpuboard: "), "set `python` in the config to a newer one"
+        )
+    missing = [line for line in lines if any(words in line.lower() for words in _NOT_FOUND)]
+    if code in {126, 127} or (code == 1 and missing and "Traceback" not in text):
+        words = f"{python} cannot be started there" + (f" ({(missing or lines)[-1]})" if lines else "")
+        return TransportError("no-python", words, "install python3 (3.6 or later) or set `python` in the config")
+    if code is not None and code < 0:
+        return TransportError("exited", f"the agent was killed by signal {-code}" + (f" ({last})" if last else ""))
+    said = f": {last}" if last else ""
+    return TransportError("exited", f"the agent ended{'' if code is None else f' with exit code {code}'}{said}")

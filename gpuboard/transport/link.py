@@ -1,0 +1,239 @@
+"""AgentLink: the client's end of the protocol (docs/architecture.md). Nonce, frames, replies; no I/O of its own.
+
+Messages are checked against gpuboard.model.reading and handed on as they are; text in them is hostile until
+gpuboard.cluster.picture (readings, claims) or gpuboard.cluster.fleet (replies) has cleaned it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from gpuboard.model.reading import Event, Hello, Message, Reading, Reply, Static
+from gpuboard.model.text import clean
+from gpuboard.transport.base import CallFailed, Channel, LinkLost, TransportError
+
+NOISE_LIMIT = 64 * 1024  # bytes of shell start-up files' output before the hello
+LINE_LIMIT = 4 * 1024 * 1024  # bytes of one protocol line
+_STDERR_KEPT = 65536
+
+Listener = Callable[[Hello | Static | Reading | Event], None]
+
+_decoder = msgspec.json.Decoder(Message)
+_encoder = msgspec.json.Encoder()
+
+
+class Pending:
+    """A call on its way. Wait for it with :meth:`result`."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._done = threading.Event()
+        self._value: msgspec.Raw | None = None
+        self._error: CallFailed | LinkLost | None = None
+
+    def settle(self, value: msgspec.Raw | None, error: CallFailed | LinkLost | None) -> None:
+        """Take the answer, once."""
+        self._value, self._error = value, error
+        self._done.set()
+
+    def result(self, timeout_s: float) -> Any:
+        """Return the reply's value as plain dicts and lists. Raises CallFailed and LinkLost."""
+        if not self._done.wait(max(0.0, timeout_s)):
+            raise LinkLost(self._node, f"no answer in {timeout_s:.0f} s")
+        if self._error is not None:
+            raise self._error
+        assert self._value is not None
+        return msgspec.json.decode(self._value)
+
+
+class AgentLink:
+    """One agent, from the start line to the end of its connection.
+
+    ``listener`` gets every message but replies, ``ended`` the reason when the link is over (once, and not after
+    ``close``); both are called in the transport's thread and must not block. Use :meth:`attach` to give it a channel.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        role: str,
+        config: dict[str, Any],
+        listener: Listener,
+        ended: Callable[[TransportError], None],
+    ) -> None:
+        self.node = node
+        self.hello: Hello | None = None
+        self.connected_at: float | None = None  # when the agent's process was asked for; monotonic, as all times here
+        self.last_line = 0.0  # when the last message arrived
+        self.stderr = ""  # what the agent's own fds 1 and 2 said last
+        self._listener = listener
+        self._ended = ended
+        self._nonce = os.urandom(8).hex()
+        self._prefix = b"@" + self._nonce.encode()
+        self._start = _encoder.encode({"t": "start", "nonce": self._nonce, "role": role, "config": config}) + b"\n"
+        self._channel: Channel | None = None
+        self._buffer = bytearray()
+        self._scanned = 0  # bytes of the buffer known to hold no line end
+        self._noise = 0
+        self._lock = threading.Lock()
+        self._calls: dict[int, Pending] = {}
+        self._last_id = 0
+        self._over: TransportError | None = None
+
+    def attach(self, channel: Channel) -> None:
+        """Start talking over ``channel``."""
+        self._channel = channel
+        channel.write(self._start)
+        if self._over is not None:
+            channel.close()
+
+    @property
+    def over(self) -> TransportError | None:
+        """Why the link has ended; None while it lives."""
+        return self._over
+
+    def submit(self, op: str, args: dict[str, Any]) -> Pending:
+        """Send a call and return at once. On a link that is over the call fails with LinkLost."""
+        pending = Pending(self.node)
+        with self._lock:
+            if self._over is None:
+                self._last_id += 1
+                number = self._last_id
+                self._calls[number] = pending
+        if self._over is not None:
+            pending.settle(None, LinkLost(self.node, self._over.words))
+        else:
+            self._send({"t": "call", "id": number, "op": op, "args": args})
+        return pending
+
+    def call(self, op: str, args: dict[str, Any], timeout_s: float) -> Any:
+        """Send a call and wait for its value. Raises CallFailed and LinkLost."""
+        return self.submit(op, args).result(timeout_s)
+
+    def tick(self, in_ms: int) -> None:
+        """Tell the agent when its next reading is due; also the sign that we are there."""
+        self._send({"t": "tick", "in_ms": in_ms})
+
+    def close(self) -> None:
+        """End the connection at once; calls on their way fail with LinkLost."""
+        self._finish(TransportError("lost", "closed"), told=False)
+
+    def drop(self, error: TransportError) -> None:
+        """End the connection for a reason of ours, and tell it as any other end."""
+        self._finish(error, told=True)
+
+    def connected(self) -> None:
+        """Take note that the transport has reached the node."""
+        self.connected_at = time.monotonic()
+
+    def received(self, data: bytes) -> None:
+        """Take bytes from the transport."""
+        buffer = self._buffer
+        if not buffer and data.endswith(b"\n"):  # the usual case: whole lines, nothing to keep
+            lines = data.split(b"\n")
+            lines.pop()
+        else:
+            buffer += data
+            if buffer.find(b"\n", self._scanned) < 0:
+                self._scanned = len(buffer)
+                self._check_length()
+                return
+            lines = bytes(buffer).split(b"\n")
+            self._buffer = bytearray(lines.pop())
+            self._scanned = len(self._buffer)
+        for line in lines:
+            if self._over is not None:
+                return
+            self._line(line)
+        self._check_length()
+
+    def ended(self, error: TransportError) -> None:
+        """Take note that the transport's channel is over."""
+        if self.stderr and error.kind in {"exited", "lost"}:
+            last = [clean(line) for line in self.stderr.splitlines() if line.strip()][-1:]
+            error = TransportError(error.kind, f"{error.words}: {last[0]}" if last else error.words, error.cure)
+        self._finish(error, told=True)
+
+    def _line(self, line: bytes) -> None:
+        if not line.startswith(self._prefix):
+            self._noisy(len(line) + 1)
+            return
+        if len(line) > LINE_LIMIT:
+            self._malformed(f"a line of {len(line)} bytes")
+            return
+        try:
+            message = _decoder.decode(memoryview(line)[len(self._prefix) :])
+        except msgspec.DecodeError as error:
+            self._malformed(clean(str(error), 200))
+            return
+        except (RecursionError, UnicodeDecodeError) as error:
+            self._malformed(type(error).__name__)
+            return
+        self.last_line = time.monotonic()
+        kind = type(message)
+        if kind is Reply:
+            self._reply(message)
+            return
+        if kind is Hello:
+            self.hello = message
+        elif kind is Event and message.kind == "stderr":
+            self._keep_stderr(message)
+        self._listener(message)
+
+    def _reply(self, reply: Reply) -> None:
+        with self._lock:
+            pending = self._calls.pop(reply.id, None)
+        if pending is None:
+            return  # its caller has stopped waiting long ago, or the node invents answers: nothing to do with either
+        if reply.error is None:
+            pending.settle(reply.value, None)
+            return
+        error = reply.error
+        pending.settle(None, CallFailed(error.kind, error.message, msgspec.json.decode(error.detail)))
+
+    def _keep_stderr(self, event: Event) -> None:
+        try:
+            text = msgspec.json.decode(event.data, type=dict[str, str]).get("text", "")
+        except msgspec.ValidationError:
+            return
+        self.stderr = (self.stderr + text)[-_STDERR_KEPT:]
+
+    def _noisy(self, size: int) -> None:
+        """Count output that is none of ours; after the hello nothing but frames comes from an agent."""
+        self._noise += size
+        if self._noise > NOISE_LIMIT:
+            words = "the node's shell start-up files print more than 64 kB" if self.hello is None else "no frames"
+            self._malformed(words)
+
+    def _check_length(self) -> None:
+        kept = len(self._buffer)
+        if kept > LINE_LIMIT or (self.hello is None and kept > NOISE_LIMIT and self._buffer[:1] != b"@"):
+            self._malformed("a line without end")
+
+    def _malformed(self, words: str) -> None:
+        cure = "run `ssh NODE true` and see what it prints" if self.hello is None else ""
+        self._finish(TransportError("lost", f"malformed answer: {words}", cure), told=True)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._channel is not None and self._over is None:
+            self._channel.write(_encoder.encode(message) + b"\n")
+
+    def _finish(self, error: TransportError, *, told: bool) -> None:
+        with self._lock:
+            if self._over is not None:
+                return
+            self._over = error
+            calls, self._calls = self._calls, {}
+            self._buffer = bytearray()
+        if self._channel is not None:
+            self._channel.close()
+        for pending in calls.values():
+            pending.settle(None, LinkLost(self.node, error.words))
+        if told:
+            self._ended(error)
