@@ -136,7 +136,7 @@ class _Search:
     def _groups(
         self, left: int, size: int, weights: Sequence[int], *, first: bool = True
     ) -> list[tuple[int, int, int]]:
-        """Return the groups of ``size`` in ``left``: (mask, score, sum of ``weights``); ``first``: each with its first."""
+        """Return (mask, score, sum of ``weights``) of the groups in ``left``; ``first``: those with its first GPU."""
         places = [i for i, bit in enumerate(self._bits) if left & bit]
         rows = [[self._scores[i][j] for j in places] for i in places]
         bits = [self._bits[i] for i in places]

@@ -1,0 +1,319 @@
+"""Request + snapshot → the GPUs to take, in rank order, or a refusal with a reason for every GPU. Pure.
+
+Fewest nodes; among nodes the best links, then NUMA, then the node with the fewest free GPUs left over (whole nodes stay
+free for others), then the first name. Never fewer GPUs than asked, never one that is not known to be free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from gpuboard.allocate.topology import NVLINK, Group, best_group, matrix, ring_order
+from gpuboard.errors import UsageError
+from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
+from gpuboard.model.units import format_size
+
+_NUMA = 1024  # a pair's score is links * _NUMA + 1 on one NUMA node: links first; 1024 > pairs of a node's 44 GPUs
+_LEVELS = {10: "SYS", 20: "NODE", 30: "PHB", 40: "PXB", 50: "PIX", 60: "PSB"}  # nvidia-smi topo's words
+_MIG_PROFILE = re.compile(r"[0-9]c?[.]?[0-9]*g[.]?", re.ASCII)
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One GPU (or MIG device) that was looked at. ``why_not`` None: it can be had now."""
+
+    node: str
+    index: int
+    uuid: str
+    gpu: GpuView
+    state: str
+    free_memory: int | None  # bytes
+    why_not: str | None
+    never: bool = False  # it could not serve this request if it were free, either
+
+
+def choose(request: Request, snapshot: Snapshot, own: Collection[str] = ()) -> Choice | Refusal:
+    """Return the set to take, or why there is none.
+
+    ``own``: ids of the caller's leases; what they hold counts as free when ``request.within`` names it.
+    Raises UsageError for a request that contradicts itself or names a node that is not there.
+    """
+    check(request)
+    looked = look(request, snapshot, own)
+    if request.picks:
+        return _picked(request, snapshot, looked)
+    free = by_node([c for c in looked if c.why_not is None])
+    chosen = _spread(request, free)
+    if chosen is None:
+        from gpuboard.allocate.refusal import refuse  # late: only when the answer is no
+
+        return refuse(request, snapshot, looked)
+    return _choice(request, free, chosen)
+
+
+def check(request: Request) -> None:
+    """Raise UsageError when the request contradicts itself."""
+    n, per_node, max_nodes = request.n, request.per_node, request.max_nodes
+    if (n is None) == (not request.picks):
+        raise UsageError("say how many GPUs (--n 4) or which (--gpus gpu01:0,3), one of the two")
+    if request.picks and (per_node or max_nodes):
+        raise UsageError("--gpus names the GPUs: --per-node and --max-nodes go with --n only")
+    if n is not None and n < 1:
+        raise UsageError(f"--n {n}: at least one GPU")
+    if n is not None and per_node is not None:
+        if n % per_node:
+            raise UsageError(f"--n {n} is no multiple of --per-node {per_node}; try --n {n - n % per_node or per_node}")
+        if max_nodes is not None and n // per_node > max_nodes:
+            raise UsageError(
+                f"--n {n} with --per-node {per_node} takes {n // per_node} nodes, more than --max-nodes {max_nodes}"
+            )
+
+
+def read(node: NodeView) -> bool:
+    """Tell whether this node's GPUs were seen as they are now."""
+    return node.state == "up" and node.error is None
+
+
+def look(request: Request, snapshot: Snapshot, own: Collection[str]) -> list[Candidate]:
+    """Return every GPU the request could mean, by node and index, each with why it cannot serve."""
+    found: list[Candidate] = []
+    for node in sorted(snapshot.nodes, key=lambda node: node.name):
+        for gpu in sorted(node.gpus, key=lambda gpu: gpu.index):
+            found.append(_look_at(request, node, gpu, own))
+            if request.n == 1 or any(_names(pick, node.name, gpu.index, mig.uuid) for mig in gpu.mig
+                                     for pick in request.picks):  # fmt: skip
+                found += [_look_at_mig(request, node, gpu, mig, own) for mig in gpu.mig]
+    return found
+
+
+def _look_at(request: Request, node: NodeView, gpu: GpuView, own: Collection[str]) -> Candidate:
+    total = None if gpu.memory_total is None or gpu.memory_used is None else gpu.memory_total - gpu.memory_used
+    never = _never(request, node, gpu.index, gpu.uuid, gpu.memory_total)
+    if never is None and request.model is not None and not _matches(gpu.name, request.model):
+        never = f"is a {gpu.name}, not {request.model}"
+    if never is None and "mig" in gpu.flags:
+        devices = sorted({mig.profile for mig in gpu.mig})
+        never = f"in MIG mode: {f'its devices can be had: --n 1 --model {devices[0]}' if devices else 'no devices'}"
+    now = never or _not_now(request, gpu, gpu.uuid, own, total)
+    return Candidate(
+        node.name, gpu.index, gpu.uuid, gpu, gpu.state, total, now or _unclaimable(node), never is not None
+    )
+
+
+def _look_at_mig(request: Request, node: NodeView, gpu: GpuView, mig: MigView, own: Collection[str]) -> Candidate:
+    total = None if mig.memory_total is None or mig.memory_used is None else mig.memory_total - mig.memory_used
+    never = _never(request, node, gpu.index, mig.uuid, mig.memory_total)
+    if never is None and not request.picks and not (request.model and _is_profile(request.model, mig.profile)):
+        never = f"MIG device {mig.profile}: ask for it with --model {mig.profile}"
+    now = never or _not_now(request, mig, mig.uuid, own, total)
+    return Candidate(
+        node.name, gpu.index, mig.uuid, gpu, mig.state, total, now or _unclaimable(node), never is not None
+    )
+
+
+def _never(request: Request, node: NodeView, index: int, uuid: str, memory_total: int | None) -> str | None:
+    if request.picks and not any(_names(pick, node.name, index, uuid) for pick in request.picks):
+        return "not named by --gpus"
+    if any(_names(pick, node.name, index, uuid) for pick in request.exclude):
+        return "excluded"
+    if request.within is not None and uuid not in request.within:
+        return "not in the lease"
+    if request.gpu_mem is not None and memory_total is not None and memory_total < request.gpu_mem:
+        return f"has {format_size(memory_total)} in all, {format_size(request.gpu_mem)} were asked for"
+    return None
+
+
+def _not_now(
+    request: Request, gpu: GpuView | MigView, uuid: str, own: Collection[str], free_memory: int | None
+) -> str | None:
+    held = request.within is not None and gpu.state == "reserved" and bool(gpu.leases) and set(gpu.leases) <= set(own)
+    if gpu.state != "free" and not held:
+        return gpu.reason or gpu.state
+    if isinstance(gpu, GpuView) and "disputed" in gpu.flags:
+        return "claims contradict each other"
+    if request.gpu_mem is not None and (free_memory is None or free_memory < request.gpu_mem):
+        return f"{format_size(free_memory)} free, {format_size(request.gpu_mem)} were asked for"
+    return None
+
+
+def _unclaimable(node: NodeView) -> str | None:
+    if not read(node):
+        return node.error or f"node is {node.state}"
+    return f"cannot be reserved: {node.claims_error}" if node.claims_error else None
+
+
+def _names(pick: Pick, node: str, index: int, uuid: str) -> bool:
+    """Tell whether ``pick`` means this GPU; one with neither index nor UUID means its whole node."""
+    if pick.node is not None and pick.node != node:
+        return False
+    if pick.uuid is not None:
+        return uuid == pick.uuid
+    return (pick.index == index and not uuid.startswith("MIG-")) or (pick.index is None and pick.node is not None)
+
+
+def _matches(name: str, model: str) -> bool:
+    name, model = name.lower(), model.lower()
+    return fnmatchcase(name, model) if re.search(r"[*?[]", model) else model in name
+
+
+def _is_profile(model: str, profile: str) -> bool:
+    # "80gb" is a part of 7g.80gb and of a whole GPU's name: only what looks like a slice ("1g", "3g.40gb") means MIG
+    return bool(_MIG_PROFILE.search(model.lower())) and _matches(profile, model)
+
+
+def by_node(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
+    """Return the candidates of each node, nodes by name."""
+    found: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        found.setdefault(candidate.node, []).append(candidate)
+    return dict(sorted(found.items()))
+
+
+def nodes_needed(request: Request, free: Collection[int]) -> int | None:
+    """Return how many nodes the request takes when they have ``free`` GPUs; None when it does not fit."""
+    assert request.n is not None
+    if request.per_node is not None:
+        needed = request.n // request.per_node
+        fits = sum(count >= request.per_node for count in free) >= needed
+    else:
+        left, needed = request.n, 0
+        for count in sorted(free, reverse=True):
+            if left > 0:
+                left, needed = left - count, needed + 1
+        fits = left <= 0
+    return needed if fits and (request.max_nodes is None or needed <= request.max_nodes) else None
+
+
+class _Set(msgspec.Struct, frozen=True):
+    """A group of one node: its members in rank order, how well they are linked, and what is left over."""
+
+    node: str
+    members: tuple[Candidate, ...]
+    score: int
+    left: int
+    exact: bool
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """Best first: links, NUMA, fewest free left over, name."""
+        return -self.score, self.left, self.node
+
+
+def _spread(request: Request, free: dict[str, list[Candidate]]) -> list[_Set] | None:
+    """Return the set of each node, or None when the request does not fit."""
+    assert request.n is not None
+    needed = nodes_needed(request, [len(gpus) for gpus in free.values()])
+    if needed is None:
+        return None
+    sets = _Sets(request.topology)
+    chosen: list[_Set] = []
+    left, rest = request.n, dict(free)
+    for remaining in range(needed, 0, -1):
+        if request.per_node is not None:
+            take = request.per_node
+            able = [name for name, gpus in rest.items() if len(gpus) >= take]
+        elif remaining == 1:
+            take = left
+            able = [name for name, gpus in rest.items() if len(gpus) >= take]
+        else:  # the fullest first: that is what makes the nodes few and the groups on them large
+            most = max(len(gpus) for gpus in rest.values())
+            take = min(most, left - (remaining - 1))
+            able = [name for name, gpus in rest.items() if len(gpus) == most]
+        best = min((sets.best(name, rest[name], take) for name in able), key=lambda found: found.order)
+        chosen.append(best)
+        left -= take
+        del rest[best.node]
+    return sorted(chosen, key=lambda found: (-len(found.members), found.node))
+
+
+class _Sets:
+    """The best group of each node; nodes with the same links are worked out once."""
+
+    def __init__(self, topology: str) -> None:
+        self._links = topology == "best"
+        self._known: dict[tuple[tuple[tuple[int, ...], ...], int], tuple[Group, tuple[int, ...]]] = {}
+
+    def best(self, name: str, free: list[Candidate], size: int) -> _Set:
+        """Return the best ``size`` of ``free`` in rank order."""
+        if not self._links:
+            return _Set(name, tuple(free[:size]), 0, len(free) - size, True)
+        scores = pair_scores(free)
+        key = (tuple(map(tuple, scores)), size)
+        if key not in self._known:
+            group = best_group(scores, size)
+            inside = [[scores[a][b] for b in group.members] for a in group.members]
+            self._known[key] = group, tuple(group.members[i] for i in ring_order(inside))
+        group, order = self._known[key]
+        return _Set(name, tuple(free[i] for i in order), group.score, len(free) - size, group.exact)
+
+
+def pair_scores(gpus: Sequence[Candidate]) -> list[list[int]]:
+    """Return how well each two of one node's GPUs are joined: PCIe level and NVLinks, then the same NUMA node."""
+
+    def pair(a: int, b: int) -> int:
+        one, two = gpus[a].gpu, gpus[b].gpu
+        numa = one.numa_node is not None and one.numa_node == two.numa_node
+        return link(one, two) * _NUMA + numa
+
+    return matrix(len(gpus), pair)
+
+
+def link(one: GpuView, two: GpuView) -> int:
+    """Return the score of a pair by NVIDIA's rule; either GPU's word for the link counts."""
+    level = max(one.pci.get(two.uuid, 0), two.pci.get(one.uuid, 0))
+    return level + NVLINK * max(one.links.get(two.uuid, 0), two.links.get(one.uuid, 0))
+
+
+def _choice(request: Request, free: dict[str, list[Candidate]], chosen: list[_Set]) -> Choice:
+    parts = []
+    for found in chosen:
+        indexes = ",".join(str(gpu.index) for gpu in sorted(found.members, key=lambda gpu: gpu.index))
+        words = f"{found.node}: {indexes} ({len(found.members)} of {len(free[found.node])} free"
+        if len(found.members) > 1 and request.topology == "best":
+            words += f", {_joined(found.members)}" + ("" if found.exact else "; best found, the search was cut short")
+        parts.append(words + ")")
+    order = "best links" if request.topology == "best" and request.n != 1 else "lowest indexes"
+    rule = f"{len(chosen)} node{'s' if len(chosen) > 1 else ''}, the fewest; {order}, then whole nodes left to others"
+    gpus = tuple(Chosen(gpu.node, gpu.index, gpu.uuid) for found in chosen for gpu in found.members)
+    return Choice(gpus, f"{'; '.join(parts)}; {rule}")
+
+
+def _joined(members: Sequence[Candidate]) -> str:
+    worst = min(link(a.gpu, b.gpu) for k, a in enumerate(members) for b in members[k + 1 :])
+    if worst >= NVLINK:
+        return f"each two joined by {worst // NVLINK} NVLink{'s' if worst >= 2 * NVLINK else ''}"
+    return f"each two at {_LEVELS[worst]} or better" if worst in _LEVELS else "links unknown"
+
+
+def _picked(request: Request, snapshot: Snapshot, looked: list[Candidate]) -> Choice | Refusal:
+    named: list[Candidate] = []
+    missing: list[Pick] = []
+    names = [node.name for node in snapshot.nodes]
+    for pick in request.picks:
+        if pick.node is not None and pick.node not in names:
+            raise UsageError(f"--gpus: {pick.node!r} is not among the nodes: {', '.join(names)}")
+        if pick.node is None and pick.uuid is None and len(names) > 1:
+            raise UsageError(f"--gpus: {pick.index} of which node? write {names[0]}:{pick.index}")
+        found = [c for c in looked if _names(pick, c.node, c.index, c.uuid)]
+        if len({c.uuid for c in found} & {c.uuid for c in named}):
+            raise UsageError(f"--gpus names {found[0].node}:{found[0].index} twice")
+        named += found
+        missing += [] if found else [pick]
+    if missing or any(c.why_not is not None for c in named):
+        from gpuboard.allocate.refusal import refuse_picks  # late: only when the answer is no
+
+        return refuse_picks(request, snapshot, named, missing)
+    if len(named) > 1 and any(c.uuid.startswith("MIG-") for c in named):
+        raise UsageError("--gpus: a MIG device goes alone, one process sees one MIG device")
+    free = by_node(named)
+    sets = _Sets(request.topology)
+    chosen = sorted(
+        (sets.best(name, gpus, len(gpus)) for name, gpus in free.items()),
+        key=lambda found: (-len(found.members), found.node),
+    )
+    gpus = tuple(Chosen(gpu.node, gpu.index, gpu.uuid) for found in chosen for gpu in found.members)
+    return Choice(gpus, f"{', '.join(f'{gpu.node}:{gpu.index}' for gpu in gpus)}: as named, all free")
