@@ -1,0 +1,292 @@
+"""Leases over several nodes: all of it or nothing; and the claims that lie on the nodes as leases (pure).
+
+Everything that travels goes through a ``call`` that is handed in: ``call(node, op, args, timeout_s)`` returns the
+agent's value and raises CallFailed or LinkLost (``Fleet.call`` has that shape).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gpuboard.errors import GpuboardError, NoSuchLease
+from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
+from gpuboard.model.reading import Claim, Holder
+from gpuboard.model.units import iso
+from gpuboard.transport.base import CallFailed, LinkLost
+
+Call = Callable[[str, str, dict[str, Any], float], Any]
+
+# Read aloud and typed by people: none of 0 o 1 l i u.
+_LETTERS = "abcdefghjkmnpqrstvwxyz"
+_SIGNS = _LETTERS + "23456789"
+_ID_LENGTH = 6  # 5e8 ids
+
+TAKE_S = 10.0  # an agent answers within 5 s, also while somebody keeps the folder's lock
+DROP_S = 5.0
+ATTEMPTS = 4
+# A claim younger than this, of a lease over several nodes, may be withdrawn yet: its taker is still on his way.
+_ON_ITS_WAY_S = 2.0
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What to reserve: the UUIDs on each node, for how long, for whom."""
+
+    gpus: Mapping[str, Sequence[str]]  # node -> UUIDs
+    for_s: float
+    host: str  # where the owner typed
+    holder: Holder | None = None  # None: detached
+    purpose: str = ""
+    share: int | None = None  # bytes of one GPU; None: whole GPUs
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """A lease that was taken."""
+
+    lease: str
+    gpus: dict[str, list[str]]  # node -> UUIDs
+    remaining_s: float  # until it ends
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What an operation over several nodes did: the nodes where it succeeded, and why not, by node, elsewhere."""
+
+    done: dict[str, Any]
+    failed: dict[str, CallFailed | LinkLost]
+
+
+class NotTaken(GpuboardError):
+    """A lease could not be taken on ``node``; nothing of it is left.
+
+    ``left``: nodes that gave no answer when their part was dropped. Nobody keeps those claims, so they lapse in 90 s.
+    """
+
+    def __init__(self, node: str, words: str, left: Collection[str] = ()) -> None:
+        super().__init__(f"{node}: {words}")
+        self.node = node
+        self.left = tuple(left)
+
+
+class Conflict(NotTaken):
+    """Somebody else holds a GPU that was asked for; ``claims`` says who."""
+
+    exit_code = 4
+
+    def __init__(self, node: str, words: str, claims: Sequence[Claim], left: Collection[str] = ()) -> None:
+        super().__init__(node, words, left)
+        self.claims = tuple(claims)
+
+
+class NodeFailed(NotTaken):
+    """A node cannot hold claims or gave no answer; ``kind`` is the agent's (``folder``, ``disk``) or ``link``."""
+
+    def __init__(self, node: str, kind: str, words: str, left: Collection[str] = ()) -> None:
+        super().__init__(node, words, left)
+        self.kind = kind
+
+
+def new_id(used: Collection[str] = ()) -> str:
+    """Return a lease id, random, of six signs that are not mistaken for each other, the first a letter."""
+    while True:
+        dice = os.urandom(_ID_LENGTH * 2)
+        numbers = [int.from_bytes(dice[i : i + 2], "big") for i in range(0, len(dice), 2)]
+        lease = _LETTERS[numbers[0] % len(_LETTERS)] + "".join(_SIGNS[n % len(_SIGNS)] for n in numbers[1:])
+        if lease not in used:
+            return lease
+
+
+def take(
+    call: Call,
+    wanted: Wanted,
+    used: Collection[str] = (),
+    sleep: Callable[[float], None] = time.sleep,
+) -> Taken:
+    """Reserve all of ``wanted`` or nothing. ``used``: ids of leases that are known, so that ours is a new one.
+
+    Nodes are asked in sorted order, so that of two takers one gets ahead. Raises Conflict and NodeFailed; an
+    interrupt also drops everything before it goes on.
+    """
+    for attempt in range(ATTEMPTS):
+        lease = new_id(used)  # new each time: what could not be dropped must not be mistaken for ours
+        try:
+            return _take_once(call, wanted, lease)
+        except Conflict as conflict:
+            if attempt + 1 == ATTEMPTS or not all(_on_its_way(claim) for claim in conflict.claims):
+                raise
+        sleep(random.uniform(0.02, 0.06) * 2**attempt)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _on_its_way(claim: Claim) -> bool:
+    return claim.age_s < _ON_ITS_WAY_S and len(claim.nodes) > 1
+
+
+def _take_once(call: Call, wanted: Wanted, lease: str) -> Taken:
+    asked: list[str] = []
+    remaining_s = wanted.for_s
+    args: dict[str, Any] = {
+        "lease": lease,
+        "for_s": wanted.for_s,
+        "share": wanted.share,
+        "holder": wanted.holder and msgspec.to_builtins(wanted.holder),
+        "purpose": wanted.purpose,
+        "host": wanted.host,
+        "nodes": sorted(wanted.gpus),
+        "gpus": sum(len(uuids) for uuids in wanted.gpus.values()),
+    }
+    try:
+        for node in sorted(wanted.gpus):
+            asked.append(node)
+            value = call(node, "take", {**args, "uuids": list(wanted.gpus[node])}, TAKE_S)
+            remaining_s = min(remaining_s, float(value["until"]) - float(value["now"]))
+    except CallFailed as error:
+        # The agent that said no has withdrawn its part itself.
+        left = _drop(call, lease, asked[:-1])
+        if error.kind == "conflict":
+            raise Conflict(asked[-1], error.message, _claims(error.detail), left) from None
+        raise NodeFailed(asked[-1], error.kind, error.message, left) from None
+    except LinkLost as error:
+        left = _drop(call, lease, asked)  # it may have been taken there before the connection went
+        raise NodeFailed(asked[-1], "link", error.words, left) from None
+    except BaseException:
+        _drop(call, lease, asked)
+        raise
+    return Taken(lease, {node: list(uuids) for node, uuids in sorted(wanted.gpus.items())}, remaining_s)
+
+
+def _drop(call: Call, lease: str, nodes: Iterable[str]) -> list[str]:
+    """Release a part; return the nodes that gave no answer, each asked twice: a feed connects again meanwhile."""
+    failed = list(nodes)
+    for _ in range(2):
+        outcome = release(call, lease, failed)
+        failed = [node for node, error in outcome.failed.items() if not _gone(error)]
+    return failed
+
+
+def _gone(error: CallFailed | LinkLost) -> bool:
+    return isinstance(error, CallFailed) and error.kind == "not-found"
+
+
+def _claims(detail: object) -> list[Claim]:
+    """Return the claims in a conflict's detail; none when what the node sent is malformed."""
+    try:
+        return msgspec.convert(detail, dict[str, list[Claim]]).get("claims", [])
+    except msgspec.ValidationError:
+        return []
+
+
+def release(call: Call, lease: str, nodes: Iterable[str]) -> Outcome:
+    """End our lease on each of ``nodes``; ``done`` maps a node to the UUIDs that were released."""
+    return _each(call, "release", {"lease": lease}, nodes, "released")
+
+
+def renew(call: Call, lease: str, nodes: Iterable[str], for_s: float) -> Outcome:
+    """Let our lease end ``for_s`` from now on each of ``nodes``; ``done`` maps a node to its own epoch time of it."""
+    return _each(call, "renew", {"lease": lease, "for_s": for_s}, nodes, "until")
+
+
+def _each(call: Call, op: str, args: dict[str, Any], nodes: Iterable[str], key: str) -> Outcome:
+    done: dict[str, Any] = {}
+    failed: dict[str, CallFailed | LinkLost] = {}
+    for node in sorted(nodes):
+        try:
+            done[node] = call(node, op, dict(args), DROP_S)[key]
+        except (CallFailed, LinkLost) as error:
+            failed[node] = error
+    return Outcome(done, failed)
+
+
+class Mine(msgspec.Struct, frozen=True):
+    """A lease of ours: its claims by node, and every node it names."""
+
+    lease: str
+    gpus: dict[str, list[str]]  # node -> UUIDs, where its claims were seen
+    nodes: list[str]  # those, and the ones it names that gave no reading
+
+
+def mine(claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> dict[str, Mine]:
+    """Return our leases by id. ``claims`` by node; ``uids``: who we are on each node (its hello says so)."""
+    found: dict[str, dict[str, list[str]]] = {}
+    named: dict[str, set[str]] = {}
+    for node in sorted(claims):
+        for claim in claims[node]:
+            if claim.state == "live" and uids.get(node) == claim.uid:
+                found.setdefault(claim.lease, {}).setdefault(node, []).append(claim.uuid)
+                named.setdefault(claim.lease, set()).update([node, *(n for n in claim.nodes if n not in claims)])
+    return {lease: Mine(lease, gpus, sorted(named[lease])) for lease, gpus in found.items()}
+
+
+def find(text: str, claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> Mine:
+    """Return our lease of this id, or the only one whose id starts so. Raises NoSuchLease with the reason."""
+    ours = mine(claims, uids)
+    if text in ours:
+        return ours[text]
+    starting = [lease for lease in sorted(ours) if text and lease.startswith(text)]
+    if len(starting) == 1:
+        return ours[starting[0]]
+    if starting:
+        raise NoSuchLease(f"{text!r} is the start of several leases of yours: {', '.join(starting)}; write more of it")
+    owners = sorted({c.owner for found in claims.values() for c in found if c.lease == text and c.state == "live"})
+    if owners:
+        raise NoSuchLease(f"lease {text} belongs to {', '.join(owners)}; only its owner, or root, can end or change it")
+    yours = f"yours are: {', '.join(sorted(ours))}" if ours else "you have none"
+    raise NoSuchLease(f"no lease {text!r}; {yours}")
+
+
+def leases_of(
+    claims: Mapping[str, Sequence[Claim]],
+    index: Mapping[str, int],
+    now: float,
+    alive: Callable[[Holder], bool | None] = lambda _: None,
+) -> list[Lease]:
+    """Return the leases that the live claims make, by node then id. Pure.
+
+    ``claims``: by node, only nodes that were read; ``index``: UUID → NVML index; ``now``: our epoch seconds, at which
+    the claims' remaining times hold; ``alive``: whether a holder still lives, None when it cannot be told from here.
+    One id with two owners is two leases: the second is somebody's forgery. Flags: ``disputed``; ``unread``: a node it
+    names was not read; ``partial``: all were read, yet GPUs of it are missing.
+    """
+    groups: dict[tuple[str, str], list[tuple[str, Claim]]] = {}
+    for node in sorted(claims):
+        for claim in claims[node]:
+            if claim.state == "live":
+                groups.setdefault((claim.lease, claim.owner), []).append((node, claim))
+    return [_lease(found, claims.keys(), index, now, alive) for found in groups.values()]
+
+
+def _lease(
+    found: list[tuple[str, Claim]],
+    read: Collection[str],
+    index: Mapping[str, int],
+    now: float,
+    alive: Callable[[Holder], bool | None],
+) -> Lease:
+    first = found[0][1]
+    ends_first = min((claim for _, claim in found), key=lambda claim: claim.remaining_s)
+    until = now + ends_first.remaining_s  # by our clock: two hosts' clocks are never subtracted
+    named = {name for _, claim in found for name in claim.nodes}
+    flags = ["disputed"] if any(claim.disputed_with for _, claim in found) else []
+    if len(found) < max(claim.gpus for _, claim in found):
+        flags.append("unread" if named - set(read) else "partial")
+    return Lease(
+        id=first.lease,
+        owner=first.owner,
+        uid=first.uid,
+        host=first.host,
+        gpus=sorted(
+            (LeaseGpu(node, index.get(claim.uuid), claim.uuid, claim.share) for node, claim in found),
+            key=lambda gpu: (gpu.node, gpu.index is None, gpu.index, gpu.uuid),
+        ),
+        since=iso(until - (ends_first.until - ends_first.since)),
+        until=iso(until),
+        holder=LeaseHolder(first.holder.pid, alive(first.holder)) if first.holder else None,
+        purpose=first.purpose,
+        flags=flags,
+        remaining_s=ends_first.remaining_s,
+        nodes=sorted(named | {node for node, _ in found}),
+    )
