@@ -27,6 +27,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
     configuration = context.configuration
     values = dict(_flat(msgspec.to_builtins(configuration.settings)))
     rows = {key: {"value": value, "origin": configuration.origins.get(key, "default")} for key, value in values.items()}
+    if context.said:
+        rows["nodes"] = {"value": [node.name for node in context.nodes()], "origin": "command line"}
     if args.json:
         print(json.dumps({"schema": 1, "settings": rows}, ensure_ascii=False))
         return 0

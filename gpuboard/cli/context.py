@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpuboard.cluster.fleet import Fleet
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Context:
-    """The world of one command. ``flags`` holds what the command line sets among the settings."""
+    """The world of one command. ``said`` holds the nodesets that ``--nodes`` named: the scope within the inventory."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self.argv = list(argv)
         self.env: Mapping[str, str] = os.environ if env is None else env
-        self.flags: dict[str, Any] = {}
+        self.said: list[str] = []
         self.config_file: Path | None = None
 
     @property
@@ -47,23 +47,18 @@ class Context:
         file = self.config_file
         if file is None and self.env.get("GPUBOARD_CONFIG"):
             file = Path(self.env["GPUBOARD_CONFIG"])
-        return config.load(self.env, self.flags, file)
+        return config.load(self.env, {}, file)
 
     @property
     def settings(self) -> Settings:
         """The settings in force. Raises ConfigError."""
         return self.configuration.settings
 
-    @property
-    def nodes_said(self) -> bool:
-        """Whether the command line names the nodes, so that no other scope may be chosen."""
-        return "nodes" in self.flags
-
     def nodes(self) -> list[Node]:
-        """Return the nodes in scope, by name. Raises UsageError for a nodeset that cannot be read."""
+        """Return the nodes in scope. Raises UsageError for a nodeset that cannot be read or names an unknown node."""
         from gpuboard.cluster.inventory import inventory
 
-        return list(inventory(self.settings, self.env))
+        return inventory(self.settings, self.said)
 
     def fleet(
         self, nodes: Sequence[Node] | None = None, *, interval_s: float | None = None, one_shot: bool = True

@@ -121,7 +121,7 @@ def _dispatch(argv: list[str]) -> int:
     args = parser_of(command).parse_args(rest)
     context = Context(argv)
     if args.nodes is not None:
-        context.flags["nodes"] = [args.nodes]
+        context.said = [args.nodes]
     if args.config is not None:
         context.config_file = Path(args.config)
     return command.run(args, context)

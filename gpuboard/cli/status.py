@@ -91,23 +91,21 @@ def settled(fleet: Fleet, context: Context) -> Snapshot:
     """
     started = time.monotonic()
     limit_s = parse_duration(context.settings.connect_timeout) + 5
+    look_s = 1.0 if context.stderr_is_tty else limit_s
     said = False
-    while True:
-        passed_s = time.monotonic() - started
-        fleet.wait(max(0.0, min(1.0 if context.stderr_is_tty else limit_s, limit_s - passed_s)))
-        snapshot = fleet.snapshot()
-        waiting = [node.name for node in snapshot.nodes if node.age_s is None and node.error is None]
-        passed_s = time.monotonic() - started
-        if not waiting or passed_s >= limit_s:
-            break
+    while (passed_s := time.monotonic() - started) < limit_s:
+        fleet.wait(min(look_s, limit_s - passed_s))
+        if time.monotonic() - started < passed_s + look_s - 0.01:
+            break  # back before its time: everybody has answered
         if context.stderr_is_tty:
             said = True
-            words = f"waiting {passed_s:.0f} s for {len(waiting)} of {len(snapshot.nodes)}: {', '.join(waiting)}"
+            silent = [node.name for node in fleet.snapshot().nodes if node.age_s is None]
+            words = f"waiting {passed_s + look_s:.0f} s; no reading yet from {', '.join(silent)}"
             width = shutil.get_terminal_size().columns
             print(f"\r{elide(clean(words), width - 1)}\x1b[K", end="", file=sys.stderr, flush=True)
     if said:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    return snapshot
+    return fleet.snapshot()
 
 
 def nobody_reached(snapshot: Snapshot) -> bool:
