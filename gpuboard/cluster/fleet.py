@@ -116,6 +116,10 @@ class Fleet:
             if feed.facts.reading is not None
         }
 
+    def uids(self) -> dict[str, int]:
+        """Return who we are on each node that has answered, as its agent says: ids can differ between nodes."""
+        return {name: feed.facts.hello.uid for name, feed in self._feeds.items() if feed.facts.hello is not None}
+
     def call(self, node: str, op: str, args: dict[str, Any], timeout_s: float) -> Any:
         """Ask one agent and return its answer, text cleaned. Raises CallFailed and LinkLost."""
         answer = self.call_all({node: (op, args)}, timeout_s)[node]
