@@ -1,0 +1,241 @@
+"""SSH through asyncssh, in one event loop thread for all nodes; the only module that imports it (240 ms)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import asyncssh
+
+from gpuboard.model.units import parse_duration
+from gpuboard.transport import bundle
+from gpuboard.transport.base import Handler, TransportError
+from gpuboard.transport.exits import explain_exit
+from gpuboard.transport.sshconfig import Host, HostConfig
+from gpuboard.transport.ssherrors import explain
+
+if TYPE_CHECKING:
+    from gpuboard.config import Settings
+
+_STDERR_KEPT = 65536
+_JUMPS_MAX = 8
+_KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3  # a path that swallows packets is noticed within a minute
+
+# What goes wrong arrives as a TransportError; log lines would only tear the screen.
+logging.getLogger("asyncssh").setLevel(logging.CRITICAL + 1)
+
+
+class AsyncsshTransport:
+    """Opens agents over ssh as the user's ssh configuration says. Host keys are verified, passwords never asked for."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._python = settings.python
+        self._timeout_s = parse_duration(settings.connect_timeout)
+        self._config = HostConfig(settings.ssh_config, settings.known_hosts)
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(_DaemonExecutor())
+        self._loop.set_exception_handler(lambda loop, context: None)  # of connections torn down half-way
+        self._slots = asyncio.Semaphore(settings.max_connections)
+        self._jumps: dict[str, asyncio.Task[asyncssh.SSHClientConnection]] = {}
+        self._connections: set[asyncssh.SSHClientConnection] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ssh", daemon=True)
+        self._thread.start()
+
+    def open(self, host: str, role: str, handler: Handler) -> SshChannel:
+        """Connect to ``host`` (a name of ssh_config or a host name), start the agent there, send the bundle."""
+        channel = SshChannel(self._loop, self._thread, handler, self._python)
+        channel.write(bundle.bundle(role))
+        self._loop.call_soon_threadsafe(self._start, host, channel)
+        return channel
+
+    def close(self) -> None:
+        """Drop all connections and stop the thread. What hangs in it (a DNS question) is left behind."""
+        self._loop.call_soon_threadsafe(self._stop)
+        self._thread.join(0.3)
+
+    def _start(self, host: str, channel: SshChannel) -> None:
+        channel.task = self._loop.create_task(self._connect(host, channel))
+
+    def _stop(self) -> None:
+        for connection in list(self._connections):
+            connection.abort()
+        self._loop.stop()
+
+    async def _connect(self, name: str, channel: SshChannel) -> None:
+        """Set one connection up, at most ``max_connections`` at a time, and start the agent's command on it."""
+        host = None
+        try:
+            host = self._config.host(name)
+            tunnel = await self._jump(host.jumps, 0) if host.jumps else None
+            async with self._slots, asyncio.timeout(self._timeout_s):
+                connection = await self._log_in(host, tunnel)
+                channel.connection = connection
+                await connection.create_session(
+                    lambda: channel, bundle.command_line(self._python), encoding=None, request_pty=False
+                )
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # whatever a node, its keys or the user's ssh_config bring about ends here
+            channel.fail(explain(error, name, host, self._timeout_s))
+
+    async def _log_in(self, host: Host, tunnel: asyncssh.SSHClientConnection | None) -> asyncssh.SSHClientConnection:
+        options: dict[str, Any] = dict(host.options)
+        options.setdefault("keepalive_interval", _KEEPALIVE_S)
+        options.setdefault("keepalive_count_max", _KEEPALIVE_COUNT)
+        connection = await asyncssh.connect(
+            host.name,
+            **options,
+            config=host.files,
+            known_hosts=host.known_hosts,
+            tunnel=tunnel,
+            client_factory=lambda: _Client(host, self._connections),
+            agent_forwarding=False,
+            x11_forwarding=False,
+            password_auth=False,
+            kbdint_auth=False,
+            connect_timeout=self._timeout_s,
+            login_timeout=self._timeout_s,
+        )
+        self._connections.add(connection)
+        return connection
+
+    async def _jump(self, jumps: tuple[str, ...], depth: int) -> asyncssh.SSHClientConnection:
+        """Return the connection to the last of ``jumps``, shared by all nodes behind it."""
+        key = ",".join(jumps)
+        task = self._jumps.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception() or task.result().is_closed())):
+            task = self._jumps[key] = self._loop.create_task(self._open_jump(jumps, depth))
+        return await asyncio.shield(task)
+
+    async def _open_jump(self, jumps: tuple[str, ...], depth: int) -> asyncssh.SSHClientConnection:
+        host = self._config.host(jumps[-1])
+        before = jumps[:-1] or host.jumps
+        if depth > _JUMPS_MAX:
+            raise TransportError("resolve", f"ProxyJump goes in circles at {host.name}", "check your ssh_config")
+        tunnel = await self._jump(before, depth + 1) if before else None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._log_in(host, tunnel)
+        except Exception as error:  # told of the jump host, to all nodes behind it
+            raise explain(error, host.name, host, self._timeout_s) from error
+
+
+class _Client(asyncssh.SSHClient):
+    """Notes the key of a server that cannot be verified, for the words of the error."""
+
+    def __init__(self, host: Host, connections: set[asyncssh.SSHClientConnection]) -> None:
+        self._host = host
+        self._connections = connections
+        self._connection: asyncssh.SSHClientConnection | None = None
+
+    def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
+        self._connection = conn
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._connection is not None:
+            self._connections.discard(self._connection)
+
+    def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
+        self._host.offered = f"{key.get_algorithm()} {key.get_fingerprint()}"
+        return False
+
+
+class SshChannel(asyncssh.SSHClientSession[bytes]):
+    """One agent's session. Its methods that start with a verb of :class:`Channel` may be called from any thread."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, handler: Handler, python: str
+    ) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.connection: asyncssh.SSHClientConnection | None = None
+        self._loop = loop
+        self._thread = thread
+        self._handler = handler
+        self._python = python
+        self._unsent: list[bytes] = []  # what was written before the session stood
+        self._chan: asyncssh.SSHClientChannel[bytes] | None = None
+        self._stderr = b""
+        self._exit: int | None = None
+        self._over = False
+
+    def write(self, data: bytes) -> None:
+        """Send bytes."""
+        self._in_loop(self._write, data)
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._over = True
+        self._in_loop(self._drop)
+
+    def fail(self, error: TransportError) -> None:
+        """End with an error, once."""
+        if not self._over:
+            self._over = True
+            self._handler.ended(error)
+        self._drop()
+
+    def connection_made(self, chan: asyncssh.SSHClientChannel[bytes]) -> None:
+        self._chan = chan
+
+    def session_started(self) -> None:
+        assert self._chan is not None
+        if not self._over:
+            self._handler.connected()
+            self._chan.write(b"".join(self._unsent))
+            self._unsent.clear()
+
+    def data_received(self, data: bytes, datatype: int | None) -> None:
+        if datatype is not None:
+            self._stderr = (self._stderr + data)[-_STDERR_KEPT:]
+        elif not self._over:
+            self._handler.received(data)
+
+    def exit_status_received(self, status: int) -> None:
+        self._exit = status
+
+    def exit_signal_received(self, signal: str, core_dumped: bool, msg: str, lang: str) -> None:
+        self._stderr += f"\nkilled by SIG{signal}\n".encode()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._exit is not None or exc is None:
+            self.fail(explain_exit(self._exit, self._stderr, self._python))
+        else:
+            self.fail(TransportError("lost", f"the connection was lost: {exc or type(exc).__name__}"))
+
+    def _write(self, data: bytes) -> None:
+        if self._chan is None or self._unsent:
+            self._unsent.append(data)
+        elif not self._chan.is_closing():
+            self._chan.write(data)
+
+    def _drop(self) -> None:
+        if self.task is not None and not self.task.done() and asyncio.current_task(self._loop) is not self.task:
+            self.task.cancel()
+        if self.connection is not None:
+            self.connection.abort()
+
+    def _in_loop(self, act: Callable[..., None], *args: Any) -> None:
+        if threading.current_thread() is self._thread:
+            act(*args)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(act, *args)
+
+
+class _DaemonExecutor(ThreadPoolExecutor):
+    """A thread for each job, which nobody waits for: a DNS question that hangs must not hold back the exit."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # it is the future's to raise
+                future.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return future

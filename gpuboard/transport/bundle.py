@@ -1,0 +1,72 @@
+"""What travels to a node: the agent's sources and pynvml's, compressed, and the command line that unpacks them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import zlib
+from importlib import resources
+from pathlib import Path
+
+# One line in single quotes without ! $ \ backquote or newline, so that sh, csh and fish take it alike; statements that
+# Python 2 can compile, so that an old interpreter says what it is. Reads 8 digits and exactly that many bytes from fd
+# 0, unbuffered: what follows is the agent's. The current folder must not be on the path (-c puts it there).
+_LOADER = (
+    "import sys;sys.path[:]=[p for p in sys.path if p];"
+    'sys.version_info>=(3,6) or sys.exit("gpuboard: python 3.6 or later is needed, this is "+sys.version.split()[0]);'
+    "import os,zlib;"
+    "r=lambda n,b:[b.extend(os.read(0,n-len(b)) or sys.exit(0)) for _ in iter(lambda:len(b)<n,False)] and b;"
+    'p=zlib.decompress(r(int(r(8,bytearray())),bytearray())).decode("utf-8").split(chr(0));'
+    'g={"__name__":"gpuboard.agent.bundled"};'
+    'exec(compile(p[0],"<bundle>/gpuboard/agent/bundled.py","exec"),g);g["run"](p[1:])'
+)
+_BARE_WORD = re.compile(r"[A-Za-z0-9_@%+=:,./~-]+")
+
+
+def command_line(python: str) -> str:
+    """Return the shell command that runs the loader under ``python``, in the words of any login shell."""
+    word = python if _BARE_WORD.fullmatch(python) else "'" + python.replace("'", "'\"'\"'") + "'"
+    return f"exec {word} -E -s -S -c '{_LOADER}'"
+
+
+@functools.cache
+def bundle(role: str) -> bytes:
+    """Return what the loader reads: 8 digits, then so many bytes of zlib.
+
+    Inside: texts with NUL between them: gpuboard.agent.bundled, then pairs of module name and source. pynvml travels
+    with role ``node`` only.
+    """
+    parts = [_agent_sources()["gpuboard.agent.bundled"]]
+    for name, text in sources(role).items():
+        parts += [name, text]
+    if any("\0" in text for text in parts):
+        raise ValueError("a module of the agent has a NUL in its source")
+    packed = zlib.compress("\0".join(parts).encode(), 9)
+    return b"%08d" % len(packed) + packed
+
+
+def sources(role: str) -> dict[str, str]:
+    """Return the modules that travel for ``role``: full name -> source text."""
+    found = {"gpuboard": "", **_agent_sources()}  # an empty package: ours imports more than an agent needs
+    if role == "node":
+        found["pynvml"] = _pynvml_source()
+    return found
+
+
+@functools.cache
+def _agent_sources() -> dict[str, str]:
+    found = {}
+    for entry in resources.files("gpuboard.agent").iterdir():
+        stem, dot, suffix = entry.name.rpartition(".")
+        if dot and suffix == "py":
+            name = "gpuboard.agent" if stem == "__init__" else f"gpuboard.agent.{stem}"
+            found[name] = entry.read_text(encoding="utf-8")
+    return dict(sorted(found.items()))
+
+
+def _pynvml_source() -> str:
+    spec = importlib.util.find_spec("pynvml")  # finds it without importing it
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("pynvml is not installed here; install nvidia-ml-py")
+    return Path(spec.origin).read_text(encoding="utf-8")

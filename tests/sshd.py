@@ -1,0 +1,102 @@
+"""A real sshd on 127.0.0.1 for tests that need ssh but no nodes of their own: keys, ssh_config and known_hosts included."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
+
+
+class Sshd:
+    """One server in ``folder``. ``alias`` lines for it are written with :meth:`host`, into ``ssh_config``."""
+
+    def __init__(self, folder: Path, *, extra: str = "") -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.ssh_config = folder / "ssh_config"
+        self.known_hosts = folder / "known_hosts"
+        self.port = free_port()
+        self.key = make_key(folder / "user_key")
+        host_key = make_key(folder / "host_key")
+        shutil.copy(f"{self.key}.pub", folder / "authorized_keys")
+        self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {Path(f'{host_key}.pub').read_text()}")
+        (folder / "sshd_config").write_text(
+            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {host_key}\nPidFile {folder}/sshd.pid\n"
+            f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n"
+            f"KbdInteractiveAuthentication no\nPermitRootLogin yes\nMaxStartups 200:30:400\nMaxSessions 200\n"
+            f"LogLevel ERROR\n{extra}"
+        )
+        self.ssh_config.write_text("")
+        Path("/run/sshd").mkdir(exist_ok=True)  # Debian's sshd asks for it; its service makes it too
+        self.process = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")])
+        wait_port(self.port)
+
+    def host(self, alias: str, **options: object) -> None:
+        """Write a ``Host`` block for ``alias``; ``options`` add to the defaults or replace them."""
+        lines = {
+            "HostName": "127.0.0.1",
+            "Port": self.port,
+            "User": "root",
+            "IdentityFile": self.key,
+            "IdentitiesOnly": "yes",
+            "UserKnownHostsFile": self.known_hosts,
+            **options,
+        }
+        with self.ssh_config.open("a", encoding="utf-8") as file:
+            file.write(f"Host {alias}\n" + "".join(f"    {key} {value}\n" for key, value in lines.items()))
+
+    def stop(self) -> None:
+        """End the server and every session of it."""
+        for pid in [*children(self.process.pid), self.process.pid]:
+            try:
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+
+def make_key(path: Path) -> Path:
+    """Make an ed25519 key without a passphrase at ``path``."""
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
+    return path
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_port(port: int, timeout_s: float = 10.0) -> None:
+    """Wait until somebody listens on ``port``."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes below ``pid``."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                parent = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found += [int(name), *children(int(name))]
+    return found
