@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -53,49 +55,97 @@ def _visible(line: str) -> str:
     return _MOVES.sub("", line) if "\x1b" in line else line
 
 
+class Writer:
+    """Writes to the person's streams from a thread: a pager that is not read must not stop the head from watching."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._gone: set[TextIO] = set()
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+        self.backlog = 0  # characters that wait to be written
+        self._thread.start()
+
+    def write(self, stream: TextIO, text: str) -> None:
+        """Queue ``text``; never blocks."""
+        with self._lock:
+            self.backlog += len(text)
+        self._queue.put((stream, text))
+
+    def finish(self) -> None:
+        """Wait until everything is written, as long as the reader takes."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            stream, text = item
+            try:
+                if stream not in self._gone:
+                    stream.write(text)
+                    stream.flush()
+            except (OSError, ValueError):  # the reader has left (`| head`); the run and its logs go on
+                self._gone.add(stream)
+            with self._lock:
+                self.backlog -= len(text)
+
+
 class Screen:
-    """The person's side of one stream of ours. On a terminal the last unfinished line stays below the others."""
+    """The person's stdout and stderr. On a terminal the last unfinished line stays below all others."""
 
-    def __init__(self, stream: TextIO, *, terminal: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
-        self._terminal = terminal
+    def __init__(
+        self, out: TextIO, err: TextIO, clock: Callable[[], float] = time.monotonic, writer: Writer | None = None
+    ) -> None:
+        self._streams = {"out": out, "err": err}
+        self._terminals = {name: stream.isatty() for name, stream in self._streams.items()}
         self._clock = clock
-        self._live = ""
+        self._writer = writer or Writer()
+        self._live: tuple[str, str] | None = None  # stream and line
         self._drawn_at = float("-inf")
-        self._gone = False
 
-    def lines(self, lines: list[str]) -> None:
+    @property
+    def backlog(self) -> int:
+        """Characters that the person's side has not taken yet."""
+        return self._writer.backlog
+
+    def terminal(self, stream: str) -> bool:
+        """Whether ``stream`` ("out" or "err") is a terminal."""
+        return self._terminals[stream]
+
+    def lines(self, stream: str, lines: list[str]) -> None:
         """Print whole lines, above the live one."""
         if not lines:
             return
-        text = "".join(line + ("\x1b[0m\n" if _SGR.search(line) and self._terminal else "\n") for line in lines)
-        self._write(self._erase() + text)
+        reset = "\x1b[0m" if self._terminals[stream] else ""
+        text = "".join(line + (reset if "\x1b" in line else "") + "\n" for line in lines)
+        if self._terminals[stream]:
+            self._erase()
+        self._put(stream, text)
 
-    def live(self, line: str) -> None:
-        """Show an unfinished line, on a terminal only, ten times a second at most; "" takes it away."""
-        if not self._terminal or (line and self._clock() - self._drawn_at < _REDRAW_S):
+    def live(self, stream: str, line: str) -> None:
+        """Show an unfinished line, on a terminal only and ten times a second at most."""
+        if not self._terminals[stream] or self._clock() - self._drawn_at < _REDRAW_S or self.backlog:
             return
-        erase = self._erase()
+        self._erase()
         width = shutil.get_terminal_size().columns - 1
         if len(_SGR.sub("", line)) > width:
             line = _SGR.sub("", line)[:width]
-        self._live = line
+        self._live = (stream, line)
         self._drawn_at = self._clock()
-        self._write(erase + line + ("\x1b[0m" if _SGR.search(line) else ""))
+        self._put(stream, line + ("\x1b[0m" if "\x1b" in line else ""))
 
-    def _erase(self) -> str:
-        erase = "\r\x1b[K" if self._live else ""
-        self._live = ""
-        return erase
+    def finish(self) -> None:
+        """Leave the cursor at the start of a line and wait until all is written."""
+        self._erase()
+        self._writer.finish()
 
-    def _write(self, text: str) -> None:
-        if self._gone or not text:
-            return
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (BrokenPipeError, ValueError):  # the reader has left (`| head`); the run and its logs go on
-            self._gone = True
+    def _erase(self) -> None:
+        if self._live is not None:
+            self._put(self._live[0], "\r\x1b[K")
+            self._live = None
+
+    def _put(self, stream: str, text: str) -> None:
+        self._writer.write(self._streams[stream], text)
 
 
 class Logs:
@@ -129,22 +179,27 @@ class Logs:
 
 
 class Relay:
-    """Takes the ranks' output to the logs and to the person's stdout and stderr."""
+    """Takes the ranks' output to the logs and to the person."""
 
     def __init__(
         self,
-        labels: dict[int, str],
+        labels: Mapping[int, str],
         logs: Logs,
-        out: Screen,
-        err: Screen,
+        screen: Screen,
         *,
-        prefix: bool,
         mark: Callable[[int, str], str],
     ) -> None:
-        """``labels``: rank → ``gpu02:1``. ``mark`` returns words to put before a line of a rank ("": none)."""
-        self._prefixes = {rank: f"[rank {rank} {label}] " if prefix else "" for rank, label in labels.items()}
+        """``labels``: rank → ``gpu02:1``. ``mark`` returns words to put before a line of a rank ("": none).
+
+        Lines carry their rank; those of a single rank do only on a terminal, so that a pipe gets what the script wrote.
+        """
+        self._prefixes = {
+            (rank, stream): f"[rank {rank} {label}] " if len(labels) > 1 or screen.terminal(stream) else ""
+            for rank, label in labels.items()
+            for stream in ("out", "err")
+        }
         self._logs = logs
-        self._screens = {"out": out, "err": err}
+        self._screen = screen
         self._mark = mark
         self._lines: dict[tuple[int, str], Lines] = {}
         self.last_line: dict[int, str] = {}
@@ -158,11 +213,11 @@ class Relay:
         partial = lines.partial
         if partial.strip():
             self._remember(rank, stream, partial)
-            self._screens[stream].live(self._prefixes[rank] + partial)
+            self._screen.live(stream, self._prefixes[rank, stream] + partial)
 
     def ended(self, rank: int) -> None:
         """Print what the rank left unfinished."""
-        for stream in self._screens:
+        for stream in ("out", "err"):
             lines = self._lines.pop((rank, stream), None)
             if lines is not None:
                 self._print(rank, stream, lines.close())
@@ -171,7 +226,8 @@ class Relay:
         for line in lines:
             if line.strip():
                 self._remember(rank, stream, line)
-        self._screens[stream].lines([self._prefixes[rank] + self._mark(rank, line) + line for line in lines])
+        prefix = self._prefixes[rank, stream]
+        self._screen.lines(stream, [prefix + self._mark(rank, line) + line for line in lines])
 
     def _remember(self, rank: int, stream: str, line: str) -> None:
         self.last_line[rank] = line

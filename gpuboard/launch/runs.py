@@ -6,10 +6,11 @@ Nothing here ever deletes a run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -130,6 +131,11 @@ class RunFolder:
                 f"{self.path / 'state.json'}: {error.strerror}; `gpuboard runs` shows an old state" if first else None
             )
         return None
+
+    def log(self, lines: Iterable[str]) -> None:
+        """Append to head.log; words that were already shown are not worth ending a run on a full disk."""
+        with contextlib.suppress(OSError), (self.path / "head.log").open("a", encoding="utf-8") as file:
+            file.writelines(lines)
 
 
 def read_runs(env: Mapping[str, str]) -> list[RunView]:

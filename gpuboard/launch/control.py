@@ -1,0 +1,79 @@
+"""The head's control socket in the run's folder: ``{"op": "stop", "grace_s": …}`` and ``{"op": "state"}``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from gpuboard.errors import GpuboardError
+
+_NAME = "control.sock"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One line of a client. ``grace_s`` None: the run's own."""
+
+    op: str
+    grace_s: float | None = None
+
+
+class ControlServer:
+    """Listens until closed; ``asked`` is called in its thread and returns the answer to send."""
+
+    def __init__(self, folder: Path, asked: Callable[[Request], object]) -> None:
+        """Raises OSError when the folder cannot hold a socket."""
+        self._folder = folder
+        self._asked = asked
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with _short(folder) as path:
+            self._socket.bind(path)
+        self._socket.listen(8)
+        threading.Thread(target=self._serve, name="control", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening and take the socket away."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            (self._folder / _NAME).unlink()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._socket.accept()
+            except OSError:
+                return
+            with client, contextlib.suppress(OSError, msgspec.DecodeError):
+                client.settimeout(2.0)  # the folder is ours alone, but a client of ours may hang too
+                request = msgspec.json.decode(client.makefile("rb").readline(), type=Request)
+                client.sendall(msgspec.json.encode(self._asked(request)) + b"\n")
+
+
+def ask(folder: Path, request: Request) -> object:
+    """Send a request to the head of the run in ``folder`` and return its answer. Raises GpuboardError."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client, _short(folder) as path:
+            client.settimeout(5.0)
+            client.connect(path)
+            client.sendall(msgspec.json.encode(request) + b"\n")
+            answer: object = msgspec.json.decode(client.makefile("rb").readline())
+            return answer
+    except (OSError, msgspec.DecodeError) as error:
+        raise GpuboardError(f"{folder / _NAME}: the run's head does not answer: {error}") from error
+
+
+@contextlib.contextmanager
+def _short(folder: Path) -> Iterator[str]:
+    """Yield a short name of the socket: an address may have 108 bytes (unix(7)), a home's path more."""
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{_NAME}"
+    finally:
+        os.close(fd)

@@ -1,0 +1,101 @@
+"""The supervisors of one run: a link to each, calls whose answers come back as items of one queue."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gpuboard.launch import events
+from gpuboard.launch.events import LaunchEvent
+from gpuboard.launch.plan import LaunchPlan
+from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.transport.base import CallFailed, LinkLost, TransportError
+from gpuboard.transport.connector import Connector
+from gpuboard.transport.link import AgentLink
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """An event of a supervisor."""
+
+    node: str
+    event: LaunchEvent
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The answer to a call: plain dicts and lists, or why there is none."""
+
+    node: str
+    op: str
+    value: Any
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """A supervisor's connection is over."""
+
+    node: str
+    words: str
+
+
+class Crew:
+    """Opens one supervisor a node of the plan. Everything they say arrives on ``inbox``, in order for each node."""
+
+    def __init__(
+        self, plan: LaunchPlan, hosts: Mapping[str, str | None], connector: Connector, inbox: queue.SimpleQueue[Any]
+    ) -> None:
+        """``hosts``: node → what ssh is asked for, None for this machine."""
+        self._plan = plan
+        self._hosts = hosts
+        self._connector = connector
+        self._inbox = inbox
+        self._links: dict[str, AgentLink] = {}
+
+    def open(self) -> None:
+        """Start every supervisor; returns at once."""
+        for config in self._plan.nodes:
+            self._links[config.node] = self._open(config.node, msgspec.to_builtins(config))
+
+    def ask(self, node: str, op: str, args: Mapping[str, Any], timeout_s: float) -> None:
+        """Call a supervisor; an :class:`Answer` follows on the inbox whatever happens."""
+        pending = self._links[node].submit(op, dict(args))
+
+        def wait() -> None:
+            try:
+                value = pending.result(timeout_s)
+            except (CallFailed, LinkLost) as error:
+                value = error
+            self._inbox.put(Answer(node, op, value))
+
+        threading.Thread(target=wait, name=f"{op}-{node}", daemon=True).start()
+
+    def tell(self, op: str, args: Mapping[str, Any]) -> None:
+        """Call every supervisor that still can be reached, without caring for the answers."""
+        for link in self._links.values():
+            if link.over is None:
+                link.submit(op, dict(args))
+
+    def close(self) -> None:
+        """End every connection: what is left on a node ends with it."""
+        for link in self._links.values():
+            link.close()
+
+    def _open(self, node: str, config: dict[str, Any]) -> AgentLink:
+        def listener(message: Hello | Static | Reading | Event) -> None:
+            if not isinstance(message, Event):
+                return
+            try:
+                event = events.decode(message.kind, message.data)
+            except msgspec.DecodeError as error:
+                event = events.Notice(f"malformed event {message.kind}: {error}")
+            if event is not None:
+                self._inbox.put(Heard(node, event))
+
+        def ended(error: TransportError) -> None:
+            self._inbox.put(Lost(node, str(error)))
+
+        return self._connector.open(
+            node, self._hosts[node], role="launch", config=config, listener=listener, ended=ended
+        )

@@ -1,0 +1,461 @@
+"""The head of a run: opens the supervisors, runs preflight, opens the gate, watches, tears down.
+
+One loop in the main thread over one inbox; it never waits for a node, the person's terminal or a disk elsewhere.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from gpuboard.doctor.check import Check, check_text
+from gpuboard.doctor.preflight import Answers, Failure, NodeFacts, ProbeResult, failed, interfaces, preflight
+from gpuboard.launch import events
+from gpuboard.launch.control import ControlServer, Request
+from gpuboard.launch.crew import Answer, Crew, Heard, Lost
+from gpuboard.launch.output import Logs, Relay, Screen
+from gpuboard.launch.plan import LaunchPlan, shown
+from gpuboard.launch.runs import RunFolder, RunView, VerdictView, this_head
+from gpuboard.launch.watch import Watch, rank_words, signal_name
+from gpuboard.model.snapshot import Snapshot
+from gpuboard.model.units import iso
+from gpuboard.transport.base import CallFailed, LinkLost
+from gpuboard.transport.connector import Connector
+
+PROBE_S = 3.0  # what preflight may take, once every node has answered
+START_S = 20.0  # from an open connection to a checked node: interpreters on a cold network home
+EMPTY_S = 5.0  # from SIGKILL, or the end of a connection, to a node without a process of the run
+REFUSED_GRACE_S = 2.0  # ranks that have not passed their gate have nothing to save
+_PING_S = 1.0
+_SAVE_S = 1.0
+_HOLD_ABOVE, _HOLD_BELOW = 8 * 2**20, 2**20  # characters the person's side has not read
+_PEERS = 16  # nodes that a node tries to reach: all of a small run, a ring of neighbours in a large one
+
+GpuReader = Callable[[Callable[[Snapshot], None]], None]
+
+
+class Signalled(msgspec.Struct, frozen=True):
+    """A signal has reached this process."""
+
+    number: int
+
+
+class Head:
+    """One run, from its plan to its exit code."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        folder: RunFolder,
+        screen: Screen,
+        *,
+        connector: Connector,
+        hosts: Mapping[str, str | None],
+        read_gpus: GpuReader | None,
+    ) -> None:
+        """``hosts``: node → ssh host, None for this machine. ``read_gpus`` starts a reading that it hands to its
+        argument; None: no GPUs are needed."""
+        self._plan = plan
+        self._folder = folder
+        self._screen = screen
+        self._read_gpus = read_gpus
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._crew = Crew(plan, hosts, connector, self._inbox)
+        self._watch = Watch(plan)
+        self._logs = Logs(folder.path, self._say)
+        labels = {rank: f"{view.node}:{view.local_rank}" for rank, view in self._watch.ranks.items()}
+        self._relay = Relay(labels, self._logs, screen, mark=self._watch.mark)
+        self._names = [config.node for config in plan.nodes]
+        self._facts: dict[str, NodeFacts] = {}
+        self._failures: dict[str, Failure] = {}
+        self._answers: dict[tuple[str, str], Any] = {}
+        self._snapshot: Snapshot | None = None
+        self.checks: list[Check] = []
+        self._state = "preflight"
+        self._started = time.time()
+        self._gone = False  # the gate is open
+        self._over = False  # all ranks ended well
+        self._code: int | None = None  # what a person's stop makes the run exit with
+        self._stop_at: float | None = None
+        self._grace_s = plan.options.grace_s
+        self._countdown = -1
+        self._pinged = self._saved = float("-inf")
+        self._holding = False
+        self._view: RunView | None = None
+        self._caused_at = 0.0  # epoch seconds of the verdict
+
+    # the run
+
+    def run(self) -> int:
+        """Run it all; return the exit code. To be called in the main thread."""
+        self._folder.write("plan.json", msgspec.json.format(msgspec.json.encode(shown(self._plan)), indent=1))
+        self._folder.write("rank_map.json", msgspec.json.format(msgspec.json.encode(self._plan.rank_map), indent=1))
+        self._save()
+        restore = self._catch_signals()
+        control = ControlServer(self._folder.path, self._control)
+        try:
+            self._crew.open()
+            if self._preflight():
+                self._go()
+                self._pump(lambda: self._watch.emptied, None)
+            code = self._finish()
+        finally:
+            control.close()
+            self._crew.close()
+            self._logs.close()
+            for number, handler in restore.items():
+                signal.signal(number, handler)
+        return code
+
+    def view(self) -> RunView:
+        """Return the run as ``runs --json`` shows it."""
+        watch = self._watch
+        for rank, line in self._relay.last_line.items():
+            watch.last_words(rank, line, self._relay.last_error.get(rank, ""))
+        return RunView(
+            id=self._plan.run,
+            lease=self._plan.rank_map.lease,
+            target=" ".join([self._plan.target.words(), *self._plan.target.args]),
+            started=iso(self._started),
+            state=self._state,
+            exit_code=self._exit_code() if self._state in {"done", "failed", "stopped"} else None,
+            ranks=list(watch.ranks.values()),
+            verdicts=self._verdicts(),
+            head=this_head(),
+            folder=str(self._folder.path),
+        )
+
+    # preflight
+
+    def _preflight(self) -> bool:
+        """Ask every node all there is to ask; return whether the gate may open."""
+        first = self._plan.nodes[0]
+        if self._read_gpus is not None:
+            self._read_gpus(self._inbox.put)
+        port = self._plan.rank_map.master_port
+        self._crew.ask(first.node, "listen", {"host": first.master_addr, "port": port}, START_S)
+        for name in self._names:  # the ranks' import of torch overlaps all that follows
+            self._crew.ask(name, "spawn", {}, START_S)
+            self._crew.ask(name, "check", {}, START_S)
+        self._pump(lambda: self._stopping() or self._all_started(), None)
+        if self._stopping():
+            return False
+        until = time.monotonic() + PROBE_S
+        if len(self._names) > 1 and not self._failures:
+            self._probe(until)
+        self._pump(lambda: self._stopping() or self._read_gpus is None or self._snapshot is not None, until + PROBE_S)
+        if self._stopping():
+            return False
+        answers = self._collect()
+        self.checks = preflight(self._plan.rank_map, first.master_addr, self._plan.options.device, answers)
+        self._folder.write("preflight.json", msgspec.json.encode({"schema": 1, "checks": self.checks}))
+        self._caused_at = time.time() if failed(self.checks) else 0.0
+        for check in self.checks:
+            if check.status in {"fail", "warn"}:
+                self._say(check_text(check))
+        self._answers["", "interfaces"] = interfaces(first.master_addr, first.node, answers)
+        return not failed(self.checks)
+
+    def _all_started(self) -> bool:
+        wanted = [(name, op) for name in self._names for op in ("spawn", "check")] + [(self._names[0], "listen")]
+        return all(key in self._answers or key[0] in self._failures for key in wanted)
+
+    def _probe(self, until: float) -> None:
+        for name in self._names:
+            self._crew.ask(name, "probe-listen", {"count": 2}, PROBE_S)
+        everywhere = [(name, "probe-listen") for name in self._names]
+        self._pump(lambda: self._stopping() or all(key in self._answers for key in everywhere), until)
+        addresses = {node.name: node.address for node in self._plan.rank_map.nodes}
+        first = self._plan.nodes[0]
+        master = self._value(first.node, "listen")
+        for at, name in enumerate(self._names):
+            peers = [
+                self._names[(at + step) % len(self._names)] for step in range(1, min(len(self._names), _PEERS + 1))
+            ]
+            targets = [
+                {"node": peer, "address": addresses[peer], "port": port}
+                for peer in peers
+                for port in self._value(peer, "probe-listen").get("ports", [])
+            ]
+            if name != first.node and "port" in master:
+                targets.insert(0, {"node": first.node, "address": first.master_addr, "port": master["port"]})
+            self._crew.ask(name, "probe-connect", {"targets": targets, "timeout_s": 2}, PROBE_S + 1)
+        everywhere = [(name, "probe-connect") for name in self._names]
+        self._pump(lambda: self._stopping() or all(key in self._answers for key in everywhere), until + 2)
+
+    def _value(self, node: str, op: str) -> dict[str, Any]:
+        value = self._answers.get((node, op))
+        return value if isinstance(value, dict) else {}
+
+    def _collect(self) -> Answers:
+        probes: dict[str, list[ProbeResult]] = {}
+        for name in self._names:
+            for op in ("probe-listen", "probe-connect"):
+                value = self._answers.get((name, op), {})
+                if isinstance(value, (CallFailed, LinkLost)):
+                    self._failures.setdefault(name, _failure(value))
+            try:
+                found = self._value(name, "probe-connect").get("results", [])
+                probes[name] = msgspec.convert(found, list[ProbeResult])
+            except msgspec.ValidationError as error:
+                self._failures.setdefault(name, Failure("answer", f"malformed answer to probe-connect: {error}"))
+        listen = self._answers.get((self._names[0], "listen"))
+        refused = _failure(listen) if isinstance(listen, (CallFailed, LinkLost)) else None
+        return Answers(self._facts, self._failures, refused, probes, self._snapshot)
+
+    def _go(self) -> None:
+        """Open the gate."""
+        first = self._plan.nodes[0]
+        port = self._value(first.node, "listen")["port"]
+        owners: dict[str, str] = self._answers["", "interfaces"]
+        for config in self._plan.nodes:
+            names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - config.environ.keys()
+            environ = {name: owners[config.node] for name in sorted(names) if config.node in owners}
+            args = {"master_addr": first.master_addr, "master_port": port, "environ": environ}
+            self._crew.ask(config.node, "go", args, START_S)
+        self._gone = True
+        self._watch.opened()
+        self._state = "starting"
+        self._save()
+
+    # the loop
+
+    def _stopping(self) -> bool:
+        return self._watch.stop_reason is not None
+
+    def _pump(self, done: Callable[[], bool], until: float | None) -> bool:
+        """Handle what comes in until ``done()`` or the time ``until``; return whether it is done."""
+        while not done():
+            now = time.monotonic()
+            if until is not None and now >= until:
+                return False
+            self._periodic(now)
+            try:
+                item = self._inbox.get(timeout=0.1 if until is None else min(0.1, until - now))
+            except queue.Empty:
+                continue
+            self._take(item)
+            for _ in range(1000):  # a burst of output is one round; the rest of the loop must not starve
+                try:
+                    self._take(self._inbox.get_nowait())
+                except queue.Empty:
+                    break
+        return True
+
+    def _take(self, item: object) -> None:
+        now = time.monotonic()
+        if isinstance(item, Heard):
+            self._hear(item, now)
+        elif isinstance(item, Answer):
+            self._answered(item)
+        elif isinstance(item, Lost):
+            if self._state == "preflight" and not self._stopping():
+                self._failures.setdefault(item.node, Failure("connection", item.words))
+                self._watch.ended_nodes.add(item.node)
+            else:
+                self._watch.node_lost(item.node, item.words, now)
+        elif isinstance(item, Signalled):
+            self._signalled(item.number, now)
+        elif isinstance(item, Request):
+            self._stop(f"stopped by `gpuboard stop {self._plan.run}`", 128 + signal.SIGTERM, item.grace_s)
+        elif isinstance(item, Snapshot):
+            self._snapshot = item
+
+    def _hear(self, item: Heard, now: float) -> None:
+        event = item.event
+        rank = getattr(event, "rank", None)
+        if rank is not None and (rank not in self._watch.ranks or self._watch.ranks[rank].node != item.node):
+            return  # a node speaks for its own ranks only
+        if isinstance(event, events.Output):
+            self._relay.output(event.rank, "err" if event.stream == "err" else "out", event.text)
+            return
+        if isinstance(event, events.Exited):
+            self._relay.ended(event.rank)
+            error = self._relay.last_error.get(event.rank, "")
+            self._watch.last_words(event.rank, self._relay.last_line.get(event.rank, ""), error)
+        self._watch.event(item.node, event, now)
+        if self._gone:
+            self._watch.opened()
+
+    def _answered(self, item: Answer) -> None:
+        self._answers[item.node, item.op] = item.value
+        if isinstance(item.value, (CallFailed, LinkLost)):
+            if item.op in {"check", "spawn"}:
+                self._failures.setdefault(item.node, _failure(item.value))
+            elif item.op == "go":
+                self._watch.node_lost(item.node, str(item.value), time.monotonic())
+            return
+        if item.op == "check":
+            try:
+                self._facts[item.node] = msgspec.convert(item.value, NodeFacts)
+            except msgspec.ValidationError as error:
+                self._failures.setdefault(item.node, Failure("answer", f"malformed answer to check: {error}"))
+
+    def _periodic(self, now: float) -> None:
+        if self._state != "preflight":
+            self._watch.tick(now)
+        for line in self._watch.said:
+            self._say(line)
+        self._watch.said.clear()
+        if self._state == "starting" and all(
+            v.state not in {"waiting", "importing"} for v in self._watch.ranks.values()
+        ):
+            self._state = "running"
+            self._saved = float("-inf")
+        if self._watch.cause is not None and not self._caused_at:
+            self._caused_at = time.time()
+        if self._stopping() and self._stop_at is None:
+            self._begin_stop(now)
+        if self._gone and self._watch.finished and self._watch.cause is None and not self._over:
+            self._over = True  # the store on the first node is not needed any more; helpers of the ranks get their time
+            options = self._plan.options
+            self._crew.tell("stop", {"grace_s": options.helper_grace_s, "reason": "all ranks ended"})
+        if self._stop_at is not None:
+            self._count_down(now)
+        if now - self._pinged >= _PING_S:
+            self._pinged = now
+            self._crew.tell("ping", {})
+        if now - self._saved >= _SAVE_S:
+            self._save()
+        backlog = self._screen.backlog
+        if backlog > _HOLD_ABOVE if not self._holding else backlog < _HOLD_BELOW:
+            self._holding = not self._holding
+            self._crew.tell("hold", {"on": self._holding})
+
+    # ending
+
+    def _stop(self, reason: str, code: int, grace_s: float | None) -> None:
+        """A person wants the run to end; asked again, at once."""
+        if self._code is not None and self._stop_at is not None:
+            grace_s = 0.0
+        if grace_s is not None:
+            self._grace_s = grace_s
+        if self._code is None and self._watch.cause is None:
+            self._code = code
+        self._watch.stop(reason, time.monotonic())
+        if self._stop_at is not None:
+            self._begin_stop(time.monotonic())
+
+    def _begin_stop(self, now: float) -> None:
+        self._stop_at = now
+        self._countdown = -1
+        reason = self._watch.stop_reason or ""
+        self._crew.tell("stop", {"grace_s": self._grace_s, "reason": reason})
+        how = f"SIGTERM now, SIGKILL in {self._grace_s:.0f} s" if self._grace_s > 0 else "SIGKILL now"
+        if self._watch.running:
+            self._say(f"{reason}; stopping {rank_words(self._watch.running)}: {how}")
+
+    def _count_down(self, now: float) -> None:
+        assert self._stop_at is not None
+        left = self._stop_at + self._grace_s - now
+        if left < -EMPTY_S:
+            for name in self._names:
+                if name not in self._watch.ended_nodes:
+                    self._watch.node_lost(name, "its supervisor did not say that all has ended", now)
+            return
+        seconds = max(0, round(left))
+        if seconds == self._countdown or not self._watch.running:
+            return
+        self._countdown = seconds
+        words = f"{rank_words(self._watch.running)} still running: SIGKILL in {seconds} s"
+        if self._screen.terminal("err"):
+            self._screen.live("err", f"gpuboard: {words} (ctrl-C: now)")
+        elif left < self._grace_s - 1 and (seconds % 10 == 0 or seconds == 5):
+            self._say(words)
+
+    def _finish(self) -> int:
+        """Empty every node, say how it went; return the exit code."""
+        refused = bool(failed(self.checks)) and not self._gone
+        if not self._watch.emptied:
+            if refused:
+                self._grace_s = REFUSED_GRACE_S
+            elif not self._gone:
+                self._grace_s = min(self._grace_s, REFUSED_GRACE_S)
+            if self._stop_at is None:
+                self._watch.stop("preflight refused" if refused else "not started", time.monotonic())
+                self._stop_at = time.monotonic()
+                self._crew.tell("stop", {"grace_s": self._grace_s, "reason": self._watch.stop_reason or ""})
+            self._pump(lambda: self._watch.emptied, time.monotonic() + self._grace_s + EMPTY_S)
+        self._periodic(time.monotonic())
+        code = self._exit_code()
+        self._state = "done" if code == 0 else "stopped" if self._code is not None else "failed"
+        self._save()
+        if refused:
+            self._say(f"preflight refused: {len(failed(self.checks))} checks failed, no rank has passed its gate")
+        for line in self._watch.summary() if self._gone else []:
+            self._say(line)
+        if code != 0:
+            self._say(f"exit code {code}; logs: {self._folder.path}")
+        return code
+
+    def _exit_code(self) -> int:
+        if self._code is not None:
+            return self._code if self._gone else 128 + signal.SIGINT
+        if failed(self.checks) and not self._gone:
+            return 7
+        return self._watch.exit_code()
+
+    # signals, control, words
+
+    def _catch_signals(self) -> dict[int, Any]:
+        def caught(number: int, _frame: FrameType | None) -> None:
+            self._inbox.put(Signalled(number))
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+        return {number: signal.signal(number, caught) for number in numbers}
+
+    def _signalled(self, number: int, now: float) -> None:
+        if number == signal.SIGINT:
+            self._stop("ctrl-C", 128 + number, None)
+        elif number == signal.SIGHUP:
+            self._stop("the terminal is gone", 128 + number, None)
+        elif not self._gone:
+            if number == signal.SIGTERM:
+                self._stop("SIGTERM", 128 + number, None)
+        else:
+            self._say(f"{signal_name(number)} is passed on to {rank_words(self._watch.running)}")
+            self._watch.forwarded(number)
+            self._crew.tell("signal", {"signal": number, "ranks": None})
+
+    def _control(self, request: Request) -> object:
+        """Answer a client of the control socket; called in its thread."""
+        if request.op == "stop":
+            self._inbox.put(request)
+            return {"run": self._plan.run}
+        return self._view if request.op == "state" else {"error": f"no op {request.op!r}"}
+
+    def _verdicts(self) -> list[VerdictView]:
+        cause = self._watch.cause
+        if failed(self.checks) and not self._gone:
+            return [
+                VerdictView(iso(self._caused_at), "preflight", None, c.node, check_text(c), c.remedy)
+                for c in failed(self.checks)
+            ]
+        if cause is None:
+            return []
+        return [VerdictView(iso(self._caused_at), cause.kind, cause.rank, cause.node, cause.text, cause.evidence)]
+
+    def _save(self) -> None:
+        self._saved = time.monotonic()
+        self._view = self.view()
+        words = self._folder.state(self._view)
+        if words:
+            self._say(words)
+
+    def _say(self, text: str) -> None:
+        lines = [f"gpuboard: {line}" if not line.startswith(" ") else line for line in text.splitlines()]
+        self._screen.lines("err", lines)
+        self._folder.log(f"{iso(time.time())} {line}\n" for line in lines)
+
+
+def _failure(error: CallFailed | LinkLost) -> Failure:
+    if isinstance(error, LinkLost):
+        return Failure("connection", str(error))
+    detail = error.detail if isinstance(error.detail, dict) else {}
+    return Failure(error.kind, error.message, str(detail.get("holder", "")))
