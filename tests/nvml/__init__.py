@@ -162,8 +162,7 @@ def library(*, old: bool = False) -> Path:
         folder.mkdir(mode=0o755, exist_ok=True)
         built = folder / f"new-{os.getpid()}"
         subprocess.run(
-            ["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", *flags]
-            + ["-o", str(built), str(SOURCE)],
+            ["cc", "-O2", "-Wall", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", *flags, "-o", built, SOURCE],
             check=True,
         )
         built.replace(target)

@@ -310,7 +310,7 @@ int nvmlDeviceGetMemoryInfo_v2(void *device, Memory2 *out) {
 typedef struct { unsigned gpu, memory; } Utilization;
 int nvmlDeviceGetUtilizationRates(void *device, Utilization *out) {
     GPU(device)
-    if (mig_of(device) || g->mig_mode || g->utilization < 0) return UNSUPPORTED;
+    if (mig_of(device) || g->mig_mode > 0 || g->utilization < 0) return UNSUPPORTED;
     out->gpu = g->utilization;
     out->memory = g->utilization / 2;
     return OK;
@@ -341,9 +341,36 @@ NUMBER(nvmlDeviceGetMaxPcieLinkWidth, unsigned, g->width_max)
 NUMBER(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, (long long)g->throttle)
 #ifndef OLD_DRIVER
 NUMBER(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, (long long)g->throttle)
-NUMBER(nvmlDeviceGetNumaNodeId, unsigned, g->numa)
 #endif
 NUMBER(nvmlDeviceGetRetiredPagesPendingStatus, unsigned, g->remap ? -1 : g->retired_pending)
+
+/* What other readers of NVML ask and data-centre GPUs do not have. */
+NUMBER(nvmlDeviceGetFanSpeed, unsigned, -1)
+NUMBER(nvmlDeviceGetDisplayActive, unsigned, 0)
+NUMBER(nvmlDeviceGetPersistenceMode, unsigned, 1)
+NUMBER(nvmlDeviceGetPerformanceState, unsigned, 0)
+int nvmlDeviceGetEncoderUtilization(void *device, unsigned *out, unsigned *us) { GPU(device) *out = 0; *us = 100000; return OK; }
+int nvmlDeviceGetDecoderUtilization(void *device, unsigned *out, unsigned *us) { GPU(device) *out = 0; *us = 100000; return OK; }
+int nvmlDeviceGetDriverModel(void *device, unsigned *current, unsigned *pending) {
+    GPU(device)
+    (void)current, (void)pending;
+    return UNSUPPORTED;
+}
+int nvmlDeviceGetProcessUtilization(void *device, void *samples, unsigned *count, unsigned long long since) {
+    GPU(device)
+    (void)samples, (void)since;
+    *count = 0;
+    return NOT_FOUND;
+}
+
+int nvmlDeviceGetMemoryAffinity(void *device, unsigned words, unsigned long *out, unsigned scope) {
+    GPU(device)
+    (void)scope;
+    if (g->numa < 0) return UNSUPPORTED;
+    memset(out, 0, words * sizeof *out);
+    out[0] = 1UL << g->numa;
+    return OK;
+}
 
 int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) { GPU(device) *major = 9; *minor = 0; return OK; }
 

@@ -1,0 +1,234 @@
+"""Role ``node``: readings of this node's GPUs each tick, and the calls on claims and processes.
+
+One loop over the client, NVML's process and the clock. Nothing here waits for NVML: a claim is answered and a reading
+is sent whatever it does. Interface: docs/architecture.md.
+"""
+
+import os
+import select
+import sys
+import time
+
+from gpuboard.agent import probe as probes
+from gpuboard.agent import wire
+
+MYPY = False
+if MYPY:
+    from typing import Any, Dict, List, Optional, Set, Tuple, Union
+
+    from gpuboard.agent.simulate import Simulated
+
+FIRST_S = 3.5  # the first reading waits so long for NVML: longer than it takes to find out that one GPU hangs
+LATE_S = 1.0  # a later one goes out with what is there
+READ_S = 5.0  # a call of `read` is refused after so long
+BACKLOG = 1024 * 1024  # bytes: while a client does not read, it gets no new readings
+
+
+def run(channel: wire.Channel, config: "Dict[str, Any]") -> None:
+    """Serve until the connection ends. ``config`` as in docs/architecture.md."""
+    try:
+        os.nice(19)
+    except OSError:
+        pass  # as gentle as we may be
+    probe: "Union[probes.Probe, Simulated]"
+    if config.get("simulate"):
+        from gpuboard.agent.simulate import Simulated  # late: the demo's alone
+
+        probe = Simulated(config["simulate"], str(config.get("node")))
+    else:
+        probe = probes.Probe((channel.fd_in, channel.fd_out, channel.fd_noise))
+    first = probe.start()  # before anything else is imported: it takes longest
+    node = _Node(channel, config, probe, first)
+    try:
+        node.loop()
+    finally:
+        probe.stop()
+
+
+class _Node:
+    def __init__(self, channel: wire.Channel, config: "Dict[str, Any]", probe: "Any", first: int) -> None:
+        from gpuboard.agent import claims, procfs  # late: NVML's process is at work meanwhile
+
+        self.channel = channel
+        self.probe = probe
+        self.name = str(config.get("node"))
+        self.interval_s: "Optional[float]" = config.get("interval_s")
+        prefix = getattr(probe, "start_of_uuid", None)
+        self.claims = claims
+        self.folder = claims.Folder(str(config.get("claims_dir") or "/var/tmp"), prefix)
+        self.processes = procfs.Processes()
+        self.host = procfs.Host()
+        self.seq = 0
+        self.sent_version = 0
+        self.due: "Optional[float]" = None  # the next tick
+        self.wanted: "Optional[Tuple[int, float]]" = None  # pass a reading waits for, when it goes out anyway
+        self.reads: "List[Tuple[int, int, float]]" = []  # call id, pass, when to give up
+        now = time.monotonic()
+        if config.get("now"):
+            self.wanted = (first, now + FIRST_S)
+        if self.interval_s:
+            self.due = now + self.interval_s
+
+    def loop(self) -> None:
+        self.channel.send(hello(self.processes.user(os.getuid())))
+        while not self.channel.closed:
+            now = time.monotonic()
+            wake = [self.probe.check(now), self.due, self.wanted and self.wanted[1]] + [r[2] for r in self.reads]
+            times = [at for at in wake if at is not None]
+            self._wait(max(0.0, min(times) - now) if times else None)
+            now = time.monotonic()
+            if self.due is not None and now >= self.due:
+                self._tick(now)
+            self._send_what_is_ready(now)
+
+    def _wait(self, timeout_s: "Optional[float]") -> None:
+        channel = self.channel
+        poller = select.poll()
+        poller.register(channel.fd_in, select.POLLIN)
+        poller.register(channel.fd_noise, select.POLLIN)
+        poller.register(channel.fd_out, select.POLLOUT if channel.pending else 0)  # 0: only when nobody reads any more
+        for fd in self.probe.fds():
+            poller.register(fd, select.POLLIN)
+        for fd, event in poller.poll(None if timeout_s is None else int(timeout_s * 1000) + 1):
+            if fd == channel.fd_in:
+                for message in channel.read_available():
+                    self._message(message)
+            elif fd == channel.fd_noise:
+                channel.pass_noise()
+            elif fd == channel.fd_out:
+                if event & (select.POLLERR | select.POLLHUP):
+                    channel.closed = True
+                channel.flush()
+            elif fd in self.probe.fds():
+                self.probe.on_readable(fd)
+
+    def _message(self, message: "Dict[str, Any]") -> None:
+        if message.get("t") == "tick":
+            self.due = time.monotonic() + max(0.0, float(message["in_ms"]) / 1000.0)
+        elif message.get("t") == "call":
+            self._call(int(message["id"]), str(message.get("op")), message.get("args") or {})
+
+    def _call(self, call_id: int, op: str, args: "Dict[str, Any]") -> None:
+        if op == "read":
+            self.reads.append((call_id, self.probe.ask(), time.monotonic() + READ_S))
+        elif op == "carriers":
+            uuids = set(args.get("uuids") or ())
+            leave_out = [os.getpid()] + self.probe.pids()
+            found = self.processes.carriers(str(args["lease"]), self._pids_on(uuids), os.getuid(), leave_out)
+            self.channel.reply(call_id, {"processes": found})
+        elif op in self.claims.OPS:
+            try:
+                self.channel.reply(call_id, self.claims.handle(op, args, self.folder))
+            except self.claims.Refuse as refused:
+                self.channel.refuse(call_id, refused.kind, refused.message, refused.detail)
+        else:
+            self.channel.refuse(call_id, "unknown-op", "this agent knows no call %r" % op)
+
+    def _pids_on(self, uuids: "Any") -> "Any":
+        pids: "Set[int]" = set()
+        for reading in self.probe.readings(time.monotonic(), lambda pid, kind, memory: pid):
+            for part in [reading] + list(reading.get("mig", ())):
+                if part["uuid"] in uuids and self.probe.source == "nvml":
+                    pids.update(part.get("processes") or ())
+        return pids
+
+    def _tick(self, now: float) -> None:
+        if self.interval_s:
+            missed = int((now - (self.due or now)) / self.interval_s)  # after a sleep of the machine: no burst
+            self.due = (self.due or now) + (missed + 1) * self.interval_s
+        else:
+            self.due = None
+        if self.channel.pending < BACKLOG and self.wanted is None:
+            self.wanted = (self.probe.ask(), now + min(LATE_S, self.interval_s or LATE_S))
+
+    def _send_what_is_ready(self, now: float) -> None:
+        done, failed = self.probe.done, self.probe.error is not None
+        ticket = self.wanted is not None and (done >= self.wanted[0] or failed or now >= self.wanted[1])
+        answered = [read for read in self.reads if done >= read[1] or failed or now >= read[2]]
+        if not ticket and not answered:
+            return
+        if ticket:
+            self.wanted = None
+        self._reading(now)
+        for call_id, number, _ in answered:
+            if done >= number:
+                self.channel.reply(call_id, {"seq": self.seq})
+            else:
+                words = self.probe.error or "NVML has not answered for %.0f s" % READ_S
+                self.channel.refuse(call_id, "nvml", words)
+        self.reads = [read for read in self.reads if read not in answered]
+
+    def _reading(self, now: float) -> None:
+        if self.probe.version != self.sent_version or self.seq == 0:
+            self.sent_version = self.probe.version
+            self.channel.send(
+                {
+                    "t": "static",
+                    "gpus": self.probe.statics(),
+                    "driver": self.probe.driver,
+                    "cuda": self.probe.cuda,
+                    "source": self.probe.source,
+                }
+            )
+        self.seq += 1
+        alive: "Set[int]" = set()
+
+        def describe(pid: int, kind: str, memory: "Optional[int]") -> "Dict[str, Any]":
+            alive.add(pid)
+            return self.processes.describe(pid, kind, memory)
+
+        gpus = self.probe.readings(now, describe)
+        self.processes.forget(alive)
+        claims, claims_error = self.folder.read()
+        message = {
+            "t": "reading",
+            "seq": self.seq,
+            "at": time.time(),
+            "interval_s": self.interval_s or 0.0,
+            "gpus": gpus,
+            "nvml_error": self.probe.error or (None if self.probe.done else "NVML has not answered yet"),
+            "claims": claims,
+            "claims_error": claims_error,
+        }
+        message.update(self.host.reading())
+        self.channel.send(message)
+
+
+def hello(user: str) -> "Dict[str, Any]":
+    """Return the agent's first message."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot_id = file.read().strip()
+    return {
+        "t": "hello",
+        "hostname": os.uname().nodename,
+        "boot_id": boot_id,
+        "uid": os.getuid(),
+        "user": user,
+        "pid": os.getpid(),
+        "python": "%d.%d.%d" % sys.version_info[:3],
+        "addresses": addresses(),
+    }
+
+
+def addresses() -> "List[str]":
+    """Return this host's own addresses, IPv4 first, loopback and link-local ones left out (from /proc/net)."""
+    found: "List[str]" = []
+    try:
+        with open("/proc/net/fib_trie") as file:
+            last = ""
+            for line in file:
+                words = line.split()
+                if words[:1] == ["|--"]:
+                    last = words[1]
+                elif words == ["/32", "host", "LOCAL"] and not last.startswith("127.") and last not in found:
+                    found.append(last)
+        with open("/proc/net/if_inet6") as file:
+            for line in file:
+                digits, _, _, scope = line.split()[:4]
+                if scope == "00":  # global
+                    import socket  # late: only where there is IPv6
+
+                    found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    except OSError:
+        pass  # no IPv6, or a /proc without it
+    return found

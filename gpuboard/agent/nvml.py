@@ -1,0 +1,438 @@
+"""NVML through nvidia-ml-py, in a process of its own; the only importer of pynvml. Reads, never sets.
+
+The parent (gpuboard.agent.probe) never loads NVML: a call can hang for minutes, and then this process is killed or left
+behind. It talks with its parent through two pipes: messages are marshal with a 4-byte length (both ends are the same
+Python), a byte from the parent asks for one pass. Before it touches GPU k it writes k into shared memory, so that the
+parent knows who hangs.
+
+Messages: ``("init", error, driver, cuda, count)``, ``("static", {index: facts})``, ``("pass", {index: values})``; facts
+and values have the keys of gpuboard/model/gpu.py, processes as ``(pid, type, memory)``.
+"""
+
+import marshal
+import os
+import struct
+
+import pynvml
+
+MYPY = False
+if MYPY:
+    from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+
+    Processes = List[Tuple[int, str, Optional[int]]]
+
+NO_GPU = 255  # in shared memory: not inside a call that names a GPU
+
+_AFFINITY_WORDS = 16  # 1024 CPUs
+_SCOPE_NODE = 0
+_GPU, _NPU = 0, 1  # NVLink remote device types; anything else that is active leads to a switch
+# NVML_TOPOLOGY_* (INTERNAL 0 … SYSTEM 50) to the levels of NVIDIA's best-effort rule
+_LEVELS = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}
+_THROTTLE = (
+    (0x08, "hw_slowdown"),
+    (0x40, "hw_thermal"),
+    (0x80, "hw_power_brake"),
+    (0x20, "sw_thermal"),
+    (0x04, "sw_power_cap"),
+)
+_RECOVERY_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+_RECOVERY = {
+    0: "none",
+    1: "GPU reset",
+    2: "node reboot",
+    3: "drain of peer-to-peer traffic",
+    4: "drain and GPU reset",
+    5: "recovery of the IMEX domain",
+    6: "bus reset",
+    7: "system reboot",
+}
+
+
+def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optional[int]") -> None:
+    """Start NVML, send the facts and one pass, then a pass for every byte that arrives; end with ``fd_in``.
+
+    ``mark`` is two shared bytes: the GPU being read and a counter of progress. GPUs in ``skip`` are never touched;
+    with ``only`` no other one is.
+    """
+    try:
+        reader = _Reader(mark)
+    except pynvml.NVMLError as error:
+        _send(fd_out, ("init", _words(error), None, None, 0))
+        return
+    _send(fd_out, ("init", None, reader.driver, reader.cuda, reader.count))
+    wanted = [k for k in range(reader.count) if k not in skip and only in (None, k)]
+    reader.open(wanted)
+    facts = {k: reader.facts(k) for k in wanted}
+    reader.connections(facts)
+    _send(fd_out, ("static", facts))
+    layout: "Optional[Dict[int, Any]]" = None
+    while True:
+        values = {k: reader.values(k) for k in wanted}
+        now = {k: [m["uuid"] for m in values[k]["mig"]] for k in wanted if "mig" in values[k]}
+        if layout is not None and now != layout:  # someone made or removed MIG devices: their facts change too
+            for k in wanted:
+                if "error" not in facts[k]:
+                    facts[k]["mig"] = reader.mig_facts(k)
+            _send(fd_out, ("static", facts))
+        layout = now
+        mark[0] = NO_GPU
+        _send(fd_out, ("pass", values))
+        if not os.read(fd_in, 1):
+            return
+
+
+class _Reader:
+    """NVML, started. Raises NVMLError when it cannot be."""
+
+    def __init__(self, mark: "Any") -> None:
+        self.mark = mark
+        self.handles: "Dict[int, Any]" = {}
+        self.failed: "Dict[int, Any]" = {}  # index -> what its handle raised
+        self.uuids: "Dict[int, str]" = {}
+        self.pci: "Dict[int, str]" = {}
+        self.chosen: "Dict[str, Any]" = {}
+        pynvml.nvmlInit()
+        self.driver = _text(_ask(pynvml.nvmlSystemGetDriverVersion))
+        cuda = _ask(pynvml.nvmlSystemGetCudaDriverVersion)
+        self.cuda = None if cuda is None else "%d.%d" % (cuda // 1000, cuda % 1000 // 10)
+        self.count = int(pynvml.nvmlDeviceGetCount())
+        self.lists = _process_calls(self.driver or "")
+
+    def at(self, index: int) -> None:
+        self.mark[0] = index
+        self.mark[1] = (self.mark[1] + 1) % 256
+
+    def open(self, indexes: "List[int]") -> None:
+        """Get the handles, UUIDs and PCI addresses, which the facts of every other GPU refer to."""
+        for k in indexes:
+            self.at(k)
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(k)
+                self.uuids[k] = _text(pynvml.nvmlDeviceGetUUID(handle)) or ""
+                self.pci[k] = (_text(pynvml.nvmlDeviceGetPciInfo(handle).busId) or "").upper()
+                self.handles[k] = handle
+            except pynvml.NVMLError as error:
+                self.failed[k] = error
+
+    def facts(self, k: int) -> "Dict[str, Any]":
+        """Return the GpuStatic of GPU ``k`` without connections, as far as known; a failure if it has no handle."""
+        if k not in self.handles:
+            return _failure(self.failed[k])
+        self.at(k)
+        handle = self.handles[k]
+        facts = {"index": k, "uuid": self.uuids[k], "name": "", "pci_bus_id": self.pci[k], "links": {}, "pci": {}}
+        try:
+            facts["name"] = _text(pynvml.nvmlDeviceGetName(handle))
+            facts["pcie_generation_max"] = _ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
+            facts["pcie_width_max"] = _ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
+            facts["numa_node"] = _numa_node(handle, self.pci[k])
+            facts["cpus"] = _cpus(_ask(pynvml.nvmlDeviceGetCpuAffinity, handle, _AFFINITY_WORDS))
+            facts["mig"] = self.mig_facts(k)
+            facts["memory_total"], _, facts["memory_reserved"] = self._memory(handle)
+        except pynvml.NVMLError:
+            return facts  # its readings will say what is wrong with it
+        return facts
+
+    def connections(self, facts: "Dict[int, Dict[str, Any]]") -> None:
+        """Fill in ``links`` and ``pci``. Through a switch a pair has as many links as the one that has fewer."""
+        good = [k for k in facts if "error" not in facts[k]]
+        by_pci = {_pci_key(self.pci[k]): k for k in good}
+        switched: "Dict[int, int]" = {}
+        for k in good:
+            self.at(k)
+            try:
+                direct, switched[k] = self._nvlinks(self.handles[k], by_pci)
+            except pynvml.NVMLError:
+                direct, switched[k] = {}, 0
+            for peer, count in direct.items():
+                facts[k]["links"][self.uuids[peer]] = count
+        for k in good:
+            for peer in good:
+                if peer != k and min(switched[k], switched[peer]):
+                    facts[k]["links"][self.uuids[peer]] = min(switched[k], switched[peer])
+        for place, k in enumerate(good):
+            for peer in good[place + 1 :]:
+                self.at(k)
+                try:
+                    common = pynvml.nvmlDeviceGetTopologyCommonAncestor(self.handles[k], self.handles[peer])
+                except pynvml.NVMLError:
+                    continue
+                level = _LEVELS.get(common)
+                if level is not None:
+                    facts[k]["pci"][self.uuids[peer]] = level
+                    facts[peer]["pci"][self.uuids[k]] = level
+
+    def _nvlinks(self, handle: "Any", by_pci: "Dict[Tuple[int, ...], int]") -> "Tuple[Dict[int, int], int]":
+        direct: "Dict[int, int]" = {}
+        switched = 0
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+            try:
+                if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
+                    continue
+            except pynvml.NVMLError:
+                break  # real links end before the largest number, with INVALID_ARGUMENT or NOT_SUPPORTED
+            kind = _ask(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+            remote = _ask(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+            peer = None if remote is None else by_pci.get(_pci_key(_text(remote.busId) or ""))
+            if peer is not None:
+                direct[peer] = direct.get(peer, 0) + 1
+            elif kind not in (_GPU, _NPU):  # a switch, which some systems call FFFFFFFF:FF:FF.0 of unknown type
+                switched += 1
+        return direct, switched
+
+    def values(self, k: int) -> "Dict[str, Any]":
+        """Return the GpuReading of GPU ``k`` as far as it could be read; ``error`` where the GPU as a whole fails."""
+        if k not in self.handles:
+            return _failure(self.failed[k])
+        self.at(k)
+        handle = self.handles[k]
+        values: "Dict[str, Any]" = {}
+        try:
+            values["memory_used"] = self._memory(handle)[1]
+            values["compute_mode"] = _need(pynvml.nvmlDeviceGetComputeMode, handle)
+            values["processes"] = self._processes(handle)
+            utilization = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+            values["utilization"] = None if utilization is None else utilization.gpu
+            values["temperature"] = self._first(
+                "temperature",
+                lambda: pynvml.nvmlDeviceGetTemperature(handle, 0),
+                lambda: pynvml.nvmlDeviceGetTemperatureV(handle, 0),
+            )
+            values["power"] = _watts(_ask(pynvml.nvmlDeviceGetPowerUsage, handle))
+            values["power_limit"] = _watts(_ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))
+            reasons = self._first(
+                "throttle",
+                lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
+                lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+            )
+            values["throttle"] = [word for bit, word in _THROTTLE if (reasons or 0) & bit]
+            values["pcie_generation"] = _ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle)
+            values["pcie_width"] = _ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle)
+            values["ecc_uncorrected"] = _ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0)
+            values["remap_pending"], values["remap_failed"] = _remap(handle)
+            values["recovery_action"] = _recovery(handle)
+            values["mig"] = self._mig_values(handle)
+        except pynvml.NVMLError as error:
+            values.update(_failure(error))
+        return values
+
+    def mig_facts(self, k: int) -> "Optional[List[Dict[str, Any]]]":
+        """Return the MigStatic list of GPU ``k``; None where MIG is off or unknown."""
+        handle = self.handles[k]
+        if not _mig_enabled(handle):
+            return None
+        found = []
+        for device in _mig_devices(handle):
+            name = _text(_ask(pynvml.nvmlDeviceGetName, device)) or ""
+            found.append(
+                {
+                    "uuid": _text(pynvml.nvmlDeviceGetUUID(device)),
+                    "profile": name.rsplit("MIG ", 1)[-1],
+                    "memory_total": self._memory(device)[0],
+                    "gpu_instance": _ask(pynvml.nvmlDeviceGetGpuInstanceId, device),
+                    "compute_instance": _ask(pynvml.nvmlDeviceGetComputeInstanceId, device),
+                }
+            )
+        return found
+
+    def _mig_values(self, handle: "Any") -> "List[Dict[str, Any]]":
+        found = []
+        for device in _mig_devices(handle) if _mig_enabled(handle) else []:
+            values: "Dict[str, Any]" = {"uuid": _text(pynvml.nvmlDeviceGetUUID(device))}
+            try:
+                values["memory_used"] = self._memory(device)[1]
+                values["processes"] = self._processes(device)
+            except pynvml.NVMLError as error:
+                values["error"] = _words(error)
+            found.append(values)
+        return found
+
+    def _memory(self, handle: "Any") -> "Tuple[Optional[int], Optional[int], Optional[int]]":
+        """Return total, used without reserved, and reserved bytes.
+
+        v1 counts reserved memory as used; it serves drivers without v2, and what is reserved stays unknown there.
+        """
+        try:
+            memory = self._first_or_raise(
+                "memory",
+                lambda: pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2),
+                lambda: pynvml.nvmlDeviceGetMemoryInfo(handle),
+            )
+        except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission):
+            return None, None, None
+        reserved = getattr(memory, "reserved", None)
+        return int(memory.total), int(memory.used), None if reserved is None else int(reserved)
+
+    def _processes(self, handle: "Any") -> "Optional[Processes]":
+        """Return compute, MPS and graphics processes, each pid once; None where a list may not be read."""
+        found: "Dict[int, Tuple[int, str, Optional[int]]]" = {}
+        for kind, needed, calls in self.lists:
+            try:
+                records = self._first_or_raise(kind, *[lambda call=call: call(handle) for call in calls])
+            except pynvml.NVMLError_NotSupported:
+                if needed:
+                    return None
+                continue
+            except (pynvml.NVMLError_NoPermission, pynvml.NVMLError_FunctionNotFound):
+                if kind != "mps":
+                    return None
+                continue
+            for record in records:
+                pid, memory = int(record.pid), record.usedGpuMemory
+                if pid in found:
+                    memory = max(memory or 0, found[pid][2] or 0) or None
+                    found[pid] = (pid, found[pid][1], memory)
+                else:
+                    found[pid] = (pid, "graphics" if kind == "graphics" else "compute", memory)
+        return list(found.values())
+
+    def _first(self, what: str, *calls: "Callable[[], Any]") -> "Any":
+        try:
+            return self._first_or_raise(what, *calls)
+        except pynvml.NVMLError as error:
+            return _unless_lost(error)
+
+    def _first_or_raise(self, what: str, *calls: "Callable[[], Any]") -> "Any":
+        """Return the answer of the first call that this driver has; which one that is is remembered."""
+        start = self.chosen.get(what, 0)
+        for number in range(start, len(calls)):
+            try:
+                answer = calls[number]()
+            except pynvml.NVMLLibraryMismatchError:  # not an NVMLError: an unversioned call on an older driver
+                continue
+            except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_ArgumentVersionMismatch):
+                continue
+            self.chosen[what] = number
+            return answer
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+
+
+def _process_calls(driver: str) -> "List[Tuple[str, bool, List[Callable[[Any], Any]]]]":
+    """Return ``(kind, needed, calls)`` of the process lists.
+
+    Drivers 535.43 to 535.86 answer _v3 with a longer record than any before or after (garbage pids, the second process
+    lost); their _v2 is sound.
+    """
+    parts = driver.split(".")
+    release = tuple(int(part) for part in parts[:2]) if all(part.isdigit() for part in parts[:2]) else ()
+    versions = ("_v2",) if (535, 43) <= release <= (535, 86) else ("_v3", "_v2")
+    return [
+        (kind, needed, [getattr(pynvml, name + version) for version in versions])
+        for kind, needed, name in (
+            ("compute", True, "nvmlDeviceGetComputeRunningProcesses"),
+            ("mps", False, "nvmlDeviceGetMPSComputeRunningProcesses"),
+            ("graphics", False, "nvmlDeviceGetGraphicsRunningProcesses"),
+        )
+    ]
+
+
+def _need(call: "Callable[..., Any]", *args: "Any") -> "Any":
+    """Return the answer, None where this GPU or user has none. Raises NVMLError for any other failure."""
+    try:
+        return call(*args)
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission, pynvml.NVMLError_FunctionNotFound):
+        return None
+
+
+def _ask(call: "Callable[..., Any]", *args: "Any") -> "Any":
+    """Return the answer, None for a failure of something the state does not need. Raises NVMLError when it is lost."""
+    try:
+        return call(*args)
+    except pynvml.NVMLError as error:
+        return _unless_lost(error)
+
+
+def _unless_lost(error: "Any") -> None:
+    if error.value in (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED):
+        raise error
+
+
+def _failure(error: "Any") -> "Dict[str, Any]":
+    return {"error": _words(error), "lost": error.value == pynvml.NVML_ERROR_GPU_IS_LOST}
+
+
+def _words(error: "Any") -> str:
+    if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+        return "no NVIDIA driver here (libnvidia-ml.so.1 not found)"
+    return str(error)
+
+
+def _text(value: "Any") -> "Optional[str]":
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def _watts(milliwatts: "Optional[int]") -> "Optional[float]":
+    return None if milliwatts is None else milliwatts / 1000.0
+
+
+def _pci_key(address: str) -> "Tuple[int, ...]":
+    """Return domain, bus and device as numbers: the same address is written with 4 or 8 digits of domain."""
+    try:
+        return tuple(int(part, 16) for part in address.split(".", 1)[0].split(":"))
+    except ValueError:
+        return ()
+
+
+def _numa_node(handle: "Any", address: str) -> "Optional[int]":
+    """Return the NUMA node of the GPU's PCI slot (not nvmlDeviceGetNumaNodeId: that is the GPU's own memory)."""
+    key = _pci_key(address)
+    try:
+        with open("/sys/bus/pci/devices/%04x:%02x:%02x.0/numa_node" % key) as file:
+            node = int(file.read())
+            return node if node >= 0 else None
+    except (OSError, ValueError, TypeError):  # no sysfs of it: in some containers
+        nodes = _ask(pynvml.nvmlDeviceGetMemoryAffinity, handle, 1, _SCOPE_NODE)
+        return None if nodes is None or not nodes[0] else (int(nodes[0]) & -int(nodes[0])).bit_length() - 1
+
+
+def _cpus(words: "Any") -> "Optional[str]":
+    """Return a set of CPUs as ``0-15,32-47``."""
+    if words is None:
+        return None
+    cpus = [w * 64 + bit for w, word in enumerate(words) for bit in range(64) if word >> bit & 1]
+    ranges: "List[List[int]]" = []
+    for cpu in cpus:
+        if ranges and ranges[-1][1] == cpu - 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    return ",".join(str(a) if a == b else "%d-%d" % (a, b) for a, b in ranges) or None
+
+
+def _remap(handle: "Any") -> "Tuple[Optional[bool], Optional[bool]]":
+    """Return whether a row remap waits for a reset and whether one failed; before Ampere: page retirement."""
+    rows = _ask(pynvml.nvmlDeviceGetRemappedRows, handle)
+    if rows is not None:
+        return bool(rows[2]), bool(rows[3])
+    pending = _ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
+    return None if pending is None else bool(pending), None
+
+
+def _recovery(handle: "Any") -> "Optional[str]":
+    values = _ask(pynvml.nvmlDeviceGetFieldValues, handle, [_RECOVERY_FIELD])
+    if values is None or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
+        return None
+    number = int(values[0].value.uiVal)
+    return _RECOVERY.get(number, "action %d" % number)
+
+
+def _mig_enabled(handle: "Any") -> bool:
+    mode = _ask(pynvml.nvmlDeviceGetMigMode, handle)
+    return mode is not None and mode[0] == 1
+
+
+def _mig_devices(handle: "Any") -> "List[Any]":
+    found = []
+    for number in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        try:
+            found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))
+        except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
+            continue  # numbers may have gaps
+    return found
+
+
+def _send(fd_out: int, message: "Tuple[Any, ...]") -> None:
+    data = marshal.dumps(message, 2)
+    data = struct.pack("=I", len(data)) + data
+    while data:
+        data = data[os.write(fd_out, data) :]

@@ -1,0 +1,395 @@
+"""NVML's process: starts it, asks it, replaces it when a call hangs, and stamps what it said with its age.
+
+When a call on GPU k hangs, the process is killed and one without k is started, while GPU k is tried alone, with
+back-off; its last values go out with a growing age meanwhile. A process that cannot be killed (a call into the driver
+that does not return) is not waited for, and no second one is started for the same GPU.
+"""
+
+import errno
+import marshal
+import mmap
+import os
+import signal
+import struct
+import time
+
+MYPY = False
+if MYPY:
+    from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+
+CALL_S = 2.0  # a GPU that is silent for so long hangs; without the persistence daemon its first call may take 1 s
+START_S = 10.0  # the same for NVML as a whole
+RETRY_S = (5.0, 60.0)  # first and longest wait before another attempt
+FRESH_S = 60.0  # a GPU that fails is looked at with a newly started NVML so often
+_POLL_S = 0.25  # how often a busy process is looked at for progress
+_NO_GPU = 255  # gpuboard.agent.nvml.NO_GPU, which cannot be imported here: it loads NVML's bindings
+
+
+class _Child:
+    """One NVML process and our end of its pipes."""
+
+    def __init__(self, pid: int, fd_in: int, fd_out: int, mark: "Any", now: float) -> None:
+        self.pid = pid
+        self.fd_in = fd_in
+        self.fd_out = fd_out
+        self.mark = mark  # two shared bytes: the GPU being read, a counter of progress
+        self.born = now
+        self.busy = True
+        self.since = now  # when it was last seen to get on
+        self.seen = b""
+        self.data = bytearray()
+
+    def silent_s(self, now: float) -> float:
+        """Return how long a busy process has made no progress, in seconds."""
+        seen = bytes(self.mark[:2])
+        if seen != self.seen:
+            self.seen, self.since = seen, now
+        return now - self.since
+
+    def at(self) -> "Optional[int]":
+        """Return the GPU it is reading, None between them."""
+        return None if self.mark[0] == _NO_GPU else self.mark[0]
+
+    def receive(self) -> "Tuple[List[Any], bool]":
+        """Return (messages that have arrived whole, whether it has ended)."""
+        ended = False
+        while True:
+            try:
+                data = os.read(self.fd_in, 65536)
+            except OSError as error:
+                if error.errno == errno.EAGAIN:
+                    break
+                raise
+            if not data:
+                ended = True
+                break
+            self.data += data
+        messages = []
+        while len(self.data) >= 4:
+            size = struct.unpack("=I", bytes(self.data[:4]))[0]
+            if len(self.data) < 4 + size:
+                break
+            messages.append(marshal.loads(bytes(self.data[4 : 4 + size])))
+            del self.data[: 4 + size]
+        return messages, ended
+
+    def ask(self, now: float) -> None:
+        self.busy, self.since = True, now
+        try:
+            os.write(self.fd_out, b"r")
+        except OSError:
+            pass  # it has ended: the end-of-file on fd_in says so next
+
+    def close(self) -> None:
+        os.close(self.fd_in)
+        os.close(self.fd_out)
+
+
+class _Stuck:
+    """A GPU whose calls hang."""
+
+    def __init__(self, now: float, corpse: "Optional[int]", words: str) -> None:
+        self.since = now
+        self.wait_s = RETRY_S[0]
+        self.limit_s = CALL_S
+        self.retry_at = now + self.wait_s
+        self.corpse = corpse  # a process that has not ended yet though it was killed
+        self.words = words
+
+    def again(self, now: float, corpse: "Optional[int]") -> None:
+        self.wait_s = min(2 * self.wait_s, RETRY_S[1])
+        self.limit_s = min(2 * self.limit_s, START_S)  # perhaps it is only slow
+        self.retry_at = now + self.wait_s
+        self.corpse = corpse
+
+
+class Probe:
+    """The GPUs of this node as NVML shows them, whatever NVML does.
+
+    ``done`` counts completed passes over the GPUs; ``ask`` returns the number of the next one that starts. ``version``
+    changes when the static facts do. ``error`` says why NVML as a whole gives nothing.
+    """
+
+    source = "nvml"
+
+    def __init__(self, keep_out: "Tuple[int, ...]" = ()) -> None:
+        self.keep_out = keep_out  # descriptors that no NVML process may hold: the connection
+        self.driver: "Optional[str]" = None
+        self.cuda: "Optional[str]" = None
+        self.error: "Optional[str]" = None
+        self.version = 0
+        self.done = 0
+        self.count: "Optional[int]" = None
+        self.stuck: "Dict[int, _Stuck]" = {}
+        self._main: "Optional[_Child]" = None
+        self._trial: "Optional[_Child]" = None
+        self._trial_of = -1
+        self._started = 0
+        self._again = False  # somebody asked while a pass was under way
+        self._retry_at = 0.0
+        self._retry_s = RETRY_S[0]
+        self._corpses: "Set[int]" = set()
+        self._wedged: "Optional[int]" = None  # a corpse that hangs in NVML's start
+        self._facts: "Dict[int, Dict[str, Any]]" = {}
+        self._values: "Dict[int, Tuple[Dict[str, Any], float]]" = {}
+
+    def start(self) -> int:
+        """Start the NVML process, which makes a first pass by itself; return that pass's number."""
+        self._main = self._spawn(set(self.stuck), None)
+        self._started += 1
+        return self._started
+
+    def stop(self) -> None:
+        """Kill what was started; waits for nothing."""
+        for child in (self._main, self._trial):
+            if child is not None:
+                self._kill(child)
+        self._main = self._trial = None
+
+    def fds(self) -> "List[int]":
+        """Return the descriptors to poll for reading."""
+        return [child.fd_in for child in (self._main, self._trial) if child is not None]
+
+    def pids(self) -> "List[int]":
+        """Return the NVML processes."""
+        return [child.pid for child in (self._main, self._trial) if child is not None] + list(self._corpses)
+
+    def ask(self) -> int:
+        """Ask for a pass; return the number that ``done`` has reached once one is complete that starts from now on."""
+        if self._main is None:
+            return self._started + 1
+        if self._main.busy:
+            self._again = True
+            return self._started + 1
+        self._started += 1
+        self._main.ask(time.monotonic())
+        return self._started
+
+    def on_readable(self, fd: int) -> None:
+        """Take in what the process behind ``fd`` has said."""
+        now = time.monotonic()
+        if self._main is not None and fd == self._main.fd_in:
+            messages, ended = self._main.receive()
+            for message in messages:
+                self._take(message, now)
+            if ended:
+                self._main_ended(now)
+        elif self._trial is not None and fd == self._trial.fd_in:
+            messages, ended = self._trial.receive()
+            if any(message[0] == "pass" or (message[0] == "init" and message[1]) for message in messages) or ended:
+                self._trial_ended(ended and not messages, now)
+
+    def check(self, now: float) -> "Optional[float]":
+        """Kill what hangs and start what is due; return when to call again (monotonic seconds), None: no need."""
+        self._reap()
+        if self._main is not None and self._main.busy:
+            silent_s, at = self._main.silent_s(now), self._main.at()
+            if silent_s > (START_S if at is None else CALL_S):
+                self._main_hangs(at, silent_s, now)
+        if self._main is None and now >= self._retry_at and self._wedged not in self._corpses:
+            self.start()
+        if self._trial is not None:
+            stuck = self.stuck[self._trial_of]
+            if self._trial.silent_s(now) > stuck.limit_s:
+                child, self._trial = self._trial, None
+                stuck.again(now, self._kill(child))
+        elif self._main is not None:
+            for k, stuck in self.stuck.items():
+                if now >= stuck.retry_at and stuck.corpse not in self._corpses:
+                    self._trial_of, self._trial = k, self._spawn(set(), k)
+                    break
+        return self._next(now)
+
+    def statics(self) -> "List[Dict[str, Any]]":
+        """Return the GpuStatic of every GPU; one that was never readable has a name that says so."""
+        return [self._facts.get(k) or self._unread(k) for k in range(self.count or 0)]
+
+    def readings(self, now: float, describe: "Callable[[int, str, Optional[int]], Any]") -> "List[Dict[str, Any]]":
+        """Return the GpuReading of every GPU; ``describe`` turns pid, type and memory into a Process."""
+        return [self._reading(k, now, describe) for k in range(self.count or 0)]
+
+    def _reading(self, k: int, now: float, describe: "Callable[..., Any]") -> "Dict[str, Any]":
+        uuid = (self._facts.get(k) or self._unread(k))["uuid"]
+        if k not in self._values:
+            words = self.stuck[k].words if k in self.stuck else "not read yet"
+            return {"uuid": uuid, "error": words}
+        values, at = self._values[k]
+        reading = dict(values, uuid=uuid)
+        if now - at >= 0.05:
+            reading["delay_s"] = round(now - at, 2)
+        _describe(reading, describe)
+        reading["mig"] = [_describe(dict(device), describe) for device in reading.get("mig", ())]
+        return reading
+
+    def _unread(self, k: int) -> "Dict[str, Any]":
+        return {
+            "index": k,
+            "uuid": "unread-%s-%d" % (os.uname().nodename, k),
+            "name": "GPU that cannot be read",
+            "pci_bus_id": "",
+        }
+
+    def _take(self, message: "Tuple[Any, ...]", now: float) -> None:
+        if message[0] == "init":
+            self.error = message[1]
+            if self.error is None:
+                self.driver, self.cuda = message[2], message[3]
+                self._counted(message[4])
+        elif message[0] == "static":
+            self._learn(message[1])
+        elif self._main is not None:
+            for k, values in message[1].items():
+                self._values[k] = (values, now)
+            self._main.busy = False
+            self.done = self._started
+            self._retry_s = RETRY_S[0]
+            failing = any("error" in values for values in message[1].values())
+            if failing and now - self._main.born > FRESH_S:
+                self._kill(self._main)
+                self.start()
+            elif self._again:
+                self._again = False
+                self.ask()
+
+    def _counted(self, count: int) -> None:
+        """NVML's indexes mean other GPUs when there is another number of them: nothing known by index holds then."""
+        if self.count is not None and self.count != count:
+            self._facts, self._values = {}, {}
+            if self.stuck:
+                self.stuck = {}
+                self._restart()
+        self.count = count
+        self.version += 1
+
+    def _restart(self) -> None:
+        if self._main is not None:
+            self._kill(self._main)
+        self.start()
+
+    def _learn(self, facts: "Dict[int, Dict[str, Any]]") -> None:
+        before = dict(self._facts)
+        for k, fact in facts.items():
+            known = self._facts.get(k)
+            if "error" in fact:
+                continue  # no handle: what was known of it still holds
+            if self.stuck and known is not None and known["uuid"] == fact["uuid"]:
+                fact = dict(known, mig=fact.get("mig"))  # noqa: PLW2901 - links to a GPU that hangs are not forgotten
+            self._facts[k] = fact
+        if self._facts != before:
+            self.version += 1
+
+    def _main_hangs(self, at: "Optional[int]", silent_s: float, now: float) -> None:
+        child, self._main = self._main, None
+        assert child is not None
+        corpse = self._kill(child)
+        if at is None:
+            self.error = "NVML does not answer: a call has not returned for %.0f s" % silent_s
+            self._wedged = corpse
+            self._later(now)
+            return
+        self.stuck[at] = _Stuck(now, corpse, "NVML hangs: a call on this GPU has not returned for %.0f s" % silent_s)
+        self.version += 1
+        self.start()
+
+    def _main_ended(self, now: float) -> None:
+        child, self._main = self._main, None
+        assert child is not None
+        at = child.at()
+        self._kill(child)
+        if self.error is not None:
+            self._later(now)
+        elif at is not None:  # it crashed in the driver's library while it read this GPU
+            self.stuck[at] = _Stuck(now, None, "NVML crashed while it read this GPU")
+            self.version += 1
+            self.start()
+        else:
+            self.error = "the process that reads NVML has ended"
+            self._later(now)
+
+    def _trial_ended(self, crashed: bool, now: float) -> None:
+        child, self._trial = self._trial, None
+        assert child is not None
+        corpse = self._kill(child)
+        if crashed:
+            self.stuck[self._trial_of].again(now, corpse)
+            return
+        del self.stuck[self._trial_of]
+        self.version += 1
+        self._restart()
+
+    def _later(self, now: float) -> None:
+        self._retry_at = now + self._retry_s
+        self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+
+    def _next(self, now: float) -> "Optional[float]":
+        times = [stuck.retry_at for stuck in self.stuck.values()]
+        if self._main is None:
+            times.append(self._retry_at)
+        if self._trial is not None or (self._main is not None and self._main.busy):
+            times.append(now + _POLL_S)
+        return max(min(times), now + 0.05) if times else None
+
+    def _reap(self) -> None:
+        for pid in list(self._corpses):
+            try:
+                if os.waitpid(pid, os.WNOHANG)[0] == pid:
+                    self._corpses.discard(pid)
+            except OSError:
+                self._corpses.discard(pid)
+
+    def _kill(self, child: _Child) -> int:
+        child.close()
+        os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+        self._corpses.add(child.pid)
+        self._reap()
+        return child.pid
+
+    def _spawn(self, skip: "Set[int]", only: "Optional[int]") -> _Child:
+        mark = mmap.mmap(-1, 2)
+        mark[0] = _NO_GPU
+        theirs_in, fd_out = os.pipe()
+        fd_in, theirs_out = os.pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for fd in self.keep_out + (fd_in, fd_out):
+                    os.close(fd)
+                for other in (self._main, self._trial):
+                    if other is not None:
+                        other.close()
+                _serve(parent, (theirs_in, theirs_out), mark, skip, only)
+            finally:
+                os._exit(1)
+        os.close(theirs_in)
+        os.close(theirs_out)
+        os.set_blocking(fd_in, False)
+        os.set_blocking(fd_out, False)
+        return _Child(pid, fd_in, fd_out, mark, time.monotonic())
+
+
+def _serve(parent: int, fds: "Tuple[int, int]", mark: "Any", skip: "Set[int]", only: "Optional[int]") -> None:
+    """Be the NVML process."""
+    try:
+        import ctypes  # here alone, as nvml: the parent must never load NVML or its bindings
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the agent
+        if os.getppid() != parent:
+            os._exit(0)
+        from gpuboard.agent import nvml  # 30 ms; from its source, as it travels, 200
+
+        nvml.serve(fds[0], fds[1], mark, skip, only)
+        os._exit(0)
+    except (OSError, KeyboardInterrupt):
+        os._exit(0)  # the agent is gone
+    except BaseException:
+        import traceback  # late: only when something is wrong
+
+        os.write(2, traceback.format_exc().encode("utf-8", "replace"))
+
+
+def _describe(values: "Dict[str, Any]", describe: "Callable[..., Any]") -> "Dict[str, Any]":
+    processes = values.get("processes")
+    if processes is not None:
+        values["processes"] = [describe(pid, kind, memory) for pid, kind, memory in processes]
+    return values
