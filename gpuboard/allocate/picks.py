@@ -14,7 +14,7 @@ _MOST = 4096  # GPUs one node may be asked for: 0-999999999 is a slip
 def parse_picks(text: str, *, whole_nodes: bool = False) -> tuple[Pick, ...]:
     """Return the GPUs that ``text`` names, in its order; ``whole_nodes``: a node's name alone means all its GPUs.
 
-    Parts are joined by ``@``; a part is ``node:indexes`` or indexes (of the only node) or UUIDs; indexes are numbers and
+    Parts are joined by ``@``; a part is ``node:indexes``, indexes (of the only node) or UUIDs; indexes are numbers and
     ranges (``0,2-3``). Raises ValueError.
     """
     found: list[Pick] = []

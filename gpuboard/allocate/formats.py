@@ -1,0 +1,107 @@
+"""An allocation as text: for shells, dotenv, JSON, Open MPI's hostfile and rankfile, DeepSpeed, UUIDs. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gpuboard.allocate.shell import SHELLS, assignments
+from gpuboard.model.lease import Lease
+from gpuboard.model.rankmap import RankMap, RankNode
+from gpuboard.model.request import Refusal
+
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./,:@%+=-[]")
+
+
+class Allocation(msgspec.Struct, frozen=True):
+    """What was reserved: the lease, which rank gets which GPU, and why these."""
+
+    lease: Lease
+    rank_map: RankMap
+    why: str
+    rank_map_file: str = ""  # where the rank map lies
+    nodeset: str = ""  # the nodes, folded
+    here: str | None = None  # which of its nodes this machine is; None: none of them
+    schema: int = 1
+
+
+def render(allocation: Allocation, form: str, *, uuids: bool = False) -> str:
+    """Return ``allocation`` in one of shell.FORMATS; ``uuids``: CUDA_VISIBLE_DEVICES by UUID in place of indexes."""
+    rank_map = allocation.rank_map
+    if form in SHELLS:
+        return assignments(form, variables(allocation, uuids=uuids))
+    if form == "env":
+        values = variables(allocation, uuids=uuids)
+        return "".join(f"{name}={_dotenv(value)}\n" for name, value in values.items())
+    if form == "json":
+        value = {
+            "schema": 1,
+            "lease": msgspec.to_builtins(allocation.lease),
+            "rank_map": rank_map,
+            "why": allocation.why,
+            "rank_map_file": allocation.rank_map_file,
+        }
+        return _json(value)
+    if form == "rank-map":
+        return _json(rank_map)
+    if form == "hostfile":  # https://docs.open-mpi.org/en/v5.0.x/launching-apps/scheduling.html#hostfiles
+        return "".join(f"{node.name} slots={node.local_world_size}\n" for node in rank_map.nodes)
+    if form == "rankfile":  # mpirun(1), "Rankfiles": slot N is the node's Nth core; a core of its own for each rank
+        return "".join(f"rank {rank.rank}={rank.node} slot={rank.local_rank}\n" for rank in rank_map.ranks)
+    if form == "deepspeed":  # deepspeed --include
+        parts = [
+            f"{node.name}:{','.join(str(rank.index) for rank in rank_map.ranks if rank.node == node.name)}"
+            for node in rank_map.nodes
+        ]
+        return "@".join(parts) + "\n"
+    if form == "uuids":  # fits CUDA_VISIBLE_DEVICES as it is
+        return ",".join(rank.uuid for rank in rank_map.ranks) + "\n"
+    raise ValueError(f"no format {form!r}")
+
+
+def variables(allocation: Allocation, *, uuids: bool = False) -> dict[str, str]:
+    """Return the environment of the lease on this machine; CUDA_VISIBLE_DEVICES is empty when it has no GPU here.
+
+    Not MASTER_* nor WORLD_SIZE: they would make a plain ``python train.py`` wait for other ranks.
+    """
+    return {
+        "GPUBOARD_LEASE": allocation.lease.id,
+        "GPUBOARD_RANK_MAP": allocation.rank_map_file,
+        "GPUBOARD_NODES": allocation.nodeset,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": visible_devices(allocation.rank_map, allocation.here, uuids=uuids),
+    }
+
+
+def visible_devices(rank_map: RankMap, node: str | None, *, uuids: bool = False) -> str:
+    """Return CUDA_VISIBLE_DEVICES on ``node`` in the order of local ranks; "" when none of the GPUs is there."""
+    if uuids:
+        return ",".join(rank.uuid for rank in rank_map.ranks if rank.node == node)
+    found: RankNode | None = next((entry for entry in rank_map.nodes if entry.name == node), None)
+    return found.cuda_visible_devices if found else ""
+
+
+def render_refusal(refusal: Refusal) -> str:
+    """Return a refusal as ``--format json`` prints it."""
+    return render_error(refusal.code, refusal.message, refusal)
+
+
+def render_error(code: int, message: str, refusal: Refusal | None = None) -> str:
+    """Return the JSON of an allocation that failed."""
+    error = {
+        "code": code,
+        "message": message,
+        "gpus": refusal.gpus if refusal else (),
+        "nearest": refusal.nearest if refusal else "",
+    }
+    return _json({"schema": 1, "error": error})
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode() + "\n"
+
+
+def _dotenv(text: str) -> str:
+    """Return ``text`` as dotenv files have it: bare where every reader takes that (docker's takes nothing else)."""
+    if set(text) <= _PLAIN:
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$") + '"'

@@ -1,0 +1,69 @@
+"""Chosen GPUs → the rank map: which rank runs where, at which address. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpuboard.model.rankmap import Rank, RankMap, RankNode
+from gpuboard.model.request import Chosen
+
+LOOPBACK = "127.0.0.1"
+
+
+def rank_map(lease: str | None, gpus: Sequence[Chosen], addresses: Mapping[str, str]) -> RankMap:
+    """Return the map for ``gpus``, which are in rank order, nodes one after the other.
+
+    ``addresses``: where other nodes reach each node; one node alone is given the loopback address.
+    """
+    names = list(dict.fromkeys(gpu.node for gpu in gpus))
+    ranks: list[Rank] = []
+    nodes: list[RankNode] = []
+    for node_rank, name in enumerate(names):
+        here = [gpu for gpu in gpus if gpu.node == name]
+        devices = [gpu.uuid if gpu.uuid.startswith("MIG-") else str(gpu.index) for gpu in here]
+        address = LOOPBACK if len(names) == 1 else addresses.get(name, name)
+        nodes.append(RankNode(name, address, node_rank, len(here), ",".join(devices)))
+        ranks += [
+            Rank(len(ranks) + local_rank, name, local_rank, gpu.index, gpu.uuid, gpu.memory_fraction)
+            for local_rank, gpu in enumerate(here)
+        ]
+    return RankMap(1, lease, nodes[0].address, 0, len(ranks), nodes, ranks)
+
+
+def reachable_addresses(own: Mapping[str, Sequence[str]], asked: Mapping[str, str]) -> dict[str, str]:
+    """Return the address of each node that the others most likely reach.
+
+    ``own``: the addresses each node says it has; ``asked``: what the client connects to, taken when it is one of them
+    or when a node says nothing. An address that two nodes have (a container bridge's) reaches neither from the other;
+    of the others the one that shares most leading bits with an address of every other node wins: the common network.
+    """
+    counts: dict[str, int] = {}
+    for addresses in own.values():
+        for address in set(addresses):
+            counts[address] = counts.get(address, 0) + 1
+    usable = {
+        name: [a for a in addresses if counts[a] == 1 and _bits(a) and not a.startswith(("127.", "169.254."))]
+        for name, addresses in own.items()
+    }
+    found: dict[str, str] = {}
+    for name in own:
+        mine = usable[name]
+        if asked.get(name) in mine or not mine:
+            found[name] = asked.get(name, name)
+            continue
+        others = [usable[other] for other in own if other != name and usable[other]]
+        shared = {a: sum(max(_common(_bits(a), _bits(b)) for b in addresses) for addresses in others) for a in mine}
+        found[name] = max(mine, key=lambda a: (shared[a], -mine.index(a)))
+    return found
+
+
+def _bits(address: str) -> str:
+    """Return an IPv4 address as 32 binary digits, "" for anything else."""
+    parts = address.split(".")
+    if len(parts) != 4 or not all(part.isascii() and part.isdigit() and int(part) < 256 for part in parts):
+        return ""
+    return "".join(f"{int(part):08b}" for part in parts)
+
+
+def _common(one: str, two: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b), len(one))
