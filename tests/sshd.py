@@ -1,4 +1,4 @@
-"""A real sshd on 127.0.0.1 for tests that need ssh but no nodes of their own: keys, ssh_config and known_hosts included."""
+"""A real sshd on 127.0.0.1, with keys, ssh_config and known_hosts, for tests that need ssh but no nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SSH through asyncssh, in one event loop thread for all nodes; the only module that imports it (240 ms)."""
+"""SSH through asyncssh (240 ms to import), in one event loop thread for all nodes; the door to that library."""
 
 from __future__ import annotations
 

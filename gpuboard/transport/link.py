@@ -34,6 +34,7 @@ class Pending:
     def __init__(self, node: str) -> None:
         self._node = node
         self._done = threading.Event()
+        self._sent = time.monotonic()
         self._value: msgspec.Raw | None = None
         self._error: CallFailed | LinkLost | None = None
 
@@ -45,7 +46,7 @@ class Pending:
     def result(self, timeout_s: float) -> Any:
         """Return the reply's value as plain dicts and lists. Raises CallFailed and LinkLost."""
         if not self._done.wait(max(0.0, timeout_s)):
-            raise LinkLost(self._node, f"no answer in {timeout_s:.0f} s")
+            raise LinkLost(self._node, f"no answer in {time.monotonic() - self._sent:.1f} s")
         if self._error is not None:
             raise self._error
         assert self._value is not None
