@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -38,6 +39,13 @@ class Context:
     def colour(self) -> bool:
         """Whether stdout takes colour: a terminal that is not dumb, and no NO_COLOR (https://no-color.org)."""
         return self.stdout_is_tty and not self.env.get("NO_COLOR") and self.env.get("TERM") != "dumb"
+
+    @property
+    def width(self) -> int | None:
+        """The terminal's width in cells; without a terminal that of COLUMNS, or None: whoever reads it cuts it."""
+        if self.stdout_is_tty or self.env.get("COLUMNS", "").isdigit():
+            return max(24, shutil.get_terminal_size().columns)
+        return None
 
     @cached_property
     def configuration(self) -> Configuration:

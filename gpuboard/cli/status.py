@@ -219,14 +219,7 @@ def _show(snapshot: Snapshot, context: Context, *, json: bool) -> None:
         sys.stdout.buffer.write(msgspec.json.encode(snapshot) + b"\n")
         sys.stdout.buffer.flush()
     else:
-        print("\n".join(table(snapshot, _width(context), colour=context.colour)))
-
-
-def _width(context: Context) -> int | None:
-    """Return the terminal's width; without a terminal that of COLUMNS, or none: whoever reads it cuts it himself."""
-    if context.stdout_is_tty or context.env.get("COLUMNS", "").isdigit():
-        return max(24, shutil.get_terminal_size().columns)
-    return None
+        print("\n".join(table(snapshot, context.width, colour=context.colour)))
 
 
 def _watch(fleet: Fleet, context: Context, interval_s: float, *, json: bool) -> None:
@@ -251,12 +244,12 @@ def _watch(fleet: Fleet, context: Context, interval_s: float, *, json: bool) -> 
 def _frame(snapshot: Snapshot, context: Context, interval_s: float) -> str:
     """Return one picture: home, every line with its rest erased, the screen below erased; nothing is cleared first."""
     height = shutil.get_terminal_size().lines
-    *lines, blank, total = table(snapshot, _width(context), colour=context.colour)
+    *lines, blank, total = table(snapshot, context.width, colour=context.colour)
     room = height - 4
     if len(lines) > room:
         lines = [*lines[: room - 1], f"… {len(lines) - room + 1} more rows: a taller terminal, or --nodes, shows them"]
     stamp = time.strftime("%H:%M:%S")
-    head = elide(f"{stamp}  every {interval_s:g} s, ctrl-C ends", _width(context) or 80)
+    head = elide(f"{stamp}  every {interval_s:g} s, ctrl-C ends", context.width or 80)
     body = "".join(f"{line}\x1b[K\r\n" for line in [head, *lines, blank])
     # 2026: the terminal shows it all at once where it knows how ("synchronized output")
     return f"\x1b[?2026h\x1b[H{body}{total}\x1b[K\x1b[J\x1b[?2026l"

@@ -1,0 +1,117 @@
+"""`gpuboard leases`: who reserved what, from when, until when."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gpuboard.cli.context import Context
+from gpuboard.cli.status import NO_NODE_REACHED, nobody_reached, settled
+from gpuboard.cli.table import Cell, Column, Row, Step, render
+from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
+from gpuboard.model.text import clean
+from gpuboard.model.units import format_duration, iso
+
+if TYPE_CHECKING:
+    from gpuboard.cluster.fleet import Fleet
+    from gpuboard.model.reading import Holder
+    from gpuboard.model.snapshot import Snapshot
+
+NAME = "leases"
+HELP = "show who reserved what, and until when"
+
+COLUMNS = (
+    Column("LEASE"), Column("OWNER"), Column("GPUS"), Column("LEFT", right=True), Column("FROM"), Column("HOLDER"),
+    Column("WHAT"),
+)  # fmt: skip
+_LEASE, _OWNER, _GPUS, _LEFT, _FROM, _HOLDER, _WHAT = range(len(COLUMNS))
+STEPS = (
+    Step(_WHAT, 16), Step(_GPUS, 24), Step(_FROM, 0), Step(_OWNER, 12), Step(_HOLDER, 14), Step(_GPUS, 12),
+    Step(_HOLDER, 0), Step(_WHAT, 6), Step(_OWNER, 6),
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    parser.epilog = (
+        "examples:\n  gpuboard leases\n  gpuboard leases --json | jq -r '.leases[] | select(.owner == \"alice\").id'"
+    )
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    """Print the leases of the nodes in scope."""
+    with contextlib.closing(context.fleet()) as fleet:
+        fleet.start()
+        snapshot = settled(fleet, context)
+        found = leases(fleet, snapshot)
+    if args.json:
+        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+    else:
+        for line in table(found, context.width, colour=context.colour):
+            print(line)
+    return NO_NODE_REACHED if nobody_reached(snapshot) else 0
+
+
+def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
+    """Return the leases that the nodes' newest readings hold, and the nodes that could not be read."""
+    from gpuboard.ledger import holder as processes
+    from gpuboard.ledger.nodes import leases_of
+
+    def alive(holder: Holder) -> bool | None:
+        return processes.alive(processes.Holder(holder.host, holder.boot_id, holder.pid, holder.start))
+
+    now = time.time()
+    index = {gpu.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus}
+    index |= {mig.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus for mig in gpu.mig}
+    unread = [node.name for node in snapshot.nodes if node.state != "up"]
+    current = {node: claims for node, claims in fleet.claims().items() if node not in unread}
+    return LeaseList(schema=1, at=iso(now), leases=leases_of(current, index, now, alive), unread=unread)
+
+
+def table(found: LeaseList, width: int | None, *, colour: bool) -> list[str]:
+    """Return the lines to show. ``width`` in terminal cells; None: no limit."""
+    lines = ["no reservations"]
+    if found.leases:
+        lines = render(COLUMNS, [_row(lease) for lease in found.leases], STEPS, width, colour=colour)
+    if found.unread:
+        lines.append(f"not read, their reservations are missing here: {', '.join(clean(n, 64) for n in found.unread)}")
+    return lines
+
+
+def gpus_words(gpus: list[LeaseGpu]) -> str:
+    """Return GPUs as ``gpu01:0,2@gpu02:1``; one that is no longer in the readings by its UUID."""
+    return "@".join(
+        f"{clean(node, 64)}:{','.join(clean(g.uuid, 48) if g.index is None else str(g.index) for g in on_node)}"
+        for node, on_node in groupby(gpus, key=lambda gpu: gpu.node)
+    )
+
+
+def _row(lease: Lease) -> Row:
+    what = clean(lease.purpose)
+    if lease.flags:
+        what = f"{'+'.join(lease.flags)}; {what}" if what else "+".join(lease.flags)
+    return Row(
+        (
+            Cell(clean(lease.id, 32)),
+            Cell(clean(lease.owner, 64)),
+            Cell(gpus_words(lease.gpus)),
+            Cell(format_duration(lease.remaining_s)),
+            Cell(clean(lease.host, 64)),
+            Cell(_holder(lease)),
+            Cell(what, "35" if lease.flags else ""),
+        )
+    )
+
+
+def _holder(lease: Lease) -> str:
+    if lease.holder is None:
+        return "detached"
+    life = {True: "alive", False: "gone", None: "elsewhere"}[lease.holder.alive]
+    return f"pid {lease.holder.pid} {life}"

@@ -1,0 +1,91 @@
+"""`gpuboard release ID…|--mine`: end leases at once."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+from gpuboard.cli.context import Context
+from gpuboard.cli.leases import gpus_words, leases
+from gpuboard.cli.status import NO_NODE_REACHED, nobody_reached, settled
+from gpuboard.errors import NoSuchLease, UsageError
+from gpuboard.model.lease import Lease, LeaseGpu
+from gpuboard.model.text import clean
+
+if TYPE_CHECKING:
+    from gpuboard.cluster.fleet import Fleet
+    from gpuboard.ledger.nodes import Mine
+
+NAME = "release"
+HELP = "end leases of yours at once"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("ids", nargs="*", metavar="ID", help="a lease's id, or enough of its start")
+    parser.add_argument("--mine", action="store_true", help="all leases of yours on the nodes in scope")
+    parser.epilog = (
+        "examples:\n  gpuboard release k3f9\n  gpuboard release --mine\n\n"
+        "Nothing is killed: what still runs on the GPUs is shown as overdue.\n"
+        "exit code 5: no such lease, or not yours (root may release anybody's)"
+    )
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    """Release what was named; every id is tried, and the first failure decides the exit code."""
+    if args.mine == bool(args.ids):
+        raise UsageError("which lease? name it, or --mine, not both\n  see: gpuboard leases")
+    with contextlib.closing(context.fleet()) as fleet:
+        fleet.start()
+        snapshot = settled(fleet, context)
+        if nobody_reached(snapshot):
+            print("gpuboard: no node could be reached; `gpuboard status` shows why", file=sys.stderr)
+            return NO_NODE_REACHED
+        found = leases(fleet, snapshot)
+        codes = [_release(mine, found.leases, fleet, context) for mine in chosen(args.ids, fleet, found.unread)]
+    if not codes:
+        print("you have no leases here")
+    return max(codes, default=0)
+
+
+def chosen(ids: list[str], fleet: Fleet, unread: list[str]) -> list[Mine]:
+    """Return the leases that ``ids`` name, all of ours without ids. Raises NoSuchLease before anything is changed."""
+    from gpuboard.ledger import nodes as ledger
+
+    claims, uids = fleet.claims(), fleet.uids()
+    if not ids:
+        return list(ledger.mine(claims, uids).values())
+    found = {}
+    for text in ids:
+        try:
+            mine = ledger.find(text, claims, uids)
+        except NoSuchLease as error:
+            where = [node for node, on in claims.items() if uids.get(node) == 0 and any(c.lease == text for c in on)]
+            if where:  # root may end anybody's
+                mine = ledger.Mine(text, {n: [c.uuid for c in claims[n] if c.lease == text] for n in where}, where)
+            elif unread:
+                raise NoSuchLease(f"{error}; not read, so it may lie there: {', '.join(unread)}") from None
+            else:
+                raise
+        found[mine.lease] = mine
+    return list(found.values())
+
+
+def _release(mine: Mine, known: list[Lease], fleet: Fleet, context: Context) -> int:
+    from gpuboard.ledger import keeper
+    from gpuboard.ledger import nodes as ledger
+
+    keeper.forget(mine.lease, context.env)  # first, so that it does not take the release for a loss
+    outcome = ledger.release(fleet.call, mine.lease, mine.nodes)
+    index = {gpu.uuid: gpu.index for lease in known for gpu in lease.gpus}
+    gpus = [LeaseGpu(node, index.get(uuid), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
+    if gpus:
+        print(f"released {mine.lease}: {gpus_words(gpus)}")
+    for node, error in outcome.failed.items():
+        print(
+            f"gpuboard: {mine.lease}: {clean(str(error))}; without its keeper what lies on {node} lapses within 90 s",
+            file=sys.stderr,
+        )
+    return 1 if outcome.failed else 0

@@ -1,0 +1,54 @@
+"""`gpuboard renew ID --for D`: a lease ends D from now."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+
+from gpuboard.cli.context import Context
+from gpuboard.cli.leases import leases
+from gpuboard.cli.options import typed
+from gpuboard.cli.release import chosen
+from gpuboard.cli.status import NO_NODE_REACHED, nobody_reached, settled
+from gpuboard.errors import UsageError
+from gpuboard.model.text import clean
+from gpuboard.model.units import format_duration, iso, parse_duration
+
+NAME = "renew"
+HELP = "let a lease of yours end at another time"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("id", metavar="ID", help="the lease's id, or enough of its start")
+    parser.add_argument(
+        "--for", dest="for_s", required=True, type=typed(parse_duration), metavar="D", help="from now: 30m, 8h, 2d"
+    )
+    parser.epilog = "example:\n  gpuboard renew k3f9 --for 8h\n\nexit code 5: no such lease, or not yours"
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    """Renew one lease on every node it covers."""
+    most_s = parse_duration(context.settings.max_lease)
+    if args.for_s > most_s:
+        raise UsageError(f"--for {format_duration(args.for_s)} is above max_lease, {format_duration(most_s)} here")
+    from gpuboard.ledger import keeper
+    from gpuboard.ledger import nodes as ledger
+
+    with contextlib.closing(context.fleet()) as fleet:
+        fleet.start()
+        snapshot = settled(fleet, context)
+        if nobody_reached(snapshot):
+            print("gpuboard: no node could be reached; `gpuboard status` shows why", file=sys.stderr)
+            return NO_NODE_REACHED
+        [mine] = chosen([args.id], fleet, leases(fleet, snapshot).unread)
+        outcome = ledger.renew(fleet.call, mine.lease, mine.nodes, args.for_s)
+    if outcome.done:
+        keeper.renew(mine.lease, args.for_s, context.env)
+        where = "" if not outcome.failed else f" on {', '.join(outcome.done)}"
+        print(f"{mine.lease} now ends {iso(time.time() + args.for_s)}, in {format_duration(args.for_s)}{where}")
+    for node, error in outcome.failed.items():
+        print(f"gpuboard: {mine.lease} was not renewed on {node}: {clean(str(error))}", file=sys.stderr)
+    return 1 if outcome.failed else 0

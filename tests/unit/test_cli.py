@@ -1,0 +1,165 @@
+"""The front door: dispatch, help, errors and exit codes, with whole processes where it matters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpuboard.cli.main import COMMANDS, GROUPS, load, main, parser_of, split
+from gpuboard.errors import UsageError
+
+
+def gpuboard(*args: str, env: dict[str, str] | None = None, stdout: int = subprocess.PIPE) -> tuple[int, str, str]:
+    """Run gpuboard as people do; return exit code, stdout and stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuboard", *args], stdout=stdout, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+        text=True, timeout=60, env={**os.environ, **(env or {})},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], (None, [])),
+        (["--json"], (None, ["--json"])),
+        (["status", "--json"], ("status", ["--json"])),
+        (["--nodes", "gpu01", "status"], ("status", ["--nodes", "gpu01"])),
+        (["--nodes=gpu01", "status"], ("status", ["--nodes=gpu01"])),
+        (["--config", "x", "run", "--n", "1", "--", "ls", "-l"], ("run", ["--config", "x", "--n", "1", "--", "ls", "-l"])),
+        (["--nodes"], (None, ["--nodes"])),
+        (["--", "status"], (None, ["--", "status"])),
+    ],
+)  # fmt: skip
+def test_the_command_is_the_first_word(argv: list[str], expected: tuple[str | None, list[str]]) -> None:
+    assert split(argv) == expected
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: gpuboard {name}")
+    assert "example" in out
+    assert "--nodes NODESET" in out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_module_bears_its_name_and_a_line_of_help(name: str) -> None:
+    command = load(name)
+    assert command.NAME == name
+    assert 10 < len(command.HELP.splitlines()[0]) <= 100
+    assert parser_of(command).prog == f"gpuboard {name}"
+
+
+def test_help_lists_every_command_in_its_group() -> None:
+    code, out, err = gpuboard("--help")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    for group, names in GROUPS.items():
+        start = lines.index(f"{group}:") + 1
+        assert tuple(line.split()[0] for line in lines[start : start + len(names)]) == names
+    assert gpuboard("help")[1] == out
+    assert [line for line in lines if len(line) > 118] == []
+
+
+def test_help_of_one_command_by_either_way() -> None:
+    assert gpuboard("help", "leases")[1] == gpuboard("leases", "--help")[1]
+
+
+def test_version() -> None:
+    assert gpuboard("--version")[:2] == (0, "gpuboard 0.1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("statsu",), "'statsu' is not a command; did you mean `gpuboard status`?"),
+        (("zzz",), "'zzz' is not a command; commands are: status, allocate, "),
+        (("status", "--jsno"), "--jsno: no such option; did you mean --json?"),
+        (("status", "surplus"), "surplus: no such argument"),
+        (("status", "--watch", "0"), "argument --watch: '0' is not between 0.2 seconds and a day"),
+        (("status", "--watch", "x"), "argument --watch: 'x' is not a duration"),
+        (("renew", "k3f9"), "the following arguments are required: --for"),
+        (("renew", "k3f9", "--for", "3"), "argument --for: '3' is not a duration; write 30s, 15m"),
+        (("release",), "which lease? name it, or --mine"),
+        (("status", "--js"), "--js: no such option; did you mean --json?"),
+    ],
+)
+def test_usage_errors_exit_2_with_the_cure(argv: tuple[str, ...], words: str) -> None:
+    code, out, err = gpuboard(*argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("gpuboard: ")
+    assert words in err
+
+
+def test_a_bad_setting_stops_every_command_that_needs_settings(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("nodes = 3")
+    for command in ("config", "status", "leases"):
+        code, out, err = gpuboard(command, "--config", str(file))
+        assert (code, out) == (2, "")
+        assert err == f"gpuboard: {file}: Expected `array`, got `int` - at `$.nodes`\n"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m gpuboard config | head -c 1", shell=True, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_full_disk_under_stdout_is_said() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        code, _, err = gpuboard("config", stdout=full)
+    finally:
+        os.close(full)
+    assert code == 1
+    assert err.startswith("gpuboard: No space left on device")
+    assert err.count("\n") == 1
+
+
+def test_an_unexpected_exception_is_one_line_and_the_traceback_on_demand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> int:
+        raise LookupError("no such thing")
+
+    monkeypatch.setattr("gpuboard.cli.config.run", broken)
+    assert main(["config"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("gpuboard: this is a bug: LookupError at test_cli.py:")
+    assert "Traceback" not in err
+    monkeypatch.setenv("GPUBOARD_DEBUG", "1")
+    assert main(["config"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpuboard.cli.config.run", interrupted)
+    assert main(["config"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_an_unknown_command_raises_usage_error_before_any_import() -> None:
+    with pytest.raises(UsageError):
+        load("os")
+
+
+def test_config_shows_each_origin(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('nodes = ["gpu[01-02]"]\ncluster = "lab"\n')
+    env = {"GPUBOARD_CLUSTER": "elsewhere"}
+    code, out, _ = gpuboard("config", "--config", str(file), "--nodes", "gpu02", "--json", env=env)
+    assert code == 0
+    assert '"cluster": {"value": "elsewhere", "origin": "environment"}' in out
+    assert '"nodes": {"value": ["gpu02"], "origin": "command line"}' in out
+    assert '"python": {"value": "python3", "origin": "default"}' in out
