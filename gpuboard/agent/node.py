@@ -71,6 +71,7 @@ class _Node:
 
     def loop(self) -> None:
         self.channel.send(hello(self.processes.user(os.getuid())))
+        self._send_what_is_ready(time.monotonic())  # simulated GPUs keep nobody waiting
         while not self.channel.closed:
             now = time.monotonic()
             wake = [self.probe.check(now), self.due, self.wanted and self.wanted[1]] + [r[2] for r in self.reads]

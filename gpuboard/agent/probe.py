@@ -245,8 +245,7 @@ class Probe:
             self._retry_s = RETRY_S[0]
             failing = any("error" in values for values in message[1].values())
             if failing and now - self._main.born > FRESH_S:
-                self._kill(self._main)
-                self.start()
+                self._restart()
             elif self._again:
                 self._again = False
                 self.ask()
@@ -262,8 +261,9 @@ class Probe:
         self.version += 1
 
     def _restart(self) -> None:
-        if self._main is not None:
-            self._kill(self._main)
+        child, self._main = self._main, None  # first: a fork closes the descriptors of the processes we have
+        if child is not None:
+            self._kill(child)
         self.start()
 
     def _learn(self, facts: "Dict[int, Dict[str, Any]]") -> None:
