@@ -124,7 +124,21 @@ def _dispatch(argv: list[str]) -> int:
         context.said = [args.nodes]
     if args.config is not None:
         context.config_file = Path(args.config)
+    if command.NAME not in GROUPS["set up"]:
+        _mind_leases(context)
     return command.run(args, context)
+
+
+def _mind_leases(context: Context) -> None:
+    """Start the keeper again when one was killed and left leases behind, and say what was lost meanwhile."""
+    from gpuboard.ledger import keeper
+
+    try:
+        lost = keeper.restart_if_needed(context.env)
+    except keeper.KeeperError as error:
+        lost = [f"your leases are not kept alive: {error}"]
+    for words in lost:
+        say(words)
 
 
 def _help() -> str:
