@@ -9,18 +9,11 @@ import threading
 from collections.abc import Callable
 
 from gpuboard.transport.base import Handler, TransportError
-from gpuboard.transport.spawn import Child, agent_command, spawn
+from gpuboard.transport.spawn import Child, agent_command, spawn, take_prestarted
 
 _CHUNK = 262144
 _STDERR_KEPT = 65536
 _END_WAIT_S = 2.0  # an agent ends within this after its connection, whatever NVML does
-
-_prestarted: list[Child] = []
-
-
-def prestart() -> None:
-    """Start an agent now that the next channel of this machine will use, so that it loads while we import."""
-    _prestarted.append(spawn(agent_command()))
 
 
 class LocalTransport:
@@ -35,7 +28,8 @@ class LocalTransport:
         channel = LocalChannel(handler)
         self._channels = [c for c in self._channels if not c.over] + [channel]
         try:
-            child = _prestarted.pop() if _prestarted and self._command is agent_command else spawn(self._command())
+            ahead = take_prestarted() if role == "node" and self._command is agent_command else None
+            child = ahead or spawn(self._command())
         except OSError as error:
             channel.fail(TransportError("no-python", f"the agent cannot be started: {error}"))
             return channel
@@ -44,8 +38,6 @@ class LocalTransport:
 
     def close(self) -> None:
         """End every child at once."""
-        while _prestarted:
-            _end(_prestarted.pop())
         for channel in self._channels:
             channel.close()
 

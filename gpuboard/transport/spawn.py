@@ -10,8 +10,12 @@ import sys
 _BOOT = (
     "import sys; sys.path[:] = sys.path + {path!r}; package = type(sys)('gpuboard'); "
     "package.__path__ = [{package!r}]; sys.modules['gpuboard'] = package; "
-    "from gpuboard.agent.main import main; main()"
+    "{preload}from gpuboard.agent.main import main; main()"
 )
+# What role `node` imports, pynvml included: the NVML process is a fork and finds it loaded.
+_PRELOAD = "import json, gpuboard.agent.node, gpuboard.agent.nvml, gpuboard.agent.claims, gpuboard.agent.procfs; "
+
+_prestarted: list[Child] = []
 
 
 class Child:
@@ -24,10 +28,28 @@ class Child:
         self.stderr = stderr
 
 
-def agent_command() -> list[str]:
-    """Return the command line of an agent on this machine."""
+def prestart() -> None:
+    """Start an agent now, for role ``node``; the next local channel of that role takes it.
+
+    It loads its modules on the other core while we import ours, and then waits for the start line. One that nobody
+    takes ends with us.
+    """
+    _prestarted.append(spawn(agent_command(preload=True)))
+
+
+def take_prestarted() -> Child | None:
+    """Return the agent that was started ahead, once; None when there is none."""
+    return _prestarted.pop() if _prestarted else None
+
+
+def agent_command(*, preload: bool = False) -> list[str]:
+    """Return the command line of an agent on this machine; with ``preload`` it imports before the start line comes."""
     path = [entry for entry in sys.path if entry.startswith("/") and entry not in _stdlib()]
-    boot = _BOOT.format(path=path, package=os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    boot = _BOOT.format(
+        path=path,
+        preload=_PRELOAD if preload else "",
+        package=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    )
     return [sys.executable, "-I", "-S", "-c", boot]
 
 
