@@ -1,0 +1,221 @@
+"""The client of the keeper: start it, hand it a lease, take one back. On allocate's measured path: it imports little.
+
+started = start_early(env)                  # as soon as it is likely that a lease will be taken; 1 ms
+adopt(record(…), env, started)              # returns when the keeper has shown life on every claim
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpuboard import paths
+from gpuboard.ledger.holder import Holder
+from gpuboard.ledger.keeper_place import KeeperError, connect, folder_name, make_private, receive, send
+from gpuboard.ledger.keeper_record import KeptNode, Record
+
+__all__ = ["KeeperError", "KeptNode", "adopt", "forget", "record", "renew", "restart_if_needed", "start_early", "warn"]
+
+START_S = 10.0
+ADOPT_S = 10.0
+ADOPT_REMOTE_S = 30.0  # its own connection to every node, and the first touch there
+
+# Variables that the keeper is not started with: a lease's, by which we would take it for a carrier, and those by which
+# a CI runner or a batch system knows the children of a job, to kill them. The rest may be what a ProxyCommand needs.
+_JOB_VARIABLES = ("GPUBOARD_", "CUDA_", "SLURM_", "PBS_", "LSB_", "BUILD_", "JENKINS_", "HUDSON_", "CI_", "RUNNER_")
+
+# The loader: nothing of the caller's is inherited (a descriptor of `$(…)` would hang it, one under flock keep the
+# lock), and init is its parent, so that nobody's `wait` has it. `gpuboard` is a stub, as in transport/spawn.py.
+_BOOT = (
+    "import os, sys; os.closerange(3, 65536); os.fork() and os._exit(0); sys.path += {path!r}; "
+    "package = type(sys)('gpuboard'); package.__path__ = [{package!r}]; sys.modules['gpuboard'] = package; "
+    "from gpuboard.ledger.keeperd import main; main()"
+)
+
+
+class Started:
+    """A keeper that runs, or is on its way."""
+
+    def __init__(self, folder: str, env: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.connection = connect(folder)
+        self.pid: int | None = None
+        self.pipe = -1
+        if self.connection is None:
+            self.pid, self.pipe = _spawn(folder, env)
+
+    def link(self) -> socket.socket:
+        """Return a connection, waiting for the keeper's start. Raises KeeperError."""
+        if self.connection is None and self.pid is not None:
+            self._await()
+            self.connection = connect(self.folder)
+        if self.connection is None:
+            raise KeeperError(f"the keeper ended right after its start; its log is {self.folder}/log")
+        return self.connection
+
+    def close(self) -> None:
+        """Let go of it; without a lease it ends by itself."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+        if self.pipe >= 0:
+            os.close(self.pipe)
+            self.pipe = -1
+
+    def _await(self) -> None:
+        said = b""
+        deadline = time.monotonic() + START_S
+        while not said.endswith(b"ready\n"):
+            ready, _, _ = select.select([self.pipe], [], [], max(0.0, deadline - time.monotonic()))
+            chunk = os.read(self.pipe, 4096) if ready else b""
+            if not chunk:
+                words = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
+                raise KeeperError(f"the keeper did not start: {words or f'no word from it in {START_S:.0f} s'}")
+            said += chunk
+        if self.pid is not None:
+            os.waitpid(self.pid, 0)  # the process that forked the keeper has ended long ago
+            self.pid = None
+
+
+def record(
+    lease: str, nodes: Sequence[KeptNode], settings: dict[str, Any], holder: Holder | None, for_s: float
+) -> Record:
+    """Return the record of a lease just taken for ``for_s`` seconds. ``settings``: plain values of config.Settings."""
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return Record(lease, list(nodes), settings, holder, 0, 0, now, now + for_s)
+
+
+def start_early(env: Mapping[str, str]) -> Started:
+    """Start the keeper if none runs, without waiting for it. Raises KeeperError."""
+    return Started(_folder(env), env)
+
+
+def adopt(lease: Record, env: Mapping[str, str], started: Started | None = None) -> None:
+    """Hand ``lease`` to the keeper; return when it has shown life on its claims.
+
+    Raises KeeperError when the keeper does not start, does not answer or refuses; the caller then drops the claims.
+    """
+    timeout_s = ADOPT_REMOTE_S if any(node.host is not None for node in lease.nodes) else ADOPT_S
+    message = {"op": "adopt", "record": lease.plain()}
+    answer = _ask(started or start_early(env), message, timeout_s) or _ask(start_early(env), message, timeout_s)
+    if answer is None:
+        raise KeeperError("the keeper ended twice while it was handed a lease; its log lies in the state folder")
+    if "error" in answer:
+        raise KeeperError(f"the keeper does not take the lease: {answer['error']}")
+
+
+def forget(lease: str, env: Mapping[str, str]) -> None:
+    """Tell the keeper that ``lease`` is released: it shows no more life. Without a keeper the record is removed."""
+    if not _tell({"op": "forget", "lease": lease}, env):
+        path = f"{_folder(env)}/{lease}.json"
+        if os.path.exists(path):
+            os.unlink(path)
+
+
+def renew(lease: str, for_s: float, env: Mapping[str, str]) -> None:
+    """Tell the keeper that ``lease`` now ends ``for_s`` seconds from now."""
+    _tell({"op": "renew", "lease": lease, "for_s": for_s}, env)
+
+
+def restart_if_needed(env: Mapping[str, str]) -> list[str]:
+    """Start a keeper when leases of this host lie without one; return words for the user about leases that were lost.
+
+    One listing of a folder when there are none. Raises KeeperError.
+    """
+    folder = f"{paths.state_dir(env)}/keeper/{folder_name()}"
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []  # no lease was ever taken here
+    if any(name.endswith(".json") for name in names):
+        Started(folder, env).close()
+    if "lost" not in names:
+        return []
+    with open(f"{folder}/lost", encoding="utf-8") as file:
+        words = file.read().splitlines()
+    os.unlink(f"{folder}/lost")
+    return words
+
+
+def warn(env: Mapping[str, str]) -> list[str]:
+    """Return what on this host would kill the keeper before its leases end, in words for the user."""
+    from gpuboard.ledger.keeper_reapers import reapers  # late: read after the lease stands
+
+    return reapers(env)
+
+
+def _folder(env: Mapping[str, str]) -> str:
+    folder = f"{paths.state_dir(env)}/keeper/{folder_name()}"
+    make_private(folder)
+    return folder
+
+
+def _tell(message: dict[str, Any], env: Mapping[str, str]) -> bool:
+    """Tell a keeper that runs; return whether one does."""
+    connection = connect(f"{paths.state_dir(env)}/keeper/{folder_name()}")
+    if connection is None:
+        return False
+    with connection:
+        try:
+            send(connection, message)
+            return receive(connection, ADOPT_S) is not None
+        except OSError as error:
+            raise KeeperError(
+                f"the keeper does not answer: {error}; is it stopped? see `ps -ef | grep keeper`"
+            ) from error
+
+
+def _ask(started: Started, message: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+    """Return the keeper's answer; None when it ended instead (it was about to when we came)."""
+    try:
+        connection = started.link()
+        send(connection, message)
+        return receive(connection, timeout_s)
+    except TimeoutError:
+        raise KeeperError(
+            f"the keeper has not taken the lease within {timeout_s:.0f} s; its log is {started.folder}/log"
+        ) from None
+    except (BrokenPipeError, ConnectionResetError):
+        return None
+    except OSError as error:
+        raise KeeperError(f"the keeper cannot be spoken to: {error}") from error
+    finally:
+        started.close()
+
+
+def _spawn(folder: str, env: Mapping[str, str]) -> tuple[int, int]:
+    """Start a keeper; return the pid of the process that forks it, and the pipe on which it says that it is ready."""
+    import fcntl
+
+    pipe, write_end = os.pipe()
+    end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, 3)  # never 0 to 2, which the child's actions write over
+    os.close(write_end)
+    library = os.path.dirname(os.__file__)
+    path = [entry for entry in dict.fromkeys(sys.path) if entry.startswith("/") and not entry.startswith(library)]
+    boot = _BOOT.format(path=path, package=os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    command = [sys.executable, "-I", "-S", "-c", boot, folder]
+    try:
+        pid = os.posix_spawn(
+            command[0],
+            command,
+            {name: value for name, value in env.items() if not name.startswith(_JOB_VARIABLES)},
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, end, 1),
+                (os.POSIX_SPAWN_DUP2, end, 2),
+                (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            ],
+            setsid=True,
+            setsigdef=range(1, 32),
+            setsigmask=(),
+        )
+    except OSError as error:
+        os.close(pipe)
+        raise KeeperError(f"the keeper cannot be started with {sys.executable!r}: {error.strerror}") from error
+    finally:
+        os.close(end)
+    return pid, pipe

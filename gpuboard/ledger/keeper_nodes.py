@@ -1,0 +1,148 @@
+"""How the keeper reaches the nodes of its leases: claims of this host directly, all else through an agent.
+
+A keeper whose leases are all local, and whose holders live, needs nothing but the standard library. The transports are
+loaded for a remote node, and for the question who runs on the GPUs of a local one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpuboard.agent import claims
+from gpuboard.ledger.keeper_record import KeptNode
+
+if TYPE_CHECKING:
+    import queue
+
+    from gpuboard.transport.connector import Connector
+    from gpuboard.transport.link import AgentLink
+
+CALL_S = 20.0  # for a call, the connection's set-up included
+_LINGER_S = 15.0  # that an agent of this machine is kept for the next question
+
+
+class Answer(NamedTuple):
+    """What a node said to a call: ``kind`` is empty, or why there is no ``value`` (``lost``: it was not reached)."""
+
+    value: Any
+    kind: str = ""
+    words: str = ""
+
+
+Report = Callable[[Answer], None]
+Job = tuple[str, dict[str, Any], Report]
+
+
+def node_key(node: KeptNode, settings: dict[str, Any]) -> str:
+    """Return what tells nodes apart: leases of one node share its connection."""
+    reach = settings if node.host is not None else {}
+    return json.dumps([node.name, node.host, node.claims_dir, node.simulate, reach], sort_keys=True)
+
+
+class Connectors:
+    """The ways out of this process, made when first asked for: one connector for all nodes with the same settings."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Connector] = {}
+
+    def get(self, settings: dict[str, Any]) -> Connector:
+        """Return the connector for ``settings``. Raises ImportError and what msgspec says to wrong settings."""
+        import msgspec  # late, as all of this: 40 ms and several MB that a keeper of local leases does without
+
+        from gpuboard.config import Settings
+        from gpuboard.transport.connector import Connector
+
+        key = json.dumps(settings, sort_keys=True)
+        if key not in self._known:
+            self._known.setdefault(key, Connector(msgspec.convert(settings, Settings)))
+        return self._known[key]
+
+
+class NodeCalls:
+    """Calls to one node. Each is answered through its ``report``: at once or, from another thread, later."""
+
+    def __init__(self, node: KeptNode, settings: dict[str, Any], connectors: Connectors) -> None:
+        self.name = node.name
+        self._node = node
+        self._settings = settings
+        self._connectors = connectors
+        plain = node.host is None and node.simulate is None
+        self._folder = claims.Folder(node.claims_dir) if plain else None
+        self._jobs: queue.SimpleQueue[Job | None] | None = None
+
+    def call(self, op: str, args: dict[str, Any], report: Report) -> None:
+        """Ask the node. Never raises."""
+        if self._folder is not None and op in claims.OPS:
+            try:
+                report(Answer(claims.handle(op, args, self._folder)))
+            except claims.Refuse as refused:
+                report(Answer(None, refused.kind, refused.message))
+            return
+        if self._jobs is None:
+            import queue
+            import threading
+
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=self._serve, args=(self._jobs,), name=self.name, daemon=True).start()
+        self._jobs.put((op, args, report))
+
+    def close(self) -> None:
+        """End the connection, once the calls on their way are answered."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
+
+    def _serve(self, jobs: queue.SimpleQueue[Job | None]) -> None:
+        """Answer calls one by one, in a thread; a connection to another machine is kept, an agent here for a while."""
+        import queue
+
+        link: AgentLink | None = None
+        while True:
+            try:
+                job = jobs.get(timeout=_LINGER_S if self._node.host is None and link is not None else None)
+            except queue.Empty:
+                job = _IDLE
+            over = job is None or job is _IDLE
+            if job is not None and not over:
+                op, args, report = job
+                link, answer = self._ask(link, op, args)
+                report(answer)
+                over = answer.kind == "lost"
+            if over and link is not None:
+                link.close()
+                link = None
+            if job is None:
+                return
+
+    def _ask(self, link: AgentLink | None, op: str, args: dict[str, Any]) -> tuple[AgentLink | None, Answer]:
+        from gpuboard.errors import GpuboardError
+        from gpuboard.transport.base import CallFailed
+
+        try:
+            if link is None or link.over is not None:
+                link = self._connect()
+            return link, Answer(link.call(op, args, CALL_S))
+        except CallFailed as error:
+            return link, Answer(None, error.kind, error.message)
+        except (GpuboardError, OSError, ImportError, ValueError) as error:
+            return link, Answer(None, "lost", str(error))
+
+    def _connect(self) -> AgentLink:
+        config = {
+            "node": self.name,
+            "interval_s": None,
+            "claims_dir": self._node.claims_dir,
+            "simulate": self._node.simulate,
+            "now": False,
+        }
+        connector = self._connectors.get(self._settings)
+        return connector.open(self.name, self._node.host, role="node", config=config, listener=_ignore, ended=_ignore)
+
+
+def _ignore(_: object) -> None:
+    """Readings are none of the keeper's business, and of an ended link the next call hears."""
+
+
+_IDLE: Job = ("", {}, _ignore)  # nothing was asked for a while

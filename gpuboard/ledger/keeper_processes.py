@@ -1,0 +1,54 @@
+"""Processes on the keeper's own host that a lease outlives its holder for: carriers, and heirs that may become some."""
+
+from __future__ import annotations
+
+import os
+
+from gpuboard.ledger.holder import Process, own_pids, read_process
+
+
+def carriers(lease: str) -> list[int]:
+    """Return the pids of this user's processes that were started with GPUBOARD_LEASE=``lease``."""
+    wanted = b"\0GPUBOARD_LEASE=" + lease.encode() + b"\0"
+    found = []
+    for pid in own_pids():
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if wanted in b"\0" + file.read() + b"\0":
+                    found.append(pid)
+        except OSError:
+            continue  # ended, or it hides its memory: then nobody can tell
+    return found
+
+
+def heirs(session: int, group: int, created_s: float) -> list[int]:
+    """Return this user's processes that the dead holder left behind and that know its variables.
+
+    A subshell (``( … ) &``, a loop in the background) has them without showing them: /proc/PID/environ is what a
+    program was *started* with, and a fork starts none. It is one that began after the lease did (``created_s``, seconds
+    since boot), in the holder's session or process group, and has been orphaned: its parent is not of that session, so
+    what people start in the same terminal afterwards is none.
+    """
+    since = int(created_s * os.sysconf("SC_CLK_TCK")) - 1  # a start time is cut to whole ticks
+    family: dict[int, Process] = {}
+    for pid in own_pids():
+        process = read_process(pid)
+        if process is not None and process.state not in "ZX" and (process.session, process.group) != (0, 0):
+            family[pid] = process
+    young = {
+        pid: process
+        for pid, process in family.items()
+        if process.start >= since and (process.session == session or process.group == group) and pid != os.getpid()
+    }
+    return [pid for pid, process in young.items() if _orphaned(process, young, session)]
+
+
+def _orphaned(process: Process, young: dict[int, Process], session: int) -> bool:
+    seen = {process.pid}
+    while process.parent in young and process.parent not in seen:
+        process = young[process.parent]
+        seen.add(process.pid)
+    if process.parent <= 1:
+        return True
+    parent = read_process(process.parent)
+    return parent is None or parent.session != session

@@ -1,0 +1,63 @@
+"""What on a host ends background processes: the keeper would die with them, and the leases 90 s later."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Iterator, Mapping
+
+# logind.conf(5): the first folder that has logind.conf counts, drop-ins of all of them are read in order of name.
+_FOLDERS = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")
+
+
+def reapers(env: Mapping[str, str], root: str = "") -> list[str]:
+    """Return, in words for the user, what would kill this user's keeper; ``root`` is put before every path read."""
+    found = []
+    cgroup = _read(f"{root}/proc/self/cgroup")
+    user = pwd.getpwuid(os.geteuid()).pw_name if os.geteuid() else "root"
+    if "/session-" in cgroup and _kills_user_processes(root, user):
+        found.append(
+            "logind ends background processes at logout here (KillUserProcesses=yes): leases lapse 90 s later; "
+            "run the session under `systemd-run --user --scope` with `loginctl enable-linger`"
+        )
+    if env.get("SLURM_JOB_ID") and "/job_" in cgroup:
+        found.append(
+            f"Slurm ends every process of job {env['SLURM_JOB_ID']} with the job, the keeper too: your other leases on "
+            "this host lapse 90 s later, unless a gpuboard command runs by then"
+        )
+    return found
+
+
+def _kills_user_processes(root: str, user: str) -> bool:
+    """Tell whether logind kills ``user``'s processes at the end of a session (logind.conf(5))."""
+    values = {"KillUserProcesses": "no", "KillOnlyUsers": "", "KillExcludeUsers": "root"}
+    for key, value in _settings(root):
+        if key in values:
+            values[key] = value
+    only, excluded = values["KillOnlyUsers"].split(), values["KillExcludeUsers"].split()
+    kills = values["KillUserProcesses"].lower() in {"yes", "true", "on", "1", "y", "t"}
+    return kills and user not in excluded and (not only or user in only)
+
+
+def _settings(root: str) -> Iterator[tuple[str, str]]:
+    files = [next((path for folder in _FOLDERS if os.path.exists(path := f"{root}{folder}/logind.conf")), "")]
+    dropins: dict[str, str] = {}
+    for folder in reversed(_FOLDERS):  # of two drop-ins of one name that in /etc counts
+        try:
+            names = os.listdir(f"{root}{folder}/logind.conf.d")
+        except OSError:
+            continue
+        dropins.update({name: f"{root}{folder}/logind.conf.d/{name}" for name in names if name.endswith(".conf")})
+    for path in files + [dropins[name] for name in sorted(dropins)]:
+        for line in _read(path).splitlines():
+            key, equals, value = line.strip().partition("=")
+            if equals and not key.startswith(("#", ";")):
+                yield key.strip(), value.strip()
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
