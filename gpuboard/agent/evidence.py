@@ -1,0 +1,83 @@
+"""Why a rank was killed: what the memory cgroup counted and what the kernel's log says."""
+
+import os
+import re
+
+MYPY = False
+if MYPY:
+    from typing import Dict, Optional
+
+
+def oom_counts(pid: "int | str" = "self") -> "Dict[str, int]":
+    """Return oom_kill of the cgroup of ``pid`` and of those above it, by folder; empty where it cannot be read.
+
+    cgroup v2 counts in memory.events (kernel: Documentation/admin-guide/cgroup-v2.rst), v1 in memory.oom_control.
+    """
+    found: "Dict[str, int]" = {}
+    try:
+        with open("/proc/%s/cgroup" % pid) as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, name = "/sys/fs/cgroup", "memory.events"
+        elif "memory" in controllers.split(","):
+            base, name = "/sys/fs/cgroup/memory", "memory.oom_control"
+        else:
+            continue
+        while True:
+            folder = base + path.rstrip("/")
+            count = _count(os.path.join(folder, name))
+            if count is not None:
+                found[folder] = count
+            if path in ("", "/"):
+                break
+            path = os.path.dirname(path)
+    return found
+
+
+def oom_text(pid: int, before: "Dict[str, int]") -> "Optional[str]":
+    """Return the evidence that ``pid`` was killed for memory, None when there is none."""
+    kernel = _kernel_line(pid)
+    if kernel:
+        return "kernel: " + kernel
+    now = oom_counts()
+    grown = sorted((folder for folder in now if now[folder] > before.get(folder, 0)), key=len)
+    if grown:
+        folder = grown[-1]  # v2 counts upwards: the deepest one is where the limit was
+        return "%s: oom_kill %d -> %d" % (folder, before.get(folder, 0), now[folder])
+    return None
+
+
+def _count(path: str) -> "Optional[int]":
+    try:
+        with open(path) as file:
+            found = re.search(r"^oom_kill (\d+)$", file.read(), re.M)
+    except OSError:
+        return None
+    return int(found.group(1)) if found else None
+
+
+def _kernel_line(pid: int) -> "Optional[str]":
+    """Return the kernel's line about killing ``pid`` for memory, if this user may read the log."""
+    try:
+        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    found = None
+    pattern = re.compile(r"[Oo]ut of memory: Killed process %d |oom-kill:.*[,=]pid=%d\b" % (pid, pid))
+    try:
+        while True:
+            try:
+                record = os.read(fd, 8192).decode("utf-8", "replace")
+            except BrokenPipeError:
+                continue  # records were overwritten while we read: go on with the oldest left
+            text = record.partition(";")[2].partition("\n")[0]
+            if pattern.search(text):
+                found = text
+    except OSError:  # EAGAIN: read to the end
+        return found
+    finally:
+        os.close(fd)

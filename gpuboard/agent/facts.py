@@ -1,0 +1,137 @@
+"""What preflight wants to know of a node before ranks pass their gate (docs/launch-protocol.md, ``check``)."""
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import threading
+
+from gpuboard.agent import network, ranks
+
+MYPY = False
+if MYPY:
+    from typing import Any, Dict, List, Optional
+
+# Run by the training interpreter. It finds torch without importing it (1.75 s): version.py is executed by itself, and
+# NCCL's version is the name of its package's folder.
+_ASK = r"""
+import glob, hashlib, importlib.machinery as machinery, json, os, re, sys
+kind, name = sys.argv[1:3]
+def find(path, search):
+    spec = None
+    for part in path.split("."):
+        spec = machinery.PathFinder.find_spec(part, search)
+        if spec is None:
+            return None
+        search = spec.submodule_search_locations
+    return spec
+facts = {"python": sys.executable, "python_version": "%d.%d.%d" % sys.version_info[:3], "torch": None,
+         "torch_cuda": None, "nccl": None, "target_sha256": None}
+spec = find("torch", sys.path[1:])
+if spec is not None and spec.origin:
+    folder = os.path.dirname(spec.origin)
+    space = {}
+    try:
+        with open(os.path.join(folder, "version.py")) as file:
+            exec(file.read(), space)
+    except Exception:
+        pass
+    facts["torch"] = space.get("__version__") and str(space["__version__"])
+    facts["torch_cuda"] = space.get("cuda")
+    for found in glob.glob(os.path.join(os.path.dirname(folder), "nvidia_nccl_cu*.dist-info")):
+        facts["nccl"] = re.sub(r".*-(.*)\.dist-info", r"\1", found)
+target = name
+if kind != "script":
+    spec = find(name.partition(":")[0], [os.getcwd()] + sys.path[1:])
+    if spec is not None and spec.submodule_search_locations and kind == "module":
+        spec = find("__main__", spec.submodule_search_locations)
+    target = spec.origin if spec is not None else None
+if target and os.path.isdir(target):
+    target = os.path.join(target, "__main__.py")
+try:
+    with open(target or "", "rb") as file:
+        facts["target_sha256"] = hashlib.sha256(file.read()).hexdigest()
+except OSError as error:
+    facts["target_error"] = str(error) if target else "no module named %s" % name.partition(":")[0]
+print(json.dumps(facts))
+"""
+_ASK_S = 10.0  # a cold interpreter on a network file system is slow; a container more so
+_RESOLVE_S = 1.0
+
+
+def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, Any]":
+    """Return the facts. Raises ranks.NotStarted with ``cwd``, ``python`` or ``target``."""
+    if not os.path.isdir(config["cwd"]):
+        raise ranks.NotStarted(
+            "cwd", "there is no folder %s on this node; launch from one that every node has" % config["cwd"]
+        )
+    facts = _ask(config, environ)
+    if "target_error" in facts:
+        raise ranks.NotStarted(
+            "target", "%s cannot be read in %s: %s" % (config["target"]["name"], config["cwd"], facts["target_error"])
+        )
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    facts.update(
+        {
+            "cwd_exists": True,
+            "shm_free": shm.f_bavail * shm.f_frsize if shm else None,
+            "memlock": _limit(resource.RLIMIT_MEMLOCK),
+            "nofile": _limit(resource.RLIMIT_NOFILE),
+            "addresses": network.addresses(),
+            "hostname": socket.gethostname(),
+            "resolves": _resolve([socket.gethostname(), config["master_addr"]]),
+        }
+    )
+    return facts
+
+
+def _ask(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, Any]":
+    target = config["target"]
+    line = ranks.command(config, environ, ["-c", _ASK, target["kind"], target["name"]])
+    try:
+        answer = subprocess.run(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=config["cwd"],
+            env=environ,
+            timeout=_ASK_S,
+            check=False,
+        )
+    except OSError as error:
+        raise ranks.NotStarted("python", "cannot start %s: %s" % (line[0], error)) from error
+    except subprocess.TimeoutExpired as error:
+        raise ranks.NotStarted("python", "%s did not answer within %d s" % (line[0], _ASK_S)) from error
+    try:
+        facts = json.loads(answer.stdout.decode("utf-8", "replace").splitlines()[-1])
+        assert isinstance(facts, dict)
+    except (ValueError, IndexError, AssertionError) as error:
+        words = answer.stderr.decode("utf-8", "replace").strip()[-500:]
+        raise ranks.NotStarted("python", "%s ended with code %d: %s" % (line[0], answer.returncode, words)) from error
+    return facts
+
+
+def _limit(kind: int) -> "Optional[int]":
+    """Return a soft limit in its own unit (bytes, files), None for unlimited."""
+    soft = resource.getrlimit(kind)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _resolve(names: "List[str]") -> "Dict[str, List[str]]":
+    """Return what names mean on this node; a name that is not answered within a second means nothing."""
+    found: "Dict[str, List[str]]" = {}
+
+    def ask(name: str) -> None:
+        try:
+            found[name] = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+        except OSError:
+            found[name] = []
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in set(names)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_RESOLVE_S)
+    return {name: found.get(name, []) for name in names}

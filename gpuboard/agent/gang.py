@@ -1,0 +1,281 @@
+"""The ranks of one node and, on the first node, the store: started, let through the gate, listened to, buried."""
+
+import signal
+import time
+
+from gpuboard.agent import evidence, ranks, teardown
+from gpuboard.agent.loop import IN, OUT, Loop
+
+MYPY = False
+if MYPY:
+    import socket
+    from typing import Any, Callable, Collection, Dict, List, Optional
+
+    from gpuboard.agent.relay import Stream
+
+    Tell = Callable[[str, Dict[str, Any]], None]
+
+_STORE = -1  # the store's place among the children's ranks
+_DRAIN_READS = 64  # of what a rank left in its pipe: a pipe holds 16 of them at most
+
+
+class Gang:
+    """``tell`` sends an event to the head."""
+
+    def __init__(self, loop: Loop, tell: "Tell", config: "Dict[str, Any]", environ: "Dict[str, str]") -> None:
+        self._loop = loop
+        self._tell = tell
+        self._config = config
+        self._environ = environ
+        self._ranks: "List[ranks.Child]" = []
+        self._store: "Optional[ranks.Child]" = None
+        self._store_only = True  # the store was started on torch's C extension alone
+        self._store_ready = False
+        self._store_socket: "Optional[socket.socket]" = None
+        self.store_lost = False
+        self.ending = False  # everything is being killed: an end is no news then
+        self._gate: "Optional[Dict[str, str]]" = None
+        self._paused = False
+        self._flushing = False
+        self._oom_before: "Dict[str, int]" = {}
+
+    @property
+    def store_pid(self) -> "Optional[int]":
+        """The store's process, None when there is none."""
+        return self._store.pid if self._store is not None else None
+
+    def running(self) -> "List[ranks.Child]":
+        """Return the ranks that have not ended."""
+        return [child for child in self._ranks if child.status is None]
+
+    def all_well(self) -> bool:
+        """Whether no rank ended other than with code 0."""
+        return all(child.status in (None, 0) for child in self._ranks)
+
+    def start_ranks(self) -> "Dict[str, int]":
+        """Start the workers; they import torch and wait. Returns pids by rank. Raises ranks.NotStarted."""
+        self._oom_before = evidence.oom_counts()
+        target = self._config["target"]
+        shown = ["-m", target["name"]] if target["kind"] == "module" else [target["name"]]
+        for rank in self._config["ranks"]:
+            child = ranks.start(
+                self._config,
+                ranks.rank_environ(self._environ, rank, self._config["master_addr"]),
+                rank["rank"],
+                "worker",
+                {
+                    "kind": target["kind"],
+                    "name": target["name"],
+                    "args": target["args"],
+                    "local_rank": rank["local_rank"],
+                    "memory_fraction": rank["memory_fraction"],
+                    "device": self._config["device"],
+                    "backend": self._config["backend"],
+                    "timeout_s": self._config["timeout_s"],
+                },
+                [*shown, *target["args"]],
+            )
+            self._ranks.append(child)
+            self._attend(child)
+            self._tell("spawned", {"rank": child.rank, "pid": child.pid})
+        return {str(child.rank): child.pid for child in self._ranks}
+
+    def start_store(self, bound: "socket.socket") -> None:
+        """Start the store on a bound socket. It opens it when the gate opens. Raises ranks.NotStarted."""
+        self._store_socket = bound
+        address, port = bound.getsockname()[:2]
+        task = {
+            "extension_only": self._store_only,
+            "address": {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address),
+            "port": port,
+            "fd": bound.fileno(),
+            "timeout_s": self._config["timeout_s"],
+        }
+        environ = dict(self._environ, CUDA_VISIBLE_DEVICES="")
+        child = ranks.start(
+            self._config, environ, _STORE, "store", task, ["gpuboard-store", str(port)], keep=(bound.fileno(),)
+        )
+        self._store = child
+        self._attend(child)
+        if self._gate is not None:
+            child.tell({"t": "open"})
+
+    def open_gate(self, environ: "Dict[str, str]") -> None:
+        """Let the ranks run the target, with these variables added."""
+        self._gate = environ
+        if self._store is not None:
+            self._store.tell({"t": "open"})
+        for child in self.running():
+            child.tell({"t": "go", "environ": environ})
+            self._attend_writing(child)
+
+    def signal(self, number: int, wanted: "Optional[Collection[int]]") -> "List[int]":
+        """Signal the ranks' own processes; return the ranks that got it."""
+        return [
+            child.rank
+            for child in self.running()
+            if (wanted is None or child.rank in wanted) and teardown.send_signal(child.pid, number)
+        ]
+
+    def pause(self, paused: bool) -> None:
+        """Leave the ranks' output in their pipes (they block when those are full), or read it again."""
+        if paused == self._paused:
+            return
+        self._paused = paused
+        for child in self._children():
+            for stream in child.streams:
+                if not stream.closed:
+                    self._attend_stream(stream)
+
+    def ended(self, pid: int, status: int) -> None:
+        """Take the end of a child process: ``status`` is its exit code, or minus the signal's number."""
+        for child in self._children():
+            if child.pid == pid and child.status is None:
+                child.ended(status)
+                self._drain(child)
+                if child is self._store:
+                    self._store_ended(child, status)
+                else:
+                    self._rank_ended(child, status)
+
+    def close(self) -> None:
+        """Read what is left and forget everything."""
+        for child in self._children():
+            self._drain(child)
+            for stream in child.streams:
+                self._loop.unwatch(stream.fd)
+                self._pass(stream, stream.finish())
+
+    # one child
+
+    def _children(self) -> "List[ranks.Child]":
+        return self._ranks + ([self._store] if self._store is not None else [])
+
+    def _attend(self, child: "ranks.Child") -> None:
+        for stream in child.streams:
+            self._attend_stream(stream)
+        self._attend_writing(child)
+
+    def _attend_stream(self, stream: "Stream") -> None:
+        if self._paused:
+            self._loop.unwatch(stream.fd)
+        else:
+            self._loop.watch(stream.fd, IN, lambda: self._read(stream))
+
+    def _attend_writing(self, child: "ranks.Child") -> None:
+        self._loop.watch(child.link.fileno(), IN | OUT if child.pending else IN, lambda: self._talk(child))
+
+    def _talk(self, child: "ranks.Child") -> None:
+        child.flush()
+        if not self._listen(child):
+            self._attend_writing(child)
+
+    def _listen(self, child: "ranks.Child") -> bool:
+        """Take what a child says; True when it has nothing more to say."""
+        messages, closed = child.heard()
+        for message in messages:
+            kind = message.pop("t", None)
+            if child is self._store:
+                self._store_said(kind, message)
+            elif kind == "gate":
+                child.at_gate = True
+                self._tell("gate", dict(message, rank=child.rank))
+            elif kind == "joined":
+                child.joined = True
+                self._tell("joined", {"rank": child.rank})
+            elif kind == "raised":
+                self._tell("raised", dict(message, rank=child.rank))
+        if closed:
+            self._loop.unwatch(child.link.fileno())
+        return closed
+
+    def _read(self, stream: "Stream") -> None:
+        now = time.monotonic()
+        pieces = stream.read(now)
+        if stream.closed:
+            self._loop.unwatch(stream.fd)
+        self._pass(stream, pieces or [])
+        if stream.due() is not None and not self._flushing:
+            self._flushing = True
+            self._loop.after(0.1, self._flush_held)
+
+    def _flush_held(self) -> None:
+        """Pass on what has waited for its line end long enough."""
+        self._flushing = False
+        now = time.monotonic()
+        held = False
+        for child in self._children():
+            for stream in child.streams:
+                self._pass(stream, stream.overdue(now))
+                held = held or stream.due() is not None
+        if held:
+            self._flushing = True
+            self._loop.after(0.1, self._flush_held)
+
+    def _pass(self, stream: "Stream", pieces: "List[str]") -> None:
+        for piece in pieces:
+            if stream.rank == _STORE:
+                self._tell("notice", {"text": "store: " + piece.rstrip()})
+            else:
+                self._tell("output", {"rank": stream.rank, "stream": stream.name, "text": piece})
+
+    def _drain(self, child: "ranks.Child") -> None:
+        """Read what an ended child left in its pipes; helpers it left behind may write on."""
+        if child.link.fileno() >= 0:
+            self._listen(child)
+            self._loop.unwatch(child.link.fileno())
+            child.link.close()
+        for stream in child.streams:
+            for _ in range(_DRAIN_READS):
+                pieces = None if stream.closed else stream.read(time.monotonic())
+                if stream.closed:
+                    self._loop.unwatch(stream.fd)
+                if pieces is None:
+                    break
+                self._pass(stream, pieces)
+            if not stream.closed:
+                self._pass(stream, stream.release())
+
+    def _rank_ended(self, child: "ranks.Child", status: int) -> None:
+        killed = status == -signal.SIGKILL
+        self._tell(
+            "exited",
+            {
+                "rank": child.rank,
+                "code": status if status >= 0 else None,
+                "signal": -status if status < 0 else None,
+                "oom": evidence.oom_text(child.pid, self._oom_before) if killed else None,
+                "ran_s": round(time.monotonic() - child.started, 3),
+                "joined": child.joined,
+            },
+        )
+
+    # the store
+
+    def _store_said(self, kind: "Any", message: "Dict[str, Any]") -> None:
+        assert self._store_socket is not None
+        if kind == "ready":
+            self._store_ready = True
+            port = self._store_socket.getsockname()[1]
+            only = self._store_only
+            self._tell("store", {"state": "ready", "port": port, "extension_only": only, "code": None})
+        elif kind == "open":
+            self._store_socket.close()  # the store has it now; it goes with the store
+        elif kind == "failed":
+            self._tell("notice", {"text": "the store could not open its port: %s" % message.get("text")})
+
+    def _store_ended(self, child: "ranks.Child", status: int) -> None:
+        self._store = None
+        for stream in child.streams:
+            self._loop.unwatch(stream.fd)
+            self._pass(stream, stream.finish())
+        if self.ending:
+            return  # we killed it
+        assert self._store_socket is not None
+        if self._store_only and not self._store_ready and status != -signal.SIGKILL:
+            self._store_only = False  # whatever went wrong, the whole of torch is the way everybody else goes
+            self.start_store(self._store_socket)
+            return
+        self.store_lost = True
+        data = {"state": "died", "port": None, "extension_only": self._store_only, "code": status}
+        self._tell("store", data)

@@ -1,0 +1,102 @@
+"""The outermost process of a launch on its node: it outlives nothing and lets nothing outlive it.
+
+The guard forks the supervisor and then does three things only: it adopts orphans (PR_SET_CHILD_SUBREAPER), it watches
+the supervisor through a pipe, and it watches the connection for its end, in case the supervisor is stopped or stuck.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import time
+
+from gpuboard.agent import teardown
+
+MYPY = False
+if MYPY:
+    from typing import Any, Dict
+
+    from gpuboard.agent.wire import Channel
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PATIENCE_S = 3.0  # what a supervisor gets to empty the node itself after the connection ended: the contract says 5 s
+_POLLRDHUP = 0x2000  # select.POLLRDHUP came with Python 3.7
+
+
+def adopt_orphans() -> None:
+    """Make this process the one that orphans below it are handed to (since Linux 3.4)."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def run(channel: "Channel", config: "Dict[str, Any]") -> None:
+    """Run a launch on this node until nothing of it is left (docs/launch-protocol.md)."""
+    adopt_orphans()
+    supervisor_life, supervisor_end = os.pipe()  # the supervisor holds the second: end-of-file when it dies
+    guard_life, guard_end = os.pipe()
+    guard_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.close(supervisor_life)
+        os.close(guard_end)
+        from gpuboard.agent import supervisor  # late: the guard itself stays small
+
+        _supervise(supervisor.Supervisor(channel, config, guard_life, guard_pid), channel)
+    os.close(supervisor_end)
+    os.close(guard_life)
+    _watch(channel.fd_in, supervisor_life, pid)
+    teardown.kill_all(str(config.get("run")), os.getpid(), (), _reap, 4.0)
+
+
+def _supervise(supervisor: "Any", channel: "Channel") -> None:
+    """Run the supervisor and end its process; never returns into the guard's stack."""
+    code = 1
+    try:
+        supervisor.run()
+        code = 0
+    except BaseException:
+        import traceback  # late: only when something is wrong
+
+        channel.event("stderr", {"text": traceback.format_exc()})
+    finally:
+        channel.drain(1.0)
+        os._exit(code)
+
+
+def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> None:
+    """Return when the supervisor is dead, or, killed by us, when it did not act on the end of the connection."""
+    # Handlers, not SIG_IGN: an ignored signal would be inherited by every rank.
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    ending = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: ending.append(True))
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    poller = select.poll()
+    poller.register(supervisor_life, select.POLLIN)
+    poller.register(connection, _POLLRDHUP)  # POLLHUP and POLLERR are always told; the data is the supervisor's
+    poller.register(wake_read, select.POLLIN)
+    deadline = None
+    while True:
+        left = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))
+        ready = dict(poller.poll(left))
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+            _reap()
+        if supervisor_life in ready:
+            return
+        if connection in ready and deadline is None:
+            poller.unregister(connection)
+            deadline = time.monotonic() + _PATIENCE_S
+        if ending or (deadline is not None and time.monotonic() >= deadline):
+            teardown.send_signal(supervisor_pid, signal.SIGKILL)
+            return
+
+
+def _reap() -> None:
+    while True:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                return
+        except ChildProcessError:
+            return

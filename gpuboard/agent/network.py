@@ -1,0 +1,281 @@
+"""What preflight asks of the network: a bound master port, sockets that answer a handshake, and attempts to reach them.
+
+The handshake: the caller sends ``gpuboard`` and 16 random bytes, the listener answers HMAC-SHA256 of them under the
+run's secret. Who is something else, or of another run, cannot answer; the secret itself never travels.
+"""
+
+import errno
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import time
+
+from gpuboard.agent.loop import IN, OUT, Loop
+
+MYPY = False
+if MYPY:
+    from typing import Any, Callable, Dict, List, Optional
+
+_HELLO = b"gpuboard"
+_NONCE = 16
+_ANSWER = 32
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.EACCES, errno.EPERM)
+
+
+class CannotListen(Exception):
+    """``kind`` is the protocol's word: ``port-in-use`` (``holder`` says by whom) or ``address``."""
+
+    def __init__(self, kind: str, message: str, holder: "Optional[str]" = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.holder = holder
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind ``port`` (0: any free one) of ``host``, an address of this node, and listen. Raises CannotListen."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise CannotListen("address", "%s cannot be resolved on this node: %s" % (host, error)) from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            holder = port_holder(port)
+            message = "port %d of %s is in use by %s" % (port, host, holder or "a process that this user may not see")
+            raise CannotListen("port-in-use", message, holder) from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            known = ", ".join(ip for ips in addresses().values() for ip in ips)
+            raise CannotListen("address", "%s is not an address of this node (%s)" % (host, known)) from error
+        raise CannotListen("address", "cannot listen on %s port %d: %s" % (host, port, error)) from error
+    listener.setblocking(False)
+    return listener
+
+
+def port_holder(port: int) -> "Optional[str]":
+    """Return who listens on a TCP port of this node, as ``pid 12 (alice, python)`` or ``a process of alice``."""
+    owners: "Dict[str, int]" = {}  # socket inode → uid
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table) as file:
+                rows = [line.split() for line in file.read().splitlines()[1:]]
+        except OSError:
+            continue
+        for row in rows:  # proc(5): local address is field 1 (hex), state 3 (0A: listening), uid 7, inode 9
+            if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port:
+                owners[row[9]] = int(row[7])
+    wanted = {"socket:[%s]" % inode for inode in owners}
+    for entry in os.listdir("/proc") if wanted else []:
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            links = [os.readlink("/proc/%s/fd/%s" % (entry, fd)) for fd in os.listdir("/proc/%s/fd" % entry)]
+            uid = os.stat("/proc/" + entry).st_uid
+            with open("/proc/%s/comm" % entry) as file:
+                name = file.read().strip()
+        except OSError:
+            continue  # gone, or another user's
+        if wanted.intersection(links):
+            return "pid %s (%s, %s)" % (entry, _user(uid), name)
+    for uid in owners.values():
+        return "a process of %s" % _user(uid)
+    return None
+
+
+def _user(uid: int) -> str:
+    import pwd  # late: needed for this message only
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def addresses() -> "Dict[str, List[str]]":
+    """Return the addresses of every interface, by its name, as the kernel tells over netlink (rtnetlink(7))."""
+    found: "Dict[str, List[str]]" = {}
+    request = struct.pack("=LHHLLBBBBi", 24, 22, 0x301, 1, 0, 0, 0, 0, 0, 0)  # RTM_GETADDR, REQUEST | DUMP, any family
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as netlink:
+        netlink.sendto(request, (0, 0))
+        while True:
+            data = netlink.recv(65536)
+            while data:
+                length, kind = struct.unpack_from("=LH", data)
+                if kind in (2, 3):  # NLMSG_ERROR, NLMSG_DONE
+                    return found
+                if kind == 20:  # RTM_NEWADDR: struct ifaddrmsg, then attributes
+                    _take_address(data[16:length], found)
+                data = data[(length + 3) & ~3 :]
+
+
+def _take_address(message: bytes, found: "Dict[str, List[str]]") -> None:
+    family, _, _, _, index = struct.unpack_from("=BBBBi", message)
+    attributes = {}
+    rest = message[8:]
+    while len(rest) >= 4:
+        length, kind = struct.unpack_from("=HH", rest)
+        attributes[kind] = rest[4:length]
+        rest = rest[max(4, (length + 3) & ~3) :]
+    raw = attributes.get(2, attributes.get(1))  # IFA_LOCAL: on point-to-point links IFA_ADDRESS is the peer's
+    if raw is not None and family in (socket.AF_INET, socket.AF_INET6):
+        text = socket.inet_ntop(family, raw)
+        try:
+            found.setdefault(socket.if_indextoname(index), []).append(text)
+        except OSError:
+            return  # the interface went away meanwhile
+
+
+class Answering:
+    """Listening sockets that answer the handshake until ``stop``."""
+
+    def __init__(self, loop: Loop, secret: str) -> None:
+        self._loop = loop
+        self._secret = secret.encode("utf-8")
+        self._listeners: "List[socket.socket]" = []
+        self._callers: "Dict[int, socket.socket]" = {}
+
+    def add(self, listener: socket.socket) -> None:
+        """Answer on this socket too."""
+        self._listeners.append(listener)
+        self._loop.watch(listener.fileno(), IN, lambda: self._accept(listener))
+
+    def leave(self, listener: socket.socket) -> None:
+        """Answer no more on this socket, which stays open."""
+        self._loop.unwatch(listener.fileno())
+        self._listeners.remove(listener)
+
+    def stop(self) -> None:
+        """Close everything."""
+        for opened in [*self._listeners, *self._callers.values()]:
+            self._loop.unwatch(opened.fileno())
+            opened.close()
+        self._listeners = []
+        self._callers = {}
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            caller, _ = listener.accept()
+        except OSError:
+            return
+        caller.setblocking(False)
+        self._callers[caller.fileno()] = caller
+        self._loop.watch(caller.fileno(), IN, lambda: self._answer(caller))
+
+    def _answer(self, caller: socket.socket) -> None:
+        try:
+            data = caller.recv(64)
+            if data.startswith(_HELLO) and len(data) == len(_HELLO) + _NONCE:
+                caller.send(_mac(self._secret, data[len(_HELLO) :]))
+        except OSError:
+            pass  # the caller went away; a stranger gets nothing
+        self._loop.unwatch(caller.fileno())
+        del self._callers[caller.fileno()]
+        caller.close()
+
+
+class Attempts:
+    """Connections to other nodes' answering sockets, all at once; ``done`` gets one result for each."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        secret: str,
+        targets: "List[Dict[str, Any]]",
+        timeout_s: float,
+        done: "Callable[[List[Dict[str, Any]]], None]",
+    ) -> None:
+        self._loop = loop
+        self._secret = secret.encode("utf-8")
+        self._done = done
+        self._started = time.monotonic()
+        self._results: "List[Dict[str, Any]]" = [
+            {"node": t["node"], "address": t["address"], "port": t["port"], "result": None} for t in targets
+        ]
+        self._sockets: "Dict[int, socket.socket]" = {}
+        self._interfaces = {ip: name for name, ips in addresses().items() for ip in ips}
+        self._timer = loop.after(timeout_s, self._time_up)
+        for number in range(len(targets)):
+            self._connect(number)
+        self._finish_if_done()
+
+    def _connect(self, number: int) -> None:
+        result = self._results[number]
+        try:
+            found = socket.getaddrinfo(result["address"], result["port"], 0, socket.SOCK_STREAM, 0, 0)
+            family, kind, protocol, _, address = found[0]
+            caller = socket.socket(family, kind, protocol)
+        except OSError:
+            self._settle(number, "unreachable")
+            return
+        caller.setblocking(False)
+        self._sockets[number] = caller
+        code = caller.connect_ex(address)
+        if code in (0, errno.EINPROGRESS):
+            self._loop.watch(caller.fileno(), OUT, lambda: self._connected(number))
+        else:
+            self._failed(number, code)
+
+    def _connected(self, number: int) -> None:
+        caller = self._sockets[number]
+        code = caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._failed(number, code)
+            return
+        result = self._results[number]
+        result["local_address"] = caller.getsockname()[0]
+        result["interface"] = self._interfaces.get(result["local_address"])
+        nonce = os.urandom(_NONCE)
+        try:
+            caller.send(_HELLO + nonce)
+        except OSError:
+            self._settle(number, "stranger")
+            return
+        self._loop.watch(caller.fileno(), IN, lambda: self._answered(number, nonce))
+
+    def _answered(self, number: int, nonce: bytes) -> None:
+        try:
+            answer = self._sockets[number].recv(64)
+        except OSError:
+            answer = b""
+        self._settle(number, "ok" if hmac.compare_digest(answer, _mac(self._secret, nonce)) else "stranger")
+
+    def _failed(self, number: int, code: int) -> None:
+        if code == errno.ECONNREFUSED:
+            self._settle(number, "refused")
+        elif code in _UNREACHABLE:
+            self._settle(number, "unreachable")
+        else:
+            self._settle(number, "dropped")
+
+    def _settle(self, number: int, word: str) -> None:
+        result = self._results[number]
+        result["result"] = word
+        result["ms"] = round((time.monotonic() - self._started) * 1000, 1)
+        result.setdefault("local_address", None)
+        result.setdefault("interface", None)
+        caller = self._sockets.pop(number, None)
+        if caller is not None:
+            self._loop.unwatch(caller.fileno())
+            caller.close()
+        self._finish_if_done()
+
+    def _finish_if_done(self) -> None:
+        if all(result["result"] for result in self._results):
+            self._loop.cancel(self._timer)
+            done, self._done = self._done, lambda _results: None
+            done(self._results)
+
+    def _time_up(self) -> None:
+        for number, result in enumerate(self._results):
+            if result["result"] is None:  # connected but mute: something else answers there
+                self._settle(number, "stranger" if "local_address" in result else "dropped")
+
+
+def _mac(secret: bytes, nonce: bytes) -> bytes:
+    return hmac.new(secret, _HELLO + nonce, hashlib.sha256).digest()

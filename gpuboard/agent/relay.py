@@ -1,0 +1,95 @@
+"""A rank's output on its way to the head: whole lines where there are lines, pieces where there are progress bars."""
+
+import codecs
+import os
+
+MYPY = False
+if MYPY:
+    from typing import List
+
+PIECE = 65536  # bytes of text in one event at most
+_READ = 65536
+_PROMPT_S = 1.0  # text without a line end is passed on after this long: a prompt, or a bar between two updates
+_BAR_S = 0.2  # the same for text with a carriage return: a progress bar must be seen moving
+
+
+class Stream:
+    """One pipe of one rank. ``feed`` and ``overdue`` return the pieces to send; their concatenation is the output."""
+
+    def __init__(self, fd: int, rank: int, name: str) -> None:
+        self.fd = fd
+        self.rank = rank
+        self.name = name  # "out" or "err"
+        self.closed = False
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""  # text after the last line end
+        self._since = 0.0  # when the oldest of it came, monotonic
+
+    def read(self, now: float) -> "List[str] | None":
+        """Read once without waiting; return the pieces that are complete, None when nothing was there.
+
+        Sets ``closed`` at end-of-file.
+        """
+        try:
+            data = os.read(self.fd, _READ)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            return self.finish()
+        return self.feed(data, now)
+
+    def feed(self, data: bytes, now: float) -> "List[str]":
+        """Take bytes as they came; return whole lines, several of them in one piece."""
+        text = self._decoder.decode(data)
+        end = text.rfind("\n") + 1
+        if end == 0:
+            if not self._held:
+                self._since = now
+            self._held += text
+            if len(self._held) < PIECE:
+                return []
+            whole, self._held = self._held, ""
+        else:
+            whole, self._held = self._held + text[:end], text[end:]
+            self._since = now
+        return _cut(whole)
+
+    def due(self) -> "float | None":
+        """When held text must be passed on without its line end (monotonic seconds); None when nothing is held."""
+        if not self._held:
+            return None
+        return self._since + (_BAR_S if "\r" in self._held else _PROMPT_S)
+
+    def overdue(self, now: float) -> "List[str]":
+        """Return held text whose time has come."""
+        due = self.due()
+        return self.release() if due is not None and due <= now else []
+
+    def release(self) -> "List[str]":
+        """Return held text at once."""
+        held, self._held = self._held, ""
+        return _cut(held)
+
+    def finish(self) -> "List[str]":
+        """Close the pipe; return what was still held."""
+        if self.closed:
+            return []
+        self.closed = True
+        os.close(self.fd)
+        self._held += self._decoder.decode(b"", True)
+        return self.release()
+
+
+def _cut(text: str) -> "List[str]":
+    """Cut text into pieces of at most PIECE bytes, at line ends where there are any."""
+    pieces = []
+    limit = PIECE // 4  # characters: none takes more than four bytes
+    while len(text) > limit:
+        end = text.rfind("\n", 0, limit) + 1 or limit
+        pieces.append(text[:end])
+        text = text[end:]
+    if text:
+        pieces.append(text)
+    return pieces

@@ -1,0 +1,122 @@
+"""Which processes belong to a run, and ending every one of them.
+
+A process belongs to a run when it descends from the caller (a subreaper, so that orphans come back to it) or when its
+environment carries the run's id (a helper that was handed over to another parent).
+"""
+
+import os
+import signal
+import time
+
+MYPY = False
+if MYPY:  # typing costs start-up, and nothing here needs it at run time
+    from typing import Callable, Collection, Dict, List, NamedTuple, Optional, Set
+
+    class Process(NamedTuple):
+        pid: int
+        parent: int
+        state: str  # one letter of /proc/PID/stat
+        name: str
+        cpu_s: float
+        rss: int  # bytes
+
+else:
+    from collections import namedtuple
+
+    Process = namedtuple("Process", "pid parent state name cpu_s rss")
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def read_process(pid: int) -> "Optional[Process]":
+    """Return what /proc/PID/stat says (proc(5)), None when there is no such process."""
+    try:
+        with open("/proc/%d/stat" % pid, "rb") as file:
+            raw = file.read()
+    except OSError:
+        return None
+    head, _, tail = raw.rpartition(b")")  # the name may hold brackets and blanks; nothing after it does
+    fields = tail.split()
+    if len(fields) < 22:
+        return None
+    name = head.partition(b"(")[2].decode("utf-8", "replace")
+    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
+    return Process(pid, int(fields[1]), fields[0].decode("ascii"), name, cpu_s, int(fields[21]) * _PAGE)
+
+
+def read_processes() -> "Dict[int, Process]":
+    """Return every process of this PID namespace, by pid."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            process = read_process(int(entry))
+            if process is not None:
+                found[process.pid] = process
+    return found
+
+
+def descendants(root: int, processes: "Dict[int, Process]") -> "Set[int]":
+    """Return the pids below ``root``, without it."""
+    children: "Dict[int, List[int]]" = {}
+    for process in processes.values():
+        children.setdefault(process.parent, []).append(process.pid)
+    found: "Set[int]" = set()
+    open_ends = [root]
+    while open_ends:
+        for child in children.get(open_ends.pop(), ()):
+            if child not in found:
+                found.add(child)
+                open_ends.append(child)
+    return found
+
+
+def carries(pid: int, variable: bytes) -> bool:
+    """Whether the environment the process was started with holds ``variable`` (NAME=value)."""
+    try:
+        with open("/proc/%d/environ" % pid, "rb") as file:
+            return variable in file.read().split(b"\0")
+    except OSError:
+        return False  # gone, or another user's: not ours to end
+
+
+def living(run: str, root: int, spare: "Collection[int]") -> "List[Process]":
+    """Return the processes of ``run``: below ``root`` or carrying GPUBOARD_RUN; zombies and ``spare`` left out."""
+    processes = read_processes()
+    below = descendants(root, processes)
+    variable = b"GPUBOARD_RUN=" + run.encode("utf-8", "surrogateescape")
+    return [
+        process
+        for pid, process in processes.items()
+        if process.state not in "ZX" and pid != root and pid not in spare and (pid in below or carries(pid, variable))
+    ]
+
+
+def send_signal(pid: int, number: int) -> bool:
+    """Signal a process; False when it is gone or not ours."""
+    try:
+        os.kill(pid, number)
+    except OSError:
+        return False
+    return True
+
+
+def kill_all(run: str, root: int, spare: "Collection[int]", reap: "Callable[[], None]", timeout_s: float) -> int:
+    """SIGKILL every process of the run until none is found twice in a row; return how many are left.
+
+    SIGKILL also ends stopped processes. What sits in an uninterruptible call outlives ``timeout_s`` and is counted.
+    ``reap`` is called in between: a zombie keeps its place in the tree until somebody waits for it.
+    """
+    until = time.monotonic() + timeout_s
+    empty = 0
+    while True:
+        found = living(run, root, spare)
+        empty = 0 if found else empty + 1
+        if empty == 2:
+            return 0
+        if found and time.monotonic() > until:
+            return len(found)
+        for process in found:
+            send_signal(process.pid, signal.SIGKILL)
+        reap()
+        time.sleep(0.01)

@@ -1,0 +1,228 @@
+"""A rank: import torch, wait at the gate, then run the target as plain ``python`` would.
+
+Its text travels into a fresh training interpreter (Python 3.8 and later), where it finds nothing of ours but the bond.
+Scripts and modules run in the real ``__main__``, whose namespace is handed in.
+"""
+
+import importlib
+import importlib.machinery
+import io
+import os
+import sys
+import sysconfig
+import time
+import traceback
+
+MYPY = False
+if MYPY:
+    from types import TracebackType
+    from typing import Any, Callable, Dict, List, Optional, Tuple
+
+    from gpuboard.agent.bond import Bond
+
+    Report = Callable[[BaseException], None]
+
+_OURS = "<gpuboard>"  # the file name of this code's frames
+_TEXT = 16384  # characters of a message or traceback that travel
+_RENDEZVOUS = ("init_process_group", "rendezvous", "_create_c10d_store")
+
+
+def main(namespace: "Dict[str, Any]", bond: "Bond", config: "Dict[str, Any]") -> None:
+    """Run one rank. ``namespace`` is that of ``__main__``; what the target raises leaves as it would under python."""
+    state = {"phase": "import", "joined": False}
+    bond.follow_forks()
+    try:
+        started = time.monotonic()
+        import torch  # 1.5 s: overlaps preflight, which opens the gate
+
+        _watch_store(bond, state)
+        bond.send({"t": "gate", "import_s": round(time.monotonic() - started, 3), "torch": str(torch.__version__)})
+        _pass_gate(bond, config)
+        if config["kind"] == "script":
+            _run_script(namespace, config["name"], config["args"])
+        elif config["kind"] == "module":
+            _run_module(namespace, config["name"], config["args"])
+        else:
+            _run_function(namespace, config)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _report(bond, error, bool(state["joined"]))
+        _hide_ourselves()
+        raise
+
+
+def _pass_gate(bond: "Bond", config: "Dict[str, Any]") -> None:
+    """Wait until preflight is green; take over what only became known meanwhile."""
+    go = bond.receive()
+    os.environ.update(go["environ"])
+    if config["memory_fraction"] is not None and config["device"] == "cuda":
+        import torch
+
+        torch.cuda.set_per_process_memory_fraction(config["memory_fraction"], config["local_rank"])
+
+
+def _watch_store(bond: "Bond", state: "Dict[str, Any]") -> None:
+    """Tell the supervisor when this rank has reached the store.
+
+    The class is replaced only where torch's env:// rendezvous looks it up; everybody else still gets the real one.
+    """
+    try:
+        rendezvous: "Any" = importlib.import_module("torch.distributed.rendezvous")
+    except ImportError:  # a torch built without distributed
+        return
+    real = getattr(rendezvous, "TCPStore", None)
+    if real is None:
+        return
+
+    def connect(*args: "Any", **kwargs: "Any") -> "Any":
+        store = real(*args, **kwargs)
+        if not state["joined"]:
+            state["joined"] = True
+            bond.send({"t": "joined"})
+        return store
+
+    rendezvous.TCPStore = connect
+
+
+def _fresh(namespace: "Dict[str, Any]") -> None:
+    """Leave in ``__main__`` what the interpreter itself puts there."""
+    builtins = namespace["__builtins__"]
+    namespace.clear()
+    namespace.update(
+        {"__name__": "__main__", "__doc__": None, "__package__": None, "__loader__": None, "__spec__": None}
+    )
+    if sys.version_info < (3, 14):
+        namespace["__annotations__"] = {}
+    namespace["__builtins__"] = builtins
+
+
+def _set_command_line(argv: "List[str]", first_path: str, after_python: "List[str]") -> None:
+    sys.argv[:] = argv
+    if not getattr(sys.flags, "safe_path", False):  # python -P puts nothing in front
+        sys.path[0] = first_path
+    if hasattr(sys, "orig_argv"):
+        sys.orig_argv[:] = [sys.orig_argv[0], *after_python]
+
+
+def _run_script(namespace: "Dict[str, Any]", name: str, args: "List[str]") -> None:
+    """Do what ``python NAME ARGS`` does."""
+    _fresh(namespace)
+    if os.path.isdir(name):  # a folder with a __main__.py
+        import runpy
+
+        _set_command_line([name, *args], name, [name, *args])
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # what python itself calls
+        return
+    _set_command_line([name, *args], os.path.dirname(os.path.realpath(name)), [name, *args])
+    # Since 3.9 the interpreter makes the path absolute, without normalising it.
+    file = os.path.join(os.getcwd(), name) if sys.version_info >= (3, 9) else name
+    namespace["__file__"] = file
+    namespace["__cached__"] = None
+    namespace["__loader__"] = importlib.machinery.SourceFileLoader("__main__", file)
+    with io.open_code(file) as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)
+    exec(code, namespace)
+
+
+def _run_module(namespace: "Dict[str, Any]", name: str, args: "List[str]") -> None:
+    """Do what ``python -m NAME ARGS`` does: runpy runs it in the real ``__main__`` (not ``runpy.run_module``)."""
+    import runpy
+
+    _fresh(namespace)
+    _set_command_line(["-m", *args], os.getcwd(), ["-m", name, *args])
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def _run_function(namespace: "Dict[str, Any]", config: "Dict[str, Any]") -> None:
+    """Call ``package.module:function`` once, inside the process group, which is ours to end."""
+    import datetime
+    import inspect
+
+    import torch
+    from torch import distributed
+
+    _fresh(namespace)
+    name, args = config["name"], config["args"]
+    _set_command_line([name, *args], os.getcwd(), [name, *args])
+    module_name, _, path = name.partition(":")
+    function: "Any" = importlib.import_module(module_name)
+    for part in path.split("."):
+        function = getattr(function, part)
+    options: "Dict[str, Any]" = {"timeout": datetime.timedelta(seconds=config["timeout_s"])}
+    if config["device"] == "cuda":
+        torch.cuda.set_device(config["local_rank"])
+        if config["backend"] == "nccl":
+            options["device_id"] = torch.device("cuda", config["local_rank"])
+    distributed.init_process_group(config["backend"], **options)
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError:
+        args = []  # it reads sys.argv, as a main() with argparse does
+    function(*args)
+    if distributed.is_initialized():  # the function may have ended it itself
+        distributed.destroy_process_group()
+
+
+def _strip(trace: "Optional[TracebackType]") -> "Optional[TracebackType]":
+    """Return the traceback from the first frame that is not ours on."""
+    while trace is not None and _leads(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def _leads(filename: str) -> bool:
+    return filename == _OURS or filename.startswith("/dev/fd/") or filename.endswith("importlib/__init__.py")
+
+
+def _hide_ourselves() -> None:
+    """Let the interpreter print what is about to leave without our frames, through the script's own hook if any."""
+    hook = sys.excepthook
+
+    def without_us(kind: "Any", error: BaseException, trace: "Optional[TracebackType]") -> "Any":
+        error.__traceback__ = _strip(trace)
+        return hook(kind, error, error.__traceback__)
+
+    sys.excepthook = without_us
+
+
+def _report(bond: "Bond", error: BaseException, joined: bool) -> None:
+    """Tell the supervisor what ends this rank, before it does."""
+    trace = _strip(error.__traceback__)
+    frames = traceback.extract_tb(trace)
+    file, line, function = _place(error, frames)
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else kind.__module__ + "." + kind.__qualname__
+    )
+    try:
+        message = str(error)
+    except Exception as second:
+        message = "(its message cannot be read: %s)" % type(second).__name__
+    in_rendezvous = any(frame.name in _RENDEZVOUS and "distributed" in frame.filename for frame in frames)
+    text = "".join(traceback.format_exception(kind, error, trace))
+    bond.send(
+        {
+            "t": "raised",
+            "type": name,
+            "message": message[:_TEXT],
+            "file": file,
+            "line": line,
+            "function": function,
+            "traceback": text[-_TEXT:],
+            "phase": "init" if in_rendezvous else "train" if joined else "import",
+        }
+    )
+
+
+def _place(
+    error: BaseException, frames: "traceback.StackSummary"
+) -> "Tuple[Optional[str], Optional[int], Optional[str]]":
+    """Return file, line and function of the innermost frame of the user's own code, else of the innermost frame."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno, None
+    libraries = tuple({sysconfig.get_path(key) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+    own = [f for f in frames if not f.filename.startswith((*libraries, "<"))]
+    for frame in (own or list(frames))[-1:]:
+        return frame.filename, frame.lineno, frame.name
+    return None, None, None

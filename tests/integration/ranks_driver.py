@@ -1,0 +1,149 @@
+"""Drives one node's supervisor over the local transport, as the head does."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.transport.base import TransportError
+from gpuboard.transport.link import AgentLink
+from gpuboard.transport.local import LocalTransport
+
+SECRET = "5ecre7" * 5
+
+
+def launch_config(
+    cwd: Path, name: str, *args: str, ranks: int = 1, kind: str = "script", **changes: Any
+) -> dict[str, Any]:
+    """Return a start config for one node on CPU."""
+    config: dict[str, Any] = {
+        "run": f"rtest{os.getpid()}x{time.monotonic_ns()}",
+        "secret": SECRET,
+        "lease": None,
+        "node": "here",
+        "node_rank": 0,
+        "nodes": 1,
+        "world_size": ranks,
+        "ranks": [
+            {"rank": r, "local_rank": r, "index": r, "uuid": f"GPU-{r}", "memory_fraction": None} for r in range(ranks)
+        ],
+        "cuda_visible_devices": ",".join(str(r) for r in range(ranks)),
+        "device": "cpu",
+        "master_addr": "127.0.0.1",
+        "listen": True,
+        "target": {"kind": kind, "name": name, "args": list(args)},
+        "python": sys.executable,
+        "cwd": str(cwd),
+        "environ": {"OMP_NUM_THREADS": "1"},
+        "wrap": [],
+        "backend": "gloo",
+        "timeout_s": 60,
+        "lost_head_s": 60,
+        "helper_grace_s": 30,
+    }
+    config.update(changes)
+    return config
+
+
+class Node:
+    """A supervisor on this machine; a context manager that ends it."""
+
+    def __init__(self, config: dict[str, Any], command: Callable[[], list[str]] | None = None) -> None:
+        self.config = config
+        self.run: str = config["run"]
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.over: TransportError | None = None
+        self.times: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._transport = LocalTransport() if command is None else LocalTransport(command)
+        self.link = AgentLink("here", "launch", config, self._listen, self._end)
+        self.link.attach(self._transport.open("here", "launch", self.link))
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.link.close()
+        self._transport.close()
+
+    def _listen(self, message: Hello | Static | Reading | Event) -> None:
+        if isinstance(message, Event):
+            with self._changed:
+                self.events.append((message.kind, msgspec.json.decode(message.data)))
+                self.times.setdefault(message.kind, time.monotonic())
+                self._changed.notify_all()
+
+    def _end(self, error: TransportError) -> None:
+        with self._changed:
+            self.over = error
+            self._changed.notify_all()
+
+    def call(self, op: str, timeout_s: float = 20.0, **args: Any) -> Any:
+        """Call the supervisor."""
+        return self.link.call(op, args, timeout_s)
+
+    def start(self, **environ: str) -> dict[str, int]:
+        """Bind a port, start the ranks and open the gate; return pids by rank."""
+        port = self.call("listen", host="127.0.0.1", port=0)["port"]
+        pids: dict[str, int] = self.call("spawn")["pids"]
+        self.call("go", master_addr="127.0.0.1", master_port=port, environ=environ)
+        return pids
+
+    def wait(self, condition: Callable[[Node], Any], timeout_s: float = 60.0) -> Any:
+        """Wait until ``condition`` holds, and return what it gave. Fails with what happened so far."""
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            while not (value := condition(self)):
+                left = until - time.monotonic()
+                if left <= 0 or (self.over is not None and not condition(self)):
+                    raise AssertionError(f"{self.over}; events: {self.events}")
+                self._changed.wait(min(left, 0.5))
+        return value
+
+    def data(self, kind: str) -> list[dict[str, Any]]:
+        """Return the data of every event of a kind so far."""
+        return [data for name, data in self.events if name == kind]
+
+    def text(self, stream: str = "out", rank: int = 0) -> str:
+        """Return what a rank has written so far."""
+        return "".join(d["text"] for d in self.data("output") if d["rank"] == rank and d["stream"] == stream)
+
+    def wait_ended(self, timeout_s: float = 60.0) -> list[dict[str, Any]]:
+        """Wait until the node is empty; return the ranks' ends in the order of the ranks."""
+        assert self.wait(lambda n: n.data("ended"), timeout_s) == [{"left": 0}]
+        return sorted(self.data("exited"), key=lambda d: d["rank"])
+
+
+def carriers(run: str) -> list[int]:
+    """Return the processes that carry the run's id."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environ = (entry / "environ").read_bytes().split(b"\0")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if f"GPUBOARD_RUN={run}".encode() in environ and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def wait_gone(run: str, timeout_s: float = 5.0) -> float:
+    """Wait until no process carries the run's id; return the seconds it took."""
+    started = time.monotonic()
+    while left := carriers(run):
+        if time.monotonic() - started > timeout_s:
+            raise AssertionError(
+                f"still alive after {timeout_s} s: {[(p, Path(f'/proc/{p}/cmdline').read_bytes()) for p in left]}"
+            )
+        time.sleep(0.05)
+    return time.monotonic() - started
