@@ -66,7 +66,7 @@ class RunView(msgspec.Struct, frozen=True):
     exit_code: int | None
     ranks: list[RankView]
     verdicts: list[VerdictView]
-    head: Head | None = None
+    head: Head
     folder: str = ""
 
 
@@ -155,19 +155,15 @@ def _read(folder: Path) -> RunView | None:
         return None  # its head has only just made the folder
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         text = f"{folder / 'state.json'} cannot be read: {error}"
-        return RunView(
-            folder.name, None, "?", "", "failed", None, [], [VerdictView("", "unreadable", None, None, text)]
-        )
+        verdicts = [VerdictView("", "unreadable", None, None, text)]
+        nobody = Head("", "", 0, 0)
+        return RunView(folder.name, None, "?", "", "failed", None, [], verdicts, head=nobody, folder=str(folder))
     view = msgspec.structs.replace(view, folder=str(folder))
-    if view.state in FINAL or view.head is None or alive(view.head) is not False:
+    if view.state in FINAL or alive(view.head) is not False:
         return view
-    died = VerdictView(
-        "",
-        "head-died",
-        None,
-        view.head.host,
-        f"the head (pid {view.head.pid} on {view.head.host}) died before the run ended; its ranks ended with it",
-    )
+    where = f"pid {view.head.pid} on {view.head.host}"
+    text = f"the head ({where}) died before the run ended; its ranks ended with it"
+    died = VerdictView("", "head-died", None, view.head.host, text)
     return msgspec.structs.replace(view, state="failed", verdicts=[*view.verdicts, died])
 
 
