@@ -1,0 +1,169 @@
+"""The bundle and its loader, under the oldest interpreter there is and in every login shell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuboard.agent import bundled
+from gpuboard.transport import bundle
+from gpuboard.transport.exits import explain_exit
+
+OLD = sorted(Path("/root/.pyenv/versions").glob("3.6.*/bin/python"))
+PYTHONS = [sys.executable, *map(str, OLD[:1])]
+
+
+def ask(command: list[str], data: bytes, **options: Any) -> tuple[bytes, int]:
+    """Send ``data``, return the first line that comes back and, once our end is closed, the exit code."""
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child.stdin, child.stdout:
+        child.stdin.write(data)
+        child.stdin.flush()
+        line = child.stdout.readline()
+    return line, child.wait(10)
+
+
+def end(command: list[str], data: bytes) -> subprocess.CompletedProcess[bytes]:
+    """Send ``data`` and end-of-file, return what came of it."""
+    return subprocess.run(command, input=data, capture_output=True, timeout=30)
+
+
+def start_line(role: str = "none") -> bytes:
+    return json.dumps({"t": "start", "nonce": "ab" * 8, "role": role, "config": {}}).encode() + b"\n"
+
+
+def test_the_command_line_has_no_character_that_a_shell_would_read() -> None:
+    line = bundle.command_line("python3")
+    assert not set(line) & set("!$\\`\n")
+    assert line.count("'") == 2
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "csh", "tcsh", "fish"])
+def test_every_login_shell_starts_the_agent(shell: str) -> None:
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
+    line, code = ask([shell, "-c", bundle.command_line(sys.executable)], bundle.bundle("launch") + start_line())
+    assert line.startswith(b"@" + b"ab" * 8 + b'{"t":"event","kind":"stderr"')
+    assert b"no role 'none'" in line
+    assert code == 2
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_an_old_interpreter_runs_the_agent_in_a_folder_with_traps(python: str, tmp_path: Path) -> None:
+    for name in ("os.py", "zlib.py", "json.py", "gpuboard.py", "pynvml.py"):
+        (tmp_path / name).write_text("raise SystemExit('imported from the current folder')\n")
+    line, _ = ask(
+        ["sh", "-c", bundle.command_line(python)],
+        bundle.bundle("node") + start_line(),
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)},
+    )
+    assert b"no role 'none'" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "gpuboard.py", "json.py", "os.py", "pynvml.py", "zlib.py",
+    ]  # fmt: skip
+
+
+def test_bytes_that_trickle_in_are_read_whole_and_no_further() -> None:
+    data = bundle.bundle("launch") + start_line()
+    child = subprocess.Popen(
+        ["sh", "-c", bundle.command_line(sys.executable)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    for at in range(0, len(data), 997):
+        child.stdin.write(data[at : at + 997])
+        child.stdin.flush()
+    assert b"no role 'none'" in child.stdout.readline()
+    child.stdin.close()
+    assert child.wait(10) == 2
+
+
+def test_a_connection_that_ends_early_ends_the_loader_in_silence() -> None:
+    done = end(["sh", "-c", bundle.command_line(sys.executable)], bundle.bundle("node")[:5000])
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_an_interpreter_that_is_too_old_says_so() -> None:
+    python2 = sorted(Path("/root/.pyenv/versions").glob("2.7.*/bin/python"))
+    if not python2:
+        pytest.skip("no Python 2 here")
+    done = end(["sh", "-c", bundle.command_line(str(python2[0]))], bundle.bundle("node"))
+    error = explain_exit(done.returncode, done.stderr, "python2")
+    assert error.kind == "no-python"
+    assert error.words.startswith("python 3.6 or later is needed, this is 2.7")
+    assert "python" in error.cure
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "tcsh", "fish"])
+def test_a_missing_python_is_recognised_in_every_shell(shell: str) -> None:
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
+    done = end([shell, "-c", bundle.command_line("python3-that-is-not-there")], b"")
+    error = explain_exit(done.returncode, done.stderr, "python3-that-is-not-there")
+    assert error.kind == "no-python"
+    assert error.words.startswith("python3-that-is-not-there cannot be started there")
+    assert error.cure == "install python3 (3.6 or later) or set `python` in the config"
+
+
+def test_pynvml_travels_with_the_probe_only() -> None:
+    assert "pynvml" in bundle.sources("node")
+    assert "pynvml" not in bundle.sources("launch")
+    assert bundle.sources("launch").keys() == bundle.sources("node").keys() - {"pynvml"}
+    assert bundle.bundle("node") is bundle.bundle("node")
+
+
+def test_an_interpreter_with_odd_characters_in_its_path_is_quoted(tmp_path: Path) -> None:
+    odd = tmp_path / "it's a path; echo"
+    odd.symlink_to(sys.executable)
+    line, _ = ask(["sh", "-c", bundle.command_line(str(odd))], bundle.bundle("launch") + start_line())
+    assert b"no role 'none'" in line
+
+
+def test_the_source_of_a_module_is_had_from_files_and_from_the_bundle() -> None:
+    assert bundled.source("gpuboard.agent.wire") == bundle.sources("launch")["gpuboard.agent.wire"]
+    finder = bundled.Finder({"a": "", "a.b": "x = 1\n"})
+    assert (finder.get_source("a.b"), finder.is_package("a"), finder.is_package("a.b")) == ("x = 1\n", True, False)
+    with pytest.raises(ImportError, match=r"a\.c is not in the bundle"):
+        finder.get_source("a.c")
+
+
+def test_a_traceback_out_of_the_bundle_shows_the_source_line() -> None:
+    parts = ["gpuboard", "", "gpuboard.agent", "", "gpuboard.agent.main", "def main():\n    raise OSError('here')\n"]
+    code = (
+        "from gpuboard.agent import bundled; import sys, traceback\n"
+        "del sys.modules['gpuboard'], sys.modules['gpuboard.agent']\n"
+        f"try: bundled.run({parts!r})\n"
+        "except OSError: traceback.print_exc()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert 'File "<bundle>/gpuboard/agent/main.py", line 2, in main' in done.stderr
+    assert "    raise OSError('here')" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "kind", "words"),
+    [
+        (127, b"sh: 1: exec: python3: not found\n", "no-python",
+         "python3 cannot be started there (sh: 1: exec: python3: not found)"),
+        (126, b"", "no-python", "python3 cannot be started there"),
+        (1, b"python3: Command not found.\n", "no-python",
+         "python3 cannot be started there (python3: Command not found.)"),
+        (1, b"Traceback\nImportError: module not found\n", "exited",
+         "the agent ended with exit code 1: ImportError: module not found"),
+        (-9, b"", "exited", "the agent was killed by signal 9"),
+        (0, b"", "exited", "the agent ended with exit code 0"),
+        (None, b"bad \x1b[31mthing\xff\n", "exited", "the agent ended: bad [31mthing\N{REPLACEMENT CHARACTER}"),
+    ],
+)  # fmt: skip
+def test_exits_are_explained(code: int | None, stderr: bytes, kind: str, words: str) -> None:
+    error = explain_exit(code, stderr, "python3")
+    assert (error.kind, error.words) == (kind, words)

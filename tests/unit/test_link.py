@@ -1,0 +1,182 @@
+"""The protocol by itself: bytes in, messages and ends out, whatever a node sends."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.transport.base import CallFailed, LinkLost, TransportError
+from gpuboard.transport.link import LINE_LIMIT, NOISE_LIMIT, AgentLink
+
+HELLO = {"t": "hello", "hostname": "gpu01", "boot_id": "b", "uid": 1, "user": "alice", "pid": 2, "python": "3.6.8"}
+READING = {"t": "reading", "seq": 1, "at": 1.5, "interval_s": 1.0}
+
+
+class Wire:
+    """A channel that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.closed = True
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.written.splitlines()]
+
+
+class Setup:
+    """A link over a Wire, with all it said."""
+
+    def __init__(self) -> None:
+        self.messages: list[Hello | Static | Reading | Event] = []
+        self.ends: list[TransportError] = []
+        self.wire = Wire()
+        self.link = AgentLink("gpu01", "node", {"node": "gpu01"}, self.messages.append, self.ends.append)
+        self.link.attach(self.wire)
+        self.nonce = str(self.wire.lines()[0]["nonce"])
+
+    def frame(self, message: Any) -> bytes:
+        return f"@{self.nonce}{json.dumps(message)}\n".encode()
+
+    def end(self) -> tuple[str, str] | None:
+        assert len(self.ends) <= 1
+        return (self.ends[0].kind, self.ends[0].words) if self.ends else None
+
+
+def test_the_start_line_comes_first_with_a_new_nonce() -> None:
+    one, two = Setup(), Setup()
+    assert one.wire.lines() == [{"t": "start", "nonce": one.nonce, "role": "node", "config": {"node": "gpu01"}}]
+    assert len(one.nonce) == 16
+    assert one.nonce != two.nonce
+
+
+@given(st.lists(st.integers(1, 60), max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_however_the_bytes_are_cut_the_messages_are_the_same(cuts: list[int]) -> None:
+    it = Setup()
+    data = b"Welcome!\n" + it.frame(HELLO) + b"noise\n" + it.frame(READING) + it.frame({**READING, "seq": 2})
+    for cut in cuts:
+        it.link.received(data[:cut])
+        data = data[cut:]
+    it.link.received(data)
+    assert [type(m).__name__ for m in it.messages] == ["Hello", "Reading", "Reading"]
+    assert it.end() is None
+
+
+def test_replies_find_their_calls_in_any_order() -> None:
+    it = Setup()
+    first, second, third = (it.link.submit(op, {"x": 1}) for op in ("claims", "take", "touch"))
+    sent = it.wire.lines()[1:]
+    assert sent[0] == {"t": "call", "id": 1, "op": "claims", "args": {"x": 1}}
+    it.link.received(
+        it.frame({"t": "reply", "id": 2, "error": {"kind": "conflict", "message": "no", "detail": {"a": 1}}})
+    )
+    it.link.received(it.frame({"t": "reply", "id": 99, "value": 1}))
+    it.link.received(it.frame({"t": "reply", "id": 1, "value": {"claims": []}}))
+    assert first.result(1) == {"claims": []}
+    with pytest.raises(CallFailed) as caught:
+        second.result(1)
+    assert (caught.value.kind, caught.value.message, caught.value.detail) == ("conflict", "no", {"a": 1})
+    with pytest.raises(LinkLost, match=r"gpu01: no answer in 0\.\d s"):
+        third.result(0.01)
+    it.link.ended(TransportError("lost", "gone"))
+    with pytest.raises(LinkLost, match="gpu01: gone"):
+        third.result(1)
+    with pytest.raises(LinkLost, match="gpu01: gone"):
+        it.link.call("claims", {}, 1)
+
+
+def test_a_waiting_call_ends_with_the_link() -> None:
+    it = Setup()
+    threading.Timer(0.05, it.link.close).start()
+    with pytest.raises(LinkLost, match="closed"):
+        it.link.call("take", {}, 10)
+    assert it.wire.closed
+    assert it.end() is None  # we closed it ourselves
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{", b"", b"[]", b"null", b'{"t":"reading"}', b'{"t":"nonsense"}',
+        b'{"t":"reading","seq":"1","at":1,"interval_s":1}',
+        b'{"t":"reading","seq":1,"at":1,"interval_s":NaN}', b"\xff\xfe", b"[" * 100_000, b'{"t":' * 50_000,
+        b'{"t":"hello","hostname":"\xed\xa0\x80"}', b'{"t":"reply","id":1,"error":{"kind":1}}',
+    ],
+)  # fmt: skip
+def test_a_malformed_frame_ends_the_link_with_the_reason(text: bytes) -> None:
+    it = Setup()
+    it.link.received(it.frame(HELLO))
+    it.link.received(b"@" + it.nonce.encode() + text + b"\n")
+    it.link.received(it.frame(READING))
+    end = it.end()
+    assert end is not None
+    assert end[0] == "lost"
+    assert end[1].startswith("malformed answer: ")
+    assert [type(m).__name__ for m in it.messages] == ["Hello"]
+    assert it.wire.closed
+
+
+@given(st.binary(max_size=400))
+@settings(max_examples=200, deadline=None)
+def test_no_bytes_of_a_node_raise(data: bytes) -> None:
+    it = Setup()
+    it.link.received(it.frame(HELLO))
+    it.link.received(b"@" + it.nonce.encode() + data + b"\n")
+    assert len(it.ends) <= 1
+
+
+def test_noise_is_skipped_up_to_its_limit() -> None:
+    it = Setup()
+    it.link.received(b"x" * 1000 + b"\n" + b"y" * 60_000 + b"\n" + it.frame(HELLO))
+    assert [type(m).__name__ for m in it.messages] == ["Hello"]
+    it = Setup()
+    for _ in range(NOISE_LIMIT // 1000 + 1):
+        it.link.received(b"x" * 999 + b"\n")
+    assert it.end() == ("lost", "malformed answer: the node's shell start-up files print more than 64 kB")
+
+
+def test_a_line_without_end_is_not_kept() -> None:
+    it = Setup()
+    it.link.received(b"x" * (NOISE_LIMIT + 1))
+    assert it.end() == ("lost", "malformed answer: a line without end")
+    it = Setup()
+    it.link.received(it.frame(HELLO))
+    for _ in range(LINE_LIMIT // 65536 + 1):
+        it.link.received(b"@" * 65536)
+    assert it.end() == ("lost", "malformed answer: a line without end")
+
+
+def test_what_the_agent_printed_is_in_the_words_of_its_end() -> None:
+    it = Setup()
+    it.link.received(it.frame({"t": "event", "kind": "stderr", "data": {"text": "Traceback\nOSError: \x1b[2Jdisk\n"}}))
+    it.link.received(it.frame({"t": "event", "kind": "stderr", "data": {"text": 5}}))
+    it.link.ended(TransportError("exited", "the agent ended with exit code 1"))
+    assert it.end() == ("exited", "the agent ended with exit code 1: OSError: [2Jdisk")
+
+
+def test_ticks_go_out_as_lines() -> None:
+    it = Setup()
+    it.link.tick(413)
+    assert it.wire.lines()[-1] == {"t": "tick", "in_ms": 413}
+
+
+def test_nothing_goes_out_after_the_end() -> None:
+    it = Setup()
+    it.link.drop(TransportError("timeout", "no reading"))
+    written = it.wire.written
+    it.link.tick(1)
+    it.link.submit("claims", {})
+    assert it.wire.written == written
+    assert it.end() == ("timeout", "no reading")
