@@ -1,0 +1,100 @@
+"""What the agent costs on its node: CPU and memory of its processes, 8 GPUs read once a second.
+
+    python bench/agent.py [--seconds 60] [--gpus 8]
+
+The NVML library is the tests' scripted one, which answers at once: what is measured is the agent itself, as it is on a
+node whose driver is quick. Each GPU has two processes, which are looked up in /proc as on a busy node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests' NVML library, which is not in the package
+
+from gpuboard.cluster.fleet import Fleet
+from gpuboard.cluster.inventory import Node
+from gpuboard.config import Settings
+from tests.nvml import GIB, Gpu, library, write_script
+
+GOAL_PERCENT = 0.5
+WINDOW_S = 10.0
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="CPU and memory of the agent on a node")
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--gpus", type=int, default=8)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as folder:
+        script = Path(folder) / "nvml"
+        pids = (os.getpid(), os.getppid())
+        gpu = Gpu(used=8 * GIB, utilization=50, processes=tuple(("compute", pid, 4 * GIB) for pid in pids))
+        write_script(script, [gpu] * args.gpus)
+        # For the agent, a child of ours: the loader path counts from a process's start on.
+        os.environ["LD_LIBRARY_PATH"] = str(library())
+        os.environ["FAKE_NVML"] = str(script)
+        settings = Settings()
+        with contextlib.closing(Fleet([Node(name="bench", host=None)], settings, interval_s=1.0)) as fleet:
+            fleet.start()
+            fleet.wait(10)
+            [node] = fleet.snapshot().nodes
+            if node.state != "up" or len(node.gpus) != args.gpus:
+                sys.exit(f"the agent does not read the {args.gpus} GPUs: {node.state}, {node.error}")
+            time.sleep(3)  # past the start: imports, static facts
+            percents = [_percent(WINDOW_S) for _ in range(max(1, int(args.seconds / WINDOW_S)))]
+            memory = {pid: _pss(pid) for pid in _descendants()}
+    median = statistics.median(percents)
+    verdict = "met" if median <= GOAL_PERCENT else "missed"
+    print(f"{args.gpus} GPUs with 2 processes each, a reading a second, {len(percents)} windows of {WINDOW_S:.0f} s")
+    print(
+        f"CPU: median {median:.2f} % of a core (from {min(percents):.2f} to {max(percents):.2f}); "
+        f"goal at most {GOAL_PERCENT} %: {verdict}"
+    )
+    each = ", ".join(f"{size / 2**20:.1f}" for size in memory.values())
+    print(f"memory (PSS): {sum(memory.values()) / 2**20:.1f} MiB in {len(memory)} processes ({each})")
+
+
+def _percent(seconds: float) -> float:
+    """Return how much of a core our descendants took, in percent, over ``seconds``."""
+    before = {pid: _cpu_ns(pid) for pid in _descendants()}
+    started = time.monotonic_ns()
+    time.sleep(seconds)
+    used = sum(_cpu_ns(pid) - since for pid, since in before.items())
+    return 100 * used / (time.monotonic_ns() - started)
+
+
+def _descendants() -> list[int]:
+    """Return the pids of all processes below us."""
+    found: list[int] = []
+    todo = [os.getpid()]
+    while todo:
+        pid = todo.pop()
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            children = [int(word) for word in file.read_text().split()]
+            found += children
+            todo += children
+    return found
+
+
+def _cpu_ns(pid: int) -> int:
+    """Return the nanoseconds that all threads of a process ran (schedstat: exact, where stat counts ticks of 10 ms)."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+
+
+def _pss(pid: int) -> int:
+    """Return a process's memory in bytes, what it shares counted in part."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Run all measurements and write bench/RESULTS.md.
+
+    python bench/run.py [NAME…]
+
+Each is a script of its own that prints what it found; one that fails is written down as failed, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "RESULTS.md"
+LIMIT_S = 900.0
+BENCHES = {
+    "allocate": (
+        "`allocate` on one local node, beside `nvisel` of nvitop, both as whole processes on the same NVML library, "
+        "alternating. Goal: a ratio of at most 1.0."
+    ),
+    "launch": (
+        "From the command to the first all-reduce, 4 ranks on CPU, beside `torchrun --standalone`, alternating. "
+        "Goal: a ratio of at most 0.75."
+    ),
+    "feed": (
+        "CPU of the feed for 100 real ssh sessions at 1 Hz, per node and poll, beside a bare asyncssh stream in the "
+        "same run. Goal: at most 0.1 ms."
+    ),
+    "agent": "CPU and memory of the agent on its node, 8 GPUs at 1 Hz. Goal: at most 0.5 % of a core.",
+}
+PEERS = ("torch", "asyncssh", "nvitop", "nvidia-ml-py")
+
+
+def main(names: list[str]) -> int:
+    """Run the named measurements, all of them by default; return 1 when one failed."""
+    unknown = [name for name in names if name not in BENCHES]
+    if unknown:
+        print(f"no measurement {unknown[0]!r}; there are: {', '.join(BENCHES)}", file=sys.stderr)
+        return 2
+    sections = _read() if names else {}
+    failed = []
+    for name in names or BENCHES:
+        print(f"== {name}", flush=True)
+        code, text = _run(name)
+        if code:
+            failed.append(name)
+            text += f"failed with exit code {code}\n"
+        sections[name] = f"measured {time.strftime('%Y-%m-%d')} on {_machine()}\n{text}"
+    _write(sections)
+    print(f"written to {RESULTS.relative_to(HERE.parent)}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+def _run(name: str) -> tuple[int, str]:
+    """Run one script, its output shown as it comes; return exit code and output."""
+    command = [sys.executable, str(HERE / f"{name}.py")]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parent) as child:
+        assert child.stdout is not None
+        limit = threading.Timer(LIMIT_S, child.kill)
+        limit.start()
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+        limit.cancel()
+    return child.returncode, "".join(lines)
+
+
+def _machine() -> str:
+    """Return what the figures depend on."""
+    model = "unknown CPU"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    found = []
+    for name in PEERS:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return (
+        f"{os.cpu_count()} cores of {model}, Linux {platform.release().split('-')[0]}, "
+        f"Python {platform.python_version()}, {', '.join(found)}"
+    )
+
+
+def _read() -> dict[str, str]:
+    """Return the sections of the last results, so that measuring one again keeps the others."""
+    if not RESULTS.exists():
+        return {}
+    parts = RESULTS.read_text(encoding="utf-8").split("\n## ")[1:]
+    return {part.partition("\n")[0]: part.split("```")[1].removeprefix("text\n") for part in parts if "```" in part}
+
+
+def _write(sections: dict[str, str]) -> None:
+    text = [
+        "# Measurements\n",
+        "`make bench` writes this page; run it on an idle machine. Medians, where not said else.\n",
+    ]
+    for name, what in BENCHES.items():
+        if name in sections:
+            text.append(f"## {name}\n\n{what}\n\n```text\n{sections[name].rstrip()}\n```\n")
+    RESULTS.write_text("\n".join(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
