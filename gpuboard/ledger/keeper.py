@@ -196,7 +196,11 @@ def _spawn(folder: str, env: Mapping[str, str]) -> tuple[int, int]:
     end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, 3)  # never 0 to 2, which the child's actions write over
     os.close(write_end)
     library = os.path.dirname(os.__file__)
-    path = [entry for entry in dict.fromkeys(sys.path) if entry.startswith("/") and not entry.startswith(library)]
+    path = [
+        entry
+        for entry in dict.fromkeys(sys.path)
+        if entry.startswith("/") and entry not in (library, library + "/lib-dynload")
+    ]
     boot = _BOOT.format(path=path, package=os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     command = [sys.executable, "-I", "-S", "-c", boot, folder]
     try:

@@ -48,7 +48,7 @@ class Connectors:
         self._known: dict[str, Connector] = {}
 
     def get(self, settings: dict[str, Any]) -> Connector:
-        """Return the connector for ``settings``. Raises ImportError and what msgspec says to wrong settings."""
+        """Return the connector for ``settings``. Raises ImportError, and ValueError for wrong settings."""
         import msgspec  # late, as all of this: 40 ms and several MB that a keeper of local leases does without
 
         from gpuboard.config import Settings
@@ -56,7 +56,10 @@ class Connectors:
 
         key = json.dumps(settings, sort_keys=True)
         if key not in self._known:
-            self._known.setdefault(key, Connector(msgspec.convert(settings, Settings)))
+            try:
+                self._known.setdefault(key, Connector(msgspec.convert(settings, Settings)))
+            except msgspec.ValidationError as error:
+                raise ValueError(f"settings: {error}") from None
         return self._known[key]
 
 

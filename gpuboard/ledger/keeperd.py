@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import sys
-import time
 import traceback
-from collections import deque
-from collections.abc import Callable
 from functools import partial
 
 from gpuboard.ledger import keeper_processes as processes
 from gpuboard.ledger.holder import alive, read_process
-from gpuboard.ledger.keeper_nodes import Answer, Connectors, NodeCalls, node_key
+from gpuboard.ledger.keeper_loop import Loop, boottime, log
+from gpuboard.ledger.keeper_nodes import Answer, node_key
 from gpuboard.ledger.keeper_place import KeeperError, occupy, peer_uid, send, withdraw, write_file
 from gpuboard.ledger.keeper_record import Record, Seen, decode, judge
+from gpuboard.ledger.keeper_touch import Nodes, retry_s
 
-TOUCH_S = 30.0
-RETRY_S = (5.0, 10.0, 20.0, 30.0)  # after a touch or a release that did not reach its node
 RELEASE_S = 100.0  # after this a claim without life has lapsed (90 s): no use in trying on
 LINGER_S = 5.0
 POLL_S = 1.0  # where the kernel has no pidfd (before 5.3)
@@ -67,50 +63,33 @@ class Client:
             log("a command ended before it had its answer")
 
 
-class KeptNodes:
-    """The nodes of all leases: when each is touched next, and how often it failed."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, NodeCalls] = {}
-        self.leases: dict[str, set[str]] = {}
-        self.due: dict[str, float] = {}
-        self.failures: dict[str, int] = {}
-
-
 class Keeper:
-    """The loop and what it knows. ``now`` is CLOCK_BOOTTIME: a machine that slept has aged its claims."""
+    """What is kept, and what happens to it."""
 
     def __init__(self, folder: str, listener: socket.socket) -> None:
         self.folder = folder
         self.listener = listener
+        self.loop = Loop()
         self.kept: dict[str, Kept] = {}
-        self.nodes = KeptNodes()
-        self.connectors = Connectors()
+        self.nodes = Nodes(self.loop, self._touched)
         self.clients: set[Client] = set()
-        self.idle_since = boottime()
-        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.answers: deque[Callable[[], None]] = deque()
-        self.poller = select.poll()
-        self.actions: dict[int, Callable[[], None]] = {}
         listener.setblocking(False)
-        self._watch(listener.fileno(), self._accept)
-        self._watch(self.wake, self._woken)
+        self.loop.watch(listener.fileno(), self._accept)
 
     def run(self) -> None:
         """Keep leases until there has been none for a while."""
         self._readopt()
+        idle_since = boottime()
         while True:
             now = boottime()
             if self.kept or self.clients:
-                self.idle_since = now
-            elif now - self.idle_since >= LINGER_S:
+                idle_since = now
+            elif now - idle_since >= LINGER_S:
                 return
+            self.nodes.touch(now)
             self._timers(now)
-            while self.answers:
-                self.answers.popleft()()
-            for fd, _ in self.poller.poll(self._pause_ms()):
-                if fd in self.actions:
-                    self.actions[fd]()
+            dues = [kept.due for kept in self.kept.values() if kept.due is not None]
+            self.loop.wait(min([*dues, self.nodes.next_due(), idle_since + LINGER_S]) - boottime())
 
     # --- talking to commands
 
@@ -125,7 +104,7 @@ class Keeper:
         connection.settimeout(1.0)
         client = Client(connection)
         self.clients.add(client)
-        self._watch(connection.fileno(), partial(self._hear, client))
+        self.loop.watch(connection.fileno(), partial(self._hear, client))
 
     def _hear(self, client: Client) -> None:
         try:
@@ -141,7 +120,7 @@ class Keeper:
             self._obey(client, line)
 
     def _hang_up(self, client: Client) -> None:
-        self._unwatch(client.connection.fileno())
+        self.loop.unwatch(client.connection.fileno())
         client.connection.close()
         self.clients.discard(client)
         for kept in list(self.kept.values()):
@@ -159,7 +138,7 @@ class Keeper:
                 return
             kept = self.kept.get(str(message["lease"]))
             if op == "renew" and kept is not None:
-                self._rewrite(kept, kept.record._replace(until=boottime() + float(message["for_s"])))
+                self._prolong(kept, float(message["for_s"]))
             elif op == "forget" and kept is not None:
                 self._drop(kept, "given back")
             client.reply()
@@ -167,6 +146,11 @@ class Keeper:
             client.reply(f"not understood: {error!r}")
         except OSError as error:
             client.reply(f"{self.folder}: {error.strerror}")
+
+    def _prolong(self, kept: Kept, for_s: float) -> None:
+        self._rewrite(kept, kept.record._replace(until=boottime() + for_s))
+        for node in kept.record.nodes:
+            self.nodes.attach(kept.record, node)
 
     def _adopt(self, client: Client, record: Record) -> None:
         if record.holder is not None and not alive(record.holder):
@@ -203,54 +187,31 @@ class Keeper:
         record = kept.record
         self.kept[record.lease] = kept
         for node in record.nodes:
-            key = node_key(node, record.settings)
-            if key not in self.nodes.calls:
-                self.nodes.calls[key] = NodeCalls(node, record.settings, self.connectors)
-                self.nodes.leases[key] = set()
-                self.nodes.failures[key] = 0
-            self.nodes.leases[key].add(record.lease)
-            self.nodes.due[key] = 0.0
+            self.nodes.attach(record, node)
         if record.holder is not None:
-            self._watch_process(kept, record.holder.pid, partial(self._holder_ended, kept))
+            self._watch_process(kept, record.holder.pid)
             if not alive(record.holder):  # looked at after the pidfd was opened: it is the holder's or a stranger's
-                self._holder_ended(kept)
+                self._process_ended(kept)
 
-    def _touch(self, key: str, now: float) -> None:
-        self.nodes.due[key] = now + TOUCH_S
-        leases = sorted(self.nodes.leases[key])
-        report = partial(self._later, partial(self._touched, key, leases))
-        self.nodes.calls[key].call("touch", {"leases": leases}, report)
-
-    def _touched(self, key: str, leases: list[str], answer: Answer) -> None:
-        if key not in self.nodes.calls:
-            return
-        name = self.nodes.calls[key].name
-        concerned = [self.kept[lease] for lease in leases if lease in self.kept]
-        if answer.kind:
-            self.nodes.failures[key] += 1
-            again = RETRY_S[min(self.nodes.failures[key], len(RETRY_S)) - 1]
-            self.nodes.due[key] = boottime() + again
-            log(f"{name}: no life shown: {answer.words}; again in {again:.0f} s")
-            for kept in concerned:
-                if kept.client is not None and name in kept.unconfirmed:
-                    self._disown(kept, f"{name}: {answer.words}")
-            return
-        self.nodes.failures[key] = 0
-        for kept in concerned:
+    def _touched(self, name: str, leases: list[str], answer: Answer) -> None:
+        for kept in [self.kept[lease] for lease in leases if lease in self.kept]:
             if kept.phase == "releasing":
                 continue
-            if kept.lease not in answer.value["alive"]:
+            if answer.kind:
+                if name in kept.unconfirmed:
+                    self._disown(kept, f"{name}: {answer.words}")
+            elif kept.lease not in answer.value["alive"]:
                 self._gone(kept, name, lapsed=kept.lease in answer.value["lapsed"])
-                continue
-            kept.unconfirmed.discard(name)
-            if kept.client is not None and not kept.unconfirmed:
-                kept.client.reply()
-                kept.client = None
+            elif name in kept.unconfirmed:
+                kept.unconfirmed.discard(name)
+                if not kept.unconfirmed and kept.client is not None:
+                    kept.client.reply()
+                    kept.client = None
 
     def _gone(self, kept: Kept, name: str, *, lapsed: bool) -> None:
         """A node has no living claim of the lease any more; it is kept on the others."""
         record = kept.record
-        if kept.client is not None:
+        if kept.unconfirmed:
             self._disown(kept, f"{name}: the claims of lease {kept.lease} have {'lapsed' if lapsed else 'gone'}")
             return
         if lapsed and boottime() < record.until:
@@ -262,14 +223,14 @@ class Keeper:
         if not rest:
             self._drop(kept, "its time is up" if lapsed else "released")
             return
-        self._forget_nodes(kept)
+        for node in record.nodes:
+            if node.name == name:
+                self.nodes.detach(record, node)
         self._rewrite(kept, record._replace(nodes=rest))
-        for node in rest:
-            self.nodes.leases[node_key(node, record.settings)].add(kept.lease)
 
     # --- the end of a lease
 
-    def _holder_ended(self, kept: Kept) -> None:
+    def _process_ended(self, kept: Kept) -> None:
         self._unwatch_processes(kept)
         if kept.phase == "held":
             log(f"{kept.lease}: its holder has ended")
@@ -283,16 +244,15 @@ class Keeper:
         pids = processes.carriers(kept.lease)
         if pids:
             for pid in pids[:_WATCHED]:
-                self._watch_process(kept, pid, partial(self._holder_ended, kept))
+                self._watch_process(kept, pid)
             self._judge(kept, carried=True)
             return
         kept.found = False
         kept.asked = {node.name for node in kept.record.nodes}
         for node in kept.record.nodes:
-            calls = self.nodes.calls[node_key(node, kept.record.settings)]
-            calls.call("read", {}, partial(self._later, partial(self._read, kept, node.name)))
-            report = partial(self._later, partial(self._looked, kept, node.name))
-            calls.call("carriers", {"lease": kept.lease, "uuids": node.uuids}, report)
+            args = {"lease": kept.lease, "uuids": node.uuids}
+            self.nodes.call(kept.record, node, "read", {}, partial(self._read, kept, node.name))
+            self.nodes.call(kept.record, node, "carriers", args, partial(self._looked, kept, node.name))
 
     def _read(self, kept: Kept, name: str, answer: Answer) -> None:
         """A reading of the GPUs goes before the question who runs on them; without one nobody knows."""
@@ -324,20 +284,20 @@ class Keeper:
 
     def _release(self, kept: Kept) -> None:
         self._unwatch_processes(kept)
-        self._forget_nodes(kept, close=False)
+        for node in kept.record.nodes:
+            self.nodes.detach(kept.record, node)
         kept.phase = "releasing"
         kept.released_at = boottime()
         kept.asked = {node.name for node in kept.record.nodes}
         self._try_release(kept)
 
     def _try_release(self, kept: Kept) -> None:
-        kept.due = boottime() + RETRY_S[min(kept.tries, len(RETRY_S) - 1)]
         kept.tries += 1
+        kept.due = boottime() + retry_s(kept.tries)
         for node in kept.record.nodes:
             if node.name in kept.asked:
-                report = partial(self._later, partial(self._released, kept, node.name))
-                key = node_key(node, kept.record.settings)
-                self.nodes.calls[key].call("release", {"lease": kept.lease}, report)
+                args = {"lease": kept.lease}
+                self.nodes.call(kept.record, node, "release", args, partial(self._released, kept, node.name))
 
     def _released(self, kept: Kept, name: str, answer: Answer) -> None:
         if answer.kind in {"", "not-found", "not-yours"}:
@@ -357,97 +317,47 @@ class Keeper:
     def _drop(self, kept: Kept, words: str) -> None:
         log(f"{kept.lease}: {words}")
         self._unwatch_processes(kept)
-        self._forget_nodes(kept)
         self.kept.pop(kept.lease, None)
+        for node in kept.record.nodes:
+            self.nodes.detach(kept.record, node)
+        self.nodes.close(
+            {node_key(node, other.record.settings) for other in self.kept.values() for node in other.record.nodes}
+        )
         try:
             os.unlink(f"{self.folder}/{kept.lease}.json")
         except OSError as error:
             log(f"{kept.lease}.json: {error.strerror}")
 
-    # --- the loop's own business
-
     def _timers(self, now: float) -> None:
-        for key in [key for key, due in self.nodes.due.items() if due <= now]:
-            self._touch(key, now)
         for kept in list(self.kept.values()):
-            if kept.due is not None and kept.due <= now:
-                if kept.phase == "releasing":
-                    self._try_release(kept)
-                elif kept.phase == "orphaned":
-                    self._unwatch_processes(kept)
-                    self._look(kept)
-                elif kept.record.holder is not None and not alive(kept.record.holder):
-                    self._holder_ended(kept)
-                else:
-                    kept.due = now + POLL_S
+            if kept.due is None or kept.due > now:
+                continue
+            if kept.phase == "releasing":
+                self._try_release(kept)
+            elif kept.phase == "orphaned":
+                self._unwatch_processes(kept)
+                self._look(kept)
+            elif kept.record.holder is not None and not alive(kept.record.holder):
+                self._process_ended(kept)
+            else:
+                kept.due = now + POLL_S
 
-    def _pause_ms(self) -> float:
-        dues = [*self.nodes.due.values(), *(kept.due for kept in self.kept.values() if kept.due is not None)]
-        now = boottime()
-        dues += [k.record.until + 0.5 for k in self.kept.values() if k.record.until + 0.5 > now]
-        if not self.kept:
-            dues.append(self.idle_since + LINGER_S)
-        pause = 0.0 if self.answers else min(dues, default=now + TOUCH_S) - now
-        return max(0.0, min(pause, TOUCH_S)) * 1000 + 1
-
-    def _later(self, action: Callable[[Answer], None], answer: Answer) -> None:
-        """Take an answer, perhaps in another thread; it is handled by the loop."""
-        self.answers.append(partial(action, answer))
-        os.eventfd_write(self.wake, 1)
-
-    def _woken(self) -> None:
-        os.eventfd_read(self.wake)
-
-    def _watch(self, fd: int, action: Callable[[], None]) -> None:
-        self.actions[fd] = action
-        self.poller.register(fd, select.POLLIN)
-
-    def _unwatch(self, fd: int) -> None:
-        if self.actions.pop(fd, None) is not None:
-            self.poller.unregister(fd)
-
-    def _watch_process(self, kept: Kept, pid: int, ended: Callable[[], None]) -> None:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return
-        except OSError:  # a kernel without it
+    def _watch_process(self, kept: Kept, pid: int) -> None:
+        fd = self.loop.watch_process(pid, partial(self._process_ended, kept))
+        if fd is not None:
+            kept.watched.append(fd)
+        elif kept.phase == "held":
             kept.due = boottime() + POLL_S
-            return
-        kept.watched.append(fd)
-        self._watch(fd, ended)
 
     def _unwatch_processes(self, kept: Kept) -> None:
         for fd in kept.watched:
-            self._unwatch(fd)
+            self.loop.unwatch(fd)
             os.close(fd)
         kept.watched = []
-
-    def _forget_nodes(self, kept: Kept, *, close: bool = True) -> None:
-        """Show no more life for a lease; ``close`` ends the connections that no lease needs."""
-        for node in kept.record.nodes:
-            key = node_key(node, kept.record.settings)
-            if key in self.nodes.calls:
-                self.nodes.leases[key].discard(kept.lease)
-                if not self.nodes.leases[key]:
-                    self.nodes.due.pop(key, None)
-                    if close:
-                        self.nodes.calls.pop(key).close()
 
     def _rewrite(self, kept: Kept, record: Record) -> None:
         kept.record = record
         write_file(f"{self.folder}/{record.lease}.json", json.dumps(record.plain()))
-
-
-def boottime() -> float:
-    """Return seconds since boot, sleep included."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def log(words: str) -> None:
-    """Write a line to the log."""
-    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n")
-    sys.stderr.flush()
 
 
 def main() -> None:

@@ -1,0 +1,79 @@
+"""The keeper's loop: descriptors, processes and other threads, all of which end in a call on the one main thread."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+T = TypeVar("T")
+Action = Callable[[], None]
+
+
+class Loop:
+    """Waits, and calls what was asked for."""
+
+    def __init__(self) -> None:
+        self._actions: dict[int, Action] = {}
+        self._poller = select.poll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._later: deque[Action] = deque()
+        self.watch(self._wake, self._woken)
+
+    def watch(self, fd: int, action: Action) -> None:
+        """Call ``action`` whenever ``fd`` is readable."""
+        self._actions[fd] = action
+        self._poller.register(fd, select.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """Call it no more."""
+        if self._actions.pop(fd, None) is not None:
+            self._poller.unregister(fd)
+
+    def watch_process(self, pid: int, ended: Action) -> int | None:
+        """Call ``ended`` when ``pid`` has ended, also at once; return a pidfd to unwatch and close.
+
+        None: this kernel has no pidfds (before 5.3), or ``pid`` has ended and been waited for: look for yourself.
+        """
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:
+            return None
+        self.watch(fd, ended)
+        return fd
+
+    def report(self, action: Callable[[T], None]) -> Callable[[T], None]:
+        """Return a function for any thread: what it is given, ``action`` gets on the main thread."""
+
+        def take(value: T) -> None:
+            self._later.append(partial(action, value))
+            os.eventfd_write(self._wake, 1)
+
+        return take
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something happens, ``seconds`` at most, and call what belongs to it."""
+        for fd, _ in self._poller.poll(0 if self._later else max(0.0, seconds) * 1000 + 1):
+            if fd in self._actions:  # an action before it may have unwatched it
+                self._actions[fd]()
+        while self._later:
+            self._later.popleft()()
+
+    def _woken(self) -> None:
+        os.eventfd_read(self._wake)
+
+
+def boottime() -> float:
+    """Return seconds since boot, sleep included: a machine that slept has aged its claims."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def log(words: str) -> None:
+    """Write a line to the log."""
+    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n")
+    sys.stderr.flush()

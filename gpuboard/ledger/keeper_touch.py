@@ -1,0 +1,93 @@
+"""Which leases lie on which node, and when the keeper shows life there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gpuboard.ledger.keeper_loop import Loop, boottime, log
+from gpuboard.ledger.keeper_nodes import Answer, Connectors, NodeCalls, node_key
+from gpuboard.ledger.keeper_record import KeptNode, Record
+
+TOUCH_S = 30.0
+RETRY_S = (5.0, 10.0, 20.0, 30.0)  # after a touch or a release that did not reach its node
+
+Touched = Callable[[str, list[str], Answer], None]
+
+
+class _Node:
+    def __init__(self, calls: NodeCalls) -> None:
+        self.calls = calls
+        self.until: dict[str, float] = {}  # by lease: when its time is up
+        self.due: float | None = None
+        self.failures = 0
+
+
+class Nodes:
+    """All nodes of all leases. ``touched`` gets a node's name, the leases touched, and what it said."""
+
+    def __init__(self, loop: Loop, touched: Touched) -> None:
+        self._loop = loop
+        self._touched = touched
+        self._nodes: dict[str, _Node] = {}
+        self._connectors = Connectors()
+
+    def attach(self, record: Record, node: KeptNode) -> None:
+        """Show life of the lease on ``node`` from now on."""
+        known = self._known(record, node)
+        known.until[record.lease] = record.until
+        known.due = 0.0
+
+    def detach(self, record: Record, node: KeptNode) -> None:
+        """Show life of it there no more."""
+        known = self._known(record, node)
+        known.until.pop(record.lease, None)
+        if not known.until:
+            known.due = None
+
+    def call(
+        self, record: Record, node: KeptNode, op: str, args: dict[str, Any], answered: Callable[[Answer], None]
+    ) -> None:
+        """Ask a node; ``answered`` is called on the loop."""
+        self._known(record, node).calls.call(op, args, self._loop.report(answered))
+
+    def close(self, needed: set[str]) -> None:
+        """End the connections to nodes without a lease whose :func:`node_key` is not in ``needed``."""
+        for key in [key for key, node in self._nodes.items() if not node.until and key not in needed]:
+            self._nodes.pop(key).calls.close()
+
+    def touch(self, now: float) -> None:
+        """Show life wherever it is due."""
+        for node in self._nodes.values():
+            if node.due is not None and node.due <= now:
+                # Also right after a lease's end, so that its claim goes then: the node's clock says whether it has.
+                ends = [until + 0.5 for until in node.until.values() if until + 0.5 > now]
+                node.due = min(now + TOUCH_S, *ends) if ends else now + TOUCH_S
+                leases = sorted(node.until)
+                node.calls.call("touch", {"leases": leases}, self._loop.report(self._answered(node, leases)))
+
+    def next_due(self) -> float:
+        """Return when :meth:`touch` is to be called next."""
+        return min((node.due for node in self._nodes.values() if node.due is not None), default=boottime() + TOUCH_S)
+
+    def _answered(self, node: _Node, leases: list[str]) -> Callable[[Answer], None]:
+        def take(answer: Answer) -> None:
+            node.failures = node.failures + 1 if answer.kind else 0
+            if answer.kind and node.due is not None:
+                again_s = retry_s(node.failures)
+                node.due = boottime() + again_s
+                log(f"{node.calls.name}: no life shown: {answer.words}; again in {again_s:.0f} s")
+            self._touched(node.calls.name, leases, answer)
+
+        return take
+
+    def _known(self, record: Record, node: KeptNode) -> _Node:
+        key = node_key(node, record.settings)
+        if key not in self._nodes:
+            self._nodes[key] = _Node(NodeCalls(node, record.settings, self._connectors))
+        return self._nodes[key]
+
+
+def retry_s(failures: int) -> float:
+    """Return how long to wait after the ``failures``-th failure in a row."""
+    return RETRY_S[min(failures, len(RETRY_S)) - 1]
