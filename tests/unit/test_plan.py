@@ -1,0 +1,148 @@
+"""A launch is decided before it does anything: target, variables, rank map → plan."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gpuboard.cli import launch
+from gpuboard.cli.options import Parser, add_common
+from gpuboard.errors import UsageError
+from gpuboard.launch import environ
+from gpuboard.launch.plan import LaunchOptions, LaunchPlan, StartRank, launch_plan, plan_text, shown
+from gpuboard.launch.target import Target, parse_target
+from gpuboard.model.rankmap import Rank, RankMap, RankNode
+
+MAP = RankMap(
+    schema=1,
+    lease="k3f9",
+    master_addr="10.0.0.1",
+    master_port=0,
+    world_size=3,
+    nodes=[RankNode("gpu02", "10.0.0.2", 1, 1, "GPU-c"), RankNode("gpu01", "10.0.0.1", 0, 2, "0,3")],
+    ranks=[Rank(0, "gpu01", 0, 0, "GPU-a"), Rank(2, "gpu02", 0, 7, "GPU-c"), Rank(1, "gpu01", 1, 3, "GPU-b", 0.5)],
+)
+
+
+def planned(rank_map: RankMap = MAP, **changes: object) -> LaunchPlan:
+    """Return a plan for ``rank_map``."""
+    options = msgspec.structs.replace(LaunchOptions(), **changes)
+    sent = {"PATH": "/bin", "WANDB_API_KEY": "t0ken"}
+    target = Target("script", "train.py", ["--lr", "3e-4"])
+    return launch_plan(rank_map, target, run="rabc", secret="5ec", cwd="/exp", environ=sent, options=options)
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "target"),
+    [
+        (["train.py"], None, Target("script", "train.py")),
+        (["--", "train.py", "--", "-x"], None, Target("script", "train.py", ["--", "-x"])),
+        (["out/3:4.py"], None, Target("script", "out/3:4.py")),
+        (["pkg.mod:main", "1"], None, Target("function", "pkg.mod:main", ["1"])),
+        (["pkg.mod:Class.run"], None, Target("function", "pkg.mod:Class.run")),
+        ([], ["pkg.mod", "--n", "3"], Target("module", "pkg.mod", ["--n", "3"])),
+    ],
+)
+def test_a_target_has_three_forms(words: list[str], module: list[str] | None, target: Target) -> None:
+    assert parse_target(words, module) == target
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "message"),
+    [
+        ([], None, "nothing to launch"),
+        ([], [], "needs the name of a module"),
+        ([], ["train.py/x"], "needs the name of a module"),
+        (["--lr", "3"], None, "--lr is no option of launch"),
+        (["a b:c"], None, "neither a script nor"),
+    ],
+)
+def test_what_is_no_target_is_refused(words: list[str], module: list[str] | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_target(words, module)
+
+
+@pytest.mark.parametrize(
+    ("line", "n", "target"),
+    [
+        ("--n 2 train.py --n 3 -h --json", 2, Target("script", "train.py", ["--n", "3", "-h", "--json"])),
+        ("train.py --nodes x -m y", None, Target("script", "train.py", ["--nodes", "x", "-m", "y"])),
+        ("--n 2 -m pkg.train --n 3 --help", 2, Target("module", "pkg.train", ["--n", "3", "--help"])),
+        ("train.py --re --gra -- --device", None, Target("script", "train.py", ["--re", "--gra", "--", "--device"])),
+        ("--n 2 -- train.py -x", 2, Target("script", "train.py", ["-x"])),
+    ],
+)  # fmt: skip
+def test_what_follows_the_target_reaches_it_untouched(line: str, n: int | None, target: Target) -> None:
+    parser = Parser("gpuboard launch", launch.HELP)
+    launch.add_arguments(parser)
+    add_common(parser)
+    args = parser.parse_args(line.split())
+    assert (args.n, parse_target(args.target, args.module), args.device) == (n, target, "cuda")
+
+
+def test_each_node_gets_its_own_start_config() -> None:
+    first, second = planned(lost_head_s=None).nodes
+    assert (first.node, first.node_rank, first.nodes, first.world_size, first.listen) == ("gpu01", 0, 2, 3, True)
+    assert first.ranks == [StartRank(0, 0, 0, "GPU-a", None), StartRank(1, 1, 3, "GPU-b", 0.5)]
+    assert (first.cuda_visible_devices, first.backend, first.lost_head_s) == ("0,3", "nccl", None)
+    assert (second.node, second.listen, second.ranks) == ("gpu02", False, [StartRank(2, 0, 7, "GPU-c", None)])
+    assert {first.master_addr, second.master_addr} == {"10.0.0.1"}
+
+
+def test_the_start_config_is_that_of_the_protocol() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "launch-protocol.md").read_text(encoding="utf-8")
+    described = page.partition("## start config")[2].partition("## Calls")[0]
+    keys = set(msgspec.to_builtins(planned().nodes[0])) | {"kind", "name", "args"}
+    keys |= {"rank", "local_rank", "index", "uuid", "memory_fraction"}
+    assert set(re.findall(r'"([a-z_]+)":', described)) | {"master_addr", "listen"} == keys
+
+
+def test_without_gpus_the_ranks_see_none_and_speak_gloo() -> None:
+    node = planned(device="cpu").nodes[0]
+    assert (node.cuda_visible_devices, node.backend, node.device) == ("", "gloo", "cpu")
+
+
+def test_one_node_alone_meets_at_the_loopback_address() -> None:
+    alone = msgspec.structs.replace(MAP, nodes=[MAP.nodes[1]], ranks=[MAP.ranks[0], MAP.ranks[2]], world_size=2)
+    assert planned(alone).nodes[0].master_addr == "127.0.0.1"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_several_nodes_cannot_meet_at_a_loopback_address(address: str) -> None:
+    with pytest.raises(UsageError, match=r"gpu02 cannot reach; put the address of gpu01"):
+        planned(msgspec.structs.replace(MAP, master_addr=address))
+
+
+def test_a_shown_plan_holds_no_secret() -> None:
+    text = str(shown(planned())) + plan_text(planned())
+    assert "5ec" not in text
+    assert "t0ken" not in text
+    assert "/bin" in text
+    assert "rank 2  local rank 0  GPU 7  GPU-c" in plan_text(planned())
+
+
+def test_known_families_of_variables_travel_and_asked_for_ones() -> None:
+    env = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "HF_HOME": "/hf", "EDITOR": "vi", "DATA": "/d", "RANK": "3"}
+    sent = environ.sent(env, ["DATA", "SEED=1=2", "HF_HOME="])
+    assert sent == {"PATH": "/bin", "NCCL_DEBUG": "INFO", "HF_HOME": "", "DATA": "/d", "SEED": "1=2"}
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("NOT_THERE", "you have no variable NOT_THERE"),
+        ("A-B=1", "not the name of a variable"),
+        ("RANK=1", "launch itself sets RANK"),
+        ("CUDA_VISIBLE_DEVICES=0", "launch itself sets"),
+    ],
+)
+def test_a_variable_that_cannot_travel_is_refused(word: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        environ.sent({}, [word])
+
+
+def test_what_an_earlier_launcher_left_behind_is_named() -> None:
+    assert environ.stale({"MASTER_PORT": "29500", "RANK": "1", "HOME": "/"}) == ["RANK", "MASTER_PORT"]

@@ -1,0 +1,87 @@
+"""A rank map written by hand is checked as strictly as any input; every problem is named at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gpuboard.errors import UsageError
+from gpuboard.launch.plan import check_rank_map
+from gpuboard.launch.source import read_rank_map
+from gpuboard.model.rankmap import Rank, RankMap, RankNode
+from tests.unit.test_plan import MAP
+
+KNOWN = ("gpu01", "gpu02")
+
+
+def refusal(rank_map: RankMap, device: str = "cuda") -> str:
+    """Return the words with which ``rank_map`` is refused."""
+    with pytest.raises(UsageError) as caught:
+        check_rank_map(rank_map, KNOWN, "map.json", device)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_a_sound_map_passes() -> None:
+    assert check_rank_map(MAP, KNOWN, "map.json", "cuda") is None  # type: ignore[func-returns-value]
+
+
+def test_every_problem_is_named() -> None:
+    nodes = [RankNode("gpu09", "10.0.0.9", 0, 1, "0"), RankNode("a;reboot", "$(id)", 1, 1, "0;1")]
+    wrong = RankMap(
+        1, None, "-oProxyCommand=x", 70000, 2, nodes, [Rank(0, "gpu09", 0, 0, "a"), Rank(0, "x", 0, 0, "b")]
+    )
+    words = refusal(wrong)
+    assert words.startswith("map.json:\n")
+    for part in (
+        "rank 0 is listed 2 times",
+        "is on node 'x', which is not in nodes",
+        "master_port 70000",
+        "node 'gpu09' is unknown; the inventory has gpu01, gpu02",
+        "node 'a;reboot' is not a host name",
+        "'$(id)' is neither a host name nor an address",
+        "cuda_visible_devices '0;1' is not a list of GPUs",
+        "master_addr '-oProxyCommand=x' is neither",
+    ):
+        assert part in words
+
+
+def test_without_gpus_only_the_numbering_counts() -> None:
+    nodes = [RankNode("gpu01", "10.0.0.1", 0, 2, ""), RankNode("gpu02", "10.0.0.2", 1, 1, "")]
+    ranks = [Rank(0, "gpu01", 0, 0, ""), Rank(1, "gpu01", 1, 0, ""), Rank(2, "gpu02", 0, 0, "")]
+    bare = RankMap(1, None, "10.0.0.1", 0, 3, nodes, ranks)
+    assert check_rank_map(bare, KNOWN, "map.json", "cpu") is None  # type: ignore[func-returns-value]
+    assert "is given to 2 ranks" in refusal(bare, "cuda")
+    assert "out of range" in refusal(
+        msgspec.structs.replace(bare, ranks=[*ranks[:2], Rank(5, "gpu02", 0, 0, "")]), "cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not a rank map"),
+        (b"{", "not a rank map"),
+        (b"[" * 100000, "not a rank map"),
+        (b"\xff\xfe", "not a rank map"),
+        (b'{"schema": "one"}', "not a rank map: Expected `int`, got `str` - at `$.schema`"),
+        (b'{"schema": 1}', "missing required field"),
+    ],
+)
+def test_a_file_that_is_no_rank_map_is_a_usage_error(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "map.json").write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        read_rank_map(tmp_path / "map.json")
+    assert words in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        read_rank_map(tmp_path / "map.json")
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_bytes(msgspec.json.encode(MAP))
+    assert read_rank_map(tmp_path / "map.json") == MAP
