@@ -21,7 +21,7 @@ SECRET = "5ecre7" * 5
 
 
 def launch_config(
-    cwd: Path, name: str, *args: str, ranks: int = 1, kind: str = "script", **changes: Any
+    folder: Path, name: str, *args: str, count: int = 1, kind: str = "script", **changes: Any
 ) -> dict[str, Any]:
     """Return a start config for one node on CPU."""
     config: dict[str, Any] = {
@@ -31,17 +31,17 @@ def launch_config(
         "node": "here",
         "node_rank": 0,
         "nodes": 1,
-        "world_size": ranks,
+        "world_size": count,
         "ranks": [
-            {"rank": r, "local_rank": r, "index": r, "uuid": f"GPU-{r}", "memory_fraction": None} for r in range(ranks)
+            {"rank": r, "local_rank": r, "index": r, "uuid": f"GPU-{r}", "memory_fraction": None} for r in range(count)
         ],
-        "cuda_visible_devices": ",".join(str(r) for r in range(ranks)),
+        "cuda_visible_devices": ",".join(str(r) for r in range(count)),
         "device": "cpu",
         "master_addr": "127.0.0.1",
         "listen": True,
         "target": {"kind": kind, "name": name, "args": list(args)},
         "python": sys.executable,
-        "cwd": str(cwd),
+        "cwd": str(folder),
         "environ": {"OMP_NUM_THREADS": "1"},
         "wrap": [],
         "backend": "gloo",

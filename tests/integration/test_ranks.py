@@ -1,0 +1,403 @@
+"""A node's processes during a launch: started right, listened to, and all gone at the end.
+
+Most of these tests are about processes, not about torch: their ranks find an empty package of that name, which takes
+1.5 s off each. What depends on torch is in test_ranks_torch.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuboard.transport.base import CallFailed
+from tests.integration.ranks_driver import Node, carriers, launch_config, wait_gone
+
+# A helper with its own session, one that was handed over to init's place, a stopped one, and one without our variables.
+FAMILY = """
+import os, signal, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", "import os,time; os.fork() and os._exit(0); os.setsid(); time.sleep(600)"])
+stopped = subprocess.Popen(["sleep", "600"])
+os.kill(stopped.pid, signal.SIGSTOP)
+subprocess.Popen(["sleep", "600"], env={}, start_new_session=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "fake" / "torch").mkdir(parents=True)
+    (tmp_path / "fake" / "torch" / "__init__.py").write_text('__version__ = "0"\n')
+    return tmp_path
+
+
+def node(folder: Path, script: str, *args: str, count: int = 1, **changes: Any) -> Node:
+    (folder / "script.py").write_text(script)
+    environ = {"PYTHONPATH": str(folder / "fake"), **changes.pop("environ", {})}
+    return Node(launch_config(folder, "script.py", *args, count=count, listen=False, environ=environ, **changes))
+
+
+def go(node: Node) -> dict[str, int]:
+    pids: dict[str, int] = node.call("spawn")["pids"]
+    node.call("go", master_addr="127.0.0.1", master_port=1, environ={})
+    return pids
+
+
+def ready(node: Node) -> bool:
+    return "ready" in node.text()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def family(node: Node) -> tuple[int, int, set[int]]:
+    """Start the family; return guard, supervisor and all pids below them."""
+    rank = go(node)["0"]
+    node.wait(ready)
+    supervisor = parent(rank)
+    return parent(supervisor), supervisor, below(supervisor)
+
+
+def below(root: int) -> set[int]:
+    found: set[int] = set()
+    for entry in Path("/proc").iterdir():
+        pid = int(entry.name) if entry.name.isdigit() else 0
+        chain = pid
+        while chain > 1 and chain != root:
+            try:
+                chain = parent(chain)
+            except OSError:
+                break
+        if chain == root and pid != root:
+            found.add(pid)
+    return found
+
+
+def wait_dead(pids: set[int], timeout_s: float = 5.0) -> None:
+    until = time.monotonic() + timeout_s
+    while left := {pid for pid in pids if alive(pid)}:
+        assert time.monotonic() < until, f"alive after {timeout_s} s: {left}"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_end_of_the_connection_empties_the_node(folder: Path) -> None:
+    with node(folder, FAMILY) as here:
+        guard, supervisor, pids = family(here)
+        assert len(pids) == 5
+    wait_dead(pids | {guard, supervisor})
+
+
+@pytest.mark.parametrize("victim", ["guard", "supervisor"])
+def test_whoever_is_killed_takes_the_node_with_it(folder: Path, victim: str) -> None:
+    with node(folder, FAMILY) as here:
+        guard, supervisor, pids = family(here)
+        os.kill(guard if victim == "guard" else supervisor, signal.SIGKILL)
+        wait_dead(pids | {guard, supervisor})
+
+
+def test_a_stopped_supervisor_does_not_keep_ranks_alive(folder: Path) -> None:
+    with node(folder, FAMILY) as here:
+        guard, supervisor, pids = family(here)
+        os.kill(supervisor, signal.SIGSTOP)
+    wait_dead(pids | {guard, supervisor})
+
+
+def test_a_killed_head_takes_the_node_with_it(folder: Path) -> None:
+    (folder / "script.py").write_text(FAMILY)
+    config = launch_config(folder, "script.py", listen=False, environ={"PYTHONPATH": str(folder / "fake")})
+    program = """
+import json, sys
+from tests.integration.ranks_driver import Node
+from tests.integration.test_ranks import go, ready
+node = Node(json.loads(sys.argv[1]))
+go(node)
+node.wait(ready)
+print("up", flush=True)
+node.wait(lambda n: False)
+"""
+    root = Path(__file__).parents[2]
+    head = subprocess.Popen([sys.executable, "-c", program, json.dumps(config)], cwd=root, stdout=subprocess.PIPE)
+    assert head.stdout is not None
+    assert head.stdout.readline() == b"up\n"
+    pids = below(head.pid)
+    assert len(pids) == 7
+    head.kill()
+    head.wait()
+    head.stdout.close()
+    wait_dead(pids)
+    assert carriers(config["run"]) == []
+
+
+def test_silence_of_the_head_ends_the_run(folder: Path) -> None:
+    with node(folder, FAMILY, lost_head_s=1) as here:
+        family(here)
+        here.wait_ended(10)
+        assert "nothing heard from the head" in here.data("notice")[-1]["text"]
+        assert carriers(here.run) == []
+
+
+def test_pings_keep_the_run_alive(folder: Path) -> None:
+    with node(folder, FAMILY, lost_head_s=1) as here:
+        family(here)
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            here.call("ping")
+            time.sleep(0.2)
+        assert not here.data("ended")
+
+
+def test_stop_lets_a_rank_save_and_kills_one_that_ignores_it(folder: Path) -> None:
+    script = """
+import os, signal, sys, time
+def save(*_):
+    print("saved", flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, save if os.environ["RANK"] == "0" else signal.SIG_IGN)
+print("ready", flush=True)
+while True:
+    time.sleep(1)
+"""
+    with node(folder, script, count=2) as here:
+        pids = go(here)
+        here.wait(lambda n: "ready" in n.text(rank=0) and "ready" in n.text(rank=1))
+        os.kill(pids["0"], signal.SIGSTOP)
+        asked = time.monotonic()
+        here.call("stop", grace_s=1, reason="test")
+        ends = here.wait_ended()
+        assert [(e["code"], e["signal"]) for e in ends] == [(7, None), (None, signal.SIGKILL)]
+        assert "saved" in here.text()
+        assert time.monotonic() - asked < 3
+
+
+def test_stop_before_the_gate(folder: Path) -> None:
+    with node(folder, "print('never')", count=2) as here:
+        here.call("spawn")
+        here.wait(lambda n: len(n.data("gate")) == 2)
+        here.call("stop", grace_s=2, reason="preflight refused")
+        ends = here.wait_ended()
+        assert [e["signal"] for e in ends] == [signal.SIGTERM] * 2
+        assert here.data("output") == []
+
+
+def test_helpers_may_finish_after_success(folder: Path) -> None:
+    script = """
+import subprocess, sys
+upload = "import time; time.sleep(1.5); print('uploaded', flush=True)"
+subprocess.Popen([sys.executable, "-c", upload], start_new_session=True)
+"""
+    with node(folder, script) as here:
+        go(here)
+        ends = here.wait_ended()
+        assert ends[0]["code"] == 0
+        assert here.text() == "uploaded\n"
+        assert "waiting for what they left behind" in here.data("notice")[-1]["text"]
+
+
+def test_helpers_do_not_outlive_their_grace(folder: Path) -> None:
+    script = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    with node(folder, script, helper_grace_s=0.5) as here:
+        go(here)
+        here.wait_ended(10)
+        assert carriers(here.run) == []
+
+
+def test_helpers_of_a_failed_rank_are_ended(folder: Path) -> None:
+    script = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True); raise SystemExit(2)"
+    with node(folder, script) as here:
+        go(here)
+        assert here.wait_ended(10)[0]["code"] == 2
+
+
+def test_signals_are_passed_to_the_ranks_alone(folder: Path) -> None:
+    script = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def end(*_):
+    print("usr1", os.environ["RANK"], child.poll(), flush=True)
+    child.kill()
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, end)
+print("ready", flush=True)
+while True:
+    time.sleep(1)
+"""
+    with node(folder, script, count=2, helper_grace_s=0) as here:
+        go(here)
+        here.wait(lambda n: "ready" in n.text(rank=0) and "ready" in n.text(rank=1))
+        assert here.call("signal", signal=signal.SIGUSR1, ranks=[1]) == {"sent": [1]}
+        here.wait(lambda n: "usr1 1 None" in n.text(rank=1))
+        assert "usr1" not in here.text(rank=0)
+        here.wait(lambda n: n.data("exited"))
+        assert here.call("signal", signal=signal.SIGUSR1, ranks=None) == {"sent": [0]}
+        assert [e["code"] for e in here.wait_ended()] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "number"),
+    [
+        ("raise SystemExit(3)", 3, None),
+        ("import os; os._exit(4)", 4, None),
+        ("raise SystemExit('words')", 1, None),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", None, signal.SIGSEGV),
+        ("raise KeyboardInterrupt", None, signal.SIGINT),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(0.3,)).start()", 0, None),
+    ],
+)
+def test_how_a_rank_ends_is_told_as_it_is(folder: Path, script: str, code: int | None, number: int | None) -> None:
+    with node(folder, script) as here:
+        go(here)
+        end = here.wait_ended()[0]
+        assert (end["code"], end["signal"], end["joined"], end["oom"]) == (code, number, False, None)
+
+
+def test_a_rank_has_null_as_stdin_and_no_descriptor_of_ours_in_its_children(folder: Path) -> None:
+    script = """
+import os, subprocess, sys
+print(repr(sys.stdin.read()), os.readlink("/proc/self/fd/0"), flush=True)
+print(subprocess.check_output(["ls", "/proc/self/fd"]).decode().split(), flush=True)
+print(os.getsid(0) == os.getpid(), flush=True)
+"""
+    with node(folder, script) as here:
+        go(here)
+        here.wait_ended()
+        assert here.text() == "'' /dev/null\n['0', '1', '2', '3']\nTrue\n"  # 3: ls reads the folder
+
+
+def test_closing_all_descriptors_hurts_nobody(folder: Path) -> None:
+    script = "import os; os.closerange(3, 1000); f = open('own.txt', 'w'); raise ValueError('x')"
+    with node(folder, script) as here:
+        go(here)
+        assert here.wait_ended()[0]["code"] == 1
+        assert here.data("raised") == []
+        assert "ValueError: x" in here.text("err")
+    assert (folder / "own.txt").read_text() == ""
+
+
+def test_an_exception_is_told_with_its_place_and_without_our_frames(folder: Path) -> None:
+    script = "import json\ndef load():\n    json.loads('{')\nload()\n"
+    with node(folder, script) as here:
+        go(here)
+        assert here.wait_ended()[0]["code"] == 1
+        (told,) = here.data("raised")
+        assert told["type"] == "json.decoder.JSONDecodeError"
+        assert (told["file"], told["line"], told["function"]) == (str(folder / "script.py"), 3, "load")
+        assert told["phase"] == "import"
+        assert told["traceback"] == here.text("err")
+        plain = subprocess.run([sys.executable, "script.py"], cwd=folder, stderr=subprocess.PIPE, text=True)
+        assert here.text("err") == plain.stderr
+
+
+def test_the_environment_of_a_rank(folder: Path) -> None:
+    script = "import os; print({k: v for k, v in os.environ.items() if k in os.environ['WANTED'].split()})"
+    wanted = {
+        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "NODE_RANK": "1",
+        "GROUP_WORLD_SIZE": "2", "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "4", "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONUNBUFFERED": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "2,5", "GPUBOARD_LEASE": "k3f9",
+        "OMP_NUM_THREADS": "7",
+    }  # fmt: skip
+    ranks = [
+        {"rank": 2, "local_rank": 0, "index": 2, "uuid": "GPU-a", "memory_fraction": None},
+        {"rank": 3, "local_rank": 1, "index": 5, "uuid": "GPU-b", "memory_fraction": None},
+    ]
+    environ = {"WANTED": " ".join(wanted), "RANK": "9", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "7"}
+    with node(
+        folder, script, ranks=ranks, environ=environ, node_rank=1, nodes=2, world_size=4, lease="k3f9",
+        cuda_visible_devices="2,5",
+    ) as here:  # fmt: skip
+        go(here)
+        here.wait_ended()
+        assert eval(here.text(rank=3)) == wanted
+        assert "RANK=9, MASTER_PORT=29500" in here.data("notice")[0]["text"]
+
+
+def test_every_byte_of_output_arrives_while_the_head_is_slow(folder: Path) -> None:
+    size = 30_000_000
+    script = f"import sys\nline = 'x' * 99 + '\\n'\nfor _ in range({size // 100}): sys.stdout.write(line)\n"
+    with node(folder, script) as here:
+        rank = go(here)["0"]
+        supervisor = parent(rank)
+        here.call("hold", on=True)
+        before = sum(len(d["text"]) for d in here.data("output"))
+        here.call("ping")
+        assert before < size
+        here.call("hold", on=False)
+        here.wait_ended(120)
+        assert sum(len(d["text"]) for d in here.data("output")) == size
+        assert all(d["text"].endswith("\n") and len(d["text"]) <= 65536 for d in here.data("output"))
+    assert not alive(supervisor)
+
+
+def test_a_progress_bar_arrives_while_it_moves(folder: Path) -> None:
+    script = """
+import sys, time
+for i in range(6):
+    sys.stderr.write("\\r%d/5 \\x1b[32mé\\x1b[0m" % i); sys.stderr.flush(); time.sleep(0.15)
+sys.stderr.write("\\n")
+"""
+    with node(folder, script) as here:
+        go(here)
+        here.wait_ended()
+        assert here.text("err") == "".join(f"\r{i}/5 \x1b[32mé\x1b[0m" for i in range(6)) + "\n"
+        assert len(here.data("output")) > 1
+
+
+def test_a_rank_that_cannot_be_started_says_why(folder: Path) -> None:
+    with node(folder, "pass", python="/no/such/python") as here, pytest.raises(CallFailed) as told:
+        here.call("spawn")
+    assert told.value.kind == "python"
+    with node(folder, "pass", cwd=str(folder / "missing")) as here:
+        for op in ("check", "spawn"):
+            with pytest.raises(CallFailed) as told:
+                here.call(op)
+            assert told.value.kind == "cwd"
+    config = launch_config(folder, "missing.py", listen=False)
+    with Node(config) as here, pytest.raises(CallFailed) as told:
+        here.call("check")
+    assert told.value.kind == "target"
+    assert "missing.py" in told.value.message
+
+
+def test_wrapped_ranks(folder: Path) -> None:
+    script = "import os; print(os.environ['WRAPPED'], os.environ['RANK'])"
+    with node(folder, script, wrap=["sh", "-c", 'WRAPPED=yes "$@"; exit $?', "sh"]) as here:
+        go(here)
+        assert here.wait_ended()[0]["code"] == 0
+        assert here.text() == "yes 0\n"
+
+
+def test_processes_are_listed_with_their_rank(folder: Path) -> None:
+    with node(folder, FAMILY) as here:
+        family(here)
+        found = here.call("processes")["processes"]
+        assert {p["rank"] for p in found} == {0}
+        assert "T" in {p["state"] for p in found}
+        assert found[0]["rss"] > 0
+
+
+def test_an_unknown_call_and_a_call_out_of_order_are_refused(folder: Path) -> None:
+    with node(folder, "pass") as here:
+        for op, kind in (("dance", "unknown"), ("go", "state"), ("signal", "arguments")):
+            with pytest.raises(CallFailed) as told:
+                here.call(op)
+            assert told.value.kind == kind
+    wait_gone(here.run)
