@@ -1,0 +1,41 @@
+"""What every test can use, and an account of what this machine lacks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests import nodes as test_nodes
+
+
+@pytest.fixture(scope="session")
+def started_nodes() -> Iterator[test_nodes.Cluster]:
+    """The test nodes, started once; tests use ``nodes``."""
+    lacking = test_nodes.missing()
+    if lacking:
+        pytest.skip(f"needs {lacking} for the test nodes")
+    cluster = test_nodes.Cluster()
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def nodes(started_nodes: test_nodes.Cluster) -> test_nodes.Cluster:
+    """The test nodes in order: see tests/nodes.py."""
+    started_nodes.reset()
+    return started_nodes
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say last, in one line each, what was skipped for want of what."""
+    counts: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        counts[reason.removeprefix("Skipped: ")] += 1
+    for reason, count in counts.most_common():
+        terminalreporter.write_line(f"not run here: {count} ({reason})")
