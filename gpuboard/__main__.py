@@ -1,0 +1,129 @@
+"""Where every command starts. Knows of `allocate` what must hold before anything else is imported.
+
+* Its output is evaluated by a shell, so whatever goes wrong here or later, also a failing import or ctrl-C, stdout gets
+  lines that leave no GPU visible and make ``eval`` return the exit code.
+* Its time is NVML's: the agent of this machine is started first, and argparse, msgspec and all else load meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+_LOCAL_COMMANDS = ("allocate", "run")
+
+
+def main() -> int:
+    """Run the command that sys.argv asks for and return its exit code."""
+    argv = sys.argv[1:]
+    command = _command(argv)
+    if command != "allocate":
+        from gpuboard.cli.main import main as front_door
+
+        if command in _LOCAL_COMMANDS:
+            _prestart(argv)
+        return front_door(argv)
+    code = 1
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup's ignored SIGHUP stays ignored
+                signal.signal(number, signal.default_int_handler)
+        _prestart(argv)
+        from gpuboard.cli.main import main as front_door
+
+        code = front_door(argv)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException as error:
+        _say(f"gpuboard: {type(error).__name__}: {error}")
+        code = 1
+    if code:
+        _fail_closed(argv, code)
+    _leave(code)
+    raise AssertionError("_leave does not return")
+
+
+def _command(argv: list[str]) -> str | None:
+    """Return the command's name in ``argv`` (cli.main.split is the judge; this one must not import it)."""
+    words = iter(argv)
+    for word in words:
+        if word in {"--nodes", "--config"}:
+            next(words, None)
+        elif not word.startswith("-"):
+            return word
+    return None
+
+
+def _prestart(argv: list[str]) -> None:
+    """Start this machine's agent when it is likely to be asked; one too many ends by itself when we do."""
+    if "-h" in argv or "--help" in argv:
+        return
+    if _names_others(argv, os.environ):
+        return
+    from gpuboard.transport.spawn import prestart
+
+    try:
+        prestart()
+    except OSError:
+        return  # the transport will say what is wrong when it is needed
+
+
+def _names_others(argv: list[str], env: os._Environ[str]) -> bool:
+    """Tell whether the command line, the environment or a config file names nodes and does not mention this one."""
+    said = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--nodes"]
+    said += [word[8:] for word in argv if word.startswith("--nodes=")]
+    if not said and not env.get("GPUBOARD_LEASE"):
+        said = [env["GPUBOARD_NODES"]] if env.get("GPUBOARD_NODES") else []
+    if not said:
+        home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
+        for path in (env.get("GPUBOARD_CONFIG") or f"{home}/gpuboard/config.toml", "/etc/gpuboard/config.toml"):
+            try:
+                with open(path, encoding="utf-8", errors="replace") as file:
+                    said += [line for line in file if line.lstrip().startswith("nodes")]
+            except OSError:
+                continue  # most have none; one that cannot be read is reported when it is loaded
+    name = os.uname().nodename.partition(".")[0]
+    return bool(said) and not any(name in text or "localhost" in text for text in said)
+
+
+def _fail_closed(argv: list[str], code: int) -> None:
+    """Write the lines for the shell that evaluates us, and nothing that could fail."""
+    form = "shell"
+    try:
+        from gpuboard.allocate.shell import fail_closed, said_format
+
+        said = said_format(argv)
+        if said is None:
+            from gpuboard.ledger.holder import find_holder, shell_kind
+
+            said = shell_kind(find_holder().pid)
+        form = said
+        text = fail_closed(form, code)
+    except BaseException:
+        text = f"export CUDA_VISIBLE_DEVICES=''; unset GPUBOARD_LEASE; (exit {code})\n" if form == "shell" else ""
+    try:
+        os.write(1, text.encode())
+    except OSError:
+        return  # nobody reads
+
+
+def _say(words: str) -> None:
+    try:
+        os.write(2, words.encode("utf-8", "replace") + b"\n")
+    except OSError:
+        return
+
+
+def _leave(code: int) -> None:
+    """End at once: the interpreter's own end takes 10 ms, and nothing here has to be cleaned up by it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,399 @@
+"""Read, choose, claim, look again, hand to the keeper; the next set when somebody was quicker. All or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from gpuboard import paths
+from gpuboard.allocate.formats import Allocation
+from gpuboard.allocate.policy import choose
+from gpuboard.allocate.ranks import rank_map, reachable_addresses
+from gpuboard.cluster.fleet import Fleet
+from gpuboard.cluster.inventory import Node, local_node, node_by_uuids, own_uuids
+from gpuboard.errors import GpuboardError, NeverPossible, NoNodeReached, NotFree, UsageError
+from gpuboard.ledger import holder as processes
+from gpuboard.ledger import keeper
+from gpuboard.ledger import nodes as ledger
+from gpuboard.ledger.keeper import KeeperError, KeptNode
+from gpuboard.model.lease import Lease
+from gpuboard.model.reading import Holder
+from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
+from gpuboard.model.units import format_duration, parse_duration
+
+if TYPE_CHECKING:
+    from gpuboard.config import Settings
+
+_GRACE_S = 3.0  # a node that takes longer than this to answer is waited for only when the others do not suffice
+_FIRST_READING_S = 12.0  # beyond the connect timeout: start of the agent and NVML without persistence mode
+_READ_S = 6.0  # the agent gives up after 5
+_ROUNDS = 40  # sets tried before it is said that there is too much going on
+_POLL_S = 2.0  # between two looks while waiting; grows to _POLL_MAX_S
+_POLL_MAX_S = 10.0
+
+Progress = Callable[[str], None]
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """How a lease is to be held."""
+
+    for_s: float
+    holder: processes.Holder | None  # None: detached
+    purpose: str = ""
+
+
+class Allocator:
+    """Allocations on ``nodes``. A context manager: the connections end with it, leases that were published do not.
+
+    ``said``: the user named the nodes; else a machine that is one of them looks at itself alone.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        settings: Settings,
+        env: Mapping[str, str],
+        *,
+        said: bool,
+        progress: Progress = lambda _: None,
+    ) -> None:
+        here = local_node(nodes)
+        self._nodes = {node.name: node for node in ([here] if here and not said else nodes)}
+        self._by_uuid = own_uuids() if here is None and not said else []
+        self._here = here.name if here else None
+        self._settings = settings
+        self._env = env
+        self._progress = progress
+        self._fleet = Fleet(list(self._nodes.values()), settings, interval_s=None)
+        self._failed: dict[str, str] = {}  # nodes that could not hold a claim in this round
+        self._asked: dict[str, list[str]] = {}  # lease -> nodes a claim may lie on, as long as nobody keeps it
+        self._keeper: keeper.Started | None = None
+        self._fleet.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._drop_all()
+        self.close()
+
+    def close(self) -> None:
+        """End all connections."""
+        if self._keeper is not None:
+            self._keeper.close()
+        self._fleet.close()
+
+    def plan(self, request: Request) -> Choice:
+        """Return what would be taken now; takes nothing. Raises Refused and NoNodeReached."""
+        answer = self._first_answer(request)
+        if isinstance(answer, Refusal):
+            raise _refused(answer)
+        return answer
+
+    def allocate(self, request: Request, terms: Terms, wait_s: float | None = None) -> Allocation:
+        """Reserve what ``request`` asks for and return it, kept alive by the keeper.
+
+        ``wait_s``: how long to wait for it to become free (inf: for ever), None: not at all.
+        Raises Refused, NoNodeReached, KeeperError; whatever is raised, also an interrupt, no claim outlives
+        the ``with`` block of the allocator.
+        """
+        self._keeper = keeper.start_early(self._env)
+        started = time.monotonic()
+        pause_s = _POLL_S
+        notes: list[str] = []
+        answer = self._first_answer(request)
+        for _ in range(_ROUNDS):
+            while isinstance(answer, Refusal):
+                left_s = -1.0 if wait_s is None else wait_s - (time.monotonic() - started)
+                if answer.code == NeverPossible.exit_code or left_s <= 0:
+                    raise _refused(answer, time.monotonic() - started if wait_s is not None else None)
+                self._progress(f"waiting {format_duration(time.monotonic() - started)}: {answer.message}")
+                time.sleep(min(left_s, pause_s * random.uniform(0.7, 1.3)))  # jitter: many may wait for one GPU
+                pause_s = min(pause_s * 1.3, _POLL_MAX_S)
+                self._failed.clear()
+                self._fleet.refresh(self._nodes, _READ_S)
+                answer = choose(request, self._snapshot())
+            taken = self._take(answer, terms, notes)
+            if taken is not None:
+                return taken
+            answer = choose(request, self._snapshot())
+        raise NotFree(
+            Refusal(4, f"others were quicker {_ROUNDS} times in a row; try again, or --wait", nearest="--wait")
+        )
+
+    def _first_answer(self, request: Request) -> Choice | Refusal:
+        """Return the policy's answer as soon as it is sure: a hung node delays a request only when it is needed."""
+        limit_s = parse_duration(self._settings.connect_timeout) + _FIRST_READING_S
+        self._fleet.wait(min(_GRACE_S, limit_s))
+        snapshot = self._snapshot()
+        answer = choose(request, snapshot)
+        if isinstance(answer, Refusal) and any(node.state == "unreachable" for node in snapshot.nodes):
+            self._fleet.wait(limit_s - _GRACE_S)
+            snapshot = self._snapshot()
+            answer = choose(request, snapshot)
+        if all(node.age_s is None for node in snapshot.nodes):
+            words = "; ".join(f"{node.name}: {node.error}" for node in snapshot.nodes[:4])
+            raise NoNodeReached(f"no node could be reached: {words}")
+        return answer
+
+    def _snapshot(self) -> Snapshot:
+        """Return the nodes in scope as they are now; nodes that just failed to hold a claim cannot be reserved."""
+        found = self._fleet.snapshot()
+        if self._by_uuid and (here := node_by_uuids(found, self._by_uuid)):
+            self._here = here
+            found = msgspec.structs.replace(found, nodes=[node for node in found.nodes if node.name == here])
+        if not self._failed:
+            return found
+        nodes = [
+            msgspec.structs.replace(node, claims_error=self._failed.get(node.name, node.claims_error))
+            for node in found.nodes
+        ]
+        return msgspec.structs.replace(found, nodes=nodes)
+
+    def _take(self, choice: Choice, terms: Terms, notes: list[str]) -> Allocation | None:
+        """Claim what was chosen, look again, hand it to the keeper; None when another set must be tried."""
+        before = self._snapshot()
+        uuids = _by_node(choice.gpus)
+        wanted = ledger.Wanted(
+            uuids,
+            terms.for_s,
+            os.uname().nodename,
+            Holder(*terms.holder) if terms.holder else None,
+            terms.purpose,
+        )
+        used = {claim.lease for claims in self._fleet.claims().values() for claim in claims}
+        try:
+            taken = ledger.take(self._call, wanted, used)
+        except ledger.Conflict as conflict:
+            notes.append(str(conflict))
+            self._settle(self._fleet.refresh(uuids, _READ_S))
+            return None
+        except ledger.NodeFailed as failure:
+            notes.append(str(failure))
+            self._failed[failure.node] = str(failure).removeprefix(f"{failure.node}: ")
+            return None
+        silent = self._fleet.refresh(uuids, _READ_S)
+        after = self._snapshot()
+        moved = moved_in(before, after, taken, self._settings.state.occupied_memory)
+        if silent or moved:
+            notes.append(moved)
+            self._drop(taken.lease)
+            self._settle(silent)
+            self._settle(self._fleet.refresh([name for name in uuids if name not in silent], _READ_S))
+            return None
+        self._adopt(taken, terms)
+        lease = self._lease(taken.lease, after)
+        notes_words = "".join(f"; before: {note}" for note in notes if note)
+        return self._allocation(lease, choice.gpus, choice.why + notes_words, after)
+
+    def _settle(self, silent: Mapping[str, str]) -> None:
+        """Count nodes that did not answer as nodes that cannot be reserved in this round."""
+        self._failed.update(silent)
+
+    def _call(self, node: str, op: str, args: dict[str, Any], timeout_s: float) -> Any:
+        """Call an agent, and note beforehand where a claim may come to lie: an interrupt can strike at any line."""
+        if op == "take":
+            self._asked.setdefault(args["lease"], []).append(node)
+        return self._fleet.call(node, op, args, timeout_s)
+
+    def _adopt(self, taken: ledger.Taken, terms: Terms) -> None:
+        settings = msgspec.to_builtins(self._settings)
+        kept = [
+            KeptNode(name, uuids, node.host, node.claims_dir or self._settings.claims_dir, node.simulate)
+            for name, uuids in taken.gpus.items()
+            for node in [self._nodes[name]]
+        ]
+        record = keeper.record(taken.lease, kept, settings, terms.holder, taken.remaining_s)
+        keeper.adopt(record, self._env, self._keeper)
+        self._keeper = None
+
+    def _lease(self, lease: str, snapshot: Snapshot) -> Lease:
+        """Return the lease as the nodes' claims have it. Raises NoSuchLease's kin when it is not there any more."""
+        index = {gpu.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus}
+        index |= {mig.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus for mig in gpu.mig}
+        uids = self._fleet.uids()
+        claims = {
+            node: [claim for claim in found if claim.lease == lease and claim.uid == uids.get(node)]
+            for node, found in self._fleet.claims().items()
+        }
+        found = ledger.leases_of(claims, index, time.time(), _alive)
+        if not found:
+            raise GpuboardError(f"lease {lease} was taken, but its claims are not there any more; was it released?")
+        return found[0]
+
+    def existing(self, text: str, n: int | None = None) -> Allocation:
+        """Return a lease of ours as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease and the like."""
+        self._fleet.wait(parse_duration(self._settings.connect_timeout) + _FIRST_READING_S)
+        snapshot = self._fleet.snapshot()
+        if all(node.age_s is None for node in snapshot.nodes):
+            raise NoNodeReached("no node could be reached; `gpuboard status` shows why")
+        mine = ledger.find(text, self._fleet.claims(), self._fleet.uids())
+        if unread := sorted(set(mine.nodes) - set(mine.gpus)):
+            raise NotFree(Refusal(4, f"lease {mine.lease} also covers {', '.join(unread)}, which could not be read"))
+        within = tuple(uuid for uuids in mine.gpus.values() for uuid in uuids)
+        picks = tuple(Pick(node, None, uuid) for node, uuids in mine.gpus.items() for uuid in uuids)
+        request = Request(picks=picks, within=within) if n is None else Request(n=n, within=within)
+        answer = choose(request, snapshot, {mine.lease})
+        if isinstance(answer, Refusal):
+            raise _refused(answer)
+        return self._allocation(self._lease(mine.lease, snapshot), answer.gpus, answer.why, snapshot)
+
+    def _allocation(self, lease: Lease, gpus: Sequence[Chosen], why: str, snapshot: Snapshot) -> Allocation:
+        names = list(dict.fromkeys(gpu.node for gpu in gpus))
+        views: dict[str, NodeView] = {node.name: node for node in snapshot.nodes}
+        asked = {name: self._nodes[name].host or "" for name in names}
+        addresses = reachable_addresses(
+            {name: views[name].addresses for name in names}, {k: v for k, v in asked.items() if v}
+        )
+        found = rank_map(lease.id, gpus, addresses)
+        file = f"{paths.state_dir(self._env)}/leases/{lease.id}.json"
+        if len(gpus) == len(lease.gpus):
+            write_private(file, msgspec.json.encode(found) + b"\n")
+        here = self._here if self._here in names else None
+        return Allocation(lease, found, why, file, folded(names), here)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease at once; what could not be released lapses within 90 s."""
+        with uninterrupted():
+            with contextlib.suppress(KeeperError, OSError):
+                keeper.forget(lease.id, self._env)  # first, so that it does not take the release for a loss
+            ledger.release(self._fleet.call, lease.id, lease.nodes)
+            self._asked.pop(lease.id, None)
+            forget_file(self._env, lease.id)
+
+    def renew(self, lease: Lease, for_s: float) -> None:
+        """Let a lease end ``for_s`` from now. Raises CallFailed and LinkLost of the first node that did not do it."""
+        outcome = ledger.renew(self._fleet.call, lease.id, lease.nodes, for_s)
+        for node, error in outcome.failed.items():
+            raise GpuboardError(f"lease {lease.id} was not renewed on {node}: {error}")
+        keeper.renew(lease.id, for_s, self._env)
+
+    def published(self, lease: Lease) -> None:
+        """Take note that its owner knows of the lease: until then it is dropped when we leave by an exception."""
+        self._asked.pop(lease.id, None)
+
+    def _drop(self, lease: str) -> None:
+        with uninterrupted():
+            ledger.release(self._fleet.call, lease, self._asked.pop(lease, []))
+
+    def _drop_all(self) -> None:
+        with uninterrupted():
+            for lease in list(self._asked):
+                with contextlib.suppress(KeeperError, OSError):
+                    keeper.forget(lease, self._env)
+                self._drop(lease)
+                forget_file(self._env, lease)
+
+
+def moved_in(before: Snapshot, after: Snapshot, taken: ledger.Taken, occupied: int) -> str:
+    """Return what has come onto the GPUs of ``taken`` between the two snapshots, "" for nothing.
+
+    ``occupied``: bytes of memory from which on somebody must be there, seen or not.
+    """
+    old, new = _views(before), _views(after)
+    for node, uuids in taken.gpus.items():
+        for uuid in uuids:
+            if uuid not in new or uuid not in old:
+                return f"{node}: {uuid} has gone"
+            gpu, now = new[uuid]
+            _, was = old[uuid]
+            name = f"{node}:{gpu.index}"
+            if now.state != "reserved":
+                return f"{name} became {now.state}: {now.reason}"
+            if set(now.leases) != {taken.lease} or "disputed" in gpu.flags:
+                return f"{name} is also claimed by others: {now.reason}"
+            if isinstance(now, GpuView) and isinstance(was, GpuView):
+                known = {process.pid for process in was.processes or []}
+                for process in now.processes or []:
+                    if process.pid not in known:
+                        return f"{name}: pid {process.pid} of {process.user or 'somebody hidden'} moved in"
+            if now.memory_used is None or now.memory_used > max(occupied, was.memory_used or 0):
+                return f"{name}: memory came into use"
+    return ""
+
+
+def _views(snapshot: Snapshot) -> dict[str, tuple[GpuView, GpuView | MigView]]:
+    """Return by UUID every GPU, as itself twice, and every MIG device with its parent."""
+    gpus = [gpu for node in snapshot.nodes for gpu in node.gpus]
+    found: dict[str, tuple[GpuView, GpuView | MigView]] = {gpu.uuid: (gpu, gpu) for gpu in gpus}
+    return found | {mig.uuid: (gpu, mig) for gpu in gpus for mig in gpu.mig}
+
+
+def _by_node(gpus: Sequence[Chosen]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for gpu in gpus:
+        found.setdefault(gpu.node, []).append(gpu.uuid)
+    return found
+
+
+def _alive(holder: Holder) -> bool | None:
+    return processes.alive(processes.Holder(holder.host, holder.boot_id, holder.pid, holder.start))
+
+
+def _refused(refusal: Refusal, waited_s: float | None = None) -> NeverPossible | NotFree:
+    if refusal.code == NeverPossible.exit_code:
+        return NeverPossible(refusal)
+    if waited_s is not None:
+        refusal = msgspec.structs.replace(
+            refusal, message=f"not free within {format_duration(waited_s)}: {refusal.message}"
+        )
+    return NotFree(refusal)
+
+
+def folded(names: Sequence[str]) -> str:
+    """Return the nodeset of ``names``."""
+    if len(names) == 1:
+        return names[0]
+    from gpuboard.cluster.nodesets import fold  # 30 ms: only for several nodes
+
+    return fold(names)
+
+
+def duration(for_s: float | None, settings: Settings) -> float:
+    """Return how long a lease is to last. Raises UsageError above the site's limit."""
+    limit_s = parse_duration(settings.max_lease)
+    if for_s is not None and for_s > limit_s:
+        raise UsageError(f"--for {format_duration(for_s)} is longer than max_lease = {settings.max_lease} allows here")
+    return limit_s if for_s is None else for_s
+
+
+def write_private(path: str, data: bytes) -> None:
+    """Write a file that only its owner can read, whole or not at all. Raises OSError."""
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    temporary = f"{path}.{os.getpid()}"
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+    os.replace(temporary, path)
+
+
+def forget_file(env: Mapping[str, str], lease: str) -> None:
+    """Remove the rank map of a lease that has ended."""
+    with contextlib.suppress(OSError):
+        os.unlink(f"{paths.state_dir(env)}/leases/{lease}.json")
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold ctrl-C and the like back while claims are given back, which takes milliseconds on a node that answers."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    try:
+        before = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
+    except ValueError:  # not in the main thread, where no signal arrives either
+        before = []
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

@@ -1,0 +1,225 @@
+"""`gpuboard allocate`: reserve GPUs and print what a shell, a launcher or a program needs to use them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from gpuboard.allocate.picks import parse_picks
+from gpuboard.allocate.shell import FORMATS, SHELLS, fail_closed
+from gpuboard.cli.context import Context
+from gpuboard.cli.main import say
+from gpuboard.cli.options import natural, typed
+from gpuboard.errors import GpuboardError, Refused, UsageError
+from gpuboard.ledger.holder import Holder, find_holder, shell_kind
+from gpuboard.model.text import clean
+from gpuboard.model.units import format_duration, parse_duration, parse_size
+
+if TYPE_CHECKING:
+    from gpuboard.allocate.formats import Allocation
+    from gpuboard.model.request import Choice, Request
+
+NAME = "allocate"
+HELP = "reserve GPUs; prints CUDA_VISIBLE_DEVICES and more for the shell that evaluates it"
+
+_EPILOG = """\
+examples:
+  export CUDA_VISIBLE_DEVICES=; eval "$(gpuboard allocate --n 4)" || exit      in scripts (sh, bash, zsh)
+  eval "`gpuboard allocate --n 4`"                                             csh, tcsh
+  gpuboard allocate --n 4 | source                                             fish
+  gpuboard allocate --n 8 --per-node 4 --model H100 --wait 2h --format json
+  gpuboard allocate --gpus gpu01:0,3@gpu02:1 --for 2h --detach
+
+The lease lives as long as the process that evaluates the output, at the longest --for.
+exit codes: 2 usage, 3 can never be met, 4 not free now, 6 no node reached, 130 interrupted"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_request(parser)
+    held = parser.add_argument_group("how it is held")
+    add_terms(held)
+    held.add_argument("--detach", action="store_true", help="no holder: the lease lasts for --for, whoever ends")
+    held.add_argument("--holder", type=natural, metavar="PID", help="live with this process in place of the shell")
+    out = parser.add_argument_group("what is printed")
+    out.add_argument("--dry-run", action="store_true", help="say what would be taken and why; take nothing")
+    out.add_argument("--format", choices=FORMATS, metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")
+    out.add_argument("--uuid", action="store_true", help="UUIDs, not indexes, in CUDA_VISIBLE_DEVICES")
+    out.add_argument("--rank-map", metavar="FILE", help="write the rank map to FILE too")
+    parser.epilog = _EPILOG
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which GPUs, but for how they spread over nodes where one node is meant."""
+    which = parser.add_argument_group("which GPUs")
+    which.add_argument("--n", type=natural, metavar="N", help="how many in all")
+    which.add_argument(
+        "--gpus", type=typed(parse_picks), metavar="GPUS", help="exactly these: gpu01:0,3@gpu02:1, UUIDs"
+    )
+    which.add_argument("--per-node", type=natural, metavar="K", help="exactly K on each node")
+    which.add_argument(
+        "--max-nodes", type=natural, metavar="M", help="on at most M nodes; default: the fewest possible"
+    )
+    add_filters(which)
+
+
+def add_filters(group: argparse._ArgumentGroup) -> None:
+    """Add the arguments that narrow down which GPUs may be taken."""
+    group.add_argument("--model", metavar="NAME", help="a part of the GPU's name, or a glob: H100, '*A100*80GB*'")
+    group.add_argument("--gpu-mem", type=typed(parse_size), metavar="SIZE", help="free memory each must have: 40GiB")
+    group.add_argument("--topology", choices=("best", "any"), default="best", help="best: well linked (default)")
+    group.add_argument("--exclude", type=typed(_exclude), default=(), metavar="GPUS",
+                       help="none of these: gpu01:0, gpu02 (all of it), UUIDs")  # fmt: skip
+
+
+def add_terms(group: argparse._ArgumentGroup) -> None:
+    """Add the arguments that say how long to hold and to wait."""
+    group.add_argument("--for", dest="for_s", type=typed(parse_duration), metavar="D",
+                       help="the longest it may last: 30m, 8h; default: max_lease")  # fmt: skip
+    group.add_argument("--wait", nargs="?", const=float("inf"), type=typed(parse_duration), metavar="D",
+                       help="wait until it is free, at most D")  # fmt: skip
+    group.add_argument("--purpose", default="", metavar="TEXT", help="shown to others")
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    """Reserve and print; on a failure nothing is reserved, and the caller prints the lines that fail closed."""
+    try:
+        return _run(args, context)
+    except GpuboardError as error:
+        if args.format == "json":
+            from gpuboard.allocate.formats import render_error
+
+            sys.stdout.write(
+                render_error(error.exit_code, str(error), error.refusal if isinstance(error, Refused) else None)
+            )
+        elif args.dry_run and isinstance(error, Refused):
+            explain(error)
+        raise
+
+
+def _run(args: argparse.Namespace, context: Context) -> int:
+    if args.detach and args.for_s is None:
+        raise UsageError("--detach: for how long? Without a holder only --for ends the lease; add --for 8h")
+    if args.detach and args.holder is not None:
+        raise UsageError("--detach means no holder; leave out --holder or --detach")
+    from gpuboard.allocate.allocator import Allocator, Terms, duration, write_private
+
+    request = request_of(args)
+    terms = Terms(duration(args.for_s, context.settings), None, purpose=clean(args.purpose, 200))
+    reader = None if args.detach and args.format else _reader(args)
+    form = args.format or (shell_kind(reader.pid) if reader else "shell")
+    if not args.detach:
+        terms = Terms(terms.for_s, reader, terms.purpose)
+    with Allocator(
+        context.nodes(), context.settings, context.env, said=bool(context.said), progress=progress(context)
+    ) as allocator:
+        if args.dry_run:
+            return _show_plan(allocator.plan(request), form, context)
+        allocation = allocator.allocate(request, terms, args.wait)
+        if args.rank_map:
+            import msgspec
+
+            write_private(os.path.abspath(args.rank_map), msgspec.json.encode(allocation.rank_map) + b"\n")
+        _publish(allocation, form, uuids=args.uuid)
+        allocator.published(allocation.lease)
+        _comment(allocation, form, context)
+    return 0
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """Return what the arguments ask for. Raises UsageError when they contradict each other."""
+    from gpuboard.allocate.policy import check
+    from gpuboard.model.request import Request
+
+    request = Request(
+        n=args.n,
+        picks=args.gpus or (),
+        per_node=args.per_node,
+        max_nodes=args.max_nodes,
+        model=args.model,
+        gpu_mem=args.gpu_mem,
+        topology=args.topology,
+        exclude=args.exclude,
+    )
+    check(request)
+    return request
+
+
+def progress(context: Context):  # type: ignore[no-untyped-def]
+    """Return what shows one line of progress on stderr, in place when that is a terminal, else each one once."""
+    said: set[str] = set()
+
+    def show(words: str) -> None:
+        text = clean(words, 500)
+        if context.stderr_is_tty:
+            print(f"\r\x1b[K{text[: (context.width or 80) - 1]}", end="", file=sys.stderr, flush=True)
+        elif text.partition(": ")[2] not in said:  # a log file: only what has changed
+            said.add(text.partition(": ")[2])
+            say(text)
+
+    return show
+
+
+def _reader(args: argparse.Namespace) -> Holder | None:
+    """Return the process the lease lives with, and whose language we speak."""
+    try:
+        return find_holder(args.holder)
+    except UsageError:
+        if args.detach:
+            return None
+        raise
+
+
+def _publish(allocation: Allocation, form: str, *, uuids: bool) -> None:
+    """Write to stdout. A reader that has gone is an error here: nobody would know of the lease."""
+    from gpuboard.allocate.formats import render
+
+    data = render(allocation, form, uuids=uuids).encode("utf-8", "surrogateescape")
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def _comment(allocation: Allocation, form: str, context: Context) -> None:
+    lease = allocation.lease
+    if form in SHELLS and allocation.here is None:
+        first = allocation.rank_map.nodes[0].name
+        say(
+            f"lease {lease.id} has no GPU on this machine, so CUDA_VISIBLE_DEVICES is empty here; "
+            f"on {allocation.nodeset} run: gpuboard env {lease.id} --node {first}"
+        )
+    elif context.stderr_is_tty:
+        gpus = ", ".join(f"{rank.node}:{rank.index}" for rank in allocation.rank_map.ranks)
+        say(f"{gpus} reserved as {lease.id}, for {format_duration(lease.remaining_s)} at most")
+    from gpuboard.ledger import keeper
+
+    for words in keeper.warn(context.env):
+        say(f"warning: {words}")
+
+
+def _show_plan(choice: Choice, form: str, context: Context) -> int:
+    gpus = "@".join(f"{gpu.node}:{gpu.index}" for gpu in choice.gpus)
+    words = f"would take {clean(gpus, 2000)}\n{clean(choice.why, 4000)}\nnothing was taken (--dry-run)"
+    if form == "json":
+        import msgspec
+
+        sys.stdout.write(msgspec.json.encode({"schema": 1, "dry_run": True, **msgspec.to_builtins(choice)}).decode())
+        print()
+    elif form in SHELLS and not context.stdout_is_tty:
+        # A shell may evaluate what we print: words that come from nodes must not be among it.
+        print(words, file=sys.stderr)
+        sys.stdout.write(fail_closed(form, 0))
+    else:
+        print(words)
+    return 0
+
+
+def explain(refused: Refused) -> None:
+    """Print the reason for every GPU on stderr."""
+    for gpu in refused.refusal.gpus:
+        print(f"  {clean(gpu.node, 64)}:{gpu.index} {gpu.state}: {clean(gpu.reason)}", file=sys.stderr)
+
+
+def _exclude(text: str):  # type: ignore[no-untyped-def]
+    return parse_picks(text, whole_nodes=True)
