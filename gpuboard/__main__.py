@@ -1,8 +1,8 @@
-"""Where every command starts. Knows of `allocate` what must hold before anything else is imported.
+"""Where every command starts. Knows of `allocate` and `env` what must hold before anything else is imported.
 
-* Its output is evaluated by a shell, so whatever goes wrong here or later, also a failing import or ctrl-C, stdout gets
+* Their output is evaluated by a shell, so whatever goes wrong here or later, also a failing import or ctrl-C, stdout gets
   lines that leave no GPU visible and make ``eval`` return the exit code.
-* Its time is NVML's: the agent of this machine is started first, and argparse, msgspec and all else load meanwhile.
+* Their time is NVML's: the agent of this machine is started first, and argparse, msgspec and all else load meanwhile.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import os
 import signal
 import sys
 
-_LOCAL_COMMANDS = ("allocate", "run")
+_EVALUATED = ("allocate", "env")  # a shell evaluates their output
+_LOCAL = ("allocate", "env", "run")  # likely to ask this machine's agent
 
 
 def main() -> int:
     """Run the command that sys.argv asks for and return its exit code."""
     argv = sys.argv[1:]
     command = _command(argv)
-    if command != "allocate":
+    if command not in _EVALUATED:
+        if command in _LOCAL:
+            _prestart(argv)
         from gpuboard.cli.main import main as front_door
 
-        if command in _LOCAL_COMMANDS:
-            _prestart(argv)
         return front_door(argv)
     code = 1
     try:

@@ -21,7 +21,10 @@ class Allocation(msgspec.Struct, frozen=True):
     rank_map_file: str = ""  # where the rank map lies
     nodeset: str = ""  # the nodes, folded
     here: str | None = None  # which of its nodes this machine is; None: none of them
-    schema: int = 1
+
+    def on(self, node: str) -> Allocation:
+        """Return the same allocation as ``node`` sees it."""
+        return msgspec.structs.replace(self, here=node)
 
 
 def render(allocation: Allocation, form: str, *, uuids: bool = False) -> str:

@@ -1,0 +1,50 @@
+"""`gpuboard env ID [--node N]`: the variables of a lease again, for a second shell, also on another of its nodes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from gpuboard.allocate.shell import FORMATS, SHELLS
+from gpuboard.cli.context import Context
+from gpuboard.cli.main import say
+from gpuboard.errors import UsageError
+from gpuboard.ledger.holder import find_holder, shell_kind
+
+NAME = "env"
+HELP = "print the variables of a lease again, for a second shell"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("id", metavar="ID", help="a lease of yours; default: $GPUBOARD_LEASE", nargs="?")
+    parser.add_argument("--node", metavar="N", help="the GPUs of this node; default: of this machine")
+    parser.add_argument("--format", choices=FORMATS, metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")
+    parser.add_argument("--uuid", action="store_true", help="UUIDs, not indexes, in CUDA_VISIBLE_DEVICES")
+    parser.epilog = 'examples:\n  eval "$(gpuboard env k3f9)"\n  eval "$(gpuboard env k3f9 --node gpu02)"'
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    """Print the variables; on a failure the caller prints the lines that fail closed."""
+    from gpuboard.allocate.allocator import Allocator
+    from gpuboard.allocate.formats import render
+
+    text = args.id or context.env.get("GPUBOARD_LEASE")
+    if not text:
+        raise UsageError("which lease? write its id; `gpuboard leases` lists them")
+    form = args.format or shell_kind(find_holder().pid)
+    with Allocator(context.nodes(), context.settings, context.env, said=True) as allocator:
+        allocation = allocator.existing(text)
+        names = [node.name for node in allocation.rank_map.nodes]
+        if args.node is not None and args.node not in names:
+            raise UsageError(
+                f"lease {allocation.lease.id} has no GPU on {args.node}; it has some on {', '.join(names)}"
+            )
+        if args.node is not None:
+            allocation = allocation.on(args.node)
+    sys.stdout.flush()
+    os.write(1, render(allocation, form, uuids=args.uuid).encode("utf-8", "surrogateescape"))
+    if form in SHELLS and allocation.here is None:
+        say(f"lease {allocation.lease.id} has no GPU on this machine; add --node {names[0]} for those of {names[0]}")
+    return 0
