@@ -78,7 +78,7 @@ class Folder:
         key = (found.st_dev, found.st_ino, found.st_mtime_ns)
         if key != self._names_key:
             fresh = abs(time.time() - found.st_mtime) < _GRAIN_S
-            self._names = sorted(files.list())
+            self._names = sorted(files.list(lambda name: True))
             self._names_key = None if fresh else key
         return self._names
 
