@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from ClusterShell.NodeSet import NodeSet, NodeSetException
 
 from gpuboard.errors import UsageError
 
-NODES_MAX = 65536  # `n[0-999999999]` would be expanded in memory
+NODES_MAX = 65536  # `n[0-999999999]` would be written out in memory
 
 
 def expand(nodeset: str) -> list[str]:
     """Return the names in a nodeset, in its order. Raises UsageError for a syntax or a group that is not known."""
+    spans = [int(last) - int(first) for first, last in re.findall(r"([0-9]{1,18})-([0-9]{1,18})", nodeset)]
+    if max(spans, default=0) >= NODES_MAX or re.search(r"[0-9]{19}", nodeset):
+        raise UsageError(f"nodeset {nodeset!r} names too many nodes; at most {NODES_MAX} are possible")
     try:
-        found = NodeSet(nodeset)
-        count = len(found)
-        if count <= NODES_MAX:
-            return [str(name) for name in found]
+        names = [str(name) for name in NodeSet(nodeset)]
     except NodeSetException as error:
         raise UsageError(f"nodeset {nodeset!r} cannot be read: {error}; write gpu[01-16,20] or @group") from None
-    raise UsageError(f"nodeset {nodeset!r} names {count} nodes; at most {NODES_MAX} are possible")
+    if not names:
+        raise UsageError(f"nodeset {nodeset!r} names no node; is the group known here?")
+    return names
 
 
 def fold(names: Iterable[str]) -> str:

@@ -98,6 +98,8 @@ def _state(facts: Facts, limits: Thresholds) -> tuple[str, str]:
     if not facts.one_shot:
         if facts.previous is None:
             return "unknown", "one reading so far; free is said after two"
+        if earlier := _broken(facts.previous) or _unreadable(facts.static, facts.previous):
+            return "unknown", f"a moment ago: {earlier}"
         if earlier := _busy(facts.previous, limits):
             return "busy", f"a moment ago: {earlier}"
         if (facts.previous.memory_used or 0) > limits.occupied_memory:
@@ -123,25 +125,24 @@ def _unknown(facts: Facts, limits: Thresholds) -> str | None:
     age_s = facts.age_s + reading.delay_s
     if age_s > limit_s:
         return f"last reading is {age_s:.0f} s old"
-    if reading.error:
-        return f"NVML: {reading.error}"
-    if facts.static.mig is None:  # a MIG parent's own lists are empty by nature; its devices are judged instead
-        missing = [
-            word
-            for word, value in (
-                ("memory", reading.memory_used),
-                ("processes", reading.processes),
-                ("compute mode", reading.compute_mode),
-            )
-            if value is None
-        ]
-        if missing:
-            return f"not readable: {', '.join(missing)}"
+    if unreadable := _unreadable(facts.static, reading):
+        return unreadable
     if facts.scheduler_error:
         return f"scheduler: {facts.scheduler_error}"
     if facts.claims_error:
         return f"reservations: {facts.claims_error}"
     return None
+
+
+def _unreadable(static: GpuStatic, reading: GpuReading) -> str | None:
+    """Return what a decision needs and this reading lacks."""
+    if reading.error:
+        return f"NVML: {reading.error}"
+    if static.mig is not None:
+        return None  # a MIG parent's own lists are empty by nature; its devices are judged instead
+    needed = {"memory": reading.memory_used, "processes": reading.processes, "compute mode": reading.compute_mode}
+    missing = [word for word, value in needed.items() if value is None]
+    return f"not readable: {', '.join(missing)}" if missing else None
 
 
 def _busy(reading: GpuReading, limits: Thresholds) -> str | None:

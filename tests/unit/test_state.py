@@ -1,0 +1,188 @@
+"""The state of a GPU: DESIGN's table row by row, and what must hold for any reading at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuboard.model.gpu import GpuReading, GpuStatic, Process
+from gpuboard.model.reading import Claim
+from gpuboard.model.state import STATES, Facts, Job, Thresholds, judge
+
+GIB = 2**30
+UUID = "GPU-0"
+STATIC = GpuStatic(index=0, uuid=UUID, name="H100", pci_bus_id="0", memory_total=80 * GIB, pcie_width_max=16)
+IDLE = GpuReading(uuid=UUID, memory_used=0, utilization=0, compute_mode=0, processes=[])
+CLAIM = Claim(lease="k3f9", uuid=UUID, uid=1, owner="alice", state="live", since=0, until=9, remaining_s=3725)
+BOB = Process(pid=7, type="compute", memory=GIB, user="bob", name="python")
+
+
+def facts(**changes: Any) -> Facts:
+    """Return the facts of an idle GPU with ``changes``; those that are a reading's go there."""
+    own = {key: changes.pop(key) for key in list(changes) if key not in Facts.__struct_fields__}
+    return msgspec.structs.replace(Facts(static=STATIC, reading=msgspec.structs.replace(IDLE, **own)), **changes)
+
+
+TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
+    ("idle", {}, "free", "no process, no reservation", ()),
+    ("a job", {"jobs": (Job("12", "bob"),)}, "allocated", "job 12 of bob", ()),
+    ("a job on an unread GPU", {"jobs": (Job("12", "bob"),), "reading": None}, "allocated", "job 12 of bob", ()),
+    ("lost", {"lost": True, "error": "GPU is lost"}, "broken", "GPU lost: GPU is lost", ()),
+    ("lost and reserved", {"lost": True, "claims": (CLAIM,)}, "broken", "GPU lost: fallen off the bus", ()),
+    ("remap failed", {"remap_failed": True}, "broken", "row remapping failed: the GPU needs replacement", ()),
+    ("recovery", {"recovery_action": "reset"}, "broken", "the driver asks for: reset", ()),
+    ("no recovery", {"recovery_action": "none"}, "free", "no process, no reservation", ()),
+    ("no reading", {"reading": None}, "unknown", "no reading of this GPU yet", ()),
+    ("5 s old", {"age_s": 5.0}, "free", "no process, no reservation", ()),
+    ("6 s old", {"age_s": 6.0}, "unknown", "last reading is 6 s old", ()),
+    ("6 s old at 2 s", {"age_s": 6.0, "interval_s": 2.0}, "free", "no process, no reservation", ()),
+    ("held back", {"age_s": 1.0, "delay_s": 8.0}, "unknown", "last reading is 9 s old", ()),
+    ("error", {"error": "Unknown Error"}, "unknown", "NVML: Unknown Error", ()),
+    ("no memory", {"memory_used": None}, "unknown", "not readable: memory", ()),
+    ("no list, no mode", {"processes": None, "compute_mode": None},
+     "unknown", "not readable: processes, compute mode", ()),
+    ("no utilization", {"utilization": None}, "free", "no process, no reservation", ()),
+    ("scheduler", {"scheduler_error": "no answer"}, "unknown", "scheduler: no answer", ()),
+    ("claims", {"claims_error": "NFS"}, "unknown", "reservations: NFS", ()),
+    ("reserved", {"claims": (CLAIM,)}, "reserved", "alice, 1h02m left", ()),
+    ("used by its holder", {"claims": (CLAIM,), "processes": [msgspec.structs.replace(BOB, user="alice")]},
+     "reserved", "alice, 1h02m left", ()),
+    ("rogue", {"claims": (CLAIM,), "processes": [BOB]}, "reserved", "alice, 1h02m left", ("rogue",)),
+    ("bob within the lease", {"claims": (CLAIM,), "processes": [msgspec.structs.replace(BOB, lease="k3f9")]},
+     "reserved", "alice, 1h02m left", ()),
+    ("owner hidden is no rogue", {"claims": (CLAIM,), "processes": [msgspec.structs.replace(BOB, user=None)]},
+     "reserved", "alice, 1h02m left", ()),
+    ("unused", {"claims": (CLAIM,), "idle_for_s": 900.0}, "reserved", "alice, 1h02m left", ("idle",)),
+    ("unused for less", {"claims": (CLAIM,), "idle_for_s": 899.0}, "reserved", "alice, 1h02m left", ()),
+    ("idle without a lease", {"idle_for_s": 9000.0}, "free", "no process, no reservation", ()),
+    ("disputed", {"claims": (msgspec.structs.replace(CLAIM, disputed_with=["x"]),)},
+     "reserved", "alice, 1h02m left", ("disputed",)),
+    ("a process", {"processes": [BOB]}, "busy", "bob: python (pid 7)", ()),
+    ("graphics", {"processes": [msgspec.structs.replace(BOB, type="graphics")]}, "busy", "bob: python (pid 7)", ()),
+    ("hidden owner", {"processes": [msgspec.structs.replace(BOB, user=None, name="")]},
+     "busy", "owner hidden: process (pid 7)", ()),
+    ("overdue", {"processes": [msgspec.structs.replace(BOB, lease="old")]},
+     "busy", "bob: python (pid 7)", ("overdue",)),
+    ("Xorg", {"processes": [Process(pid=1, type="graphics", memory=9, user="root", name="Xorg")]},
+     "free", "no process, no reservation", ()),
+    ("a big Xorg", {"processes": [Process(pid=1, type="graphics", memory=GIB, user="root", name="Xorg")]},
+     "busy", "root: Xorg (pid 1)", ()),
+    ("4 %", {"utilization": 4}, "free", "no process, no reservation", ()),
+    ("5 %", {"utilization": 5}, "busy", "5 % utilization, no process visible", ()),
+    ("prohibited", {"compute_mode": 2}, "busy", "compute mode: prohibited", ()),
+    ("exclusive and idle", {"compute_mode": 3}, "free", "no process, no reservation", ()),
+    ("exclusive with a context",
+     {"compute_mode": 3, "processes": [Process(pid=1, type="compute", memory=9, name="Xorg")]},
+     "busy", "compute mode: exclusive, and a process holds it", ()),
+    ("memory without a process", {"memory_used": 600 * 2**20},
+     "occupied", "0.6 GiB in use by a process that cannot be seen from here", ()),
+    ("a little memory", {"memory_used": 512 * 2**20}, "free", "no process, no reservation", ()),
+    ("first of two", {"one_shot": False}, "unknown", "one reading so far; free is said after two", ()),
+    ("second of two", {"one_shot": False, "previous": IDLE}, "free", "no process, no reservation", ()),
+    ("busy before", {"one_shot": False, "previous": msgspec.structs.replace(IDLE, processes=[BOB])},
+     "busy", "a moment ago: bob: python (pid 7)", ()),
+    ("occupied before", {"one_shot": False, "previous": msgspec.structs.replace(IDLE, memory_used=GIB)},
+     "occupied", "a moment ago: memory in use by a process that cannot be seen from here", ()),
+    ("failed before", {"one_shot": False, "previous": msgspec.structs.replace(IDLE, error="Timeout")},
+     "unknown", "a moment ago: NVML: Timeout", ()),
+    ("unreadable before", {"one_shot": False, "previous": msgspec.structs.replace(IDLE, processes=None)},
+     "unknown", "a moment ago: not readable: processes", ()),
+    ("lost before", {"one_shot": False, "previous": msgspec.structs.replace(IDLE, lost=True)},
+     "unknown", "a moment ago: GPU lost: fallen off the bus", ()),
+    ("ECC", {"ecc_uncorrected": 1}, "free", "no process, no reservation", ("sick",)),
+    ("remap pending", {"remap_pending": True}, "free", "no process, no reservation", ("sick",)),
+    ("hot", {"throttle": ["hw_thermal"]}, "free", "no process, no reservation", ("sick",)),
+    ("power cap is no sickness", {"throttle": ["sw_power_cap"]}, "free", "no process, no reservation", ()),
+    ("narrow", {"pcie_width": 8}, "free", "no process, no reservation", ("sick",)),
+    ("MIG parent", {"static": msgspec.structs.replace(STATIC, mig=[]), "memory_used": None, "processes": None},
+     "free", "no process, no reservation", ("mig",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "state", "reason", "flags"), [row[1:] for row in TABLE], ids=[r[0] for r in TABLE])
+def test_the_table(changes: dict[str, Any], state: str, reason: str, flags: tuple[str, ...]) -> None:
+    verdict = judge(facts(**changes), Thresholds())
+    assert (verdict.state, verdict.reason, verdict.flags) == (state, reason, flags)
+
+
+processes = st.builds(
+    Process,
+    pid=st.integers(1, 99),
+    type=st.sampled_from(["compute", "graphics"]),
+    memory=st.none() | st.sampled_from([0, 2**20, GIB]),
+    user=st.sampled_from([None, "alice", "bob"]),
+    name=st.sampled_from(["python", "Xorg", ""]),
+    lease=st.sampled_from([None, "k3f9", "old"]),
+)
+readings = st.builds(
+    GpuReading,
+    uuid=st.just(UUID),
+    error=st.none() | st.just("Unknown Error"),
+    lost=st.booleans(),
+    delay_s=st.sampled_from([0.0, 3.0, 100.0]),
+    memory_used=st.none() | st.sampled_from([0, 2**29, GIB]),
+    utilization=st.none() | st.sampled_from([0, 4, 5, 100]),
+    compute_mode=st.none() | st.integers(0, 3),
+    processes=st.none() | st.lists(processes, max_size=2),
+    remap_failed=st.none() | st.booleans(),
+    recovery_action=st.sampled_from([None, "none", "reset"]),
+)
+any_facts = st.builds(
+    Facts,
+    static=st.just(STATIC),
+    reading=st.none() | readings,
+    previous=st.none() | readings,
+    age_s=st.sampled_from([0.0, 1.0, 4.0, 5.1, 1e6]),
+    one_shot=st.booleans(),
+    claims=st.lists(st.just(CLAIM), max_size=1).map(tuple),
+    claims_error=st.none() | st.just("NFS"),
+    jobs=st.lists(st.just(Job("1", "bob")), max_size=1).map(tuple),
+    scheduler_error=st.none() | st.just("down"),
+    idle_for_s=st.none() | st.sampled_from([0.0, 1e4]),
+)
+
+
+@given(any_facts)
+def test_free_is_only_said_when_everything_is_known_and_nothing_speaks_against_it(about: Facts) -> None:
+    verdict = judge(about, Thresholds())
+    assert verdict.state in STATES
+    assert verdict.reason
+    if verdict.state != "free":
+        return
+    assert not about.jobs
+    assert not about.claims
+    assert about.claims_error is None
+    assert about.scheduler_error is None
+    for reading in [about.reading] if about.one_shot else [about.reading, about.previous]:
+        assert reading is not None
+        assert not reading.lost
+        assert reading.error is None
+        assert not reading.remap_failed
+        assert reading.memory_used is not None
+        assert reading.memory_used <= 2**29
+        assert reading.processes is not None
+        assert all(p.name == "Xorg" and (p.memory or 0) < 2**29 for p in reading.processes)
+        assert reading.compute_mode in {0, 1, 3}
+        assert (reading.utilization or 0) < 5
+    assert about.reading is not None
+    assert about.age_s + about.reading.delay_s <= 5.0
+
+
+@given(any_facts, st.sampled_from(["error", "age", "memory_used", "processes", "compute_mode", "claims", "scheduler"]))
+def test_taking_knowledge_away_never_makes_a_gpu_free(about: Facts, what: str) -> None:
+    others: dict[str, dict[str, Any]] = {
+        "age": {"age_s": 1e6},
+        "claims": {"claims_error": "gone"},
+        "scheduler": {"scheduler_error": "gone"},
+    }
+    if what in others:
+        worse = msgspec.structs.replace(about, **others[what])
+    else:
+        value = "Timeout" if what == "error" else None
+        reading = about.reading and msgspec.structs.replace(about.reading, **{what: value})
+        worse = msgspec.structs.replace(about, reading=reading)
+    assert judge(worse, Thresholds()).state != "free"
