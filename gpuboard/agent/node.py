@@ -26,10 +26,6 @@ BACKLOG = 1024 * 1024  # bytes: while a client does not read, it gets no new rea
 
 def run(channel: wire.Channel, config: "Dict[str, Any]") -> None:
     """Serve until the connection ends. ``config`` as in docs/architecture.md."""
-    try:
-        os.nice(19)
-    except OSError:
-        pass  # as gentle as we may be
     probe: "Union[probes.Probe, Simulated]"
     if config.get("simulate"):
         from gpuboard.agent.simulate import Simulated  # late: the demo's alone
@@ -71,7 +67,11 @@ class _Node:
 
     def loop(self) -> None:
         self.channel.send(hello(self.processes.user(os.getuid())))
+        for message in self.channel.read_available():  # calls that came in one piece with the start line
+            self._message(message)
         self._send_what_is_ready(time.monotonic())  # simulated GPUs keep nobody waiting
+        for message in self.channel.read_available():  # what came together with the start line wakes no poll
+            self._message(message)
         while not self.channel.closed:
             now = time.monotonic()
             wake = [self.probe.check(now), self.due, self.wanted and self.wanted[1]] + [r[2] for r in self.reads]
@@ -172,6 +172,8 @@ class _Node:
                 }
             )
         self.seq += 1
+        if self.seq == 1:
+            os.nice(19)  # from now on; a person waits for the first reading
         alive: "Set[int]" = set()
 
         def describe(pid: int, kind: str, memory: "Optional[int]") -> "Dict[str, Any]":
