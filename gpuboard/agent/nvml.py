@@ -35,6 +35,7 @@ _THROTTLE = (
     (0x20, "sw_thermal"),
     (0x04, "sw_power_cap"),
 )
+_LISTS = ("throttle", "mig")  # left out when empty; an empty list of processes says something
 _RECOVERY_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 _RECOVERY = {
     0: "none",
@@ -65,18 +66,20 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
     facts = {k: reader.facts(k) for k in wanted}
     reader.connections(facts)
     _send(fd_out, ("static", facts))
-    layout: "Optional[Dict[int, Any]]" = None
+    layout = dict(reader.layout)
+    first = True
     while True:
         values = {k: reader.values(k) for k in wanted}
-        now = {k: [m["uuid"] for m in values[k]["mig"]] for k in wanted if "mig" in values[k]}
-        if layout is not None and now != layout:  # someone made or removed MIG devices: their facts change too
-            for k in wanted:
-                if "error" not in facts[k]:
-                    facts[k]["mig"] = reader.mig_facts(k)
+        if reader.layout != layout:  # someone made or removed MIG devices: their facts change too
+            layout = dict(reader.layout)
+            for k in reader.handles:
+                facts[k]["mig"] = reader.mig_facts(k)
             _send(fd_out, ("static", facts))
-        layout = now
         mark[0] = NO_GPU
         _send(fd_out, ("pass", values))
+        if first:
+            os.nice(19)  # from now on; a person waits for the first pass
+            first = False
         if not os.read(fd_in, 1):
             return
 
@@ -91,6 +94,7 @@ class _Reader:
         self.uuids: "Dict[int, str]" = {}
         self.pci: "Dict[int, str]" = {}
         self.chosen: "Dict[str, Any]" = {}
+        self.layout: "Dict[int, Optional[List[str]]]" = {}  # the MIG devices of each GPU, None: MIG is off
         pynvml.nvmlInit()
         self.driver = _text(_ask(pynvml.nvmlSystemGetDriverVersion))
         cuda = _ask(pynvml.nvmlSystemGetCudaDriverVersion)
@@ -211,40 +215,55 @@ class _Reader:
             values["ecc_uncorrected"] = _ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0)
             values["remap_pending"], values["remap_failed"] = _remap(handle)
             values["recovery_action"] = _recovery(handle)
-            values["mig"] = self._mig_values(handle)
+            values["mig"] = self._mig_values(k)
         except pynvml.NVMLError as error:
             values.update(_failure(error))
-        return values
+        return {key: value for key, value in values.items() if value is not None and (value or key not in _LISTS)}
 
     def mig_facts(self, k: int) -> "Optional[List[Dict[str, Any]]]":
         """Return the MigStatic list of GPU ``k``; None where MIG is off or unknown."""
-        handle = self.handles[k]
-        if not _mig_enabled(handle):
-            return None
         found = []
-        for device in _mig_devices(handle):
+        devices = self._mig_devices(k)
+        for device, uuid in devices or []:
             name = _text(_ask(pynvml.nvmlDeviceGetName, device)) or ""
             found.append(
                 {
-                    "uuid": _text(pynvml.nvmlDeviceGetUUID(device)),
+                    "uuid": uuid,
                     "profile": name.rsplit("MIG ", 1)[-1],
                     "memory_total": self._memory(device)[0],
                     "gpu_instance": _ask(pynvml.nvmlDeviceGetGpuInstanceId, device),
                     "compute_instance": _ask(pynvml.nvmlDeviceGetComputeInstanceId, device),
                 }
             )
-        return found
+        return None if devices is None else found
 
-    def _mig_values(self, handle: "Any") -> "List[Dict[str, Any]]":
+    def _mig_values(self, k: int) -> "List[Dict[str, Any]]":
         found = []
-        for device in _mig_devices(handle) if _mig_enabled(handle) else []:
-            values: "Dict[str, Any]" = {"uuid": _text(pynvml.nvmlDeviceGetUUID(device))}
+        for device, uuid in self._mig_devices(k) or []:
+            values: "Dict[str, Any]" = {"uuid": uuid}
             try:
                 values["memory_used"] = self._memory(device)[1]
                 values["processes"] = self._processes(device)
             except pynvml.NVMLError as error:
                 values["error"] = _words(error)
             found.append(values)
+        return found
+
+    def _mig_devices(self, k: int) -> "Optional[List[Tuple[Any, str]]]":
+        """Return the handles and UUIDs of the MIG devices of GPU ``k``; None where MIG is off or unknown."""
+        handle = self.handles[k]
+        mode = _ask(pynvml.nvmlDeviceGetMigMode, handle)
+        self.layout[k] = None
+        if mode is None or mode[0] != 1:
+            return None
+        found = []
+        for number in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+            try:
+                device = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+            except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
+                continue  # numbers may have gaps
+            found.append((device, _text(pynvml.nvmlDeviceGetUUID(device)) or ""))
+        self.layout[k] = [uuid for _, uuid in found]
         return found
 
     def _memory(self, handle: "Any") -> "Tuple[Optional[int], Optional[int], Optional[int]]":
@@ -414,21 +433,6 @@ def _recovery(handle: "Any") -> "Optional[str]":
         return None
     number = int(values[0].value.uiVal)
     return _RECOVERY.get(number, "action %d" % number)
-
-
-def _mig_enabled(handle: "Any") -> bool:
-    mode = _ask(pynvml.nvmlDeviceGetMigMode, handle)
-    return mode is not None and mode[0] == 1
-
-
-def _mig_devices(handle: "Any") -> "List[Any]":
-    found = []
-    for number in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        try:
-            found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))
-        except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
-            continue  # numbers may have gaps
-    return found
 
 
 def _send(fd_out: int, message: "Tuple[Any, ...]") -> None:

@@ -20,6 +20,7 @@ if MYPY:
 CALL_S = 2.0  # a GPU that is silent for so long hangs; without the persistence daemon its first call may take 1 s
 START_S = 10.0  # the same for NVML as a whole
 RETRY_S = (5.0, 60.0)  # first and longest wait before another attempt
+RELAPSE_S = 120.0  # a GPU that hangs again so soon goes on where its back-off was
 FRESH_S = 60.0  # a GPU that fails is looked at with a newly started NVML so often
 _POLL_S = 0.25  # how often a busy process is looked at for progress
 _NO_GPU = 255  # gpuboard.agent.nvml.NO_GPU, which cannot be imported here: it loads NVML's bindings
@@ -88,11 +89,12 @@ class _Child:
 class _Stuck:
     """A GPU whose calls hang."""
 
-    def __init__(self, now: float, corpse: "Optional[int]", words: str) -> None:
-        self.since = now
+    def __init__(self, now: float, corpse: "Optional[int]", words: str, before: "Optional[_Stuck]") -> None:
         self.wait_s = RETRY_S[0]
+        if before is not None and now - before.retry_at < RELAPSE_S:
+            self.wait_s = min(2 * before.wait_s, RETRY_S[1])
         self.limit_s = CALL_S
-        self.retry_at = now + self.wait_s
+        self.retry_at: float = now + self.wait_s
         self.corpse = corpse  # a process that has not ended yet though it was killed
         self.words = words
 
@@ -121,6 +123,7 @@ class Probe:
         self.done = 0
         self.count: "Optional[int]" = None
         self.stuck: "Dict[int, _Stuck]" = {}
+        self._past: "Dict[int, _Stuck]" = {}
         self._main: "Optional[_Child]" = None
         self._trial: "Optional[_Child]" = None
         self._trial_of = -1
@@ -176,8 +179,9 @@ class Probe:
                 self._main_ended(now)
         elif self._trial is not None and fd == self._trial.fd_in:
             messages, ended = self._trial.receive()
-            if any(message[0] == "pass" or (message[0] == "init" and message[1]) for message in messages) or ended:
-                self._trial_ended(ended and not messages, now)
+            answers = [message[1] for message in messages if message[0] == "pass"]
+            if answers or ended:
+                self._trial_ended(answers, now)
 
     def check(self, now: float) -> "Optional[float]":
         """Kill what hangs and start what is due; return when to call again (monotonic seconds), None: no need."""
@@ -287,7 +291,10 @@ class Probe:
             self._wedged = corpse
             self._later(now)
             return
-        self.stuck[at] = _Stuck(now, corpse, "NVML hangs: a call on this GPU has not returned for %.0f s" % silent_s)
+        self._leave_out(at, corpse, "NVML hangs: a call on this GPU has not returned for %.0f s" % silent_s, now)
+
+    def _leave_out(self, k: int, corpse: "Optional[int]", words: str, now: float) -> None:
+        self.stuck[k] = self._past[k] = _Stuck(now, corpse, words, self._past.get(k))
         self.version += 1
         self.start()
 
@@ -299,20 +306,20 @@ class Probe:
         if self.error is not None:
             self._later(now)
         elif at is not None:  # it crashed in the driver's library while it read this GPU
-            self.stuck[at] = _Stuck(now, None, "NVML crashed while it read this GPU")
-            self.version += 1
-            self.start()
+            self._leave_out(at, None, "NVML crashed while it read this GPU", now)
         else:
             self.error = "the process that reads NVML has ended"
             self._later(now)
 
-    def _trial_ended(self, crashed: bool, now: float) -> None:
+    def _trial_ended(self, answers: "List[Dict[int, Any]]", now: float) -> None:
         child, self._trial = self._trial, None
         assert child is not None
         corpse = self._kill(child)
-        if crashed:
+        if not answers:  # it crashed, or NVML as a whole gives nothing
             self.stuck[self._trial_of].again(now, corpse)
             return
+        for k, values in answers[-1].items():
+            self._values[k] = (values, now)
         del self.stuck[self._trial_of]
         self.version += 1
         self._restart()
