@@ -102,7 +102,7 @@ def _read() -> dict[str, str]:
 def _write(sections: dict[str, str]) -> None:
     text = [
         "# Measurements\n",
-        "`make bench` writes this page; run it on an idle machine. Medians, where not said else.\n",
+        "`make bench` writes this page; run it on an idle machine. Figures are medians.\n",
     ]
     for name, what in BENCHES.items():
         if name in sections:
