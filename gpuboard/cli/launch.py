@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shlex
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +17,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gpuboard.cli.allocate import add_request, add_terms, progress, request_of
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
-from gpuboard.cli.options import natural, typed
-from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.cli.options import typed
+from gpuboard.errors import GpuboardError, Refused, UsageError
+from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
+    from gpuboard.launch.output import Screen
     from gpuboard.launch.plan import LaunchPlan
     from gpuboard.launch.runs import RunView
     from gpuboard.model.rankmap import RankMap
@@ -47,12 +51,11 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.usage = "%(prog)s [--n N | --lease ID | --rank-map FILE] [options] TARGET [ARGS …]"
-    gpus = parser.add_argument_group("which GPUs")
-    gpus.add_argument(
-        "--n", type=natural, metavar="N", help="reserve N GPUs for this run; inside a lease: pick N of it"
-    )
-    gpus.add_argument("--lease", metavar="ID", help="use the GPUs of this lease of yours")
-    gpus.add_argument("--rank-map", metavar="FILE", help="use this map, as `allocate` writes one or by hand")
+    add_request(parser)
+    held = parser.add_argument_group("what is held already")
+    held.add_argument("--lease", metavar="ID", help="use the GPUs of this lease of yours; with --n: N of them")
+    held.add_argument("--rank-map", metavar="FILE", help="use this map, as `allocate` writes one or by hand")
+    add_terms(parser.add_argument_group("how it is reserved"))
     run = parser.add_argument_group("how they run")
     run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same with gloo, without GPUs")
     run.add_argument("--python", metavar="PATH", help="the nodes' training interpreter; default: that of VIRTUAL_ENV, "
@@ -74,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Reserve, start, watch, release; return the exit code of the run."""
+    for number in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # until the head takes over they end us as ctrl-C does: all given back
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     outcome: dict[str, object] = {"schema": 1, "command": "launch", "exit_code": 1, "error": None, "run": None}
     try:
         code = _launch(args, context, outcome)
@@ -92,6 +101,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, object]) -> int:
     from gpuboard.launch import environ, plan, runs, target
+    from gpuboard.launch.output import Screen
 
     what = target.parse_target(args.target, args.module)
     sent = environ.sent(context.env, args.env)
@@ -103,7 +113,7 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, objec
         lost_head_s=args.lost_head,
     )
     nodes = {node.name: node for node in context.nodes()}
-    with _rank_map(args, context) as (rank_map, where):
+    with contextlib.closing(Screen(sys.stdout, sys.stderr)) as screen, _rank_map(args, context) as (rank_map, where):
         plan.check_rank_map(rank_map, nodes, where, args.device)
         decided = plan.launch_plan(
             rank_map,
@@ -121,17 +131,17 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, objec
         used = [nodes[config.node] for config in decided.nodes]
         if (stale := environ.stale(context.env)) and all(node.host is not None for node in used):
             say(f"{', '.join(stale)} of your environment: every rank gets its own")  # here the supervisor says it
-        return _head(decided, used, context, outcome)
+        return _head(decided, used, context, screen, outcome)
 
 
-def _head(decided: LaunchPlan, nodes: Sequence[Node], context: Context, outcome: dict[str, object]) -> int:
+def _head(
+    decided: LaunchPlan, nodes: Sequence[Node], context: Context, screen: Screen, outcome: dict[str, object]
+) -> int:
     from gpuboard.launch.head import Head
-    from gpuboard.launch.output import Screen
     from gpuboard.launch.runs import RunFolder
     from gpuboard.transport.connector import Connector
 
     folder = RunFolder(context.env, decided.run)
-    screen = Screen(sys.stdout, sys.stderr)
     connector = Connector(context.settings)
     read_gpus = _gpu_reader(nodes, context) if decided.options.device == "cuda" else None
     head = Head(
@@ -148,7 +158,6 @@ def _head(decided: LaunchPlan, nodes: Sequence[Node], context: Context, outcome:
         connector.close()
         view: RunView = head.view()
         outcome |= {"run": msgspec.to_builtins(view), "checks": msgspec.to_builtins(head.checks)}
-        screen.finish()
 
 
 def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[Snapshot], None]], None]:
@@ -173,12 +182,72 @@ def _rank_map(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
     """Yield the rank map and the words for where it comes from; gives back what it reserved itself."""
     from gpuboard.launch.source import read_rank_map
 
+    asked = args.n is not None or bool(args.gpus)
+    inside = context.env.get("GPUBOARD_LEASE")
     if args.rank_map:
-        if args.n is not None or args.lease:
-            raise UsageError("--rank-map says which GPUs; it goes with neither --n nor --lease")
+        if asked or args.lease:
+            raise UsageError("--rank-map says which GPUs; it goes with none of --n, --gpus and --lease")
         yield read_rank_map(Path(args.rank_map)), args.rank_map
-        return
-    raise UsageError("which GPUs? pass --n N, --lease ID or --rank-map FILE, or run inside `gpuboard allocate`")
+    elif args.lease or (inside and not args.gpus):
+        yield _of_lease(args, context)
+    elif asked:
+        with _reserved(args, context) as found:
+            yield found
+    else:
+        raise UsageError("which GPUs? pass --n N, --lease ID or --rank-map FILE, or run inside `gpuboard allocate`")
+
+
+def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]:
+    """Return the map of the lease named, else of the one this shell holds; with ``--n`` of a part of it."""
+    from gpuboard.allocate.allocator import Allocator
+    from gpuboard.launch.source import read_rank_map
+
+    lease = args.lease or context.env["GPUBOARD_LEASE"]
+    where = f"lease {lease}" if args.lease else f"GPUBOARD_LEASE={lease}"
+    file = context.env.get("GPUBOARD_RANK_MAP")
+    if not args.lease and args.n is None and file and Path(file).is_file():
+        found = read_rank_map(Path(file))
+        if found.lease == lease:  # else the shell has moved on to another lease than the file's
+            return found, f"GPUBOARD_RANK_MAP={file}"
+    with Allocator(context.nodes(), context.settings, context.env, said=True) as allocator:
+        return allocator.existing(lease, args.n).rank_map, where
+
+
+@contextlib.contextmanager
+def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[RankMap, str]]:
+    """Reserve for this process and yield the map; release at the end. With ``--dry-run`` nothing is taken."""
+    from gpuboard.allocate.allocator import Allocator, Terms, duration
+    from gpuboard.allocate.ranks import rank_map
+    from gpuboard.launch.source import cpu_rank_map
+    from gpuboard.ledger.holder import identify
+
+    request = request_of(args)
+    nodes = context.nodes()
+    terms = Terms(duration(args.for_s, context.settings), identify(os.getpid()), clean(args.purpose, 200))
+    held = None
+    try:
+        with Allocator(
+            nodes, context.settings, context.env, said=bool(context.said), progress=progress(context)
+        ) as allocator:
+            if args.dry_run:
+                found = rank_map(None, allocator.plan(request).gpus, {n.name: n.host or n.name for n in nodes})
+            else:
+                allocation = allocator.allocate(request, terms, args.wait)
+                found, held = allocation.rank_map, allocation.lease
+                allocator.published(held)
+    except Refused as refused:
+        if args.device != "cpu" or refused.refusal.gpus or args.n is None:
+            raise
+        say("no GPU in scope: the ranks share the CPU, and nothing is reserved")
+        found = cpu_rank_map(args.n, nodes, spread=bool(context.said))
+    try:
+        yield found, "the reservation"
+    finally:
+        if held is not None:
+            # A fresh connection: the first one may have been cut in the days of a run, and cost its nodes an agent.
+            used = [node for node in nodes if node.name in held.nodes]
+            with Allocator(used, context.settings, context.env, said=True) as allocator:
+                allocator.release(held)
 
 
 def _words(text: str) -> list[str]:

@@ -134,7 +134,7 @@ class Screen:
         self._drawn_at = self._clock()
         self._put(stream, line + ("\x1b[0m" if "\x1b" in line else ""))
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Leave the cursor at the start of a line and wait until all is written."""
         self._erase()
         self._writer.finish()

@@ -1,13 +1,17 @@
-"""Where a run's rank map comes from: a file, a lease, or a part of one (pure but for reading the file)."""
+"""Rank maps that no allocation made: those in files, and those of ranks without GPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from gpuboard.allocate.ranks import rank_map
+from gpuboard.cluster.inventory import Node, local_node
 from gpuboard.errors import UsageError
 from gpuboard.model.rankmap import RankMap
+from gpuboard.model.request import Chosen
 from gpuboard.model.text import clean
 
 
@@ -19,3 +23,17 @@ def read_rank_map(path: Path) -> RankMap:
         raise UsageError(f"{path}: the rank map cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not a rank map: {clean(str(error))}") from error
+
+
+def cpu_rank_map(n: int, nodes: Sequence[Node], *, spread: bool) -> RankMap:
+    """Return a map of ``n`` ranks without GPUs: on this machine (else the first node), or spread over all ``nodes``.
+
+    Spread means evenly, the first nodes taking one more where it does not come out even.
+    """
+    used = list(nodes)[:n] if spread else [local_node(nodes) or nodes[0]]
+    chosen = [
+        Chosen(node.name, index, f"CPU-{index}")
+        for at, node in enumerate(used)
+        for index in range(n // len(used) + (at < n % len(used)))
+    ]
+    return rank_map(None, chosen, {node.name: node.host or node.name for node in used})
