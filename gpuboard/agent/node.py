@@ -70,8 +70,6 @@ class _Node:
         for message in self.channel.read_available():  # calls that came in one piece with the start line
             self._message(message)
         self._send_what_is_ready(time.monotonic())  # simulated GPUs keep nobody waiting
-        for message in self.channel.read_available():  # what came together with the start line wakes no poll
-            self._message(message)
         while not self.channel.closed:
             now = time.monotonic()
             wake = [self.probe.check(now), self.due, self.wanted and self.wanted[1]] + [r[2] for r in self.reads]
