@@ -1,6 +1,6 @@
 """Where every command starts. Knows of `allocate` and `env` what must hold before anything else is imported.
 
-* Their output is evaluated by a shell, so whatever goes wrong here or later, also a failing import or ctrl-C, stdout gets
+* Shells evaluate their output, so whatever goes wrong here or later, also a failing import or ctrl-C, stdout gets
   lines that leave no GPU visible and make ``eval`` return the exit code.
 * Their time is NVML's: the agent of this machine is started first, and argparse, msgspec and all else load meanwhile.
 """

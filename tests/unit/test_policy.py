@@ -1,0 +1,283 @@
+"""What the policy chooses, refuses, and says."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuboard.allocate.picks import parse_picks
+from gpuboard.allocate.policy import choose
+from gpuboard.errors import UsageError
+from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
+from gpuboard.model.state import STATES
+
+GIB = 2**30
+
+
+def gpu(index: int, node: str = "gpu01", state: str = "free", **changes: object) -> GpuView:
+    values: dict[str, object] = {
+        "index": index, "uuid": f"GPU-{node}-{index}", "name": "NVIDIA H100 80GB HBM3", "pci_bus_id": "",
+        "state": state,
+        "reason": "no process, no reservation" if state == "free" else f"it is {state}",
+        "memory_used": 0, "memory_total": 80 * GIB,
+    }  # fmt: skip
+    return msgspec.convert(values | changes, GpuView)
+
+
+def node(name: str, states: str = "ffffffff", **changes: object) -> NodeView:
+    """A node whose GPUs' states are given by their first letters."""
+    words = {state[0]: state for state in STATES} | {"b": "busy", "x": "broken"}
+    gpus = [gpu(i, name, words[letter]) for i, letter in enumerate(states)]
+    return msgspec.structs.replace(NodeView(name=name, state="up", gpus=gpus), **changes)
+
+
+def cluster(*nodes: NodeView) -> Snapshot:
+    return Snapshot(schema=1, at="", cluster="", nodes=list(nodes))
+
+
+def got(request: Request, *nodes: NodeView) -> dict[str, list[int]]:
+    answer = choose(request, cluster(*nodes))
+    assert isinstance(answer, Choice), answer
+    found: dict[str, list[int]] = {}
+    for chosen in answer.gpus:
+        found.setdefault(chosen.node, []).append(chosen.index)
+    return found
+
+
+def refused(request: Request, *nodes: NodeView) -> Refusal:
+    answer = choose(request, cluster(*nodes))
+    assert isinstance(answer, Refusal), answer
+    return answer
+
+
+def test_one_node_is_taken_when_one_suffices_and_the_fullest_when_not() -> None:
+    one, two = node("gpu01", "ffffbbbb"), node("gpu02")
+    assert got(Request(n=4), one, two) == {"gpu01": [0, 1, 2, 3]}
+    assert got(Request(n=5), one, two) == {"gpu02": [0, 1, 2, 3, 4]}
+    assert got(Request(n=10), one, two) == {"gpu02": [0, 1, 2, 3, 4, 5, 6, 7], "gpu01": [0, 1]}
+
+
+def test_whole_nodes_are_left_to_others_and_the_rest_comes_from_the_smallest_fit() -> None:
+    nodes = [node("gpu01"), node("gpu02"), node("gpu03", "ffbbbbbb"), node("gpu04", "fffbbbbb")]
+    assert got(Request(n=2), *nodes) == {"gpu03": [0, 1]}
+    assert got(Request(n=10), *nodes) == {"gpu01": [0, 1, 2, 3, 4, 5, 6, 7], "gpu03": [0, 1]}
+
+
+def test_links_come_before_a_tight_fit() -> None:
+    linked = [gpu(i, "gpu02", links={f"GPU-gpu02-{1 - i}": 4} if i < 2 else {}) for i in range(4)]
+    nodes = [node("gpu01", "ff"), NodeView(name="gpu02", state="up", gpus=linked)]
+    assert got(Request(n=2), *nodes) == {"gpu02": [0, 1]}
+    assert got(Request(n=2, topology="any"), *nodes) == {"gpu01": [0, 1]}
+
+
+def test_numa_decides_between_equal_links() -> None:
+    gpus = [gpu(i, numa_node=i % 2) for i in range(4)]
+    assert got(Request(n=2), NodeView(name="gpu01", state="up", gpus=gpus)) == {"gpu01": [0, 2]}
+
+
+def test_ranks_follow_the_links() -> None:
+    ring = {0: 2, 2: 1, 1: 3, 3: 0}
+    links = [
+        {f"GPU-gpu01-{ring[i]}": 1} | {f"GPU-gpu01-{j}": 1 for j in ring if ring[j] == i} for i in range(4)
+    ]  # fmt: skip
+    gpus = [gpu(i, links=links[i]) for i in range(4)]
+    assert got(Request(n=4), NodeView(name="gpu01", state="up", gpus=gpus)) == {"gpu01": [0, 2, 1, 3]}
+
+
+def test_per_node_takes_exactly_so_many_on_each() -> None:
+    nodes = [node("gpu01", "fffbbbbb"), node("gpu02"), node("gpu03", "ffffbbbb")]
+    assert got(Request(n=8, per_node=4), *nodes) == {"gpu02": [0, 1, 2, 3], "gpu03": [0, 1, 2, 3]}
+    answer = refused(Request(n=12, per_node=4), *nodes)
+    assert (answer.code, answer.nearest) == (4, "--n 12 without --per-node, --n 8 or --wait")
+
+
+def test_a_refusal_names_the_nearest_request_that_works() -> None:
+    answer = refused(Request(n=4, max_nodes=1), node("gpu01", "fffbb"), node("gpu02", "frr"))
+    assert answer.code == 4
+    assert answer.message == (
+        "asked for 4 GPUs on one node; gpu01 has 3 free, gpu02 has 1 free (2 busy, 2 reserved); "
+        "try --max-nodes 2, --n 3 or --wait"
+    )
+    assert {(g.node, g.index, g.state, g.reason) for g in answer.gpus} >= {
+        ("gpu01", 0, "free", "free"), ("gpu01", 3, "busy", "it is busy"), ("gpu02", 1, "reserved", "it is reserved"),
+    }  # fmt: skip
+
+
+def test_never_is_said_only_when_every_node_was_read() -> None:
+    silent = NodeView(name="gpu02", state="unreachable", error="ssh: connection refused")
+    assert refused(Request(n=9), node("gpu01")).code == 3
+    answer = refused(Request(n=9), node("gpu01"), silent)
+    assert answer.code == 4
+    assert "not read: gpu02 (ssh: connection refused)" in answer.message
+    assert refused(Request(n=8), node("gpu01", "xfffffff")).code == 4  # a broken GPU may be mended
+    assert refused(Request(n=1, model="B200"), node("gpu01")).code == 3
+    assert refused(Request(n=1), node("gpu01", claims_error="NFS")).code == 4
+
+
+def test_models_match_by_part_or_glob_without_case() -> None:
+    nodes = [node("gpu01", gpus=[gpu(0, name="NVIDIA A100-SXM4-40GB")]), node("gpu02", "f")]
+    assert got(Request(n=1, model="a100"), *nodes) == {"gpu01": [0]}
+    assert got(Request(n=1, model="*H100*HBM3"), *nodes) == {"gpu02": [0]}
+    assert refused(Request(n=1, model="H100*"), *nodes).nearest == "without --model"
+
+
+def test_free_memory_is_what_is_not_used() -> None:
+    gpus = [gpu(0, memory_used=50 * GIB), gpu(1, memory_used=300 * 2**20), gpu(2, memory_used=None)]
+    one = NodeView(name="gpu01", state="up", gpus=gpus)
+    assert got(Request(n=1, gpu_mem=40 * GIB), one) == {"gpu01": [1]}
+    answer = refused(Request(n=2, gpu_mem=40 * GIB), one)
+    assert answer.nearest == "--n 1, --gpu-mem 30GiB or --wait"
+    assert [g.reason for g in answer.gpus] == [
+        "30 GiB free, 40 GiB were asked for",
+        "free",
+        "? free, 40 GiB were asked for",
+    ]
+    assert refused(Request(n=1, gpu_mem=100 * GIB), one).code == 3
+    assert refused(Request(n=3, gpu_mem=40 * GIB), one).code == 4
+
+
+def test_excluded_gpus_and_nodes_are_not_taken() -> None:
+    exclude = parse_picks("gpu01:0,2@gpu02", whole_nodes=True)
+    assert got(Request(n=6, exclude=exclude), node("gpu01"), node("gpu02")) == {"gpu01": [1, 3, 4, 5, 6, 7]}
+
+
+def test_named_gpus_are_taken_exactly_or_not_at_all() -> None:
+    nodes = [node("gpu01", "ffrf"), node("gpu02")]
+    assert got(Request(picks=parse_picks("gpu02:1@gpu01:0,3")), *nodes) == {"gpu01": [0, 3], "gpu02": [1]}
+    assert got(Request(picks=parse_picks("GPU-gpu02-5")), *nodes) == {"gpu02": [5]}
+    answer = refused(Request(picks=parse_picks("gpu01:1,2")), *nodes)
+    assert (answer.code, answer.nearest) == (4, "--gpus gpu01:0,1 or --wait")
+    assert answer.message.startswith("gpu01:2 is reserved: it is reserved")
+    assert refused(Request(picks=parse_picks("gpu01:9")), *nodes).code == 3
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(), Request(n=1, picks=(Pick("gpu01", 0, None),)), Request(n=0), Request(n=5, per_node=2),
+        Request(n=8, per_node=2, max_nodes=3), Request(picks=(Pick("gpu77", 0, None),)),
+        Request(picks=(Pick(None, 0, None),)), Request(picks=(Pick("gpu01", 0, None), Pick(None, None, "GPU-gpu01-0"))),
+    ],
+)  # fmt: skip
+def test_contradictions_are_usage_errors(request_: Request) -> None:
+    with pytest.raises(UsageError):
+        choose(request_, cluster(node("gpu01"), node("gpu02")))
+
+
+def test_an_index_alone_means_the_only_node() -> None:
+    assert got(Request(picks=parse_picks("0,2-3")), node("gpu01")) == {"gpu01": [0, 2, 3]}
+
+
+def mig_node() -> NodeView:
+    devices = [
+        MigView(f"MIG-{i}", profile, "free", "", 0, total * GIB)
+        for i, (profile, total) in enumerate([("1g.10gb", 10), ("3g.40gb", 40)])
+    ]
+    return NodeView(name="gpu01", state="up", gpus=[gpu(0, flags=["mig"], mig=devices), gpu(1, state="busy")])
+
+
+def test_mig_devices_go_alone_and_their_parent_never() -> None:
+    one = mig_node()
+    assert choose(Request(n=1, model="3g.40gb"), cluster(one)) == Choice(
+        (Chosen("gpu01", 0, "MIG-1"),),
+        "gpu01: 0 (1 of 1 free); 1 node, the fewest; lowest indexes, then whole nodes left to others",
+    )
+    named = choose(Request(picks=(Pick(None, None, "MIG-0"),)), cluster(one))
+    assert isinstance(named, Choice)
+    assert named.gpus[0].uuid == "MIG-0"
+    assert [g.reason for g in refused(Request(n=1), one).gpus if g.index == 0] == [
+        "in MIG mode: its devices can be had: --n 1 --model 1g.10gb",
+        "MIG device 1g.10gb: ask for it with --model 1g.10gb",
+        "MIG device 3g.40gb: ask for it with --model 3g.40gb",
+    ]
+    assert refused(Request(n=2, model="3g.40gb"), one).code == 3
+
+
+def test_inside_a_lease_its_own_gpus_count_as_free_and_no_others() -> None:
+    gpus = [
+        gpu(0, state="reserved", leases=["mine"]),
+        gpu(1, state="reserved", leases=["mine"]),
+        gpu(2, state="reserved", leases=["hers"]),
+        gpu(3),
+    ]
+    snapshot = cluster(NodeView(name="gpu01", state="up", gpus=gpus))
+    within = ("GPU-gpu01-0", "GPU-gpu01-1")
+    inside = choose(Request(n=2, within=within), snapshot, {"mine"})
+    assert isinstance(inside, Choice)
+    assert [g.index for g in inside.gpus] == [0, 1]
+    assert isinstance(choose(Request(n=2, within=within), snapshot), Refusal)
+    beyond = choose(Request(n=3, within=within), snapshot, {"mine"})
+    assert isinstance(beyond, Refusal)
+    assert beyond.code == 3
+
+
+states = st.sampled_from(STATES)
+gpus_of = st.lists(st.tuples(states, st.integers(0, 81), st.integers(0, 3)), min_size=0, max_size=6)
+
+
+@given(
+    st.lists(st.tuples(gpus_of, st.sampled_from(["up", "up", "up", "stale", "unreachable"])), min_size=1, max_size=4),
+    st.integers(1, 8),
+    st.one_of(st.none(), st.integers(1, 4)),
+    st.one_of(st.none(), st.integers(1, 3)),
+    st.one_of(st.none(), st.integers(1, 80)),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=300, deadline=None)
+def test_only_free_gpus_as_many_as_asked_always_the_same(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    nodes, n, per_node, max_nodes, mem, dice
+) -> None:
+    views = [
+        NodeView(
+            name=f"gpu{k}",
+            state=state,
+            error=None if state == "up" else "gone",
+            gpus=[
+                gpu(i, f"gpu{k}", s, memory_used=min(used, 80) * GIB, numa_node=link % 2, links={f"GPU-gpu{k}-0": link})
+                for i, (s, used, link) in enumerate(found)
+            ],
+        )
+        for k, (found, state) in enumerate(nodes)
+    ]
+    request = Request(
+        n=n * (per_node or 1), per_node=per_node, max_nodes=max_nodes, gpu_mem=None if mem is None else mem * GIB
+    )
+    if per_node and max_nodes and n > max_nodes:
+        return
+    answer = choose(request, cluster(*views))
+    shuffled = [
+        msgspec.structs.replace(v, gpus=dice.sample(v.gpus, len(v.gpus))) for v in dice.sample(views, len(views))
+    ]
+    able = {
+        g.uuid: v.name
+        for v in views for g in v.gpus
+        if v.state == "up" and g.state == "free" and 80 * GIB - (g.memory_used or 0) >= (request.gpu_mem or 0)
+    }  # fmt: skip
+    if isinstance(answer, Choice):
+        assert choose(request, cluster(*shuffled)) == answer
+        assert len({g.uuid for g in answer.gpus}) == request.n == len(answer.gpus)
+        assert all(able[g.uuid] == g.node for g in answer.gpus)
+        counts = [sum(g.node == name for g in answer.gpus) for name in {g.node for g in answer.gpus}]
+        assert max_nodes is None or len(counts) <= max_nodes
+        assert per_node is None or set(counts) == {per_node}
+        return
+    free = sorted((list(able.values()).count(v.name) for v in views), reverse=True)
+    if per_node:
+        assert sum(count >= per_node for count in free) < n
+    else:
+        assert sum(free[:max_nodes]) < n
+    assert answer.code == 4 or all(v.state == "up" for v in views)
+    assert len(answer.gpus) == sum(len(v.gpus) for v in views)
+
+
+def test_picks_are_read_and_slips_are_named() -> None:
+    assert parse_picks("gpu01:0,3@gpu02:1-2") == (
+        Pick("gpu01", 0, None), Pick("gpu01", 3, None), Pick("gpu02", 1, None), Pick("gpu02", 2, None),
+    )  # fmt: skip
+    assert parse_picks("GPU-aaaa-1,MIG-bbbb-2") == (Pick(None, None, "GPU-aaaa-1"), Pick(None, None, "MIG-bbbb-2"))
+    for slip in ("", "gpu01:", "gpu01:x", "gpu01:3-1", "gpu01:0,0", "$(reboot):0", "gpu01:0-999999", "-1", "gpu01"):
+        with pytest.raises(ValueError, match=r"."):
+            parse_picks(slip)
