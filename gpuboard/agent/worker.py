@@ -108,15 +108,15 @@ def _set_command_line(argv: "List[str]", first_path: str, after_python: "List[st
 def _run_script(namespace: "Dict[str, Any]", name: str, args: "List[str]") -> None:
     """Do what ``python NAME ARGS`` does."""
     _fresh(namespace)
+    # Since 3.9 the interpreter makes the path absolute, without normalising it.
+    file = os.path.join(os.getcwd(), name) if sys.version_info >= (3, 9) else name
     if os.path.isdir(name):  # a folder with a __main__.py
         import runpy
 
-        _set_command_line([name, *args], name, [name, *args])
+        _set_command_line([name, *args], file, [name, *args])
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # what python itself calls
         return
     _set_command_line([name, *args], os.path.dirname(os.path.realpath(name)), [name, *args])
-    # Since 3.9 the interpreter makes the path absolute, without normalising it.
-    file = os.path.join(os.getcwd(), name) if sys.version_info >= (3, 9) else name
     namespace["__file__"] = file
     namespace["__cached__"] = None
     namespace["__loader__"] = importlib.machinery.SourceFileLoader("__main__", file)

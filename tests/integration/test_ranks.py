@@ -305,6 +305,29 @@ def test_an_exception_is_told_with_its_place_and_without_our_frames(folder: Path
         assert here.text("err") == plain.stderr
 
 
+@pytest.mark.parametrize("script", ["x = (\n", "def broken(:\n    pass\n", "1/0 # é\n"])
+def test_a_broken_script_is_told_as_by_python(folder: Path, script: str) -> None:
+    with node(folder, script) as here:
+        go(here)
+        assert here.wait_ended()[0]["code"] == 1
+        plain = subprocess.run([sys.executable, "script.py"], cwd=folder, stderr=subprocess.PIPE, text=True)
+        assert here.text("err") == plain.stderr
+        assert here.data("raised")[0]["file"] in (str(folder / "script.py"), None)
+
+
+def test_a_folder_runs_as_under_python(folder: Path) -> None:
+    (folder / "app").mkdir()
+    (folder / "app" / "near.py").write_text("NAME = 'near'\n")
+    (folder / "app" / "__main__.py").write_text("import sys, near; print(sys.argv, sys.path[0], __file__, near.NAME)\n")
+    config = launch_config(folder, "app", "-x", listen=False, environ={"PYTHONPATH": str(folder / "fake")})
+    plain = subprocess.run([sys.executable, "app", "-x"], cwd=folder, stdout=subprocess.PIPE, text=True)
+    with Node(config) as here:
+        assert here.call("check")["target_sha256"] is not None
+        go(here)
+        assert here.wait_ended()[0]["code"] == 0
+        assert here.text() == plain.stdout
+
+
 def test_the_environment_of_a_rank(folder: Path) -> None:
     script = "import os; print({k: v for k, v in os.environ.items() if k in os.environ['WANTED'].split()})"
     wanted = {

@@ -1,0 +1,98 @@
+"""The same scripts under ``python``, ``torchrun`` and a supervisor: they must not be able to tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.ranks_driver import Node, launch_config
+
+SCRIPTS = Path(__file__).parents[1] / "scripts" / "compare"
+
+pytestmark = pytest.mark.torch
+
+
+def environ() -> dict[str, str]:
+    names = ("PATH", "HOME", "LANG", "VIRTUAL_ENV")
+    return {
+        **{name: os.environ[name] for name in names if name in os.environ},
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+def plain(args: list[str]) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, *args], cwd=SCRIPTS, env=environ(), stdin=subprocess.DEVNULL, capture_output=True
+    )
+
+
+def torchrun(args: list[str]) -> subprocess.CompletedProcess[bytes]:
+    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    return plain([*starter, *args])
+
+
+def supervised(kind: str, name: str, *args: str) -> tuple[str, str, dict[str, Any], list[dict[str, Any]]]:
+    """Return stdout, stderr, the rank's end, and what it raised."""
+    with Node(launch_config(SCRIPTS, name, *args, kind=kind, environ=environ())) as node:
+        node.start()
+        (end,) = node.wait_ended(120)
+        return node.text("out"), node.text("err"), end, node.data("raised")
+
+
+def found(text: str) -> dict[str, Any]:
+    line = next(line for line in text.splitlines() if line.startswith("{"))
+    value = json.loads(line)
+    assert isinstance(value, dict)
+    return value
+
+
+def without_rank(text: str) -> str:
+    """Take away the prefix that torch puts before tracebacks under torchrun."""
+    return re.sub(r"(?m)^\[rank0\]: ?", "", text)
+
+
+def test_a_script_cannot_tell() -> None:
+    by_python = plain(["whole.py", "--lr", "3e-4"])
+    by_torchrun = torchrun(["whole.py", "--lr", "3e-4"])
+    out, err, end, raised = supervised("script", "whole.py", "--lr", "3e-4")
+    expected = found(by_python.stdout.decode())
+    assert expected["loaders"] == {"forked": [1, 2, 5, 10], "spawned": [0, 1, 4, 9]}
+    assert expected["handled"] == ["SIGUSR1"]
+    assert found(out) == expected
+    # torchrun passes -u on the command line, which shows in the flags; all else must be the same.
+    flagged = {**found(by_torchrun.stdout.decode()), "flags": expected["flags"]}
+    assert flagged == expected
+    assert by_python.returncode == end["code"] == 1
+    assert without_rank(err) == by_python.stderr.decode()
+    bars = "".join(f"\r\x1b[32m{n}/4\x1b[0m" for n in range(1, 5)) + "\n"
+    assert err.startswith(bars)
+    assert bars in by_torchrun.stderr.decode()
+    assert (raised[0]["type"], raised[0]["message"], raised[0]["function"]) == ("ValueError", "the last word", "fail")
+    assert raised[0]["file"] == str(SCRIPTS / "whole.py")
+
+
+def test_a_module_of_a_package_cannot_tell() -> None:
+    by_python = plain(["-m", "package.train", "--fast"])
+    by_torchrun = torchrun(["-m", "package.train", "--fast"])
+    out, _, end, raised = supervised("module", "package.train", "--fast")
+    expected = found(by_python.stdout.decode())
+    assert expected["child"][0] == "values"
+    assert found(out) == expected
+    assert found(by_torchrun.stdout.decode()) == expected
+    assert by_python.returncode == end["code"] == 5
+    assert raised == []
+
+
+def test_a_module_that_is_missing_is_told_as_by_python() -> None:
+    by_python = plain(["-m", "package.missing"])
+    _, err, end, _ = supervised("module", "package.missing")
+    assert (err, end["code"]) == (by_python.stderr.decode(), by_python.returncode)

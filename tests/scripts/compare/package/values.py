@@ -1,0 +1,3 @@
+"""What the package's train module imports."""
+
+NAME = "values"
