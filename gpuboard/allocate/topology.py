@@ -100,7 +100,7 @@ class _Search:
         """Return the best split into one group and a rest that is not larger: each group is looked at once."""
         degrees = [sum(row) for row in self._scores]
         total = sum(degrees) // 2  # less the pairs with an end in the group is the rest's; the inner ones went twice
-        self.budget += 1 << len(degrees)  # C(n, k) groups, never more
+        self.budget += 4 << len(degrees)  # C(n, k) groups and the way to them, never more
         return max(
             (total + 2 * score - cost, score, group)
             for group, score, cost in self._groups((1 << len(degrees)) - 1, self.size, degrees, first=False)
@@ -153,9 +153,10 @@ class _Search:
                     for j in range(start, len(bits))
                     if not before[j] & ~group
                 ]
-                self.budget -= len(ends)
+                self.budget -= len(ends) + 1
                 found.extend(ends)
                 return
+            self.budget -= 1
             for j in range(start, len(bits) - need + 1):
                 if not before[j] & ~group:
                     more = [a + b for a, b in zip(gains, rows[j])]  # noqa: B905 - equal lengths, and this is the hot line
