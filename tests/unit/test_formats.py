@@ -1,0 +1,107 @@
+"""An allocation in every format, and the rank map behind it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from gpuboard.allocate.formats import Allocation, render, render_error
+from gpuboard.allocate.ranks import rank_map, reachable_addresses
+from gpuboard.allocate.shell import FORMATS
+from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
+from gpuboard.model.rankmap import RankMap, problems
+from gpuboard.model.request import Chosen, Refusal, RefusedGpu
+
+GPUS = (Chosen("gpu02", 2, "GPU-c"), Chosen("gpu02", 0, "GPU-a"), Chosen("gpu01", 7, "GPU-h"))
+MAP = rank_map("k3f9xy", GPUS, {"gpu01": "10.0.0.1", "gpu02": "10.0.0.2"})
+LEASE = Lease(
+    id="k3f9xy", owner="alice", uid=1001, host="login1", gpus=[LeaseGpu("gpu01", 7, "GPU-h")],
+    since="2026-01-31T12:00:00.000Z", until="2026-01-31T13:00:00.000Z", holder=LeaseHolder(42, True),
+)  # fmt: skip
+ALLOCATION = Allocation(LEASE, MAP, "because", "/home/al ice/it's.json", "gpu[01-02]", "gpu02")
+
+
+def test_the_rank_map_is_sound_and_nodes_come_in_the_order_of_the_ranks() -> None:
+    assert problems(MAP) == []
+    assert (MAP.master_addr, MAP.master_port, MAP.world_size) == ("10.0.0.2", 0, 3)
+    assert [(n.name, n.node_rank, n.local_world_size, n.cuda_visible_devices) for n in MAP.nodes] == [
+        ("gpu02", 0, 2, "2,0"), ("gpu01", 1, 1, "7"),
+    ]  # fmt: skip
+    assert [(r.rank, r.node, r.local_rank, r.index) for r in MAP.ranks] == [
+        (0, "gpu02", 0, 2), (1, "gpu02", 1, 0), (2, "gpu01", 0, 7),
+    ]  # fmt: skip
+
+
+def test_one_node_alone_talks_over_loopback_and_mig_goes_by_uuid() -> None:
+    alone = rank_map(None, [Chosen("gpu01", 0, "MIG-x")], {"gpu01": "10.0.0.1"})
+    assert (alone.master_addr, alone.nodes[0].cuda_visible_devices) == ("127.0.0.1", "MIG-x")
+    assert problems(alone) == []
+
+
+def test_addresses_are_those_of_the_common_network() -> None:
+    own = {
+        "a": ["172.17.0.1", "192.168.7.4", "10.1.0.1", "fe80::1"],
+        "b": ["172.17.0.1", "10.1.0.2", "192.168.99.1"],
+        "c": ["10.1.0.3", "127.0.0.1"],
+    }
+    assert reachable_addresses(own, {}) == {"a": "10.1.0.1", "b": "10.1.0.2", "c": "10.1.0.3"}
+    assert reachable_addresses(own, {"a": "192.168.7.4"})["a"] == "192.168.7.4"
+    assert reachable_addresses({"a": [], "b": ["10.0.0.9"]}, {"a": "a.example"}) == {"a": "a.example", "b": "10.0.0.9"}
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("shell", "export GPUBOARD_LEASE='k3f9xy'\nexport GPUBOARD_RANK_MAP='/home/al ice/it'\\''s.json'\n"
+                  "export GPUBOARD_NODES='gpu[01-02]'\nexport CUDA_DEVICE_ORDER='PCI_BUS_ID'\n"
+                  "export CUDA_VISIBLE_DEVICES='2,0'\n"),
+        ("csh", "setenv GPUBOARD_LEASE k3f9xy;\nsetenv GPUBOARD_RANK_MAP /home/al\\ ice/it\\'s.json;\n"
+                "setenv GPUBOARD_NODES gpu\\[01-02\\];\nsetenv CUDA_DEVICE_ORDER PCI_BUS_ID;\n"
+                "setenv CUDA_VISIBLE_DEVICES 2,0;\n"),
+        ("fish", "set -gx GPUBOARD_LEASE 'k3f9xy';\nset -gx GPUBOARD_RANK_MAP '/home/al ice/it\\'s.json';\n"
+                 "set -gx GPUBOARD_NODES 'gpu[01-02]';\nset -gx CUDA_DEVICE_ORDER 'PCI_BUS_ID';\n"
+                 "set -gx CUDA_VISIBLE_DEVICES '2,0';\n"),
+        ("env", 'GPUBOARD_LEASE=k3f9xy\nGPUBOARD_RANK_MAP="/home/al ice/it\'s.json"\nGPUBOARD_NODES=gpu[01-02]\n'
+                "CUDA_DEVICE_ORDER=PCI_BUS_ID\nCUDA_VISIBLE_DEVICES=2,0\n"),
+        ("hostfile", "gpu02 slots=2\ngpu01 slots=1\n"),
+        ("rankfile", "rank 0=gpu02 slot=0\nrank 1=gpu02 slot=1\nrank 2=gpu01 slot=0\n"),
+        ("deepspeed", "gpu02:2,0@gpu01:7\n"),
+        ("uuids", "GPU-c,GPU-a,GPU-h\n"),
+    ],
+)  # fmt: skip
+def test_every_format(form: str, text: str) -> None:
+    assert render(ALLOCATION, form) == text
+
+
+def test_uuids_on_request_and_nothing_where_the_lease_has_no_gpu() -> None:
+    assert "export CUDA_VISIBLE_DEVICES='GPU-c,GPU-a'\n" in render(ALLOCATION, "shell", uuids=True)
+    for uuids in (False, True):
+        elsewhere = render(msgspec.structs.replace(ALLOCATION, here=None), "shell", uuids=uuids)
+        assert "export CUDA_VISIBLE_DEVICES=''\n" in elsewhere
+
+
+def test_json_has_lease_rank_map_and_why() -> None:
+    value = msgspec.json.decode(render(ALLOCATION, "json"))
+    assert (value["schema"], value["why"]) == (1, "because")
+    assert value["lease"]["from"] == "2026-01-31T12:00:00.000Z"
+    assert msgspec.convert(value["rank_map"], RankMap) == MAP
+    assert msgspec.json.decode(render(ALLOCATION, "rank-map"), type=RankMap) == MAP
+
+
+def test_a_refusal_as_json_has_a_reason_for_every_gpu() -> None:
+    refusal = Refusal(4, "not now", (RefusedGpu("gpu01", 0, "GPU-a", "busy", "bob: python"),), "--wait")
+    assert msgspec.json.decode(render_error(4, "not now", refusal)) == {
+        "schema": 1,
+        "error": {
+            "code": 4,
+            "message": "not now",
+            "gpus": [{"node": "gpu01", "index": 0, "uuid": "GPU-a", "state": "busy", "reason": "bob: python"}],
+            "nearest": "--wait",
+        },
+    }
+
+
+def test_each_format_is_rendered_and_an_unknown_one_is_not() -> None:
+    assert all(render(ALLOCATION, form) for form in FORMATS)
+    with pytest.raises(ValueError, match="no format"):
+        render(ALLOCATION, "yaml")
