@@ -61,9 +61,9 @@ def make_private(folder: str) -> None:
 def connect(folder: str) -> socket.socket | None:
     """Return a connection to the keeper of ``folder``; None when none runs."""
     for home in (folder, _fallback(folder)):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with _short(home) as path:
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 connection.connect(f"{path}/{_name(home, folder, 'socket')}")
         except OSError:
             connection.close()
