@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpuboard.config import Settings
 
 _STDERR_KEPT = 65536
-_JUMPS_MAX = 8
+_END_S = 0.3  # for the end of everything; what takes longer is left behind
 _KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3  # a path that swallows packets is noticed within a minute
 
 # What goes wrong arrives as a TransportError; log lines would only tear the screen.
@@ -40,7 +40,7 @@ class AsyncsshTransport:
         self._loop.set_default_executor(_DaemonExecutor())
         self._loop.set_exception_handler(lambda loop, context: None)  # of connections torn down half-way
         self._slots = asyncio.Semaphore(settings.max_connections)
-        self._jumps: dict[str, asyncio.Task[asyncssh.SSHClientConnection]] = {}
+        self._jumps: dict[tuple[str, ...], asyncio.Task[asyncssh.SSHClientConnection]] = {}
         self._connections: set[asyncssh.SSHClientConnection] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ssh", daemon=True)
         self._thread.start()
@@ -54,15 +54,23 @@ class AsyncsshTransport:
 
     def close(self) -> None:
         """Drop all connections and stop the thread. What hangs in it (a DNS question) is left behind."""
-        self._loop.call_soon_threadsafe(self._stop)
-        self._thread.join(0.3)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._thread.join(_END_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def _start(self, host: str, channel: SshChannel) -> None:
         channel.task = self._loop.create_task(self._connect(host, channel))
 
-    def _stop(self) -> None:
+    async def _end(self) -> None:
         for connection in list(self._connections):
             connection.abort()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_S / 2)
+        await asyncio.sleep(0)  # aborting a connection takes another turn of the loop
         self._loop.stop()
 
     async def _connect(self, name: str, channel: SshChannel) -> None:
@@ -70,7 +78,8 @@ class AsyncsshTransport:
         host = None
         try:
             host = self._config.host(name)
-            tunnel = await self._jump(host.jumps, 0) if host.jumps else None
+            chain = self._config.jumps(host)
+            tunnel = await self._jump(chain) if chain else None
             async with self._slots, asyncio.timeout(self._timeout_s):
                 connection = await self._log_in(host, tunnel)
                 channel.connection = connection
@@ -103,20 +112,16 @@ class AsyncsshTransport:
         self._connections.add(connection)
         return connection
 
-    async def _jump(self, jumps: tuple[str, ...], depth: int) -> asyncssh.SSHClientConnection:
-        """Return the connection to the last of ``jumps``, shared by all nodes behind it."""
-        key = ",".join(jumps)
-        task = self._jumps.get(key)
+    async def _jump(self, chain: tuple[str, ...]) -> asyncssh.SSHClientConnection:
+        """Return the connection to the last host of ``chain``, which all nodes behind it share."""
+        task = self._jumps.get(chain)
         if task is None or (task.done() and (task.cancelled() or task.exception() or task.result().is_closed())):
-            task = self._jumps[key] = self._loop.create_task(self._open_jump(jumps, depth))
+            task = self._jumps[chain] = self._loop.create_task(self._open_jump(chain))
         return await asyncio.shield(task)
 
-    async def _open_jump(self, jumps: tuple[str, ...], depth: int) -> asyncssh.SSHClientConnection:
-        host = self._config.host(jumps[-1])
-        before = jumps[:-1] or host.jumps
-        if depth > _JUMPS_MAX:
-            raise TransportError("resolve", f"ProxyJump goes in circles at {host.name}", "check your ssh_config")
-        tunnel = await self._jump(before, depth + 1) if before else None
+    async def _open_jump(self, chain: tuple[str, ...]) -> asyncssh.SSHClientConnection:
+        tunnel = await self._jump(chain[:-1]) if chain[:-1] else None
+        host = self._config.host(chain[-1])
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._log_in(host, tunnel)

@@ -11,7 +11,10 @@ from typing import Any
 from asyncssh.config import SSHClientConfig, SSHConfig
 from asyncssh.known_hosts import SSHKnownHosts
 
+from gpuboard.transport.base import TransportError
+
 SYSTEM_CONFIG = "/etc/ssh/ssh_config"
+_JUMPS_MAX = 8
 _CIPHER = "aes128-gcm@openssh.com"  # half the cost of asyncssh's default; FACTS of polling: 0.10 ms against 0.17
 
 
@@ -97,6 +100,16 @@ class HostConfig:
         host.port = int(str(config.get("Port") or 22))
         host.key_name = str(config.get("HostKeyAlias") or config.get("Hostname") or name)
         return host
+
+    def jumps(self, host: Host) -> tuple[str, ...]:
+        """Return all hosts to go through to ``host``, the first one first: that one's own ProxyJump counts, too."""
+        chain = host.jumps
+        for _ in range(_JUMPS_MAX):
+            before = self.host(chain[0]).jumps if chain else ()
+            if not before:
+                return chain
+            chain = before + chain
+        raise TransportError("resolve", f"ssh: ProxyJump of {host.name} goes in circles", "check your ssh_config")
 
     def _known(self, config: SSHConfig) -> KnownHosts:
         own = _texts(config.get("UserKnownHostsFile"))

@@ -1,0 +1,315 @@
+"""Agents over a real sshd: what reaches the node, what is refused, and how everything ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuboard.cluster.fleet import Fleet
+from gpuboard.cluster.inventory import Node
+from gpuboard.config import Settings
+from gpuboard.model.snapshot import NodeView
+from tests.sshd import SSHD, Sshd, children, free_port, make_key
+
+pytestmark = pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="needs sshd (openssh-server) and root")
+
+FAKE = Path(__file__).with_name("fake_agent.py")
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    server = Sshd(tmp_path_factory.mktemp("sshd"))
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def fleet(server: Sshd, *names: str, interval_s: float | None = None, **settings: Any) -> Fleet:
+    settings = {"ssh_config": str(server.ssh_config), "python": sys.executable, "connect_timeout": "5s"} | settings
+    return Fleet([Node(name, name) for name in names], Settings(**settings), interval_s=interval_s)
+
+
+def look(server: Sshd, *names: str, timeout_s: float = 20, **settings: Any) -> dict[str, NodeView]:
+    """Return what a one-shot command sees of ``names``."""
+    it = fleet(server, *names, **settings)
+    it.start()
+    try:
+        it.wait(timeout_s)
+        return {node.name: node for node in it.snapshot().nodes}
+    finally:
+        it.close()
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> float:
+    """Wait for a condition; return how long it took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < timeout_s, f"not in {timeout_s} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def agents(server: Sshd) -> list[int]:
+    """Return the pids of agents (their own children included) below a server."""
+    found = []
+    for pid in children(server.process.pid):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"gpuboard.agent.bundled" in command or b"fake_agent" in command:
+            found.append(pid)
+    return found
+
+
+def test_each_way_of_not_getting_in_has_its_words_and_its_cure(sshd: Sshd, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    make_key(tmp_path / "other")
+    changed.write_text(f"[127.0.0.1]:{sshd.port} {(tmp_path / 'other.pub').read_text()}")
+    revoked = tmp_path / "revoked"
+    revoked.write_text(f"{sshd.known_hosts.read_text()}@revoked {sshd.known_hosts.read_text()}")
+    broken = tmp_path / "broken"
+    broken.write_text("\nnonsense\n|1|x|y ssh-ed25519 AAAA\n" + sshd.known_hosts.read_text())
+    sshd.host("good")
+    sshd.host("messy", UserKnownHostsFile=broken)
+    sshd.host("unknown", UserKnownHostsFile="/dev/null")
+    sshd.host("no-check", UserKnownHostsFile="/dev/null", StrictHostKeyChecking="no")
+    sshd.host("changed", UserKnownHostsFile=changed)
+    sshd.host("revoked", UserKnownHostsFile=revoked)
+    sshd.host("refused", IdentityFile=make_key(tmp_path / "stranger"))
+    sshd.host("keyless", IdentityFile=tmp_path / "missing")
+    sshd.host("closed", Port=free_port())
+    sshd.host("nowhere", HostName="no-such-host.invalid")
+    sshd.host("jump", ProxyJump="good")
+    sshd.host("jump-twice", ProxyJump="good,jump")
+    sshd.host("jump-closed", ProxyJump="good", Port=free_port())
+    sshd.host("jump-unknown", ProxyJump="unknown")
+    sshd.host("jump-circle", ProxyJump="jump-circle2")
+    sshd.host("jump-circle2", ProxyJump="jump-circle")
+    names = ["good", "messy", "unknown", "no-check", "changed", "revoked", "refused", "keyless", "closed", "nowhere"]
+    names += ["jump", "jump-twice", "jump-closed", "jump-unknown", "jump-circle"]
+    seen = look(sshd, *names)
+    states = {name: node.state for name, node in seen.items()}
+    up = {"good", "messy", "jump", "jump-twice"}
+    assert states == {name: "up" if name in up else "unreachable" for name in names}
+    words = {
+        "unknown": ("ssh: the key of unknown is not known (ssh-ed25519 SHA256:", "`ssh unknown` once and compare"),
+        "no-check": ("ssh: the key of no-check is not known", "compare the fingerprint"),
+        "changed": ("ssh: the key of changed has CHANGED (ssh-ed25519 SHA256:", f"-R '[127.0.0.1]:{sshd.port}'"),
+        "revoked": ("ssh: the key of revoked is revoked", "administrator"),
+        "refused": ("ssh: root@refused was refused: no key was accepted", "authorized_keys"),
+        "keyless": ("ssh: root@keyless was refused: no key was accepted", "IdentityFile"),
+        "closed": ("ssh: connection refused", "is sshd running there"),
+        "nowhere": ("ssh: the name 'nowhere' has no address", "ssh_config"),
+        "jump-closed": ("ssh: jump-closed cannot be reached through good: Connection refused", ""),
+        "jump-unknown": ("ssh: the key of unknown is not known", "`ssh unknown`"),
+        "jump-circle": ("ssh: ProxyJump of jump-circle goes in circles", "ssh_config"),
+    }
+    for name, (what, cure) in words.items():
+        error = seen[name].error or ""
+        assert error.startswith(what), error
+        assert cure in error
+
+
+def test_a_proxy_command_is_used(sshd: Sshd, tmp_path: Path) -> None:
+    relay = tmp_path / "relay.py"
+    relay.write_text(
+        "import os, select, socket, sys\n"
+        "s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+        "while True:\n"
+        "    for f in select.select([0, s], [], [])[0]:\n"
+        "        data = os.read(0, 65536) if f == 0 else s.recv(65536)\n"
+        "        if not data: sys.exit()\n"
+        "        s.sendall(data) if f == 0 else os.write(1, data)\n"
+    )
+    sshd.host("proxied", HostName="192.0.2.1", ProxyCommand=f"{sys.executable} {relay} {sshd.port}", HostKeyAlias="x")
+    (tmp_path / "known").write_text(f"x {(sshd.folder / 'host_key.pub').read_text()}")
+    sshd.host("aliased", HostName="127.0.0.1", HostKeyAlias="x", UserKnownHostsFile=tmp_path / "known")
+    with sshd.known_hosts.open("a") as file:
+        file.write(f"[x]:{sshd.port} {(sshd.folder / 'host_key.pub').read_text()}")
+    seen = look(sshd, "proxied", "aliased")
+    assert [(node.state, node.hostname) for node in seen.values()] == [("up", os.uname().nodename)] * 2
+
+
+def test_an_included_file_is_read(sshd: Sshd, tmp_path: Path) -> None:
+    included = tmp_path / "more"
+    included.write_text("Host elsewhere\n    ProxyJump good\nHost *\n    User root\n")
+    own = tmp_path / "config"
+    own.write_text(f"Include {included}\nInclude {sshd.ssh_config}\n")
+    sshd.host("good")
+    sshd.host("in-include")
+    assert look(sshd, "in-include", ssh_config=str(own))["in-include"].state == "up"
+
+
+@pytest.mark.parametrize("python", ["python3-not-there", "/etc/passwd", "/nonexistent/python3"])
+def test_a_node_without_python_says_so(sshd: Sshd, python: str) -> None:
+    sshd.host("bare")
+    node = look(sshd, "bare", python=python)["bare"]
+    assert node.state == "unreachable"
+    assert (node.error or "").startswith(f"{python} cannot be started there (")
+    assert (node.error or "").endswith("; install python3 (3.6 or later) or set `python` in the config")
+
+
+def test_what_bad_agents_send_costs_their_own_node_only(sshd: Sshd) -> None:
+    names = ["good1", "malformed", "huge", "dies", "noisy", "late", "silent", "stops", "good2"]
+    for name in names:
+        sshd.host(name)
+    wrapper = sshd.folder / "fake_python"
+    wrapper.write_text(f"#!/bin/sh\nexec {sys.executable} -I -S {FAKE}\n")
+    wrapper.chmod(0o755)
+    it = fleet(sshd, *names, interval_s=0.2, python=str(wrapper))
+    try:
+        it.start()
+        it.wait(10, [name for name in names if name != "silent"])
+        until(lambda: all((n.age_s or 0) > 1 for n in it.snapshot().nodes if n.name == "stops"), "one stopped")
+        seen = {node.name: node for node in it.snapshot().nodes}
+        assert {name for name in names if seen[name].state == "up"} == {"good1", "good2", "late", "stops"}
+        assert [seen[name].gpus[0].state for name in ("good1", "good2")] == ["free", "free"]
+        assert max(seen[name].age_s or 9 for name in ("good1", "good2", "late")) < 0.6
+        assert seen["good1"].gpus[0].name == "H100 [31m[/x]"
+        assert (seen["malformed"].error or "").startswith("malformed answer: Expected `int`, got `str`")
+        assert seen["malformed"].gpus[0].state == "unknown"
+        assert seen["huge"].error == "malformed answer: a line without end"
+        assert seen["dies"].error == "the agent ended with exit code 3: OSError: no[2J space"
+        assert seen["noisy"].error == (
+            "malformed answer: the node's shell start-up files print more than 64 kB; "
+            "run `ssh NODE true` and see what it prints"
+        )
+        assert (seen["silent"].state, seen["silent"].error) == ("unreachable", "no answer yet")
+        until(lambda: it.snapshot().nodes[names.index("stops")].state == "stale", "stale after 5 s")
+        stopped = it.snapshot().nodes[names.index("stops")]
+        assert stopped.gpus[0].state == "unknown"
+    finally:
+        it.close()
+    until(lambda: not agents(sshd), "all agents gone")
+
+
+def test_noise_of_start_up_files_is_skipped(tmp_path: Path) -> None:
+    server = Sshd(tmp_path, extra='ForceCommand echo "Welcome @all"; echo more; eval "$SSH_ORIGINAL_COMMAND"\n')
+    try:
+        server.host("noisy")
+        assert look(server, "noisy")["noisy"].state == "up"
+    finally:
+        server.stop()
+
+
+def test_a_stopped_sshd_delays_itself_alone_and_not_the_end(sshd: Sshd, tmp_path: Path) -> None:
+    hung = Sshd(tmp_path)
+    try:
+        sshd.host("hung", Port=hung.port, UserKnownHostsFile=hung.known_hosts, IdentityFile=hung.key)
+        sshd.host("well1")
+        sshd.host("well2")
+        os.kill(hung.process.pid, signal.SIGSTOP)
+        it = fleet(sshd, "hung", "well1", "well2", interval_s=0.2, connect_timeout="1s")
+        it.start()
+        it.wait(10, ["well1", "well2"])
+        oldest = 0.0
+        for _ in range(20):
+            it.wait_change(1)
+            ages = {node.name: node.age_s for node in it.snapshot().nodes}
+            oldest = max(oldest, *(age for name, age in ages.items() if name != "hung" and age is not None))
+        node = it.snapshot().nodes[0]
+        assert (node.state, node.error) == ("unreachable", "ssh: no answer in 1 s; is the node hung or overloaded?")
+        assert oldest < 0.4  # two intervals
+        start = time.monotonic()
+        it.close()
+        assert time.monotonic() - start < 0.5
+    finally:
+        hung.stop()
+
+
+def test_agents_end_with_the_connection(sshd: Sshd) -> None:
+    sshd.host("one")
+    it = fleet(sshd, "one", interval_s=0.2)
+    it.start()
+    it.wait(10)
+    assert agents(sshd)
+    it.close()
+    until(lambda: not agents(sshd), "the agent ended after close", 2)
+
+
+def test_agents_end_when_the_client_is_killed(sshd: Sshd) -> None:
+    sshd.host("one")
+    code = (
+        "import sys, time\n"
+        "from gpuboard.cluster.fleet import Fleet\n"
+        "from gpuboard.cluster.inventory import Node\n"
+        "from gpuboard.config import Settings\n"
+        f"settings = Settings(ssh_config={str(sshd.ssh_config)!r}, python={sys.executable!r})\n"
+        "fleet = Fleet([Node('one', 'one')], settings, interval_s=0.2)\n"
+        "fleet.start(); fleet.wait(10); print(fleet.snapshot().nodes[0].state, flush=True); time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "up\n"
+        assert agents(sshd)
+        client.kill()
+    until(lambda: not agents(sshd), "the agent ended after kill -9", 2)
+
+
+def test_a_killed_agent_comes_back_and_so_do_its_readings(sshd: Sshd) -> None:
+    sshd.host("one")
+    it = fleet(sshd, "one", interval_s=0.2)
+    try:
+        it.start()
+        it.wait(10)
+        first = agents(sshd)
+        for pid in first:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: "killed" in (it.snapshot().nodes[0].error or ""), "its end is seen", 2)
+        until(lambda: it.snapshot().nodes[0].error in {None, NO_DRIVER}, "a reading of the next one", 10)
+        assert set(agents(sshd)).isdisjoint(first)
+    finally:
+        it.close()
+
+
+NO_DRIVER = "NVML: no NVIDIA driver here (libnvidia-ml.so.1 not found)"
+
+
+def test_a_one_shot_fleet_connects_again_for_a_call(sshd: Sshd) -> None:
+    sshd.host("one")
+    it = fleet(sshd, "one")
+    try:
+        it.start()
+        it.wait(10)
+        assert it.call("one", "touch", {"leases": []}, 5) == {"alive": [], "lapsed": [], "missing": []}
+        for pid in agents(sshd):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: it.snapshot().nodes[0].error not in {None, NO_DRIVER}, "its end is seen", 2)
+        until(lambda: isinstance(it.call_all({"one": ("touch", {"leases": []})}, 5)["one"], dict), "an answer again")
+    finally:
+        it.close()
+
+
+def test_nothing_is_written_on_the_node(sshd: Sshd) -> None:
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("needs strace")
+    sshd.host("traced")
+    log = sshd.folder / "trace"
+    wrapper = sshd.folder / "traced_python"
+    calls = "trace=open,openat,creat,mkdir,mkdirat,link,linkat,symlink,symlinkat,rename,renameat,renameat2,mknod"
+    wrapper.write_text(f'#!/bin/sh\nexec {strace} -f -o {log} -e {calls} {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    it = fleet(sshd, "traced", python=str(wrapper))
+    it.start()
+    it.wait(15)
+    assert it.snapshot().nodes[0].state == "up"
+    assert it.refresh(["traced"], 5) in ({}, {"traced": NO_DRIVER.removeprefix("NVML: ")})
+    it.close()
+    until(lambda: not agents(sshd), "the agent ended")
+    lines = [line for line in log.read_text().splitlines() if " = -1 " not in line]
+    assert any("openat(" in line for line in lines)
+    writes = [line for line in lines if "openat(" not in line and "open(" not in line and "(" in line]
+    writes += [line for line in lines if "O_CREAT" in line or ("O_WRONLY" in line or "O_RDWR" in line)]
+    assert [line for line in writes if "/dev/null" not in line and "+++" not in line and "---" not in line] == []
