@@ -1,0 +1,94 @@
+"""`leases`, `renew`, `release` as whole processes, on claims that `allocate` took."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime
+
+from tests.integration.here import Here, here
+from tests.nvml import Gpu
+
+__all__ = ["here"]
+
+
+def take(here: Here, *args: str) -> str:
+    """Reserve without a holder; return the lease's id."""
+    here.needs_claims()
+    found = here.json("allocate", "--n", "1", "--detach", "--for", "10m", "--format", "json", *args)
+    lease: str = found["lease"]["id"]
+    return lease
+
+
+def ids(here: Here) -> list[str]:
+    return [lease["id"] for lease in here.json("leases", "--json")["leases"]]
+
+
+def test_a_lease_is_listed_with_its_owner_gpu_and_end(here: Here) -> None:
+    lease = take(here, "--purpose", "abl\x1b[31mation")
+    [found] = here.json("leases", "--json")["leases"]
+    assert (found["id"], found["uid"], found["holder"], found["purpose"]) == (lease, os.getuid(), None, "abl[31mation")
+    assert [(gpu["index"], gpu["uuid"]) for gpu in found["gpus"]] == [(0, here.now[0].uuid)]
+    span_s = (datetime.fromisoformat(found["until"]) - datetime.fromisoformat(found["from"])).total_seconds()
+    assert 599 < span_s < 601
+    shown = here.run("leases").stdout.splitlines()
+    assert shown[0].split() == ["LEASE", "OWNER", "GPUS", "LEFT", "FROM", "HOLDER", "WHAT"]
+    assert shown[1].startswith(lease)
+    assert shown[1].endswith("detached  abl[31mation")
+    assert here.json("status", "--json")["nodes"][0]["gpus"][0]["leases"] == [lease]
+
+
+def test_renew_moves_the_end(here: Here) -> None:
+    lease = take(here)
+    done = here.run("renew", lease[:4], "--for", "2h")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{lease} now ends ")
+    [found] = here.json("leases", "--json")["leases"]
+    assert 7100 < found["remaining_s"] <= 7200
+
+
+def test_release_by_id_by_its_start_and_all(here: Here) -> None:
+    here.gpus([Gpu(), Gpu(), Gpu()])
+    first, second, third = take(here), take(here), take(here)
+    done = here.run("release", first)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"released {first}: {os.uname().nodename.partition('.')[0]}:0\n"
+    assert sorted(ids(here)) == sorted([second, third])
+    assert here.run("release", second[:5]).returncode == 0
+    assert ids(here) == [third]
+    assert here.run("release", "--mine").returncode == 0
+    assert ids(here) == []
+    assert here.run("leases").stdout == "no reservations\n"
+    assert here.run("release", "--mine").stdout == "you have no leases here\n"
+
+
+def test_no_such_lease_is_exit_code_5_and_changes_nothing(here: Here) -> None:
+    lease = take(here)
+    for command in (("release", lease, "zzzzzz"), ("renew", "zzzzzz", "--for", "1h")):
+        done = here.run(*command)
+        assert (done.returncode, done.stdout) == (5, "")
+        assert done.stderr == f"gpuboard: no lease 'zzzzzz'; yours are: {lease}\n"
+    assert ids(here) == [lease]
+
+
+def test_renew_beyond_the_sites_limit_is_refused(here: Here) -> None:
+    done = here.run("renew", "zzzzzz", "--for", "25h")
+    assert done.returncode == 2
+    assert "max_lease" in done.stderr
+
+
+def test_a_node_that_was_not_read_is_said(here: Here) -> None:
+    here.ssh_config("Host gone\n  HostName 127.0.0.1\n  Port 1\n")
+    here.config('nodes = ["localhost", "gone"]\n')
+    found = here.json("leases", "--json")
+    assert (found["leases"], found["unread"]) == ([], ["gone"])
+    assert here.run("leases").stdout.splitlines()[-1] == "not read, their reservations are missing here: gone"
+    done = here.run("release", "zzzzzz")
+    assert done.returncode == 5
+    assert "not read, so it may lie there: gone" in done.stderr
+
+
+def test_json_of_leases_is_one_line_of_schema_1(here: Here) -> None:
+    done = here.run("leases", "--json")
+    assert done.stdout.count("\n") == 1
+    assert json.loads(done.stdout)["schema"] == 1

@@ -1,0 +1,104 @@
+"""The demo as people run it: everything in it, nothing after it; and from the wheel, as it is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.integration.here import Here, here
+
+__all__ = ["here"]
+
+ROOT = Path(__file__).parents[2]
+NOT_PYTHON = {"gpuboard/py.typed"}
+
+
+def carriers(variable: str) -> list[int]:
+    """Return the processes whose environment has ``variable``."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and variable.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def check_story(text: str, *, trained: bool) -> str:
+    """Check what the demo printed; return the lease's id."""
+    match = re.search(r"^lease ([a-z0-9]+): sim01:(\d),(\d)$", text, re.MULTILINE)
+    assert match, text
+    assert text.splitlines()[0].startswith("gpuboard demo: a SIMULATED cluster.")
+    assert text.count("; SIMULATED") == 3
+    assert len(re.findall(rf"reserved +{match[1]} ", text)) == 2
+    losses = [float(loss) for loss in re.findall(r"step +\d+  loss ([0-9.]+)", text)]
+    if trained:
+        assert len(losses) == 7
+        assert losses[-1] < losses[0] / 10
+        assert {"rank 0 of 2", "rank 1 of 2"} == set(re.findall(r"rank \d of 2", text))
+    else:
+        assert losses == []
+        assert "PyTorch is not installed" in text
+    assert "Everything is released; nothing of the demo is left running." in text
+    return match[1]
+
+
+@pytest.mark.torch
+def test_the_whole_story_and_nothing_left(here: Here) -> None:
+    if find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed")
+    here.config('nodes = ["gpu[01-99]"]\n')  # the user's own nodes are left alone
+    done = here.run("demo")
+    assert (done.returncode, done.stderr) == (0, "")
+    lease = check_story(done.stdout, trained=True)
+    assert list(here.needs_claims().iterdir()) == []
+    assert carriers(f"GPUBOARD_LEASE={lease}") == []
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this source, built as an installer builds it."""
+    if find_spec("hatchling") is None:
+        pytest.skip("hatchling is not installed")
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    [file] = folder.glob("*.whl")
+    return file
+
+
+def test_the_wheel_holds_every_module_and_nothing_of_the_tests(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    source = {str(path.relative_to(ROOT)) for path in (ROOT / "gpuboard").rglob("*.py")}
+    assert {name for name in names if name.startswith("gpuboard/")} == source | NOT_PYTHON
+    assert {name.split("/")[0] for name in names} == {"gpuboard", "gpuboard-0.1.0.dist-info"}
+
+
+def test_installed_from_the_wheel_it_tells_the_story_without_torch(wheel: Path, here: Here, tmp_path: Path) -> None:
+    """An installation without torch: the wheel's files, and of our libraries only those that it depends on."""
+    place = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(place)
+    for library in ("msgspec", "pynvml.py", "ClusterShell", "asyncssh", "cryptography", "_cffi_backend*"):
+        spec = find_spec(library.removesuffix(".py").removesuffix("*"))
+        assert spec is not None
+        assert spec.origin is not None
+        origin = Path(spec.origin)
+        target = origin.parent if origin.name == "__init__.py" else origin
+        (place / target.name).symlink_to(target)
+    code = f"import sys; sys.path.insert(0, {str(place)!r}); from gpuboard.__main__ import main; sys.exit(main())"
+    env = here.env | {"PYTHONPATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, "demo"], env=env, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    check_story(done.stdout, trained=False)
+    assert os.listdir(here.needs_claims()) == []

@@ -1,0 +1,177 @@
+"""`gpuboard status` as a whole process: the figures, nodes that fail, watching in a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+
+from tests.integration.here import Here, here
+from tests.nvml import GIB, Gpu
+
+__all__ = ["here"]
+
+
+def test_json_has_what_the_library_says(here: Here) -> None:
+    pid = os.getpid()
+    gpus = here.gpus(
+        [
+            Gpu(),
+            Gpu(name="NVIDIA L40S", total=48 * GIB, used=9 * GIB, utilization=73, temperature=64, power=250_500,
+                power_limit=350_000, processes=(("compute", pid, 8 * GIB),)),
+        ]
+    )  # fmt: skip
+    found = here.json("status", "--json")
+    assert found["schema"] == 1
+    [node] = found["nodes"]
+    assert (node["state"], node["error"], node["source"], node["driver"], node["cuda"]) == (
+        "up", None, "nvml", "580.159.04", "13.0",
+    )  # fmt: skip
+    first, second = node["gpus"]
+    assert [first["uuid"], second["uuid"]] == [gpu.uuid for gpu in gpus]
+    assert (first["state"], first["index"], first["memory_used"], first["memory_total"]) == ("free", 0, 0, 80 * GIB)
+    expected = {
+        "index": 1, "name": "NVIDIA L40S", "state": "busy", "memory_used": 9 * GIB, "memory_total": 48 * GIB,
+        "utilization": 73, "temperature": 64, "power": 250.5, "power_limit": 350.0, "pci_bus_id": "00000000:11:00.0",
+        "leases": [], "jobs": [], "mig": [],
+    }  # fmt: skip
+    assert {key: second[key] for key in expected} == expected
+    [process] = second["processes"]
+    assert (process["pid"], process["memory"], process["type"]) == (pid, 8 * GIB, "compute")
+
+
+def test_without_a_terminal_the_table_is_plain_and_whole(here: Here) -> None:
+    here.gpus([Gpu(), Gpu(utilization=100)])
+    done = here.run("status")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    header, free, busy, _, total = done.stdout.splitlines()
+    assert header.split()[:4] == ["NODE", "GPU", "MODEL", "STATE"]
+    assert free.endswith("no process, no reservation")
+    assert busy.endswith("100 % utilization, no process visible")
+    assert total == f"{os.uname().nodename.partition('.')[0]}: 2 GPUs: 1 free, 1 busy"
+    assert here.run().stdout.splitlines()[0].split() == header.split()  # without a command it is the same
+
+
+def test_no_nvml_is_a_row_with_the_reason(here: Here) -> None:
+    done = here.run("status", LD_LIBRARY_PATH="")
+    assert done.returncode == 0  # the node was reached; it has no NVML
+    assert re.search(r"NVML: .*(not found|libnvidia-ml)", done.stdout, re.IGNORECASE)
+    assert done.stdout.splitlines()[-1].endswith("0 GPUs")
+
+
+def test_a_node_that_refuses_is_a_row_and_delays_nobody(here: Here) -> None:
+    here.ssh_config("Host gone\n  HostName 127.0.0.1\n  Port 1\n")
+    here.config('nodes = ["localhost", "gone"]\n')
+    done = here.run("status")
+    assert done.returncode == 0
+    assert sum(line.startswith("localhost") for line in done.stdout.splitlines()) == 2
+    [row] = [line for line in done.stdout.splitlines() if line.startswith("gone ")]
+    assert "unreachable" in row
+    assert "refused" in row
+    assert done.stdout.splitlines()[-1].endswith("1 of 2 nodes unreachable, their GPUs are not counted")
+
+
+def test_nobody_reached_is_exit_code_6(here: Here) -> None:
+    here.ssh_config("Host gone\n  HostName 127.0.0.1\n  Port 1\n")
+    here.config('nodes = ["gone"]\n')
+    done = here.run("status", "--json")
+    assert done.returncode == 6
+    [node] = json.loads(done.stdout)["nodes"]
+    assert (node["state"], node["gpus"], node["age_s"]) == ("unreachable", [], None)
+    assert "refused" in node["error"]
+    assert here.run("leases").returncode == 6
+
+
+def test_a_silent_node_is_waited_for_with_words_on_a_terminal(here: Here) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never says a word of ssh
+        here.ssh_config(f"Host mute\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n")
+        here.config('nodes = ["mute", "localhost"]\nconnect_timeout = "2s"\n')
+        ours, theirs = pty.openpty()
+        with subprocess.Popen(
+            here.command("status", "--json"), env=here.env, stdout=subprocess.PIPE, stderr=theirs, text=True
+        ) as child:
+            os.close(theirs)
+            out = child.communicate(timeout=60)[0]
+        said = os.read(ours, 65536).decode()
+        os.close(ours)
+    assert "no reading yet from mute" in said
+    assert said.endswith("\r\x1b[K")  # and wiped afterwards
+    states = {node["name"]: node["state"] for node in json.loads(out)["nodes"]}
+    assert states == {"mute": "unreachable", "localhost": "up"}
+
+
+def test_watch_json_prints_a_line_per_snapshot_until_ctrl_c(here: Here) -> None:
+    with subprocess.Popen(
+        here.command("status", "--watch", "0.3", "--json"), env=here.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        lines = [json.loads(child.stdout.readline()) for _ in range(4)]
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=20)
+    assert (child.returncode, err) == (130, b"")
+    assert len({line["at"] for line in lines}) == 4
+    assert [line["schema"] for line in lines] == [1, 1, 1, 1]
+    assert lines[-1]["nodes"][0]["gpus"][0]["state"] == "free"  # after two readings in a row
+
+
+def test_watch_redraws_in_place_on_a_terminal_and_ctrl_c_ends_it(here: Here) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(here.command()[0], here.command("status", "--watch", "0.3"), here.env | {"TERM": "xterm-256color"})
+    text = _read_until(terminal, lambda text: text.count("\x1b[H") >= 3 and "free" in text)
+    os.write(terminal, b"\x03")
+    _read_until(terminal, lambda _: False)
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert text.count("\x1b[2J") == 1  # cleared once; later frames only overwrite
+    frame = text.split("\x1b[H")[2]
+    assert "ctrl-C ends" in frame
+    assert "\x1b[32mfree" in frame
+    assert "Traceback" not in text
+
+
+def test_no_color_is_followed_on_a_terminal(here: Here) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(here.command()[0], here.command("status"), here.env | {"NO_COLOR": "1", "TERM": "xterm-256color"})
+    text = _read_until(terminal, lambda _: False)
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert "free" in text
+    assert re.findall(r"\x1b\[[0-9;]*m", text) == []
+
+
+def test_a_hung_gpu_does_not_hide_the_others(here: Here) -> None:
+    here.gpus([Gpu(), Gpu(trouble=("hang *",)), Gpu()])
+    started = time.monotonic()
+    found = here.json("status", "--json")
+    assert time.monotonic() - started < 30
+    states = [gpu["state"] for gpu in found["nodes"][0]["gpus"] if gpu["state"] != "unknown"]
+    assert states == ["free", "free"]
+
+
+def _read_until(terminal: int, enough: Callable[[str], bool], timeout_s: float = 30.0) -> str:
+    """Return what the terminal's program writes until ``enough(text)``, or to its end."""
+    text = ""
+    deadline = time.monotonic() + timeout_s
+    while not enough(text):
+        ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"nothing more within {timeout_s} s: {text!r}"
+        try:
+            data = os.read(terminal, 65536)
+        except OSError:  # EIO: the program has ended
+            break
+        if not data:
+            break
+        text += data.decode("utf-8", "replace")
+    return text
