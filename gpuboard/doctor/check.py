@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -14,6 +16,17 @@ class Check(msgspec.Struct, frozen=True):
     evidence: str
     cause: str = ""
     remedy: str = ""
+
+
+def grouped(checks: Sequence[Check]) -> list[Check]:
+    """Return checks with those of one node that differ in their evidence alone made one."""
+    merged: dict[tuple[str, str | None, str, str, str], Check] = {}
+    for check in checks:
+        key = (check.name, check.node, check.status, check.cause, check.remedy)
+        before = merged.get(key)
+        words = f"{before.evidence}, {check.evidence}" if before else check.evidence
+        merged[key] = msgspec.structs.replace(check, evidence=words)
+    return list(merged.values())
 
 
 def check_text(check: Check) -> str:

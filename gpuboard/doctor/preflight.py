@@ -171,8 +171,9 @@ def _limits(rank_map: RankMap, facts: Mapping[str, NodeFacts], device: str) -> l
             status = "fail" if nofile < NOFILE_MIN else "warn"
             remedy = "raise it: ulimit -n, /etc/security/limits.conf"
             checks.append(Check("open files", node, status, f"limit {nofile}", "sockets and workers need more", remedy))
-        if seen.memlock is not None and 0 <= seen.memlock < 64 * _MIB and device == "cuda" and len(ranks) > 1:
-            words = f"limit {format_size(seen.memlock)}"
+        fabric = any(interface.startswith("ib") for interface in seen.addresses)  # elsewhere nothing is registered
+        if seen.memlock is not None and 0 <= seen.memlock < 64 * _MIB and fabric and len(ranks) > 1:
+            words = f"limit {seen.memlock // 1024} KiB"
             remedy = "raise it: ulimit -l unlimited, /etc/security/limits.conf"
             checks.append(Check("locked memory", node, "warn", words, "InfiniBand cannot register buffers", remedy))
     return checks
@@ -312,7 +313,8 @@ def _gpu(rank: Rank, view: NodeView, lease: str | None) -> Check:
     if lease is not None and lease not in leases:
         return check("fail", f"is no longer of lease {lease}", clean(gpu.reason), "the lease lapsed: allocate anew")
     if lease is None and leases:
-        return check("fail", f"is reserved by lease {', '.join(leases)}", clean(gpu.reason), "choose another GPU")
+        remedy = "choose another GPU; if the lease is yours: --lease, or write it into the rank map"
+        return check("fail", f"is reserved by lease {', '.join(leases)}", clean(gpu.reason), remedy)
     if "rogue" in gpu.flags:
         return check("fail", "is used by somebody else", clean(gpu.reason), "talk to them, or allocate anew")
     if lease is None and gpu.state != "free":

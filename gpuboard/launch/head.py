@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gpuboard.doctor.check import Check, check_text
+from gpuboard.doctor.check import Check, check_text, grouped
 from gpuboard.doctor.preflight import Answers, Failure, NodeFacts, ProbeResult, failed, interfaces, preflight
 from gpuboard.launch import events
 from gpuboard.launch.control import ControlServer, Request
@@ -156,9 +156,8 @@ class Head:
         self.checks = preflight(self._plan.rank_map, first.master_addr, self._plan.options.device, answers)
         self._folder.write("preflight.json", msgspec.json.encode({"schema": 1, "checks": self.checks}))
         self._caused_at = time.time() if failed(self.checks) else 0.0
-        for check in self.checks:
-            if check.status in {"fail", "warn"}:
-                self._say(check_text(check))
+        for check in grouped([check for check in self.checks if check.status in {"fail", "warn"}]):
+            self._say(check_text(check))
         self._answers["", "interfaces"] = interfaces(first.master_addr, first.node, answers)
         return not failed(self.checks)
 
@@ -434,8 +433,8 @@ class Head:
         cause = self._watch.cause
         if failed(self.checks) and not self._gone:
             return [
-                VerdictView(iso(self._caused_at), "preflight", None, c.node, check_text(c), c.remedy)
-                for c in failed(self.checks)
+                VerdictView(iso(self._caused_at), "preflight", None, c.node, check_text(c).splitlines()[0], c.remedy)
+                for c in grouped(failed(self.checks))
             ]
         if cause is None:
             return []

@@ -1,0 +1,124 @@
+"""Output of ranks: lines stay whole, progress bars sane, memory bounded, logs complete."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from gpuboard.launch.output import MAX_LINE, Lines, Logs, Relay, Screen
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines", "partial"),
+    [
+        (["a\nb", "c\n"], ["a", "bc"], ""),
+        (["a\r\n"], ["a"], ""),
+        (["\r10%", "\r20%"], [], "20%"),
+        (["10%\r", "20%\r"], [], "20%"),
+        (["10%\r20%\r", "\n"], ["20%"], ""),
+        (["\r100%\ndone\n"], ["100%", "done"], ""),
+        (["\x1b[31mred\x1b[0m\x1b[2K\x1b[1A\n"], ["\x1b[31mred\x1b[0m"], ""),
+        (["name? "], [], "name? "),
+        (["a\n\nb\n"], ["a", "", "b"], ""),
+    ],
+)
+def test_lines_are_what_a_terminal_would_show(pieces: list[str], lines: list[str], partial: str) -> None:
+    cut = Lines()
+    assert [line for piece in pieces for line in cut.feed(piece)] == lines
+    assert cut.partial == partial
+
+
+def test_a_bar_takes_no_memory() -> None:
+    cut = Lines()
+    for step in range(10_000):
+        assert cut.feed(f"\r{step:>80}%") == []
+    assert cut.partial.strip() == "9999%"
+    assert len(cut.close()[0]) == 81
+
+
+def test_a_line_without_end_is_passed_on_in_pieces() -> None:
+    cut = Lines()
+    assert [len(line) for line in cut.feed("x" * (2 * MAX_LINE + 5))] == [MAX_LINE, MAX_LINE]
+    assert cut.close() == ["x" * 5]
+
+
+def relay(folder: Path, out: io.StringIO, err: io.StringIO, ranks: int = 2) -> tuple[Relay, Screen]:
+    """Return a relay to two streams; the clock moves a second each time it is read."""
+    ticks = iter(range(1_000_000))
+    screen = Screen(out, err, clock=lambda: float(next(ticks)))
+    labels = {rank: f"gpu01:{rank}" for rank in range(ranks)}
+    return Relay(
+        labels, Logs(folder, lambda _: None), screen, mark=lambda _, line: "! " if "peer" in line else ""
+    ), screen
+
+
+def test_lines_carry_their_rank_and_logs_are_whole(tmp_path: Path) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    both, screen = relay(tmp_path, out, err)
+    both.output(0, "out", "one\ntw")
+    both.output(1, "out", "\r5%\r10%")
+    both.output(0, "out", "o\n")
+    both.output(1, "err", "reset by peer\n")
+    both.ended(1)
+    screen.close()
+    assert out.getvalue() == "[rank 0 gpu01:0] one\n[rank 0 gpu01:0] two\n[rank 1 gpu01:1] 10%\n"
+    assert err.getvalue() == "[rank 1 gpu01:1] ! reset by peer\n"
+    assert (tmp_path / "rank-0.out").read_text() == "one\ntwo\n"
+    assert (tmp_path / "rank-1.out").read_bytes() == b"\r5%\r10%"
+    assert (both.last_line, both.last_error) == ({0: "two", 1: "10%"}, {1: "reset by peer"})
+
+
+def test_a_single_rank_in_a_pipe_is_passed_on_as_it_is(tmp_path: Path) -> None:
+    out, err = io.StringIO(), Terminal()
+    one, screen = relay(tmp_path, out, err, ranks=1)
+    one.output(0, "out", "loss 0.3\n")
+    one.output(0, "err", "warning\n")
+    screen.close()
+    assert (out.getvalue(), err.getvalue()) == ("loss 0.3\n", "[rank 0 gpu01:0] warning\n")
+
+
+def test_on_a_terminal_a_bar_stays_below_the_lines(tmp_path: Path) -> None:
+    out = err = Terminal()
+    both, screen = relay(tmp_path, out, err)
+    both.output(0, "err", "\r50%")
+    assert _written(screen, out) == "[rank 0 gpu01:0] 50%"
+    both.output(1, "out", "\x1b[31mline\n")
+    screen.close()
+    assert out.getvalue() == "[rank 0 gpu01:0] 50%\r\x1b[K[rank 1 gpu01:1] \x1b[31mline\x1b[0m\n"
+
+
+def _written(screen: Screen, stream: io.StringIO) -> str:
+    """Return what has been written once nothing waits any more."""
+    while screen.backlog:
+        pass
+    return stream.getvalue()
+
+
+def test_a_reader_that_left_costs_nothing_but_the_words(tmp_path: Path) -> None:
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    both, screen = relay(tmp_path, Gone(), io.StringIO())
+    both.output(0, "out", "a\n")
+    screen.close()
+    assert (tmp_path / "rank-0.out").read_text() == "a\n"
+    assert screen.backlog == 0
+
+
+def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "rank-0.out").symlink_to("/dev/full")
+    logs = Logs(tmp_path, said.append)
+    logs.write(0, "out", "a\n")
+    logs.write(0, "out", "b\n")
+    assert said == [f"logs are incomplete: {tmp_path}/rank-0.out: No space left on device"]

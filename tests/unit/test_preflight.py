@@ -1,0 +1,236 @@
+"""What keeps the gate shut, with cause and remedy, decided from what the nodes answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gpuboard.doctor.check import Check, check_text, grouped
+from gpuboard.doctor.preflight import (
+    Answers,
+    Failure,
+    NodeFacts,
+    ProbeResult,
+    failed,
+    gpu_checks,
+    interfaces,
+    preflight,
+)
+from gpuboard.model.rankmap import RankMap
+from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
+from tests.unit.test_plan import MAP
+
+FACTS = NodeFacts(
+    python="/venv/bin/python",
+    python_version="3.11.7",
+    torch="2.13.0+cu128",
+    torch_cuda="12.8",
+    nccl="2.27.3",
+    target_sha256="0123456789abcdef",
+    shm_free=8 * 2**30,
+    memlock=None,
+    nofile=65536,
+    addresses={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1", "fe80::1%eth0"]},
+    hostname="gpu01",
+)
+FACTS2 = msgspec.structs.replace(FACTS, addresses={"lo": ["127.0.0.1"], "ib0": ["10.0.0.2"]}, hostname="gpu02")
+OK1 = ProbeResult("gpu02", "10.0.0.2", 41001, "ok", 0.3, "10.0.0.1", "eth0")
+OK2 = ProbeResult("gpu01", "10.0.0.1", 29500, "ok", 0.4, "10.0.0.2", "ib0")
+
+
+def gpu(index: int, uuid: str, **changes: Any) -> GpuView:
+    """Return a GPU that the lease of the map holds."""
+    view = GpuView(
+        index, uuid, "H100", f"0:{index}", "reserved", "reserved by alice (k3f9)", processes=[], leases=["k3f9"]
+    )
+    return msgspec.structs.replace(view, **changes)
+
+
+GPUS = {"gpu01": [gpu(0, "GPU-a"), gpu(3, "GPU-b")], "gpu02": [gpu(7, "GPU-c")]}
+
+
+def snapshot(**changes: list[GpuView]) -> Snapshot:
+    """Return both nodes with the GPUs of the map."""
+    nodes = [NodeView(name, "up", driver="580.1", gpus=gpus) for name, gpus in (GPUS | changes).items()]
+    return Snapshot(1, "", "lab", nodes)
+
+
+def answers(**changes: Any) -> Answers:
+    """Return answers that are all in order, with changes."""
+    both = {"gpu01": FACTS, "gpu02": FACTS2}
+    found = Answers(both, {}, None, {"gpu01": [OK1], "gpu02": [OK2]}, snapshot())
+    return msgspec.structs.replace(found, **changes)
+
+
+def problems(found: Answers, device: str = "cuda", rank_map: RankMap = MAP) -> list[Check]:
+    """Return what is not in order."""
+    return [c for c in preflight(rank_map, "10.0.0.1", device, found) if c.status in {"fail", "warn"}]
+
+
+def only(checks: list[Check]) -> Check:
+    """Return the one check there is."""
+    assert len(checks) == 1, checks
+    return checks[0]
+
+
+def test_all_in_order() -> None:
+    assert problems(answers()) == []
+    assert {c.name for c in preflight(MAP, "10.0.0.1", "cuda", answers())} == {
+        "start", "torch", "python", "torch version", "CUDA of torch", "NCCL", "driver", "script", "master port",
+        "connect", "GPU",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "status", "words"),
+    [
+        ({"torch": None}, "torch", "fail", "/venv/bin/python has no torch"),
+        ({"torch": "2.12.0+cu128"}, "torch version", "fail", "2.13.0+cu128 on gpu01; 2.12.0+cu128 on gpu02"),
+        ({"python_version": "3.10.1"}, "python", "fail", "3.11 on gpu01; 3.10 on gpu02"),
+        ({"nccl": "2.21.5"}, "NCCL", "fail", "2.27.3 on gpu01; 2.21.5 on gpu02"),
+        ({"torch_cuda": "11.8"}, "CUDA of torch", "fail", "12.8 on gpu01; 11.8 on gpu02"),
+        ({"target_sha256": "f" * 64}, "script", "fail", "0123456789ab on gpu01; ffffffffffff on gpu02"),
+        ({"shm_free": 2**20}, "/dev/shm", "fail", "NCCL needs 32 MiB a rank"),
+        ({"shm_free": 64 * 2**20}, "/dev/shm", "warn", "may die of a bus error"),
+        ({"nofile": 64}, "open files", "fail", "limit 64"),
+        ({"nofile": 512}, "open files", "warn", "limit 512"),
+        ({"memlock": 65536}, "locked memory", "warn", "limit 64 KiB"),
+    ],
+)
+def test_one_node_differs_or_lacks_something(changes: dict[str, Any], name: str, status: str, words: str) -> None:
+    other = msgspec.structs.replace(FACTS2, **changes)
+    check = only(problems(answers(facts={"gpu01": FACTS, "gpu02": other})))
+    assert (check.name, check.status) == (name, status)
+    assert words in check_text(check)
+    assert check.remedy
+
+
+def test_python_differs_only_in_its_last_digit() -> None:
+    other = msgspec.structs.replace(FACTS2, python_version="3.11.9")
+    assert problems(answers(facts={"gpu01": FACTS, "gpu02": other})) == []
+
+
+def test_a_build_without_cuda_is_refused_on_gpus_alone() -> None:
+    bare = {n: msgspec.structs.replace(FACTS, torch="2.13.0+cpu", torch_cuda=None) for n in ("gpu01", "gpu02")}
+    assert [c.cause for c in problems(answers(facts=bare))] == ["a build without CUDA"] * 2
+    assert problems(answers(facts=bare, snapshot=None), "cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "remedy"),
+    [
+        ("python", "no python3 or python on PATH", "--python PATH"),
+        ("cwd", "there is no folder /exp", "launch from a folder that every node has"),
+        ("target", "train.py cannot be read", "copy the file to the node"),
+        ("connection", "gpu02: no answer in 20 s", "gpuboard status"),
+    ],
+)
+def test_a_node_that_could_not_start(kind: str, message: str, remedy: str) -> None:
+    check = only(failed(preflight(MAP, "10.0.0.1", "cuda", answers(failures={"gpu02": Failure(kind, message)}))))
+    assert (check.node, check.evidence) == ("gpu02", message)
+    assert remedy in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("result", "cause", "remedy"),
+    [
+        ("refused", "a firewall rejects it", "iptables -I INPUT -p tcp -s 10.0.0.2 --dport 1024:65535 -j ACCEPT"),
+        ("dropped", "a firewall drops it", "on gpu01, as root: iptables"),
+        ("unreachable", "no route", "use an address of gpu01 in the rank map that gpu02 can reach: 10.0.0.1"),
+        ("stranger", "something else answers", "use an address of gpu01"),
+    ],
+)
+def test_a_connection_that_fails_names_the_missing_rule(result: str, cause: str, remedy: str) -> None:
+    bad = msgspec.structs.replace(OK2, result=result, ms=None)
+    check = only(problems(answers(probes={"gpu01": [OK1], "gpu02": [bad, OK2]})))
+    assert check.evidence == "gpu02 cannot reach gpu01 at 10.0.0.1, port 29500"
+    assert cause in check.cause
+    assert remedy in check.remedy
+
+
+def test_a_taken_port_names_its_holder() -> None:
+    listen = Failure("port-in-use", "port 29500 of 10.0.0.1 is in use", "pid 12 (alice, python)")
+    check = only(problems(answers(listen=listen)))
+    assert (check.name, check.cause) == ("master port", "held by pid 12 (alice, python)")
+    assert "master_port 0" in check.remedy
+
+
+def test_a_master_address_of_no_interface_names_those_that_are() -> None:
+    check = only(problems(answers(listen=Failure("address", "10.9.9.9 is not an address of this node"))))
+    assert "10.0.0.1, fe80::1%eth0" in check.remedy
+
+
+def test_a_name_that_means_different_things_is_a_warning() -> None:
+    first = msgspec.structs.replace(FACTS, resolves={"gpu01": ["127.0.1.1"]})
+    second = msgspec.structs.replace(FACTS2, resolves={"gpu01": ["10.0.0.1"]})
+    checks = preflight(MAP, "gpu01", "cuda", answers(facts={"gpu01": first, "gpu02": second}))
+    check = only([c for c in checks if c.status != "ok"])
+    assert (check.status, check.evidence) == ("warn", "127.0.1.1 on gpu01; 10.0.0.1 on gpu02")
+
+
+def test_the_interface_is_the_one_of_the_address_or_of_the_route() -> None:
+    assert interfaces("10.0.0.1", "gpu01", answers()) == {"gpu01": "eth0", "gpu02": "ib0"}
+    assert interfaces("127.0.0.1", "gpu01", answers(probes={})) == {"gpu01": "lo"}
+    assert interfaces("10.9.9.9", "gpu01", answers(probes={})) == {}
+    named = msgspec.structs.replace(FACTS, resolves={"gpu01.lab": ["10.0.0.1"]})
+    assert interfaces("gpu01.lab", "gpu01", answers(facts={"gpu01": named}, probes={})) == {"gpu01": "eth0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"state": "broken", "reason": "GPU is lost"}, "fail", "GPU 7 is broken; GPU is lost"),
+        ({"state": "unknown", "reason": "the reading hangs"}, "fail", "GPU 7 is unknown; the reading hangs"),
+        (
+            {"leases": ["zzzz"], "reason": "reserved by bob"},
+            "fail",
+            "GPU 7 is no longer of lease k3f9; reserved by bob",
+        ),
+        ({"leases": [], "state": "free"}, "fail", "is no longer of lease k3f9"),
+        ({"flags": ["disputed"]}, "fail", "GPU 7 is disputed"),
+        ({"flags": ["rogue"], "reason": "bob runs pid 9"}, "fail", "used by somebody else; bob runs pid 9"),
+        ({"index": 6}, "fail", "GPU-c is index 6 now"),
+        ({"uuid": "GPU-x"}, "fail", "GPU-c is not there; the node has GPU-x"),
+        ({"flags": ["sick"]}, "warn", "GPU 7 is sick"),
+        ({"processes": [ProcessView(9, "alice", "python", 1, "compute")]}, "warn", "already runs pid 9"),
+    ],
+)
+def test_a_gpu_that_is_not_what_the_lease_says(changes: dict[str, Any], status: str, words: str) -> None:
+    changed = msgspec.structs.replace(GPUS["gpu02"][0], **changes)
+    check = only([c for c in gpu_checks(MAP, snapshot(gpu02=[changed])) if c.status != "ok"])
+    assert (check.node, check.status) == ("gpu02", status)
+    assert words in check_text(check)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [({"state": "free"}, "warn"), ({"state": "busy"}, "fail"), ({"state": "reserved", "leases": ["zzzz"]}, "fail")],
+)
+def test_without_a_lease_a_gpu_must_be_free(changes: dict[str, Any], status: str) -> None:
+    unheld = {name: [msgspec.structs.replace(g, state="free", leases=[]) for g in gpus] for name, gpus in GPUS.items()}
+    unheld["gpu02"] = [msgspec.structs.replace(unheld["gpu02"][0], **changes)]
+    checks = gpu_checks(msgspec.structs.replace(MAP, lease=None), snapshot(**unheld))
+    assert [c.status for c in checks if c.node == "gpu02"] == [status]
+    assert [c.status for c in checks if c.node == "gpu01"] == ["warn", "warn"]
+
+
+def test_a_node_that_was_not_read_is_no_proof() -> None:
+    dark = Snapshot(
+        1, "", "lab", [snapshot().nodes[0], NodeView("gpu02", "unreachable", error="ssh: no answer in 5 s")]
+    )
+    check = only([c for c in gpu_checks(MAP, dark) if c.status != "ok"])
+    assert (check.status, check.cause) == ("fail", "ssh: no answer in 5 s")
+
+
+def test_checks_that_differ_in_their_evidence_alone_are_one_line() -> None:
+    checks = [Check("GPU", "gpu01", "warn", f"GPU {n} is not reserved", "cause", "cure") for n in range(3)]
+    words = "GPU 0 is not reserved, GPU 1 is not reserved, GPU 2 is not reserved"
+    other = Check("GPU", "gpu02", "warn", "GPU 0 is sick")
+    assert grouped([*checks, other]) == [Check("GPU", "gpu01", "warn", words, "cause", "cure"), other]
+
+
+def test_a_check_in_words() -> None:
+    check = Check("connect", "gpu02", "fail", "no way", "a firewall drops it", "open it")
+    assert check_text(check) == "fail connect: gpu02: no way; a firewall drops it\n     → open it"

@@ -1,0 +1,130 @@
+"""The folders of runs: private, whole, found again; a run whose head has died says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.launch import runs
+from gpuboard.launch.control import ControlServer, Request, ask
+from gpuboard.launch.runs import Head, RankView, RunFolder, RunView, find_run, read_runs
+from gpuboard.ledger import holder
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    return {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
+
+
+def view(run: str, head: Head, state: str = "running", started: str = "2026-01-31T12:00:00.000Z") -> RunView:
+    """Return a run of one rank."""
+    ranks = [RankView(0, "gpu01", 0, 3, 4242, "running", "loss 0.3")]
+    return RunView(run, "k3f9", "train.py --lr 1", started, state, None, ranks, [], head)
+
+
+def test_a_run_is_private_and_found_again(env: dict[str, str]) -> None:
+    folder = RunFolder(env, "rabc")
+    written = view("rabc", runs.this_head())
+    assert folder.state(written) is None
+    assert read_runs(env) == [msgspec.structs.replace(written, folder=str(folder.path))]
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert (folder.path / "state.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_state_is_replaced_whole(env: dict[str, str]) -> None:
+    folder = RunFolder(env, "rabc")
+    folder.state(view("rabc", runs.this_head()))
+    with (folder.path / "state.json").open("rb") as before:
+        folder.state(view("rabc", runs.this_head(), "done"))
+        assert b'"running"' in before.read(), "a reader of the old file sees the old state, whole"
+    assert read_runs(env)[0].state == "done"
+
+
+def test_a_run_whose_head_has_died_says_so(env: dict[str, str]) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    start = holder.identify(child.pid)
+    assert start is not None
+    RunFolder(env, "rabc").state(view("rabc", Head(*start)))
+    assert read_runs(env)[0].state == "running"
+    child.kill()
+    child.wait()
+    died = read_runs(env)[0]
+    assert (died.state, died.verdicts[-1].kind, died.exit_code) == ("failed", "head-died", None)
+    assert f"pid {child.pid}" in died.verdicts[-1].text
+
+
+def test_another_boot_means_the_head_is_dead_and_another_host_that_nobody_knows(env: dict[str, str]) -> None:
+    me = runs.this_head()
+    assert runs.alive(me) is True
+    assert runs.alive(msgspec.structs.replace(me, boot_id="another")) is False
+    assert runs.alive(msgspec.structs.replace(me, start=me.start + 1)) is False
+    elsewhere = Head("login9", "another", 1, 1)
+    assert runs.alive(elsewhere) is None
+    RunFolder(env, "rabc").state(view("rabc", elsewhere))
+    assert read_runs(env)[0].state == "running"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"id": 1}'])
+def test_a_state_that_cannot_be_read_is_a_row(env: dict[str, str], content: bytes) -> None:
+    (RunFolder(env, "rabc").path / "state.json").write_bytes(content)
+    found = read_runs(env)[0]
+    assert (found.id, found.state, found.verdicts[0].kind) == ("rabc", "failed", "unreadable")
+
+
+def test_runs_are_found_by_their_beginning_and_by_last(env: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="there are no runs in"):
+        find_run(env, "last")
+    for minute, run in enumerate(("rbbb2", "raaa1", "rbba3")):
+        RunFolder(env, run).state(view(run, runs.this_head(), "done", f"2026-01-31T12:0{minute}:00.000Z"))
+    assert [find_run(env, name).id for name in ("last", "ra", "rbbb", "rbbb2")] == ["rbba3", "raaa1", "rbbb2", "rbbb2"]
+    with pytest.raises(UsageError, match="several runs start with 'rbb': rbbb2, rbba3"):
+        find_run(env, "rbb")
+    with pytest.raises(UsageError, match="no run is called or starts with 'x'"):
+        find_run(env, "x")
+    with pytest.raises(UsageError, match="is not a run id"):
+        find_run(env, "../../etc")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_its_cure(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(GpuboardError, match="set XDG_STATE_HOME to a folder of yours"):
+        RunFolder({"XDG_STATE_HOME": str(tmp_path / "file")}, "rabc")
+
+
+def test_a_full_disk_is_said_once(env: dict[str, str]) -> None:
+    folder = RunFolder(env, "rabc")
+    (folder.path / ".state.json.new").symlink_to("/dev/full")
+    said = [folder.state(view("rabc", runs.this_head())) for _ in range(2)]
+    assert said[0] is not None
+    assert "No space left on device" in said[0]
+    assert said[1] is None
+
+
+def test_the_control_socket_answers_also_under_a_long_path(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 40)
+    folder.mkdir()
+    asked: list[Request] = []
+
+    def answer(request: Request) -> object:
+        asked.append(request)
+        return {"run": "rabc"}
+
+    server = ControlServer(folder, answer)
+    assert ask(folder, Request("stop", 5.0)) == {"run": "rabc"}
+    server.close()
+    assert asked == [Request("stop", 5.0)]
+    assert not os.path.lexists(folder / "control.sock")
+    with pytest.raises(GpuboardError, match="the run's head does not answer"):
+        ask(folder, Request("state"))
+
+
+def test_ids_differ() -> None:
+    ids = {runs.new_run_id() for _ in range(1000)}
+    assert len(ids) == 1000
+    assert all(len(run) == 8 and run[0] == "r" for run in ids)

@@ -1,0 +1,189 @@
+"""The first failure of a run: which rank, why, what it exits with; what merely echoes it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from gpuboard.launch import events
+from gpuboard.launch.events import Ended, Exited, Gate, Joined, LaunchEvent, Raised, Spawned, Store
+from gpuboard.launch.watch import ECHO_WAIT_S, EXIT_WAIT_S, Watch, rank_words
+from tests.unit.test_plan import planned
+
+BOOM = Raised(1, "ValueError", "boom", "/exp/train.py", 41, "load_batch")
+RESET = Raised(2, "RuntimeError", "[gloo] Connection closed by peer [10.0.0.1]:1234")
+
+
+def watch() -> Watch:
+    """Return the watch of ranks 0 and 1 on gpu01 and rank 2 on gpu02, all started."""
+    started = Watch(planned())
+    for rank in (0, 1, 2):
+        started.event(_node(rank), Spawned(rank, 100 + rank), 0.0)
+        started.event(_node(rank), Gate(rank), 0.0)
+    started.opened()
+    return started
+
+
+def _node(rank: int) -> str:
+    return "gpu02" if rank == 2 else "gpu01"
+
+
+def feed(target: Watch, *happened: LaunchEvent, at: float = 10.0) -> Watch:
+    """Let events happen and time be judged once."""
+    for event in happened:
+        target.event(_node(getattr(event, "rank", 0)), event, at)
+    target.tick(at)
+    return target
+
+
+def test_an_exception_is_told_with_rank_node_and_place() -> None:
+    failed = feed(watch(), BOOM)
+    assert failed.said == ["rank 1 (gpu01:1) failed: ValueError: boom at /exp/train.py:41 in load_batch"]
+    reasons = [failed.stop_reason]  # none at first: it gets a moment to end with its own code
+    feed(failed, Exited(1, code=1))
+    assert ([*reasons, failed.stop_reason], failed.exit_code()) == ([None, "rank 1 failed"], 1)
+
+
+def test_a_rank_that_raised_and_does_not_end_is_not_waited_for() -> None:
+    failed = feed(watch(), BOOM)
+    failed.tick(10.0 + EXIT_WAIT_S)
+    assert failed.stop_reason == "rank 1 failed"
+    feed(failed, Exited(1, signal=signal.SIGTERM), at=11.0)
+    assert failed.exit_code() == 1, "our own SIGTERM is not its code"
+
+
+@pytest.mark.parametrize(
+    ("ended", "words", "code"),
+    [
+        (Exited(1, code=3), "rank 1 (gpu01:1) ended with exit code 3", 3),
+        (Exited(1, signal=11), "rank 1 (gpu01:1) was killed by SIGSEGV", 139),
+        (Exited(1, signal=64), "rank 1 (gpu01:1) was killed by SIGRTMAX", 192),
+    ],
+)
+def test_the_run_exits_with_the_code_of_the_rank(ended: Exited, words: str, code: int) -> None:
+    failed = feed(watch(), ended)
+    assert (failed.said, failed.exit_code(), failed.stop_reason) == ([words], code, "rank 1 failed")
+
+
+def test_out_of_memory_is_told_with_its_evidence() -> None:
+    failed = feed(watch(), Exited(1, signal=9, oom="memory.events: oom_kill 1"))
+    assert failed.said == ["rank 1 (gpu01:1) was killed by SIGKILL: out of memory", "  memory.events: oom_kill 1"]
+    assert failed.exit_code() == 137
+
+
+def test_the_last_line_of_stderr_is_evidence() -> None:
+    failed = watch()
+    failed.last_words(1, "step 3", "error: no such data set")
+    feed(failed, Exited(1, code=2))
+    assert failed.said[1] == "  its last line on stderr: error: no such data set"
+
+
+def test_an_echo_that_arrives_first_waits_for_its_cause() -> None:
+    failed = feed(watch(), RESET, Exited(2, code=1))
+    assert failed.said == []
+    feed(failed, BOOM, Exited(1, code=7), at=10.4)
+    assert failed.said[0].startswith("rank 1 (gpu01:1) failed: ValueError")
+    assert failed.exit_code() == 7
+    assert failed.summary()[1] == "then: rank 2 ended because of that"
+
+
+def test_an_echo_without_a_cause_is_the_cause() -> None:
+    failed = feed(watch(), RESET)
+    failed.tick(10.0 + ECHO_WAIT_S)
+    assert failed.said[0].startswith("rank 2 (gpu02:0) failed: RuntimeError: [gloo] Connection closed by peer")
+
+
+def test_echoes_in_the_output_of_others_are_marked() -> None:
+    failed = feed(watch(), BOOM)
+    assert failed.mark(2, "RuntimeError: Connection reset by peer") == "(echo of rank 1) "
+    assert failed.mark(2, "loss 0.3") == ""
+    assert failed.mark(1, "Connection reset by peer") == ""
+    assert watch().mark(2, "Connection reset by peer") == "", "nothing has failed yet"
+
+
+def test_exit_0_is_no_failure_and_rank_0_may_take_its_time() -> None:
+    done = feed(watch(), *(Joined(rank) for rank in range(3)), Exited(1, code=0), Exited(2, code=0))
+    done.tick(3600.0)
+    assert (done.cause, done.finished, done.running) == (None, False, [0])
+    feed(done, Exited(0, code=0), Ended(), at=3601.0)
+    done.event("gpu02", Ended(), 3601.0)
+    assert (done.finished, done.emptied, done.exit_code()) == (True, True, 0)
+
+
+def test_exit_0_before_init_is_a_failure_as_soon_as_another_waits() -> None:
+    failed = feed(watch(), Exited(1, code=0))
+    assert failed.cause is None, "nobody waits for it yet"
+    feed(failed, Joined(0))
+    assert failed.said == [
+        "rank 1 (gpu01:1) ended with exit code 0 before init_process_group; rank 0 would wait for it in vain"
+    ]
+    assert (failed.stop_reason, failed.exit_code()) == ("rank 1 failed", 1)
+
+
+def test_ranks_that_never_join_are_independent() -> None:
+    done = feed(watch(), *(Exited(rank, code=0) for rank in range(3)))
+    assert (done.cause, done.exit_code()) == (None, 0)
+
+
+def test_a_lost_node_is_a_failure_of_the_run() -> None:
+    failed = watch()
+    failed.node_lost("gpu02", "connection reset", 10.0)
+    failed.tick(10.0)
+    assert failed.said == ["gpu02: the connection is gone: connection reset"]
+    assert (failed.exit_code(), failed.running) == (1, [0, 1])
+    assert failed.ranks[2].state == "lost"
+
+
+def test_a_node_that_ended_well_is_not_lost() -> None:
+    done = feed(watch(), Exited(2, code=0))
+    done.event("gpu02", Ended(), 10.0)
+    done.node_lost("gpu02", "the agent ended", 10.1)
+    done.tick(10.1)
+    assert done.cause is None
+
+
+def test_the_death_of_the_store_ends_the_run() -> None:
+    failed = feed(watch(), Store("died", code=-9))
+    assert failed.said == ["gpu01: the ranks' meeting point, the store, died (exit code -9)"]
+    assert failed.stop_reason is not None
+
+
+def test_a_stop_is_no_failure_of_a_rank() -> None:
+    stopped = watch()
+    stopped.stop("ctrl-C", 10.0)
+    feed(stopped, *(Exited(rank, signal=15) for rank in range(3)))
+    assert (stopped.stop_reason, stopped.summary(), stopped.cause and stopped.cause.kind) == ("ctrl-C", [], "stopped")
+    assert {view.state for view in stopped.ranks.values()} == {"killed"}
+
+
+def test_a_signal_that_was_passed_on_is_named_as_such() -> None:
+    failed = watch()
+    failed.forwarded(signal.SIGTERM)
+    feed(failed, Exited(0, signal=15))
+    assert failed.said == ["rank 0 (gpu01:0) was killed by SIGTERM (passed on from the head)"]
+    assert failed.exit_code() == 143
+
+
+def test_a_node_speaks_for_its_own_ranks_only() -> None:
+    honest = watch()
+    honest.event("gpu02", Exited(0, code=1), 10.0)
+    honest.event("gpu02", Exited(17, code=1), 10.0)
+    honest.tick(20.0)
+    assert (honest.cause, honest.exits) == (None, {})
+
+
+def test_hostile_words_are_made_inert() -> None:
+    failed = feed(watch(), Raised(1, "E\x1b[2J", "a\nb\x07\u202e", "f\x00.py", 1))
+    assert failed.said == ["rank 1 (gpu01:1) failed: E[2J: a b at f.py:1"]
+
+
+def test_events_are_typed_and_unknown_ones_ignored() -> None:
+    assert events.decode("exited", b'{"rank": 1, "code": 0, "signal": null, "new_key": 1}') == Exited(1, code=0)
+    assert events.decode("from-the-future", b"{}") is None
+    with pytest.raises(Exception, match="Expected `int`"):
+        events.decode("exited", b'{"rank": "1"}')
+
+
+def test_ranks_in_words() -> None:
+    assert [rank_words(r) for r in ([3], [0, 1, 2, 5], [7, 6])] == ["rank 3", "ranks 0-2,5", "ranks 6-7"]
