@@ -51,7 +51,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_module_bears_its_name_and_a_line_of_help(name: str) -> None:
     command = load(name)
-    assert command.NAME == name
+    assert name == command.NAME
     assert 10 < len(command.HELP.splitlines()[0]) <= 100
     assert parser_of(command).prog == f"gpuboard {name}"
 
