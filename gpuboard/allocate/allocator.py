@@ -264,14 +264,15 @@ class Allocator:
         here = self._here if self._here in names else None
         return Allocation(lease, found, why, file, folded(names), here)
 
-    def release(self, lease: Lease) -> None:
-        """End a lease at once; what could not be released lapses within 90 s."""
+    def release(self, lease: Lease) -> list[str]:
+        """End a lease at once; return why not where that failed: there it lapses within 90 s."""
         with uninterrupted():
             with contextlib.suppress(KeeperError, OSError):
                 keeper.forget(lease.id, self._env)  # first, so that it does not take the release for a loss
-            ledger.release(self._fleet.call, lease.id, lease.nodes)
+            outcome = ledger.release(self._fleet.call, lease.id, lease.nodes)
             self._asked.pop(lease.id, None)
             forget_file(self._env, lease.id)
+        return [f"{node}: {error}" for node, error in outcome.failed.items()]
 
     def renew(self, lease: Lease, for_s: float) -> None:
         """Let a lease end ``for_s`` from now. Raises CallFailed and LinkLost of the first node that did not do it."""

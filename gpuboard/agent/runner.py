@@ -1,0 +1,160 @@
+"""Runs one command for `gpuboard run` and lets nothing of it outlive gpuboard. Travels alone, as one argument.
+
+It keeps the caller's process group, so that ctrl-C and ctrl-Z at the terminal reach the command by themselves, adopts
+what the command leaves behind, and ends all of it when its parent or its connection is gone.
+
+    python3 -c '<this file>' <base64 of {"argv", "environ", "cwd", "remote"}>
+"""
+
+import base64
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import time
+
+MYPY = False
+if MYPY:
+    from typing import Any, Dict, List, Set
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+SI_KERNEL = 128  # asm-generic/siginfo.h: sent by the terminal, so the command has had it too
+GRACE_S = 2.0
+_LOOK_S = 0.5
+_FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells have it
+
+
+def main() -> None:
+    """Run the command that argv describes and exit with its code, 128 + n when signal n ended it."""
+    config = json.loads(base64.b64decode(sys.argv[1]).decode("utf-8"))
+    parent = os.getppid()
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    watched = set(_FORWARDED) | {signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    try:
+        os.chdir(config["cwd"])
+    except OSError as error:
+        fail("%s: no folder %s here: %s" % (os.uname()[1], config["cwd"], error.strerror), 1)
+    own = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != own:
+            os._exit(1)
+        become(config)
+    code = wait(pid, parent, watched, bool(config["remote"]))
+    left = end_all(GRACE_S if code is not None else 0.0)
+    if left and code is not None:
+        say("%d processes that the command left behind were ended" % left)
+    os._exit(128 + signal.SIGHUP if code is None else code)
+
+
+def become(config: "Dict[str, Any]") -> None:
+    """Turn this process into the command."""
+    for number in _FORWARDED + (signal.SIGCHLD, signal.SIGPIPE):
+        if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN) or number == signal.SIGPIPE:
+            signal.signal(number, signal.SIG_DFL)  # Python's own handlers for SIGINT and SIGPIPE
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.environ.update(config["environ"])
+    try:
+        os.execvp(config["argv"][0], config["argv"])
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        fail("%s: %s" % (config["argv"][0], error.strerror), _NOT_FOUND if missing else _NOT_EXECUTABLE)
+
+
+def wait(pid: int, parent: int, watched: "Set[signal.Signals]", remote: bool) -> "Any":
+    """Return the command's exit code; None when we are alone: parent dead or connection gone."""
+    poller = select.poll()
+    if remote:
+        poller.register(2, 0)  # end-of-file of the connection shows on the stderr that sshd gave us, unless redirected
+    while True:
+        info = signal.sigtimedwait(watched, _LOOK_S)
+        if os.getppid() != parent or (remote and poller.poll(0)):
+            return None
+        if info is not None and info.si_signo != signal.SIGCHLD and info.si_code != SI_KERNEL:
+            os.kill(pid, info.si_signo)
+        while True:
+            try:
+                ended, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return 1
+            if ended == pid:
+                return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+            if ended == 0:
+                break
+
+
+def end_all(grace_s: float) -> int:
+    """End everything below us, SIGTERM first; return how many there were. ``grace_s`` after which SIGKILL is sent."""
+    found = descendants()
+    count = len(found)
+    for pid in found:
+        send(pid, signal.SIGTERM)
+        send(pid, signal.SIGCONT)
+    until = time.monotonic() + max(grace_s, 0.2)
+    while found:
+        if time.monotonic() >= until:
+            for pid in found:
+                send(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return count
+        time.sleep(0.01)
+        found = descendants()
+        if time.monotonic() > until + 3.0:
+            break  # in the kernel's hands (D state): they die when it lets go
+    return count
+
+
+def descendants() -> "List[int]":
+    """Return the pids below us that are not zombies; orphans come to us, so one walk down finds all."""
+    parents = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open("/proc/%s/stat" % name, "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            if fields and fields[0] not in (b"Z", b"X"):
+                parents[int(name)] = int(fields[1])
+    found = []  # type: List[int]
+    level = {os.getpid()}
+    while level:
+        level = {pid for pid, above in parents.items() if above in level}
+        found += sorted(level)
+    return found
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal; one that has ended meanwhile is what we want."""
+    try:
+        os.kill(pid, number)
+    except OSError:
+        return
+
+
+def say(words: str) -> None:
+    """Tell the person."""
+    try:
+        os.write(2, ("gpuboard: %s\n" % words).encode("utf-8", "replace"))
+    except OSError:
+        return
+
+
+def fail(words: str, code: int) -> None:
+    """Say why nothing could be started, and end."""
+    say(words)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

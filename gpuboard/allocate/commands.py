@@ -1,0 +1,82 @@
+"""One command on one node of a lease: how it is started here or over ssh, and what became of it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpuboard.ledger.keeper_processes import carriers
+
+if TYPE_CHECKING:
+    from gpuboard.config import Settings
+
+_SI_KERNEL = 128  # the terminal has sent it to the command as well
+_SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_LOOK_S = 0.5
+_PYTHON_FLAGS = ("-I", "-S", "-c")
+
+
+def local_command(argv: Sequence[str], environ: Mapping[str, str], cwd: str) -> list[str]:
+    """Return the command line that runs ``argv`` on this machine under the runner."""
+    config = _config(argv, environ, cwd, remote=False)
+    return [sys.executable, *_PYTHON_FLAGS, _source(), config]
+
+
+def remote_command(
+    host: str, argv: Sequence[str], environ: Mapping[str, str], cwd: str, settings: Settings, *, terminal: bool
+) -> list[str]:
+    """Return the command line that runs ``argv`` on ``host``.
+
+    The system's ssh and not asyncssh: the terminal's size and modes, escapes and agent are handed on as the user is
+    used to. What the node's shell reads is one python3 command of letters, digits and ``+/=`` in single quotes.
+    """
+    packed = base64.b64encode(zlib.compress(_source().encode(), 9)).decode()
+    loader = f'import zlib,base64;exec(zlib.decompress(base64.b64decode("{packed}")))'
+    words = f"{settings.python} {' '.join(_PYTHON_FLAGS)} '{loader}' {_config(argv, environ, cwd, remote=True)}"
+    ssh = ["ssh", "-t" if terminal else "-T", "-o", "ServerAliveInterval=15", "-o", "LogLevel=ERROR"]
+    config = os.path.expanduser(settings.ssh_config)
+    if config != os.path.expanduser("~/.ssh/config") and os.path.exists(config):
+        ssh += ["-F", config]
+    hosts = [os.path.expanduser(name) for name in settings.known_hosts]
+    ssh += ["-o", f"UserKnownHostsFile={' '.join(hosts)}", "-o", "BatchMode=yes", "--", host, words]
+    return local_command(ssh, {}, cwd)
+
+
+def run_command(command: Sequence[str], environ: Mapping[str, str], lease: str) -> int:
+    """Run one of the above on our terminal and return its exit code, 128 + n for signal n.
+
+    Signals that come to us alone are handed on. Call from the main thread: its end is the runner's signal to end.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
+    try:
+        pid = os.posix_spawn(command[0], list(command), dict(environ), setsigmask=mask)
+        while True:
+            info = signal.sigtimedwait((*_SIGNALS, signal.SIGCHLD), _LOOK_S)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                break
+            if info is not None and info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
+                os.kill(pid, info.si_signo)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if os.WIFEXITED(status):
+        return os.WEXITSTATUS(status)
+    for left in carriers(lease):  # the runner itself was killed
+        os.kill(left, signal.SIGKILL)
+    return 128 + os.WTERMSIG(status)
+
+
+def _source() -> str:
+    return (Path(__file__).parents[1] / "agent" / "runner.py").read_text(encoding="utf-8")
+
+
+def _config(argv: Sequence[str], environ: Mapping[str, str], cwd: str, *, remote: bool) -> str:
+    value = {"argv": list(argv), "environ": dict(environ), "cwd": cwd, "remote": remote}
+    return base64.b64encode(json.dumps(value).encode()).decode()

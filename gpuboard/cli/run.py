@@ -1,0 +1,125 @@
+"""`gpuboard run --n N -- CMD…`: reserve on one node, run a command there, release at its end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gpuboard.allocate.picks import parse_picks
+from gpuboard.cli.allocate import add_filters, add_terms, progress
+from gpuboard.cli.context import Context
+from gpuboard.cli.main import say
+from gpuboard.cli.options import natural, typed
+from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.model.text import clean
+
+if TYPE_CHECKING:
+    from gpuboard.allocate.formats import Allocation
+    from gpuboard.cluster.inventory import Node
+
+NAME = "run"
+HELP = "reserve GPUs of one node, run a command there, release them at its end"
+
+_EPILOG = """\
+examples:
+  gpuboard run --n 1 -- python eval.py
+  gpuboard run --n 2 --model H100 --wait -- bash
+
+The command runs where its GPUs are: in the same folder, with your terminal, over ssh when that is another machine.
+Its exit code is ours (128 + n when signal n ended it). What it leaves behind in the background is ended with it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.usage = "%(prog)s (--n N | --gpus GPUS) [options] -- CMD …"
+    which = parser.add_argument_group("which GPUs, all on one node")
+    which.add_argument("--n", type=natural, metavar="N", help="how many")
+    which.add_argument("--gpus", type=typed(parse_picks), metavar="GPUS", help="exactly these: gpu01:0,3 or UUIDs")
+    add_filters(which)
+    held = parser.add_argument_group("how it is held")
+    add_terms(held)
+    held.add_argument("--uuid", action="store_true", help="UUIDs, not indexes, in CUDA_VISIBLE_DEVICES")
+    held.add_argument("--status-file", metavar="FILE", help="write what happened as JSON, however it ends")
+    parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- CMD …", help="the command and its arguments")
+    parser.epilog = _EPILOG
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    """Reserve, run, release; return the command's exit code."""
+    outcome: dict[str, Any] = {
+        "schema": 1, "command": "run", "exit_code": 1, "error": None, "started": False, "lease": None, "node": None,
+        "gpus": [],
+    }  # fmt: skip
+    try:
+        outcome["exit_code"] = _run(args, context, outcome)
+        return int(outcome["exit_code"])
+    except GpuboardError as error:
+        outcome |= {"exit_code": error.exit_code, "error": str(error)}
+        raise
+    except KeyboardInterrupt:
+        outcome |= {"exit_code": 130, "error": "interrupted"}
+        raise
+    finally:
+        if args.status_file:
+            Path(args.status_file).write_bytes(msgspec.json.encode(outcome) + b"\n")
+
+
+def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) -> int:
+    from gpuboard.allocate.allocator import Allocator, Terms, duration
+    from gpuboard.ledger.holder import identify
+    from gpuboard.model.request import Request
+
+    argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
+    if not argv:
+        raise UsageError("run what? write the command after --\n  see: gpuboard run --help")
+    request = Request(
+        n=args.n,
+        picks=args.gpus or (),
+        max_nodes=None if args.gpus else 1,
+        model=args.model,
+        gpu_mem=args.gpu_mem,
+        topology=args.topology,
+        exclude=args.exclude,
+    )
+    terms = Terms(
+        duration(args.for_s, context.settings), identify(os.getpid()), clean(args.purpose, 200) or clean(argv[0], 100)
+    )
+    nodes = context.nodes()
+    with Allocator(
+        nodes, context.settings, context.env, said=bool(context.said), progress=progress(context)
+    ) as allocator:
+        allocation = allocator.allocate(request, terms, args.wait)
+        names = [entry.name for entry in allocation.rank_map.nodes]
+        if len(names) > 1:
+            raise UsageError(f"run works on one node, --gpus names {', '.join(names)}; for several: gpuboard launch")
+        allocator.published(allocation.lease)
+    node = next(node for node in nodes if node.name == names[0])
+    outcome |= {"lease": allocation.lease.id, "node": node.name, "started": True}
+    outcome["gpus"] = [{"index": rank.index, "uuid": rank.uuid} for rank in allocation.rank_map.ranks]
+    try:
+        return _start(argv, allocation, node, context, uuids=args.uuid)
+    finally:
+        with Allocator([node], context.settings, context.env, said=True) as allocator:
+            for words in allocator.release(allocation.lease):
+                say(f"lease {allocation.lease.id} lapses within 90 s: {clean(words)}")
+
+
+def _start(argv: list[str], allocation: Allocation, node: Node, context: Context, *, uuids: bool) -> int:
+    from gpuboard.allocate.commands import local_command, remote_command, run_command
+    from gpuboard.allocate.formats import variables
+
+    values = variables(allocation.on(node.name), uuids=uuids)
+    cwd = os.getcwd()
+    if node.host is None:
+        command = local_command(argv, values, cwd)
+    else:
+        command = remote_command(
+            node.host, argv, values, cwd, context.settings, terminal=sys.stdin.isatty() and sys.stdout.isatty()
+        )
+    sys.stdout.flush()
+    return run_command(command, context.env, allocation.lease.id)
