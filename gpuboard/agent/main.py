@@ -27,7 +27,7 @@ def main() -> None:
         import traceback  # late: only when something is wrong
 
         channel.event("stderr", {"text": traceback.format_exc()})
-    channel.drain(1.0)
+    channel.drain(0.5)
     os._exit(code)  # no exit handlers: a forked child, a library or a thread must not hold the node's process back
 
 

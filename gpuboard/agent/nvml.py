@@ -35,6 +35,12 @@ _THROTTLE = (
     (0x20, "sw_thermal"),
     (0x04, "sw_power_cap"),
 )
+_WORDS = {
+    9: "the NVIDIA driver is not loaded on this node",
+    12: "no NVIDIA driver here (libnvidia-ml.so.1 not found)",
+    15: "GPU is lost: it has fallen off the bus or cannot be reached",
+    18: "driver/library version mismatch: the driver was updated; reload its kernel modules or reboot",
+}
 _LISTS = ("throttle", "mig")  # left out when empty; an empty list of processes says something
 _RECOVERY_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 _RECOVERY = {
@@ -371,9 +377,7 @@ def _failure(error: "Any") -> "Dict[str, Any]":
 
 
 def _words(error: "Any") -> str:
-    if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
-        return "no NVIDIA driver here (libnvidia-ml.so.1 not found)"
-    return str(error)
+    return _WORDS.get(error.value) or str(error)
 
 
 def _text(value: "Any") -> "Optional[str]":

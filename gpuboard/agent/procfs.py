@@ -72,7 +72,9 @@ class Processes:
         key = (comm, start, uid)
         known = self._known.get(pid)
         if known is None or known[0] != key:
-            known = self._known[pid] = (key, self._facts(path, comm, start, uid))
+            known = (key, self._facts(path, comm, start, uid))
+            if known[1]["command"]:  # a process in the middle of its exec has neither arguments nor environment yet
+                self._known[pid] = known
         process.update(known[1])
         return process
 

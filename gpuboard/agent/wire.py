@@ -33,7 +33,8 @@ class Channel:
         self.fd_out = fd_out
         self.fd_noise = fd_noise  # what was written to fds 1 and 2
         self.nonce = ""
-        self.closed = False  # the client is gone, or cannot be written to any more
+        self.closed = False  # the client is gone: end-of-file, or nobody reads any more
+        self._deaf = False  # nobody reads; after an end-of-file somebody still may
         self._in = bytearray()
         self._out = bytearray()
         self._noise_cut = 0  # bytes of noise that were not passed on
@@ -74,7 +75,7 @@ class Channel:
         """Queue one message and write what the client takes at once; never blocks."""
         import json  # 10 ms: the NVML child is already at work when the first message is sent
 
-        if not self.closed:
+        if not self._deaf:
             self._out += ("@" + self.nonce + json.dumps(message, separators=(",", ":")) + "\n").encode("ascii")
             self.flush()
 
@@ -92,13 +93,13 @@ class Channel:
 
     def flush(self) -> None:
         """Write what the client takes now; never blocks."""
-        while self._out and not self.closed:
+        while self._out and not self._deaf:
             try:
                 count = os.write(self.fd_out, bytes(self._out[:_CHUNK]))
             except OSError as error:
                 if error.errno == errno.EAGAIN:
                     return
-                self.closed = True  # EPIPE, ECONNRESET: nobody reads any more
+                self.closed = self._deaf = True  # EPIPE, ECONNRESET
                 return
             del self._out[:count]
 
@@ -107,7 +108,7 @@ class Channel:
         import time
 
         until = time.monotonic() + timeout_s
-        while self._out and not self.closed and time.monotonic() < until:
+        while self._out and not self._deaf and time.monotonic() < until:
             poller = select.poll()
             poller.register(self.fd_out, select.POLLOUT)
             poller.poll(max(1, int((until - time.monotonic()) * 1000)))

@@ -1,0 +1,126 @@
+"""An agent of role ``node`` as a process of the test's own, spoken to over its pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from gpuboard.model.reading import Event, Hello, Message, Reading, Reply, Static
+from gpuboard.transport import bundle, spawn
+from tests.nvml import library
+
+NONCE = "0123456789abcdef"
+
+
+class Agent:
+    """The agent on a scripted NVML library; with ``python`` it travels to that interpreter as it would over ssh."""
+
+    def __init__(self, script: Path | None, *, python: str | None = None, old: bool = False, **config: Any) -> None:
+        env = {key: value for key, value in os.environ.items() if key not in {"LD_LIBRARY_PATH", "FAKE_NVML"}}
+        if script is not None:
+            env |= {"LD_LIBRARY_PATH": str(library(old=old)), "FAKE_NVML": str(script)}
+        command = spawn.agent_command() if python is None else ["sh", "-c", bundle.command_line(python)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        full = {"node": "n1", "interval_s": None, "claims_dir": "/var/tmp", "simulate": None, "now": True, **config}
+        if python is not None:
+            self.write(bundle.bundle("node"))
+        self.write(json.dumps({"t": "start", "nonce": NONCE, "role": "node", "config": full}).encode() + b"\n")
+        self.hello: Hello | None = None
+        self.static: Static | None = None
+        self.events: list[tuple[str, Any]] = []
+        self._data = b""
+        self._decoder = msgspec.json.Decoder(Message)
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def write(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+        self.process.stdin.flush()
+
+    def end(self, timeout_s: float = 2.0) -> int:
+        """Close the connection and return the exit code. Raises TimeoutExpired."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(timeout_s)
+
+    def message(self, timeout_s: float) -> Message | None:
+        """Return the next message, None at the end. Raises TimeoutError, ValidationError, AssertionError for noise."""
+        assert self.process.stdout is not None
+        until = time.monotonic() + timeout_s
+        fd = self.process.stdout.fileno()
+        while b"\n" not in self._data:
+            if not select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
+                raise TimeoutError(f"no message in {timeout_s} s; events so far: {self.events}")
+            data = os.read(fd, 1 << 20)
+            if not data:
+                return None
+            self._data += data
+        line, self._data = self._data.split(b"\n", 1)
+        assert line.startswith(b"@" + NONCE.encode()), line
+        message: Message = self._decoder.decode(line[1 + len(NONCE) :])
+        if isinstance(message, Hello):
+            self.hello = message
+        elif isinstance(message, Static):
+            self.static = message
+        elif isinstance(message, Event):
+            self.events.append((message.kind, msgspec.json.decode(message.data)))
+        return message
+
+    def reading(self, timeout_s: float = 5.0, when: Callable[[Reading], bool] = lambda _: True) -> Reading:
+        """Return the next reading for which ``when`` holds. Raises TimeoutError."""
+        until = time.monotonic() + timeout_s
+        while True:
+            message = self.message(until - time.monotonic())
+            assert message is not None, f"the agent has ended: {self.events}"
+            if isinstance(message, Reading) and when(message):
+                return message
+
+    def call(self, op: str, timeout_s: float = 5.0, **args: Any) -> Any:
+        """Call and return the value, or the CallError. Raises TimeoutError."""
+        self.write(json.dumps({"t": "call", "id": 7, "op": op, "args": args}).encode() + b"\n")
+        until = time.monotonic() + timeout_s
+        while True:
+            message = self.message(until - time.monotonic())
+            assert message is not None, f"the agent has ended: {self.events}"
+            if isinstance(message, Reply) and message.id == 7:
+                return message.error if message.error is not None else msgspec.json.decode(message.value)
+
+    def children(self) -> list[int]:
+        """Return the agent's child processes."""
+        pid = self.process.pid
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def still_there(pids: list[int], timeout_s: float = 2.0) -> list[int]:
+    """Return which processes still run after at most ``timeout_s``; one that waits to be reaped has ended."""
+    until = time.monotonic() + timeout_s
+    while True:
+        left = [pid for pid in pids if _runs(pid)]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,440 @@
+"""The probe against a scripted NVML library: what it says equals what nvidia-ml-py reads, whatever fails beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gpuboard.model.gpu import GpuReading, GpuStatic
+from tests import nvml
+from tests.agent import Agent, still_there
+from tests.nodes import old_python
+from tests.nvml import GIB, Gpu, Mig, library, write_script
+
+# Reads everything with nvidia-ml-py, in the plainest way, in the words of gpuboard/model/gpu.py.
+DIRECT = """
+import json
+import pynvml as n
+n.nvmlInit()
+count = n.nvmlDeviceGetCount()
+handles = [n.nvmlDeviceGetHandleByIndex(k) for k in range(count)]
+uuids = [n.nvmlDeviceGetUUID(h) for h in handles]
+def pids(h):
+    rows = [[p.pid, "compute", p.usedGpuMemory] for p in n.nvmlDeviceGetComputeRunningProcesses(h)]
+    rows += [[p.pid, "compute", p.usedGpuMemory] for p in n.nvmlDeviceGetMPSComputeRunningProcesses_v3(h)]
+    return rows + [[p.pid, "graphics", p.usedGpuMemory] for p in n.nvmlDeviceGetGraphicsRunningProcesses(h)]
+gpus = []
+for k, h in enumerate(handles):
+    memory = n.nvmlDeviceGetMemoryInfo(h, n.nvmlMemory_v2)
+    rows = n.nvmlDeviceGetRemappedRows(h)
+    gpus.append({
+        "index": k, "uuid": uuids[k], "name": n.nvmlDeviceGetName(h), "pci_bus_id": n.nvmlDeviceGetPciInfo(h).busId,
+        "memory_total": memory.total, "memory_reserved": memory.reserved, "memory_used": memory.used,
+        "pcie_generation_max": n.nvmlDeviceGetMaxPcieLinkGeneration(h),
+        "pcie_width_max": n.nvmlDeviceGetMaxPcieLinkWidth(h),
+        "pcie_generation": n.nvmlDeviceGetCurrPcieLinkGeneration(h), "pcie_width": n.nvmlDeviceGetCurrPcieLinkWidth(h),
+        "utilization": n.nvmlDeviceGetUtilizationRates(h).gpu, "temperature": n.nvmlDeviceGetTemperatureV(h, 0),
+        "power": n.nvmlDeviceGetPowerUsage(h) / 1000, "power_limit": n.nvmlDeviceGetEnforcedPowerLimit(h) / 1000,
+        "compute_mode": n.nvmlDeviceGetComputeMode(h), "ecc_uncorrected": n.nvmlDeviceGetTotalEccErrors(h, 1, 0),
+        "remap_pending": bool(rows[2]), "remap_failed": bool(rows[3]), "processes": pids(h),
+        "affinity": [int(word) for word in n.nvmlDeviceGetCpuAffinity(h, 2)],
+        "pci": {uuids[j]: n.nvmlDeviceGetTopologyCommonAncestor(h, o) for j, o in enumerate(handles) if j != k},
+        "numa_node": n.nvmlDeviceGetMemoryAffinity(h, 1, 0)[0].bit_length() - 1,
+    })
+print(json.dumps({"driver": n.nvmlSystemGetDriverVersion(), "cuda": n.nvmlSystemGetCudaDriverVersion(), "gpus": gpus}))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "script"
+
+
+def direct(script: Path) -> Any:
+    env = {**os.environ, "LD_LIBRARY_PATH": str(library()), "FAKE_NVML": str(script)}
+    done = subprocess.run(
+        [sys.executable, "-c", DIRECT], env=env, capture_output=True, text=True, timeout=30, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def cpu_words(text: str | None) -> list[int]:
+    words = [0, 0]
+    for part in (text or "").split(","):
+        first, _, last = part.partition("-")
+        for cpu in range(int(first), int(last or first) + 1):
+            words[cpu // 64] |= 1 << cpu % 64
+    return words
+
+
+LEVELS = {(0, 1): 0, (0, 2): 10, (0, 3): 20, (1, 2): 30, (1, 3): 40}  # NVML's; the other pairs 50
+
+
+def levels(k: int) -> tuple[tuple[int, int], ...]:
+    """Return (peer, level) of GPU k; NVML gives the same both ways."""
+    return tuple((sum(pair) - k, level) for pair, level in LEVELS.items() if k in pair)
+
+
+def plain(static: GpuStatic, reading: GpuReading) -> dict[str, Any]:
+    """Return facts and values of one GPU in one dict, as DIRECT prints them."""
+    both: dict[str, Any] = msgspec.to_builtins(static) | msgspec.to_builtins(reading)
+    both["processes"] = [[p.pid, p.type, p.memory] for p in reading.processes or []]
+    both["affinity"] = cpu_words(static.cpus)
+    return both
+
+
+def uuids(readings: list[GpuReading]) -> list[str]:
+    return [reading.uuid for reading in readings]
+
+
+@pytest.mark.parametrize("python", [None, "/usr/bin/python3", old_python() or "none"])
+def test_equals_what_nvidia_ml_py_reads(script: Path, python: str | None) -> None:
+    if python is not None and not Path(python).exists():
+        pytest.skip("needs an older Python" if python == "none" else f"needs {python}")
+    me = os.getpid()
+    write_script(
+        script,
+        [
+            Gpu(
+                used=7 * GIB,
+                utilization=93,
+                temperature=71,
+                power=512345,
+                processes=(("compute", me, 7 * GIB),),
+                numa=0,
+                cpus="0-15,32-47",
+                levels=levels(0),
+            ),
+            Gpu(
+                name="NVIDIA A100-SXM4-40GB",
+                total=40 * GIB,
+                compute_mode=3,
+                pcie=(1, 8, 4, 16),
+                ecc=5,
+                remap=(1, 0),
+                numa=1,
+                cpus="3",
+                levels=levels(1),
+            ),
+            Gpu(
+                processes=(("graphics", me, 1), ("mps", 1, 2 * GIB)),
+                numa=1,
+                cpus="16-31,96-127",
+                levels=levels(2),
+                throttle=0xC4,
+            ),
+            Gpu(
+                reserved=0,
+                remap=(0, 1),
+                recovery=1,
+                throttle=0x28,
+                power_limit=300000,
+                numa=0,
+                cpus="0-127",
+                levels=levels(3),
+            ),
+        ],
+        driver="550.54.15",
+        cuda=12040,
+    )
+    expected = direct(script)
+    with Agent(script, python=python) as agent:
+        reading = agent.reading(10)
+        static = agent.static
+        assert agent.events == []
+    assert static is not None
+    assert (static.driver, static.cuda, static.source) == (expected["driver"], "12.4", "nvml")
+    ours = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}  # NVIDIA's best-effort scores
+    for row in expected["gpus"]:
+        row["pci"] = {uuid: ours[level] for uuid, level in row["pci"].items()}
+    seen = [plain(fact, values) for fact, values in zip(static.gpus, reading.gpus, strict=True)]
+    assert [{key: row[key] for key in expected["gpus"][0]} for row in seen] == expected["gpus"]
+    assert [(g.throttle, g.recovery_action) for g in reading.gpus] == [
+        ([], "none"),
+        ([], "none"),
+        (["hw_thermal", "hw_power_brake", "sw_power_cap"], "none"),
+        (["hw_slowdown", "sw_thermal"], "GPU reset"),
+    ]
+    assert (reading.nvml_error, reading.memory_total is not None) == (None, True)
+
+
+def test_nvlinks_are_counted_a_pair_directly_and_through_a_switch(script: Path) -> None:
+    gpus = write_script(
+        script,
+        [
+            Gpu(links=("1", "1", "2", "down")),
+            Gpu(links=("0", "0")),
+            Gpu(links=("0",)),
+            Gpu(links=("switch",) * 18),
+            Gpu(links=("hidden-switch",) * 12),
+            Gpu(),
+        ],
+    )
+    with Agent(script) as agent:
+        agent.reading()
+    assert agent.static is not None
+    number = {gpu.uuid: k for k, gpu in enumerate(gpus)}
+    links = [{number[uuid]: count for uuid, count in fact.links.items()} for fact in agent.static.gpus]
+    assert links == [{1: 2, 2: 1}, {0: 2}, {0: 1}, {4: 12}, {3: 12}, {}]
+
+
+@pytest.mark.parametrize("code", [nvml.LOST, nvml.UNKNOWN, nvml.NO_PERMISSION, nvml.TIMEOUT, nvml.NOT_SUPPORTED])
+@pytest.mark.parametrize(
+    "function",
+    [
+        "*",
+        "nvmlDeviceGetHandleByIndex_v2",
+        "nvmlDeviceGetMemoryInfo_v2",
+        "nvmlDeviceGetComputeMode",
+        "nvmlDeviceGetComputeRunningProcesses_v3",
+        "nvmlDeviceGetUUID",
+    ],
+)
+def test_one_failing_gpu_hides_no_other_and_is_never_readable_as_free(script: Path, function: str, code: int) -> None:
+    write_script(script, [Gpu(), Gpu(trouble=(f"fault {function} {code}",)), Gpu(utilization=50)])
+    with Agent(script) as agent:
+        reading = agent.reading()
+    assert reading.nvml_error is None
+    first, bad, last = reading.gpus
+    for good in (first, last):
+        assert (good.error, good.processes, good.compute_mode, good.delay_s) == (None, [], 0, 0.0)
+    assert bad.error is not None or None in {bad.memory_used, bad.compute_mode} or bad.processes is None
+    assert bad.lost == (code == nvml.LOST)
+
+
+def test_failures_of_what_the_state_does_not_need_leave_only_that_unknown(script: Path) -> None:
+    functions = (
+        "nvmlDeviceGetTemperature",
+        "nvmlDeviceGetTemperatureV",
+        "nvmlDeviceGetPowerUsage",
+        "nvmlDeviceGetUtilizationRates",
+        "nvmlDeviceGetRemappedRows",
+        "nvmlDeviceGetFieldValues",
+        "nvmlDeviceGetCurrPcieLinkWidth",
+        "nvmlDeviceGetName",
+    )
+    write_script(script, [Gpu(trouble=tuple(f"fault {function} {nvml.UNKNOWN}" for function in functions))])
+    with Agent(script) as agent:
+        gpu = agent.reading().gpus[0]
+    assert (gpu.error, gpu.memory_used, gpu.processes, gpu.compute_mode) == (None, 0, [], 0)
+    assert (gpu.temperature, gpu.power, gpu.utilization, gpu.remap_failed, gpu.recovery_action) == (None,) * 5
+
+
+def test_a_driver_that_fails_as_a_whole_is_said_in_words(script: Path) -> None:
+    write_script(script, [Gpu()], trouble=[f"fault nvmlInitWithFlags {nvml.MISMATCH}"])
+    with Agent(script) as agent:
+        reading = agent.reading()
+        assert str(reading.nvml_error).startswith("driver/library version mismatch")
+        assert reading.gpus == []
+        refused = agent.call("read")
+        assert (refused.kind, refused.message) == ("nvml", reading.nvml_error)
+
+
+def test_no_library_gives_words_and_no_gpu() -> None:
+    with Agent(None) as agent:
+        reading = agent.reading()
+    assert (reading.nvml_error, reading.gpus) == ("no NVIDIA driver here (libnvidia-ml.so.1 not found)", [])
+    assert agent.static is not None
+    assert agent.static.gpus == []
+
+
+def test_an_old_driver_is_read_through_its_older_functions(script: Path) -> None:
+    me = os.getpid()
+    write_script(
+        script,
+        [Gpu(used=3 * GIB, remap=None, retired_pending=1, processes=(("compute", me, 3 * GIB), ("graphics", 1, -1)))],
+        driver="470.57.02",
+    )
+    with Agent(script, old=True) as agent:
+        gpu = agent.reading().gpus[0]
+        assert agent.static is not None
+        fact = agent.static.gpus[0]
+    assert [(p.pid, p.type, p.memory) for p in gpu.processes or []] == [(me, "compute", 3 * GIB), (1, "graphics", None)]
+    assert (gpu.memory_used, fact.memory_total, fact.memory_reserved) == (3 * GIB + 512 * 2**20, 80 * GIB, None)
+    assert (gpu.temperature, gpu.remap_pending, gpu.remap_failed, gpu.recovery_action) == (31, True, None, None)
+
+
+@pytest.mark.parametrize("driver", ["535.43.02", "535.86.10"])
+def test_drivers_with_the_long_process_record_lose_no_process(script: Path, driver: str) -> None:
+    processes = (("compute", os.getpid(), 1 * GIB), ("compute", 1, 2 * GIB), ("compute", os.getppid(), 3 * GIB))
+    write_script(script, [Gpu(processes=processes)], driver=driver, record=32)
+    with Agent(script) as agent:
+        seen = agent.reading().gpus[0].processes
+    assert [("compute", p.pid, p.memory) for p in seen or []] == list(processes)
+
+
+def test_mig_devices_and_their_processes(script: Path) -> None:
+    me = os.getpid()
+    parts = (
+        Mig("MIG-a", "3g.40gb", 1, 0, 40 * GIB, 5 * GIB),
+        Mig("MIG-b", "1g.10gb", 7, 0, 10 * GIB),
+    )
+    write_script(script, [Gpu(mig=parts, processes=(("compute", me, 5 * GIB, "MIG-a"),)), Gpu(mig=()), Gpu()])
+    with Agent(script, interval_s=0.1) as agent:
+        reading = agent.reading()
+        assert agent.static is not None
+        facts = [fact.mig for fact in agent.static.gpus]
+        assert facts[1:] == [[], None]
+        assert [(m.uuid, m.profile, m.memory_total, m.gpu_instance) for m in facts[0] or []] == [
+            ("MIG-a", "3g.40gb", 40 * GIB, 1),
+            ("MIG-b", "1g.10gb", 10 * GIB, 7),
+        ]
+        parent = reading.gpus[0]
+        assert [(m.uuid, m.memory_used, [p.pid for p in m.processes or []]) for m in parent.mig] == [
+            ("MIG-a", 5 * GIB, [me]),
+            ("MIG-b", 0, []),
+        ]
+        write_script(script, [Gpu(mig=parts[:1]), Gpu(mig=()), Gpu()])
+        agent.reading(when=lambda r: len(r.gpus[0].mig) == 1)
+        assert [m.uuid for m in agent.static.gpus[0].mig or []] == ["MIG-a"]
+
+
+def test_a_hung_gpu_ages_alone_and_comes_back(script: Path) -> None:
+    good = [Gpu(temperature=30 + k) for k in range(4)]
+    hung = [*good[:2], Gpu(temperature=99, trouble=("hang nvmlDeviceGetUtilizationRates",)), good[3]]
+    write_script(script, good)
+    with Agent(script, interval_s=0.2) as agent:
+        agent.reading()
+        write_script(script, hung)
+        started = time.monotonic()
+        reading = agent.reading(8, when=lambda r: [g.delay_s == 0 for g in r.gpus] == [True, True, False, True])
+        assert time.monotonic() - started < 5.0  # sooner than a reading is called stale
+        assert (reading.gpus[2].temperature, reading.gpus[2].error, reading.nvml_error) == (32, None, None)
+        later = agent.reading(8, when=lambda r: r.gpus[2].delay_s > reading.gpus[2].delay_s + 0.5)
+        assert [g.delay_s for k, g in enumerate(later.gpus) if k != 2] == [0.0] * 3
+        write_script(script, good)
+        back = agent.reading(15, when=lambda r: r.gpus[2].delay_s == 0)
+        assert [g.temperature for g in back.gpus] == [30, 31, 32, 33]
+
+
+def test_a_gpu_that_hangs_from_the_start_is_shown_and_the_first_reading_is_in_time(script: Path) -> None:
+    write_script(script, [Gpu(), Gpu(trouble=("hang *",)), Gpu()])
+    with Agent(script) as agent:
+        reading = agent.reading(4)
+        assert agent.static is not None
+        assert [fact.index for fact in agent.static.gpus] == [0, 1, 2]
+        assert [fact.uuid for fact in agent.static.gpus] == uuids(reading.gpus)
+    assert [bool(g.error) for g in reading.gpus] == [False, True, False]
+    assert "not returned" in str(reading.gpus[1].error)
+
+
+def test_claims_are_answered_while_nvml_hangs(script: Path) -> None:
+    write_script(script, [Gpu()], trouble=["hang nvmlInitWithFlags"])
+    with Agent(script) as agent:
+        asked = time.monotonic()
+        assert agent.call("claims")["error"] is None
+        assert time.monotonic() - asked < 1.0
+
+
+@pytest.mark.parametrize("trouble", ["", "hang *"])
+def test_ends_with_its_connection_within_two_seconds_and_leaves_nothing(script: Path, trouble: str) -> None:
+    write_script(script, [Gpu(trouble=(trouble,) if trouble else ())])
+    with Agent(script, now=not trouble) as agent:
+        if trouble:
+            agent.message(5)  # the hello: NVML's process is at work
+        else:
+            agent.reading()
+        children = agent.children()
+        assert children
+        assert agent.end(2.0) == 0
+    assert still_there(children) == []
+
+
+def test_the_nvml_process_ends_with_a_killed_agent_and_holds_no_connection(script: Path) -> None:
+    write_script(script, [Gpu(trouble=("hang *",))])
+    with Agent(script) as agent:
+        agent.message(5)
+        (child,) = agent.children()
+        links = {os.readlink(f"/proc/{child}/fd/{fd}") for fd in os.listdir(f"/proc/{child}/fd")}
+        ours = {os.readlink(f"/proc/{agent.process.pid}/fd/{fd}") for fd in (10, 11)}
+        assert len(ours) == 2
+        assert not links & ours
+        agent.process.send_signal(signal.SIGKILL)
+        agent.process.wait()
+    assert still_there([child]) == []
+
+
+def test_the_agent_never_loads_nvml_itself(script: Path) -> None:
+    write_script(script, [Gpu()])
+    with Agent(script) as agent:
+        agent.reading()
+        assert "libnvidia-ml" not in Path(f"/proc/{agent.process.pid}/maps").read_text()
+        assert "libffi" not in Path(f"/proc/{agent.process.pid}/maps").read_text()
+
+
+def test_ticks_follow_the_client_and_keep_their_interval(script: Path) -> None:
+    write_script(script, [Gpu()])
+    with Agent(script, interval_s=0.5, now=False) as agent:
+        agent.write(b'{"t":"tick","in_ms":50}\n')
+        asked = time.monotonic()
+        agent.reading()
+        assert time.monotonic() - asked < 0.45
+        readings = [agent.reading() for _ in range(3)]
+        assert [reading.seq for reading in readings] == [2, 3, 4]
+        assert 0.9 < readings[2].at - readings[0].at < 1.5
+
+
+def test_read_answers_with_a_reading_that_started_after_the_call(script: Path) -> None:
+    write_script(script, [Gpu()])
+    with Agent(script) as agent:
+        assert agent.reading().gpus[0].memory_used == 0
+        for used in (1 * GIB, 2 * GIB, 3 * GIB):
+            write_script(script, [Gpu(used=used)])
+            agent.write(b'{"t":"call","id":1,"op":"read"}\n')
+            reading = agent.reading()
+            assert reading.gpus[0].memory_used == used
+            reply = agent.message(5)
+            assert msgspec.to_builtins(reply, enc_hook=bytes)["id"] == 1
+
+
+def test_carriers_are_own_processes_with_the_lease_or_on_the_gpus(script: Path) -> None:
+    sleeper = ["sleep", "60"]
+    with (
+        subprocess.Popen(sleeper, env={**os.environ, "GPUBOARD_LEASE": "k3f9"}) as carrier,
+        subprocess.Popen(sleeper) as worker,
+        subprocess.Popen(sleeper, env={**os.environ, "GPUBOARD_LEASE": "other"}) as stranger,
+    ):
+        try:
+            gpu, _ = write_script(script, [Gpu(processes=(("compute", worker.pid, GIB),)), Gpu()])
+            with Agent(script) as agent:
+                seen = agent.reading().gpus[0].processes
+                found = agent.call("carriers", lease="k3f9", uuids=[gpu.uuid])["processes"]
+        finally:
+            for process in (carrier, worker, stranger):
+                process.kill()
+    assert {(p["pid"], p["name"], p["why"]) for p in found} == {
+        (carrier.pid, "sleep", "environment"),
+        (worker.pid, "sleep", "gpu"),
+    }
+    assert [(p.pid, p.user, p.name, p.command) for p in seen or []] == [(worker.pid, "root", "sleep", "sleep 60")]
+
+
+def test_simulated_gpus_say_so_and_stand_still_but_for_the_clock() -> None:
+    description = {"cluster": "demo-1000-42", "count": 4, "busy": {"2": {"user": "bob", "memory": 3 * GIB}}}
+    with Agent(None, simulate=description) as agent:
+        reading = agent.reading(2)
+        assert agent.call("read", 2) == {"seq": 2}
+    assert agent.static is not None
+    assert (agent.static.source, uuids(reading.gpus)) == ("simulated", [f"SIM-demo-1000-42-n1-{k}" for k in range(4)])
+    assert [[p.user for p in g.processes or []] for g in reading.gpus] == [[], [], ["bob"], []]
+    assert [g.memory_used for g in reading.gpus] == [0, 0, 3 * GIB, 0]
+
+
+def test_what_is_printed_in_the_agent_travels_as_an_event(script: Path) -> None:
+    write_script(script, [Gpu()])
+    with Agent(script) as agent:
+        agent.reading()
+        with open(f"/proc/{agent.process.pid}/fd/1", "w") as noise:
+            noise.write("a library says hello\n")
+        while not agent.events:
+            agent.message(5)
+    assert agent.events == [("stderr", {"text": "a library says hello\n"})]
