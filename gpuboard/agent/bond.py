@@ -69,7 +69,7 @@ class Bond:
         """
         from multiprocessing import util  # late: the store needs none of it
 
-        os.register_at_fork(before=self._note_thread)
+        os.register_at_fork(before=self._note_thread)  # novm: a rank has torch, so Python 3.8 or later
         util.register_after_fork(self, Bond._in_child)
 
     def _note_thread(self) -> None:

@@ -102,6 +102,7 @@ def _set_command_line(argv: "List[str]", first_path: str, after_python: "List[st
     if not getattr(sys.flags, "safe_path", False):  # python -P puts nothing in front
         sys.path[0] = first_path
     if hasattr(sys, "orig_argv"):
+        # novm: looked for above
         sys.orig_argv[:] = [sys.orig_argv[0], *after_python]
 
 
@@ -120,7 +121,7 @@ def _run_script(namespace: "Dict[str, Any]", name: str, args: "List[str]") -> No
     namespace["__file__"] = file
     namespace["__cached__"] = None
     namespace["__loader__"] = importlib.machinery.SourceFileLoader("__main__", file)
-    with io.open_code(file) as source:
+    with io.open_code(file) as source:  # novm: a rank has torch, so Python 3.8 or later
         code = compile(source.read(), file, "exec", dont_inherit=True)
     exec(code, namespace)
 

@@ -30,7 +30,7 @@ def gpuboard(*args: str, env: dict[str, str] | None = None, stdout: int = subpro
         (["status", "--json"], ("status", ["--json"])),
         (["--nodes", "gpu01", "status"], ("status", ["--nodes", "gpu01"])),
         (["--nodes=gpu01", "status"], ("status", ["--nodes=gpu01"])),
-        (["--config", "x", "run", "--n", "1", "--", "ls", "-l"], ("run", ["--config", "x", "--n", "1", "--", "ls", "-l"])),
+        (["--config", "x", "run", "--n", "1", "--", "ls"], ("run", ["--config", "x", "--n", "1", "--", "ls"])),
         (["--nodes"], (None, ["--nodes"])),
         (["--", "status"], (None, ["--", "status"])),
     ],
