@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from functools import partial
 
 from gpuboard.ledger import keeper_processes as processes
@@ -310,9 +311,9 @@ class Keeper:
 
     def _disown(self, kept: Kept, words: str) -> None:
         """Refuse a lease that was handed to us; whoever took the claims drops them."""
+        self._drop(kept, f"refused: {words}")
         if kept.client is not None:
             kept.client.reply(words)
-        self._drop(kept, f"refused: {words}")
 
     def _drop(self, kept: Kept, words: str) -> None:
         log(f"{kept.lease}: {words}")
@@ -376,10 +377,9 @@ def main() -> None:
         occupied = occupy(folder, patience_s=5.0)
         _write_log_to(f"{folder}/log")
     except (KeeperError, OSError) as error:
-        os.write(starter, f"{error}\n".encode())
+        _tell(starter, str(error))
         sys.exit(1)
-    os.write(starter, b"ready\n")
-    os.close(starter)
+    _tell(starter, "ready")
     if occupied is None:
         return
     lock, listener = occupied
@@ -389,6 +389,12 @@ def main() -> None:
         log(traceback.format_exc())
     withdraw(folder)
     os.close(lock)
+
+
+def _tell(starter: int, words: str) -> None:
+    with suppress(OSError):  # who started us need not wait
+        os.write(starter, f"{words}\n".encode())
+    os.close(starter)
 
 
 def _write_log_to(path: str) -> None:

@@ -1,0 +1,259 @@
+"""The keeper with real claims, real scripts, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuboard.agent import claims
+from gpuboard.ledger import holder, keeper
+from tests import nvml
+from tests.integration.keeper_lab import UUIDS, Lab, until
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a claims folder must belong to root")
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    return nvml.library()
+
+
+@pytest.fixture
+def lab(tmp_path: Path, library: Path) -> Iterator[Lab]:
+    lab = Lab(tmp_path, library)
+    yield lab
+    lab.close()
+
+
+def started(lab: Lab, script: str) -> subprocess.Popen[str]:
+    """Run ``script`` and wait until it says ``go``."""
+    process = lab.bash(script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "go\n"
+    return process
+
+
+def test_lease_ends_with_the_script(lab: Lab) -> None:
+    script = started(lab, lab.take("ended1") + "echo go; read")
+    assert lab.held() == lab.records() == {"ended1"}
+    script.communicate("\n", timeout=10)
+    until(lambda: not lab.held(), 5)
+    until(lambda: not lab.records())
+    until(lambda: not lab.keepers(), 20)
+    assert not (lab.place / "socket").exists()
+
+
+def test_lease_ends_with_a_script_killed(lab: Lab) -> None:
+    script = started(lab, lab.take("killed1") + "echo go; read")
+    script.kill()
+    until(lambda: not lab.held(), 5)
+    script.wait()
+
+
+def test_training_outlives_the_script(lab: Lab) -> None:
+    script = started(lab, lab.take("train1") + "nohup sleep 300 >/dev/null 2>&1 & echo go; echo $!")
+    assert script.stdout is not None
+    train = int(script.stdout.readline())
+    script.wait()
+    until(lambda: "holder has ended" in lab.log())
+    time.sleep(1.5)  # nothing must happen now
+    assert lab.held() == {"train1"}
+    os.kill(train, signal.SIGKILL)
+    until(lambda: not lab.held(), 5)
+
+
+def test_subshell_that_starts_the_training_later(lab: Lab) -> None:
+    """A fork shows no variables in /proc: only that it was left behind tells that it may still use the lease."""
+    os.mkfifo(lab.folder / "fifo")
+    wait = f"while [ ! -e {lab.folder}/now ]; do read -t 0.1 <&5; done"  # a builtin: nothing is started
+    later = f"exec 5<>{lab.folder}/fifo\n( {wait}; exec sleep 300 >/dev/null ) &\n"
+    script = started(lab, lab.take("later1") + later + "echo go; echo $!")
+    assert script.stdout is not None
+    train = int(script.stdout.readline())
+    script.wait()
+    until(lambda: "holder has ended" in lab.log())
+    time.sleep(3.0)  # longer than a look with no hope takes
+    assert lab.held() == {"later1"}
+    (lab.folder / "now").touch()
+    until(lambda: b"sleep" in Path(f"/proc/{train}/cmdline").read_bytes())
+    time.sleep(2.5)  # the next look finds the carrier
+    os.kill(train, signal.SIGKILL)
+    until(lambda: not lab.held(), 8)
+
+
+def test_process_on_the_gpu_keeps_the_lease(lab: Lab) -> None:
+    """It has left the session and hides its variables; NVML sees it."""
+    hidden = "env -u GPUBOARD_LEASE setsid sleep 300 >/dev/null 2>&1 & echo $!\n"
+    script = started(lab, lab.take("nvml1", gpu=1) + "echo go\n" + hidden + "read")
+    assert script.stdout is not None
+    train = int(script.stdout.readline())
+    lab.gpus({1: train})
+    script.communicate("\n", timeout=10)
+    until(lambda: "holder has ended" in lab.log())
+    time.sleep(3.0)
+    assert lab.held() == {"nvml1"}
+    os.kill(train, signal.SIGKILL)
+    lab.gpus()
+    until(lambda: not lab.held(), 10)
+
+
+def test_killed_keeper_is_started_again_by_the_next_command(lab: Lab) -> None:
+    script = started(lab, lab.take("again1") + "echo go; read")
+    first = lab.keeper_pid()
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    until(lambda: lab.keeper_pid() is None)
+    assert keeper.restart_if_needed(lab.env) == []
+    second = until(lab.keeper_pid)
+    assert second != first
+    until(lambda: "again1: taken over" in lab.log())
+    assert keeper.restart_if_needed(lab.env) == []
+    assert lab.keepers() == [second]
+    script.communicate("\n", timeout=10)
+    until(lambda: not lab.held(), 5)
+
+
+def test_holder_that_ended_while_no_keeper_ran(lab: Lab) -> None:
+    script = started(lab, lab.take("gone1") + "echo go; read")
+    pid = lab.keeper_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: lab.keeper_pid() is None)
+    script.communicate("\n", timeout=10)
+    keeper.restart_if_needed(lab.env)
+    until(lambda: not lab.held(), 8)
+
+
+def test_two_starts_at_once_give_one_keeper(lab: Lab) -> None:
+    scripts = [lab.bash(lab.take(f"twin{number}", number) + "echo go; read") for number in range(4)]
+    for script in scripts:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "go\n"
+    assert lab.records() == {f"twin{number}" for number in range(4)}
+    until(lambda: lab.keepers() == [lab.keeper_pid()], 15)
+    for script in scripts:
+        script.communicate("\n", timeout=10)
+    until(lambda: not lab.held(), 8)
+
+
+def test_keeper_that_wakes_late_revives_nothing(lab: Lab) -> None:
+    script = started(lab, lab.take("late1") + "echo go; read")
+    pid = lab.keeper_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    claim = lab.claims / f"gpuboard.{UUIDS[0]}.late1"
+    os.utime(claim, (time.time() - 200, time.time() - 200))  # as if it had slept for 200 s
+    args = {"lease": "other1", "uuids": [UUIDS[0]], "for_s": 60.0}
+    claims.handle("take", args, claims.Folder(str(lab.claims)))
+    os.kill(pid, signal.SIGCONT)
+    keeper.renew("late1", 3600.0, lab.env)  # it touches at once, and not only when its 30 s are over
+    until(lambda: not lab.records())
+    assert lab.held() == {"other1"}
+    script.kill()
+    script.communicate()
+
+
+def test_lost_lease_is_told_once(lab: Lab) -> None:
+    script = started(lab, lab.take("lost1") + "echo go; read")
+    pid = lab.keeper_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: lab.keeper_pid() is None)
+    os.utime(lab.claims / f"gpuboard.{UUIDS[0]}.lost1", (time.time() - 200, time.time() - 200))
+    assert keeper.restart_if_needed(lab.env) == []
+    until((lab.place / "lost").exists)
+    assert keeper.restart_if_needed(lab.env) == [
+        "lease lost1 has lapsed on n: its keeper could show no life there for 90 s"
+    ]
+    assert keeper.restart_if_needed(lab.env) == []
+    assert lab.held() == lab.records() == set()
+    script.kill()
+    script.communicate()
+
+
+def test_lease_ends_when_its_time_is_up(lab: Lab) -> None:
+    script = started(lab, lab.take("time1", seconds=2.5) + "echo go; read")
+    until(lambda: not lab.held(), 6)
+    until(lambda: "time1: its time is up" in lab.log())
+    assert not (lab.place / "lost").exists()
+    script.kill()
+    script.communicate()
+
+
+def test_renewed_lease_goes_on(lab: Lab) -> None:
+    script = started(lab, lab.take("more1", seconds=3) + "echo go; read")
+    claims.handle("renew", {"lease": "more1", "for_s": 3600.0}, claims.Folder(str(lab.claims)))
+    keeper.renew("more1", 3600.0, lab.env)
+    time.sleep(4.0)
+    assert lab.held() == lab.records() == {"more1"}
+    script.kill()
+    script.communicate()
+
+
+def test_forgotten_lease_is_not_touched(lab: Lab) -> None:
+    script = started(lab, lab.take("free1") + "echo go; read")
+    keeper.forget("free1", lab.env)
+    assert lab.records() == set()
+    assert lab.held() == {"free1"}
+    script.kill()
+    script.communicate()
+
+
+def test_keeper_stands_alone(lab: Lab) -> None:
+    """No descriptor, variable, folder, session or parent of the command that started it."""
+    script = started(lab, "exec 7</dev/zero; export SLURM_JOB_ID=1\n" + lab.take("alone1") + "echo go; read")
+    pid = lab.keeper_pid()
+    assert pid is not None
+    process = holder.read_process(pid)
+    assert process is not None
+    opened = {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+    environ = Path(f"/proc/{pid}/environ").read_bytes()
+    assert {name for name in opened if not name.startswith(("anon_inode:", "socket:", str(lab.place)))} == {"/dev/null"}
+    assert os.readlink(f"/proc/{pid}/cwd") == "/"
+    assert process.session not in {0, os.getsid(0), script.pid}
+    assert process.parent not in {script.pid, os.getpid()}
+    assert b"GPUBOARD_LEASE" not in environ and b"SLURM_JOB_ID" not in environ
+    assert (lab.place.stat().st_mode & 0o777, (lab.place / "alone1.json").stat().st_mode & 0o777) == (0o700, 0o600)
+    script.kill()
+    script.communicate()
+
+
+def test_holder_gone_before_the_lease_is_handed_over(lab: Lab) -> None:
+    dead = subprocess.Popen(["true"])
+    who = holder.Holder(os.uname().nodename, holder.boot_id(), dead.pid, 1)
+    dead.wait()
+    node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
+    with pytest.raises(keeper.KeeperError, match=rf"pid {dead.pid}, has gone"):
+        keeper.adopt(keeper.record("never1", [node], {}, who, 60.0), lab.env)
+    assert lab.records() == set()
+
+
+def test_lease_without_claims_is_refused(lab: Lab) -> None:
+    node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
+    with pytest.raises(keeper.KeeperError, match="n: the claims of lease never2 have gone"):
+        keeper.adopt(keeper.record("never2", [node], {}, None, 60.0), lab.env)
+    assert lab.records() == set()
+
+
+def test_stopped_keeper_is_named(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = started(lab, lab.take("stop1") + "echo go; read")
+    pid = lab.keeper_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(keeper, "ADOPT_S", 0.3)
+    node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
+    with pytest.raises(keeper.KeeperError, match="has not taken the lease within"):
+        keeper.adopt(keeper.record("stop2", [node], {}, None, 60.0), lab.env)
+    script.kill()
+    script.communicate()
+
+
+def test_state_folder_that_cannot_be_written(lab: Lab) -> None:
+    with pytest.raises(keeper.KeeperError, match="set XDG_STATE_HOME"):
+        keeper.start_early({**lab.env, "XDG_STATE_HOME": "/proc"})
