@@ -1,0 +1,276 @@
+"""Fleets over the local transport and over the test nodes: what one node does to another, and what comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gpuboard.cluster.fleet import Fleet
+from gpuboard.cluster.inventory import Node
+from gpuboard.config import Settings
+from gpuboard.model.snapshot import NodeView, Snapshot
+from gpuboard.transport.base import CallFailed, LinkLost
+from tests.nodes import Cluster, eight
+from tests.sshd import children
+
+DRIVER = Path(__file__).with_name("fleet_driver.py")
+SIMULATED = {"cluster": "test", "model": "NVIDIA H100 80GB HBM3", "count": 2}
+
+
+@contextlib.contextmanager
+def local(*names: str, interval_s: float | None = None, one_shot: bool = True) -> Iterator[Fleet]:
+    """A started fleet of simulated nodes on this machine."""
+    nodes = [Node(name, None, simulate={**SIMULATED, "cluster": f"test-{os.getpid()}"}) for name in names]
+    fleet = Fleet(nodes, Settings(), interval_s=interval_s, one_shot=one_shot)
+    try:
+        fleet.start()
+        fleet.wait(20)
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < timeout_s, f"not in {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+def own_agents() -> list[int]:
+    return [p for p in children(os.getpid()) if b"gpuboard.agent" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def test_a_one_shot_fleet_reads_each_node_once_and_when_asked() -> None:
+    with local("a", "b") as fleet:
+        seen = fleet.snapshot()
+        assert [(n.name, n.state, n.error, len(n.gpus)) for n in seen.nodes] == [
+            ("a", "up", None, 2),
+            ("b", "up", None, 2),
+        ]
+        assert {gpu.state for node in seen.nodes for gpu in node.gpus} == {"free"}
+        assert seen.cluster == "a,b"
+        before = time.monotonic()
+        assert fleet.refresh(["a"], 5) == {}
+        took = time.monotonic() - before
+        ages = {node.name: node.age_s for node in fleet.snapshot().nodes}
+        assert (ages["a"] or 0) <= took + 0.1
+        assert (ages["b"] or 0) >= took
+
+
+def test_calls_answer_refuse_or_are_lost_each_in_its_way() -> None:
+    with local("a", "b") as fleet:
+        assert fleet.call("a", "touch", {"leases": ["x"]}, 5) == {"alive": [], "lapsed": [], "missing": ["x"]}
+        with pytest.raises(CallFailed) as refused:
+            fleet.call("a", "release", {"lease": "nosuch"}, 5)
+        assert refused.value.kind == "not-found"
+        with pytest.raises(LinkLost, match="c: not one of the nodes in scope"):
+            fleet.call("c", "claims", {}, 5)
+        both = fleet.call_all({"a": ("touch", {"leases": []}), "b": ("nonsense", {})}, 5)
+        assert both["a"] == {"alive": [], "lapsed": [], "missing": []}
+        assert isinstance(both["b"], CallFailed)
+        assert fleet.claims() == {"a": [], "b": []}
+
+
+def test_a_picture_that_is_kept_open_says_free_after_two_readings() -> None:
+    with local("a", interval_s=0.3, one_shot=False) as fleet:
+        assert {gpu.reason for gpu in fleet.snapshot().nodes[0].gpus} == {"one reading so far; free is said after two"}
+        until(lambda: {gpu.state for gpu in fleet.snapshot().nodes[0].gpus} == {"free"}, "free", 3)
+
+
+def test_readings_come_each_tick_by_the_wall_clock_and_together() -> None:
+    with local("a", "b", "c", interval_s=0.5) as fleet:
+        for _ in range(3):
+            fleet.wait_change(2)
+        at = []
+        for _ in range(4):
+            assert fleet.wait_change(2)
+            at.append(time.time())
+        gaps = [b - a for a, b in pairwise(at)]
+        assert all(0.3 < gap < 0.7 for gap in gaps)  # one change a tick, though three nodes report
+        assert all(0 <= moment % 0.5 < 0.2 for moment in at)
+
+
+def test_an_agent_that_ends_leaves_its_node_stale_and_comes_back() -> None:
+    with local("a", "b", interval_s=0.3) as fleet:
+        victim = own_agents()[0]
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: any("killed by signal 9" in (n.error or "") for n in fleet.snapshot().nodes), "seen", 2)
+        until(lambda: all(n.error is None for n in fleet.snapshot().nodes), "it came back", 5)
+        assert victim not in own_agents()
+
+
+def test_a_stopped_agent_is_stale_then_unknown_and_the_other_goes_on() -> None:
+    with local("a", "b", interval_s=0.2) as fleet:
+        victim = own_agents()[0]
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            until(lambda: {n.state for n in fleet.snapshot().nodes} == {"up", "stale"}, "stale after 5 s", 8)
+            nodes = {n.state: n for n in fleet.snapshot().nodes}
+            assert {gpu.state for gpu in nodes["stale"].gpus} == {"unknown"}
+            assert (nodes["up"].age_s or 9) < 0.4
+            with pytest.raises(LinkLost, match=r"no answer in 0\.2 s"):
+                fleet.call(nodes["stale"].name, "touch", {"leases": []}, 0.2)
+        finally:
+            start = time.monotonic()
+            fleet.close()
+            assert time.monotonic() - start < 0.5
+            until(lambda: not own_agents(), "also a stopped agent ends", 5)
+
+
+def test_a_big_write_goes_out_piece_by_piece() -> None:
+    with local("a") as fleet:
+        answer = fleet.call("a", "touch", {"leases": ["x" * 2000] * 1000}, 20)
+        assert len(answer["missing"]) in {1, 1000}
+
+
+def test_many_threads_may_call_at_once() -> None:
+    with local("a", "b") as fleet:
+        answers: list[Any] = []
+
+        def work(node: str, number: int) -> None:
+            answers.append(fleet.call(node, "touch", {"leases": [f"l{number}"]}, 10) == {
+                "alive": [], "lapsed": [], "missing": [f"l{number}"],
+            })  # fmt: skip
+
+        threads = [threading.Thread(target=work, args=("ab"[k % 2], k)) for k in range(40)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert answers == [True] * 40
+
+
+def test_an_agent_started_ahead_is_taken_and_holds_nothing_of_ours() -> None:
+    code = (
+        "import os\n"
+        "extra = os.open('/dev/null', os.O_RDONLY); os.set_inheritable(extra, True)\n"
+        "from gpuboard.transport import spawn\n"
+        "spawn.prestart(); pid = spawn._prestarted[0].pid\n"
+        "from gpuboard.cluster.fleet import Fleet\n"
+        "from gpuboard.cluster.inventory import Node\n"
+        "from gpuboard.config import Settings\n"
+        f"fleet = Fleet([Node('a', None, simulate={SIMULATED!r})], Settings(), interval_s=None)\n"
+        "fleet.start(); fleet.wait(10)\n"
+        "facts = [fleet._feeds['a'].facts.hello.pid == pid, fleet.snapshot().nodes[0].state]\n"
+        "facts += [os.getsid(pid) == pid, extra in map(int, os.listdir(f'/proc/{pid}/fd'))]\n"
+        "import sys\n"
+        "facts += [sorted({'asyncio', 'asyncssh', 'ClusterShell', 'pynvml', 'subprocess'} & set(sys.modules))]\n"
+        "print(facts)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        close_fds=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.stdout == "[True, 'up', True, False, []]\n", done.stderr
+
+
+class Watched:
+    """A fleet that is kept open on login1; what it said, by arrival."""
+
+    def __init__(self, nodes: Cluster, **options: Any) -> None:
+        options = {"nodes": ["gpu[01-03]"], "interval_s": 1.0} | options
+        command = [sys.executable, str(DRIVER), json.dumps(options)]
+        self.process = nodes["login1"].popen(command, user="alice", stdin=subprocess.PIPE)
+        self.seen: list[Snapshot] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        decoder = msgspec.json.Decoder(Snapshot)
+        for line in self.process.stdout:
+            self.seen.append(decoder.decode(line))
+
+    def node(self, name: str) -> NodeView | None:
+        """Return a node as it was seen last."""
+        return next((n for n in self.seen[-1].nodes if n.name == name), None) if self.seen else None
+
+    def states(self) -> dict[str, str]:
+        return {n.name: n.state for n in self.seen[-1].nodes} if self.seen else {}
+
+    def oldest(self, since: int, *names: str) -> float:
+        """Return the greatest age of ``names`` in what was seen from entry ``since`` on."""
+        return max(n.age_s or 0.0 for shot in self.seen[since:] for n in shot.nodes if n.name in names)
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def watched(nodes: Cluster) -> Iterator[Watched]:
+    it = Watched(nodes, settings={"connect_timeout": "3s"})
+    try:
+        until(lambda: set(it.states().values()) == {"up"}, "all three up", 20)
+        yield it
+    finally:
+        it.stop()
+
+
+@pytest.mark.nodes
+def test_a_hanging_nvml_leaves_the_others_ages_under_two_intervals(nodes: Cluster, watched: Watched) -> None:
+    since = len(watched.seen)
+    nodes["gpu01"].script(
+        [msgspec.structs.replace(gpu, trouble=("hang *",)) if k == 3 else gpu for k, gpu in enumerate(eight())]
+    )
+
+    def only_gpu3_unknown() -> bool:
+        node = watched.node("gpu01")
+        return node is not None and [g.index for g in node.gpus if g.state == "unknown"] == [3]
+
+    until(only_gpu3_unknown, "GPU 3 unknown and no other", 20)
+    assert watched.oldest(since, "gpu01", "gpu02", "gpu03") < 2.0  # the node itself goes on, too
+
+
+@pytest.mark.nodes
+def test_a_stopped_sshd_leaves_the_others_ages_under_two_intervals(nodes: Cluster, watched: Watched) -> None:
+    since = len(watched.seen)
+    nodes["gpu02"].pause_sshd()
+    until(lambda: watched.states().get("gpu02") == "stale", "gpu02 stale", 12)
+    node = watched.node("gpu02")
+    assert node is not None
+    assert {gpu.state for gpu in node.gpus} == {"unknown"}
+    assert watched.oldest(since, "gpu01", "gpu03") < 2.0
+    nodes["gpu02"].resume_sshd()
+    until(lambda: watched.states().get("gpu02") == "up", "gpu02 up again", 12)
+
+
+@pytest.mark.nodes
+def test_a_refused_key_leaves_the_others_ages_under_two_intervals(nodes: Cluster, watched: Watched) -> None:
+    since = len(watched.seen)
+    nodes["gpu03"].sshd("AuthorizedKeysFile /nonexistent")
+    until(lambda: "no key was accepted" in ((watched.node("gpu03") or NodeView("", "")).error or ""), "refused", 12)
+    until(lambda: watched.states().get("gpu03") == "unreachable", "unreachable once its reading is old", 12)
+    assert watched.oldest(since, "gpu01", "gpu02") < 2.0
+    node = watched.node("gpu03")
+    assert node is not None
+    assert node.error is not None
+    assert node.error.startswith("ssh: alice@gpu03 was refused: no key was accepted; check `ssh gpu03`")
+
+
+@pytest.mark.nodes
+def test_a_pulled_cable_is_stale_and_heals(nodes: Cluster, watched: Watched) -> None:
+    since = len(watched.seen)
+    nodes["gpu02"].unplug()
+    until(lambda: watched.states().get("gpu02") == "stale", "gpu02 stale", 12)
+    assert watched.oldest(since, "gpu01", "gpu03") < 2.0
+    nodes["gpu02"].plug()
+    until(lambda: watched.states().get("gpu02") == "up", "gpu02 up again", 20)
