@@ -7,7 +7,7 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,13 +22,24 @@ NONCE = "0123456789abcdef"
 
 
 class Agent:
-    """The agent on a scripted NVML library; with ``python`` it travels to that interpreter as it would over ssh."""
+    """The agent on a scripted NVML library; with ``python`` it travels to that interpreter as it would over ssh.
 
-    def __init__(self, script: Path | None, *, python: str | None = None, old: bool = False, **config: Any) -> None:
+    ``through`` is a command that runs a shell command line given as its last argument, such as ``ssh gpu01``.
+    """
+
+    def __init__(
+        self,
+        script: Path | None,
+        *,
+        python: str | None = None,
+        through: Sequence[str] = ("sh", "-c"),
+        old: bool = False,
+        **config: Any,
+    ) -> None:
         env = {key: value for key, value in os.environ.items() if key not in {"LD_LIBRARY_PATH", "FAKE_NVML"}}
         if script is not None:
             env |= {"LD_LIBRARY_PATH": str(library(old=old)), "FAKE_NVML": str(script)}
-        command = spawn.agent_command() if python is None else ["sh", "-c", bundle.command_line(python)]
+        command = spawn.agent_command() if python is None else [*through, bundle.command_line(python)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         full = {"node": "n1", "interval_s": None, "claims_dir": "/var/tmp", "simulate": None, "now": True, **config}
         if python is not None:

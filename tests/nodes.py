@@ -28,91 +28,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
 
-import msgspec
-
-from tests.nvml import Gpu, library, write_script
+from tests.hosts import ADDRESSES, SSHD, USERS, Host, eight, empty, inside
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-USERS = {"root": 0, "alice": 2001, "bob": 2002}
-ADDRESSES = {
-    "gpu01": "10.88.0.11",
-    "gpu02": "10.88.0.12",
-    "gpu03": "10.88.0.13",
-    "login1": "10.88.0.21",
-    "login2": "10.88.0.22",
-}
-PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:" + os.environ.get("PATH", "")) or ""
-
-# The first process of a host: sets its mounts up, says so, and reaps orphans from then on.
-_INIT = r"""
-set -e
-host=$1 root=$2; shift 2
-mount --make-rprivate /
-hostname "$host"
-work=$root/hosts/$host/work
-mount -t tmpfs -o mode=755 tmpfs "$work"
-mkdir "$work/upper" "$work/overlay" "$work/cgroup" "$work/keep"
-mount --rbind /sys/fs/cgroup "$work/cgroup"
-mount -t overlay overlay -o "lowerdir=/etc,upperdir=$work/upper,workdir=$work/overlay" /etc
-cp -r "$root/hosts/$host/etc/." /etc/
-mount -t proc proc /proc
-mount -t sysfs sysfs /sys
-mount --rbind "$work/cgroup" /sys/fs/cgroup
-# What this test run needs and others may not enter: put a folder that lets them pass in its place.
-n=0
-while [ $# -gt 0 ]; do
-    closed=$1; n=$((n + 1)); shift
-    mkdir "$work/keep/$n"; mount --rbind "$closed" "$work/keep/$n"
-    mount -t tmpfs -o mode=755 tmpfs "$closed"
-    while [ $# -gt 0 ] && [ "$1" != -- ]; do
-        mkdir -p "$1"; mount --rbind "$work/keep/$n${1#"$closed"}" "$1"; shift
-    done
-    shift
-done
-mount --rbind "$root/srv" /srv
-mount -t tmpfs -o mode=755 tmpfs /run
-mkdir -p /run/sshd /run/fake-nvml
-mount --bind "$root/hosts/$host/nvml" /run/fake-nvml
-mount -t tmpfs -o mode=1777 tmpfs /var/tmp
-mount -t tmpfs -o mode=1777 tmpfs /dev/shm
-mount -t tmpfs -o mode=1777 tmpfs /tmp
-ldconfig
-ip link set lo up
-echo ready
-exec "$PYTHON" -I -S -c '
-import os, signal
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-while True:
-    try:
-        os.wait()
-    except ChildProcessError:
-        signal.sigwait([signal.SIGCHLD])
-'
-"""
-
-_SSHD_CONFIG = """
-Port 22
-HostKey /etc/ssh/test_host_key
-PidFile none
-UsePAM no
-UseDNS no
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-PermitRootLogin yes
-MaxStartups 500
-MaxSessions 100
-LogLevel VERBOSE
-"""
 
 
 def missing() -> str | None:
@@ -127,242 +51,6 @@ def missing() -> str | None:
     if subprocess.run(["unshare", "-n", "-m", "-p", "-f", "true"], capture_output=True).returncode:
         return "namespaces (unshare is refused)"
     return None
-
-
-class NodeProcess(msgspec.Struct, frozen=True):
-    """A process of a host. ``pid`` is ours, ``inner`` the host's own."""
-
-    pid: int
-    inner: int
-    uid: int
-    name: str
-    argv: tuple[str, ...]
-
-
-class Running(subprocess.Popen[str]):
-    """A process in a host; signals go to itself, not to the nsenter that waits for it."""
-
-    @property
-    def inner(self) -> int:
-        """Its pid as seen from outside the host. Raises TimeoutError when it does not come up in 5 s."""
-        until = time.monotonic() + 5
-        while time.monotonic() < until and self.poll() is None:
-            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-            if children:
-                return int(children[0])
-            time.sleep(0.005)
-        raise TimeoutError(f"no process came up: {self.args!r} exit code {self.returncode}")
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal to the process itself."""
-        if self.poll() is None:
-            os.kill(self.inner, sig)
-            if sig != signal.SIGSTOP:
-                os.kill(self.pid, signal.SIGCONT)  # nsenter stops itself when its child is stopped
-
-
-class Host:
-    """One host of the cluster; see the module's docstring."""
-
-    def __init__(self, name: str, root: Path) -> None:
-        self.name = name
-        self.address = ADDRESSES[name]
-        self.folder = root / "hosts" / name
-        self.has_gpus = name.startswith("gpu")
-        self.changed = False  # python3 or sshd is not as at the start
-        self._root = root
-        self._init: subprocess.Popen[str] | None = None
-        self._sshd: Running | None = None
-        self.pid = 0  # of its first process, as seen from outside
-        self._switch = 0
-
-    def begin(self) -> None:
-        """Start the first process; ``finish`` waits for it (all hosts do this at once)."""
-        command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--kill-child", "-m", "-u", "-n", "-p", "-f"]
-        self._init = subprocess.Popen(
-            [*command, "sh", "-c", _INIT, "init", self.name, str(self._root), *_closed()],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={"PATH": PATH, "PYTHON": os.path.realpath(sys.executable)},
-        )
-
-    def finish(self, switch: int) -> None:
-        """Wait for the mounts, plug the host into the switch and start sshd."""
-        assert self._init is not None
-        assert self._init.stdout is not None
-        if self._init.stdout.readline() != "ready\n":
-            raise RuntimeError(f"{self.name} did not start; its messages are above")
-        self.pid = int(Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text())
-        _inside(switch, f"link add {self.name} type veth peer name eth0 netns {self.pid}")
-        _inside(switch, f"link set {self.name} master lan up")
-        _inside(self.pid, f"addr add {self.address}/24 dev eth0")
-        _inside(self.pid, "link set eth0 up")
-        self._switch = switch
-        self.sshd()
-
-    def sshd(self, more: str = "") -> None:
-        """(Re)start sshd, with lines of configuration put before the usual ones (the first one counts)."""
-        self.changed = bool(more)
-        self.stop_sshd()
-        self.path("/etc/ssh/test_sshd_config").write_text(more + "\n" + _SSHD_CONFIG)
-        with (self.folder / "sshd.log").open("ab") as log:
-            command = [*self._enter(), SSHD, "-D", "-e", "-f", "/etc/ssh/test_sshd_config"]
-            self._sshd = Running(command, text=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        _until(self._listens, f"sshd on {self.name} listens")
-
-    def stop_sshd(self) -> None:
-        """End sshd and its sessions."""
-        for process in self.processes():
-            if process.name.startswith("sshd"):
-                _kill(process.pid)
-        if self._sshd is not None:
-            self._sshd.wait(10)
-            self._sshd = None
-
-    def pause_sshd(self) -> None:
-        """SIGSTOP to sshd and its sessions: connections stay open and nobody answers."""
-        for process in self.processes():
-            if process.name.startswith("sshd"):
-                os.kill(process.pid, signal.SIGSTOP)
-
-    def resume_sshd(self) -> None:
-        """Undo ``pause_sshd``."""
-        for process in self.processes():
-            if process.name.startswith("sshd"):
-                os.kill(process.pid, signal.SIGCONT)
-        if self._sshd is not None:
-            self._sshd.send_signal(signal.SIGCONT)
-
-    def unplug(self) -> None:
-        """Pull the network cable: packets are dropped, nobody is told."""
-        _inside(self._switch, f"link set {self.name} nomaster")
-
-    def plug(self) -> None:
-        """Put the network cable back."""
-        _inside(self._switch, f"link set {self.name} master lan")
-
-    def firewall(self, *rules: str) -> None:
-        """Set nftables rules of this host, without any: none."""
-        base = ["flush ruleset"]
-        if rules:
-            base += ["add table inet t", "add chain inet t in { type filter hook input priority 0; }"]
-        text = "\n".join([*base, *rules])
-        subprocess.run(["nsenter", "-t", str(self.pid), "-n", "nft", "-f", "-"], input=text, text=True, check=True)
-
-    def script(self, gpus: Sequence[Gpu], **settings: Any) -> list[Gpu]:
-        """Set what NVML says from now on (tests.nvml.write_script); return the GPUs with their UUIDs."""
-        return write_script(self.folder / "nvml" / "script", gpus, seed=self.name, **settings)
-
-    def hide_library(self) -> None:
-        """Take the NVML library away (as for a host without a driver); ``show_library`` puts it back."""
-        (self.folder / "nvml" / "libnvidia-ml.so.1").unlink(missing_ok=True)
-
-    def show_library(self, *, old: bool = False) -> None:
-        """Put the NVML library there, ``old``: that of an old driver."""
-        target = self.folder / "nvml" / "libnvidia-ml.so.1"
-        shutil.copy(library(old=old) / target.name, target.with_suffix(".new"))
-        target.with_suffix(".new").replace(target)
-
-    def use_python(self, interpreter: str) -> None:
-        """Make ``python3`` this interpreter for sessions over ssh, from the next one on."""
-        self.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/usr/local/bin"], user="root", check=True)
-        self.run(["ln", "-s", interpreter, "/usr/local/bin/python3"], user="root", check=True)
-        self.changed = True
-
-    def path(self, path: str) -> Path:
-        """Return a path of this host as seen from outside."""
-        return Path(f"/proc/{self.pid}/root{path}")
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        user: str = "alice",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        timeout: float = 60,
-        check: bool = False,
-        stdin: str = "",
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command on this host and return what it said. Raises TimeoutExpired, after killing it."""
-        with self.popen(argv, user=user, env=env, cwd=cwd, stdin=subprocess.PIPE) as process:
-            try:
-                out, err = process.communicate(stdin, timeout)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
-        done = subprocess.CompletedProcess(list(argv), process.returncode, out, err)
-        if check and done.returncode:
-            raise AssertionError(f"{self.name}: {argv} ended with {done.returncode}\n{out}\n{err}")
-        return done
-
-    def popen(
-        self,
-        argv: Sequence[str],
-        *,
-        user: str = "alice",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: int | IO[str] = subprocess.DEVNULL,
-        stdout: int | IO[str] = subprocess.PIPE,
-        stderr: int | IO[str] = subprocess.PIPE,
-    ) -> Running:
-        """Start a command on this host as ``user``, in a login's environment plus ``env``, in the user's home."""
-        home = f"/srv/home/{user}"
-        full = {"HOME": home, "USER": user, "LOGNAME": user, "SHELL": "/bin/bash", "PATH": PATH, "LANG": "C.UTF-8"}
-        full |= env or {}
-        uid = str(USERS[user])
-        command = [
-            *self._enter(),
-            *("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "env", "-i"),
-            *(f"{key}={value}" for key, value in full.items()),
-            *("sh", "-c", 'cd "$0" && exec "$@"', cwd or home, *argv),
-        ]
-        return Running(command, text=True, stdin=stdin, stdout=stdout, stderr=stderr)
-
-    def processes(
-        self, keep: Callable[[NodeProcess], bool] = lambda _: True, *, user: str | None = None
-    ) -> list[NodeProcess]:
-        """Return the processes of this host, its first one left out; ``user``: only that one's."""
-        if not self.pid:
-            return []
-        ours = os.readlink(f"/proc/{self.pid}/ns/pid")
-        found = [p for p in _processes(ours) if p.inner != 1 and (user is None or p.uid == USERS[user])]
-        return [p for p in found if keep(p)]
-
-    def reset(self) -> None:
-        """Put everything back as it was after the start; end what tests left running."""
-        self.resume_sshd()
-        listener = self._sshd.inner if self._sshd is not None and self._sshd.poll() is None else None
-        for process in self.processes(lambda p: p.pid != listener):
-            _kill(process.pid)
-        self.firewall()
-        self.plug()
-        for folder in ("/var/tmp", "/tmp", "/dev/shm"):
-            _empty(self.path(folder))
-        if self.changed or listener is None:
-            self.run(["umount", "/usr/local/bin"], user="root")
-            self.sshd()
-        if self.has_gpus:
-            self.script(eight())
-            self.show_library()
-
-    def stop(self) -> None:
-        """End the host with everything in it."""
-        if self._init is not None:
-            self._init.kill()
-            self._init.wait()
-            assert self._init.stdout is not None
-            self._init.stdout.close()
-        if self._sshd is not None:
-            self._sshd.wait(10)
-
-    def _listens(self) -> bool:
-        done = self.run(["sh", "-c", "cat /proc/net/tcp"], user="root")
-        return any(line.split()[1:4:2] == ["00000000:0016", "0A"] for line in done.stdout.splitlines()[1:])
-
-    def _enter(self) -> list[str]:
-        return ["nsenter", "-t", str(self.pid), "-m", "-u", "-n", "-p"]
 
 
 class Cluster:
@@ -392,12 +80,13 @@ class Cluster:
             stdout=subprocess.PIPE,
             text=True,
         )
+        closed = _closed()
         for host in self:
-            host.begin()
+            host.begin(closed)
         assert self._switch.stdout is not None
         self._switch.stdout.readline()
-        _inside(self._switch.pid, "link add lan type bridge forward_delay 0")
-        _inside(self._switch.pid, "link set lan up")
+        inside(self._switch.pid, "link add lan type bridge forward_delay 0")
+        inside(self._switch.pid, "link set lan up")
         for host in self:
             host.finish(self._switch.pid)
 
@@ -452,7 +141,7 @@ class Cluster:
     def _fill_home(self, user: str) -> None:
         home, uid, keys = self.home(user), USERS[user], self.root / "keys"
         home.mkdir(parents=True, exist_ok=True)
-        _empty(home)
+        empty(home)
         ssh = home / ".ssh"
         ssh.mkdir(mode=0o700)
         shutil.copy(keys / user, ssh / "id_ed25519")
@@ -463,19 +152,6 @@ class Cluster:
         for path in (home, ssh, *ssh.iterdir()):
             os.chown(path, uid, uid)
         home.chmod(0o755)
-
-
-def eight() -> list[Gpu]:
-    """Return the GPUs that every node starts with: eight idle H100s behind NVSwitch, four on each NUMA node."""
-    return [
-        Gpu(
-            numa=k // 4,
-            cpus="0-15,32-47" if k < 4 else "16-31,48-63",
-            links=("switch",) * 18,
-            levels=tuple((peer, 40 if peer // 4 == k // 4 else 50) for peer in range(8) if peer != k),
-        )
-        for k in range(8)
-    ]
 
 
 def old_python() -> str | None:
@@ -501,48 +177,5 @@ def _closed() -> list[str]:
     return [word for folder, paths in by_folder.items() for word in (str(folder), *paths, "--")]
 
 
-def _processes(namespace: str) -> Iterator[NodeProcess]:
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            if os.readlink(f"/proc/{entry}/ns/pid") != namespace:
-                continue
-            status = dict(x.split(":", 1) for x in Path(f"/proc/{entry}/status").read_text().splitlines())
-            argv = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-        except OSError:
-            continue  # it has ended
-        if status["State"].split()[0] != "Z":
-            inner, uid = int(status["NSpid"].split()[-1]), int(status["Uid"].split()[1])
-            yield NodeProcess(int(entry), inner, uid, status["Name"].strip(), tuple(argv))
-
-
-def _inside(pid: int, ip: str) -> None:
-    subprocess.run(["nsenter", "-t", str(pid), "-n", "ip", *ip.split()], check=True)
-
-
 def _entries(path: str) -> list[str]:
     return Path(path).read_text().splitlines()
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > until:
-            raise TimeoutError(f"not in {timeout_s:.0f} s: {what}")
-        time.sleep(0.02)
