@@ -36,6 +36,8 @@ from pathlib import Path
 
 from tests.hosts import ADDRESSES, SSHD, USERS, Host, eight, empty, inside
 
+__all__ = ["ADDRESSES", "USERS", "Cluster", "Host", "eight", "missing", "old_python"]
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
