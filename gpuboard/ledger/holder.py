@@ -4,10 +4,10 @@ The rule, first match wins:
 
 1. ``--holder PID``.
 2. The process that reads our stdout pipe: the shell that evaluates ``$(gpuboard allocate …)``, whatever stands
-   between (subshells, ``timeout``, ``env``). Two kinds of readers only hand the text on and are climbed over:
-   a filter beside us (``$(gpuboard … | tee log)``), for whoever reads *its* stdout, up to the first that is an ancestor
-   of ours; and a subshell, for the shell that it was forked from and that reads it (a shell function as ``$(f)``).
-   When all that is left are filters that write elsewhere (``gpuboard … | tee log``), rule 3 decides.
+   between (subshells, ``timeout``, ``env``). Readers that only hand the text on are climbed over, for whoever reads
+   *their* stdout: known filters (``$(gpuboard … | tee log)``), any command of a pipeline within ``$(…)``, and a
+   subshell that the shell reading it was forked into (a shell function called as ``$(f)``).
+   When only filters are left that write elsewhere (``gpuboard … | tee log``), rule 3 decides.
 3. Our parent; while that is a mere fork of its own parent (same executable, command line and session) or a wrapper
    that only waits for us (``timeout``, ``flock``), the one above.
 
@@ -140,13 +140,11 @@ def _evaluator(stdout_fd: int) -> int | None:
     """Return who takes in what we write to ``stdout_fd``; None when that is no pipe or only filters read it."""
     above = ancestors(os.getpid())
     chain = _readers("self", stdout_fd, above)
-    for pid in chain:
-        if pid in above:
-            return _over_forks(pid)
-    for pid in chain:
-        if _program(pid) not in _FILTERS:
-            return pid
-    return None
+    consumer = next((pid for pid in chain if pid not in above and _program(pid) not in _FILTERS), None)
+    # A consumer within `$(…)` hands the text on to the shell; one that merely shares its script's stdout does not.
+    if chain and chain[-1] in above and (consumer is None or chain[-1] in _starters()):
+        return _over_forks(chain[-1])
+    return consumer
 
 
 def _readers(pid: int | str, fd: int, above: list[int]) -> list[int]:
@@ -180,14 +178,7 @@ def _over_forks(pid: int) -> int:
 
 def _starter() -> int:
     """Return our parent, or whom it stands for. Raises UsageError when the real parent has gone."""
-    pid = os.getppid()
-    for _ in range(_MAX_DEPTH):
-        process = read_process(pid)
-        if process is None or process.parent <= 0:
-            break
-        if not _is_fork(process) and _program(pid) not in _WRAPPERS:
-            break
-        pid = process.parent
+    pid = _starters()[-1]
     name = _program(pid)
     if pid == 0 or (name in _REAPERS and (pid == 1 or name == "systemd")):
         raise UsageError(
@@ -195,6 +186,19 @@ def _starter() -> int:
             "name one with --holder PID, or take the lease for a time with --detach --for D"
         )
     return pid
+
+
+def _starters() -> list[int]:
+    """Return our parent, whom it stands for, and so on: up to the first that is neither a fork nor a wrapper."""
+    found = [os.getppid()]
+    while len(found) < _MAX_DEPTH:
+        process = read_process(found[-1])
+        if process is None or process.parent <= 0:
+            break
+        if not _is_fork(process) and _program(process.pid) not in _WRAPPERS:
+            break
+        found.append(process.parent)
+    return found
 
 
 def _is_fork(process: Process) -> bool:

@@ -1,0 +1,8 @@
+"""Print who would hold a lease taken here, as gpuboard allocate would find it: ``pid kind``."""
+
+from __future__ import annotations
+
+from gpuboard.ledger import holder
+
+found = holder.find_holder()
+print(found.pid, holder.shell_kind(found.pid))
