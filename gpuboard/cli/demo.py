@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from gpuboard.cli import leases as leases_command
 from gpuboard.cli import status as status_command
 from gpuboard.cli.context import Context
-from gpuboard.cli.table import paint
+from gpuboard.cli.table import paint, wrap
 from gpuboard.model.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     stage = _Stage(context, waits=args.steps)
     nodes = demo_nodes()
     stage.say(
-        "gpuboard demo: a SIMULATED cluster. The GPUs are invented; the agent, the reservation, the launcher and\n"
+        "gpuboard demo: a SIMULATED cluster. The GPUs are invented; the agent, the reservation, the launcher and "
         "the training are real."
     )
     stage.step("1. What is there, and why it is or is not free", "gpuboard status")
@@ -92,12 +92,14 @@ class _Stage:
 
     def __init__(self, context: Context, *, waits: bool) -> None:
         self._colour = context.colour
+        self._width = context.width
         self.person = context.stdout_is_tty
         self._waits = waits and sys.stdin.isatty()
 
     def say(self, text: str) -> None:
-        """Print words."""
-        print(text, flush=True)
+        """Print words, broken at spaces where the terminal ends."""
+        for line in text.split("\n"):
+            print("\n".join([line] if self._width is None else wrap(line, self._width)), flush=True)
 
     def step(self, title: str, command: str) -> None:
         """Begin a step: what happens, and the command that does the same."""

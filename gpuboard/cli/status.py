@@ -44,7 +44,7 @@ COLUMNS = (
 _NODE, _GPU, _MODEL, _STATE, _WHO, _MEMORY, _UTIL, _TEMP, _POWER, _AGE, _WHY = range(len(COLUMNS))
 # What goes first in a narrow terminal. Node, index and state stay to the end.
 STEPS = (
-    Step(_WHY, 36), Step(_MODEL, 14), Step(_WHO, 16), Step(_POWER, 0), Step(_TEMP, 0), Step(_MODEL, 9), Step(_AGE, 0),
+    Step(_WHY, 36), Step(_MODEL, 14), Step(_WHO, 16), Step(_POWER, 0), Step(_TEMP, 0), Step(_MODEL, 8), Step(_AGE, 0),
     Step(_NODE, 16), Step(_WHO, 8), Step(_WHY, 20), Step(_MODEL, 0), Step(_UTIL, 0), Step(_WHO, 0), Step(_WHY, 12),
     Step(_MEMORY, 0), Step(_NODE, 8), Step(_WHY, 4),
 )  # fmt: skip
@@ -193,8 +193,10 @@ def _who(gpu: GpuView) -> str:
 
 
 def _memory(used: int | None, total: int | None) -> str:
-    parts = ["?" if size is None else f"{size / 2**30:.1f}" for size in (used, total)]
-    return "/".join(parts)
+    """Return GiB used of GiB in all; a decimal only where it tells something."""
+    left = "?" if used is None else f"{used / 2**30:.{1 if used < 10 * 2**30 else 0}f}"
+    right = "?" if total is None else f"{total / 2**30:.0f}"
+    return f"{left}/{right}"
 
 
 def _age(age_s: float | None) -> str:
