@@ -2,6 +2,7 @@
 
 NAMES = sorted(globals())
 
+import gc  # noqa: E402
 import json  # noqa: E402
 import multiprocessing  # noqa: E402
 import os  # noqa: E402
@@ -53,6 +54,7 @@ def setting() -> dict[str, object]:
         "pickled": pickle.loads(pickle.dumps(Squares())).__class__ is Squares,
         "flags": str(sys.flags),
         "executable": sys.executable,
+        "gc": [gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()],
         "settrace": sys.gettrace() is None and sys.getprofile() is None,
     }
 
