@@ -1,0 +1,114 @@
+"""The keeper's folder, lock and socket."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from gpuboard.ledger import keeper_place as place
+from gpuboard.ledger.holder import boot_id
+
+
+def test_one_of_two_occupies(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert place.connect(folder) is None
+    first = place.occupy(folder, 0.1)
+    assert first is not None
+    assert place.occupy(folder, 0.1) is None
+    assert (tmp_path / "lock").read_text() == str(os.getpid())
+    place.withdraw(folder)
+    assert place.connect(folder) is None
+    first[1].close()
+    os.close(first[0])
+    second = place.occupy(folder, 0.1)
+    assert second is not None
+    second[1].close()
+    os.close(second[0])
+
+
+def test_socket_of_a_dead_keeper_is_replaced(tmp_path: Path) -> None:
+    dead = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with place._short(str(tmp_path)) as path:
+        dead.bind(f"{path}/socket")
+    dead.close()
+    assert place.connect(str(tmp_path)) is None
+    occupied = place.occupy(str(tmp_path), 0.1)
+    assert occupied is not None
+    connection = place.connect(str(tmp_path))
+    assert connection is not None
+    connection.close()
+    occupied[1].close()
+    os.close(occupied[0])
+
+
+def test_lock_kept_by_one_that_does_not_answer(tmp_path: Path) -> None:
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    os.write(lock, b"4242")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(place.KeeperError, match="pid 4242, holds its lock but does not answer; end it: kill 4242"):
+        place.occupy(str(tmp_path), 0.05)
+    os.close(lock)
+
+
+def test_path_longer_than_a_socket_address(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 200)
+    folder.mkdir()
+    occupied = place.occupy(str(folder), 0.1)
+    assert occupied is not None
+    connection = place.connect(str(folder))
+    assert connection is not None
+    connection.close()
+    occupied[1].close()
+    os.close(occupied[0])
+
+
+def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS without its lock daemon: lock and socket lie elsewhere, and are found there."""
+    real = fcntl.flock
+
+    def no_locks_here(fd: int, how: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
+            raise OSError(errno.ENOLCK, "No locks available")
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", no_locks_here)
+    occupied = place.occupy(str(tmp_path), 0.1)
+    assert occupied is not None
+    connection = place.connect(str(tmp_path))
+    assert connection is not None
+    assert os.stat(f"/tmp/gpuboard-{os.geteuid()}").st_mode & 0o777 == 0o700
+    connection.close()
+    place.withdraw(str(tmp_path))
+    assert place.connect(str(tmp_path)) is None
+    occupied[1].close()
+    os.close(occupied[0])
+
+
+def test_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    with pytest.raises(place.KeeperError, match="is not a folder of yours"):
+        place.make_private(str(link))
+    if os.geteuid() == 0:
+        theirs = tmp_path / "theirs"
+        theirs.mkdir()
+        os.chown(theirs, 12345, 12345)
+        with pytest.raises(place.KeeperError, match="is not a folder of yours"):
+            place.make_private(str(theirs))
+        assert place.connect(str(theirs)) is None
+
+
+def test_folder_is_made_private(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    place.make_private(str(tmp_path / "open"))
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
+
+
+def test_name_tells_boots_and_pid_namespaces_apart() -> None:
+    boot = boot_id()[:8]
+    assert place.folder_name().startswith(f"{os.uname().nodename}-{boot}")

@@ -1,0 +1,81 @@
+"""Where logind or a batch system would kill a keeper."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gpuboard.ledger.keeper_reapers import reapers
+
+SESSION = "0::/user.slice/user-1001.slice/session-4.scope\n"
+
+
+@pytest.fixture
+def as_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root is not killed by default; ask for somebody else."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1)
+
+
+def host(root: Path, files: dict[str, str]) -> str:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(root)
+
+
+KILLS = "[Login]\n#KillUserProcesses=no\nKillUserProcesses=yes\n"
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("files", "warned"),
+    [
+        ({"proc/self/cgroup": SESSION}, False),
+        ({"proc/self/cgroup": SESSION, "etc/systemd/logind.conf": KILLS}, True),
+        ({"proc/self/cgroup": SESSION, "etc/systemd/logind.conf": KILLS + "KillExcludeUsers=root daemon\n"}, False),
+        ({"proc/self/cgroup": SESSION, "etc/systemd/logind.conf": KILLS + "KillOnlyUsers=alice\n"}, False),
+        (
+            {
+                "proc/self/cgroup": "0::/user.slice/user-1001.slice/user@1001.service/x\n",
+                "etc/systemd/logind.conf": KILLS,
+            },
+            False,
+        ),
+        ({"proc/self/cgroup": SESSION, "usr/lib/systemd/logind.conf.d/10-site.conf": KILLS}, True),
+        (
+            {
+                "proc/self/cgroup": SESSION,
+                "usr/lib/systemd/logind.conf.d/10-site.conf": KILLS,
+                "etc/systemd/logind.conf.d/10-site.conf": "[Login]\n",
+            },
+            False,
+        ),
+        (
+            {
+                "proc/self/cgroup": SESSION,
+                "etc/systemd/logind.conf": KILLS,
+                "run/systemd/logind.conf.d/90.conf": "[Login]\nKillUserProcesses = no\n",
+            },
+            False,
+        ),
+    ],
+)
+def test_logind(tmp_path: Path, files: dict[str, str], warned: bool) -> None:
+    words = reapers({}, host(tmp_path, files))
+    assert [text.partition(" ends")[0] for text in words] == (["logind"] if warned else [])
+
+
+def test_root_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert reapers({}, host(tmp_path, {"proc/self/cgroup": SESSION, "etc/systemd/logind.conf": KILLS})) == []
+
+
+def test_slurm_job(tmp_path: Path) -> None:
+    root = host(tmp_path, {"proc/self/cgroup": "0::/system.slice/slurmstepd.scope/job_77/step_0/user/task_0\n"})
+    assert [text.partition(",")[0] for text in reapers({"SLURM_JOB_ID": "77"}, root)] == [
+        "Slurm ends every process of job 77 with the job"
+    ]
+    assert reapers({}, root) == []

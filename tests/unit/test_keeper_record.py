@@ -1,0 +1,77 @@
+"""Records of leases, and how their end is decided."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuboard.ledger.holder import Holder
+from gpuboard.ledger.keeper_record import LOOK_S, KeptNode, Record, Seen, Verdict, decode, judge
+
+RECORD = Record(
+    lease="k3f9",
+    nodes=[KeptNode("gpu01", ["GPU-0"], "gpu01", "/var/tmp", None), KeptNode("n", ["SIM-1"], None, "/c", {"gpus": 2})],
+    settings={"ssh_config": "~/.ssh/config"},
+    holder=Holder("login1", "b00t", 4242, 99),
+    session=10,
+    group=11,
+    created=1.5,
+    until=3601.5,
+)
+
+
+def test_record_comes_back() -> None:
+    assert decode(RECORD.plain()) == RECORD
+    assert decode(RECORD._replace(holder=None).plain()) == RECORD._replace(holder=None)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        None,
+        [],
+        {},
+        "k3f9",
+        {**RECORD.plain(), "lease": "../../etc"},
+        {**RECORD.plain(), "lease": ""},
+        {**RECORD.plain(), "nodes": []},
+        {**RECORD.plain(), "nodes": [{"name": "n"}]},
+        {**RECORD.plain(), "holder": {"pid": "x"}},
+        {**RECORD.plain(), "until": "soon"},
+        {**RECORD.plain(), "settings": 7},
+    ],
+)
+def test_what_is_no_record_is_refused(values: object) -> None:
+    with pytest.raises(ValueError):
+        decode(values)
+
+
+def test_nothing_left_ends_the_lease_at_once() -> None:
+    assert judge(Seen(False, heirs=False), None, 100.0) == Verdict(True, 2.0, 100.0)
+
+
+def test_carriers_keep_it_for_ever() -> None:
+    assert judge(Seen(True, heirs=False), 10.0, 1e6) == Verdict(False, 5.0, None)
+
+
+@pytest.mark.parametrize("seen", [Seen(False, heirs=True), Seen(None, heirs=False)])
+def test_heirs_and_silent_nodes_keep_it_for_a_minute(seen: Seen) -> None:
+    assert judge(seen, None, 100.0) == Verdict(False, 2.0, 100.0)
+    assert judge(seen, 100.0, 159.0) == Verdict(False, 2.0, 100.0)
+    assert judge(seen, 100.0, 160.0).release
+
+
+@given(st.lists(st.tuples(st.sampled_from([True, False, None]), st.booleans()), min_size=1, max_size=80))
+def test_a_lease_never_ends_while_carried_and_ends_within_a_minute_after(looks: list[tuple[bool | None, bool]]) -> None:
+    now, since, last_carried = 0.0, None, 0.0
+    for carriers, heirs in looks:
+        verdict = judge(Seen(carriers, heirs), since, now)
+        if carriers:
+            last_carried = now
+            assert not verdict.release
+        if verdict.release:
+            assert carriers is not True
+            return
+        assert now - last_carried <= LOOK_S + 5.0
+        since, now = verdict.since, now + verdict.again_s
