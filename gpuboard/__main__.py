@@ -11,6 +11,10 @@ import os
 import signal
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing and collections.abc would load before the agent starts
+    from collections.abc import Mapping
+
 _EVALUATED = ("allocate", "env")  # a shell evaluates their output
 _LOCAL = ("allocate", "env", "run")  # likely to ask this machine's agent
 
@@ -70,7 +74,7 @@ def _prestart(argv: list[str]) -> None:
         return  # the transport will say what is wrong when it is needed
 
 
-def _names_others(argv: list[str], env: os._Environ[str]) -> bool:
+def _names_others(argv: list[str], env: Mapping[str, str]) -> bool:
     """Tell whether the command line, the environment or a config file names nodes and does not mention this one."""
     said = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--nodes"]
     said += [word[8:] for word in argv if word.startswith("--nodes=")]

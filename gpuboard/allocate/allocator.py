@@ -119,7 +119,8 @@ class Allocator:
                 left_s = -1.0 if wait_s is None else wait_s - (time.monotonic() - started)
                 if answer.code == NeverPossible.exit_code or left_s <= 0:
                     raise _refused(answer, time.monotonic() - started if wait_s is not None else None)
-                self._progress(f"waiting {format_duration(time.monotonic() - started)}: {answer.message}")
+                words = answer.message.removesuffix(f"; try {answer.nearest}")
+                self._progress(f"waiting {format_duration(time.monotonic() - started)}: {words}")
                 time.sleep(min(left_s, pause_s * random.uniform(0.7, 1.3)))  # jitter: many may wait for one GPU
                 pause_s = min(pause_s * 1.3, _POLL_MAX_S)
                 self._failed.clear()

@@ -1,0 +1,229 @@
+"""`gpuboard allocate` on one machine, as whole processes: what shells get, what stays claimed, what never does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gpuboard.model.rankmap import RankMap, problems
+from tests.integration.here import Here, here  # noqa: F401
+from tests.nvml import GIB, Gpu
+
+pytestmark = pytest.mark.usefixtures("_claims")
+
+# How people call us in each shell; {command} is gpuboard's command line.
+EVALUATE = {
+    "sh": 'eval "$({command})"; echo $?; env',
+    "dash": 'eval "$({command})"; echo $?; env',
+    "bash": 'eval "$({command})"; echo $?; env',
+    "zsh": 'eval "$({command})"; echo $?; env',
+    "tcsh": 'eval "`{command}`"; echo $status; env',
+    "fish": "{command} | source; echo $status; env",
+}
+
+
+@pytest.fixture
+def _claims(here: Here) -> None:  # noqa: F811
+    here.needs_claims()
+
+
+def shell(here: Here, name: str, *args: str) -> tuple[int, dict[str, str], str]:  # noqa: F811
+    """Evaluate `gpuboard allocate` in a shell; return the status of eval, the environment after it, and stderr."""
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    flags = {"tcsh": ["-f"], "fish": ["--no-config"], "zsh": ["-f"]}.get(name, [])
+    script = EVALUATE[name].format(command=" ".join(here.command("allocate", *args)))
+    done = subprocess.run(
+        [name, *flags, "-c", script],
+        env=here.env | {"CUDA_VISIBLE_DEVICES": "stale", "GPUBOARD_LEASE": "stale"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+    )
+    code, _, rest = done.stdout.partition("\n")
+    return int(code), dict(line.split("=", 1) for line in rest.splitlines() if "=" in line), done.stderr
+
+
+def claims(here: Here) -> list[str]:  # noqa: F811
+    """Return the names of the claim files."""
+    return sorted(path.name for path in here.needs_claims().glob("gpuboard.*"))
+
+
+def until(happened: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", EVALUATE)
+def test_every_shell_gets_its_gpus_and_loses_them_at_its_end(here: Here, name: str) -> None:  # noqa: F811
+    code, found, errors = shell(here, name, "--n", "2")
+    assert (code, found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == (0, "0,1", "PCI_BUS_ID"), errors
+    assert found["GPUBOARD_NODES"] == os.uname().nodename.partition(".")[0]
+    rank_map = msgspec.json.decode(Path(found["GPUBOARD_RANK_MAP"]).read_bytes(), type=RankMap)
+    assert (rank_map.lease, rank_map.world_size, problems(rank_map)) == (found["GPUBOARD_LEASE"], 2, [])
+    assert Path(found["GPUBOARD_RANK_MAP"]).stat().st_mode & 0o777 == 0o600
+    assert not {"MASTER_ADDR", "WORLD_SIZE", "RANK"} & set(found)
+    until(lambda: not claims(here), "the shell has ended, its claims have not")
+
+
+WRONG = [(["--n", "two"], 2), ([], 2), (["--n", "1", "--format", "yaml"], 2), (["--n", "1", "--config", "/nope"], 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "code"),
+    [*((name, ["--n", "3"], 3) for name in EVALUATE), *(("sh", args, code) for args, code in WRONG)],
+)
+def test_every_shell_fails_closed(here: Here, name: str, args: list[str], code: int) -> None:  # noqa: F811
+    returned, found, errors = shell(here, name, *args)
+    assert (returned, found["CUDA_VISIBLE_DEVICES"]) == (code, "")
+    assert "GPUBOARD_LEASE" not in found
+    assert errors.startswith("gpuboard: ")
+    assert claims(here) == []
+
+
+def test_an_import_error_fails_closed(here: Here, tmp_path: Path) -> None:  # noqa: F811
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "msgspec.py").write_text("raise ImportError('no such thing')\n")
+    here.env["PYTHONPATH"] = str(broken)
+    code, found, errors = shell(here, "sh", "--n", "1")
+    del here.env["PYTHONPATH"]
+    assert (code, found["CUDA_VISIBLE_DEVICES"]) == (1, "")
+    assert "no such thing" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_wait_fails_closed_and_has_claimed_nothing(here: Here, number: int) -> None:  # noqa: F811
+    here.gpus([Gpu(), Gpu(utilization=90)])
+    with subprocess.Popen(
+        here.command("allocate", "--n", "2", "--wait", "--format", "shell"),
+        env=here.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        assert "waiting" in process.stderr.readline()
+        assert claims(here) == []
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (
+        130, "export CUDA_VISIBLE_DEVICES=''; unset GPUBOARD_LEASE GPUBOARD_RANK_MAP GPUBOARD_NODES; (exit 130)\n",
+    )  # fmt: skip
+
+
+def test_waiting_ends_when_the_gpu_becomes_free(here: Here) -> None:  # noqa: F811
+    here.gpus([Gpu(utilization=90)])
+    assert here.run("allocate", "--n", "1", "--wait", "1s").returncode == 4
+    with subprocess.Popen(
+        here.command("allocate", "--n", "1", "--wait", "30s", "--format", "uuids"),
+        env=here.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        assert "none is free (1 busy)" in process.stderr.readline()
+        free = here.gpus([Gpu()])
+        out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, f"{free[0].uuid}\n")
+
+
+def test_what_moves_in_after_the_claim_makes_us_take_the_next_set(here: Here) -> None:  # noqa: F811
+    here.gpus([Gpu(trouble=("slow nvmlDeviceGetMemoryInfo 200",)), Gpu()])
+    folder = here.needs_claims()
+
+    def move_in() -> None:
+        until(lambda: any("-000000000000." in path.name for path in folder.glob("gpuboard.GPU-*")), "no claim came")
+        here.gpus([Gpu(used=3 * GIB, processes=(("compute", os.getpid(), 3 * GIB),)), Gpu()])
+
+    stranger = threading.Thread(target=move_in)
+    stranger.start()
+    got = here.json("allocate", "--n", "1", "--format", "json")
+    stranger.join()
+    assert [gpu["index"] for gpu in got["lease"]["gpus"]] == [1]
+    assert "moved in" in got["why"]
+    assert [name for name in claims(here) if "-000000000000." in name] == []
+
+
+def test_of_many_at_once_each_gpu_goes_to_one_and_refusals_are_true(here: Here) -> None:  # noqa: F811
+    here.gpus([Gpu()] * 4)
+    many = [
+        subprocess.Popen(
+            here.command("allocate", "--n", "1", "--format", "json", "--holder", str(os.getpid())),
+            env=here.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=Path(__file__).parents[2],
+        )
+        for _ in range(6)
+    ]  # fmt: skip
+    answers = [json.loads(process.communicate(timeout=60)[0]) for process in many]
+    taken = [gpu["uuid"] for answer in answers if "lease" in answer for gpu in answer["lease"]["gpus"]]
+    assert len(taken) == len(set(taken)) == 4
+    assert [process.returncode for process in many].count(4) == 2
+    for answer in answers:
+        assert "lease" in answer or [gpu["state"] for gpu in answer["error"]["gpus"]] == ["reserved"] * 4
+
+
+def test_a_reader_that_has_gone_leaves_no_lease(here: Here) -> None:  # noqa: F811
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        here.command("allocate", "--n", "1", "--holder", str(os.getpid())),
+        env=here.env, stdout=write, stderr=subprocess.PIPE, timeout=60, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode != 0
+    assert claims(here) == []
+
+
+def test_a_dry_run_explains_and_takes_nothing(here: Here) -> None:  # noqa: F811
+    here.gpus([Gpu(links=("1",)), Gpu(links=("0",)), Gpu(utilization=50)])
+    done = here.run("allocate", "--n", "2", "--dry-run")
+    name = os.uname().nodename.partition(".")[0]
+    assert f"{name}: 0,1 (2 of 2 free, each two joined by 1 NVLink)" in done.stderr
+    assert (done.returncode, claims(here)) == (0, [])
+    refused = here.run("allocate", "--n", "3", "--dry-run")
+    assert refused.returncode == 4
+    assert f"{name}:2 busy: 50 % utilization" in refused.stderr
+    assert "try --n 2 or --wait" in refused.stderr
+
+
+def test_a_detached_lease_needs_an_end_and_has_no_holder(here: Here) -> None:  # noqa: F811
+    assert here.run("allocate", "--n", "1", "--detach").returncode == 2
+    got = here.json("allocate", "--n", "1", "--detach", "--for", "1h", "--format", "json", "--purpose", "night")[
+        "lease"
+    ]
+    assert (got["holder"], got["purpose"], len(claims(here))) == (None, "night", 1)
+    assert 3590 < got["remaining_s"] <= 3600
+    too_long = here.run("allocate", "--n", "1", "--for", "2d")
+    assert (too_long.returncode, "max_lease = 24h" in too_long.stderr) == (2, True)
+
+
+def test_env_gives_a_lease_again_and_fails_closed(here: Here) -> None:  # noqa: F811
+    holder = str(os.getpid())
+    first = here.run("allocate", "--n", "2", "--holder", holder, "--format", "shell").stdout
+    lease = first.partition("GPUBOARD_LEASE='")[2].partition("'")[0]
+    assert here.run("env", lease, "--format", "shell").stdout == first
+    unknown = here.run("env", "zzz", "--format", "shell")
+    assert (unknown.returncode, unknown.stdout.endswith("(exit 5)\n")) == (5, True)
+
+
+def test_open_mpi_takes_hostfile_and_rankfile(here: Here, tmp_path: Path) -> None:  # noqa: F811
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed")
+    files = []
+    for form in ("hostfile", "rankfile"):
+        files.append(tmp_path / form)
+        files[-1].write_text(here.run("allocate", "--n", "1", "--format", form, "--holder", str(os.getpid())).stdout)
+    done = subprocess.run(
+        ["mpirun", "--allow-run-as-root", "-np", "1", "--hostfile", files[0], "--rankfile", files[1], "echo", "here"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("here\n", 0), done.stderr

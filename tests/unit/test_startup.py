@@ -1,0 +1,59 @@
+"""What `allocate` on this machine loads: its start-up is a promise, so what it must not import is held here."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from gpuboard.__main__ import _names_others
+
+FORBIDDEN = {"textual", "torch", "asyncio", "asyncssh", "paramiko", "click", "ClusterShell", "platformdirs", "pynvml"}
+FORBIDDEN |= {"rich", "sqlite3", "logging", "subprocess", "concurrent", "multiprocessing", "email", "urllib.request"}
+
+
+def imported(folder: Path, *args: str) -> set[str]:
+    """Return every module that the process imported, by Python's own account (-X importtime)."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("GPUBOARD_", "XDG_"))}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "gpuboard", *args],
+        env=env | {"HOME": str(folder)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+    )
+    found = set(re.findall(r"^import time:\s+\d+ \|\s+\d+ \|\s*(\S+)$", done.stderr, re.MULTILINE))
+    assert {"gpuboard.allocate.allocator", "gpuboard.cluster.fleet", "gpuboard.ledger.nodes"} <= found, done.stderr[
+        -2000:
+    ]
+    return found
+
+
+def test_allocate_on_this_machine_loads_no_heavy_library(tmp_path: Path) -> None:
+    found = imported(tmp_path, "allocate", "--n", "1", "--dry-run", "--format", "shell")
+    assert FORBIDDEN & {name.partition(".")[0] for name in found} == set()
+
+
+def test_the_agent_is_started_ahead_only_where_it_will_be_asked(tmp_path: Path) -> None:
+    name = os.uname().nodename.partition(".")[0]
+    env = {"HOME": str(tmp_path)}
+
+    def others(*argv: str, **more: str) -> bool:
+        return _names_others(list(argv), {**env, **more})
+
+    assert not others("allocate", "--n", "1")
+    assert not others("allocate", "--nodes", name)
+    assert others("allocate", "--nodes", "elsewhere[1-3]")
+    assert others("allocate", "--nodes=elsewhere")
+    assert others("allocate", GPUBOARD_NODES="elsewhere")
+    assert not others("allocate", GPUBOARD_NODES="elsewhere", GPUBOARD_LEASE="abcdef")
+    config = tmp_path / ".config" / "gpuboard" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('interval = "2s"\nnodes = ["elsewhere"]\n')
+    assert others("allocate")
+    config.write_text(f'nodes = ["{name}", "elsewhere"]\n')
+    assert not others("allocate")
