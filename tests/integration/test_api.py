@@ -1,0 +1,86 @@
+"""The Python interface, in a Python process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.here import Here, here  # noqa: F401
+from tests.integration.test_allocate import claims, until
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("_claims")
+
+
+@pytest.fixture
+def _claims(here: Here) -> None:  # noqa: F811
+    here.needs_claims()
+
+
+def python(here: Here, script: str) -> list[object]:  # noqa: F811
+    """Run a script and return the JSON values it printed, a line each."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import json, os, gpuboard\ndef say(x): print(json.dumps(x), flush=True)\n{script}"],
+        env=here.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_block_has_its_gpus_and_gives_them_back(here: Here) -> None:  # noqa: F811
+    said = python(
+        here,
+        """
+os.environ["CUDA_VISIBLE_DEVICES"] = "before"
+with gpuboard.lease(n=1, model="h100", for_="1h", purpose="sweep") as lease:
+    same = os.environ["GPUBOARD_LEASE"] == lease.id
+    say([[gpu.index for gpu in lease.gpus], os.environ["CUDA_VISIBLE_DEVICES"], same])
+    say([gpu.state for gpu in gpuboard.status().nodes[0].gpus])
+    lease.renew("2h")
+    say([lease.rank_map.world_size, lease.allocation.lease.purpose])
+say([os.environ["CUDA_VISIBLE_DEVICES"], "GPUBOARD_LEASE" in os.environ])
+say([gpu.state for gpu in gpuboard.status().nodes[0].gpus])
+""",
+    )
+    assert said == [[[0], "0", True], ["reserved", "free"], [1, "sweep"], ["before", False], ["free", "free"]]
+
+
+def test_an_exception_in_the_block_and_the_end_of_the_process_free_the_gpus(here: Here) -> None:  # noqa: F811
+    said = python(
+        here,
+        """
+try:
+    with gpuboard.lease(n=2):
+        1 / 0
+except ZeroDivisionError:
+    say([gpu.state for gpu in gpuboard.status().nodes[0].gpus])
+lease = gpuboard.lease(n=1).__enter__()
+os._exit(0)
+""",
+    )
+    assert said == [["free", "free"]]
+    until(lambda: not claims(here), "the process has ended, its claim has not")
+
+
+def test_refusals_and_slips_are_exceptions_with_reasons(here: Here) -> None:  # noqa: F811
+    said = python(
+        here,
+        """
+from gpuboard.errors import NeverPossible, UsageError
+try:
+    with gpuboard.lease(n=3):
+        pass
+except NeverPossible as error:
+    say([error.exit_code, [gpu.reason for gpu in error.refusal.gpus]])
+for wrong in ({"n": 0}, {}, {"n": 1, "gpu_mem": "lots"}, {"gpus": "x"}, {"n": 1, "for_": "9d"}):
+    try:
+        gpuboard.lease(**wrong)
+    except UsageError as error:
+        say(str(error) != "")
+""",
+    )
+    assert said == [[3, ["free", "free"]], True, True, True, True, True]

@@ -1,0 +1,103 @@
+"""`gpuboard run` on this machine: exit codes, terminal, signals, and that nothing of it outlives gpuboard."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.here import Here, here  # noqa: F401
+from tests.integration.test_allocate import claims, until
+
+pytestmark = pytest.mark.usefixtures("_claims")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def _claims(here: Here) -> None:  # noqa: F811
+    here.needs_claims()
+
+
+def gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def start(here: Here, *argv: str) -> subprocess.Popen[str]:  # noqa: F811
+    return subprocess.Popen(
+        here.command("run", "--n", "1", "--", *argv),
+        env=here.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+
+
+def test_the_command_sees_its_gpus_and_its_exit_code_is_ours(here: Here, tmp_path: Path) -> None:  # noqa: F811
+    status = tmp_path / "status.json"
+    done = here.run("run", "--n", "2", "--status-file", str(status), "--",
+                    "sh", "-c", "echo $CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER; pwd; exit 7")  # fmt: skip
+    assert (done.returncode, done.stdout) == (7, f"0,1 PCI_BUS_ID\n{ROOT}\n")
+    assert claims(here) == []
+    told = json.loads(status.read_text())
+    assert (told["exit_code"], told["started"], [gpu["index"] for gpu in told["gpus"]]) == (7, True, [0, 1])
+
+
+def test_codes_of_signals_missing_commands_and_refusals(here: Here, tmp_path: Path) -> None:  # noqa: F811
+    assert here.run("run", "--n", "1", "--", "sh", "-c", "kill -SEGV $$").returncode == 128 + signal.SIGSEGV
+    assert here.run("run", "--n", "1", "--", "/no/such/command").returncode == 127
+    assert here.run("run", "--n", "1").returncode == 2
+    status = tmp_path / "status.json"
+    assert here.run("run", "--n", "9", "--status-file", str(status), "--", "true").returncode == 3
+    assert json.loads(status.read_text())["started"] is False
+
+
+def test_signals_are_handed_on_and_the_lease_ends(here: Here) -> None:  # noqa: F811
+    with start(here, "sh", "-c", "trap 'echo told; exit 5' TERM; echo up; while :; do sleep 0.1; done") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=20)
+    assert (out, process.returncode) == ("told\n", 5)
+    assert claims(here) == []
+
+
+def test_killed_gpuboard_takes_its_command_along_and_the_gpus_are_free(here: Here) -> None:  # noqa: F811
+    with start(
+        here, "sh", "-c", "setsid sleep 300 & echo $! $$; trap '' TERM HUP; while :; do sleep 0.1; done"
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        process.kill()
+        started = time.monotonic()
+        until(lambda: all(map(gone, pids)), "processes of the command live on", 8.0)
+        assert time.monotonic() - started < 5.0
+        until(lambda: not claims(here), "the claim lives on")
+
+
+def test_what_the_command_leaves_behind_is_ended_and_said(here: Here) -> None:  # noqa: F811
+    done = here.run("run", "--n", "1", "--", "sh", "-c", "setsid sleep 300 >/dev/null 2>&1 & echo $!")
+    assert gone(int(done.stdout))
+    assert "1 processes that the command left behind were ended" in done.stderr
+
+
+def test_the_terminal_is_passed_on_and_ctrl_c_ends_the_command(here: Here) -> None:  # noqa: F811
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        argv = here.command("run", "--n", "1", "--", "sh", "-c", "test -t 0 && test -t 1 && echo tty; exec sleep 60")
+        os.execve(argv[0], argv, here.env)
+    seen = b""
+    while b"tty" not in seen:
+        seen += os.read(terminal, 4096)
+    os.write(terminal, b"\x03")
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGINT
+    until(lambda: not claims(here), "the claim lives on")
