@@ -152,9 +152,10 @@ class Gang:
         return self._ranks + ([self._store] if self._store is not None else [])
 
     def _attend(self, child: "ranks.Child") -> None:
+        # The link first: poll answers in this order, so `raised` leaves before the traceback that is printed after it.
+        self._attend_writing(child)
         for stream in child.streams:
             self._attend_stream(stream)
-        self._attend_writing(child)
 
     def _attend_stream(self, stream: "Stream") -> None:
         if self._paused:

@@ -281,6 +281,7 @@ class Head:
         self._watch.event(item.node, event, now)
         if self._gone:
             self._watch.opened()
+            self._judge(now)  # at once: the cause is said before the traceback, which follows in the same burst
 
     def _answered(self, item: Answer) -> None:
         self._answers[item.node, item.op] = item.value
@@ -296,12 +297,15 @@ class Head:
             except msgspec.ValidationError as error:
                 self._failures.setdefault(item.node, Failure("answer", f"malformed answer to check: {error}"))
 
-    def _periodic(self, now: float) -> None:
-        if self._state != "preflight":
+    def _judge(self, now: float) -> None:
+        if self._gone:
             self._watch.tick(now)
         for line in self._watch.said:
             self._say(line)
         self._watch.said.clear()
+
+    def _periodic(self, now: float) -> None:
+        self._judge(now)
         if self._state == "starting" and all(
             v.state not in {"waiting", "importing"} for v in self._watch.ranks.values()
         ):

@@ -1,0 +1,362 @@
+"""`gpuboard launch` on this machine: output, failures, signals, stops, and nothing left behind.
+
+Most ranks here find a stand-in for torch, since these tests are about processes; the last ones train.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launch_lab import FAMILY, SLEEP, Launch, kill, parent
+from tests.integration.ranks_driver import wait_gone
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_ranks_run_the_script_with_its_arguments_and_torchruns_variables(tmp_path: Path) -> None:
+    script = """
+import os, sys
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR GPUBOARD_RUN EXTRA CUDA_VISIBLE_DEVICES"
+print(*sys.argv[1:], *(f"{name}={os.environ[name]}" for name in names.split()))
+"""
+    args = ["--n", "3", "-h", "--json", "--", "--device"]
+    with Launch(tmp_path, script, "--env", "EXTRA", args=args, env={"EXTRA": "x y", "RANK": "7"}) as run:
+        assert run.wait() == 0
+        run_id = run.view().id
+        common = f"WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1 GPUBOARD_RUN={run_id} EXTRA=x y"
+        host = run.view().ranks[0].node
+        assert sorted(run.text["out"].splitlines()) == [
+            f"[rank {r} {host}:{r}] --n 3 -h --json -- --device RANK={r} LOCAL_RANK={r} {common} CUDA_VISIBLE_DEVICES="
+            for r in (0, 1)
+        ]
+        assert run.text["err"].count("RANK=7") == 1, "the stale variable is said, once"
+
+
+def test_an_exception_is_printed_first_and_ends_all_within_two_seconds(tmp_path: Path) -> None:
+    script = """
+import os, time
+from torch.distributed import meet
+meet()
+def step():
+    if os.environ["RANK"] == "1":
+        raise ValueError(f"at {time.time()}")
+    time.sleep(600)
+step()
+"""
+    with Launch(tmp_path, script, n=3) as run:
+        assert run.wait() == 1
+        took = time.time() - float(re.findall(r"ValueError: at ([0-9.]+)", run.text["err"])[0])
+        assert took <= 2.0
+        first = run.text["err"].splitlines()[0]
+        assert re.fullmatch(
+            rf"gpuboard: rank 1 \(.+:1\) failed: ValueError: at [0-9.]+ at {tmp_path}/script.py:7 in step", first
+        )
+        assert run.carriers() == []
+        view = run.view()
+        assert (view.state, view.exit_code, [rank.state for rank in view.ranks]) == (
+            "failed", 1, ["killed", "failed", "killed"],
+        )  # fmt: skip
+        assert (view.verdicts[0].kind, view.verdicts[0].rank) == ("raised", 1)
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 11)", 139), ("os.abort()", 134)])
+def test_the_command_ends_with_the_code_of_the_rank_that_failed_first(tmp_path: Path, end: str, code: int) -> None:
+    script = f"import os, sys, time\nif os.environ['RANK'] == '0': {end}\ntime.sleep(600)\n"
+    with Launch(tmp_path, script, "--status-file", "status.json") as run:
+        assert run.wait() == code
+        status = json.loads((tmp_path / "status.json").read_bytes())
+        assert (status["exit_code"], status["run"]["state"], status["error"]) == (code, "failed", None)
+
+
+def test_exit_0_before_init_is_a_failure_when_another_waits(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+from torch.distributed import meet
+if os.environ["RANK"] == "1":
+    sys.exit(0)
+meet()
+time.sleep(600)
+"""
+    with Launch(tmp_path, script) as run:
+        assert run.wait() == 1
+        assert "ended with exit code 0 before init_process_group; rank 0 would wait for it in vain" in run.text["err"]
+
+
+def test_rank_0_may_go_on_after_the_others(tmp_path: Path) -> None:
+    script = """
+import os, time
+from torch.distributed import meet
+meet()
+if os.environ["RANK"] == "0":
+    time.sleep(3)
+    print("saved")
+"""
+    with Launch(tmp_path, script, n=3) as run:
+        assert run.wait() == 0
+        assert "saved" in run.text["out"]
+        assert run.view().state == "done"
+
+
+def test_a_rank_that_ignores_sigterm_is_gone_after_the_grace(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+while os.environ["RANK"] == "0" or not os.path.exists("fail"):
+    time.sleep(0.02)
+sys.exit(5)
+"""
+    with Launch(tmp_path, script, "--grace", "1s") as run:
+        run.wait_for("up", times=2)
+        (tmp_path / "fail").touch()
+        at = time.monotonic()
+        assert run.wait() == 5
+        assert 1.0 <= time.monotonic() - at <= 3.0
+        assert run.carriers() == []
+
+
+@pytest.mark.parametrize("who", ["head", "supervisor", "guard"])
+def test_whoever_is_killed_nothing_of_the_run_is_left(tmp_path: Path, who: str) -> None:
+    with Launch(tmp_path, FAMILY) as run:
+        run.wait_for("up", times=2)
+        view = run.view()
+        assert len(run.carriers()) >= 8, "two ranks, each with three helpers, live"
+        assert view.ranks[0].pid is not None
+        supervisor = parent(view.ranks[0].pid)
+        kill({"head": run.process.pid, "supervisor": supervisor, "guard": parent(supervisor)}[who])
+        assert wait_gone(view.id) <= 5.0
+        code = run.wait()
+        kind = run.view().verdicts[0].kind
+        assert (code, kind, run.view().state) == {
+            "head": (-signal.SIGKILL, "head-died", "failed"),
+            "supervisor": (1, "node-lost", "failed"),
+            "guard": (137, "signal", "failed"),  # the supervisor lives to tell how the ranks ended
+        }[who]
+
+
+def test_ctrl_c_stops_and_twice_stops_at_once(tmp_path: Path) -> None:
+    script = "import signal\nsignal.signal(15, signal.SIG_IGN)\n" + SLEEP
+    with Launch(tmp_path, script, "--grace", "60s") as run:
+        run.wait_for("up", times=2)
+        run.signal(signal.SIGINT)
+        run.wait_for("ctrl-C; stopping ranks 0-1: SIGTERM now, SIGKILL in 60 s", "err")
+        assert len(run.carriers()) >= 2
+        at = run.signal(signal.SIGINT)
+        assert run.wait() == 130
+        assert time.monotonic() - at <= 3.0
+        assert (run.carriers(), run.view().state) == ([], "stopped")
+
+
+def test_signals_are_passed_on_to_the_ranks(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys, time
+def got(number, frame):
+    print("got", number, flush=True)
+    if number == signal.SIGTERM:
+        sys.exit(0)
+for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+    signal.signal(number, got)
+print("up", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+    with Launch(tmp_path, script) as run:
+        run.wait_for("up", times=2)
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+            run.signal(number)
+            run.wait_for(f"got {int(number)}", times=2)
+        assert run.wait() == 0, "ranks that end well on SIGTERM have saved what they wanted"
+
+
+def test_stop_runs_and_logs_from_another_terminal(tmp_path: Path) -> None:
+    with Launch(tmp_path, SLEEP) as run:
+        run.wait_for("up", times=2)
+        view = run.view()
+        assert run.command("logs", view.id, "--rank", "1").stdout == "up\n"
+        run.wait_view(lambda view: [rank.last_line for rank in view.ranks] == ["up", "up"])
+        listed = json.loads(run.command("runs", "--json").stdout)["runs"]
+        assert [(r["id"], r["state"], r["exit_code"]) for r in listed] == [(view.id, "running", None)]
+        stopped = run.command("stop", view.id[:5])
+        assert (stopped.returncode, stopped.stdout.splitlines()[-1]) == (0, f"run {view.id} stopped")
+        assert run.wait() == 143
+        assert run.command("stop", view.id).stdout == f"run {view.id} has ended already: stopped\n"
+        assert re.search(rf"{view.id} +stopped +\S+ +143", run.command("runs").stdout)
+
+
+def test_logs_follow_a_run_to_its_end(tmp_path: Path) -> None:
+    script = """
+import os, time
+print("a", flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.02)
+print("b", end="")
+"""
+    with Launch(tmp_path, script, n=1) as run:
+        run.wait_for("a")
+        (tmp_path / "go").touch()
+        followed = run.command("logs", "last", "-f")
+        host = run.view().ranks[0].node
+        assert followed.stdout == f"[rank 0 {host}:0] a\n[rank 0 {host}:0] b\n"
+        assert run.wait() == 0
+        assert run.text["out"] == "a\nb\n", "one rank in a pipe has no prefix"
+
+
+def test_no_line_of_much_output_is_lost_or_torn(tmp_path: Path) -> None:
+    script = """
+import os, sys
+for number in range(20000):
+    print(f"{number:06d} {'x' * 80}", file=sys.stderr if number % 2 else sys.stdout)
+"""
+    with Launch(tmp_path, script) as run:
+        assert run.wait() == 0
+        host = run.view().ranks[0].node
+        for rank in (0, 1):
+            for stream, odd in (("out", 0), ("err", 1)):
+                prefix = f"[rank {rank} {host}:{rank}] "
+                lines = [t.removeprefix(prefix) for t in run.text[stream].splitlines() if t.startswith(prefix)]
+                assert lines == [f"{number:06d} {'x' * 80}" for number in range(odd, 20000, 2)]
+                log = Path(run.view().folder) / f"rank-{rank}.{stream}"
+                assert log.read_text().splitlines() == lines
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
+    script = "import time\nfor n in range(200):\n    print(n, flush=True)\n    time.sleep(0.005)\n"
+    with Launch(tmp_path, script) as run:
+        run.wait_for("5")
+        assert run.process.stdout is not None
+        run.process.stdout.close()
+        assert run.wait() == 0
+        assert (Path(run.view().folder) / "rank-1.out").read_text().splitlines()[-1] == "199"
+
+
+def test_on_a_terminal_bars_are_drawn_in_place_and_a_countdown_is_seen(tmp_path: Path) -> None:
+    script = """
+import signal, sys, time
+signal.signal(15, signal.SIG_IGN)
+for step in range(100000):
+    print(f"\\r{step:4d} steps", end="", file=sys.stderr, flush=True)
+    time.sleep(0.05)
+"""
+    ours, theirs = pty.openpty()
+    with Launch(tmp_path, script, "--grace", "2s", n=1, terminal=theirs) as run:
+        os.close(theirs)
+        text = _read_until(ours, "steps", 3)
+        assert re.search(r"\r\x1b\[K\[rank 0 \S+:0\] +[0-9]+ steps", text)
+        run.signal(signal.SIGINT)
+        text = _read_until(ours, "rank 0 still running: SIGKILL in 1 s (ctrl-C: now)", 1)
+        assert run.process.wait(10) == 130
+    os.close(ours)
+
+
+def _read_until(fd: int, words: str, times: int) -> str:
+    text = ""
+    while text.count(words) < times:
+        text += os.read(fd, 65536).decode()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--python", "/no/such/python"],
+            "there is no interpreter /no/such/python on this node; --python names another",
+        ),
+        (["--python", "/bin/false"], "/bin/false ended with code 1"),
+    ],
+)
+def test_preflight_refuses_with_code_7(tmp_path: Path, options: list[str], words: str) -> None:
+    with Launch(tmp_path, SLEEP, *options) as run:
+        assert run.wait() == 7
+        assert words in run.text["err"]
+        assert "no rank has passed its gate" in run.text["err"]
+        assert (run.view().state, run.view().exit_code, run.carriers()) == ("failed", 7, [])
+        assert run.view().verdicts[0].kind == "preflight"
+
+
+def test_a_missing_script_is_refused(tmp_path: Path) -> None:
+    with Launch(tmp_path, SLEEP, "missing.py") as run:
+        assert run.wait() == 7
+        assert f"missing.py cannot be read in {tmp_path}" in run.text["err"]
+
+
+def test_a_taken_port_is_refused_and_its_holder_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with Launch(tmp_path, SLEEP, "--rank-map", "taken.json") as run:
+            text = (tmp_path / "map.json").read_text()
+            (tmp_path / "taken.json").write_text(text.replace('"master_port":0', f'"master_port":{port}'))
+            assert run.wait() == 7
+            assert f"pid {os.getpid()}" in run.text["err"]
+            assert "use master_port 0" in run.text["err"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rank-map", "none.json"], "none.json: the rank map cannot be read: No such file or directory"),
+        (["--n", "2"], "--rank-map says which GPUs; it goes with none of"),
+        (["--env", "RANK=1"], "--env RANK: launch itself sets RANK"),
+        (["--grace", "soon"], "'soon' is not a duration"),
+        (["--nodes", "gpu99"], "is unknown; the inventory has gpu99"),
+    ],
+)
+def test_what_cannot_be_understood_is_a_usage_error(tmp_path: Path, options: list[str], words: str) -> None:
+    with Launch(tmp_path, SLEEP, *options, "--status-file", "status.json") as run:
+        assert run.wait() == 2
+        assert words in run.text["err"]
+
+
+def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
+    with Launch(tmp_path, SLEEP, "--dry-run", "--json") as run:
+        assert run.wait() == 0
+        plan = json.loads(run.text["out"])
+        assert [rank["rank"] for rank in plan["nodes"][0]["ranks"]] == [0, 1]
+        assert plan["nodes"][0]["secret"] == "(not shown)"
+        assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.torch
+def test_ddp_trains_and_the_loss_falls(tmp_path: Path) -> None:
+    script = (EXAMPLES / "train_ddp.py").read_text()
+    with Launch(tmp_path, script, args=["--epochs", "3"], torch=True) as run:
+        assert run.wait() == 0
+        losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", run.text["out"])]
+        assert len(losses) == 3
+        assert losses[2] < losses[0] / 4
+        assert run.view().state == "done"
+
+
+@pytest.mark.torch
+def test_a_function_is_called_inside_the_process_group(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    with Launch(tmp_path, "", "examples.function_target:main", torch=True) as run:
+        assert run.wait() == 0
+        assert "2 ranks, the sum of their numbers is 1" in run.text["out"]
+
+
+@pytest.mark.torch
+def test_the_words_of_a_rank_that_lost_its_peer_are_marked_as_echoes(tmp_path: Path) -> None:
+    script = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    raise KeyError("lost")
+dist.all_reduce(torch.ones(1))
+"""
+    with Launch(tmp_path, script, torch=True) as run:
+        assert run.wait() == 1
+        assert re.match(r"gpuboard: rank 1 \(\S+:1\) failed: KeyError: 'lost' at \S+/script.py:6", run.text["err"])
+        assert not re.search(r"rank 0 \S+ failed", run.text["err"])
