@@ -107,12 +107,12 @@ def server(folder: Path, names: list[str]) -> Iterator[Sshd]:
 
 def feed_client(names: list[str], ssh_config: str, seconds: float) -> None:
     """Keep a fleet open; measure its readings alone, then with a snapshot for every change."""
-    settings = Settings(ssh_config=ssh_config, python=sys.executable, connect_timeout="60s")
+    settings = Settings(ssh_config=ssh_config, python=sys.executable, connect_timeout="2m")
     fleet = Fleet([Node(name, name) for name in names], settings, interval_s=1.0, one_shot=False)
     fleet.start()
     fleet.wait(START_S)
-    if any(node.state != "up" or len(node.gpus) != 8 for node in fleet.snapshot().nodes):
-        sys.exit("not all nodes came up")
+    if missing := [node for node in fleet.snapshot().nodes if node.state != "up" or len(node.gpus) != 8]:
+        sys.exit(f"{len(missing)} nodes did not come up: {missing[0].name}: {missing[0].error}")
     print("ready", flush=True)
     time.sleep(SETTLE_S)
 

@@ -16,7 +16,7 @@ from gpuboard.transport.base import TransportError
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink
 
-FIRST_ANSWER_S = 10.0  # from an open connection to the first reading; NVML alone can take 3 s without persistence mode
+FIRST_ANSWER_S = 10.0  # from an open connection to the first reading, at least: NVML alone can take 3 s
 SILENCE_S = 60.0  # a connected agent that says nothing for so long (and 10 intervals) is replaced
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
 BACKOFF_REFUSED_S = 30.0  # for keys: nothing gets better by itself, and sshd may ban who keeps trying
@@ -38,6 +38,7 @@ def next_tick_ms(now: float, interval_s: float) -> int:
 class NodeFeed:
     """The feed of one node. ``facts`` is replaced whole, in the transport's thread; read it from any thread.
 
+    ``answer_s``: how long its agent may take to the first reading, at least 10 s.
     ``changed`` is called after every change and must not block.
     """
 
@@ -49,6 +50,7 @@ class NodeFeed:
         claims_dir: str,
         thresholds: Thresholds,
         interval_s: float | None,
+        answer_s: float,
         changed: Callable[[], None],
     ) -> None:
         self.node = node
@@ -59,6 +61,7 @@ class NodeFeed:
         self._connector = connector
         self._thresholds = thresholds
         self._interval_s = interval_s
+        self._answer_s = max(FIRST_ANSWER_S, answer_s)
         self._changed = changed
         self._opened_at = 0.0
         self._waiting = False  # for the first reading of this link
@@ -107,9 +110,9 @@ class NodeFeed:
         link = self.link
         if link is not None and link.over is None:
             silent_s = max(SILENCE_S, 10 * (self._interval_s or 0.0))
-            if self._waiting and link.connected_at is not None and now - link.connected_at > FIRST_ANSWER_S:
+            if self._waiting and link.connected_at is not None and now - link.connected_at > self._answer_s:
                 what = "its shell or python3 did not start the agent" if link.hello is None else "no reading came"
-                link.drop(TransportError("timeout", f"connected, but {what} in {FIRST_ANSWER_S:.0f} s"))
+                link.drop(TransportError("timeout", f"connected, but {what} in {self._answer_s:.0f} s"))
             elif self._interval_s is not None and link.hello is not None and now - link.last_line > silent_s:
                 link.drop(TransportError("lost", f"the agent said nothing for {silent_s:.0f} s"))
         if self.retry_at is not None and now >= self.retry_at:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gpuboard.cluster.feed import NodeFeed
 from gpuboard.cluster.picture import View, node_claims, snapshot
 from gpuboard.model.text import clean
+from gpuboard.model.units import parse_duration
 from gpuboard.transport.base import CallFailed, LinkLost
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import Pending
@@ -52,6 +53,7 @@ class Fleet:
                 claims_dir=settings.claims_dir,
                 thresholds=self._thresholds,
                 interval_s=interval_s,
+                answer_s=parse_duration(settings.connect_timeout),
                 changed=self._feed_changed,
             )
             for node in nodes
