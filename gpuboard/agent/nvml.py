@@ -15,44 +15,20 @@ import struct
 
 import pynvml
 
+from gpuboard.agent import nvml_terms as terms
+from gpuboard.agent.nvml_child import NO_GPU
+
 MYPY = False
 if MYPY:
     from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
     Processes = List[Tuple[int, str, Optional[int]]]
 
-NO_GPU = 255  # in shared memory: not inside a call that names a GPU
-
 _AFFINITY_WORDS = 16  # 1024 CPUs
 _SCOPE_NODE = 0
 _GPU, _NPU = 0, 1  # NVLink remote device types; anything else that is active leads to a switch
-# NVML_TOPOLOGY_* (INTERNAL 0 … SYSTEM 50) to the levels of NVIDIA's best-effort rule
-_LEVELS = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}
-_THROTTLE = (
-    (0x08, "hw_slowdown"),
-    (0x40, "hw_thermal"),
-    (0x80, "hw_power_brake"),
-    (0x20, "sw_thermal"),
-    (0x04, "sw_power_cap"),
-)
-_WORDS = {
-    9: "the NVIDIA driver is not loaded on this node",
-    12: "no NVIDIA driver here (libnvidia-ml.so.1 not found)",
-    15: "GPU is lost: it has fallen off the bus or cannot be reached",
-    18: "driver/library version mismatch: the driver was updated; reload its kernel modules or reboot",
-}
 _LISTS = ("throttle", "mig")  # left out when empty; an empty list of processes says something
 _RECOVERY_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
-_RECOVERY = {
-    0: "none",
-    1: "GPU reset",
-    2: "node reboot",
-    3: "drain of peer-to-peer traffic",
-    4: "drain and GPU reset",
-    5: "recovery of the IMEX domain",
-    6: "bus reset",
-    7: "system reboot",
-}
 
 
 def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optional[int]") -> None:
@@ -64,7 +40,7 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
     try:
         reader = _Reader(mark)
     except pynvml.NVMLError as error:
-        _send(fd_out, ("init", _words(error), None, None, 0))
+        _send(fd_out, ("init", terms.words(error.value, str(error)), None, None, 0))
         return
     _send(fd_out, ("init", None, reader.driver, reader.cuda, reader.count))
     wanted = [k for k in range(reader.count) if k not in skip and only in (None, k)]
@@ -102,7 +78,7 @@ class _Reader:
         self.chosen: "Dict[str, Any]" = {}
         self.layout: "Dict[int, Optional[List[str]]]" = {}  # the MIG devices of each GPU, None: MIG is off
         pynvml.nvmlInit()
-        self.driver = _text(_ask(pynvml.nvmlSystemGetDriverVersion))
+        self.driver = terms.text(_ask(pynvml.nvmlSystemGetDriverVersion))
         cuda = _ask(pynvml.nvmlSystemGetCudaDriverVersion)
         self.cuda = None if cuda is None else "%d.%d" % (cuda // 1000, cuda % 1000 // 10)
         self.count = int(pynvml.nvmlDeviceGetCount())
@@ -118,8 +94,8 @@ class _Reader:
             self.at(k)
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(k)
-                self.uuids[k] = _text(pynvml.nvmlDeviceGetUUID(handle)) or ""
-                self.pci[k] = (_text(pynvml.nvmlDeviceGetPciInfo(handle).busId) or "").upper()
+                self.uuids[k] = terms.text(pynvml.nvmlDeviceGetUUID(handle)) or ""
+                self.pci[k] = (terms.text(pynvml.nvmlDeviceGetPciInfo(handle).busId) or "").upper()
                 self.handles[k] = handle
             except pynvml.NVMLError as error:
                 self.failed[k] = error
@@ -132,11 +108,11 @@ class _Reader:
         handle = self.handles[k]
         facts = {"index": k, "uuid": self.uuids[k], "name": "", "pci_bus_id": self.pci[k], "links": {}, "pci": {}}
         try:
-            facts["name"] = _text(pynvml.nvmlDeviceGetName(handle))
+            facts["name"] = terms.text(pynvml.nvmlDeviceGetName(handle))
             facts["pcie_generation_max"] = _ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
             facts["pcie_width_max"] = _ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
             facts["numa_node"] = _numa_node(handle, self.pci[k])
-            facts["cpus"] = _cpus(_ask(pynvml.nvmlDeviceGetCpuAffinity, handle, _AFFINITY_WORDS))
+            facts["cpus"] = terms.cpu_list(_ask(pynvml.nvmlDeviceGetCpuAffinity, handle, _AFFINITY_WORDS))
             facts["mig"] = self.mig_facts(k)
             facts["memory_total"], _, facts["memory_reserved"] = self._memory(handle)
         except pynvml.NVMLError:
@@ -146,7 +122,7 @@ class _Reader:
     def connections(self, facts: "Dict[int, Dict[str, Any]]") -> None:
         """Fill in ``links`` and ``pci``. Through a switch a pair has as many links as the one that has fewer."""
         good = [k for k in facts if "error" not in facts[k]]
-        by_pci = {_pci_key(self.pci[k]): k for k in good}
+        by_pci = {terms.pci_key(self.pci[k]): k for k in good}
         switched: "Dict[int, int]" = {}
         for k in good:
             self.at(k)
@@ -167,7 +143,7 @@ class _Reader:
                     common = pynvml.nvmlDeviceGetTopologyCommonAncestor(self.handles[k], self.handles[peer])
                 except pynvml.NVMLError:
                     continue
-                level = _LEVELS.get(common)
+                level = terms.LEVELS.get(common)
                 if level is not None:
                     facts[k]["pci"][self.uuids[peer]] = level
                     facts[peer]["pci"][self.uuids[k]] = level
@@ -183,7 +159,7 @@ class _Reader:
                 break  # real links end before the largest number, with INVALID_ARGUMENT or NOT_SUPPORTED
             kind = _ask(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
             remote = _ask(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
-            peer = None if remote is None else by_pci.get(_pci_key(_text(remote.busId) or ""))
+            peer = None if remote is None else by_pci.get(terms.pci_key(terms.text(remote.busId) or ""))
             if peer is not None:
                 direct[peer] = direct.get(peer, 0) + 1
             elif kind not in (_GPU, _NPU):  # a switch, which some systems call FFFFFFFF:FF:FF.0 of unknown type
@@ -208,14 +184,14 @@ class _Reader:
                 lambda: pynvml.nvmlDeviceGetTemperature(handle, 0),
                 lambda: pynvml.nvmlDeviceGetTemperatureV(handle, 0),
             )
-            values["power"] = _watts(_ask(pynvml.nvmlDeviceGetPowerUsage, handle))
-            values["power_limit"] = _watts(_ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))
+            values["power"] = terms.watts(_ask(pynvml.nvmlDeviceGetPowerUsage, handle))
+            values["power_limit"] = terms.watts(_ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))
             reasons = self._first(
                 "throttle",
                 lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
                 lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
             )
-            values["throttle"] = [word for bit, word in _THROTTLE if (reasons or 0) & bit]
+            values["throttle"] = terms.throttle(reasons or 0)
             values["pcie_generation"] = _ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle)
             values["pcie_width"] = _ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle)
             values["ecc_uncorrected"] = _ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0)
@@ -231,7 +207,7 @@ class _Reader:
         found = []
         devices = self._mig_devices(k)
         for device, uuid in devices or []:
-            name = _text(_ask(pynvml.nvmlDeviceGetName, device)) or ""
+            name = terms.text(_ask(pynvml.nvmlDeviceGetName, device)) or ""
             found.append(
                 {
                     "uuid": uuid,
@@ -251,7 +227,7 @@ class _Reader:
                 values["memory_used"] = self._memory(device)[1]
                 values["processes"] = self._processes(device)
             except pynvml.NVMLError as error:
-                values["error"] = _words(error)
+                values["error"] = terms.words(error.value, str(error))
             found.append(values)
         return found
 
@@ -268,7 +244,7 @@ class _Reader:
                 device = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
             except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
                 continue  # numbers may have gaps
-            found.append((device, _text(pynvml.nvmlDeviceGetUUID(device)) or ""))
+            found.append((device, terms.text(pynvml.nvmlDeviceGetUUID(device)) or ""))
         self.layout[k] = [uuid for _, uuid in found]
         return found
 
@@ -373,53 +349,17 @@ def _unless_lost(error: "Any") -> None:
 
 
 def _failure(error: "Any") -> "Dict[str, Any]":
-    return {"error": _words(error), "lost": error.value == pynvml.NVML_ERROR_GPU_IS_LOST}
-
-
-def _words(error: "Any") -> str:
-    return _WORDS.get(error.value) or str(error)
-
-
-def _text(value: "Any") -> "Optional[str]":
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
-
-def _watts(milliwatts: "Optional[int]") -> "Optional[float]":
-    return None if milliwatts is None else milliwatts / 1000.0
-
-
-def _pci_key(address: str) -> "Tuple[int, ...]":
-    """Return domain, bus and device as numbers: the same address is written with 4 or 8 digits of domain."""
-    try:
-        return tuple(int(part, 16) for part in address.split(".", 1)[0].split(":"))
-    except ValueError:
-        return ()
+    return {"error": terms.words(error.value, str(error)), "lost": error.value == pynvml.NVML_ERROR_GPU_IS_LOST}
 
 
 def _numa_node(handle: "Any", address: str) -> "Optional[int]":
     """Return the NUMA node of the GPU's PCI slot (not nvmlDeviceGetNumaNodeId: that is the GPU's own memory)."""
-    key = _pci_key(address)
     try:
-        with open("/sys/bus/pci/devices/%04x:%02x:%02x.0/numa_node" % key) as file:
+        with open("/sys/bus/pci/devices/%04x:%02x:%02x.0/numa_node" % terms.pci_key(address)) as file:
             node = int(file.read())
             return node if node >= 0 else None
     except (OSError, ValueError, TypeError):  # no sysfs of it: in some containers
-        nodes = _ask(pynvml.nvmlDeviceGetMemoryAffinity, handle, 1, _SCOPE_NODE)
-        return None if nodes is None or not nodes[0] else (int(nodes[0]) & -int(nodes[0])).bit_length() - 1
-
-
-def _cpus(words: "Any") -> "Optional[str]":
-    """Return a set of CPUs as ``0-15,32-47``."""
-    if words is None:
-        return None
-    cpus = [w * 64 + bit for w, word in enumerate(words) for bit in range(64) if word >> bit & 1]
-    ranges: "List[List[int]]" = []
-    for cpu in cpus:
-        if ranges and ranges[-1][1] == cpu - 1:
-            ranges[-1][1] = cpu
-        else:
-            ranges.append([cpu, cpu])
-    return ",".join(str(a) if a == b else "%d-%d" % (a, b) for a, b in ranges) or None
+        return terms.lowest(_ask(pynvml.nvmlDeviceGetMemoryAffinity, handle, 1, _SCOPE_NODE))
 
 
 def _remap(handle: "Any") -> "Tuple[Optional[bool], Optional[bool]]":
@@ -435,8 +375,7 @@ def _recovery(handle: "Any") -> "Optional[str]":
     values = _ask(pynvml.nvmlDeviceGetFieldValues, handle, [_RECOVERY_FIELD])
     if values is None or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
         return None
-    number = int(values[0].value.uiVal)
-    return _RECOVERY.get(number, "action %d" % number)
+    return terms.recovery(int(values[0].value.uiVal))
 
 
 def _send(fd_out: int, message: "Tuple[Any, ...]") -> None:

@@ -5,13 +5,11 @@ back-off; its last values go out with a growing age meanwhile. A process that ca
 that does not return) is not waited for, and no second one is started for the same GPU.
 """
 
-import errno
-import marshal
-import mmap
 import os
 import signal
-import struct
 import time
+
+from gpuboard.agent.nvml_child import Child, spawn
 
 MYPY = False
 if MYPY:
@@ -23,67 +21,6 @@ RETRY_S = (5.0, 60.0)  # first and longest wait before another attempt
 RELAPSE_S = 120.0  # a GPU that hangs again so soon goes on where its back-off was
 FRESH_S = 60.0  # a GPU that fails is looked at with a newly started NVML so often
 _POLL_S = 0.25  # how often a busy process is looked at for progress
-_NO_GPU = 255  # gpuboard.agent.nvml.NO_GPU, which cannot be imported here: it loads NVML's bindings
-
-
-class _Child:
-    """One NVML process and our end of its pipes."""
-
-    def __init__(self, pid: int, fd_in: int, fd_out: int, mark: "Any", now: float) -> None:
-        self.pid = pid
-        self.fd_in = fd_in
-        self.fd_out = fd_out
-        self.mark = mark  # two shared bytes: the GPU being read, a counter of progress
-        self.born = now
-        self.busy = True
-        self.since = now  # when it was last seen to get on
-        self.seen = b""
-        self.data = bytearray()
-
-    def silent_s(self, now: float) -> float:
-        """Return how long a busy process has made no progress, in seconds."""
-        seen = bytes(self.mark[:2])
-        if seen != self.seen:
-            self.seen, self.since = seen, now
-        return now - self.since
-
-    def at(self) -> "Optional[int]":
-        """Return the GPU it is reading, None between them."""
-        return None if self.mark[0] == _NO_GPU else self.mark[0]
-
-    def receive(self) -> "Tuple[List[Any], bool]":
-        """Return (messages that have arrived whole, whether it has ended)."""
-        ended = False
-        while True:
-            try:
-                data = os.read(self.fd_in, 65536)
-            except OSError as error:
-                if error.errno == errno.EAGAIN:
-                    break
-                raise
-            if not data:
-                ended = True
-                break
-            self.data += data
-        messages = []
-        while len(self.data) >= 4:
-            size = struct.unpack("=I", bytes(self.data[:4]))[0]
-            if len(self.data) < 4 + size:
-                break
-            messages.append(marshal.loads(bytes(self.data[4 : 4 + size])))
-            del self.data[: 4 + size]
-        return messages, ended
-
-    def ask(self, now: float) -> None:
-        self.busy, self.since = True, now
-        try:
-            os.write(self.fd_out, b"r")
-        except OSError:
-            pass  # it has ended: the end-of-file on fd_in says so next
-
-    def close(self) -> None:
-        os.close(self.fd_in)
-        os.close(self.fd_out)
 
 
 class _Stuck:
@@ -124,8 +61,8 @@ class Probe:
         self.count: "Optional[int]" = None
         self.stuck: "Dict[int, _Stuck]" = {}
         self._past: "Dict[int, _Stuck]" = {}
-        self._main: "Optional[_Child]" = None
-        self._trial: "Optional[_Child]" = None
+        self._main: "Optional[Child]" = None
+        self._trial: "Optional[Child]" = None
         self._trial_of = -1
         self._started = 0
         self._again = False  # somebody asked while a pass was under way
@@ -187,14 +124,15 @@ class Probe:
         """Kill what hangs and start what is due; return when to call again (monotonic seconds), None: no need."""
         self._reap()
         if self._main is not None and self._main.busy:
-            silent_s, at = self._main.silent_s(now), self._main.at()
-            if silent_s > (START_S if at is None else CALL_S):
+            at = self._main.at()
+            silent_s = self._main.silent_s(now, START_S if at is None else CALL_S)
+            if silent_s:
                 self._main_hangs(at, silent_s, now)
         if self._main is None and now >= self._retry_at and self._wedged not in self._corpses:
             self.start()
         if self._trial is not None:
             stuck = self.stuck[self._trial_of]
-            if self._trial.silent_s(now) > stuck.limit_s:
+            if self._trial.silent_s(now, stuck.limit_s):
                 child, self._trial = self._trial, None
                 stuck.again(now, self._kill(child))
         elif self._main is not None:
@@ -344,55 +282,19 @@ class Probe:
             except OSError:
                 self._corpses.discard(pid)
 
-    def _kill(self, child: _Child) -> int:
+    def _kill(self, child: Child) -> int:
         child.close()
         os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
         self._corpses.add(child.pid)
         self._reap()
         return child.pid
 
-    def _spawn(self, skip: "Set[int]", only: "Optional[int]") -> _Child:
-        mark = mmap.mmap(-1, 2)
-        mark[0] = _NO_GPU
-        theirs_in, fd_out = os.pipe()
-        fd_in, theirs_out = os.pipe()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                for fd in self.keep_out + (fd_in, fd_out):
-                    os.close(fd)
-                for other in (self._main, self._trial):
-                    if other is not None:
-                        other.close()
-                _serve(parent, (theirs_in, theirs_out), mark, skip, only)
-            finally:
-                os._exit(1)
-        os.close(theirs_in)
-        os.close(theirs_out)
-        os.set_blocking(fd_in, False)
-        os.set_blocking(fd_out, False)
-        return _Child(pid, fd_in, fd_out, mark, time.monotonic())
-
-
-def _serve(parent: int, fds: "Tuple[int, int]", mark: "Any", skip: "Set[int]", only: "Optional[int]") -> None:
-    """Be the NVML process."""
-    try:
-        import ctypes  # here alone, as nvml: the parent must never load NVML or its bindings
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the agent
-        if os.getppid() != parent:
-            os._exit(0)
-        from gpuboard.agent import nvml  # 30 ms; from its source, as it travels, 200
-
-        nvml.serve(fds[0], fds[1], mark, skip, only)
-        os._exit(0)
-    except (OSError, KeyboardInterrupt):
-        os._exit(0)  # the agent is gone
-    except BaseException:
-        import traceback  # late: only when something is wrong
-
-        os.write(2, traceback.format_exc().encode("utf-8", "replace"))
+    def _spawn(self, skip: "Set[int]", only: "Optional[int]") -> Child:
+        close = list(self.keep_out)
+        for other in (self._main, self._trial):
+            if other is not None:
+                close += [other.fd_in, other.fd_out]
+        return spawn(time.monotonic(), close, skip, only)
 
 
 def _describe(values: "Dict[str, Any]", describe: "Callable[..., Any]") -> "Dict[str, Any]":

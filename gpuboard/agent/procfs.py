@@ -36,6 +36,16 @@ def parse_stat(data: bytes) -> "Tuple[str, int]":
     return comm.decode("utf-8", "replace"), int(fields[19])  # field 22 of proc(5), counted from 3
 
 
+def activity(pid: int) -> "Tuple[str, float]":
+    """Return (state letter, seconds of processor time used so far) of a process; ("X", 0) when it has ended."""
+    try:
+        data = read("/proc/%d/stat" % pid)
+        fields = data[data.rindex(b")") + 2 :].split()
+        return fields[0].decode("ascii"), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return "X", 0.0
+
+
 def parse_cgroup(text: str) -> "Tuple[Optional[str], Optional[str]]":
     """Return (Slurm job id, container id of 12 digits) named by /proc/PID/cgroup."""
     import re  # json has loaded it by the time there is a process to look at

@@ -1,7 +1,7 @@
 /* A libnvidia-ml.so.1 that answers from a script file, so that nvidia-ml-py runs on it unmodified.
  *
- * The script is the file named by $FAKE_NVML, else /run/fake-nvml/script. It is read again when it changes, at most every
- * 2 ms. One "key value..." a line; "gpu" starts a GPU, what stands before the first one holds for the whole library.
+ * The script is the file named by $FAKE_NVML, else /run/fake-nvml/script. It is read again when it
+ * changes. One "key value..." a line; "gpu" starts a GPU, what stands before the first one holds for the whole library.
  * tests/nvml/__init__.py writes scripts and documents the keys. A fault or a hang is looked at before every call:
  * "fault FUNCTION CODE", "hang FUNCTION" (until the script changes), "slow FUNCTION MILLISECONDS"; FUNCTION may be "*".
  *
@@ -14,7 +14,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 #define MAX_GPUS 32
@@ -45,16 +44,9 @@ typedef struct {
 
 static struct { char driver[TEXT]; int cuda, record, gpus, troubles; Gpu gpu[MAX_GPUS]; Trouble trouble[MAX_ITEMS]; } S;
 static struct stat seen;
-static double looked = -1;
 static int initialized;
 /* Handles outlive a reread: a device is the address of its slot. Slot 16 * gpu is the GPU, 16 * gpu + 1 + k its MIG device k. */
 static char slots[MAX_GPUS * 16];
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + t.tv_nsec * 1e-9;
-}
 
 static void copy(char *to, size_t size, const char *from) { snprintf(to, size, "%s", from); }
 
@@ -107,9 +99,6 @@ static void gpu_line(Gpu *g, const char *key, const char *rest) {
 }
 
 static void load(void) {
-    double t = now();
-    if (looked >= 0 && t - looked < 0.002) return;
-    looked = t;
     const char *path = getenv("FAKE_NVML");
     if (!path) path = "/run/fake-nvml/script";
     struct stat st;
@@ -164,7 +153,6 @@ static int enter(int gpu, const char *function) {
         if (t->kind == 'f') return t->value;
         if (t->kind == 's') { usleep(t->value * 1000); return OK; }
         usleep(5000);
-        looked = -1;
         load();
     }
 }

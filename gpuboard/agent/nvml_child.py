@@ -1,0 +1,135 @@
+"""One NVML process as its parent sees it: started by fork, asked through a pipe, watched through shared memory."""
+
+import errno
+import marshal
+import mmap
+import os
+import signal
+import struct
+
+from gpuboard.agent import procfs
+
+MYPY = False
+if MYPY:
+    from typing import Any, List, Optional, Set, Tuple
+
+NO_GPU = 255  # the mark between GPUs
+SPIN_S = 1.0  # processor time in one call after which it hangs rather than waits for its turn
+
+
+class Child:
+    """One NVML process and our end of its pipes."""
+
+    def __init__(self, pid: int, fd_in: int, fd_out: int, mark: "Any", now: float) -> None:
+        self.pid = pid
+        self.fd_in = fd_in
+        self.fd_out = fd_out
+        self.mark = mark  # two shared bytes: the GPU being read, a counter of progress
+        self.born = now
+        self.busy = True
+        self.since = now  # when it was last seen to get on
+        self._seen = b""
+        self._cpu_s: "Optional[float]" = None  # when it was first found silent yet runnable
+        self._data = bytearray()
+
+    def silent_s(self, now: float, limit_s: float) -> float:
+        """Return how long it has been in one call, in seconds; 0 below ``limit_s`` and where it only lacks a processor.
+
+        On a node whose processors are all taken a gentle process can wait for seconds: it is runnable then and uses no
+        time, while a hung call sleeps or, spinning, uses much.
+        """
+        seen = bytes(self.mark[:2])
+        if seen != self._seen:
+            self._seen, self.since, self._cpu_s = seen, now, None
+        if now - self.since <= limit_s:
+            return 0.0
+        state, cpu_s = procfs.activity(self.pid)
+        if state == "R":
+            if self._cpu_s is None:
+                self._cpu_s = cpu_s
+            if cpu_s - self._cpu_s < SPIN_S:
+                return 0.0
+        return now - self.since
+
+    def at(self) -> "Optional[int]":
+        """Return the GPU it is reading, None between them."""
+        return None if self.mark[0] == NO_GPU else self.mark[0]
+
+    def receive(self) -> "Tuple[List[Any], bool]":
+        """Return (messages that have arrived whole, whether it has ended)."""
+        ended = False
+        while True:
+            try:
+                data = os.read(self.fd_in, 65536)
+            except OSError as error:
+                if error.errno == errno.EAGAIN:
+                    break
+                raise
+            if not data:
+                ended = True
+                break
+            self._data += data
+        messages = []
+        while len(self._data) >= 4:
+            size = struct.unpack("=I", bytes(self._data[:4]))[0]
+            if len(self._data) < 4 + size:
+                break
+            messages.append(marshal.loads(bytes(self._data[4 : 4 + size])))
+            del self._data[: 4 + size]
+        return messages, ended
+
+    def ask(self, now: float) -> None:
+        self.busy, self.since, self._cpu_s = True, now, None
+        try:
+            os.write(self.fd_out, b"r")
+        except OSError:
+            pass  # it has ended: the end-of-file on fd_in says so next
+
+    def close(self) -> None:
+        os.close(self.fd_in)
+        os.close(self.fd_out)
+
+
+def spawn(now: float, close: "List[int]", skip: "Set[int]", only: "Optional[int]") -> Child:
+    """Start an NVML process that leaves out the GPUs in ``skip`` or reads ``only`` one; it closes ``close`` first.
+
+    Raises OSError where no process can be started.
+    """
+    mark = mmap.mmap(-1, 2)
+    mark[0] = NO_GPU
+    theirs_in, fd_out = os.pipe()
+    fd_in, theirs_out = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for fd in close + [fd_in, fd_out]:
+                os.close(fd)
+            _serve(parent, (theirs_in, theirs_out), mark, skip, only)
+        finally:
+            os._exit(1)
+    os.close(theirs_in)
+    os.close(theirs_out)
+    os.set_blocking(fd_in, False)
+    os.set_blocking(fd_out, False)
+    return Child(pid, fd_in, fd_out, mark, now)
+
+
+def _serve(parent: int, fds: "Tuple[int, int]", mark: "Any", skip: "Set[int]", only: "Optional[int]") -> None:
+    """Be the NVML process."""
+    try:
+        import ctypes  # here alone, as nvml: the parent must never load NVML or its bindings
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the agent
+        if os.getppid() != parent:
+            os._exit(0)
+        from gpuboard.agent import nvml  # 30 ms; from its source, as it travels, 200
+
+        nvml.serve(fds[0], fds[1], mark, skip, only)
+        os._exit(0)
+    except (OSError, KeyboardInterrupt):
+        os._exit(0)  # the agent is gone
+    except BaseException:
+        import traceback  # late: only when something is wrong
+
+        os.write(2, traceback.format_exc().encode("utf-8", "replace"))

@@ -1,0 +1,86 @@
+"""What NVML's numbers are called in readings (gpuboard/model/gpu.py); pure. The numbers are nvml.h's."""
+
+MYPY = False
+if MYPY:
+    from typing import Any, List, Optional, Tuple
+
+# NVML_TOPOLOGY_* (INTERNAL 0 … SYSTEM 50) to the levels of NVIDIA's best-effort rule
+LEVELS = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}
+
+_THROTTLE = (
+    (0x08, "hw_slowdown"),
+    (0x40, "hw_thermal"),
+    (0x80, "hw_power_brake"),
+    (0x20, "sw_thermal"),
+    (0x04, "sw_power_cap"),
+)
+_RECOVERY = {
+    0: "none",
+    1: "GPU reset",
+    2: "node reboot",
+    3: "drain of peer-to-peer traffic",
+    4: "drain and GPU reset",
+    5: "recovery of the IMEX domain",
+    6: "bus reset",
+    7: "system reboot",
+}
+_WORDS = {
+    9: "the NVIDIA driver is not loaded on this node",
+    12: "no NVIDIA driver here (libnvidia-ml.so.1 not found)",
+    15: "GPU is lost: it has fallen off the bus or cannot be reached",
+    18: "driver/library version mismatch: the driver was updated; reload its kernel modules or reboot",
+}
+
+
+def words(code: int, default: str) -> str:
+    """Return what a return code means to a person."""
+    return _WORDS.get(code, default)
+
+
+def throttle(reasons: int) -> "List[str]":
+    """Return the words of the throttle reasons that a GPU's owner should know of."""
+    return [word for bit, word in _THROTTLE if reasons & bit]
+
+
+def recovery(action: int) -> str:
+    """Return the word for a recovery action; "none": nothing to do."""
+    return _RECOVERY.get(action, "action %d" % action)
+
+
+def text(value: "Any") -> "Optional[str]":
+    """Return bytes or str as str."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def watts(milliwatts: "Optional[int]") -> "Optional[float]":
+    """Return W of NVML's mW."""
+    return None if milliwatts is None else milliwatts / 1000.0
+
+
+def pci_key(address: str) -> "Tuple[int, ...]":
+    """Return domain, bus and device as numbers: the same address is written with 4 or 8 digits of domain."""
+    try:
+        return tuple(int(part, 16) for part in address.split(".", 1)[0].split(":"))
+    except ValueError:
+        return ()
+
+
+def bits(mask: "Any") -> "List[int]":
+    """Return the numbers of the bits that are set in 64-bit words, lowest first."""
+    return [w * 64 + bit for w, word in enumerate(mask) for bit in range(64) if word >> bit & 1]
+
+
+def lowest(mask: "Any") -> "Optional[int]":
+    """Return the number of the lowest bit set; None for no mask or an empty one."""
+    return next(iter(bits(mask or ())), None)
+
+
+def cpu_list(mask: "Any") -> "Optional[str]":
+    """Return a set of CPUs as ``0-15,32-47``; None for no mask or an empty one."""
+    ranges: "List[List[int]]" = []
+    for cpu in bits(mask or ()):
+        if ranges and ranges[-1][1] == cpu - 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    return ",".join(str(a) if a == b else "%d-%d" % (a, b) for a, b in ranges) or None
