@@ -1,0 +1,108 @@
+"""The keeper with a node behind a real sshd: its own connection, its loss, its return."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuboard.ledger import keeper
+from tests import nvml
+from tests.integration.keeper_lab import Lab, until
+from tests.sshd import SSHD, Sshd, children
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0 or SSHD is None, reason="needs root and an sshd")
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    return Lab(tmp_path, nvml.library())
+
+
+@pytest.fixture
+def sshd(lab: Lab) -> Iterator[Sshd]:
+    far = " ".join(f"{name}={lab.env[name]}" for name in ("LD_LIBRARY_PATH", "FAKE_NVML"))
+    server = Sshd(lab.folder / "sshd", extra=f"SetEnv {far}\n")
+    server.host("far")
+    settings = {"ssh_config": str(server.ssh_config), "known_hosts": [str(server.known_hosts)], "connect_timeout": "5s"}
+    lab.env["TAKER_SETTINGS"] = json.dumps(settings)
+    yield server
+    lab.close()
+    server.stop()
+
+
+def far_lease(lab: Lab, lease: str) -> subprocess.Popen[str]:
+    """Run a script that holds ``lease`` on the far node."""
+    script = lab.bash(lab.take(lease, host="far") + "echo go; read")
+    assert script.stdout is not None
+    assert script.stdout.readline() == "go\n"
+    assert lab.held() == lab.records() == {lease}
+    return script
+
+
+@pytest.mark.usefixtures("sshd")
+def test_lease_on_another_machine_ends_with_its_holder(lab: Lab) -> None:
+    script = far_lease(lab, "far1")
+    script.kill()
+    script.communicate()
+    until(lambda: not lab.held() and not lab.records(), 5)
+
+
+@pytest.mark.usefixtures("sshd")
+def test_process_on_the_far_gpu_keeps_the_lease(lab: Lab) -> None:
+    train = subprocess.Popen(["sleep", "300"])
+    lab.gpus({0: train.pid})
+    script = far_lease(lab, "far2")
+    script.kill()
+    script.communicate()
+    until(lambda: "holder has ended" in lab.log())
+    time.sleep(2.0)
+    assert lab.held() == {"far2"}
+    train.kill()
+    train.wait()
+    lab.gpus()
+    until(lambda: not lab.held(), 10)
+
+
+def test_node_that_cannot_be_reached_is_refused(lab: Lab, sshd: Sshd) -> None:
+    sshd.stop()
+    script = lab.bash(lab.take("far3", host="far") + "echo go", stderr=subprocess.PIPE)
+    _, error = script.communicate(timeout=40)
+    assert script.returncode == 9
+    assert "the keeper does not take the lease: n: " in error
+    assert lab.held() == lab.records() == set()
+
+
+def test_lost_connection_is_made_again(lab: Lab, sshd: Sshd) -> None:
+    script = far_lease(lab, "far4")
+    claim = next(lab.claims.iterdir())
+    before = claim.stat().st_mtime
+    for session in Path(f"/proc/{sshd.process.pid}/task/{sshd.process.pid}/children").read_text().split():
+        os.kill(int(session), signal.SIGKILL)
+    keeper.renew("far4", 3600.0, lab.env)  # touches now, and not only after 30 s
+    until(lambda: claim.stat().st_mtime > before)
+    script.kill()
+    script.communicate()
+    until(lambda: not lab.held(), 5)
+
+
+def test_node_lost_at_the_end_is_tried_again(lab: Lab, sshd: Sshd) -> None:
+    """Released when it answers again; were it later than 90 s, the claim had lapsed."""
+    script = far_lease(lab, "far5")
+    for pid in [*children(sshd.process.pid), sshd.process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    sshd.process.wait()
+    script.kill()
+    script.communicate()
+    until(lambda: "who carries it cannot be seen" in lab.log())
+    assert lab.held() == {"far5"}
+    again = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(sshd.folder / "sshd_config")])
+    until(lambda: not lab.held(), 15)
+    again.kill()
+    again.wait()
