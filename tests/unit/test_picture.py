@@ -69,7 +69,8 @@ def test_a_node_in_full() -> None:
     assert (shot.schema, shot.at, shot.cluster) == (1, "1970-01-01T00:00:01.000Z", "c")
     expected = GpuView(
         index=0, uuid="GPU-a", name="H100", pci_bus_id="00000000:1B:00.0", state="free",
-        reason="no process, no reservation", memory_used=0, memory_total=80, utilization=0, processes=[], compute_mode=0,
+        reason="no process, no reservation", memory_used=0, memory_total=80, utilization=0, processes=[],
+        compute_mode=0,
     )  # fmt: skip
     assert shot.nodes == [
         NodeView(
