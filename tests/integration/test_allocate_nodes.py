@@ -1,0 +1,97 @@
+"""Allocations over ssh, on real hosts: several nodes, the words where a lease has no GPU, `run` on another machine."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from gpuboard.model.rankmap import RankMap, problems
+from tests.nodes import Cluster
+from tests.nvml import Gpu
+
+pytestmark = pytest.mark.nodes
+SCOPE = "gpu[01-03]"
+
+
+def until(happened: Callable[[], object], what: str, timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def gpuboard(nodes: Cluster, *args: str, user: str) -> subprocess.CompletedProcess[str]:
+    return nodes["login1"].run(["gpuboard", *args], user=user)
+
+
+@pytest.fixture
+def small(nodes: Cluster) -> Cluster:
+    """5 + 3 + 2 GPUs."""
+    for name, count in (("gpu01", 5), ("gpu02", 3), ("gpu03", 2)):
+        nodes[name].script([Gpu() for _ in range(count)])
+    return nodes
+
+
+def test_uneven_nodes_give_a_sound_rank_map_and_others_see_the_owner(small: Cluster) -> None:
+    script = f"""
+        export CUDA_VISIBLE_DEVICES=stale
+        eval "$(gpuboard allocate --n 8 --nodes '{SCOPE}')" || exit
+        echo "$GPUBOARD_LEASE|$GPUBOARD_NODES|$CUDA_VISIBLE_DEVICES"; cat "$GPUBOARD_RANK_MAP"
+        gpuboard env --node gpu02 --nodes '{SCOPE}'
+        read line"""
+    with small["login1"].popen(["bash", "-c", script], stdin=subprocess.PIPE) as process:
+        assert process.stdout and process.stdin and process.stderr
+        lease, nodeset, visible = process.stdout.readline().strip().split("|")
+        rank_map = msgspec.json.decode(process.stdout.readline(), type=RankMap)
+        variables = [process.stdout.readline() for _ in range(5)]
+        seen = json.loads(gpuboard(small, "status", "--nodes", SCOPE, "--json", user="bob").stdout)
+        asked = ["allocate", "--n", "3", "--nodes", SCOPE, "--format", "json", "--detach", "--for", "1m"]
+        refused = json.loads(gpuboard(small, *asked, user="bob").stdout)["error"]
+        stolen = gpuboard(small, "release", lease, "--nodes", SCOPE, user="bob")
+        process.stdin.close()
+        errors = process.stderr.read()
+    assert (nodeset, visible) == ("gpu[01-02]", "")
+    assert "has no GPU on this machine" in errors
+    assert f"gpuboard env {lease} --node gpu01" in errors
+    assert variables[-1] == "export CUDA_VISIBLE_DEVICES='0,1,2'\n"
+    assert problems(rank_map) == []
+    assert [(n.name, n.local_world_size, n.address) for n in rank_map.nodes] == [
+        ("gpu01", 5, "10.88.0.11"), ("gpu02", 3, "10.88.0.12"),
+    ]  # fmt: skip
+    states = {n["name"]: {(g["state"], tuple(g["leases"])) for g in n["gpus"]} for n in seen["nodes"]}
+    assert states == {"gpu01": {("reserved", (lease,))}, "gpu02": {("reserved", (lease,))}, "gpu03": {("free", ())}}
+    assert refused["code"] == 4
+    assert {g["reason"].partition(",")[0] for g in refused["gpus"] if g["node"] != "gpu03"} == {"alice"}
+    assert refused["nearest"] == "--n 2 or --wait"
+    assert stolen.returncode == 5
+    until(lambda: not list(small["gpu01"].path("/var/tmp").glob("gpuboard.GPU-*")), "claims live on")
+
+
+def test_run_works_where_the_gpus_are_with_its_exit_code(small: Cluster) -> None:
+    home = "/srv/home/alice"
+    done = small["login1"].run(
+        ["sh", "-c", f"gpuboard run --n 4 --nodes '{SCOPE}' -- sh -c "
+                     "'echo $(hostname) $CUDA_VISIBLE_DEVICES $(pwd) \"a  b\"; cat; exit 9'"],
+        stdin="from stdin\n",
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (9, f"gpu01 0,1,2,3 {home} a  b\nfrom stdin\n"), done.stderr
+
+
+def test_nothing_of_a_remote_command_outlives_gpuboard(small: Cluster) -> None:
+    gpu01 = small["gpu01"]
+    command = ["gpuboard", "run", "--n", "4", "--nodes", SCOPE, "--", "sh", "-c",
+               "setsid sleep 301 & echo up; trap '' TERM HUP; while :; do sleep 0.1; done"]  # fmt: skip
+    with small["login1"].popen(command) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        until(lambda: not gpu01.processes(lambda p: p.name in {"sleep", "sh"}, user="alice"), "the command lives on")
+        assert time.monotonic() - started < 6.0
+    until(lambda: not list(gpu01.path("/var/tmp").glob("gpuboard.GPU-*")), "the claims live on", 30.0)
