@@ -19,7 +19,9 @@ if MYPY:
     from gpuboard.agent.wire import Channel
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_PATIENCE_S = 1.6  # what a supervisor gets to empty the node itself after the end of the connection; local heads wait 2 s
+_PATIENCE_S = (
+    1.6  # what a supervisor gets to empty the node itself after the end of the connection; local heads wait 2 s
+)
 _POLLRDHUP = 0x2000  # select.POLLRDHUP came with Python 3.7
 
 
@@ -36,6 +38,7 @@ def run(channel: "Channel", config: "Dict[str, Any]") -> None:
     guard_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
+        os.setsid()  # a terminal's ctrl-C and hang-up are the head's affair
         os.close(supervisor_life)
         os.close(guard_end)
         from gpuboard.agent import supervisor  # late: the guard itself stays small
@@ -69,9 +72,9 @@ def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> None:
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
     ending = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: ending.append(True))
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: ending.append(True))
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
     poller = select.poll()
     poller.register(supervisor_life, select.POLLIN)
     poller.register(connection, _POLLRDHUP)  # POLLHUP and POLLERR are always told; the data is the supervisor's
@@ -85,10 +88,13 @@ def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> None:
             _reap()
         if supervisor_life in ready:
             return
-        if connection in ready and deadline is None:
+        if connection in ready:
             poller.unregister(connection)
+        if (connection in ready or ending) and deadline is None:
+            if ending:
+                teardown.send_signal(supervisor_pid, signal.SIGTERM)
             deadline = time.monotonic() + _PATIENCE_S
-        if ending or (deadline is not None and time.monotonic() >= deadline):
+        if deadline is not None and time.monotonic() >= deadline:
             teardown.send_signal(supervisor_pid, signal.SIGKILL)
             return
 

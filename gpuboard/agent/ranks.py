@@ -171,6 +171,7 @@ def node_environ(config: "Dict[str, Any]") -> "Dict[str, str]":
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "PYTHONUNBUFFERED": "1",
+            "PWD": config["cwd"],
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": config["cuda_visible_devices"],
             "GPUBOARD_RUN": config["run"],

@@ -53,6 +53,7 @@ class Supervisor:
         self._ending_timer = 0
         self._stop_asked = False
         self._helpers_until: "Optional[float]" = None
+        self._helpers_timer = 0
         self._finished = False
         self._calls: "Dict[str, Callable[[int, Dict[str, Any]], Any]]" = {
             "check": self._check,
@@ -205,15 +206,16 @@ class Supervisor:
         return _LATER
 
     def _spawn(self, _call: int, _args: "Dict[str, Any]") -> "Any":
-        if self._spawned or self._ending_at is not None:
-            raise Refusal("state", "the ranks were started already" if self._spawned else "this node is being stopped")
-        self._spawned = True
+        if self._spawned or self._gang.running() or self._ending_at is not None:
+            raise Refusal("state", "the ranks were started already, or this node is being stopped")
         stale = ranks.stale(self._environ_sent())
         if stale:
             self._notice("set anew for every rank, the environment had: " + ", ".join(stale))
         if self._master is not None:
             self._gang.start_store(self._master)
-        return {"pids": self._gang.start_ranks()}
+        pids = self._gang.start_ranks()
+        self._spawned = True
+        return {"pids": pids}
 
     def _environ_sent(self) -> "Dict[str, str]":
         return dict(os.environ, **self._config["environ"])
@@ -245,8 +247,7 @@ class Supervisor:
         grace_s = float(args["grace_s"])
         if self._helpers_until is not None:  # the ranks ended well; what is left may finish, but no longer than this
             self._helpers_until = min(self._helpers_until, time.monotonic() + grace_s)
-        elif self._spawned and not self._gang.running() and self._gang.all_well():
-            self._loop.after(0.0, self._kill)  # only the store is left
+            self._look_soon(0.0)
         else:
             self._end(None, grace_s)
         return {}
@@ -294,19 +295,23 @@ class Supervisor:
         if helpers and well:
             names = ", ".join("pid %d (%s)" % (process.pid, process.name) for process in helpers[:8])
             self._notice("the ranks ended; waiting for what they left behind: %s" % names)
-        self._loop.after(0.0, self._look_for_helpers)
+        self._look_soon(0.0)
+
+    def _look_soon(self, seconds: float) -> None:
+        self._loop.cancel(self._helpers_timer)
+        self._helpers_timer = self._loop.after(seconds, self._look_for_helpers)
 
     def _look_for_helpers(self) -> None:
         assert self._helpers_until is not None
         if self._finished:
             return
         if self._helpers() and time.monotonic() < self._helpers_until:
-            self._loop.after(0.1, self._look_for_helpers)
+            self._look_soon(0.1)
         elif self._gang.store_pid is None or self._stop_asked or self._ending_at is not None or self._alone():
             self._kill()
         else:  # other nodes' ranks still need the store; the head says when it may end
             teardown.kill_all(self._config["run"], os.getpid(), self._spared(), self._reap, _KILL_S)
-            self._loop.after(0.5, self._look_for_helpers)
+            self._look_soon(2.0)
 
     def _helpers(self) -> "Any":
         return teardown.living(self._config["run"], os.getpid(), self._spared())

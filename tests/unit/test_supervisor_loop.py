@@ -1,0 +1,51 @@
+"""The loop, on real pipes and clocks."""
+
+from __future__ import annotations
+
+import os
+
+from gpuboard.agent.loop import IN, Loop
+
+
+def test_timers_fire_in_their_order_and_once() -> None:
+    loop = Loop()
+    seen: list[str] = []
+    loop.after(0.02, lambda: seen.append("late"))
+    loop.after(0.0, lambda: seen.append("first"))
+    loop.after(0.0, lambda: seen.append("second"))
+    loop.cancel(loop.after(0.0, lambda: seen.append("cancelled")))
+    while len(seen) < 3:
+        loop.turn()
+    assert seen == ["first", "second", "late"]
+
+
+def test_a_callback_may_forget_what_is_ready_too() -> None:
+    loop = Loop()
+    pipes = [os.pipe() for _ in range(2)]
+    seen: list[int] = []
+
+    def taken(fd: int) -> None:
+        seen.append(fd)
+        for read_end, _ in pipes:
+            loop.unwatch(read_end)
+
+    for read_end, write_end in pipes:
+        os.write(write_end, b"x")
+        loop.watch(read_end, IN, lambda fd=read_end: taken(fd))  # type: ignore[misc]
+    loop.turn()
+    assert len(seen) == 1
+    for pair in pipes:
+        for fd in pair:
+            os.close(fd)
+
+
+def test_a_timer_may_cancel_another_of_the_same_moment() -> None:
+    loop = Loop()
+    seen: list[str] = []
+    handles: list[int] = []
+    loop.after(0.0, lambda: loop.cancel(handles[0]))
+    handles.append(loop.after(0.0, lambda: seen.append("cancelled")))
+    loop.after(0.0, lambda: seen.append("after"))
+    while not seen:
+        loop.turn()
+    assert seen == ["after"]

@@ -1,0 +1,112 @@
+"""Ports, handshakes and addresses, on real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from gpuboard.agent import network
+from gpuboard.agent.loop import Loop
+
+SECRET = "0123456789abcdef"
+
+
+def attempt(loop: Loop, targets: list[tuple[str, int]], secret: str = SECRET, timeout_s: float = 0.5) -> dict[int, Any]:
+    """Return the results by port."""
+    found: list[list[dict[str, Any]]] = []
+    wanted = [{"node": "n", "address": address, "port": port} for address, port in targets]
+    network.Attempts(loop, secret, wanted, timeout_s, found.append)
+    while not found:
+        loop.turn()
+    assert len(found) == 1
+    return {result["port"]: result for result in found[0]}
+
+
+def test_each_way_a_connection_can_fail_has_its_word() -> None:
+    loop = Loop()
+    answering = network.Answering(loop, SECRET)
+    listener = network.listen("127.0.0.1", 0)
+    answering.add(listener)
+    port = listener.getsockname()[1]
+    closed = network.listen("127.0.0.1", 0)
+    refused = closed.getsockname()[1]
+    closed.close()
+    mute = socket.create_server(("127.0.0.1", 0))
+    results = attempt(
+        loop, [("127.0.0.1", port), ("127.0.0.1", refused), ("127.0.0.1", mute.getsockname()[1]), ("no-such-host.invalid", 9)]
+    )
+    words = [results[p]["result"] for p in (port, refused, mute.getsockname()[1], 9)]
+    assert words == ["ok", "refused", "stranger", "unreachable"]
+    assert (results[port]["local_address"], results[port]["interface"]) == ("127.0.0.1", "lo")
+    assert attempt(loop, [("127.0.0.1", port)], secret="another run")[port]["result"] == "stranger"
+    answering.stop()
+    mute.close()
+    assert attempt(loop, [("127.0.0.1", port)])[port]["result"] == "refused"
+
+
+def test_a_full_backlog_is_dropped() -> None:
+    full = socket.socket()
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    waiting = [socket.socket() for _ in range(4)]
+    for caller in waiting:
+        caller.setblocking(False)
+        caller.connect_ex(full.getsockname())
+    port = full.getsockname()[1]
+    assert attempt(Loop(), [("127.0.0.1", port)], timeout_s=0.2)[port]["result"] == "dropped"
+    for opened in [full, *waiting]:
+        opened.close()
+
+
+def test_no_targets_are_answered_at_once() -> None:
+    assert attempt(Loop(), []) == {}
+
+
+def test_a_master_socket_is_left_open_for_the_store() -> None:
+    loop = Loop()
+    answering = network.Answering(loop, SECRET)
+    listener = network.listen("127.0.0.1", 0)
+    answering.add(listener)
+    answering.leave(listener)
+    answering.stop()
+    assert listener.fileno() >= 0
+    listener.close()
+
+
+def test_a_port_in_use_names_its_holder() -> None:
+    program = (
+        "import socket, sys; s = socket.create_server(('127.0.0.1', 0));"
+        "print(s.getsockname()[1], flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    port = int(child.stdout.readline())
+    with pytest.raises(network.CannotListen) as told:
+        network.listen("127.0.0.1", port)
+    child.communicate()
+    name = os.path.basename(os.path.realpath(sys.executable))[:15]
+    assert told.value.kind == "port-in-use"
+    assert told.value.holder is not None
+    assert told.value.holder.startswith(f"pid {child.pid} (")
+    assert name[:6] in told.value.holder
+    assert told.value.holder in str(told.value)
+
+
+def test_an_address_of_another_node() -> None:
+    with pytest.raises(network.CannotListen) as told:
+        network.listen("192.0.2.200", 0)
+    assert (told.value.kind, "127.0.0.1" in str(told.value)) == ("address", True)
+    with pytest.raises(network.CannotListen) as told:
+        network.listen("no-such-host.invalid", 0)
+    assert told.value.kind == "address"
+
+
+def test_addresses_by_interface() -> None:
+    found = network.addresses()
+    assert "127.0.0.1" in found["lo"]
+    assert set(found) <= {name for _, name in socket.if_nameindex()}
