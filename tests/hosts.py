@@ -137,7 +137,7 @@ class Host:
         self.address = ADDRESSES[name]
         self.folder = root / "hosts" / name
         self.has_gpus = name.startswith("gpu")
-        self.changed = False  # python3 or sshd is not as at the start
+        self.changed = False  # python3, a mount or sshd is not as at the start
         self._root = root
         self._init: subprocess.Popen[str] | None = None
         self._sshd: Running | None = None
@@ -170,7 +170,7 @@ class Host:
 
     def sshd(self, more: str = "") -> None:
         """(Re)start sshd, with lines of configuration put before the usual ones (the first one counts)."""
-        self.changed = bool(more)
+        self.changed = self.changed or bool(more)
         self.stop_sshd()
         self.path("/etc/ssh/test_sshd_config").write_text(more + "\n" + _SSHD_CONFIG)
         with (self.folder / "sshd.log").open("ab") as log:
@@ -235,6 +235,11 @@ class Host:
         """Make ``python3`` this interpreter for sessions over ssh, from the next one on."""
         self.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/usr/local/bin"], user="root", check=True)
         self.run(["ln", "-s", interpreter, "/usr/local/bin/python3"], user="root", check=True)
+        self.changed = True
+
+    def remount(self, folder: str, options: str) -> None:
+        """Change the tmpfs at /var/tmp, /tmp or /dev/shm, such as ``size=64k`` for a disk that is nearly full."""
+        self.run(["mount", "-o", f"remount,{options}", folder], user="root", check=True)
         self.changed = True
 
     def path(self, path: str) -> Path:
@@ -315,8 +320,11 @@ class Host:
         for folder in ("/var/tmp", "/tmp", "/dev/shm"):
             empty(self.path(folder))
         if self.changed or listener is None:
-            self.run(["umount", "/usr/local/bin"], user="root")
+            self.run(["umount", "-q", "/usr/local/bin"], user="root")
+            for folder in ("/var/tmp", "/tmp", "/dev/shm"):
+                self.remount(folder, "rw,size=50%,nr_inodes=0,mode=1777")
             self.sshd()
+            self.changed = False
         if self.has_gpus:
             self.script(eight())
             self.show_library()

@@ -21,6 +21,7 @@ each test. It skips by name where root, namespaces or sshd are missing.
         gpu01.firewall("add rule inet t in tcp dport 29500 drop")          # in table inet t, chain in (input hook)
         gpu01.sshd("SetEnv PATH=/nowhere")                                 # restart with more configuration
         gpu01.hide_library(); gpu01.use_python("/opt/python3.6/bin/python3")
+        gpu01.remount("/var/tmp", "size=64k")
         gpu01.path("/var/tmp")                                             # that folder as seen from outside
 """
 

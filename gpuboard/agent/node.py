@@ -52,6 +52,7 @@ class _Node:
         prefix = getattr(probe, "start_of_uuid", None)
         self.claims = claims
         self.folder = claims.Folder(str(config.get("claims_dir") or "/var/tmp"), prefix)
+        self.procfs = procfs
         self.processes = procfs.Processes()
         self.host = procfs.Host()
         self.seq = 0
@@ -171,7 +172,7 @@ class _Node:
             )
         self.seq += 1
         if self.seq == 1:
-            os.nice(19)  # from now on; a person waits for the first reading
+            self.procfs.be_gentle()  # now: a person waits for the first reading
         alive: "Set[int]" = set()
 
         def describe(pid: int, kind: str, memory: "Optional[int]") -> "Dict[str, Any]":

@@ -16,6 +16,7 @@ import struct
 import pynvml
 
 from gpuboard.agent import nvml_terms as terms
+from gpuboard.agent import procfs
 from gpuboard.agent.nvml_child import NO_GPU
 
 MYPY = False
@@ -60,7 +61,7 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
         mark[0] = NO_GPU
         _send(fd_out, ("pass", values))
         if first:
-            os.nice(19)  # from now on; a person waits for the first pass
+            procfs.be_gentle()  # now: a person waits for the first pass
             first = False
         if not os.read(fd_in, 1):
             return

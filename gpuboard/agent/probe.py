@@ -77,6 +77,7 @@ class Probe:
         """Start the NVML process, which makes a first pass by itself; return that pass's number."""
         self._main = self._spawn(set(self.stuck), None)
         self._started += 1
+        self._again = False  # what was asked for earlier, this pass answers
         return self._started
 
     def stop(self) -> None:

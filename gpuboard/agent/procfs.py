@@ -29,6 +29,14 @@ def read(path: str, limit: int = 65536) -> bytes:
         os.close(fd)
 
 
+def be_gentle() -> None:
+    """Take the processors only when nobody else wants them, from now on."""
+    try:
+        os.nice(19)
+    except OSError:
+        pass  # refused in some containers; we are light anyway
+
+
 def parse_stat(data: bytes) -> "Tuple[str, int]":
     """Return (comm, start time in clock ticks since boot) of /proc/PID/stat; comm may hold blanks and brackets."""
     comm = data[data.index(b"(") + 1 : data.rindex(b")")]
