@@ -1,0 +1,105 @@
+"""Many processes of two users take, release and die at once, on real files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from gpuboard.agent import claims, claims_files, claims_protocol
+from tests.unit.claims_help import ALICE, BOB, ask, claims_folder, root, take
+
+__all__ = ["claims_folder"]
+
+
+def racer(path: str, uid: int, seed: int, until: float, log: str) -> None:
+    """Take 1 to 4 of 24 GPUs and release them, again and again; write what we hold, from when to when."""
+    os.setgroups([])
+    os.setresuid(uid, uid, uid)
+    rng = random.Random(seed)
+    number = 0
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND)
+    while time.monotonic() < until:
+        number += 1
+        lease = f"r{seed}x{number}"
+        gpus = [f"GPU-{i:02}" for i in rng.sample(range(24), rng.randint(1, 4))]
+        try:
+            take(path, lease, *gpus)
+        except claims.Refuse as refusal:
+            assert refusal.kind == "conflict"
+            continue
+        os.write(fd, (json.dumps(["has", time.monotonic(), lease, gpus]) + "\n").encode())
+        os.write(fd, (json.dumps(["ends", time.monotonic(), lease, gpus]) + "\n").encode())
+        ask("release", path, lease=lease)
+
+
+def overlaps(lines: list[str], killed_at: float) -> list[str]:
+    """Return where two leases held one GPU. A lease without an end was its taker's until he was killed."""
+    begun: dict[str, tuple[float, list[str]]] = {}
+    spans: list[tuple[str, float, float, str]] = []
+    for line in lines:
+        what, at, lease, gpus = json.loads(line)
+        if what == "has":
+            begun[lease] = (at, gpus)
+        else:
+            since, _ = begun.pop(lease)
+            spans += [(gpu, since, at, lease) for gpu in gpus]
+    spans += [(gpu, at, killed_at, lease) for lease, (at, gpus) in begun.items() for gpu in gpus]
+    spans.sort()
+    return [
+        f"{gpu}: {lease} until {end}, {later} from {start}"
+        for (gpu, _, end, lease), (other, start, _, later) in itertools.pairwise(spans)
+        if gpu == other and start < end
+    ]
+
+
+@root
+@pytest.mark.parametrize("lock", ["honoured", "kept by somebody hostile"])
+def test_two_users_race_and_die(lock: str, folder: str, tmp_path: Path) -> None:
+    """24 processes of two users, one killed every 50 ms: no GPU twice, and no part of a set left by the living."""
+    log = tmp_path / "log"
+    log.touch(mode=0o666)
+    log.chmod(0o666)
+    tmp_path.chmod(0o755)
+    os.chmod(tmp_path.parent, 0o755)
+    os.chmod(tmp_path.parent.parent, 0o755)
+    if lock != "honoured":
+        claims_protocol.LOCK_WAIT_S = 0.0
+        no_lock = pytest.MonkeyPatch()
+        no_lock.setattr(claims_files.Files, "lock", lambda self, wait_s: False)
+    context = multiprocessing.get_context("fork")
+    until = time.monotonic() + 2.5
+    processes = [
+        context.Process(target=racer, args=(folder, (ALICE, BOB)[i % 2], i, until, str(log))) for i in range(24)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        rng = random.Random(7)
+        killed: set[int] = set()
+        for victim in rng.sample(range(24), 16):
+            time.sleep(0.05)  # the pace of the killing, not a wait for anything
+            os.kill(processes[victim].pid or 0, signal.SIGKILL)
+            killed.add(victim)
+        for process in processes:
+            process.join(30)
+    finally:
+        if lock != "honoured":
+            no_lock.undo()
+            claims_protocol.LOCK_WAIT_S = 2.0
+    lines = log.read_text().splitlines()
+    assert len(lines) > 100
+    assert overlaps(lines, time.monotonic()) == []
+    assert {process.exitcode for i, process in enumerate(processes) if i not in killed} == {0}
+    left = {name.split(".")[2] for name in os.listdir(folder) if name.startswith("gpuboard.")}
+    assert {int(lease[1:].split("x")[0]) for lease in left} <= killed
+    for name in os.listdir(folder):
+        assert stat.S_ISREG(os.lstat(f"{folder}/{name}").st_mode)
