@@ -62,9 +62,12 @@ def chosen(ids: list[str], fleet: Fleet, unread: list[str]) -> list[Mine]:
         try:
             mine = ledger.find(text, claims, uids)
         except NoSuchLease as error:
-            where = [node for node, on in claims.items() if uids.get(node) == 0 and any(c.lease == text for c in on)]
-            if where:  # root may end anybody's
-                mine = ledger.Mine(text, {n: [c.uuid for c in claims[n] if c.lease == text] for n in where}, where)
+            theirs = {
+                node: [c.uuid for c in on if c.lease == text and c.state == "live"] for node, on in claims.items()
+            }
+            ended = {node: uuids for node, uuids in theirs.items() if uuids and uids.get(node) == 0}
+            if ended:  # root may end anybody's
+                mine = ledger.Mine(text, ended, sorted(ended))
             elif unread:
                 raise NoSuchLease(f"{error}; not read, so it may lie there: {', '.join(unread)}") from None
             else:

@@ -107,7 +107,7 @@ def _node(facts: NodeFacts, claims: Mapping[str, list[Claim]], view: View) -> No
         ],
         hostname=_short(hello.hostname, 255) if hello else None,
         addresses=[clean(address, 64) for address in hello.addresses] if hello else [],
-        claims_error=_short(reading.claims_error) if reading else None,
+        claims_error=_short(reading.claims_error, 512) if reading else None,
     )
 
 
