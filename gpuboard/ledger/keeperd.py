@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from contextlib import suppress
 from functools import partial
 
@@ -386,6 +385,8 @@ def main() -> None:
     try:
         Keeper(folder, listener).run()
     except Exception:
+        import traceback  # late: 4 ms of every start
+
         log(traceback.format_exc())
     withdraw(folder)
     os.close(lock)

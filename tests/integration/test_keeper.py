@@ -149,7 +149,7 @@ def test_keeper_that_wakes_late_revives_nothing(lab: Lab) -> None:
     os.kill(pid, signal.SIGSTOP)
     claim = lab.claims / f"gpuboard.{UUIDS[0]}.late1"
     os.utime(claim, (time.time() - 200, time.time() - 200))  # as if it had slept for 200 s
-    args = {"lease": "other1", "uuids": [UUIDS[0]], "for_s": 60.0}
+    args = {"lease": "other1", "uuids": [UUIDS[0]], "for_s": 60.0, "nodes": ["n"], "gpus": 1}
     claims.handle("take", args, claims.Folder(str(lab.claims)))
     os.kill(pid, signal.SIGCONT)
     keeper.renew("late1", 3600.0, lab.env)  # it touches at once, and not only when its 30 s are over
