@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from gpuboard.cluster.inventory import Node
-from gpuboard.cluster.picture import NodeFacts
+from gpuboard.cluster.picture import NodeFacts, inert_static
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.model.state import Thresholds, counted
 from gpuboard.transport.base import TransportError
@@ -123,7 +123,7 @@ class NodeFeed:
         if kind is Reading:
             self._reading(message)  # type: ignore[arg-type]  # `type(x) is` tells mypy nothing; isinstance costs more
         elif isinstance(message, Static):
-            known = self.facts.known | {gpu.uuid: gpu for gpu in message.gpus}
+            known = self.facts.known | {gpu.uuid: gpu for gpu in map(inert_static, message.gpus)}
             self.facts = msgspec.structs.replace(self.facts, static=message, known=known)
         elif isinstance(message, Hello):
             self.facts = msgspec.structs.replace(self.facts, hello=message)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from gpuboard.model.reading import Claim
     from gpuboard.model.snapshot import Snapshot
 
-_LOOK_S = 0.25  # how often deadlines and retries are looked at
+_LOOK_S = 0.25  # how often somebody who waits looks at deadlines
+_PACE_S = 1.0  # how often deadlines and retries of a picture that is kept open are looked at
 _TICK_S = 10.0  # how often agents are told the time of the next tick
 _SETTLE_S = 0.02  # ticks are aligned: what arrives within this is one change
 _RETRY_S = 1.0  # a node that failed less than this ago is not tried again for a call
@@ -195,7 +196,7 @@ class Fleet:
     def _pace(self) -> None:
         """Watch deadlines, connect again, and send ticks until the fleet is closed."""
         tick_at = time.monotonic() + _TICK_S
-        while not self._closed.wait(_LOOK_S):
+        while not self._closed.wait(_PACE_S):
             self._look(self._feeds.values())
             if time.monotonic() >= tick_at:
                 tick_at += _TICK_S

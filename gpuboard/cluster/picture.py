@@ -21,7 +21,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     error: str | None = None  # why there is no connection now, or no first answer; with its cure
     hello: Hello | None = None
     static: Static | None = None
-    known: dict[str, GpuStatic] = {}  # by UUID: every GPU this node ever listed to us
+    known: dict[str, GpuStatic] = {}  # by UUID: every GPU this node ever listed to us, made inert
     reading: Reading | None = None  # the newest
     previous: Reading | None = None  # the one before, where they follow each other
     arrived: float = 0.0  # when the newest reading did
@@ -50,6 +50,23 @@ def snapshot(nodes: Sequence[NodeFacts], view: View) -> Snapshot:
                 on_gpu.append(claim)
     return Snapshot(
         schema=1, at=iso(view.at), cluster=view.cluster, nodes=[_node(facts, claims, view) for facts in nodes]
+    )
+
+
+def inert_static(gpu: GpuStatic) -> GpuStatic:
+    """Return a GPU's facts with every text in them cleaned; done once when they arrive, since they hardly change."""
+    devices = gpu.mig and [
+        msgspec.structs.replace(device, uuid=clean(device.uuid, 96), profile=clean(device.profile, 32))
+        for device in gpu.mig
+    ]
+    return msgspec.structs.replace(
+        gpu,
+        uuid=clean(gpu.uuid, 96),
+        name=clean(gpu.name, 96),
+        pci_bus_id=clean(gpu.pci_bus_id, 32),
+        links={clean(peer, 96): count for peer, count in gpu.links.items()},
+        pci={clean(peer, 96): level for peer, level in gpu.pci.items()},
+        mig=devices,
     )
 
 
@@ -122,7 +139,7 @@ def _gpu(static: GpuStatic, facts: NodeFacts, claims: Mapping[str, list[Claim]],
         age_s=age_s,
         interval_s=view.interval_s or 1.0,
         one_shot=view.one_shot,
-        claims=tuple(claims.get(clean(static.uuid, 96), ())),
+        claims=tuple(claims.get(static.uuid, ())),
         claims_error=facts.reading.claims_error if facts.reading else None,
         idle_for_s=None if busy_at is None else max(0.0, view.now - busy_at),
     )
@@ -130,9 +147,9 @@ def _gpu(static: GpuStatic, facts: NodeFacts, claims: Mapping[str, list[Claim]],
     processes = reading.processes if reading else None
     return GpuView(
         index=static.index,
-        uuid=clean(static.uuid, 96),
-        name=clean(static.name, 96),
-        pci_bus_id=clean(static.pci_bus_id, 32),
+        uuid=static.uuid,
+        name=static.name,
+        pci_bus_id=static.pci_bus_id,
         state=verdict.state,
         reason=clean(verdict.reason),
         flags=list(verdict.flags),
@@ -146,8 +163,8 @@ def _gpu(static: GpuStatic, facts: NodeFacts, claims: Mapping[str, list[Claim]],
         leases=[claim.lease for claim in about.claims],
         mig=[_mig(device, about, claims, view) for device in static.mig or []],
         numa_node=static.numa_node,
-        links={clean(peer, 96): count for peer, count in static.links.items()},
-        pci={clean(peer, 96): level for peer, level in static.pci.items()},
+        links=static.links,
+        pci=static.pci,
         throttle=[clean(word, 32) for word in reading.throttle] if reading else [],
         compute_mode=reading.compute_mode if reading else None,
     )
@@ -162,7 +179,7 @@ def _reading_of(static: GpuStatic, facts: NodeFacts, reading: Reading | None) ->
         return found if found.delay_s >= 0 else msgspec.structs.replace(found, error="a reading from the future")
     if reading.nvml_error:
         return GpuReading(uuid=static.uuid, error=reading.nvml_error)
-    listed = facts.static is not None and any(gpu.uuid == static.uuid for gpu in facts.static.gpus)
+    listed = facts.static is not None and any(clean(gpu.uuid, 96) == static.uuid for gpu in facts.static.gpus)
     if listed:
         return GpuReading(uuid=static.uuid, error="missing from the newest reading")
     return GpuReading(uuid=static.uuid, error="NVML no longer lists it", lost=True)
@@ -174,7 +191,7 @@ def _mig(device: MigStatic, parent: Facts, claims: Mapping[str, list[Claim]], vi
     static = GpuStatic(
         index=parent.static.index, uuid=device.uuid, name="", pci_bus_id="", memory_total=device.memory_total
     )
-    own = list(claims.get(clean(device.uuid, 96), ()))
+    own = list(claims.get(device.uuid, ()))
     about = msgspec.structs.replace(
         parent,
         static=static,
@@ -185,8 +202,8 @@ def _mig(device: MigStatic, parent: Facts, claims: Mapping[str, list[Claim]], vi
     )
     verdict = judge(about, view.thresholds)
     return MigView(
-        uuid=clean(device.uuid, 96),
-        profile=clean(device.profile, 32),
+        uuid=device.uuid,
+        profile=device.profile,
         state=verdict.state,
         reason=clean(verdict.reason),
         memory_used=about.reading.memory_used if about.reading else None,
@@ -212,7 +229,7 @@ def _mig_reading(uuid: str, parent: GpuReading | None) -> GpuReading | None:
 
 def _named(reading: GpuReading | None, users: Mapping[str, str]) -> GpuReading | None:
     """Return a reading whose processes' users bear the names to show, so that they compare with claims' owners."""
-    if reading is None or not reading.processes:
+    if reading is None or not reading.processes or not users:
         return reading
     named = [p if p.user is None else msgspec.structs.replace(p, user=_user(p.user, users)) for p in reading.processes]
     return msgspec.structs.replace(reading, processes=named)

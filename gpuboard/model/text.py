@@ -14,6 +14,8 @@ def clean(text: str, limit: int = 512) -> str:
 
     Tabs and line ends become one space; a cut is marked with an ellipsis.
     """
+    if len(text) <= limit and text.isascii() and text.isprintable():
+        return text  # nearly all: a snapshot of 100 nodes cleans 20,000 strings
     text = text[: 4 * limit]  # a 10 MB title costs no more than a short one
     if not (text.isascii() and text.isprintable()):
         text = "".join(

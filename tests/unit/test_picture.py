@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuboard.cluster.feed import backoff_s, next_tick_ms
-from gpuboard.cluster.picture import NodeFacts, View, node_claims, snapshot
+from gpuboard.cluster.picture import NodeFacts, View, inert_static, node_claims, snapshot
 from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.snapshot import GpuView, NodeView
@@ -208,7 +208,7 @@ def test_no_text_of_a_node_gets_through_uncleaned(a: str, b: str, c: str) -> Non
         error=a,
         hello=Hello(hostname=a, boot_id=b, uid=0, user=c, pid=1, python=a, addresses=[b]),
         static=Static(gpus=[whole], driver=a, cuda=b, source=c),
-        known={a: whole},
+        known={"x": inert_static(whole)},
         reading=Reading(
             seq=1, at=0, interval_s=1, claims_error=c, nvml_error=b,
             gpus=[idle(a, error=c, processes=[process], throttle=[a], recovery_action=b)],
