@@ -243,7 +243,7 @@ def _reader(pipe: str, above: list[int]) -> int | None:
                 return pid
         except OSError:
             continue
-    for pid in own_pids():
+    for pid in sorted(own_pids(), key=lambda pid: abs(pid - own)):  # a pipeline's processes are born together
         if pid != own and pid not in above and _reads(pid, pipe):
             return pid
     return None
