@@ -215,10 +215,10 @@ class Gang:
 
     def _pass(self, stream: "Stream", pieces: "List[str]") -> None:
         for piece in pieces:
-            if stream.rank == _STORE:
-                self._tell("notice", {"text": "store: " + piece.rstrip()})
-            else:
+            if stream.rank != _STORE:
                 self._tell("output", {"rank": stream.rank, "stream": stream.name, "text": piece})
+            elif not self._store_only or self._store_ready:  # why the first try failed is nobody's concern
+                self._tell("notice", {"text": "store: " + piece.rstrip()})
 
     def _drain(self, child: "ranks.Child") -> None:
         """Read what an ended child left in its pipes; helpers it left behind may write on."""

@@ -86,9 +86,9 @@ class Node:
             self.over = error
             self._changed.notify_all()
 
-    def call(self, op: str, timeout_s: float = 20.0, **args: Any) -> Any:
+    def call(self, op: str, wait_s: float = 20.0, **args: Any) -> Any:
         """Call the supervisor."""
-        return self.link.call(op, args, timeout_s)
+        return self.link.call(op, args, wait_s)
 
     def start(self, **environ: str) -> dict[str, int]:
         """Bind a port, start the ranks and open the gate; return pids by rank."""

@@ -141,3 +141,39 @@ def test_without_the_extension_alone_the_store_loads_all_of_torch(tmp_path: Path
         node.start()
         assert node.wait_ended()[0]["code"] == 0
         assert node.data("store")[0]["extension_only"] is False
+
+
+def test_two_nodes_of_uneven_size_meet(tmp_path: Path) -> None:
+    """Two supervisors on one machine, each with an address of its own: handshakes, then one process group."""
+    (tmp_path / "script.py").write_text(
+        "import os, torch, torch.distributed as d\n"
+        "d.init_process_group('gloo')\n"
+        "value = torch.tensor([float(d.get_rank())])\n"
+        "d.all_reduce(value)\n"
+        "print(os.environ['GROUP_RANK'], os.environ['LOCAL_WORLD_SIZE'], value.item())\n"
+        "d.destroy_process_group()\n"
+    )
+    ranks = [{"rank": r, "local_rank": r % 2, "index": r, "uuid": str(r), "memory_fraction": None} for r in range(3)]
+    shared: dict[str, Any] = {"nodes": 2, "world_size": 3, "cuda_visible_devices": ""}
+    first = launch_config(tmp_path, "script.py", ranks=ranks[:2], node_rank=0, **shared)
+    second = launch_config(tmp_path, "script.py", ranks=ranks[2:], node_rank=1, listen=False, **shared)
+    with Node(first) as zero, Node(second) as one:
+        port = zero.call("listen", host="127.0.0.1", port=0)["port"]
+        for node in (zero, one):
+            node.call("check")
+            node.call("spawn")
+        ports = {node: node.call("probe-listen", count=2)["ports"] for node in (zero, one)}
+        zero.wait(lambda n: n.data("store"))
+        targets = [{"node": "zero", "address": "127.0.0.1", "port": p} for p in [port, *ports[zero]]]
+        found = one.call("probe-connect", targets=targets, timeout_s=2)["results"]
+        assert [(r["port"], r["result"], r["interface"]) for r in found] == [(t["port"], "ok", "lo") for t in targets]
+        targets = [{"node": "one", "address": "127.0.0.1", "port": p} for p in ports[one]]
+        found = zero.call("probe-connect", targets=targets, timeout_s=2)["results"]
+        assert [r["result"] for r in found] == ["ok", "ok"]
+        for node in (zero, one):
+            node.call("go", master_addr="127.0.0.1", master_port=port, environ={"GLOO_SOCKET_IFNAME": "lo"})
+        assert [e["code"] for e in one.wait_ended()] == [0]
+        zero.wait(lambda n: len(n.data("exited")) == 2)
+        assert [zero.text(rank=0), zero.text(rank=1), one.text(rank=2)] == ["0 2 3.0\n", "0 2 3.0\n", "1 1 3.0\n"]
+        zero.call("stop", grace_s=30, reason="all ranks ended")
+        assert [e["code"] for e in zero.wait_ended(5)] == [0, 0]
