@@ -36,7 +36,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/vermin --target=3.6- --no-tips --quiet gpuboard/agent
+	$(BIN)/vermin --target=3.6- --no-tips --violations gpuboard/agent
 
 bench: $(DEV_STAMP)
 	$(BIN)/python bench/run.py
