@@ -6,10 +6,9 @@ that does not return) is not waited for, and no second one is started for the sa
 """
 
 import os
-import signal
 import time
 
-from gpuboard.agent.nvml_child import Child, spawn
+from gpuboard.agent.nvml_child import SIGKILL, Child, spawn
 
 MYPY = False
 if MYPY:
@@ -285,7 +284,7 @@ class Probe:
 
     def _kill(self, child: Child) -> int:
         child.close()
-        os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+        os.kill(child.pid, SIGKILL)  # not reaped yet, so the pid is still its own
         self._corpses.add(child.pid)
         self._reap()
         return child.pid

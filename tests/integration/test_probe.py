@@ -327,6 +327,34 @@ def test_a_gpu_that_hangs_from_the_start_is_shown_and_the_first_reading_is_in_ti
     assert "not returned" in str(reading.gpus[1].error)
 
 
+def test_a_gpu_that_crashes_the_library_hides_no_other(script: Path) -> None:
+    write_script(script, [Gpu(), Gpu(trouble=("crash nvmlDeviceGetComputeMode",)), Gpu()])
+    with Agent(script) as agent:
+        reading = agent.reading()
+    assert [g.error for g in reading.gpus] == [None, "NVML crashed while it read this GPU", None]
+
+
+def test_a_gpu_that_is_lost_while_we_watch_keeps_its_name(script: Path) -> None:
+    (gpu,) = write_script(script, [Gpu(used=GIB)])
+    with Agent(script, interval_s=0.1) as agent:
+        assert agent.reading().gpus[0].memory_used == GIB
+        write_script(script, [Gpu(trouble=(f"fault * {nvml.LOST}",))])
+        lost = agent.reading(when=lambda r: r.gpus[0].lost).gpus[0]
+        assert (lost.uuid, lost.memory_used, lost.processes) == (gpu.uuid, None, None)
+        write_script(script, [Gpu()])
+        assert agent.reading(when=lambda r: r.gpus[0].error is None).gpus[0].memory_used == 0
+
+
+def test_slow_calls_delay_readings_but_lose_nothing(script: Path) -> None:
+    write_script(script, [Gpu(), Gpu(temperature=77, trouble=("slow nvmlDeviceGetUtilizationRates 700",))])
+    with Agent(script, interval_s=0.2) as agent:
+        agent.reading()
+        readings = [agent.reading() for _ in range(4)]
+    assert {reading.gpus[1].temperature for reading in readings} == {77}
+    assert max(reading.gpus[1].delay_s for reading in readings) < 1.5
+    assert [reading.nvml_error for reading in readings] == [None] * 4
+
+
 def test_claims_are_answered_while_nvml_hangs(script: Path) -> None:
     write_script(script, [Gpu()], trouble=["hang nvmlInitWithFlags"])
     with Agent(script) as agent:

@@ -73,7 +73,7 @@ class Gpu(msgspec.Struct, frozen=True):
     links: tuple[str, ...] = ()  # a peer's index, "switch", "hidden-switch" or "down", one entry a link
     levels: tuple[tuple[int, int], ...] = ()  # (peer's index, NVML topology level 0 to 50)
     mig: tuple[Mig, ...] | None = None  # None: MIG not supported; (): enabled, no devices
-    trouble: tuple[str, ...] = ()  # "fault FUNCTION CODE", "hang FUNCTION", "slow FUNCTION MS"; FUNCTION may be *
+    trouble: tuple[str, ...] = ()  # "fault F CODE", "hang F", "slow F MS", "crash F"; F: a function or *
 
 
 def write_script(

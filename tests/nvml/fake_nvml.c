@@ -3,7 +3,7 @@
  * The script is the file named by $FAKE_NVML, else /run/fake-nvml/script. It is read again when it
  * changes. One "key value..." a line; "gpu" starts a GPU, what stands before the first one holds for the whole library.
  * tests/nvml/__init__.py writes scripts and documents the keys. A fault or a hang is looked at before every call:
- * "fault FUNCTION CODE", "hang FUNCTION" (until the script changes), "slow FUNCTION MILLISECONDS"; FUNCTION may be "*".
+ * "fault FUNCTION CODE", "hang FUNCTION" (until the script changes), "slow FUNCTION MILLISECONDS", "crash FUNCTION"; FUNCTION may be "*".
  *
  * Built with -DOLD_DRIVER the library lacks the symbols that drivers before 450 to 555 lack.
  */
@@ -23,7 +23,7 @@
 enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, UNSUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, SMALL = 7,
        NO_DRIVER = 9, LOST = 15, UNKNOWN = 999 };
 
-typedef struct { char kind; char function[64]; int value; } Trouble; /* kind: f(ault), h(ang), s(low) */
+typedef struct { char kind; char function[64]; int value; } Trouble; /* kind: f(ault), h(ang), s(low), c(rash) */
 typedef struct { char kind; unsigned pid; unsigned long long memory; char mig[TEXT]; } Proc; /* kind: c, g, m(ps) */
 typedef struct { int gpu, number; char uuid[TEXT], name[TEXT]; unsigned gi, ci; unsigned long long total, used; } Mig;
 typedef struct { char remote[32]; int type; } Link;
@@ -124,7 +124,7 @@ static void load(void) {
             g = &S.gpu[S.gpus];
             g->number = S.gpus++;
             g->numa = -1;
-        } else if (!strcmp(key, "fault") || !strcmp(key, "hang") || !strcmp(key, "slow"))
+        } else if (!strcmp(key, "fault") || !strcmp(key, "hang") || !strcmp(key, "slow") || !strcmp(key, "crash"))
             add_trouble(g ? g->trouble : S.trouble, g ? &g->troubles : &S.troubles, key[0], rest);
         else if (g) gpu_line(g, key, rest);
         else if (!strcmp(key, "driver")) copy(S.driver, TEXT, rest);
@@ -151,6 +151,7 @@ static int enter(int gpu, const char *function) {
         Trouble *t = find(gpu, function);
         if (!t) return OK;
         if (t->kind == 'f') return t->value;
+        if (t->kind == 'c') abort();
         if (t->kind == 's') { usleep(t->value * 1000); return OK; }
         usleep(5000);
         load();
