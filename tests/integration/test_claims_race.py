@@ -1,0 +1,140 @@
+"""Many processes of two users on two client hosts ask for the GPUs of three nodes at once, some killed with -9.
+
+In the suite a small round; the whole of it, 20 rounds of 50 processes (some 15 minutes on two cores):
+
+    GPUBOARD_RACE_ROUNDS=20 GPUBOARD_RACE_PROCESSES=50 python -m pytest tests/integration/test_claims_race.py -s
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.hosts import USERS, Running
+from tests.nodes import Cluster
+
+pytestmark = pytest.mark.nodes
+
+ROUNDS = int(os.environ.get("GPUBOARD_RACE_ROUNDS", "1"))
+PROCESSES = int(os.environ.get("GPUBOARD_RACE_PROCESSES", "14"))
+NODES = ("gpu01", "gpu02", "gpu03")
+
+
+class Asker(msgspec.Struct):
+    """One `gpuboard allocate` and how it ended."""
+
+    purpose: str
+    user: str
+    n: int
+    process: Running
+    killed: bool = False
+    answer: Any = None
+    errors: str = ""
+
+    @property
+    def gpus(self) -> set[tuple[str, str]]:
+        """What it was told that it has, as (node, UUID)."""
+        return {(gpu["node"], gpu["uuid"]) for gpu in self.answer["lease"]["gpus"]} if self.won else set()
+
+    @property
+    def won(self) -> bool:
+        return not self.killed and self.process.returncode == 0
+
+
+def lying(nodes: Cluster) -> dict[tuple[str, str, str], tuple[int, dict[str, Any]]]:
+    """Return the claims as they lie on the nodes: (node, UUID, lease) → (uid, content)."""
+    found = {}
+    for name in NODES:
+        for path in nodes[name].path("/var/tmp").glob("gpuboard.GPU-*"):
+            content = json.loads(path.read_text())
+            found[name, content["uuid"], content["lease"]] = (path.lstat().st_uid, content)
+    return found
+
+
+def start(nodes: Cluster, rng: random.Random, purpose: str) -> Asker:
+    user, n = rng.choice(("alice", "bob")), rng.randint(1, 4)
+    argv = [
+        "gpuboard",
+        "allocate",
+        "--n",
+        str(n),
+        "--nodes",
+        "gpu[01-03]",
+        "--format",
+        "json",
+        "--detach",
+        "--for",
+        "30m",
+    ]
+    host = nodes[rng.choice(("login1", "login2"))]
+    return Asker(purpose, user, n, host.popen([*argv, "--purpose", purpose], user=user))
+
+
+def kill_some(askers: list[Asker], rng: random.Random, busy: Any) -> None:
+    """Kill a quarter with -9: a first part anywhere on its way, the rest as soon as claims appear on the nodes."""
+    victims = rng.sample(askers, len(askers) // 4)
+    deadline = time.monotonic() + 60
+    for number, victim in enumerate(victims):
+        while number % 2 and not busy() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.3))  # anywhere on its way
+        try:
+            inner = victim.process.inner
+        except TimeoutError:
+            continue  # it has ended by itself
+        victim.killed = True
+        try:
+            os.kill(inner, signal.SIGKILL)
+        except ProcessLookupError:
+            victim.killed = False
+
+
+def history_is_sound(askers: list[Asker], left: dict[tuple[str, str, str], tuple[int, dict[str, Any]]]) -> None:
+    """Check one round against what lies on the nodes at its end; nothing was released meanwhile."""
+    by_gpu: dict[tuple[str, str], list[str]] = {}
+    for node, uuid, lease in left:
+        by_gpu.setdefault((node, uuid), []).append(lease)
+    assert {gpu: leases for gpu, leases in by_gpu.items() if len(leases) > 1} == {}, "a GPU twice"
+    for asker in askers:
+        mine = {(node, uuid) for (node, uuid, _), (_, claim) in left.items() if claim["purpose"] == asker.purpose}
+        owners = {uid for uid, claim in left.values() if claim["purpose"] == asker.purpose}
+        assert owners <= {USERS[asker.user]}
+        if asker.killed:
+            continue  # what it left lapses
+        assert asker.process.returncode in {0, 4}, (asker.process.returncode, asker.errors, asker.answer)
+        assert mine == asker.gpus, "holds what it was told and nothing else; the refused hold no part"
+        assert len(mine) == (asker.n if asker.won else 0)
+    free = 24 - len(by_gpu)
+    for asker in askers:
+        if not asker.killed and not asker.won:
+            error = asker.answer["error"]
+            assert asker.n > free or "quicker" in error["message"], f"{free} free, {asker.n} refused: {error}"
+
+
+@pytest.mark.timeout(ROUNDS * PROCESSES * 6 + 120)
+def test_no_gpu_twice_no_part_left_every_refusal_true(nodes: Cluster) -> None:
+    rng = random.Random(int(os.environ.get("GPUBOARD_RACE_SEED", "11")))
+    for number in range(ROUNDS):
+        began = time.monotonic()
+        askers = [start(nodes, rng, f"r{number}p{i}") for i in range(PROCESSES)]
+        kill_some(askers, rng, lambda: bool(lying(nodes)))
+        for asker in askers:
+            out, asker.errors = asker.process.communicate(timeout=PROCESSES * 5)
+            asker.answer = json.loads(out) if out.strip() and not asker.killed else None
+        left = lying(nodes)
+        history_is_sound(askers, left)
+        killed, won = sum(a.killed for a in askers), sum(a.won for a in askers)
+        print(
+            f"round {number}: {won} got GPUs, {PROCESSES - won - killed} refused, {killed} killed, "
+            f"{len(left)} of 24 GPUs claimed, {time.monotonic() - began:.0f} s"
+        )
+        for user in ("alice", "bob"):
+            nodes["login1"].run(["gpuboard", "release", "--mine", "--nodes", "gpu[01-03]"], user=user, timeout=120)
+        assert lying(nodes) == {}, "all can be released from any host"
