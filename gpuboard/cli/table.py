@@ -14,10 +14,12 @@ GAP = "  "
 
 
 class Column(msgspec.Struct, frozen=True):
-    """A column: its heading, and whether it holds numbers (aligned right)."""
+    """A column: its heading, whether it holds numbers (aligned right), and a width below which it does not start out,
+    so that the columns stay where they are while values change."""
 
     title: str
     right: bool = False
+    least: int = 0
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -117,7 +119,9 @@ def render(
 ) -> list[str]:
     """Return the lines of a table with headings. ``width`` in cells; None: as wide as it needs to be."""
     natural = [
-        max([width_of(column.title), *(width_of(row.cells[n].text) for row in rows if n < len(row.cells))])
+        max(
+            [width_of(column.title), column.least, *(width_of(row.cells[n].text) for row in rows if n < len(row.cells))]
+        )
         for n, column in enumerate(columns)
     ]
     widths = natural if width is None else fit(natural, steps, width)

@@ -37,10 +37,10 @@ def snapshot(*nodes: NodeView) -> Snapshot:
 
 def test_wide_table_in_full() -> None:
     assert table(snapshot(UP, DOWN), None, colour=False) == [
-        "NODE   GPU  MODEL           STATE    WHO      GiB  UTIL  TEMP  POWER   AGE  WHY",
-        "gpu01    0  H100 80GB HBM3  free           0.5/80    0%  31°C    70W  0.4s  no process, no reservation",
-        "gpu01   11  H100 80GB HBM3  busy     张伟   79/80  100%  88°C   700W  0.4s  sick; 张伟: [31mpy [/x] (p7)",
-        "gpu01    2  H100 80GB HBM3  unknown           ?/?     ?     ?      ?  0.4s  not readable: memory",
+        "NODE   GPU  MODEL           STATE     WHO        GiB  UTIL  TEMP  POWER   AGE  WHY",
+        "gpu01    0  H100 80GB HBM3  free              0.5/80    0%  31°C    70W  0.4s  no process, no reservation",
+        "gpu01   11  H100 80GB HBM3  busy      张伟     79/80  100%  88°C   700W  0.4s  sick; 张伟: [31mpy [/x] (p7)",
+        "gpu01    2  H100 80GB HBM3  unknown              ?/?     ?     ?      ?  0.4s  not readable: memory",
         "gpu02  unreachable: ssh: no answer from 10.0.0.2 in 10 s; is it up? try: ssh gpu02 true",
         "",
         "lab: 3 GPUs: 1 free, 1 busy, 1 unknown; 1 of 2 nodes unreachable, their GPUs are not counted",
@@ -55,7 +55,7 @@ def test_every_width_holds_every_line(width: int) -> None:
 
 def test_eighty_columns_tell_state_and_reason() -> None:
     lines = table(snapshot(UP), 80, colour=False)
-    assert lines[1] == "gpu01    0  H100 80…  free           0.5/80    0%  no process, no reservation"
+    assert lines[1] == "gpu01    0  H100 80…  free              0.5/80    0%  no process, no reservation"
     assert lines[3].endswith("not readable: memory")
 
 
