@@ -16,7 +16,7 @@ SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 class Sshd:
     """One server in ``folder``. ``alias`` lines for it are written with :meth:`host`, into ``ssh_config``."""
 
-    def __init__(self, folder: Path, *, extra: str = "") -> None:
+    def __init__(self, folder: Path, *, extra: str = "", startups: str = "200:30:400") -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.ssh_config = folder / "ssh_config"
@@ -29,7 +29,7 @@ class Sshd:
         (folder / "sshd_config").write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {host_key}\nPidFile {folder}/sshd.pid\n"
             f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n"
-            f"KbdInteractiveAuthentication no\nPermitRootLogin yes\nMaxStartups 200:30:400\nMaxSessions 200\n"
+            f"KbdInteractiveAuthentication no\nPermitRootLogin yes\nMaxStartups {startups}\nMaxSessions 200\n"
             f"LogLevel ERROR\n{extra}"
         )
         self.ssh_config.write_text("")

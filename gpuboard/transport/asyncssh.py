@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _STDERR_KEPT = 65536
 _END_S = 0.3  # for the end of everything; what takes longer is left behind
+_AGAIN_S = (0.2, 0.5, 1.0, 2.0)
 _KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3  # a path that swallows packets is noticed within a minute
 
 # What goes wrong arrives as a TransportError; log lines would only tear the screen.
@@ -81,8 +83,7 @@ class AsyncsshTransport:
             chain = self._config.jumps(host)
             tunnel = await self._jump(chain) if chain else None
             async with self._slots, asyncio.timeout(self._timeout_s):
-                connection = await self._log_in(host, tunnel)
-                channel.connection = connection
+                channel.connection = connection = await self._log_in(host, tunnel)
                 await connection.create_session(
                     lambda: channel, bundle.command_line(self._python), encoding=None, request_pty=False
                 )
@@ -92,6 +93,17 @@ class AsyncsshTransport:
             channel.fail(explain(error, name, host, self._timeout_s))
 
     async def _log_in(self, host: Host, tunnel: asyncssh.SSHClientConnection | None) -> asyncssh.SSHClientConnection:
+        """Return a connection. A server that drops newcomers (MaxStartups: many ask at once) is asked again."""
+        for wait_s in _AGAIN_S:
+            try:
+                return await self._log_in_once(host, tunnel)
+            except (asyncssh.ConnectionLost, ConnectionResetError, BrokenPipeError):
+                await asyncio.sleep(random.uniform(0.5, 1.0) * wait_s)
+        return await self._log_in_once(host, tunnel)
+
+    async def _log_in_once(
+        self, host: Host, tunnel: asyncssh.SSHClientConnection | None
+    ) -> asyncssh.SSHClientConnection:
         options: dict[str, Any] = dict(host.options)
         options.setdefault("keepalive_interval", _KEEPALIVE_S)
         options.setdefault("keepalive_count_max", _KEEPALIVE_COUNT)

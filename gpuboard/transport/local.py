@@ -148,7 +148,10 @@ def _end(child: Child) -> int | None:
     """Close the pipes, wait for the child, kill it when it stays; return its exit code (negative: a signal)."""
     for fd in (child.stdin, child.stdout, child.stderr):
         os.close(fd)
-    pidfd = os.pidfd_open(child.pid)
+    try:
+        pidfd = os.pidfd_open(child.pid)
+    except ProcessLookupError:
+        return None  # this process ignores SIGCHLD, so the kernel has reaped the child
     try:
         if not select.select([pidfd], [], [], _END_WAIT_S)[0]:
             os.kill(child.pid, signal.SIGKILL)

@@ -203,6 +203,16 @@ def test_noise_of_start_up_files_is_skipped(tmp_path: Path) -> None:
         server.stop()
 
 
+def test_a_server_that_drops_newcomers_is_asked_again(tmp_path: Path) -> None:
+    server = Sshd(tmp_path, startups="3:100:3")
+    names = [f"n{k}" for k in range(10)]
+    try:
+        server.host(" ".join(names))
+        assert {node.state for node in look(server, *names, connect_timeout="15s").values()} == {"up"}
+    finally:
+        server.stop()
+
+
 def test_a_stopped_sshd_delays_itself_alone_and_not_the_end(sshd: Sshd, tmp_path: Path) -> None:
     hung = Sshd(tmp_path)
     try:
