@@ -31,6 +31,9 @@ from gpuboard.transport.connector import Connector
 PROBE_S = 3.0  # what preflight may take, once every node has answered
 START_S = 20.0  # from an open connection to a checked node: interpreters on a cold network home
 EMPTY_S = 5.0  # from SIGKILL, or the end of a connection, to a node without a process of the run
+LOST_GRACE_S = (
+    3.0  # with a node gone nothing collective can be saved: all nodes are empty within 5 s, like the lost one
+)
 REFUSED_GRACE_S = 2.0  # ranks that have not passed their gate have nothing to save
 _PING_S = 1.0
 _SAVE_S = 1.0
@@ -346,6 +349,8 @@ class Head:
             self._begin_stop(time.monotonic())
 
     def _begin_stop(self, now: float) -> None:
+        if self._watch.cause is not None and self._watch.cause.kind == "node-lost":
+            self._grace_s = min(self._grace_s, LOST_GRACE_S)
         self._stop_at = now
         self._countdown = -1
         reason = self._watch.stop_reason or ""

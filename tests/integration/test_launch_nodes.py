@@ -1,0 +1,256 @@
+"""`gpuboard launch` over ssh on two nodes: uneven ranks, failures that end both, firewalls, leases."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts import ADDRESSES, Host, Running
+from tests.integration.launch_lab import FAMILY, SLEEP, write_torch
+from tests.nodes import Cluster
+from tests.nvml import Gpu
+
+pytestmark = pytest.mark.nodes
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+HOME = "/srv/home/alice"
+
+
+@pytest.fixture
+def lab(nodes: Cluster) -> Iterator[Cluster]:
+    """gpu01 and gpu02 with eight GPUs each, alice's config, and the stand-in for torch in her home."""
+    for name in ("gpu01", "gpu02"):
+        nodes[name].script([Gpu() for _ in range(8)])
+    login = nodes["login1"]
+    login.run(["mkdir", "-p", ".config/gpuboard"], check=True)
+    put(login, ".config/gpuboard/config.toml", 'nodes = ["gpu0[1-2]"]\n')
+    home = login.path(HOME)
+    write_torch(home / "fake")
+    login.run(["chown", "-R", "alice:", f"{HOME}/fake"], user="root", check=True)
+    yield nodes
+    login.run(["rm", "-rf", ".local/state/gpuboard/runs", "fake", "map.json", "script.py"], check=True)
+
+
+def put(host: Host, name: str, text: str) -> None:
+    """Write a file into alice's home."""
+    host.run(["sh", "-c", 'cat > "$0"', name], stdin=text, check=True)
+
+
+def rank_map(first: int, second: int) -> str:
+    """Return a hand-written map of ranks on gpu01 and gpu02, as GPUs 0 to n-1 of each."""
+    counts = {"gpu01": first, "gpu02": second}
+    ranks: list[dict[str, Any]] = []
+    for node, count in counts.items():
+        for at in range(count):
+            ranks.append({"rank": len(ranks), "node": node, "local_rank": at, "index": at, "uuid": f"GPU-{node}-{at}"})
+    listed = [
+        {
+            "name": node,
+            "address": ADDRESSES[node],
+            "node_rank": at,
+            "local_world_size": count,
+            "cuda_visible_devices": ",".join(str(n) for n in range(count)),
+        }
+        for at, (node, count) in enumerate(counts.items())
+    ]
+    whole = {"schema": 1, "lease": None, "master_addr": ADDRESSES["gpu01"], "master_port": 0, "world_size": len(ranks)}
+    return json.dumps({**whole, "nodes": listed, "ranks": ranks})
+
+
+@contextlib.contextmanager
+def launched(
+    lab: Cluster, script: str, *options: str, gpus: Sequence[str] = ("--rank-map", "map.json"), first: int = 1
+) -> Iterator[Running]:
+    """Start a launch on both nodes from login1, with the stand-in for torch; kill what is left of it in the end."""
+    login = lab["login1"]
+    put(login, "script.py", script)
+    put(login, "map.json", rank_map(first, 1))
+    words = [*gpus, "--device", "cpu", "--env", f"PYTHONPATH={HOME}/fake", *options, "script.py"]
+    with login.popen(["gpuboard", "launch", *words], user="alice") as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+
+
+def left(lab: Cluster) -> list[tuple[str, ...]]:
+    """Return what runs as alice on the nodes beside sshd's sessions and agents that hold no run."""
+    return [
+        p.argv
+        for name in ("gpu01", "gpu02")
+        for p in lab[name].processes(user="alice")
+        if not p.name.startswith("sshd")
+    ]
+
+
+def wait_left(lab: Cluster, timeout_s: float) -> None:
+    """Wait until both nodes are empty."""
+    until = time.monotonic() + timeout_s
+    while found := left(lab):
+        assert time.monotonic() < until, found
+        time.sleep(0.05)
+
+
+def wait_up(process: Running, times: int) -> None:
+    """Read the launch's stdout until so many ranks have said that they are up."""
+    assert process.stdout is not None
+    seen = 0
+    while seen < times:
+        line = process.stdout.readline()
+        assert line, process.stderr.read() if process.stderr else ""
+        seen += "] up" in line
+
+
+def test_an_exception_on_one_node_ends_both_within_two_seconds(lab: Cluster) -> None:
+    script = """
+import os, time
+from torch.distributed import meet
+meet()
+if os.environ["RANK"] == "2":
+    time.sleep(0.5)
+    raise ValueError(f"at {time.time()}")
+time.sleep(600)
+"""
+    with launched(lab, script, first=2) as process:
+        out, err = process.communicate(timeout=60)
+        took = time.time() - float(re.findall(r"ValueError: at ([0-9.]+)", err)[0])
+        assert process.returncode == 1
+        assert took <= 2.0
+        assert re.match(rf"gpuboard: rank 2 \(gpu02:0\) failed: ValueError: at \S+ at {HOME}/script.py:7", err)
+        assert left(lab) == []
+        assert out == ""
+
+
+@pytest.mark.parametrize("who", ["head", "supervisor"])
+def test_whoever_is_killed_both_nodes_are_empty_within_five_seconds(lab: Cluster, who: str) -> None:
+    with launched(lab, FAMILY) as process:
+        wait_up(process, 2)
+        assert len(left(lab)) >= 2 * 5
+        if who == "head":
+            process.send_signal(signal.SIGKILL)
+        else:
+            ranks = lab["gpu02"].processes(lambda p: "script.py" in p.argv, user="alice")
+            parent = int(Path(f"/proc/{ranks[0].pid}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(parent, signal.SIGKILL)
+        wait_left(lab, 5.0)
+        _, err = process.communicate(timeout=20)
+        if who == "supervisor":
+            assert process.returncode == 1
+            assert "gpu02: the connection is gone" in err
+
+
+def test_a_cut_network_is_told_to_the_rest_and_both_nodes_end(lab: Cluster) -> None:
+    with launched(lab, SLEEP, "--lost-head", "2s") as process:
+        wait_up(process, 2)
+        lab["gpu02"].unplug()
+        until = time.monotonic() + 10
+        while lab["gpu02"].processes(lambda p: "script.py" in p.argv, user="alice"):
+            assert time.monotonic() < until, "the node ends its ranks when the head is silent"
+            time.sleep(0.1)
+        lab["gpu02"].plug()
+        _, err = process.communicate(timeout=60)
+        assert process.returncode not in (0, None)
+        assert "gpu02" in err
+        wait_left(lab, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("add rule inet t in iif eth0 tcp dport 1024-65535 ct state new drop", "no answer: a firewall drops it"),
+        (
+            "add rule inet t in iif eth0 tcp dport 1024-65535 reject with tcp reset",
+            "refused at once: a firewall rejects",
+        ),
+    ],
+)
+def test_a_firewall_is_found_before_the_ranks_hang(lab: Cluster, rule: str, words: str) -> None:
+    lab["gpu01"].firewall(rule)
+    with launched(lab, SLEEP) as process:
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 7
+        assert "gpu02 cannot reach gpu01 at 10.88.0.11, port" in err
+        assert words in err
+        assert "on gpu01, as root: iptables -I INPUT -p tcp -s 10.88.0.12 --dport 1024:65535 -j ACCEPT" in err
+        wait_left(lab, 5.0)
+
+
+def test_nodes_that_differ_are_refused(lab: Cluster) -> None:
+    with launched(lab, SLEEP, "--python", "/opt/python") as process:
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 7
+        assert err.count("there is no interpreter /opt/python on this node") == 2
+
+
+def test_a_lease_is_used_whole_or_in_part_and_kept(lab: Cluster) -> None:
+    login = lab["login1"]
+    words = ["gpuboard", "allocate", "--gpus", "gpu01:0,5@gpu02:3", "--for", "10m", "--detach", "--format", "json"]
+    lease = json.loads(login.run(words, check=True).stdout)["lease"]["id"]
+    put(login, "script.py", "import os\nprint(os.environ['RANK'], os.uname().nodename, os.environ['GPUBOARD_LEASE'])\n")
+    options = ["--device", "cpu", "--env", f"PYTHONPATH={HOME}/fake", "script.py"]
+    whole = login.run(["gpuboard", "launch", "--lease", lease, *options], check=True)
+    assert sorted(whole.stdout.splitlines()) == [
+        f"[rank 0 gpu01:0] 0 gpu01 {lease}",
+        f"[rank 1 gpu01:1] 1 gpu01 {lease}",
+        f"[rank 2 gpu02:0] 2 gpu02 {lease}",
+    ]
+    part = login.run(["gpuboard", "launch", "--n", "2", *options], env={"GPUBOARD_LEASE": lease}, check=True)
+    assert len(part.stdout.splitlines()) == 2
+    listed = json.loads(login.run(["gpuboard", "leases", "--json"], check=True).stdout)["leases"]
+    assert [found["id"] for found in listed] == [lease], "what launch did not reserve it does not release"
+    foreign = login.run(["gpuboard", "launch", "--nodes", "gpu0[1-2]", "--lease", lease, "script.py"], user="bob")
+    assert foreign.returncode == 5
+    login.run(["gpuboard", "release", lease], check=True)
+
+
+def test_launch_reserves_for_itself_and_releases(lab: Cluster) -> None:
+    login = lab["login1"]
+    look = ["gpuboard", "leases", "--json", "--nodes", "gpu0[1-2]"]
+    with launched(lab, SLEEP, gpus=("--n", "10", "--purpose", "sweep")) as process:
+        wait_up(process, 10)
+        leases = json.loads(login.run(look, user="bob", check=True).stdout)["leases"]
+        assert [(found["owner"], len(found["gpus"]), found["purpose"]) for found in leases] == [("alice", 10, "sweep")]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        assert process.returncode == 130
+    assert json.loads(login.run(look, check=True).stdout)["leases"] == []
+
+
+def test_gpus_are_looked_at_again_before_the_gate_opens(lab: Cluster) -> None:
+    gpus = lab["gpu02"].script([Gpu(), Gpu(used=70 * 2**30)])
+    login = lab["login1"]
+    put(login, "script.py", SLEEP)
+    put(login, "map.json", rank_map(1, 1).replace("GPU-gpu02-0", gpus[0].uuid))
+    done = login.run(["gpuboard", "launch", "--rank-map", "map.json", "script.py"])
+    assert done.returncode == 7
+    assert "GPU 0 GPU-gpu01-0 is not there" in done.stderr
+    assert "gpu02: GPU 0 is not reserved; others may take it" in done.stderr
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_ddp_trains_on_three_and_five(lab: Cluster) -> None:
+    login = lab["login1"]
+    words = ["gpuboard", "allocate", "--gpus", "gpu01:0-2@gpu02:0-4", "--for", "10m", "--detach", "--format", "json"]
+    found = json.loads(login.run(words, check=True).stdout)
+    placed = [(rank["node"], rank["local_rank"]) for rank in found["rank_map"]["ranks"]]
+    assert placed == [("gpu02", n) for n in range(5)] + [("gpu01", n) for n in range(3)]
+    lease = found["lease"]["id"]
+    words = ["gpuboard", "launch", "--lease", lease, "--device", "cpu", str(EXAMPLES / "train_ddp.py"), "--epochs", "3"]
+    done = login.run(words, timeout=150)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"rank 0 gpu02:0\] .*loss ([0-9.]+)", done.stdout)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0] / 3
+    assert [argv for argv in left(lab) if any("train_ddp" in word for word in argv)] == []
+    login.run(["gpuboard", "release", lease], check=True)
