@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
 from contextlib import ExitStack
 
+import msgspec
 import pytest
 
 from tests.agent import Agent
-from tests.nodes import Cluster, old_python
+from tests.nodes import Cluster, eight, old_python
 from tests.nvml import GIB, Gpu
+from tests.nvml.direct import DIRECT
 
 pytestmark = pytest.mark.nodes
 
@@ -37,6 +41,50 @@ def test_every_node_says_who_and_what_it_is(nodes: Cluster) -> None:
             assert [gpu.uuid for gpu in reading.gpus] == [gpu.uuid for gpu in scripts[name]]
             assert [gpu.temperature for gpu in reading.gpus] == [40 + k + 10 * n for k in range(8)]
             assert (reading.nvml_error, agent.events) == (None, [])
+
+
+def test_status_equals_field_by_field_what_nvidia_ml_py_reads_on_the_nodes(nodes: Cluster) -> None:
+    names = ("gpu01", "gpu02", "gpu03")
+    with ExitStack() as stack:
+        expected = {}
+        for n, name in enumerate(names):
+            worker = stack.enter_context(nodes[name].popen(["sleep", "100"], user="bob"))
+            stack.callback(worker.kill)
+            pid = worker.process.inner
+            nodes[name].script([busy(gpu, n, k, pid) for k, gpu in enumerate(eight())], driver=f"550.{n}")
+            expected[name] = json.loads(nodes[name].run([sys.executable, "-c", DIRECT], check=True).stdout)
+        done = nodes["login1"].run(["gpuboard", "status", "--json", "--nodes", "gpu[01-03]"], check=True)
+    seen = json.loads(done.stdout)
+    assert [(node["name"], node["state"], node["error"], node["source"]) for node in seen["nodes"]] == [
+        (name, "up", None, "nvml") for name in names
+    ]
+    for node in seen["nodes"]:
+        direct = expected[node["name"]]
+        assert (node["driver"], node["cuda"]) == (direct["driver"], "13.0")
+        gpus = [
+            {key: gpu[key] for key in gpu if key in direct["gpus"][0] and key != "pci"}
+            | {"processes": [[p["pid"], p["type"], p["memory"]] for p in gpu["processes"]]}
+            for gpu in node["gpus"]
+        ]
+        assert gpus == [{key: gpu[key] for key in gpus[0]} for gpu in direct["gpus"]]
+        assert set(gpus[0]) >= {
+            *("index", "uuid", "name", "pci_bus_id", "memory_used", "memory_total", "utilization", "temperature"),
+            *("power", "power_limit", "processes"),
+        }
+        assert [gpu["state"] for gpu in node["gpus"]] == ["free", "busy"] * 4
+        assert {p["user"] for gpu in node["gpus"] for p in gpu["processes"]} == {"bob"}
+
+
+def busy(gpu: Gpu, n: int, k: int, pid: int) -> Gpu:
+    """Return GPU ``k`` of node ``n`` with values of its own; every other one has a process."""
+    return msgspec.structs.replace(
+        gpu,
+        temperature=30 + 10 * n + k,
+        power=1000 * (100 + k) + n,
+        used=(k + 1) * GIB if k % 2 else n * 1000,
+        utilization=11 * k if k % 2 else 0,
+        processes=(("compute", pid, (k + 1) * GIB),) if k % 2 else (),
+    )
 
 
 def test_processes_of_others_are_named_and_those_of_other_namespaces_are_hidden(nodes: Cluster) -> None:
