@@ -215,10 +215,9 @@ class Keeper:
             self._disown(kept, f"{name}: the claims of lease {kept.lease} have {'lapsed' if lapsed else 'gone'}")
             return
         if lapsed and boottime() < record.until:
-            words = f"lease {kept.lease} has lapsed on {name}: its keeper could show no life there for 90 s"
-            log(words)
-            with open(f"{self.folder}/lost", "a", encoding="utf-8") as file:
-                file.write(words + "\n")
+            self._tell_of_loss(f"lease {kept.lease} has lapsed on {name}: its keeper could show no life there for 90 s")
+        elif not lapsed:
+            self._tell_of_loss(f"lease {kept.lease} is gone from {name}: released elsewhere, or its claim was removed")
         rest = [node for node in record.nodes if node.name != name]
         if not rest:
             self._drop(kept, "its time is up" if lapsed else "released")
@@ -226,7 +225,18 @@ class Keeper:
         for node in record.nodes:
             if node.name == name:
                 self.nodes.detach(record, node)
-        self._rewrite(kept, record._replace(nodes=rest))
+        kept.record = record._replace(nodes=rest)
+        with suppress(OSError):  # a disk that is full: a keeper after us finds the claim missing there
+            self._rewrite(kept, kept.record)
+
+    def _tell_of_loss(self, words: str) -> None:
+        """Leave words that the next gpuboard command shows."""
+        log(words)
+        try:
+            with open(f"{self.folder}/lost", "a", encoding="utf-8") as file:
+                file.write(words + "\n")
+        except OSError as error:
+            log(f"lost: {error.strerror}")
 
     # --- the end of a lease
 

@@ -177,6 +177,18 @@ def test_lost_lease_is_told_once(lab: Lab) -> None:
     script.communicate()
 
 
+def test_claim_removed_by_hand_is_told(lab: Lab) -> None:
+    script = started(lab, lab.take("hand1") + "echo go; read")
+    (lab.claims / f"gpuboard.{UUIDS[0]}.hand1").unlink()
+    keeper.renew("hand1", 3600.0, lab.env)  # touches now, and not only after 30 s
+    until(lambda: not lab.records())
+    assert keeper.restart_if_needed(lab.env) == [
+        "lease hand1 is gone from n: released elsewhere, or its claim was removed"
+    ]
+    script.kill()
+    script.communicate()
+
+
 def test_lease_ends_when_its_time_is_up(lab: Lab) -> None:
     script = started(lab, lab.take("time1", seconds=2.5) + "echo go; read")
     until(lambda: not lab.held(), 6)
@@ -239,6 +251,33 @@ def test_lease_without_claims_is_refused(lab: Lab) -> None:
     with pytest.raises(keeper.KeeperError, match="n: the claims of lease never2 have gone"):
         keeper.adopt(keeper.record("never2", [node], {}, None, 60.0), lab.env)
     assert lab.records() == set()
+
+
+def test_record_that_cannot_be_written(lab: Lab) -> None:
+    script = started(lab, lab.take("first1") + "echo go; read")
+    (lab.place / "full1.json.new").mkdir()
+    node = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
+    with pytest.raises(keeper.KeeperError, match=r"does not take the lease: .*: Is a directory"):
+        keeper.adopt(keeper.record("full1", [node], {}, None, 60.0), lab.env)
+    assert lab.records() == {"first1"}
+    script.kill()
+    script.communicate()
+    until(lambda: not lab.held(), 5)
+
+
+def test_record_that_is_garbage_is_put_aside(lab: Lab) -> None:
+    script = started(lab, lab.take("good1") + "echo go; read")
+    pid = lab.keeper_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: lab.keeper_pid() is None)
+    (lab.place / "bad1.json").write_text('{"lease": "bad1"')
+    keeper.restart_if_needed(lab.env)
+    until(lambda: "good1: taken over" in lab.log())
+    assert lab.records() == {"good1"}
+    assert (lab.place / "bad1.json.bad").exists()
+    script.kill()
+    script.communicate()
 
 
 def test_stopped_keeper_is_named(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
