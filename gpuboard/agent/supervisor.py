@@ -305,8 +305,10 @@ class Supervisor:
         assert self._helpers_until is not None
         if self._finished:
             return
-        if self._helpers() and time.monotonic() < self._helpers_until:
-            self._look_soon(0.1)
+        started = time.monotonic()
+        if self._helpers() and started < self._helpers_until:
+            # On a node of many processes a look costs more: a tenth of one core at most.
+            self._look_soon(max(0.1, 10 * (time.monotonic() - started)))
         elif self._gang.store_pid is None or self._stop_asked or self._ending_at is not None or self._alone():
             self._kill()
         else:  # other nodes' ranks still need the store; the head says when it may end

@@ -1,0 +1,104 @@
+"""Finding and ending the processes of a run, on real ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpuboard.agent import evidence, ranks, teardown
+
+# Says "up" when its own child runs; the child has the environment and the session it is told to have.
+PARENT = """
+import os, subprocess, sys, time
+subprocess.Popen(["sleep", "60"], start_new_session=True, env={} if sys.argv[1] == "bare" else None)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def start(run: str, how: str) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", PARENT, how],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "GPUBOARD_RUN": run},
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "up\n"
+    return child
+
+
+def nothing_to_reap() -> None:
+    """These children are waited for by their Popen; zombies are not counted as living."""
+
+
+def test_a_name_with_brackets_and_blanks(tmp_path: Path) -> None:
+    program = tmp_path / "a) R (b"
+    program.symlink_to("/bin/sleep")
+    child = subprocess.Popen([str(program), "60"])
+    found = teardown.read_process(child.pid)
+    child.kill()
+    child.wait()
+    assert found is not None
+    assert (found.parent, found.name) == (os.getpid(), "a) R (b")
+    assert teardown.read_process(child.pid) is None
+
+
+def test_descendants_and_carriers_are_found() -> None:
+    run = f"r{os.getpid()}"
+    bare, dressed = start(run, "bare"), start(run, "dressed")
+    of_bare = teardown.descendants(bare.pid, teardown.read_processes())
+    assert len(of_bare) == 1
+    found = {process.pid for process in teardown.living(run, bare.pid, ())}
+    assert of_bare < found  # below bare, without its environment
+    assert dressed.pid in found  # by its environment, though not below
+    assert bare.pid not in found
+    assert teardown.kill_all(run, bare.pid, [dressed.pid], nothing_to_reap, 5.0) == 0
+    assert dressed.poll() is None
+    assert teardown.living(run, bare.pid, [dressed.pid]) == []
+    for child in (bare, dressed):
+        child.kill()
+        child.communicate()
+
+
+def test_a_stopped_process_is_ended() -> None:
+    run = f"s{os.getpid()}"
+    child = start(run, "dressed")
+    os.kill(child.pid, signal.SIGSTOP)
+    assert teardown.kill_all(run, os.getpid(), (), nothing_to_reap, 5.0) == 0
+    assert child.wait() == -signal.SIGKILL
+    child.communicate()
+
+
+def test_the_interpreter_is_the_one_asked_for_then_the_environments_then_path(tmp_path: Path) -> None:
+    for folder in ("venv/bin", "conda/bin", "path"):
+        (tmp_path / folder).mkdir(parents=True)
+        for name in ("python", "python3"):
+            (tmp_path / folder / name).symlink_to(sys.executable)
+    environ = {
+        "VIRTUAL_ENV": f"{tmp_path}/venv",
+        "CONDA_PREFIX": f"{tmp_path}/conda",
+        "PATH": f"{tmp_path}/path",
+    }
+    assert ranks.interpreter(sys.executable, environ, False) == sys.executable
+    assert ranks.interpreter(None, environ, False) == f"{tmp_path}/venv/bin/python"
+    del environ["VIRTUAL_ENV"]
+    assert ranks.interpreter(None, environ, False) == f"{tmp_path}/conda/bin/python"
+    environ["CONDA_PREFIX"] = f"{tmp_path}/gone"
+    assert ranks.interpreter(None, environ, False) == f"{tmp_path}/path/python3"
+    assert ranks.interpreter("python", environ, False) == f"{tmp_path}/path/python"
+    assert ranks.interpreter(None, environ, True) == "python3"
+    with pytest.raises(ranks.NotStarted, match="--python") as told:
+        ranks.interpreter("python9", environ, False)
+    assert told.value.kind == "python"
+    with pytest.raises(ranks.NotStarted, match="no python3 or python on PATH"):
+        ranks.interpreter(None, {"PATH": "/nonexistent"}, False)
+
+
+def test_no_evidence_without_a_kill() -> None:
+    assert evidence.oom_text(os.getpid(), evidence.oom_counts()) is None
