@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _STDERR_KEPT = 65536
 _END_S = 0.3  # for the end of everything; what takes longer is left behind
-_AGAIN_S = (0.2, 0.5, 1.0, 2.0)
+_AGAIN_S = (0.2, 0.5, 1.0, 2.0, 2.0, 2.0)  # seconds before each further attempt
 _KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3  # a path that swallows packets is noticed within a minute
 
 # What goes wrong arrives as a TransportError; log lines would only tear the screen.
