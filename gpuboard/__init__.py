@@ -10,12 +10,13 @@ The Python interface is two functions, imported on first use so that ``import gp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False
 __version__ = "0.1.0"
 __all__ = ["__version__", "lease", "status"]
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # typing is 6 ms, and this runs before the agent is started (gpuboard/__main__.py)
+    from typing import Any
+
     from gpuboard.api import lease, status
 
 

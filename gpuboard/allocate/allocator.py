@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +16,7 @@ from gpuboard import paths
 from gpuboard.allocate.formats import Allocation
 from gpuboard.allocate.policy import choose
 from gpuboard.allocate.ranks import rank_map, reachable_addresses
-from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory import Node, local_node, node_by_uuids, own_uuids
+from gpuboard.allocate.scope import Scope
 from gpuboard.errors import GpuboardError, NeverPossible, NoNodeReached, NotFree, UsageError
 from gpuboard.ledger import holder as processes
 from gpuboard.ledger import keeper
@@ -31,6 +29,7 @@ from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.units import format_duration, parse_duration
 
 if TYPE_CHECKING:
+    from gpuboard.cluster.inventory import Node
     from gpuboard.config import Settings
 
 _GRACE_S = 3.0  # a node that takes longer than this to answer is waited for only when the others do not suffice
@@ -59,25 +58,22 @@ class Allocator:
 
     def __init__(
         self,
-        nodes: Sequence[Node],
+        nodes: Sequence[Node] | Scope,
         settings: Settings,
         env: Mapping[str, str],
         *,
-        said: bool,
+        said: bool = True,
         progress: Progress = lambda _: None,
     ) -> None:
-        here = local_node(nodes)
-        self._nodes = {node.name: node for node in ([here] if here and not said else nodes)}
-        self._by_uuid = own_uuids() if here is None and not said else []
-        self._here = here.name if here else None
+        self._scope = nodes if isinstance(nodes, Scope) else Scope(nodes, settings, said=said)
+        self._nodes = self._scope.nodes
+        self._fleet = self._scope.fleet
         self._settings = settings
         self._env = env
         self._progress = progress
-        self._fleet = Fleet(list(self._nodes.values()), settings, interval_s=None)
         self._failed: dict[str, str] = {}  # nodes that could not hold a claim in this round
         self._asked: dict[str, list[str]] = {}  # lease -> nodes a claim may lie on, as long as nobody keeps it
         self._keeper: keeper.Started | None = None
-        self._fleet.start()
 
     def __enter__(self) -> Self:
         return self
@@ -93,7 +89,7 @@ class Allocator:
         """End all connections."""
         if self._keeper is not None:
             self._keeper.close()
-        self._fleet.close()
+        self._scope.close()
 
     def plan(self, request: Request) -> Choice:
         """Return what would be taken now; takes nothing. Raises Refused and NoNodeReached."""
@@ -121,7 +117,7 @@ class Allocator:
                     raise _refused(answer, time.monotonic() - started if wait_s is not None else None)
                 words = answer.message.removesuffix(f"; try {answer.nearest}")
                 self._progress(f"waiting {format_duration(time.monotonic() - started)}: {words}")
-                time.sleep(min(left_s, pause_s * random.uniform(0.7, 1.3)))  # jitter: many may wait for one GPU
+                time.sleep(min(left_s, _jittered(pause_s)))
                 pause_s = min(pause_s * 1.3, _POLL_MAX_S)
                 self._failed.clear()
                 self._fleet.refresh(self._nodes, _READ_S)
@@ -151,10 +147,7 @@ class Allocator:
 
     def _snapshot(self) -> Snapshot:
         """Return the nodes in scope as they are now; nodes that just failed to hold a claim cannot be reserved."""
-        found = self._fleet.snapshot()
-        if self._by_uuid and (here := node_by_uuids(found, self._by_uuid)):
-            self._here = here
-            found = msgspec.structs.replace(found, nodes=[node for node in found.nodes if node.name == here])
+        found = self._scope.snapshot()
         if not self._failed:
             return found
         nodes = [
@@ -262,7 +255,7 @@ class Allocator:
         file = f"{paths.state_dir(self._env)}/leases/{lease.id}.json"
         if len(gpus) == len(lease.gpus):
             write_private(file, msgspec.json.encode(found) + b"\n")
-        here = self._here if self._here in names else None
+        here = self._scope.here if self._scope.here in names else None
         return Allocation(lease, found, why, file, folded(names), here)
 
     def release(self, lease: Lease) -> list[str]:
@@ -331,6 +324,13 @@ def _views(snapshot: Snapshot) -> dict[str, tuple[GpuView, GpuView | MigView]]:
     gpus = [gpu for node in snapshot.nodes for gpu in node.gpus]
     found: dict[str, tuple[GpuView, GpuView | MigView]] = {gpu.uuid: (gpu, gpu) for gpu in gpus}
     return found | {mig.uuid: (gpu, mig) for gpu in gpus for mig in gpu.mig}
+
+
+def _jittered(pause_s: float) -> float:
+    """Return about ``pause_s``: many may wait for one GPU."""
+    import random  # 2 ms: only who waits needs it
+
+    return pause_s * random.uniform(0.7, 1.3)
 
 
 def _by_node(gpus: Sequence[Chosen]) -> dict[str, list[str]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -19,6 +21,7 @@ from gpuboard.model.units import format_duration, parse_duration, parse_size
 
 if TYPE_CHECKING:
     from gpuboard.allocate.formats import Allocation
+    from gpuboard.allocate.scope import Scope
     from gpuboard.model.request import Choice, Request
 
 NAME = "allocate"
@@ -104,17 +107,23 @@ def _run(args: argparse.Namespace, context: Context) -> int:
         raise UsageError("--detach: for how long? Without a holder only --for ends the lease; add --for 8h")
     if args.detach and args.holder is not None:
         raise UsageError("--detach means no holder; leave out --holder or --detach")
-    from gpuboard.allocate.allocator import Allocator, Terms, duration, write_private
+    from gpuboard.allocate.scope import Scope
+
+    with contextlib.closing(Scope(context.nodes(), context.settings, said=bool(context.said))) as scope:
+        return _reserve(args, context, scope)
+
+
+def _reserve(args: argparse.Namespace, context: Context, scope: Scope) -> int:
+    from gpuboard.allocate.allocator import Allocator, Terms, duration, write_private  # late: see Scope
 
     request = request_of(args)
-    terms = Terms(duration(args.for_s, context.settings), None, purpose=clean(args.purpose, 200))
+    for_s = duration(args.for_s, context.settings)
     reader = None if args.detach and args.format else _reader(args)
     form = args.format or (shell_kind(reader.pid) if reader else "shell")
-    if not args.detach:
-        terms = Terms(terms.for_s, reader, terms.purpose)
-    with Allocator(
-        context.nodes(), context.settings, context.env, said=bool(context.said), progress=progress(context)
-    ) as allocator:
+    terms = Terms(for_s, None if args.detach else reader, clean(args.purpose, 200))
+    gc.freeze()  # what is loaded stays; __main__ has put collections off until here
+    gc.enable()
+    with Allocator(scope, context.settings, context.env, progress=progress(context)) as allocator:
         if args.dry_run:
             return _show_plan(allocator.plan(request), form, context)
         allocation = allocator.allocate(request, terms, args.wait)
@@ -199,7 +208,8 @@ def _comment(allocation: Allocation, form: str, context: Context) -> None:
 
 
 def _show_plan(choice: Choice, form: str, context: Context) -> int:
-    gpus = "@".join(f"{gpu.node}:{gpu.index}" for gpu in choice.gpus)
+    nodes = dict.fromkeys(gpu.node for gpu in choice.gpus)
+    gpus = "@".join(f"{name}:{','.join(str(g.index) for g in choice.gpus if g.node == name)}" for name in nodes)
     words = f"would take {clean(gpus, 2000)}\n{clean(choice.why, 4000)}\nnothing was taken (--dry-run)"
     if form == "json":
         import msgspec
