@@ -106,8 +106,8 @@ class Running(subprocess.Popen[str]):
 
     @property
     def process(self) -> NodeProcess:
-        """The process itself, once it runs the command. Raises TimeoutError when that takes more than 5 s."""
-        until = time.monotonic() + 5
+        """The process itself, once it runs the command. Raises TimeoutError when that takes more than 20 s."""
+        until = time.monotonic() + 20
         while time.monotonic() < until and self.poll() is None:
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
             found = _process(children[0]) if children else None
@@ -124,9 +124,15 @@ class Running(subprocess.Popen[str]):
     def send_signal(self, sig: int) -> None:
         """Send a signal to the process itself."""
         if self.poll() is None:
-            os.kill(self.inner, sig)
+            try:
+                target = self.inner
+            except TimeoutError:
+                if self.poll() is None:
+                    raise
+                return  # it has ended meanwhile
+            _signal(target, sig)
             if sig != signal.SIGSTOP:
-                os.kill(self.pid, signal.SIGCONT)  # nsenter stops itself when its child is stopped
+                _signal(self.pid, signal.SIGCONT)  # nsenter stops itself when its child is stopped
 
 
 class Host:
@@ -182,7 +188,7 @@ class Host:
         """End sshd and its sessions."""
         for process in self.processes():
             if process.name.startswith("sshd"):
-                _kill(process.pid)
+                _signal(process.pid, signal.SIGKILL)
         if self._sshd is not None:
             self._sshd.wait(10)
             self._sshd = None
@@ -191,13 +197,13 @@ class Host:
         """SIGSTOP to sshd and its sessions: connections stay open and nobody answers."""
         for process in self.processes():
             if process.name.startswith("sshd"):
-                os.kill(process.pid, signal.SIGSTOP)
+                _signal(process.pid, signal.SIGSTOP)
 
     def resume_sshd(self) -> None:
         """Undo ``pause_sshd``."""
         for process in self.processes():
             if process.name.startswith("sshd"):
-                os.kill(process.pid, signal.SIGCONT)
+                _signal(process.pid, signal.SIGCONT)
         if self._sshd is not None:
             self._sshd.send_signal(signal.SIGCONT)
 
@@ -313,8 +319,7 @@ class Host:
         """Put everything back as it was after the start; end what tests left running."""
         self.resume_sshd()
         listener = self._sshd.inner if self._sshd is not None and self._sshd.poll() is None else None
-        for process in self.processes(lambda p: p.pid != listener):
-            _kill(process.pid)
+        _until(lambda: self._killed_all_but(listener), f"nothing runs on {self.name} but sshd")
         self.firewall()
         self.plug()
         for folder in ("/var/tmp", "/tmp", "/dev/shm"):
@@ -328,6 +333,12 @@ class Host:
         if self.has_gpus:
             self.script(eight())
             self.show_library()
+
+    def _killed_all_but(self, listener: int | None) -> bool:
+        left = self.processes(lambda p: p.pid != listener)
+        for process in left:
+            _signal(process.pid, signal.SIGKILL)
+        return not left
 
     def stop(self) -> None:
         """End the host with everything in it."""
@@ -396,14 +407,14 @@ def empty(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _kill(pid: int) -> None:
+def _signal(pid: int, sig: int) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, sig)
     except ProcessLookupError:
-        return
+        return  # it has ended
 
 
-def _until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
+def _until(condition: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > until:
