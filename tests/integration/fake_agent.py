@@ -11,14 +11,21 @@ import time
 def exactly(count: int) -> bytes:
     data = b""
     while len(data) < count:
-        data += os.read(0, count - len(data))
+        data += _read(count - len(data))
     return data
 
 
 def line() -> bytes:
     data = b""
     while not data.endswith(b"\n"):
-        data += os.read(0, 1)
+        data += _read(1)
+    return data
+
+
+def _read(count: int) -> bytes:
+    data = os.read(0, count)
+    if not data:
+        sys.exit(0)  # the client went away before it had said what it wants
     return data
 
 
