@@ -72,8 +72,10 @@ def take(
     """Claim all of ``uuids`` or nothing; return the clock at which they were taken.
 
     ``content`` is what all claims say but uuid, from, until, up, boot and took; ``jitter`` gives the seconds to wait
-    before attempt k. Raises Refuse: ``conflict`` (detail: the judged claims in the way), ``disk``.
+    before attempt k. Raises Refuse: ``conflict`` (detail: the judged claims in the way), ``disk``, ``invalid``.
     """
+    for uuid in uuids:
+        _sound(dict(content, uuid=uuid, up=0.0, until=for_s, boot=boot_id, took=[], **{"from": 0.0}))
     patience = LOCK_WAIT_S
     for attempt in range(ATTEMPTS):
         if attempt:
@@ -123,12 +125,19 @@ def _attempt(
             # A file of this very name: somebody guessed the lease id, or the lease was taken here already.
             return None, [x for x in before if x.entry.name == name], True
     _, after = yield from survey(lambda name: name[: name.rfind(".") + 1] in stems, boot_id)
-    mine = [x for x in after if x.entry.name in published]
+    mine = [x for x in after if x.entry.name in published and x.state == "live"]
     in_the_way = [x for x in after if any(rules.contradicts(x, y) for y in mine)]
     now = yield ("clock",)
     if in_the_way or now.up - clock.up >= HURRY_S or len(mine) < len(uuids):
         return None, in_the_way, False
     return now, [], False
+
+
+def _sound(content: "Dict[str, Any]") -> None:
+    """Refuse to write what every reader would call garbage."""
+    trouble = rules.wrong(content)
+    if trouble:
+        raise Refuse("invalid", "no claim can say this: %s" % trouble)
 
 
 def _publish(name: str, data: bytes, published: "List[str]") -> "Steps":
@@ -195,7 +204,10 @@ def _late(one: "Judged") -> "Steps":
 
 
 def renew(lease: str, for_s: float, uid: int, boot_id: str) -> "Steps":
-    """Let our lease end ``for_s`` from now; return the clock. Raises Refuse: not-found, not-yours, lapsed, disk."""
+    """Let our lease end ``for_s`` from now; return the clock.
+
+    Raises Refuse: not-found, not-yours, lapsed, disk, invalid.
+    """
     yield ("lock", LOCK_WAIT_S)
     _, found = yield from survey(lambda name: name.endswith("." + lease), boot_id, rules.MARGIN_S)
     own = _own(found, lease, uid)
@@ -205,6 +217,8 @@ def renew(lease: str, for_s: float, uid: int, boot_id: str) -> "Steps":
     alive = all(x.state == "live" for x in own)
     clock = yield ("clock",)
     try:
+        for one in own if alive else ():
+            _sound(_until(one, for_s, clock))  # all of them before any is replaced
         for one in own if alive else ():
             yield from _prolong(one, for_s, clock)
             alive = alive and not (yield from _late(one))
@@ -219,13 +233,15 @@ def renew(lease: str, for_s: float, uid: int, boot_id: str) -> "Steps":
     return clock
 
 
+def _until(one: "Judged", for_s: float, clock: "Clock") -> "Dict[str, Any]":
+    return dict(one.content, until=rules.stamp(one.content, clock.up) + for_s)
+
+
 def _prolong(one: "Judged", for_s: float, clock: "Clock") -> "Steps":
     """Replace one claim by itself with a later end, in one step."""
-    content = dict(one.content)
-    content["until"] = rules.stamp(content, clock.up) + for_s
-    temporary = yield ("create", rules.encode(content))
+    temporary = yield ("create", rules.encode(_until(one, for_s, clock)))
     try:
-        yield ("touch", temporary, rules.stamp(content, clock.up))
+        yield ("touch", temporary, rules.stamp(one.content, clock.up))
         yield ("rename", temporary, one.entry.name)
     except OSError:
         yield ("unlink", temporary)

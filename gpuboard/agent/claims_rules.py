@@ -126,15 +126,15 @@ def _decode(entry: "Entry") -> "Tuple[Optional[Dict[str, Any]], str]":
         return None, "not JSON" if entry.data else "empty"
     if not isinstance(content, dict):
         return None, "not a JSON object"
-    wrong = _wrong(content)
-    if wrong:
-        return None, wrong
+    trouble = wrong(content)
+    if trouble:
+        return None, trouble
     if file_name(content["uuid"], content["lease"]) != entry.name:
         return None, "its content belongs to another name"
     return content, ""
 
 
-def _wrong(content: "Dict[str, Any]") -> "Optional[str]":
+def wrong(content: "Dict[str, Any]") -> "Optional[str]":
     """Return what is wrong with a claim's content, None when every key has its type and range."""
     for key, pattern in (("uuid", _UUID), ("lease", _LEASE)):
         if not isinstance(content.get(key), str) or not pattern.match(content[key]):

@@ -79,6 +79,25 @@ def test_claims_end_with_their_time_and_with_their_boot(folder: str) -> None:
     assert sorted(os.listdir(folder)) == ["gpuboard.GPU-a.cccc", "gpuboard.GPU-b.cccc"]
 
 
+def test_what_no_claim_can_say_is_refused(folder: str) -> None:
+    """Rather than written and then taken for garbage by everybody."""
+    for changes, words in (
+        ({"purpose": "x" * 513}, "purpose is not a text of at most 512 characters"),
+        ({"for_s": 0.0}, "it would last 0 s"),
+        ({"for_s": 400 * 86400.0}, "it would last 34560000 s"),
+        ({"holder": {"pid": 1}}, "holder is not a process"),
+    ):
+        assert refused(lambda changes=changes: take(folder, "k3f9", "GPU-a", **changes)) == (  # type: ignore[misc]
+            "invalid",
+            f"no claim can say this: {words}",
+        )
+    assert refused(lambda: take(folder, "k3f9", "GPU-a", "../GPU-b"))[0] == "invalid"
+    assert refused(lambda: take(folder, "../k3f9", "GPU-a"))[0] == "invalid"
+    take(folder, "k3f9", "GPU-a")
+    assert refused(lambda: ask("renew", folder, lease="k3f9", for_s=400 * 86400.0))[0] == "invalid"
+    assert ask("touch", folder, leases=["k3f9"])["alive"] == ["k3f9"]
+
+
 @root
 def test_what_alice_holds_bob_can_neither_remove_nor_forge(folder: str) -> None:
     """By gpuboard and by hand; afterwards her claim is what it was."""
