@@ -93,6 +93,8 @@ class NodeFeed:
             listener=self._message,
             ended=self._ended,
         )
+        if self.link.hello is not None:
+            self.tick()  # an agent started ahead can answer before we know its link
 
     def close(self) -> None:
         """End the link."""

@@ -47,6 +47,7 @@ class Fleet:
         self._dirty = False
         self._waiting = 0  # threads in wait()
         self._closed = threading.Event()
+        self._opening = threading.Lock()
         self._feeds = {
             node.name: NodeFeed(
                 node,
@@ -172,13 +173,14 @@ class Fleet:
         feed = self._feeds.get(node)
         if feed is None:
             return LinkLost(node, f"not one of the nodes in scope ({', '.join(self._feeds)})")
-        link = feed.link
-        if link is None or link.over is not None:
-            recently = time.monotonic() - feed.failed_at < _RETRY_S
-            if self._interval_s is not None or recently or self._closed.is_set():
-                return LinkLost(node, feed.facts.error or "not connected")
-            feed.open()
+        with self._opening:
             link = feed.link
+            if link is None or link.over is not None:
+                recently = time.monotonic() - feed.failed_at < _RETRY_S
+                if self._interval_s is not None or recently or self._closed.is_set():
+                    return LinkLost(node, feed.facts.error or "not connected")
+                feed.open()
+                link = feed.link
         assert link is not None
         return link.submit(op, args)
 
