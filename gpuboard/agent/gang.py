@@ -125,6 +125,7 @@ class Gang:
         for child in self._children():
             for stream in child.streams:
                 if not stream.closed:
+                    stream.wait_anew(time.monotonic())
                     self._attend_stream(stream)
 
     def ended(self, pid: int, status: int) -> None:
@@ -207,7 +208,8 @@ class Gang:
         held = False
         for child in self._children():
             for stream in child.streams:
-                self._pass(stream, stream.overdue(now))
+                if not self._paused:  # the rest of the line may well be in the pipe
+                    self._pass(stream, stream.overdue(now))
                 held = held or stream.due() is not None
         if held:
             self._flushing = True

@@ -62,6 +62,10 @@ class Stream:
             return None
         return self._since + (_BAR_S if "\r" in self._held else _PROMPT_S)
 
+    def wait_anew(self, now: float) -> None:
+        """Give held text its whole time again: the pipe was not read for a while."""
+        self._since = now
+
     def overdue(self, now: float) -> "List[str]":
         """Return held text whose time has come."""
         due = self.due()

@@ -236,6 +236,8 @@ class Supervisor:
 
     def _hold(self, _call: int, args: "Dict[str, Any]") -> "Any":
         self._held = bool(args["on"])
+        if self._held:
+            self._gang.pause(True)
         return {}
 
     def _signal(self, _call: int, args: "Dict[str, Any]") -> "Any":

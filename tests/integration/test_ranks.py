@@ -385,14 +385,16 @@ def test_every_byte_of_output_arrives_while_the_head_is_slow(folder: Path) -> No
         rank = go(here)["0"]
         supervisor = parent(rank)
         here.call("hold", on=True)
-        before = sum(len(d["text"]) for d in here.data("output"))
+        arrived = len(here.events)  # what was sent before the answer to hold has arrived before it
         here.call("ping")
-        assert before < size
+        assert [kind for kind, _ in here.events[arrived:] if kind == "output"] == []
+        assert alive(rank)
+        peak = next(line for line in Path(f"/proc/{supervisor}/status").read_text().splitlines() if "VmHWM" in line)
+        assert int(peak.split()[1]) < 64_000  # kB
         here.call("hold", on=False)
         here.wait_ended(120)
         assert sum(len(d["text"]) for d in here.data("output")) == size
         assert all(d["text"].endswith("\n") and len(d["text"]) <= 65536 for d in here.data("output"))
-    assert not alive(supervisor)
 
 
 def test_a_progress_bar_arrives_while_it_moves(folder: Path) -> None:

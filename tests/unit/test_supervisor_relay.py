@@ -49,6 +49,9 @@ def test_a_bar_waits_less_than_a_prompt() -> None:
     assert (stream.due(), stream.overdue(10.9), stream.overdue(11.0)) == (11.0, [], ["name? "])
     stream.feed(b"\r50%", 12.0)
     assert (stream.due(), stream.overdue(12.1), stream.overdue(12.2)) == (12.2, [], ["\r50%"])
+    stream.feed(b"half", 13.0)
+    stream.wait_anew(20.0)
+    assert (stream.overdue(20.5), stream.overdue(21.0)) == ([], ["half"])
     assert (stream.due(), finish(stream, write_end)) == (None, [])
 
 
