@@ -19,7 +19,20 @@ from gpuboard.ledger.holder import Holder
 from gpuboard.ledger.keeper_place import KeeperError, connect, folder_name, make_private, receive, send
 from gpuboard.ledger.keeper_record import KeptNode, Record
 
-__all__ = ["KeeperError", "KeptNode", "adopt", "forget", "record", "renew", "restart_if_needed", "start_early", "warn"]
+__all__ = [
+    "Handover",
+    "KeeperError",
+    "KeptNode",
+    "Started",
+    "adopt",
+    "forget",
+    "hand_over",
+    "record",
+    "renew",
+    "restart_if_needed",
+    "start_early",
+    "warn",
+]
 
 START_S = 10.0
 ADOPT_S = 10.0
@@ -95,18 +108,50 @@ def start_early(env: Mapping[str, str]) -> Started:
     return Started(_folder(env), env)
 
 
-def adopt(lease: Record, env: Mapping[str, str], started: Started | None = None) -> None:
+class Handover:
+    """A lease that the keeper has. Until :meth:`known`, it is released when this process ends, by whatever."""
+
+    def __init__(self, started: Started, lease: str) -> None:
+        self._started = started
+        self._lease = lease
+
+    def known(self) -> None:
+        """Tell the keeper that the lease's owner knows of it: from now on it lives with its holder alone."""
+        try:
+            send(self._started.link(), {"op": "known", "lease": self._lease})
+        except OSError:
+            return  # the keeper was killed since: the one that takes over finds a record, and knows no better
+        finally:
+            self._started.close()
+
+
+def hand_over(lease: Record, env: Mapping[str, str], started: Started | None = None) -> Handover:
     """Hand ``lease`` to the keeper; return when it has shown life on its claims.
 
     Raises KeeperError when the keeper does not start, does not answer or refuses; the caller then drops the claims.
     """
     timeout_s = ADOPT_REMOTE_S if any(node.host is not None for node in lease.nodes) else ADOPT_S
     message = {"op": "adopt", "record": lease.plain()}
-    answer = _ask(started or start_early(env), message, timeout_s) or _ask(start_early(env), message, timeout_s)
-    if answer is None:
-        raise KeeperError("the keeper ended twice while it was handed a lease; its log lies in the state folder")
-    if "error" in answer:
-        raise KeeperError(f"the keeper does not take the lease: {answer['error']}")
+    at = started or start_early(env)
+    try:
+        answer = _ask(at, message, timeout_s)
+        if answer is None:  # it was about to end when we came
+            at.close()
+            at = start_early(env)
+            answer = _ask(at, message, timeout_s)
+        if answer is None:
+            raise KeeperError(f"the keeper ended twice while it was handed a lease; its log is {at.folder}/log")
+        if "error" in answer:
+            raise KeeperError(f"the keeper does not take the lease: {answer['error']}")
+    except BaseException:
+        at.close()
+        raise
+    return Handover(at, lease.lease)
+
+
+def adopt(lease: Record, env: Mapping[str, str], started: Started | None = None) -> None:
+    """Hand ``lease`` to the keeper for an owner who knows of it; as :func:`hand_over`."""
+    hand_over(lease, env, started).known()
 
 
 def forget(lease: str, env: Mapping[str, str]) -> None:
@@ -171,7 +216,7 @@ def _tell(message: dict[str, Any], env: Mapping[str, str]) -> bool:
 
 
 def _ask(started: Started, message: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
-    """Return the keeper's answer; None when it ended instead (it was about to when we came)."""
+    """Return the keeper's answer; None when it ended instead."""
     try:
         connection = started.link()
         send(connection, message)
@@ -184,8 +229,6 @@ def _ask(started: Started, message: dict[str, Any], timeout_s: float) -> dict[st
         return None
     except OSError as error:
         raise KeeperError(f"the keeper cannot be spoken to: {error}") from error
-    finally:
-        started.close()
 
 
 def _spawn(folder: str, env: Mapping[str, str]) -> tuple[int, int]:

@@ -37,8 +37,8 @@ class Kept:
         self.record = record
         self.lease = record.lease
         self.watched: list[int] = []  # pidfds: of the holder, later of carriers
-        self.client: Client | None = None  # waits for the first touch of each node
-        self.unconfirmed: set[str] = set()
+        self.client: Client | None = None  # who took it and has not told its owner yet
+        self.unconfirmed: set[str] = set()  # nodes where no life has been shown yet
         self.phase = "held"  # "held" | "orphaned" | "releasing"
         self.since: float | None = None
         self.due: float | None = None  # the next look, or the next try to release
@@ -124,8 +124,8 @@ class Keeper:
         client.connection.close()
         self.clients.discard(client)
         for kept in list(self.kept.values()):
-            if kept.client is client:  # it died before it could tell anybody of its lease: nobody's
-                log(f"{kept.lease}: the command that took it has gone before it was confirmed")
+            if kept.client is client:
+                log(f"{kept.lease}: the command that took it has ended before anybody knew of it")
                 kept.client = None
                 self._release(kept)
 
@@ -139,6 +139,8 @@ class Keeper:
             kept = self.kept.get(str(message["lease"]))
             if op == "renew" and kept is not None:
                 self._prolong(kept, float(message["for_s"]))
+            elif op == "known" and kept is not None:
+                kept.client = None
             elif op == "forget" and kept is not None:
                 self._drop(kept, "given back")
             client.reply()
@@ -206,7 +208,6 @@ class Keeper:
                 kept.unconfirmed.discard(name)
                 if not kept.unconfirmed and kept.client is not None:
                     kept.client.reply()
-                    kept.client = None
 
     def _gone(self, kept: Kept, name: str, *, lapsed: bool) -> None:
         """A node has no living claim of the lease any more; it is kept on the others."""

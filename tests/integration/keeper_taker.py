@@ -31,11 +31,15 @@ def main() -> None:
     claims.handle("take", args, place)
     node = keeper.KeptNode("n", [uuid], None if host == "-" else host, folder, None)
     try:
-        keeper.adopt(keeper.record(lease, [node], settings, who, float(seconds)), os.environ, started)
+        handover = keeper.hand_over(keeper.record(lease, [node], settings, who, float(seconds)), os.environ, started)
     except keeper.KeeperError as error:
         claims.handle("release", {"lease": lease}, place)
         print("false")
         sys.exit(str(error))
+    if os.environ.get("TAKER_SILENT"):
+        print("handed over", flush=True)
+        sys.stdin.read()
+    handover.known()
     print(f"export GPUBOARD_LEASE={lease}")
 
 

@@ -246,6 +246,19 @@ def test_holder_gone_before_the_lease_is_handed_over(lab: Lab) -> None:
     assert lab.records() == set()
 
 
+def test_taker_killed_before_anybody_knew(lab: Lab) -> None:
+    """Its holder lives on, but has never heard of the lease."""
+    taker = lab.env | {"TAKER_SILENT": "1"}
+    command = f"{lab.env['TAKE']} quiet1 {UUIDS[0]} {lab.claims} 3600 -"
+    process = subprocess.Popen(command.split(), env=taker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "handed over\n"
+    assert lab.held() == lab.records() == {"quiet1"}
+    process.kill()
+    process.communicate()
+    until(lambda: not lab.held() and not lab.records(), 5)
+
+
 def test_lease_without_claims_is_refused(lab: Lab) -> None:
     node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
     with pytest.raises(keeper.KeeperError, match="n: the claims of lease never2 have gone"):
