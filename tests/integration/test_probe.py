@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,46 @@ def test_a_hung_gpu_ages_alone_and_comes_back(script: Path) -> None:
         write_script(script, good)
         back = agent.reading(15, when=lambda r: r.gpus[2].delay_s == 0)
         assert [g.temperature for g in back.gpus] == [30, 31, 32, 33]
+
+
+@pytest.fixture
+def freezer() -> Iterator[Path]:
+    """A control group whose processes cannot even be killed: as in a call into the driver that does not return."""
+    folder = Path(f"/sys/fs/cgroup/freezer/gpuboard-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("needs root and the freezer of control groups, version 1")
+    yield folder
+    (folder / "freezer.state").write_text("THAWED")
+    until = time.monotonic() + 10
+    while (folder / "cgroup.procs").read_text() and time.monotonic() < until:
+        time.sleep(0.02)
+    folder.rmdir()
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_be_killed_is_left_alone(script: Path, freezer: Path) -> None:
+    good = [Gpu(), Gpu(), Gpu()]
+    write_script(script, good)
+    with Agent(script, interval_s=0.2) as agent:
+        agent.reading()
+        (stuck,) = agent.children()
+        write_script(script, [Gpu(), Gpu(trouble=("hang *",)), Gpu()])
+        agent.reading(when=lambda r: r.gpus[1].delay_s > 0.5)
+        (freezer / "cgroup.procs").write_text(str(stuck))
+        (freezer / "freezer.state").write_text("FROZEN")
+        agent.reading(8, when=lambda r: [g.delay_s > 0 for g in r.gpus] == [False, True, False])
+        write_script(script, good)  # the GPU would answer again, but nobody may ask while the old call is under way
+        agent.reading(15, when=lambda r: r.gpus[1].delay_s > 9.0)
+        assert len(agent.children()) == 2
+        assert stuck in agent.children()
+        (freezer / "freezer.state").write_text("THAWED")
+        agent.reading(8, when=lambda r: r.gpus[1].delay_s == 0)
+        (now,) = agent.children()
+        (freezer / "cgroup.procs").write_text(str(now))
+        (freezer / "freezer.state").write_text("FROZEN")
+        assert agent.end(2.0) == 0
 
 
 def test_a_gpu_that_hangs_from_the_start_is_shown_and_the_first_reading_is_in_time(script: Path) -> None:
