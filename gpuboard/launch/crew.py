@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,8 @@ class Crew:
         self._connector = connector
         self._inbox = inbox
         self._links: dict[str, AgentLink] = {}
+        self._unanswered: dict[str, int] = {}
+        self._pinged = 0.0
 
     def open(self) -> None:
         """Start every supervisor; returns at once."""
@@ -76,6 +79,27 @@ class Crew:
         for link in self._links.values():
             if link.over is None:
                 link.submit(op, dict(args))
+
+    def ping(self) -> list[str]:
+        """Say to every supervisor that we are there; return those that have said nothing for ``lost_head_s``.
+
+        To be called each second. Counted in pings, not in time: while we are stopped (ctrl-Z) nobody could answer.
+        """
+        limit_s = self._plan.options.lost_head_s
+        silent = []
+        for node, link in self._links.items():
+            if link.over is not None or link.hello is None:  # a connection that is being made has its own limit
+                continue
+            if link.last_line >= self._pinged:
+                self._unanswered[node] = 0
+            self._unanswered[node] = self._unanswered.get(node, 0) + 1
+            if limit_s is not None and self._unanswered[node] > limit_s + 1:
+                silent.append(node)
+                link.close()
+            else:
+                link.submit("ping", {})
+        self._pinged = time.monotonic()
+        return silent
 
     def close(self) -> None:
         """End every connection: what is left on a node ends with it."""

@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 
 from gpuboard.doctor.check import Check, check_text, grouped
-from gpuboard.doctor.preflight import Answers, Failure, NodeFacts, ProbeResult, failed, interfaces, preflight
+from gpuboard.doctor.preflight import failed, interfaces, preflight
 from gpuboard.launch import events
 from gpuboard.launch.control import ControlServer, Request
 from gpuboard.launch.crew import Answer, Crew, Heard, Lost
 from gpuboard.launch.output import Logs, Relay, Screen
 from gpuboard.launch.plan import LaunchPlan, shown
+from gpuboard.launch.questions import PROBE_S, START_S, Questions
 from gpuboard.launch.runs import RunFolder, RunView, VerdictView, this_head
 from gpuboard.launch.watch import Watch, rank_words, signal_name
 from gpuboard.model.snapshot import Snapshot
@@ -28,8 +29,6 @@ from gpuboard.model.units import iso
 from gpuboard.transport.base import CallFailed, LinkLost
 from gpuboard.transport.connector import Connector
 
-PROBE_S = 3.0  # what preflight may take, once every node has answered
-START_S = 20.0  # from an open connection to a checked node: interpreters on a cold network home
 EMPTY_S = 5.0  # from SIGKILL, or the end of a connection, to a node without a process of the run
 LOST_GRACE_S = (
     3.0  # with a node gone nothing collective can be saved: all nodes are empty within 5 s, like the lost one
@@ -38,7 +37,6 @@ REFUSED_GRACE_S = 2.0  # ranks that have not passed their gate have nothing to s
 _PING_S = 1.0
 _SAVE_S = 1.0
 _HOLD_ABOVE, _HOLD_BELOW = 8 * 2**20, 2**20  # characters the person's side has not read
-_PEERS = 16  # nodes that a node tries to reach: all of a small run, a ring of neighbours in a large one
 
 GpuReader = Callable[[Callable[[Snapshot], None]], None]
 
@@ -75,10 +73,8 @@ class Head:
         labels = {rank: f"{view.node}:{view.local_rank}" for rank, view in self._watch.ranks.items()}
         self._relay = Relay(labels, self._logs, screen, mark=self._watch.mark)
         self._names = [config.node for config in plan.nodes]
-        self._facts: dict[str, NodeFacts] = {}
-        self._failures: dict[str, Failure] = {}
-        self._answers: dict[tuple[str, str], Any] = {}
-        self._snapshot: Snapshot | None = None
+        self._questions = Questions(plan, self._crew)
+        self._owners: dict[str, str] = {}  # node → the interface that the ranks there are to use
         self.checks: list[Check] = []
         self._state = "preflight"
         self._started = time.time()
@@ -97,8 +93,8 @@ class Head:
 
     def run(self) -> int:
         """Run it all; return the exit code. To be called in the main thread."""
-        self._folder.write("plan.json", msgspec.json.format(msgspec.json.encode(shown(self._plan)), indent=1))
-        self._folder.write("rank_map.json", msgspec.json.format(msgspec.json.encode(self._plan.rank_map), indent=1))
+        self._keep("plan.json", shown(self._plan))
+        self._keep("rank_map.json", self._plan.rank_map)
         self._save()
         restore = self._catch_signals()
         control = ControlServer(self._folder.path, self._control)
@@ -138,88 +134,38 @@ class Head:
 
     def _preflight(self) -> bool:
         """Ask every node all there is to ask; return whether the gate may open."""
+        asked = self._questions
         first = self._plan.nodes[0]
         if self._read_gpus is not None:
             self._read_gpus(self._inbox.put)
-        port = self._plan.rank_map.master_port
-        self._crew.ask(first.node, "listen", {"host": first.master_addr, "port": port}, START_S)
-        for name in self._names:  # the ranks' import of torch overlaps all that follows
-            self._crew.ask(name, "spawn", {}, START_S)
-            self._crew.ask(name, "check", {}, START_S)
-        self._pump(lambda: self._stopping() or self._all_started(), None)
-        if self._stopping():
-            return False
+        asked.start()
+        self._pump(lambda: self._stopping() or asked.started(), None)
         until = time.monotonic() + PROBE_S
-        if len(self._names) > 1 and not self._failures:
-            self._probe(until)
-        self._pump(lambda: self._stopping() or self._read_gpus is None or self._snapshot is not None, until + PROBE_S)
+        if len(self._plan.nodes) > 1 and not asked.failures and not self._stopping():
+            asked.probe_listen()
+            self._pump(lambda: self._stopping() or asked.listening(), until)
+            asked.probe_connect()
+            self._pump(lambda: self._stopping() or asked.probed(), until)
+        read = self._read_gpus is None
+        self._pump(lambda: self._stopping() or read or asked.snapshot is not None, until + PROBE_S)
         if self._stopping():
             return False
-        answers = self._collect()
+        answers = asked.collect()
         self.checks = preflight(self._plan.rank_map, first.master_addr, self._plan.options.device, answers)
-        self._folder.write("preflight.json", msgspec.json.encode({"schema": 1, "checks": self.checks}))
+        self._keep("preflight.json", {"schema": 1, "checks": self.checks})
         self._caused_at = time.time() if failed(self.checks) else 0.0
         for check in grouped([check for check in self.checks if check.status in {"fail", "warn"}]):
             self._say(check_text(check))
-        self._answers["", "interfaces"] = interfaces(first.master_addr, first.node, answers)
+        self._owners = interfaces(first.master_addr, first.node, answers)
         return not failed(self.checks)
-
-    def _all_started(self) -> bool:
-        wanted = [(name, op) for name in self._names for op in ("spawn", "check")] + [(self._names[0], "listen")]
-        return all(key in self._answers or key[0] in self._failures for key in wanted)
-
-    def _probe(self, until: float) -> None:
-        for name in self._names:
-            self._crew.ask(name, "probe-listen", {"count": 2}, PROBE_S)
-        everywhere = [(name, "probe-listen") for name in self._names]
-        self._pump(lambda: self._stopping() or all(key in self._answers for key in everywhere), until)
-        addresses = {node.name: node.address for node in self._plan.rank_map.nodes}
-        first = self._plan.nodes[0]
-        master = self._value(first.node, "listen")
-        for at, name in enumerate(self._names):
-            peers = [
-                self._names[(at + step) % len(self._names)] for step in range(1, min(len(self._names), _PEERS + 1))
-            ]
-            targets = [
-                {"node": peer, "address": addresses[peer], "port": port}
-                for peer in peers
-                for port in self._value(peer, "probe-listen").get("ports", [])
-            ]
-            if name != first.node and "port" in master:
-                targets.insert(0, {"node": first.node, "address": first.master_addr, "port": master["port"]})
-            self._crew.ask(name, "probe-connect", {"targets": targets, "timeout_s": 2}, PROBE_S + 1)
-        everywhere = [(name, "probe-connect") for name in self._names]
-        self._pump(lambda: self._stopping() or all(key in self._answers for key in everywhere), until + 2)
-
-    def _value(self, node: str, op: str) -> dict[str, Any]:
-        value = self._answers.get((node, op))
-        return value if isinstance(value, dict) else {}
-
-    def _collect(self) -> Answers:
-        probes: dict[str, list[ProbeResult]] = {}
-        for name in self._names:
-            for op in ("probe-listen", "probe-connect"):
-                value = self._answers.get((name, op), {})
-                if isinstance(value, (CallFailed, LinkLost)):
-                    self._failures.setdefault(name, _failure(value))
-            try:
-                found = self._value(name, "probe-connect").get("results", [])
-                probes[name] = msgspec.convert(found, list[ProbeResult])
-            except msgspec.ValidationError as error:
-                self._failures.setdefault(name, Failure("answer", f"malformed answer to probe-connect: {error}"))
-        listen = self._answers.get((self._names[0], "listen"))
-        refused = _failure(listen) if isinstance(listen, (CallFailed, LinkLost)) else None
-        return Answers(self._facts, self._failures, refused, probes, self._snapshot)
 
     def _go(self) -> None:
         """Open the gate."""
         first = self._plan.nodes[0]
-        port = self._value(first.node, "listen")["port"]
-        owners: dict[str, str] = self._answers["", "interfaces"]
         for config in self._plan.nodes:
             names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - config.environ.keys()
-            environ = {name: owners[config.node] for name in sorted(names) if config.node in owners}
-            args = {"master_addr": first.master_addr, "master_port": port, "environ": environ}
+            environ = {name: self._owners[config.node] for name in sorted(names) if config.node in self._owners}
+            args = {"master_addr": first.master_addr, "master_port": self._questions.port, "environ": environ}
             self._crew.ask(config.node, "go", args, START_S)
         self._gone = True
         self._watch.opened()
@@ -257,17 +203,13 @@ class Head:
         elif isinstance(item, Answer):
             self._answered(item)
         elif isinstance(item, Lost):
-            if self._state == "preflight" and not self._stopping():
-                self._failures.setdefault(item.node, Failure("connection", item.words))
-                self._watch.ended_nodes.add(item.node)
-            else:
-                self._watch.node_lost(item.node, item.words, now)
+            self._lose(item.node, item.words, now)
         elif isinstance(item, Signalled):
             self._signalled(item.number, now)
         elif isinstance(item, Request):
             self._stop(f"stopped by `gpuboard stop {self._plan.run}`", 128 + signal.SIGTERM, item.grace_s)
         elif isinstance(item, Snapshot):
-            self._snapshot = item
+            self._questions.snapshot = item
 
     def _hear(self, item: Heard, now: float) -> None:
         event = item.event
@@ -287,18 +229,17 @@ class Head:
             self._judge(now)  # at once: the cause is said before the traceback, which follows in the same burst
 
     def _answered(self, item: Answer) -> None:
-        self._answers[item.node, item.op] = item.value
-        if isinstance(item.value, (CallFailed, LinkLost)):
-            if item.op in {"check", "spawn"}:
-                self._failures.setdefault(item.node, _failure(item.value))
-            elif item.op == "go":
-                self._watch.node_lost(item.node, str(item.value), time.monotonic())
-            return
-        if item.op == "check":
-            try:
-                self._facts[item.node] = msgspec.convert(item.value, NodeFacts)
-            except msgspec.ValidationError as error:
-                self._failures.setdefault(item.node, Failure("answer", f"malformed answer to check: {error}"))
+        if item.op != "go":
+            self._questions.take(item)
+        elif isinstance(item.value, (CallFailed, LinkLost)):
+            self._watch.node_lost(item.node, str(item.value), time.monotonic())
+
+    def _lose(self, node: str, words: str, now: float) -> None:
+        if self._gone or self._stopping():
+            self._watch.node_lost(node, words, now)
+        else:
+            self._questions.lost(node, words)
+            self._watch.ended_nodes.add(node)
 
     def _judge(self, now: float) -> None:
         if self._gone:
@@ -326,7 +267,8 @@ class Head:
             self._count_down(now)
         if now - self._pinged >= _PING_S:
             self._pinged = now
-            self._crew.tell("ping", {})
+            for node in self._crew.ping():
+                self._lose(node, f"nothing heard for {self._plan.options.lost_head_s:.0f} s", now)
         if now - self._saved >= _SAVE_S:
             self._save()
         backlog = self._screen.backlog
@@ -373,7 +315,7 @@ class Head:
         self._countdown = seconds
         words = f"{rank_words(self._watch.running)} still running: SIGKILL in {seconds} s"
         if self._screen.terminal("err"):
-            self._screen.live("err", f"gpuboard: {words} (ctrl-C: now)")
+            self._screen.pin(f"gpuboard: {words} (ctrl-C: now)")
         elif left < self._grace_s - 1 and (seconds % 10 == 0 or seconds == 5):
             self._say(words)
 
@@ -452,7 +394,10 @@ class Head:
     def _save(self) -> None:
         self._saved = time.monotonic()
         self._view = self.view()
-        words = self._folder.state(self._view)
+        self._keep("state.json", self._view)
+
+    def _keep(self, name: str, value: object) -> None:
+        words = self._folder.keep(name, value)
         if words:
             self._say(words)
 
@@ -460,10 +405,3 @@ class Head:
         lines = [f"gpuboard: {line}" if not line.startswith(" ") else line for line in text.splitlines()]
         self._screen.lines("err", lines)
         self._folder.log(f"{iso(time.time())} {line}\n" for line in lines)
-
-
-def _failure(error: CallFailed | LinkLost) -> Failure:
-    if isinstance(error, LinkLost):
-        return Failure("connection", str(error))
-    detail = error.detail if isinstance(error.detail, dict) else {}
-    return Failure(error.kind, error.message, str(detail.get("holder", "")))

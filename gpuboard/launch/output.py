@@ -82,7 +82,8 @@ class Writer:
             stream, text = item
             try:
                 if stream not in self._gone:
-                    stream.write(text)
+                    encoding = stream.encoding or "utf-8"  # a rank may print what the person's terminal has no sign for
+                    stream.write(text.encode(encoding, "replace").decode(encoding))
                     stream.flush()
             except (OSError, ValueError):  # the reader has left (`| head`); the run and its logs go on
                 self._gone.add(stream)
@@ -93,20 +94,21 @@ class Writer:
 class Screen:
     """The person's stdout and stderr. On a terminal the last unfinished line stays below all others."""
 
-    def __init__(
-        self, out: TextIO, err: TextIO, clock: Callable[[], float] = time.monotonic, writer: Writer | None = None
-    ) -> None:
+    def __init__(self, out: TextIO, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._streams = {"out": out, "err": err}
         self._terminals = {name: stream.isatty() for name, stream in self._streams.items()}
         self._clock = clock
-        self._writer = writer or Writer()
+        # One for both where they show on one terminal, in order; else a stuck pipe must not hold our own words back.
+        first = Writer()
+        self._writers = {"out": first, "err": first if all(self._terminals.values()) else Writer()}
         self._live: tuple[str, str] | None = None  # stream and line
         self._drawn_at = float("-inf")
+        self._pinned = False
 
     @property
     def backlog(self) -> int:
         """Characters that the person's side has not taken yet."""
-        return self._writer.backlog
+        return max(writer.backlog for writer in self._writers.values())
 
     def terminal(self, stream: str) -> bool:
         """Whether ``stream`` ("out" or "err") is a terminal."""
@@ -124,7 +126,23 @@ class Screen:
 
     def live(self, stream: str, line: str) -> None:
         """Show an unfinished line, on a terminal only and ten times a second at most."""
-        if not self._terminals[stream] or self._clock() - self._drawn_at < _REDRAW_S or self.backlog:
+        if self._terminals[stream] and not self._pinned and self._clock() - self._drawn_at >= _REDRAW_S:
+            self._draw(stream, line)
+
+    def close(self) -> None:
+        """Leave the cursor at the start of a line and wait until all is written."""
+        self._erase()
+        for writer in dict.fromkeys(self._writers.values()):
+            writer.finish()
+
+    def pin(self, line: str) -> None:
+        """Show a line of ours on stderr, if that is a terminal, in place of the ranks' unfinished ones from now on."""
+        self._pinned = True
+        if self._terminals["err"]:
+            self._draw("err", line)
+
+    def _draw(self, stream: str, line: str) -> None:
+        if self.backlog:
             return
         self._erase()
         width = shutil.get_terminal_size().columns - 1
@@ -134,18 +152,13 @@ class Screen:
         self._drawn_at = self._clock()
         self._put(stream, line + ("\x1b[0m" if "\x1b" in line else ""))
 
-    def close(self) -> None:
-        """Leave the cursor at the start of a line and wait until all is written."""
-        self._erase()
-        self._writer.finish()
-
     def _erase(self) -> None:
         if self._live is not None:
             self._put(self._live[0], "\r\x1b[K")
             self._live = None
 
     def _put(self, stream: str, text: str) -> None:
-        self._writer.write(self._streams[stream], text)
+        self._writers[stream].write(self._streams[stream], text)
 
 
 class Logs:

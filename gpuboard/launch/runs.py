@@ -114,22 +114,19 @@ class RunFolder:
             ) from error
         self._full = False
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write a file whole or not at all. Raises OSError."""
-        temporary = self.path / f".{name}.new"
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(content)
-        temporary.replace(self.path / name)
+    def keep(self, name: str, value: object) -> str | None:
+        """Write ``value`` as JSON, whole or not at all; return words the first time that fails.
 
-    def state(self, view: RunView) -> str | None:
-        """Write state.json; return words the first time that fails (a full disk must not end a run)."""
+        A disk that is full must not end a run.
+        """
+        temporary = self.path / f".{name}.new"
         try:
-            self.write("state.json", msgspec.json.format(msgspec.json.encode(view), indent=1))
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+            temporary.replace(self.path / name)
         except OSError as error:
             first, self._full = not self._full, True
-            return (
-                f"{self.path / 'state.json'}: {error.strerror}; `gpuboard runs` shows an old state" if first else None
-            )
+            return f"{self.path / name}: {error.strerror}; `gpuboard runs` will show less" if first else None
         return None
 
     def log(self, lines: Iterable[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_a_line_without_end_is_passed_on_in_pieces() -> None:
     assert cut.close() == ["x" * 5]
 
 
-def relay(folder: Path, out: io.StringIO, err: io.StringIO, ranks: int = 2) -> tuple[Relay, Screen]:
+def relay(folder: Path, out: TextIO, err: TextIO, ranks: int = 2) -> tuple[Relay, Screen]:
     """Return a relay to two streams; the clock moves a second each time it is read."""
     ticks = iter(range(1_000_000))
     screen = Screen(out, err, clock=lambda: float(next(ticks)))
@@ -113,6 +114,15 @@ def test_a_reader_that_left_costs_nothing_but_the_words(tmp_path: Path) -> None:
     screen.close()
     assert (tmp_path / "rank-0.out").read_text() == "a\n"
     assert screen.backlog == 0
+
+
+def test_signs_that_the_terminal_lacks_are_replaced(tmp_path: Path) -> None:
+    data = io.BytesIO()
+    both, screen = relay(tmp_path, io.TextIOWrapper(data, encoding="latin-1"), io.StringIO())
+    both.output(0, "out", "ä 🏖\n")
+    screen.close()
+    assert data.getvalue() == "[rank 0 gpu01:0] ä ?\n".encode("latin-1")
+    assert (tmp_path / "rank-0.out").read_text(encoding="utf-8") == "ä 🏖\n"
 
 
 def test_a_full_disk_is_said_once(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def view(run: str, head: Head, state: str = "running", started: str = "2026-01-3
 def test_a_run_is_private_and_found_again(env: dict[str, str]) -> None:
     folder = RunFolder(env, "rabc")
     written = view("rabc", runs.this_head())
-    assert folder.state(written) is None
+    assert folder.keep("state.json", written) is None
     assert read_runs(env) == [msgspec.structs.replace(written, folder=str(folder.path))]
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert (folder.path / "state.json").stat().st_mode & 0o777 == 0o600
@@ -39,9 +39,9 @@ def test_a_run_is_private_and_found_again(env: dict[str, str]) -> None:
 
 def test_a_state_is_replaced_whole(env: dict[str, str]) -> None:
     folder = RunFolder(env, "rabc")
-    folder.state(view("rabc", runs.this_head()))
+    folder.keep("state.json", view("rabc", runs.this_head()))
     with (folder.path / "state.json").open("rb") as before:
-        folder.state(view("rabc", runs.this_head(), "done"))
+        folder.keep("state.json", view("rabc", runs.this_head(), "done"))
         assert b'"running"' in before.read(), "a reader of the old file sees the old state, whole"
     assert read_runs(env)[0].state == "done"
 
@@ -50,7 +50,7 @@ def test_a_run_whose_head_has_died_says_so(env: dict[str, str]) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     start = holder.identify(child.pid)
     assert start is not None
-    RunFolder(env, "rabc").state(view("rabc", Head(*start)))
+    RunFolder(env, "rabc").keep("state.json", view("rabc", Head(*start)))
     assert read_runs(env)[0].state == "running"
     child.kill()
     child.wait()
@@ -66,7 +66,7 @@ def test_another_boot_means_the_head_is_dead_and_another_host_that_nobody_knows(
     assert runs.alive(msgspec.structs.replace(me, start=me.start + 1)) is False
     elsewhere = Head("login9", "another", 1, 1)
     assert runs.alive(elsewhere) is None
-    RunFolder(env, "rabc").state(view("rabc", elsewhere))
+    RunFolder(env, "rabc").keep("state.json", view("rabc", elsewhere))
     assert read_runs(env)[0].state == "running"
 
 
@@ -81,7 +81,7 @@ def test_runs_are_found_by_their_beginning_and_by_last(env: dict[str, str]) -> N
     with pytest.raises(UsageError, match="there are no runs in"):
         find_run(env, "last")
     for minute, run in enumerate(("rbbb2", "raaa1", "rbba3")):
-        RunFolder(env, run).state(view(run, runs.this_head(), "done", f"2026-01-31T12:0{minute}:00.000Z"))
+        RunFolder(env, run).keep("state.json", view(run, runs.this_head(), "done", f"2026-01-31T12:0{minute}:00.000Z"))
     assert [find_run(env, name).id for name in ("last", "ra", "rbbb", "rbbb2")] == ["rbba3", "raaa1", "rbbb2", "rbbb2"]
     with pytest.raises(UsageError, match="several runs start with 'rbb': rbbb2, rbba3"):
         find_run(env, "rbb")
@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_its_cure(tmp_path: Path) 
 def test_a_full_disk_is_said_once(env: dict[str, str]) -> None:
     folder = RunFolder(env, "rabc")
     (folder.path / ".state.json.new").symlink_to("/dev/full")
-    said = [folder.state(view("rabc", runs.this_head())) for _ in range(2)]
+    said = [folder.keep("state.json", view("rabc", runs.this_head())) for _ in range(2)]
     assert said[0] is not None
     assert "No space left on device" in said[0]
     assert said[1] is None

@@ -1,0 +1,127 @@
+"""What the head asks every node before the gate opens, and the answers as far as they have come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gpuboard.doctor.preflight import Answers, Failure, NodeFacts, ProbeResult
+from gpuboard.launch.crew import Answer, Crew
+from gpuboard.launch.plan import LaunchPlan
+from gpuboard.model.snapshot import Snapshot
+from gpuboard.transport.base import CallFailed, LinkLost
+
+START_S = 20.0  # from the start of a connection to a checked node: interpreters on a cold network home
+PROBE_S = 3.0  # what finding out who reaches whom may take
+_ATTEMPT_S = 2.0  # after which a connection without an answer counts as dropped
+_PEERS = 16  # nodes that a node tries to reach: all of a small run, a ring of neighbours in a large one
+
+
+class Questions:
+    """Asks in three steps; ``take`` every answer, then go on when ``started``, ``listening`` and ``probed`` say so."""
+
+    def __init__(self, plan: LaunchPlan, crew: Crew) -> None:
+        self._plan = plan
+        self._crew = crew
+        self._nodes = [config.node for config in plan.nodes]
+        self._first = plan.nodes[0]
+        self._answers: dict[tuple[str, str], Any] = {}
+        self._facts: dict[str, NodeFacts] = {}
+        self.failures: dict[str, Failure] = {}
+        self.snapshot: Snapshot | None = None
+
+    def start(self) -> None:
+        """Start store and ranks, and ask what a node is like; the ranks' import of torch overlaps all that follows."""
+        port = self._plan.rank_map.master_port
+        self._crew.ask(self._first.node, "listen", {"host": self._first.master_addr, "port": port}, START_S)
+        for node in self._nodes:
+            self._crew.ask(node, "spawn", {}, START_S)
+            self._crew.ask(node, "check", {}, START_S)
+
+    def probe_listen(self) -> None:
+        """Let every node open high ports for the others to try."""
+        for node in self._nodes:
+            self._crew.ask(node, "probe-listen", {"count": 2}, PROBE_S)
+
+    def probe_connect(self) -> None:
+        """Let every node try to reach the others on those, and the first one on the master port."""
+        addresses = {node.name: node.address for node in self._plan.rank_map.nodes}
+        count = len(self._nodes)
+        for at, node in enumerate(self._nodes):
+            peers = [self._nodes[(at + step) % count] for step in range(1, min(count, _PEERS + 1))]
+            targets = [
+                {"node": peer, "address": addresses[peer], "port": port}
+                for peer in peers
+                for port in self._value(peer, "probe-listen").get("ports", [])
+            ]
+            port = self.port
+            if node != self._first.node and port is not None:
+                targets.insert(0, {"node": self._first.node, "address": self._first.master_addr, "port": port})
+            self._crew.ask(node, "probe-connect", {"targets": targets, "timeout_s": _ATTEMPT_S}, PROBE_S)
+
+    def take(self, answer: Answer) -> None:
+        """Take an answer in."""
+        value = answer.value
+        self._answers[answer.node, answer.op] = value
+        if isinstance(value, (CallFailed, LinkLost)):
+            if answer.op != "listen":  # which has its own check: the port's holder, the addresses there are
+                self.failures.setdefault(answer.node, failure(value))
+        elif answer.op == "check":
+            try:
+                self._facts[answer.node] = msgspec.convert(value, NodeFacts)
+            except msgspec.ValidationError as error:
+                self.failures.setdefault(answer.node, Failure("answer", f"malformed answer to check: {error}"))
+
+    def lost(self, node: str, words: str) -> None:
+        """Take in that the connection to a node is gone."""
+        self.failures.setdefault(node, Failure("connection", words))
+
+    def started(self) -> bool:
+        """Whether every node has answered, or failed."""
+        return self._all("spawn") and self._all("check") and self._has(self._first.node, "listen")
+
+    def listening(self) -> bool:
+        """Whether every node has opened its ports, or failed."""
+        return self._all("probe-listen")
+
+    def probed(self) -> bool:
+        """Whether every node has tried all, or failed."""
+        return self._all("probe-connect")
+
+    @property
+    def port(self) -> int | None:
+        """The master port; None when it is not bound."""
+        port = self._value(self._first.node, "listen").get("port")
+        return port if isinstance(port, int) else None
+
+    def collect(self) -> Answers:
+        """Return all that is known by now."""
+        probes: dict[str, list[ProbeResult]] = {}
+        for node in self._nodes:
+            try:
+                found = self._value(node, "probe-connect").get("results", [])
+                probes[node] = msgspec.convert(found, list[ProbeResult])
+            except msgspec.ValidationError as error:
+                self.failures.setdefault(node, Failure("answer", f"malformed answer to probe-connect: {error}"))
+        listen = self._answers.get((self._first.node, "listen"))
+        refused = failure(listen) if isinstance(listen, (CallFailed, LinkLost)) else None
+        return Answers(self._facts, self.failures, refused, probes, self.snapshot)
+
+    def _all(self, op: str) -> bool:
+        return all(self._has(node, op) for node in self._nodes)
+
+    def _has(self, node: str, op: str) -> bool:
+        return (node, op) in self._answers or node in self.failures
+
+    def _value(self, node: str, op: str) -> dict[str, Any]:
+        value = self._answers.get((node, op))
+        return value if isinstance(value, dict) else {}
+
+
+def failure(error: CallFailed | LinkLost) -> Failure:
+    """Return a refused or unanswered call as preflight takes it."""
+    if isinstance(error, LinkLost):
+        return Failure("connection", str(error))
+    detail = error.detail if isinstance(error.detail, dict) else {}
+    return Failure(error.kind, error.message, str(detail.get("holder", "")))
