@@ -29,6 +29,9 @@ _AFFINITY_WORDS = 16  # 1024 CPUs
 _SCOPE_NODE = 0
 _GPU, _NPU = 0, 1  # NVLink remote device types; anything else that is active leads to a switch
 _LISTS = ("throttle", "mig")  # left out when empty; an empty list of processes says something
+_WITHHELD = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+# A GPU or MIG device without graphics has no such list; any other failure hides it
+_NONE_AT_ALL = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)
 _RECOVERY_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 
 
@@ -268,17 +271,16 @@ class _Reader:
     def _processes(self, handle: "Any") -> "Optional[Processes]":
         """Return compute, MPS and graphics processes, each pid once; None where a list may not be read."""
         found: "Dict[int, Tuple[int, str, Optional[int]]]" = {}
-        for kind, needed, calls in self.lists:
+        for kind, calls in self.lists:
             try:
                 records = self._first_or_raise(kind, *[lambda call=call: call(handle) for call in calls])
-            except pynvml.NVMLError_NotSupported:
-                if needed:
+            except pynvml.NVMLError as error:
+                _unless_lost(error)
+                if kind == "mps" or (kind == "graphics" and error.value in _NONE_AT_ALL):
+                    continue
+                if error.value in _WITHHELD:
                     return None
-                continue
-            except (pynvml.NVMLError_NoPermission, pynvml.NVMLError_FunctionNotFound):
-                if kind != "mps":
-                    return None
-                continue
+                raise
             for record in records:
                 pid, memory = int(record.pid), record.usedGpuMemory
                 if pid in found:
@@ -309,8 +311,8 @@ class _Reader:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
 
 
-def _process_calls(driver: str) -> "List[Tuple[str, bool, List[Callable[[Any], Any]]]]":
-    """Return ``(kind, needed, calls)`` of the process lists.
+def _process_calls(driver: str) -> "List[Tuple[str, List[Callable[[Any], Any]]]]":
+    """Return ``(kind, calls)`` of the process lists; a driver has one of the calls.
 
     Drivers 535.43 to 535.86 answer _v3 with a longer record than any before or after (garbage pids, the second process
     lost); their _v2 is sound.
@@ -319,11 +321,11 @@ def _process_calls(driver: str) -> "List[Tuple[str, bool, List[Callable[[Any], A
     release = tuple(int(part) for part in parts[:2]) if all(part.isdigit() for part in parts[:2]) else ()
     versions = ("_v2",) if (535, 43) <= release <= (535, 86) else ("_v3", "_v2")
     return [
-        (kind, needed, [getattr(pynvml, name + version) for version in versions])
-        for kind, needed, name in (
-            ("compute", True, "nvmlDeviceGetComputeRunningProcesses"),
-            ("mps", False, "nvmlDeviceGetMPSComputeRunningProcesses"),
-            ("graphics", False, "nvmlDeviceGetGraphicsRunningProcesses"),
+        (kind, [getattr(pynvml, name + version) for version in versions])
+        for kind, name in (
+            ("compute", "nvmlDeviceGetComputeRunningProcesses"),
+            ("mps", "nvmlDeviceGetMPSComputeRunningProcesses"),
+            ("graphics", "nvmlDeviceGetGraphicsRunningProcesses"),
         )
     ]
 
@@ -332,7 +334,9 @@ def _need(call: "Callable[..., Any]", *args: "Any") -> "Any":
     """Return the answer, None where this GPU or user has none. Raises NVMLError for any other failure."""
     try:
         return call(*args)
-    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission, pynvml.NVMLError_FunctionNotFound):
+    except pynvml.NVMLError as error:
+        if error.value not in _WITHHELD:
+            raise
         return None
 
 

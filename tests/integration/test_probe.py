@@ -197,6 +197,25 @@ def test_failures_of_what_the_state_does_not_need_leave_only_that_unknown(script
     assert (gpu.temperature, gpu.power, gpu.utilization, gpu.remap_failed, gpu.recovery_action) == (None,) * 5
 
 
+@pytest.mark.parametrize(
+    ("function", "code", "listed"),
+    [
+        ("nvmlDeviceGetGraphicsRunningProcesses_v3", nvml.NOT_SUPPORTED, True),
+        ("nvmlDeviceGetGraphicsRunningProcesses_v3", nvml.NO_PERMISSION, False),
+        ("nvmlDeviceGetMPSComputeRunningProcesses_v3", nvml.UNKNOWN, True),
+        ("nvmlDeviceGetComputeRunningProcesses_v3", nvml.NOT_SUPPORTED, False),
+        ("nvmlDeviceGetComputeRunningProcesses_v3", nvml.NO_PERMISSION, False),
+    ],
+)
+def test_a_list_of_processes_is_whole_or_unknown(script: Path, function: str, code: int, listed: bool) -> None:
+    me = os.getpid()
+    write_script(script, [Gpu(processes=(("compute", me, GIB),), trouble=(f"fault {function} {code}",))])
+    with Agent(script) as agent:
+        gpu = agent.reading().gpus[0]
+    seen = None if gpu.processes is None else [p.pid for p in gpu.processes]
+    assert (gpu.error, seen) == (None, [me] if listed else None)
+
+
 def test_a_driver_that_fails_as_a_whole_is_said_in_words(script: Path) -> None:
     write_script(script, [Gpu()], trouble=[f"fault nvmlInitWithFlags {nvml.MISMATCH}"])
     with Agent(script) as agent:
