@@ -69,7 +69,9 @@ def world(folder: Path) -> dict[str, str]:
     write_script(folder / "nvml", [gpu] * 8)
     (folder / "claims").mkdir()
     (folder / "claims").chmod(0o1777)
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("GPUBOARD_", "XDG_", "CUDA_"))}
+    # PYTHON*: both run as installed software does, with bytecode on disk (PYTHONDONTWRITEBYTECODE would forbid ours).
+    foreign = ("GPUBOARD_", "XDG_", "CUDA_", "PYTHON")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
     return env | {
         "LD_LIBRARY_PATH": str(library()),
         "FAKE_NVML": str(folder / "nvml"),
