@@ -1,6 +1,6 @@
 """What 100 real ssh sessions at 1 Hz cost the client: CPU of the feed per node and poll, beside a bare asyncssh stream.
 
-    python bench/feed.py [--nodes 100] [--seconds 20] [--rounds 3]
+    python bench/feed.py [--nodes 100] [--seconds 15] [--rounds 3]
 
 One sshd on 127.0.0.1, a session and an agent of 8 scripted GPUs for every node. Feed and bare stream run as processes
 of their own, alternating. The bare stream does the least that asyncssh allows with the same lines, cipher and ticks:
@@ -42,7 +42,7 @@ def main() -> None:
     """Measure and print, or be one of the clients."""
     parser = argparse.ArgumentParser(description="CPU of the feed over ssh")
     parser.add_argument("--nodes", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--client", choices=("feed", "bare"), help=argparse.SUPPRESS)
     parser.add_argument("--ssh-config", help=argparse.SUPPRESS)
