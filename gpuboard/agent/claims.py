@@ -33,11 +33,11 @@ class Folder:
         self.path = path
         self.sim_prefix = sim_prefix
         self.boot_id = boot_id()
-        self._good = None  # type: Any
-        self._names = []  # type: List[str]
-        self._names_key = None  # type: Any
-        self._entries = {}  # type: Dict[str, Tuple[Any, rules.Entry]]
-        self._owners = {}  # type: Dict[int, str]
+        self._good: "Any" = None
+        self._names: "List[str]" = []
+        self._names_key: "Any" = None
+        self._entries: "Dict[str, Tuple[Any, rules.Entry]]" = {}
+        self._owners: "Dict[int, str]" = {}
 
     def open(self) -> "Files":
         """Return the folder opened for one operation; raises Refuse ``folder``."""
@@ -78,14 +78,14 @@ class Folder:
         key = (found.st_dev, found.st_ino, found.st_mtime_ns)
         if key != self._names_key:
             fresh = abs(time.time() - found.st_mtime) < _GRAIN_S
-            self._names = sorted(files.list(lambda name: True))
+            self._names = files.names()
             self._names_key = None if fresh else key
         return self._names
 
     def _read_all(self, files: "Files", names: "List[str]") -> "List[rules.Entry]":
         """Return the files under ``names``, each read again only when it changed; no user may fill our memory."""
         known, self._entries = self._entries, {}
-        counts = {}  # type: Dict[int, List[int]]  # uid: files, bytes, whether it was said that there are too many
+        counts: "Dict[int, List[int]]" = {}  # uid: files, bytes, whether it was said that there are too many
         entries = []
         for name in names:
             found = files.stat(name)

@@ -15,7 +15,7 @@ from gpuboard.agent.claims_protocol import Refuse
 
 MYPY = False
 if MYPY:
-    from typing import Any, Callable, List, Optional, Tuple
+    from typing import Any, Callable, Dict, List, Optional, Tuple
 
 TEMPORARY = ".gpuboard-claim."
 STALE_S = 60.0  # an own temporary file older than this was left by a process that died
@@ -84,9 +84,21 @@ class Files:
         """Wait."""
         time.sleep(seconds)
 
+    def names(self) -> "List[str]":
+        """Return the names of claims in the folder, of real GPUs or of one simulation, sorted."""
+        return sorted(name for name in os.listdir(self.fd) if rules.relevant(name, self._sim_prefix))
+
     def list(self, wanted: "Callable[[str], bool]") -> "List[str]":
-        """Return the names of claims in the folder that are wanted, of real GPUs or of one simulation."""
-        return [name for name in os.listdir(self.fd) if rules.relevant(name, self._sim_prefix) and wanted(name)]
+        """Return the wanted ones of ``names``, of each user as many as a reader looks at."""
+        counts: "Dict[Optional[int], int]" = {}
+        found = []
+        for name in self.names():
+            if wanted(name):
+                uid = self.owner(name)
+                counts[uid] = counts.get(uid, 0) + 1
+                if counts[uid] <= rules.OWNER_FILES:
+                    found.append(name)
+        return found
 
     def read(self, name: str) -> "Optional[rules.Entry]":
         """Return a claim's file as it is now, None when it is gone."""

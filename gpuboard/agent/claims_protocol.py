@@ -26,6 +26,7 @@ if MYPY:
 LOCK_WAIT_S = 2.0  # whoever keeps the lock longer is ignored
 HURRY_S = 30.0  # a taker held up for longer starts over: who is told of a lease has a minute to show its life
 ATTEMPTS = 8
+TOOK_AT_MOST = 16  # a claim names the latest; somebody may leave so many that all of them would make it unreadable
 
 
 class Refuse(Exception):
@@ -40,8 +41,8 @@ class Refuse(Exception):
 
 def drive(protocol: "Steps", files: "Any") -> "Any":
     """Run a protocol on ``files`` to its end and return its result."""
-    answer = None  # type: Any
-    failed = None  # type: Any
+    answer: "Any" = None
+    failed: "Any" = None
     while True:
         try:
             step = protocol.throw(failed) if failed is not None else protocol.send(answer)
@@ -83,7 +84,7 @@ def take(
         locked = yield ("lock", patience)
         if not locked:
             patience = 0.0  # once is enough: a lock that is kept delays an operation by 2 s, not each attempt
-        published = []  # type: List[str]
+        published: "List[str]" = []
         try:
             taken, in_the_way, over = yield from _attempt(content, uuids, published, for_s, boot_id)
             if taken is None:
@@ -113,10 +114,10 @@ def _attempt(
     if in_the_way:
         return None, in_the_way, True
     for uuid in uuids:
+        lapsed = [x for x in before if x.state == "lapsed" and x.content["uuid"] == uuid]
         took = [
             {"name": x.entry.name, "ino": x.entry.ino, "ctime": x.entry.ctime}
-            for x in before
-            if x.state == "lapsed" and x.content["uuid"] == uuid
+            for x in sorted(lapsed, key=lambda x: x.entry.ctime)[-TOOK_AT_MOST:]
         ]
         claim = dict(content, uuid=uuid, up=clock.up, until=clock.wall + for_s, boot=boot_id, took=took)
         claim["from"] = clock.wall
@@ -171,7 +172,7 @@ def touch(leases: "List[str]", uid: int, boot_id: str) -> "Steps":
     A lease of which a claim had lapsed is dropped from this node: nothing revives it, it must be taken anew.
     """
     suffixes = {"." + lease for lease in leases}
-    result = {"alive": [], "lapsed": [], "missing": []}  # type: Dict[str, List[str]]
+    result: "Dict[str, List[str]]" = {"alive": [], "lapsed": [], "missing": []}
     yield ("lock", LOCK_WAIT_S)
     _, found = yield from survey(lambda name: name[name.rfind(".") :] in suffixes, boot_id, rules.MARGIN_S)
     for lease in leases:

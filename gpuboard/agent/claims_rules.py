@@ -186,7 +186,7 @@ def picture(judged: "Iterable[Judged]", clock: "Clock", owners: "Any") -> "List[
     ``owners`` maps a uid to the node's name for it.
     """
     found = list(judged)
-    by_gpu = {}  # type: Dict[str, List[Judged]]
+    by_gpu: "Dict[str, List[Judged]]" = {}
     for one in found:
         if one.state == "live":
             by_gpu.setdefault(one.content["uuid"], []).append(one)

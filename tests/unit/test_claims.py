@@ -199,10 +199,10 @@ def test_a_quiet_folder_full_of_other_files_is_not_read_again(folder: str) -> No
     lists = 0
 
     class Counting(claims_files.Files):
-        def list(self, wanted: Callable[[str], bool]) -> list[str]:
+        def names(self) -> list[str]:
             nonlocal lists
             lists += 1
-            return super().list(wanted)
+            return super().names()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(claims, "Files", Counting)
@@ -221,3 +221,20 @@ def test_one_user_cannot_flood_the_readers(folder: str) -> None:
     assert error is None
     assert len(found) == rules.OWNER_FILES + 1
     assert "more claims here than are looked at" in found[-1]["reason"]
+
+
+@root
+def test_one_user_cannot_keep_others_from_taking(folder: str) -> None:
+    """Bob leaves 700 lapsed claims on one GPU; to name them all, alice's claim would have to be larger than is read."""
+    become(BOB, lambda: take(folder, "aaaa", "GPU-a"))
+    age(folder, "gpuboard.GPU-a.aaaa", 100)
+    content = json.loads(Path(folder, "gpuboard.GPU-a.aaaa").read_text())
+    for number in range(700):
+        lease = f"left{number:04}"
+        path = Path(folder, f"gpuboard.GPU-a.{lease}")
+        path.write_text(json.dumps({**content, "lease": lease}))
+        os.chown(path, BOB, BOB)
+        os.utime(path, (content["from"], content["from"]))
+    assert "until" in become(ALICE, lambda: take(folder, "k3f9", "GPU-a"))
+    assert read(folder)["k3f9 GPU-a"].state == "live"
+    assert len(json.loads(Path(folder, "gpuboard.GPU-a.k3f9").read_text())["took"]) == 16
