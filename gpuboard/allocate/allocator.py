@@ -74,6 +74,7 @@ class Allocator:
         self._failed: dict[str, str] = {}  # nodes that could not hold a claim in this round
         self._asked: dict[str, list[str]] = {}  # lease -> nodes a claim may lie on, as long as nobody keeps it
         self._keeper: keeper.Started | None = None
+        self._handed: dict[str, keeper.Handover] = {}  # by lease: the keeper has it, its owner does not know of it yet
 
     def __enter__(self) -> Self:
         return self
@@ -210,7 +211,7 @@ class Allocator:
             for node in [self._nodes[name]]
         ]
         record = keeper.record(taken.lease, kept, settings, terms.holder, taken.remaining_s)
-        keeper.adopt(record, self._env, self._keeper)
+        self._handed[taken.lease] = keeper.hand_over(record, self._env, self._keeper)
         self._keeper = None
 
     def _lease(self, lease: str, snapshot: Snapshot) -> Lease:
@@ -275,8 +276,18 @@ class Allocator:
             raise GpuboardError(f"lease {lease.id} was not renewed on {node}: {error}")
         keeper.renew(lease.id, for_s, self._env)
 
+    def telling(self, lease: Lease) -> None:
+        """Take note that its owner is about to be told of the lease. Until then the keeper ends it if we are killed.
+
+        Before and not after he is told: a kill in between must not end a lease that he counts on.
+        """
+        handed = self._handed.pop(lease.id, None)
+        if handed is not None:
+            handed.known()
+
     def published(self, lease: Lease) -> None:
         """Take note that its owner knows of the lease: until then it is dropped when we leave by an exception."""
+        self.telling(lease)
         self._asked.pop(lease.id, None)
 
     def _drop(self, lease: str) -> None:

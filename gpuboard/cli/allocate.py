@@ -131,6 +131,7 @@ def _reserve(args: argparse.Namespace, context: Context, scope: Scope) -> int:
             import msgspec
 
             write_private(os.path.abspath(args.rank_map), msgspec.json.encode(allocation.rank_map) + b"\n")
+        allocator.telling(allocation.lease)
         _publish(allocation, form, uuids=args.uuid)
         allocator.published(allocation.lease)
         _comment(allocation, form, context)
