@@ -12,7 +12,7 @@ from gpuboard.agent.loop import IN, OUT, Loop
 
 MYPY = False
 if MYPY:
-    from typing import Any, Callable, Dict, Optional
+    from typing import Any, Callable, Collection, Dict, Optional
 
     from gpuboard.agent.wire import Channel
 
@@ -251,7 +251,7 @@ class Supervisor:
             self._helpers_until = min(self._helpers_until, time.monotonic() + grace_s)
             self._look_soon(0.0)
         else:
-            self._end(None, grace_s)
+            self._end(None, grace_s, set(args.get("spare") or ()))
         return {}
 
     def _processes(self, _call: int, _args: "Dict[str, Any]") -> "Any":
@@ -326,15 +326,18 @@ class Supervisor:
     def _alone(self) -> bool:
         return int(self._config["nodes"]) == 1
 
-    def _end(self, reason: "Optional[str]", grace_s: float) -> None:
-        """SIGCONT and SIGTERM to the ranks now, SIGKILL to everything after the grace (an earlier end stands)."""
+    def _end(self, reason: "Optional[str]", grace_s: float, spare: "Collection[int]" = ()) -> None:
+        """SIGCONT and SIGTERM to the ranks now, SIGKILL to everything after the grace (an earlier end stands).
+
+        ``spare``: ranks that get no SIGTERM, since they are ending by themselves.
+        """
         if self._finished:
             return
         deadline = time.monotonic() + grace_s
         if reason is not None and self._ending_at is None:
             self._notice("%s; this node is stopped" % reason)
         if self._ending_at is None:
-            self._gang.signal(signal.SIGTERM, None)
+            self._gang.signal(signal.SIGTERM, {child.rank for child in self._gang.running()} - set(spare))
             self._gang.signal(signal.SIGCONT, None)  # after it, so that a stopped rank wakes up to the request
         elif deadline >= self._ending_at:
             return

@@ -23,7 +23,7 @@ from gpuboard.launch.output import Logs, Relay, Screen
 from gpuboard.launch.plan import LaunchPlan, shown
 from gpuboard.launch.questions import PROBE_S, START_S, Questions
 from gpuboard.launch.runs import RunFolder, RunView, VerdictView, this_head
-from gpuboard.launch.watch import Watch, rank_words, signal_name
+from gpuboard.launch.watch import EXIT_WAIT_S, Watch, rank_words, signal_name
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.units import iso
 from gpuboard.transport.base import CallFailed, LinkLost
@@ -84,6 +84,7 @@ class Head:
         self._stop_at: float | None = None
         self._grace_s = plan.options.grace_s
         self._countdown = -1
+        self._spared: list[int] = []  # ranks that may end by themselves for a moment before they are told to
         self._pinged = self._saved = float("-inf")
         self._holding = False
         self._view: RunView | None = None
@@ -227,6 +228,7 @@ class Head:
         if self._gone:
             self._watch.opened()
             self._judge(now)  # at once: the cause is said before the traceback, which follows in the same burst
+            self._stop_if_asked(now)
 
     def _answered(self, item: Answer) -> None:
         if item.op != "go":
@@ -257,8 +259,7 @@ class Head:
             self._saved = float("-inf")
         if self._watch.cause is not None and not self._caused_at:
             self._caused_at = time.time()
-        if self._stopping() and self._stop_at is None:
-            self._begin_stop(now)
+        self._stop_if_asked(now)
         if self._gone and self._watch.finished and self._watch.cause is None and not self._over:
             self._over = True  # the store on the first node is not needed any more; helpers of the ranks get their time
             options = self._plan.options
@@ -290,19 +291,27 @@ class Head:
         if self._stop_at is not None:
             self._begin_stop(time.monotonic())
 
+    def _stop_if_asked(self, now: float) -> None:
+        if self._stopping() and self._stop_at is None:
+            self._begin_stop(now)
+
     def _begin_stop(self, now: float) -> None:
         if self._watch.cause is not None and self._watch.cause.kind == "node-lost":
             self._grace_s = min(self._grace_s, LOST_GRACE_S)
         self._stop_at = now
         self._countdown = -1
         reason = self._watch.stop_reason or ""
-        self._crew.tell("stop", {"grace_s": self._grace_s, "reason": reason})
+        self._spared = self._watch.ending if self._grace_s > 0 else []
+        self._crew.tell("stop", {"grace_s": self._grace_s, "reason": reason, "spare": self._spared})
         how = f"SIGTERM now, SIGKILL in {self._grace_s:.0f} s" if self._grace_s > 0 else "SIGKILL now"
         if self._watch.running:
             self._say(f"{reason}; stopping {rank_words(self._watch.running)}: {how}")
 
     def _count_down(self, now: float) -> None:
         assert self._stop_at is not None
+        if self._spared and now - self._stop_at >= EXIT_WAIT_S:
+            self._crew.tell("signal", {"signal": int(signal.SIGTERM), "ranks": self._spared})
+            self._spared = []
         left = self._stop_at + self._grace_s - now
         if left < -EMPTY_S:
             for name in self._names:

@@ -26,7 +26,7 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 ECHO_WAIT_S = 1.0  # an echo can overtake its cause by two connections' difference; the cause is waited for
-EXIT_WAIT_S = 0.5  # a rank that raised gets this long to end with its own code before all are stopped
+EXIT_WAIT_S = 1.5  # a rank that raised gets this long to end by itself (exit handlers, uploads) before SIGTERM
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -130,9 +130,14 @@ class Watch:
                 if self.cause.evidence:
                     self.said += [f"  {line}" for line in self.cause.evidence.splitlines()]
         if self.cause is not None and self.stop_reason is None:
-            rank = self.cause.rank
-            if rank is None or rank in self.exits or now - self.cause.at >= EXIT_WAIT_S:
-                self._stop(f"rank {rank} failed" if rank is not None else self.cause.text)
+            self._stop(f"rank {self.cause.rank} failed" if self.cause.rank is not None else self.cause.text)
+
+    @property
+    def ending(self) -> list[int]:
+        """The rank that is on its way out with an exception of its own, while it may take its time for that."""
+        if self.cause is None or self.cause.kind != "raised" or self.cause.rank is None:
+            return []
+        return [self.cause.rank] if self.cause.rank not in self.exits else []
 
     @property
     def running(self) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from gpuboard.launch import events
 from gpuboard.launch.events import Ended, Exited, Gate, Joined, LaunchEvent, Raised, Spawned, Store
-from gpuboard.launch.watch import ECHO_WAIT_S, EXIT_WAIT_S, Watch, rank_words
+from gpuboard.launch.watch import ECHO_WAIT_S, Watch, rank_words
 from tests.unit.test_plan import planned
 
 BOOM = Raised(1, "ValueError", "boom", "/exp/train.py", 41, "load_batch")
@@ -40,15 +40,13 @@ def feed(target: Watch, *happened: LaunchEvent, at: float = 10.0) -> Watch:
 def test_an_exception_is_told_with_rank_node_and_place() -> None:
     failed = feed(watch(), BOOM)
     assert failed.said == ["rank 1 (gpu01:1) failed: ValueError: boom at /exp/train.py:41 in load_batch"]
-    reasons = [failed.stop_reason]  # none at first: it gets a moment to end with its own code
+    assert (failed.stop_reason, failed.ending) == ("rank 1 failed", [1]), "the others are stopped, it may end by itself"
     feed(failed, Exited(1, code=1))
-    assert ([*reasons, failed.stop_reason], failed.exit_code()) == ([None, "rank 1 failed"], 1)
+    assert (failed.ending, failed.exit_code()) == ([], 1)
 
 
-def test_a_rank_that_raised_and_does_not_end_is_not_waited_for() -> None:
+def test_a_rank_that_raised_and_was_stopped_in_the_end_failed_with_1() -> None:
     failed = feed(watch(), BOOM)
-    failed.tick(10.0 + EXIT_WAIT_S)
-    assert failed.stop_reason == "rank 1 failed"
     feed(failed, Exited(1, signal=signal.SIGTERM), at=11.0)
     assert failed.exit_code() == 1, "our own SIGTERM is not its code"
 
