@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.here import Here, here
+from tests.nodes import Cluster
 
 __all__ = ["here"]
 
@@ -61,6 +62,18 @@ def test_the_whole_story_and_nothing_left(here: Here) -> None:
     lease = check_story(done.stdout, trained=True)
     assert list(here.needs_claims().iterdir()) == []
     assert carriers(f"GPUBOARD_LEASE={lease}") == []
+
+
+@pytest.mark.torch
+def test_an_ordinary_user_sees_the_same_in_the_machines_own_folder_of_claims(nodes: Cluster) -> None:
+    if find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed")
+    login = nodes["login1"]
+    done = login.run(["gpuboard", "demo"], user="alice", timeout=120)
+    assert done.returncode == 0, done.stderr  # torch warns where addresses have no names
+    check_story(done.stdout, trained=True)
+    assert len(re.findall(r"/var/tmp/gpuboard\.SIM-\S+  owner alice", done.stdout)) == 2
+    assert list(login.path("/var/tmp").glob("gpuboard.*")) == []
 
 
 @pytest.fixture(scope="module")
