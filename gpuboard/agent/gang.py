@@ -99,12 +99,14 @@ class Gang:
         self._attend(child)
         if self._gate is not None:
             child.tell({"t": "open"})
+            self._attend_writing(child)
 
     def open_gate(self, environ: "Dict[str, str]") -> None:
         """Let the ranks run the target, with these variables added."""
         self._gate = environ
         if self._store is not None:
             self._store.tell({"t": "open"})
+            self._attend_writing(self._store)
         for child in self.running():
             child.tell({"t": "go", "environ": environ})
             self._attend_writing(child)
@@ -143,9 +145,7 @@ class Gang:
         """Read what is left and forget everything."""
         for child in self._children():
             self._drain(child)
-            for stream in child.streams:
-                self._loop.unwatch(stream.fd)
-                self._pass(stream, stream.finish())
+            self._close(child)
 
     # one child
 
@@ -180,7 +180,6 @@ class Gang:
             if child is self._store:
                 self._store_said(kind, message)
             elif kind == "gate":
-                child.at_gate = True
                 self._tell("gate", dict(message, rank=child.rank))
             elif kind == "joined":
                 child.joined = True
@@ -239,8 +238,14 @@ class Gang:
             if not stream.closed:
                 self._pass(stream, stream.release())
 
+    def _close(self, child: "ranks.Child") -> None:
+        for stream in child.streams:
+            if not stream.closed:  # the number of a closed one may belong to another by now
+                self._loop.unwatch(stream.fd)
+                self._pass(stream, stream.finish())
+
     def _rank_ended(self, child: "ranks.Child", status: int) -> None:
-        killed = status == -signal.SIGKILL
+        killed = status == -signal.SIGKILL and not self.ending
         self._tell(
             "exited",
             {
@@ -269,9 +274,7 @@ class Gang:
 
     def _store_ended(self, child: "ranks.Child", status: int) -> None:
         self._store = None
-        for stream in child.streams:
-            self._loop.unwatch(stream.fd)
-            self._pass(stream, stream.finish())
+        self._close(child)
         if self.ending:
             return  # we killed it
         assert self._store_socket is not None
