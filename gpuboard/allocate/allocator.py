@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from gpuboard import paths
+from gpuboard.allocate.again import moved_in
 from gpuboard.allocate.formats import Allocation
 from gpuboard.allocate.policy import choose
 from gpuboard.allocate.ranks import rank_map, reachable_addresses
@@ -25,7 +26,7 @@ from gpuboard.ledger.keeper import KeeperError, KeptNode
 from gpuboard.model.lease import Lease
 from gpuboard.model.reading import Holder
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
+from gpuboard.model.snapshot import NodeView, Snapshot
 from gpuboard.model.units import format_duration, parse_duration
 
 if TYPE_CHECKING:
@@ -301,40 +302,6 @@ class Allocator:
                     keeper.forget(lease, self._env)
                 self._drop(lease)
                 forget_file(self._env, lease)
-
-
-def moved_in(before: Snapshot, after: Snapshot, taken: ledger.Taken, occupied: int) -> str:
-    """Return what has come onto the GPUs of ``taken`` between the two snapshots, "" for nothing.
-
-    ``occupied``: bytes of memory from which on somebody must be there, seen or not.
-    """
-    old, new = _views(before), _views(after)
-    for node, uuids in taken.gpus.items():
-        for uuid in uuids:
-            if uuid not in new or uuid not in old:
-                return f"{node}: {uuid} has gone"
-            gpu, now = new[uuid]
-            _, was = old[uuid]
-            name = f"{node}:{gpu.index}"
-            if now.state != "reserved":
-                return f"{name} became {now.state}: {now.reason}"
-            if set(now.leases) != {taken.lease} or "disputed" in gpu.flags:
-                return f"{name} is also claimed by others: {now.reason}"
-            if isinstance(now, GpuView) and isinstance(was, GpuView):
-                known = {process.pid for process in was.processes or []}
-                for process in now.processes or []:
-                    if process.pid not in known:
-                        return f"{name}: pid {process.pid} of {process.user or 'somebody hidden'} moved in"
-            if now.memory_used is None or now.memory_used > max(occupied, was.memory_used or 0):
-                return f"{name}: memory came into use"
-    return ""
-
-
-def _views(snapshot: Snapshot) -> dict[str, tuple[GpuView, GpuView | MigView]]:
-    """Return by UUID every GPU, as itself twice, and every MIG device with its parent."""
-    gpus = [gpu for node in snapshot.nodes for gpu in node.gpus]
-    found: dict[str, tuple[GpuView, GpuView | MigView]] = {gpu.uuid: (gpu, gpu) for gpu in gpus}
-    return found | {mig.uuid: (gpu, mig) for gpu in gpus for mig in gpu.mig}
 
 
 def _jittered(pause_s: float) -> float:

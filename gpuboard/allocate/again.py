@@ -1,0 +1,40 @@
+"""The second look: whether somebody came onto a GPU between its choice and its claim. Pure."""
+
+from __future__ import annotations
+
+from gpuboard.ledger.nodes import Taken
+from gpuboard.model.snapshot import GpuView, MigView, Snapshot
+
+
+def moved_in(before: Snapshot, after: Snapshot, taken: Taken, occupied: int) -> str:
+    """Return what has come onto the GPUs of ``taken`` between the two snapshots, "" for nothing.
+
+    ``occupied``: bytes of memory from which on somebody must be there, seen or not.
+    """
+    old, new = _views(before), _views(after)
+    for node, uuids in taken.gpus.items():
+        for uuid in uuids:
+            if uuid not in new or uuid not in old:
+                return f"{node}: {uuid} has gone"
+            gpu, now = new[uuid]
+            _, was = old[uuid]
+            name = f"{node}:{gpu.index}"
+            if now.state != "reserved":
+                return f"{name} became {now.state}: {now.reason}"
+            if set(now.leases) != {taken.lease} or "disputed" in gpu.flags:
+                return f"{name} is also claimed by others: {now.reason}"
+            if isinstance(now, GpuView) and isinstance(was, GpuView):
+                known = {process.pid for process in was.processes or []}
+                for process in now.processes or []:
+                    if process.pid not in known:
+                        return f"{name}: pid {process.pid} of {process.user or 'somebody hidden'} moved in"
+            if now.memory_used is None or now.memory_used > max(occupied, was.memory_used or 0):
+                return f"{name}: memory came into use"
+    return ""
+
+
+def _views(snapshot: Snapshot) -> dict[str, tuple[GpuView, GpuView | MigView]]:
+    """Return by UUID every GPU, as itself twice, and every MIG device with its parent."""
+    gpus = [gpu for node in snapshot.nodes for gpu in node.gpus]
+    found: dict[str, tuple[GpuView, GpuView | MigView]] = {gpu.uuid: (gpu, gpu) for gpu in gpus}
+    return found | {mig.uuid: (gpu, mig) for gpu in gpus for mig in gpu.mig}
