@@ -51,7 +51,12 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> No
 
 
 def own_agents() -> list[int]:
-    return [p for p in children(os.getpid()) if b"gpuboard.agent" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    found = []
+    for pid in children(os.getpid()):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if b"gpuboard.agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 def test_a_one_shot_fleet_reads_each_node_once_and_when_asked() -> None:
