@@ -23,7 +23,7 @@ from tests.nodes import Cluster
 pytestmark = pytest.mark.nodes
 
 ROUNDS = int(os.environ.get("GPUBOARD_RACE_ROUNDS", "1"))
-PROCESSES = int(os.environ.get("GPUBOARD_RACE_PROCESSES", "14"))
+PROCESSES = int(os.environ.get("GPUBOARD_RACE_PROCESSES", "18"))
 NODES = ("gpu01", "gpu02", "gpu03")
 
 
