@@ -180,6 +180,7 @@ class Gang:
             if child is self._store:
                 self._store_said(kind, message)
             elif kind == "gate":
+                child.at_gate = True
                 self._tell("gate", dict(message, rank=child.rank))
             elif kind == "joined":
                 child.joined = True
@@ -245,6 +246,9 @@ class Gang:
                 self._pass(stream, stream.finish())
 
     def _rank_ended(self, child: "ranks.Child", status: int) -> None:
+        if self._config["wrap"] and status > 0 and not child.at_gate:
+            words = "rank %d did not reach its gate: what --wrap names must pass on file descriptors and environment"
+            self._tell("notice", {"text": words % child.rank})
         killed = status == -signal.SIGKILL and not self.ending
         self._tell(
             "exited",

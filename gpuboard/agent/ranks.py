@@ -58,6 +58,7 @@ class Child:
         self.started = time.monotonic()
         self.status: "Optional[int]" = None  # as waitpid gives it
         self.joined = False
+        self.at_gate = False  # it has imported torch
         assert process.stdout is not None and process.stderr is not None
         self.streams = [
             relay.Stream(os.dup(process.stdout.fileno()), rank, "out"),

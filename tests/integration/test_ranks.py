@@ -435,6 +435,14 @@ def test_wrapped_ranks(folder: Path) -> None:
         assert here.text() == "yes 0\n"
 
 
+def test_a_wrapper_that_closes_descriptors_is_told(folder: Path) -> None:
+    wrap = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"]
+    with node(folder, "pass", wrap=wrap) as here:
+        go(here)
+        assert here.wait_ended()[0]["code"] == 2
+        assert "must pass on file descriptors" in here.data("notice")[0]["text"]
+
+
 def test_processes_are_listed_with_their_rank(folder: Path) -> None:
     with node(folder, FAMILY) as here:
         family(here)
