@@ -60,7 +60,7 @@ def make_private(folder: str) -> None:
 
 def connect(folder: str) -> socket.socket | None:
     """Return a connection to the keeper of ``folder``; None when none runs."""
-    for home in (folder, _fallback(folder)):
+    for home in (folder, _fallback()):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with _short(home) as path:
@@ -84,7 +84,7 @@ def occupy(folder: str, patience_s: float) -> tuple[int, socket.socket] | None:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise KeeperError(f"{folder}: {error.strerror}; the keeper needs a folder it can write") from error
-    home = _fallback(folder)
+    home = _fallback()
     make_private(home)
     try:
         return _occupy(home, folder, patience_s)
@@ -159,14 +159,14 @@ def _occupy(home: str, folder: str, patience_s: float) -> tuple[int, socket.sock
 
 def withdraw(folder: str) -> None:
     """Remove the socket, so that whoever comes next starts a new keeper."""
-    for home in (folder, _fallback(folder)):
+    for home in (folder, _fallback()):
         path = f"{home}/{_name(home, folder, 'socket')}"
         if os.path.lexists(path):
             os.unlink(path)
 
 
-def _fallback(folder: str) -> str:
-    del folder  # one folder a user; what lies in it is told apart by name
+def _fallback() -> str:
+    """Return the folder of all keepers of this user; what lies in it is told apart by name."""
     return f"/tmp/gpuboard-{os.geteuid()}"
 
 

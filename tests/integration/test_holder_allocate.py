@@ -58,7 +58,7 @@ def test_script_holds_its_lease(lab: Lab, shell: str, tmp_path: Path) -> None:
     (tmp_path / "job").write_text(SHELLS[shell] + "\n")
     pid, holders = held_by(lab, [shell, str(tmp_path / "job")])
     assert holders == [pid]
-    until(lambda: not lab.held(), 5)
+    until(lambda: not lab.held())
 
 
 WAYS = {
@@ -78,7 +78,7 @@ def test_ways_to_run_a_script(lab: Lab, way: str, tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text("all:\n\t@" + job.replace("$", "$$") + "\n")
     pid, holders = held_by(lab, ["bash", "-c", f"cd {tmp_path}; {WAYS[way]}"])
     assert holders == [pid]
-    until(lambda: not lab.held(), 5)
+    until(lambda: not lab.held())
 
 
 def test_python_block_holds_it_itself(lab: Lab) -> None:
@@ -100,4 +100,4 @@ def test_training_in_the_background_keeps_the_lease(lab: Lab) -> None:
     until(lambda: "holder has ended" in lab.log())
     assert len(lab.held()) == 1
     os.kill(int(done.stdout), 9)
-    until(lambda: not lab.held(), 5)
+    until(lambda: not lab.held())

@@ -43,7 +43,7 @@ def test_lease_ends_with_the_script(lab: Lab) -> None:
     script = started(lab, lab.take("ended1") + "echo go; read")
     assert lab.held() == lab.records() == {"ended1"}
     script.communicate("\n", timeout=10)
-    until(lambda: not lab.held(), 5)
+    until(lambda: not lab.held())
     until(lambda: not lab.records())
     until(lambda: not lab.keepers(), 20)
     assert not (lab.place / "socket").exists()
@@ -52,7 +52,7 @@ def test_lease_ends_with_the_script(lab: Lab) -> None:
 def test_lease_ends_with_a_script_killed(lab: Lab) -> None:
     script = started(lab, lab.take("killed1") + "echo go; read")
     script.kill()
-    until(lambda: not lab.held(), 5)
+    until(lambda: not lab.held())
     script.wait()
 
 
@@ -65,7 +65,7 @@ def test_training_outlives_the_script(lab: Lab) -> None:
     time.sleep(1.5)  # nothing must happen now
     assert lab.held() == {"train1"}
     os.kill(train, signal.SIGKILL)
-    until(lambda: not lab.held(), 5)
+    until(lambda: not lab.held())
 
 
 def test_subshell_that_starts_the_training_later(lab: Lab) -> None:
@@ -84,7 +84,7 @@ def test_subshell_that_starts_the_training_later(lab: Lab) -> None:
     until(lambda: b"sleep" in Path(f"/proc/{train}/cmdline").read_bytes())
     time.sleep(2.5)  # the next look finds the carrier
     os.kill(train, signal.SIGKILL)
-    until(lambda: not lab.held(), 8)
+    until(lambda: not lab.held())
 
 
 def test_process_on_the_gpu_keeps_the_lease(lab: Lab) -> None:
@@ -116,7 +116,7 @@ def test_killed_keeper_is_started_again_by_the_next_command(lab: Lab) -> None:
     assert keeper.restart_if_needed(lab.env) == []
     assert lab.keepers() == [second]
     script.communicate("\n", timeout=10)
-    until(lambda: not lab.held(), 5)
+    until(lambda: not lab.held())
 
 
 def test_holder_that_ended_while_no_keeper_ran(lab: Lab) -> None:
@@ -127,7 +127,7 @@ def test_holder_that_ended_while_no_keeper_ran(lab: Lab) -> None:
     until(lambda: lab.keeper_pid() is None)
     script.communicate("\n", timeout=10)
     keeper.restart_if_needed(lab.env)
-    until(lambda: not lab.held(), 8)
+    until(lambda: not lab.held())
 
 
 def test_two_starts_at_once_give_one_keeper(lab: Lab) -> None:
@@ -139,7 +139,7 @@ def test_two_starts_at_once_give_one_keeper(lab: Lab) -> None:
     until(lambda: lab.keepers() == [lab.keeper_pid()], 15)
     for script in scripts:
         script.communicate("\n", timeout=10)
-    until(lambda: not lab.held(), 8)
+    until(lambda: not lab.held())
 
 
 def test_keeper_that_wakes_late_revives_nothing(lab: Lab) -> None:
@@ -256,7 +256,7 @@ def test_taker_killed_before_anybody_knew(lab: Lab) -> None:
     assert lab.held() == lab.records() == {"quiet1"}
     process.kill()
     process.communicate()
-    until(lambda: not lab.held() and not lab.records(), 5)
+    until(lambda: not lab.held() and not lab.records())
 
 
 def test_lease_without_claims_is_refused(lab: Lab) -> None:
@@ -275,7 +275,7 @@ def test_record_that_cannot_be_written(lab: Lab) -> None:
     assert lab.records() == {"first1"}
     script.kill()
     script.communicate()
-    until(lambda: not lab.held(), 5)
+    until(lambda: not lab.held())
 
 
 def test_record_that_is_garbage_is_put_aside(lab: Lab) -> None:

@@ -51,7 +51,7 @@ def test_lease_on_another_machine_ends_with_its_holder(lab: Lab) -> None:
     script = far_lease(lab, "far1")
     script.kill()
     script.communicate()
-    until(lambda: not lab.held() and not lab.records(), 5)
+    until(lambda: not lab.held() and not lab.records())
 
 
 @pytest.mark.usefixtures("sshd")
@@ -89,7 +89,7 @@ def test_lost_connection_is_made_again(lab: Lab, sshd: Sshd) -> None:
     until(lambda: claim.stat().st_mtime > before)
     script.kill()
     script.communicate()
-    until(lambda: not lab.held(), 5)
+    until(lambda: not lab.held())
 
 
 def test_node_lost_at_the_end_is_tried_again(lab: Lab, sshd: Sshd) -> None:
