@@ -38,7 +38,13 @@ def test_each_way_a_connection_can_fail_has_its_word() -> None:
     closed.close()
     mute = socket.create_server(("127.0.0.1", 0))
     results = attempt(
-        loop, [("127.0.0.1", port), ("127.0.0.1", refused), ("127.0.0.1", mute.getsockname()[1]), ("no-such-host.invalid", 9)]
+        loop,
+        [
+            ("127.0.0.1", port),
+            ("127.0.0.1", refused),
+            ("127.0.0.1", mute.getsockname()[1]),
+            ("no-such-host.invalid", 9),
+        ],
     )
     words = [results[p]["result"] for p in (port, refused, mute.getsockname()[1], 9)]
     assert words == ["ok", "refused", "stranger", "unreachable"]
