@@ -48,8 +48,8 @@ def render(allocation: Allocation, form: str, *, uuids: bool = False) -> str:
         return _json(rank_map)
     if form == "hostfile":  # https://docs.open-mpi.org/en/v5.0.x/launching-apps/scheduling.html#hostfiles
         return "".join(f"{node.name} slots={node.local_world_size}\n" for node in rank_map.nodes)
-    if form == "rankfile":  # mpirun(1), "Rankfiles": slot N is the node's Nth core; a core of its own for each rank
-        return "".join(f"rank {rank.rank}={rank.node} slot={rank.local_rank}\n" for rank in rank_map.ranks)
+    if form == "rankfile":  # mpirun(1), "Rankfiles": slot N is the node's Nth core. By GPU: leases must not share cores
+        return "".join(f"rank {rank.rank}={rank.node} slot={rank.index}\n" for rank in rank_map.ranks)
     if form == "deepspeed":  # deepspeed --include
         parts = [
             f"{node.name}:{','.join(str(rank.index) for rank in rank_map.ranks if rank.node == node.name)}"

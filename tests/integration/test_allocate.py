@@ -138,7 +138,7 @@ def test_waiting_ends_when_the_gpu_becomes_free(here: Here) -> None:  # noqa: F8
 
 
 def test_what_moves_in_after_the_claim_makes_us_take_the_next_set(here: Here) -> None:  # noqa: F811
-    here.gpus([Gpu(trouble=("slow nvmlDeviceGetMemoryInfo 1200",)), Gpu()])
+    here.gpus([Gpu(trouble=("slow nvmlDeviceGetMemoryInfo_v2 800",)), Gpu()])
     folder = here.needs_claims()
 
     def move_in() -> None:

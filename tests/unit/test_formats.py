@@ -64,7 +64,7 @@ def test_addresses_are_those_of_the_common_network() -> None:
         ("env", 'GPUBOARD_LEASE=k3f9xy\nGPUBOARD_RANK_MAP="/home/al ice/it\'s.json"\nGPUBOARD_NODES=gpu[01-02]\n'
                 "CUDA_DEVICE_ORDER=PCI_BUS_ID\nCUDA_VISIBLE_DEVICES=2,0\n"),
         ("hostfile", "gpu02 slots=2\ngpu01 slots=1\n"),
-        ("rankfile", "rank 0=gpu02 slot=0\nrank 1=gpu02 slot=1\nrank 2=gpu01 slot=0\n"),
+        ("rankfile", "rank 0=gpu02 slot=2\nrank 1=gpu02 slot=0\nrank 2=gpu01 slot=7\n"),
         ("deepspeed", "gpu02:2,0@gpu01:7\n"),
         ("uuids", "GPU-c,GPU-a,GPU-h\n"),
     ],
