@@ -95,3 +95,19 @@ def test_nothing_of_a_remote_command_outlives_gpuboard(small: Cluster) -> None:
         until(lambda: not gpu01.processes(lambda p: p.name in {"sleep", "sh"}, user="alice"), "the command lives on")
         assert time.monotonic() - started < 6.0
     until(lambda: not list(gpu01.path("/var/tmp").glob("gpuboard.GPU-*")), "the claims live on", 30.0)
+
+
+def test_a_hung_node_delays_only_requests_that_need_it_and_is_named(small: Cluster) -> None:
+    small["gpu02"].pause_sshd()
+    asked = ["allocate", "--nodes", SCOPE, "--format", "json", "--detach", "--for", "1m"]
+    started = time.monotonic()
+    got = json.loads(gpuboard(small, *asked, "--n", "4", user="alice").stdout)
+    assert {gpu["node"] for gpu in got["lease"]["gpus"]} == {"gpu01"}
+    assert time.monotonic() - started < 9.0
+    done = small["login1"].run(["gpuboard", *asked, "--n", "20"], env={"GPUBOARD_CONNECT_TIMEOUT": "3s"})
+    assert done.returncode == 4  # 20 are more than all have, yet one node was not read
+    error = json.loads(done.stdout)["error"]
+    assert "not read: gpu02 (" in error["message"]
+    small["gpu02"].resume_sshd()
+    assert gpuboard(small, *asked, "--n", "20", user="alice").returncode == 3
+    assert gpuboard(small, "release", got["lease"]["id"], "--nodes", SCOPE, user="alice").returncode == 0
