@@ -97,7 +97,7 @@ class Allocator:
         """Return what would be taken now; takes nothing. Raises Refused and NoNodeReached."""
         answer = self._first_answer(request)
         if isinstance(answer, Refusal):
-            raise _refused(answer)
+            raise self._refused(answer)
         return answer
 
     def allocate(self, request: Request, terms: Terms, wait_s: float | None = None) -> Allocation:
@@ -116,7 +116,7 @@ class Allocator:
             while isinstance(answer, Refusal):
                 left_s = -1.0 if wait_s is None else wait_s - (time.monotonic() - started)
                 if answer.code == NeverPossible.exit_code or left_s <= 0:
-                    raise _refused(answer, time.monotonic() - started if wait_s is not None else None)
+                    raise self._refused(answer, time.monotonic() - started if wait_s is not None else None)
                 words = answer.message.removesuffix(f"; try {answer.nearest}")
                 self._progress(f"waiting {format_duration(time.monotonic() - started)}: {words}")
                 time.sleep(min(left_s, _jittered(pause_s)))
@@ -146,6 +146,17 @@ class Allocator:
             words = "; ".join(f"{node.name}: {node.error}" for node in snapshot.nodes[:4])
             raise NoNodeReached(f"no node could be reached: {words}")
         return answer
+
+    def _refused(self, refusal: Refusal, waited_s: float | None = None) -> NeverPossible | NotFree:
+        """Return the error of a refusal; its words say for how long and where was looked."""
+        message = refusal.message
+        if waited_s is not None and refusal.code != NeverPossible.exit_code:
+            message = f"not free within {format_duration(waited_s)}: {message}"
+        if self._scope.left_out:
+            everywhere = folded([*self._nodes, *(name for name in self._scope.left_out if name not in self._nodes)])
+            message += f"\n  only this machine was looked at; add --nodes '{everywhere}' for all"
+        refusal = msgspec.structs.replace(refusal, message=message)
+        return NeverPossible(refusal) if refusal.code == NeverPossible.exit_code else NotFree(refusal)
 
     def _snapshot(self) -> Snapshot:
         """Return the nodes in scope as they are now; nodes that just failed to hold a claim cannot be reserved."""
@@ -243,7 +254,7 @@ class Allocator:
         request = Request(picks=picks, within=within) if n is None else Request(n=n, within=within)
         answer = choose(request, snapshot, {mine.lease})
         if isinstance(answer, Refusal):
-            raise _refused(answer)
+            raise self._refused(answer)
         return self._allocation(self._lease(mine.lease, snapshot), answer.gpus, answer.why, snapshot)
 
     def _allocation(self, lease: Lease, gpus: Sequence[Chosen], why: str, snapshot: Snapshot) -> Allocation:
@@ -320,16 +331,6 @@ def _by_node(gpus: Sequence[Chosen]) -> dict[str, list[str]]:
 
 def _alive(holder: Holder) -> bool | None:
     return processes.alive(processes.Holder(holder.host, holder.boot_id, holder.pid, holder.start))
-
-
-def _refused(refusal: Refusal, waited_s: float | None = None) -> NeverPossible | NotFree:
-    if refusal.code == NeverPossible.exit_code:
-        return NeverPossible(refusal)
-    if waited_s is not None:
-        refusal = msgspec.structs.replace(
-            refusal, message=f"not free within {format_duration(waited_s)}: {refusal.message}"
-        )
-    return NotFree(refusal)
 
 
 def folded(names: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ class Scope:
     def __init__(self, nodes: Sequence[Node], settings: Settings, *, said: bool) -> None:
         here = local_node(nodes)
         self.nodes = {node.name: node for node in ([here] if here and not said else nodes)}
+        self.left_out = [node.name for node in nodes if node.name not in self.nodes]
         self.here = here.name if here else None  # the node that is this machine, as far as that is known
         self._by_uuid = own_uuids() if here is None and not said else []
         self.fleet = Fleet(list(self.nodes.values()), settings, interval_s=None)
@@ -31,6 +32,7 @@ class Scope:
         found = self.fleet.snapshot()
         if self._by_uuid and (here := node_by_uuids(found, self._by_uuid)):
             self.here = here
+            self.left_out = [name for name in self.nodes if name != here]
             return msgspec.structs.replace(found, nodes=[node for node in found.nodes if node.name == here])
         return found
 

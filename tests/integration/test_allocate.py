@@ -227,3 +227,14 @@ def test_open_mpi_takes_hostfile_and_rankfile(here: Here, tmp_path: Path) -> Non
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.stdout, done.returncode) == ("here\n", 0), done.stderr
+
+
+def test_on_a_node_of_the_inventory_only_it_is_looked_at_and_that_is_said(here: Here) -> None:  # noqa: F811
+    name = os.uname().nodename.partition(".")[0]
+    here.config(f'nodes = ["{name}", "elsewhere"]\n')
+    got = here.json("allocate", "--n", "2", "--format", "json", "--holder", str(os.getpid()))
+    assert got["lease"]["nodes"] == [name]
+    refused = here.run("allocate", "--n", "1")
+    assert refused.returncode == 4
+    assert "only this machine was looked at; add --nodes '" in refused.stderr
+    assert "elsewhere" in refused.stderr
