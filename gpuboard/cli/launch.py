@@ -96,7 +96,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
         raise
     finally:
         if args.status_file:
-            Path(args.status_file).write_bytes(msgspec.json.encode(outcome) + b"\n")
+            try:
+                Path(args.status_file).write_bytes(msgspec.json.encode(outcome) + b"\n")
+            except OSError as error:  # the run's own exit code is worth more than this one
+                say(f"--status-file {args.status_file}: {error.strerror}")
 
 
 def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, object]) -> int:
@@ -112,7 +115,7 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, objec
         grace_s=args.grace,
         lost_head_s=args.lost_head,
     )
-    nodes = {node.name: node for node in context.nodes()}
+    nodes = {node.name: node for node in _scope(context)}
     with contextlib.closing(Screen(sys.stdout, sys.stderr)) as screen, _rank_map(args, context) as (rank_map, where):
         plan.check_rank_map(rank_map, nodes, where, args.device)
         decided = plan.launch_plan(
@@ -209,7 +212,7 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
         found = read_rank_map(Path(file))
         if found.lease == lease:  # else the shell has moved on to another lease than the file's
             return found, f"GPUBOARD_RANK_MAP={file}"
-    with Allocator(context.nodes(), context.settings, context.env, said=True) as allocator:
+    with Allocator(_scope(context), context.settings, context.env, said=True) as allocator:
         return allocator.existing(lease, args.n).rank_map, where
 
 
@@ -248,6 +251,16 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
             used = [node for node in nodes if node.name in held.nodes]
             with Allocator(used, context.settings, context.env, said=True) as allocator:
                 allocator.release(held)
+
+
+def _scope(context: Context) -> list[Node]:
+    """Return the nodes a run may use; inside a lease on a machine without configured nodes: those of the lease."""
+    from gpuboard.cluster.inventory import inventory
+
+    leased = context.env.get("GPUBOARD_NODES") if context.env.get("GPUBOARD_LEASE") else None
+    if leased and not context.said and not context.settings.nodes:
+        return inventory(context.settings, [leased])
+    return context.nodes()
 
 
 def _words(text: str) -> list[str]:

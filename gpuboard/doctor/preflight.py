@@ -20,6 +20,7 @@ from gpuboard.model.units import format_size
 _MIB = 2**20
 SHM_PER_RANK = 32 * _MIB  # NCCL's shared-memory transport, a rank (docs.nvidia.com/deeplearning/nccl, troubleshooting)
 SHM_COMFORT = 1024 * _MIB  # below, DataLoader workers with tensors of some size die with a bus error
+OCCUPIED = 1024 * _MIB  # of GPU memory: a driver and an idle context take less
 NOFILE_MIN = 256
 NOFILE_COMFORT = 1024
 
@@ -328,4 +329,9 @@ def _gpu(rank: Rank, view: NodeView, lease: str | None) -> Check:
     if gpu.processes:
         pids = ", ".join(str(p.pid) for p in gpu.processes)
         return check("warn", f"already runs pid {pids}", "memory and time are shared with it", "")
+    if gpu.memory_used is not None and gpu.memory_used >= OCCUPIED:
+        total = f"{format_size(gpu.memory_used)} of {format_size(gpu.memory_total)}"
+        full = gpu.memory_total is not None and gpu.memory_used > gpu.memory_total // 2
+        remedy = "a run that has just ended? try again; else choose another GPU"
+        return check("fail" if full else "warn", f"has {total} in use", "by no process that can be seen", remedy)
     return check("ok", f"is held by lease {lease}")

@@ -98,7 +98,7 @@ class Head:
         self._keep("rank_map.json", self._plan.rank_map)
         self._save()
         restore = self._catch_signals()
-        control = ControlServer(self._folder.path, self._control)
+        control = self._listen()
         try:
             self._crew.open()
             if self._preflight():
@@ -106,12 +106,22 @@ class Head:
                 self._pump(lambda: self._watch.emptied, None)
             code = self._finish()
         finally:
-            control.close()
+            if control is not None:
+                control.close()
             self._crew.close()
             self._logs.close()
             for number, handler in restore.items():
                 signal.signal(number, handler)
         return code
+
+    def _listen(self) -> ControlServer | None:
+        try:
+            return ControlServer(self._folder.path, self._control)
+        except OSError as error:  # some file systems hold no sockets
+            self._say(
+                f"{self._folder.path}: no control socket: {error.strerror}; `gpuboard stop` will not reach this run"
+            )
+            return None
 
     def view(self) -> RunView:
         """Return the run as ``runs --json`` shows it."""

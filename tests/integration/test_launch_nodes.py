@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -231,6 +232,56 @@ def test_gpus_are_looked_at_again_before_the_gate_opens(lab: Cluster) -> None:
     assert done.returncode == 7
     assert "GPU 0 GPU-gpu01-0 is not there" in done.stderr
     assert "gpu02: GPU 0 is not reserved; others may take it" in done.stderr
+
+
+def test_ranks_see_their_gpus_and_the_interface_of_the_network(lab: Cluster) -> None:
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+    )
+    script = f"import os\nprint(os.uname().nodename, *(os.environ[name] for name in {names}))\n"
+    login = lab["login1"]
+    put(login, "script.py", script)
+    options = ["--gpus", "gpu01:2,5@gpu02:1", "--env", f"PYTHONPATH={HOME}/fake", "--env", "NCCL_SOCKET_IFNAME=eth"]
+    done = login.run(["gpuboard", "launch", *options, "script.py"], check=True)
+    assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines()) == [
+        "gpu01 0 0 2,5 PCI_BUS_ID eth0 eth",
+        "gpu01 1 1 2,5 PCI_BUS_ID eth0 eth",
+        "gpu02 2 0 1 PCI_BUS_ID eth0 eth",
+    ]
+
+
+def test_a_gpu_of_the_lease_that_somebody_else_uses_is_refused(lab: Cluster) -> None:
+    login = lab["login1"]
+    words = ["gpuboard", "allocate", "--gpus", "gpu01:0,5@gpu02:3", "--for", "10m", "--detach", "--format", "json"]
+    lease = json.loads(login.run(words, check=True).stdout)["lease"]["id"]
+    with lab["gpu02"].popen(["sh", "-c", "echo $$; read line"], user="bob", stdin=subprocess.PIPE) as intruder:
+        assert intruder.stdout is not None
+        pid = int(intruder.stdout.readline())
+        lab["gpu02"].script([Gpu(processes=(("compute", pid, 2**30),)) if n == 3 else Gpu() for n in range(8)])
+        put(login, "script.py", SLEEP)
+        done = login.run(["gpuboard", "launch", "--lease", lease, "--env", f"PYTHONPATH={HOME}/fake", "script.py"])
+        intruder.communicate("\n", timeout=10)
+    assert done.returncode == 7
+    assert "fail GPU: gpu02: GPU 3 is used by somebody else" in done.stderr
+    assert "bob" in done.stderr
+    login.run(["gpuboard", "release", lease], check=True)
+
+
+def test_a_lease_taken_with_nodes_is_enough_without_a_config(lab: Cluster) -> None:
+    login = lab["login1"]
+    put(login, "script.py", "import os\nprint(os.environ['RANK'], os.uname().nodename)\n")
+    job = f"""
+export CUDA_VISIBLE_DEVICES=
+eval "$(gpuboard allocate --nodes gpu0[1-2] --gpus gpu01:0@gpu02:3)" || exit
+gpuboard launch --device cpu --env PYTHONPATH={HOME}/fake script.py
+"""
+    done = login.run(["sh", "-c", job], env={"GPUBOARD_CONFIG": "/dev/null"}, check=True)
+    assert sorted(done.stdout.splitlines()) == ["[rank 0 gpu01:0] 0 gpu01", "[rank 1 gpu02:0] 1 gpu02"]
 
 
 @pytest.mark.torch

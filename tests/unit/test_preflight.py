@@ -194,6 +194,8 @@ def test_the_interface_is_the_one_of_the_address_or_of_the_route() -> None:
         ({"index": 6}, "fail", "GPU-c is index 6 now"),
         ({"uuid": "GPU-x"}, "fail", "GPU-c is not there; the node has GPU-x"),
         ({"flags": ["sick"]}, "warn", "GPU 7 is sick"),
+        ({"memory_used": 2 * 2**30, "memory_total": 80 * 2**30}, "warn", "has 2.0 GiB of 80 GiB in use; by no process"),
+        ({"memory_used": 70 * 2**30, "memory_total": 80 * 2**30}, "fail", "has 70 GiB of 80 GiB in use; by no process"),
         ({"processes": [ProcessView(9, "alice", "python", 1, "compute")]}, "warn", "already runs pid 9"),
     ],
 )
