@@ -31,7 +31,7 @@ def test_the_agent_imports_the_standard_library_and_itself(path: Path) -> None:
     ("library", "doors"),
     [
         ("pynvml", {"agent/nvml.py"}),
-        ("asyncssh", {"transport/asyncssh.py"}),
+        ("asyncssh", {f"transport/{name}.py" for name in ("asyncssh", "sshconfig", "ssherrors")}),
         ("ClusterShell", {"cluster/nodesets.py"}),
         ("textual", set[str]()),
     ],
