@@ -317,7 +317,9 @@ def _gpu(rank: Rank, view: NodeView, lease: str | None) -> Check:
         remedy = "choose another GPU; if the lease is yours: --lease, or write it into the rank map"
         return check("fail", f"is reserved by lease {', '.join(leases)}", clean(gpu.reason), remedy)
     if "rogue" in gpu.flags:
-        return check("fail", "is used by somebody else", clean(gpu.reason), "talk to them, or allocate anew")
+        strangers = [p for p in gpu.processes or [] if p.lease is None or p.lease != lease]
+        who = ", ".join(f"{clean(p.user or 'owner hidden')} (pid {p.pid}, {clean(p.command, 60)})" for p in strangers)
+        return check("fail", "is used by somebody else", who, "talk to them, or allocate anew")
     if lease is None and gpu.state != "free":
         return check("fail", f"is {gpu.state}", clean(gpu.reason), "choose another GPU, or wait")
     if lease is None:

@@ -190,7 +190,11 @@ def test_the_interface_is_the_one_of_the_address_or_of_the_route() -> None:
         ),
         ({"leases": [], "state": "free"}, "fail", "is no longer of lease k3f9"),
         ({"flags": ["disputed"]}, "fail", "GPU 7 is disputed"),
-        ({"flags": ["rogue"], "reason": "bob runs pid 9"}, "fail", "used by somebody else; bob runs pid 9"),
+        (
+            {"flags": ["rogue"], "processes": [ProcessView(9, "bob", "python x", 1, "compute")]},
+            "fail",
+            "used by somebody else; bob (pid 9, python x)",
+        ),
         ({"index": 6}, "fail", "GPU-c is index 6 now"),
         ({"uuid": "GPU-x"}, "fail", "GPU-c is not there; the node has GPU-x"),
         ({"flags": ["sick"]}, "warn", "GPU 7 is sick"),
