@@ -1,6 +1,7 @@
 #!/bin/sh
 # Reserve GPUs for as long as this script lives, train on exactly those, then train something else on the same ones.
 #   GPUS=4 examples/job.sh
+#   DEVICE=cpu examples/job.sh      the same where torch has no CUDA
 set -u
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 
@@ -9,5 +10,5 @@ export CUDA_VISIBLE_DEVICES=
 eval "$(gpuboard allocate --n "${GPUS:-2}" --purpose 'ddp example')" || exit
 
 echo "lease $GPUBOARD_LEASE on $GPUBOARD_NODES, here CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES"
-gpuboard launch "$here/train_ddp.py" --epochs 3 --lr 1e-3 || exit
-gpuboard launch "$here/train_ddp.py" --epochs 3 --lr 1e-2
+gpuboard launch --device "${DEVICE:-cuda}" "$here/train_ddp.py" --epochs 3 --lr 1e-3 || exit
+gpuboard launch --device "${DEVICE:-cuda}" "$here/train_ddp.py" --epochs 3 --lr 1e-2

@@ -285,6 +285,19 @@ gpuboard launch --device cpu --env PYTHONPATH={HOME}/fake script.py
 
 
 @pytest.mark.torch
+def test_the_example_job_reserves_trains_twice_and_gives_back(lab: Cluster) -> None:
+    login = lab["login1"]
+    done = login.run([str(EXAMPLES / "job.sh")], env={"DEVICE": "cpu"}, timeout=150)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]
+    assert len(losses) == 6
+    assert losses[2] < losses[0]
+    until = time.monotonic() + 10
+    while json.loads(login.run(["gpuboard", "leases", "--json"], check=True).stdout)["leases"]:
+        assert time.monotonic() < until, "the lease ends with the script that held it"
+
+
+@pytest.mark.torch
 @pytest.mark.slow
 def test_ddp_trains_on_three_and_five(lab: Cluster) -> None:
     login = lab["login1"]
