@@ -35,7 +35,7 @@ LOST_GRACE_S = (
 )
 REFUSED_GRACE_S = 2.0  # ranks that have not passed their gate have nothing to save
 _PING_S = 1.0
-_SAVE_S = 1.0
+_SAVE_S = 2.0
 _HOLD_ABOVE, _HOLD_BELOW = 8 * 2**20, 2**20  # characters the person's side has not read
 
 GpuReader = Callable[[Callable[[Snapshot], None]], None]
@@ -314,8 +314,9 @@ class Head:
         self._spared = self._watch.ending if self._grace_s > 0 else []
         self._crew.tell("stop", {"grace_s": self._grace_s, "reason": reason, "spare": self._spared})
         how = f"SIGTERM now, SIGKILL in {self._grace_s:.0f} s" if self._grace_s > 0 else "SIGKILL now"
-        if self._watch.running:
-            self._say(f"{reason}; stopping {rank_words(self._watch.running)}: {how}")
+        told = [rank for rank in self._watch.running if rank not in self._spared]
+        if told:
+            self._say(f"{reason}; stopping {rank_words(told)}: {how}")
 
     def _count_down(self, now: float) -> None:
         assert self._stop_at is not None
@@ -412,8 +413,10 @@ class Head:
 
     def _save(self) -> None:
         self._saved = time.monotonic()
-        self._view = self.view()
-        self._keep("state.json", self._view)
+        view = self.view()
+        if view != self._view:  # an idle run must not write to somebody's network home for days
+            self._view = view
+            self._keep("state.json", view)
 
     def _keep(self, name: str, value: object) -> None:
         words = self._folder.keep(name, value)

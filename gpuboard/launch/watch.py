@@ -25,6 +25,7 @@ _ECHO = re.compile(
     r"timed out waiting for clients|store.*(shut ?down|closed)|heartbeat.*monitor",
     re.IGNORECASE,
 )
+_NOTICE_LINES = 20  # the end of a traceback says most
 ECHO_WAIT_S = 1.0  # an echo can overtake its cause by two connections' difference; the cause is waited for
 EXIT_WAIT_S = 1.5  # a rank that raised gets this long to end by itself (exit handlers, uploads) before SIGTERM
 
@@ -83,8 +84,13 @@ class Watch:
             self._take_store(event, node, now)
         elif isinstance(event, events.Ended):
             self.ended_nodes.add(node)
+            if event.left:  # in an uninterruptible call of a driver or a file system
+                self.said.append(
+                    f"{node}: {event.left} processes of the run cannot be killed; they end when the kernel lets"
+                )
         elif isinstance(event, events.Notice):
-            self.said.append(f"{node}: {clean(event.text.strip())}")
+            lines = [line for line in event.text.splitlines() if line.strip()]
+            self.said += [f"{node}: {clean(line)}" for line in lines[-_NOTICE_LINES:]]
 
     def opened(self) -> None:
         """Note that the gate is open."""

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from gpuboard.launch import events
-from gpuboard.launch.events import Ended, Exited, Gate, Joined, LaunchEvent, Raised, Spawned, Store
+from gpuboard.launch.events import Ended, Exited, Gate, Joined, LaunchEvent, Notice, Raised, Spawned, Store
 from gpuboard.launch.watch import ECHO_WAIT_S, Watch, rank_words
 from tests.unit.test_plan import planned
 
@@ -169,6 +169,18 @@ def test_a_node_speaks_for_its_own_ranks_only() -> None:
     honest.event("gpu02", Exited(17, code=1), 10.0)
     honest.tick(20.0)
     assert (honest.cause, honest.exits) == (None, {})
+
+
+def test_notices_and_what_cannot_be_killed_are_said() -> None:
+    told = watch()
+    told.event("gpu02", Notice("Traceback:\n  File x\nBoom: 1\n"), 10.0)
+    told.event("gpu02", Ended(left=2), 10.0)
+    assert told.said == [
+        "gpu02: Traceback:",
+        "gpu02:   File x",
+        "gpu02: Boom: 1",
+        "gpu02: 2 processes of the run cannot be killed; they end when the kernel lets",
+    ]
 
 
 def test_hostile_words_are_made_inert() -> None:
