@@ -223,6 +223,17 @@ def test_launch_reserves_for_itself_and_releases(lab: Cluster) -> None:
     assert json.loads(login.run(look, check=True).stdout)["leases"] == []
 
 
+def test_the_lease_of_a_launch_that_is_killed_ends_with_it(lab: Cluster) -> None:
+    look = ["gpuboard", "leases", "--json"]
+    with launched(lab, SLEEP, gpus=("--n", "2")) as process:
+        wait_up(process, 2)
+        assert len(json.loads(lab["login1"].run(look, check=True).stdout)["leases"]) == 1
+        process.send_signal(signal.SIGKILL)
+    until = time.monotonic() + 20
+    while json.loads(lab["login1"].run(look, check=True).stdout)["leases"]:
+        assert time.monotonic() < until, "nobody holds it"
+
+
 def test_gpus_are_looked_at_again_before_the_gate_opens(lab: Cluster) -> None:
     gpus = lab["gpu02"].script([Gpu(), Gpu(used=70 * 2**30)])
     login = lab["login1"]
