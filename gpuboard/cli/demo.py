@@ -147,7 +147,8 @@ def _train(stage: _Stage, context: Context, nodes: Sequence[Node], allocation: A
         run=runs.new_run_id(),
         secret=secrets.token_hex(16),
         cwd=os.getcwd(),
-        environ=environ.sent(context.env, []),
+        # torch warns, once a rank, where the machine's own address has no name: offline, that is
+        environ=environ.sent({"TORCH_CPP_LOG_LEVEL": "ERROR", **context.env}, []),
         options=plan.LaunchOptions(device="cpu", python=sys.executable),
     )
     screen = Screen(sys.stdout, sys.stderr)
