@@ -29,6 +29,8 @@ SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:" + os.environ.get("
 
 _CD = 'cd "$0" && exec "$@"'
 
+HIDDEN = ("/srv", "/run", "/var/tmp", "/dev/shm", "/tmp")  # folders that each host has its own of
+
 # The first process of a host: sets its mounts up, says so, and reaps orphans from then on.
 _INIT = r"""
 set -e
@@ -38,6 +40,14 @@ hostname "$host"
 work=$root/hosts/$host/work
 mount -t tmpfs -o mode=755 tmpfs "$work"
 mkdir "$work/upper" "$work/overlay" "$work/cgroup" "$work/keep"
+# What this test run needs and the folders mounted below would hide: keep it, put it back at the end.
+kept=
+while [ "$1" != -- ]; do
+    n=$((${n:-0} + 1)); mkdir "$work/keep/$n"; mount --rbind "$1" "$work/keep/$n"
+    kept="$kept
+$work/keep/$n $1"; shift
+done
+shift
 mount --rbind /sys/fs/cgroup "$work/cgroup"
 mount -t overlay overlay -o "lowerdir=/etc,upperdir=$work/upper,workdir=$work/overlay" /etc
 cp -r "$root/hosts/$host/etc/." /etc/
@@ -45,7 +55,7 @@ mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount --rbind "$work/cgroup" /sys/fs/cgroup
 # What this test run needs and others may not enter: put a folder that lets them pass in its place.
-n=0
+n=100
 while [ $# -gt 0 ]; do
     closed=$1; n=$((n + 1)); shift
     mkdir "$work/keep/$n"; mount --rbind "$closed" "$work/keep/$n"
@@ -62,6 +72,9 @@ mount --bind "$root/hosts/$host/nvml" /run/fake-nvml
 mount -t tmpfs -o mode=1777 tmpfs /var/tmp
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount -t tmpfs -o mode=1777 tmpfs /tmp
+echo "$kept" | while read -r from to; do
+    [ -z "$from" ] || { mkdir -p "$to"; mount --rbind "$from" "$to"; }
+done
 ldconfig
 ip link set lo up
 echo ready
@@ -150,11 +163,11 @@ class Host:
         self.pid = 0  # of its first process, as seen from outside
         self._switch = 0
 
-    def begin(self, closed: Sequence[str]) -> None:
-        """Start the first process; ``finish`` waits for it (all hosts do this at once). ``closed``: see _INIT."""
+    def begin(self, paths: Sequence[str]) -> None:
+        """Start the first process; ``finish`` waits for it (all hosts do this at once). ``paths``: see _INIT."""
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--kill-child", "-m", "-u", "-n", "-p", "-f"]
         self._init = subprocess.Popen(
-            [*command, "sh", "-c", _INIT, "init", self.name, str(self._root), *closed],
+            [*command, "sh", "-c", _INIT, "init", self.name, str(self._root), *paths],
             stdout=subprocess.PIPE,
             text=True,
             env={"PATH": PATH, "PYTHON": os.path.realpath(sys.executable)},
@@ -400,11 +413,9 @@ def inside(pid: int, ip: str) -> None:
 
 
 def empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    """Remove what lies in ``folder``; what is mounted below it (this repository, when it lies in /tmp) stays."""
+    command = ["find", f"{folder}/", "-xdev", "-mindepth", "1", "-delete"]
+    subprocess.run(command, stderr=subprocess.DEVNULL)  # it complains about mount points, and goes on
 
 
 def _signal(pid: int, sig: int) -> None:

@@ -35,7 +35,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.hosts import ADDRESSES, SSHD, USERS, Host, eight, empty, inside
+from tests.hosts import ADDRESSES, HIDDEN, SSHD, USERS, Host, eight, empty, inside
 
 __all__ = ["ADDRESSES", "USERS", "Cluster", "Host", "eight", "missing", "old_python"]
 
@@ -83,9 +83,9 @@ class Cluster:
             stdout=subprocess.PIPE,
             text=True,
         )
-        closed = _closed()
+        paths = _needed_paths()
         for host in self:
-            host.begin(closed)
+            host.begin(paths)
         assert self._switch.stdout is not None
         self._switch.stdout.readline()
         inside(self._switch.pid, "link add lan type bridge forward_delay 0")
@@ -165,19 +165,32 @@ def old_python() -> str | None:
     return next((path for path in found if path and "/shims/" not in path), None)
 
 
-def _closed() -> list[str]:
-    """Return folders that others may not enter, each with what must be seen below it: ``A x y -- B z --``."""
+def _needed_paths() -> list[str]:
+    """Return what this test run needs at its own path in every host, as tests.hosts takes it.
+
+    First the folders that a host's own /tmp and the like would hide, then ``--``, then folders that others may not
+    enter, each with what must be seen below it: ``A x y -- B z --``.
+    """
     needed = {Path(sys.base_prefix), Path(sys.prefix), REPOSITORY, Path(os.path.realpath(sys.executable)).parent.parent}
     old = old_python()
     if old:
         needed.add(Path(old).parent.parent)
+    hidden: list[str] = []
     by_folder: dict[Path, list[str]] = {}
-    for path in sorted(needed):
+    for path in sorted({part for folder in needed for part in _enterable(folder)}):
+        if any(path.is_relative_to(folder) for folder in HIDDEN):
+            hidden.append(str(path))
+            continue
         for folder in reversed(path.parents):
             if not folder.stat().st_mode & 0o001:
                 by_folder.setdefault(folder, []).append(str(path))
                 break
-    return [word for folder, paths in by_folder.items() for word in (str(folder), *paths, "--")]
+    return [*hidden, "--", *(word for folder, paths in by_folder.items() for word in (str(folder), *paths, "--"))]
+
+
+def _enterable(path: Path) -> list[Path]:
+    """Return ``path``, or the folders in it where others may not enter it itself (a clone made in a private folder)."""
+    return [path] if path.stat().st_mode & 0o001 else [part for part in path.iterdir() if part.is_dir()]
 
 
 def _entries(path: str) -> list[str]:
