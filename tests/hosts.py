@@ -29,7 +29,7 @@ SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:" + os.environ.get("
 
 _CD = 'cd "$0" && exec "$@"'
 
-HIDDEN = ("/srv", "/run", "/var/tmp", "/dev/shm", "/tmp")  # folders that each host has its own of
+HIDDEN = ("/run", "/var/tmp", "/dev/shm", "/tmp")  # folders that each host has its own of
 
 # The first process of a host: sets its mounts up, says so, and reaps orphans from then on.
 _INIT = r"""
@@ -40,12 +40,14 @@ hostname "$host"
 work=$root/hosts/$host/work
 mount -t tmpfs -o mode=755 tmpfs "$work"
 mkdir "$work/upper" "$work/overlay" "$work/cgroup" "$work/keep"
-# What this test run needs and the folders mounted below would hide: keep it, put it back at the end.
-kept=
+# Folders of the host's own; what this test run needs below the machine's is put into them, at the same place.
+own="/run /var/tmp /dev/shm /tmp"
+for folder in $own; do
+    mkdir -p "$work/own$folder"; mount -t tmpfs -o mode=1777 tmpfs "$work/own$folder"
+done
+chmod 755 "$work/own/run"
 while [ "$1" != -- ]; do
-    n=$((${n:-0} + 1)); mkdir "$work/keep/$n"; mount --rbind "$1" "$work/keep/$n"
-    kept="$kept
-$work/keep/$n $1"; shift
+    mkdir -p "$work/own$1"; mount --rbind "$1" "$work/own$1"; shift
 done
 shift
 mount --rbind /sys/fs/cgroup "$work/cgroup"
@@ -55,7 +57,7 @@ mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount --rbind "$work/cgroup" /sys/fs/cgroup
 # What this test run needs and others may not enter: put a folder that lets them pass in its place.
-n=100
+n=0
 while [ $# -gt 0 ]; do
     closed=$1; n=$((n + 1)); shift
     mkdir "$work/keep/$n"; mount --rbind "$closed" "$work/keep/$n"
@@ -66,14 +68,10 @@ while [ $# -gt 0 ]; do
     shift
 done
 mount --rbind "$root/srv" /srv
-mount -t tmpfs -o mode=755 tmpfs /run
-mkdir -p /run/sshd /run/fake-nvml
-mount --bind "$root/hosts/$host/nvml" /run/fake-nvml
-mount -t tmpfs -o mode=1777 tmpfs /var/tmp
-mount -t tmpfs -o mode=1777 tmpfs /dev/shm
-mount -t tmpfs -o mode=1777 tmpfs /tmp
-echo "$kept" | while read -r from to; do
-    [ -z "$from" ] || { mkdir -p "$to"; mount --rbind "$from" "$to"; }
+mkdir -p "$work/own/run/sshd" "$work/own/run/fake-nvml"
+mount --bind "$root/hosts/$host/nvml" "$work/own/run/fake-nvml"
+for folder in $own; do  # /tmp last: what is mounted here may itself lie below it
+    mount --rbind "$work/own$folder" "$folder"
 done
 ldconfig
 ip link set lo up
@@ -335,8 +333,9 @@ class Host:
         _until(lambda: self._killed_all_but(listener), f"nothing runs on {self.name} but sshd")
         self.firewall()
         self.plug()
-        for folder in ("/var/tmp", "/tmp", "/dev/shm"):
-            empty(self.path(folder))
+        # In the host's own namespace a folder that something is mounted on (this repository, where it lies in /tmp)
+        # cannot be removed; find complains about it and goes on.
+        self.run(["find", "/var/tmp", "/tmp", "/dev/shm", "-xdev", "-mindepth", "1", "-delete"], user="root")
         if self.changed or listener is None:
             self.run(["umount", "-q", "/usr/local/bin"], user="root")
             for folder in ("/var/tmp", "/tmp", "/dev/shm"):
@@ -410,12 +409,6 @@ def _process(pid: str) -> NodeProcess | None:
 
 def inside(pid: int, ip: str) -> None:
     subprocess.run(["nsenter", "-t", str(pid), "-n", "ip", *ip.split()], check=True)
-
-
-def empty(folder: Path) -> None:
-    """Remove what lies in ``folder``; what is mounted below it (this repository, when it lies in /tmp) stays."""
-    command = ["find", f"{folder}/", "-xdev", "-mindepth", "1", "-delete"]
-    subprocess.run(command, stderr=subprocess.DEVNULL)  # it complains about mount points, and goes on
 
 
 def _signal(pid: int, sig: int) -> None:

@@ -35,7 +35,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.hosts import ADDRESSES, HIDDEN, SSHD, USERS, Host, eight, empty, inside
+from tests.hosts import ADDRESSES, HIDDEN, SSHD, USERS, Host, eight, inside
 
 __all__ = ["ADDRESSES", "USERS", "Cluster", "Host", "eight", "missing", "old_python"]
 
@@ -143,8 +143,8 @@ class Cluster:
 
     def _fill_home(self, user: str) -> None:
         home, uid, keys = self.home(user), USERS[user], self.root / "keys"
+        shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True, exist_ok=True)
-        empty(home)
         ssh = home / ".ssh"
         ssh.mkdir(mode=0o700)
         shutil.copy(keys / user, ssh / "id_ed25519")
