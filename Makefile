@@ -58,6 +58,7 @@ $(RUN_STAMP): | $(BIN)/python
 	@echo "installing into $(VENV); the first time this fetches PyTorch, which takes a while"
 	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation --editable '.[torch]'
+	@$(BIN)/python -m compileall -q gpuboard  # where PYTHONDONTWRITEBYTECODE is set, every start would compile anew
 	@rm -f $(VENV)/.installed-run-*
 	@touch $@
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _label(view: RunView, number: int) -> str:
     rank = next(rank for rank in view.ranks if rank.rank == number)
-    return f"[rank {number} {rank.node}:{rank.local_rank}] "
+    return f"[rank {number} {rank.node}:{rank.index}] "
 
 
 class _Tail:

@@ -70,7 +70,7 @@ class Head:
         self._crew = Crew(plan, hosts, connector, self._inbox)
         self._watch = Watch(plan)
         self._logs = Logs(folder.path, self._say)
-        labels = {rank: f"{view.node}:{view.local_rank}" for rank, view in self._watch.ranks.items()}
+        labels = {rank: f"{view.node}:{view.index}" for rank, view in self._watch.ranks.items()}
         self._relay = Relay(labels, self._logs, screen, mark=self._watch.mark)
         self._names = [config.node for config in plan.nodes]
         self._questions = Questions(plan, self._crew)

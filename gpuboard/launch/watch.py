@@ -201,7 +201,7 @@ class Watch:
 
     def _where(self, rank: int) -> str:
         view = self.ranks[rank]
-        return f"rank {rank} ({view.node}:{view.local_rank})"
+        return f"rank {rank} ({view.node}:{view.index})"
 
     def _stop(self, reason: str) -> None:
         if self.stop_reason is None:

@@ -142,7 +142,7 @@ class Keeper:
             elif op == "known" and kept is not None:
                 kept.client = None
             elif op == "forget" and kept is not None:
-                self._drop(kept, "given back")
+                self._end(kept, "given back")
             client.reply()
         except (ValueError, KeyError, TypeError) as error:
             client.reply(f"not understood: {error!r}")
@@ -221,7 +221,7 @@ class Keeper:
             self._tell_of_loss(f"lease {kept.lease} is gone from {name}: released elsewhere, or its claim was removed")
         rest = [node for node in record.nodes if node.name != name]
         if not rest:
-            self._drop(kept, "its time is up" if lapsed else "released")
+            self._end(kept, "its time is up" if lapsed else "released")
             return
         for node in record.nodes:
             if node.name == name:
@@ -317,13 +317,19 @@ class Keeper:
             log(f"{kept.lease}: not released on {name}: {answer.words}")
         late = boottime() - kept.released_at > RELEASE_S
         if kept.lease in self.kept and (late or not kept.asked):
-            self._drop(kept, "released" if not kept.asked else "left to lapse")
+            self._end(kept, "released" if not kept.asked else "left to lapse")
 
     def _disown(self, kept: Kept, words: str) -> None:
         """Refuse a lease that was handed to us; whoever took the claims drops them."""
         self._drop(kept, f"refused: {words}")
         if kept.client is not None:
             kept.client.reply(words)
+
+    def _end(self, kept: Kept, words: str) -> None:
+        """Let go of a lease that has ended, and of the rank map that `allocate` wrote for it."""
+        self._drop(kept, words)
+        with suppress(OSError):  # only a lease that was allocated whole has one
+            os.unlink(f"{os.path.dirname(os.path.dirname(self.folder))}/leases/{kept.lease}.json")
 
     def _drop(self, kept: Kept, words: str) -> None:
         log(f"{kept.lease}: {words}")

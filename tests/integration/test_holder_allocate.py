@@ -38,6 +38,11 @@ def held_by(lab: Lab, command: list[str]) -> tuple[str, list[str]]:
     return pid, [str(lease["holder"]["pid"]) for lease in json.loads(text)["leases"]]
 
 
+def rank_maps(lab: Lab) -> list[str]:
+    """Return the rank maps that `allocate` wrote and nobody has removed."""
+    return sorted(path.name for path in Path(lab.env["XDG_STATE_HOME"], "gpuboard/leases").iterdir())
+
+
 SHELLS = {
     "bash": 'eval "$($GPUBOARD allocate --n 1)" || exit; echo $$ "$($GPUBOARD leases --json)"',
     "dash": 'eval "$($GPUBOARD allocate --n 1)" || exit; echo $$ "$($GPUBOARD leases --json)"',
@@ -59,6 +64,7 @@ def test_script_holds_its_lease(lab: Lab, shell: str, tmp_path: Path) -> None:
     pid, holders = held_by(lab, [shell, str(tmp_path / "job")])
     assert holders == [pid]
     until(lambda: not lab.held())
+    until(lambda: not rank_maps(lab))
 
 
 WAYS = {

@@ -39,7 +39,7 @@ def feed(target: Watch, *happened: LaunchEvent, at: float = 10.0) -> Watch:
 
 def test_an_exception_is_told_with_rank_node_and_place() -> None:
     failed = feed(watch(), BOOM)
-    assert failed.said == ["rank 1 (gpu01:1) failed: ValueError: boom at /exp/train.py:41 in load_batch"]
+    assert failed.said == ["rank 1 (gpu01:3) failed: ValueError: boom at /exp/train.py:41 in load_batch"]
     assert (failed.stop_reason, failed.ending) == ("rank 1 failed", [1]), "the others are stopped, it may end by itself"
     feed(failed, Exited(1, code=1))
     assert (failed.ending, failed.exit_code()) == ([], 1)
@@ -54,9 +54,9 @@ def test_a_rank_that_raised_and_was_stopped_in_the_end_failed_with_1() -> None:
 @pytest.mark.parametrize(
     ("ended", "words", "code"),
     [
-        (Exited(1, code=3), "rank 1 (gpu01:1) ended with exit code 3", 3),
-        (Exited(1, signal=11), "rank 1 (gpu01:1) was killed by SIGSEGV", 139),
-        (Exited(1, signal=64), "rank 1 (gpu01:1) was killed by SIGRTMAX", 192),
+        (Exited(1, code=3), "rank 1 (gpu01:3) ended with exit code 3", 3),
+        (Exited(1, signal=11), "rank 1 (gpu01:3) was killed by SIGSEGV", 139),
+        (Exited(1, signal=64), "rank 1 (gpu01:3) was killed by SIGRTMAX", 192),
     ],
 )
 def test_the_run_exits_with_the_code_of_the_rank(ended: Exited, words: str, code: int) -> None:
@@ -66,7 +66,7 @@ def test_the_run_exits_with_the_code_of_the_rank(ended: Exited, words: str, code
 
 def test_out_of_memory_is_told_with_its_evidence() -> None:
     failed = feed(watch(), Exited(1, signal=9, oom="memory.events: oom_kill 1"))
-    assert failed.said == ["rank 1 (gpu01:1) was killed by SIGKILL: out of memory", "  memory.events: oom_kill 1"]
+    assert failed.said == ["rank 1 (gpu01:3) was killed by SIGKILL: out of memory", "  memory.events: oom_kill 1"]
     assert failed.exit_code() == 137
 
 
@@ -81,7 +81,7 @@ def test_an_echo_that_arrives_first_waits_for_its_cause() -> None:
     failed = feed(watch(), RESET, Exited(2, code=1))
     assert failed.said == []
     feed(failed, BOOM, Exited(1, code=7), at=10.4)
-    assert failed.said[0].startswith("rank 1 (gpu01:1) failed: ValueError")
+    assert failed.said[0].startswith("rank 1 (gpu01:3) failed: ValueError")
     assert failed.exit_code() == 7
     assert failed.summary()[1] == "then: rank 2 ended because of that"
 
@@ -89,7 +89,7 @@ def test_an_echo_that_arrives_first_waits_for_its_cause() -> None:
 def test_an_echo_without_a_cause_is_the_cause() -> None:
     failed = feed(watch(), RESET)
     failed.tick(10.0 + ECHO_WAIT_S)
-    assert failed.said[0].startswith("rank 2 (gpu02:0) failed: RuntimeError: [gloo] Connection closed by peer")
+    assert failed.said[0].startswith("rank 2 (gpu02:7) failed: RuntimeError: [gloo] Connection closed by peer")
 
 
 def test_echoes_in_the_output_of_others_are_marked() -> None:
@@ -114,7 +114,7 @@ def test_exit_0_before_init_is_a_failure_as_soon_as_another_waits() -> None:
     assert failed.cause is None, "nobody waits for it yet"
     feed(failed, Joined(0))
     assert failed.said == [
-        "rank 1 (gpu01:1) ended with exit code 0 before init_process_group; rank 0 would wait for it in vain"
+        "rank 1 (gpu01:3) ended with exit code 0 before init_process_group; rank 0 would wait for it in vain"
     ]
     assert (failed.stop_reason, failed.exit_code()) == ("rank 1 failed", 1)
 
@@ -185,7 +185,7 @@ def test_notices_and_what_cannot_be_killed_are_said() -> None:
 
 def test_hostile_words_are_made_inert() -> None:
     failed = feed(watch(), Raised(1, "E\x1b[2J", "a\nb\x07\u202e", "f\x00.py", 1))
-    assert failed.said == ["rank 1 (gpu01:1) failed: E[2J: a b at f.py:1"]
+    assert failed.said == ["rank 1 (gpu01:3) failed: E[2J: a b at f.py:1"]
 
 
 def test_events_are_typed_and_unknown_ones_ignored() -> None:
