@@ -281,14 +281,20 @@ def test_a_pulled_cable_is_stale_and_heals(nodes: Cluster, watched: Watched) -> 
     until(lambda: watched.states().get("gpu02") == "up", "gpu02 up again", 20)
 
 
+def files(nodes: Cluster, name: str) -> list[Path]:
+    """Return what lies in the folders of a node that everybody may write."""
+    return sorted(path for folder in ("/var/tmp", "/tmp", "/dev/shm") for path in nodes[name].path(folder).iterdir())
+
+
 @pytest.mark.nodes
 def test_a_killed_client_leaves_nothing_on_a_node_whose_nvml_hangs(nodes: Cluster, watched: Watched) -> None:
+    names = ("gpu01", "gpu02", "gpu03")
+    before = {name: files(nodes, name) for name in names}
     nodes["gpu01"].script([msgspec.structs.replace(gpu, trouble=("hang *",)) for gpu in eight()])
     until(lambda: any(g.state == "unknown" for g in (watched.node("gpu01") or NodeView("", "")).gpus), "it hangs", 20)
     assert nodes["gpu01"].processes(user="alice")
     watched.process.kill()
-    for name in ("gpu01", "gpu02", "gpu03"):
+    for name in names:
         until(lambda name=name: not nodes[name].processes(user="alice"), f"{name} is empty", 2)  # type: ignore[misc]
-        for folder in ("/var/tmp", "/tmp", "/dev/shm"):
-            assert list(nodes[name].path(folder).iterdir()) == []
+        assert files(nodes, name) == before[name]
     assert {path.name for path in nodes.home("alice").iterdir()} == {".ssh"}
