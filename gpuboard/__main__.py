@@ -21,6 +21,7 @@ _LOCAL = ("allocate", "env", "run")  # likely to ask this machine's agent
 
 def main() -> int:
     """Run the command that sys.argv asks for and return its exit code."""
+    _fill_streams()
     argv = sys.argv[1:]
     command = _command(argv)
     if command not in _EVALUATED:
@@ -29,7 +30,7 @@ def main() -> int:
         from gpuboard.cli.main import main as front_door
 
         return front_door(argv)
-    code = 1
+    code, words = 1, ""
     gc.disable()  # 10 ms: everything that is created until the command's own code runs is there to stay
     try:
         _prestart(argv)
@@ -43,14 +44,33 @@ def main() -> int:
 
         code = front_door(argv)
     except KeyboardInterrupt:
-        code = 130
+        code, words = 130, "interrupted"
     except BaseException as error:
-        _say(f"gpuboard: {type(error).__name__}: {error}")
-        code = 1
+        words = f"{type(error).__name__}: {error}"
+        _say(f"gpuboard: {words}")
     if code:
-        _fail_closed(argv, code)
+        _fail_closed(argv, code, words)
     _leave(code)
     raise AssertionError("_leave does not return")
+
+
+def _fill_streams() -> None:
+    """Make stdin, stdout and stderr usable where the caller closed them, or where they cannot hold every character.
+
+    Else the next pipe or socket would become stdout. A closed stdout is open for reading only: whoever prints fails.
+    """
+    for fd, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, mode)  # the lowest number that is not in use: this one
+            os.set_inheritable(fd, True)
+    sys.stdin = sys.stdin or os.fdopen(0, "r", encoding="utf-8")
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")  # in a locale without UTF-8 a `?` is better than no table
 
 
 def _load_msgspec() -> None:
@@ -107,19 +127,24 @@ def _names_others(argv: list[str], env: Mapping[str, str]) -> bool:
     return bool(said) and not any(name in text or "localhost" in text for text in said)
 
 
-def _fail_closed(argv: list[str], code: int) -> None:
-    """Write the lines for the shell that evaluates us, and nothing that could fail."""
+def _fail_closed(argv: list[str], code: int, words: str) -> None:
+    """Write the lines for the shell that evaluates us, or ``words`` as JSON unless they are "" (said already)."""
     form = "shell"
     try:
         from gpuboard.allocate.shell import fail_closed, said_format
 
         said = said_format(argv)
         if said is None:
-            from gpuboard.ledger.holder import find_holder, shell_kind
+            from gpuboard.ledger.holder import evaluator_kind
 
-            said = shell_kind(find_holder().pid)
+            said = evaluator_kind()
         form = said
         text = fail_closed(form, code)
+        if form == "json" and words:
+            import json
+
+            error = {"code": code, "message": words, "gpus": [], "nearest": ""}
+            text = json.dumps({"schema": 1, "error": error}) + "\n"
     except BaseException:
         text = f"export CUDA_VISIBLE_DEVICES=''; unset GPUBOARD_LEASE; (exit {code})\n" if form == "shell" else ""
     try:

@@ -114,7 +114,7 @@ def _read(path: Path, *, must_exist: bool) -> dict[str, Any]:
             raise ConfigError(f"{path}: no such config file; check --config or GPUBOARD_CONFIG") from None
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Where gpuboard keeps files: the XDG folders, computed from an environment (no I/O)."""
+"""Where gpuboard keeps files: the XDG folders, computed from an environment (no I/O but for a missing HOME)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ SITE_CONFIG = Path("/etc/gpuboard/config.toml")
 def _base(env: Mapping[str, str], variable: str, below_home: str) -> Path:
     """Return the XDG folder named by ``variable``; a relative value is ignored, as the specification asks."""
     value = env.get(variable, "")
-    root = Path(value) if value.startswith("/") else Path(env.get("HOME") or "/nonexistent") / below_home
+    root = Path(value) if value.startswith("/") else Path(env.get("HOME") or _home()) / below_home
     return root / "gpuboard"
+
+
+def _home() -> str:
+    """Return the home that the user database knows: services and containers run without HOME."""
+    import os
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:
+        return "/nonexistent"
 
 
 def user_config(env: Mapping[str, str]) -> Path:

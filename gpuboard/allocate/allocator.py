@@ -351,12 +351,17 @@ def duration(for_s: float | None, settings: Settings) -> float:
 
 
 def write_private(path: str, data: bytes) -> None:
-    """Write a file that only its owner can read, whole or not at all. Raises OSError."""
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    """Write a file that only its owner can read, whole or not at all. Raises GpuboardError."""
     temporary = f"{path}.{os.getpid()}"
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-    os.replace(temporary, path)
+    try:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise GpuboardError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def forget_file(env: Mapping[str, str], lease: str) -> None:

@@ -29,7 +29,7 @@ def refuse(request: Request, snapshot: Snapshot, looked: Sequence[Candidate]) ->
     if code == 3:
         message += f"; never possible here: {sum(ever)} could serve if all were free"
     if unread:
-        message += f"; not read: {_some(unread)}"
+        message += f"; {'; '.join(unread)}"
     return Refusal(code, message + (f"; try {nearest}" if nearest else ""), _reasons(looked), nearest)
 
 
@@ -40,23 +40,22 @@ def refuse_picks(request: Request, snapshot: Snapshot, named: Sequence[Candidate
     code = 3 if not unread and (missing or any(c.never for c in named)) else 4
     words = [f"{c.node}:{c.index} is {c.state}: {c.why_not}" for c in named if c.why_not is not None]
     words += [f"there is no GPU {pick}" for pick in absent]
-    if unread:
-        words.append(f"not read: {_some(unread)}")
+    words += unread
     options = [_instead(request, snapshot), "--wait" if code == 4 else ""]
     nearest = " or ".join(option for option in options if option)
     return Refusal(code, "; ".join(words) + (f"; try {nearest}" if nearest else ""), _reasons(named), nearest)
 
 
 def _reasons(looked: Sequence[Candidate]) -> tuple[RefusedGpu, ...]:
-    return tuple(RefusedGpu(c.node, c.index, c.uuid, c.state, c.why_not or "free") for c in looked)
+    return tuple(RefusedGpu(c.node, c.index, c.uuid, c.state, c.why_not or "could be had") for c in looked)
 
 
 def _unread(snapshot: Snapshot) -> list[str]:
-    return [
-        f"{node.name} ({node.error or node.claims_error or node.state})"
-        for node in snapshot.nodes
-        if not read(node) or node.claims_error
-    ]
+    """Return words about nodes that say nothing, and about nodes that hold no reservations."""
+    silent = [f"{node.name} ({node.error or node.state})" for node in snapshot.nodes if not read(node)]
+    unfit = [f"{node.name} ({node.claims_error})" for node in snapshot.nodes if read(node) and node.claims_error]
+    found = {"not read": silent, "cannot be reserved": unfit}
+    return [f"{words}: {_some(nodes)}" for words, nodes in found.items() if nodes]
 
 
 def _some(words: Sequence[str]) -> str:
@@ -90,11 +89,17 @@ def _have(looked: Sequence[Candidate]) -> str:
         words = _some([f"{name} has {len(gpus)} free" for name, gpus in fullest])
     else:
         words = "none is free"
-    states = Counter(c.state if c.state != "free" else "free but does not fit" for c in able if c.why_not is not None)
+    states = Counter(_why_not(c) for c in able if c.why_not is not None)
     others = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
     unfit = sum(c.never for c in looked)
     others += (", " if others and unfit else "") + (f"{unfit} cannot serve this request" if unfit else "")
     return words + (f" ({others})" if others else "")
+
+
+def _why_not(candidate: Candidate) -> str:
+    if candidate.state != "free":
+        return candidate.state
+    return "free but too full" if (candidate.why_not or "").endswith("were asked for") else "not reservable"
 
 
 def _nearest(request: Request, snapshot: Snapshot, looked: Sequence[Candidate], code: int) -> str:

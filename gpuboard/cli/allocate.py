@@ -15,7 +15,7 @@ from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.options import natural, typed
 from gpuboard.errors import GpuboardError, Refused, UsageError
-from gpuboard.ledger.holder import Holder, find_holder, shell_kind
+from gpuboard.ledger.holder import evaluator_kind, find_holder, shell_kind
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, parse_duration, parse_size
 
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("what is printed")
     out.add_argument("--dry-run", action="store_true", help="say what would be taken and why; take nothing")
     out.add_argument("--format", choices=FORMATS, metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")
+    out.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
     out.add_argument("--uuid", action="store_true", help="UUIDs, not indexes, in CUDA_VISIBLE_DEVICES")
     out.add_argument("--rank-map", metavar="FILE", help="write the rank map to FILE too")
     parser.epilog = _EPILOG
@@ -59,7 +60,11 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     which = parser.add_argument_group("which GPUs")
     which.add_argument("--n", type=natural, metavar="N", help="how many in all")
     which.add_argument(
-        "--gpus", type=typed(parse_picks), metavar="GPUS", help="exactly these: gpu01:0,3@gpu02:1, UUIDs"
+        "--gpus",
+        action="extend",
+        type=typed(parse_picks),
+        metavar="GPUS",
+        help="exactly these: gpu01:0,3@gpu02:1, UUIDs",
     )
     which.add_argument("--per-node", type=natural, metavar="K", help="exactly K on each node")
     which.add_argument(
@@ -73,8 +78,8 @@ def add_filters(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", metavar="NAME", help="a part of the GPU's name, or a glob: H100, '*A100*80GB*'")
     group.add_argument("--gpu-mem", type=typed(parse_size), metavar="SIZE", help="free memory each must have: 40GiB")
     group.add_argument("--topology", choices=("best", "any"), default="best", help="best: well linked (default)")
-    group.add_argument("--exclude", type=typed(_exclude), default=(), metavar="GPUS",
-                       help="none of these: gpu01:0, gpu02 (all of it), UUIDs")  # fmt: skip
+    group.add_argument("--exclude", action="extend", type=typed(_exclude), default=[], metavar="GPUS",
+                       help="none of these: gpu01:0, gpu02 or gpu[02-04] (all of them), UUIDs")  # fmt: skip
 
 
 def add_terms(group: argparse._ArgumentGroup) -> None:
@@ -91,13 +96,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     try:
         return _run(args, context)
     except GpuboardError as error:
-        if args.format == "json":
-            from gpuboard.allocate.formats import render_error
-
-            sys.stdout.write(
-                render_error(error.exit_code, str(error), error.refusal if isinstance(error, Refused) else None)
-            )
-        elif args.dry_run and isinstance(error, Refused):
+        if args.dry_run and args.format != "json" and isinstance(error, Refused):
             explain(error)
         raise
 
@@ -117,10 +116,14 @@ def _reserve(args: argparse.Namespace, context: Context, scope: Scope) -> int:
     from gpuboard.allocate.allocator import Allocator, Terms, duration, write_private  # late: see Scope
 
     request = request_of(args)
+    if args.rank_map:
+        path = args.rank_map = os.path.realpath(args.rank_map)
+        if not os.path.isdir(os.path.dirname(path)) or (os.path.exists(path) and not os.path.isfile(path)):
+            raise UsageError(f"--rank-map {path}: it must be a file, in a folder that is there; for stdout: --format")
     for_s = duration(args.for_s, context.settings)
-    reader = None if args.detach and args.format else _reader(args)
-    form = args.format or (shell_kind(reader.pid) if reader else "shell")
-    terms = Terms(for_s, None if args.detach else reader, clean(args.purpose, 200))
+    reader = None if args.detach or args.dry_run else find_holder(args.holder)
+    form = args.format or (shell_kind(reader.pid) if reader else evaluator_kind())
+    terms = Terms(for_s, reader, clean(args.purpose, 200))
     gc.freeze()  # what is loaded stays; __main__ has put collections off until here
     gc.enable()
     with Allocator(scope, context.settings, context.env, progress=progress(context)) as allocator:
@@ -130,7 +133,7 @@ def _reserve(args: argparse.Namespace, context: Context, scope: Scope) -> int:
         if args.rank_map:
             import msgspec
 
-            write_private(os.path.abspath(args.rank_map), msgspec.json.encode(allocation.rank_map) + b"\n")
+            write_private(args.rank_map, msgspec.json.encode(allocation.rank_map) + b"\n")
         allocator.telling(allocation.lease)
         _publish(allocation, form, uuids=args.uuid)
         allocator.published(allocation.lease)
@@ -145,13 +148,13 @@ def request_of(args: argparse.Namespace) -> Request:
 
     request = Request(
         n=args.n,
-        picks=args.gpus or (),
+        picks=tuple(args.gpus or ()),
         per_node=args.per_node,
         max_nodes=args.max_nodes,
         model=args.model,
         gpu_mem=args.gpu_mem,
         topology=args.topology,
-        exclude=args.exclude,
+        exclude=tuple(args.exclude),
     )
     check(request)
     return request
@@ -172,23 +175,18 @@ def progress(context: Context):  # type: ignore[no-untyped-def]
     return show
 
 
-def _reader(args: argparse.Namespace) -> Holder | None:
-    """Return the process the lease lives with, and whose language we speak."""
-    try:
-        return find_holder(args.holder)
-    except UsageError:
-        if args.detach:
-            return None
-        raise
-
-
 def _publish(allocation: Allocation, form: str, *, uuids: bool) -> None:
     """Write to stdout. A reader that has gone is an error here: nobody would know of the lease."""
     from gpuboard.allocate.formats import render
 
     data = render(allocation, form, uuids=uuids).encode("utf-8", "surrogateescape")
-    while data:
-        data = data[os.write(1, data) :]
+    try:
+        while data:
+            data = data[os.write(1, data) :]
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise GpuboardError(f"stdout: {error.strerror}; nothing is reserved") from error
 
 
 def _comment(allocation: Allocation, form: str, context: Context) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol, cast
 from gpuboard import __version__
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import Parser, add_common, nearest
-from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.errors import GpuboardError, Interrupted, Refused, UsageError
 
 GROUPS = {
     "see": ("status",),
@@ -61,8 +61,10 @@ def main(argv: Sequence[str]) -> int:
     except GpuboardError as error:
         say(str(error))
         code = error.exit_code
+        _refuse_as_json(argv, error)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
+        _refuse_as_json(argv, Interrupted("interrupted"))
     except BrokenPipeError:
         _drop_stdout()
         code = 128 + signal.SIGPIPE  # whoever read us has left: end as other tools do, without a word
@@ -70,7 +72,21 @@ def main(argv: Sequence[str]) -> int:
         code = error.code if isinstance(error.code, int) else 0
     except Exception as error:
         code = _unexpected(error)
+        _refuse_as_json(argv, GpuboardError(f"{type(error).__name__}: {error}"))
     return code
+
+
+def _refuse_as_json(argv: Sequence[str], error: GpuboardError) -> None:
+    """Print what went wrong for the program that asked `allocate` or `env` for JSON."""
+    from gpuboard.allocate.shell import said_format
+
+    if split(list(argv))[0] in {"allocate", "env"} and said_format(argv) == "json":
+        from gpuboard.allocate.formats import render_error
+
+        refusal = error.refusal if isinstance(error, Refused) else None
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.write(render_error(error.exit_code, str(error), refusal))
+            sys.stdout.flush()
 
 
 def say(text: str) -> None:
@@ -163,7 +179,7 @@ def _unexpected(error: Exception) -> int:
 
         traceback.print_exc()
     if isinstance(error, OSError) and error.errno is not None and error.__traceback__ is not None:
-        where = f" ({error.filename})" if error.filename else ""
+        where = f" ({error.filename})" if error.filename else " (stdout)" if _unwritten() else ""
         say(f"{error.strerror}{where}; GPUBOARD_DEBUG=1 shows where that happened")
         _drop_stdout()
         return 1
@@ -176,6 +192,15 @@ def _unexpected(error: Exception) -> int:
         f"the same command under GPUBOARD_DEBUG=1, and gpuboard {__version__} on Python {sys.version.split()[0]}"
     )
     return 1
+
+
+def _unwritten() -> bool:
+    """Tell whether stdout does not take what is printed: then it was that which failed."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        return True
+    return False
 
 
 def _drop_stdout() -> None:

@@ -66,7 +66,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
         raise
     finally:
         if args.status_file:
-            Path(args.status_file).write_bytes(msgspec.json.encode(outcome) + b"\n")
+            try:
+                Path(args.status_file).write_bytes(msgspec.json.encode(outcome) + b"\n")
+            except OSError as error:  # the command's own exit code is worth more than this one
+                say(f"--status-file {args.status_file}: {error.strerror}")
 
 
 def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) -> int:

@@ -357,7 +357,9 @@ class Head:
         self._state = "done" if code == 0 else "stopped" if self._code is not None else "failed"
         self._save()
         if refused:
-            self._say(f"preflight refused: {len(failed(self.checks))} checks failed, no rank has passed its gate")
+            count = len(failed(self.checks))
+            words = f"{count} check{'' if count == 1 else 's'} failed"
+            self._say(f"preflight refused: {words}, no rank has passed its gate")
         for line in self._watch.summary() if self._gone else []:
             self._say(line)
         if code != 0:

@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime, timedelta
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_BYTES = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BYTES = {"b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BYTES |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -26,9 +26,9 @@ def parse_duration(text: str) -> float:
 
 
 def parse_size(text: str) -> int:
-    """Return bytes. Accepts ``40GiB``, ``40G`` and ``40GB`` (10^9), ``512MiB``, a plain number of bytes.
+    """Return bytes. Accepts ``40GiB``, ``40G`` and ``40GB`` (10^9), ``512MiB``, ``100B``.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, a bare number too: 40 of what?
     """
     match = re.fullmatch(r"([0-9]+(?:[.][0-9]+)?)\s*([a-zA-Z]*)", text.strip())
     if not match or match[2].lower() not in _BYTES:

@@ -251,6 +251,30 @@ def test_a_full_disk_is_a_refusal_that_leaves_nothing(here: Here) -> None:
     assert done.stderr.split()[-1] == "fill"  # neither a claim nor a temporary file
 
 
+@pytest.mark.parametrize(("redirect", "words"), [(">/dev/full", "No space left"), (">&-", "Bad file descriptor")])
+def test_a_lease_that_nobody_can_be_told_of_is_dropped(here: Here, redirect: str, words: str) -> None:
+    folder = here.needs_claims()
+    argv = ["sh", "-c", f'exec "$@" {redirect}', "sh", *here.command("allocate", "--n", "1")]
+    done = subprocess.run(argv, env=here.env, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"gpuboard: stdout: {words}")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_rank_map_goes_into_a_file_and_replaces_nothing_else(here: Here) -> None:
+    folder = here.needs_claims()
+    fifo, link, target = (here.folder / name for name in ("fifo", "link", "target"))
+    os.mkfifo(fifo)
+    link.symlink_to(target)
+    for path in (fifo, here.folder, here.folder / "none" / "map.json"):
+        done = here.run("allocate", "--n", "1", "--rank-map", str(path))
+        assert (done.returncode, f"--rank-map {path}: it must be a file" in done.stderr) == (2, True)
+    assert fifo.is_fifo()
+    assert list(folder.iterdir()) == []
+    done = here.run("allocate", "--n", "1", "--rank-map", str(link))
+    assert (done.returncode, link.is_symlink(), json.loads(target.read_text())["world_size"]) == (0, True, 1)
+
+
 @case("nfs")
 def test_a_shared_file_system_is_refused_with_the_reason() -> None:
     mounts = (

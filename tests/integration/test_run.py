@@ -56,6 +56,11 @@ def test_codes_of_signals_missing_commands_and_refusals(here: Here, tmp_path: Pa
     status = tmp_path / "status.json"
     assert here.run("run", "--n", "9", "--status-file", str(status), "--", "true").returncode == 3
     assert json.loads(status.read_text())["started"] is False
+    done = here.run("run", "--n", "1", "--status-file", "/no/such/folder/s", "--", "sh", "-c", "exit 3")
+    assert (done.returncode, done.stderr) == (
+        3,
+        "gpuboard: --status-file /no/such/folder/s: No such file or directory\n",
+    )
 
 
 def test_signals_are_handed_on_and_the_lease_ends(here: Here) -> None:  # noqa: F811

@@ -116,12 +116,37 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 def test_a_full_disk_under_stdout_is_said() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     try:
-        code, _, err = gpuboard("config", stdout=full)
+        code, _, err = gpuboard("config", stdout=full, env={"PYTHONUNBUFFERED": ""})
     finally:
         os.close(full)
     assert code == 1
-    assert err.startswith("gpuboard: No space left on device")
+    assert err.startswith("gpuboard: No space left on device (stdout)")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "out", "err"),
+    [
+        (">&-", 1, "", "gpuboard: Bad file descriptor (stdout)"),
+        ("2>&-", 0, "cluster ", ""),
+        ("<&-", 0, "cluster ", ""),
+        ("<&- 2>&-", 0, "cluster ", ""),
+        ("<&- >&- 2>&-", 1, "", ""),
+    ],
+)
+def test_streams_that_the_caller_closed(closed: str, code: int, out: str, err: str) -> None:
+    done = subprocess.run(
+        f"exec {sys.executable} -m gpuboard config {closed}", shell=True, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout[: len("cluster ")]) == (code, out)
+    assert done.stderr.partition(";")[0] == err
+
+
+def test_a_locale_without_the_character_gets_a_question_mark() -> None:
+    env = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    code, out, err = gpuboard("--help", env=env)
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: gpuboard [COMMAND] [--nodes NODESET] [--config FILE] ?\n")
 
 
 def test_an_unexpected_exception_is_one_line_and_the_traceback_on_demand(

@@ -102,7 +102,8 @@ def test_a_refusal_names_the_nearest_request_that_works() -> None:
         "try --max-nodes 2, --n 3 or --wait"
     )
     assert {(g.node, g.index, g.state, g.reason) for g in answer.gpus} >= {
-        ("gpu01", 0, "free", "free"), ("gpu01", 3, "busy", "it is busy"), ("gpu02", 1, "reserved", "it is reserved"),
+        ("gpu01", 0, "free", "could be had"), ("gpu01", 3, "busy", "it is busy"),
+        ("gpu02", 1, "reserved", "it is reserved"),
     }  # fmt: skip
 
 
@@ -132,7 +133,7 @@ def test_free_memory_is_what_is_not_used() -> None:
     assert answer.nearest == "--n 1, --gpu-mem 30GiB or --wait"
     assert [g.reason for g in answer.gpus] == [
         "30 GiB free, 40 GiB were asked for",
-        "free",
+        "could be had",
         "? free, 40 GiB were asked for",
     ]
     assert refused(Request(n=1, gpu_mem=100 * GIB), one).code == 3

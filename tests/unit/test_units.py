@@ -24,13 +24,13 @@ def test_not_a_duration(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("40GiB", 40 * 2**30), ("40G", 40 * 10**9), ("512 MiB", 512 * 2**20), ("0.5gib", 2**29), ("7", 7)],
+    [("40GiB", 40 * 2**30), ("40G", 40 * 10**9), ("512 MiB", 512 * 2**20), ("0.5gib", 2**29), ("7B", 7)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1 PiB", "forty", "1G1G"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1 PiB", "forty", "1G1G", "40"])
 def test_not_a_size(text: str) -> None:
     with pytest.raises(ValueError, match="size"):
         parse_size(text)
