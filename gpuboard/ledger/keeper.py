@@ -181,9 +181,14 @@ def restart_if_needed(env: Mapping[str, str]) -> list[str]:
         Started(folder, env).close()
     if "lost" not in names:
         return []
-    with open(f"{folder}/lost", encoding="utf-8") as file:
+    taken = f"{folder}/lost.{os.getpid()}"
+    try:
+        os.rename(f"{folder}/lost", taken)  # of several commands at once, one tells
+    except FileNotFoundError:
+        return []
+    with open(taken, encoding="utf-8") as file:
         words = file.read().splitlines()
-    os.unlink(f"{folder}/lost")
+    os.unlink(taken)
     return words
 
 

@@ -1,0 +1,41 @@
+"""What the keeper left to be told is told once, also when several commands start together."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+from gpuboard.ledger.keeper import restart_if_needed
+from gpuboard.ledger.keeper_place import folder_name
+
+ROUNDS, COMMANDS = 50, 6
+
+
+def _command(state: str, gate: Barrier, told: multiprocessing.SimpleQueue[list[str]]) -> None:
+    for number in range(ROUNDS):
+        gate.wait()
+        if gate.wait() == 0:
+            _lost(state).write_text(f"lease {number} has lapsed\n")
+        gate.wait()
+        told.put(restart_if_needed({"XDG_STATE_HOME": state}))
+
+
+def _lost(state: str) -> Path:
+    return Path(state, "gpuboard", "keeper", folder_name(), "lost")
+
+
+def test_one_of_many_commands_tells_what_was_lost(tmp_path: Path) -> None:
+    state = str(tmp_path)
+    _lost(state).parent.mkdir(parents=True)
+    fork = multiprocessing.get_context("fork")
+    gate, told = fork.Barrier(COMMANDS), fork.SimpleQueue()
+    commands = [fork.Process(target=_command, args=(state, gate, told)) for _ in range(COMMANDS)]
+    for command in commands:
+        command.start()
+    answers = [told.get() for _ in range(ROUNDS * COMMANDS)]
+    for command in commands:
+        command.join(20)
+    assert [command.exitcode for command in commands] == [0] * COMMANDS
+    assert sorted(word for words in answers for word in words) == sorted(f"lease {n} has lapsed" for n in range(ROUNDS))
+    assert list(_lost(state).parent.iterdir()) == []
