@@ -140,6 +140,7 @@ class Allocator:
         answer = choose(request, snapshot)
         if isinstance(answer, Refusal) and any(node.state == "unreachable" for node in snapshot.nodes):
             self._fleet.wait(limit_s - _GRACE_S)
+            self._fleet.freshen()
             snapshot = self._snapshot()
             answer = choose(request, snapshot)
         if all(node.age_s is None for node in snapshot.nodes):
@@ -242,7 +243,11 @@ class Allocator:
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of ours as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease and the like."""
-        self._fleet.wait(parse_duration(self._settings.connect_timeout) + _FIRST_READING_S)
+        limit_s = parse_duration(self._settings.connect_timeout) + _FIRST_READING_S
+        self._fleet.wait(min(_GRACE_S, limit_s))
+        if not self._seen_whole(text):
+            self._fleet.wait(limit_s - _GRACE_S)
+            self._fleet.freshen()
         snapshot = self._fleet.snapshot()
         if all(node.age_s is None for node in snapshot.nodes):
             raise NoNodeReached("no node could be reached; `gpuboard status` shows why")
@@ -256,6 +261,11 @@ class Allocator:
         if isinstance(answer, Refusal):
             raise self._refused(answer)
         return self._allocation(self._lease(mine.lease, snapshot), answer.gpus, answer.why, snapshot)
+
+    def _seen_whole(self, lease: str) -> bool:
+        """Tell whether every node of a lease of ours has been read: a hung one elsewhere does not matter to it."""
+        mine = ledger.mine(self._fleet.claims(), self._fleet.uids()).get(lease)
+        return mine is not None and set(mine.nodes) == set(mine.gpus)
 
     def _allocation(self, lease: Lease, gpus: Sequence[Chosen], why: str, snapshot: Snapshot) -> Allocation:
         names = list(dict.fromkeys(gpu.node for gpu in gpus))

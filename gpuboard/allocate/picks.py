@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
+from gpuboard.errors import UsageError
 from gpuboard.model.request import Pick
 
 _UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/_-]{4,100}", re.ASCII)
 _NODE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*", re.ASCII)
+_COMMA = re.compile(r",(?![^\[]*\])")  # none within brackets: gpu[01,03]
 _MOST = 4096  # GPUs one node may be asked for: 0-999999999 is a slip
 
 
@@ -15,21 +17,36 @@ def parse_picks(text: str, *, whole_nodes: bool = False) -> tuple[Pick, ...]:
     """Return the GPUs that ``text`` names, in its order; ``whole_nodes``: a node's name alone means all its GPUs.
 
     Parts are joined by ``@``; a part is ``node:indexes``, indexes (of the only node) or UUIDs; indexes are numbers and
-    ranges (``0,2-3``). Raises ValueError.
+    ranges (``0,2-3``). With ``whole_nodes`` a nodeset may stand wherever a node's name may. Raises ValueError.
     """
     found: list[Pick] = []
     for part in text.strip().split("@"):
         node, colon, rest = part.rpartition(":")
+        if whole_nodes and colon:
+            *before, node = _COMMA.split(node)
+            found += [pick for word in before for pick in _nodes(word.strip())]
         if colon and not _NODE.fullmatch(node):
             raise ValueError(f"{node!r} is not a node's name; write gpu01:0,3@gpu02:1")
-        if whole_nodes and not colon and _NODE.fullmatch(part) and not re.match(r"[0-9,-]+$|GPU-|MIG-", part):
-            found.append(Pick(part, None, None))
-            continue
-        for word in rest.split(","):
-            found += _word(node or None, word.strip())
+        for word in _COMMA.split(rest) if whole_nodes else rest.split(","):
+            if whole_nodes and not re.match(r"[0-9-]*$|(GPU|MIG)-", word.strip()):
+                found += _nodes(word.strip())
+            else:
+                found += _word(node or None, word.strip())
     if len(set(found)) < len(found):
         raise ValueError(f"{text!r} names a GPU twice")
     return tuple(found)
+
+
+def _nodes(word: str) -> list[Pick]:
+    """Return all GPUs of a node, or of each in a nodeset."""
+    if _NODE.fullmatch(word):
+        return [Pick(word, None, None)]
+    from gpuboard.cluster.inventory import expand_names  # late: most commands exclude nothing
+
+    try:
+        return [Pick(name, None, None) for name in expand_names([word])]
+    except UsageError as error:
+        raise ValueError(str(error)) from None
 
 
 def _word(node: str | None, word: str) -> list[Pick]:

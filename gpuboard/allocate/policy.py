@@ -60,6 +60,8 @@ def check(request: Request) -> None:
     n, per_node, max_nodes = request.n, request.per_node, request.max_nodes
     if (n is None) == (not request.picks):
         raise UsageError("say how many GPUs (--n 4) or which (--gpus gpu01:0,3), one of the two")
+    if len(set(request.picks)) < len(request.picks):
+        raise UsageError("--gpus names a GPU twice")
     if request.picks and (per_node or max_nodes):
         raise UsageError("--gpus names the GPUs: --per-node and --max-nodes go with --n only")
     if n is not None and n < 1:

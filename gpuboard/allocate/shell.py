@@ -67,4 +67,6 @@ def said_format(argv: Sequence[str]) -> str | None:
             said = argv[position + 1]
         elif word.startswith("--format="):
             said = word[9:]
+        elif word == "--json":
+            said = "json"
     return said if said in FORMATS else None

@@ -10,7 +10,7 @@ from gpuboard.allocate.shell import FORMATS, SHELLS
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.errors import UsageError
-from gpuboard.ledger.holder import find_holder, shell_kind
+from gpuboard.ledger.holder import evaluator_kind
 
 NAME = "env"
 HELP = "print the variables of a lease again, for a second shell"
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="a lease of yours; default: $GPUBOARD_LEASE", nargs="?")
     parser.add_argument("--node", metavar="N", help="the GPUs of this node; default: of this machine")
     parser.add_argument("--format", choices=FORMATS, metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")
+    parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
     parser.add_argument("--uuid", action="store_true", help="UUIDs, not indexes, in CUDA_VISIBLE_DEVICES")
     parser.epilog = 'examples:\n  eval "$(gpuboard env k3f9)"\n  eval "$(gpuboard env k3f9 --node gpu02)"'
 
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     text = args.id or context.env.get("GPUBOARD_LEASE")
     if not text:
         raise UsageError("which lease? write its id; `gpuboard leases` lists them")
-    form = args.format or shell_kind(find_holder().pid)
+    form = args.format or evaluator_kind()
     with Allocator(context.nodes(), context.settings, context.env, said=True) as allocator:
         allocation = allocator.existing(text)
         names = [node.name for node in allocation.rank_map.nodes]

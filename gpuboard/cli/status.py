@@ -105,6 +105,7 @@ def settled(fleet: Fleet, context: Context) -> Snapshot:
             print(f"\r{elide(clean(words), width - 1)}\x1b[K", end="", file=sys.stderr, flush=True)
     if said:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    fleet.freshen()
     return fleet.snapshot()
 
 

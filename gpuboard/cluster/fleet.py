@@ -26,6 +26,8 @@ _LOOK_S = 0.25  # how often somebody who waits looks at deadlines
 _PACE_S = 1.0  # how often deadlines and retries of a picture that is kept open are looked at
 _TICK_S = 10.0  # how often agents are told the time of the next tick
 _SETTLE_S = 0.02  # ticks are aligned: what arrives within this is one change
+_AGED_S = 1.0  # readings older than this are read again after a wait for others
+_AGAIN_S = 4.0  # for that: NVML alone may take 3.5 s
 _RETRY_S = 1.0  # a node that failed less than this ago is not tried again for a call
 
 
@@ -149,6 +151,14 @@ class Fleet:
         """Get a reading that started after this call from each node; return why not, by node, where that failed."""
         answers = self.call_all({name: ("read", {}) for name in names}, timeout_s)
         return {name: str(answer) for name, answer in answers.items() if isinstance(answer, (CallFailed, LinkLost))}
+
+    def freshen(self) -> None:
+        """Read again the nodes whose newest reading has grown old while another node was waited for."""
+        now = time.monotonic()
+        feeds = self._feeds.items()
+        aged = [name for name, feed in feeds if feed.facts.reading is not None and now - feed.facts.arrived > _AGED_S]
+        if aged:
+            self.refresh(aged, _AGAIN_S)
 
     def close(self) -> None:
         """End every connection at once."""

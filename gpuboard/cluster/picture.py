@@ -48,8 +48,9 @@ def snapshot(nodes: Sequence[NodeFacts], view: View) -> Snapshot:
             on_gpu = claims.setdefault(claim.uuid, [])
             if claim.state == "live" and all(other.lease != claim.lease for other in on_gpu):
                 on_gpu.append(claim)
+    leases = frozenset(claim.lease for on_gpu in claims.values() for claim in on_gpu)
     return Snapshot(
-        schema=1, at=iso(view.at), cluster=view.cluster, nodes=[_node(facts, claims, view) for facts in nodes]
+        schema=1, at=iso(view.at), cluster=view.cluster, nodes=[_node(facts, claims, leases, view) for facts in nodes]
     )
 
 
@@ -95,7 +96,7 @@ def stale_after_s(view: View) -> float:
     return max(view.thresholds.stale_min_s, view.thresholds.stale_intervals * (view.interval_s or 0.0))
 
 
-def _node(facts: NodeFacts, claims: Mapping[str, list[Claim]], view: View) -> NodeView:
+def _node(facts: NodeFacts, claims: Mapping[str, list[Claim]], leases: frozenset[str], view: View) -> NodeView:
     reading, static, hello = facts.reading, facts.static, facts.hello
     age_s = max(0.0, view.now - facts.arrived) if reading else None
     fresh = age_s is not None and age_s <= stale_after_s(view)
@@ -119,7 +120,7 @@ def _node(facts: NodeFacts, claims: Mapping[str, list[Claim]], view: View) -> No
         memory_used=reading.memory_used if reading else None,
         memory_total=reading.memory_total if reading else None,
         gpus=[
-            _gpu(gpu, facts, claims, view, age_s or 0.0)
+            _gpu(gpu, facts, claims, leases, view)
             for gpu in sorted(facts.known.values(), key=lambda gpu: (gpu.index, gpu.uuid))
         ],
         hostname=_short(hello.hostname, 255) if hello else None,
@@ -128,7 +129,9 @@ def _node(facts: NodeFacts, claims: Mapping[str, list[Claim]], view: View) -> No
     )
 
 
-def _gpu(static: GpuStatic, facts: NodeFacts, claims: Mapping[str, list[Claim]], view: View, age_s: float) -> GpuView:
+def _gpu(
+    static: GpuStatic, facts: NodeFacts, claims: Mapping[str, list[Claim]], leases: frozenset[str], view: View
+) -> GpuView:
     reading = _reading_of(static, facts, facts.reading)
     before = _reading_of(static, facts, facts.previous)
     busy_at = facts.last_busy.get(static.uuid)
@@ -136,11 +139,12 @@ def _gpu(static: GpuStatic, facts: NodeFacts, claims: Mapping[str, list[Claim]],
         static=static,
         reading=_named(reading, view.users),
         previous=None if view.one_shot else _named(before, view.users),
-        age_s=age_s,
+        age_s=max(0.0, view.now - facts.arrived) if facts.reading else 0.0,
         interval_s=view.interval_s or 1.0,
         one_shot=view.one_shot,
         claims=tuple(claims.get(static.uuid, ())),
         claims_error=facts.reading.claims_error if facts.reading else None,
+        leases=leases,
         idle_for_s=None if busy_at is None else max(0.0, view.now - busy_at),
     )
     verdict = judge(about, view.thresholds)

@@ -90,6 +90,14 @@ def shell_kind(pid: int) -> str:
     return "fish" if name == "fish" else "shell"
 
 
+def evaluator_kind() -> str:
+    """Return the format for whoever evaluates our output; ``shell`` where that cannot be told."""
+    try:
+        return shell_kind(find_holder().pid)
+    except UsageError:
+        return "shell"
+
+
 def boot_id() -> str:
     """Return this machine's boot id, which every boot makes anew."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

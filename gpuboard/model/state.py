@@ -53,6 +53,7 @@ class Facts(msgspec.Struct, frozen=True):
     claims_error: str | None = None
     jobs: tuple[Job, ...] = ()
     scheduler_error: str | None = None  # a configured scheduler that gives no current answer
+    leases: frozenset[str] = frozenset()  # the ids of all that live, on whatever GPU
     idle_for_s: float | None = None  # how long nothing has run on it, as far as we have watched
 
 
@@ -104,6 +105,8 @@ def _state(facts: Facts, limits: Thresholds) -> tuple[str, str]:
             return "busy", f"a moment ago: {earlier}"
         if (facts.previous.memory_used or 0) > limits.occupied_memory:
             return "occupied", "a moment ago: memory in use by a process that cannot be seen from here"
+    if facts.static.mig is not None:
+        return "free", "in MIG mode: what can be reserved are its devices"
     return "free", "no process, no reservation"
 
 
@@ -176,7 +179,7 @@ def _flags(facts: Facts, limits: Thresholds, state: str) -> tuple[str, ...]:
         flags.append("rogue")
     if holders and not processes and facts.idle_for_s is not None and facts.idle_for_s >= limits.idle_after_s:
         flags.append("idle")
-    if any(p.lease is not None and p.lease not in ours for p in processes) and not facts.claims:
+    if not facts.claims and any(p.lease is not None and p.lease not in facts.leases for p in processes):
         flags.append("overdue")
     if any(claim.disputed_with for claim in facts.claims):
         flags.append("disputed")

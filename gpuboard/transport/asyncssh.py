@@ -249,6 +249,8 @@ class _DaemonExecutor(ThreadPoolExecutor):
         future: Future[Any] = Future()
 
         def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # the connection was given up meanwhile
             try:
                 future.set_result(fn(*args, **kwargs))
             except BaseException as error:  # it is the future's to raise

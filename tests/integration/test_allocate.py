@@ -195,6 +195,26 @@ def test_a_dry_run_explains_and_takes_nothing(here: Here) -> None:  # noqa: F811
     assert "try --n 2 or --wait" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["allocate", "--n", "0", "--json"], 2),
+        (["allocate", "--nope", "--format=json"], 2),
+        (["allocate", "--n", "9", "--format", "json"], 3),
+        (["allocate", "--n", "1", "--config", "/nowhere", "--json"], 2),
+        (["env", "nope", "--json"], 5),
+        (["env", "--format", "json"], 2),
+    ],
+)
+def test_every_refusal_is_json_for_who_asked_for_it(here: Here, args: list[str], code: int) -> None:  # noqa: F811
+    here.gpus([Gpu()])
+    done = here.run(*args)
+    answer = json.loads(done.stdout)
+    assert set(answer) == {"schema", "error"}
+    assert set(answer["error"]) == {"code", "message", "gpus", "nearest"}
+    assert (done.returncode, answer["error"]["code"]) == (code, code)
+
+
 def test_a_detached_lease_needs_an_end_and_has_no_holder(here: Here) -> None:  # noqa: F811
     assert here.run("allocate", "--n", "1", "--detach").returncode == 2
     got = here.json("allocate", "--n", "1", "--detach", "--for", "1h", "--format", "json", "--purpose", "night")[

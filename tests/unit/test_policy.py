@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuboard.allocate.picks import parse_picks
-from gpuboard.allocate.policy import choose
+from gpuboard.allocate.policy import check, choose
 from gpuboard.errors import UsageError
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
@@ -143,6 +143,15 @@ def test_free_memory_is_what_is_not_used() -> None:
 def test_excluded_gpus_and_nodes_are_not_taken() -> None:
     exclude = parse_picks("gpu01:0,2@gpu02", whole_nodes=True)
     assert got(Request(n=6, exclude=exclude), node("gpu01"), node("gpu02")) == {"gpu01": [1, 3, 4, 5, 6, 7]}
+    for text in ("gpu[02-03],gpu01:0,2", "gpu01:0,2,gpu02,gpu03", "gpu[02,03]@gpu01:0,2"):
+        assert set(parse_picks(text, whole_nodes=True)) >= set(exclude)
+    with pytest.raises(ValueError, match="cannot be read"):
+        parse_picks("gpu[02", whole_nodes=True)
+
+
+def test_a_gpu_that_is_named_twice_is_a_slip() -> None:
+    with pytest.raises(UsageError, match="twice"):
+        check(Request(picks=(*parse_picks("gpu01:0"), *parse_picks("gpu01:0"))))
 
 
 def test_named_gpus_are_taken_exactly_or_not_at_all() -> None:

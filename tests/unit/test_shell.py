@@ -78,6 +78,7 @@ def test_formats_no_shell_evaluates_get_nothing_to_evaluate() -> None:
 def test_the_format_is_found_in_a_wrong_command_line() -> None:
     assert said_format(["allocate", "--nope", "--format", "csh"]) == "csh"
     assert said_format(["--format=fish", "allocate"]) == "fish"
+    assert said_format(["allocate", "--json", "--n", "x"]) == "json"
     assert said_format(["allocate", "--format"]) is None
     assert said_format(["allocate", "--format", "yaml"]) is None
     assert said_format(["run", "--", "x", "--format", "csh"]) is None

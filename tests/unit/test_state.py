@@ -67,6 +67,8 @@ TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
      "busy", "owner hidden: process (pid 7)", ()),
     ("overdue", {"processes": [msgspec.structs.replace(BOB, lease="old")]},
      "busy", "bob: python (pid 7)", ("overdue",)),
+    ("a process of a lease on other GPUs", {"processes": [msgspec.structs.replace(BOB, lease="k3f9")],
+     "leases": frozenset({"k3f9"})}, "busy", "bob: python (pid 7)", ()),
     ("Xorg", {"processes": [Process(pid=1, type="graphics", memory=9, user="root", name="Xorg")]},
      "free", "no process, no reservation", ()),
     ("a big Xorg", {"processes": [Process(pid=1, type="graphics", memory=GIB, user="root", name="Xorg")]},
@@ -99,7 +101,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("power cap is no sickness", {"throttle": ["sw_power_cap"]}, "free", "no process, no reservation", ()),
     ("narrow", {"pcie_width": 8}, "free", "no process, no reservation", ("sick",)),
     ("MIG parent", {"static": msgspec.structs.replace(STATIC, mig=[]), "memory_used": None, "processes": None},
-     "free", "no process, no reservation", ("mig",)),
+     "free", "in MIG mode: what can be reserved are its devices", ("mig",)),
 ]  # fmt: skip
 
 
