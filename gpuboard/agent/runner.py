@@ -34,7 +34,7 @@ def main() -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    watched = set(_FORWARDED) | {signal.SIGCHLD}
+    watched = set(_FORWARDED) | {signal.SIGCHLD, signal.SIGALRM}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     try:
         os.chdir(config["cwd"])
@@ -73,11 +73,13 @@ def wait(pid: int, parent: int, watched: "Set[signal.Signals]", remote: bool) ->
     poller = select.poll()
     if remote:
         poller.register(2, 0)  # end-of-file of the connection shows on the stderr that sshd gave us, unless redirected
+    # A timer, not sigtimedwait: after ctrl-Z and fg longer than its timeout that returns what was on the stack.
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
     while True:
-        info = signal.sigtimedwait(watched, _LOOK_S)
+        info = signal.sigwaitinfo(watched)
         if os.getppid() != parent or (remote and poller.poll(0)):
             return None
-        if info is not None and info.si_signo != signal.SIGCHLD and info.si_code != SI_KERNEL:
+        if info.si_signo in _FORWARDED and info.si_code != SI_KERNEL:
             os.kill(pid, info.si_signo)
         while True:
             try:

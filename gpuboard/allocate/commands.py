@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,23 +55,36 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], lease: str) 
 
     Signals that come to us alone are handed on. Call from the main thread: its end is the runner's signal to end.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
+    watched = (*_SIGNALS, signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    over = threading.Event()
+    threading.Thread(target=_tick, args=(threading.get_ident(), over), name="tick", daemon=True).start()
     try:
         pid = os.posix_spawn(command[0], list(command), dict(environ), setsigmask=mask)
         while True:
-            info = signal.sigtimedwait((*_SIGNALS, signal.SIGCHLD), _LOOK_S)
+            info = signal.sigwaitinfo(watched)
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 break
-            if info is not None and info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
+            if info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
                 os.kill(pid, info.si_signo)
     finally:
+        over.set()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if os.WIFEXITED(status):
         return os.WEXITSTATUS(status)
     for left in carriers(lease):  # the runner itself was killed
         os.kill(left, signal.SIGKILL)
     return 128 + os.WTERMSIG(status)
+
+
+def _tick(thread: int, over: threading.Event) -> None:
+    """Wake ``thread`` now and then: another one, left over from a connection, may have taken the signal it waits for.
+
+    Not by sigtimedwait's timeout: after ctrl-Z and fg that are further apart it returns what was on the stack.
+    """
+    while not over.wait(_LOOK_S):
+        signal.pthread_kill(thread, signal.SIGCHLD)
 
 
 def _source() -> str:

@@ -106,3 +106,30 @@ def test_the_terminal_is_passed_on_and_ctrl_c_ends_the_command(here: Here) -> No
     os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGINT
     until(lambda: not claims(here), "the claim lives on")
+
+
+def test_ctrl_z_and_fg_later_goes_on_as_before(here: Here) -> None:  # noqa: F811
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        script = 'set -m; "$@"; echo stopped $?; sleep 1.2; fg >/dev/null; echo code $?; exit'
+        argv = here.command("run", "--n", "1", "--", "sh", "-c", "echo up; read line; echo got $line; exit 7")
+        os.execve("/bin/bash", ["bash", "-c", script, "bash", *argv], here.env)
+    seen = b""
+
+    def read(words: bytes) -> None:
+        nonlocal seen
+        while words not in seen:
+            seen += os.read(terminal, 4096)
+
+    read(b"up")
+    os.write(terminal, b"\x1a")
+    read(b"stopped 148")
+    assert len(claims(here)) == 1
+    os.write(terminal, b"word\n")
+    read(b"code ")
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    assert b"got word" in seen
+    assert b"code 7" in seen
+    until(lambda: not claims(here), "the claim lives on")
