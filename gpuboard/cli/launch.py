@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 
 def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, object]) -> int:
-    from gpuboard.launch import environ, plan, runs, target
+    from gpuboard.launch import environ, plan, runs, source, target
     from gpuboard.launch.output import Screen
 
     what = target.parse_target(args.target, args.module)
@@ -115,15 +115,16 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, objec
         grace_s=args.grace,
         lost_head_s=args.lost_head,
     )
-    nodes = {node.name: node for node in _scope(context)}
+    scope = _scope(context)
     with contextlib.closing(Screen(sys.stdout, sys.stderr)) as screen, _rank_map(args, context) as (rank_map, where):
+        nodes = source.nodes_of(rank_map, scope)
         plan.check_rank_map(rank_map, nodes, where, args.device)
         decided = plan.launch_plan(
             rank_map,
             what,
             run=runs.new_run_id(),
             secret=secrets.token_hex(16),
-            cwd=os.getcwd(),
+            cwd=_folder(context.env),
             environ=sent,
             options=options,
         )
@@ -261,6 +262,18 @@ def _scope(context: Context) -> list[Node]:
     if leased and not context.said and not context.settings.nodes:
         return inventory(context.settings, [leased])
     return context.nodes()
+
+
+def _folder(env: Mapping[str, str]) -> str:
+    """Return this folder as the shell names it: what links and automounts make of that may differ between nodes."""
+    named = env.get("PWD", "")
+    with contextlib.suppress(OSError):
+        if named.startswith("/") and os.path.samefile(named, "."):
+            return named
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("this folder was removed; cd to one that every node has") from None
 
 
 def _words(text: str) -> list[str]:

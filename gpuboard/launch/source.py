@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from gpuboard.allocate.ranks import rank_map
-from gpuboard.cluster.inventory import Node, local_node
+from gpuboard.cluster.inventory import Node, is_here, local_node
 from gpuboard.errors import UsageError
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.request import Chosen
@@ -23,6 +23,20 @@ def read_rank_map(path: Path) -> RankMap:
         raise UsageError(f"{path}: the rank map cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not a rank map: {clean(str(error))}") from error
+
+
+def nodes_of(rank_map: RankMap, nodes: Sequence[Node]) -> dict[str, Node]:
+    """Return ``nodes`` by name, with this machine under any name of its own that the map uses (``localhost``).
+
+    Raises UsageError when the map has this machine under two names.
+    """
+    found = {node.name: node for node in nodes}
+    named = [entry.name for entry in rank_map.nodes]
+    found |= {name: Node(name, None) for name in named if name not in found and is_here(name)}
+    here = sorted({name for name in named if name in found and local_node([found[name]])})
+    if len(here) > 1:
+        raise UsageError(f"the rank map has one machine under the names {' and '.join(here)}; list it once")
+    return found
 
 
 def cpu_rank_map(n: int, nodes: Sequence[Node], *, spread: bool) -> RankMap:

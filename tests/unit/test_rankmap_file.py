@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from gpuboard.cluster.inventory import Node
 from gpuboard.errors import UsageError
 from gpuboard.launch.plan import check_rank_map
-from gpuboard.launch.source import read_rank_map
+from gpuboard.launch.source import nodes_of, read_rank_map
 from gpuboard.model.rankmap import Rank, RankMap, RankNode
 from tests.unit.test_plan import MAP
 
@@ -85,3 +87,14 @@ def test_a_file_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
 def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     (tmp_path / "map.json").write_bytes(msgspec.json.encode(MAP))
     assert read_rank_map(tmp_path / "map.json") == MAP
+
+
+def test_this_machine_may_be_called_by_any_name_of_its_own_but_only_one() -> None:
+    own = [RankNode(name, "127.0.0.1", at, 1, "0") for at, name in enumerate(("localhost", os.uname().nodename))]
+    one = RankMap(1, None, "127.0.0.1", 0, 1, own[:1], [Rank(0, "localhost", 0, 0, "a")])
+    assert nodes_of(one, [Node("gpu01", "gpu01")]) == {
+        "gpu01": Node("gpu01", "gpu01"),
+        "localhost": Node("localhost", None),
+    }
+    with pytest.raises(UsageError, match="list it once"):
+        nodes_of(msgspec.structs.replace(one, nodes=own), [there])
