@@ -92,9 +92,7 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
 def test_this_machine_may_be_called_by_any_name_of_its_own_but_only_one() -> None:
     own = [RankNode(name, "127.0.0.1", at, 1, "0") for at, name in enumerate(("localhost", os.uname().nodename))]
     one = RankMap(1, None, "127.0.0.1", 0, 1, own[:1], [Rank(0, "localhost", 0, 0, "a")])
-    assert nodes_of(one, [Node("gpu01", "gpu01")]) == {
-        "gpu01": Node("gpu01", "gpu01"),
-        "localhost": Node("localhost", None),
-    }
+    there = Node("gpu01", "gpu01")
+    assert nodes_of(one, [there]) == {"gpu01": there, "localhost": Node("localhost", None)}
     with pytest.raises(UsageError, match="list it once"):
         nodes_of(msgspec.structs.replace(one, nodes=own), [there])
