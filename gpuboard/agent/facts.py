@@ -66,6 +66,8 @@ def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, An
         raise ranks.NotStarted(
             "cwd", "there is no folder %s on this node; launch from one that every node has" % config["cwd"]
         )
+    if not os.access(config["cwd"], os.X_OK):
+        raise ranks.NotStarted("cwd", "this user may not enter %s on this node" % config["cwd"])
     facts = _ask(config, environ)
     if "target_error" in facts:
         raise ranks.NotStarted(

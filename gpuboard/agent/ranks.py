@@ -134,7 +134,7 @@ def interpreter(python: "Optional[str]", environ: "Dict[str, str]", wrapped: boo
     if wrapped:
         return python or "python3"
     if python:
-        found = shutil.which(os.path.expanduser(python), path=environ.get("PATH"))
+        found = shutil.which(python, path=environ.get("PATH"))
         if found is None:
             raise NotStarted("python", "there is no interpreter %s on this node; --python names another" % python)
         return found
@@ -200,8 +200,10 @@ def stale(environ: "Dict[str, str]") -> "List[str]":
 
 def command(config: "Dict[str, Any]", environ: "Dict[str, str]", after_python: "List[str]") -> "List[str]":
     """Return wrapper, training interpreter and what follows it. Raises NotStarted."""
-    wrap = list(config["wrap"])
-    return [*wrap, interpreter(config["python"], environ, bool(wrap)), *after_python]
+    wrap, python = list(config["wrap"]), config["python"]
+    if python and "/" in python and not wrap:  # as the person means it, not below the folder that sshd starts in
+        python = os.path.join(config["cwd"], os.path.expanduser(python))
+    return [*wrap, interpreter(python, environ, bool(wrap)), *after_python]
 
 
 def start(  # noqa: PLR0917

@@ -225,7 +225,9 @@ class Supervisor:
             raise Refusal("state", "the gate opens after spawn")
         if self._config["listen"] and self._master is None:
             raise Refusal("state", "the gate opens after listen: there is no store to meet at")
-        environ = {str(name): str(value) for name, value in (args.get("environ") or {}).items()}
+        # What this node's own environment says (a site's profile names the interface) stands.
+        offered = (args.get("environ") or {}).items()
+        environ = {str(name): str(value) for name, value in offered if name not in self._environ}
         environ["MASTER_ADDR"] = str(args["master_addr"])
         environ["MASTER_PORT"] = str(args["master_port"])
         if self._master is not None:

@@ -76,7 +76,9 @@ class Channel:
         import json  # 10 ms: the NVML child is already at work when the first message is sent
 
         if not self._deaf:
-            self._out += ("@" + self.nonce + json.dumps(message, separators=(",", ":")) + "\n").encode("ascii")
+            text = json.dumps(message, separators=(",", ":"), ensure_ascii=False)
+            # Lone surrogates (a file name that is no UTF-8) become `?`: no JSON reader need take them.
+            self._out += ("@" + self.nonce + text + "\n").encode("utf-8", "replace")
             self.flush()
 
     def event(self, kind: str, data: "Dict[str, Any]") -> None:

@@ -36,7 +36,13 @@ def run(args: argparse.Namespace, context: Context) -> int:
         return 0
     if runs.alive(view.head) is None:
         raise GpuboardError(f"run {view.id} is led from {view.head.host}; run `gpuboard stop {view.id}` there")
-    ask(Path(view.folder), Request("stop", 0.0 if args.now else args.grace))
+    try:
+        ask(Path(view.folder), Request("stop", 0.0 if args.now else args.grace))
+    except GpuboardError:
+        if (view := runs.find_run(context.env, view.id)).state not in runs.FINAL:
+            raise
+        print(f"run {view.id} has ended already: {view.state}")  # in this very moment
+        return 0
     print(f"run {view.id} is stopping", flush=True)
     longest = (args.grace or 3600.0) + _PATIENCE_S  # without --grace the head knows the time, and counts it down
     until = time.monotonic() + longest

@@ -61,6 +61,17 @@ class Crew:
         for config in self._plan.nodes:
             self._links[config.node] = self._open(config.node, msgspec.to_builtins(config))
 
+    def sweep(self, node: str) -> None:
+        """Empty a node whose supervisor is out of reach; an Ended or Lost of the node follows.
+
+        Killed at the same time, guard and supervisor leave those behind that the ranks' death signals do not reach.
+        Another supervisor of the run knows them by their GPUBOARD_RUN.
+        """
+        config = next(config for config in self._plan.nodes if config.node == node)
+        self._unanswered[node] = 0
+        self._links[node] = self._open(node, msgspec.to_builtins(config))
+        self._links[node].submit("stop", {"grace_s": 0.0})
+
     def ask(self, node: str, op: str, args: Mapping[str, Any], timeout_s: float) -> None:
         """Call a supervisor; an :class:`Answer` follows on the inbox whatever happens."""
         pending = self._links[node].submit(op, dict(args))

@@ -25,7 +25,7 @@ from gpuboard.launch.questions import PROBE_S, START_S, Questions
 from gpuboard.launch.runs import RunFolder, RunView, VerdictView, this_head
 from gpuboard.launch.watch import EXIT_WAIT_S, Watch, rank_words, signal_name
 from gpuboard.model.snapshot import Snapshot
-from gpuboard.model.units import iso
+from gpuboard.model.units import format_duration, iso
 from gpuboard.transport.base import CallFailed, LinkLost
 from gpuboard.transport.connector import Connector
 
@@ -33,6 +33,7 @@ EMPTY_S = 5.0  # from SIGKILL, or the end of a connection, to a node without a p
 LOST_GRACE_S = (
     3.0  # with a node gone nothing collective can be saved: all nodes are empty within 5 s, like the lost one
 )
+SWEEP_S = 2.0  # for looking after a node whose supervisor was lost; longer only if its network is gone, too
 REFUSED_GRACE_S = 2.0  # ranks that have not passed their gate have nothing to save
 _PING_S = 1.0
 _SAVE_S = 2.0
@@ -84,6 +85,7 @@ class Head:
         self._stop_at: float | None = None
         self._grace_s = plan.options.grace_s
         self._countdown = -1
+        self._sweeping: set[str] = set()  # lost nodes that another supervisor is emptying
         self._spared: list[int] = []  # ranks that may end by themselves for a moment before they are told to
         self._pinged = self._saved = float("-inf")
         self._holding = False
@@ -224,6 +226,8 @@ class Head:
 
     def _hear(self, item: Heard, now: float) -> None:
         event = item.event
+        if item.node in self._sweeping:
+            return  # a second supervisor has nothing to tell
         rank = getattr(event, "rank", None)
         if rank is not None and (rank not in self._watch.ranks or self._watch.ranks[rank].node != item.node):
             return  # a node speaks for its own ranks only
@@ -247,7 +251,12 @@ class Head:
             self._watch.node_lost(item.node, str(item.value), time.monotonic())
 
     def _lose(self, node: str, words: str, now: float) -> None:
-        if self._gone or self._stopping():
+        if node in self._sweeping:
+            self._sweeping.remove(node)
+        elif self._gone or self._stopping():
+            if self._gone and node not in self._watch.ended_nodes:
+                self._sweeping.add(node)
+                self._crew.sweep(node)
             self._watch.node_lost(node, words, now)
         else:
             self._questions.lost(node, words)
@@ -291,8 +300,9 @@ class Head:
 
     def _stop(self, reason: str, code: int, grace_s: float | None) -> None:
         """A person wants the run to end; asked again, at once."""
-        if self._code is not None and self._stop_at is not None:
-            grace_s = 0.0
+        if self._stop_at is not None:  # asked again, or while a failure is being cleared up; never later than was said
+            left = max(0.0, self._stop_at + self._grace_s - time.monotonic())
+            grace_s = min(grace_s or 0.0, left)
         if grace_s is not None:
             self._grace_s = grace_s
         if self._code is None and self._watch.cause is None:
@@ -352,7 +362,10 @@ class Head:
                 self._stop_at = time.monotonic()
                 self._crew.tell("stop", {"grace_s": self._grace_s, "reason": self._watch.stop_reason or ""})
             self._pump(lambda: self._watch.emptied, time.monotonic() + self._grace_s + EMPTY_S)
+        self._pump(lambda: not self._sweeping, time.monotonic() + SWEEP_S)
         self._periodic(time.monotonic())
+        for rank in self._watch.ranks:  # what helpers, and ranks of a lost node, left without a line end
+            self._relay.ended(rank)
         code = self._exit_code()
         self._state = "done" if code == 0 else "stopped" if self._code is not None else "failed"
         self._save()
@@ -363,7 +376,9 @@ class Head:
         for line in self._watch.summary() if self._gone else []:
             self._say(line)
         if code != 0:
-            self._say(f"exit code {code}; logs: {self._folder.path}")
+            ran = format_duration(round((self._caused_at or time.time()) - self._started))
+            at = time.strftime("%H:%M:%S", time.localtime(self._caused_at or None))
+            self._say(f"exit code {code}, at {at} after {ran}; logs: {self._folder.path}")
         return code
 
     def _exit_code(self) -> int:
@@ -380,14 +395,16 @@ class Head:
             self._inbox.put(Signalled(number))
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-        return {number: signal.signal(number, caught) for number in numbers}
+        heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup; `&` in sh
+        return {number: signal.signal(number, caught) for number in heeded}
 
     def _signalled(self, number: int, now: float) -> None:
         if number == signal.SIGINT:
             self._stop("ctrl-C", 128 + number, None)
         elif number == signal.SIGHUP:
-            self._stop("the terminal is gone", 128 + number, None)
-        elif not self._gone:
+            if not self._stopping():  # the shell and the kernel both send it: that is no second request
+                self._stop("the terminal is gone", 128 + number, None)
+        elif not self._gone or not self._watch.running:
             if number == signal.SIGTERM:
                 self._stop("SIGTERM", 128 + number, None)
         else:

@@ -138,8 +138,12 @@ def launch_plan(
     """Return the plan of a run on a sound rank map.
 
     One node alone talks to itself over 127.0.0.1, whatever the map says: no name service, no firewall. Raises
-    UsageError when several nodes would have to meet at a loopback address.
+    UsageError when several nodes would have to meet at a loopback address, and for text that is not UTF-8.
     """
+    _check_text({"the folder": cwd, "--python": options.python or "", "the target": target.name})
+    _check_text({f"argument {at} of the target": word for at, word in enumerate(target.args, 1)})
+    _check_text({f"the variable {name}": value for name, value in environ.items()})
+    _check_text({"--wrap": " ".join(options.wrap)})
     nodes = sorted(rank_map.nodes, key=lambda n: n.node_rank)
     master = LOOPBACK if len(nodes) == 1 else rank_map.master_addr
     if len(nodes) > 1 and is_loopback(master):
@@ -175,6 +179,15 @@ def launch_plan(
         )
 
     return LaunchPlan(run, rank_map, options, target, [start(node) for node in nodes])
+
+
+def _check_text(words: Mapping[str, str]) -> None:
+    """Raise UsageError for bytes that are no UTF-8 (Python reads them as surrogates): JSON cannot carry them."""
+    for what, text in words.items():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{what} is not UTF-8 and cannot be sent to the nodes: {text!r}") from None
 
 
 def shown(plan: LaunchPlan) -> dict[str, object]:

@@ -218,7 +218,7 @@ class Watch:
         message = clean(event.message, 400)
         place = f" at {clean(event.file)}:{event.line}" if event.file else ""
         place += f" in {clean(event.function)}" if event.function and event.function != "<module>" else ""
-        while_words = {"import": " while importing", "init": " in init_process_group"}.get(event.phase, "")
+        while_words = {"import": " before init_process_group", "init": " in init_process_group"}.get(event.phase, "")
         what = clean(event.type) + (f": {message}" if message else "")
         text = f"{self._where(event.rank)} failed{while_words}: {what}{place}"
         echo = is_echo(f"{event.type}: {event.message}")

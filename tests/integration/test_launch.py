@@ -124,7 +124,7 @@ sys.exit(5)
         assert run.carriers() == []
 
 
-@pytest.mark.parametrize("who", ["head", "supervisor", "guard"])
+@pytest.mark.parametrize("who", ["head", "supervisor", "guard", "supervisor and guard"])
 def test_whoever_is_killed_nothing_of_the_run_is_left(tmp_path: Path, who: str) -> None:
     with Launch(tmp_path, FAMILY) as run:
         run.wait_for("up", times=2)
@@ -132,13 +132,16 @@ def test_whoever_is_killed_nothing_of_the_run_is_left(tmp_path: Path, who: str) 
         assert len(run.carriers()) >= 8, "two ranks, each with three helpers, live"
         assert view.ranks[0].pid is not None
         supervisor = parent(view.ranks[0].pid)
-        kill({"head": run.process.pid, "supervisor": supervisor, "guard": parent(supervisor)}[who])
+        pids = {"head": run.process.pid, "supervisor": supervisor, "guard": parent(supervisor)}
+        for pid in [pids[name] for name in who.split(" and ")]:
+            kill(pid)
         assert wait_gone(view.id) <= 5.0
         code = run.wait()
         kind = run.view().verdicts[0].kind
         assert (code, kind, run.view().state) == {
             "head": (-signal.SIGKILL, "head-died", "failed"),
             "supervisor": (1, "node-lost", "failed"),
+            "supervisor and guard": (1, "node-lost", "failed"),
             "guard": (137, "signal", "failed"),  # the supervisor lives to tell how the ranks ended
         }[who]
 

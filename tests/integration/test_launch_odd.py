@@ -1,0 +1,153 @@
+"""Launches in odd surroundings: bytes that are no text, hang-ups, impatience, a node's own environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launch_lab import SLEEP, Launch
+
+# Ranks that take their time after SIGTERM
+SLOW = """
+import os, signal, sys, time
+def saved(*_):
+    time.sleep(1)
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, saved)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_exception_that_is_no_text_is_told_all_the_same(tmp_path: Path) -> None:
+    with Launch(tmp_path, "open('no-\\udcff-such')", n=1) as run:
+        assert run.wait() == 1
+        assert "rank 0 (" in run.text["err"]
+        assert "FileNotFoundError: [Errno 2] No such file or directory: 'no-\\udcff-such'" in run.text["err"]
+        assert run.view().verdicts[0].kind == "raised"
+
+
+def test_words_of_an_exception_with_surrogates(tmp_path: Path) -> None:
+    with Launch(tmp_path, "raise ValueError('bad \\udcff name')", n=1) as run:
+        assert run.wait() == 1
+        assert "failed before init_process_group: ValueError: bad ? name at " in run.text["err"]
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "words"),
+    [
+        (["--env", "ODD=a\udcff"], [], "the variable ODD is not UTF-8 and cannot be sent to the nodes: 'a\\udcff'"),
+        ([], ["fine", "a\udcff"], "argument 2 of the target is not UTF-8 and cannot be sent"),
+    ],
+)
+def test_bytes_that_cannot_travel_are_a_usage_error(
+    tmp_path: Path, options: list[str], args: list[str], words: str
+) -> None:
+    with Launch(tmp_path, "", *options, args=args) as run:
+        assert run.wait() == 2
+        assert words in run.text["err"]
+
+
+def test_values_with_line_ends_arrive_as_they_are(tmp_path: Path) -> None:
+    script = "import os, sys\nprint(ascii([os.environ['ODD'], sys.argv[1:]]))"
+    with Launch(tmp_path, script, "--env", "ODD=a\nb\u00e9 '\"$", n=1, args=["", "x\ny", "--help"]) as run:
+        assert run.wait() == 0
+        assert run.text["out"] == "['a\\nb\\xe9 \\'\"$', ['', 'x\\ny', '--help']]\n"
+
+
+def test_the_folder_is_the_one_that_the_shell_names(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    with Launch(tmp_path, "import os\nprint(os.environ['PWD'])", n=1, env={"PWD": str(link)}) as run:
+        assert run.wait() == 0
+        assert run.text["out"] == f"{link}\n"
+
+
+def test_a_folder_that_was_removed_is_a_usage_error(tmp_path: Path) -> None:
+    words = f'mkdir gone; cd gone; rmdir ../gone; exec "{sys.executable}" -m gpuboard launch --device cpu --n 1 t.py'
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": str(tmp_path)}
+    done = subprocess.run(["sh", "-c", words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2,
+        "gpuboard: this folder was removed; cd to one that every node has",
+    )
+
+
+def test_a_relative_interpreter_is_below_this_folder(tmp_path: Path) -> None:
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "python").symlink_to(sys.executable)
+    with Launch(tmp_path, "import sys\nprint(sys.orig_argv[0])", "--python", "venv/python", n=1) as run:
+        assert run.wait() == 0
+        assert run.text["out"] == f"{tmp_path}/venv/python\n"
+
+
+def test_ctrl_c_while_a_failure_is_cleared_up_ends_it_at_once(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+while os.environ["RANK"] == "0" or not os.path.exists("fail"):
+    time.sleep(0.02)
+sys.exit(5)
+"""
+    with Launch(tmp_path, script, "--grace", "60s") as run:
+        run.wait_for("up", times=2)
+        (tmp_path / "fail").touch()
+        run.wait_for("SIGKILL in 60 s", "err")
+        run.signal(signal.SIGINT)
+        assert run.wait(10) == 5
+
+
+def test_a_terminal_that_hangs_up_twice_leaves_the_ranks_their_grace(tmp_path: Path) -> None:
+    with Launch(tmp_path, SLOW) as run:
+        run.wait_for("up", times=2)
+        run.signal(signal.SIGHUP)
+        run.wait_for("the terminal is gone", "err")
+        run.signal(signal.SIGHUP)
+        assert run.wait() == 129
+        assert run.text["out"].count("saved") == 2
+
+
+def test_nohup_is_respected(tmp_path: Path) -> None:
+    heeded = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
+    try:
+        run = Launch(tmp_path, SLEEP)
+    finally:
+        signal.signal(signal.SIGHUP, heeded)
+    with run:
+        run.wait_for("up", times=2)
+        run.signal(signal.SIGHUP)
+        run.signal(signal.SIGUSR1)  # the first thing that it acts upon
+        assert run.wait() == 128 + signal.SIGUSR1
+        assert "the terminal is gone" not in run.text["err"]
+
+
+def test_an_interface_of_the_nodes_own_environment_stands(tmp_path: Path) -> None:
+    script = "import os\nprint(os.environ['NCCL_SOCKET_IFNAME'], os.environ['GLOO_SOCKET_IFNAME'])"
+    with Launch(tmp_path, script, n=1, env={"NCCL_SOCKET_IFNAME": "site0"}) as run:
+        assert run.wait() == 0
+        assert run.text["out"] == "site0 lo\n"
+
+
+def test_text_without_a_line_end_of_a_helper_is_shown_at_the_end(tmp_path: Path) -> None:
+    script = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5); print('late', end='')"])
+"""
+    with Launch(tmp_path, script, n=1) as run:
+        assert run.wait() == 0
+        assert run.text["out"] == "late\n"
+
+
+def test_an_ended_run_is_stopped_already(tmp_path: Path) -> None:
+    with Launch(tmp_path, "print('x')", n=1) as run:
+        assert run.wait() == 0
+        done = run.command("stop", "last")
+        assert (done.returncode, done.stdout) == (0, f"run {run.view().id} has ended already: done\n")
+        assert run.command("logs", "-f", "last").stdout.endswith("x\n")
