@@ -81,14 +81,23 @@ def read(node: NodeView) -> bool:
 
 
 def look(request: Request, snapshot: Snapshot, own: Collection[str]) -> list[Candidate]:
-    """Return every GPU the request could mean, by node and index, each with why it cannot serve."""
+    """Return every GPU the request could mean, by node and index, each with why it cannot serve.
+
+    A MIG device serves who asks for its profile or names it, and for one GPU where no whole one could ever serve.
+    """
+    whole = [
+        (node, gpu, _look_at(request, node, gpu, own))
+        for node in sorted(snapshot.nodes, key=lambda node: node.name)
+        for gpu in sorted(node.gpus, key=lambda gpu: gpu.index)
+    ]
+    parts = request.n == 1 and all(map(read, snapshot.nodes)) and all(candidate.never for _, _, candidate in whole)
     found: list[Candidate] = []
-    for node in sorted(snapshot.nodes, key=lambda node: node.name):
-        for gpu in sorted(node.gpus, key=lambda gpu: gpu.index):
-            found.append(_look_at(request, node, gpu, own))
-            if request.n == 1 or any(_names(pick, node.name, gpu.index, mig.uuid) for mig in gpu.mig
-                                     for pick in request.picks):  # fmt: skip
-                found += [_look_at_mig(request, node, gpu, mig, own) for mig in gpu.mig]
+    for node, gpu, candidate in whole:
+        found.append(candidate)
+        if request.n == 1 or any(_names(pick, node.name, gpu.index, mig.uuid) for mig in gpu.mig
+                                 for pick in request.picks):  # fmt: skip
+            fits = parts and (request.model is None or _matches(gpu.name, request.model))
+            found += [_look_at_mig(request, node, gpu, mig, own, fits=fits) for mig in gpu.mig]
     return found
 
 
@@ -106,10 +115,13 @@ def _look_at(request: Request, node: NodeView, gpu: GpuView, own: Collection[str
     )
 
 
-def _look_at_mig(request: Request, node: NodeView, gpu: GpuView, mig: MigView, own: Collection[str]) -> Candidate:
+def _look_at_mig(
+    request: Request, node: NodeView, gpu: GpuView, mig: MigView, own: Collection[str], *, fits: bool
+) -> Candidate:
     total = None if mig.memory_total is None or mig.memory_used is None else mig.memory_total - mig.memory_used
     never = _never(request, node, gpu.index, mig.uuid, mig.memory_total)
-    if never is None and not request.picks and not (request.model and _is_profile(request.model, mig.profile)):
+    fits = fits or bool(request.picks) or bool(request.model and _is_profile(request.model, mig.profile))
+    if never is None and not fits:
         never = f"MIG device {mig.profile}: ask for it with --model {mig.profile}"
     now = never or _not_now(request, mig, mig.uuid, own, total)
     return Candidate(

@@ -206,6 +206,17 @@ def test_mig_devices_go_alone_and_their_parent_never() -> None:
     assert refused(Request(n=2, model="3g.40gb"), one).code == 3
 
 
+def test_one_gpu_is_a_mig_device_where_no_whole_gpu_could_ever_serve() -> None:
+    only = msgspec.structs.replace(mig_node(), gpus=mig_node().gpus[:1])
+    for request, uuid in ((Request(n=1), "MIG-0"), (Request(n=1, gpu_mem=20 * GIB), "MIG-1")):
+        answer = choose(request, cluster(only))
+        assert isinstance(answer, Choice)
+        assert [g.uuid for g in answer.gpus] == [uuid]
+    assert refused(Request(n=2), only).code == 3
+    hung = NodeView(name="gpu02", state="unreachable", error="hung")
+    assert refused(Request(n=1), only, hung).code == 4  # there may be whole GPUs
+
+
 def test_inside_a_lease_its_own_gpus_count_as_free_and_no_others() -> None:
     gpus = [
         gpu(0, state="reserved", leases=["mine"]),
