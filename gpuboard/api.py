@@ -185,7 +185,7 @@ def status(nodes: str | None = None) -> Snapshot:
     fleet = Fleet(_nodes(settings, nodes) or inventory(settings), settings, interval_s=None)
     fleet.start()
     try:
-        fleet.wait(parse_duration(settings.connect_timeout) + 5)
+        fleet.wait(fleet.connect_s + 5)
         return fleet.snapshot()
     finally:
         fleet.close()

@@ -116,6 +116,7 @@ class Allocator:
             while isinstance(answer, Refusal):
                 left_s = -1.0 if wait_s is None else wait_s - (time.monotonic() - started)
                 if answer.code == NeverPossible.exit_code or left_s <= 0:
+                    self._progress("")
                     raise self._refused(answer, time.monotonic() - started if wait_s is not None else None)
                 words = answer.message.removesuffix(f"; try {answer.nearest}")
                 self._progress(f"waiting {format_duration(time.monotonic() - started)}: {words}")
@@ -124,6 +125,7 @@ class Allocator:
                 self._failed.clear()
                 self._fleet.refresh(self._nodes, _READ_S)
                 answer = choose(request, self._snapshot())
+            self._progress("")
             taken = self._take(answer, terms, notes)
             if taken is not None:
                 return taken
@@ -134,7 +136,7 @@ class Allocator:
 
     def _first_answer(self, request: Request) -> Choice | Refusal:
         """Return the policy's answer as soon as it is sure: a hung node delays a request only when it is needed."""
-        limit_s = parse_duration(self._settings.connect_timeout) + _FIRST_READING_S
+        limit_s = self._fleet.connect_s + _FIRST_READING_S
         self._fleet.wait(min(_GRACE_S, limit_s))
         snapshot = self._snapshot()
         answer = choose(request, snapshot)
@@ -144,8 +146,12 @@ class Allocator:
             snapshot = self._snapshot()
             answer = choose(request, snapshot)
         if all(node.age_s is None for node in snapshot.nodes):
-            words = "; ".join(f"{node.name}: {node.error}" for node in snapshot.nodes[:4])
-            raise NoNodeReached(f"no node could be reached: {words}")
+            by_error: dict[str, list[str]] = {}
+            for node in snapshot.nodes:
+                by_error.setdefault(node.error or "no answer", []).append(node.name)
+            words = [f"{folded(names)}: {error}" for error, names in by_error.items()]
+            more = f"; and {len(words) - 4} more reasons" if len(words) > 4 else ""
+            raise NoNodeReached(f"no node could be reached: {'; '.join(words[:4])}{more}")
         return answer
 
     def _refused(self, refusal: Refusal, waited_s: float | None = None) -> NeverPossible | NotFree:
@@ -243,7 +249,7 @@ class Allocator:
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of ours as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease and the like."""
-        limit_s = parse_duration(self._settings.connect_timeout) + _FIRST_READING_S
+        limit_s = self._fleet.connect_s + _FIRST_READING_S
         self._fleet.wait(min(_GRACE_S, limit_s))
         if not self._seen_whole(text):
             self._fleet.wait(limit_s - _GRACE_S)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import os
+import shutil
 import sys
 from typing import TYPE_CHECKING
 
@@ -161,14 +162,20 @@ def request_of(args: argparse.Namespace) -> Request:
 
 
 def progress(context: Context):  # type: ignore[no-untyped-def]
-    """Return what shows one line of progress on stderr, in place when that is a terminal, else each one once."""
+    """Return what shows one line of progress on stderr, in place when that is a terminal, else each one once.
+
+    No words: the line is taken away, other things follow.
+    """
     said: set[str] = set()
 
     def show(words: str) -> None:
         text = clean(words, 500)
         if context.stderr_is_tty:
-            print(f"\r\x1b[K{text[: (context.width or 80) - 1]}", end="", file=sys.stderr, flush=True)
-        elif text.partition(": ")[2] not in said:  # a log file: only what has changed
+            if text or said:
+                width = shutil.get_terminal_size().columns
+                print(f"\r\x1b[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
+            said.add(text)
+        elif text.partition(": ")[2] not in said and text:  # a log file: only what has changed
             said.add(text.partition(": ")[2])
             say(text)
 

@@ -90,7 +90,7 @@ def settled(fleet: Fleet, context: Context) -> Snapshot:
     Who is waited for is said on stderr when that is a terminal and it takes longer than a second.
     """
     started = time.monotonic()
-    limit_s = parse_duration(context.settings.connect_timeout) + 5
+    limit_s = fleet.connect_s + 5
     look_s = 1.0 if context.stderr_is_tty else limit_s
     said = False
     while (passed_s := time.monotonic() - started) < limit_s:
@@ -231,17 +231,22 @@ def _watch(fleet: Fleet, context: Context, interval_s: float, *, json: bool) -> 
     if in_place:
         print("\x1b[2J", end="")
     due = time.monotonic()
-    while True:
-        snapshot = fleet.snapshot()
+    try:
+        while True:
+            snapshot = fleet.snapshot()
+            if in_place:
+                sys.stdout.write(_frame(snapshot, context, interval_s))
+                sys.stdout.flush()
+            else:
+                _show(snapshot, context, json=json)
+                if not json:
+                    print(flush=True)
+            due = max(due + interval_s, time.monotonic())
+            time.sleep(max(0.0, due - time.monotonic()))
+    except KeyboardInterrupt:
         if in_place:
-            sys.stdout.write(_frame(snapshot, context, interval_s))
-            sys.stdout.flush()
-        else:
-            _show(snapshot, context, json=json)
-            if not json:
-                print(flush=True)
-        due = max(due + interval_s, time.monotonic())
-        time.sleep(max(0.0, due - time.monotonic()))
+            print()  # the shell's prompt comes below the picture, not beside its last line
+        raise
 
 
 def _frame(snapshot: Snapshot, context: Context, interval_s: float) -> str:

@@ -64,6 +64,12 @@ class Fleet:
         }
 
     @property
+    def connect_s(self) -> float:
+        """The longest that trying every node once may take: only so many connections are set up at a time."""
+        rounds = -(-len(self._feeds) // self._settings.max_connections)
+        return parse_duration(self._settings.connect_timeout) * max(1, rounds)
+
+    @property
     def names(self) -> list[str]:
         """The nodes, in the order given."""
         return list(self._feeds)

@@ -83,4 +83,4 @@ for wrong in ({"n": 0}, {}, {"n": 1, "gpu_mem": "lots"}, {"gpus": "x"}, {"n": 1,
         say(str(error) != "")
 """,
     )
-    assert said == [[3, ["free", "free"]], True, True, True, True, True]
+    assert said == [[3, ["could be had", "could be had"]], True, True, True, True, True]

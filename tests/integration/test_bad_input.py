@@ -90,6 +90,17 @@ def test_a_name_that_does_not_resolve_is_an_unreachable_row(here: Here) -> None:
     assert "nosuch" in node["error"]
 
 
+def test_many_nodes_that_do_not_answer_are_one_line(here: Here) -> None:
+    here.ssh_config("Host dead*\n  HostName 127.0.0.1\n  Port 9\n")
+    here.config('nodes = ["dead[01-90]"]\n')
+    done = here.run("allocate", "--n", "1")
+    assert done.returncode == 6
+    assert done.stderr.startswith("gpuboard: no node could be reached: dead[01-90]: ssh: connection refused")
+    assert done.stderr.count("\n") == 1
+    assert here.run("leases").stdout.splitlines()[-1].endswith(" missing here: dead[01-90]")
+    assert "it has: dead[01-90]" in here.run("status", "--nodes", "dead91").stderr
+
+
 @case("config-type", "config-key")
 @pytest.mark.parametrize("command", ["status", "leases", "allocate --n 1", "config", "renew k3f9 --for 1h"])
 @pytest.mark.parametrize(

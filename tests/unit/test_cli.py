@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gpuboard.cli.allocate import progress
+from gpuboard.cli.context import Context
 from gpuboard.cli.main import COMMANDS, GROUPS, load, main, parser_of, split
 from gpuboard.errors import UsageError
 
@@ -188,3 +190,23 @@ def test_config_shows_each_origin(tmp_path: Path) -> None:
     assert '"cluster": {"value": "elsewhere", "origin": "environment"}' in out
     assert '"nodes": {"value": ["gpu02"], "origin": "command line"}' in out
     assert '"python": {"value": "python3", "origin": "default"}' in out
+
+
+class _Terminal(Context):
+    stderr_is_tty = True
+
+
+def test_progress_on_a_terminal_is_taken_away_before_other_words(capsys: pytest.CaptureFixture[str]) -> None:
+    show = progress(_Terminal([], {}))
+    show("")
+    assert capsys.readouterr().err == ""
+    show("waiting")
+    show("")
+    assert capsys.readouterr().err == "\r\x1b[Kwaiting\r\x1b[K"
+
+
+def test_progress_in_a_log_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    show = progress(Context([], {}))
+    for words in ("waiting 1s: none", "waiting 2s: none", "", "waiting 3s: one"):
+        show(words)
+    assert capsys.readouterr().err == "gpuboard: waiting 1s: none\ngpuboard: waiting 3s: one\n"
