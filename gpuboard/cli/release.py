@@ -7,6 +7,8 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from gpuboard.cli.context import Context
 from gpuboard.cli.leases import gpus_words, leases
 from gpuboard.cli.status import NO_NODE_REACHED, nobody_reached, settled
@@ -26,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("ids", nargs="*", metavar="ID", help="a lease's id, or enough of its start")
     parser.add_argument("--mine", action="store_true", help="all leases of yours on the nodes in scope")
+    parser.add_argument("--json", action="store_true", help="print JSON (schema 1): released, failed")
     parser.epilog = (
         "examples:\n  gpuboard release k3f9\n  gpuboard release --mine\n\n"
         "Nothing is killed: what still runs on the GPUs is shown as overdue.\n"
@@ -44,10 +47,25 @@ def run(args: argparse.Namespace, context: Context) -> int:
             print("gpuboard: no node could be reached; `gpuboard status` shows why", file=sys.stderr)
             return NO_NODE_REACHED
         found = leases(fleet, snapshot)
-        codes = [_release(mine, found.leases, fleet, context) for mine in chosen(args.ids, fleet, found.unread)]
-    if not codes:
-        print("you have no leases here")
-    return max(codes, default=0)
+        ended = [_release(mine, found.leases, fleet, context) for mine in chosen(args.ids, fleet, found.unread)]
+    released = [{"id": mine.lease, "gpus": gpus} for mine, gpus, _ in ended if gpus]
+    failed = [
+        {"id": mine.lease, "node": node, "message": words}
+        for mine, _, missed in ended
+        for node, words in missed.items()
+    ]
+    if args.json:
+        sys.stdout.buffer.write(msgspec.json.encode({"schema": 1, "released": released, "failed": failed}) + b"\n")
+    else:
+        for mine, gpus, _ in ended:
+            if gpus:
+                print(f"released {mine.lease}: {gpus_words(gpus)}")
+        if not ended:
+            print("you have no leases here")
+    for failure in failed:
+        words = f"{failure['message']}; without its keeper what lies on {failure['node']} lapses within 90 s"
+        print(f"gpuboard: {failure['id']}: {words}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def chosen(ids: list[str], fleet: Fleet, unread: list[str]) -> list[Mine]:
@@ -76,7 +94,10 @@ def chosen(ids: list[str], fleet: Fleet, unread: list[str]) -> list[Mine]:
     return list(found.values())
 
 
-def _release(mine: Mine, known: list[Lease], fleet: Fleet, context: Context) -> int:
+def _release(
+    mine: Mine, known: list[Lease], fleet: Fleet, context: Context
+) -> tuple[Mine, list[LeaseGpu], dict[str, str]]:
+    """End one lease; return it with the GPUs that were released, and by node why not."""
     from gpuboard.ledger import keeper
     from gpuboard.ledger import nodes as ledger
 
@@ -84,11 +105,4 @@ def _release(mine: Mine, known: list[Lease], fleet: Fleet, context: Context) -> 
     outcome = ledger.release(fleet.call, mine.lease, mine.nodes)
     index = {gpu.uuid: gpu.index for lease in known for gpu in lease.gpus}
     gpus = [LeaseGpu(node, index.get(uuid), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
-    if gpus:
-        print(f"released {mine.lease}: {gpus_words(gpus)}")
-    for node, error in outcome.failed.items():
-        print(
-            f"gpuboard: {mine.lease}: {clean(str(error))}; without its keeper what lies on {node} lapses within 90 s",
-            file=sys.stderr,
-        )
-    return 1 if outcome.failed else 0
+    return mine, gpus, {node: clean(str(error)) for node, error in outcome.failed.items()}

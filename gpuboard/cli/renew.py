@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 import time
 
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--for", dest="for_s", required=True, type=typed(parse_duration), metavar="D", help="from now: 30m, 8h, 2d"
     )
+    parser.add_argument("--json", action="store_true", help="print JSON (schema 1): id, until, nodes")
     parser.epilog = "example:\n  gpuboard renew k3f9 --for 8h\n\nexit code 5: no such lease, or not yours"
 
 
@@ -47,8 +49,12 @@ def run(args: argparse.Namespace, context: Context) -> int:
         outcome = ledger.renew(fleet.call, mine.lease, mine.nodes, args.for_s)
     if outcome.done:
         keeper.renew(mine.lease, args.for_s, context.env)
-        where = "" if not outcome.failed else f" on {', '.join(outcome.done)}"
-        print(f"{mine.lease} now ends {iso(time.time() + args.for_s)}, in {format_duration(args.for_s)}{where}")
+        until = iso(time.time() + args.for_s)
+        if args.json:
+            print(json.dumps({"schema": 1, "id": mine.lease, "until": until, "nodes": sorted(outcome.done)}))
+        else:
+            where = "" if not outcome.failed else f" on {', '.join(outcome.done)}"
+            print(f"{mine.lease} now ends {until}, in {format_duration(args.for_s)}{where}")
     for node, error in outcome.failed.items():
         print(f"gpuboard: {mine.lease} was not renewed on {node}: {clean(str(error))}", file=sys.stderr)
     return 1 if outcome.failed else 0

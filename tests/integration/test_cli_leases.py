@@ -47,6 +47,17 @@ def test_renew_moves_the_end(here: Here) -> None:
     assert 7100 < found["remaining_s"] <= 7200
 
 
+def test_renew_and_release_tell_programs_what_they_did(here: Here) -> None:
+    lease = take(here)
+    renewed = here.json("renew", lease, "--for", "1h", "--json")
+    name = os.uname().nodename.partition(".")[0]
+    assert (set(renewed), renewed["id"], renewed["nodes"]) == ({"schema", "id", "until", "nodes"}, lease, [name])
+    gpu = {"node": name, "index": 0, "uuid": here.now[0].uuid, "share": None}
+    released = {"schema": 1, "released": [{"id": lease, "gpus": [gpu]}], "failed": []}
+    assert here.json("release", lease, "--json") == released
+    assert here.json("release", "--mine", "--json") == {"schema": 1, "released": [], "failed": []}
+
+
 def test_release_by_id_by_its_start_and_all(here: Here) -> None:
     here.gpus([Gpu(), Gpu(), Gpu()])
     first, second, third = take(here), take(here), take(here)
