@@ -20,6 +20,7 @@ _FULL = 1024 * 1024  # bytes waiting for the head above which the ranks' pipes a
 _EMPTY = 256 * 1024  # and below which they are again
 _LIFE_LINE_GRACE_S = 1.0  # between SIGTERM and SIGKILL when the head is gone
 _KILL_S = 4.0
+_HELPERS_TOLD_S = 0.5  # multiprocessing's own helpers end by themselves sooner
 _LATER = object()  # a call that is answered when its work is done
 
 
@@ -295,11 +296,15 @@ class Supervisor:
         """The last rank of this node is gone: let helpers of ranks that ended well finish, end the others."""
         well = self._gang.all_well() and self._ending_at is None
         self._helpers_until = time.monotonic() + (float(self._config["helper_grace_s"]) if well else 0.0)
-        helpers = self._helpers()
-        if helpers and well:
+        if well:
+            self._loop.after(_HELPERS_TOLD_S, self._tell_helpers)
+        self._look_soon(0.0)
+
+    def _tell_helpers(self) -> None:
+        helpers = [] if self._finished else self._helpers()
+        if helpers:
             names = ", ".join("pid %d (%s)" % (process.pid, process.name) for process in helpers[:8])
             self._notice("the ranks ended; waiting for what they left behind: %s" % names)
-        self._look_soon(0.0)
 
     def _look_soon(self, seconds: float) -> None:
         self._loop.cancel(self._helpers_timer)
@@ -337,7 +342,7 @@ class Supervisor:
             return
         deadline = time.monotonic() + grace_s
         if reason is not None and self._ending_at is None:
-            self._notice("%s; this node is stopped" % reason)
+            self._channel.event("stopping", {"reason": reason})  # before the ends of ranks that follow from it
         if self._ending_at is None:
             self._gang.signal(signal.SIGTERM, {child.rank for child in self._gang.running()} - set(spare))
             self._gang.signal(signal.SIGCONT, None)  # after it, so that a stopped rank wakes up to the request

@@ -197,7 +197,9 @@ def _report(bond: "Bond", error: BaseException, joined: bool) -> None:
     file, line, function = _place(error, frames)
     kind = type(error)
     name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else kind.__module__ + "." + kind.__qualname__
+        kind.__qualname__
+        if kind.__module__ in ("builtins", "__main__")
+        else "%s.%s" % (kind.__module__, kind.__qualname__)
     )
     try:
         message = str(error)

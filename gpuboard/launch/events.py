@@ -71,13 +71,19 @@ class Ended(msgspec.Struct, frozen=True):
     left: int = 0
 
 
+class Stopping(msgspec.Struct, frozen=True):
+    """The supervisor ends its node's ranks, of its own accord."""
+
+    reason: str
+
+
 class Notice(msgspec.Struct, frozen=True):
     """Something a person should know."""
 
     text: str
 
 
-LaunchEvent = Spawned | Gate | Joined | Store | Output | Raised | Exited | Ended | Notice
+LaunchEvent = Spawned | Gate | Joined | Store | Output | Raised | Exited | Ended | Stopping | Notice
 _TYPES: dict[str, type[LaunchEvent]] = {
     "spawned": Spawned,
     "gate": Gate,
@@ -87,6 +93,7 @@ _TYPES: dict[str, type[LaunchEvent]] = {
     "raised": Raised,
     "exited": Exited,
     "ended": Ended,
+    "stopping": Stopping,
     "notice": Notice,
     "stderr": Notice,  # what the agent's own interpreter said (docs/architecture.md)
 }

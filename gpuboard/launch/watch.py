@@ -33,7 +33,7 @@ EXIT_WAIT_S = 1.5  # a rank that raised gets this long to end by itself (exit ha
 class Cause(msgspec.Struct, frozen=True):
     """Why a run failed or was stopped.
 
-    ``kind``: raised, exit, signal, before-init, node-lost, store-died, helper-left or stopped.
+    ``kind``: raised, exit, signal, before-init, node-lost, node-stopped, store-died or stopped.
     """
 
     kind: str
@@ -88,6 +88,10 @@ class Watch:
                 self.said.append(
                     f"{node}: {event.left} processes of the run cannot be killed; they end when the kernel lets"
                 )
+        elif isinstance(event, events.Stopping):
+            if self.stop_reason is None:
+                text = f"{node}: {clean(event.reason)}; this node is stopped"
+                self._candidate(Cause("node-stopped", None, node, text, at=now))
         elif isinstance(event, events.Notice):
             lines = [line for line in event.text.splitlines() if line.strip()]
             self.said += [f"{node}: {clean(line)}" for line in lines[-_NOTICE_LINES:]]

@@ -129,7 +129,10 @@ def test_whoever_is_killed_nothing_of_the_run_is_left(tmp_path: Path, who: str) 
     with Launch(tmp_path, FAMILY) as run:
         run.wait_for("up", times=2)
         view = run.view()
-        assert len(run.carriers()) >= 8, "two ranks, each with three helpers, live"
+        until = time.monotonic() + 10
+        while len(run.carriers()) < 8:  # two ranks, each with three helpers
+            assert time.monotonic() < until, run.carriers()
+            time.sleep(0.02)
         assert view.ranks[0].pid is not None
         supervisor = parent(view.ranks[0].pid)
         pids = {"head": run.process.pid, "supervisor": supervisor, "guard": parent(supervisor)}
@@ -142,7 +145,7 @@ def test_whoever_is_killed_nothing_of_the_run_is_left(tmp_path: Path, who: str) 
             "head": (-signal.SIGKILL, "head-died", "failed"),
             "supervisor": (1, "node-lost", "failed"),
             "supervisor and guard": (1, "node-lost", "failed"),
-            "guard": (137, "signal", "failed"),  # the supervisor lives to tell how the ranks ended
+            "guard": (1, "node-stopped", "failed"),  # the supervisor lives to tell
         }[who]
 
 
@@ -312,10 +315,17 @@ def test_a_taken_port_is_refused_and_its_holder_named(tmp_path: Path) -> None:
         (["--n", "2"], "--rank-map says which GPUs; it goes with none of"),
         (["--env", "RANK=1"], "--env RANK: launch itself sets RANK"),
         (["--grace", "soon"], "'soon' is not a duration"),
-        (["--nodes", "gpu99"], "is unknown; the inventory has gpu99"),
+        (["--rank-map", "elsewhere.json"], "elsewhere.json:\n  node 'gpu77' is unknown; the inventory has "),
     ],
 )
 def test_what_cannot_be_understood_is_a_usage_error(tmp_path: Path, options: list[str], words: str) -> None:
+    text = (
+        '{"schema": 1, "lease": null, "master_addr": "127.0.0.1", "master_port": 0, "world_size": 1, "nodes": [{'
+        '"name": "gpu77", "address": "127.0.0.1", "node_rank": 0, "local_world_size": 1, "cuda_visible_devices": "0"}], '
+        '"ranks": [{"rank": 0, "node": "gpu77", "local_rank": 0, "index": 0, "uuid": "GPU-0", '
+        '"memory_fraction": null}]}'
+    )
+    (tmp_path / "elsewhere.json").write_text(text)
     with Launch(tmp_path, SLEEP, *options, "--status-file", "status.json") as run:
         assert run.wait() == 2
         assert words in run.text["err"]

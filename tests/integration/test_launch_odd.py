@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launch_lab import SLEEP, Launch
+from tests.integration.ranks_driver import wait_gone
 
 # Ranks that take their time after SIGTERM
 SLOW = """
@@ -31,6 +32,20 @@ def test_an_exception_that_is_no_text_is_told_all_the_same(tmp_path: Path) -> No
         assert "rank 0 (" in run.text["err"]
         assert "FileNotFoundError: [Errno 2] No such file or directory: 'no-\\udcff-such'" in run.text["err"]
         assert run.view().verdicts[0].kind == "raised"
+
+
+def test_an_exception_without_a_module_is_told(tmp_path: Path) -> None:
+    with Launch(tmp_path, "class E(Exception):\n    __module__ = None\nraise E('x')", n=1) as run:
+        assert run.wait() == 1
+        assert "failed before init_process_group: None.E: x at " in run.text["err"]
+        assert "<gpuboard>" not in run.text["err"]
+
+
+def test_helpers_that_end_by_themselves_are_no_news(tmp_path: Path) -> None:
+    script = "import multiprocessing as mp\nif __name__ == '__main__':\n    p = mp.get_context('spawn').Pool(1)"
+    with Launch(tmp_path, script, n=1) as run:
+        assert run.wait() == 0
+        assert "left behind" not in run.text["err"]
 
 
 def test_words_of_an_exception_with_surrogates(tmp_path: Path) -> None:
@@ -112,6 +127,16 @@ def test_a_terminal_that_hangs_up_twice_leaves_the_ranks_their_grace(tmp_path: P
         run.signal(signal.SIGHUP)
         assert run.wait() == 129
         assert run.text["out"].count("saved") == 2
+
+
+def test_a_head_that_is_stopped_for_too_long_tells_what_that_did(tmp_path: Path) -> None:
+    with Launch(tmp_path, SLEEP, "--lost-head", "1s") as run:
+        run.wait_for("up", times=2)
+        run.signal(signal.SIGSTOP)
+        wait_gone(run.view().id)
+        run.signal(signal.SIGCONT)
+        assert run.wait() == 1
+        assert ": nothing heard from the head for 1 s; this node is stopped" in run.view().verdicts[0].text
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:

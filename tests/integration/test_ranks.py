@@ -153,7 +153,7 @@ def test_silence_of_the_head_ends_the_run(folder: Path) -> None:
     with node(folder, FAMILY, lost_head_s=1) as here:
         family(here)
         here.wait_ended(10)
-        assert "nothing heard from the head" in here.data("notice")[-1]["text"]
+        assert "nothing heard from the head" in here.data("stopping")[-1]["reason"]
         assert carriers(here.run) == []
 
 

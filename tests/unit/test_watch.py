@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from gpuboard.launch import events
-from gpuboard.launch.events import Ended, Exited, Gate, Joined, LaunchEvent, Notice, Raised, Spawned, Store
+from gpuboard.launch.events import Ended, Exited, Gate, Joined, LaunchEvent, Notice, Raised, Spawned, Stopping, Store
 from gpuboard.launch.watch import ECHO_WAIT_S, Watch, rank_words
 from tests.unit.test_plan import planned
 
@@ -145,6 +145,14 @@ def test_the_death_of_the_store_ends_the_run() -> None:
     failed = feed(watch(), Store("died", code=-9))
     assert failed.said == ["gpu01: the ranks' meeting point, the store, died (exit code -9)"]
     assert failed.stop_reason is not None
+
+
+def test_a_node_that_stops_itself_is_the_cause_of_what_follows() -> None:
+    failed = feed(watch(), Stopping("nothing heard from the head for 60 s"), Exited(0, signal=15))
+    assert failed.said == ["gpu01: nothing heard from the head for 60 s; this node is stopped"]
+    assert failed.exit_code() == 1
+    assert failed.cause is not None
+    assert failed.cause.kind == "node-stopped"
 
 
 def test_a_stop_is_no_failure_of_a_rank() -> None:
