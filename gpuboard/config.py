@@ -97,13 +97,11 @@ def load(env: Mapping[str, str], flags: Mapping[str, Any], file: Path | None = N
     sources.append(("command line", dict(flags)))
     for origin, values in sources:
         _check(values, origin)
-        for key, value in _flat(values):
+        for key, value in flat(values):
             origins[key] = origin
             _put(merged, key, value)
     settings = msgspec.convert(merged, Settings)
-    return Configuration(
-        settings, {key: origins.get(key, "default") for key, _ in _flat(msgspec.to_builtins(settings))}
-    )
+    return Configuration(settings, {key: origins.get(key, "default") for key, _ in flat(msgspec.to_builtins(settings))})
 
 
 def _read(path: Path, *, must_exist: bool) -> dict[str, Any]:
@@ -151,36 +149,37 @@ def _check(values: dict[str, Any], origin: str) -> None:
             known = ", ".join(sorted(field.name for field in msgspec.structs.fields(section)))
             message += f"; keys {'of [state] ' if section is StateSettings else ''}are: {known}"
         raise ConfigError(f"{origin}: {message}") from None
-    flat = dict(_flat(values))
+    found = dict(flat(values))
     for key in _DURATIONS:
-        if key in flat:
+        if key in found:
             try:
-                parse_duration(flat[key])
+                parse_duration(found[key])
             except ValueError as error:
                 raise ConfigError(f"{origin}: {key}: {error}") from None
-    if flat.get("interval", "auto") != "auto":
+    if found.get("interval", "auto") != "auto":
         try:
-            parse_duration(flat["interval"])
+            parse_duration(found["interval"])
         except ValueError as error:
             raise ConfigError(f"{origin}: interval: {error}, or auto") from None
     for key, choices in _CHOICES.items():
-        if key in flat and flat[key] not in choices:
-            raise ConfigError(f"{origin}: {key} = {flat[key]!r} is not one of: {', '.join(choices)}")
+        if key in found and found[key] not in choices:
+            raise ConfigError(f"{origin}: {key} = {found[key]!r} is not one of: {', '.join(choices)}")
     for key, (low, high) in _RANGES.items():
-        if key in flat and not low <= flat[key] <= high:
-            raise ConfigError(f"{origin}: {key} = {flat[key]!r} is not between {low} and {high}")
-    if not flat.get("claims_dir", "/").startswith("/"):
-        raise ConfigError(f"{origin}: claims_dir = {flat['claims_dir']!r} must be an absolute path")
-    for text in flat.get("nodes", ()):
+        if key in found and not low <= found[key] <= high:
+            raise ConfigError(f"{origin}: {key} = {found[key]!r} is not between {low} and {high}")
+    if not found.get("claims_dir", "/").startswith("/"):
+        raise ConfigError(f"{origin}: claims_dir = {found['claims_dir']!r} must be an absolute path")
+    for text in found.get("nodes", ()):
         if not text.strip():
             raise ConfigError(f"{origin}: nodes holds an empty nodeset; write gpu01 or gpu[01-16,20]")
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the leaves of nested tables as (dotted key, value)."""
     found: list[tuple[str, Any]] = []
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            found += _flat(value, f"{prefix}{key}.")
+            found += flat(value, f"{prefix}{key}.")
         else:
             found.append((prefix + key, value))
     return found

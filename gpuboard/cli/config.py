@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 import msgspec
 
 from gpuboard import paths
 from gpuboard.cli.context import Context
+from gpuboard.config import flat
 from gpuboard.model.text import clean
 
 NAME = "config"
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, context: Context) -> int:
     """Print every setting with its value and origin."""
     configuration = context.configuration
-    values = dict(_flat(msgspec.to_builtins(configuration.settings)))
+    values = dict(flat(msgspec.to_builtins(configuration.settings)))
     rows = {key: {"value": value, "origin": configuration.origins.get(key, "default")} for key, value in values.items()}
     if context.said:
         rows["nodes"] = {"value": [node.name for node in context.nodes()], "origin": "command line"}
@@ -39,13 +39,3 @@ def run(args: argparse.Namespace, context: Context) -> int:
         print(f"{key:<{width}}  {shown[key]:<{column}}  {clean(str(row['origin']))}")
     print(f"\nfiles looked at: {paths.SITE_CONFIG}, {context.config_file or paths.user_config(context.env)}")
     return 0
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found += _flat(value, f"{prefix}{key}.")
-        else:
-            found.append((prefix + key, value))
-    return found

@@ -20,8 +20,9 @@ import msgspec
 from gpuboard.cli.allocate import add_request, add_terms, progress, request_of
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
-from gpuboard.cli.options import typed
-from gpuboard.errors import GpuboardError, Refused, UsageError
+from gpuboard.cli.options import patience, typed
+from gpuboard.cli.statusfile import recorded
+from gpuboard.errors import Refused, UsageError
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--env", action="append", default=[], metavar="K[=V]", help="send one more variable to the ranks")
     run.add_argument("--wrap", type=typed(_words), default=[], metavar="WORDS",
                      help="put these words before the interpreter, e.g. 'apptainer exec --nv x.sif'")  # fmt: skip
-    run.add_argument("--grace", type=typed(parse_duration), default=30.0, metavar="D",
+    run.add_argument("--grace", type=patience, default=30.0, metavar="D",
                      help="from SIGTERM to SIGKILL; default 30s")  # fmt: skip
     run.add_argument("--lost-head", type=typed(_duration_or_never), default=60.0, metavar="D|never",
                      help="end the ranks when this command is silent for so long; default 60s")  # fmt: skip
@@ -84,22 +85,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     outcome: dict[str, object] = {"schema": 1, "command": "launch", "exit_code": 1, "error": None, "run": None}
-    try:
+    with recorded(outcome, args.status_file):
         code = _launch(args, context, outcome)
         outcome["exit_code"] = code
-        return code
-    except GpuboardError as error:
-        outcome |= {"exit_code": error.exit_code, "error": str(error)}
-        raise
-    except KeyboardInterrupt:
-        outcome |= {"exit_code": 130, "error": "interrupted"}
-        raise
-    finally:
-        if args.status_file:
-            try:
-                Path(args.status_file).write_bytes(msgspec.json.encode(outcome) + b"\n")
-            except OSError as error:  # the run's own exit code is worth more than this one
-                say(f"--status-file {args.status_file}: {error.strerror}")
+    return code
 
 
 def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, object]) -> int:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from gpuboard.allocate.picks import parse_picks
 from gpuboard.cli.allocate import add_filters, add_terms, progress
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.options import natural, typed
-from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.cli.statusfile import recorded
+from gpuboard.errors import UsageError
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
@@ -55,21 +53,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
         "schema": 1, "command": "run", "exit_code": 1, "error": None, "started": False, "lease": None, "node": None,
         "gpus": [],
     }  # fmt: skip
-    try:
-        outcome["exit_code"] = _run(args, context, outcome)
-        return int(outcome["exit_code"])
-    except GpuboardError as error:
-        outcome |= {"exit_code": error.exit_code, "error": str(error)}
-        raise
-    except KeyboardInterrupt:
-        outcome |= {"exit_code": 130, "error": "interrupted"}
-        raise
-    finally:
-        if args.status_file:
-            try:
-                Path(args.status_file).write_bytes(msgspec.json.encode(outcome) + b"\n")
-            except OSError as error:  # the command's own exit code is worth more than this one
-                say(f"--status-file {args.status_file}: {error.strerror}")
+    with recorded(outcome, args.status_file):
+        code = _run(args, context, outcome)
+        outcome["exit_code"] = code
+    return code
 
 
 def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) -> int:

@@ -1,0 +1,35 @@
+"""`--status-file`: what became of a command, as JSON, whichever way it ended."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gpuboard.cli.main import say
+from gpuboard.errors import GpuboardError
+
+
+@contextlib.contextmanager
+def recorded(outcome: dict[str, Any], file: str | None) -> Iterator[None]:
+    """Complete ``outcome`` (keys ``exit_code``, ``error``) from how the block ends, and write it to ``file``.
+
+    A file that cannot be written is said and changes nothing: the command's own exit code is worth more.
+    """
+    try:
+        yield
+    except GpuboardError as error:
+        outcome |= {"exit_code": error.exit_code, "error": str(error)}
+        raise
+    except KeyboardInterrupt:
+        outcome |= {"exit_code": 130, "error": "interrupted"}
+        raise
+    finally:
+        if file:
+            try:
+                Path(file).write_bytes(msgspec.json.encode(outcome) + b"\n")
+            except OSError as error:
+                say(f"--status-file {file}: {error.strerror}")
