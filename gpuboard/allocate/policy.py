@@ -90,6 +90,7 @@ def look(request: Request, snapshot: Snapshot, own: Collection[str]) -> list[Can
         for node in sorted(snapshot.nodes, key=lambda node: node.name)
         for gpu in sorted(node.gpus, key=lambda gpu: gpu.index)
     ]
+    whole = _each_once(whole)
     parts = request.n == 1 and all(map(read, snapshot.nodes)) and all(candidate.never for _, _, candidate in whole)
     found: list[Candidate] = []
     for node, gpu, candidate in whole:
@@ -99,6 +100,17 @@ def look(request: Request, snapshot: Snapshot, own: Collection[str]) -> list[Can
             fits = parts and (request.model is None or _matches(gpu.name, request.model))
             found += [_look_at_mig(request, node, gpu, mig, own, fits=fits) for mig in gpu.mig]
     return found
+
+
+def _each_once(whole: list[tuple[NodeView, GpuView, Candidate]]) -> list[tuple[NodeView, GpuView, Candidate]]:
+    """Return the same, a GPU that was read under two names of its node ruled out under the second."""
+    first: dict[str, str] = {}
+    for at, (node, gpu, candidate) in enumerate(whole):
+        named = first.setdefault(gpu.uuid, node.name)
+        if named != node.name:
+            words = f"the same GPU as {named}:{gpu.index}"
+            whole[at] = (node, gpu, msgspec.structs.replace(candidate, why_not=words, never=True))
+    return whole
 
 
 def _look_at(request: Request, node: NodeView, gpu: GpuView, own: Collection[str]) -> Candidate:

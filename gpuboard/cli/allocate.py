@@ -14,7 +14,7 @@ from gpuboard.allocate.picks import parse_picks
 from gpuboard.allocate.shell import FORMATS, SHELLS, fail_closed
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
-from gpuboard.cli.options import natural, typed
+from gpuboard.cli.options import natural, patience, typed
 from gpuboard.errors import GpuboardError, Refused, UsageError
 from gpuboard.ledger.holder import evaluator_kind, find_holder, shell_kind
 from gpuboard.model.text import clean
@@ -87,7 +87,7 @@ def add_terms(group: argparse._ArgumentGroup) -> None:
     """Add the arguments that say how long to hold and to wait."""
     group.add_argument("--for", dest="for_s", type=typed(parse_duration), metavar="D",
                        help="the longest it may last: 30m, 8h; default: max_lease")  # fmt: skip
-    group.add_argument("--wait", nargs="?", const=float("inf"), type=typed(parse_duration), metavar="D",
+    group.add_argument("--wait", nargs="?", const=float("inf"), type=patience, metavar="D",
                        help="wait until it is free, at most D")  # fmt: skip
     group.add_argument("--purpose", default="", metavar="TEXT", help="shown to others")
 

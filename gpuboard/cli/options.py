@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from gpuboard.errors import UsageError
+from gpuboard.model.units import parse_duration
 
 T = TypeVar("T")
 
@@ -61,6 +62,11 @@ def typed(parse: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
+
+
+def patience(text: str) -> float:
+    """Return seconds of a duration; ``0`` and ``0s`` mean none at all. Raises ArgumentTypeError."""
+    return 0.0 if text in {"0", "0s"} else typed(parse_duration)(text)
 
 
 def natural(text: str) -> int:

@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.options import typed
+from gpuboard.cli.options import patience
 from gpuboard.errors import GpuboardError
 from gpuboard.launch import runs
 from gpuboard.launch.control import Request, ask
-from gpuboard.model.units import parse_duration
 
 NAME = "stop"
 HELP = "end a run: SIGTERM to its ranks, SIGKILL after the grace"
@@ -23,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("run", metavar="RUN", help="its id, the start of it, or `last`")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--grace", type=typed(parse_duration), metavar="D", help="in place of what launch was given")
+    how.add_argument("--grace", type=patience, metavar="D", help="in place of what launch was given")
     how.add_argument("--now", action="store_true", help="SIGKILL at once")
     parser.epilog = "examples:\n  gpuboard stop last\n  gpuboard stop r7kq --grace 5m"
 

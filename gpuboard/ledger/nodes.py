@@ -213,11 +213,16 @@ def mine(claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> dict
     """Return our leases by id. ``claims`` by node; ``uids``: who we are on each node (its hello says so)."""
     found: dict[str, dict[str, list[str]]] = {}
     named: dict[str, set[str]] = {}
+    whole: dict[str, int] = {}
     for node in sorted(claims):
         for claim in claims[node]:
             if claim.state == "live" and uids.get(node) == claim.uid:
                 found.setdefault(claim.lease, {}).setdefault(node, []).append(claim.uuid)
                 named.setdefault(claim.lease, set()).update([node, *(n for n in claim.nodes if n not in claims)])
+                whole[claim.lease] = claim.gpus
+    for lease, gpus in found.items():
+        if sum(map(len, gpus.values())) >= whole[lease]:  # other names in it are other people's names for these nodes
+            named[lease] = set(gpus)
     return {lease: Mine(lease, gpus, sorted(named[lease])) for lease, gpus in found.items()}
 
 
@@ -273,6 +278,8 @@ def _lease(
     flags = ["disputed"] if any(claim.disputed_with for _, claim in found) else []
     if len(found) < max(claim.gpus for _, claim in found):
         flags.append("unread" if named - set(read) else "partial")
+    else:
+        named = set()  # other names are other people's names for the nodes it was found on
     return Lease(
         id=first.lease,
         owner=first.owner,

@@ -233,6 +233,13 @@ def test_a_gpu_that_is_gone_has_no_index() -> None:
     assert [(gpu.index, gpu.uuid) for gpu in lease.gpus] == [(0, "GPU-a"), (None, "GPU-x")]
 
 
+def test_a_lease_that_was_taken_under_another_name_of_the_node_is_whole() -> None:
+    found = {"gpu01": [claim("k3f9", "GPU-a", nodes=["alias"], gpus=1)]}
+    assert ledger.mine(found, {"gpu01": 1001}) == {"k3f9": ledger.Mine("k3f9", {"gpu01": ["GPU-a"]}, ["gpu01"])}
+    [lease] = ledger.leases_of(found, INDEX, 0.0)
+    assert (lease.nodes, lease.flags) == (["gpu01"], [])
+
+
 def test_a_forged_id_is_a_lease_of_its_own() -> None:
     found = {"gpu01": [claim("k3f9", "GPU-a")], "gpu02": [claim("k3f9", "GPU-c", owner="bob", uid=1002)]}
     assert [(lease.owner, [gpu.uuid for gpu in lease.gpus]) for lease in ledger.leases_of(found, INDEX, 0.0)] == [

@@ -149,6 +149,14 @@ def test_excluded_gpus_and_nodes_are_not_taken() -> None:
         parse_picks("gpu[02", whole_nodes=True)
 
 
+def test_a_machine_that_is_read_under_two_names_has_its_gpus_once() -> None:
+    twin = msgspec.structs.replace(node("gpu01"), name="gpu01-ib")
+    assert got(Request(n=8), node("gpu01"), twin) == {"gpu01": list(range(8))}
+    answer = refused(Request(n=9), node("gpu01"), twin)
+    assert answer.code == 3
+    assert answer.gpus[8].reason == "the same GPU as gpu01:0"
+
+
 def test_a_gpu_that_is_named_twice_is_a_slip() -> None:
     with pytest.raises(UsageError, match="twice"):
         check(Request(picks=(*parse_picks("gpu01:0"), *parse_picks("gpu01:0"))))
