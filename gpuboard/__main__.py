@@ -25,20 +25,20 @@ def main() -> int:
     argv = sys.argv[1:]
     command = _command(argv)
     if command not in _EVALUATED:
-        if command in _LOCAL:
-            _prestart(argv)
-        from gpuboard.cli.main import main as front_door
+        try:
+            if command in _LOCAL:
+                _prestart(argv)
+            _mind_interrupts()
+            from gpuboard.cli.main import main as front_door
 
-        return front_door(argv)
+            return front_door(argv)
+        except KeyboardInterrupt:
+            return 130
     code, words = 1, ""
     gc.disable()  # 10 ms: everything that is created until the command's own code runs is there to stay
     try:
         _prestart(argv)
-        import signal
-
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # nohup's ignored SIGHUP stays ignored
-                signal.signal(number, signal.default_int_handler)
+        _mind_interrupts(1, 15)
         _load_msgspec()
         from gpuboard.cli.main import main as front_door
 
@@ -52,6 +52,28 @@ def main() -> int:
         _fail_closed(argv, code, words)
     _leave(code)
     raise AssertionError("_leave does not return")
+
+
+def _mind_interrupts(*more: int) -> None:
+    """Let SIGINT, and the signals ``more``, raise KeyboardInterrupt, but never in the middle of an import.
+
+    msgspec 0.22 crashes (SIGSEGV) when the creation of a class of its is cut short.
+    """
+    import signal
+    from types import FrameType
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+                signal.setitimer(signal.ITIMER_REAL, 0.005)  # look again then
+                return
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    for number in (signal.SIGINT, *more):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # nohup's stays ignored
+            signal.signal(number, interrupt)
 
 
 def _fill_streams() -> None:

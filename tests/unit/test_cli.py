@@ -210,3 +210,14 @@ def test_progress_in_a_log_is_said_once(capsys: pytest.CaptureFixture[str]) -> N
     for words in ("waiting 1s: none", "waiting 2s: none", "", "waiting 3s: one"):
         show(words)
     assert capsys.readouterr().err == "gpuboard: waiting 1s: none\ngpuboard: waiting 3s: one\n"
+
+
+def test_an_interrupt_during_an_import_waits_for_its_end(tmp_path: Path) -> None:
+    (tmp_path / "cut.py").write_text("import os\nos.kill(os.getpid(), 2)\nprint('whole')\n")
+    code = "from gpuboard.__main__ import _mind_interrupts; _mind_interrupts(); import cut, time; time.sleep(9)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )  # fmt: skip
+    assert done.stdout == "whole\n"
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
