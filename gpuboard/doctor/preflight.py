@@ -207,7 +207,9 @@ def _master(rank_map: RankMap, master_addr: str, answers: Answers) -> list[Check
 
 
 def _addresses(facts: NodeFacts | None) -> str:
-    found = [a for listed in (facts.addresses.values() if facts else []) for a in listed if not _loopback(a)]
+    """Return the addresses of a node at which others may reach it, in words."""
+    listed = [a for found in (facts.addresses.values() if facts else []) for a in found]
+    found = [a for a in listed if not _loopback(a) and not a.lower().startswith("fe80:")]  # link-local: of no use alone
     return ", ".join(clean(address) for address in found) or "unknown"
 
 

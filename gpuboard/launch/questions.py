@@ -124,4 +124,4 @@ def failure(error: CallFailed | LinkLost) -> Failure:
     if isinstance(error, LinkLost):
         return Failure("connection", str(error))
     detail = error.detail if isinstance(error.detail, dict) else {}
-    return Failure(error.kind, error.message, str(detail.get("holder", "")))
+    return Failure(error.kind, error.message, str(detail.get("holder") or ""))
