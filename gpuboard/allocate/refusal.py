@@ -112,7 +112,8 @@ def _nearest(request: Request, snapshot: Snapshot, looked: Sequence[Candidate], 
     if request.per_node is not None and nodes_needed(msgspec.structs.replace(request, per_node=None), free):
         options.append(f"--n {request.n} without --per-node")
     step = request.per_node or 1
-    for n in range((request.n or 0) - step, 0, -step):
+    most = min((request.n or 0) - step, sum(free) // step * step)
+    for n in range(most, 0, -step):
         if nodes_needed(msgspec.structs.replace(request, n=n), free):
             options.append(f"--n {n}")
             break

@@ -107,6 +107,11 @@ def test_a_refusal_names_the_nearest_request_that_works() -> None:
     }  # fmt: skip
 
 
+def test_a_request_beyond_all_bounds_is_refused_at_once() -> None:
+    assert refused(Request(n=10**20), node("gpu01", "fffb")).nearest == "--n 3"
+    assert refused(Request(n=3 * 10**20, per_node=3), node("gpu01", "ffff")).nearest == "--n 3"
+
+
 def test_never_is_said_only_when_every_node_was_read() -> None:
     silent = NodeView(name="gpu02", state="unreachable", error="ssh: connection refused")
     assert refused(Request(n=9), node("gpu01")).code == 3
