@@ -15,8 +15,12 @@ if MYPY:
 
 # What runs first in a worker's interpreter. It is read from a pipe under a name like /dev/fd/7 (so no file is left
 # behind and no source on a command line), and fetches the rest over the socket: a pipe may hold as little as 4 kB.
+# That name stays at the bottom of every stack, and whoever shows a stack opens it (linecache): /dev/null is kept there,
+# else it would be any file or pipe of the script, read empty or waited for without end.
 _STUB = """import os as o,json
-o.close(%(script)d)
+n=o.open(o.devnull,0)
+o.dup2(n,%(script)d,False)
+o.close(n)
 def r(n):
  d=b""
  while len(d)<n:

@@ -321,8 +321,8 @@ def test_a_taken_port_is_refused_and_its_holder_named(tmp_path: Path) -> None:
 def test_what_cannot_be_understood_is_a_usage_error(tmp_path: Path, options: list[str], words: str) -> None:
     text = (
         '{"schema": 1, "lease": null, "master_addr": "127.0.0.1", "master_port": 0, "world_size": 1, "nodes": [{'
-        '"name": "gpu77", "address": "127.0.0.1", "node_rank": 0, "local_world_size": 1, "cuda_visible_devices": "0"}], '
-        '"ranks": [{"rank": 0, "node": "gpu77", "local_rank": 0, "index": 0, "uuid": "GPU-0", '
+        '"name": "gpu77", "address": "127.0.0.1", "node_rank": 0, "local_world_size": 1, "cuda_visible_devices": "0"}],'
+        ' "ranks": [{"rank": 0, "node": "gpu77", "local_rank": 0, "index": 0, "uuid": "GPU-0", '
         '"memory_fraction": null}]}'
     )
     (tmp_path / "elsewhere.json").write_text(text)

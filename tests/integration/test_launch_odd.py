@@ -48,6 +48,19 @@ def test_helpers_that_end_by_themselves_are_no_news(tmp_path: Path) -> None:
         assert "left behind" not in run.text["err"]
 
 
+@pytest.mark.parametrize("first", ["", "os.closerange(3, 256)", "linecache.clearcache()"])
+def test_whoever_looks_at_the_stack_reads_no_pipe_of_the_script(tmp_path: Path, first: str) -> None:
+    script = f"""
+import linecache, os, traceback
+{first}
+pipes = [os.pipe() for _ in range(60)]
+print(len(traceback.extract_stack().format()) > 0)
+"""
+    with Launch(tmp_path, script, n=1) as run:
+        assert run.wait(20) == 0
+        assert run.text["out"] == "True\n"
+
+
 def test_words_of_an_exception_with_surrogates(tmp_path: Path) -> None:
     with Launch(tmp_path, "raise ValueError('bad \\udcff name')", n=1) as run:
         assert run.wait() == 1
