@@ -147,3 +147,24 @@ def wait_gone(run: str, timeout_s: float = 5.0) -> float:
             )
         time.sleep(0.05)
     return time.monotonic() - started
+
+
+def with_fake_torch(folder: Path) -> Path:
+    """Put an empty package named torch below ``folder``/fake; return ``folder``."""
+    (folder / "fake" / "torch").mkdir(parents=True)
+    (folder / "fake" / "torch" / "__init__.py").write_text('__version__ = "0"\n')
+    return folder
+
+
+def node(folder: Path, script: str, *args: str, count: int = 1, **changes: Any) -> Node:
+    """Return a node that runs ``script`` with the torch of :func:`with_fake_torch`."""
+    (folder / "script.py").write_text(script)
+    environ = {"PYTHONPATH": str(folder / "fake"), **changes.pop("environ", {})}
+    return Node(launch_config(folder, "script.py", *args, count=count, listen=False, environ=environ, **changes))
+
+
+def go(node: Node) -> dict[str, int]:
+    """Start the ranks and open their gate; return their pids by rank."""
+    pids: dict[str, int] = node.call("spawn")["pids"]
+    node.call("go", master_addr="127.0.0.1", master_port=1, environ={})
+    return pids
