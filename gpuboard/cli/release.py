@@ -11,6 +11,7 @@ import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.leases import gpus_words, leases
+from gpuboard.cli.main import say
 from gpuboard.cli.status import NO_NODE_REACHED, nobody_reached, settled
 from gpuboard.errors import NoSuchLease, UsageError
 from gpuboard.model.lease import Lease, LeaseGpu
@@ -101,7 +102,10 @@ def _release(
     from gpuboard.ledger import keeper
     from gpuboard.ledger import nodes as ledger
 
-    keeper.forget(mine.lease, context.env)  # first, so that it does not take the release for a loss
+    try:
+        keeper.forget(mine.lease, context.env)  # first, so that it does not take the release for a loss
+    except (keeper.KeeperError, OSError) as error:
+        say(f"warning: {error}; {mine.lease} is released all the same, the keeper may report it as lost")
     outcome = ledger.release(fleet.call, mine.lease, mine.nodes)
     index = {gpu.uuid: gpu.index for lease in known for gpu in lease.gpus}
     gpus = [LeaseGpu(node, index.get(uuid), uuid) for node, uuids in outcome.done.items() for uuid in uuids]

@@ -36,6 +36,7 @@ __all__ = [
 
 START_S = 10.0
 ADOPT_S = 10.0
+FORGET_S = 3.0  # a release does not depend on it
 ADOPT_REMOTE_S = 30.0  # its own connection to every node, and the first touch there
 
 # Variables that the keeper is not started with: a lease's, by which we would take it for a carrier, and those by which
@@ -156,7 +157,7 @@ def adopt(lease: Record, env: Mapping[str, str], started: Started | None = None)
 
 def forget(lease: str, env: Mapping[str, str]) -> None:
     """Tell the keeper that ``lease`` is released: it shows no more life. Without a keeper the record is removed."""
-    if not _tell({"op": "forget", "lease": lease}, env):
+    if not _tell({"op": "forget", "lease": lease}, env, FORGET_S):
         path = f"{_folder(env)}/{lease}.json"
         if os.path.exists(path):
             os.unlink(path)
@@ -164,7 +165,7 @@ def forget(lease: str, env: Mapping[str, str]) -> None:
 
 def renew(lease: str, for_s: float, env: Mapping[str, str]) -> None:
     """Tell the keeper that ``lease`` now ends ``for_s`` seconds from now."""
-    _tell({"op": "renew", "lease": lease, "for_s": for_s}, env)
+    _tell({"op": "renew", "lease": lease, "for_s": for_s}, env, ADOPT_S)
 
 
 def restart_if_needed(env: Mapping[str, str]) -> list[str]:
@@ -205,7 +206,7 @@ def _folder(env: Mapping[str, str]) -> str:
     return folder
 
 
-def _tell(message: dict[str, Any], env: Mapping[str, str]) -> bool:
+def _tell(message: dict[str, Any], env: Mapping[str, str], timeout_s: float) -> bool:
     """Tell a keeper that runs; return whether one does."""
     connection = connect(f"{paths.state_dir(env)}/keeper/{folder_name()}")
     if connection is None:
@@ -213,7 +214,7 @@ def _tell(message: dict[str, Any], env: Mapping[str, str]) -> bool:
     with connection:
         try:
             send(connection, message)
-            return receive(connection, ADOPT_S) is not None
+            return receive(connection, timeout_s) is not None
         except OSError as error:
             raise KeeperError(
                 f"the keeper does not answer: {error}; is it stopped? see `ps -ef | grep keeper`"

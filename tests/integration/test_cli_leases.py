@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from datetime import datetime
 
 from tests.integration.here import Here, here
@@ -103,3 +104,18 @@ def test_json_of_leases_is_one_line_of_schema_1(here: Here) -> None:
     done = here.run("leases", "--json")
     assert done.stdout.count("\n") == 1
     assert json.loads(done.stdout)["schema"] == 1
+
+
+def test_release_does_not_depend_on_a_keeper_that_answers(here: Here) -> None:
+    lease = take(here)
+    [lock] = here.folder.glob(".local/state/gpuboard/keeper/*/lock")
+    keeper = int(lock.read_text())
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        done = here.run("release", lease)
+        left = list(here.needs_claims().iterdir())
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    assert (done.returncode, left) == (0, [])
+    assert done.stdout.startswith(f"released {lease}: ")
+    assert "the keeper does not answer" in done.stderr
