@@ -33,7 +33,8 @@ class Pipes:
             data = os.read(self.from_agent, 1 << 20)
         except BlockingIOError:
             return []
-        lines = data.decode().splitlines()
+        *lines, rest = data.decode().split("\n")  # as AgentLink does: other characters that end lines do not
+        assert rest == ""
         assert all(line.startswith("@ab") for line in lines)
         return [json.loads(line[3:]) for line in lines]
 
