@@ -16,7 +16,7 @@ if MYPY:
 # Run by the training interpreter. It finds torch without importing it (1.75 s): version.py is executed by itself, and
 # NCCL's version is the name of its package's folder.
 _ASK = r"""
-import glob, hashlib, importlib.machinery as machinery, json, os, re, sys
+import contextlib, glob, hashlib, importlib.machinery as machinery, json, os, re, sys
 kind, name = sys.argv[1:3]
 def find(path, search):
     spec = None
@@ -32,11 +32,9 @@ spec = find("torch", sys.path[1:])
 if spec is not None and spec.origin:
     folder = os.path.dirname(spec.origin)
     space = {}
-    try:
+    with contextlib.suppress(Exception):  # a broken torch says so itself when it is imported
         with open(os.path.join(folder, "version.py")) as file:
             exec(file.read(), space)
-    except Exception:
-        pass
     facts["torch"] = space.get("__version__") and str(space["__version__"])
     facts["torch_cuda"] = space.get("cuda")
     for found in glob.glob(os.path.join(os.path.dirname(folder), "nvidia_nccl_cu*.dist-info")):
