@@ -18,6 +18,8 @@ _OPEN_FILES = 256  # below the usual limit of 1,024 with room for the connection
 # Cursor movements and erasures would tear prefixed lines of several ranks; colours (m) stay.
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
 _SGR = re.compile(r"\x1b\[[0-9;]*m")
+# What else a terminal obeys (character sets, a reset, its title): a rank that prints binary data must not break it.
+_CONTROLS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
 class Lines:
@@ -118,6 +120,8 @@ class Screen:
         """Print whole lines, above the live one."""
         if not lines:
             return
+        if self._terminals[stream]:
+            lines = [_CONTROLS.sub("", line) for line in lines]
         reset = "\x1b[0m" if self._terminals[stream] else ""
         text = "".join(line + (reset if "\x1b" in line else "") + "\n" for line in lines)
         if self._terminals[stream]:
@@ -145,6 +149,7 @@ class Screen:
         if self.backlog:
             return
         self._erase()
+        line = _CONTROLS.sub("", line)
         width = shutil.get_terminal_size().columns - 1
         if len(_SGR.sub("", line)) > width:
             line = _SGR.sub("", line)[:width]

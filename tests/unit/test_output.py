@@ -62,6 +62,16 @@ def relay(folder: Path, out: TextIO, err: TextIO, ranks: int = 2) -> tuple[Relay
     ), screen
 
 
+def test_binary_data_neither_breaks_a_terminal_nor_changes_a_pipe(tmp_path: Path) -> None:
+    shown, piped = Terminal(), io.StringIO()
+    both, screen = relay(tmp_path, shown, piped)
+    for stream in ("out", "err"):
+        both.output(0, stream, "a\x1b[31mred\x0e\x1bc\x1b]0;title\x07\x9b\tb\n")
+    screen.close()
+    assert shown.getvalue() == "[rank 0 gpu01:0] a\x1b[31mredc]0;title\tb\x1b[0m\n"
+    assert piped.getvalue() == "[rank 0 gpu01:0] a\x1b[31mred\x0e\x1bc\x1b]0;title\x07\x9b\tb\n"
+
+
 def test_lines_carry_their_rank_and_logs_are_whole(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     both, screen = relay(tmp_path, out, err)
