@@ -22,7 +22,7 @@ from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.options import patience, typed
 from gpuboard.cli.statusfile import recorded
-from gpuboard.errors import Refused, UsageError
+from gpuboard.errors import NoSuchLease, Refused, UsageError
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 
@@ -203,7 +203,12 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
         if found.lease == lease:  # else the shell has moved on to another lease than the file's
             return found, f"GPUBOARD_RANK_MAP={file}"
     with Allocator(_scope(context), context.settings, context.env, said=True) as allocator:
-        return allocator.existing(lease, args.n).rank_map, where
+        try:
+            return allocator.existing(lease, args.n).rank_map, where
+        except NoSuchLease as error:
+            if args.lease:
+                raise
+            raise NoSuchLease(f"{error}; this shell's GPUBOARD_LEASE names it: unset that to reserve anew") from None
 
 
 @contextlib.contextmanager

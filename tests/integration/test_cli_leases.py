@@ -119,3 +119,11 @@ def test_release_does_not_depend_on_a_keeper_that_answers(here: Here) -> None:
     assert (done.returncode, left) == (0, [])
     assert done.stdout.startswith(f"released {lease}: ")
     assert "the keeper does not answer" in done.stderr
+
+
+def test_launch_in_a_shell_whose_lease_has_ended_says_what_to_unset(here: Here) -> None:
+    done = here.run("launch", "--n", "1", "--device", "cpu", "x.py", GPUBOARD_LEASE="k3f9zz")
+    assert done.returncode == 5
+    assert done.stderr == (
+        "gpuboard: no lease 'k3f9zz'; you have none; this shell's GPUBOARD_LEASE names it: unset that to reserve anew\n"
+    )
