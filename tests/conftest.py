@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 
@@ -12,6 +13,15 @@ from tests import nodes as test_nodes
 
 # torch warns on stderr where an address has no name, as without a network: tests that compare stderr run there too.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+# A run in the background, or under nohup, ignores these, and everything that tests start would inherit that.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 @pytest.fixture(scope="session")
