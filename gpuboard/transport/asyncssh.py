@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
@@ -202,8 +203,8 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         assert self._chan is not None
         if not self._over:
             self._handler.connected()
-            self._chan.write(b"".join(self._unsent))
-            self._unsent.clear()
+            unsent, self._unsent = b"".join(self._unsent), []
+            self._write(unsent)
 
     def data_received(self, data: bytes, datatype: int | None) -> None:
         if datatype is not None:
@@ -227,7 +228,8 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         if self._chan is None or self._unsent:
             self._unsent.append(data)
         elif not self._chan.is_closing():
-            self._chan.write(data)
+            with contextlib.suppress(BrokenPipeError):  # the command has ended already: connection_lost says how
+                self._chan.write(data)
 
     def _drop(self) -> None:
         if self.task is not None and not self.task.done() and asyncio.current_task(self._loop) is not self.task:
