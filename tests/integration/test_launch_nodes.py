@@ -319,9 +319,6 @@ def test_ddp_trains_on_three_and_five(lab: Cluster) -> None:
     lease = found["lease"]["id"]
     words = ["gpuboard", "launch", "--lease", lease, "--device", "cpu", str(EXAMPLES / "train_ddp.py"), "--epochs", "3"]
     done = login.run(words, timeout=150)
-    if done.returncode == 134 and "terminate called without an active exception" in done.stderr:
-        # Seen once in many runs of eight ranks on two cores: a rank aborts in a C++ thread at its end; cause not known.
-        done = login.run(words, timeout=150)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"rank 0 gpu02:[0-9]+\] .*loss ([0-9.]+)", done.stdout)]
     assert len(losses) == 3
