@@ -4,6 +4,7 @@ Its text travels into a fresh training interpreter (Python 3.8 and later), where
 Scripts and modules run in the real ``__main__``, whose namespace is handed in.
 """
 
+import atexit
 import gc
 import importlib
 import importlib.machinery
@@ -26,6 +27,7 @@ if MYPY:
 
 _OURS = "<gpuboard>"  # the file name of this code's frames
 _TEXT = 16384  # characters of a message or traceback that travel
+_SETTLE_S = 2.0  # for gloo's threads at the end of a rank, at most
 _RENDEZVOUS = ("init_process_group", "rendezvous", "_create_c10d_store")
 
 
@@ -37,6 +39,7 @@ def main(namespace: "Dict[str, Any]", bond: "Bond", config: "Dict[str, Any]") ->
     bond.follow_forks()
     try:
         started = time.monotonic()
+        atexit.register(_let_gloo_settle)  # first, so that it is called last
         gc.disable()  # an import makes no garbage, and looking for it takes a seventh of the time
         import torch  # 1.3 s: overlaps preflight, which opens the gate
 
@@ -56,6 +59,39 @@ def main(namespace: "Dict[str, Any]", bond: "Bond", config: "Dict[str, Any]") ->
         _report(bond, error, bool(state["joined"]))
         _hide_ourselves()
         raise
+
+
+def _let_gloo_settle() -> None:
+    """Hold the interpreter's end until gloo's threads have dropped the tensors of their last operation.
+
+    For that they take the GIL, and before Python 3.14 a thread that asks for it while the interpreter ends is unwound
+    through C++ code, which aborts the process (seen with torch 2.13 wherever cores are scarce). With a
+    DistributedDataParallel model destroy_process_group() does not end these threads. A thread has nothing left to do
+    when it slept before and after a time in which the GIL was free, and was not woken in between.
+    """
+    until = time.monotonic() + _SETTLE_S
+    before = _gloo_threads()
+    while before and time.monotonic() < until:
+        time.sleep(0.001)  # lets go of the GIL
+        now = _gloo_threads()
+        if now == before and all(state == "S" for state, _ in now.values()):
+            return
+        before = now
+
+
+def _gloo_threads() -> "Dict[str, Tuple[str, List[str]]]":
+    """Return state and counts of context switches of the threads that run gloo's operations, by thread id."""
+    found: "Dict[str, Tuple[str, List[str]]]" = {}
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open("/proc/self/task/%s/status" % thread) as file:
+                lines = [line.split() for line in file]
+        except OSError:
+            continue  # it has ended
+        if lines[0][1] == "pt_gloo_runloop":
+            state = next(words[1] for words in lines if words[0] == "State:")
+            found[thread] = (state, [words[1] for words in lines if words[0].endswith("_ctxt_switches:")])
+    return found
 
 
 def _pass_gate(bond: "Bond", config: "Dict[str, Any]") -> None:

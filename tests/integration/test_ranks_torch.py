@@ -54,6 +54,37 @@ def test_a_function_is_called_in_the_process_group(tmp_path: Path) -> None:
         assert all(0 < d["import_s"] < 60 for d in node.data("gate"))
 
 
+STARVED = """
+import os
+import torch
+from torch import distributed
+
+distributed.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+cpus = sorted(os.sched_getaffinity(0))
+mine = {cpus[int(os.environ["RANK"]) % len(cpus)]}
+for thread in map(int, os.listdir("/proc/self/task")):
+    os.sched_setaffinity(thread, mine)
+    with open(f"/proc/self/task/{thread}/comm") as file:
+        if file.read() == "pt_gloo_runloop\\n":
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+            print("starved", flush=True)
+distributed.all_reduce(torch.zeros(1))
+distributed.destroy_process_group()
+"""
+
+
+def test_ranks_end_well_while_gloo_threads_still_hold_tensors(tmp_path: Path) -> None:
+    (tmp_path / "starved.py").write_text(STARVED)
+    for _ in range(3):  # without the wait at the end two of three such runs are aborted
+        with Node(launch_config(tmp_path, "starved.py", count=2)) as node:
+            node.start()
+            assert [e["code"] for e in node.wait_ended()] == [0, 0]
+            assert node.text("err") == ""
+            assert "starved" in node.text(rank=0)
+
+
 def test_the_first_failure_is_told_with_its_place(tmp_path: Path) -> None:
     with library(tmp_path, "one_fails") as node:
         node.start()
