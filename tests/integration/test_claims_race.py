@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Set
 from typing import Any
 
 import msgspec
@@ -111,11 +112,27 @@ def history_is_sound(askers: list[Asker], left: dict[tuple[str, str, str], tuple
         assert asker.process.returncode in {0, 4}, (asker.process.returncode, asker.errors, asker.answer)
         assert mine == asker.gpus, "holds what it was told and nothing else; the refused hold no part"
         assert len(mine) == (asker.n if asker.won else 0)
-    free = 24 - len(by_gpu)
     for asker in askers:
         if not asker.killed and not asker.won:
-            error = asker.answer["error"]
-            assert asker.n > free or "quicker" in error["message"], f"{free} free, {asker.n} refused: {error}"
+            refusal_is_true(asker, {other.purpose: other for other in askers}, by_gpu.keys())
+
+
+def refusal_is_true(asker: Asker, by_purpose: dict[str, Asker], claimed: Set[tuple[str, str]]) -> None:
+    """Check what a refused asker was told of each GPU: who it says holds one does, or was killed or refused later.
+
+    Without the GPUs of those who dropped them again there were fewer than it asked for.
+    """
+    error = asker.answer["error"]
+    gpus = {(told["node"], told["uuid"]): told for told in error["gpus"]}
+    assert len(gpus) == 24
+    dropped = set()
+    for gpu, told in gpus.items():
+        if told["state"] == "reserved":
+            holder = by_purpose[told["reason"].rpartition(": ")[2]]
+            assert gpu in holder.gpus or not holder.won, f"{gpu} is not {holder.purpose}'s: {error}"
+            dropped |= set() if holder.won else {gpu}
+    free = len(gpus.keys() - claimed - dropped)
+    assert asker.n > free or "quicker" in error["message"], f"{free} free, {asker.n} refused: {error}"
 
 
 @pytest.mark.timeout(ROUNDS * PROCESSES * 6 + 120)
