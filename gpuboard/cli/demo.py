@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuboard.cli import leases as leases_command
+from gpuboard.allocate.held import gpus_words
 from gpuboard.cli import status as status_command
 from gpuboard.cli.context import Context
 from gpuboard.cli.table import paint, wrap
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         allocator.published(allocation.lease)
         try:
             devices = allocation.rank_map.nodes[0].cuda_visible_devices
-            stage.say(f"lease {allocation.lease.id}: {leases_command.gpus_words(allocation.lease.gpus)}")
+            stage.say(f"lease {allocation.lease.id}: {gpus_words(allocation.lease.gpus)}")
             stage.say(f"CUDA_VISIBLE_DEVICES={devices}; {allocation.why}")
             stage.say("Everybody on these nodes sees it, and only its owner can remove it:")
             for file in _claims(context, allocation.lease.id):

@@ -5,23 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
-from itertools import groupby
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from gpuboard.allocate.held import gpus_words, leases
 from gpuboard.cli.context import Context
 from gpuboard.cli.status import NO_NODE_REACHED, nobody_reached, settled
 from gpuboard.cli.table import Cell, Column, Row, Step, render
-from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
+from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.text import clean
-from gpuboard.model.units import format_duration, iso
-
-if TYPE_CHECKING:
-    from gpuboard.cluster.fleet import Fleet
-    from gpuboard.model.reading import Holder
-    from gpuboard.model.snapshot import Snapshot
+from gpuboard.model.units import format_duration
 
 NAME = "leases"
 HELP = "show who reserved what, and until when"
@@ -59,22 +52,6 @@ def run(args: argparse.Namespace, context: Context) -> int:
     return NO_NODE_REACHED if nobody_reached(snapshot) else 0
 
 
-def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
-    """Return the leases that the nodes' newest readings hold, and the nodes that could not be read."""
-    from gpuboard.ledger import holder as processes
-    from gpuboard.ledger.nodes import leases_of
-
-    def alive(holder: Holder) -> bool | None:
-        return processes.alive(processes.Holder(holder.host, holder.boot_id, holder.pid, holder.start))
-
-    now = time.time()
-    index = {gpu.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus}
-    index |= {mig.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus for mig in gpu.mig}
-    unread = [node.name for node in snapshot.nodes if node.state != "up"]
-    current = {node: claims for node, claims in fleet.claims().items() if node not in unread}
-    return LeaseList(schema=1, at=iso(now), leases=leases_of(current, index, now, alive), unread=unread)
-
-
 def table(found: LeaseList, width: int | None, *, colour: bool) -> list[str]:
     """Return the lines to show. ``width`` in terminal cells; None: no limit."""
     lines = ["no reservations"]
@@ -85,14 +62,6 @@ def table(found: LeaseList, width: int | None, *, colour: bool) -> list[str]:
 
         lines.append(f"not read, their reservations are missing here: {fold(clean(name, 64) for name in found.unread)}")
     return lines
-
-
-def gpus_words(gpus: list[LeaseGpu]) -> str:
-    """Return GPUs as ``gpu01:0,2@gpu02:1``; one that is no longer in the readings by its UUID."""
-    return "@".join(
-        f"{clean(node, 64)}:{','.join(clean(g.uuid, 48) if g.index is None else str(g.index) for g in on_node)}"
-        for node, on_node in groupby(gpus, key=lambda gpu: gpu.node)
-    )
 
 
 def _row(lease: Lease) -> Row:

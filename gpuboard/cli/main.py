@@ -21,7 +21,7 @@ from gpuboard.cli.options import Parser, add_common, nearest
 from gpuboard.errors import GpuboardError, Interrupted, Refused, UsageError
 
 GROUPS = {
-    "see": ("status",),
+    "see": ("board", "status"),
     "reserve": ("allocate", "leases", "renew", "release", "env"),
     "use": ("run", "launch", "runs", "logs", "stop"),
     "set up": ("demo", "config"),
@@ -133,7 +133,7 @@ def _dispatch(argv: list[str]) -> int:
         elif "--version" in rest or "-V" in rest:
             print(f"gpuboard {__version__}")
             return 0
-    command = load(name or "status")
+    command = load(name or "board")
     args = parser_of(command).parse_args(rest)
     context = Context(argv)
     if args.nodes is not None:
@@ -168,7 +168,7 @@ def _help() -> str:
 def _first_words() -> str:
     return (
         "See every GPU of every node and why it is or is not free, reserve some of them, and start distributed\n"
-        "PyTorch on exactly those. Without a command: the status of all nodes."
+        "PyTorch on exactly those. Without a command: the board, or the status where stdout is no terminal."
     )
 
 

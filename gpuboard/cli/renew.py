@@ -8,13 +8,11 @@ import json
 import sys
 import time
 
+from gpuboard.allocate.held import chosen, leases, renew
 from gpuboard.cli.context import Context
-from gpuboard.cli.leases import leases
 from gpuboard.cli.options import typed
-from gpuboard.cli.release import chosen
 from gpuboard.cli.status import NO_NODE_REACHED, nobody_reached, settled
 from gpuboard.errors import UsageError
-from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, iso, parse_duration
 
 NAME = "renew"
@@ -36,9 +34,6 @@ def run(args: argparse.Namespace, context: Context) -> int:
     most_s = parse_duration(context.settings.max_lease)
     if args.for_s > most_s:
         raise UsageError(f"--for {format_duration(args.for_s)} is above max_lease, {format_duration(most_s)} here")
-    from gpuboard.ledger import keeper
-    from gpuboard.ledger import nodes as ledger
-
     with contextlib.closing(context.fleet()) as fleet:
         fleet.start()
         snapshot = settled(fleet, context)
@@ -46,15 +41,14 @@ def run(args: argparse.Namespace, context: Context) -> int:
             print("gpuboard: no node could be reached; `gpuboard status` shows why", file=sys.stderr)
             return NO_NODE_REACHED
         [mine] = chosen([args.id], fleet, leases(fleet, snapshot).unread)
-        outcome = ledger.renew(fleet.call, mine.lease, mine.nodes, args.for_s)
-    if outcome.done:
-        keeper.renew(mine.lease, args.for_s, context.env)
+        done, failed = renew(mine, args.for_s, fleet, context.env)
+    if done:
         until = iso(time.time() + args.for_s)
         if args.json:
-            print(json.dumps({"schema": 1, "id": mine.lease, "until": until, "nodes": sorted(outcome.done)}))
+            print(json.dumps({"schema": 1, "id": mine.lease, "until": until, "nodes": done}))
         else:
-            where = "" if not outcome.failed else f" on {', '.join(outcome.done)}"
+            where = "" if not failed else f" on {', '.join(done)}"
             print(f"{mine.lease} now ends {until}, in {format_duration(args.for_s)}{where}")
-    for node, error in outcome.failed.items():
-        print(f"gpuboard: {mine.lease} was not renewed on {node}: {clean(str(error))}", file=sys.stderr)
-    return 1 if outcome.failed else 0
+    for node, words in failed.items():
+        print(f"gpuboard: {mine.lease} was not renewed on {node}: {words}", file=sys.stderr)
+    return 1 if failed else 0

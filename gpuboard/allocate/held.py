@@ -1,0 +1,99 @@
+"""What is held now, and giving it back: the leases of a fleet's nodes, which of them a person means, their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gpuboard.errors import NoSuchLease
+from gpuboard.ledger import holder as processes
+from gpuboard.ledger import keeper
+from gpuboard.ledger import nodes as ledger
+from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
+from gpuboard.model.text import clean
+from gpuboard.model.units import iso
+
+if TYPE_CHECKING:
+    from gpuboard.cluster.fleet import Fleet
+    from gpuboard.model.reading import Holder
+    from gpuboard.model.snapshot import Snapshot
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """A lease that was ended: the GPUs that were released, and by node why not, elsewhere."""
+
+    lease: str
+    gpus: list[LeaseGpu]
+    failed: dict[str, str]
+
+
+def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
+    """Return the leases that the nodes' newest readings hold, and the nodes that could not be read."""
+    now = time.time()
+    index = {gpu.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus}
+    index |= {mig.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus for mig in gpu.mig}
+    unread = [node.name for node in snapshot.nodes if node.state != "up"]
+    current = {node: claims for node, claims in fleet.claims().items() if node not in unread}
+    return LeaseList(schema=1, at=iso(now), leases=ledger.leases_of(current, index, now, _alive), unread=unread)
+
+
+def gpus_words(gpus: Sequence[LeaseGpu]) -> str:
+    """Return GPUs as ``gpu01:0,2@gpu02:1``; one that is no longer in the readings by its UUID."""
+    return "@".join(
+        f"{clean(node, 64)}:{','.join(clean(g.uuid, 48) if g.index is None else str(g.index) for g in on_node)}"
+        for node, on_node in groupby(gpus, key=lambda gpu: gpu.node)
+    )
+
+
+def chosen(ids: Sequence[str], fleet: Fleet, unread: Sequence[str]) -> list[ledger.Mine]:
+    """Return the leases that ``ids`` name, all of ours without ids. Raises NoSuchLease before anything is changed."""
+    claims, uids = fleet.claims(), fleet.uids()
+    if not ids:
+        return list(ledger.mine(claims, uids).values())
+    found = {}
+    for text in ids:
+        try:
+            mine = ledger.find(text, claims, uids)
+        except NoSuchLease as error:
+            theirs = {
+                node: [c.uuid for c in on if c.lease == text and c.state == "live"] for node, on in claims.items()
+            }
+            ended = {node: uuids for node, uuids in theirs.items() if uuids and uids.get(node) == 0}
+            if ended:  # root may end anybody's
+                mine = ledger.Mine(text, ended, sorted(ended))
+            elif unread:
+                raise NoSuchLease(f"{error}; not read, so it may lie there: {', '.join(unread)}") from None
+            else:
+                raise
+        found[mine.lease] = mine
+    return list(found.values())
+
+
+def release(
+    mine: ledger.Mine, known: Sequence[Lease], fleet: Fleet, env: Mapping[str, str], warn: Callable[[str], None]
+) -> Ended:
+    """End one lease on all its nodes. ``known``: the leases as they were read, for the GPUs' indexes."""
+    try:
+        keeper.forget(mine.lease, env)  # first, so that it does not take the release for a loss
+    except (keeper.KeeperError, OSError) as error:
+        warn(f"warning: {error}; {mine.lease} is released all the same, the keeper may report it as lost")
+    outcome = ledger.release(fleet.call, mine.lease, mine.nodes)
+    index = {gpu.uuid: gpu.index for lease in known for gpu in lease.gpus}
+    gpus = [LeaseGpu(node, index.get(uuid), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
+    return Ended(mine.lease, gpus, {node: clean(str(error)) for node, error in outcome.failed.items()})
+
+
+def renew(mine: ledger.Mine, for_s: float, fleet: Fleet, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Let one lease end ``for_s`` from now; return the nodes where it does, and by node why not, elsewhere."""
+    outcome = ledger.renew(fleet.call, mine.lease, mine.nodes, for_s)
+    if outcome.done:
+        keeper.renew(mine.lease, for_s, env)
+    return sorted(outcome.done), {node: clean(str(error)) for node, error in outcome.failed.items()}
+
+
+def _alive(holder: Holder) -> bool | None:
+    return processes.alive(processes.Holder(holder.host, holder.boot_id, holder.pid, holder.start))

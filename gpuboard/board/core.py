@@ -1,0 +1,49 @@
+"""What the board works on: the fleet and its newest scene, made in a thread of its own. No textual."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from gpuboard.allocate.held import leases
+from gpuboard.board.scene import Scene
+from gpuboard.cluster.fleet import Fleet
+
+if TYPE_CHECKING:
+    from gpuboard.cluster.inventory import Node
+    from gpuboard.config import Settings
+
+_PACE_S = 1.0  # ages grow on the screen also when nothing arrives
+
+
+class Core:
+    """The cluster behind one board. What may take long is called in a thread (``BoardApp.ask``), not in the UI's."""
+
+    def __init__(self, nodes: Sequence[Node], settings: Settings, env: Mapping[str, str]) -> None:
+        self.nodes = {node.name: node for node in nodes}
+        self.settings = settings
+        self.env = env
+        self.interval_s = settings.interval_s(len(nodes))
+        self.fleet = Fleet(nodes, settings, interval_s=self.interval_s, one_shot=False)
+        self._closed = threading.Event()
+
+    def start(self, changed: Callable[[Scene], object]) -> None:
+        """Connect, and from now on call ``changed`` with every new scene, from a thread of the core's own."""
+        self.fleet.start()
+        threading.Thread(target=self._watch, args=(changed,), name="scenes", daemon=True).start()
+
+    def scene(self) -> Scene:
+        """Return the cluster as it is now."""
+        snapshot = self.fleet.snapshot()
+        return Scene(snapshot, leases(self.fleet, snapshot), uids=self.fleet.uids())
+
+    def close(self) -> None:
+        """End every connection; takes less than half a second whatever hangs."""
+        self._closed.set()
+        self.fleet.close()
+
+    def _watch(self, changed: Callable[[Scene], object]) -> None:
+        while not self._closed.is_set():
+            changed(self.scene())
+            self.fleet.wait_change(_PACE_S)

@@ -1,0 +1,63 @@
+"""How things are drawn: a letter and a style for every state, styles by role, and the glyphs the terminal can show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from rich.style import Style
+
+LETTERS = {
+    "free": "F", "reserved": "R", "allocated": "A", "busy": "B", "occupied": "O", "unknown": "?", "broken": "X",
+}  # fmt: skip
+
+
+class Glyphs(msgspec.Struct, frozen=True):
+    """What bars, spark lines and trees are made of."""
+
+    spark: str  # from empty to full
+    bar: str  # from empty to full: parts of one cell
+    line: str  # horizontal, of rulers and time lines
+    ellipsis: str
+    marked: str  # a selected row
+    up: str  # sorted upwards
+    down: str
+
+
+UNICODE = Glyphs(spark=" ▁▂▃▄▅▆▇█", bar=" ▏▎▍▌▋▊▉█", line="─", ellipsis="…", marked="●", up="▲", down="▼")
+ASCII = Glyphs(spark=" .:-=+*#@", bar=" -=#", line="-", ellipsis="~", marked="*", up="^", down="v")
+
+
+class Look(msgspec.Struct, frozen=True):
+    """Everything that widgets draw with. ``styles``: the seven states, and the roles ``dim``, ``title``, ``cursor``,
+    ``marked``, ``good``, ``warn``, ``bad``, ``mine``, ``group``."""
+
+    styles: Mapping[str, Style]
+    glyphs: Glyphs = UNICODE
+
+    def style(self, role: str) -> Style:
+        """Return the style of a state or role; an unknown one is drawn plain."""
+        return self.styles.get(role, _PLAIN)
+
+
+_PLAIN = Style()
+DARK = Look(
+    {
+        "free": Style(color="green"),
+        "reserved": Style(color="cyan"),
+        "allocated": Style(color="blue"),
+        "busy": Style(color="yellow"),
+        "occupied": Style(color="yellow"),
+        "unknown": Style(color="magenta"),
+        "broken": Style(color="red", bold=True),
+        "dim": Style(dim=True),
+        "title": Style(bold=True),
+        "cursor": Style(reverse=True),
+        "marked": Style(bold=True, underline=True),
+        "good": Style(color="green"),
+        "warn": Style(color="yellow"),
+        "bad": Style(color="red", bold=True),
+        "mine": Style(bold=True),
+        "group": Style(bold=True),
+    }
+)

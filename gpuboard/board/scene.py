@@ -1,0 +1,58 @@
+"""What the board shows: the cluster at one moment with its leases. Values alone; no textual."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from gpuboard.model.lease import Lease, LeaseList
+from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
+
+
+class Place(NamedTuple):
+    """A GPU and the node it is in."""
+
+    node: NodeView
+    gpu: GpuView
+
+
+class Scene:
+    """One picture of the cluster. Never changed after it was made; made anew at every change."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        leases: LeaseList,
+        *,
+        uids: dict[str, int],
+        banners: tuple[str, ...] = (),
+    ) -> None:
+        """``uids``: who we are on each node that has answered; ``banners``: what is wrong as a whole, in words."""
+        self.snapshot = snapshot
+        self.leases = leases
+        self.uids = uids
+        self.banners = banners
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """Every GPU by its UUID. MIG devices are found under their parent."""
+        return {gpu.uuid: Place(node, gpu) for node in self.snapshot.nodes for gpu in node.gpus}
+
+    @cached_property
+    def nodes(self) -> dict[str, NodeView]:
+        """Every node by its name."""
+        return {node.name: node for node in self.snapshot.nodes}
+
+    @cached_property
+    def by_lease(self) -> dict[str, Lease]:
+        """Every lease by its id."""
+        return {lease.id: lease for lease in self.leases.leases}
+
+    @cached_property
+    def simulated(self) -> bool:
+        """Whether any of it is invented."""
+        return any(node.source == "simulated" for node in self.snapshot.nodes)
+
+    def is_mine(self, lease: Lease) -> bool:
+        """Return whether we own a lease, by the uid we have on its nodes."""
+        return any(self.uids.get(gpu.node) == lease.uid for gpu in lease.gpus)

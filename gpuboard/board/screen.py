@@ -1,0 +1,32 @@
+"""What all screens of the board have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from textual.screen import Screen
+
+from gpuboard.board.scene import Scene
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
+
+
+class BoardScreen(Screen[None]):
+    """A full screen that shows scenes. Every binding has an id: it can be remapped, and help and palette list it."""
+
+    TITLE_WORDS = ""  # what the help screen calls it
+
+    @property
+    def board(self) -> BoardApp:
+        """The app, typed."""
+        return cast("BoardApp", self.app)
+
+    def show(self, scene: Scene) -> None:
+        """Draw ``scene``. Called at every new one while this screen is on top, and when it comes back."""
+        raise NotImplementedError
+
+    def on_screen_resume(self) -> None:
+        """Catch up with what happened while another screen was on top."""
+        if self.board.scene is not None:
+            self.show(self.board.scene)
