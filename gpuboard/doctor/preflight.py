@@ -241,8 +241,23 @@ def _connections(rank_map: RankMap, answers: Answers) -> list[Check]:
             ports = ", ".join(str(r.port) for r in bad)
             words = f"{source} cannot reach {target} at {clean(bad[0].address)}, port {ports}"
             cause = _PROBE_CAUSE.get(bad[0].result, clean(bad[0].result))
-            checks.append(Check("connect", source, "fail", words, cause, _rule(bad[0], source, answers.facts)))
+            remedy = _rule(bad[0], source, answers.facts)
+            if loops := _own_loopback(bad[0], source, answers.facts):
+                cause, remedy = loops
+            checks.append(Check("connect", source, "fail", words, cause, remedy))
     return checks
+
+
+def _own_loopback(bad: ProbeResult, source: str, facts: Mapping[str, NodeFacts]) -> tuple[str, str] | None:
+    """Return cause and remedy where the name leads the target (Debian's 127.0.1.1) or the source back to itself."""
+    for node in (bad.node, source):
+        seen = facts.get(node)
+        loops = [address for address in (seen.resolves.get(bad.address, []) if seen else []) if _loopback(address)]
+        if loops:
+            cause = f"on {node} that name is {clean(loops[0])}, which only {node} itself can reach"
+            better = f"write the address itself as master_addr: {_addresses(facts.get(bad.node))}"
+            return cause, f"{better}; or take the name out of that line of /etc/hosts on {node}"
+    return None
 
 
 def _rule(bad: ProbeResult, source: str, facts: Mapping[str, NodeFacts]) -> str:

@@ -174,6 +174,24 @@ def test_a_name_that_means_different_things_is_a_warning() -> None:
     assert (check.status, check.evidence) == ("warn", "127.0.1.1 on gpu01; 10.0.0.1 on gpu02")
 
 
+def test_a_name_that_is_loopback_on_its_own_node_is_not_blamed_on_a_firewall() -> None:
+    first = msgspec.structs.replace(FACTS, resolves={"gpu01": ["127.0.1.1"]})
+    second = msgspec.structs.replace(FACTS2, resolves={"gpu01": ["10.0.0.1"]})
+    refused = ProbeResult("gpu01", "gpu01", 29500, "refused", 0.2, "10.0.0.2", "ib0")
+    probes = {"gpu01": [OK1], "gpu02": [refused]}
+    checks = preflight(MAP, "gpu01", "cuda", answers(facts={"gpu01": first, "gpu02": second}, probes=probes))
+    [check] = failed(checks)
+    assert (check.name, check.node, check.evidence) == (
+        "connect",
+        "gpu02",
+        "gpu02 cannot reach gpu01 at gpu01, port 29500",
+    )
+    assert check.cause == "on gpu01 that name is 127.0.1.1, which only gpu01 itself can reach"
+    assert check.remedy == (
+        "write the address itself as master_addr: 10.0.0.1; or take the name out of that line of /etc/hosts on gpu01"
+    )
+
+
 def test_the_interface_is_the_one_of_the_address_or_of_the_route() -> None:
     assert interfaces("10.0.0.1", "gpu01", answers()) == {"gpu01": "eth0", "gpu02": "ib0"}
     assert interfaces("127.0.0.1", "gpu01", answers(probes={})) == {"gpu01": "lo"}
