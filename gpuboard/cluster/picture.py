@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process
+from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process, Xid
 from gpuboard.model.reading import Claim, Hello, Reading, Static
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot, XidView
 from gpuboard.model.state import Facts, Thresholds, judge
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
+
+XIDS_MAX = 8  # shown of one GPU
+_LATEST = 4e9  # in 2096: later times are invented, and dates end somewhere
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
@@ -126,6 +129,8 @@ def _node(facts: NodeFacts, claims: Mapping[str, list[Claim]], leases: frozenset
         hostname=_short(hello.hostname, 255) if hello else None,
         addresses=[clean(address, 64) for address in hello.addresses] if hello else [],
         claims_error=_short(reading.claims_error, 512) if reading else None,
+        load1=reading.load1 if reading else None,
+        connected=hello is not None and facts.error is None,
     )
 
 
@@ -171,6 +176,18 @@ def _gpu(
         pci=static.pci,
         throttle=[clean(word, 32) for word in reading.throttle] if reading else [],
         compute_mode=reading.compute_mode if reading else None,
+        error=_short(reading.error, 512) if reading else None,
+        delay_s=reading.delay_s if reading else 0.0,
+        memory_reserved=static.memory_reserved,
+        pcie_generation=reading.pcie_generation if reading else None,
+        pcie_generation_max=static.pcie_generation_max,
+        pcie_width=reading.pcie_width if reading else None,
+        pcie_width_max=static.pcie_width_max,
+        ecc_uncorrected=reading.ecc_uncorrected if reading else None,
+        remap_pending=reading.remap_pending if reading else None,
+        remap_failed=reading.remap_failed if reading else None,
+        recovery_action=_short(reading.recovery_action) if reading else None,
+        xids=_xids(reading.xids, facts) if reading else None,
     )
 
 
@@ -253,7 +270,19 @@ def _process(process: Process, facts: NodeFacts, users: Mapping[str, str]) -> Pr
         lease=_short(process.lease),
         job=_short(process.job),
         container=_short(process.container),
+        started=process.started,
+        uid=process.uid,
     )
+
+
+def _xids(xids: list[Xid] | None, facts: NodeFacts) -> list[XidView] | None:
+    if xids is None or facts.reading is None:
+        return None
+    now = facts.reading.at  # both by the node's clock
+    return [
+        XidView(xid.code, iso(min(max(0.0, xid.at), _LATEST)), max(0.0, round(now - xid.at, 1)))
+        for xid in xids[:XIDS_MAX]
+    ]
 
 
 def _user(name: str, users: Mapping[str, str]) -> str:

@@ -62,6 +62,13 @@ class MigReading(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
+class Xid(msgspec.Struct, frozen=True):
+    """An error that the driver reported of a GPU (NVIDIA's XID)."""
+
+    code: int
+    at: float  # epoch seconds by the node's clock: when the agent was told
+
+
 class GpuReading(msgspec.Struct, frozen=True):
     """What one GPU does. A field is None when NVML did not say; ``error`` is set when the GPU as a whole failed."""
 
@@ -84,3 +91,4 @@ class GpuReading(msgspec.Struct, frozen=True):
     remap_failed: bool | None = None
     recovery_action: str | None = None  # None or "none": nothing to do; else NVML's recommended action
     mig: list[MigReading] = []
+    xids: list[Xid] | None = None  # since the agent came, newest first; None: the driver does not tell

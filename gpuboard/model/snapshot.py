@@ -20,6 +20,16 @@ class ProcessView(msgspec.Struct, frozen=True):
     lease: str | None = None
     job: str | None = None
     container: str | None = None
+    started: float | None = None  # epoch seconds by the node's clock; with the pid it says which process is meant
+    uid: int | None = None
+
+
+class XidView(msgspec.Struct, frozen=True):
+    """An error that the driver reported of a GPU since it is watched."""
+
+    code: int  # NVIDIA's XID number
+    at: str  # ISO 8601, by the node's clock
+    age_s: float
 
 
 class JobView(msgspec.Struct, frozen=True):
@@ -69,6 +79,19 @@ class GpuView(msgspec.Struct, frozen=True):
     pci: dict[str, int] = {}
     throttle: list[str] = []
     compute_mode: int | None = None
+    # Health, with its evidence; None: not readable.
+    error: str | None = None  # NVML's words for a failure of this GPU
+    delay_s: float = 0.0  # how much older than the node's reading these values are (a call that hangs)
+    memory_reserved: int | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    ecc_uncorrected: int | None = None  # since the driver was loaded
+    remap_pending: bool | None = None  # a row remap (or page retirement) waits for a reset
+    remap_failed: bool | None = None
+    recovery_action: str | None = None  # "none": nothing to do
+    xids: list[XidView] | None = None  # the newest few, newest first
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -89,6 +112,8 @@ class NodeView(msgspec.Struct, frozen=True):
     hostname: str | None = None  # what the node calls itself
     addresses: list[str] = []
     claims_error: str | None = None  # why reservations cannot be held here
+    load1: float | None = None
+    connected: bool = False  # whether its agent is there now; ``error`` says why not
 
 
 class Snapshot(msgspec.Struct, frozen=True):
