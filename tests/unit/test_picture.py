@@ -76,6 +76,7 @@ def test_a_node_in_full() -> None:
         NodeView(
             name="gpu01", state="up", age_s=0.5, driver="580", cuda="13.0", cpu_percent=12.5,
             memory_used=1, memory_total=2, gpus=[expected], hostname="gpu01", addresses=["10.0.0.1"],
+            connected=True,
         )
     ]  # fmt: skip
 
