@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +103,3 @@ class Lab:
         """End every keeper of this lab."""
         for pid in self.keepers():
             os.kill(pid, signal.SIGKILL)
-
-
-def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
-    """Wait for ``condition`` and return what it gave; fail when it does not come within ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"did not happen within {seconds} s"
-        time.sleep(0.02)
-    return value

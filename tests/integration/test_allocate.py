@@ -8,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +16,7 @@ import pytest
 from gpuboard.model.rankmap import RankMap, problems
 from tests.integration.here import Here, here  # noqa: F401
 from tests.nvml import GIB, Gpu
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("_claims")
 
@@ -58,14 +57,6 @@ def shell(here: Here, name: str, *args: str) -> tuple[int, dict[str, str], str]:
 def claims(here: Here) -> list[str]:  # noqa: F811
     """Return the names of the claim files."""
     return sorted(path.name for path in here.needs_claims().glob("gpuboard.*"))
-
-
-def until(happened: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("name", EVALUATE)

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -14,16 +13,10 @@ import pytest
 from gpuboard.model.rankmap import RankMap, problems
 from tests.nodes import Cluster
 from tests.nvml import Gpu
+from tests.waiting import until
 
 pytestmark = pytest.mark.nodes
 SCOPE = "gpu[01-03]"
-
-
-def until(happened: Callable[[], object], what: str, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def gpuboard(nodes: Cluster, *args: str, user: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from gpuboard.model.snapshot import NodeView, Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost
 from tests.nodes import Cluster, eight
 from tests.sshd import children
+from tests.waiting import until
 
 DRIVER = Path(__file__).with_name("fleet_driver.py")
 SIMULATED = {"cluster": "test", "model": "NVIDIA H100 80GB HBM3", "count": 2}
@@ -41,13 +42,6 @@ def local(*names: str, interval_s: float | None = None, one_shot: bool = True) -
         yield fleet
     finally:
         fleet.close()
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < timeout_s, f"not in {timeout_s} s: {what}"
-        time.sleep(0.02)
 
 
 def own_agents() -> list[int]:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests import nvml
-from tests.integration.keeper_lab import Lab, until
+from tests.integration.keeper_lab import Lab
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a claims folder must belong to root")
 

@@ -14,7 +14,8 @@ import pytest
 from gpuboard.agent import claims
 from gpuboard.ledger import holder, keeper
 from tests import nvml
-from tests.integration.keeper_lab import UUIDS, Lab, until
+from tests.integration.keeper_lab import UUIDS, Lab
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a claims folder must belong to root")
 
@@ -45,7 +46,7 @@ def test_lease_ends_with_the_script(lab: Lab) -> None:
     script.communicate("\n", timeout=10)
     until(lambda: not lab.held())
     until(lambda: not lab.records())
-    until(lambda: not lab.keepers(), 20)
+    until(lambda: not lab.keepers(), timeout_s=20)
     assert not (lab.place / "socket").exists()
 
 
@@ -100,7 +101,7 @@ def test_process_on_the_gpu_keeps_the_lease(lab: Lab) -> None:
     assert lab.held() == {"nvml1"}
     os.kill(train, signal.SIGKILL)
     lab.gpus()
-    until(lambda: not lab.held(), 10)
+    until(lambda: not lab.held(), timeout_s=10)
 
 
 def test_killed_keeper_is_started_again_by_the_next_command(lab: Lab) -> None:
@@ -136,7 +137,7 @@ def test_two_starts_at_once_give_one_keeper(lab: Lab) -> None:
         assert script.stdout is not None
         assert script.stdout.readline() == "go\n"
     assert lab.records() == {f"twin{number}" for number in range(4)}
-    until(lambda: lab.keepers() == [lab.keeper_pid()], 15)
+    until(lambda: lab.keepers() == [lab.keeper_pid()], timeout_s=15)
     for script in scripts:
         script.communicate("\n", timeout=10)
     until(lambda: not lab.held())
@@ -191,7 +192,7 @@ def test_claim_removed_by_hand_is_told(lab: Lab) -> None:
 
 def test_lease_ends_when_its_time_is_up(lab: Lab) -> None:
     script = started(lab, lab.take("time1", seconds=2.5) + "echo go; read")
-    until(lambda: not lab.held(), 6)
+    until(lambda: not lab.held(), timeout_s=6)
     until(lambda: "time1: its time is up" in lab.log())
     assert not (lab.place / "lost").exists()
     script.kill()

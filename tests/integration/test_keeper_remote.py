@@ -14,8 +14,9 @@ import pytest
 
 from gpuboard.ledger import keeper
 from tests import nvml
-from tests.integration.keeper_lab import Lab, until
+from tests.integration.keeper_lab import Lab
 from tests.sshd import SSHD, Sshd, children
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or SSHD is None, reason="needs root and an sshd")
 
@@ -67,7 +68,7 @@ def test_process_on_the_far_gpu_keeps_the_lease(lab: Lab) -> None:
     train.kill()
     train.wait()
     lab.gpus()
-    until(lambda: not lab.held(), 10)
+    until(lambda: not lab.held(), timeout_s=10)
 
 
 def test_node_that_cannot_be_reached_is_refused(lab: Lab, sshd: Sshd) -> None:
@@ -103,6 +104,6 @@ def test_node_lost_at_the_end_is_tried_again(lab: Lab, sshd: Sshd) -> None:
     until(lambda: "who carries it cannot be seen" in lab.log())
     assert lab.held() == {"far5"}
     again = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(sshd.folder / "sshd_config")])
-    until(lambda: not lab.held(), 15)
+    until(lambda: not lab.held(), timeout_s=15)
     again.kill()
     again.wait()

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.here import Here, here  # noqa: F401
-from tests.integration.test_allocate import claims, until
+from tests.integration.test_allocate import claims
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("_claims")
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from gpuboard.cluster.inventory import Node
 from gpuboard.config import Settings
 from gpuboard.model.snapshot import NodeView
 from tests.sshd import SSHD, Sshd, children, free_port, make_key
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="needs sshd (openssh-server) and root")
 
@@ -48,15 +49,6 @@ def look(server: Sshd, *names: str, timeout_s: float = 20, **settings: Any) -> d
         return {node.name: node for node in it.snapshot().nodes}
     finally:
         it.close()
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> float:
-    """Wait for a condition; return how long it took."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < timeout_s, f"not in {timeout_s} s: {what}"
-        time.sleep(0.02)
-    return time.monotonic() - start
 
 
 def agents(server: Sshd) -> list[int]:

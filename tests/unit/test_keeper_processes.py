@@ -13,7 +13,7 @@ import pytest
 
 from gpuboard.ledger import keeper_processes as processes
 from gpuboard.ledger.holder import read_process
-from tests.integration.keeper_lab import until
+from tests.waiting import until
 
 LEASE = f"t{os.getpid()}"
 
