@@ -10,8 +10,9 @@ import msgspec
 
 from gpuboard.allocate.held import gpus_words, leases
 from gpuboard.cli.context import Context
-from gpuboard.cli.status import NO_NODE_REACHED, nobody_reached, settled
+from gpuboard.cli.status import nobody_reached, settled
 from gpuboard.cli.table import Cell, Column, Row, Step, render
+from gpuboard.errors import NoNodeReached
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     else:
         for line in table(found, context.width, colour=context.colour):
             print(line)
-    return NO_NODE_REACHED if nobody_reached(snapshot) else 0
+    return NoNodeReached.exit_code if nobody_reached(snapshot) else 0
 
 
 def table(found: LeaseList, width: int | None, *, colour: bool) -> list[str]:

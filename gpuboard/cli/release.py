@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 
 import msgspec
@@ -11,7 +10,7 @@ import msgspec
 from gpuboard.allocate.held import chosen, gpus_words, leases, release
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
-from gpuboard.cli.status import NO_NODE_REACHED, nobody_reached, settled
+from gpuboard.cli.status import reached
 from gpuboard.errors import UsageError
 
 NAME = "release"
@@ -34,12 +33,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     """Release what was named; every id is tried, and the first failure decides the exit code."""
     if args.mine == bool(args.ids):
         raise UsageError("which lease? name it, or --mine, not both\n  see: gpuboard leases")
-    with contextlib.closing(context.fleet()) as fleet:
-        fleet.start()
-        snapshot = settled(fleet, context)
-        if nobody_reached(snapshot):
-            print("gpuboard: no node could be reached; `gpuboard status` shows why", file=sys.stderr)
-            return NO_NODE_REACHED
+    with reached(context) as (fleet, snapshot):
         found = leases(fleet, snapshot)
         mine = chosen(args.ids, fleet, found.unread)
         ended = [release(lease, found.leases, fleet, context.env, say) for lease in mine]

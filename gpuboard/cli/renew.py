@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
@@ -11,7 +10,7 @@ import time
 from gpuboard.allocate.held import chosen, leases, renew
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import typed
-from gpuboard.cli.status import NO_NODE_REACHED, nobody_reached, settled
+from gpuboard.cli.status import reached
 from gpuboard.errors import UsageError
 from gpuboard.model.units import format_duration, iso, parse_duration
 
@@ -34,12 +33,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     most_s = parse_duration(context.settings.max_lease)
     if args.for_s > most_s:
         raise UsageError(f"--for {format_duration(args.for_s)} is above max_lease, {format_duration(most_s)} here")
-    with contextlib.closing(context.fleet()) as fleet:
-        fleet.start()
-        snapshot = settled(fleet, context)
-        if nobody_reached(snapshot):
-            print("gpuboard: no node could be reached; `gpuboard status` shows why", file=sys.stderr)
-            return NO_NODE_REACHED
+    with reached(context) as (fleet, snapshot):
         [mine] = chosen([args.id], fleet, leases(fleet, snapshot).unread)
         done, failed = renew(mine, args.for_s, fleet, context.env)
     if done:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,6 +16,7 @@ import msgspec
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import typed
 from gpuboard.cli.table import Cell, Column, Row, Step, elide, render
+from gpuboard.errors import NoNodeReached
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.state import STATES
 from gpuboard.model.text import clean
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 
 NAME = "status"
 HELP = "show every GPU of every node: its state, why, memory, load, who has it"
-
-NO_NODE_REACHED = 6
 
 COLUMNS = (
     Column("NODE"),
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
             fleet.start()
             snapshot = settled(fleet, context)
         _show(snapshot, context, json=args.json)
-        return NO_NODE_REACHED if nobody_reached(snapshot) else 0
+        return NoNodeReached.exit_code if nobody_reached(snapshot) else 0
     interval_s = args.watch or context.settings.interval_s(len(nodes))
     with contextlib.closing(context.fleet(nodes, interval_s=interval_s, one_shot=False)) as fleet:
         fleet.start()
@@ -107,6 +107,17 @@ def settled(fleet: Fleet, context: Context) -> Snapshot:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     fleet.freshen()
     return fleet.snapshot()
+
+
+@contextlib.contextmanager
+def reached(context: Context) -> Iterator[tuple[Fleet, Snapshot]]:
+    """Yield the fleet in scope and what was read of it. Raises NoNodeReached."""
+    with contextlib.closing(context.fleet()) as fleet:
+        fleet.start()
+        snapshot = settled(fleet, context)
+        if nobody_reached(snapshot):
+            raise NoNodeReached("no node could be reached; `gpuboard status` shows why")
+        yield fleet, snapshot
 
 
 def nobody_reached(snapshot: Snapshot) -> bool:
