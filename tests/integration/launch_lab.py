@@ -37,6 +37,15 @@ class _distributed_c10d:
 
 # Scripts of ranks that many tests use
 SLEEP = "import time\nprint('up', flush=True)\ntime.sleep(600)\n"
+# Rank 0 stays and the others fail when told to; none minds SIGTERM.
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+while os.environ["RANK"] == "0" or not os.path.exists("fail"):
+    time.sleep(0.02)
+sys.exit(5)
+"""
 # Grandchildren: one in a session of its own, one handed over to another parent, one stopped.
 FAMILY = """
 import os, signal, subprocess, sys, time

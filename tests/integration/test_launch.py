@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch_lab import FAMILY, SLEEP, Launch, kill, parent
+from tests.integration.launch_lab import FAMILY, SLEEP, STUBBORN, Launch, kill, parent
 from tests.integration.ranks_driver import wait_gone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -107,15 +107,7 @@ if os.environ["RANK"] == "0":
 
 
 def test_a_rank_that_ignores_sigterm_is_gone_after_the_grace(tmp_path: Path) -> None:
-    script = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("up", flush=True)
-while os.environ["RANK"] == "0" or not os.path.exists("fail"):
-    time.sleep(0.02)
-sys.exit(5)
-"""
-    with Launch(tmp_path, script, "--grace", "1s") as run:
+    with Launch(tmp_path, STUBBORN, "--grace", "1s") as run:
         run.wait_for("up", times=2)
         (tmp_path / "fail").touch()
         at = time.monotonic()

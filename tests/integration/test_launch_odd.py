@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch_lab import SLEEP, Launch
+from tests.integration.launch_lab import SLEEP, STUBBORN, Launch
 from tests.integration.ranks_driver import wait_gone
 
 # Ranks that take their time after SIGTERM
@@ -116,15 +116,7 @@ def test_a_relative_interpreter_is_below_this_folder(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_a_failure_is_cleared_up_ends_it_at_once(tmp_path: Path) -> None:
-    script = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("up", flush=True)
-while os.environ["RANK"] == "0" or not os.path.exists("fail"):
-    time.sleep(0.02)
-sys.exit(5)
-"""
-    with Launch(tmp_path, script, "--grace", "60s") as run:
+    with Launch(tmp_path, STUBBORN, "--grace", "60s") as run:
         run.wait_for("up", times=2)
         (tmp_path / "fail").touch()
         run.wait_for("SIGKILL in 60 s", "err")
