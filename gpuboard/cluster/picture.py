@@ -17,7 +17,7 @@ XIDS_MAX = 8  # shown of one GPU
 _LATEST = 4e9  # in 2096: later times are invented, and dates end somewhere
 
 
-class NodeFacts(msgspec.Struct, frozen=True):
+class NodeFacts(msgspec.Struct, frozen=True, gc=False):
     """All that a feed knows of its node. Times are of our monotonic clock."""
 
     name: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Process(msgspec.Struct, frozen=True):
+class Process(msgspec.Struct, frozen=True, gc=False):
     """A process on a GPU. ``user`` is None when its owner is hidden: PID namespace, permission, root in a container."""
 
     pid: int
@@ -25,7 +25,7 @@ class Process(msgspec.Struct, frozen=True):
     container: str | None = None  # container id (12 hex digits) from its cgroup
 
 
-class MigStatic(msgspec.Struct, frozen=True):
+class MigStatic(msgspec.Struct, frozen=True, gc=False):
     """A MIG device of a GPU."""
 
     uuid: str
@@ -35,7 +35,7 @@ class MigStatic(msgspec.Struct, frozen=True):
     compute_instance: int | None = None
 
 
-class GpuStatic(msgspec.Struct, frozen=True):
+class GpuStatic(msgspec.Struct, frozen=True, gc=False):
     """Facts about a GPU that do not change while the driver stays loaded."""
 
     index: int
@@ -53,7 +53,7 @@ class GpuStatic(msgspec.Struct, frozen=True):
     mig: list[MigStatic] | None = None  # None: MIG not enabled; []: enabled, no devices
 
 
-class MigReading(msgspec.Struct, frozen=True):
+class MigReading(msgspec.Struct, frozen=True, gc=False):
     """What one MIG device does."""
 
     uuid: str
@@ -62,14 +62,14 @@ class MigReading(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class Xid(msgspec.Struct, frozen=True):
+class Xid(msgspec.Struct, frozen=True, gc=False):
     """An error that the driver reported of a GPU (NVIDIA's XID)."""
 
     code: int
     at: float  # epoch seconds by the node's clock: when the agent was told
 
 
-class GpuReading(msgspec.Struct, frozen=True):
+class GpuReading(msgspec.Struct, frozen=True, gc=False):
     """What one GPU does. A field is None when NVML did not say; ``error`` is set when the GPU as a whole failed."""
 
     uuid: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class LeaseGpu(msgspec.Struct, frozen=True):
+class LeaseGpu(msgspec.Struct, frozen=True, gc=False):
     """One GPU of a lease."""
 
     node: str
@@ -14,14 +14,14 @@ class LeaseGpu(msgspec.Struct, frozen=True):
     share: int | None = None  # bytes
 
 
-class LeaseHolder(msgspec.Struct, frozen=True):
+class LeaseHolder(msgspec.Struct, frozen=True, gc=False):
     """The process a lease lives with; ``alive`` is None when it runs on another host than ours."""
 
     pid: int
     alive: bool | None
 
 
-class Lease(msgspec.Struct, frozen=True, rename={"since": "from"}):
+class Lease(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
     """A reservation: who holds which GPUs, from when, until when."""
 
     id: str
@@ -39,7 +39,7 @@ class Lease(msgspec.Struct, frozen=True, rename={"since": "from"}):
     nodes: list[str] = []  # every node it covers, those included that gave no reading
 
 
-class LeaseList(msgspec.Struct, frozen=True):
+class LeaseList(msgspec.Struct, frozen=True, gc=False):
     """What ``leases --json`` prints."""
 
     schema: int

@@ -7,7 +7,7 @@ import msgspec
 from gpuboard.model.gpu import GpuReading, GpuStatic
 
 
-class Holder(msgspec.Struct, frozen=True):
+class Holder(msgspec.Struct, frozen=True, gc=False):
     """The process a lease lives with. A pid alone would be reused; boot id and start time make it unique."""
 
     host: str
@@ -16,7 +16,7 @@ class Holder(msgspec.Struct, frozen=True):
     start: int  # field 22 of /proc/PID/stat, clock ticks since boot
 
 
-class Claim(msgspec.Struct, frozen=True, rename={"since": "from"}):
+class Claim(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
     """One claim file, judged by the node's clock. ``uid`` is the file's owner: the kernel's word, not the file's."""
 
     lease: str
@@ -38,7 +38,7 @@ class Claim(msgspec.Struct, frozen=True, rename={"since": "from"}):
     reason: str = ""  # why garbage, lapsed or disputed
 
 
-class Hello(msgspec.Struct, frozen=True, tag_field="t", tag="hello"):
+class Hello(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="hello"):
     """The agent's first message."""
 
     hostname: str
@@ -50,7 +50,7 @@ class Hello(msgspec.Struct, frozen=True, tag_field="t", tag="hello"):
     addresses: list[str] = []  # the node's own, loopback left out
 
 
-class Static(msgspec.Struct, frozen=True, tag_field="t", tag="static"):
+class Static(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="static"):
     """Facts read once per NVML start; sent before the first reading and again when they change."""
 
     gpus: list[GpuStatic] = []
@@ -59,7 +59,7 @@ class Static(msgspec.Struct, frozen=True, tag_field="t", tag="static"):
     source: str = "nvml"  # "nvml" | "simulated"
 
 
-class Reading(msgspec.Struct, frozen=True, tag_field="t", tag="reading"):
+class Reading(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="reading"):
     """One tick of one node."""
 
     seq: int
@@ -75,7 +75,7 @@ class Reading(msgspec.Struct, frozen=True, tag_field="t", tag="reading"):
     load1: float | None = None
 
 
-class CallError(msgspec.Struct, frozen=True):
+class CallError(msgspec.Struct, frozen=True, gc=False):
     """Why a call to the agent failed. ``kind`` is for programs, ``message`` for people."""
 
     kind: str
@@ -83,7 +83,7 @@ class CallError(msgspec.Struct, frozen=True):
     detail: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class Reply(msgspec.Struct, frozen=True, tag_field="t", tag="reply"):
+class Reply(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="reply"):
     """The answer to call ``id``: either ``value`` or ``error``."""
 
     id: int
@@ -91,7 +91,7 @@ class Reply(msgspec.Struct, frozen=True, tag_field="t", tag="reply"):
     error: CallError | None = None
 
 
-class Event(msgspec.Struct, frozen=True, tag_field="t", tag="event"):
+class Event(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="event"):
     """Something that happened on a node during a launch; ``data`` depends on ``kind`` (docs/launch-protocol.md)."""
 
     kind: str

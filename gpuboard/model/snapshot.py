@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 
-class ProcessView(msgspec.Struct, frozen=True):
+class ProcessView(msgspec.Struct, frozen=True, gc=False):
     """A process on a GPU, as shown."""
 
     pid: int
@@ -24,7 +24,7 @@ class ProcessView(msgspec.Struct, frozen=True):
     uid: int | None = None
 
 
-class XidView(msgspec.Struct, frozen=True):
+class XidView(msgspec.Struct, frozen=True, gc=False):
     """An error that the driver reported of a GPU since it is watched."""
 
     code: int  # NVIDIA's XID number
@@ -32,7 +32,7 @@ class XidView(msgspec.Struct, frozen=True):
     age_s: float
 
 
-class JobView(msgspec.Struct, frozen=True):
+class JobView(msgspec.Struct, frozen=True, gc=False):
     """A scheduler's job that holds a GPU."""
 
     id: str
@@ -41,7 +41,7 @@ class JobView(msgspec.Struct, frozen=True):
     until: str | None
 
 
-class MigView(msgspec.Struct, frozen=True):
+class MigView(msgspec.Struct, frozen=True, gc=False):
     """A MIG device."""
 
     uuid: str
@@ -53,7 +53,7 @@ class MigView(msgspec.Struct, frozen=True):
     leases: list[str] = []
 
 
-class GpuView(msgspec.Struct, frozen=True):
+class GpuView(msgspec.Struct, frozen=True, gc=False):
     """A GPU with its state, the reason for it, and its newest reading."""
 
     index: int
@@ -94,7 +94,7 @@ class GpuView(msgspec.Struct, frozen=True):
     xids: list[XidView] | None = None  # the newest few, newest first
 
 
-class NodeView(msgspec.Struct, frozen=True):
+class NodeView(msgspec.Struct, frozen=True, gc=False):
     """A node with its GPUs; one that was never read has none and says why in ``error``."""
 
     name: str
@@ -116,7 +116,7 @@ class NodeView(msgspec.Struct, frozen=True):
     connected: bool = False  # whether its agent is there now; ``error`` says why not
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class Snapshot(msgspec.Struct, frozen=True, gc=False):
     """Every node's newest reading, each with its age."""
 
     schema: int

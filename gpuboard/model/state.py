@@ -16,7 +16,7 @@ _EXCLUSIVE = frozenset({1, 3})
 _PROHIBITED = 2
 
 
-class Thresholds(msgspec.Struct, frozen=True):
+class Thresholds(msgspec.Struct, frozen=True, gc=False):
     """Everything the judgement can be tuned by (config section ``[state]``)."""
 
     busy_utilization: int = 5  # percent
@@ -31,7 +31,7 @@ class Thresholds(msgspec.Struct, frozen=True):
     ignore_below: int = 512 * 2**20  # bytes: an ignored process that takes more is not ignored
 
 
-class Job(msgspec.Struct, frozen=True):
+class Job(msgspec.Struct, frozen=True, gc=False):
     """A scheduler's job that holds a GPU."""
 
     id: str
@@ -40,7 +40,7 @@ class Job(msgspec.Struct, frozen=True):
     until: float | None = None
 
 
-class Facts(msgspec.Struct, frozen=True):
+class Facts(msgspec.Struct, frozen=True, gc=False):
     """All that is known of one GPU at one moment."""
 
     static: GpuStatic
@@ -57,7 +57,7 @@ class Facts(msgspec.Struct, frozen=True):
     idle_for_s: float | None = None  # how long nothing has run on it, as far as we have watched
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Verdict(msgspec.Struct, frozen=True, gc=False):
     """What a GPU is, in one word, why, and what else is to be said."""
 
     state: str
