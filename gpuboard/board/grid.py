@@ -77,7 +77,9 @@ class _Line(NamedTuple):
 class Grid(ScrollView, can_focus=True):
     """A table that stays calm while what it shows changes."""
 
-    DEFAULT_CSS = "Grid { height: 1fr; overflow-x: hidden; overflow-y: auto; scrollbar-gutter: stable; scrollbar-size-vertical: 1; }"
+    DEFAULT_CSS = """
+    Grid { height: 1fr; overflow-x: hidden; overflow-y: auto; scrollbar-gutter: stable; scrollbar-size-vertical: 1; }
+    """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "up", "Up", id="grid.up", show=False),
         Binding("down", "down", "Down", id="grid.down", show=False),
