@@ -1,0 +1,232 @@
+"""Scene + sort + group + filter → rows, for the picture and the table (pure).
+
+A row is a :class:`Place` (a GPU, key: its UUID), a NodeView (a node of which no GPU is known, key ``node:NAME``) or a
+:class:`Group` (the header of the rows below it, key ``group:NAME``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from gpuboard.board.scene import Place, Scene
+from gpuboard.model.snapshot import GpuView, NodeView
+
+VIEWS = ("picture", "table")
+GROUPS = ("none", "node", "model", "user", "state")
+STATE_ORDER = ("free", "reserved", "allocated", "busy", "occupied", "unknown", "broken")
+NOBODY = "no one"
+
+Matches = Callable[[NodeView, GpuView | None, Scene], bool]
+
+
+class ViewState(msgspec.Struct, frozen=True):
+    """How the cluster is looked at; kept between starts."""
+
+    view: str = "picture"  # one of VIEWS
+    sort: str = ""  # a key of SORTS; "": by node and index
+    reverse: bool = False
+    group: str = "none"  # one of GROUPS
+    filter: str = ""  # query.py's language
+
+
+class Group(msgspec.Struct, frozen=True):
+    """The header of the rows below it."""
+
+    key: str
+    name: str
+    states: Mapping[str, int]  # how many GPUs below it are in which state
+    node: NodeView | None = None  # grouped by node: that one
+
+    @property
+    def total(self) -> int:
+        """How many GPUs are below it."""
+        return sum(self.states.values())
+
+
+class NodeRow(msgspec.Struct, frozen=True):
+    """A row of the picture."""
+
+    key: str
+    node: NodeView
+    shown: frozenset[str] | None  # UUIDs of the GPUs that match and belong here; None: all of them
+
+
+Row = Place | NodeView | Group
+
+
+def key_of(row: Row) -> str:
+    """Return what identifies a row across refreshes, sorts and filters."""
+    if isinstance(row, Place):
+        return row.gpu.uuid
+    return row.key if isinstance(row, Group) else f"node:{row.name}"
+
+
+def arrange(scene: Scene, view: ViewState, matches: Matches | None = None) -> list[Row]:
+    """Return the rows of the table. Sorting is stable and what is unknown comes last, in either direction."""
+    rows = _sorted(_rows(scene, matches), view, scene)
+    if view.group not in GROUPS or view.group == "none":
+        return rows
+    members: dict[str, list[Row]] = {}
+    for row in rows:
+        members.setdefault(_group_of(row, view.group, scene), []).append(row)
+    backwards = view.reverse and view.sort == view.group
+    names = sorted(members, key=lambda name: _group_order(name, view.group), reverse=backwards)
+    arranged: list[Row] = []
+    for name in names:
+        below = members[name]
+        states = Counter(row.gpu.state for row in below if isinstance(row, Place))
+        node = scene.nodes.get(name) if view.group == "node" else None
+        arranged.append(Group(f"group:{name}", name, states, node))
+        arranged += below
+    return arranged
+
+
+def arrange_nodes(scene: Scene, view: ViewState, matches: Matches | None = None) -> list[NodeRow | Group]:
+    """Return the rows of the picture. Nodes stand in the order of the first of their GPUs in the table.
+
+    A node whose GPUs belong to several groups has a row in each. By node, every row is a group already.
+    """
+    whole = matches is None and view.group in {"none", "node"}
+    if whole and not view.sort:
+        return [NodeRow(f"node:{node.name}", node, None) for node in natural_nodes(scene)]
+    if view.group == "node":
+        view = msgspec.structs.replace(view, group="none")
+    arranged: list[NodeRow | Group] = []
+    below: dict[str, tuple[NodeView, list[str]]] = {}
+    group = ""
+
+    def finish() -> None:
+        arranged.extend(
+            NodeRow(f"node:{name}{group}", node, None if whole or not node.gpus else frozenset(uuids))
+            for name, (node, uuids) in below.items()
+        )
+        below.clear()
+
+    for row in arrange(scene, view, matches):
+        if isinstance(row, Group):
+            finish()
+            group = f"/{row.name}"
+            arranged.append(row)
+        elif isinstance(row, NodeView):
+            below[row.name] = (row, [])
+        else:
+            below.setdefault(row.node.name, (row.node, []))[1].append(row.gpu.uuid)
+    finish()
+    return arranged
+
+
+def natural_nodes(scene: Scene) -> list[NodeView]:
+    """Return the nodes as people count: gpu2 before gpu10."""
+    return sorted(scene.snapshot.nodes, key=lambda node: natural(node.name))
+
+
+@lru_cache(maxsize=20_000)
+def natural(name: str) -> tuple[tuple[str, int], ...]:
+    """Return a key that sorts names with numbers in them as people do: gpu2 < gpu10, upper case as lower."""
+    # isdecimal digits of other scripts would pass \d and int(), but sort apart from ASCII ones all the same
+    return tuple((words.casefold(), int(digits or -1)) for words, digits in re.findall(r"([^0-9]*)([0-9]{0,18})", name))
+
+
+def users_of(gpu: GpuView, scene: Scene) -> tuple[str, ...]:
+    """Return whose GPU it is: owners of its leases, of its jobs, of its processes (most memory first); each once."""
+    names: dict[str, None] = {}
+    for lease in gpu.leases:
+        if lease in scene.by_lease:
+            names[scene.by_lease[lease].owner] = None
+    for job in gpu.jobs:
+        names[job.user] = None
+    for process in sorted(gpu.processes or (), key=lambda process: -(process.memory or 0)):
+        if process.user is not None:
+            names[process.user] = None
+    return tuple(names)
+
+
+def age_of(node: NodeView, gpu: GpuView) -> float | None:
+    """Return how old a GPU's values are, in seconds; None: never read."""
+    return None if node.age_s is None else node.age_s + gpu.delay_s
+
+
+def _memory(place: Place, scene: Scene) -> float | None:
+    used, total = place.gpu.memory_used, place.gpu.memory_total
+    return None if used is None or not total else used / total
+
+
+def _user(place: Place, scene: Scene) -> Any:
+    users = users_of(place.gpu, scene)
+    return natural(users[0]) if users else None
+
+
+SORTS: Mapping[str, Callable[[Place, Scene], Any]] = {
+    "node": lambda place, scene: natural(place.node.name),
+    "index": lambda place, scene: place.gpu.index,
+    "model": lambda place, scene: natural(place.gpu.name),
+    "memory": _memory,
+    "utilization": lambda place, scene: place.gpu.utilization,
+    "power": lambda place, scene: place.gpu.power,
+    "temperature": lambda place, scene: place.gpu.temperature,
+    "user": _user,
+    "age": lambda place, scene: age_of(place.node, place.gpu),
+    "state": lambda place, scene: STATE_ORDER.index(place.gpu.state) if place.gpu.state in STATE_ORDER else None,
+    "reason": lambda place, scene: place.gpu.reason or None,
+}
+
+
+def _rows(scene: Scene, matches: Matches | None) -> list[Row]:
+    found: list[Row] = []
+    places = scene.places
+    for node in natural_nodes(scene):
+        if not node.gpus:
+            if matches is None or matches(node, None, scene):
+                found.append(node)
+            continue
+        for gpu in node.gpus:
+            place = places[gpu.uuid]
+            # `is`: one UUID on two nodes (one machine under two names) is one row
+            if place.gpu is gpu and (matches is None or matches(node, gpu, scene)):
+                found.append(place)
+    return found
+
+
+def _sorted(rows: list[Row], view: ViewState, scene: Scene) -> list[Row]:
+    value_of = SORTS.get(view.sort)
+    if value_of is None:
+        return rows
+    known: list[tuple[Any, Row]] = []
+    unknown: list[Row] = []
+    for row in rows:
+        value = value_of(row, scene) if isinstance(row, Place) else _node_value(row, view.sort)
+        if value is None:
+            unknown.append(row)
+        else:
+            known.append((value, row))
+    known.sort(key=lambda pair: pair[0], reverse=view.reverse)
+    return [*(row for _, row in known), *unknown]
+
+
+def _node_value(row: Row, sort: str) -> Any:
+    return natural(row.name) if sort == "node" and isinstance(row, NodeView) else None
+
+
+def _group_of(row: Row, group: str, scene: Scene) -> str:
+    if isinstance(row, NodeView):
+        return {"node": row.name, "state": "unknown"}.get(group, "unknown")
+    assert isinstance(row, Place)
+    if group == "node":
+        return row.node.name
+    if group == "model":
+        return row.gpu.name
+    if group == "state":
+        return row.gpu.state
+    return next(iter(users_of(row.gpu, scene)), NOBODY)
+
+
+def _group_order(name: str, group: str) -> tuple[Any, ...]:
+    if group == "state":
+        return (STATE_ORDER.index(name),) if name in STATE_ORDER else (len(STATE_ORDER),)
+    return (name in {NOBODY, "unknown"}, natural(name))
