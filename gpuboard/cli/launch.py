@@ -23,6 +23,7 @@ from gpuboard.cli.main import say
 from gpuboard.cli.options import patience, typed
 from gpuboard.cli.statusfile import recorded
 from gpuboard.errors import NoSuchLease, Refused, UsageError
+from gpuboard.launch.lifeline import LifeLine
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 
@@ -71,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--dry-run", action="store_true", help="print what would be done; reserve and start nothing")
     run.add_argument("--json", action="store_true", help="with --dry-run: print the plan as JSON")
     run.add_argument("--status-file", metavar="FILE", help="write what happened as JSON, however it ends")
+    # How the board starts a run: under an id it knows, its words in the run's folder alone, ended when the board ends.
+    run.add_argument("--run-id", help=argparse.SUPPRESS)
+    run.add_argument("--life-line", type=int, metavar="FD", help=argparse.SUPPRESS)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=None, help=argparse.SUPPRESS)
     parser.add_argument("target", nargs=argparse.REMAINDER, metavar="TARGET [ARGS …]", help="what each rank runs")
     parser.epilog = _EPILOG
@@ -85,15 +89,20 @@ def run(args: argparse.Namespace, context: Context) -> int:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     outcome: dict[str, object] = {"schema": 1, "command": "launch", "exit_code": 1, "error": None, "run": None}
+    line = None
+    if args.life_line is not None:
+        try:
+            line = LifeLine(args.life_line, lambda: os.kill(os.getpid(), signal.SIGINT))
+        except OSError as error:
+            raise UsageError(f"--life-line {args.life_line}: {error.strerror}") from error
     with recorded(outcome, args.status_file):
-        code = _launch(args, context, outcome)
+        code = _launch(args, context, outcome, line)
         outcome["exit_code"] = code
     return code
 
 
-def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, object]) -> int:
+def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, object], line: LifeLine | None) -> int:
     from gpuboard.launch import environ, plan, runs, source, target
-    from gpuboard.launch.output import Screen
 
     what = target.parse_target(args.target, args.module)
     sent = environ.sent(context.env, args.env)
@@ -105,13 +114,13 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, objec
         lost_head_s=args.lost_head,
     )
     scope = _scope(context)
-    with contextlib.closing(Screen(sys.stdout, sys.stderr)) as screen, _rank_map(args, context) as (rank_map, where):
+    with _screen(quiet=args.run_id is not None) as screen, _rank_map(args, context) as (rank_map, where):
         nodes = source.nodes_of(rank_map, scope)
         plan.check_rank_map(rank_map, nodes, where, args.device)
         decided = plan.launch_plan(
             rank_map,
             what,
-            run=runs.new_run_id(),
+            run=args.run_id or runs.new_run_id(),
             secret=secrets.token_hex(16),
             cwd=_folder(context.env),
             environ=sent,
@@ -124,11 +133,27 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, objec
         used = [nodes[config.node] for config in decided.nodes]
         if (stale := environ.stale(context.env)) and all(node.host is not None for node in used):
             say(f"{', '.join(stale)} of your environment: every rank gets its own")  # here the supervisor says it
-        return _head(decided, used, context, screen, outcome)
+        return _head(decided, used, context, screen, outcome, line=line)
+
+
+@contextlib.contextmanager
+def _screen(*, quiet: bool) -> Iterator[Screen]:
+    """Yield the person's stdout and stderr; ``quiet``: nobody's, for logs and head.log hold all of it."""
+    from gpuboard.launch.output import Screen
+
+    with contextlib.ExitStack() as stack:
+        out = err = stack.enter_context(open(os.devnull, "w", encoding="utf-8")) if quiet else None
+        yield stack.enter_context(contextlib.closing(Screen(out or sys.stdout, err or sys.stderr)))
 
 
 def _head(
-    decided: LaunchPlan, nodes: Sequence[Node], context: Context, screen: Screen, outcome: dict[str, object]
+    decided: LaunchPlan,
+    nodes: Sequence[Node],
+    context: Context,
+    screen: Screen,
+    outcome: dict[str, object],
+    *,
+    line: LifeLine | None,
 ) -> int:
     from gpuboard.launch.head import Head
     from gpuboard.launch.runs import RunFolder
@@ -145,9 +170,13 @@ def _head(
         hosts={node.name: node.host for node in nodes},
         read_gpus=read_gpus,
     )
+    if line is not None:
+        line.then(lambda: head.stop("the board that launched it is closed"))
     try:
         return head.run()
     finally:
+        if line is not None:
+            line.then(lambda: None)  # what follows gives back what was reserved
         connector.close()
         view: RunView = head.view()
         outcome |= {"run": msgspec.to_builtins(view), "checks": msgspec.to_builtins(head.checks)}

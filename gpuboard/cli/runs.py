@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
-from datetime import datetime
 
 import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.table import Cell, Column, Row, Step, render
-from gpuboard.launch.runs import RunList, RunView, read_runs, runs_dir
+from gpuboard.launch.runs import RunList, RunView, age_s, places, read_runs, runs_dir
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
@@ -57,22 +55,14 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 
 def _rows(view: RunView, now: float) -> list[Row]:
+    age = age_s(view, now)
     cells = (
         Cell(clean(view.id)),
         Cell(clean(view.state), _COLOURS.get(view.state, "")),
-        Cell(
-            format_duration(max(0.0, now - datetime.fromisoformat(view.started).timestamp())) if view.started else "?"
-        ),
+        Cell("?" if age is None else format_duration(age)),
         Cell("" if view.exit_code is None else str(view.exit_code)),
         Cell(clean(view.lease or "-")),
-        Cell(_places(view)),
+        Cell(places(view)),
         Cell(clean(view.target)),
     )
     return [Row(cells)] + [Row((Cell(""),), span=Cell(clean(v.text))) for v in view.verdicts[:1]]
-
-
-def _places(view: RunView) -> str:
-    """Return ``8: gpu01 5, gpu02 3``."""
-    counts = Counter(rank.node for rank in view.ranks)
-    places = ", ".join(f"{clean(node)} {count}" if len(counts) > 1 else clean(node) for node, count in counts.items())
-    return f"{len(view.ranks)}: {places}"

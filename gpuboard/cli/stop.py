@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import patience
 from gpuboard.errors import GpuboardError
 from gpuboard.launch import runs
-from gpuboard.launch.control import Request, ask
+from gpuboard.launch.stopping import ask_to_stop
 
 NAME = "stop"
 HELP = "end a run: SIGTERM to its ranks, SIGKILL after the grace"
@@ -29,18 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Ask the run's head to stop it and wait until it has."""
-    view = runs.find_run(context.env, args.run)
+    view = ask_to_stop(context.env, runs.find_run(context.env, args.run), 0.0 if args.now else args.grace)
     if view.state in runs.FINAL:
         print(f"run {view.id} has ended already: {view.state}")
-        return 0
-    if runs.alive(view.head) is None:
-        raise GpuboardError(f"run {view.id} is led from {view.head.host}; run `gpuboard stop {view.id}` there")
-    try:
-        ask(Path(view.folder), Request("stop", 0.0 if args.now else args.grace))
-    except GpuboardError:
-        if (view := runs.find_run(context.env, view.id)).state not in runs.FINAL:
-            raise
-        print(f"run {view.id} has ended already: {view.state}")  # in this very moment
         return 0
     print(f"run {view.id} is stopping", flush=True)
     longest = (args.grace or 3600.0) + _PATIENCE_S  # without --grace the head knows the time, and counts it down

@@ -1,4 +1,5 @@
-"""The head's control socket in the run's folder: ``{"op": "stop", "grace_s": …}`` and ``{"op": "state"}``."""
+"""The head's control socket in the run's folder: ``{"op": "stop", "grace_s": …, "reason": …}``
+and ``{"op": "state"}``."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ _NAME = "control.sock"
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One line of a client. ``grace_s`` None: the run's own."""
+    """One line of a client. ``grace_s`` None: the run's own. ``reason``: who stops it and why, as the run will say."""
 
     op: str
     grace_s: float | None = None
+    reason: str = ""
 
 
 class ControlServer:

@@ -25,6 +25,7 @@ from gpuboard.launch.questions import PROBE_S, START_S, Questions
 from gpuboard.launch.runs import RunFolder, RunView, VerdictView, this_head
 from gpuboard.launch.watch import EXIT_WAIT_S, Watch, rank_words, signal_name
 from gpuboard.model.snapshot import Snapshot
+from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, iso
 from gpuboard.transport.base import CallFailed, LinkLost
 from gpuboard.transport.connector import Connector
@@ -115,6 +116,10 @@ class Head:
             for number, handler in restore.items():
                 signal.signal(number, handler)
         return code
+
+    def stop(self, reason: str) -> None:
+        """End the run, from any thread and at any time, as a person would."""
+        self._inbox.put(Request("stop", None, reason))
 
     def _listen(self) -> ControlServer | None:
         try:
@@ -220,7 +225,8 @@ class Head:
         elif isinstance(item, Signalled):
             self._signalled(item.number, now)
         elif isinstance(item, Request):
-            self._stop(f"stopped by `gpuboard stop {self._plan.run}`", 128 + signal.SIGTERM, item.grace_s)
+            words = clean(item.reason, 200) or f"stopped by `gpuboard stop {self._plan.run}`"
+            self._stop(words, 128 + signal.SIGTERM, item.grace_s)
         elif isinstance(item, Snapshot):
             self._questions.snapshot = item
 

@@ -10,7 +10,9 @@ import contextlib
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -18,6 +20,7 @@ import msgspec
 from gpuboard import paths
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.ledger import holder
+from gpuboard.model.text import clean
 
 FINAL = frozenset({"done", "failed", "stopped"})
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # no l, o, 0, 1: run ids are read aloud and typed
@@ -145,7 +148,28 @@ def read_runs(env: Mapping[str, str]) -> list[RunView]:
     return sorted((view for view in found if view is not None), key=lambda view: (view.started, view.id))
 
 
+def age_s(view: RunView, now: float) -> float | None:
+    """Return how long ago a run was started, seconds; None when its state cannot be read. ``now``: epoch seconds."""
+    try:
+        return max(0.0, now - datetime.fromisoformat(view.started).timestamp())
+    except ValueError:
+        return None
+
+
+def places(view: RunView) -> str:
+    """Return where the ranks are: ``8: gpu01 5, gpu02 3``."""
+    counts = Counter(rank.node for rank in view.ranks)
+    words = ", ".join(f"{clean(node)} {count}" if len(counts) > 1 else clean(node) for node, count in counts.items())
+    return f"{len(view.ranks)}: {words}" if view.ranks else "?"
+
+
 def _read(folder: Path) -> RunView | None:
+    view = read_state(folder)
+    return None if view is None else judged(view)
+
+
+def read_state(folder: Path) -> RunView | None:
+    """Return the run as its head last wrote it; None while there is nothing. What cannot be read is ``failed``."""
     try:
         view = msgspec.json.decode((folder / "state.json").read_bytes(), type=RunView)
     except FileNotFoundError:
@@ -155,7 +179,11 @@ def _read(folder: Path) -> RunView | None:
         verdicts = [VerdictView("", "unreadable", None, None, text)]
         nobody = Head("", "", 0, 0)
         return RunView(folder.name, None, "?", "", "failed", None, [], verdicts, head=nobody, folder=str(folder))
-    view = msgspec.structs.replace(view, folder=str(folder))
+    return msgspec.structs.replace(view, folder=str(folder))
+
+
+def judged(view: RunView) -> RunView:
+    """Return the run as it is: ``failed``, with a verdict that says so, when its head has died before the end."""
     if view.state in FINAL or alive(view.head) is not False:
         return view
     where = f"pid {view.head.pid} on {view.head.host}"
