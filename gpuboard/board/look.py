@@ -10,6 +10,7 @@ from rich.style import Style
 LETTERS = {
     "free": "F", "reserved": "R", "allocated": "A", "busy": "B", "occupied": "O", "unknown": "?", "broken": "X",
 }  # fmt: skip
+ROLES = ("dim", "title", "cursor", "marked", "good", "warn", "bad", "mine", "group")
 
 
 class Glyphs(msgspec.Struct, frozen=True):
@@ -23,14 +24,18 @@ class Glyphs(msgspec.Struct, frozen=True):
     up: str  # sorted upwards
     down: str
 
+    @property
+    def ascii(self) -> bool:
+        """Whether the terminal shows ASCII only."""
+        return self.line.isascii()
+
 
 UNICODE = Glyphs(spark=" ▁▂▃▄▅▆▇█", bar=" ▏▎▍▌▋▊▉█", line="─", ellipsis="…", marked="●", up="▲", down="▼")
 ASCII = Glyphs(spark=" .:-=+*#@", bar=" -=#", line="-", ellipsis="~", marked="*", up="^", down="v")
 
 
 class Look(msgspec.Struct, frozen=True):
-    """Everything that widgets draw with. ``styles``: the seven states, and the roles ``dim``, ``title``, ``cursor``,
-    ``marked``, ``good``, ``warn``, ``bad``, ``mine``, ``group``."""
+    """Everything that widgets draw with. ``styles``: one for each of the seven states and of ``ROLES``."""
 
     styles: Mapping[str, Style]
     glyphs: Glyphs = UNICODE

@@ -1,0 +1,111 @@
+"""The terminal around the board: what it can show, and leaving it as it was, in time, whatever happens. No textual."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import threading
+from collections.abc import Callable, Mapping
+from types import FrameType
+
+LEAVE_S = 0.45  # after that we leave without waiting for anything: DESIGN promises 0.5 s
+_DUMB = {"", "dumb", "unknown", "network", "dialup"}
+# Out of the alternate screen, cursor and line wrap on; mouse, focus, paste, resize and kitty key reports off.
+_RESTORE = b"\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u" + (
+    b"\x1b[?1049l\x1b[?25h\x1b[?1004l\x1b[0m"
+)
+
+
+def cannot_draw(env: Mapping[str, str]) -> str | None:
+    """Return why the board cannot be drawn on this terminal, or None."""
+    term = env.get("TERM", "")
+    if term in _DUMB:
+        return f"TERM is {term!r}: this terminal cannot place text" if term else "TERM is not set"
+    if not sys.__stdin__ or not os.isatty(sys.__stdin__.fileno()):
+        return "stdin is no terminal: there would be no keys"
+    return None
+
+
+def is_utf8(env: Mapping[str, str]) -> bool:
+    """Tell whether the locale's characters are UTF-8: LC_ALL before LC_CTYPE before LANG; none set is ASCII.
+
+    Python itself sets LC_CTYPE to C.UTF-8 in the C locale (PEP 538): that says nothing about the terminal.
+    """
+    for name in ("LC_ALL", "LC_CTYPE", "LANG"):
+        value = env.get(name)
+        if value and not (name == "LC_CTYPE" and value == "C.UTF-8" and _coerced()):
+            return "utf8" in value.lower().replace("-", "")
+    return False
+
+
+def _coerced() -> bool:
+    """Tell whether LC_CTYPE was not in the environment that this process was started with."""
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            return all(not entry.startswith(b"LC_CTYPE=") for entry in file.read().split(b"\0"))
+    except OSError:
+        return False
+
+
+class Guard:
+    """Keeps the terminal's settings from before the board, and ends the process when leaving takes too long."""
+
+    def __init__(self) -> None:
+        self._fd = sys.__stdin__.fileno() if sys.__stdin__ else 0
+        self._attributes: list[object] | None = None
+        self._leaving = threading.Event()
+        self._done = threading.Event()
+        with contextlib.suppress(termios.error, OSError):
+            self._attributes = termios.tcgetattr(self._fd)
+
+    def watch(self, gone: Callable[[], object], stop: Callable[[int], object]) -> None:
+        """Call ``gone`` when the terminal has hung up, and ``stop`` with the number of SIGTERM or SIGHUP.
+
+        Without it a read from a terminal that is gone returns nothing at once, for ever, and textual reads on.
+        """
+
+        def hung_up() -> None:
+            poll = select.poll()
+            poll.register(self._fd, 0)  # hang-up and errors are always reported
+            poll.poll()
+            self.leave(128 + signal.SIGHUP)
+            gone()
+
+        def received(number: int, _: FrameType | None) -> None:
+            self.leave(128 + number)
+            stop(number)
+
+        threading.Thread(target=hung_up, name="hang-up", daemon=True).start()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays ignored
+                signal.signal(number, received)
+
+    def leave(self, code: int) -> None:
+        """Begin to leave: from now on the process ends within ``LEAVE_S``, with ``code`` where it has to be forced."""
+        if self._leaving.is_set():
+            return
+        self._leaving.set()
+        threading.Thread(target=self._force, args=(code,), name="leave", daemon=True).start()
+
+    def done(self) -> None:
+        """Say that the board has ended and the terminal is as it was; the process may go on."""
+        self._done.set()
+
+    def _force(self, code: int) -> None:
+        if self._done.wait(LEAVE_S):
+            return
+        self.restore()
+        os._exit(code)
+
+    def restore(self) -> None:
+        """Put the terminal back as it was, without waiting for one that takes nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            if self._attributes is not None:
+                termios.tcsetattr(self._fd, termios.TCSANOW, self._attributes)  # type: ignore[arg-type]
+            fd = sys.__stderr__.fileno() if sys.__stderr__ else 2
+            if select.select([], [fd], [], 0)[1]:
+                os.write(fd, _RESTORE)
