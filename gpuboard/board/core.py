@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpuboard.allocate.held import leases
+from gpuboard.board.history import History
 from gpuboard.board.scene import Scene
 from gpuboard.cluster.fleet import Fleet
 
@@ -26,6 +28,7 @@ class Core:
         self.env = env
         self.interval_s = settings.interval_s(len(nodes))
         self.fleet = Fleet(nodes, settings, interval_s=self.interval_s, one_shot=False)
+        self.history = History()
         self._closed = threading.Event()
 
     def start(self, changed: Callable[[Scene], object]) -> None:
@@ -45,5 +48,7 @@ class Core:
 
     def _watch(self, changed: Callable[[Scene], object]) -> None:
         while not self._closed.is_set():
-            changed(self.scene())
+            scene = self.scene()
+            self.history.add(scene.snapshot, time.monotonic())
+            changed(scene)
             self.fleet.wait_change(_PACE_S)
