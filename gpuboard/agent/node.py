@@ -116,6 +116,8 @@ class _Node:
             leave_out = [os.getpid()] + self.probe.pids()
             found = self.processes.carriers(str(args["lease"]), self._pids_on(uuids), os.getuid(), leave_out)
             self.channel.reply(call_id, {"processes": found})
+        elif op == "signal":
+            self._signal(call_id, args)
         elif op in self.claims.OPS:
             try:
                 self.channel.reply(call_id, self.claims.handle(op, args, self.folder))
@@ -123,6 +125,16 @@ class _Node:
                 self.channel.refuse(call_id, refused.kind, refused.message, refused.detail)
         else:
             self.channel.refuse(call_id, "unknown-op", "this agent knows no call %r" % op)
+
+    def _signal(self, call_id: int, args: "Dict[str, Any]") -> None:
+        from gpuboard.agent import signals  # late: hardly ever needed
+
+        try:
+            if self.probe.source == "simulated":  # its pids may be anybody's
+                raise signals.Refuse("not-found", "that process is simulated")
+            self.channel.reply(call_id, signals.send(args, self.processes))
+        except signals.Refuse as refused:
+            self.channel.refuse(call_id, refused.kind, refused.message)
 
     def _pids_on(self, uuids: "Any") -> "Any":
         pids: "Set[int]" = set()

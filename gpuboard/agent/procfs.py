@@ -146,6 +146,14 @@ class Processes:
             self._boot = float(found[0].split()[1]) if found else 0.0
         return self._boot
 
+    def started(self, pid: int) -> "Optional[float]":
+        """Return when a process was started, epoch seconds as in its description; None when it has ended."""
+        try:
+            _, start = parse_stat(read("%s/%d/stat" % (self.root, pid)))
+        except (OSError, ValueError, IndexError):
+            return None
+        return self.boot() + start / self._ticks
+
     def carriers(self, lease: str, on_gpus: "Any", uid: int, leave_out: "Any" = ()) -> "List[Dict[str, Any]]":
         """Return the processes of ``uid`` that carry ``lease`` in their environment or are in ``on_gpus`` (pids).
 

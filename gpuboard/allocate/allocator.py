@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -18,7 +19,7 @@ from gpuboard.allocate.formats import Allocation
 from gpuboard.allocate.policy import choose
 from gpuboard.allocate.ranks import rank_map, reachable_addresses
 from gpuboard.allocate.scope import Scope
-from gpuboard.errors import GpuboardError, NeverPossible, NoNodeReached, NotFree, UsageError
+from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
 from gpuboard.ledger import holder as processes
 from gpuboard.ledger import keeper
 from gpuboard.ledger import nodes as ledger
@@ -76,6 +77,7 @@ class Allocator:
         self._asked: dict[str, list[str]] = {}  # lease -> nodes a claim may lie on, as long as nobody keeps it
         self._keeper: keeper.Started | None = None
         self._handed: dict[str, keeper.Handover] = {}  # by lease: the keeper has it, its owner does not know of it yet
+        self._abandoned = threading.Event()
 
     def __enter__(self) -> Self:
         return self
@@ -88,10 +90,26 @@ class Allocator:
         self.close()
 
     def close(self) -> None:
-        """End all connections."""
+        """End all connections that are ours."""
         if self._keeper is not None:
             self._keeper.close()
         self._scope.close()
+
+    def abandon(self) -> None:
+        """Give up, from any thread: nothing more is taken, and ``allocate`` raises Interrupted at its next step.
+
+        What the keeper has already and nobody was told of, it releases, as it does when our process ends.
+        """
+        self._abandoned.set()
+        for lease in list(self._handed):
+            self._leave_to_keeper(lease)
+
+    def cast_off(self) -> None:
+        """Ask the nodes, without waiting for their answers, to give back what is being taken: they are about to be
+        cut off. A node's own ``take`` comes before this on its connection."""
+        for lease, nodes in list(self._asked.items()):
+            for node in nodes:
+                self._fleet.tell(node, "release", {"lease": lease})
 
     def plan(self, request: Request) -> Choice:
         """Return what would be taken now; takes nothing. Raises Refused and NoNodeReached."""
@@ -129,18 +147,24 @@ class Allocator:
             taken = self._take(answer, terms, notes)
             if taken is not None:
                 return taken
+            self._go_on()
             answer = choose(request, self._snapshot())
         raise NotFree(
             Refusal(4, f"others were quicker {_ROUNDS} times in a row; try again, or --wait", nearest="--wait")
         )
 
     def _first_answer(self, request: Request) -> Choice | Refusal:
-        """Return the policy's answer as soon as it is sure: a hung node delays a request only when it is needed."""
+        """Return the policy's answer as soon as it is sure: a hung node delays a request only when it is needed.
+
+        A fleet that runs is not waited for: it keeps trying its nodes, and what it shows is what the person goes by.
+        """
         limit_s = self._fleet.connect_s + _FIRST_READING_S
-        self._fleet.wait(min(_GRACE_S, limit_s))
+        wait = not self._scope.is_running
+        if wait:
+            self._fleet.wait(min(_GRACE_S, limit_s))
         snapshot = self._snapshot()
         answer = choose(request, snapshot)
-        if isinstance(answer, Refusal) and any(node.state == "unreachable" for node in snapshot.nodes):
+        if wait and isinstance(answer, Refusal) and any(node.state == "unreachable" for node in snapshot.nodes):
             self._fleet.wait(limit_s - _GRACE_S)
             self._fleet.freshen()
             snapshot = self._snapshot()
@@ -207,7 +231,9 @@ class Allocator:
             self._settle(silent)
             self._settle(self._fleet.refresh([name for name in uuids if name not in silent], _READ_S))
             return None
+        self._go_on()
         self._adopt(taken, terms)
+        self._go_on()
         lease = self._lease(taken.lease, after)
         notes_words = "".join(f"; before: {note}" for note in notes if note)
         return self._allocation(lease, choice.gpus, choice.why + notes_words, after)
@@ -219,6 +245,7 @@ class Allocator:
     def _call(self, node: str, op: str, args: dict[str, Any], timeout_s: float) -> Any:
         """Call an agent, and note beforehand where a claim may come to lie: an interrupt can strike at any line."""
         if op == "take":
+            self._go_on()
             self._asked.setdefault(args["lease"], []).append(node)
         return self._fleet.call(node, op, args, timeout_s)
 
@@ -318,6 +345,20 @@ class Allocator:
         self.telling(lease)
         self._asked.pop(lease.id, None)
 
+    def _go_on(self) -> None:
+        if self._abandoned.is_set():
+            raise Interrupted("given up; nothing is reserved")
+
+    def _leave_to_keeper(self, lease: str) -> bool:
+        """Let the keeper release a lease that it has and nobody was told of; return whether there is one."""
+        handed = self._handed.pop(lease, None)
+        if handed is None:
+            return False
+        self._asked.pop(lease, None)
+        handed.abandon()
+        forget_file(self._env, lease)
+        return True
+
     def _drop(self, lease: str) -> None:
         with uninterrupted():
             ledger.release(self._fleet.call, lease, self._asked.pop(lease, []))
@@ -325,6 +366,8 @@ class Allocator:
     def _drop_all(self) -> None:
         with uninterrupted():
             for lease in list(self._asked):
+                if self._abandoned.is_set() and self._leave_to_keeper(lease):
+                    continue  # our own connections may be closed by now
                 with contextlib.suppress(KeeperError, OSError):
                     keeper.forget(lease, self._env)
                 self._drop(lease)

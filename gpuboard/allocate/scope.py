@@ -16,16 +16,22 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """Feeds of ``nodes``, started at once. ``said``: the user named them; else one of them looks at itself alone."""
+    """Feeds of ``nodes``, started at once. ``said``: the user named them; else one of them looks at itself alone.
 
-    def __init__(self, nodes: Sequence[Node], settings: Settings, *, said: bool) -> None:
+    ``running``: a fleet of exactly these nodes that somebody keeps open (the board's): no second set of connections is
+    made, and it stays open when the scope is closed.
+    """
+
+    def __init__(self, nodes: Sequence[Node], settings: Settings, *, said: bool, running: Fleet | None = None) -> None:
         here = local_node(nodes)
         self.nodes = {node.name: node for node in ([here] if here and not said else nodes)}
         self.left_out = [node.name for node in nodes if node.name not in self.nodes]
         self.here = here.name if here else None  # the node that is this machine, as far as that is known
         self._by_uuid = own_uuids() if here is None and not said else []
-        self.fleet = Fleet(list(self.nodes.values()), settings, interval_s=None)
-        self.fleet.start()
+        self.is_running = running is not None
+        self.fleet = running or Fleet(list(self.nodes.values()), settings, interval_s=None)
+        if running is None:
+            self.fleet.start()
 
     def snapshot(self) -> Snapshot:
         """Return the nodes in scope as they are now. A machine with GPUs of the inventory is recognised by them."""
@@ -37,5 +43,6 @@ class Scope:
         return found
 
     def close(self) -> None:
-        """End all connections."""
-        self.fleet.close()
+        """End all connections that are ours."""
+        if not self.is_running:
+            self.fleet.close()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpuboard.allocate.held import leases
 from gpuboard.board.history import History
+from gpuboard.board.operations import Operations
 from gpuboard.board.scene import Scene
 from gpuboard.cluster.fleet import Fleet
 
@@ -29,6 +30,7 @@ class Core:
         self.interval_s = settings.interval_s(len(nodes))
         self.fleet = Fleet(nodes, settings, interval_s=self.interval_s, one_shot=False)
         self.history = History()
+        self.operations = Operations(nodes, settings, env, self.fleet)
         self._closed = threading.Event()
 
     def start(self, changed: Callable[[Scene], object]) -> None:
@@ -44,6 +46,7 @@ class Core:
     def close(self) -> None:
         """End every connection; takes less than half a second whatever hangs."""
         self._closed.set()
+        self.operations.close()
         self.fleet.close()
 
     def _watch(self, changed: Callable[[Scene], object]) -> None:

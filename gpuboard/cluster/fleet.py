@@ -153,6 +153,12 @@ class Fleet:
                 answers[node] = CallFailed(clean(error.kind, 64), clean(error.message), _inert(error.detail))
         return answers
 
+    def tell(self, node: str, op: str, args: dict[str, Any]) -> None:
+        """Send a call to one agent and wait for no answer; nothing happens when it is not connected."""
+        feed = self._feeds[node]
+        if feed.link is not None:
+            feed.link.submit(op, args)
+
     def refresh(self, names: Collection[str], timeout_s: float) -> dict[str, str]:
         """Get a reading that started after this call from each node; return why not, by node, where that failed."""
         answers = self.call_all({name: ("read", {}) for name in names}, timeout_s)

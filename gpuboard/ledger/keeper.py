@@ -125,6 +125,10 @@ class Handover:
         finally:
             self._started.close()
 
+    def abandon(self) -> None:
+        """Let the keeper release the lease now, as it does when this process ends."""
+        self._started.close()
+
 
 def hand_over(lease: Record, env: Mapping[str, str], started: Started | None = None) -> Handover:
     """Hand ``lease`` to the keeper; return when it has shown life on its claims.

@@ -1,0 +1,137 @@
+"""What a person does with leases and processes, over the board's own connections. Everything here blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from gpuboard.allocate import held
+from gpuboard.allocate.allocator import Allocator, Terms, duration, forget_file
+from gpuboard.allocate.policy import choose
+from gpuboard.allocate.scope import Scope
+from gpuboard.errors import GpuboardError, Interrupted
+from gpuboard.ledger.nodes import Mine
+from gpuboard.model.lease import LeaseList
+from gpuboard.model.text import clean
+
+if TYPE_CHECKING:
+    from gpuboard.allocate.formats import Allocation
+    from gpuboard.cluster.fleet import Fleet
+    from gpuboard.cluster.inventory import Node
+    from gpuboard.config import Settings
+    from gpuboard.model.request import Choice, Refusal, Request
+
+SIGNALS = ("TERM", "INT", "KILL", "USR1", "STOP", "CONT")  # what the agent sends (agent/signals.py)
+_LEAVE_S = 0.25  # quitting takes under half a second in all
+_SIGNAL_S = 5.0
+_REFRESH_S = 2.0  # so that the board shows at once what was done
+
+
+class Operations:
+    """Reserving, releasing, renewing, signals. Safe from several threads."""
+
+    def __init__(self, nodes: Sequence[Node], settings: Settings, env: Mapping[str, str], fleet: Fleet) -> None:
+        self._nodes = list(nodes)
+        self._settings = settings
+        self._env = env
+        self._fleet = fleet
+        self._changed = threading.Condition()
+        self._taking: set[Allocator] = set()
+        self._untold: dict[str, tuple[Allocator, contextlib.ExitStack]] = {}  # leases whose owner has not seen them yet
+        self._closed = False
+
+    def plan(self, request: Request) -> Choice | Refusal:
+        """Return what the policy would take now, or why nothing; takes nothing. Raises UsageError."""
+        return choose(request, self._fleet.snapshot())
+
+    def reserve(
+        self, request: Request, for_s: float, purpose: str, given_up: threading.Event | None = None
+    ) -> Allocation:
+        """Reserve for ``for_s`` seconds, without a holder. The caller then shows it and calls :meth:`told`.
+
+        Until then nothing counts: when the board is closed, the lease is released. ``given_up``: set by somebody
+        who no longer wants it. Raises Refused, UsageError, NoNodeReached, KeeperError, Interrupted; whatever is
+        raised, nothing stays reserved.
+        """
+        terms = Terms(duration(for_s, self._settings), None, clean(purpose, 200))
+        allocator = Allocator(
+            Scope(self._nodes, self._settings, said=True, running=self._fleet), self._settings, self._env
+        )
+        with self._changed:
+            if self._closed or (given_up is not None and given_up.is_set()):
+                raise Interrupted("given up; nothing is reserved")
+            self._taking.add(allocator)
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(allocator)
+                allocation = allocator.allocate(request, terms)
+                with self._changed:
+                    if self._closed or (given_up is not None and given_up.is_set()):
+                        raise Interrupted("given up; nothing is reserved")
+                    self._untold[allocation.lease.id] = allocator, stack.pop_all()
+            return allocation
+        finally:
+            with self._changed:
+                self._taking.discard(allocator)
+                self._changed.notify_all()
+
+    def told(self, allocation: Allocation) -> None:
+        """Take note that the person has been shown the lease: from now on it lasts."""
+        with self._changed:
+            allocator, stack = self._untold.pop(allocation.lease.id)
+        allocator.published(allocation.lease)
+        stack.close()
+
+    def release(self, lease: str) -> held.Ended:
+        """End a lease at once. Raises NoSuchLease when it is gone or somebody else's (root may end anybody's)."""
+        mine, found = self._mine(lease)
+        ended = held.release(mine, found.leases, self._fleet, self._env, lambda _: None)
+        forget_file(self._env, mine.lease)
+        self._fleet.refresh(mine.nodes, _REFRESH_S)
+        if not ended.gpus and ended.failed:
+            raise GpuboardError(f"{lease} was not released: {_by_node(ended.failed)}")
+        return ended
+
+    def renew(self, lease: str, for_s: float) -> None:
+        """Let a lease end ``for_s`` seconds from now. Raises NoSuchLease, UsageError above max_lease, GpuboardError."""
+        seconds = duration(for_s, self._settings)
+        mine, _ = self._mine(lease)
+        _, failed = held.renew(mine, seconds, self._fleet, self._env)
+        self._fleet.refresh(mine.nodes, _REFRESH_S)
+        if failed:
+            raise GpuboardError(f"{lease} was not renewed: {_by_node(failed)}")
+
+    def signal(self, node: str, pid: int, started: float, name: str) -> None:
+        """Send a signal (one of SIGNALS) to exactly the process that was started then. Raises CallFailed, LinkLost."""
+        self._fleet.call(node, "signal", {"pid": pid, "started": started, "signal": name}, _SIGNAL_S)
+
+    def close(self) -> None:
+        """Give back what is being taken and what nobody was told of, in a quarter of a second at most.
+
+        What a hung node holds by then was asked to go and lapses within 90 s at the latest.
+        """
+        with self._changed:
+            self._closed = True
+            taking = list(self._taking)
+            untold = [allocator for allocator, _ in self._untold.values()]
+        for allocator in (*taking, *untold):
+            allocator.abandon()
+        until = time.monotonic() + _LEAVE_S
+        with self._changed:
+            while self._taking and (left_s := until - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            still = list(self._taking)
+        for allocator in still:
+            allocator.cast_off()
+
+    def _mine(self, lease: str) -> tuple[Mine, LeaseList]:
+        found = held.leases(self._fleet, self._fleet.snapshot())
+        [mine] = held.chosen([lease], self._fleet, found.unread)
+        return mine, found
+
+
+def _by_node(failed: Mapping[str, str]) -> str:
+    return "; ".join(words if words.startswith(node) else f"{node}: {words}" for node, words in failed.items())
