@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar, cast
 
-from rich.segment import Segment
 from rich.style import Style
-from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
@@ -20,63 +17,33 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from gpuboard.board.cells import fit_runs
+from gpuboard.board.rows import (
+    GAP,
+    MARK_WIDTH,
+    Cell,
+    Column,
+    LazyRows,
+    Line,
+    Row,
+    header_strip,
+    row_strip,
+    share,
+    strip,
+)
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
     from gpuboard.board.look import Look
 
+__all__ = ["Cell", "Column", "Grid", "LazyRows", "Row"]
+
 _HEADER = 1  # lines above the rows
-_MARK_WIDTH = 2
-_GAP = 1
-
-
-class Column(NamedTuple):
-    """A column. ``width`` in terminal cells; with a ``weight`` it has ``least`` at least and a part of what is left.
-
-    Where not all fit, the columns with the highest ``drop`` are left out first; those with 0 never are.
-    """
-
-    key: str
-    title: str
-    width: int
-    right: bool = False
-    weight: int = 0
-    least: int = 0
-    drop: int = 0
-
-
-class Cell(NamedTuple):
-    """What stands in one column of a row. ``style``: a role of Look or a Style; runs of several styles: a Text."""
-
-    text: str | Text
-    style: str | Style = ""
-
-
-class Row(NamedTuple):
-    """A row. ``cells``: one for each column of the grid, or a callable that makes them when the row becomes visible.
-
-    A ``group`` is a heading: its first cell takes the whole width and the cursor skips it. Keys are unique.
-    """
-
-    key: str
-    cells: Sequence[Cell] | Callable[[], Sequence[Cell]]
-    group: bool = False
-    dim: bool = False
-
-
-class _Line(NamedTuple):
-    """Everything a line on the screen depends on beside columns and look."""
-
-    cells: tuple[Cell, ...]
-    group: bool
-    dim: bool
-    cursor: bool
-    marked: bool
 
 
 class Grid(ScrollView, can_focus=True):
     """A table that stays calm while what it shows changes."""
 
+    ROW_CURSOR = True  # draw the cursor over the whole row
     DEFAULT_CSS = """
     Grid { height: 1fr; overflow-x: hidden; overflow-y: auto; scrollbar-gutter: stable; scrollbar-size-vertical: 1; }
     """
@@ -155,7 +122,7 @@ class Grid(ScrollView, can_focus=True):
         self._marks: frozenset[str] = frozenset()
         self._sort: tuple[str, bool] | None = None
         self._widths: dict[int, int] = {}  # by index of a column; those that do not fit are missing
-        self._lines: dict[int, tuple[_Line, Strip | None]] = {}  # by index of a row: as drawn
+        self._lines: dict[int, tuple[Line, Strip | None]] = {}  # by index of a row: as drawn
         self._drawn_with: Look | None = None
 
     # What others use
@@ -190,7 +157,9 @@ class Grid(ScrollView, can_focus=True):
     def index_of(self, key: str | None) -> int | None:
         """Return where the row of ``key`` is; None when there is none."""
         if self._indexes is None:
-            self._indexes = {row.key: index for index, row in enumerate(self._rows)}
+            rows = self._rows
+            keys = rows.keys() if isinstance(rows, LazyRows) else (row.key for row in rows)
+            self._indexes = {key: index for index, key in enumerate(keys)}
         return None if key is None else self._indexes.get(key)
 
     def set_rows(self, rows: Sequence[Row]) -> None:
@@ -260,32 +229,17 @@ class Grid(ScrollView, can_focus=True):
 
     def _measure(self) -> None:
         """Share the width among the columns."""
-        space = self.scrollable_content_region.width - (_MARK_WIDTH if self._marking else 0)
-        shown = list(enumerate(self.columns))
-
-        def needed() -> int:
-            return sum(
-                (column.least or column.width) if column.weight else column.width for _, column in shown
-            ) + _GAP * (len(shown) - 1)
-
-        while needed() > space and (least := max(shown, key=lambda item: item[1].drop))[1].drop:
-            shown.remove(least)
-        left = max(0, space - needed())
-        weights = sum(column.weight for _, column in shown)
-        self._widths = {}
-        for index, column in shown:
-            if column.weight:
-                part = left * column.weight // weights
-                left, weights = left - part, weights - column.weight
-                self._widths[index] = (column.least or column.width) + part
-            else:
-                self._widths[index] = column.width
+        self._widths = share(self.columns, self.scrollable_content_region.width - self._indent)
         self.redraw()
 
-    def _line(self, index: int) -> _Line:
+    @property
+    def _indent(self) -> int:
+        return MARK_WIDTH if self._marking else 0
+
+    def _line(self, index: int) -> Line:
         row = self._rows[index]
         cells = row.cells() if callable(row.cells) else row.cells
-        return _Line(
+        return Line(
             tuple(cells), row.group, row.dim, index == self._at and row.key == self._cursor, row.key in self._marks
         )
 
@@ -316,7 +270,15 @@ class Grid(ScrollView, can_focus=True):
             self._drawn_with = self._look
             self._lines.clear()
         if y < self._top:
-            return self._header_strip(base, width)
+            return header_strip(
+                self.columns,
+                self._widths,
+                self._sort,
+                indent=self._indent,
+                width=width,
+                base=base,
+                look=self._look,
+            )
         index = y - self._top + self.scroll_offset.y
         if index >= len(self._rows):
             return self._empty_strip(y - self._top, base, width)
@@ -326,72 +288,27 @@ class Grid(ScrollView, can_focus=True):
             self._lines[index] = (line, strip)
         return strip
 
-    def _header_strip(self, base: Style, width: int) -> Strip:
-        look = self._look
-        style = base + look.style("title")
-        runs: list[tuple[str, Style]] = [(" " * _MARK_WIDTH, style)] if self._marking else []
-        for index, size in self._widths.items():
-            column = self.columns[index]
-            mark = ""
-            if self._sort is not None and self._sort[0] == column.key:
-                mark = look.glyphs.down if self._sort[1] else look.glyphs.up
-            title = fit_runs([(column.title, style)], size - len(mark), style, ellipsis="") if mark else None
-            if title is None:
-                runs += fit_runs([(column.title, style)], size, style, right=column.right, ellipsis="")
-            else:
-                text = "".join(part for part, _ in title).rstrip() + mark
-                runs.append((text.rjust(size) if column.right else text.ljust(size), style))
-            runs.append((" " * _GAP, style))
-        return _strip(runs, base, width)
-
     def _empty_strip(self, y: int, base: Style, width: int) -> Strip:
         if self._rows or not self.empty or y < 1:
             return Strip.blank(width, base)
         lines = self.empty.splitlines()
         text = lines[y - 1] if y <= len(lines) else ""
-        return _strip([("  ", base), *fit_runs([(text, base + self._look.style("dim"))], width - 2, base)], base, width)
+        return strip([("  ", base), *fit_runs([(text, base + self._look.style("dim"))], width - 2, base)], base, width)
 
-    def _row_strip(self, line: _Line, base: Style, width: int) -> Strip:
-        look = self._look
-        over = Style()
-        if line.marked:
-            over += look.style("marked")
-        if line.cursor:
-            over += look.style("cursor")
-        row = base + look.style("dim") if line.dim else base
-        runs: list[tuple[str, Style]] = []
-        if line.group:
-            cell = line.cells[0]
-            style = base + look.style("group")
-            return _strip(fit_runs(self._runs(cell, style), width, style, ellipsis=look.glyphs.ellipsis), base, width)
-        if self._marking:
-            runs.append(((look.glyphs.marked if line.marked else " ") + " ", row + over))
-        for index, size in self._widths.items():
-            cell = line.cells[index]
-            right = self.columns[index].right
-            for text, style in fit_runs(self._runs(cell, row), size, row, right=right, ellipsis=look.glyphs.ellipsis):
-                runs.append((text, style + over))
-            runs.append((" " * _GAP, row + over))
-        return _strip(runs, row + over if line.cursor else base, width)
-
-    def _runs(self, cell: Cell, base: Style) -> list[tuple[str, Style]]:
-        style = base + self._style(cell.style)
-        if isinstance(cell.text, str):
-            return [(cell.text, style)]
-        text = cell.text
-        style += self._style(text.style)
-        cuts = sorted({0, len(text), *(c for span in text.spans for c in (span.start, span.end) if 0 < c < len(text))})
-        runs = []
-        for start, end in pairwise(cuts):
-            over = style
-            for span in text.spans:
-                if span.start <= start < span.end:
-                    over += self._style(span.style)
-            runs.append((text.plain[start:end], over))
-        return runs
-
-    def _style(self, style: str | Style) -> Style:
-        return style if isinstance(style, Style) else self._look.style(style)
+    def _row_strip(self, line: Line, base: Style, width: int) -> Strip:
+        over = self._look.style("marked") if line.marked else Style()
+        if line.cursor and self.ROW_CURSOR:
+            over += self._look.style("cursor")
+        return row_strip(
+            line,
+            self.columns,
+            self._widths,
+            marking=self._marking,
+            over=over,
+            width=width,
+            base=base,
+            look=self._look,
+        )
 
     # Moving and marking
 
@@ -502,11 +419,11 @@ class Grid(ScrollView, can_focus=True):
 
     def column_at(self, x: int) -> str | None:
         """Return the key of the column at ``x``, in cells from our left edge."""
-        left = _MARK_WIDTH if self._marking else 0
+        left = self._indent
         for index, size in self._widths.items():
-            if left <= x < left + size + _GAP:
+            if left <= x < left + size + GAP:
                 return self.columns[index].key
-            left += size + _GAP
+            left += size + GAP
         return None
 
     def on_click(self, event: events.Click) -> None:
@@ -523,12 +440,7 @@ class Grid(ScrollView, can_focus=True):
         if index >= len(self._rows) or self._rows[index].group:
             return
         self._go(index)
-        if self._marking and (event.ctrl or at.x < _MARK_WIDTH):
+        if self._marking and (event.ctrl or at.x < MARK_WIDTH):
             self._toggle([self._rows[index].key])
         elif event.chain == 2:
             self.action_choose()
-
-
-def _strip(runs: Sequence[tuple[str, Style]], base: Style, width: int) -> Strip:
-    """Return runs as one line of exactly ``width`` cells."""
-    return Strip(Segment(text, style) for text, style in runs).adjust_cell_length(width, base).simplify()
