@@ -7,7 +7,7 @@ import re
 from gpuboard.errors import UsageError
 from gpuboard.model.request import Pick
 
-_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/_-]{4,100}", re.ASCII)
+_UUID = re.compile(r"(GPU|MIG|SIM)-[0-9A-Za-z/_-]{4,100}", re.ASCII)
 _NODE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*", re.ASCII)
 _COMMA = re.compile(r",(?![^\[]*\])")  # none within brackets: gpu[01,03]
 _MOST = 4096  # GPUs one node may be asked for: 0-999999999 is a slip
@@ -28,7 +28,7 @@ def parse_picks(text: str, *, whole_nodes: bool = False) -> tuple[Pick, ...]:
         if colon and not _NODE.fullmatch(node):
             raise ValueError(f"{node!r} is not a node's name; write gpu01:0,3@gpu02:1")
         for word in _COMMA.split(rest) if whole_nodes else rest.split(","):
-            if whole_nodes and not re.match(r"[0-9-]*$|(GPU|MIG)-", word.strip()):
+            if whole_nodes and not re.match(r"[0-9-]*$|(GPU|MIG|SIM)-", word.strip()):
                 found += _nodes(word.strip())
             else:
                 found += _word(node or None, word.strip())

@@ -11,7 +11,9 @@ from gpuboard.allocate.held import leases
 from gpuboard.board.history import History
 from gpuboard.board.operations import Operations
 from gpuboard.board.scene import Scene
+from gpuboard.board.starting import Starter
 from gpuboard.cluster.fleet import Fleet
+from gpuboard.launch.runbook import Runbook
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
@@ -31,6 +33,8 @@ class Core:
         self.fleet = Fleet(nodes, settings, interval_s=self.interval_s, one_shot=False)
         self.history = History()
         self.operations = Operations(nodes, settings, env, self.fleet)
+        self.runbook = Runbook(env)
+        self.starter = Starter(nodes, env)
         self._closed = threading.Event()
 
     def start(self, changed: Callable[[Scene], object]) -> None:
@@ -46,6 +50,7 @@ class Core:
     def close(self) -> None:
         """End every connection; takes less than half a second whatever hangs."""
         self._closed.set()
+        self.starter.close()
         self.operations.close()
         self.fleet.close()
 

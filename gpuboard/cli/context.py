@@ -64,6 +64,10 @@ class Context:
 
     def nodes(self) -> list[Node]:
         """Return the nodes in scope. Raises UsageError for a nodeset that cannot be read or names an unknown node."""
+        if handed := self.env.get("GPUBOARD_INVENTORY"):
+            from gpuboard.cluster.handed import read_nodes
+
+            return read_nodes(Path(handed), self.said)
         from gpuboard.cluster.inventory import inventory
 
         return inventory(self.settings, self.said)
