@@ -61,6 +61,9 @@ class Folder:
         finally:
             files.close()
 
+    def veto(self, op: str, args: "Dict[str, Any]") -> None:
+        """Refuse a call for what no file says: nothing here, other people's claims where they are simulated."""
+
     def owner(self, uid: int) -> str:
         """Return this node's name for a uid, its digits when it has none."""
         if uid not in self._owners:
@@ -118,6 +121,7 @@ def handle(op: str, args: "Dict[str, Any]", folder: "Folder") -> "Any":
     if op == "claims":
         claims, error = folder.read()
         return {"claims": claims, "error": error}
+    folder.veto(op, args)
     files = folder.open()
     try:
         return _answer(op, args, folder, files)

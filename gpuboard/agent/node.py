@@ -30,7 +30,7 @@ def run(channel: wire.Channel, config: "Dict[str, Any]") -> None:
     if config.get("simulate"):
         from gpuboard.agent.simulate import Simulated  # late: the demo's alone
 
-        probe = Simulated(config["simulate"], str(config.get("node")))
+        probe = Simulated(config["simulate"], str(config.get("node")), channel.fd_in)
     else:
         probe = probes.Probe((channel.fd_in, channel.fd_out, channel.fd_noise))
     first = probe.start()  # before anything else is imported: it takes longest
@@ -49,12 +49,12 @@ class _Node:
         self.probe = probe
         self.name = str(config.get("node"))
         self.interval_s: "Optional[float]" = config.get("interval_s")
-        prefix = getattr(probe, "start_of_uuid", None)
+        simulated = probe.source == "simulated"
         self.claims = claims
-        self.folder = claims.Folder(str(config.get("claims_dir") or "/var/tmp"), prefix)
+        self.folder = (probe.folder if simulated else claims.Folder)(str(config.get("claims_dir") or "/var/tmp"))
         self.procfs = procfs
         self.processes = procfs.Processes()
-        self.host = procfs.Host()
+        self.host = probe.host if simulated else procfs.Host()
         self.seq = 0
         self.sent_version = 0
         self.due: "Optional[float]" = None  # the next tick

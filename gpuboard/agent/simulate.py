@@ -1,19 +1,30 @@
-"""Simulated GPUs: what they say follows from a description and the clock alone. Claims on them are real.
+"""Simulated GPUs: what they say follows from a description and the clock alone. Our own claims on them are real.
 
 The description: ``{"cluster": "demo-1000-4242", "model": "NVIDIA H100 80GB HBM3", "count": 8, "memory": 85899345920,
-"busy": {"2": {"user": "bob", "command": "python train.py", "memory": 34359738368, "utilization": 87}}}``; ``memory``
-and every key of a busy GPU may be left out.
+"power": [70, 700], "links": [18, 8], "mig": {"5": [["3g.40gb", 42949672960]]}, "epoch": 1767225600.0, "at": null,
+"script": {…}}``; all but ``cluster`` may be left out. ``power``: idle and limit in W; ``links``: so many NVLinks
+between GPUs of an island of so many; ``epoch``: when the script's time was 0, in epoch seconds; ``at``: where that
+time stands still. The script is that of gpuboard/agent/simulate_life.py, or in short ``"busy": {"2": {"user": "bob",
+"command": "python train.py", "memory": 34359738368, "utilization": 87}}``.
+
+Other people's claims on these GPUs come with the script: they are shown, and refused to whoever wants them, as real
+ones are, but no files lie there. Ranks of a run on a lease of ours are real processes, and shown on its GPUs.
 """
 
 import math
+import os
+import select
 import time
+
+from gpuboard.agent import claims, procfs
+from gpuboard.agent import simulate_life as life
 
 MYPY = False
 if MYPY:
-    from typing import Any, Callable, Dict, List, Optional
+    from typing import Any, Callable, Dict, List, Optional, Tuple
 
-GIB = 2**30
-_LINKS = 18  # an H100 behind NVSwitch
+GIB = life.GIB
+_OWN_MEMORY = 11 * GIB  # what a rank of ours seems to take
 
 
 def prefix(description: "Dict[str, Any]", node: str) -> str:
@@ -22,23 +33,31 @@ def prefix(description: "Dict[str, Any]", node: str) -> str:
 
 
 class Simulated:
-    """Stands where a Probe would: the same methods, and never anything to wait for."""
+    """Stands where a Probe would: the same methods, and never anything to wait for, unless the node hangs."""
 
     source = "simulated"
     driver = "simulated"
     cuda: "Optional[str]" = None
     error: "Optional[str]" = None
 
-    def __init__(self, description: "Dict[str, Any]", node: str) -> None:
+    def __init__(self, description: "Dict[str, Any]", node: str, fd: "Optional[int]" = None) -> None:
+        """``fd``: the client's; a node that hangs ends when it closes."""
         self.description = description
         self.start_of_uuid = prefix(description, node)
         self.count = int(description.get("count", 8))
         self.memory = int(description.get("memory", 80 * GIB))
+        self.power = [float(w) for w in description.get("power", (70, 700))]
+        self.mig: "Dict[str, Any]" = description.get("mig") or {}
+        self.script = description.get("script") or {"jobs": _busy(description, self.memory)}
+        self.host = Host(self)
         self.version = 1
         self.done = 0
+        self._fd = fd
+        self._folder: "Optional[Folder]" = None
 
     def start(self) -> int:
         """Return the number of the first pass, which is complete at once."""
+        self.check(0.0)
         return self.ask()
 
     def stop(self) -> None:
@@ -51,7 +70,12 @@ class Simulated:
         raise AssertionError("fd %d is not ours" % fd)
 
     def check(self, now: float) -> "Optional[float]":
-        """Return when to call again: never."""
+        """Return when to call again: never. While the node hangs it does not return, unless the client goes."""
+        left_s = life.hang_left_s(self.script, self.clock()[0])
+        if left_s > 0 and self._fd is not None:
+            poller = select.poll()
+            poller.register(self._fd, 0)  # its end alone
+            poller.poll(None if self.description.get("at") is not None else int(left_s * 1000) + 1)
         return None
 
     def pids(self) -> "List[int]":
@@ -61,8 +85,29 @@ class Simulated:
         self.done += 1
         return self.done
 
+    def clock(self) -> "Tuple[float, float]":
+        """Return (the script's time, epoch seconds now)."""
+        now = time.time()
+        at = self.description.get("at")
+        return (now - float(self.description.get("epoch", 0.0)) if at is None else float(at)), now
+
+    def folder(self, path: str) -> "Folder":
+        """Return the folder of claims on these GPUs, real and simulated."""
+        self._folder = Folder(path, self)
+        return self._folder
+
+    def uuid(self, gpu: str) -> str:
+        """Return the UUID of a GPU (``"5"``) or MIG device (``"5/1"``)."""
+        return self.start_of_uuid + gpu.replace("/", "-mig")
+
+    def gpus(self) -> "List[str]":
+        """Return all GPUs and MIG devices as scripts write them."""
+        devices = ["%s/%d" % (gpu, d) for gpu in sorted(self.mig) for d in range(len(self.mig[gpu]))]
+        return [str(k) for k in range(self.count)] + devices
+
     def statics(self) -> "List[Dict[str, Any]]":
-        uuids = [self.start_of_uuid + str(k) for k in range(self.count)]
+        links, island = self.description.get("links", (18, self.count))
+        uuids = [self.uuid(str(k)) for k in range(self.count)]
         return [
             {
                 "index": k,
@@ -71,59 +116,224 @@ class Simulated:
                 "pci_bus_id": "00000000:%02X:00.0" % (16 + k),
                 "memory_total": self.memory,
                 "memory_reserved": 0,
-                "pcie_generation_max": 5,
+                "pcie_generation_max": int(self.description.get("pcie", 5)),
                 "pcie_width_max": 16,
                 "numa_node": 2 * k // self.count,
                 "cpus": None,
-                "links": {peer: _LINKS for peer in uuids if peer != uuid},
+                "links": {peer: links for j, peer in enumerate(uuids) if j != k and j // island == k // island},
                 "pci": {
                     peer: 20 if 2 * k // self.count == 2 * j // self.count else 10
                     for j, peer in enumerate(uuids)
                     if j != k
                 },
-                "mig": None,
+                "mig": self._mig_statics(str(k)),
             }
             for k, uuid in enumerate(uuids)
         ]
 
+    def _mig_statics(self, gpu: str) -> "Optional[List[Dict[str, Any]]]":
+        if gpu not in self.mig:
+            return None
+        return [
+            {"uuid": self.uuid("%s/%d" % (gpu, d)), "profile": profile, "memory_total": memory, "gpu_instance": d + 1}
+            for d, (profile, memory) in enumerate(self.mig[gpu])
+        ]
+
     def readings(self, now: float, describe: "Callable[..., Any]") -> "List[Dict[str, Any]]":
         """Return the GpuReadings; they move with the clock, slowly, as real ones do."""
-        busy = self.description.get("busy") or {}
-        return [self._reading(k, busy.get(str(k))) for k in range(self.count)]
+        t, at = self.clock()
+        real = self._folder.real() if self._folder is not None else []
+        ours = ranks([c for c in real if c["uid"] == os.geteuid()]) if real else {}
+        since = {one["uuid"]: one["from"] - at + t for one in real}
+        return [self._reading(str(k), t, at, since, ours) for k in range(self.count)]
 
-    def _reading(self, k: int, busy: "Optional[Dict[str, Any]]") -> "Dict[str, Any]":
-        at = time.time()
-        wave = math.sin(at / 7 + k)
-        utilization = 0
-        processes: "List[Dict[str, Any]]" = []
-        if busy is not None:
-            utilization = min(100, max(5, int(busy.get("utilization", 90) + 6 * wave)))
-            memory = int(busy.get("memory", self.memory // 2))
-            processes.append(
-                {
-                    "pid": 40000 + k,
-                    "type": "compute",
-                    "memory": memory,
-                    "uid": int(busy.get("uid", 1000)),
-                    "user": str(busy.get("user", "bob")),
-                    "name": "python",
-                    "command": str(busy.get("command", "python train.py")),
-                    "started": at - at % 86400,
-                }
-            )
-        return {
-            "uuid": self.start_of_uuid + str(k),
+    def _reading(
+        self, gpu: str, t: float, at: float, since: "Dict[str, float]", ours: "Dict[str, Any]"
+    ) -> "Dict[str, Any]":
+        uuid = self.uuid(gpu)
+        taken_at = since.get(uuid)
+        faults = life.going_on(self.script, "faults", gpu, t)
+        xids = [
+            {"code": code, "at": round(at - (t - start), 2)} for start, f in faults for code in f.get("xids", ())[::-1]
+        ]
+        instead: "Dict[str, Any]" = {}
+        for _, fault in faults:
+            instead.update(fault["reading"])
+        if instead.get("lost"):
+            return dict(instead, uuid=uuid, xids=xids)  # nothing else can be asked
+        utilization = life.gpu_utilization(self.script, gpu, t, taken_at)
+        heat = life.heat(self.script, gpu, t, taken_at)
+        processes = self._processes(gpu, t, at, taken_at)
+        wave = life.noise(life.seed_of(self.script, gpu), t)
+        if uuid in ours:
+            processes.append(ours[uuid])
+            utilization = int(70 + 9 * wave)
+            heat = utilization / 100.0
+        idle, limit = self.power
+        found = {
+            "uuid": uuid,
             "memory_used": sum(p["memory"] for p in processes),
             "utilization": utilization,
-            "temperature": int(31 + utilization * 0.35 + wave),
-            "power": round(70 + utilization * 5.8 + 3 * wave, 1),
-            "power_limit": 700.0,
+            "temperature": int(31 + 40 * heat + wave),
+            "power": round(idle + (limit - idle) * 0.88 * heat + idle * 0.03 * wave, 1),
+            "power_limit": limit,
             "compute_mode": 0,
             "processes": processes,
-            "pcie_generation": 5,
+            "throttle": [],
+            "pcie_generation": int(self.description.get("pcie", 5)),
             "pcie_width": 16,
             "ecc_uncorrected": 0,
             "remap_pending": False,
             "remap_failed": False,
             "recovery_action": "none",
+            "xids": xids,
         }
+        if gpu in self.mig:
+            found["mig"] = [self._mig_reading("%s/%d" % (gpu, d), t, at, since) for d in range(len(self.mig[gpu]))]
+            found.update(processes=[], utilization=None)  # a parent's own are empty
+            found["memory_used"] = sum(device["memory_used"] for device in found["mig"])
+        found.update(instead)
+        return found
+
+    def _mig_reading(self, device: str, t: float, at: float, since: "Dict[str, float]") -> "Dict[str, Any]":
+        uuid = self.uuid(device)
+        processes = self._processes(device, t, at, since.get(uuid))
+        return {"uuid": uuid, "memory_used": sum(p["memory"] for p in processes), "processes": processes}
+
+    def _processes(self, gpu: str, t: float, at: float, taken_at: "Optional[float]") -> "List[Dict[str, Any]]":
+        jobs = life.jobs_on(self.script, gpu, t, taken_at)
+        return [life.process(job, gpu, start, t, at) for start, job in jobs]
+
+
+class Folder(claims.Folder):
+    """The folder of claims on one node's simulated GPUs, and beside it the claims of people who are simulated."""
+
+    def __init__(self, path: str, probe: Simulated) -> None:
+        claims.Folder.__init__(self, path, probe.start_of_uuid)
+        self._probe = probe
+
+    def read(self) -> "Tuple[List[Dict[str, Any]], Optional[str]]":
+        found, error = claims.Folder.read(self)
+        return found + ([] if error else self._others(_live(found))), error
+
+    def real(self) -> "List[Dict[str, Any]]":
+        """Return the claims that live as files."""
+        return _live(claims.Folder.read(self)[0])
+
+    def veto(self, op: str, args: "Dict[str, Any]") -> None:
+        """Refuse what the simulated have, as the protocol refuses what others have."""
+        others = self._others(self.real())
+        if op == "take":
+            in_the_way = [one for one in others if one["uuid"] in args["uuids"]]
+            if in_the_way:
+                words = ", ".join(sorted({"%s by %s (%s)" % (c["uuid"], c["owner"], c["lease"]) for c in in_the_way}))
+                raise claims.Refuse("conflict", "claimed already: %s" % words, {"claims": in_the_way})
+        elif op in ("release", "renew"):
+            theirs = [one for one in others if one["lease"] == args["lease"]]
+            if theirs:
+                raise claims.Refuse(
+                    "not-yours", "%s belongs to %s, who is simulated" % (args["lease"], theirs[0]["owner"])
+                )
+
+    def _others(self, real: "List[Dict[str, Any]]") -> "List[Dict[str, Any]]":
+        """Return the claims of the simulated; whoever would come later than a real one stays away."""
+        t, at = self._probe.clock()
+        since = {one["uuid"]: one["from"] - at + t for one in real}
+        found = []
+        for gpu in self._probe.gpus():
+            uuid = self._probe.uuid(gpu)
+            for start, element in life.going_on(self._probe.script, "claims", gpu, t):
+                one = None if start >= since.get(uuid, math.inf) else life.claim(element, uuid, start, t, at)
+                if one is not None:
+                    found.append(one)
+        return found
+
+
+class Host:
+    """Load and memory of the simulated node: more where more runs."""
+
+    def __init__(self, probe: Simulated) -> None:
+        self._probe = probe
+
+    def reading(self) -> "Dict[str, Any]":
+        """Return ``cpu_percent, memory_used, memory_total, load1``."""
+        probe = self._probe
+        t, _ = probe.clock()
+        jobs = sum(len(life.going_on(probe.script, "jobs", gpu, t)) for gpu in probe.gpus())
+        wave = life.noise(float(probe.count), t)
+        total = 128 * GIB * max(1, probe.count)
+        return {
+            "cpu_percent": round(4 + 70.0 * jobs / max(1, probe.count) * (1 + 0.1 * wave), 1),
+            "memory_used": int(total * (0.06 + 0.5 * jobs / max(1, probe.count) + 0.005 * wave)),
+            "memory_total": total,
+            "load1": round(max(0.1, 12 * jobs + 3 * wave), 2),
+        }
+
+
+def ranks(ours: "List[Dict[str, Any]]", root: str = "/proc") -> "Dict[str, Dict[str, Any]]":
+    """Return, by the UUID of a GPU that we hold, the rank of a run of ours that would compute on it."""
+    by_lease: "Dict[str, List[Dict[str, Any]]]" = {}
+    for one in ours:
+        by_lease.setdefault(one["lease"], []).append(one)
+    found: "Dict[str, Dict[str, Any]]" = {}
+    reader = procfs.Processes(root)
+    for pid in sorted(int(name) for name in os.listdir(root) if name.isdigit()):
+        values = _variables("%s/%d/environ" % (root, pid))
+        on_node = by_lease.get(values.get("GPUBOARD_LEASE", ""), [])
+        local_rank = values.get("LOCAL_RANK", "")
+        if not on_node or not local_rank.isdigit() or int(local_rank) >= len(on_node):
+            continue
+        if values.get("LOCAL_WORLD_SIZE") != str(len(on_node)) or not _is_here(on_node, values.get("GROUP_RANK", "")):
+            continue
+        uuid = sorted(on_node, key=lambda one: _index(one["uuid"]))[int(local_rank)]["uuid"]
+        if uuid not in found:  # the first one: what it starts has its variables, too
+            found[uuid] = reader.describe(pid, "compute", _OWN_MEMORY)
+    return found
+
+
+def _is_here(on_node: "List[Dict[str, Any]]", group_rank: str) -> bool:
+    """Return whether the ``group_rank``-th node of a run is the one that these claims of its lease lie on."""
+    nodes = sorted(on_node[0]["nodes"])
+    name = on_node[0]["uuid"]
+    for k, node in enumerate(nodes):
+        if "-%s-" % node in name and on_node[0]["gpus"] == len(on_node) * len(nodes):
+            return str(k) == group_rank
+    return True  # nodes with different numbers of GPUs: told apart by the local world size alone
+
+
+def _index(uuid: str) -> int:
+    digits = uuid.rsplit("-", 1)[-1]
+    return int(digits) if digits.isdigit() else 0
+
+
+def _variables(path: str) -> "Dict[str, str]":
+    try:
+        data = procfs.read(path, 262144)
+    except OSError:
+        return {}
+    if b"GPUBOARD_LEASE=" not in data:
+        return {}
+    pairs = [part.decode("utf-8", "replace").partition("=") for part in data.split(b"\0")]
+    return {name: value for name, _, value in pairs}
+
+
+def _live(found: "List[Dict[str, Any]]") -> "List[Dict[str, Any]]":
+    return [one for one in found if one["state"] == "live"]
+
+
+def _busy(description: "Dict[str, Any]", memory: int) -> "List[Dict[str, Any]]":
+    """Return the script's jobs of the short form: something that runs for ever."""
+    return [
+        {
+            "gpus": [gpu],
+            "from": -86400.0,
+            "until": None,
+            "user": str(busy.get("user", "bob")),
+            "uid": int(busy.get("uid", 1000)),
+            "pid": life.PIDS + int(gpu),
+            "command": str(busy.get("command", "python train.py")),
+            "memory": int(busy.get("memory", memory // 2)),
+            "utilization": int(busy.get("utilization", 90)),
+        }
+        for gpu, busy in (description.get("busy") or {}).items()
+    ]

@@ -1,0 +1,160 @@
+"""What goes on on simulated GPUs at one moment: who runs what, who has reserved what, what is broken. Pure.
+
+A *script* is ``{"period": 900.0, "jobs": […], "claims": […], "faults": […], "hangs": [[70.0, 110.0]]}``; times are
+seconds of the simulation, and what has an end comes again each ``period``. A GPU is written as its index, a MIG device
+as ``"5/1"`` (GPU 5, device 1).
+
+    job    {"gpus": ["0", "1"], "from": 12.0, "until": 300.0, "user": "alice", "uid": 2000001, "pid": 4200001,
+            "command": "python train.py", "memory": 64424509440, "utilization": 92}; may have ``shape`` (``train``,
+            ``serve`` or ``notebook``), ``lease``, ``container``, ``type``, and ``rogue``: comes whoever has reserved
+    claim  {"gpus": ["0"], "from": 0.0, "until": null, "user": "alice", "uid": 2000001, "lease": "k3f9qa",
+            "purpose": "ablation", "for_s": 28800.0, "nodes": ["sim01"], "count": 1}; ``until`` null: until it ends
+    fault  {"gpus": ["3"], "from": 45.0, "until": 700.0, "reading": {"lost": true, "error": "GPU is lost"}}: what the
+            readings say instead; may have ``xids``, codes that the driver reported when it began
+"""
+
+import math
+
+MYPY = False
+if MYPY:
+    from typing import Any, Dict, List, Optional
+
+    Script = Dict[str, Any]
+
+GIB = 2**30
+PIDS = 4200000  # above the kernel's highest: a signal to one of the simulated reaches nobody
+_START_S = 4.0  # a program imports before it touches its GPU
+_RAMP_S = 10.0  # and takes its memory over so long
+_START_MEMORY = 500 * 2**20
+_CHECKPOINT_S, _SAVING_S = 75.0, 4.0  # a training stands still now and then
+_HEAT_S = (0.0, 5.0, 11.0, 18.0)  # temperatures follow what was done over the last seconds
+_KEPT_S = 30.0  # claims show life so often
+
+
+def began(element: "Dict[str, Any]", t: float, period: float) -> "Optional[float]":
+    """Return when the occurrence of ``element`` that is going on at ``t`` began, None when none is."""
+    start, until = float(element["from"]), element.get("until")
+    if until is None:
+        return start if t >= start else None
+    start += math.floor((t - start) / period) * period
+    return start if t < start + float(until) - float(element["from"]) else None
+
+
+def going_on(script: "Script", kind: str, gpu: str, t: float) -> "List[Any]":
+    """Return (when it began, element) of everything of ``kind`` on a GPU or MIG device."""
+    found = []
+    for element in script.get(kind, ()):
+        if gpu in element["gpus"]:
+            start = began(element, t, float(script.get("period", 900.0)))
+            if start is not None:
+                found.append((start, element))
+    return found
+
+
+def hang_left_s(script: "Script", t: float) -> float:
+    """Return for how long the node will still not say anything, 0 when it works."""
+    for start, until in script.get("hangs", ()):
+        begin = began({"from": start, "until": until}, t, float(script.get("period", 900.0)))
+        if begin is not None:
+            return float(begin + until - start - t)
+    return 0.0
+
+
+def noise(seed: float, x: float) -> float:
+    """Return a value in -1 … 1 that moves smoothly with ``x``, for each seed in its own way."""
+    return (math.sin(x / 6.7 + seed) + math.sin(x / 2.3 + 2.1 * seed) + math.sin(x / 17.0 + 3.7 * seed)) / 3
+
+
+def memory_of(job: "Dict[str, Any]", elapsed_s: float) -> int:
+    """Return the bytes a job holds after so long: little first, then all it needs."""
+    share = min(1.0, max(0.0, (elapsed_s - _START_S) / _RAMP_S))
+    return int(_START_MEMORY + share * max(0, int(job["memory"]) - _START_MEMORY))
+
+
+def utilization_of(job: "Dict[str, Any]", elapsed_s: float, seed: float) -> float:
+    """Return the percent a job keeps its GPU busy after so long."""
+    level, shape = float(job["utilization"]), job.get("shape", "train")
+    if elapsed_s < _START_S + _RAMP_S:
+        return 0.0 if elapsed_s < _START_S else level * 0.3
+    wave = noise(seed, elapsed_s)
+    if shape == "notebook":  # somebody tries something, then thinks
+        return level + 12 * wave if noise(seed + 1.0, elapsed_s / 4) > 0.25 else 0.0
+    if shape == "serve":
+        return level * (1 + 0.5 * wave)
+    saving = (elapsed_s + 13.0 * seed) % _CHECKPOINT_S < _SAVING_S
+    return level * 0.1 if saving else level + 5 * wave
+
+
+def gpu_utilization(script: "Script", gpu: str, t: float, taken_at: "Optional[float]") -> int:
+    """Return a GPU's utilization in percent. ``taken_at``: since when it is really reserved (:func:`jobs_on`)."""
+    total = sum(
+        utilization_of(job, t - start, seed_of(script, gpu)) for start, job in jobs_on(script, gpu, t, taken_at)
+    )
+    return int(min(100.0, max(0.0, total)))
+
+
+def heat(script: "Script", gpu: str, t: float, taken_at: "Optional[float]") -> float:
+    """Return what share of its power a GPU has turned into heat over the last seconds, 0 … 1."""
+    return sum(gpu_utilization(script, gpu, t - s, taken_at) for s in _HEAT_S) / (100.0 * len(_HEAT_S))
+
+
+def seed_of(script: "Script", gpu: str) -> float:
+    """Return what makes a GPU's movements its own."""
+    return float(script.get("seed", 0)) + sum((k + 1) * ord(sign) for k, sign in enumerate(gpu)) * 0.61
+
+
+def jobs_on(script: "Script", gpu: str, t: float, taken_at: "Optional[float]") -> "List[Any]":
+    """Return (when it began, job) of the jobs on a GPU.
+
+    ``taken_at``: since when somebody real holds it; the simulated keep away from then on, but for rogues.
+    """
+    return [
+        (start, job)
+        for start, job in going_on(script, "jobs", gpu, t)
+        if taken_at is None or start < taken_at or job.get("rogue")
+    ]
+
+
+def process(job: "Dict[str, Any]", gpu: str, start: float, t: float, now: float) -> "Dict[str, Any]":
+    """Return a job's process on one GPU, with the keys of gpuboard.model.gpu.Process. ``now``: epoch seconds at t."""
+    rank = job["gpus"].index(gpu)
+    found = {
+        "pid": int(job["pid"]) + rank,
+        "type": job.get("type", "compute"),
+        "memory": memory_of(job, t - start),
+        "name": job["command"].split()[0].rsplit("/", 1)[-1][:15],
+        "command": job["command"],
+        "started": round(now - (t - start), 2),
+    }  # type: Dict[str, Any]
+    if job.get("user"):
+        found.update(uid=int(job["uid"]), user=job["user"])
+    for key in ("lease", "container"):
+        if job.get(key):
+            found[key] = job[key]
+    return found
+
+
+def claim(element: "Dict[str, Any]", uuid: str, start: float, t: float, now: float) -> "Optional[Dict[str, Any]]":
+    """Return somebody's claim on one GPU as it travels (gpuboard.model.reading.Claim), None when its time is over."""
+    elapsed_s = t - start
+    left_s = float(element["for_s"]) - elapsed_s
+    if left_s <= 0:
+        return None
+    holder = {"host": "login1", "boot_id": "simulated", "pid": int(element["uid"]) % 90000 + 1000, "start": 1}
+    return {
+        "lease": element["lease"],
+        "uuid": uuid,
+        "uid": int(element["uid"]),
+        "owner": element["user"],
+        "state": "live",
+        "from": now - elapsed_s,
+        "until": now + left_s,
+        "remaining_s": left_s,
+        "age_s": elapsed_s % _KEPT_S,
+        "share": None,
+        "holder": holder,
+        "purpose": element.get("purpose", ""),
+        "host": "login1",
+        "nodes": list(element["nodes"]),
+        "gpus": int(element["count"]),
+    }
