@@ -1,0 +1,121 @@
+"""A GPU's health with its evidence, in words (pure). What could not be read is said, and is never "fine"."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gpuboard.model.snapshot import GpuView, XidView
+from gpuboard.model.units import format_duration
+
+NOT_READABLE = "not readable"
+_THROTTLE = {
+    "hw_slowdown": "slowed down by the hardware",
+    "hw_thermal": "too hot, slowed down by the hardware",
+    "hw_power_brake": "power brake: the supply asked for less",
+    "sw_thermal": "too hot, slowed down by the driver",
+    "sw_power_cap": "at its power limit",
+}
+_SERIOUS = {"hw_thermal", "hw_power_brake", "sw_thermal"}
+# What NVIDIA's list of XID errors says of those that are met most.
+_XIDS = {
+    13: "exception in the graphics engine, mostly a program's fault",
+    31: "memory page fault, mostly a program's fault",
+    43: "stopped processing, a program's fault",
+    45: "cleaned up after an earlier error or a killed program",
+    48: "double-bit ECC error",
+    61: "internal microcontroller: breakpoint or warning",
+    62: "internal microcontroller halted",
+    63: "a row remap or page retirement was recorded",
+    64: "a row remap or page retirement could not be recorded",
+    68: "exception in the video engine, mostly a program's fault",
+    74: "NVLink error",
+    79: "fallen off the bus",
+    92: "many single-bit ECC errors",
+    94: "contained ECC error",
+    95: "uncontained ECC error",
+    109: "context switch timed out, mostly a program's fault",
+    119: "the GPU's system processor does not answer",
+    120: "the GPU's system processor has failed",
+}
+
+
+class Evidence(NamedTuple):
+    """One thing looked at. ``role``: of Look: good, warn, bad, unknown, or dim where it says nothing either way."""
+
+    name: str
+    words: str
+    role: str
+
+
+def evidence(gpu: GpuView) -> list[Evidence]:
+    """Return everything that speaks for or against a GPU's health, in a fixed order."""
+    found = [_ecc(gpu), _remap(gpu), _recovery(gpu), _throttle(gpu), _pcie(gpu), _xids(gpu)]
+    if gpu.error is not None:
+        return [Evidence("NVML", gpu.error, "bad"), *found]
+    return found
+
+
+def xid_words(code: int) -> str:
+    """Return what an XID error means, as far as known."""
+    return f"XID {code}: {_XIDS.get(code, 'see the list of XID errors in NVIDIA’s documentation')}"
+
+
+def _ecc(gpu: GpuView) -> Evidence:
+    count = gpu.ecc_uncorrected
+    if count is None:
+        return Evidence("ECC", NOT_READABLE, "unknown")
+    words = f"{count} uncorrected error{'' if count == 1 else 's'} since the driver was loaded"
+    return Evidence("ECC", words, "bad" if count else "good")
+
+
+def _remap(gpu: GpuView) -> Evidence:
+    if gpu.remap_failed:
+        return Evidence("Row remap", "failed: the GPU needs replacement", "bad")
+    if gpu.remap_pending:
+        return Evidence("Row remap", "pending: takes effect with the next reset of the GPU", "warn")
+    if gpu.remap_pending is None:
+        return Evidence("Row remap", NOT_READABLE, "unknown")
+    return Evidence("Row remap", "none pending" if gpu.remap_failed is None else "none pending, none failed", "good")
+
+
+def _recovery(gpu: GpuView) -> Evidence:
+    action = gpu.recovery_action
+    if action is None:
+        return Evidence("Recovery", NOT_READABLE, "unknown")
+    return Evidence("Recovery", "nothing to do" if action == "none" else f"the driver asks for: {action}",
+                    "good" if action == "none" else "bad")  # fmt: skip
+
+
+def _throttle(gpu: GpuView) -> Evidence:
+    if not gpu.throttle:
+        silent = gpu.error is not None or gpu.utilization is gpu.temperature is gpu.power is None
+        return Evidence("Clocks", NOT_READABLE if silent else "not slowed down", "unknown" if silent else "good")
+    words = "; ".join(_THROTTLE.get(word, word) for word in gpu.throttle)
+    return Evidence("Clocks", words, "warn" if _SERIOUS & set(gpu.throttle) else "dim")
+
+
+def _pcie(gpu: GpuView) -> Evidence:
+    if gpu.pcie_generation is None and gpu.pcie_width is None:
+        return Evidence("PCIe", NOT_READABLE, "unknown")
+    now = f"generation {_or_unknown(gpu.pcie_generation)}, x{_or_unknown(gpu.pcie_width)}"
+    most = f"at most {_or_unknown(gpu.pcie_generation_max)}, x{_or_unknown(gpu.pcie_width_max)}"
+    narrow = gpu.pcie_width is not None and gpu.pcie_width_max is not None and 0 < gpu.pcie_width < gpu.pcie_width_max
+    slow = (gpu.pcie_generation or 0) < (gpu.pcie_generation_max or 0)
+    note = " (it rises under load)" if slow and not narrow else ""
+    return Evidence("PCIe", f"{now} now; {most}{note}", "warn" if narrow else "good")
+
+
+def _xids(gpu: GpuView) -> Evidence:
+    if gpu.xids is None:
+        return Evidence("XID", "not readable: the driver does not report them to us", "unknown")
+    if not gpu.xids:
+        return Evidence("XID", "none since gpuboard watches", "good")
+    return Evidence("XID", "; ".join(_xid(xid) for xid in gpu.xids), "warn")
+
+
+def _xid(xid: XidView) -> str:
+    return f"{xid.code}, {format_duration(xid.age_s)} ago: {xid_words(xid.code).split(': ', 1)[1]}"
+
+
+def _or_unknown(value: int | None) -> str:
+    return "?" if value is None else str(value)
