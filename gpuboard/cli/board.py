@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gpuboard.cli.context import Context
+from gpuboard.cli.options import natural
 
 NAME = "board"
 HELP = "the live board: every GPU, reservations, runs"
@@ -12,6 +13,8 @@ HELP = "the live board: every GPU, reservations, runs"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    # what `serve` starts for a browser of COLUMNS ROWS: packets on stdin and stdout are its terminal
+    parser.add_argument("--browser", nargs=2, type=natural, help=argparse.SUPPRESS)
     parser.epilog = (
         "examples:\n  gpuboard\n  gpuboard board --nodes 'gpu[01-03]'\n\n? shows the keys, ctrl-p every action."
     )
@@ -19,15 +22,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Open the board; return the exit code."""
-    if not context.stdout_is_tty:
+    if args.browser is None and not context.stdout_is_tty:
         from gpuboard.cli import status
 
         return status.run(argparse.Namespace(watch=None, json=False), context)
     from gpuboard.board.app import BoardApp  # 250 ms: only for the board
     from gpuboard.board.core import Core
 
-    core = Core(context.nodes(), context.settings, context.env)
+    env = context.env
+    if context.config_file is not None:  # what the board starts is to read the same one
+        env = {**env, "GPUBOARD_CONFIG": str(context.config_file.absolute())}
+    core = Core(context.nodes(), context.settings, env)
     try:
-        return BoardApp(core).run() or 0
+        app = BoardApp(core)
+        if args.browser is None:
+            return app.run() or 0
+        from gpuboard.board.webdriver import BrowserDriver
+
+        app.driver_class = BrowserDriver
+        return app.run(size=tuple(args.browser)) or 0
     finally:
         core.close()

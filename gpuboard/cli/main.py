@@ -21,7 +21,7 @@ from gpuboard.cli.options import Parser, add_common, nearest
 from gpuboard.errors import GpuboardError, Interrupted, Refused, UsageError
 
 GROUPS = {
-    "see": ("board", "status"),
+    "see": ("board", "status", "serve"),
     "reserve": ("allocate", "leases", "renew", "release", "env"),
     "use": ("run", "launch", "runs", "logs", "stop"),
     "set up": ("demo", "config"),

@@ -1,0 +1,120 @@
+"""Who may talk to the board in a browser: its token, the cookie it becomes, and which Host and Origin are ours. Pure
+but for the token's file.
+
+Every user of a machine can connect to 127.0.0.1, and every web page that is open in the browser can make it connect.
+The token keeps the first out. Host and Origin keep out the second: a page whose name was re-bound to 127.0.0.1 sends
+its own name as Host, another page sends its own Origin.
+
+A cookie is sent to every port of its host. On a shared machine another port may be another user's, so the cookie is
+bound to a path that nobody else can know, and neither it nor the path tells the token.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from gpuboard.errors import GpuboardError, UsageError
+
+COOKIE = "gpuboard"
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_LEAST = 24  # characters of a token of one's own: 144 bits when they are random
+_TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
+
+
+class Guard:
+    """Decides about requests. ``port`` None: a unix socket, which people forward from a port of their choice."""
+
+    def __init__(self, token: str, port: int | None, public_url: str | None = None) -> None:
+        self._token = token.encode()
+        self._port = port
+        self._public = public_url
+        self._public_host = None if public_url is None else urlsplit(public_url).netloc.lower()
+        self.path = f"/{self._derived('path')}"
+        self.cookie = self._derived("cookie")
+
+    @property
+    def secure(self) -> bool:
+        """Whether browsers reach us through TLS alone."""
+        return self._public is not None and self._public.startswith("https:")
+
+    def _derived(self, purpose: str) -> str:
+        digest = hmac.digest(self._token, purpose.encode(), hashlib.sha256)
+        return base64.urlsafe_b64encode(digest[:18]).decode()
+
+    def knows_token(self, said: str) -> bool:
+        """Compare a token with ours in constant time."""
+        return hmac.compare_digest(said.encode("utf-8", "surrogateescape"), self._token)
+
+    def knows_cookie(self, said: str | None) -> bool:
+        """Compare a cookie's value with ours in constant time."""
+        return said is not None and hmac.compare_digest(said.encode("utf-8", "surrogateescape"), self.cookie.encode())
+
+    def is_our_host(self, host: str | None) -> bool:
+        """Return whether a Host header names us: a loopback name with our port, or the public URL's host."""
+        host = (host or "").lower()
+        if self._public_host is not None and host == self._public_host:
+            return True
+        name, colon, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
+        if not colon:
+            name, port = host, "80"
+        return name in LOOPBACK and port.isdecimal() and (self._port is None or int(port) == self._port)
+
+    def is_our_origin(self, origin: str | None, host: str | None) -> bool:
+        """Return whether a websocket was opened by our own page; without an Origin it was not."""
+        return origin is not None and origin.lower() in {f"http://{host}".lower(), (self._public or "-").lower()}
+
+
+def check_public_url(text: str) -> str:
+    """Return scheme and host of a URL at which a proxy shows us. Raises UsageError when it has more, or not these."""
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.netloc or "@" in parts.netloc:
+        raise UsageError(f"--public-url {text}: expected something like https://board.example.org")
+    if parts.path not in {"", "/"} or parts.query or parts.fragment:
+        raise UsageError(f"--public-url {text}: only scheme, host and port; the board is shown at the top of a host")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def new_token() -> str:
+    """Return a random token: 256 bits."""
+    return secrets.token_urlsafe(32)
+
+
+def token_of(file: Path) -> str:
+    """Return the token in a private file; a file that is not there is made. Raises GpuboardError when others can read
+    it, when it is not ours, or when it holds no usable token."""
+    with contextlib.suppress(FileExistsError):
+        try:
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise GpuboardError(f"{file}: cannot be made: {error.strerror}") from error
+        with os.fdopen(descriptor, "w", encoding="ascii") as new:
+            new.write(new_token() + "\n")
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise GpuboardError(f"{file}: cannot be read: {error.strerror}") from error
+    with os.fdopen(descriptor, "rb") as opened:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+            raise GpuboardError(
+                f"{file}: the token's file must be yours and closed to others (it has mode "
+                f"{stat.S_IMODE(facts.st_mode):04o}, owner {facts.st_uid}): chmod 600 {file}"
+            )
+        token = opened.read(4096).decode("utf-8", "replace").strip()
+    if len(token) < _LEAST or not _TOKEN.fullmatch(token):
+        raise GpuboardError(
+            f"{file}: a token has at least {_LEAST} letters, digits or any of -_.~ on one line; "
+            "remove the file and a new one is made"
+        )
+    return token
