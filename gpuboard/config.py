@@ -56,6 +56,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: str = "none"
     state: StateSettings = StateSettings()
     users: dict[str, str] = {}  # a node's name for somebody -> the name to show
+    theme: str = "auto"  # the board's; "auto": the one last chosen, else what the terminal can show
+    glyphs: str = "auto"  # "auto": Unicode where the locale is UTF-8, else ASCII
+    keys: dict[str, dict[str, str | list[str]]] = {}  # the board's: screen -> action -> key or keys
 
     def interval_s(self, nodes: int) -> float:
         """Return seconds between two readings for a picture of ``nodes`` nodes."""
@@ -79,7 +82,7 @@ _RANGES = {
     "state.stale_intervals": (1, 1000),
     "state.ignore_below": (0, 2**50),
 }
-_CHOICES = {"ledger": ("nodes",), "scheduler": ("none",)}
+_CHOICES = {"ledger": ("nodes",), "scheduler": ("none",), "glyphs": ("auto", "unicode", "ascii")}
 
 
 def load(env: Mapping[str, str], flags: Mapping[str, Any], file: Path | None = None) -> Configuration:
@@ -96,10 +99,11 @@ def load(env: Mapping[str, str], flags: Mapping[str, Any], file: Path | None = N
     sources.append(("environment", _from_env(env)))
     sources.append(("command line", dict(flags)))
     for origin, values in sources:
+        _split_keys(values)
         _check(values, origin)
-        for key, value in flat(values):
-            origins[key] = origin
+        for key, value in values.items():
             _put(merged, key, value)
+        origins |= {key: origin for key, _ in flat(values)}
     settings = msgspec.convert(merged, Settings)
     return Configuration(settings, {key: origins.get(key, "default") for key, _ in flat(msgspec.to_builtins(settings))})
 
@@ -186,8 +190,22 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    head, _, rest = key.partition(".")
-    if rest:
-        _put(values.setdefault(head, {}), rest, value)
+    """Lay ``value`` over what ``key`` had: tables are merged, anything else is replaced."""
+    if isinstance(value, dict):
+        table = values[key] = values[key] if isinstance(values.get(key), dict) else {}
+        for inner, below in value.items():
+            _put(table, inner, below)
     else:
-        values[head] = value
+        values[key] = value
+
+
+def _split_keys(values: dict[str, Any]) -> None:
+    """Take ``"cluster.reserve" = "R"`` in [keys] for ``cluster.reserve = "R"``: TOML means two things by them."""
+    said = values.get("keys")
+    if not isinstance(said, dict):
+        return
+    tables: dict[str, Any] = {}
+    for key, value in said.items():
+        screen, dot, action = key.partition(".")
+        _put(tables, screen if dot else key, {action: value} if dot else value)
+    values["keys"] = tables

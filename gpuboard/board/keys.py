@@ -1,0 +1,219 @@
+"""The bindings of all screens by id, and the config's ``[keys]``, which gives actions other keys.
+
+textual's own ``set_keymap`` passes over unknown ids in silence, and an action whose key is taken loses it unsaid.
+So what is handed to it was checked here first: what is wrong is reported, and such an action keeps its key.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from textual.app import App
+from textual.binding import Binding
+from textual.dom import DOMNode
+from textual.keys import KEY_TO_UNICODE_NAME, REPLACED_KEYS, Keys
+from textual.screen import Screen
+
+import gpuboard.board
+
+_MODIFIERS = ("ctrl", "alt", "shift", "super")
+_OURS = "gpuboard.board."
+_TEXTUALS = frozenset(
+    {"ctrl+q", "ctrl+c", "super+c", "tab", "shift+tab"}
+)  # textual's own: quit, copy, go through fields
+_NAMED = frozenset(str(key.value) for key in Keys if "+" not in key.value and "<" not in key.value)
+
+
+class Action(NamedTuple):
+    """Something that a key does, somewhere."""
+
+    id: str
+    keys: tuple[str, ...]
+    description: str
+    section: str  # the screen's name, for people
+    owner: type[DOMNode]
+
+
+class Remapped(NamedTuple):
+    """What came of the config's ``[keys]``."""
+
+    keymap: dict[str, str]  # for textual's set_keymap: id → keys with commas between
+    problems: list[str]
+
+
+def load_screens() -> None:
+    """Import every module of the board: only then are all bindings known."""
+    for module in pkgutil.iter_modules(gpuboard.board.__path__):
+        if not module.name.startswith("web"):  # need textual-serve, and have no bindings
+            importlib.import_module(f"gpuboard.board.{module.name}")
+
+
+def actions() -> list[Action]:
+    """Return every action of the board, of the modules that are loaded; call ``load_screens`` first for all of them."""
+    return [action for owner in _owners() for action in _declared(owner)]
+
+
+def remap(said: Mapping[str, Mapping[str, str | list[str]]]) -> Remapped:
+    """Return the keymap that ``[keys]`` asks for, and what is wrong with it; what clashes keeps the key it had."""
+    if not said:
+        return Remapped({}, [])
+    load_screens()
+    known = {action.id: action for action in actions()}
+    wanted: dict[str, tuple[str, ...]] = {}
+    problems: list[str] = []
+    for screen, table in said.items():
+        for name, keys in table.items():
+            id_ = f"{screen}.{name}"
+            if id_ not in known:
+                problems.append(f"[keys] {id_}: there is no such action; the help screen (?) has the names")
+                continue
+            texts = [keys] if isinstance(keys, str) else keys
+            found = [normal(text) for text in texts]
+            bad = [text for text, key in zip(texts, found, strict=True) if key is None]
+            if bad or not found:
+                problems.append(
+                    f"[keys] {id_} = {bad[0] if bad else ''!r}: not a key; write R, ctrl+r, f5 or question_mark"
+                )
+                continue
+            wanted[id_] = tuple(key for key in found if key is not None)
+    while (clash := _clash(wanted)) is not None:
+        loser, key, other = clash
+        action = known.get(other)
+        whose = f"{other} ({action.description})" if action else "textual itself"
+        problems.append(
+            f"[keys] {loser} = {key!r}: that is the key of {whose}; it keeps {', '.join(known[loser].keys)}"
+        )
+        del wanted[loser]
+    return Remapped({id_: ",".join(keys) for id_, keys in wanted.items()}, problems)
+
+
+def normal(text: str) -> str | None:
+    """Return a key as textual names it (``?`` → ``question_mark``, ``shift+r`` → ``R``), or None when it is none."""
+    *modifiers, key = text.strip().split("+") if text.strip() != "+" else ["+"]
+    if text.strip().endswith("++"):
+        *modifiers, key = [*text.strip()[:-2].split("+"), "+"]
+    modifiers = [modifier.lower() for modifier in modifiers]
+    if len(set(modifiers)) != len(modifiers) or any(modifier not in _MODIFIERS for modifier in modifiers):
+        return None
+    if len(key) == 1:
+        if not key.isprintable():
+            return None
+        if key.isalpha() and "shift" in modifiers:
+            modifiers.remove("shift")
+            key = key.upper()
+        if key.isalpha() and "ctrl" in modifiers:
+            key = key.lower()
+        elif not key.isalnum():
+            key = _name_of(key)
+    elif key.lower() in _NAMED:
+        key = key.lower()
+    elif not _is_character(key):
+        return None
+    return "+".join([*(modifier for modifier in _MODIFIERS if modifier in modifiers), key])
+
+
+def clashes() -> list[str]:
+    """Return which of the bindings that are built in take each other's keys; empty unless there is a bug."""
+    found = []
+    for context in _contexts():
+        taken: dict[str, Action] = {}
+        for action in context:
+            for key in action.keys:
+                other = taken.setdefault(key, action)
+                if other.id != action.id:
+                    found.append(f"{key}: {other.id} and {action.id}")
+    return found
+
+
+def _clash(wanted: Mapping[str, tuple[str, ...]]) -> tuple[str, str, str] | None:
+    """Return the first remapped action that wants another's key: its id, the key, the other's id ("": textual's)."""
+    for context in _contexts():
+        taken: dict[str, str] = dict.fromkeys(_TEXTUALS, "")
+        # those that stay as they are first: of a clash the one that was remapped loses
+        for action in sorted(context, key=lambda action: action.id in wanted):
+            for key in wanted.get(action.id, action.keys):
+                other = taken.setdefault(key, action.id)
+                if other != action.id and action.id in wanted:
+                    return action.id, key, other
+    return None
+
+
+def _contexts() -> Iterator[list[Action]]:
+    """Yield the actions that can be reached together: a screen's with its widgets' and, if not modal, the app's."""
+    owners = _owners()
+    everywhere = [action for owner in owners if issubclass(owner, App) for action in _declared(owner)]
+    widgets = [owner for owner in owners if not issubclass(owner, (App, Screen))]
+    for screen in (owner for owner in _classes(Screen) if _is_ours(owner)):
+        modal = _is_modal(screen)
+        found = [action for owner in screen.__mro__ if owner in owners for action in _declared(owner)]
+        inside = [widget for widget in widgets if _prefix(widget) == ("dialog" if modal else "grid")]
+        found += [action for widget in inside for action in _declared(widget)]
+        overridden = {action.id: action for action in reversed(found)}  # the subclass's before its parent's
+        yield [*overridden.values(), *([] if modal else everywhere)]
+
+
+def _owners() -> list[type[DOMNode]]:
+    """Return our classes that declare bindings: the app first, then screens, then widgets."""
+    found = [owner for owner in _classes(DOMNode) if _is_ours(owner) and "BINDINGS" in vars(owner)]
+    return sorted(found, key=lambda owner: (not issubclass(owner, App), not issubclass(owner, Screen), owner.__name__))
+
+
+def _declared(owner: type[DOMNode]) -> list[Action]:
+    keys: dict[str, list[str]] = {}
+    first: dict[str, Binding] = {}
+    for binding in Binding.make_bindings(owner.BINDINGS):
+        keys.setdefault(binding.id or "", []).append(binding.key)
+        first.setdefault(binding.id or "", binding)
+    section = getattr(owner, "TITLE_WORDS", "") or _SECTIONS.get(_prefix(owner), owner.__name__)
+    return [Action(id_, tuple(keys[id_]), binding.description, section, owner) for id_, binding in first.items()]
+
+
+_SECTIONS = {"app": "Everywhere", "grid": "Lists", "dialog": "Dialogs"}
+
+
+def _prefix(owner: type[DOMNode]) -> str:
+    for binding in owner.BINDINGS:
+        if isinstance(binding, Binding) and binding.id:
+            return binding.id.partition(".")[0]
+    return ""
+
+
+def _is_modal(screen: type[DOMNode]) -> bool:
+    from textual.screen import ModalScreen
+
+    return issubclass(screen, ModalScreen)
+
+
+def _is_ours(owner: type[DOMNode]) -> bool:
+    return owner.__module__.startswith(_OURS)
+
+
+def _classes(root: type[DOMNode]) -> Iterable[type[DOMNode]]:
+    found: dict[type[DOMNode], None] = {}
+    waiting = [root]
+    while waiting:
+        for child in waiting.pop().__subclasses__():
+            if child not in found:
+                found[child] = None
+                waiting.append(child)
+    return found
+
+
+def _name_of(character: str) -> str:
+    """Return textual's name of a character that is neither letter nor digit."""
+    (binding,) = Binding.make_bindings([Binding(character, "x", "x")]) if character != "," else (None,)
+    return "comma" if binding is None else binding.key
+
+
+def _is_character(name: str) -> bool:
+    if name in KEY_TO_UNICODE_NAME or name in REPLACED_KEYS:
+        return True
+    try:
+        unicodedata.lookup(name.replace("_", " ").upper())
+    except KeyError:
+        return False
+    return True
