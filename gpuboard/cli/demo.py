@@ -1,4 +1,4 @@
-"""`gpuboard demo`: the main job on a simulated cluster; the GPUs are invented, everything else is real."""
+"""`gpuboard demo`: the main job on a simulated cluster, then the board; the GPUs are invented, the rest is real."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
 
 NAME = "demo"
-HELP = "see the main job on simulated nodes: reserve, train with DDP on CPU, release"
+HELP = "see the main job on simulated nodes, then the board: reserve, train with DDP on CPU, release"
 
 _TRAINING = "gpuboard.launch.demo_train"
 _LEASE_S = 600.0
@@ -34,16 +34,33 @@ _READ_S = 1.5  # for people: between two steps on a terminal
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--steps", action="store_true", help="on a terminal: wait for Enter before each step")
+    parser.add_argument(
+        "--board", action="store_true", help="open the board at once, on a simulated cluster that lives"
+    )
     parser.epilog = (
-        "example:\n  gpuboard demo\n\n"
-        "Two nodes with six GPUs are simulated; their names and figures are invented. The agent, the reservation in\n"
-        "the folder of claims, the keeper, the launcher and the training (PyTorch DDP, gloo, CPU) are the real ones.\n"
-        "Your configuration and your GPUs are left alone."
+        "examples:\n  gpuboard demo\n  gpuboard demo --board\n\n"
+        "Two nodes with six GPUs are simulated, seven with 48 for the board; their names and figures are invented.\n"
+        "The agent, the reservation in the folder of claims, the keeper, the launcher and the training (PyTorch DDP,\n"
+        "gloo, CPU) are the real ones. Your configuration and your GPUs are left alone."
     )
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    """Show it, step by step; return 0 when everything went well and nothing was left behind."""
+    """Show it, step by step and then as the board; return 0 when all went well and nothing was left behind."""
+    from gpuboard.cli import demo_board
+
+    if args.board:
+        return demo_board.run(context)
+    code = _story(args, context)
+    if context.stdout_is_tty and code == 0 and not args.steps:
+        print("\nNow the board, on a larger simulated cluster; q leaves it.", flush=True)
+        time.sleep(2 * _READ_S)
+        return demo_board.run(context)
+    return code
+
+
+def _story(args: argparse.Namespace, context: Context) -> int:
+    """Show the main job; return 0 when everything went well and nothing was left behind."""
     from gpuboard.allocate.allocator import Allocator, Terms
     from gpuboard.cluster.simulated import demo_nodes
     from gpuboard.ledger import holder, keeper_processes
