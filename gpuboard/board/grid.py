@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from rich.style import Style
@@ -26,6 +26,7 @@ from gpuboard.board.rows import (
     Line,
     Row,
     header_strip,
+    keys_of,
     row_strip,
     share,
     strip,
@@ -118,6 +119,8 @@ class Grid(ScrollView, can_focus=True):
         self._rows: Sequence[Row] = ()
         self._indexes: dict[str, int] | None = {}
         self._cursor: str | None = None
+        self._wanted: str | None = None  # where the person put the cursor
+        self._told: str | None = None  # the cursor of the last message
         self._at = 0  # index of the cursor's row
         self._marks: frozenset[str] = frozenset()
         self._sort: tuple[str, bool] | None = None
@@ -129,13 +132,15 @@ class Grid(ScrollView, can_focus=True):
 
     @property
     def cursor(self) -> str | None:
-        """The key of the row under the cursor."""
+        """The key of the row under the cursor; what is set and not there yet is gone to when it comes."""
         return self._cursor
 
     @cursor.setter
     def cursor(self, key: str | None) -> None:
         index = self.index_of(key)
-        if index is not None:
+        if index is None:
+            self._wanted = key
+        else:
             self._go(index)
 
     @property
@@ -157,32 +162,34 @@ class Grid(ScrollView, can_focus=True):
     def index_of(self, key: str | None) -> int | None:
         """Return where the row of ``key`` is; None when there is none."""
         if self._indexes is None:
-            rows = self._rows
-            keys = rows.keys() if isinstance(rows, LazyRows) else (row.key for row in rows)
-            self._indexes = {key: index for index, key in enumerate(keys)}
+            self._indexes = {key: index for index, key in enumerate(keys_of(self._rows))}
         return None if key is None else self._indexes.get(key)
 
     def set_rows(self, rows: Sequence[Row]) -> None:
-        """Show ``rows``. Cursor, marks and place on the screen stay; only lines that changed are drawn again."""
+        """Show ``rows``. Cursor, marks and place on the screen stay; only lines that changed are drawn again.
+
+        A cursor whose row has gone waits on the nearest one, and returns with it.
+        """
         old, self._rows = self._rows, rows
-        if len(old) == len(rows) and self._at < len(rows) and rows[self._at].key == self._cursor:
-            self._indexes = None
-            self._touch()
-            return
-        before, self._indexes = self._at, None
-        at = self.index_of(self._cursor)
-        if at is None:
-            at = self._neighbour(old, before)
-        visible = self.scroll_offset.y <= before < self.scroll_offset.y + self._page
-        if len(old) != len(rows):
-            self._resized()
-        moved_to = None if at is None else rows[at].key
-        changed, self._cursor, self._at = moved_to != self._cursor, moved_to, at or 0
-        if at is not None and visible and old:
-            self.scroll_to(y=max(0, self.scroll_offset.y + at - before), animate=False, force=True)
+        self._indexes = None
+        calm = self._wanted == self._cursor and len(old) == len(rows) and self._at < len(rows)
+        if not (calm and rows[self._at].key == self._cursor):
+            before = self._at
+            at = self.index_of(self._wanted)
+            if at is None:
+                at = self.index_of(self._cursor)
+            if at is None:
+                at = self._neighbour(old, before)
+            visible = self.scroll_offset.y <= before < self.scroll_offset.y + self._page
+            if len(old) != len(rows):
+                self._resized()
+            self._cursor, self._at = None if at is None else rows[at].key, at or 0
+            self._wanted = self._wanted or self._cursor
+            if at is not None and visible and old:
+                self.scroll_to(y=max(0, self.scroll_offset.y + at - before), animate=False, force=True)
+        self._settle()
         self._touch()
-        if changed:
-            self.post_message(self.Moved(self, moved_to))
+        self._tell()
 
     def set_columns(self, columns: Sequence[Column]) -> None:
         """Show other columns; rows must fit them, so ``set_rows`` comes next."""
@@ -314,15 +321,11 @@ class Grid(ScrollView, can_focus=True):
 
     def _neighbour(self, old: Sequence[Row], at: int) -> int | None:
         """Return the row that stands nearest to where the vanished cursor's row was; None when there is none."""
-        if old:
-            for step in range(1, len(old)):
-                for near in (at + step, at - step):
-                    if (
-                        0 <= near < len(old)
-                        and not old[near].group
-                        and (now := self.index_of(old[near].key)) is not None
-                    ):
-                        return now
+        keys = list(keys_of(old))
+        for step in range(1, len(keys)):
+            for near in (at + step, at - step):
+                if 0 <= near < len(keys) and (now := self.index_of(keys[near])) is not None:
+                    return self._selectable(now, 1)
         return self._selectable(min(at, len(self._rows) - 1), 1)
 
     def _selectable(self, index: int, step: int) -> int | None:
@@ -342,12 +345,21 @@ class Grid(ScrollView, can_focus=True):
         at = self._selectable(max(0, min(index, len(self._rows) - 1)), step)
         if at is None:
             return
-        changed = self._rows[at].key != self._cursor
-        self._at, self._cursor = at, self._rows[at].key
+        self._at = at
+        self._cursor = self._wanted = self._rows[at].key
+        self._settle()
         self._reveal()
         self._touch()
-        if changed:
-            self.post_message(self.Moved(self, self._cursor))
+        self._tell()
+
+    def _settle(self) -> None:
+        """Hook: the rows, or the cursor's row, may be others now."""
+
+    def _tell(self) -> None:
+        """Say it when the cursor is on something else."""
+        if self.cursor != self._told:
+            self._told = self.cursor
+            self.post_message(self.Moved(self, self._told))
 
     def _reveal(self) -> None:
         """Scroll so far that the cursor is seen, with the heading above it when it is the first below one."""
@@ -358,20 +370,28 @@ class Grid(ScrollView, can_focus=True):
         elif self._at >= first + self._page:
             self.scroll_to(y=self._at - self._page + 1, animate=False, force=True)
 
-    def _toggle(self, keys: Iterable[str]) -> None:
-        self._marks ^= frozenset(keys)
-        self._touch()
-        self.post_message(self.Marked(self, self._marks))
+    def can_mark(self, key: str) -> bool:
+        """Return whether what ``key`` stands for can be marked."""
+        return True
 
-    def _extend(self, step: int) -> None:
-        """Mark the row under the cursor, and the one that it moves to."""
-        if not self._marking or self._cursor is None:
-            return
-        before = self._cursor
-        self._go(self._at + step, step)
-        self._marks |= {before, self._cursor}
-        self._touch()
-        self.post_message(self.Marked(self, self._marks))
+    def _toggle(self, key: str | None) -> None:
+        if self._marking and key is not None and self.can_mark(key):
+            self._set_marks(self._marks ^ {key})
+
+    def _extend(self, move: Callable[[], None]) -> None:
+        """Mark what is under the cursor, and what it moves to."""
+        if self._marking:
+            before = self.cursor
+            move()
+            self._set_marks(
+                self._marks | {key for key in (before, self.cursor) if key is not None and self.can_mark(key)}
+            )
+
+    def _set_marks(self, marks: frozenset[str]) -> None:
+        if marks != self._marks:
+            self._marks = marks
+            self._touch()
+            self.post_message(self.Marked(self, marks))
 
     def action_up(self) -> None:
         """One row up."""
@@ -400,22 +420,21 @@ class Grid(ScrollView, can_focus=True):
 
     def action_choose(self) -> None:
         """Open what the row stands for."""
-        if self._cursor is not None:
-            self.post_message(self.Chosen(self, self._cursor))
+        if self.cursor is not None:
+            self.post_message(self.Chosen(self, self.cursor))
 
     def action_mark(self) -> None:
         """Mark the row or take its mark away, and go on to the next."""
-        if self._marking and self._cursor is not None:
-            self._toggle([self._cursor])
-            self._go(self._at + 1, 1)
+        self._toggle(self.cursor)
+        self.action_down()
 
     def action_mark_up(self) -> None:
         """Mark upwards."""
-        self._extend(-1)
+        self._extend(self.action_up)
 
     def action_mark_down(self) -> None:
         """Mark downwards."""
-        self._extend(1)
+        self._extend(self.action_down)
 
     def column_at(self, x: int) -> str | None:
         """Return the key of the column at ``x``, in cells from our left edge."""
@@ -440,7 +459,7 @@ class Grid(ScrollView, can_focus=True):
         if index >= len(self._rows) or self._rows[index].group:
             return
         self._go(index)
-        if self._marking and (event.ctrl or at.x < MARK_WIDTH):
-            self._toggle([self._rows[index].key])
+        if event.ctrl or at.x < self._indent:
+            self._toggle(self.cursor)
         elif event.chain == 2:
             self.action_choose()

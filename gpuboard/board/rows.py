@@ -87,6 +87,11 @@ class LazyRows(Sequence[Row], Generic[T]):
         return map(self._key, self.items)
 
 
+def keys_of(rows: Sequence[Row]) -> Iterable[str]:
+    """Return the keys of rows."""
+    return rows.keys() if isinstance(rows, LazyRows) else (row.key for row in rows)
+
+
 class Line(NamedTuple):
     """Everything that a line on the screen depends on beside columns and look."""
 

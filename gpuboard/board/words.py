@@ -1,0 +1,48 @@
+"""Names and numbers as the board writes them: short, of fixed form, ``?`` for what is unknown (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+from gpuboard.model.units import format_duration
+
+UNKNOWN = "?"
+_MAKERS = frozenset({"nvidia", "tesla", "geforce", "quadro", "graphics", "device", "generation", "corporation"})
+_PACKAGE = re.compile(r"(SXM\d?|HBM\d?e?)", re.IGNORECASE)  # a part of the name that only repeats the model
+FLAG_MARKS: Mapping[str, str] = {"rogue": "!", "disputed": "d", "overdue": "o", "sick": "+", "idle": "z"}  # worst first
+
+
+@lru_cache(maxsize=1024)
+def short_model(name: str) -> str:
+    """Return a GPU's name as people say it: ``NVIDIA H100 80GB HBM3`` → ``H100 80GB``."""
+    words = [word for word in re.split(r"[\s-]+", name) if word and word.lower() not in _MAKERS]
+    return " ".join(word for word in words if not _PACKAGE.fullmatch(word)) or name or UNKNOWN
+
+
+def age(seconds: float | None) -> str:
+    """Return how old a reading is; what is younger than a second and a half does not flicker between 0 and 1."""
+    return UNKNOWN if seconds is None else format_duration(max(1, round(seconds)))
+
+
+def gib(size: int | None) -> str:
+    """Return bytes as whole GiB without the unit; some, but less than a half, is ``<1``."""
+    if size is None:
+        return UNKNOWN
+    return "<1" if 0 < size < 2**29 else str(round(size / 2**30))
+
+
+def pair(used: int | None, total: int | None, size: int) -> str:
+    """Return used and total memory in GiB, ``61/80G``; both numbers have ``size`` places."""
+    return f"{gib(used):>{size}}/{gib(total):>{size}}G"
+
+
+def percent(value: float | None) -> str:
+    """Return a percentage without decimals."""
+    return UNKNOWN if value is None else f"{value:.0f}%"
+
+
+def flag_mark(flags: list[str]) -> str:
+    """Return the mark of the worst flag, or a blank."""
+    return next((mark for flag, mark in FLAG_MARKS.items() if flag in flags), " ") if flags else " "
