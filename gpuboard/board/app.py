@@ -12,6 +12,7 @@ from textual.message import Message
 
 from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.core import Core
+from gpuboard.board.dialogs import Box
 from gpuboard.board.look import DARK, Look
 from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
@@ -61,10 +62,13 @@ class BoardApp(App[int]):
         self.core.start(lambda scene: self.post_message(SceneChanged(scene)))
 
     def on_scene_changed(self, message: SceneChanged) -> None:
-        """Hand the newest scene to the screen on top."""
+        """Hand the newest scene to what is seen: the screen on top, or a dialog and the screen below it."""
         self.scene = message.scene
-        if isinstance(self.screen, BoardScreen):
-            self.screen.show(message.scene)
+        for screen in reversed(self.screen_stack):
+            if isinstance(screen, (BoardScreen, Box)):
+                screen.show(message.scene)
+            if isinstance(screen, BoardScreen):
+                break
 
     def on_done(self, message: Done) -> None:
         """Go on in the UI's thread with what was done beside it."""

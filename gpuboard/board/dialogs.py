@@ -109,20 +109,20 @@ class Tick(Static, can_focus=True):
         self.action_tick()
 
 
-class _Box(ModalScreen[T]):
+class Box(ModalScreen[T]):
     """A box in the middle of the screen below it."""
 
     DEFAULT_CSS = """
-    _Box { align: center middle; }
-    _Box #box {
+    Box { align: center middle; }
+    Box #box {
         width: 76; max-width: 100%; height: auto; max-height: 100%;
         border: round $primary; padding: 0 1; background: $surface;
     }
-    _Box.-ascii #box { border: ascii $primary; }
-    _Box #title { text-style: bold; margin-bottom: 1; width: 100%; }
-    _Box #buttons { height: 1; margin-top: 1; align-horizontal: right; }
-    _Box #buttons Button { margin-left: 2; min-width: 10; }
-    _Box #buttons Button:focus { text-style: bold reverse; }
+    Box.-ascii #box { border: ascii $primary; }
+    Box #title { text-style: bold; margin-bottom: 1; width: 100%; }
+    Box #buttons { height: 1; margin-top: 1; align-horizontal: right; }
+    Box #buttons Button { margin-left: 2; min-width: 10; }
+    Box #buttons Button:focus { text-style: bold reverse; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "cancel", "Cancel", id="dialog.cancel"),
@@ -166,7 +166,7 @@ class _Box(ModalScreen[T]):
         self.dismiss(None)
 
 
-class Dialog(_Box[T]):
+class Dialog(Box[T]):
     """Labelled fields that are checked as you type, words below them, a verb and Cancel.
 
     A subclass says what happens in ``commit`` and may follow the typing in ``changed``. Enter in a field commits.
@@ -225,6 +225,13 @@ class Dialog(_Box[T]):
             else:
                 found[key] = self.query_one(f"#field-{key}", Input).value.strip()
         return found
+
+    def put(self, key: str, text: str) -> None:
+        """Put text into a field; ``changed`` is not called."""
+        entry = self.query_one(f"#field-{key}", Input)
+        with entry.prevent(Input.Changed):
+            entry.value = text
+        self._checked()
 
     def wrong(self) -> dict[str, str]:
         """Return what is wrong, by field."""
@@ -298,7 +305,7 @@ def _entry(field: Field) -> Widget:
     return Input(field.value, id=f"field-{field.key}", compact=True, select_on_focus=False)
 
 
-class Confirm(_Box[bool]):
+class Confirm(Box[bool]):
     """A question before something that hurts: yes takes its button or ``y``; enter and escape leave things be."""
 
     DEFAULT_CSS = """
@@ -343,7 +350,7 @@ class Confirm(_Box[bool]):
         self.dismiss(False)
 
 
-class Choose(_Box[str]):
+class Choose(Box[str]):
     """One of several: ``options`` are (key, words); the answer is the key, None when nothing was chosen."""
 
     DEFAULT_CSS = """

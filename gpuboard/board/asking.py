@@ -1,0 +1,112 @@
+"""What people type into a dialog → a request; the policy's answers and times in their words. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from itertools import groupby
+from typing import Protocol
+
+from gpuboard.allocate.picks import parse_picks
+from gpuboard.board.scene import Scene
+from gpuboard.model.request import Chosen, Pick, Refusal, Request
+from gpuboard.model.units import parse_size
+
+MOST = 8192  # GPUs in one request: the largest clusters this is made for
+_INSTEAD = (  # the command line's words in a refusal → the board's
+    (r"--max-nodes (\d+)", r"at most \1 nodes"),
+    (r"--n 1\b", "1 GPU"),
+    (r"--n (\d+)", r"\1 GPUs"),
+    (r"--gpu-mem (\S+)", r"\1 of memory"),
+    (r"without --model", "any model"),
+    (r"--model (\S+)", r"model \1"),
+    (r"--gpus: ", ""),
+    (r"named by --gpus", "named"),
+    (r"--gpus names", "you named"),
+    (r"--gpus (\S)", r"\1"),
+    (r"--wait", "a watch (w) that tells you when"),
+)
+
+
+class _Placed(Protocol):
+    @property
+    def node(self) -> str: ...
+    @property
+    def index(self) -> int | None: ...
+
+
+def which(text: str) -> str:
+    """Check what is asked for: a number, ``gpu01:0,3@gpu02:1`` or UUIDs; return what is wrong, "" for nothing."""
+    text = text.strip()
+    if text.isdigit():
+        return "" if 1 <= int(text[:9]) <= MOST else f"a number from 1 to {MOST}"
+    try:
+        parse_picks(text)
+    except ValueError:
+        return "a number, or gpu01:0,3"
+    return ""
+
+
+def request_of(values: Mapping[str, str], marked: Mapping[str, Sequence[Pick]]) -> Request:
+    """Return the request of a dialog's fields ``gpus, model, memory, nodes``, all of them right.
+
+    ``marked``: texts of ``gpus`` that stand for GPUs known by UUID. Model, memory and nodes go with a number only.
+    """
+    text = values["gpus"]
+    if text in marked:
+        return Request(picks=tuple(marked[text]))
+    if not text.isdigit():
+        return Request(picks=parse_picks(text))
+    return Request(
+        n=int(text),
+        model=values.get("model") or None,
+        gpu_mem=parse_size(values["memory"]) if values.get("memory") else None,
+        max_nodes=int(values["nodes"]) if values.get("nodes") else None,
+    )
+
+
+def request_words(request: Request) -> str:
+    """Return a request for a number as words: ``4 free H100 with 40 GiB on one node``."""
+    words = [f"{request.n} free", request.model or ("GPU" if request.n == 1 else "GPUs")]
+    if request.gpu_mem is not None:
+        words.append(f"with {request.gpu_mem / 2**30:g} GiB")
+    if request.max_nodes is not None:
+        words.append("on one node" if request.max_nodes == 1 else f"on at most {request.max_nodes} nodes")
+    return " ".join(words)
+
+
+def places_words(gpus: Iterable[_Placed]) -> str:
+    """Return GPUs as ``gpu01:0,2@gpu02:1``, by node and index."""
+    ordered = sorted(gpus, key=lambda gpu: (gpu.node, gpu.index is None, gpu.index or 0))
+    return "@".join(
+        f"{node}:{','.join('?' if gpu.index is None else str(gpu.index) for gpu in on_node)}"
+        for node, on_node in groupby(ordered, key=lambda gpu: gpu.node)
+    )
+
+
+def picks_of(uuids: Iterable[str], scene: Scene) -> tuple[str, tuple[Pick, ...]]:
+    """Return GPUs that are in ``scene`` as words (``gpu01:0,2@gpu02:1``) and as picks by UUID."""
+    found = [(scene.places[uuid], uuid) for uuid in uuids if uuid in scene.places]
+    words = places_words(Chosen(place.node.name, place.gpu.index, uuid) for place, uuid in found)
+    return words, tuple(Pick(place.node.name, None, uuid) for place, uuid in found)
+
+
+def refusal_words(refusal: Refusal) -> tuple[str, str]:
+    """Return why not, and the nearest request that would work ("" when there is none), in the board's words."""
+    return plain(refusal.message.removesuffix(f"; try {refusal.nearest}")), plain(refusal.nearest)
+
+
+def plain(text: str) -> str:
+    """Return a message of the commands without their options."""
+    for pattern, words in _INSTEAD:
+        text = re.sub(pattern, words, text)
+    return text
+
+
+def local(at: float, now: float) -> str:
+    """Return epoch seconds as a local time: ``14:05``; on another day ``Tue 14:05``, a week away ``31 Jan 14:05``."""
+    then, today = datetime.fromtimestamp(at), datetime.fromtimestamp(now)
+    if then.date() == today.date():
+        return f"{then:%H:%M}"
+    return f"{then:%a %H:%M}" if abs(at - now) < 6 * 86400 else f"{then:%d %b %H:%M}"

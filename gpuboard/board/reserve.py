@@ -1,0 +1,194 @@
+"""The dialog that reserves: these GPUs or the best n, live with what would be taken and why; all of it or nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from gpuboard.allocate.formats import Allocation
+from gpuboard.board import asking
+from gpuboard.board.dialogs import Dialog, Field, duration, number, size
+from gpuboard.board.scene import Scene
+from gpuboard.errors import GpuboardError, Interrupted, Refused
+from gpuboard.model.request import Choice, Pick, Refusal, Request
+from gpuboard.model.units import format_duration, parse_duration
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
+
+_USUAL_S = 8 * 3600.0  # how long is offered first, where the site allows it
+
+
+def open_reserve(board: BoardApp, uuids: Sequence[str]) -> None:
+    """Open the dialog for these GPUs; without any for the best one."""
+    if board.scene is None:
+        board.notify("nothing is known of the GPUs yet", markup=False)
+        return
+    words, picks = asking.picks_of(uuids, board.scene)
+    board.push_screen(ReserveDialog(words, picks, parse_duration(board.core.settings.max_lease)))
+
+
+class ReserveDialog(Dialog[Allocation]):
+    """Asks for GPUs, how long and what for. What it shows is what it takes, or it says who was quicker."""
+
+    def __init__(self, words: str, picks: Sequence[Pick], most_s: float) -> None:
+        """``words`` and ``picks``: the same GPUs, for people and by UUID; none: the policy picks one."""
+        usual = format_duration(min(_USUAL_S, most_s)).replace("h00m", "h")
+        super().__init__(
+            "Reserve",
+            [
+                Field("gpus", "GPUs", words or "1", "a number, or gpu01:0,3", asking.which),
+                Field("model", "Model", "", "any; a part of its name: H100"),
+                Field("memory", "Free memory", "", "any; of each: 40GiB", size),
+                Field("nodes", "Nodes", "", "the fewest; at most 1, 2, …", number(1, 4096, needed=False)),
+                Field("for", "For", usual, f"at most {format_duration(most_s)}", duration(most_s)),
+                Field("purpose", "Purpose", "", "shown to others"),
+            ],
+            verb="Reserve",
+        )
+        self._marked: dict[str, Sequence[Pick]] = {words: picks} if picks else {}
+        self._seen: tuple[Request, Choice | Refusal | str] | None = None  # the newest answer, and to what
+        self._asked: Request | None = None  # the request that is being looked at
+        self._wanted = False  # commit as soon as the answer is there
+        self._before = Text()  # what went wrong before, as long as nothing else is typed
+        self._given_up = threading.Event()
+
+    def changed(self) -> None:
+        """Look at what is typed now."""
+        self._before = Text()
+        self._look()
+
+    def show(self, scene: Scene) -> None:
+        """Look again: what is free has changed."""
+        self._look()
+
+    def _request(self) -> Request | None:
+        return None if self.wrong() else asking.request_of(self.values, self._marked)
+
+    def _look(self) -> None:
+        """Ask the policy, one question at a time."""
+        if self.busy or self._asked is not None or not self.is_mounted:
+            return
+        request = self._request()
+        if request is None:
+            self.say(self._before)
+            return
+        self._asked = request
+        self.board.ask(
+            lambda: self.board.core.operations.plan(request),
+            lambda answer: self._answered(request, answer),
+            lambda error: self._answered(request, asking.plain(str(error))),
+        )
+
+    def _answered(self, request: Request, answer: Choice | Refusal | str) -> None:
+        self._asked = None
+        if not self.is_attached or self.busy:
+            return
+        self._seen = request, answer
+        if request != self._request():
+            self._look()
+            return
+        self.say(self._before + self._words(answer))
+        if self._wanted:
+            self._wanted = False
+            self.action_commit()
+
+    def _words(self, answer: Choice | Refusal | str) -> Text:
+        look = self.board.look
+        if isinstance(answer, Choice):
+            found = Text.assemble((f"Takes {asking.places_words(answer.gpus)}", look.style("good")), "\n")
+            return found.append(answer.why, look.style("dim"))
+        if isinstance(answer, str):
+            return Text(answer, look.style("bad"))
+        message, nearest = asking.refusal_words(answer)
+        found = Text.assemble(("Not now: " if answer.code == 4 else "Never here: ", look.style("warn")), message)
+        return found.append(f"\nNearest: {nearest}", look.style("good")) if nearest else found
+
+    def commit(self, values: dict[str, str]) -> None:
+        """Take exactly what is shown."""
+        request = self._request()
+        if self._seen is None or self._seen[0] != request:
+            self._wanted = True
+            self._look()
+            return
+        choice = self._seen[1]
+        if not isinstance(choice, Choice):
+            return  # why not is on the screen
+        picks = Request(picks=tuple(Pick(gpu.node, None, gpu.uuid) for gpu in choice.gpus))
+        for_s, purpose, given_up = parse_duration(values["for"]), values["purpose"], self._given_up
+        self.busy = True
+        self.say(f"Reserving {asking.places_words(choice.gpus)} …")
+        board = self.board
+        board.ask(
+            lambda: board.core.operations.reserve(picks, for_s, purpose, given_up),
+            lambda allocation: self._taken(board, allocation),
+            lambda error: self._refused(board, error, choice, picks),
+        )
+
+    def _taken(self, board: BoardApp, allocation: Allocation) -> None:
+        board.core.operations.told(allocation)
+        if self._given_up.is_set():  # a moment too late
+            lease = allocation.lease.id
+            board.ask(lambda: board.core.operations.release(lease), lambda _: board.notify("nothing was reserved"))
+            return
+        board.notify(taken_words(allocation), title=f"Reserved: {allocation.lease.id}", timeout=15, markup=False)
+        self.dismiss(allocation)
+
+    def _refused(self, board: BoardApp, error: GpuboardError, choice: Choice, taken: Request) -> None:
+        """Say what came between, and look for the next best set of the same size."""
+        if self._given_up.is_set():
+            if isinstance(error, Interrupted):
+                board.notify("nothing was reserved", markup=False)
+            else:
+                board.tell(error)
+            return
+        words = asking.refusal_words(error.refusal)[0] if isinstance(error, Refused) else str(error)
+        if self.values["gpus"] in self._marked or not self.values["gpus"].isdigit():
+            self._offer(board, words, choice)
+        else:
+            self._again(words)
+
+    def _offer(self, board: BoardApp, words: str, choice: Choice) -> None:
+        """Put the next best set in place of the one that was named: as many, of the same model."""
+        assert board.scene is not None
+        names = {board.scene.places[gpu.uuid].gpu.name for gpu in choice.gpus if gpu.uuid in board.scene.places}
+        instead = Request(n=len(choice.gpus), model=names.pop() if len(names) == 1 else None)
+
+        def found(answer: Choice | Refusal) -> None:
+            if isinstance(answer, Choice) and self.is_attached:
+                text = asking.places_words(answer.gpus)
+                self._marked[text] = tuple(Pick(gpu.node, None, gpu.uuid) for gpu in answer.gpus)
+                self.put("gpus", text)
+            self._again(words)
+
+        board.ask(lambda: board.core.operations.plan(instead), found, lambda _: self._again(words))
+
+    def _again(self, words: str) -> None:
+        if not self.is_attached:
+            return
+        look = self.board.look
+        self._before = Text.assemble(("Not reserved: ", look.style("bad")), words, "\n")
+        self._seen = None
+        self.busy = False
+        self._look()
+
+    def action_cancel(self) -> None:
+        """Close. What is being taken is dropped."""
+        self._given_up.set()
+        self.dismiss(None)
+
+
+def taken_words(allocation: Allocation) -> str:
+    """Return what the toast says: which GPUs, until when, and the line for a shell."""
+    lease, now = allocation.lease, time.time()
+    until = asking.local(now + lease.remaining_s, now)
+    return f"{asking.places_words(lease.gpus)} until {until}\n{lines(lease.id, [g.node for g in lease.gpus])[0]}"
+
+
+def lines(lease: str, nodes: Sequence[str]) -> list[str]:
+    """Return the line that takes a lease's variables into a shell, one for each of its nodes."""
+    return [f'eval "$(gpuboard env {lease} --node {node})"' for node in dict.fromkeys(nodes)]

@@ -1,0 +1,85 @@
+"""The board under test: the real app over real agents on simulated nodes, in folders of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from textual.pilot import Pilot
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.core import Core
+from gpuboard.board.scene import Scene
+from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.simulated import demo_nodes
+from gpuboard.config import Settings
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return an environment whose state, config and home lie in ``folder``."""
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    dropped = {"XDG_RUNTIME_DIR"}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("GPUBOARD_") and key not in dropped}
+    return kept | {
+        "HOME": str(home),
+        "XDG_STATE_HOME": str(home / "state"),
+        "XDG_CONFIG_HOME": str(home / "config"),
+    }
+
+
+def claims_folder(folder: Path) -> Path:
+    """Return a folder for claims in ``folder``, which everybody may reach and use as /var/tmp."""
+    claims = folder / "claims"
+    claims.mkdir(exist_ok=True)
+    claims.chmod(0o1777)
+    return claims
+
+
+def make_core(folder: Path, nodes: Sequence[Node] | None = None, settings: Settings | None = None) -> Core:
+    """Return a core over the demo's two nodes (sim01: 4 GPUs, one of them busy; sim02: 2), not yet started."""
+    claims = claims_folder(folder)
+    found = demo_nodes(claims_dir=str(claims)) if nodes is None else list(nodes)
+    return Core(found, settings or Settings(), environment(folder))
+
+
+@asynccontextmanager
+async def board(core: Core, size: tuple[int, int] = (120, 40)) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+    """Run the app over ``core`` until the first scene in which every node has answered and is settled."""
+    app = BoardApp(core)
+    try:
+        async with app.run_test(size=size) as pilot:
+            await settle(pilot, lambda: app.scene is not None and known(app.scene))
+            yield app, pilot
+    finally:
+        core.close()
+
+
+def known(scene: Scene) -> bool:
+    """Tell whether the state of every GPU is known: two readings of every node."""
+    return all(node.gpus and all(gpu.state != "unknown" for gpu in node.gpus) for node in scene.snapshot.nodes)
+
+
+async def settle(pilot: Pilot[int], condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Let the app go on until ``condition`` holds. Raises AssertionError with what is on the screen."""
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, f"not within {timeout_s:.0f} s; on the screen:\n{screen(pilot.app)}"
+        await pilot.pause(0.02)
+    await pilot.pause()
+
+
+def screen(app: object) -> str:
+    """Return what is on the screen as text, a line a row."""
+    assert isinstance(app, BoardApp)
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
+
+
+def claims(folder: Path) -> list[str]:
+    """Return the claims on disk, as ``lease: the GPU's UUID without its cluster``."""
+    found = (file.name.removeprefix("gpuboard.").rpartition(".") for file in (folder / "claims").glob("gpuboard.*"))
+    return sorted(f"{lease}: {'-'.join(uuid.split('-')[-2:])}" for uuid, _, lease in found)
