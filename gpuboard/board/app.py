@@ -1,24 +1,39 @@
-"""The board's app: its core, the newest scene, and how work that may take long is done beside the UI."""
+"""The board's app: its core, the newest scene, themes and keys, and how what may take long is done beside the UI."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from textual.app import App
 from textual.binding import Binding, BindingType
+from textual.command import CommandPalette, SearchIcon
+from textual.filter import LineFilter
+from textual.keys import KEY_DISPLAY_ALIASES
 from textual.message import Message
 
+from gpuboard.board import keys, preferences, themes
+from gpuboard.board.arrange import ViewState
 from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.core import Core
+from gpuboard.board.crash import report
 from gpuboard.board.dialogs import Box
-from gpuboard.board.look import DARK, Look
+from gpuboard.board.filters import AsciiFilter, ColorlessFilter
+from gpuboard.board.look import ASCII, UNICODE, Look
+from gpuboard.board.palette import Actions, Places, Themes, UseTheme
 from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
+from gpuboard.board.terminal import Guard, is_utf8
 from gpuboard.errors import GpuboardError
 
+if TYPE_CHECKING:
+    from gpuboard.board.themes import BoardTheme
+
 T = TypeVar("T")
+_KEEP_S = 0.5  # preferences are written this long after the last of several changes
+_LAST_S = 0.2  # a home that hangs may hold up the end by this much
 
 
 class SceneChanged(Message):
@@ -42,30 +57,69 @@ class Done(Message):
 
 
 class BoardApp(App[int]):
-    """The board."""
+    """The board. ``guard``: of the terminal it is drawn on, if any; it sees to it that leaving takes no time."""
 
+    TITLE = "gpuboard"
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS = {Actions, Themes, Places}  # noqa: RUF012  # textual's own type
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit", id="app.quit"),
-        Binding("question_mark", "help", "Help", id="app.help"),
+        Binding("ctrl+c", "quit", "Quit", id="app.interrupt", show=False),
+        Binding("question_mark,f1", "help", "Help", id="app.help"),
+        Binding("ctrl+p", "command_palette", "Palette", id="app.palette", priority=True),
+        Binding("ctrl+t", "theme", "Theme", id="app.theme", show=False),
+        Binding("ctrl+l", "redraw", "Draw again", id="app.redraw", show=False),
+        Binding("ctrl+z", "suspend_process", "Suspend", id="app.suspend", show=False),
     ]
+    DEFAULT_CSS = """
+    App.-ascii { Toast { border-left: ascii $primary; } Input { border: none; } Button { border: none; } }
+    Toast { max-width: 80; }
+    CommandPalette > Vertical { margin-top: 1; }
+    """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, guard: Guard | None = None) -> None:
         super().__init__()
         self.core = core
+        self.guard = guard
         self.scene: Scene | None = None
-        self.look: Look = DARK
+        self.keymap: dict[str, str] = {}
+        settings, env = core.settings, core.env
+        self.preferences, wrong = preferences.load(env)
+        self._problems = [wrong] if wrong else []
+        utf8 = is_utf8(env) if settings.glyphs == "auto" else settings.glyphs == "unicode"
+        self._glyphs = UNICODE if utf8 else ASCII
+        self.themes, bad = themes.load_all(env)
+        self._problems += bad
+        if settings.theme not in {"auto", *self.themes}:
+            self._problems.append(f"no theme {settings.theme!r}; there are: {', '.join(self.themes)}")
+        self.theme_in_use = themes.choose(env, settings.theme, self.preferences.theme, self.themes)
+        self._colorless = bool(env.get("NO_COLOR"))
+        self._keeping: threading.Timer | None = None
+        self.look: Look = self.themes[self.theme_in_use].look(self._glyphs)
+        for name, theme in self.themes.items():
+            theme.textual.name = name
+            self.register_theme(theme.textual)
+        self.theme = self.theme_in_use
+        self.set_class(not utf8, "-ascii")
 
     def on_mount(self) -> None:
         """Open the cluster view and start to watch."""
+        self.keymap, clashes = keys.remap(self.core.settings.keys)
+        self.set_keymap(self.keymap)
         self.push_screen(ClusterScreen())
         self.core.start(lambda scene: self.post_message(SceneChanged(scene)))
+        if self.guard is not None:
+            loop = asyncio.get_running_loop()
+            self.guard.watch(lambda code: loop.call_soon_threadsafe(self.leave, code))
+        if problems := [*self._problems, *clashes]:
+            more = f"\nand {len(problems) - 4} more" if len(problems) > 4 else ""
+            self.notify("\n".join(problems[:4]) + more, severity="warning", timeout=12, markup=False)
 
     def on_scene_changed(self, message: SceneChanged) -> None:
         """Hand the newest scene to what is seen: the screen on top, or a dialog and the screen below it."""
         self.scene = message.scene
         for screen in reversed(self.screen_stack):
-            if isinstance(screen, (BoardScreen, Box)):
+            if isinstance(screen, (BoardScreen, Box)) and screen.is_mounted:
                 screen.show(message.scene)
             if isinstance(screen, BoardScreen):
                 break
@@ -92,7 +146,7 @@ class BoardApp(App[int]):
                 told = failed or self.tell
                 self.post_message(Done(lambda error=error: told(error)))  # type: ignore[misc]
             except Exception as error:  # a bug: shown, the board lives on
-                bug = GpuboardError(f"this is a bug: {type(error).__name__}: {error}")
+                bug = GpuboardError(report(error, self.core.env))
                 self.post_message(Done(lambda: self.tell(bug)))
             else:
                 self.post_message(Done(lambda: then(value)))
@@ -103,7 +157,128 @@ class BoardApp(App[int]):
         """Show an error as a toast."""
         self.notify(str(error), severity="error", timeout=12, markup=False)
 
+    # Themes and what is kept of them
+
+    def use_theme(self, name: str) -> None:
+        """Draw with a theme from now on, also after the next start."""
+        self.theme_in_use = name
+        self.theme = name
+        self.remember(theme=name)
+
+    def watch_theme(self, name: str) -> None:
+        """Draw everything anew; also while themes are only looked at in the palette."""
+        theme: BoardTheme | None = self.themes.get(name)
+        if theme is None:
+            return
+        self.look = theme.look(self._glyphs)
+        for screen in self.screen_stack if self.is_running else ():
+            if isinstance(screen, BoardScreen) and screen.is_mounted:
+                screen.restyle()
+            for widget in screen.walk_children():
+                widget.refresh()
+
+    def on_command_palette_opened(self) -> None:
+        """Show a prompt that every terminal has, instead of a picture of two cells."""
+        for icon in self.screen.query(SearchIcon):
+            icon.icon = ">"
+
+    def on_command_palette_option_highlighted(self, message: CommandPalette.OptionHighlighted) -> None:
+        """Show a theme while it is highlighted."""
+        command = getattr(getattr(message.highlighted_event.option, "hit", None), "command", None)
+        self.theme = command.name if isinstance(command, UseTheme) else self.theme_in_use
+
+    def on_command_palette_closed(self, message: CommandPalette.Closed) -> None:
+        """Go back to the theme in use, unless another was chosen."""
+        if not message.option_selected:
+            self.theme = self.theme_in_use
+
+    def remember(self, *, theme: str | None = None, view: ViewState | None = None) -> None:
+        """Keep a choice for the next start; written a moment later, beside the UI."""
+        kept = self.preferences
+        new = preferences.Preferences(theme=theme or kept.theme, view=view or kept.view)
+        if new == kept:
+            return
+        self.preferences = new
+        if self._keeping is not None:
+            self._keeping.cancel()
+        self._keeping = threading.Timer(_KEEP_S, self._keep)
+        self._keeping.daemon = True
+        self._keeping.start()
+
+    def _keep(self) -> None:
+        wrong = preferences.save(self.core.env, self.preferences)
+        if wrong and wrong not in self._problems:  # said once
+            self._problems.append(wrong)
+            self.post_message(Done(lambda: self.tell(GpuboardError(wrong))))
+
+    # How it is drawn
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Return what lines pass: textual's own, and ours where there is to be no colour or ASCII alone."""
+        if self._colorless or self.theme == "plain":
+            found: list[LineFilter] = [ColorlessFilter()]
+        else:
+            found = [*super().get_line_filters()]
+        return [*found, AsciiFilter()] if self._glyphs is ASCII else found
+
+    def get_key_display(self, binding: Binding) -> str:
+        """Return how a key is shown: by name where its sign is not ASCII and the terminal's characters are."""
+        shown = super().get_key_display(binding)
+        if self._glyphs is ASCII and not shown.isascii():
+            names = {sign: name for name, sign in KEY_DISPLAY_ALIASES.items()}
+            return "".join(names.get(character, character) for character in shown)
+        return shown
+
+    # Actions
+
+    def action_help(self) -> None:
+        """Open the help screen."""
+        from gpuboard.board.help import HelpScreen  # late: it loads the other screens
+
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen(getattr(self.screen, "TITLE_WORDS", "")))
+
+    def action_theme(self) -> None:
+        """Choose a theme; the highlighted one is shown."""
+        self.push_screen(CommandPalette(providers=[Themes], placeholder="Theme…"))
+
+    def action_redraw(self) -> None:
+        """Draw the whole screen again, where something else has written on it."""
+        self.refresh(layout=True)
+
+    def go_to_node(self, name: str) -> None:
+        """Show a node in the cluster view."""
+        self._go_to(f"node:{name}")
+
+    def go_to_gpu(self, uuid: str) -> None:
+        """Show a GPU in the cluster view."""
+        self._go_to(uuid)
+
+    def _go_to(self, key: str) -> None:
+        while len(self.screen_stack) > 2 and not isinstance(self.screen, ClusterScreen):
+            self.pop_screen()
+        if isinstance(self.screen, BoardScreen):
+            self.screen.go_to(key)
+
     async def action_quit(self) -> None:
         """Leave at once; whatever hangs is left behind."""
+        self.leave(0)
+
+    def leave(self, code: int) -> None:
+        """End the board with an exit code."""
+        if self.guard is not None:
+            self.guard.leave(code)
+        if self._keeping is not None and self._keeping.is_alive():
+            self._keeping.cancel()
+            last = threading.Thread(target=preferences.save, args=(self.core.env, self.preferences), daemon=True)
+            last.start()
+            last.join(_LAST_S)
         self.core.close()
-        self.exit(0)
+        self.exit(code, return_code=code)
+
+    def _fatal_error(self) -> None:
+        """End after an exception that nobody expected; textual would show a page of local variables."""
+        if self._exception is not None:
+            from rich.text import Text
+
+            self.panic(Text(f"gpuboard: {report(self._exception, self.core.env)}"))

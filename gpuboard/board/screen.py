@@ -30,3 +30,11 @@ class BoardScreen(Screen[None]):
         """Catch up with what happened while another screen was on top."""
         if self.board.scene is not None:
             self.show(self.board.scene)
+
+    def restyle(self) -> None:
+        """Draw anew what was drawn with an older ``app.look``."""
+        if self.board.scene is not None:
+            self.show(self.board.scene)
+
+    def go_to(self, key: str) -> None:
+        """Put the cursor on a node (``node:NAME``) or a GPU (its UUID), on a screen that has a row for it."""

@@ -9,8 +9,10 @@ import signal
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import Any
 
 LEAVE_S = 0.45  # after that we leave without waiting for anything: DESIGN promises 0.5 s
 _DUMB = {"", "dumb", "unknown", "network", "dialup"}
@@ -56,56 +58,59 @@ class Guard:
 
     def __init__(self) -> None:
         self._fd = sys.__stdin__.fileno() if sys.__stdin__ else 0
-        self._attributes: list[object] | None = None
+        self._attributes: list[Any] | None = None
         self._leaving = threading.Event()
-        self._done = threading.Event()
+        self._restored = False
         with contextlib.suppress(termios.error, OSError):
             self._attributes = termios.tcgetattr(self._fd)
 
-    def watch(self, gone: Callable[[], object], stop: Callable[[int], object]) -> None:
-        """Call ``gone`` when the terminal has hung up, and ``stop`` with the number of SIGTERM or SIGHUP.
+    def watch(self, stop: Callable[[int], object]) -> None:
+        """Call ``stop`` with an exit code when the terminal has hung up, or at SIGINT, SIGTERM or SIGHUP.
 
-        Without it a read from a terminal that is gone returns nothing at once, for ever, and textual reads on.
+        A read from a terminal that is gone returns nothing at once, for ever, and textual would read on. ``stop`` is
+        called in any thread, and in signal handlers.
         """
+
+        def end(code: int) -> None:
+            self.leave(code)
+            with contextlib.suppress(RuntimeError):  # the event loop has ended meanwhile: nothing to stop
+                stop(code)
 
         def hung_up() -> None:
             poll = select.poll()
             poll.register(self._fd, 0)  # hang-up and errors are always reported
             poll.poll()
-            self.leave(128 + signal.SIGHUP)
-            gone()
+            end(128 + signal.SIGHUP)
 
         def received(number: int, _: FrameType | None) -> None:
-            self.leave(128 + number)
-            stop(number)
+            end(128 + number)
 
         threading.Thread(target=hung_up, name="hang-up", daemon=True).start()
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays ignored
                 signal.signal(number, received)
 
     def leave(self, code: int) -> None:
         """Begin to leave: from now on the process ends within ``LEAVE_S``, with ``code`` where it has to be forced."""
-        if self._leaving.is_set():
-            return
-        self._leaving.set()
-        threading.Thread(target=self._force, args=(code,), name="leave", daemon=True).start()
+        if not self._leaving.is_set():
+            self._leaving.set()
+            threading.Thread(target=self._force, args=(code,), name="leave", daemon=True).start()
 
-    def done(self) -> None:
-        """Say that the board has ended and the terminal is as it was; the process may go on."""
-        self._done.set()
+    def restored(self) -> None:
+        """Say that the terminal is as it was: from now on nothing must be written to it."""
+        self._restored = True
 
     def _force(self, code: int) -> None:
-        if self._done.wait(LEAVE_S):
-            return
-        self.restore()
+        time.sleep(LEAVE_S)
+        if not self._restored:
+            self.restore()
         os._exit(code)
 
     def restore(self) -> None:
         """Put the terminal back as it was, without waiting for one that takes nothing."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, termios.error):
             if self._attributes is not None:
-                termios.tcsetattr(self._fd, termios.TCSANOW, self._attributes)  # type: ignore[arg-type]
+                termios.tcsetattr(self._fd, termios.TCSANOW, self._attributes)
             fd = sys.__stderr__.fileno() if sys.__stderr__ else 2
             if select.select([], [fd], [], 0)[1]:
                 os.write(fd, _RESTORE)

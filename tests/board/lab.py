@@ -22,9 +22,11 @@ def environment(folder: Path) -> dict[str, str]:
     """Return an environment whose state, config and home lie in ``folder``."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
-    dropped = {"XDG_RUNTIME_DIR"}
+    dropped = {"XDG_RUNTIME_DIR", "NO_COLOR", "LC_ALL", "LC_CTYPE"}
     kept = {key: value for key, value in os.environ.items() if not key.startswith("GPUBOARD_") and key not in dropped}
     return kept | {
+        "LANG": "C.UTF-8",
+        "TERM": "xterm-256color",
         "HOME": str(home),
         "XDG_STATE_HOME": str(home / "state"),
         "XDG_CONFIG_HOME": str(home / "config"),

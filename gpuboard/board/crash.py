@@ -1,0 +1,32 @@
+"""What is said of an exception that nobody expected: one line, and a file with the rest to send along. No textual."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from gpuboard import __version__, paths
+
+
+def report(error: BaseException, env: Mapping[str, str]) -> str:
+    """Return what to tell, where to report it included; the traceback goes to a private file in the state folder."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    where = f"{Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}" if frame else "?"
+    about = f"gpuboard {__version__} on Python {sys.version.split()[0]}"
+    file = paths.state_dir(env) / "crash.txt"
+    text = f"{about}\n{''.join(traceback.format_exception(error))}"
+    wrote = False
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as stream:
+            stream.write(text)
+        wrote = True
+    send = f"with {file}" if wrote else f"with this line, and {about}"
+    return f"this is a bug: {type(error).__name__} at {where}: {error}\n  please report it {send}"
