@@ -1,6 +1,7 @@
 """What the demo trains: a small network learns a sine with DistributedDataParallel; it runs under torchrun as well.
 
 gpuboard launch --n 2 --device cpu -m gpuboard.launch.demo_train --steps 60
+With ``--fail-at 30`` its last rank fails in step 30, so that one sees what is said then.
 """
 
 from __future__ import annotations
@@ -15,11 +16,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+def batch(step: int, bad: int | None) -> torch.Tensor:
+    """Return 256 points to learn from, shape (256, 1); raises ValueError in step ``bad``."""
+    x = torch.rand(256, 1) * 6 - 3
+    if step == bad:
+        x[17] = float("nan")
+    if bool(x.isnan().any()):
+        raise ValueError(f"step {step}: sample 17 is not a number")
+    return x
+
+
 def main() -> None:
     """Train; rank 0 says the loss, averaged over all ranks."""
     parser = argparse.ArgumentParser(description="train a small network with DDP on CPU")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between steps, so that a person can watch")
+    parser.add_argument("--fail-at", type=int, help="the step in which the last rank fails")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -29,7 +41,7 @@ def main() -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     for step in range(1, args.steps + 1):
-        x = torch.rand(256, 1) * 6 - 3
+        x = batch(step if rank == world - 1 else 0, args.fail_at)
         loss = nn.functional.mse_loss(model(x), torch.sin(x))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch 2.13 has no types there
