@@ -72,7 +72,7 @@ def living_nodes(
     at: float | None = None,
     cluster: str | None = None,
 ) -> list[Node]:
-    """Return the seven nodes with 44 GPUs on which people come and go, things break and recover.
+    """Return the seven nodes with 48 GPUs on which people come and go, things break and recover.
 
     All of it follows from ``seed`` and the seconds since ``epoch`` (epoch seconds; None: now), or stands still ``at``
     so many of them. ``cluster`` takes the place of our uid and pid in the UUIDs.
