@@ -1,0 +1,124 @@
+"""What can be copied: UUIDs, lines for a shell, an ssh command. Quoted, as names come from nodes and config files."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from gpuboard.board.asking import picks_of, places_words
+from gpuboard.board.dialogs import Choose
+from gpuboard.board.reserve import lines
+from gpuboard.board.scene import Place, Scene
+from gpuboard.errors import GpuboardError
+from gpuboard.model.lease import Lease
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
+    from gpuboard.cluster.inventory import Node
+
+_SHOWN = 300  # characters of what was copied in the toast
+
+
+def uuids_line(scene: Scene, uuids: Sequence[str]) -> str:
+    """Return the UUIDs of these GPUs, by node and index, with commas between them."""
+    return ",".join(place.gpu.uuid for place in _places(scene, uuids))
+
+
+def export_line(scene: Scene, uuids: Sequence[str], *, by_uuid: bool) -> str:
+    """Return the line that makes these GPUs visible to CUDA, on their node. Raises GpuboardError."""
+    places = _places(scene, uuids)
+    nodes = list(dict.fromkeys(place.node.name for place in places))
+    if len(nodes) > 1:
+        raise GpuboardError(f"CUDA_VISIBLE_DEVICES is for one node; these GPUs are on {len(nodes)}: {', '.join(nodes)}")
+    if mig := [place.gpu.index for place in places if "mig" in place.gpu.flags]:
+        raise GpuboardError(f"{nodes[0]}:{mig[0]} is in MIG mode; CUDA takes the UUID of one of its devices")
+    if by_uuid:
+        return f"export CUDA_VISIBLE_DEVICES={shlex.quote(uuids_line(scene, uuids))}"
+    indexes = ",".join(str(place.gpu.index) for place in places)
+    # CUDA's own order is fastest first: indexes mean NVML's only with this.
+    return f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indexes}"
+
+
+def ssh_line(node: Node) -> str:
+    """Return the command that goes to a node. Raises GpuboardError for this machine."""
+    if node.host is None:
+        raise GpuboardError(f"{node.name} is this machine; there is nowhere to go")
+    return f"ssh {shlex.quote(node.host)}"
+
+
+def copy(board: BoardApp, text: str) -> None:
+    """Put text into the terminal's clipboard (OSC 52) and show it."""
+    board.copy_to_clipboard(text)
+    shown = text if len(text) <= _SHOWN else text[:_SHOWN] + board.look.glyphs.ellipsis
+    board.notify(shown, title="Copied", timeout=8, markup=False)
+
+
+def open_copy(board: BoardApp, uuids: Sequence[str]) -> None:
+    """Offer what can be copied of these GPUs."""
+    scene = board.scene
+    if scene is None or not any(uuid in scene.places for uuid in uuids):
+        board.notify("no GPU is selected", markup=False)
+        return
+    places = _places(scene, uuids)
+    makers: dict[str, Callable[[], str]] = {
+        "uuids": lambda: uuids_line(scene, uuids),
+        "export": lambda: export_line(scene, uuids, by_uuid=False),
+        "export-uuid": lambda: export_line(scene, uuids, by_uuid=True),
+    }
+    options = [
+        ("uuids", "UUIDs"),
+        ("export", "export CUDA_VISIBLE_DEVICES=… by index"),
+        ("export-uuid", "export CUDA_VISIBLE_DEVICES=… by UUID"),
+    ]
+    for node in dict.fromkeys(place.node.name for place in places):
+        if node in board.core.nodes and len(options) < 8:
+            known = board.core.nodes[node]
+            makers[f"ssh {node}"] = lambda known=known: ssh_line(known)  # type: ignore[misc]
+            options.append((f"ssh {node}", f"ssh command for {node}"))
+    ids = dict.fromkeys(lease for place in places for lease in place.gpu.leases)
+    own = [scene.by_lease[id_] for id_ in ids if id_ in scene.by_lease and scene.is_mine(scene.by_lease[id_])]
+    options += lease_options(own, makers)
+    title = f"Copy of {picks_of(uuids, scene)[0]}"
+    _offer(board, title if len(title) < 70 else f"Copy of {len(places)} GPUs", options, makers)
+
+
+def copy_lease(board: BoardApp, lease: Lease) -> None:
+    """Offer what can be copied of a lease."""
+    makers: dict[str, Callable[[], str]] = {
+        "id": lambda: lease.id,
+        "gpus": lambda: places_words(lease.gpus),
+        "uuids": lambda: ",".join(gpu.uuid for gpu in lease.gpus),
+    }
+    options = lease_options([lease], makers) if board.scene and board.scene.is_mine(lease) else []
+    options += [("id", f"its id: {lease.id}"), ("gpus", f"its GPUs: {places_words(lease.gpus)}"), ("uuids", "UUIDs")]
+    _offer(board, f"Copy of lease {lease.id}", options, makers)
+
+
+def lease_options(leases: Sequence[Lease], makers: dict[str, Callable[[], str]]) -> list[tuple[str, str]]:
+    """Return the lines that take a lease into a shell as options, one a node; adds how each is made to ``makers``."""
+    options = []
+    for lease in leases:
+        for line in lines(lease.id, [gpu.node for gpu in lease.gpus]):
+            makers[line] = lambda line=line: line  # type: ignore[misc]
+            options.append((line, line))
+    return options
+
+
+def _offer(
+    board: BoardApp, title: str, options: Sequence[tuple[str, str]], makers: dict[str, Callable[[], str]]
+) -> None:
+    def chosen(key: str | None) -> None:
+        if key is None:
+            return
+        try:
+            copy(board, makers[key]())
+        except GpuboardError as error:
+            board.notify(str(error), severity="warning", markup=False)
+
+    board.push_screen(Choose(title, options), chosen)
+
+
+def _places(scene: Scene, uuids: Sequence[str]) -> list[Place]:
+    found = [scene.places[uuid] for uuid in uuids if uuid in scene.places]
+    return sorted(found, key=lambda place: (place.node.name, place.gpu.index))
