@@ -56,7 +56,9 @@ def _coerced() -> bool:
 class Guard:
     """Keeps the terminal's settings from before the board, and ends the process when leaving takes too long."""
 
-    def __init__(self) -> None:
+    def __init__(self, leave_s: float = LEAVE_S) -> None:
+        """``leave_s``: within how many seconds the process ends once it leaves."""
+        self._leave_s = leave_s
         self._fd = sys.__stdin__.fileno() if sys.__stdin__ else 0
         self._attributes: list[Any] | None = None
         self._leaving = threading.Event()
@@ -91,7 +93,7 @@ class Guard:
                 signal.signal(number, received)
 
     def leave(self, code: int) -> None:
-        """Begin to leave: from now on the process ends within ``LEAVE_S``, with ``code`` where it has to be forced."""
+        """Begin to leave: from now on the process ends within ``leave_s``, with ``code`` where it has to be forced."""
         if not self._leaving.is_set():
             self._leaving.set()
             threading.Thread(target=self._force, args=(code,), name="leave", daemon=True).start()
@@ -101,7 +103,7 @@ class Guard:
         self._restored = True
 
     def _force(self, code: int) -> None:
-        time.sleep(LEAVE_S)
+        time.sleep(self._leave_s)
         if not self._restored:
             self.restore()
         os._exit(code)

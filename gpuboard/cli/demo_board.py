@@ -32,11 +32,14 @@ def run(context: Context) -> int:
     if not context.stdout_is_tty:
         raise UsageError("the board needs a terminal; `gpuboard demo` tells the same story in words")
     from gpuboard.board.app import BoardApp  # 250 ms: only for the board
+    from gpuboard.board.terminal import Guard
 
     core = make(context.settings, context.env)
+    guard = Guard(leave_s=_END_S + 5.0)  # the board is gone at once; what it started is ended first
     try:
-        code = BoardApp(core).run() or 0
+        code = BoardApp(core, guard).run() or 0
     finally:
+        guard.restored()
         core.close()
         left = end(core)
     print("gpuboard demo: " + (f"not everything was released: {', '.join(left)}" if left else _ENDED))
