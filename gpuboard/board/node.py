@@ -1,0 +1,173 @@
+"""One node in detail: its host, its connection with the last error and its cure, and all its GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import Footer
+
+from gpuboard.board.arrange import natural_nodes, users_of
+from gpuboard.board.grid import Cell, Column, Grid, Row
+from gpuboard.board.lines import Runs, age_words, named
+from gpuboard.board.look import LETTERS, Glyphs
+from gpuboard.board.pane import Pane
+from gpuboard.board.plots import bar
+from gpuboard.board.scene import Scene
+from gpuboard.board.screen import BoardScreen
+from gpuboard.model.snapshot import GpuView, NodeView
+from gpuboard.model.units import format_size
+
+_STATE_ROLES = {"up": "good", "stale": "warn", "unreachable": "bad"}
+_BAR = 10
+
+GPU_COLUMNS = (
+    Column("index", "GPU", 3, right=True),
+    Column("state", "STATE", 11),
+    Column("user", "WHO", 10),
+    Column("memory", "MEMORY", _BAR, drop=2),
+    Column("gib", "GiB", 9, right=True),
+    Column("utilization", "UTIL", 5, right=True),
+    Column("temperature", "TEMP", 5, right=True, drop=3),
+    Column("power", "POWER", 6, right=True, drop=4),
+    Column("model", "MODEL", 22, drop=5),
+    Column("reason", "WHY", 14, weight=1, least=14, drop=1),
+)
+
+
+def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
+    """Return what is known of a node beside its GPUs."""
+    driver = f"driver {node.driver or '?'}   CUDA {node.cuda or '?'}   read through {node.source}"
+    lines: list[Runs] = [[(node.name, "title"), (f"  {driver}", "")]]
+    lines += named("Connection", _connection(node), _STATE_ROLES.get(node.state, "unknown"), width)
+    if node.error is not None:
+        lines += named("Error", node.error, "bad", width)
+    if node.claims_error is not None:
+        lines += named("Reservations", f"not possible here: {node.claims_error}", "bad", width)
+    if node.scheduler_state is not None:
+        lines += named("Scheduler", node.scheduler_state, "", width)
+    lines += named("Newest", f"reading {age_words(node.age_s)}", "" if node.state == "up" else "warn", width)
+    old = node.state != "up"
+    cpu = None if node.cpu_percent is None else node.cpu_percent / 100
+    lines.append(_host("CPU", cpu, _cpu_words(node), glyphs, old))
+    part = node.memory_used / node.memory_total if node.memory_used is not None and node.memory_total else None
+    words = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
+    lines.append(_host("Memory", part, words, glyphs, old))
+    lines += named("Host name", node.hostname or "?", "" if node.hostname else "unknown", width)
+    addresses = ", ".join(node.addresses)
+    return lines + named("Addresses", addresses or "?", "" if addresses else "unknown", width)
+
+
+def _connection(node: NodeView) -> str:
+    if node.state == "up":
+        return "up" if node.connected else "lost; the newest reading is still fresh"
+    if node.state == "stale":
+        return "stale: connected, but silent"
+    return "none" if node.age_s is None else "lost"
+
+
+def _cpu_words(node: NodeView) -> str:
+    load = "?" if node.load1 is None else f"{node.load1:.2f}"
+    return f"{'?' if node.cpu_percent is None else f'{node.cpu_percent:.0f}'} %   load {load}"
+
+
+def _host(name: str, part: float | None, words: str, glyphs: Glyphs, old: bool) -> Runs:
+    role = "dim" if old else "unknown" if part is None else ""
+    return [(name.ljust(13), "dim"), (bar(part, 20, glyphs), role), (f"  {words}", role)]
+
+
+def gpu_row(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> Row:
+    """Return a GPU's row; its key is the UUID."""
+    return Row(gpu.uuid, partial(_gpu_cells, node, gpu, scene, glyphs), dim=node.state != "up")
+
+
+def _gpu_cells(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
+    users = users_of(gpu, scene)
+    part = gpu.memory_used / gpu.memory_total if gpu.memory_used is not None and gpu.memory_total else None
+    used = "?" if gpu.memory_used is None else f"{gpu.memory_used / 2**30:.1f}"
+    total = "?" if gpu.memory_total is None else f"{gpu.memory_total / 2**30:.0f}"
+    flags = "".join(f" [{flag}]" for flag in gpu.flags)
+    return (
+        Cell(str(gpu.index)),
+        Cell(f"{LETTERS.get(gpu.state, '?')} {gpu.state}", gpu.state),
+        Cell(", ".join(users) or "-", "" if users else "dim"),
+        Cell(bar(part, _BAR, glyphs), gpu.state if part is not None else "unknown"),
+        Cell(f"{used}/{total}", "" if part is not None else "unknown"),
+        _number(gpu.utilization, "%"),
+        _number(gpu.temperature, "°"),
+        _number(gpu.power, " W"),
+        Cell(gpu.name),
+        Cell(f"{gpu.reason}{flags}"),
+    )
+
+
+def _number(value: float | None, unit: str) -> Cell:
+    return Cell("?", "unknown") if value is None else Cell(f"{value:.0f}{unit}")
+
+
+class NodeScreen(BoardScreen):
+    """One node: connection, host, GPUs."""
+
+    TITLE_WORDS = "Node"
+    DEFAULT_CSS = """
+    NodeScreen #node { padding: 0 1; margin-bottom: 1; max-height: 60%; }
+    NodeScreen #gpus { padding: 0 1; min-height: 4; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "back", "Back", id="node.back"),
+        Binding("left_square_bracket,left", "step(-1)", "Previous node", id="node.previous", priority=True),
+        Binding("right_square_bracket,right", "step(1)", "Next node", id="node.next", priority=True),
+    ]
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.node_name = name
+
+    def compose(self) -> ComposeResult:
+        """The node, its GPUs, the keys."""
+        yield Pane(id="node")
+        yield Grid(GPU_COLUMNS, id="gpus")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Let the arrows move among the GPUs."""
+        self.query_one("#gpus", Grid).focus()
+
+    def show(self, scene: Scene) -> None:
+        """Draw the node as it is now."""
+        node = scene.nodes.get(self.node_name)
+        if node is None:
+            return
+        glyphs = self.board.look.glyphs
+        self.query_one("#node", Pane).show(partial(node_lines, node, glyphs))
+        grid = self.query_one("#gpus", Grid)
+        empty = "no GPU is known: the node was never read" if node.age_s is None else "no GPU"
+        if grid.empty != empty:
+            grid.empty = empty
+            grid.redraw()
+        grid.set_rows([gpu_row(node, gpu, scene, glyphs) for gpu in node.gpus])
+
+    @on(Grid.Chosen, "#gpus")
+    def open_gpu(self, event: Grid.Chosen) -> None:
+        """Open a GPU."""
+        from gpuboard.board.gpu import GpuScreen  # it opens nodes, so it imports us
+
+        self.app.push_screen(GpuScreen(event.key))
+
+    def action_back(self) -> None:
+        """Return to the screen before."""
+        self.app.pop_screen()
+
+    def action_step(self, by: int) -> None:
+        """Show the node before or after this one."""
+        scene = self.board.scene
+        if scene is None:
+            return
+        names = [node.name for node in natural_nodes(scene)]
+        if self.node_name in names and 0 <= (at := names.index(self.node_name) + by) < len(names):
+            self.node_name = names[at]
+            self.show(scene)
