@@ -146,10 +146,10 @@ class Server:
         finally:
             await board.stop()
             self._boards.discard(board)
-            with contextlib.suppress(ConnectionError):
-                await websocket.close()
             said = f": {board.said}" if board.said else ""
             self._log(f"{name} closed after {time.monotonic() - began:.0f} s; open: {len(self._boards)}{said}")
+            with contextlib.suppress(ConnectionError):
+                await websocket.close()
         return websocket
 
 
@@ -191,13 +191,12 @@ class _Board:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-            try:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)  # Process.terminate may take its exit code from the one that waits for it
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _END_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+                return
 
     async def _show(self, websocket: web.WebSocketResponse) -> None:
         """Pass the board's output to the browser until it ends."""

@@ -12,7 +12,6 @@ bound to a path that nobody else can know, and neither it nor the path tells the
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import hmac
 import os
@@ -37,7 +36,7 @@ class Guard:
         self._token = token.encode()
         self._port = port
         self._public = public_url
-        self._public_host = None if public_url is None else urlsplit(public_url).netloc.lower()
+        self._public_host = None if public_url is None else urlsplit(public_url).netloc
         self.path = f"/{self._derived('path')}"
         self.cookie = self._derived("cookie")
 
@@ -70,7 +69,7 @@ class Guard:
 
     def is_our_origin(self, origin: str | None, host: str | None) -> bool:
         """Return whether a websocket was opened by our own page; without an Origin it was not."""
-        return origin is not None and origin.lower() in {f"http://{host}".lower(), (self._public or "-").lower()}
+        return origin is not None and origin.lower() in (f"http://{host}".lower(), self._public)
 
 
 def check_public_url(text: str) -> str:
@@ -80,7 +79,7 @@ def check_public_url(text: str) -> str:
         raise UsageError(f"--public-url {text}: expected something like https://board.example.org")
     if parts.path not in {"", "/"} or parts.query or parts.fragment:
         raise UsageError(f"--public-url {text}: only scheme, host and port; the board is shown at the top of a host")
-    return f"{parts.scheme}://{parts.netloc}"
+    return f"{parts.scheme}://{parts.netloc}".lower()
 
 
 def new_token() -> str:
@@ -91,27 +90,29 @@ def new_token() -> str:
 def token_of(file: Path) -> str:
     """Return the token in a private file; a file that is not there is made. Raises GpuboardError when others can read
     it, when it is not ours, or when it holds no usable token."""
-    with contextlib.suppress(FileExistsError):
-        try:
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        except FileExistsError:
-            raise
-        except OSError as error:
-            raise GpuboardError(f"{file}: cannot be made: {error.strerror}") from error
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        pass  # the usual case: it is read below
+    except OSError as error:
+        raise GpuboardError(f"{file}: cannot be made: {error.strerror}") from error
+    else:
         with os.fdopen(descriptor, "w", encoding="ascii") as new:
             new.write(new_token() + "\n")
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise GpuboardError(f"{file}: cannot be read: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as opened:
+    try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
             raise GpuboardError(
                 f"{file}: the token's file must be yours and closed to others (it has mode "
                 f"{stat.S_IMODE(facts.st_mode):04o}, owner {facts.st_uid}): chmod 600 {file}"
             )
-        token = opened.read(4096).decode("utf-8", "replace").strip()
+        token = os.read(descriptor, 4096).decode("utf-8", "replace").strip()
+    finally:
+        os.close(descriptor)
     if len(token) < _LEAST or not _TOKEN.fullmatch(token):
         raise GpuboardError(
             f"{file}: a token has at least {_LEAST} letters, digits or any of -_.~ on one line; "

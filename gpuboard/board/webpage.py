@@ -55,6 +55,7 @@ def board(title: str, font_size: int) -> str:
 <head>
 <meta charset="utf-8">
 <title>{escape(title)}</title>
+<link rel="icon" href="data:,">
 <link rel="stylesheet" href="static/css/xterm.css">
 <link rel="stylesheet" href="board.css">
 <link rel="preload" href="static/fonts/RobotoMono-VariableFont_wght.ttf" as="font" crossorigin>

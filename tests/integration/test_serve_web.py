@@ -1,0 +1,373 @@
+"""`gpuboard serve --web`: who is let in, what is started and ended, and the board in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from gpuboard.board.web import MOST_BOARDS, Server, listen
+from gpuboard.board.webguard import COOKIE, Guard, new_token
+from tests.integration import chromium
+from tests.integration.chromium import Browser
+from tests.integration.here import Here, here
+from tests.nvml import GIB, Gpu
+from tests.waiting import until
+
+__all__ = ["here"]
+
+
+class Serving:
+    """A running `gpuboard serve --web`: its address, its token, what it said on stderr."""
+
+    def __init__(self, here: Here, *args: str) -> None:
+        self.process = subprocess.Popen(
+            here.command("serve", "--web", *args), env=here.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.said: list[str] = []
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        self.url = self.process.stdout.readline().strip()
+        self.hint = self.process.stdout.readline().strip()
+        self.base, _, self.token = self.url.partition("/?token=")
+        self.host = self.base.removeprefix("http://")
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        self.said.extend(self.process.stderr)
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """End it; return its exit code."""
+        self.process.send_signal(number)
+        code = self.process.wait(10)
+        self._listener.join(5)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+    def get(self, path: str, **headers: str) -> tuple[int, dict[str, str], str]:
+        """Ask for a path, with ``headers`` added (or replaced); return status, headers in small letters, and text."""
+        name, _, port = self.host.partition(":")
+        connection = http.client.HTTPConnection(name, int(port), timeout=10)
+        connection.putrequest("GET", path, skip_host=True)
+        for key, value in {"Host": self.host, **{k.replace("_", "-"): v for k, v in headers.items()}}.items():
+            connection.putheader(key, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        text = answer.read().decode("utf-8", "replace")
+        connection.close()
+        return answer.status, {key.lower(): value for key, value in answer.getheaders()}, text
+
+    def enter(self) -> tuple[str, str]:
+        """Give the token; return the page's path and the cookie's header."""
+        status, headers, _ = self.get(f"/?token={self.token}")
+        assert status == 303
+        return headers["location"], headers["set-cookie"].partition(";")[0]
+
+    def boards(self) -> list[int]:
+        """Return the pids of the boards that run."""
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.fixture
+def serving(here: Here) -> Iterator[Serving]:
+    """One that serves on a port of its own."""
+    server = Serving(here, "--port", "0")
+    yield server
+    if server.process.poll() is None:
+        server.stop()
+
+
+UPGRADE = {
+    "Connection": "Upgrade", "Upgrade": "websocket", "Sec_WebSocket_Version": "13",
+    "Sec_WebSocket_Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+}  # fmt: skip
+
+
+def test_nobody_is_let_in_without_token_right_host_and_own_page(serving: Serving) -> None:
+    page, cookie = serving.enter()
+    paths = [page, f"{page}board.js", f"{page}static/js/textual.js", f"{page}ws", "/", "/favicon.ico", "/nothing"]
+    for path in paths:
+        assert serving.get(path)[0] == 403
+        assert serving.get(path, Cookie=f"{COOKIE}=wrong")[0] == 403
+        assert serving.get(path, Cookie=f"{COOKIE}={serving.token}")[0] == 403
+    assert serving.get(f"{page}ws", Origin=serving.base, **UPGRADE)[0] == 403
+    for token in ("", "wrong", serving.token[:-1], serving.token + "x"):
+        assert serving.get(f"/?token={token}")[0] == 403
+    for host in ("evil.example.org", "evil.example.org:80", "127.0.0.1", "127.0.0.1:1", ""):
+        assert serving.get(page, Cookie=cookie, Host=host)[0] == 403
+        assert serving.get(f"/?token={serving.token}", Host=host)[0] == 403
+    for origin in ("http://evil.example.org", "http://127.0.0.1:1", "null", f"https://{serving.host}"):
+        assert serving.get(f"{page}ws", Cookie=cookie, Origin=origin, **UPGRADE)[0] == 403
+    assert serving.get(f"{page}ws", Cookie=cookie, **UPGRADE)[0] == 403
+    assert serving.boards() == []
+    assert serving.get(page, Cookie=cookie)[0] == 200
+    assert serving.get(f"{page}static/js/textual.js", Cookie=cookie)[0] == 200
+    assert serving.get(f"{page}static/../../server.py", Cookie=cookie)[0] == 404
+    assert serving.get(f"{page}static/", Cookie=cookie)[0] in {403, 404}
+    assert serving.get("/", Cookie=cookie)[0] == 404
+
+
+def test_the_token_becomes_a_cookie_and_shows_up_nowhere(serving: Serving) -> None:
+    status, headers, text = serving.get(f"/?token={serving.token}")
+    page = headers["location"]
+    assert (status, text) == (303, "")
+    assert "token" not in page
+    value, *attributes = headers["set-cookie"].split("; ")
+    assert sorted(attributes) == ["HttpOnly", f"Path={page}", "SameSite=Strict"]
+    assert serving.token not in headers["set-cookie"]
+    status, headers, text = serving.get(page, Cookie=value)
+    assert serving.token not in text + str(headers)
+    assert "http" not in text.lower().replace("http-equiv", "")  # nothing is loaded from elsewhere
+    policy = headers.pop("content-security-policy")
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    wanted = {"referrer-policy": "no-referrer", "x-content-type-options": "nosniff", "x-frame-options": "DENY"}
+    assert wanted.items() <= headers.items()
+    assert wanted.items() <= serving.get("/nothing")[1].items()  # on every answer
+    # from a link in a page of another site, the way on is a page of our own: a redirect would lose the cookie
+    status, headers, text = serving.get(f"/?token={serving.token}", Sec_Fetch_Site="cross-site")
+    assert (status, f"url={page}" in text, "set-cookie" in headers) == (200, True, True)
+    environ = Path(f"/proc/{serving.process.pid}/environ").read_text()
+    command = Path(f"/proc/{serving.process.pid}/cmdline").read_text()
+    serving.stop()
+    assert serving.token not in environ + command + "".join(serving.said)
+    assert any("refused GET from 127.0.0.1" in line for line in serving.said)
+
+
+@contextlib.asynccontextmanager
+async def opened(serving: Serving) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+    """Open a board as its page does."""
+    page, cookie = serving.enter()
+    async with aiohttp.ClientSession(headers={"Cookie": cookie}) as session:
+        address = f"{serving.base.replace('http', 'ws')}{page}ws?width=100&height=30"
+        async with session.ws_connect(address, origin=serving.base) as websocket:
+            yield websocket
+
+
+async def seen(websocket: aiohttp.ClientWebSocketResponse, words: bytes) -> bytes:
+    """Read what the board draws until ``words`` are in it."""
+    text = b""
+    while words not in text:
+        message = await websocket.receive(20)
+        assert message.type in {aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT}, (message, text)
+        if message.type is aiohttp.WSMsgType.BINARY:
+            text += message.data
+    return text
+
+
+def gone(pid: int) -> bool:
+    """Return whether a process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_board_ends_with_its_page(serving: Serving) -> None:
+    async def visit() -> int:
+        async with opened(serving) as websocket:
+            await websocket.send_json(["resize", {"width": 10**9, "height": "x"}])  # a page that lies changes nothing
+            await websocket.send_str("no json")
+            return 0
+
+    async def look() -> int:
+        async with opened(serving) as websocket:
+            await seen(websocket, b"uit")
+            (board,) = serving.boards()
+            environ = Path(f"/proc/{board}/environ").read_text()
+            assert serving.token not in environ + Path(f"/proc/{board}/cmdline").read_text()
+            return board
+
+    asyncio.run(visit())
+    until(lambda: serving.boards() == [], "the board of a page that lies ends")
+    board = asyncio.run(look())
+    until(lambda: gone(board), "the board ends with its page", 3)
+    until(lambda: any("board 2 closed" in line for line in serving.said), "its end is told")
+    assert any("board 2 opened from 127.0.0.1, 100x30" in line for line in serving.said)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "begun"),
+    [
+        (signal.SIGINT, 130, True),
+        (signal.SIGTERM, 0, True),
+        (signal.SIGHUP, 0, False),
+        (signal.SIGKILL, -9, True),
+        (signal.SIGKILL, -9, False),
+    ],
+)
+def test_boards_end_with_the_server(serving: Serving, number: int, code: int, begun: bool) -> None:
+    async def visit() -> int:
+        async with opened(serving) as websocket:
+            if begun:
+                await seen(websocket, b"uit")
+            (board,) = await asyncio.to_thread(until, serving.boards, "a board starts")
+            serving.process.send_signal(number)
+            await asyncio.to_thread(until, lambda: serving.process.poll() is not None, "the server ends", 2.0)
+            return board
+
+    board = asyncio.run(visit())
+    until(lambda: gone(board), "the board ends", 5)
+    assert serving.process.returncode == code
+
+
+def test_boards_that_do_not_end_are_killed_and_the_ninth_is_refused() -> None:
+    guard = Guard(new_token(), None)
+    listener = listen(0)
+    base = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    stubborn = [sys.executable, "-S", "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+
+    async def visit() -> None:
+        said: list[str] = []
+        server = Server(guard, stubborn, {}, said.append)
+        serving = asyncio.create_task(server.serve(listener))
+        async with aiohttp.ClientSession(headers={"Cookie": f"{COOKIE}={guard.cookie}"}) as session:
+            address = f"{base}{guard.path}/"
+            pages = [await session.ws_connect(f"{address}ws", origin=base) for _ in range(MOST_BOARDS)]
+            while len(said) < MOST_BOARDS:
+                await asyncio.sleep(0.01)
+            async with session.get(address) as answer:
+                assert answer.status == 503
+                assert f"{MOST_BOARDS} boards are open already" in await answer.text()
+            with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+                await session.ws_connect(f"{address}ws", origin=base)
+            assert caught.value.status == 503
+            began = asyncio.get_running_loop().time()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await serving == signal.SIGTERM
+            assert asyncio.get_running_loop().time() - began < 3
+            assert [(await page.receive()).type for page in pages] == [aiohttp.WSMsgType.CLOSE] * MOST_BOARDS
+        assert sum("closed" in line for line in said) == MOST_BOARDS
+
+    with listener:
+        asyncio.run(visit())
+
+
+def test_it_serves_on_loopback_alone_and_says_how_to_forward(here: Here) -> None:
+    for host in ("0.0.0.0", "::", "10.1.2.3", "gpu01"):
+        done = here.run("serve", "--web", "--host", host)
+        assert done.returncode == 2
+        assert f"ssh -L 8000:127.0.0.1:8000 {socket.gethostname()}" in done.stderr
+        assert done.stdout == ""
+
+
+def test_a_port_in_use_is_named(here: Here) -> None:
+    with listen(0) as taken:
+        port = taken.getsockname()[1]
+        done = here.run("serve", "--web", "--port", str(port))
+    assert done.returncode == 1
+    assert f"port {port} of 127.0.0.1 cannot be served on: address already in use" in done.stderr
+    assert done.stdout == ""
+
+
+def test_without_the_extra_it_says_what_to_install(here: Here, tmp_path: Path) -> None:
+    (tmp_path / "aiohttp.py").write_text("raise ModuleNotFoundError('gone', name='aiohttp')")
+    done = here.run("serve", "--web", "--port", "0", PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "aiohttp is not installed: pip install 'gpuboard[web]'" in done.stderr
+
+
+def test_what_is_wrong_with_the_configuration_is_said_at_once(here: Here) -> None:
+    here.config("nodes = 7\n")
+    done = here.run("serve", "--web", "--port", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nodes" in done.stderr
+
+
+def test_a_token_file_is_not_printed(here: Here) -> None:
+    file = here.folder / "token"
+    server = Serving(here, "--port", "0", "--token-file", str(file))
+    try:
+        assert server.token == f"$(cat {file})"
+        assert server.get(f"/?token={file.read_text().strip()}")[0] == 303
+    finally:
+        server.stop()
+    file.chmod(0o644)
+    done = here.run("serve", "--web", "--port", "0", "--token-file", str(file))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"chmod 600 {file}" in done.stderr
+
+
+def _ask_socket(path: Path, request: str, user: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Say ``request`` to a unix socket in a process of ``user``; returns what was answered."""
+    program = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
+        "s.sendall(sys.argv[2].encode()); print(s.recv(200).decode())"
+    )
+    become = [] if user is None else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    python = "/usr/bin/python3" if user is not None else sys.executable  # ours may lie where others cannot go
+    return subprocess.run([*become, python, "-c", program, str(path), request], capture_output=True, text=True)
+
+
+def test_a_unix_socket_is_closed_to_others_and_goes_with_the_server(here: Here) -> None:
+    for folder in (here.folder, *here.folder.parents):
+        if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o001:
+            folder.chmod(0o711)  # so that it is the socket itself that keeps others out
+    path = here.folder / "board.socket"
+    left = socket.socket(socket.AF_UNIX)  # what a killed server leaves behind
+    left.bind(str(path))
+    left.close()
+    server = Serving(here, "--socket", str(path))
+    try:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert f"ssh -L 8000:{path} " in server.hint
+        ask = "GET /{} HTTP/1.1\r\nHost: {}\r\n\r\n"
+        assert " 403 " in _ask_socket(path, ask.format("", "localhost:9000")).stdout
+        assert " 303 " in _ask_socket(path, ask.format(f"?token={server.token}", "localhost:9000")).stdout
+        assert " 403 " in _ask_socket(path, ask.format(f"?token={server.token}", "evil.example.org")).stdout
+        if os.geteuid() == 0:
+            other = _ask_socket(path, ask.format("", "localhost:9000"), user=65534)
+            assert "PermissionError" in other.stderr, other
+        second = here.run("serve", "--web", "--socket", str(path))
+        assert (second.returncode, second.stdout) == (1, "")
+        assert f"{path} cannot be served on: address already in use" in second.stderr
+    finally:
+        server.stop()
+    assert not path.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+def test_other_users_cannot_read_the_token_from_the_process(serving: Serving) -> None:
+    become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    for name in ("environ", "fd/1", "mem"):
+        file = f"/proc/{serving.process.pid}/{name}"
+        done = subprocess.run([*become, "cat", file], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "Permission denied" in done.stderr
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    """A Chromium."""
+    if chromium.PATH is None:
+        pytest.skip("needs chromium")
+    running = Browser()
+    yield running
+    running.close()
+
+
+def test_the_board_in_a_browser(here: Here, browser: Browser) -> None:
+    here.needs_claims()
+    here.gpus([Gpu(), Gpu(used=5 * GIB)])
+    serving = Serving(here, "--port", "0")
+    try:
+        browser.open(serving.url)
+        browser.wait_text(socket.gethostname().partition(".")[0])
+    finally:
+        serving.stop()
