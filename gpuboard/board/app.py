@@ -22,7 +22,7 @@ from gpuboard.board.crash import report
 from gpuboard.board.dialogs import Box
 from gpuboard.board.filters import AsciiFilter, ColorlessFilter
 from gpuboard.board.look import ASCII, UNICODE, Look
-from gpuboard.board.palette import Actions, Places, Themes, UseTheme
+from gpuboard.board.palette import Palette, Themes, UseTheme
 from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
 from gpuboard.board.terminal import Guard, is_utf8
@@ -61,12 +61,12 @@ class BoardApp(App[int]):
 
     TITLE = "gpuboard"
     ENABLE_COMMAND_PALETTE = True
-    COMMANDS = {Actions, Themes, Places}  # noqa: RUF012  # textual's own type
+    COMMANDS = {Palette}  # noqa: RUF012  # textual's own type
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit", id="app.quit"),
         Binding("ctrl+c", "quit", "Quit", id="app.interrupt", show=False),
         Binding("question_mark,f1", "help", "Help", id="app.help"),
-        Binding("ctrl+p", "command_palette", "Palette", id="app.palette", priority=True),
+        Binding("ctrl+p", "command_palette", "Palette", id="app.palette", priority=True, show=False),
         Binding("ctrl+t", "theme", "Theme", id="app.theme", show=False),
         Binding("ctrl+l", "redraw", "Draw again", id="app.redraw", show=False),
         Binding("ctrl+z", "suspend_process", "Suspend", id="app.suspend", show=False),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpuboard.allocate.held import leases
+from gpuboard.board.banners import banners
 from gpuboard.board.history import History
 from gpuboard.board.operations import Operations
 from gpuboard.board.scene import Scene
@@ -36,6 +37,7 @@ class Core:
         self.runbook = Runbook(env)
         self.starter = Starter(nodes, env)
         self._closed = threading.Event()
+        self._began = time.monotonic()
 
     def start(self, changed: Callable[[Scene], object]) -> None:
         """Connect, and from now on call ``changed`` with every new scene, from a thread of the core's own."""
@@ -45,7 +47,8 @@ class Core:
     def scene(self) -> Scene:
         """Return the cluster as it is now."""
         snapshot = self.fleet.snapshot()
-        return Scene(snapshot, leases(self.fleet, snapshot), uids=self.fleet.uids())
+        said = banners(snapshot, running_s=time.monotonic() - self._began)
+        return Scene(snapshot, leases(self.fleet, snapshot), uids=self.fleet.uids(), banners=said)
 
     def close(self) -> None:
         """End every connection; takes less than half a second whatever hangs."""

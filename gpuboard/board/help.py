@@ -18,43 +18,44 @@ from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
 
 STATE_WORDS = {
-    "free": "nobody has it: no process, no reservation",
-    "reserved": "a lease covers it; shown with owner and end",
+    "free": "no process, no reservation",
+    "reserved": "a lease covers it",
     "allocated": "the scheduler gave it to a job",
-    "busy": "somebody uses it without a reservation",
-    "occupied": "memory in use, by whom cannot be seen",
-    "unknown": "no current reading; never taken for free",
-    "broken": "lost, failed, or waiting for recovery",
+    "busy": "in use without a reservation",
+    "occupied": "memory in use, owner not visible",
+    "unknown": "no current reading; never free",
+    "broken": "lost, failed or needs recovery",
 }
 FLAG_WORDS = {
-    "rogue": "a process of somebody who is not the holder",
-    "idle": "reserved, but unused for a while",
-    "overdue": "its lease ended, its processes did not",
+    "rogue": "a process of somebody else than the holder",
+    "idle": "held, but unused for a while",
+    "overdue": "the lease ended, its processes did not",
     "disputed": "claims contradict each other",
-    "sick": "ECC, row remap, throttled, or a narrow PCIe link",
-    "mig": "split into MIG devices: those can be reserved",
+    "sick": "ECC, row remap, throttled, narrow PCIe",
+    "mig": "split into MIG devices",
 }
 FILTER_WORDS = (
-    ("alice", "anything that holds the word, upper or lower case"),
-    ("user:alice state:free", "both must hold; -state:busy: must not"),
-    ("mem>40G  util<5  temp>=80", "numbers, by <, <=, =, >=, >"),
-    ("model:H100  node:gpu[01-04]", "a part of the name, or a nodeset"),
-    ("flag:idle", "flags, as listed above"),
+    ("alice", "whatever holds the word"),
+    ("user:alice -state:busy", "both must hold; - is not"),
+    ("mem>40G util<5 temp>=80", "numbers: < <= > >="),
+    ("model:H100 node:gpu[01-04]", "part of a name; a nodeset"),
+    ("flag:idle,rogue", "either; more in the docs"),
 )
-_COLUMN = 56  # cells of one column of the screen
-_KEYS = 18  # cells that a line gives to keys
+_COLUMN = 58  # cells of one column of the screen
+_KEYS = 16  # cells that a line gives to keys
 
 
 class HelpScreen(BoardScreen):
     """All keys, grouped by screen; the one it was opened from comes first."""
 
     TITLE_WORDS = "Help"
+    INSTEAD_OF = frozenset({"app.quit", "app.help"})
     DEFAULT_CSS = """
     HelpScreen #scroll { scrollbar-size-vertical: 1; padding: 0 1; }
     HelpScreen #words { width: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,question_mark,q", "close", "Close", id="help.close"),
+        Binding("escape,q,question_mark,f1", "close", "Close", id="help.close"),
         Binding("up,k", "scroll(-1)", "Up", id="help.up", show=False),
         Binding("down,j", "scroll(1)", "Down", id="help.down", show=False),
         Binding("pageup", "scroll(-20)", "Page up", id="help.page-up", show=False),

@@ -153,7 +153,8 @@ def _contexts() -> Iterator[list[Action]]:
         inside = [widget for widget in widgets if _prefix(widget) == ("dialog" if modal else "grid")]
         found += [action for widget in inside for action in _declared(widget)]
         overridden = {action.id: action for action in reversed(found)}  # the subclass's before its parent's
-        yield [*overridden.values(), *([] if modal else everywhere)]
+        needed: frozenset[str] = getattr(screen, "INSTEAD_OF", frozenset())
+        yield [*overridden.values(), *(action for action in everywhere if not modal and action.id not in needed)]
 
 
 def _owners() -> list[type[DOMNode]]:

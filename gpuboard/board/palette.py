@@ -1,4 +1,4 @@
-"""The command palette (ctrl-p): every action of the screen and the app, the themes, and every node and GPU by name."""
+"""The command palette (ctrl-p): every action of the screen and the app, every node and GPU by name, and the themes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from rich.text import Text
 from textual.command import DiscoveryHit, Hit, Hits, Provider
-from textual.markup import escape
+from textual.content import Content
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -30,13 +29,13 @@ class UseTheme:
 
 class _Command(NamedTuple):
     title: str
+    note: str  # its keys, or what it is now
     run: Callable[[], object]
-    help: str
-    shown: bool  # also before anything was typed
+    shown: bool = True  # also before anything was typed
 
 
-class _Commands(Provider):
-    """What both providers of commands share: list and search are the same for them."""
+class Themes(Provider):
+    """Every theme; the highlighted one is shown at once, escape brings the old one back."""
 
     @property
     def board(self) -> BoardApp:
@@ -44,27 +43,28 @@ class _Commands(Provider):
         return cast("BoardApp", self.app)
 
     def commands(self) -> Iterator[_Command]:
-        """Yield what is offered."""
-        raise NotImplementedError
+        """Yield what is offered, in order."""
+        for name, theme in self.board.themes.items():
+            note = "in use" if name == self.board.theme_in_use else ""
+            yield _Command(f"Theme: {theme.title}", note, UseTheme(self.board, name))
 
     async def discover(self) -> Hits:
         """Offer the commands that are shown before anything was typed."""
         for command in self.commands():
             if command.shown:
-                yield DiscoveryHit(Text(command.title), command.run, command.title, escape(command.help))
+                yield DiscoveryHit(_prompt(Content(command.title), command.note), command.run, command.title)
 
     async def search(self, query: str) -> Hits:
         """Offer the commands that match."""
         matcher = self.matcher(query)
         for command in self.commands():
             if (score := matcher.match(command.title)) > 0:
-                yield Hit(
-                    score, matcher.highlight(escape(command.title)), command.run, command.title, escape(command.help)
-                )
+                prompt = _prompt(_highlighted(command.title, query), command.note)
+                yield Hit(score, prompt, command.run, command.title)
 
 
-class Actions(_Commands):
-    """Everything that has a key on the screen below the palette, by its description."""
+class Palette(Themes):
+    """Everything that has a key on the screen below the palette, then the themes; and by name, nodes and GPUs."""
 
     def commands(self) -> Iterator[_Command]:
         """Yield an entry for every active binding; several keys of one action are one entry."""
@@ -76,50 +76,52 @@ class Actions(_Commands):
             key = self.board.get_key_display(binding)
             if binding.id in found:
                 known = found[binding.id]
-                found[binding.id] = known._replace(help=f"{known.help}, {key}")
+                found[binding.id] = known._replace(note=f"{known.note} {key}")
                 continue
             # by the node that declared it: a screen's action is looked for there, not in the app
             run = partial(self.board.run_action, binding.action, active.node)
-            everywhere = binding.id.startswith("app.")
-            found[binding.id] = _Command(binding.description, run, f"key: {key}", binding.show or everywhere)
+            found[binding.id] = _Command(binding.description, key, run, binding.show or binding.id.startswith("app."))
         yield from found.values()
-
-
-class Themes(_Commands):
-    """Every theme; the highlighted one is shown at once, escape brings the old one back."""
-
-    def commands(self) -> Iterator[_Command]:
-        """Yield an entry for each theme."""
-        for name, theme in self.board.themes.items():
-            now = " (in use)" if name == self.board.theme_in_use else ""
-            yield _Command(f"Theme: {theme.title}{now}", UseTheme(self.board, name), name, True)
-
-
-class Places(Provider):
-    """Nodes by name, GPUs as ``gpu07:3`` or by UUID."""
+        yield from super().commands()
 
     async def search(self, query: str) -> Hits:
-        """Offer the nodes and GPUs whose name holds what was typed; names that begin with it come first."""
-        board = cast("BoardApp", self.app)
-        words = query.strip().lower()
-        scene = board.scene
-        if scene is None or not words:
-            return
+        """Offer the commands that match, and the nodes and GPUs whose name holds what was typed."""
+        for place in self._places(query.strip().lower()):
+            yield place
+        async for hit in super().search(query):
+            yield hit
+
+    def _places(self, words: str) -> Iterator[Hit]:
+        """Yield nodes, and GPUs as ``gpu07:3`` or by UUID; names that begin with what was typed come first."""
+        scene = self.board.scene
         left = _JUMPS
-        for node in scene.snapshot.nodes:
+        for node in scene.snapshot.nodes if scene is not None else ():
             name = node.name.lower()
             if words in name:
                 left -= 1
-                yield self._hit(f"Go to {node.name}", partial(board.go_to_node, node.name), name.startswith(words))
-            elif name.startswith(words.partition(":")[0]) or words.startswith(("gpu-", "mig-")):
+                go = partial(self.board.go_to_node, node.name)
+                yield _jump(f"Go to {node.name}", words, go, name.startswith(words))
+            if name == words.partition(":")[0] or words.startswith(("gpu-", "mig-")):
                 for gpu in node.gpus:
                     place = f"{node.name}:{gpu.index}"
                     if place.lower().startswith(words) or gpu.uuid.lower().startswith(words):
                         left -= 1
-                        title = f"Go to {place} {gpu.name}"
-                        yield self._hit(title, partial(board.go_to_gpu, gpu.uuid), True)
+                        go = partial(self.board.go_to_gpu, gpu.uuid)
+                        yield _jump(f"Go to {place} {gpu.name}", words, go, True)
             if left <= 0:
                 return
 
-    def _hit(self, title: str, run: Callable[[], object], begins: bool) -> Hit:
-        return Hit(0.9 if begins else 0.5, Text(title), run, title)
+
+def _jump(title: str, words: str, run: Callable[[], object], begins: bool) -> Hit:
+    return Hit(0.9 if begins else 0.5, _highlighted(title, words), run, title)
+
+
+def _highlighted(title: str, words: str) -> Content:
+    """Return ``title`` with the part that was typed underlined. Never markup: names come from the nodes."""
+    at = title.lower().find(words.strip().lower())
+    content = Content(title)
+    return content if at < 0 else content.stylize("underline", at, at + len(words.strip()))
+
+
+def _prompt(title: Content, note: str) -> Content:
+    return title if not note else Content.assemble(title, ("  " + note, "dim not bold"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual.screen import Screen
 
@@ -16,6 +16,7 @@ class BoardScreen(Screen[None]):
     """A full screen that shows scenes. Every binding has an id: it can be remapped, and help and palette list it."""
 
     TITLE_WORDS = ""  # what the help screen calls it
+    INSTEAD_OF: ClassVar[frozenset[str]] = frozenset()  # ids of the app's actions whose keys this screen needs itself
 
     @property
     def board(self) -> BoardApp:

@@ -1,0 +1,41 @@
+"""What is wrong with the cluster as a whole, in words: shown as a banner above everything (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from gpuboard.model.snapshot import NodeView, Snapshot
+
+_FIRST_S = 10.0  # so long nodes that were never heard of count as being connected to
+
+
+def banners(snapshot: Snapshot, *, running_s: float) -> tuple[str, ...]:
+    """Return what to say, the worst first; ``running_s``: how long we have been looking."""
+    nodes = snapshot.nodes
+    found: list[str] = []
+    if not nodes:
+        return ("no node to look at: name some with --nodes, or as `nodes` in the config",)
+    if all(node.state == "unreachable" for node in nodes):
+        waiting = sum(node.error == "no answer yet" for node in nodes)
+        if waiting == len(nodes) and running_s < _FIRST_S:
+            return ()
+        found.append(f"no node answers{_reason(nodes, [node.error for node in nodes])}")
+    elif all(node.state != "up" for node in nodes):
+        found.append(f"no node answers any more{_reason(nodes, [node.error for node in nodes])}")
+    without = [node for node in nodes if node.claims_error is not None and node.state == "up"]
+    if without:
+        reason = _reason(without, [node.claims_error for node in without])
+        what = "this node" if len(nodes) == 1 else f"{len(without)} of {len(nodes)} nodes"
+        found.append(f"{what} cannot hold reservations{reason}; nothing there is called free")
+    return tuple(found)
+
+
+def _reason(nodes: Sequence[NodeView], reasons: Sequence[str | None]) -> str:
+    """Return the reason that most nodes give, and how many have others."""
+    counts = Counter(reason for reason in reasons if reason)
+    if not counts:
+        return ""
+    (first, number), *others = counts.most_common()
+    of = f" ({number} of {len(nodes)})" if others else ""
+    return f": {first}{of}"
