@@ -10,7 +10,7 @@ import msgspec
 
 from gpuboard.cluster.inventory import Node
 from gpuboard.cluster.picture import NodeFacts, inert_static
-from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.model.reading import Event, Hello, Reading, Static, shared
 from gpuboard.model.state import Thresholds, counted
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.connector import Connector
@@ -144,7 +144,7 @@ class NodeFeed:
             hello=old.hello,
             static=old.static,
             known=old.known,
-            reading=reading,
+            reading=shared(reading, old.reading),
             previous=old.reading if now - old.arrived <= self._thresholds.stale_min_s + reading.interval_s else None,
             arrived=now,
             last_busy=self._last_busy,

@@ -18,6 +18,7 @@ from gpuboard.transport.link import Pending
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.moving import Moving
     from gpuboard.config import Settings
     from gpuboard.model.reading import Claim
     from gpuboard.model.snapshot import Snapshot
@@ -38,13 +39,24 @@ class Fleet:
     """
 
     def __init__(
-        self, nodes: Sequence[Node], settings: Settings, *, interval_s: float | None, one_shot: bool = True
+        self,
+        nodes: Sequence[Node],
+        settings: Settings,
+        *,
+        interval_s: float | None,
+        one_shot: bool = True,
+        connector: Connector | None = None,
     ) -> None:
         self._settings = settings
         self._interval_s = interval_s
         self._one_shot = one_shot
         self._thresholds = settings.state.thresholds()
-        self._connector = Connector(settings)
+        self._connector = connector or Connector(settings)
+        self._moving: Moving | None = None
+        if interval_s is not None:
+            from gpuboard.cluster.moving import Moving  # only where snapshots follow each other
+
+            self._moving = Moving()
         self._condition = threading.Condition()
         self._dirty = False
         self._waiting = 0  # threads in wait()
@@ -118,15 +130,15 @@ class Fleet:
             interval_s=self._interval_s,
             one_shot=self._one_shot,
         )
-        return snapshot([feed.facts for feed in self._feeds.values()], view)
+        nodes = [feed.facts for feed in self._feeds.values()]
+        return snapshot(nodes, view) if self._moving is None else self._moving.snapshot(nodes, view)
 
     def claims(self) -> dict[str, list[Claim]]:
         """Return the claims in each node's newest reading; a node without a reading is left out."""
-        return {
-            name: node_claims(feed.facts, self._settings.users)
-            for name, feed in self._feeds.items()
-            if feed.facts.reading is not None
-        }
+        users = self._settings.users
+        read = {name: facts for name, feed in self._feeds.items() if (facts := feed.facts).reading is not None}
+        of_node = node_claims if self._moving is None else self._moving.claims
+        return {name: of_node(facts, users) for name, facts in read.items()}
 
     def uids(self) -> dict[str, int]:
         """Return who we are on each node that has answered, as its agent says: ids can differ between nodes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -43,18 +43,33 @@ class View(msgspec.Struct, frozen=True):
     one_shot: bool
 
 
+class Held(msgspec.Struct, frozen=True):
+    """What is reserved in the whole cluster."""
+
+    claims: dict[str, list[Claim]]  # by the GPU they name, wherever they lie; live ones, one of a lease
+    leases: frozenset[str]  # the ids of all that live
+
+
 def snapshot(nodes: Sequence[NodeFacts], view: View) -> Snapshot:
-    """Return the cluster at one moment."""
+    """Return the cluster at one moment. Who takes one after the other uses :class:`gpuboard.cluster.moving.Moving`."""
+    held = held_by(node_claims(facts, view.users) for facts in nodes)
+    return Snapshot(
+        schema=1,
+        at=iso(view.at),
+        cluster=view.cluster,
+        nodes=[node_view(facts, gpu_views(facts, held, view), view) for facts in nodes],
+    )
+
+
+def held_by(on_nodes: Iterable[Sequence[Claim]]) -> Held:
+    """Return what the claims on all nodes hold."""
     claims: dict[str, list[Claim]] = {}
-    for facts in nodes:
-        for claim in node_claims(facts, view.users):
+    for on_node in on_nodes:
+        for claim in on_node:
             on_gpu = claims.setdefault(claim.uuid, [])
             if claim.state == "live" and all(other.lease != claim.lease for other in on_gpu):
                 on_gpu.append(claim)
-    leases = frozenset(claim.lease for on_gpu in claims.values() for claim in on_gpu)
-    return Snapshot(
-        schema=1, at=iso(view.at), cluster=view.cluster, nodes=[_node(facts, claims, leases, view) for facts in nodes]
-    )
+    return Held(claims, frozenset(claim.lease for on_gpu in claims.values() for claim in on_gpu))
 
 
 def inert_static(gpu: GpuStatic) -> GpuStatic:
@@ -99,7 +114,18 @@ def stale_after_s(view: View) -> float:
     return max(view.thresholds.stale_min_s, view.thresholds.stale_intervals * (view.interval_s or 0.0))
 
 
-def _node(facts: NodeFacts, claims: Mapping[str, list[Claim]], leases: frozenset[str], view: View) -> NodeView:
+def in_order(facts: NodeFacts) -> list[GpuStatic]:
+    """Return every GPU the node ever listed to us, by NVML's index."""
+    return sorted(facts.known.values(), key=lambda gpu: (gpu.index, gpu.uuid))
+
+
+def by_uuid(reading: Reading | None) -> dict[str, GpuReading]:
+    """Return the GPUs of a reading by UUID; of two with the same one, the first."""
+    return {gpu.uuid: gpu for gpu in reversed(reading.gpus)} if reading else {}
+
+
+def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
+    """Return what a node is at one moment, with its GPUs as they were judged."""
     reading, static, hello = facts.reading, facts.static, facts.hello
     age_s = max(0.0, view.now - facts.arrived) if reading else None
     fresh = age_s is not None and age_s <= stale_after_s(view)
@@ -122,10 +148,7 @@ def _node(facts: NodeFacts, claims: Mapping[str, list[Claim]], leases: frozenset
         cpu_percent=reading.cpu_percent if reading else None,
         memory_used=reading.memory_used if reading else None,
         memory_total=reading.memory_total if reading else None,
-        gpus=[
-            _gpu(gpu, facts, claims, leases, view)
-            for gpu in sorted(facts.known.values(), key=lambda gpu: (gpu.index, gpu.uuid))
-        ],
+        gpus=gpus,
         hostname=_short(hello.hostname, 255) if hello else None,
         addresses=[clean(address, 64) for address in hello.addresses] if hello else [],
         claims_error=_short(reading.claims_error, 512) if reading else None,
@@ -134,23 +157,30 @@ def _node(facts: NodeFacts, claims: Mapping[str, list[Claim]], leases: frozenset
     )
 
 
-def _gpu(
-    static: GpuStatic, facts: NodeFacts, claims: Mapping[str, list[Claim]], leases: frozenset[str], view: View
+def gpu_views(facts: NodeFacts, held: Held, view: View) -> list[GpuView]:
+    """Return a node's GPUs, judged."""
+    now, before = by_uuid(facts.reading), by_uuid(facts.previous)
+    return [gpu_view(gpu, (now.get(gpu.uuid), before.get(gpu.uuid)), facts, held, view) for gpu in in_order(facts)]
+
+
+def gpu_view(
+    static: GpuStatic, seen: tuple[GpuReading | None, GpuReading | None], facts: NodeFacts, held: Held, view: View
 ) -> GpuView:
-    reading = _reading_of(static, facts, facts.reading)
-    before = _reading_of(static, facts, facts.previous)
-    busy_at = facts.last_busy.get(static.uuid)
+    """Return one GPU, judged; ``seen``: what its node's newest reading and the one before say of it."""
+    now, before = seen
+    reading = _reading_of(static, now, facts, facts.reading)
+    previous = None if view.one_shot else _reading_of(static, before, facts, facts.previous)
     about = Facts(
         static=static,
         reading=_named(reading, view.users),
-        previous=None if view.one_shot else _named(before, view.users),
+        previous=_named(previous, view.users),
         age_s=max(0.0, view.now - facts.arrived) if facts.reading else 0.0,
         interval_s=view.interval_s or 1.0,
         one_shot=view.one_shot,
-        claims=tuple(claims.get(static.uuid, ())),
+        claims=tuple(held.claims.get(static.uuid, ())),
         claims_error=facts.reading.claims_error if facts.reading else None,
-        leases=leases,
-        idle_for_s=None if busy_at is None else max(0.0, view.now - busy_at),
+        leases=held.leases,
+        idle_for_s=idle_for_s(static.uuid, facts, view),
     )
     verdict = judge(about, view.thresholds)
     processes = reading.processes if reading else None
@@ -170,7 +200,7 @@ def _gpu(
         power_limit=reading.power_limit if reading else None,
         processes=None if processes is None else [_process(p, facts, view.users) for p in processes],
         leases=[claim.lease for claim in about.claims],
-        mig=[_mig(device, about, claims, view) for device in static.mig or []],
+        mig=[_mig(device, about, held.claims, view) for device in static.mig or []],
         numa_node=static.numa_node,
         links=static.links,
         pci=static.pci,
@@ -191,11 +221,18 @@ def _gpu(
     )
 
 
-def _reading_of(static: GpuStatic, facts: NodeFacts, reading: Reading | None) -> GpuReading | None:
+def idle_for_s(uuid: str, facts: NodeFacts, view: View) -> float | None:
+    """Return how long nothing has run on a GPU, as far as we have watched."""
+    busy_at = facts.last_busy.get(uuid)
+    return None if busy_at is None else max(0.0, view.now - busy_at)
+
+
+def _reading_of(
+    static: GpuStatic, found: GpuReading | None, facts: NodeFacts, reading: Reading | None
+) -> GpuReading | None:
     """Return what ``reading`` says of a GPU. One that NVML no longer lists has fallen off the bus."""
     if reading is None:
         return None
-    found = next((gpu for gpu in reading.gpus if gpu.uuid == static.uuid), None)
     if found is not None:
         return found if found.delay_s >= 0 else msgspec.structs.replace(found, error="a reading from the future")
     if reading.nvml_error:
@@ -257,22 +294,24 @@ def _named(reading: GpuReading | None, users: Mapping[str, str]) -> GpuReading |
 
 
 def _process(process: Process, facts: NodeFacts, users: Mapping[str, str]) -> ProcessView:
-    runtime_s = None
-    if process.started is not None and facts.reading is not None:
-        runtime_s = max(0.0, round(facts.reading.at - process.started, 1))  # both by the node's clock
     return ProcessView(
         pid=process.pid,
         user=None if process.user is None else _user(process.user, users),
         command=clean(process.command or process.name),
         memory=process.memory,
         type=clean(process.type, 16),
-        runtime_s=runtime_s,
+        runtime_s=runtime_s(process.started, facts.reading),
         lease=_short(process.lease),
         job=_short(process.job),
         container=_short(process.container),
         started=process.started,
         uid=process.uid,
     )
+
+
+def runtime_s(started: float | None, reading: Reading | None) -> float | None:
+    """Return how long a process has run, both times by the node's clock."""
+    return None if started is None or reading is None else max(0.0, round(reading.at - started, 1))
 
 
 def _xids(xids: list[Xid] | None, facts: NodeFacts) -> list[XidView] | None:

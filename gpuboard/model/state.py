@@ -5,6 +5,8 @@ One pure function, :func:`judge`; the table it follows is DESIGN's: the first ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from gpuboard.model.gpu import GpuReading, GpuStatic, Process
@@ -74,6 +76,16 @@ def counted(processes: list[Process], thresholds: Thresholds) -> list[Process]:
     ]
 
 
+def claims_words(claims: Sequence[Claim]) -> str:
+    """Return who holds a reserved GPU, for how long yet, and what for."""
+    return "; ".join(_claim_words(claim) for claim in claims)
+
+
+def unused(idle_for_s: float | None, thresholds: Thresholds) -> bool:
+    """Return whether nothing has run for so long that a GPU that somebody holds is called idle."""
+    return idle_for_s is not None and idle_for_s >= thresholds.idle_after_s
+
+
 def judge(facts: Facts, thresholds: Thresholds) -> Verdict:
     """Return the state of a GPU with its reason and flags."""
     state, reason = _state(facts, thresholds)
@@ -90,7 +102,7 @@ def _state(facts: Facts, limits: Thresholds) -> tuple[str, str]:
         return "unknown", unknown
     assert reading is not None  # _unknown has said so otherwise
     if facts.claims:
-        return "reserved", "; ".join(_claim_words(claim) for claim in facts.claims)
+        return "reserved", claims_words(facts.claims)
     if busy := _busy(reading, limits):
         return "busy", busy
     used = reading.memory_used or 0
@@ -177,7 +189,7 @@ def _flags(facts: Facts, limits: Thresholds, state: str) -> tuple[str, ...]:
     ours = {claim.lease for claim in facts.claims}
     if holders and any(p.user is not None and p.user not in holders and p.lease not in ours for p in processes):
         flags.append("rogue")
-    if holders and not processes and facts.idle_for_s is not None and facts.idle_for_s >= limits.idle_after_s:
+    if holders and not processes and unused(facts.idle_for_s, limits):
         flags.append("idle")
     if not facts.claims and any(p.lease is not None and p.lease not in facts.leases for p in processes):
         flags.append("overdue")

@@ -1,0 +1,193 @@
+"""Snapshots made of the last one are what the straightforward function gives, whatever happens in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpuboard.cluster.moving import Moving
+from gpuboard.cluster.picture import NodeFacts, View, inert_static, node_claims, snapshot
+from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process, Xid
+from gpuboard.model.reading import Claim, Hello, Reading, Static, shared
+from gpuboard.model.state import Thresholds
+
+replace = msgspec.structs.replace
+GIB = 2**30
+USERS = {"al": "alice"}
+HELLO = Hello(hostname="gpu01", boot_id="b", uid=1, user="alice", pid=2, python="3.6.8", addresses=["10.0.0.1"])
+STATICS = [
+    GpuStatic(index=0, uuid="GPU-a", name="H100", pci_bus_id="1", memory_total=80 * GIB, pcie_width_max=16),
+    GpuStatic(index=1, uuid="GPU-b", name="H100", pci_bus_id="2", memory_total=80 * GIB),
+    GpuStatic(index=2, uuid="GPU-c", name="A100", pci_bus_id="3", mig=[MigStatic("MIG-0", "3g.40gb", 40 * GIB)]),
+]
+PROCESSES = [
+    Process(pid=1, type="compute", memory=GIB, user="al", name="python", command="train", started=10.0, lease="k1"),
+    Process(pid=2, type="compute", memory=None, user=None, name="python", started=None),
+    Process(pid=3, type="graphics", memory=9, user="root", name="Xorg", started=1.5),
+    Process(pid=4, type="compute", memory=GIB, user="bob", name="python", started=20.0, uid=7, lease="old"),
+]
+# Mostly what happens every second, now and then what changes a verdict.
+NUMBERS: dict[str, Any] = {
+    "memory_used": st.sampled_from([0, 0, 1, 512 * 2**20, 3 * GIB]),
+    "utilization": st.sampled_from([0, 0, 4, 5, 50]),
+    "temperature": st.sampled_from([30, 31]),
+    "power": st.sampled_from([70.0, 71.5]),
+    "pcie_generation": st.sampled_from([1, 5]),
+}
+EVENTS: dict[str, Any] = {
+    "memory_used": st.none(),
+    "utilization": st.none(),
+    "processes": st.none() | st.lists(st.sampled_from(PROCESSES), max_size=2),
+    "compute_mode": st.sampled_from([None, 0, 2, 3]),
+    "error": st.sampled_from([None, "Unknown \x1b Error"]),
+    "lost": st.booleans(),
+    "delay_s": st.sampled_from([0.0, 0.5, 9.0, -1.0]),
+    "throttle": st.sampled_from([[], ["hw_thermal"], ["sw_power_cap"]]),
+    "pcie_width": st.sampled_from([None, 8, 16]),
+    "ecc_uncorrected": st.sampled_from([None, 0, 3]),
+    "remap_pending": st.booleans(),
+    "recovery_action": st.sampled_from([None, "none", "reset"]),
+    "xids": st.sampled_from([None, [], [Xid(79, 5.0)]]),
+    "mig": st.sampled_from([[], [MigReading("MIG-0", 0, [])], [MigReading("MIG-0", 1, PROCESSES[:1])]]),
+}
+CLAIMS = [
+    Claim(lease="k1", uuid="GPU-a", uid=1, owner="al", state="live", since=0, until=9, purpose="a\nb"),
+    Claim(lease="k2", uuid="GPU-b", uid=2, owner="bob", state="live", since=0, until=9, disputed_with=["k1"]),
+    Claim(lease="k1", uuid="GPU-b", uid=1, owner="al", state="live", since=0, until=9),
+    Claim(lease="k3", uuid="GPU-a", uid=1, owner="al", state="lapsed", since=0, until=9),
+    Claim(lease="k4", uuid="MIG-0", uid=1, owner="al", state="live", since=0, until=9),
+]
+
+
+def idle(uuid: str) -> GpuReading:
+    return GpuReading(uuid=uuid, memory_used=0, utilization=0, compute_mode=0, processes=[], recovery_action="none")
+
+
+class History:
+    """Two nodes to which things happen, drawn by ``data``."""
+
+    def __init__(self, data: st.DataObject, view: View) -> None:
+        self.data, self.view = data, view
+        known = {gpu.uuid: inert_static(gpu) for gpu in STATICS}
+        self.nodes = [
+            NodeFacts(name="gpu01", hello=HELLO, static=Static(gpus=STATICS), known=known),
+            NodeFacts(name="gpu02"),
+        ]
+        self.claims: list[Claim] = []
+        self.busy: dict[str, float] = {}
+
+    def draw(self, what: Any) -> Any:
+        return self.data.draw(what)
+
+    def happen(self) -> None:
+        """Let one thing happen."""
+        node = self.nodes[0]
+        what = self.draw(st.sampled_from(["tick"] * 6 + ["event", "node", "claims", "time", "frame", "other"]))
+        if what in {"tick", "event"}:
+            for _ in range(self.draw(st.integers(1, 2))):  # two readings may arrive before somebody looks
+                self.read(what == "event")
+        elif what == "claims":
+            self.claims = self.draw(st.lists(st.sampled_from(CLAIMS), max_size=3))
+        elif what == "time":
+            self.view = replace(self.view, now=self.view.now + self.draw(st.sampled_from([0.0, 0.4, 4.0, 6.0, 901.0])))
+            if self.draw(st.booleans()):
+                self.busy = self.busy | {"GPU-a": self.view.now}
+        elif what == "node" and node.reading is not None:
+            changes = {"claims_error": "NFS", "nvml_error": "driver reload", "interval_s": 2.0, "gpus": []}
+            key = self.draw(st.sampled_from(sorted(changes)))
+            self.nodes[0] = replace(node, reading=replace(node.reading, **{key: changes[key]}))
+        elif what == "frame":
+            self.nodes[0] = self.draw(
+                st.sampled_from(
+                    [
+                        replace(node, error=None if node.error else "lost: \x07"),
+                        replace(node, hello=replace(HELLO, hostname="other")),
+                        replace(node, static=Static(gpus=STATICS[:2], driver="580")),
+                        replace(node, known=node.known | {"GPU-a": replace(STATICS[0], index=5)}),
+                        replace(node, previous=None),
+                    ]
+                )
+            )
+        elif what == "other":  # a node that holds a claim on a GPU of the first
+            claims = self.draw(st.lists(st.sampled_from(CLAIMS[:2]), max_size=1))
+            reading = Reading(seq=1, at=1.0, interval_s=1.0, claims=claims)
+            self.nodes[1] = replace(self.nodes[1], reading=reading, arrived=self.view.now)
+
+    def read(self, event: bool) -> None:
+        """Let a reading arrive that follows the last one, a second later."""
+        node, old = self.nodes[0], self.nodes[0].reading
+        gpus = list(old.gpus) if old and old.gpus else [idle(gpu.uuid) for gpu in STATICS]
+        for place, gpu in enumerate(gpus):
+            key = self.draw(st.sampled_from(sorted(NUMBERS)))
+            gpus[place] = replace(gpu, **{key: self.draw(NUMBERS[key])})
+        if event:
+            place = self.draw(st.integers(0, len(gpus) - 1))
+            key = self.draw(st.sampled_from(sorted(EVENTS)))
+            gpus[place] = replace(gpus[place], **{key: self.draw(EVENTS[key])})
+            if self.draw(st.integers(0, 9)) == 0:
+                gpus = self.draw(st.sampled_from([gpus[1:], gpus[::-1], [*gpus, gpus[0]]]))
+        self.view = replace(self.view, now=self.view.now + 1.0)
+        age = self.draw(st.sampled_from([0.0, 1.0]))
+        claims = [replace(claim, remaining_s=3700.0 - self.view.now, age_s=age) for claim in self.claims]
+        seq = old.seq + 1 if old else 1
+        reading = Reading(seq=seq, at=100.0 + seq, interval_s=1.0, gpus=gpus, claims=claims, load1=seq / 7)
+        # As it comes: decoded, nothing in it shared with the one before.
+        decoded = msgspec.json.decode(msgspec.json.encode(reading), type=Reading)
+        new = shared(decoded, old)
+        assert new == decoded
+        self.nodes[0] = replace(
+            node, reading=new, previous=old, arrived=self.view.now - 0.1, last_busy=self.busy, error=None
+        )
+
+
+@given(st.data(), st.booleans(), st.sampled_from([1.0, 5.0]))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_snapshot_made_of_the_last_one_is_the_same(data: st.DataObject, one_shot: bool, interval_s: float) -> None:
+    view = View(
+        now=1000.0, at=1.0, cluster="c", thresholds=Thresholds(), users=USERS, interval_s=interval_s, one_shot=one_shot
+    )
+    history, moving = History(data, view), Moving()
+    for _ in range(data.draw(st.integers(2, 25))):
+        history.happen()
+        expected = snapshot(history.nodes, history.view)
+        assert moving.snapshot(history.nodes, history.view) == expected
+        assert [moving.claims(node, USERS) for node in history.nodes] == [node_claims(n, USERS) for n in history.nodes]
+
+
+def test_gpus_that_change_in_numbers_alone_are_not_judged_again() -> None:
+    """Their views are made of the last ones: what does not change in them is the same object."""
+    statics = {gpu.uuid: inert_static(gpu) for gpu in STATICS[:2]}
+    node = NodeFacts(name="gpu01", static=Static(gpus=STATICS[:2]), known=statics)
+    view = View(
+        now=0.0, at=1.0, cluster="c", thresholds=Thresholds(), users={}, interval_s=1.0, one_shot=False
+    )  # fmt: skip
+    moving, views = Moving(), []
+    for second in range(5):
+        gpus = [
+            replace(idle("GPU-a"), temperature=30 + second, processes=[PROCESSES[0]], utilization=50 + second),
+            replace(idle("GPU-b"), temperature=30 + second),
+        ]
+        reading = Reading(seq=second, at=100.0 + second, interval_s=1.0, gpus=gpus)
+        node = replace(node, reading=reading, previous=node.reading, arrived=float(second))
+        views.append(moving.snapshot([node], replace(view, now=second + 0.1)).nodes[0].gpus)
+    assert [(a.state, a.utilization, b.state, b.temperature) for a, b in views] == [
+        ("busy", 50 + second, "free" if second else "unknown", 30 + second) for second in range(5)
+    ]
+    assert all(a.reason is views[2][0].reason and a.flags is views[2][0].flags for a, _ in views[2:])
+    assert views[4][0].processes is not None
+    assert views[4][0].processes[0].runtime_s == 94.0
+
+
+def test_what_a_reading_shares_with_the_one_before() -> None:
+    old = Reading(seq=1, at=1.0, interval_s=1.0, gpus=[replace(idle("GPU-a"), processes=PROCESSES[:1]), idle("GPU-b")])
+    moved = [replace(old.gpus[0], processes=list(PROCESSES[:1]), power=99.0), replace(idle("GPU-b"), lost=True)]
+    new = replace(old, seq=2, gpus=moved)
+    found = shared(new, old)
+    assert found == new
+    assert found.gpus[0].processes is old.gpus[0].processes
+    assert found.gpus[1] is moved[1]
+    assert shared(new, None) is new
+    assert shared(replace(new, gpus=moved[:1]), old).gpus == moved[:1]
