@@ -58,6 +58,11 @@ class LogFile:
         self.path = path
         self._size = 0
 
+    def stamp(self) -> tuple[int, int, int]:
+        """Return what is another when the file has changed. Raises LogGone."""
+        with _Reader(self.path) as file:
+            return file.stamp
+
     def end(self, window: Window) -> Page:
         """Return the last page. Raises LogGone."""
         with _Reader(self.path) as file:
@@ -121,7 +126,9 @@ class _Reader:
             raise LogGone("the run's folder was removed" if gone else "nothing was written here") from None
         except OSError as error:
             raise LogGone(f"cannot be read: {error.strerror}") from error
-        self.size = os.fstat(self._fd).st_size
+        status = os.fstat(self._fd)
+        self.size = status.st_size
+        self.stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
         self._at, self._data = 0, b""
 
     def __enter__(self) -> _Reader:

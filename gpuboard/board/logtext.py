@@ -58,6 +58,16 @@ def drawn(line: str, width: int | None, most: int) -> list[Text]:
     return list(text.divide(cuts)) if cuts else [text]
 
 
+def bytes_words(size: int) -> str:
+    """Return a size as ``812 B``, ``3.4 MB``, ``120 GB``."""
+    amount, unit = float(size), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if amount < 1000 or unit == "TB":
+            break
+        amount /= 1000
+    return f"{amount:.1f} {unit}" if amount < 10 and unit != "B" else f"{amount:.0f} {unit}"
+
+
 def _coloured(line: str) -> Text:
     """Return a line with escapes and controls gone, tabs as blanks and its colours as styles."""
     line = _ESCAPE.sub(lambda match: match.group() if _SGR.fullmatch(match.group()) else "", line)

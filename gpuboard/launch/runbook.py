@@ -37,7 +37,6 @@ class Detail(msgspec.Struct, frozen=True):
     checks: list[Check]  # of preflight, that did not come out well
     words: list[str]  # the newest words of the head, without its name
     grace_s: float | None
-    logs: str = ""  # why the logs are incomplete, "" if they are not known to be
 
 
 class Runbook:
@@ -117,9 +116,21 @@ def read_detail(folder: Path) -> Detail:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         grace_s = None
     words = [clean(line.partition(" ")[2].removeprefix("gpuboard: ")) for line in _tail(folder / "head.log")]
-    logs = next((line for line in words if line.startswith("logs are incomplete")), "")
     wrong = [check for check in checks if check.status in {"fail", "warn"}]
-    return Detail(grouped(wrong), words[-20:], grace_s, logs)
+    return Detail(grouped(wrong), words[-20:], grace_s)
+
+
+def log_trouble(folder: Path) -> str:
+    """Return in words why the logs in a run's folder may lack what the ranks wrote; "" when nothing is known."""
+    for line in _tail(folder / "head.log"):
+        words = clean(line.partition(" ")[2].removeprefix("gpuboard: "))
+        if words.startswith("logs are incomplete"):
+            return words
+    try:
+        free = os.statvfs(folder).f_bavail
+    except OSError:
+        return ""
+    return "" if free else f"the disk of {folder} is full: what the ranks write is lost"
 
 
 def _tail(path: Path) -> list[str]:
