@@ -1,0 +1,155 @@
+"""The demo's board: a cluster that lives, people who are in the way as real ones are, and nothing left at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuboard.agent import claims
+from gpuboard.board.core import Core
+from gpuboard.board.scene import Place, Scene
+from gpuboard.board.starting import LaunchForm
+from gpuboard.cli import demo_board
+from gpuboard.config import Settings
+from gpuboard.errors import GpuboardError
+from gpuboard.ledger import keeper_processes
+from gpuboard.model.request import Request
+from gpuboard.transport.base import CallFailed
+from tests.board import lab
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[[float], Core]]:
+    """A core of the demo's cluster, so many seconds into its story; ended at the test's end."""
+    made: list[Core] = []
+
+    def core(t: float) -> Core:
+        settings = Settings(claims_dir=str(lab.claims_folder(tmp_path)))
+        made.append(demo_board.make(settings, lab.environment(tmp_path), epoch=time.time() - t))
+        return made[-1]
+
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a folder for claims")
+    yield core
+    for one in made:
+        one.close()
+        assert demo_board.end(one) == []
+
+
+def until(core: Core, condition: Callable[[Scene], object], timeout_s: float = 15.0) -> Scene:
+    deadline = time.monotonic() + timeout_s
+    while not condition(scene := core.scene()):
+        assert time.monotonic() < deadline, [(n.name, n.state, n.error) for n in scene.snapshot.nodes]
+        core.fleet.wait_change(0.2)
+    return scene
+
+
+def started(core: Core) -> Scene:
+    """Start ``core``; return the first scene in which all nodes but the one that may hang are known."""
+
+    def known(scene: Scene) -> bool:
+        nodes = [node for node in scene.snapshot.nodes if node.name != "sim07"]
+        return all(node.gpus and all(gpu.state != "unknown" for gpu in node.gpus) for node in nodes)
+
+    core.start(lambda _: None)
+    return until(core, known)
+
+
+def gpu(scene: Scene, node: str, index: int) -> Place:
+    return next(place for place in scene.places.values() if (place.node.name, place.gpu.index) == (node, index))
+
+
+def test_everything_the_board_can_show_is_there_after_a_minute(make: Callable[[float], Core]) -> None:
+    scene = started(make(62.0))
+    states = {place.gpu.state for place in scene.places.values()}
+    flags = {flag for place in scene.places.values() for flag in place.gpu.flags}
+    assert scene.simulated
+    assert states == {"free", "reserved", "busy", "occupied", "broken"}
+    assert flags >= {"rogue", "sick", "overdue", "mig"}
+    assert {lease.owner for lease in scene.leases.leases} >= {"alice", "carol", "erin", "frank"}
+    assert all(not scene.is_mine(lease) for lease in scene.leases.leases)
+    wide = scene.by_lease["h4t9wd"]
+    assert ({g.node for g in wide.gpus}, len(wide.gpus), wide.flags) == ({"sim01", "sim02"}, 8, [])
+    lost = gpu(scene, "sim03", 11).gpu
+    assert (lost.state, [xid.code for xid in lost.xids or []]) == ("broken", [79])
+    hidden = gpu(scene, "sim06", 1).gpu
+    assert [(p.user, p.container) for p in hidden.processes or []] == [(None, "6f1d0c9ab27e")]
+
+
+def test_a_node_hangs_and_comes_back(make: Callable[[float], Core]) -> None:
+    core = make(104.0)  # until 112 it says nothing
+    scene = started(core)
+    assert scene.nodes["sim07"].state == "unreachable"
+    assert all(node.state == "up" for name, node in scene.nodes.items() if name != "sim07")
+    assert until(core, lambda scene: scene.nodes["sim07"].state == "up").nodes["sim07"].gpus
+
+
+def test_who_is_simulated_is_in_the_way_and_what_is_his_stays_his(make: Callable[[float], Core]) -> None:
+    core = make(62.0)
+    scene = started(core)
+    carols = gpu(scene, "sim01", 5).gpu.uuid
+    args: dict[str, Any] = {"lease": "mm22mm", "uuids": [carols], "for_s": 60.0, "nodes": ["sim01"], "gpus": 1}
+    with pytest.raises(CallFailed, match="by carol") as failed:
+        core.fleet.call("sim01", "take", args, 5.0)
+    assert failed.value.kind == "conflict"
+    with pytest.raises(GpuboardError, match="alice"):
+        core.operations.release("h4t9wd")
+    assert "h4t9wd" in core.scene().by_lease
+
+
+def test_a_killed_demos_leases_are_released_by_the_next(make: Callable[[float], Core], tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    folder = str(lab.claims_folder(tmp_path))
+    for pid, lease in ((gone.pid, "aa22aa"), (os.getppid(), "bb22bb")):
+        uuid = f"SIM-demo-{os.getuid()}-{pid}-sim01-0"
+        args = {"lease": lease, "uuids": [uuid], "for_s": 60.0, "nodes": ["sim01"], "gpus": 1}
+        claims.handle("take", args, claims.Folder(folder, "SIM-demo-"))
+    make(0.0)
+    assert [name.partition(":")[0] for name in lab.claims(tmp_path)] == ["bb22bb"]
+
+
+@pytest.mark.torch
+def test_runs_and_leases_of_the_board_end_with_it(make: Callable[[float], Core], tmp_path: Path) -> None:
+    if find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed")
+    core = make(0.0)
+    started(core)
+    allocation = core.operations.reserve(Request(n=2, model="H100"), 600.0, "mine")
+    core.operations.told(allocation)
+    lease = allocation.lease.id
+    command = "-m gpuboard.launch.demo_train --steps 100000 --pause 0.02"
+    run = core.starter.start(LaunchForm(command, str(tmp_path), lease=lease, device="cpu"))
+
+    def trains(scene: Scene) -> bool:
+        mine = [scene.places[g.uuid].gpu for g in allocation.lease.gpus]
+        return all(one.processes and one.utilization for one in mine)
+
+    scene = until(core, trains, 60.0)
+    [process] = scene.places[allocation.lease.gpus[0].uuid].gpu.processes or []
+    assert (process.lease, "demo_train" in process.command) == (lease, True)
+    assert "rogue" not in scene.places[allocation.lease.gpus[0].uuid].gpu.flags
+    core.close()
+    assert demo_board.end(core) == []
+    assert run.over
+    assert lab.claims(tmp_path) == []
+    assert keeper_processes.carriers(lease) == []
+
+
+def test_the_app_shows_it_and_says_that_it_is_simulated(make: Callable[[float], Core]) -> None:
+    async def story() -> None:
+        async with lab.board(make(62.0), (160, 50)) as (app, _):
+            text = lab.screen(app)
+            assert "SIMULATED" in text.upper()
+            assert all(f"sim0{k}" in text for k in range(1, 8))
+
+    asyncio.run(story())
