@@ -1,32 +1,342 @@
-"""The cluster view: what is free, every node and GPU."""
+"""The cluster view: what is free, every node and GPU, as a picture or as a table."""
 
 from __future__ import annotations
 
-from rich.text import Text
-from textual.app import ComposeResult
-from textual.widgets import Footer, Static
+from typing import ClassVar
 
+import msgspec
+from rich.style import Style
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.widgets import Footer, Input
+
+from gpuboard.board.arrange import GROUPS, NodeRow, ViewState, arrange, arrange_nodes, natural_nodes
+from gpuboard.board.cells import width
+from gpuboard.board.gpu import GpuPanel, GpuScreen
+from gpuboard.board.grid import Grid
 from gpuboard.board.look import LETTERS
-from gpuboard.board.scene import Scene
+from gpuboard.board.node import NodeScreen
+from gpuboard.board.picture import Picture
+from gpuboard.board.query import Query, QueryError, parse
+from gpuboard.board.scene import Place, Scene
 from gpuboard.board.screen import BoardScreen
+from gpuboard.board.summary import Banners, Lines, Summary
+from gpuboard.board.table import GpuTable
+from gpuboard.board.words import FLAG_MARKS
+
+_CYCLE = ("", "model", "memory", "utilization", "power", "temperature", "user", "age", "state", "reason")
+_DOWN_FIRST = frozenset({"memory", "utilization", "power", "temperature", "age"})  # the most is what one looks for
+_HINT = "user:alice state:free mem>40G model:H100 node:gpu[01-04], or any word"
+_NO_MATCH = "No GPU matches the filter.\nEscape takes it away."
+_NO_NODES = "There are no nodes.\nName some: gpuboard --nodes gpu[01-04], or in the config file."
+_NODE = "node:"  # what keys of nodes begin with
 
 
 class ClusterScreen(BoardScreen):
-    """The first screen."""
+    """The first screen. One cursor and one selection, by UUID, for picture and table."""
 
     TITLE_WORDS = "Cluster"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (160, "-rich")]  # noqa: RUF012  # textual's own type
+    DEFAULT_CSS = """
+    ClusterScreen #filter { display: none; height: 1; border: none; padding: 0 1; }
+    ClusterScreen #filter.-open { display: block; }
+    ClusterScreen #body { height: 1fr; }
+    ClusterScreen #side { display: none; width: 64; }
+    ClusterScreen.-rich #side { display: block; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "filter", "Filter", id="cluster.filter"),
+        Binding("t", "view", "Table", id="cluster.view"),
+        Binding("s", "sort", "Sort", id="cluster.sort"),
+        Binding("S", "reverse", "Sort the other way", id="cluster.reverse", show=False),
+        Binding("g", "group", "Group", id="cluster.group"),
+        Binding("n", "node", "Node", id="cluster.node", show=False),
+        Binding("escape", "clear", "Take filter or selection away", id="cluster.clear", show=False),
+        Binding("down", "rows", "From the filter to the rows", id="cluster.rows", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = ViewState()
+        self._query: Query = parse("")
+        self._marks: frozenset[str] = frozenset()
+        self._matching: int | None = None  # how many GPUs the filter leaves
 
     def compose(self) -> ComposeResult:
-        """Header, picture, footer."""
-        yield Static(id="picture", markup=False)
+        """Header, filter, picture or table, the cursor's GPU, keys."""
+        yield Summary(id="summary")
+        yield Banners(id="banners")
+        yield Input(placeholder=_HINT, id="filter", compact=True, select_on_focus=False)
+        yield Lines(id="wrong")
+        with Horizontal(id="body"):
+            yield Picture(id="picture")
+            yield GpuTable(self.board.core.history.utilization, id="table")
+            yield GpuPanel(id="side")
+        yield Lines(id="status")
         yield Footer()
 
+    def on_mount(self) -> None:
+        """Look at the cluster as the last time."""
+        self.view = self.board.preferences.view
+        box = self.query_one("#filter", Input)
+        box.value = self.view.filter
+        box.set_class(bool(self.view.filter), "-open")
+        self._switch()
+        self.grid.say(f"Reading {len(self.board.core.nodes)} nodes")
+        self.grid.focus()
+
+    # For the actions on GPUs
+
+    @property
+    def cursor_uuid(self) -> str | None:
+        """The UUID of the GPU or MIG device under the cursor; None on a node of which no GPU is known."""
+        key = self.grid.cursor
+        return None if key is None or key.startswith(_NODE) else key
+
+    @property
+    def cursor_place(self) -> Place | None:
+        """The GPU under the cursor, with its node; for a MIG device the GPU that it is a part of."""
+        uuid = self.cursor_uuid
+        return None if uuid is None or self.board.scene is None else _place(self.board.scene, uuid)
+
+    @property
+    def cursor_node(self) -> str | None:
+        """The name of the node under the cursor."""
+        key = self.grid.cursor
+        if key is not None and key.startswith(_NODE):
+            return key.removeprefix(_NODE)
+        place = self.cursor_place
+        return place.node.name if place else None
+
+    def targets(self) -> list[str]:
+        """Return what an action is meant for: the selected GPUs that are there, in their order, else the cursor's."""
+        scene = self.board.scene
+        if self._marks and scene is not None:
+            gpus = [gpu for node in natural_nodes(scene) for gpu in node.gpus]
+            known = [uuid for gpu in gpus for uuid in (gpu.uuid, *(device.uuid for device in gpu.mig))]
+            if found := [uuid for uuid in known if uuid in self._marks]:
+                return found
+        return [] if self.cursor_uuid is None else [self.cursor_uuid]
+
+    # Drawing
+
+    @property
+    def grid(self) -> Picture | GpuTable:
+        """The one of the two views that is shown."""
+        return (
+            self.query_one("#picture", Picture) if self.view.view == "picture" else self.query_one("#table", GpuTable)
+        )
+
     def show(self, scene: Scene) -> None:
-        """Draw ``scene``."""
-        lines = []
-        for node in scene.snapshot.nodes:
-            line = Text(f"{node.name:<16}")
-            for gpu in node.gpus:
-                line.append(LETTERS[gpu.state], self.board.look.style(gpu.state))
-            lines.append(line)
-        self.query_one("#picture", Static).update(Text("\n").join(lines))
+        """Draw ``scene``: what is visible, and one pass for sums, filter and order."""
+        self.query_one("#summary", Summary).show(scene)
+        self.query_one("#banners", Banners).show(scene)
+        matches = self._query.matches if self._query else None
+        grid = self.grid
+        grid.say(_NO_MATCH if matches else _NO_NODES)
+        if isinstance(grid, Picture):
+            nodes = arrange_nodes(scene, self.view, matches)
+            grid.show(scene, nodes)
+            found = (item for item in nodes if isinstance(item, NodeRow)) if matches else ()
+            count = sum(len(item.node.gpus if item.shown is None else item.shown) for item in found)
+        else:
+            rows = arrange(scene, self.view, matches)
+            grid.show(scene, rows)
+            count = sum(isinstance(row, Place) for row in rows) if matches else 0
+        self._matching = count if matches else None
+        self._show_side()
+        self._show_status()
+
+    def on_resize(self) -> None:
+        """Say as much as there is room for."""
+        if self.board.scene is not None:
+            self.call_after_refresh(self.show, self.board.scene)
+
+    def restyle(self) -> None:
+        """Draw both views with the new look."""
+        self.query_one("#picture", Picture).redraw()
+        self.query_one("#table", GpuTable).redraw()
+        super().restyle()
+
+    def go_to(self, key: str) -> None:
+        """Put the cursor on a node or a GPU; a filter that hides it is taken away."""
+        scene = self.board.scene
+        if scene is None:
+            return
+        if key.startswith(_NODE) and (node := scene.nodes.get(key.removeprefix(_NODE))) is not None and node.gpus:
+            key = node.gpus[0].uuid
+        self.grid.cursor = key
+        if self.grid.cursor != key and self._query:
+            self._close_filter()
+            self.grid.cursor = key
+
+    def _show_side(self) -> None:
+        side = self.query_one("#side", GpuPanel)
+        if side.display and self.board.scene is not None:
+            place = self.cursor_place
+            uuid = place.gpu.uuid if place else self.cursor_uuid
+            side.show_gpu(self.board.scene, uuid, self.board.core.history, self.board.look.glyphs)
+
+    def _show_status(self) -> None:
+        """Say what is selected and how the view was changed; letters and marks are explained where room is left."""
+        view, said = self.view, []
+        glyphs = self.board.look.glyphs
+        if self._marks:
+            said.append((f"{len(self._marks)} selected", "marked"))
+        if self._matching is not None:
+            said.append((f"{self._matching} match{'es' if self._matching == 1 else ''}", "title"))
+        if view.sort:
+            said.append((f"by {view.sort} {glyphs.down if view.reverse else glyphs.up}", ""))
+        if view.group != "none":
+            said.append((f"grouped by {view.group}", ""))
+        runs: list[tuple[str, str | Style]] = [(" ", "")]
+        for text, style in said:
+            runs += [(text, style), ("  ", "")]
+        room = self.size.width - sum(width(text) for text, _ in runs)
+        marks = [(mark, "warn", flag) for flag, mark in FLAG_MARKS.items()]
+        letters = [(letter, state, state) for state, letter in LETTERS.items()] if view.view == "picture" else []
+        for sign, style, word in (*letters, *marks):
+            room -= len(sign) + len(word) + 3
+            if room < 0:
+                break
+            runs += [(sign, style), (f" {word}  ", "dim")]
+        self.query_one("#status", Lines).set_lines([tuple(runs)])
+
+    # Cursor and selection
+
+    def on_grid_moved(self) -> None:
+        """Show the GPU that the cursor is on."""
+        self._show_side()
+
+    def on_grid_marked(self, message: Grid.Marked) -> None:
+        """Keep the selection; it holds for both views."""
+        self._marks = message.keys
+        self._show_status()
+
+    def on_grid_chosen(self, message: Grid.Chosen) -> None:
+        """Open a GPU or a node."""
+        if message.key.startswith(_NODE):
+            self.app.push_screen(NodeScreen(message.key.removeprefix(_NODE)))
+        elif self.board.scene is not None and (place := _place(self.board.scene, message.key)) is not None:
+            self.app.push_screen(GpuScreen(place.gpu.uuid))
+
+    def action_node(self) -> None:
+        """Open the node under the cursor."""
+        if self.cursor_node is not None:
+            self.app.push_screen(NodeScreen(self.cursor_node))
+
+    # Order and view
+
+    def on_grid_sorted(self, message: Grid.Sorted) -> None:
+        """Sort by a column: at first as one most likely wants it, then the other way."""
+        if self.view.sort == message.key:
+            self.action_reverse()
+        else:
+            self._change(sort=message.key, reverse=message.key in _DOWN_FIRST)
+
+    def action_sort(self) -> None:
+        """Sort by the next column."""
+        at = _CYCLE.index(self.view.sort) if self.view.sort in _CYCLE else 0
+        sort = _CYCLE[(at + 1) % len(_CYCLE)]
+        self._change(sort=sort, reverse=sort in _DOWN_FIRST)
+
+    def action_reverse(self) -> None:
+        """Sort the other way."""
+        self._change(sort=self.view.sort or "node", reverse=not self.view.reverse)
+
+    def action_group(self) -> None:
+        """Group by the next of node, model, user, state, or not at all."""
+        self._change(group=GROUPS[(GROUPS.index(self.view.group) + 1) % len(GROUPS)])
+
+    def action_view(self) -> None:
+        """Show the table instead of the picture, or the picture again."""
+        place, key = self.cursor_place, self.grid.cursor
+        focused = self.grid.has_focus
+        self._change(view="table" if self.view.view == "picture" else "picture")
+        self._switch()
+        self.grid.cursor = place.gpu.uuid if place and self.view.view == "picture" else key
+        if focused:
+            self.grid.focus()
+
+    def _switch(self) -> None:
+        """Show the view that was chosen, with the selection of the other."""
+        for grid in (self.query_one("#picture", Picture), self.query_one("#table", GpuTable)):
+            grid.display = grid is self.grid
+        self.grid.marks = self._marks
+        self.grid.set_sort(self.view.sort or None, self.view.reverse)
+        self.refresh_bindings()
+
+    def _change(self, **changes: str | bool) -> None:
+        """Look at the cluster in another way, also after the next start."""
+        self.view = msgspec.structs.replace(self.view, **changes)
+        self.board.remember(view=self.view)
+        self.grid.set_sort(self.view.sort or None, self.view.reverse)
+        if self.board.scene is not None:
+            self.show(self.board.scene)
+
+    # The filter
+
+    def action_filter(self) -> None:
+        """Type a filter."""
+        box = self.query_one("#filter", Input)
+        box.add_class("-open")
+        box.focus()
+
+    def action_rows(self) -> None:
+        """Go from the filter to the rows."""
+        self.grid.focus()
+
+    def action_clear(self) -> None:
+        """Take the filter away, or, when there is none, the selection."""
+        box = self.query_one("#filter", Input)
+        if box.has_class("-open"):
+            self._close_filter()
+        elif self._marks:
+            self._marks = frozenset()
+            self.grid.marks = ()
+            self._show_status()
+
+    def _close_filter(self) -> None:
+        box = self.query_one("#filter", Input)
+        self.grid.focus()
+        box.remove_class("-open")
+        box.value = ""
+        self._filter_by("")
+
+    @on(Input.Changed, "#filter")
+    def typed(self, message: Input.Changed) -> None:
+        """Filter by what is typed so far; what cannot be understood is said, and the filter before it stays."""
+        self._filter_by(message.value)
+
+    @on(Input.Submitted, "#filter")
+    def submitted(self) -> None:
+        """Go on among the rows; an empty filter goes away."""
+        if self.query_one("#filter", Input).value.strip():
+            self.grid.focus()
+        else:
+            self._close_filter()
+
+    def _filter_by(self, text: str) -> None:
+        """Compile a filter and look through it."""
+        wrong = self.query_one("#wrong", Lines)
+        try:
+            query = parse(text)
+        except QueryError as error:
+            wrong.set_lines([((f"  {error.words}", "warn"),)])
+            return
+        wrong.set_lines(())
+        if text != self._query.text:
+            self._query = query
+            self._change(filter=text)
+
+
+def _place(scene: Scene, uuid: str) -> Place | None:
+    """Return where a GPU is; a MIG device is in its parent."""
+    place = scene.places.get(uuid)
+    if place is not None:
+        return place
+    return next(
+        (place for place in scene.places.values() if any(device.uuid == uuid for device in place.gpu.mig)), None
+    )

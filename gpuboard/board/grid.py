@@ -107,14 +107,16 @@ class Grid(ScrollView, can_focus=True):
         *,
         empty: str = "",
         marks: bool = False,
+        mark_column: bool = True,
         header: bool = True,
         id: str | None = None,
     ) -> None:
-        """``empty``: what to say while there are no rows; ``marks``: whether rows can be selected."""
+        """``empty``: what to say while there are no rows; ``marks``: whether rows can be marked, in a column for it."""
         super().__init__(id=id)
         self.columns = tuple(columns)
         self.empty = empty
         self._marking = marks
+        self._indent = MARK_WIDTH if marks and mark_column else 0
         self._top = _HEADER if header else 0
         self._rows: Sequence[Row] = ()
         self._indexes: dict[str, int] | None = {}
@@ -204,6 +206,13 @@ class Grid(ScrollView, can_focus=True):
             self._sort = sort
             self.refresh(Region(0, 0, self.size.width, 1))
 
+    def say(self, empty: str) -> None:
+        """Say something else while there are no rows."""
+        if empty != self.empty:
+            self.empty = empty
+            if not self._rows:
+                self.refresh()
+
     def redraw(self) -> None:
         """Draw everything again, after the look has changed."""
         self._lines.clear()
@@ -238,10 +247,6 @@ class Grid(ScrollView, can_focus=True):
         """Share the width among the columns."""
         self._widths = share(self.columns, self.scrollable_content_region.width - self._indent)
         self.redraw()
-
-    @property
-    def _indent(self) -> int:
-        return MARK_WIDTH if self._marking else 0
 
     def _line(self, index: int) -> Line:
         row = self._rows[index]
@@ -310,7 +315,7 @@ class Grid(ScrollView, can_focus=True):
             line,
             self.columns,
             self._widths,
-            marking=self._marking,
+            marking=self._indent > 0,
             over=over,
             width=width,
             base=base,
