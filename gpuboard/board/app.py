@@ -95,6 +95,7 @@ class BoardApp(App[int]):
         self.theme_in_use = themes.choose(env, settings.theme, self.preferences.theme, self.themes)
         self._colorless = bool(env.get("NO_COLOR"))
         self._keeping: threading.Timer | None = None
+        self._crashed = False
         self.look: Look = self.themes[self.theme_in_use].look(self._glyphs)
         for name, theme in self.themes.items():
             theme.textual.name = name
@@ -278,7 +279,8 @@ class BoardApp(App[int]):
 
     def _fatal_error(self) -> None:
         """End after an exception that nobody expected; textual would show a page of local variables."""
-        if self._exception is not None:
+        if self._exception is not None and not self._crashed:
             from rich.text import Text
 
+            self._crashed = True  # what follows from the first one is no news
             self.panic(Text(f"gpuboard: {report(self._exception, self.core.env)}"))

@@ -98,9 +98,10 @@ class Guard:
             self._leaving.set()
             threading.Thread(target=self._force, args=(code,), name="leave", daemon=True).start()
 
-    def restored(self) -> None:
-        """Say that the terminal is as it was: from now on nothing must be written to it."""
+    def restored(self, code: int = 0) -> None:
+        """Say that the terminal is as it was: nothing must be written to it any more. What is left to do is short."""
         self._restored = True
+        self.leave(code)
 
     def _force(self, code: int) -> None:
         time.sleep(self._leave_s)
@@ -111,8 +112,9 @@ class Guard:
     def restore(self) -> None:
         """Put the terminal back as it was, without waiting for one that takes nothing."""
         with contextlib.suppress(OSError, ValueError, termios.error):
-            if self._attributes is not None:
-                termios.tcsetattr(self._fd, termios.TCSANOW, self._attributes)
+            if self._attributes is None:
+                return  # none was there: in a browser
+            termios.tcsetattr(self._fd, termios.TCSANOW, self._attributes)
             fd = sys.__stderr__.fileno() if sys.__stderr__ else 2
             if select.select([], [fd], [], 0)[1]:
                 os.write(fd, _RESTORE)

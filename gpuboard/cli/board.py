@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # what `serve` starts for a browser of COLUMNS ROWS: packets on stdin and stdout are its terminal
     parser.add_argument("--browser", nargs=2, type=natural, help=argparse.SUPPRESS)
     parser.epilog = (
-        "examples:\n  gpuboard\n  gpuboard board --nodes 'gpu[01-03]'\n\n? shows the keys, ctrl-p every action."
+        "examples:\n  gpuboard\n  gpuboard board --nodes 'gpu[01-03]'\n\n"
+        "? shows every key, / filters, ctrl-p finds any action, node or GPU by name, q leaves. Keys and themes are\n"
+        "set in the config (docs/commands.md); sort, filter and theme are kept between starts."
     )
 
 
@@ -26,20 +28,33 @@ def run(args: argparse.Namespace, context: Context) -> int:
         from gpuboard.cli import status
 
         return status.run(argparse.Namespace(watch=None, json=False), context)
-    from gpuboard.board.app import BoardApp  # 250 ms: only for the board
+    from gpuboard.board import terminal
+
+    if args.browser is None and (why := terminal.cannot_draw(context.env)):
+        from gpuboard.cli import status
+        from gpuboard.cli.main import say
+
+        say(f"no board on this terminal: {why}. The status instead:")
+        return status.run(argparse.Namespace(watch=None, json=False), context)
     from gpuboard.board.core import Core
 
     env = context.env
     if context.config_file is not None:  # what the board starts is to read the same one
         env = {**env, "GPUBOARD_CONFIG": str(context.config_file.absolute())}
     core = Core(context.nodes(), context.settings, env)
+    guard = terminal.Guard()
     try:
-        app = BoardApp(core)
-        if args.browser is None:
-            return app.run() or 0
-        from gpuboard.board.webdriver import BrowserDriver
+        from gpuboard.board.app import BoardApp  # 250 ms: only for the board
 
-        app.driver_class = BrowserDriver
-        return app.run(size=tuple(args.browser)) or 0
+        app = BoardApp(core, guard)
+        if args.browser is None:
+            app.run()
+        else:
+            from gpuboard.board.webdriver import BrowserDriver
+
+            app.driver_class = BrowserDriver
+            app.run(size=tuple(args.browser))
+        guard.restored(app.return_code or 0)
+        return app.return_code or 0
     finally:
         core.close()
