@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -34,6 +35,7 @@ MOST_BOARDS = 8  # each is a process of 60 to 100 MB with connections to every n
 _END_S = 0.5  # for a board to end in order before it is killed
 _LONGEST = 16 << 20  # bytes of one packet: a whole screen is less than 1 MB
 _TITLE = "gpuboard"
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Server:
@@ -146,7 +148,7 @@ class Server:
         finally:
             await board.stop()
             self._boards.discard(board)
-            said = f": {board.said}" if board.said else ""
+            said = "".join(f"\n    {line}" for line in board.said)
             self._log(f"{name} closed after {time.monotonic() - began:.0f} s; open: {len(self._boards)}{said}")
             with contextlib.suppress(ConnectionError):
                 await websocket.close()
@@ -158,7 +160,7 @@ class _Board:
 
     def __init__(self) -> None:
         self._process: Process | None = None
-        self.said = ""  # its last words on stderr, cleaned
+        self.said: list[str] = []  # its last lines on stderr, cleaned
 
     async def start(self, command: Sequence[str], env: Mapping[str, str], size: tuple[int, int]) -> None:
         """Start the process with a terminal of ``size`` (columns, rows)."""
@@ -185,6 +187,9 @@ class _Board:
             await self.stop()
             await asyncio.wait({errors}, timeout=_END_S)
             errors.cancel()
+        if self._process.returncode and self.said and not websocket.closed:
+            with contextlib.suppress(ConnectionError):  # it failed: its words stand where it was, off the other screen
+                await websocket.send_bytes("\r\n".join(["\x1b[?1049l\x1b[0m\x1b[2J\x1b[H", *self.said]).encode())
 
     async def stop(self) -> None:
         """End the process; takes half a second at most. Its connections, agents and all, end with it."""
@@ -256,8 +261,8 @@ class _Board:
         last = b""
         while said := await self._process.stderr.read(4096):
             last = (last + said)[-4096:]
-            lines = [clean(line, 200) for line in last.decode("utf-8", "replace").splitlines() if line.strip()]
-            self.said = lines[-1] if lines else ""
+            lines = _COLOUR.sub("", last.decode("utf-8", "replace")).splitlines()
+            self.said = [clean(line, 200) for line in lines if line.strip()]
 
 
 def listen(port: int, host: str = "127.0.0.1") -> socket.socket:

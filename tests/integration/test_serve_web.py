@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -27,6 +27,9 @@ from tests.nvml import GIB, Gpu
 from tests.waiting import until
 
 __all__ = ["here"]
+
+
+Visit = Callable[[aiohttp.ClientSession, str, str], Awaitable[None]]  # of base and page
 
 
 class Serving:
@@ -227,36 +230,54 @@ def test_boards_end_with_the_server(serving: Serving, number: int, code: int, be
     assert serving.process.returncode == code
 
 
-def test_boards_that_do_not_end_are_killed_and_the_ninth_is_refused() -> None:
+async def serve_here(command: list[str], said: list[str], visit: Visit) -> None:
+    """Serve boards made by ``command`` in this process, ``visit`` them with a cookie, and stop."""
     guard = Guard(new_token(), None)
-    listener = listen(0)
-    base = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    stubborn = [sys.executable, "-S", "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
-
-    async def visit() -> None:
-        said: list[str] = []
-        server = Server(guard, stubborn, {}, said.append)
-        serving = asyncio.create_task(server.serve(listener))
+    with listen(0) as listener:
+        base = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        serving = asyncio.create_task(Server(guard, command, {}, said.append).serve(listener))
         async with aiohttp.ClientSession(headers={"Cookie": f"{COOKIE}={guard.cookie}"}) as session:
-            address = f"{base}{guard.path}/"
-            pages = [await session.ws_connect(f"{address}ws", origin=base) for _ in range(MOST_BOARDS)]
-            while len(said) < MOST_BOARDS:
-                await asyncio.sleep(0.01)
-            async with session.get(address) as answer:
-                assert answer.status == 503
-                assert f"{MOST_BOARDS} boards are open already" in await answer.text()
-            with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
-                await session.ws_connect(f"{address}ws", origin=base)
-            assert caught.value.status == 503
+            await visit(session, base, f"{base}{guard.path}/")
             began = asyncio.get_running_loop().time()
             os.kill(os.getpid(), signal.SIGTERM)
             assert await serving == signal.SIGTERM
             assert asyncio.get_running_loop().time() - began < 3
-            assert [(await page.receive()).type for page in pages] == [aiohttp.WSMsgType.CLOSE] * MOST_BOARDS
-        assert sum("closed" in line for line in said) == MOST_BOARDS
 
-    with listener:
-        asyncio.run(visit())
+
+def test_boards_that_do_not_end_are_killed_and_the_ninth_is_refused() -> None:
+    stubborn = [sys.executable, "-S", "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+    said: list[str] = []
+    pages: list[aiohttp.ClientWebSocketResponse] = []
+
+    async def visit(session: aiohttp.ClientSession, base: str, page: str) -> None:
+        pages.extend([await session.ws_connect(f"{page}ws", origin=base) for _ in range(MOST_BOARDS)])
+        while len(said) < MOST_BOARDS:
+            await asyncio.sleep(0.01)
+        async with session.get(page) as answer:
+            assert answer.status == 503
+            assert f"{MOST_BOARDS} boards are open already" in await answer.text()
+        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+            await session.ws_connect(f"{page}ws", origin=base)
+        assert caught.value.status == 503
+
+    asyncio.run(serve_here(stubborn, said, visit))
+    assert sum("closed" in line for line in said) == MOST_BOARDS
+
+
+def test_a_board_that_fails_says_why_in_the_page_and_in_the_log() -> None:
+    fails = [sys.executable, "-S", "-c", r"import sys; sys.exit('\x1b[31mno such \x1b]0;thing\nat all')"]
+    said: list[str] = []
+
+    async def visit(session: aiohttp.ClientSession, base: str, page: str) -> None:
+        async with session.ws_connect(f"{page}ws", origin=base) as websocket:
+            shown = (await websocket.receive(10)).data.decode()
+            assert shown.splitlines()[1:] == ["no such ]0;thing", "at all"]
+            assert (await websocket.receive(10)).type is aiohttp.WSMsgType.CLOSE
+        while len(said) < 2:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(serve_here(fails, said, visit))
+    assert said[1].splitlines()[1:] == ["    no such ]0;thing", "    at all"]
 
 
 def test_it_serves_on_loopback_alone_and_says_how_to_forward(here: Here) -> None:
