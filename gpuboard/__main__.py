@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # typing and collections.abc would load before the agent star
     from collections.abc import Mapping
 
 _EVALUATED = ("allocate", "env")  # a shell evaluates their output
-_LOCAL = ("allocate", "env", "run")  # likely to ask this machine's agent
+_LOCAL = ("allocate", "env", "run", "board", None)  # likely to ask this machine's agent; None: `gpuboard` alone
 
 
 def main() -> int:
@@ -119,7 +119,7 @@ def _command(argv: list[str]) -> str | None:
 
 def _prestart(argv: list[str]) -> None:
     """Start this machine's agent when it is likely to be asked; one too many ends by itself when we do."""
-    if "-h" in argv or "--help" in argv:
+    if not {"-h", "--help", "-V", "--version"}.isdisjoint(argv):
         return
     if _names_others(argv, os.environ):
         return
