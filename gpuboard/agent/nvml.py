@@ -5,19 +5,22 @@ behind. It talks with its parent through two pipes: messages are marshal with a 
 Python), a byte from the parent asks for one pass. Before it touches GPU k it writes k into shared memory, so that the
 parent knows who hangs.
 
-Messages: ``("init", error, driver, cuda, count)``, ``("static", {index: facts})``, ``("pass", {index: values})``; facts
-and values have the keys of gpuboard/model/gpu.py, processes as ``(pid, type, memory)``.
+Messages: ``("init", error, driver, cuda, count)``, ``("static", {index: facts})``, ``("pass", {index: values}, xids)``;
+facts and values have the keys of gpuboard/model/gpu.py, processes as ``(pid, type, memory)``. ``xids`` are the errors
+told since the pass before, ``{index: [(code, at)]}``; a GPU whose driver does not tell of them is missing there.
 """
 
+import ctypes
 import marshal
 import os
 import struct
+import time
 
 import pynvml
 
 from gpuboard.agent import nvml_terms as terms
 from gpuboard.agent import procfs
-from gpuboard.agent.nvml_child import NO_GPU
+from gpuboard.agent.nvml_child import NO_GPU, XIDS
 
 MYPY = False
 if MYPY:
@@ -32,14 +35,15 @@ _LISTS = ("throttle", "mig")  # left out when empty; an empty list of processes 
 _WITHHELD = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
 # A GPU or MIG device without graphics has no such list; any other failure hides it
 _NONE_AT_ALL = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)
+_XIDS_A_PASS = 32  # a GPU in trouble may tell of very many
 _RECOVERY_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 
 
 def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optional[int]") -> None:
     """Start NVML, send the facts and one pass, then a pass for every byte that arrives; end with ``fd_in``.
 
-    ``mark`` is two shared bytes: the GPU being read and a counter of progress. GPUs in ``skip`` are never touched;
-    with ``only`` no other one is.
+    ``mark`` is two shared bytes: the GPU being read (or XIDS) and a counter of progress. GPUs in ``skip`` are never
+    touched, with ``only`` no other one is; with XIDS in ``skip`` errors are not listened for.
     """
     try:
         reader = _Reader(mark)
@@ -54,6 +58,7 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
     _send(fd_out, ("static", facts))
     layout = dict(reader.layout)
     first = True
+    xids: "Optional[_Xids]" = None
     while True:
         values = {k: reader.values(k) for k in wanted}
         if reader.layout != layout:  # someone made or removed MIG devices: their facts change too
@@ -61,11 +66,16 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
             for k in reader.handles:
                 facts[k]["mig"] = reader.mig_facts(k)
             _send(fd_out, ("static", facts))
+        mark[0] = XIDS
+        told = xids.new() if xids else {}
         mark[0] = NO_GPU
-        _send(fd_out, ("pass", values))
-        if first:
-            procfs.be_gentle()  # now: a person waits for the first pass
+        _send(fd_out, ("pass", values, told))
+        if first:  # what is done now nobody waits for
             first = False
+            procfs.be_gentle()
+            if only is None and XIDS not in skip:
+                xids = _Xids(reader)
+                mark[0] = NO_GPU
         if not os.read(fd_in, 1):
             return
 
@@ -309,6 +319,48 @@ class _Reader:
             self.chosen[what] = number
             return answer
         raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+
+
+class _Xids:
+    """The XID errors that NVML tells of from now on. To listen changes nothing on a GPU."""
+
+    def __init__(self, reader: _Reader) -> None:
+        self.reader = reader
+        self.watched: "List[int]" = []
+        reader.mark[0] = XIDS
+        try:
+            self.events = pynvml.nvmlEventSetCreate()
+        except pynvml.NVMLError:  # an old driver
+            return
+        for k, handle in reader.handles.items():
+            reader.at(k)
+            try:
+                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self.events)
+            except pynvml.NVMLError:
+                continue
+            self.watched.append(k)
+
+    def new(self) -> "Dict[int, List[Tuple[int, float]]]":
+        """Return the codes and times (epoch seconds) of what was told since the last call, by index, in its order."""
+        found: "Dict[int, List[Tuple[int, float]]]" = {k: [] for k in self.watched}
+        for _ in range(_XIDS_A_PASS if self.watched else 0):
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self.events, 0)
+            except pynvml.NVMLError_Timeout:
+                break  # nothing more
+            except pynvml.NVMLError:  # without the function, or broken: what is not told is not known
+                self.watched = []
+                return {}
+            at = _address(event.device)
+            for k in self.watched:
+                if event.eventType == pynvml.nvmlEventTypeXidCriticalError and _address(self.reader.handles[k]) == at:
+                    found[k].append((int(event.eventData), time.time()))
+        return found
+
+
+def _address(handle: "Any") -> "Optional[int]":
+    """Return what is the same in every handle to one GPU: two of them compare unequal."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def _process_calls(driver: str) -> "List[Tuple[str, List[Callable[[Any], Any]]]]":

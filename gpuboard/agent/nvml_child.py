@@ -14,6 +14,7 @@ if MYPY:
     from typing import Any, List, Optional, Set, Tuple
 
 NO_GPU = 255  # the mark between GPUs
+XIDS = 254  # the mark while errors of all GPUs are listened for
 SIGKILL = 9  # the module signal costs 3 ms, before the fork that everybody waits for
 SPIN_S = 1.0  # processor time in one call after which it hangs rather than waits for its turn
 
@@ -53,7 +54,7 @@ class Child:
         return now - self.since
 
     def at(self) -> "Optional[int]":
-        """Return the GPU it is reading, None between them."""
+        """Return the GPU it is reading (or XIDS), None between them."""
         return None if self.mark[0] == NO_GPU else self.mark[0]
 
     def receive(self) -> "Tuple[List[Any], bool]":

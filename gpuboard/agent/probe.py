@@ -8,7 +8,7 @@ that does not return) is not waited for, and no second one is started for the sa
 import os
 import time
 
-from gpuboard.agent.nvml_child import SIGKILL, Child, spawn
+from gpuboard.agent.nvml_child import SIGKILL, XIDS, Child, spawn
 
 MYPY = False
 if MYPY:
@@ -19,6 +19,7 @@ START_S = 10.0  # the same for NVML as a whole
 RETRY_S = (5.0, 60.0)  # first and longest wait before another attempt
 RELAPSE_S = 120.0  # a GPU that hangs again so soon goes on where its back-off was
 FRESH_S = 60.0  # a GPU that fails is looked at with a newly started NVML so often
+XIDS_KEPT = 8  # of a GPU, the newest
 _POLL_S = 0.25  # how often a busy process is looked at for progress
 
 
@@ -71,10 +72,12 @@ class Probe:
         self._wedged: "Optional[int]" = None  # a corpse that hangs in NVML's start
         self._facts: "Dict[int, Dict[str, Any]]" = {}
         self._values: "Dict[int, Tuple[Dict[str, Any], float]]" = {}
+        self._xids: "Dict[str, List[Dict[str, Any]]]" = {}  # by UUID, newest first; they outlive NVML's process
+        self._deaf = False  # to listen for them was more than this driver can take
 
     def start(self) -> int:
         """Start the NVML process, which makes a first pass by itself; return that pass's number."""
-        self._main = self._spawn(set(self.stuck), None)
+        self._main = self._spawn(set(self.stuck) | ({XIDS} if self._deaf else set()), None)
         self._started += 1
         self._again = False  # what was asked for earlier, this pass answers
         return self._started
@@ -157,6 +160,8 @@ class Probe:
             return {"uuid": uuid, "error": words}
         values, at = self._values[k]
         reading = dict(values, uuid=uuid)
+        if uuid in self._xids:
+            reading["xids"] = self._xids[uuid]
         if now - at >= 0.05:
             reading["delay_s"] = round(now - at, 2)
         _describe(reading, describe)
@@ -182,6 +187,7 @@ class Probe:
         elif self._main is not None:
             for k, values in message[1].items():
                 self._values[k] = (values, now)
+            self._hear(message[2])
             self._main.busy = False
             self.done = self._started
             self._retry_s = RETRY_S[0]
@@ -220,6 +226,17 @@ class Probe:
         if self._facts != before:
             self.version += 1
 
+    def _hear(self, xids: "Dict[int, List[Tuple[int, float]]]") -> None:
+        for k, new in xids.items():
+            uuid = (self._facts.get(k) or self._unread(k))["uuid"]
+            told = [{"code": code, "at": round(at, 3)} for code, at in reversed(new)]
+            self._xids[uuid] = (told + self._xids.get(uuid, []))[:XIDS_KEPT]
+
+    def _do_without_xids(self) -> None:
+        self._deaf = True
+        self._xids = {}
+        self.start()
+
     def _main_hangs(self, at: "Optional[int]", silent_s: float, now: float) -> None:
         child, self._main = self._main, None
         assert child is not None
@@ -228,6 +245,9 @@ class Probe:
             self.error = "NVML does not answer: a call has not returned for %.0f s" % silent_s
             self._wedged = corpse
             self._later(now)
+            return
+        if at == XIDS:
+            self._do_without_xids()
             return
         self._leave_out(at, corpse, "NVML hangs: a call on this GPU has not returned for %.0f s" % silent_s, now)
 
@@ -243,6 +263,8 @@ class Probe:
         self._kill(child)
         if self.error is not None:
             self._later(now)
+        elif at == XIDS:
+            self._do_without_xids()
         elif at is not None:  # it crashed in the driver's library while it read this GPU
             self._leave_out(at, None, "NVML crashed while it read this GPU", now)
         else:

@@ -73,6 +73,7 @@ class Gpu(msgspec.Struct, frozen=True):
     links: tuple[str, ...] = ()  # a peer's index, "switch", "hidden-switch" or "down", one entry a link
     levels: tuple[tuple[int, int], ...] = ()  # (peer's index, NVML topology level 0 to 50)
     mig: tuple[Mig, ...] | None = None  # None: MIG not supported; (): enabled, no devices
+    xids: tuple[int, ...] = ()  # errors so far; a reader hears of those that come after it began to listen
     trouble: tuple[str, ...] = ()  # "fault F CODE", "hang F", "slow F MS", "crash F"; F: a function or *
 
 
@@ -128,6 +129,7 @@ def _lines(gpu: Gpu, gpus: Sequence[Gpu]) -> list[str]:
         f"numa {gpu.numa}",
         f"mig_mode {-1 if gpu.mig is None else 1}",
         *("process " + " ".join(str(word) for word in process) for process in gpu.processes),
+        *(f"xid {code}" for code in gpu.xids),
         *(f"level {peer} {level}" for peer, level in gpu.levels),
         *gpu.trouble,
     ]

@@ -35,7 +35,7 @@ typedef struct {
     int utilization, temperature, power, power_limit, compute_mode, gen, gen_max, width, width_max, numa, recovery;
     int remap, remap_pending, remap_failed, retired_pending, mig_mode;
     unsigned long long throttle;
-    int links, procs, migs, troubles, levels[MAX_GPUS];
+    int links, procs, migs, troubles, levels[MAX_GPUS], xids, xid[MAX_ITEMS];
     Link link[MAX_ITEMS];
     Proc proc[MAX_ITEMS];
     Mig mig[8];
@@ -75,6 +75,7 @@ static void gpu_line(Gpu *g, const char *key, const char *rest) {
     else if (!strcmp(key, "retired_pending")) g->retired_pending = atoi(rest);
     else if (!strcmp(key, "recovery")) g->recovery = atoi(rest);
     else if (!strcmp(key, "numa")) g->numa = atoi(rest);
+    else if (!strcmp(key, "xid") && g->xids < MAX_ITEMS) g->xid[g->xids++] = atoi(rest);
     else if (!strcmp(key, "mig_mode")) g->mig_mode = atoi(rest);
     else if (!strcmp(key, "link") && g->links < MAX_ITEMS) {
         Link *l = &g->link[g->links++];
@@ -498,6 +499,41 @@ int nvmlDeviceGetCpuAffinity(void *device, unsigned words, unsigned long *out) {
     }
     return OK;
 }
+
+#ifndef OLD_DRIVER
+/* Events: what a script says of a GPU beyond what it said when this process began to listen. */
+typedef struct { void *device; unsigned long long type, data; unsigned gi, ci; } Event;
+static char events;
+static int listening[MAX_GPUS], told[MAX_GPUS];
+int nvmlEventSetCreate(void **out) {
+    if (!initialized) return UNINITIALIZED;
+    int e = enter(-1, __func__);
+    if (!e) *out = &events;
+    return e;
+}
+int nvmlEventSetFree(void *set) { return set == &events ? OK : INVALID; }
+int nvmlDeviceGetSupportedEventTypes(void *device, unsigned long long *out) { GPU(device) *out = 8; return OK; }
+int nvmlDeviceRegisterEvents(void *device, unsigned long long types, void *set) {
+    GPU(device)
+    if (set != &events || types != 8) return INVALID; /* 8: XID errors */
+    listening[number] = 1;
+    told[number] = g->xids;
+    return OK;
+}
+int nvmlEventSetWait_v2(void *set, Event *out, unsigned timeout_ms) {
+    if (!initialized) return UNINITIALIZED;
+    if (set != &events) return INVALID;
+    int e = enter(-1, __func__);
+    if (e) return e;
+    for (int i = 0; i < S.gpus; i++)
+        if (listening[i] && told[i] < S.gpu[i].xids) {
+            *out = (Event){&slots[16 * i], 8, S.gpu[i].xid[told[i]++], -1, -1};
+            return OK;
+        }
+    usleep(timeout_ms * 1000);
+    return 10; /* timeout */
+}
+#endif
 
 /* The rest is for nvitop, against which we are measured: it asks more, and should not lose time on answers that lack. */
 int nvmlDeviceGetClockInfo(void *device, unsigned clock, unsigned *out) {
