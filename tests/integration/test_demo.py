@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
+import select
 import subprocess
 import sys
+import termios
+import time
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,6 +78,45 @@ def test_an_ordinary_user_sees_the_same_in_the_machines_own_folder_of_claims(nod
     check_story(done.stdout, trained=True)
     assert len(re.findall(r"/var/tmp/gpuboard\.SIM-\S+  owner alice", done.stdout)) == 2
     assert list(login.path("/var/tmp").glob("gpuboard.*")) == []
+
+
+def read_until(fd: int, text: bytes, timeout_s: float = 30.0) -> bytes:
+    """Read from a terminal until ``text`` has come or nobody writes any more; return all of it."""
+    found = b""
+    until = time.monotonic() + timeout_s
+    while text not in found:
+        assert time.monotonic() < until, found[-2000:]
+        try:
+            if select.select([fd], [], [], 0.2)[0]:
+                found += os.read(fd, 65536)
+        except OSError:  # EIO: the other end has closed
+            break
+    return found
+
+
+def test_the_board_opens_on_a_terminal_and_leaves_nothing(here: Here) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 120))
+    env = here.env | {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
+    process = subprocess.Popen(here.command("demo", "--board"), stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    try:
+        read_until(ours, b"sim07")
+        os.write(ours, b"q")
+        said = read_until(ours, b"nothing of the demo is left running")
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert b"everything is released" in said
+    assert list(here.needs_claims().iterdir()) == []
+
+
+def test_the_board_needs_a_terminal(here: Here) -> None:
+    done = here.run("demo", "--board")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the board needs a terminal" in done.stderr
 
 
 @pytest.fixture(scope="module")
