@@ -225,7 +225,7 @@ class Picture(Grid):
                 Column("free", "Free", 5, right=True),
                 Column("model", "Model", 12, drop=2),
                 Column("cpu", "CPU", 4, right=True, drop=3),
-                Column("memory", "Memory", 10, right=True, drop=4),
+                Column("memory", "Memory", 10, drop=4),
                 Column("users", "Users", 0, weight=1, least=8),
             )
         )
@@ -280,7 +280,7 @@ class Picture(Grid):
     def _users(self, gpus: Sequence[GpuView]) -> str:
         assert self._scene is not None  # rows come with their scene
         users = Counter(user for gpu in gpus for user in users_of(gpu, self._scene)[:1])
-        return ", ".join(f"{user} {count}" for user, count in users.most_common())
+        return ", ".join(f"{user} {count}" if count > 1 else user for user, count in users.most_common())
 
 
 def group_words(group: Group) -> Runs:

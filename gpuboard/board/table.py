@@ -79,7 +79,7 @@ class GpuTable(Grid):
                 Column("node", "Node", min(max(name, _NAME_LEAST), _NAME_MOST)),
                 Column("index", "GPU", 3, right=True),
                 Column("model", "Model", 12, drop=5),
-                Column("memory", "Memory", _BAR + 10),
+                Column("memory", "Memory", _BAR + 9),
                 Column("utilization", "Util", 5, right=True),
                 Column("spark", "", _SPARK, drop=6),
                 Column("power", "Power", 9, right=True, drop=4),
@@ -146,8 +146,8 @@ class GpuTable(Grid):
     def _memory(self, used: int | None, total: int | None, state: str) -> Cell:
         part = None if used is None or not total else used / total
         if part is None:
-            return Cell(((" " * _BAR + " ", ""), (pair(used, total, 4), "unknown")))
-        return Cell(((bar(part, _BAR, self._look.glyphs) + " ", state), (pair(used, total, 4), "")))
+            return Cell(((" " * _BAR + " ", ""), (pair(used, total, 3), "unknown")))
+        return Cell(((bar(part, _BAR, self._look.glyphs) + " ", state), (pair(used, total, 3), "")))
 
     def _owner(self, gpu: GpuView, users: str) -> Cell:
         if users:

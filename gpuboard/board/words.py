@@ -34,8 +34,8 @@ def gib(size: int | None) -> str:
 
 
 def pair(used: int | None, total: int | None, size: int) -> str:
-    """Return used and total memory in GiB, ``61/80G``; both numbers have ``size`` places."""
-    return f"{gib(used):>{size}}/{gib(total):>{size}}G"
+    """Return used and total memory in GiB, ``61/80G``; the slashes of a column stand below each other."""
+    return f"{gib(used):>{size}}/{gib(total)}G"
 
 
 def percent(value: float | None) -> str:
