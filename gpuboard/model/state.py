@@ -16,6 +16,8 @@ STATES = ("allocated", "broken", "unknown", "reserved", "busy", "occupied", "fre
 
 _EXCLUSIVE = frozenset({1, 3})
 _PROHIBITED = 2
+# XID errors that a program causes by its own fault; the GPU is well. NVIDIA's list of XID errors, application's part.
+_PROGRAMS_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 
 
 class Thresholds(msgspec.Struct, frozen=True, gc=False):
@@ -209,4 +211,5 @@ def _sick(static: GpuStatic, reading: GpuReading) -> bool:
         and 0 < reading.pcie_width < static.pcie_width_max
     )
     throttled = any(word in {"hw_thermal", "hw_power_brake", "sw_thermal"} for word in reading.throttle)
-    return bool(reading.ecc_uncorrected) or bool(reading.remap_pending) or throttled or narrow
+    errors = any(xid.code not in _PROGRAMS_XIDS for xid in reading.xids or ())
+    return bool(reading.ecc_uncorrected) or bool(reading.remap_pending) or throttled or narrow or errors

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.model.gpu import GpuReading, GpuStatic, Process
+from gpuboard.model.gpu import GpuReading, GpuStatic, Process, Xid
 from gpuboard.model.reading import Claim
 from gpuboard.model.state import STATES, Facts, Job, Thresholds, judge
 
@@ -98,6 +98,8 @@ TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("ECC", {"ecc_uncorrected": 1}, "free", "no process, no reservation", ("sick",)),
     ("remap pending", {"remap_pending": True}, "free", "no process, no reservation", ("sick",)),
     ("hot", {"throttle": ["hw_thermal"]}, "free", "no process, no reservation", ("sick",)),
+    ("an error of the GPU", {"xids": [Xid(94, 1.0)]}, "free", "no process, no reservation", ("sick",)),
+    ("an error of a program", {"xids": [Xid(31, 1.0)]}, "free", "no process, no reservation", ()),
     ("power cap is no sickness", {"throttle": ["sw_power_cap"]}, "free", "no process, no reservation", ()),
     ("narrow", {"pcie_width": 8}, "free", "no process, no reservation", ("sick",)),
     ("MIG parent", {"static": msgspec.structs.replace(STATIC, mig=[]), "memory_used": None, "processes": None},
