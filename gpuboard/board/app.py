@@ -21,11 +21,13 @@ from gpuboard.board.core import Core
 from gpuboard.board.crash import report
 from gpuboard.board.dialogs import Box
 from gpuboard.board.filters import AsciiFilter, ColorlessFilter
+from gpuboard.board.leases import LeasesScreen
 from gpuboard.board.look import ASCII, UNICODE, Look
 from gpuboard.board.palette import Palette, Themes, UseTheme
 from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
 from gpuboard.board.terminal import Guard, is_utf8
+from gpuboard.board.watches import Watches, WatchesScreen, open_watch
 from gpuboard.errors import GpuboardError
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ class BoardApp(App[int]):
     COMMANDS = {Palette}  # noqa: RUF012  # textual's own type
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit", id="app.quit"),
+        Binding("l", "leases", "Leases", id="app.leases"),
+        Binding("w", "watches", "Tell me when", id="app.watches"),
         Binding("ctrl+c", "quit", "Quit", id="app.interrupt", show=False),
         Binding("question_mark,f1", "help", "Help", id="app.help"),
         Binding("ctrl+p", "command_palette", "Palette", id="app.palette", priority=True, show=False),
@@ -82,6 +86,7 @@ class BoardApp(App[int]):
         self.core = core
         self.guard = guard
         self.scene: Scene | None = None
+        self.watches = Watches(self)
         self.keymap: dict[str, str] = {}
         settings, env = core.settings, core.env
         self.preferences, wrong = preferences.load(env)
@@ -119,6 +124,7 @@ class BoardApp(App[int]):
     def on_scene_changed(self, message: SceneChanged) -> None:
         """Hand the newest scene to what is seen: the screen on top, or a dialog and the screen below it."""
         self.scene = message.scene
+        self.watches.look(message.scene)
         for screen in reversed(self.screen_stack):
             if isinstance(screen, (BoardScreen, Box)) and screen.is_mounted:
                 screen.show(message.scene)
@@ -238,6 +244,22 @@ class BoardApp(App[int]):
 
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(getattr(self.screen, "TITLE_WORDS", "")))
+
+    def action_leases(self) -> None:
+        """Open the leases, or go back from them."""
+        self._toggle(LeasesScreen)
+
+    def action_watches(self) -> None:
+        """Open what is watched, or go back from it; where nothing is, ask what to watch for."""
+        self._toggle(WatchesScreen)
+        if isinstance(self.screen, WatchesScreen) and not self.watches.all:
+            open_watch(self)
+
+    def _toggle(self, kind: type[BoardScreen]) -> None:
+        if isinstance(self.screen, kind):
+            self.pop_screen()
+        else:
+            self.push_screen(kind())
 
     def action_theme(self) -> None:
         """Choose a theme; the highlighted one is shown."""

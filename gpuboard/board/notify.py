@@ -1,0 +1,47 @@
+"""Telling a person who may be looking elsewhere: toast, bell, and the terminal's own notification (OSC 9 and 777)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from gpuboard.model.text import clean
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
+
+_LONG = 200  # characters; notifications of desktops show less
+_TOAST_S = 60.0  # whoever was told to come back should still see why
+# Terminals that know both would show it twice; those not listed get both, and pass over what they do not know.
+_ONE = {"xterm-kitty": 777, "xterm-ghostty": 777, "wezterm": 777, "foot": 777, "rxvt-unicode-256color": 777}
+
+
+def announce(board: BoardApp, title: str, words: str) -> None:
+    """Tell it in every way this terminal may know."""
+    board.notify(words, title=title, timeout=_TOAST_S, markup=False)
+    board.bell()
+    driver = board._driver  # textual has no door for sequences of one's own: its clipboard and bell write here, too
+    if driver is not None and not board.is_headless:
+        driver.write(sequences(title, words, board.core.env))
+
+
+def sequences(title: str, words: str, env: Mapping[str, str]) -> str:
+    """Return the terminal's notifications, of text that can neither end the sequence nor begin another.
+
+    OSC 9: iTerm2's; begins with a letter, as ``9;4`` is a progress bar elsewhere. OSC 777: rxvt-unicode's
+    (``777;notify;title;text``). Under tmux both go in its pass-through (tmux(1), ``allow-passthrough``).
+    """
+    head, body = _inert(title), _inert(words)
+    nine = f"\x1b]9;gpuboard: {head}: {body}\x07"
+    seven = f"\x1b]777;notify;gpuboard: {head};{body}\x1b\\"
+    if env.get("TERM_PROGRAM") == "iTerm.app":
+        found = nine
+    else:
+        found = seven if _ONE.get(env.get("TERM", "")) == 777 else nine + seven
+    if not env.get("TMUX"):
+        return found
+    return "\x1bPtmux;" + found.replace("\x1b", "\x1b\x1b") + "\x1b\\"
+
+
+def _inert(text: str) -> str:
+    return clean(text, _LONG).replace(";", ",")

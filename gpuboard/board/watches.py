@@ -1,0 +1,282 @@
+"""Conditions to be told of ("tell me when"), looked at in every new picture of the cluster; what follows when met."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import Footer, Static
+
+from gpuboard.allocate.policy import choose
+from gpuboard.board import asking
+from gpuboard.board.dialogs import YES, Dialog, Field, duration, number, size
+from gpuboard.board.grid import Cell, Column, Grid, Row
+from gpuboard.board.notify import announce
+from gpuboard.board.reserve import taken_words
+from gpuboard.board.scene import Scene
+from gpuboard.board.screen import BoardScreen
+from gpuboard.errors import GpuboardError, Refused
+from gpuboard.model.lease import Lease
+from gpuboard.model.request import Choice, Refusal, Request
+from gpuboard.model.units import format_duration, parse_duration
+
+if TYPE_CHECKING:
+    from gpuboard.allocate.formats import Allocation
+    from gpuboard.board.app import BoardApp
+
+
+class Watch(msgspec.Struct, frozen=True):
+    """What is waited for: ``request`` can be had, or else ``lease`` has ended."""
+
+    number: int
+    since: float  # epoch seconds
+    request: Request | None = None
+    lease: Lease | None = None  # as it was when the watch was set
+    reserve_s: float | None = None  # reserve it at once for so long
+    purpose: str = ""
+    met_at: float | None = None
+    words: str = ""  # how it went
+
+    @property
+    def condition(self) -> str:
+        """What is waited for, in words."""
+        if self.lease is not None:
+            return f"lease {self.lease.id} ends ({self.lease.owner}, {asking.places_words(self.lease.gpus)})"
+        assert self.request is not None
+        then = "" if self.reserve_s is None else f", then reserve for {format_duration(self.reserve_s)}"
+        return asking.request_words(self.request) + then
+
+
+def holds(watch: Watch, scene: Scene) -> str:
+    """Return how the condition is met in ``scene``, in words; "" when it is not, or cannot be known to be."""
+    if watch.lease is not None:
+        gone = (watch.lease.id, watch.lease.owner) not in {(one.id, one.owner) for one in scene.leases.leases}
+        unread = set(watch.lease.nodes) & set(scene.leases.unread)
+        return f"{asking.places_words(watch.lease.gpus)} of {watch.lease.owner}" if gone and not unread else ""
+    assert watch.request is not None
+    answer = choose(watch.request, scene.snapshot)
+    return asking.places_words(answer.gpus) if isinstance(answer, Choice) else ""
+
+
+class Watches:
+    """The watches of this session of the board."""
+
+    def __init__(self, board: BoardApp) -> None:
+        self._board = board
+        self.all: list[Watch] = []
+        self._last = 0
+        self._looking = False  # one look at a time, in a thread: the policy may take longer than a frame
+
+    @property
+    def active(self) -> list[Watch]:
+        """Those that have not been met yet."""
+        return [watch for watch in self.all if watch.met_at is None]
+
+    def add(self, watch: Watch) -> None:
+        """Watch for this from now on."""
+        self._last += 1
+        self.all.append(msgspec.structs.replace(watch, number=self._last))
+        if self._board.scene is not None:
+            self.look(self._board.scene)
+
+    def remove(self, number: int) -> None:
+        """Watch for this no longer."""
+        self.all = [watch for watch in self.all if watch.number != number]
+
+    def look(self, scene: Scene) -> None:
+        """See which conditions hold in a new scene."""
+        active = self.active
+        if not active or self._looking:
+            return
+        self._looking = True
+        self._board.ask(lambda: [(one, words) for one in active if (words := _holds(one, scene))], self._looked)
+
+    def _looked(self, met: Sequence[tuple[Watch, str]]) -> None:
+        for watch, words in met:
+            if watch not in self.all:
+                continue  # removed meanwhile
+            if watch.reserve_s is not None:
+                self._reserve(watch)
+                return  # the next one when this is done
+            announce(self._board, "It is so" if watch.lease is None else "Ended", f"{watch.condition}: {words}")
+            self._put(watch, words, met=True)
+        self._looking = False
+
+    def _reserve(self, watch: Watch) -> None:
+        """Reserve what was waited for; when somebody is quicker the watch goes on."""
+        request, for_s = watch.request, watch.reserve_s
+        assert request is not None and for_s is not None
+        operations = self._board.core.operations
+
+        def taken(allocation: Allocation) -> None:
+            self._looking = False
+            operations.told(allocation)
+            if watch not in self.all:  # removed meanwhile: nobody wants it any more
+                self._board.ask(lambda: operations.release(allocation.lease.id), lambda _: None)
+                return
+            announce(self._board, f"Reserved: {allocation.lease.id}", taken_words(allocation))
+            self._put(watch, f"reserved as {allocation.lease.id}", met=True)
+
+        def refused(error: GpuboardError) -> None:
+            self._looking = False
+            if isinstance(error, Refused) and error.refusal.code == 4:
+                now = time.time()
+                self._put(watch, f"somebody was quicker at {asking.local(now, now)}", met=False)
+            elif watch in self.all:
+                self._board.tell(GpuboardError(f"{watch.condition}: {asking.plain(str(error))}"))
+                self._put(watch, f"could not be reserved: {asking.plain(str(error))}", met=True)
+
+        self._board.ask(lambda: operations.reserve(request, for_s, watch.purpose), taken, refused)
+
+    def _put(self, watch: Watch, words: str, *, met: bool) -> None:
+        new = msgspec.structs.replace(watch, words=words, met_at=time.time() if met else None)
+        self.all = [new if one.number == watch.number else one for one in self.all]
+
+
+def _holds(watch: Watch, scene: Scene) -> str:
+    try:
+        return holds(watch, scene)
+    except GpuboardError:  # a node that was named has left the inventory: checked when the watch was set
+        return ""
+
+
+class WatchDialog(Dialog[Watch]):
+    """Asks what to wait for. ``lease``: the one whose end is offered first."""
+
+    def __init__(self, scene: Scene, most_s: float, lease: str = "") -> None:
+        self._scene = scene
+
+        def what(text: str) -> str:
+            return "" if text in self._scene.by_lease else number(1, asking.MOST)(text) and "a number, or a lease's id"
+
+        usual = format_duration(min(8 * 3600.0, most_s)).replace("h00m", "h")
+        super().__init__(
+            "Tell me when",
+            [
+                Field("what", "GPUs free", lease or "1", "how many; or a lease's id: its end", what),
+                Field("model", "Model", "", "any; a part of its name: H100"),
+                Field("memory", "Free memory", "", "any; of each: 40GiB", size),
+                Field("nodes", "Nodes", "", "any number; at most 1, 2, …", number(1, 4096, needed=False)),
+                Field("reserve", "Reserve", "", "at once when it is so", toggle=True),
+                Field("for", "For", usual, f"at most {format_duration(most_s)}", duration(most_s)),
+                Field("purpose", "Purpose", "", "shown to others"),
+            ],
+            verb="Watch",
+        )
+
+    def show(self, scene: Scene) -> None:
+        """Look again: what is free has changed."""
+        self._scene = scene
+        if self.is_mounted:
+            self.changed()
+
+    def changed(self) -> None:
+        """Say whether it is so now."""
+        if self.wrong():
+            self.say("")
+            return
+        watch, scene = self._watch(self.values), self._scene
+        if watch.request is None:
+            self.say(f"Tells you when {watch.condition}")
+            return
+        request = watch.request
+        self.board.ask(lambda: choose(request, scene.snapshot), self._say)
+
+    def _say(self, answer: Choice | Refusal) -> None:
+        if not self.is_attached:
+            return
+        if isinstance(answer, Choice):
+            self.say(f"It is so now: {asking.places_words(answer.gpus)}", "good")
+        else:
+            message, _ = asking.refusal_words(answer)
+            self.say(
+                ("Not now: " if answer.code == 4 else "Never here: ") + message, "warn" if answer.code == 3 else ""
+            )
+
+    def commit(self, values: dict[str, str]) -> None:
+        """Set the watch."""
+        self.dismiss(self._watch(values))
+
+    def _watch(self, values: dict[str, str]) -> Watch:
+        if values["what"] in self._scene.by_lease:
+            return Watch(0, time.time(), lease=self._scene.by_lease[values["what"]])
+        request = asking.request_of({**values, "gpus": values["what"]}, {})
+        reserve_s = parse_duration(values["for"]) if values["reserve"] == YES else None
+        return Watch(0, time.time(), request, reserve_s=reserve_s, purpose=values["purpose"])
+
+
+def open_watch(board: BoardApp, lease: str = "") -> None:
+    """Ask what to wait for, and wait for it."""
+    if board.scene is None:
+        board.notify("nothing is known yet", markup=False)
+        return
+
+    def set_(watch: Watch | None) -> None:
+        if watch is not None:
+            board.watches.add(watch)
+            board.notify(watch.condition, title="Watching for", markup=False)
+
+    board.push_screen(WatchDialog(board.scene, parse_duration(board.core.settings.max_lease), lease), set_)
+
+
+class WatchesScreen(BoardScreen):
+    """What is watched, and what was met."""
+
+    TITLE_WORDS = "Watches"
+    DEFAULT_CSS = """
+    WatchesScreen #sums { height: 1; padding: 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "app.pop_screen", "Back", id="watches.back"),
+        Binding("a", "add", "New", id="watches.add"),
+        Binding("x", "remove", "Remove", id="watches.remove"),
+    ]
+
+    def compose(self) -> ComposeResult:
+        """The list."""
+        yield Static(id="sums", markup=False)
+        yield Grid(
+            (
+                Column("since", "Since", 10),
+                Column("condition", "Tell me when", 30, weight=2, least=24),
+                Column("state", "State", 30, weight=2, least=16),
+            ),
+            empty="Nothing is watched.\n\na: be told when so many GPUs are free, or a lease ends.",
+            id="watches",
+        )
+        yield Footer()
+
+    def show(self, scene: Scene) -> None:
+        """Draw the watches."""
+        watches, now = self.board.watches, time.time()
+        words = f"Watches: {len(watches.active)} active" if watches.all else "Watches: none"
+        self.query_one("#sums", Static).update(Text(words, self.board.look.style("title")))
+        rows = []
+        for watch in watches.all:
+            state = watch.words if watch.met_at is None else f"{asking.local(watch.met_at, now)}: {watch.words}"
+            cells = (
+                Cell(asking.local(watch.since, now), "dim"),
+                Cell(watch.condition),
+                Cell(state or "watching", "good" if watch.met_at is not None else "dim"),
+            )
+            rows.append(Row(str(watch.number), cells, dim=watch.met_at is not None))
+        self.query_one(Grid).set_rows(rows)
+
+    def action_add(self) -> None:
+        """Set a watch."""
+        open_watch(self.board)
+
+    def action_remove(self) -> None:
+        """Forget the watch under the cursor."""
+        cursor = self.query_one(Grid).cursor
+        if cursor is None:
+            self.board.notify("nothing is watched; a sets a watch", markup=False)
+            return
+        self.board.watches.remove(int(cursor))
+        if self.board.scene is not None:
+            self.show(self.board.scene)
