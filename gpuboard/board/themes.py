@@ -27,6 +27,8 @@ _ATTRIBUTES = ("bold", "dim", "italic", "reverse", "strike", "underline")
 _COLORS = (
     "primary", "secondary", "accent", "success", "warning", "error", "foreground", "background", "surface", "panel",
 )  # fmt: skip
+# textual's stylesheets use these, and its ANSI colour system lacks them (8.2.8)
+_ANSI = dict.fromkeys(("ansi-background", "ansi-foreground", "surface-active", "foreground-disabled"), "ansi_default")
 _PART = re.compile(r"(?:auto|(?P<color>.+?))(?: (?:\d|[1-9]\d|100)%)?")  # a variable's value: a colour, 60 % of it
 _SIZE = 64 * 1024  # bytes: no theme is longer
 
@@ -104,8 +106,9 @@ def check(name: str, said: ThemeFile, file: str) -> BoardTheme:
             raise BadTheme(f'{file}: [{table}] lacks {", ".join(lacking)}; or say like = "dark"')
     for key, value in said.colors.items():
         _color(value, f"{file}: colors.{key}")
-    textual = Theme(name=name, dark=said.dark, ansi=said.ansi, variables=dict(said.variables), **cast(Any, said.colors))
-    known_variables = textual.to_color_system().generate() if said.variables else {}
+    variables = (_ANSI if said.ansi else {}) | said.variables
+    textual = Theme(name=name, dark=said.dark, ansi=said.ansi, variables=variables, **cast(Any, said.colors))
+    known_variables = textual.to_color_system().generate() | _ANSI if said.variables else {}
     for key, value in said.variables.items():
         if key not in known_variables:
             raise BadTheme(f"{file}: variables.{key}: textual has no such variable")

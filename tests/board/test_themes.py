@@ -1,0 +1,251 @@
+"""Themes: what ours promise, what is wrong with others, and how they are changed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import zipfile
+from pathlib import Path
+from subprocess import run
+
+import pytest
+from rich.segment import Segment
+from textual.color import Color
+from textual.command import CommandPalette
+
+from gpuboard.board import themes
+from gpuboard.board.app import BoardApp
+from gpuboard.board.look import ROLES, UNICODE
+from gpuboard.board.themes import BoardTheme
+from gpuboard.config import Settings
+from gpuboard.model.state import STATES
+from tests.board.lab import board, environment, make_core, screen, settle
+
+OKABE_ITO = {"#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#ffffff"}
+COLOURED = ("colour-blind", "dark", "high-contrast", "light")
+ALL = (*COLOURED, "plain", "terminal")
+
+
+def ours() -> dict[str, BoardTheme]:
+    """Return the themes that come with gpuboard."""
+    found, problems = themes.load_all({"HOME": "/nonexistent"})
+    assert problems == []
+    return found
+
+
+def contrast(one: Color, other: Color) -> float:
+    """Return the contrast of two colours as WCAG 2.1 defines it: from 1 to 21."""
+
+    def luminance(color: Color) -> float:
+        parts = [part / 255 for part in (color.r, color.g, color.b)]
+        red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_ours_have_every_state_and_role() -> None:
+    assert {name: set(theme.styles) for name, theme in ours().items()} == {key: {*STATES, *ROLES} for key in ALL}
+
+
+@pytest.mark.parametrize("name", COLOURED)
+def test_every_text_can_be_read_on_every_ground_and_in_the_cursor_row(name: str) -> None:
+    theme = ours()[name]
+    grounds = [Color.parse(getattr(theme.textual, part) or "") for part in ("background", "surface", "panel")]
+    cursor = theme.styles["cursor"].bgcolor
+    assert cursor is not None
+    grounds.append(Color.from_rich_color(cursor))
+    least = 7.0 if name == "high-contrast" else 4.5
+    poor = {
+        f"{role} on {ground.hex}: {contrast(text, ground):.2f}"
+        for role, style in theme.styles.items()
+        if style.color is not None
+        for text in [Color.from_rich_color(style.color)]
+        for ground in ([Color.from_rich_color(style.bgcolor)] if style.bgcolor else grounds)
+        if contrast(text, ground) < least
+    }
+    assert poor == set()
+
+
+def test_the_colour_blind_theme_draws_states_in_the_colours_of_okabe_and_ito_alone() -> None:
+    styles = [ours()["colour-blind"].styles[state] for state in STATES]
+    used = [Color.from_rich_color(c).hex.lower() for style in styles for c in (style.color, style.bgcolor) if c]
+    assert set(used) <= OKABE_ITO
+    assert len({(style.color, style.bgcolor) for style in styles}) == len(STATES)
+
+
+@pytest.mark.parametrize("name", COLOURED)
+def test_no_two_states_look_the_same(name: str) -> None:
+    assert len({str(ours()[name].styles[state]) for state in STATES}) == len(STATES)
+
+
+def test_plain_has_no_colour() -> None:
+    assert [role for role, style in ours()["plain"].styles.items() if style.color or style.bgcolor] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("title = 'x", "not valid TOML"),
+        ("like = 'dark'\n[states]\nfree = 'gren'\n", "states.free = 'gren' is not a colour"),
+        ("like = 'dark'\n[states]\nfree = '#12345g'\n", "states.free = '#12345g' is not a colour"),
+        ("like = 'dark'\n[states]\nfree = 'bold #ffffff on'\n", "no colour after `on`"),
+        ("like = 'dark'\n[states]\nfree = '#ffffff #000000'\n", "write it as: bold #ff7b7b on #000000"),
+        ("like = 'dark'\n[states]\nfine = '#ffffff'\n", "[states] has no key 'fine'"),
+        ("like = 'dark'\n[colors]\nprimary = 'rgb(1,2)'\n", "colors.primary = 'rgb(1,2)' is not a colour"),
+        ("like = 'dark'\n[variables]\nborders = '#ffffff'\n", "variables.borders: textual has no such variable"),
+        ("like = 'dark'\n[variables]\nborder = 'auto 200%'\n", "variables.border"),
+        ("like = 'dark'\n[variables]\nblock-cursor-text-style = 'bald'\n", "'bald' is not one of"),
+        ("like = 'drak'\n", "like = 'drak' is not one of"),
+        ("dark = 'yes'\n", "Expected `bool`"),
+        ("colour = 1\n", "unknown key `colour`"),
+        ("[states]\nfree = '#ffffff'\n", "lacks primary"),
+        ("x = '" + 70_000 * "x" + "'", "larger than 64 kB"),
+    ],
+)
+def test_a_bad_file_is_told_with_its_name_and_the_others_load(tmp_path: Path, text: str, words: str) -> None:
+    folder = tmp_path / "gpuboard" / "themes"
+    folder.mkdir(parents=True)
+    (folder / "mine.toml").write_text(text)
+    (folder / "other.toml").write_text("title = 'Other'\nlike = 'light'\n[states]\nfree = 'bold #004400 on #ffffff'\n")
+    (folder / "latin.toml").write_bytes(b"title = '\xe9'")
+    found, problems = themes.load_all({"XDG_CONFIG_HOME": str(tmp_path)})
+    assert set(found) == {*ALL, "other"}
+    assert problems[0] == "latin.toml: not UTF-8"
+    assert problems[1].startswith("mine.toml: ")
+    assert words in problems[1]
+    assert str(found["other"].styles["free"]) == "bold #004400 on #ffffff"
+    assert found["other"].styles["busy"] == found["light"].styles["busy"]
+    assert (found["other"].textual.dark, found["other"].title) == (False, "Other")
+
+
+def test_a_theme_of_the_users_replaces_ours_of_that_name(tmp_path: Path) -> None:
+    folder = tmp_path / "gpuboard" / "themes"
+    folder.mkdir(parents=True)
+    (folder / "dark.toml").write_text("title = 'Mine'\nlike = 'dark'\n[states]\nfree = '#ffffff'\n")
+    found, problems = themes.load_all({"XDG_CONFIG_HOME": str(tmp_path)})
+    assert (problems, found["dark"].title, str(found["dark"].styles["free"])) == ([], "Mine", "#ffffff")
+
+
+def test_which_theme_a_board_starts_with() -> None:
+    known = ours()
+    many, few = {"TERM": "xterm-256color"}, {"TERM": "linux"}
+    assert themes.choose(many, "auto", None, known) == "dark"
+    assert themes.choose(few, "auto", None, known) == "terminal"
+    assert themes.choose({**few, "COLORTERM": "truecolor"}, "auto", None, known) == "dark"
+    assert themes.choose(many, "auto", "light", known) == "light"
+    assert themes.choose(many, "high-contrast", "light", known) == "high-contrast"
+    assert themes.choose(many, "auto", "gone", known) == "dark"
+    assert themes.choose({**many, "NO_COLOR": "1"}, "high-contrast", "light", known) == "plain"
+
+
+def test_the_wheel_holds_the_themes(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    root = Path(themes.__file__).parents[2]
+    run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=root, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name for name in names if name.endswith(".toml")} == {f"gpuboard/board/themes/{name}.toml" for name in ALL}
+
+
+def test_the_palette_shows_a_theme_while_it_is_highlighted_and_escape_brings_the_old_one_back(tmp_path: Path) -> None:
+    async def story() -> None:
+        core = make_core(tmp_path)
+        async with board(core) as (app, pilot):
+            assert (app.theme, app.look) == ("dark", ours()["dark"].look(UNICODE))
+            await pilot.press("ctrl+t")
+            await settle(pilot, lambda: app.theme == "colour-blind")  # the first one is highlighted
+            await pilot.press("down", "down", "down")
+            await settle(pilot, lambda: app.theme == "light")
+            assert app.look == ours()["light"].look(UNICODE)
+            await pilot.press("escape")
+            await settle(pilot, lambda: app.theme == "dark")
+            assert app.look == ours()["dark"].look(UNICODE)
+            assert app.preferences.theme is None
+            await pilot.press("ctrl+p", *"high")
+            await settle(pilot, lambda: app.theme == "high-contrast")
+            await pilot.press("enter")
+            await settle(pilot, lambda: not isinstance(app.screen, CommandPalette))
+            await settle(pilot, lambda: app.preferences.theme == "high-contrast")
+            assert app.theme == "high-contrast"
+            await pilot.press("q")
+        again = BoardApp(make_core(tmp_path))
+        assert again.theme == "high-contrast"
+        again.core.close()
+
+    asyncio.run(story())
+
+
+def test_the_cells_of_states_have_the_theme_s_colours(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with board(make_core(tmp_path)) as (app, pilot):
+            assert _color_of(app, "F") == "#57d38c"
+            app.use_theme("light")
+            await settle(pilot, lambda: _color_of(app, "F") == "#116329")
+
+    asyncio.run(story())
+
+
+def test_one_toast_tells_of_bad_files_and_an_unknown_theme(tmp_path: Path) -> None:
+    async def story() -> None:
+        core = make_core(tmp_path, settings=Settings(theme="mine"))
+        folder = Path(core.env["XDG_CONFIG_HOME"]) / "gpuboard" / "themes"
+        folder.mkdir(parents=True)
+        (folder / "mine.toml").write_text("like = 'dark'\n[states]\nfree = '[/x]'\n")
+        (folder / "worse.toml").write_text("=")
+        async with board(core) as (app, _):
+            (toast,) = app._notifications
+            assert toast.message.splitlines()[0] == (
+                "mine.toml: states.free = '[/x]' is not a colour; write #57d38c, ansi_green or a CSS name"
+            )
+            assert toast.message.splitlines()[1].startswith("worse.toml: not valid TOML")
+            assert toast.message.splitlines()[2].startswith("no theme 'mine'; there are: ")
+            assert app.theme == "dark"
+
+    asyncio.run(story())
+
+
+def test_with_no_color_nothing_is_coloured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    async def story() -> None:
+        core = make_core(tmp_path)
+        core.env = {**environment(tmp_path), "NO_COLOR": "1"}
+        async with board(core) as (app, pilot):
+            assert app.theme == "plain"
+            for key in ("", "question_mark", "ctrl+p"):
+                if key:
+                    await pilot.press(key)
+                    await pilot.pause(0.3)
+                coloured = {str(s.style) for s in _segments(app) if s.style and (s.style.color or s.style.bgcolor)}
+                assert coloured == set(), key
+            await pilot.press("escape", "escape")
+            app.use_theme("light")
+            await pilot.pause(0.1)
+            assert not any(s.style and (s.style.color or s.style.bgcolor) for s in _segments(app))
+
+    asyncio.run(story())
+
+
+def test_the_plain_theme_takes_all_colour_away_when_it_is_chosen(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with board(make_core(tmp_path)) as (app, pilot):
+            assert any(s.style and s.style.color for s in _segments(app))
+            app.use_theme("plain")
+            await settle(pilot, lambda: not any(s.style and s.style.color for s in _segments(app)))
+            assert "FBFF" in screen(app).replace(" ", "")
+
+    asyncio.run(story())
+
+
+def _segments(app: BoardApp) -> list[Segment]:
+    return [segment for strip in app.screen._compositor.render_strips() for segment in strip]
+
+
+def _color_of(app: BoardApp, letter: str) -> str:
+    """Return the colour of the first cell with a state's letter alone."""
+    for segment in _segments(app):
+        if segment.text.strip() == letter and segment.style and segment.style.color and segment.style.color.triplet:
+            return segment.style.color.triplet.hex
+    return ""
