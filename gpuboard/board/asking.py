@@ -86,8 +86,8 @@ def places_words(gpus: Iterable[_Placed]) -> str:
 
 
 def picks_of(uuids: Iterable[str], scene: Scene) -> tuple[str, tuple[Pick, ...]]:
-    """Return GPUs that are in ``scene`` as words (``gpu01:0,2@gpu02:1``) and as picks by UUID."""
-    found = [(scene.places[uuid], uuid) for uuid in uuids if uuid in scene.places]
+    """Return GPUs and MIG devices that are in ``scene`` as words (``gpu01:0,2@gpu02:1``) and as picks by UUID."""
+    found = [(scene.devices[uuid], uuid) for uuid in uuids if uuid in scene.devices]
     words = places_words(Chosen(place.node.name, place.gpu.index, uuid) for place, uuid in found)
     return words, tuple(Pick(place.node.name, None, uuid) for place, uuid in found)
 

@@ -22,20 +22,21 @@ _SHOWN = 300  # characters of what was copied in the toast
 
 def uuids_line(scene: Scene, uuids: Sequence[str]) -> str:
     """Return the UUIDs of these GPUs, by node and index, with commas between them."""
-    return ",".join(place.gpu.uuid for place in _places(scene, uuids))
+    return ",".join(uuid for uuid, _ in _places(scene, uuids))
 
 
 def export_line(scene: Scene, uuids: Sequence[str], *, by_uuid: bool) -> str:
     """Return the line that makes these GPUs visible to CUDA, on their node. Raises GpuboardError."""
     places = _places(scene, uuids)
-    nodes = list(dict.fromkeys(place.node.name for place in places))
+    nodes = list(dict.fromkeys(place.node.name for _, place in places))
     if len(nodes) > 1:
         raise GpuboardError(f"CUDA_VISIBLE_DEVICES is for one node; these GPUs are on {len(nodes)}: {', '.join(nodes)}")
-    if mig := [place.gpu.index for place in places if "mig" in place.gpu.flags]:
-        raise GpuboardError(f"{nodes[0]}:{mig[0]} is in MIG mode; CUDA takes the UUID of one of its devices")
+    mig = [(uuid == place.gpu.uuid, place.gpu.index) for uuid, place in places if "mig" in place.gpu.flags]
+    if any(parent for parent, _ in mig) or (mig and not by_uuid):
+        raise GpuboardError(f"{nodes[0]}:{mig[0][1]} is in MIG mode; CUDA takes the UUID of one of its devices")
     if by_uuid:
         return f"export CUDA_VISIBLE_DEVICES={shlex.quote(uuids_line(scene, uuids))}"
-    indexes = ",".join(str(place.gpu.index) for place in places)
+    indexes = ",".join(str(place.gpu.index) for _, place in places)
     # CUDA's own order is fastest first: indexes mean NVML's only with this.
     return f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indexes}"
 
@@ -57,7 +58,7 @@ def copy(board: BoardApp, text: str) -> None:
 def open_copy(board: BoardApp, uuids: Sequence[str]) -> None:
     """Offer what can be copied of these GPUs."""
     scene = board.scene
-    if scene is None or not any(uuid in scene.places for uuid in uuids):
+    if scene is None or not any(uuid in scene.devices for uuid in uuids):
         board.notify("no GPU is selected", markup=False)
         return
     places = _places(scene, uuids)
@@ -71,12 +72,12 @@ def open_copy(board: BoardApp, uuids: Sequence[str]) -> None:
         ("export", "export CUDA_VISIBLE_DEVICES=… by index"),
         ("export-uuid", "export CUDA_VISIBLE_DEVICES=… by UUID"),
     ]
-    for node in dict.fromkeys(place.node.name for place in places):
+    for node in dict.fromkeys(place.node.name for _, place in places):
         if node in board.core.nodes and len(options) < 8:
             known = board.core.nodes[node]
             makers[f"ssh {node}"] = lambda known=known: ssh_line(known)  # type: ignore[misc]
             options.append((f"ssh {node}", f"ssh command for {node}"))
-    ids = dict.fromkeys(lease for place in places for lease in place.gpu.leases)
+    ids = dict.fromkeys(lease for _, place in places for lease in place.gpu.leases)
     own = [scene.by_lease[id_] for id_ in ids if id_ in scene.by_lease and scene.is_mine(scene.by_lease[id_])]
     options += lease_options(own, makers)
     title = f"Copy of {picks_of(uuids, scene)[0]}"
@@ -119,6 +120,6 @@ def _offer(
     board.push_screen(Choose(title, options), chosen)
 
 
-def _places(scene: Scene, uuids: Sequence[str]) -> list[Place]:
-    found = [scene.places[uuid] for uuid in uuids if uuid in scene.places]
-    return sorted(found, key=lambda place: (place.node.name, place.gpu.index))
+def _places(scene: Scene, uuids: Sequence[str]) -> list[tuple[str, Place]]:
+    found = [(uuid, scene.devices[uuid]) for uuid in uuids if uuid in scene.devices]
+    return sorted(found, key=lambda item: (item[1].node.name, item[1].gpu.index, item[0]))

@@ -12,6 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widgets import Footer, Input
 
+from gpuboard.board.acting import ActingScreen
 from gpuboard.board.arrange import GROUPS, NodeRow, ViewState, arrange, arrange_nodes, natural_nodes
 from gpuboard.board.cells import width
 from gpuboard.board.gpu import GpuPanel, GpuScreen
@@ -21,7 +22,6 @@ from gpuboard.board.node import NodeScreen
 from gpuboard.board.picture import Picture
 from gpuboard.board.query import Query, QueryError, parse
 from gpuboard.board.scene import Place, Scene
-from gpuboard.board.screen import BoardScreen
 from gpuboard.board.summary import Banners, Lines, Summary
 from gpuboard.board.table import GpuTable
 from gpuboard.board.words import FLAG_MARKS
@@ -34,7 +34,7 @@ _NO_NODES = "There are no nodes.\nName some: gpuboard --nodes gpu[01-04], or in 
 _NODE = "node:"  # what keys of nodes begin with
 
 
-class ClusterScreen(BoardScreen):
+class ClusterScreen(ActingScreen):
     """The first screen. One cursor and one selection, by UUID, for picture and table."""
 
     TITLE_WORDS = "Cluster"

@@ -12,16 +12,16 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
 from textual.widgets import Footer
 
-from gpuboard.board import gpu_lines
+from gpuboard.board import gpu_lines, processes
+from gpuboard.board.acting import ActingScreen
 from gpuboard.board.arrange import natural_nodes
 from gpuboard.board.grid import Cell, Column, Grid, Row
 from gpuboard.board.history import History
-from gpuboard.board.lines import Runs, named, title
+from gpuboard.board.lines import Runs, above, named, title
 from gpuboard.board.look import Glyphs
 from gpuboard.board.node import NodeScreen
 from gpuboard.board.pane import Pane
 from gpuboard.board.scene import Place, Scene
-from gpuboard.board.screen import BoardScreen
 from gpuboard.model.snapshot import ProcessView
 from gpuboard.model.units import format_duration, format_size
 
@@ -83,13 +83,15 @@ def notice(known: Known, width: int) -> list[Runs]:
     return named("Lost" if gpu.state == "broken" else "Not read", f"{gpu.error or gpu.reason}.{age}", "bad", width)
 
 
+def process_key(process: ProcessView) -> str:
+    """Return what tells a process from one that has its pid later."""
+    return f"{process.pid}:{process.started}"
+
+
 def process_rows(place: Place, scene: Scene, *, dim: bool) -> list[Row]:
-    """Return the rows of a GPU's processes, most memory first; their keys are ``pid:started``."""
+    """Return the rows of a GPU's processes, most memory first; their keys are ``process_key``'s."""
     found = sorted(place.gpu.processes or (), key=lambda process: (-(process.memory or 0), process.pid))
-    return [
-        Row(f"{process.pid}:{process.started}", partial(_process_cells, process, place, scene), dim=dim)
-        for process in found
-    ]
+    return [Row(process_key(process), partial(_process_cells, process, place, scene), dim=dim) for process in found]
 
 
 def _process_cells(process: ProcessView, place: Place, scene: Scene) -> Sequence[Cell]:
@@ -153,10 +155,11 @@ def _panel_lines(known: Known, scene: Scene, history: History, glyphs: Glyphs, w
     return [*lines, [], *gpu_lines.neighbour_line(place, width), *gpu_lines.health(place.gpu, width, only_bad=True)]
 
 
-class GpuScreen(BoardScreen):
+class GpuScreen(ActingScreen):
     """One GPU: state and owner, the last minutes, processes, links, health."""
 
     TITLE_WORDS = "GPU"
+    AUTO_FOCUS = ""  # it would scroll to the processes
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012 - as textual declares it
     DEFAULT_CSS = """
     GpuScreen #body { padding: 0 1; }
@@ -204,7 +207,7 @@ class GpuScreen(BoardScreen):
     def show(self, scene: Scene) -> None:
         """Draw the GPU as it is now, or as it was when it was last seen."""
         known = self._memory.look(scene, time.monotonic())
-        self.query_one("#notice", Pane).show(partial(notice, known))
+        self.query_one("#notice", Pane).show(lambda width: [*above(scene, width), *notice(known, width)])
         place, values = known.now or known.values, known.values
         if place is None or values is None:
             return
@@ -229,6 +232,20 @@ class GpuScreen(BoardScreen):
             grid.empty = empty
             grid.redraw()
         grid.set_rows(rows)
+
+    def targets(self) -> list[str]:
+        """The GPU on show."""
+        return [self.uuid]
+
+    def action_signal(self) -> None:
+        """Send a signal to the process under the cursor."""
+        cursor = self.query_one("#processes", Grid).cursor
+        found = [] if self.board.scene is None else processes.running(self.board.scene, [self.uuid])
+        for one in found:
+            if cursor == process_key(one.process):
+                processes.signal_one(self.board, one)
+                return
+        self.board.notify("no process is selected", markup=False)
 
     def action_back(self) -> None:
         """Return to the screen before."""

@@ -104,7 +104,7 @@ def held(scene: Scene) -> list[Held]:
             scene.is_mine(lease),
             datetime.fromisoformat(lease.since).timestamp(),
             datetime.fromisoformat(lease.until).timestamp(),
-            [scene.places[gpu.uuid].gpu for gpu in lease.gpus if gpu.uuid in scene.places],
+            [scene.devices[gpu.uuid].gpu for gpu in lease.gpus if gpu.uuid in scene.devices],
         )
         for lease in scene.leases.leases
     ]

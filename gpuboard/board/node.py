@@ -11,14 +11,14 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Footer
 
+from gpuboard.board.acting import ActingScreen
 from gpuboard.board.arrange import natural_nodes, users_of
 from gpuboard.board.grid import Cell, Column, Grid, Row
-from gpuboard.board.lines import Runs, age_words, named
+from gpuboard.board.lines import Runs, above, age_words, named
 from gpuboard.board.look import LETTERS, Glyphs
 from gpuboard.board.pane import Pane
 from gpuboard.board.plots import bar
 from gpuboard.board.scene import Scene
-from gpuboard.board.screen import BoardScreen
 from gpuboard.model.snapshot import GpuView, NodeView
 from gpuboard.model.units import format_size
 
@@ -109,7 +109,7 @@ def _number(value: float | None, unit: str) -> Cell:
     return Cell("?", "unknown") if value is None else Cell(f"{value:.0f}{unit}")
 
 
-class NodeScreen(BoardScreen):
+class NodeScreen(ActingScreen):
     """One node: connection, host, GPUs."""
 
     TITLE_WORDS = "Node"
@@ -143,7 +143,7 @@ class NodeScreen(BoardScreen):
         if node is None:
             return
         glyphs = self.board.look.glyphs
-        self.query_one("#node", Pane).show(partial(node_lines, node, glyphs))
+        self.query_one("#node", Pane).show(lambda width: [*above(scene, width), *node_lines(node, glyphs, width)])
         grid = self.query_one("#gpus", Grid)
         empty = "no GPU is known: the node was never read" if node.age_s is None else "no GPU"
         if grid.empty != empty:
@@ -157,6 +157,11 @@ class NodeScreen(BoardScreen):
         from gpuboard.board.gpu import GpuScreen  # it opens nodes, so it imports us
 
         self.app.push_screen(GpuScreen(event.key))
+
+    def targets(self) -> list[str]:
+        """The GPU under the cursor."""
+        cursor = self.query_one("#gpus", Grid).cursor
+        return [] if cursor is None else [cursor]
 
     def action_back(self) -> None:
         """Return to the screen before."""

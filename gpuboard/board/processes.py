@@ -38,8 +38,8 @@ def running(scene: Scene, uuids: Sequence[str]) -> list[Running]:
     """Return the processes on these GPUs, each once, by node and pid."""
     found: dict[tuple[str, int], tuple[list[int], ProcessView]] = {}
     for uuid in uuids:
-        if uuid in scene.places:
-            node, gpu = scene.places[uuid]
+        if uuid in scene.devices:
+            node, gpu = scene.devices[uuid]
             for process in gpu.processes or ():
                 found.setdefault((node.name, process.pid), ([], process))[0].append(gpu.index)
     return [

@@ -39,6 +39,12 @@ class Scene:
         return {gpu.uuid: Place(node, gpu) for node in self.snapshot.nodes for gpu in node.gpus}
 
     @cached_property
+    def devices(self) -> dict[str, Place]:
+        """Every GPU and MIG device by its UUID; a MIG device with the GPU that it is a part of."""
+        parts = {mig.uuid: place for place in self.places.values() for mig in place.gpu.mig}
+        return {**self.places, **parts}
+
+    @cached_property
     def nodes(self) -> dict[str, NodeView]:
         """Every node by its name."""
         return {node.name: node for node in self.snapshot.nodes}
