@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpuboard.board.cells import width
+from gpuboard.board.scene import Scene
 from gpuboard.model.units import format_duration
 
 Runs = list[tuple[str, str]]  # (text, role of Look; "" is plain)
@@ -12,6 +13,12 @@ NAME = 13  # cells of the names that stand before values
 def title(text: str) -> Runs:
     """Return the heading of a section."""
     return [(text, "title")]
+
+
+def above(scene: Scene, cells: int) -> list[Runs]:
+    """Return what stands above everything: that it is invented, and what is wrong with the cluster as a whole."""
+    label: list[Runs] = [[(" SIMULATED ", "warn")]] if scene.simulated else []
+    return label + [[(line, "bad")] for banner in scene.banners for line in wrapped(banner, cells)]
 
 
 def named(name: str, words: str, role: str, cells: int) -> list[Runs]:
