@@ -214,7 +214,7 @@ class Folder(claims.Folder):
 
     def read(self) -> "Tuple[List[Dict[str, Any]], Optional[str]]":
         found, error = claims.Folder.read(self)
-        return found + ([] if error else self._others(_live(found))), error
+        return found + ([] if error else self.others(_live(found))), error
 
     def real(self) -> "List[Dict[str, Any]]":
         """Return the claims that live as files."""
@@ -222,7 +222,7 @@ class Folder(claims.Folder):
 
     def veto(self, op: str, args: "Dict[str, Any]") -> None:
         """Refuse what the simulated have, as the protocol refuses what others have."""
-        others = self._others(self.real())
+        others = self.others(self.real())
         if op == "take":
             in_the_way = [one for one in others if one["uuid"] in args["uuids"]]
             if in_the_way:
@@ -235,7 +235,7 @@ class Folder(claims.Folder):
                     "not-yours", "%s belongs to %s, who is simulated" % (args["lease"], theirs[0]["owner"])
                 )
 
-    def _others(self, real: "List[Dict[str, Any]]") -> "List[Dict[str, Any]]":
+    def others(self, real: "List[Dict[str, Any]]") -> "List[Dict[str, Any]]":
         """Return the claims of the simulated; whoever would come later than a real one stays away."""
         t, at = self._probe.clock()
         since = {one["uuid"]: one["from"] - at + t for one in real}

@@ -16,13 +16,14 @@ import msgspec
 from gpuboard import paths
 from gpuboard.agent import claims
 from gpuboard.cli.context import Context
+from gpuboard.config import StateSettings
 from gpuboard.errors import GpuboardError, UsageError
 
 if TYPE_CHECKING:
     from gpuboard.board.core import Core
     from gpuboard.config import Settings
 
-_IDLE_AFTER = "45s"  # a person looks at a demo for a few minutes
+STATE = StateSettings(idle_after="45s")  # a person looks at a demo for a few minutes
 _GRACE_S = 2.0  # for runs that still go on when the board is closed
 _END_S = 15.0  # and until they must have ended
 
@@ -64,9 +65,8 @@ def make(settings: Settings, env: Mapping[str, str], *, seed: int = 7, epoch: fl
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns, once a rank, where the machine's own address has no name
     }
     nodes = living_nodes(settings.claims_dir, seed=seed, epoch=epoch)
-    state = msgspec.structs.replace(settings.state, idle_after=_IDLE_AFTER)
     _sweep(settings.claims_dir)
-    return Core(nodes, msgspec.structs.replace(settings, state=state, cluster="demo"), {**env, **own})
+    return Core(nodes, msgspec.structs.replace(settings, state=STATE, cluster="demo"), {**env, **own})
 
 
 def end(core: Core) -> list[str]:

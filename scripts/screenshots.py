@@ -1,0 +1,288 @@
+"""The pictures of docs/screenshots, drawn by the board itself from the demo's cluster: python scripts/screenshots.py
+
+Each is the same whenever and wherever it is drawn: the cluster is the demo's at one moment of its story, the clock
+stands still, and what a real run has left (its id, times, pids and folder) is given fixed values. ``--to FOLDER`` draws
+elsewhere, which is how a test sees that those of the repository are not out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from textual.pilot import Pilot
+
+from gpuboard.agent.simulate import Simulated
+from gpuboard.board.app import BoardApp
+from gpuboard.board.core import Core
+from gpuboard.board.scene import Scene
+from gpuboard.board.starting import LaunchForm
+from gpuboard.cli import demo_board
+from gpuboard.cluster.picture import NodeFacts, View, inert_static, node_claims, snapshot
+from gpuboard.cluster.simulated import living_nodes
+from gpuboard.cluster.simulated_script import uid
+from gpuboard.config import Settings
+from gpuboard.launch.runs import Head, RunView, runs_dir
+from gpuboard.ledger.nodes import leases_of
+from gpuboard.model.gpu import GpuStatic
+from gpuboard.model.lease import LeaseList
+from gpuboard.model.reading import Hello, Reading, Static
+from gpuboard.model.snapshot import Snapshot
+from gpuboard.model.state import counted
+from gpuboard.model.units import iso
+
+FOLDER = Path(__file__).parents[1] / "docs" / "screenshots"
+_EPOCH = 1769860800.0  # 2026-01-31 12:00 UTC, when the story begins
+_T = 95.0  # the moment that is shown: a node hangs, a rogue has come, a GPU is lost
+_WATCHED_S = 300  # what the board remembers
+_VIEWER = "alice"
+_SIZE = (120, 36)
+_RUN, _LEASE, _PROJECT = "r7k2m9xq", "w5k8ra", "/home/alice/vit"
+# A training in which a shard of the data is missing. The others are busy with theirs when a rank fails, so that what
+# they say last does not depend on who is quicker.
+_TRAIN = '''\
+"""Train on shards of data, each rank on its own."""
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def load(shard: int) -> torch.Tensor:
+    with open(f"data/shard-{shard:03d}.txt") as file:
+        seconds = float(file.read())
+    time.sleep(seconds)
+    return torch.ones(8)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(4):
+        batch = load(step * world + rank)
+        dist.all_reduce(batch)
+        print(f"step {step}: {world} shards, {int(batch.sum())} samples", flush=True)
+
+
+main()
+'''
+_SHARDS, _MISSING = 16, 14
+
+
+class Clock:
+    """A clock that stands where it was put; it takes the place of ``time.time``."""
+
+    now = _EPOCH
+
+    def __call__(self) -> float:
+        """Return epoch seconds."""
+        return self.now
+
+
+class Still(Core):
+    """The demo's cluster at one moment of its story, with the minutes before it; worked out instead of watched."""
+
+    def __init__(self, settings: Settings, env: Mapping[str, str], clock: Clock) -> None:
+        nodes = living_nodes("/var/tmp", epoch=_EPOCH, cluster="demo")
+        super().__init__(nodes, settings, env)
+        self._clock = clock
+        self._probes = {node.name: Simulated(node.simulate or {}, node.name) for node in nodes}
+        self._known: dict[str, Static] = {
+            name: Static(msgspec.convert(probe.statics(), list[GpuStatic]), "simulated", None, "simulated")
+            for name, probe in self._probes.items()
+        }
+        self._facts = {name: self._at_first(name) for name in self._probes}
+        self._scene: Scene | None = None
+
+    def start(self, changed: Callable[[Scene], object]) -> None:
+        """Go through the minutes before the moment, and show it."""
+        for second in range(_WATCHED_S, -1, -1):
+            shown = self._look(_T - second)
+            self.history.add(shown, _T - second)
+        claims = {name: node_claims(facts, {}) for name, facts in self._facts.items()}
+        index = {gpu.uuid: gpu.index for node in shown.nodes for gpu in node.gpus}
+        index |= {device.uuid: gpu.index for node in shown.nodes for gpu in node.gpus for device in gpu.mig}
+        unread = [node.name for node in shown.nodes if node.state != "up"]
+        leases = leases_of({n: c for n, c in claims.items() if n not in unread}, index, self._clock(), lambda _: None)
+        found = LeaseList(schema=1, at=iso(self._clock()), leases=leases, unread=unread)
+        self._scene = Scene(shown, found, uids=dict.fromkeys(self._probes, uid(_VIEWER)))
+        changed(self._scene)
+
+    def scene(self) -> Scene:
+        """Return the scene that is shown."""
+        assert self._scene is not None
+        return self._scene
+
+    def _at_first(self, name: str) -> NodeFacts:
+        hello = Hello(name, "simulated", uid(_VIEWER), _VIEWER, 4100, "3.9.18", ["192.0.2.1"])
+        known = {gpu.uuid: gpu for gpu in map(inert_static, self._known[name].gpus)}
+        return NodeFacts(name=name, hello=hello, static=self._known[name], known=known)
+
+    def _look(self, t: float) -> Snapshot:
+        self._clock.now = _EPOCH + t
+        thresholds = self.settings.state.thresholds()
+        for name, probe in self._probes.items():
+            if any(start <= t < until for start, until in probe.script["hangs"]):
+                continue
+            old = self._facts[name]
+            reading = self._reading(probe, t)
+            busy = dict(old.last_busy)
+            for gpu in reading.gpus:
+                if gpu.processes is None or gpu.uuid not in busy or counted(gpu.processes, thresholds):
+                    busy[gpu.uuid] = t
+            self._facts[name] = msgspec.structs.replace(
+                old, reading=reading, previous=old.reading, arrived=t - 0.4, last_busy=busy
+            )
+        view = View(
+            now=t, at=self._clock(), cluster="demo", thresholds=thresholds, users={}, interval_s=1.0, one_shot=False
+        )
+        return snapshot(list(self._facts.values()), view)
+
+    def _reading(self, probe: Simulated, t: float) -> Reading:
+        values: dict[str, Any] = {
+            "seq": 1,
+            "at": self._clock(),
+            "interval_s": 1.0,
+            "gpus": probe.readings(t, lambda *_: None),
+            "claims": probe.folder("/var/tmp").others([]),
+            **probe.host.reading(),
+        }
+        return msgspec.convert({"t": "reading", **values}, Reading)
+
+
+def failing_run(env: Mapping[str, str], folder: Path) -> None:
+    """Let a real run fail, and give fixed values to what is different each time."""
+    project = folder / "project"
+    (project / "data").mkdir(parents=True)
+    (project / "train.py").write_text(_TRAIN, encoding="utf-8")
+    for shard in set(range(_SHARDS)) - {_MISSING}:
+        seconds = 60.0 if shard > _SHARDS - 5 else 0.1
+        (project / "data" / f"shard-{shard:03d}.txt").write_text(f"{seconds}\n", encoding="utf-8")
+    core = demo_board.make(Settings(claims_dir=env.get("GPUBOARD_CLAIMS_DIR", "/var/tmp")), env)
+    try:
+        form = LaunchForm("train.py", str(project), gpus="sim03:12,13,14,15", device="cpu", grace="5s")
+        started = core.starter.start(form)
+        code = started.process.wait(120)
+        made = runs_dir(core.env) / started.run
+        if code == 0 or not made.is_dir():
+            raise SystemExit(f"the run was to fail, and ended with {code}: {started.said}")
+    finally:
+        core.close()
+        demo_board.end(core)
+    _fix(made, project)
+    shutil.move(made, runs_dir(env) / _RUN)
+    os.utime(runs_dir(env) / _RUN / "state.json", (_EPOCH + _T - 21.0,) * 2)
+
+
+def _fix(made: Path, project: Path) -> None:
+    view = msgspec.json.decode((made / "state.json").read_bytes(), type=RunView)
+    for path in made.iterdir():
+        if path.is_file():
+            text = path.read_text(encoding="utf-8").replace(str(project), _PROJECT).replace(view.id, _RUN)
+            path.write_text(text.replace(view.lease or _LEASE, _LEASE), encoding="utf-8")
+    view = msgspec.json.decode((made / "state.json").read_bytes(), type=RunView)
+    fixed = msgspec.structs.replace(
+        view,
+        started=iso(_EPOCH + _T - 64.0),
+        ranks=[msgspec.structs.replace(rank, pid=41200 + rank.rank) for rank in view.ranks],
+        verdicts=[msgspec.structs.replace(verdict, at=iso(_EPOCH + _T - 26.0)) for verdict in view.verdicts],
+        head=Head("login1", "simulated", 41100, 1),
+        folder="",
+    )
+    (made / "state.json").write_bytes(msgspec.json.encode(fixed))
+
+
+async def settled(pilot: Pilot[int], text: str) -> None:
+    """Wait until ``text`` is on the screen."""
+    until = time.monotonic() + 20
+    while text not in shown(pilot.app):
+        if time.monotonic() > until:
+            raise SystemExit(f"{text!r} did not come; on the screen:\n{shown(pilot.app)}")
+        await pilot.pause(0.05)
+    await pilot.pause(0.1)
+
+
+def shown(app: Any) -> str:
+    """Return what is on the screen as text, a line a row."""
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
+
+
+Act = Callable[[Pilot[int]], Awaitable[None]]
+
+
+async def cluster(pilot: Pilot[int]) -> None:
+    """The cluster view."""
+    await settled(pilot, "sim07")
+
+
+PICTURES: dict[str, Act] = {"cluster": cluster}
+
+
+def draw(name: str, act: Act, env: Mapping[str, str], clock: Clock) -> str:
+    """Return the picture of what ``act`` leads to, as SVG."""
+
+    async def story() -> str:
+        app = BoardApp(Still(Settings(cluster="demo", state=demo_board.STATE), env, clock))
+        async with app.run_test(size=_SIZE) as pilot:
+            await act(pilot)
+            return app.export_screenshot(title=f"gpuboard demo: {name}")
+
+    return plain(asyncio.run(story()))
+
+
+def plain(svg: str) -> str:
+    """Return an SVG that asks no other host for fonts."""
+    svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"\s*<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = svg.replace("font-family: Fira Code, monospace", "font-family: ui-monospace, Menlo, Consolas, monospace")
+    return re.sub(r"[ \t]+$", "", svg.replace("font-family: arial", "font-family: sans-serif"), flags=re.MULTILINE)
+
+
+@contextmanager
+def quiet_place() -> Iterator[tuple[Path, dict[str, str]]]:
+    """Make a folder, and an environment in which nothing of this machine's user is seen."""
+    with tempfile.TemporaryDirectory(prefix="gpuboard-screenshots-") as name:
+        folder = Path(name)
+        kept = {key: os.environ[key] for key in ("PATH", "GPUBOARD_CLAIMS_DIR", "LD_LIBRARY_PATH") if key in os.environ}
+        yield folder, kept | {
+            "HOME": name, "XDG_STATE_HOME": f"{name}/state", "XDG_CONFIG_HOME": f"{name}/config", "LANG": "C.UTF-8",
+            "TERM": "xterm-256color", "COLORTERM": "truecolor", "TZ": "UTC", "USER": _VIEWER, "LOGNAME": _VIEWER,
+        }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the pictures; return the exit code."""
+    parser = argparse.ArgumentParser(description="draw the pictures of docs/screenshots")
+    parser.add_argument("--to", type=Path, default=FOLDER, help="the folder to draw into")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; none: all of them")
+    args = parser.parse_args(argv)
+    args.to.mkdir(parents=True, exist_ok=True)
+    with quiet_place() as (folder, env):
+        os.environ.clear()
+        os.environ.update(env)
+        time.tzset()
+        if not args.names or set(args.names) & {"run"}:
+            failing_run(env, folder)
+        clock = Clock()
+        time.time = clock  # for whoever asks in this process
+        for name in args.names or PICTURES:
+            (args.to / f"{name}.svg").write_text(draw(name, PICTURES[name], env, clock), encoding="utf-8")
+            print(args.to / f"{name}.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
