@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from textual.app import App
 from textual.binding import Binding
 from textual.dom import DOMNode
 from textual.keys import KEY_TO_UNICODE_NAME, REPLACED_KEYS, Keys
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
 
 import gpuboard.board
 
@@ -117,24 +118,29 @@ def normal(text: str) -> str | None:
 
 
 def clashes() -> list[str]:
-    """Return which of the bindings that are built in take each other's keys; empty unless there is a bug."""
+    """Return which of the bindings that are built in take each other's keys; empty unless there is a bug.
+
+    What has the focus may take a key from its screen on purpose (enter opens a row), never one from the app.
+    """
     found = []
     for context in _contexts():
-        taken: dict[str, Action] = {}
-        for action in context:
-            for key in action.keys:
-                other = taken.setdefault(key, action)
-                if other.id != action.id:
-                    found.append(f"{key}: {other.id} and {action.id}")
-    return found
+        for part in (context.screen + context.app, *(widget + context.app for widget in context.widgets)):
+            taken: dict[str, Action] = {}
+            for action in part:
+                for key in action.keys:
+                    other = taken.setdefault(key, action)
+                    if other.id != action.id:
+                        found.append(f"{key}: {other.id} and {action.id}")
+    return sorted(set(found))
 
 
 def _clash(wanted: Mapping[str, tuple[str, ...]]) -> tuple[str, str, str] | None:
     """Return the first remapped action that wants another's key: its id, the key, the other's id ("": textual's)."""
     for context in _contexts():
         taken: dict[str, str] = dict.fromkeys(_TEXTUALS, "")
+        together = context.screen + context.app + [action for widget in context.widgets for action in widget]
         # those that stay as they are first: of a clash the one that was remapped loses
-        for action in sorted(context, key=lambda action: action.id in wanted):
+        for action in sorted(together, key=lambda action: action.id in wanted):
             for key in wanted.get(action.id, action.keys):
                 other = taken.setdefault(key, action.id)
                 if other != action.id and action.id in wanted:
@@ -142,19 +148,34 @@ def _clash(wanted: Mapping[str, tuple[str, ...]]) -> tuple[str, str, str] | None
     return None
 
 
-def _contexts() -> Iterator[list[Action]]:
-    """Yield the actions that can be reached together: a screen's with its widgets' and, if not modal, the app's."""
+class _Context(NamedTuple):
+    """What can be reached together."""
+
+    screen: list[Action]
+    widgets: list[list[Action]]  # of what may have the focus on it
+    app: list[Action]
+
+
+def _contexts() -> Iterator[_Context]:
     owners = _owners()
-    everywhere = [action for owner in owners if issubclass(owner, App) for action in _declared(owner)]
+    app = [action for owner in owners if issubclass(owner, App) for action in _declared(owner)]
     widgets = [owner for owner in owners if not issubclass(owner, (App, Screen))]
     for screen in (owner for owner in _classes(Screen) if _is_ours(owner)):
-        modal = _is_modal(screen)
-        found = [action for owner in screen.__mro__ if owner in owners for action in _declared(owner)]
-        inside = [widget for widget in widgets if _prefix(widget) == ("dialog" if modal else "grid")]
-        found += [action for widget in inside for action in _declared(widget)]
-        overridden = {action.id: action for action in reversed(found)}  # the subclass's before its parent's
+        chain = {
+            action.id: action for owner in reversed(screen.__mro__) if owner in owners for action in _declared(owner)
+        }
+        inside = [_declared(widget) for widget in widgets if _is_on(widget, screen)]
         needed: frozenset[str] = getattr(screen, "INSTEAD_OF", frozenset())
-        yield [*overridden.values(), *(action for action in everywhere if not modal and action.id not in needed)]
+        below = [] if issubclass(screen, ModalScreen) else [action for action in app if action.id not in needed]
+        yield _Context(list(chain.values()), inside, below)
+
+
+def _is_on(widget: type[DOMNode], screen: type[DOMNode]) -> bool:
+    """Tell whether a screen draws a kind of widget: its module, or one of a class it derives from, names it."""
+    named = (
+        value for owner in screen.__mro__ if _is_ours(owner) for value in vars(sys.modules[owner.__module__]).values()
+    )
+    return any(isinstance(value, type) and issubclass(value, widget) for value in named)
 
 
 def _owners() -> list[type[DOMNode]]:
@@ -173,7 +194,7 @@ def _declared(owner: type[DOMNode]) -> list[Action]:
     return [Action(id_, tuple(keys[id_]), binding.description, section, owner) for id_, binding in first.items()]
 
 
-_SECTIONS = {"app": "Everywhere", "grid": "Lists", "dialog": "Dialogs"}
+_SECTIONS = {"app": "Everywhere", "gpus": "GPUs", "grid": "Lists", "dialog": "Dialogs"}
 
 
 def _prefix(owner: type[DOMNode]) -> str:
@@ -181,12 +202,6 @@ def _prefix(owner: type[DOMNode]) -> str:
         if isinstance(binding, Binding) and binding.id:
             return binding.id.partition(".")[0]
     return ""
-
-
-def _is_modal(screen: type[DOMNode]) -> bool:
-    from textual.screen import ModalScreen
-
-    return issubclass(screen, ModalScreen)
 
 
 def _is_ours(owner: type[DOMNode]) -> bool:
