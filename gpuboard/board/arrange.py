@@ -40,7 +40,7 @@ class Group(msgspec.Struct, frozen=True):
 
     key: str
     name: str
-    states: Mapping[str, int]  # how many GPUs below it are in which state
+    states: Mapping[str, int]  # how many GPUs below it are in which state; "mig": free, but only its devices can be had
     node: NodeView | None = None  # grouped by node: that one
 
     @property
@@ -80,7 +80,7 @@ def arrange(scene: Scene, view: ViewState, matches: Matches | None = None) -> li
     arranged: list[Row] = []
     for name in names:
         below = members[name]
-        states = Counter(row.gpu.state for row in below if isinstance(row, Place))
+        states = Counter(_counted_as(row.gpu) for row in below if isinstance(row, Place))
         node = scene.nodes.get(name) if view.group == "node" else None
         arranged.append(Group(f"group:{name}", name, states, node))
         arranged += below
@@ -211,6 +211,10 @@ def _sorted(rows: list[Row], view: ViewState, scene: Scene) -> list[Row]:
 
 def _node_value(row: Row, sort: str) -> Any:
     return natural(row.name) if sort == "node" and isinstance(row, NodeView) else None
+
+
+def _counted_as(gpu: GpuView) -> str:
+    return "mig" if gpu.state == "free" and "mig" in gpu.flags else gpu.state
 
 
 def _group_of(row: Row, group: str, scene: Scene) -> str:

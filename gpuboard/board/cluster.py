@@ -48,7 +48,7 @@ class ClusterScreen(ActingScreen):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", id="cluster.filter"),
-        Binding("t", "view", "Table", id="cluster.view"),
+        Binding("t", "view", "View", id="cluster.view"),
         Binding("s", "sort", "Sort", id="cluster.sort"),
         Binding("S", "reverse", "Sort the other way", id="cluster.reverse", show=False),
         Binding("g", "group", "Group", id="cluster.group"),
@@ -183,6 +183,8 @@ class ClusterScreen(ActingScreen):
         """Say what is selected and how the view was changed; letters and marks are explained where room is left."""
         view, said = self.view, []
         glyphs = self.board.look.glyphs
+        if watched := self.board.watches.words:
+            said.append((watched, "title"))
         if self._marks:
             said.append((f"{len(self._marks)} selected", "marked"))
         if self._matching is not None:

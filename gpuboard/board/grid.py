@@ -308,17 +308,14 @@ class Grid(ScrollView, can_focus=True):
         return strip([("  ", base), *fit_runs([(text, base + self._look.style("dim"))], width - 2, base)], base, width)
 
     def _row_strip(self, line: Line, base: Style, width: int) -> Strip:
-        over = self._look.style("marked") if line.marked else Style()
-        if line.cursor and self.ROW_CURSOR:
-            over += self._look.style("cursor")
         return row_strip(
             line,
             self.columns,
             self._widths,
             marking=self._indent > 0,
-            over=over,
+            over=self._look.style("cursor") if line.cursor and self.ROW_CURSOR else Style(),
             width=width,
-            base=base,
+            base=base + self._look.style("marked") if line.marked else base,
             look=self._look,
         )
 

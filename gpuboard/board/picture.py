@@ -12,7 +12,7 @@ from textual import events
 from textual.binding import Binding, BindingType
 
 from gpuboard.board.arrange import STATE_ORDER, Group, NodeRow, users_of
-from gpuboard.board.cells import width
+from gpuboard.board.cells import fit, width
 from gpuboard.board.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.board.look import LETTERS
 from gpuboard.board.rows import GAP, Runs
@@ -22,7 +22,7 @@ from gpuboard.model.snapshot import GpuView, NodeView
 
 _CELL = 2  # a letter and the mark of a flag
 _PACK = 4  # so many cells stand together: eyes count them
-_MIG = "M"
+MIG = "M"
 _NAME_LEAST, _NAME_MOST = 6, 24
 _SORTS = {"node": "node", "connection": "age", "gpus": "state", "model": "model", "users": "user"}  # by column
 _WORST = frozenset("!d")  # marks of what somebody has to look at
@@ -244,12 +244,12 @@ class Picture(Grid):
             words = node.error or "no GPU found"
             return (name, connection, Cell(words, "bad" if node.state == "unreachable" else "warn", rest=True))
         shown = [gpu for gpu in node.gpus if item.shown is None or gpu.uuid in item.shown]
-        free, total = map(sum, zip(*(_units(gpu) for gpu in shown), strict=True)) if shown else (0, 0)
+        free, total = map(sum, zip(*(units(gpu) for gpu in shown), strict=True)) if shown else (0, 0)
         known = node.state == "up"
         count = Cell(f"{free if known else UNKNOWN}/{total}", ("free" if free else "dim") if known else "unknown")
         head = (name, connection, Cell(self._gpus(item)), count)
         if node.error:
-            return (*head, Cell(node.error, "warn" if known else "bad", rest=True))
+            return (*head, Cell(node.error, "bad" if node.state == "unreachable" else "warn", rest=True))
         models = Counter(short_model(gpu.name) for gpu in node.gpus).most_common()
         model = models[0][0] + (f" +{len(models) - 1}" if len(models) > 1 else "")
         return (
@@ -265,16 +265,15 @@ class Picture(Grid):
         for place, gpu in enumerate(item.node.gpus):
             if place and place % _PACK == 0:
                 runs.append((" ", ""))
-            letter, state = _letter(gpu)
+            letter, state = letter_of(gpu)
             mark = flag_mark(gpu.flags)
             if item.shown is not None and gpu.uuid not in item.shown:
                 runs.append((letter.lower() + mark, "dim"))
                 continue
-            over = self._look.style("marked") if gpu.uuid in self.marks else Style()
-            if gpu.uuid == self._uuid:
-                over += self._look.style("cursor")
-            runs.append((letter, self._look.style(state) + over))
-            runs.append((mark, self._look.style("bad" if mark in _WORST else "warn") + over))
+            under = self._look.style("marked") if gpu.uuid in self.marks else Style()
+            over = self._look.style("cursor") if gpu.uuid == self._uuid else Style()
+            runs.append((letter, under + self._look.style(state) + over))
+            runs.append((mark, under + self._look.style("bad" if mark in _WORST else "warn") + over))
         return tuple(runs)
 
     def _users(self, gpus: Sequence[GpuView]) -> str:
@@ -291,20 +290,22 @@ def group_words(group: Group) -> Runs:
         (f"{group.total} GPU{'s' * (group.total != 1)}", "dim"),
     ]
     runs += ((f"  {group.states[state]} {state}", state) for state in STATE_ORDER if group.states.get(state))
+    if group.states.get("mig"):
+        runs.append((f"  {group.states['mig']} in MIG mode", "dim"))
     return tuple(runs)
 
 
-def _letter(gpu: GpuView) -> tuple[str, str]:
+def letter_of(gpu: GpuView) -> tuple[str, str]:
     """Return the letter of a GPU and the state it is coloured by; in MIG mode that of its best device."""
     if not gpu.mig or gpu.state in {"broken", "unknown"}:
         if "mig" in gpu.flags and gpu.state == "free":
-            return _MIG, "dim"  # without devices there is nothing to be had
+            return MIG, "dim"  # without devices there is nothing to be had
         return LETTERS.get(gpu.state, UNKNOWN), gpu.state
     states = {device.state for device in gpu.mig}
-    return _MIG, next((state for state in STATE_ORDER if state in states), "unknown")
+    return MIG, next((state for state in STATE_ORDER if state in states), "unknown")
 
 
-def _units(gpu: GpuView) -> tuple[int, int]:
+def units(gpu: GpuView) -> tuple[int, int]:
     """Return how many of what can be had of a GPU are free, and how many there are: itself, or its MIG devices."""
     if gpu.mig:
         return sum(device.state == "free" for device in gpu.mig), len(gpu.mig)

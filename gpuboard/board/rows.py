@@ -162,7 +162,7 @@ def row_strip(
     base: Style,
     look: Look,
 ) -> Strip:
-    """Return a row as it is drawn. ``over``: a style laid over all of it (cursor, mark)."""
+    """Return a row as it is drawn. ``over``: a style laid over all of it (the cursor)."""
     cut = look.glyphs.ellipsis
     if line.group:
         style = base + look.style("group")
@@ -171,16 +171,18 @@ def row_strip(
     runs: list[tuple[str, Style]] = []
     if marking:
         runs.append(((look.glyphs.marked if line.marked else " ").ljust(MARK_WIDTH), row + over))
-    for index, size in widths.items():
-        cell = line.cells[index]
-        room = width - sum(cell_len(text) for text, _ in runs) if cell.rest else size
-        parts = fit_runs(
-            runs_of(cell, row, look), room, row, right=columns[index].right and not cell.rest, ellipsis=cut
-        )
-        runs += ((text, style + over) for text, style in parts)
+    for index, cell in enumerate(line.cells):
         if cell.rest:
+            room = width - sum(cell_len(text) for text, _ in runs)
+            runs += (
+                (text, style + over) for text, style in fit_runs(runs_of(cell, row, look), room, row, ellipsis=cut)
+            )
             break
-        runs.append((" " * GAP, row + over))
+        if index in widths:
+            right = columns[index].right
+            parts = fit_runs(runs_of(cell, row, look), widths[index], row, right=right, ellipsis=cut)
+            runs += ((text, style + over) for text, style in parts)
+            runs.append((" " * GAP, row + over))
     return strip(runs, row + over, width)
 
 

@@ -94,10 +94,16 @@ def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
         (*_join([*_about(facts, words=True), ((clock, "dim"),)]), *label),
         (*_join(_about(facts, words=True)), *label),
         (*_join(_about(facts, words=False)), *label),
-        label or ((" ", ""),),
     ]
-    for counts in (*_models(facts), _total(facts)):
-        for right in rights:
+    most, many, some, few = _models(facts)
+    for counts, allowed in (
+        (most, rights),
+        (many, rights),
+        (some, rights),
+        (few, rights[2:]),
+        (_total(facts), rights[2:]),
+    ):
+        for right in allowed:
             if 1 + _width(counts) + 2 + _width(right) <= columns:
                 return [_apart(((" ", ""), *counts), right, columns)]
     return [_apart(((" ", ""), *_total(facts)), label, columns)]
@@ -106,12 +112,15 @@ def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
 def _models(facts: Sums) -> list[Runs]:
     """Return the counts of all models, the most words first."""
     if not facts.models:
-        return [(("no GPU seen yet", "unknown"),)]
+        return [(("no GPU seen yet", "unknown"),)] * 4
     return [_join([_count(count, words) for count in facts.models]) for words in (3, 2, 1, 0)]
 
 
 def _count(count: Count, words: int) -> Runs:
-    model = count.model if words else count.model.split()[0]
+    parts = count.model.split()
+    model = (
+        count.model if words else " ".join([parts[0], *(part for part in parts[1:] if "." in part)])
+    )  # MIG's profile
     free = f"{count.states['free']:>{len(str(count.total))}}"
     runs: list[tuple[str, str | Style]] = [(f"{model} ", "title"), (free, "free" if count.states["free"] else "dim")]
     if not words:
@@ -137,7 +146,7 @@ def _about(facts: Sums, *, words: bool) -> list[Runs]:
     if words:
         parts.append(((f"{facts.nodes} nodes" if facts.nodes != 1 else "1 node", "dim"),))
     if facts.down:
-        parts.append(((f"{facts.down} down", "bad"),))
+        parts.append(((f"{facts.down} down" if words else f"{facts.down} node{'s' * (facts.down > 1)} down", "bad"),))
     if facts.silent:
         parts.append(((f"{facts.silent} silent", "warn"),))
     oldest = age(facts.oldest_s)

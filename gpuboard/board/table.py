@@ -11,14 +11,14 @@ from gpuboard.board.arrange import Row as Item
 from gpuboard.board.cells import width
 from gpuboard.board.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.board.look import LETTERS
-from gpuboard.board.picture import group_words
+from gpuboard.board.picture import MIG, group_words, letter_of, units
 from gpuboard.board.plots import bar, spark
 from gpuboard.board.rows import Runs
 from gpuboard.board.scene import Place, Scene
-from gpuboard.board.words import FLAG_MARKS, UNKNOWN, age, pair, percent, short_model
+from gpuboard.board.words import UNKNOWN, age, flag_mark, pair, percent, short_model
 from gpuboard.model.snapshot import GpuView, MigView, NodeView
 
-_BAR = 6
+_BAR = 4
 _SPARK = 10
 _NAME_LEAST, _NAME_MOST = 6, 20
 _RED_HOT = 85  # °C: from here on most data-centre GPUs slow themselves down
@@ -80,9 +80,9 @@ class GpuTable(Grid):
                 Column("index", "GPU", 3, right=True),
                 Column("model", "Model", 12, drop=5),
                 Column("memory", "Memory", _BAR + 9),
-                Column("utilization", "Util", 5, right=True),
+                Column("utilization", "Util", 4, right=True),
                 Column("spark", "", _SPARK, drop=6),
-                Column("power", "Power", 9, right=True, drop=4),
+                Column("power", "Power", 5, right=True, drop=4),
                 Column("temperature", "Temp", 5, right=True, drop=3),
                 Column("user", "User", 10),
                 Column("age", "Age", 4, right=True, drop=2),
@@ -114,11 +114,11 @@ class GpuTable(Grid):
             self._memory(gpu.memory_used, gpu.memory_total, gpu.state),
             _known(percent(gpu.utilization)),
             Cell(spark(self._utilization(gpu.uuid, _SPARK), _SPARK, glyphs), "dim"),
-            _known(_power(gpu)),
+            _known(UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W"),
             _known(UNKNOWN if gpu.temperature is None else f"{gpu.temperature}°C", "warn" if hot else ""),
             self._owner(gpu, users),
             _age(age_of(node, gpu)),
-            Cell(_state(gpu.state, gpu.flags)),
+            Cell(_state(gpu)),
             Cell(gpu.reason, "dim" if gpu.state == "free" else ""),
         )
 
@@ -139,7 +139,7 @@ class GpuTable(Grid):
             Cell("-", "dim"),
             Cell(owners or "-", "" if owners else "dim"),
             _age(age_of(node, gpu)),
-            Cell(_state(mig.state, [])),
+            Cell(((f"{LETTERS.get(mig.state, UNKNOWN)}  {mig.state}", mig.state),)),
             Cell(mig.reason, "dim" if mig.state == "free" else ""),
         )
 
@@ -168,17 +168,16 @@ def _known(words: str, style: str = "") -> Cell:
     return Cell(words, "unknown" if UNKNOWN in words else style)
 
 
-def _power(gpu: GpuView) -> str:
-    draw = UNKNOWN if gpu.power is None else f"{gpu.power:.0f}"
-    limit = UNKNOWN if gpu.power_limit is None else f"{gpu.power_limit:.0f}"
-    return UNKNOWN if draw == limit == UNKNOWN else f"{draw}/{limit}W"
-
-
 def _age(seconds: float | None) -> Cell:
     return _known(age(seconds), "dim")
 
 
-def _state(state: str, flags: list[str]) -> Runs:
-    """Return the letter and the word of a state, and the marks of its flags."""
-    marks = "".join(mark for flag, mark in FLAG_MARKS.items() if flag in flags)
-    return ((f"{LETTERS.get(state, UNKNOWN)} {state}", state), (f" {marks}" if marks else "", "bad"))
+def _state(gpu: GpuView) -> Runs:
+    """Return a state as the picture shows it, and its word; of a GPU in MIG mode how many devices are free."""
+    letter, style = letter_of(gpu)
+    word = gpu.state
+    if letter == MIG:
+        free, total = units(gpu)
+        word = f"{free}/{total} free" if gpu.mig else "no device"
+    mark = flag_mark(gpu.flags)
+    return ((letter, style), (mark, "bad"), (f" {word}", style))
