@@ -284,11 +284,9 @@ class Picture(Grid):
 
 def group_words(group: Group) -> Runs:
     """Return the heading of a group: its name, and how many GPUs it has in each state."""
-    name = short_model(group.name) if group.key.startswith("group:NVIDIA") else group.name
-    runs: list[tuple[str, str | Style]] = [
-        (f"{name}  ", "group"),
-        (f"{group.total} GPU{'s' * (group.total != 1)}", "dim"),
-    ]
+    name = fit(group.name, min(width(group.name), _NAME_MOST))
+    count = f"{group.total} GPU{'s' * (group.total != 1)}"
+    runs: list[tuple[str, str | Style]] = [(f"{name}  ", "group"), (count, "dim")]
     runs += ((f"  {group.states[state]} {state}", state) for state in STATE_ORDER if group.states.get(state))
     if group.states.get("mig"):
         runs.append((f"  {group.states['mig']} in MIG mode", "dim"))
