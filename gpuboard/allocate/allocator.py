@@ -77,6 +77,7 @@ class Allocator:
         self._asked: dict[str, list[str]] = {}  # lease -> nodes a claim may lie on, as long as nobody keeps it
         self._keeper: keeper.Started | None = None
         self._handed: dict[str, keeper.Handover] = {}  # by lease: the keeper has it, its owner does not know of it yet
+        self._adopting = ""  # the lease that the keeper is being handed
         self._abandoned = threading.Event()
 
     def __enter__(self) -> Self:
@@ -96,20 +97,19 @@ class Allocator:
         self._scope.close()
 
     def abandon(self) -> None:
-        """Give up, from any thread: nothing more is taken, and ``allocate`` raises Interrupted at its next step.
+        """Give up, from any thread and without waiting; ``allocate`` raises Interrupted at its next step.
 
-        What the keeper has already and nobody was told of, it releases, as it does when our process ends.
+        Nothing more is taken. What the keeper has already and nobody was told of, it releases, as it does when our
+        process ends; nodes that were asked for a claim are asked to drop it, also one that has not answered yet: on
+        its connection this comes after the other.
         """
         self._abandoned.set()
         for lease in list(self._handed):
             self._leave_to_keeper(lease)
-
-    def cast_off(self) -> None:
-        """Ask the nodes, without waiting for their answers, to give back what is being taken: they are about to be
-        cut off. A node's own ``take`` comes before this on its connection."""
         for lease, nodes in list(self._asked.items()):
-            for node in nodes:
-                self._fleet.tell(node, "release", {"lease": lease})
+            if lease != self._adopting:  # else the keeper would take it for a loss, and say so
+                for node in list(nodes):
+                    self._fleet.tell(node, "release", {"lease": lease})
 
     def plan(self, request: Request) -> Choice:
         """Return what would be taken now; takes nothing. Raises Refused and NoNodeReached."""
@@ -257,8 +257,9 @@ class Allocator:
             for node in [self._nodes[name]]
         ]
         record = keeper.record(taken.lease, kept, settings, terms.holder, taken.remaining_s)
+        self._adopting = taken.lease
         self._handed[taken.lease] = keeper.hand_over(record, self._env, self._keeper)
-        self._keeper = None
+        self._adopting, self._keeper = "", None
 
     def _lease(self, lease: str, snapshot: Snapshot) -> Lease:
         """Return the lease as the nodes' claims have it. Raises NoSuchLease's kin when it is not there any more."""

@@ -11,7 +11,7 @@ from typing import Protocol
 from gpuboard.allocate.picks import parse_picks
 from gpuboard.board.scene import Scene
 from gpuboard.model.request import Chosen, Pick, Refusal, Request
-from gpuboard.model.units import parse_size
+from gpuboard.model.units import format_duration, parse_size
 
 MOST = 8192  # GPUs in one request: the largest clusters this is made for
 _INSTEAD = (  # the command line's words in a refusal → the board's
@@ -102,6 +102,11 @@ def plain(text: str) -> str:
     for pattern, words in _INSTEAD:
         text = re.sub(pattern, words, text)
     return text
+
+
+def lasting(seconds: float) -> str:
+    """Return a duration as people type it: ``8h``, not ``8h00m``."""
+    return format_duration(seconds).replace("h00m", "h").replace("d00h", "d")
 
 
 def local(at: float, now: float) -> str:

@@ -14,7 +14,7 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Footer, Static
 
 from gpuboard.board import clipboard, timeline
-from gpuboard.board.asking import local, places_words
+from gpuboard.board.asking import lasting, local, places_words
 from gpuboard.board.cells import fit
 from gpuboard.board.dialogs import Confirm, Dialog, Field, duration
 from gpuboard.board.grid import Cell, Column, Grid, Row
@@ -326,8 +326,8 @@ class RenewDialog(Dialog[str]):
     """Asks how long from now a lease is to last."""
 
     def __init__(self, lease: Lease, most_s: float) -> None:
-        usual = format_duration(min(8 * 3600.0, most_s)).replace("h00m", "h")
-        field = Field("for", "From now", usual, f"at most {format_duration(most_s)}", duration(most_s))
+        usual = lasting(min(8 * 3600.0, most_s))
+        field = Field("for", "From now", usual, f"at most {lasting(most_s)}", duration(most_s))
         super().__init__(f"Renew {lease.id}: {places_words(lease.gpus)}", [field], verb="Renew")
         self._lease = lease
 

@@ -30,6 +30,34 @@ _SIGNAL_S = 5.0
 _REFRESH_S = 2.0  # so that the board shows at once what was done
 
 
+class Attempt:
+    """A reservation that somebody may give up while it is being made."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._allocator: Allocator | None = None
+        self._over = False
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it was given up."""
+        return self._over
+
+    def give_up(self) -> None:
+        """Want it no longer; what is taken already is given back. Does not wait."""
+        with self._lock:
+            self._over = True
+            if self._allocator is not None:
+                self._allocator.abandon()
+
+    def begin(self, allocator: Allocator) -> None:
+        """Take note of who makes it."""
+        with self._lock:
+            self._allocator = allocator
+            if self._over:
+                allocator.abandon()
+
+
 class Operations:
     """Reserving, releasing, renewing, signals. Safe from several threads."""
 
@@ -47,30 +75,28 @@ class Operations:
         """Return what the policy would take now, or why nothing; takes nothing. Raises UsageError."""
         return choose(request, self._fleet.snapshot())
 
-    def reserve(
-        self, request: Request, for_s: float, purpose: str, given_up: threading.Event | None = None
-    ) -> Allocation:
+    def reserve(self, request: Request, for_s: float, purpose: str, attempt: Attempt | None = None) -> Allocation:
         """Reserve for ``for_s`` seconds, without a holder. The caller then shows it and calls :meth:`told`.
 
-        Until then nothing counts: when the board is closed, the lease is released. ``given_up``: set by somebody
-        who no longer wants it. Raises Refused, UsageError, NoNodeReached, KeeperError, Interrupted; whatever is
-        raised, nothing stays reserved.
+        Until then nothing counts: when the board is closed, the lease is released. ``attempt``: by which it can be
+        given up. Raises Refused, UsageError, NoNodeReached, KeeperError, Interrupted; whatever is raised, nothing
+        stays reserved.
         """
         terms = Terms(duration(for_s, self._settings), None, clean(purpose, 200))
         allocator = Allocator(
             Scope(self._nodes, self._settings, said=True, running=self._fleet), self._settings, self._env
         )
+        attempt = attempt or Attempt()
         with self._changed:
-            if self._closed or (given_up is not None and given_up.is_set()):
-                raise Interrupted("given up; nothing is reserved")
+            self._go_on(attempt)
             self._taking.add(allocator)
         try:
+            attempt.begin(allocator)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(allocator)
                 allocation = allocator.allocate(request, terms)
                 with self._changed:
-                    if self._closed or (given_up is not None and given_up.is_set()):
-                        raise Interrupted("given up; nothing is reserved")
+                    self._go_on(attempt)
                     self._untold[allocation.lease.id] = allocator, stack.pop_all()
             return allocation
         finally:
@@ -123,9 +149,10 @@ class Operations:
         with self._changed:
             while self._taking and (left_s := until - time.monotonic()) > 0:
                 self._changed.wait(left_s)
-            still = list(self._taking)
-        for allocator in still:
-            allocator.cast_off()
+
+    def _go_on(self, attempt: Attempt) -> None:
+        if self._closed or attempt.given_up:
+            raise Interrupted("given up; nothing is reserved")
 
     def _mine(self, lease: str) -> tuple[Mine, LeaseList]:
         found = held.leases(self._fleet, self._fleet.snapshot())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,10 +11,11 @@ from rich.text import Text
 from gpuboard.allocate.formats import Allocation
 from gpuboard.board import asking
 from gpuboard.board.dialogs import Dialog, Field, duration, number, size
+from gpuboard.board.operations import Attempt
 from gpuboard.board.scene import Scene
-from gpuboard.errors import GpuboardError, Interrupted, Refused
+from gpuboard.errors import GpuboardError, Refused
 from gpuboard.model.request import Choice, Pick, Refusal, Request
-from gpuboard.model.units import format_duration, parse_duration
+from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -37,7 +37,7 @@ class ReserveDialog(Dialog[Allocation]):
 
     def __init__(self, words: str, picks: Sequence[Pick], most_s: float) -> None:
         """``words`` and ``picks``: the same GPUs, for people and by UUID; none: the policy picks one."""
-        usual = format_duration(min(_USUAL_S, most_s)).replace("h00m", "h")
+        usual = asking.lasting(min(_USUAL_S, most_s))
         super().__init__(
             "Reserve",
             [
@@ -45,7 +45,7 @@ class ReserveDialog(Dialog[Allocation]):
                 Field("model", "Model", "", "any; a part of its name: H100"),
                 Field("memory", "Free memory", "", "any; of each: 40GiB", size),
                 Field("nodes", "Nodes", "", "the fewest; at most 1, 2, …", number(1, 4096, needed=False)),
-                Field("for", "For", usual, f"at most {format_duration(most_s)}", duration(most_s)),
+                Field("for", "For", usual, f"at most {asking.lasting(most_s)}", duration(most_s)),
                 Field("purpose", "Purpose", "", "shown to others"),
             ],
             verb="Reserve",
@@ -55,7 +55,7 @@ class ReserveDialog(Dialog[Allocation]):
         self._asked: Request | None = None  # the request that is being looked at
         self._wanted = False  # commit as soon as the answer is there
         self._before = Text()  # what went wrong before, as long as nothing else is typed
-        self._given_up = threading.Event()
+        self._attempt = Attempt()
 
     def changed(self) -> None:
         """Look at what is typed now."""
@@ -119,32 +119,27 @@ class ReserveDialog(Dialog[Allocation]):
         if not isinstance(choice, Choice):
             return  # why not is on the screen
         picks = Request(picks=tuple(Pick(gpu.node, None, gpu.uuid) for gpu in choice.gpus))
-        for_s, purpose, given_up = parse_duration(values["for"]), values["purpose"], self._given_up
+        for_s, purpose, attempt = parse_duration(values["for"]), values["purpose"], self._attempt
         self.busy = True
         self.say(f"Reserving {asking.places_words(choice.gpus)} …")
         board = self.board
         board.ask(
-            lambda: board.core.operations.reserve(picks, for_s, purpose, given_up),
+            lambda: board.core.operations.reserve(picks, for_s, purpose, attempt),
             lambda allocation: self._taken(board, allocation),
-            lambda error: self._refused(board, error, choice, picks),
+            lambda error: self._refused(board, error, choice),
         )
 
     def _taken(self, board: BoardApp, allocation: Allocation) -> None:
         board.core.operations.told(allocation)
-        if self._given_up.is_set():  # a moment too late
-            lease = allocation.lease.id
-            board.ask(lambda: board.core.operations.release(lease), lambda _: board.notify("nothing was reserved"))
+        if self._attempt.given_up:  # a moment too late
+            board.ask(lambda: board.core.operations.release(allocation.lease.id), lambda _: None)
             return
         board.notify(taken_words(allocation), title=f"Reserved: {allocation.lease.id}", timeout=15, markup=False)
         self.dismiss(allocation)
 
-    def _refused(self, board: BoardApp, error: GpuboardError, choice: Choice, taken: Request) -> None:
+    def _refused(self, board: BoardApp, error: GpuboardError, choice: Choice) -> None:
         """Say what came between, and look for the next best set of the same size."""
-        if self._given_up.is_set():
-            if isinstance(error, Interrupted):
-                board.notify("nothing was reserved", markup=False)
-            else:
-                board.tell(error)
+        if self._attempt.given_up:
             return
         words = asking.refusal_words(error.refusal)[0] if isinstance(error, Refused) else str(error)
         if self.values["gpus"] in self._marked or not self.values["gpus"].isdigit():
@@ -177,8 +172,10 @@ class ReserveDialog(Dialog[Allocation]):
         self._look()
 
     def action_cancel(self) -> None:
-        """Close. What is being taken is dropped."""
-        self._given_up.set()
+        """Close. What is being taken is given back."""
+        if self.busy:
+            self._attempt.give_up()
+            self.board.notify("Given up: nothing is reserved", markup=False)
         self.dismiss(None)
 
 

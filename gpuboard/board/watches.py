@@ -23,7 +23,7 @@ from gpuboard.board.screen import BoardScreen
 from gpuboard.errors import GpuboardError, Refused
 from gpuboard.model.lease import Lease
 from gpuboard.model.request import Choice, Refusal, Request
-from gpuboard.model.units import format_duration, parse_duration
+from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.allocate.formats import Allocation
@@ -48,7 +48,7 @@ class Watch(msgspec.Struct, frozen=True):
         if self.lease is not None:
             return f"lease {self.lease.id} ends ({self.lease.owner}, {asking.places_words(self.lease.gpus)})"
         assert self.request is not None
-        then = "" if self.reserve_s is None else f", then reserve for {format_duration(self.reserve_s)}"
+        then = "" if self.reserve_s is None else f", then reserve for {asking.lasting(self.reserve_s)}"
         return asking.request_words(self.request) + then
 
 
@@ -76,6 +76,12 @@ class Watches:
     def active(self) -> list[Watch]:
         """Those that have not been met yet."""
         return [watch for watch in self.all if watch.met_at is None]
+
+    @property
+    def words(self) -> str:
+        """What is watched for, short; "" for nothing."""
+        active = self.active
+        return f"watching for {active[0].condition}" if len(active) == 1 else f"{len(active)} watches" if active else ""
 
     def add(self, watch: Watch) -> None:
         """Watch for this from now on."""
@@ -154,16 +160,16 @@ class WatchDialog(Dialog[Watch]):
         def what(text: str) -> str:
             return "" if text in self._scene.by_lease else number(1, asking.MOST)(text) and "a number, or a lease's id"
 
-        usual = format_duration(min(8 * 3600.0, most_s)).replace("h00m", "h")
+        usual = asking.lasting(min(8 * 3600.0, most_s))
         super().__init__(
             "Tell me when",
             [
-                Field("what", "GPUs free", lease or "1", "how many; or a lease's id: its end", what),
+                Field("what", "GPUs free", lease or "1", "a number, or a lease's id", what),
                 Field("model", "Model", "", "any; a part of its name: H100"),
                 Field("memory", "Free memory", "", "any; of each: 40GiB", size),
                 Field("nodes", "Nodes", "", "any number; at most 1, 2, …", number(1, 4096, needed=False)),
                 Field("reserve", "Reserve", "", "at once when it is so", toggle=True),
-                Field("for", "For", usual, f"at most {format_duration(most_s)}", duration(most_s)),
+                Field("for", "For", usual, f"at most {asking.lasting(most_s)}", duration(most_s)),
                 Field("purpose", "Purpose", "", "shown to others"),
             ],
             verb="Watch",
