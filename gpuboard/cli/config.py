@@ -9,7 +9,8 @@ import msgspec
 
 from gpuboard import paths
 from gpuboard.cli.context import Context
-from gpuboard.config import flat
+from gpuboard.cli.main import say
+from gpuboard.config import Settings, flat
 from gpuboard.model.text import clean
 
 NAME = "config"
@@ -29,13 +30,25 @@ def run(args: argparse.Namespace, context: Context) -> int:
     rows = {key: {"value": value, "origin": configuration.origins.get(key, "default")} for key, value in values.items()}
     if context.said:
         rows["nodes"] = {"value": [node.name for node in context.nodes()], "origin": "command line"}
+    problems = _key_problems(configuration.settings)
     if args.json:
-        print(json.dumps({"schema": 1, "settings": rows}, ensure_ascii=False))
+        print(json.dumps({"schema": 1, "settings": rows, "problems": problems}, ensure_ascii=False))
         return 0
     width = max(len(key) for key in rows)
     shown = {key: clean(json.dumps(row["value"], ensure_ascii=False), 200) for key, row in rows.items()}
     column = min(40, max(len(text) for text in shown.values()))
     for key, row in rows.items():
         print(f"{key:<{width}}  {shown[key]:<{column}}  {clean(str(row['origin']))}")
+    for words in problems:
+        say(words)
     print(f"\nfiles looked at: {paths.SITE_CONFIG}, {context.config_file or paths.user_config(context.env)}")
     return 0
+
+
+def _key_problems(settings: Settings) -> list[str]:
+    """Return what is wrong with the board's keys: which actions there are is known to its screens alone."""
+    if not settings.keys:
+        return []
+    from gpuboard.board.keys import remap  # 400 ms: all of the board
+
+    return remap(settings.keys).problems
