@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from gpuboard.board import clipboard, processes, reserve
+from gpuboard.board import clipboard, launching, processes, reserve
 from gpuboard.board.screen import BoardScreen
 
 
@@ -15,6 +15,7 @@ class ActingScreen(BoardScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("r", "reserve", "Reserve", id="gpus.reserve"),
+        Binding("x", "launch", "Launch", id="gpus.launch"),
         Binding("k", "signal", "Signal", id="gpus.signal"),
         Binding("y", "copy", "Copy", id="gpus.copy"),
     ]
@@ -26,6 +27,10 @@ class ActingScreen(BoardScreen):
     def action_reserve(self) -> None:
         """Open the dialog that reserves them."""
         reserve.open_reserve(self.board, self.targets())
+
+    def action_launch(self) -> None:
+        """Open the dialog that launches on them."""
+        launching.open_launch(self.board, self.targets())
 
     def action_signal(self) -> None:
         """Send a signal to a process on them."""

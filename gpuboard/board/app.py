@@ -21,6 +21,7 @@ from gpuboard.board.core import Core
 from gpuboard.board.crash import report
 from gpuboard.board.dialogs import Box
 from gpuboard.board.filters import AsciiFilter, ColorlessFilter
+from gpuboard.board.following import Follower
 from gpuboard.board.leases import LeasesScreen
 from gpuboard.board.look import ASCII, UNICODE, Look
 from gpuboard.board.palette import Palette, Themes, UseTheme
@@ -67,6 +68,7 @@ class BoardApp(App[int]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit", id="app.quit"),
         Binding("l", "leases", "Leases", id="app.leases"),
+        Binding("u", "runs", "Runs", id="app.runs"),
         Binding("w", "watches", "Tell me when", id="app.watches"),
         Binding("ctrl+c", "quit", "Quit", id="app.interrupt", show=False),
         Binding("question_mark,f1", "help", "Help", id="app.help"),
@@ -87,6 +89,7 @@ class BoardApp(App[int]):
         self.guard = guard
         self.scene: Scene | None = None
         self.watches = Watches(self)
+        self.follower = Follower(self)
         self.keymap: dict[str, str] = {}
         settings, env = core.settings, core.env
         self.preferences, wrong = preferences.load(env)
@@ -260,6 +263,12 @@ class BoardApp(App[int]):
             self.pop_screen()
         else:
             self.push_screen(kind())
+
+    def action_runs(self) -> None:
+        """Show the runs."""
+        from gpuboard.board.runs import open_runs
+
+        open_runs(self)
 
     def action_theme(self) -> None:
         """Choose a theme; the highlighted one is shown."""

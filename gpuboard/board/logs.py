@@ -39,7 +39,7 @@ class LogScreen(BoardScreen):
         Binding("right_square_bracket", "rank(1)", "Next rank", id="log.rank-next"),
         Binding("s", "streams", "Streams", id="log.streams"),
         Binding("tab", "other", "Other stream", id="log.other", show=False),
-        Binding("w", "wrap", "Wrap", id="log.wrap"),
+        Binding("z", "wrap", "Wrap", id="log.wrap"),
         Binding("g,home", "top", "Top", id="log.top", show=False),
         Binding("G,end", "bottom", "End", id="log.end"),
         Binding("up,k", "rows(-1)", "Up", id="log.up", show=False),

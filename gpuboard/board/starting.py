@@ -37,11 +37,11 @@ _MEANS = {3: "this can never be had here", 4: "not free now", 5: "no such lease"
 
 
 class LaunchForm(msgspec.Struct, frozen=True):
-    """What the dialog asks for. GPUs: ``uuids``, else ``lease``, else the best ``n``."""
+    """What the dialog asks for. GPUs: ``gpus`` as ``--gpus`` takes them, else ``lease``, else the best ``n``."""
 
     command: str  # TARGET and ARGS as in a shell
     folder: str
-    uuids: tuple[str, ...] = ()
+    gpus: str = ""
     lease: str | None = None
     n: int | None = None
     model: str = ""
@@ -97,8 +97,8 @@ def arguments(form: LaunchForm) -> list[str]:
     """Return the words of ``gpuboard launch`` for a form. Raises UsageError."""
     target = target_of(form.command)
     words = []
-    if form.uuids:
-        words += ["--gpus", ",".join(form.uuids)]
+    if form.gpus:
+        words += ["--gpus", form.gpus]
     elif form.lease is not None:
         words += ["--lease", form.lease]
     else:
@@ -127,7 +127,8 @@ class Started:
         self.run = run
         self.form = form
         self.process = process
-        self.told = ""  # the state of the run that was shown last; for whoever tells people
+        self.awaited = False  # a dialog waits for the run, or shows why there is none
+        self.given_up = False  # nobody wants it any more
         self._folder = folder
 
     @property

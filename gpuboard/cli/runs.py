@@ -10,7 +10,7 @@ import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.table import Cell, Column, Row, Step, render
-from gpuboard.launch.runs import RunList, RunView, age_s, places, read_runs, runs_dir
+from gpuboard.launch.runs import RunList, RunView, lived_s, places, read_runs, runs_dir
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 
 def _rows(view: RunView, now: float) -> list[Row]:
-    age = age_s(view, now)
+    age = lived_s(view, now)
     cells = (
         Cell(clean(view.id)),
         Cell(clean(view.state), _COLOURS.get(view.state, "")),

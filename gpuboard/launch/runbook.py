@@ -12,6 +12,7 @@ import msgspec
 
 from gpuboard.doctor.check import Check, grouped
 from gpuboard.launch.runs import FINAL, RunView, alive, judged, read_state, runs_dir
+from gpuboard.model.rankmap import RankMap
 from gpuboard.model.text import clean
 
 _WORDS = 64 * 1024  # bytes of head.log that are looked at: its end
@@ -37,6 +38,7 @@ class Detail(msgspec.Struct, frozen=True):
     checks: list[Check]  # of preflight, that did not come out well
     words: list[str]  # the newest words of the head, without its name
     grace_s: float | None
+    uuids: dict[int, str]  # rank → its GPU; empty when the rank map cannot be read
 
 
 class Runbook:
@@ -46,6 +48,7 @@ class Runbook:
         self.folder = runs_dir(env)
         self._kept: dict[str, tuple[_Stamp, RunView]] = {}
         self._ended: dict[str, Entry] = {}
+        self._detail: tuple[str, Detail] | None = None  # of the one looked at last, if it has ended
         self._lock = threading.Lock()
 
     def read(self) -> list[Entry]:
@@ -69,6 +72,15 @@ class Runbook:
         """Return one run; None while its head has written nothing."""
         with self._lock:
             return self._ended.get(run) or self._look(run)
+
+    def detail(self, run: str) -> Detail:
+        """Return what else a run's folder says; of one that has ended it is read once."""
+        if self._detail is not None and self._detail[0] == run:
+            return self._detail[1]
+        detail = read_detail(self.folder / run)
+        with self._lock:
+            self._detail = (run, detail) if run in self._ended else None
+        return detail
 
     def _look(self, name: str) -> Entry | None:
         folder = self.folder / name
@@ -112,12 +124,16 @@ def read_detail(folder: Path) -> Detail:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         checks = []
     try:
+        ranks = msgspec.json.decode((folder / "rank_map.json").read_bytes(), type=RankMap).ranks
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        ranks = []
+    try:
         grace_s = msgspec.json.decode((folder / "plan.json").read_bytes(), type=_Plan).options.grace_s
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         grace_s = None
     words = [clean(line.partition(" ")[2].removeprefix("gpuboard: ")) for line in _tail(folder / "head.log")]
     wrong = [check for check in checks if check.status in {"fail", "warn"}]
-    return Detail(grouped(wrong), words[-20:], grace_s)
+    return Detail(grouped(wrong), words[-20:], grace_s, {rank.rank: rank.uuid for rank in ranks})
 
 
 def log_trouble(folder: Path) -> str:

@@ -148,10 +148,10 @@ def read_runs(env: Mapping[str, str]) -> list[RunView]:
     return sorted((view for view in found if view is not None), key=lambda view: (view.started, view.id))
 
 
-def age_s(view: RunView, now: float) -> float | None:
-    """Return how long ago a run was started, seconds; None when its state cannot be read. ``now``: epoch seconds."""
+def lived_s(view: RunView, until: float) -> float | None:
+    """Return seconds from a run's start to ``until`` (epoch seconds); None when its state cannot be read."""
     try:
-        return max(0.0, now - datetime.fromisoformat(view.started).timestamp())
+        return max(0.0, until - datetime.fromisoformat(view.started).timestamp())
     except ValueError:
         return None
 

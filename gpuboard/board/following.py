@@ -1,0 +1,96 @@
+"""Says how the runs that were launched or stopped here ended, wherever in the board the person is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from textual.timer import Timer
+
+from gpuboard.board.runwords import ended_words
+from gpuboard.board.starting import Started
+from gpuboard.launch.runbook import Entry
+from gpuboard.launch.runs import FINAL
+from gpuboard.model.text import clean
+
+if TYPE_CHECKING:
+    from textual.notifications import SeverityLevel
+
+    from gpuboard.board.app import BoardApp
+
+_POLL_S = 0.5
+_LONG_S = 20.0  # that a toast stays
+
+
+class _Seen(NamedTuple):
+    """One launch of ours, as it was looked at."""
+
+    started: Started
+    entry: Entry | None  # None: no run yet, or never one
+    over: bool
+    failure: str  # why there is no run, or what was said after its end
+
+
+class Follower:
+    """Looks at the runs of this board, as long as there are some that go on."""
+
+    def __init__(self, board: BoardApp) -> None:
+        self._board = board
+        self._timer: Timer | None = None
+        self._asking = False
+        self._told: dict[str, str] = {}  # run → the state that was said last
+        self._others: set[str] = set()  # runs of other terminals, stopped here
+
+    def follow(self, run: str | None = None) -> None:
+        """Look at what the core has started; ``run``: at this one too, which was stopped here."""
+        if run is not None:
+            self._others.add(run)
+        if self._timer is None:
+            self._timer = self._board.set_interval(_POLL_S, self._look)
+
+    def _look(self) -> None:
+        if self._asking:
+            return
+        self._asking = True
+        core, others = self._board.core, list(self._others)
+
+        def work() -> tuple[list[_Seen], dict[str, Entry | None]]:
+            seen = []
+            for started, entry in core.starter.look(core.runbook):
+                over = started not in core.starter.started
+                failure = "" if not over else "\n".join(started.said) if entry is not None else started.failure()
+                seen.append(_Seen(started, entry, over, failure))
+            return seen, {run: core.runbook.one(run) for run in others}
+
+        self._board.ask(work, lambda found: self._seen(*found))
+
+    def _seen(self, mine: list[_Seen], others: dict[str, Entry | None]) -> None:
+        self._asking = False
+        for started, entry, over, failure in mine:
+            if entry is not None:
+                self._tell(entry)
+            if over and not started.awaited:
+                if failure and not (started.given_up and entry is None):
+                    there = entry is not None
+                    title = f"Run {started.run}" if there else f"{clean(started.form.command, 40)} was not launched"
+                    self._toast(failure, title, "warning" if there else "error")
+                started.clear()
+        for run, entry in others.items():
+            if entry is not None and all(seen.started.run != run for seen in mine):
+                self._tell(entry)
+            if entry is None or not entry.live:
+                self._others.discard(run)
+        if not self._others and not self._board.core.starter.started and self._timer is not None:
+            self._timer.stop()
+            self._timer = None
+
+    def _tell(self, entry: Entry) -> None:
+        """Say what a run has come to, each state once."""
+        view = entry.view
+        before, self._told[view.id] = self._told.get(view.id), view.state
+        if view.state != before and view.state in {*FINAL, "stalled"}:
+            severity: SeverityLevel = "information" if view.state == "done" else "warning"
+            title = f"Run {view.id} {'is ' if view.state == 'done' else ''}{view.state}"
+            self._toast(ended_words(entry), title, "error" if view.state == "failed" else severity)
+
+    def _toast(self, words: str, title: str, severity: SeverityLevel) -> None:
+        self._board.notify(words, title=title, severity=severity, timeout=_LONG_S, markup=False)

@@ -1,0 +1,277 @@
+"""The dialog that launches: a target on these GPUs, on a lease, or on the best n; it waits until the run is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.text import Text
+
+from gpuboard.board import asking
+from gpuboard.board.dialogs import YES, Dialog, Field, duration
+from gpuboard.board.runs import open_runs
+from gpuboard.board.scene import Scene
+from gpuboard.board.starting import (
+    LaunchForm,
+    Started,
+    absolute,
+    check_command,
+    check_folder,
+    check_variables,
+)
+from gpuboard.model.lease import Lease
+from gpuboard.model.request import Choice, Refusal, Request
+from gpuboard.model.units import format_duration, parse_duration
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
+    from gpuboard.launch.runbook import Entry
+
+_POLL_S = 0.2
+_GRACE = "30s"
+
+
+def open_launch(board: BoardApp, uuids: Sequence[str] = (), lease: str | None = None) -> None:
+    """Open the dialog for these GPUs, or for a lease; without either for the best one."""
+    scene = board.scene
+    if scene is None:
+        board.notify("nothing is known of the GPUs yet", markup=False)
+        return
+    if lease is None and uuids:
+        lease = _lease_of(uuids, scene)
+    words = lease or asking.picks_of(uuids, scene)[0]
+    if len(uuids) == 1 and lease is None and uuids[0] in scene.places and scene.places[uuids[0]].gpu.state != "free":
+        words = ""  # the cursor is somewhere; nobody means a GPU that cannot be had
+    board.push_screen(LaunchDialog(board, words or "1", uuids))
+
+
+def _lease_of(uuids: Sequence[str], scene: Scene) -> str | None:
+    """Return the lease of ours that is meant: that of the one GPU, or the one that holds exactly these."""
+    for lease in scene.leases.leases:
+        held = {gpu.uuid for gpu in lease.gpus}
+        if scene.is_mine(lease) and (held == set(uuids) or (len(uuids) == 1 and uuids[0] in held)):
+            return lease.id
+    return None
+
+
+class LaunchDialog(Dialog[str]):
+    """Asks what to launch on which GPUs and how; its answer is the run's id."""
+
+    DEFAULT_CSS = """
+    LaunchDialog #box { width: 100; }
+    LaunchDialog #field-command, LaunchDialog #field-folder, LaunchDialog #field-variables { width: 36; }
+    """
+    KEPT: ClassVar[tuple[str, ...]] = ("command", "folder", "python", "variables", "grace")
+
+    def __init__(self, board: BoardApp, gpus: str, uuids: Sequence[str]) -> None:
+        """``gpus``: what stands in the field at first; ``uuids``: those that it means, if it means GPUs."""
+        self._scene = board.scene
+        self._uuids = {gpus: tuple(uuids)} if not gpus.isdigit() else {}
+        starter = board.core.starter
+        last = starter.last
+        cpu = last.device == "cpu" if last else starter.simulated
+        most = parse_duration(board.core.settings.max_lease)
+        hint = "simulated: they cannot compute" if starter.simulated else "gloo; the GPUs stay unused"
+        super().__init__(
+            "Launch: one rank per GPU",
+            [
+                Field("command", "Command", last.command if last else "", "train.py --lr 3e-4", self._command),
+                Field("gpus", "GPUs", gpus, "a number, gpu01:0,3 or a lease", self._which),
+                Field("model", "Model", "", "with a number: H100"),
+                Field("folder", "Folder", last.folder if last else _here(board), "on every node", check_folder),
+                Field("python", "Python", last.python if last else "", "of VIRTUAL_ENV, CONDA or PATH"),
+                Field("variables", "Variables", last.variables if last else "", "K=V K2=V2", check_variables),
+                Field("cpu", "On the CPU", YES if cpu else "", hint, toggle=True),
+                Field("grace", "Grace", last.grace if last else _GRACE, "from SIGTERM to SIGKILL", _grace),
+                Field("for", "At most for", format_duration(most).replace("h00m", "h"), "the reservation",
+                      duration(most)),
+                Field("keep", "Keep running", YES, "when the board is closed", toggle=True),
+            ],
+            verb="Launch",
+        )  # fmt: skip
+        self._started: Started | None = None
+        self._asked: Request | None = None
+
+    def _command(self, text: str) -> str:
+        return check_command(text, absolute(self.values["folder"]) if self.is_mounted else "")
+
+    def _which(self, text: str) -> str:
+        if self._scene is not None and self._lease(text) is not None:
+            return ""
+        wrong = asking.which(text)
+        return wrong if not wrong or text.isdigit() else "a number, gpu01:0,3 or a lease of yours"
+
+    def _lease(self, text: str) -> Lease | None:
+        assert self._scene is not None
+        lease = self._scene.by_lease.get(text)
+        return lease if lease is not None and self._scene.is_mine(lease) else None
+
+    def show(self, scene: Scene) -> None:
+        """Look again: what is free has changed."""
+        self._scene = scene
+        self.changed()
+
+    def changed(self) -> None:
+        """Say which GPUs are meant."""
+        if self.busy or self._asked is not None or not self.is_mounted or self._scene is None:
+            return
+        values, look = self.values, self.board.look
+        lease = self._lease(values["gpus"])
+        if lease is not None:
+            held = f"{asking.places_words(lease.gpus)}, {format_duration(lease.remaining_s)} left"
+            self.say(Text(f"Lease {lease.id}: {held}", look.style("good")))
+            return
+        if "gpus" in self.wrong():
+            self.say("")
+            return
+        request = self._request(values)
+        self._asked = request
+        self.board.ask(
+            lambda: self.board.core.operations.plan(request),
+            lambda answer: self._answered(request, answer),
+            lambda error: self._answered(request, str(error)),
+        )
+
+    def _request(self, values: dict[str, str]) -> Request:
+        scene = self._scene
+        assert scene is not None
+        marked = {words: asking.picks_of(uuids, scene)[1] for words, uuids in self._uuids.items()}
+        return asking.request_of(values, marked)
+
+    def _answered(self, request: Request, answer: Choice | Refusal | str) -> None:
+        self._asked = None
+        if not self.is_attached or self.busy:
+            return
+        values = self.values
+        if "gpus" in self.wrong() or self._lease(values["gpus"]) or request != self._request(values):
+            self.changed()
+            return
+        look = self.board.look
+        if isinstance(answer, Choice):
+            self.say(Text.assemble((f"Reserves {asking.places_words(answer.gpus)}", look.style("good")), "; ",
+                                   (answer.why, look.style("dim"))))  # fmt: skip
+        elif isinstance(answer, Refusal):
+            message, nearest = asking.refusal_words(answer)
+            self.say(Text.assemble(("Not now: " if answer.code == 4 else "Never here: ", look.style("warn")), message,
+                                   (f"\nNearest: {nearest}" if nearest else "", look.style("good"))))  # fmt: skip
+        else:
+            self.say(asking.plain(answer), "bad")
+
+    # Launching
+
+    def form(self, values: dict[str, str]) -> LaunchForm:
+        """Return what the fields ask for."""
+        text = values["gpus"]
+        lease = self._lease(text)
+        nodes: tuple[str, ...] = ()
+        gpus = ""
+        if lease is not None:
+            nodes = tuple(lease.nodes)
+        elif not text.isdigit():
+            picks = self._request(values).picks
+            gpus = "@".join(f"{pick.node}:{pick.uuid}" for pick in picks) if text in self._uuids else text
+            if all(pick.node is not None for pick in picks):
+                nodes = tuple(dict.fromkeys(pick.node for pick in picks if pick.node is not None))
+        return LaunchForm(
+            command=values["command"],
+            folder=absolute(values["folder"]),
+            gpus=gpus,
+            lease=lease.id if lease is not None else None,
+            n=int(text) if lease is None and text.isdigit() else None,
+            model=values["model"] if text.isdigit() else "",
+            nodes=nodes,
+            device="cpu" if values["cpu"] else "cuda",
+            python=values["python"],
+            variables=values["variables"],
+            grace=values["grace"],
+            for_s=values["for"],
+            keep=bool(values["keep"]),
+        )
+
+    def commit(self, values: dict[str, str]) -> None:
+        """Start it, and wait for its run."""
+        board, form = self.board, self.form(values)
+        self.busy = True
+        self.say("Starting …")
+
+        def started(launch: Started) -> None:
+            board.follower.follow()
+            if not self.is_attached:
+                _give_up(launch)
+                return
+            self._started = launch
+            self._timer = self.set_interval(_POLL_S, self._look)
+
+        board.ask(lambda: self._start(board, form), started, lambda error: self._failed(str(error)))
+
+    @staticmethod
+    def _start(board: BoardApp, form: LaunchForm) -> Started:
+        launch = board.core.starter.start(form)
+        launch.awaited = True
+        return launch
+
+    def _look(self) -> None:
+        """See whether the run is there, or why there will be none."""
+        started = self._started
+        if started is None:
+            return
+        book = self.board.core.runbook
+
+        def work() -> tuple[bool, Entry | None, list[str], str]:
+            over = started.over  # before the run: it leaves its last state before it ends
+            entry = book.one(started.run)
+            return over, entry, started.said, started.failure() if over and entry is None else ""
+
+        def then(found: tuple[bool, Entry | None, list[str], str]) -> None:
+            over, entry, said, failure = found
+            if not self.is_attached or self._started is not started:
+                return
+            if entry is not None:
+                self._leave(started)
+                self.dismiss(started.run)
+                open_runs(self.board, started.run)
+            elif over:
+                self._leave(started)
+                started.clear()
+                self._failed(failure)
+            else:
+                self.say(said[-1] if said else "Reserving and starting …", "dim")
+
+        self.board.ask(work, then)
+
+    def _leave(self, started: Started) -> None:
+        self._timer.stop()
+        self._started = None
+        started.awaited = False
+
+    def _failed(self, words: str) -> None:
+        if self.is_attached:
+            self.busy = False
+            self.say(Text.assemble(("Not launched: ", self.board.look.style("bad")), words))
+
+    def action_cancel(self) -> None:
+        """Close; a launch that has not come so far as to have a run is given up, and gives back what it reserved."""
+        if self._started is not None:
+            started = self._started
+            self._leave(started)
+            _give_up(started)
+        self.dismiss(None)
+
+
+def _give_up(started: Started) -> None:
+    started.given_up, started.awaited = True, False
+    started.cancel()
+
+
+def _grace(text: str) -> str:
+    return "" if text in {"0", "0s"} else duration(86400.0)(text)
+
+
+def _here(board: BoardApp) -> str:
+    """Return the folder that the board was started in, as the shell names it."""
+    named = board.core.env.get("PWD", "")
+    try:
+        return named if named.startswith("/") and os.path.samefile(named, ".") else os.getcwd()
+    except OSError:
+        return board.core.env.get("HOME", "/")
