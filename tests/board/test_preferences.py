@@ -1,0 +1,138 @@
+"""What is kept between starts, and that a file in whatever state stops nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from gpuboard.board import preferences
+from gpuboard.board.arrange import ViewState
+from gpuboard.board.preferences import Preferences
+from tests.board.lab import board, make_core, settle
+
+OTHER = Preferences(
+    theme="light", view=ViewState(view="table", sort="power", reverse=True, group="model", filter="a b")
+)
+
+
+def env_of(folder: Path) -> dict[str, str]:
+    """Return an environment with its state in ``folder``."""
+    return {"XDG_STATE_HOME": str(folder / "state")}
+
+
+def test_what_was_kept_comes_back_from_a_private_file(tmp_path: Path) -> None:
+    env = env_of(tmp_path)
+    assert preferences.load(env) == (Preferences(), None)
+    assert preferences.save(env, OTHER) is None
+    assert preferences.load(env) == (OTHER, None)
+    file = preferences.path(env)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert os.listdir(file.parent) == ["board.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"theme": 3}',
+        b'{"view": {"sort": []}}',
+        b"\xff\xfe",
+        b"x" * 200_000,
+        b"{" * 100_000,
+    ],
+)
+def test_garbage_is_passed_over_and_told(tmp_path: Path, content: bytes) -> None:
+    env = env_of(tmp_path)
+    file = preferences.path(env)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    assert preferences.load(env) == (
+        Preferences(),
+        f"{file} cannot be understood; sort, filter and theme start anew",
+    )
+    assert preferences.save(env, OTHER) is None
+    assert preferences.load(env) == (OTHER, None)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [{"view": "globe"}, {"group": "age"}, {"sort": "luck"}, {"filter": "x" * 2000}, {"view": "table", "sort": "?"}],
+)
+def test_a_view_of_another_version_is_passed_over(tmp_path: Path, view: dict[str, str]) -> None:
+    env = env_of(tmp_path)
+    file = preferences.path(env)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"theme": "light", "view": view, "of a later version": 1}))
+    assert preferences.load(env) == (Preferences(theme="light"), None)
+
+
+def test_a_file_that_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
+    env = env_of(tmp_path)
+    file = preferences.path(env)
+    file.mkdir(parents=True)  # root may read and write everything, but no folder as a file
+    assert preferences.load(env) == (Preferences(), f"{file}: Is a directory; sort, filter and theme start anew")
+    assert preferences.save(env, OTHER) == f"{file}: Is a directory; sort, filter and theme are not kept"
+    assert os.listdir(file.parent) == ["board.json"]
+    nowhere = {"XDG_STATE_HOME": "/dev/null/state"}
+    wrong = preferences.save(nowhere, OTHER)
+    assert wrong == "/dev/null/state/gpuboard/board.json: Not a directory; sort, filter and theme are not kept"
+
+
+def test_of_two_boards_the_last_one_wins_and_the_file_is_always_whole(tmp_path: Path) -> None:
+    env = env_of(tmp_path)
+    both = [Preferences(theme="a" * 3000), Preferences(theme="b")]
+    preferences.save(env, both[0])
+
+    def write(kept: Preferences) -> None:
+        for _ in range(200):
+            assert preferences.save(env, kept) is None
+
+    writers = [threading.Thread(target=write, args=(kept,)) for kept in both]
+    for writer in writers:
+        writer.start()
+    seen = set()
+    while any(writer.is_alive() for writer in writers):
+        kept, wrong = preferences.load(env)
+        assert wrong is None
+        seen.add(kept)
+    assert seen <= set(both)
+    assert os.listdir(preferences.path(env).parent) == ["board.json"]
+
+
+def test_a_board_looks_as_it_did_when_it_was_left(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with board(make_core(tmp_path)) as (app, pilot):
+            await pilot.press("t", "g")
+            await settle(pilot, lambda: app.preferences.view.view == "table")
+            left = app.preferences
+            app.use_theme("light")
+            await pilot.press("q")  # sooner than it is written by itself
+        assert preferences.load(app.core.env) == (Preferences(theme="light", view=left.view), None)
+        async with board(make_core(tmp_path)) as (again, _):
+            assert (again.theme, again.preferences.view) == ("light", left.view)
+
+    asyncio.run(story())
+
+
+def test_a_state_folder_that_takes_nothing_is_told_once(tmp_path: Path) -> None:
+    async def story() -> None:
+        core = make_core(tmp_path)
+        (Path(core.env["XDG_STATE_HOME"])).write_text("a file where a folder should be")
+        async with board(core) as (app, pilot):
+            for theme in ("light", "dark"):
+                app.use_theme(theme)
+                await settle(pilot, lambda: app._keeping is not None and not app._keeping.is_alive())
+            told = [toast.message for toast in app._notifications if "not kept" in toast.message]
+            assert told == [f"{preferences.path(core.env)}: Not a directory; sort, filter and theme are not kept"]
+
+    asyncio.run(story())
