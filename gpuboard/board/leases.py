@@ -122,7 +122,7 @@ class LeasesScreen(BoardScreen):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "app.pop_screen", "Back", id="leases.back"),
-        Binding("x", "release", "Release", id="leases.release"),
+        Binding("d", "release", "Release", id="leases.release"),
         Binding("n", "renew", "Renew", id="leases.renew"),
         Binding("enter", "jump", "Its GPUs", id="leases.jump"),
         Binding("y", "copy", "Copy", id="leases.copy"),

@@ -240,7 +240,7 @@ class WatchesScreen(BoardScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "app.pop_screen", "Back", id="watches.back"),
         Binding("a", "add", "New", id="watches.add"),
-        Binding("x", "remove", "Remove", id="watches.remove"),
+        Binding("d", "remove", "Remove", id="watches.remove"),
     ]
 
     def compose(self) -> ComposeResult:
