@@ -79,9 +79,7 @@ def _text(
         tests = [_text_test(value.casefold(), term.operator, begins) for value in _only_equal(term)]
 
         def holds(node: NodeView, gpu: GpuView | None, scene: Scene) -> bool:
-            if gpu is None:
-                return False
-            texts = [text.casefold() for text in values(node, gpu, scene) if text]
+            texts = [] if gpu is None else [text.casefold() for text in values(node, gpu, scene) if text]
             return any(test(texts) for test in tests)
 
         return _maybe_not(holds, term.negative)

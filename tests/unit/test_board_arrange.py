@@ -1,0 +1,147 @@
+"""The order of rows: natural, stable, unknown last, in groups; whole values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuboard.board.arrange import (
+    SORTS,
+    Group,
+    NodeRow,
+    ViewState,
+    arrange,
+    arrange_nodes,
+    key_of,
+    natural,
+    users_of,
+)
+from gpuboard.board.query import parse
+from gpuboard.board.scene import Scene
+from gpuboard.model.snapshot import ProcessView
+from tests.board.made import GIB, busy, gpu, lease, node, scene, unread
+
+SCENE = scene(
+    node("gpu10", [busy("gpu10", 0, "alice", name="L40S"), gpu("gpu10", 1, utilization=None, power=None)]),
+    unread("gpu3"),
+    node("gpu2", [gpu("gpu2", 0, "reserved", leases=["k3f9"]), busy("gpu2", 1, "bob", utilization=20), gpu("gpu2", 2)]),
+    leases=[lease("k3f9", "alice", [("gpu2", 0)])],
+)
+
+
+def keys(view: ViewState, query: str = "", within: Scene = SCENE) -> list[str]:
+    """Return the keys of the rows, GPUs without their prefix."""
+    rows = arrange(within, view, parse(query).matches if query else None)
+    return [key_of(row).removeprefix("GPU-") for row in rows]
+
+
+def pictured(view: ViewState, query: str = "") -> list[Any]:
+    """Return the picture's rows as group names or (node, its GPUs shown)."""
+    rows = arrange_nodes(SCENE, view, parse(query).matches if query else None)
+    return [
+        row.name if isinstance(row, Group) else (row.node.name, None if row.shown is None else len(row.shown))
+        for row in rows
+    ]
+
+
+def test_without_a_sort_nodes_stand_as_people_count() -> None:
+    assert keys(ViewState()) == ["gpu2-0", "gpu2-1", "gpu2-2", "node:gpu3", "gpu10-0", "gpu10-1"]
+
+
+def test_a_filter_leaves_rows_out() -> None:
+    assert keys(ViewState(), "user:alice") == ["gpu2-0", "gpu10-0"]
+    assert keys(ViewState(), "state:unknown") == ["node:gpu3"]
+
+
+def test_a_sort_is_stable_and_unknown_comes_last_both_ways() -> None:
+    up = ["gpu2-0", "gpu2-2", "gpu2-1", "gpu10-0", "node:gpu3", "gpu10-1"]
+    down = ["gpu10-0", "gpu2-1", "gpu2-0", "gpu2-2", "node:gpu3", "gpu10-1"]
+    assert keys(ViewState(sort="utilization")) == up
+    assert keys(ViewState(sort="utilization", reverse=True)) == down
+
+
+@pytest.mark.parametrize("sort", list(SORTS))
+@pytest.mark.parametrize("reverse", [False, True])
+def test_every_sort_keeps_every_row(sort: str, reverse: bool) -> None:
+    assert sorted(keys(ViewState(sort=sort, reverse=reverse))) == sorted(keys(ViewState()))
+
+
+def test_an_unknown_sort_or_group_of_an_older_version_changes_nothing() -> None:
+    assert keys(ViewState(sort="fan", group="rack")) == keys(ViewState())
+
+
+def test_groups_have_headers_with_counts() -> None:
+    rows = arrange(SCENE, ViewState(group="user"))
+    assert [row if isinstance(row, Group) else key_of(row) for row in rows] == [
+        Group("group:alice", "alice", {"reserved": 1, "busy": 1}),
+        "GPU-gpu2-0", "GPU-gpu10-0",
+        Group("group:bob", "bob", {"busy": 1}),
+        "GPU-gpu2-1",
+        Group("group:no one", "no one", {"free": 2}),
+        "GPU-gpu2-2", "GPU-gpu10-1",
+        Group("group:unknown", "unknown", {}),
+        "node:gpu3",
+    ]  # fmt: skip
+
+
+def test_groups_by_node_know_their_node_and_turn_with_the_sort() -> None:
+    rows = arrange(SCENE, ViewState(group="node", sort="node", reverse=True))
+    groups = [row for row in rows if isinstance(row, Group)]
+    assert [(g.name, g.node and g.node.name, g.total) for g in groups] == [
+        ("gpu10", "gpu10", 2), ("gpu3", "gpu3", 0), ("gpu2", "gpu2", 3),
+    ]  # fmt: skip
+
+
+def test_states_are_grouped_in_the_order_people_ask_for_them() -> None:
+    rows = arrange(SCENE, ViewState(group="state"))
+    assert [row.name for row in rows if isinstance(row, Group)] == ["free", "reserved", "busy", "unknown"]
+
+
+def test_the_picture_has_a_row_a_node() -> None:
+    assert pictured(ViewState()) == [("gpu2", None), ("gpu3", None), ("gpu10", None)]
+    assert pictured(ViewState(group="node")) == pictured(ViewState())
+    assert pictured(ViewState(sort="utilization", reverse=True)) == [("gpu10", None), ("gpu2", None), ("gpu3", None)]
+
+
+def test_the_picture_shows_which_gpus_match() -> None:
+    assert pictured(ViewState(), "state:free") == [("gpu2", 1), ("gpu10", 1)]
+
+
+def test_a_node_has_a_row_in_every_group_of_its_gpus() -> None:
+    assert pictured(ViewState(group="model")) == [
+        "L40S", ("gpu10", 1), "NVIDIA H100 80GB HBM3", ("gpu2", 3), ("gpu10", 1), "unknown", ("gpu3", None),
+    ]  # fmt: skip
+    rows = arrange_nodes(SCENE, ViewState(group="model"))
+    keys = [row.key for row in rows]
+    assert len(set(keys)) == len(keys)
+    assert [row.key for row in rows if isinstance(row, NodeRow)][-1] == "node:gpu3/unknown"
+
+
+def test_one_machine_under_two_names_is_one_row_a_gpu() -> None:
+    twice = scene(node("a", [gpu("x", 0)]), node("b", [gpu("x", 0, "busy")]))
+    assert keys(ViewState(), within=twice) == ["x-0"]
+
+
+def test_users_are_named_once_owners_first() -> None:
+    processes = [
+        ProcessView(1, "bob", "a", 1 * GIB, "compute"),
+        ProcessView(2, None, "b", 9 * GIB, "compute"),
+        ProcessView(3, "eve", "c", 5 * GIB, "compute"),
+        ProcessView(4, "alice", "d", None, "compute"),
+    ]
+    one = gpu("gpu2", 0, leases=["k3f9", "gone"], processes=processes)
+    assert users_of(one, SCENE) == ("alice", "eve", "bob")
+
+
+@given(st.lists(st.text(max_size=12), max_size=8))
+def test_any_names_have_an_order(names: list[str]) -> None:
+    keys = [natural(name) for name in names]
+    assert sorted(keys) == sorted(reversed(keys))
+
+
+def test_numbers_count() -> None:
+    names = ["gpu10", "GPU2", "gpu02", "gpu1a", "gpu", "gpu1"]
+    assert sorted(names, key=natural) == ["gpu", "gpu1", "gpu1a", "GPU2", "gpu02", "gpu10"]

@@ -1,0 +1,191 @@
+"""The filter's language: what each term finds, what it says of terms that are wrong or half typed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuboard.board.conditions import KEYS
+from gpuboard.board.query import QueryError, parse
+from gpuboard.board.scene import Scene
+from gpuboard.model.snapshot import JobView, ProcessView
+from tests.board.made import GIB, busy, crowd, gpu, lease, mig, node, scene, unread
+
+SCENE = scene(
+    node(
+        "gpu01",
+        [
+            gpu("gpu01", 0),
+            busy("gpu01", 1, "alice", flags=["rogue"], leases=["k3f9"], temperature=85),
+            gpu("gpu01", 2, "allocated", jobs=[JobView("123", "dave", "long", None)], memory_used=10 * GIB),
+        ],
+    ),
+    node(
+        "gpu02.cluster.local",
+        [
+            gpu("gpu02", 0, "reserved", leases=["m7p2"], name="NVIDIA L40S", memory_total=48 * GIB),
+            gpu(
+                "gpu02", 1, "unknown", utilization=None, memory_used=None, temperature=None, processes=None, delay_s=9.0
+            ),
+        ],
+        age_s=6.0,
+    ),
+    node("gpu10", [mig("gpu10", 0, "free")]),
+    unread("gpu11"),
+    leases=[lease("k3f9", "bob", [("gpu01", 1)]), lease("m7p2", "Carol", [("gpu02", 0)])],
+)  # fmt: skip
+ALL = ["gpu01:0", "gpu01:1", "gpu01:2", "gpu02:0", "gpu02:1", "gpu10:0", "gpu11"]
+
+
+def found(text: str, within: Scene = SCENE) -> list[str]:
+    """Return what a query finds, as ``node:index``, or the node alone where it has no GPU."""
+    query = parse(text)
+    names = []
+    for one in within.snapshot.nodes:
+        name = one.name.split(".")[0]
+        names += [f"{name}:{g.index}" for g in one.gpus if query.matches(one, g, within)]
+        if not one.gpus and query.matches(one, None, within):
+            names.append(name)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ALL),
+        ("  ", ALL),
+        ("state:free", ["gpu01:0", "gpu10:0"]),
+        ("STATE:Free,busy", ["gpu01:0", "gpu01:1", "gpu10:0"]),
+        ("state:re", ["gpu02:0"]),
+        ("state=reserved", ["gpu02:0"]),
+        ("state:unreachable", ["gpu11"]),
+        ("state:unknown", ["gpu02:1", "gpu11"]),
+        ("-state:free -state:unknown", ["gpu01:1", "gpu01:2", "gpu02:0"]),
+        ("state!=free state:free,busy", ["gpu01:1"]),
+        ("user:al", ["gpu01:1"]),
+        ("user:carol", ["gpu02:0"]),
+        ("user=caro", []),
+        ("owner:bob,dave", ["gpu01:1", "gpu01:2"]),
+        ("user:?", ["gpu01:0", "gpu02:1", "gpu10:0", "gpu11"]),
+        ("mem>40G", ["gpu01:1"]),
+        ("mem>=10GiB", ["gpu01:1", "gpu01:2"]),
+        ("mem>50%", ["gpu01:1"]),
+        ("mem<1G", ["gpu01:0", "gpu02:0", "gpu10:0"]),
+        ("-mem<1G", ["gpu01:1", "gpu01:2"]),
+        ("mem:?", ["gpu02:1", "gpu11"]),
+        ("-mem:?", ["gpu01:0", "gpu01:1", "gpu01:2", "gpu02:0", "gpu10:0"]),
+        ("free>60G", ["gpu01:0", "gpu01:2", "gpu10:0"]),
+        ("total<60G", ["gpu02:0"]),
+        ("util>50", ["gpu01:1"]),
+        ("util>=50%", ["gpu01:1"]),
+        ("temp>80", ["gpu01:1"]),
+        ("power>300W", ["gpu01:1"]),
+        ("age>5s", ["gpu02:0", "gpu02:1"]),
+        ("age>10s", ["gpu02:1"]),
+        ("model:l40", ["gpu02:0"]),
+        ("model:*H?00*", ["gpu01:0", "gpu01:1", "gpu01:2", "gpu02:1", "gpu10:0"]),
+        ("gpu:0,1 node:gpu01", ["gpu01:0", "gpu01:1"]),
+        ("node:gpu[01-04]", ["gpu01:0", "gpu01:1", "gpu01:2", "gpu02:0", "gpu02:1"]),
+        ("node:gpu[02,10]", ["gpu02:0", "gpu02:1", "gpu10:0"]),
+        ("node:gpu1", ["gpu10:0", "gpu11"]),
+        ("node=gpu1", []),
+        ("node=gpu02", ["gpu02:0", "gpu02:1"]),
+        ("node:gpu?1", ["gpu01:0", "gpu01:1", "gpu01:2", "gpu11"]),
+        ("flag:rogue", ["gpu01:1"]),
+        ("flag:mig,ro", ["gpu01:1", "gpu10:0"]),
+        ("lease:k3", ["gpu01:1"]),
+        ("job:12", ["gpu01:2"]),
+        ("job=12", []),
+        ("command:TRAIN", ["gpu01:1"]),
+        ("pid:4001", ["gpu01:1"]),
+        ("uuid:gpu-gpu02", ["gpu02:0", "gpu02:1"]),
+        ("reason:train", []),
+        ('reason:"no process"', ["gpu01:0", "gpu01:2", "gpu02:0", "gpu02:1"]),
+        ("train", ["gpu01:1"]),
+        ("carol", ["gpu02:0"]),
+        ('"python train"', ["gpu01:1"]),
+        ("python -alice", []),
+        ("ssh:", None),
+        ("no answer", ["gpu11"]),
+        ("00000000:1B", []),
+        ("GPU-gpu02-0", ["gpu02:0"]),
+    ],
+)
+def test_what_a_query_finds(text: str, expected: list[str] | None) -> None:
+    if expected is None:
+        with pytest.raises(QueryError, match="is not something to filter by"):
+            parse(text)
+    else:
+        assert found(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "position"),
+    [
+        ("mem>", "mem> what? the memory in use, mem>40GiB or mem>50%", 0),
+        ("state:free  util<", "util< what? a percentage, util<10", 12),
+        ("state:free,", "state: what? one of allocated, broken, unknown, reserved, busy, occupied, free", 0),
+        ("alice -", "- what? a word or key:value to leave out", 6),
+        ("mem>40", "mem>40: write a size or a part, mem>40GiB or mem>50%", 0),
+        ("age>5", "age>5: write age>5s", 0),
+        ("state:fine", "no state begins with 'fine'; there are allocated, broken, unknown, reserved, busy, occupied, "
+         "free, up, stale, unreachable", 0),
+        ("user>alice", "user is no number; write user:alice", 0),
+        ("x node:gpu[01-", "the bracket is not closed", 2),
+        ('purpose:"night', "the quote is not closed", 0),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_said(text: str, words: str, position: int) -> None:
+    with pytest.raises(QueryError) as caught:
+        parse(text)
+    assert (caught.value.words, caught.value.position) == (words, position)
+
+
+def test_a_nodeset_that_cannot_be_read_is_said() -> None:
+    with pytest.raises(QueryError, match="cannot be read") as caught:
+        parse("free node:gpu[01-04]x]")
+    assert caught.value.position == 5
+
+
+def test_every_key_says_how_it_goes_on() -> None:
+    for key, about in KEYS.items():
+        with pytest.raises(QueryError) as caught:
+            parse(f"{key}:")
+        assert caught.value.words == f"{key}: what? {about.hint}"
+
+
+def test_brackets_and_markup_in_words_are_words() -> None:
+    process = ProcessView(1, "eve", "[/x] [red]boo ]", 1, "compute")
+    one = scene(node("n", [gpu("n", 0, processes=[process])]))
+    assert [found(text, one) for text in ("[/x]", "[red", "]", "it's")] == [["n:0"], ["n:0"], ["n:0"], []]
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_query_or_says_why_not(text: str) -> None:
+    try:
+        names = found(text)
+    except QueryError as error:
+        assert error.words and 0 <= error.position <= len(text)
+    else:
+        assert set(names) <= set(ALL)
+
+
+@given(
+    st.lists(st.sampled_from(["state:free", "user:alice", "mem>40G", "-train", "util<10", "gpu:0", "h100"]), max_size=4)
+)
+def test_terms_hold_together_in_any_order(terms: list[str]) -> None:
+    expected = [name for name in ALL if all(name in found(term) for term in terms)]
+    assert found(" ".join(terms)) == expected
+    assert found("  ".join(reversed(terms))) == expected
+
+
+def test_a_large_cluster_is_filtered_within_a_frame_or_few() -> None:
+    large = crowd(1000)
+    query = parse("state:free mem<40G model:H100")
+    started = time.process_time()
+    number = sum(query.matches(one, g, large) for one in large.snapshot.nodes for g in one.gpus)
+    assert number > 0
+    assert time.process_time() - started < 0.2  # 7 ms where nothing else runs
