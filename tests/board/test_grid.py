@@ -1,0 +1,313 @@
+"""The grid: cursor and marks by key, only what changed is drawn again, columns that stay aligned."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import ClassVar
+
+from rich.cells import cell_len
+from textual import events
+from textual.app import App, ComposeResult
+from textual.pilot import Pilot
+
+from gpuboard.board.grid import Cell, Column, Grid, LazyRows, Row
+from gpuboard.board.look import DARK, Look
+
+COLUMNS = (
+    Column("name", "Name", 8),
+    Column("number", "Number", 7, right=True),
+    Column("words", "Words", 0, weight=1, least=10, drop=1),
+)
+
+
+class GridApp(App[None]):
+    """A grid and what it says."""
+
+    CSS = "Screen { overflow: hidden; }"
+    look: ClassVar[Look] = DARK
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[object] = []
+
+    def compose(self) -> ComposeResult:
+        """One grid."""
+        yield Grid(COLUMNS, empty="Nothing here.\nPress a to add.", marks=True)
+
+    def on_grid_moved(self, message: Grid.Moved) -> None:
+        """Note it."""
+        self.said.append(("moved", message.key))
+
+    def on_grid_chosen(self, message: Grid.Chosen) -> None:
+        """Note it."""
+        self.said.append(("chosen", message.key))
+
+    def on_grid_marked(self, message: Grid.Marked) -> None:
+        """Note it."""
+        self.said.append(("marked", sorted(message.keys)))
+
+    def on_grid_sorted(self, message: Grid.Sorted) -> None:
+        """Note it."""
+        self.said.append(("sorted", message.key))
+
+
+Check = Callable[[GridApp, Grid, Pilot[None]], Awaitable[None]]
+
+
+def run(check: Check, size: tuple[int, int] = (40, 11)) -> None:
+    """Run ``check`` on a grid with room for ten rows."""
+
+    async def go() -> None:
+        app = GridApp()
+        async with app.run_test(size=size) as pilot:
+            grid = app.query_one(Grid)
+            grid.focus()
+            await pilot.pause()
+            await check(app, grid, pilot)
+
+    asyncio.run(go())
+
+
+def rows(*keys: str, words: str = "some words") -> list[Row]:
+    """Return a row for each key."""
+    return [Row(key, (Cell(key), Cell(str(len(key))), Cell(words))) for key in keys]
+
+
+def many(count: int, made: list[int] | None = None) -> Sequence[Row]:
+    """Return ``count`` rows k0, k1, …; ``made`` hears which cells are made."""
+
+    def cells(number: int) -> Sequence[Cell]:
+        if made is not None:
+            made.append(number)
+        return (Cell(f"k{number}"), Cell(str(number)), Cell("words"))
+
+    return LazyRows(range(count), lambda number: f"k{number}", lambda number: Row(f"k{number}", lambda: cells(number)))
+
+
+def lines(grid: Grid) -> list[str]:
+    """Return what is drawn, without the blanks at line ends."""
+    return [grid.render_line(y).text.rstrip() for y in range(grid.size.height)]
+
+
+def test_rows_are_drawn_in_columns() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows([*rows("alpha", "b"), Row("g", (Cell("A group over all columns"),), group=True), *rows("c")])
+        grid.set_sort("number", reverse=True)
+        await pilot.pause()
+        assert lines(grid)[:5] == [
+            "  Name     Number▼ Words",
+            "  alpha          5 some words",
+            "  b              1 some words",
+            "A group over all columns",
+            "  c              1 some words",
+        ]
+
+    run(check)
+
+
+def test_a_narrow_grid_drops_columns_and_a_wide_one_shares_what_is_left() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows(rows("alpha", words="w" * 80))
+        await pilot.pause()
+        assert lines(grid)[1] == "  alpha          5 " + "w" * 19 + "…"  # 39: a scroll bar's place is kept
+        await pilot.resize_terminal(25, 11)
+        await pilot.pause()
+        assert lines(grid)[1] == "  alpha          5"
+
+    run(check)
+
+
+def test_without_rows_it_says_what_to_do() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        assert lines(grid)[2:4] == ["  Nothing here.", "  Press a to add."]
+        grid.set_rows(rows("a"))
+        grid.set_rows([])
+        await pilot.pause()
+        assert lines(grid)[1:4] == ["", "  Nothing here.", "  Press a to add."]
+        assert app.said == [("moved", "a"), ("moved", None)]
+
+    run(check)
+
+
+def test_only_visible_rows_are_made_and_only_changed_lines_drawn() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        made: list[int] = []
+        grid.set_rows(many(8000, made))
+        await pilot.pause()
+        assert set(made) == set(range(10))
+        drawn: list[int] = []
+        render_line = grid.render_line
+        grid.render_line = lambda y: (drawn.append(y), render_line(y))[1]  # type: ignore[method-assign,func-returns-value]
+        grid.set_rows(many(8000))
+        await pilot.pause()
+        assert drawn == []
+        changed = [*many(8000)]
+        changed[3] = Row("k3", (Cell("k3"), Cell("new"), Cell("words")))
+        changed[5000] = Row("k5000", (Cell("not seen"), Cell("new"), Cell("words")))
+        grid.set_rows(changed)
+        await pilot.pause()
+        assert drawn == [4]  # below the header
+
+    run(check)
+
+
+def test_keys_move_the_cursor() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows(many(100))
+        await pilot.pause()
+        await pilot.press("down", "down", "up", "pagedown", "end", "home", "pagedown", "pageup", "enter")
+        await pilot.pause()
+        moves = ["k0", "k1", "k2", "k1", "k11", "k99", "k0", "k10", "k0"]
+        assert app.said == [*(("moved", key) for key in moves), ("chosen", "k0")]
+
+    run(check)
+
+
+def test_the_cursor_skips_headings_and_shows_the_one_above() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        heading = Row("h", (Cell("Heading"),), group=True)
+        grid.set_rows([heading, *rows("a"), Row("i", (Cell("Other"),), group=True), *rows("b"), *many(30)])
+        assert grid.cursor == "a"
+        await pilot.press("down")
+        assert grid.cursor == "b"
+        await pilot.press("up")
+        assert grid.cursor == "a"
+        await pilot.press("up")
+        assert grid.cursor == "a"
+        await pilot.press("end")
+        await pilot.press("home")
+        await pilot.pause()
+        assert lines(grid)[1] == "Heading"
+
+    run(check)
+
+
+def test_space_and_shift_mark() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows(many(10))
+        await pilot.press("space", "down", "shift+down", "space", "shift+up")
+        await pilot.pause()
+        assert sorted(grid.marks) == ["k0", "k2", "k3", "k4"]
+        assert [line[:4] for line in lines(grid)[1:6]] == ["● k0", "  k1", "● k2", "● k3", "● k4"]
+        assert grid.cursor == "k3"
+
+    run(check)
+
+
+def test_the_mouse_does_all_of_it() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows(many(100))
+        await pilot.pause()
+        app.said.clear()
+        await pilot.click(Grid, offset=(15, 0))  # a header
+        await pilot.click(Grid, offset=(5, 3))  # a row
+        await pilot.click(Grid, offset=(0, 4))  # the column of marks
+        await pilot.click(Grid, offset=(20, 6), control=True)
+        await pilot.click(Grid, offset=(20, 7), times=2)
+        await pilot.pause()
+        assert app.said == [
+            ("sorted", "number"),
+            ("moved", "k2"),
+            ("moved", "k3"),
+            ("marked", ["k3"]),
+            ("moved", "k5"),
+            ("marked", ["k3", "k5"]),
+            ("moved", "k6"),
+            ("chosen", "k6"),
+        ]
+        app.said.clear()
+        grid.scroll_relative(y=50, animate=False)
+        await pilot.click(Grid, offset=(5, 1))
+        await pilot.pause()
+        assert app.said == [("moved", "k50")]
+
+    run(check)
+
+
+def test_the_wheel_scrolls_and_leaves_the_cursor() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows(many(100))
+        await pilot.pause()
+        await pilot._post_mouse_events([events.MouseScrollDown], Grid, offset=(5, 5))
+        await pilot.pause()
+        assert grid.scroll_offset.y > 0
+        assert grid.cursor == "k0"
+        scrolled = grid.scroll_offset.y
+        grid.set_rows(many(100))
+        assert grid.scroll_offset.y == scrolled  # a refresh does not drag the person back
+
+    run(check)
+
+
+def test_cursor_marks_and_place_on_the_screen_stay_when_rows_are_sorted() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows(many(100))
+        await pilot.pause()
+        await pilot.press("down", "down", "space")
+        await pilot.pause()
+        assert (grid.cursor, lines(grid).index("  k3             3 words")) == ("k3", 4)
+        app.said.clear()
+        grid.set_rows(list(reversed([*many(100)])))
+        await pilot.pause()
+        assert (grid.cursor, lines(grid).index("  k3             3 words")) == ("k3", 7)  # as far up as the rows go
+        grid.set_rows([*(row for row in many(100) if row.key not in {"k0", "k1"}), *many(2)])
+        await pilot.pause()
+        assert grid.cursor == "k3"
+        assert grid.marks == {"k2"}
+        assert app.said == []
+
+    run(check)
+
+
+def test_a_cursor_whose_row_vanished_waits_on_the_nearest_and_returns() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows(rows("a", "b", "c", "d", "e"))
+        grid.cursor = "c"
+        found = []
+        for keys in ("abe", "e", "", "abcde"):
+            grid.set_rows(rows(*keys))
+            found.append(grid.cursor)
+        assert found == ["b", "e", None, "c"]
+        grid.set_rows(rows("x", "y"))
+        await pilot.press("down")
+        grid.set_rows(rows("a", "c", "y"))
+        assert grid.cursor == "y"  # the person has moved since
+
+    run(check)
+
+
+def test_a_cursor_may_be_set_before_its_row_comes() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows(rows("a", "b"))
+        grid.cursor = "z"
+        assert grid.cursor == "a"
+        grid.set_rows(rows("a", "b", "z"))
+        assert grid.cursor == "z"
+
+    run(check)
+
+
+def test_hostile_text_leaves_columns_aligned() -> None:
+    hostile = [
+        "[/x]",
+        "日本語の名前です",
+        "שלום עולם",
+        "e\u0301" * 40,
+        "👨‍👩‍👧" * 5,
+        "🇩🇪" * 9,
+        "x" * 10_000,
+        "\u202eabc",
+    ]
+
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows([Row(str(n), (Cell(text), Cell("42"), Cell(text))) for n, text in enumerate(hostile)])
+        await pilot.pause()
+        for y in range(1, len(hostile) + 1):
+            strip = grid.render_line(y)
+            assert cell_len(strip.text) == strip.cell_length == 39
+            before, number, _ = strip.text.partition("42")
+            assert number
+            assert cell_len(before) == 16
+
+    run(check)
