@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -60,9 +60,8 @@ class LaunchDialog(Dialog[str]):
 
     DEFAULT_CSS = """
     LaunchDialog #box { width: 100; }
-    LaunchDialog #field-command, LaunchDialog #field-folder, LaunchDialog #field-variables { width: 36; }
+    LaunchDialog .field Input, LaunchDialog .field Tick { width: 36; }
     """
-    KEPT: ClassVar[tuple[str, ...]] = ("command", "folder", "python", "variables", "grace")
 
     def __init__(self, board: BoardApp, gpus: str, uuids: Sequence[str]) -> None:
         """``gpus``: what stands in the field at first; ``uuids``: those that it means, if it means GPUs."""
@@ -71,7 +70,8 @@ class LaunchDialog(Dialog[str]):
         starter = board.core.starter
         last = starter.last
         cpu = last.device == "cpu" if last else starter.simulated
-        most = parse_duration(board.core.settings.max_lease)
+        settings = board.core.settings
+        most = parse_duration(settings.max_lease)
         hint = "simulated: they cannot compute" if starter.simulated else "gloo; the GPUs stay unused"
         super().__init__(
             "Launch: one rank per GPU",
@@ -84,14 +84,14 @@ class LaunchDialog(Dialog[str]):
                 Field("variables", "Variables", last.variables if last else "", "K=V K2=V2", check_variables),
                 Field("cpu", "On the CPU", YES if cpu else "", hint, toggle=True),
                 Field("grace", "Grace", last.grace if last else _GRACE, "from SIGTERM to SIGKILL", _grace),
-                Field("for", "At most for", format_duration(most).replace("h00m", "h"), "the reservation",
-                      duration(most)),
+                Field("for", "At most for", settings.max_lease, "the reservation, at most that", duration(most)),
                 Field("keep", "Keep running", YES, "when the board is closed", toggle=True),
             ],
             verb="Launch",
         )  # fmt: skip
         self._started: Started | None = None
         self._asked: Request | None = None
+        self._before = Text()  # why the last try came to nothing, until something is typed
 
     def _command(self, text: str) -> str:
         return check_command(text, absolute(self.values["folder"]) if self.is_mounted else "")
@@ -110,27 +110,32 @@ class LaunchDialog(Dialog[str]):
     def show(self, scene: Scene) -> None:
         """Look again: what is free has changed."""
         self._scene = scene
-        self.changed()
+        self._plan()
 
     def changed(self) -> None:
-        """Say which GPUs are meant."""
+        """Say which GPUs are meant by what is typed now."""
+        self._before = Text()
+        self._plan()
+
+    def _plan(self) -> None:
+        """Ask the policy, one question at a time."""
         if self.busy or self._asked is not None or not self.is_mounted or self._scene is None:
             return
         values, look = self.values, self.board.look
         lease = self._lease(values["gpus"])
         if lease is not None:
             held = f"{asking.places_words(lease.gpus)}, {format_duration(lease.remaining_s)} left"
-            self.say(Text(f"Lease {lease.id}: {held}", look.style("good")))
+            self.say(self._before + Text(f"Lease {lease.id}: {held}", look.style("good")))
             return
         if "gpus" in self.wrong():
-            self.say("")
+            self.say(self._before)
             return
         request = self._request(values)
         self._asked = request
         self.board.ask(
             lambda: self.board.core.operations.plan(request),
             lambda answer: self._answered(request, answer),
-            lambda error: self._answered(request, str(error)),
+            lambda error: self._answered(request, asking.plain(str(error))),
         )
 
     def _request(self, values: dict[str, str]) -> Request:
@@ -145,18 +150,22 @@ class LaunchDialog(Dialog[str]):
             return
         values = self.values
         if "gpus" in self.wrong() or self._lease(values["gpus"]) or request != self._request(values):
-            self.changed()
+            self._plan()
             return
+        self.say(self._before + self._words(request, answer))
+
+    def _words(self, request: Request, answer: Choice | Refusal | str) -> Text:
         look = self.board.look
         if isinstance(answer, Choice):
-            self.say(Text.assemble((f"Reserves {asking.places_words(answer.gpus)}", look.style("good")), "; ",
-                                   (answer.why, look.style("dim"))))  # fmt: skip
-        elif isinstance(answer, Refusal):
-            message, nearest = asking.refusal_words(answer)
-            self.say(Text.assemble(("Not now: " if answer.code == 4 else "Never here: ", look.style("warn")), message,
-                                   (f"\nNearest: {nearest}" if nearest else "", look.style("good"))))  # fmt: skip
-        else:
-            self.say(asking.plain(answer), "bad")
+            why = "" if request.picks else f"; {answer.why}"
+            return Text.assemble(
+                (f"Reserves {asking.places_words(answer.gpus)}", look.style("good")), (why, look.style("dim"))
+            )
+        if isinstance(answer, str):
+            return Text(answer, look.style("bad"))
+        message, nearest = asking.refusal_words(answer)
+        found = Text.assemble(("Not now: " if answer.code == 4 else "Never here: ", look.style("warn")), message)
+        return found.append(f"\nNearest: {nearest}", look.style("good")) if nearest else found
 
     # Launching
 
@@ -201,7 +210,7 @@ class LaunchDialog(Dialog[str]):
                 _give_up(launch)
                 return
             self._started = launch
-            self._timer = self.set_interval(_POLL_S, self._look)
+            self._timer = self.set_interval(_POLL_S, self._wait)
 
         board.ask(lambda: self._start(board, form), started, lambda error: self._failed(str(error)))
 
@@ -211,7 +220,7 @@ class LaunchDialog(Dialog[str]):
         launch.awaited = True
         return launch
 
-    def _look(self) -> None:
+    def _wait(self) -> None:
         """See whether the run is there, or why there will be none."""
         started = self._started
         if started is None:
@@ -228,11 +237,12 @@ class LaunchDialog(Dialog[str]):
             if not self.is_attached or self._started is not started:
                 return
             if entry is not None:
-                self._leave(started)
+                self._leave()
+                started.awaited = False
                 self.dismiss(started.run)
                 open_runs(self.board, started.run)
             elif over:
-                self._leave(started)
+                self._leave()
                 started.clear()
                 self._failed(failure)
             else:
@@ -240,21 +250,21 @@ class LaunchDialog(Dialog[str]):
 
         self.board.ask(work, then)
 
-    def _leave(self, started: Started) -> None:
+    def _leave(self) -> None:
         self._timer.stop()
         self._started = None
-        started.awaited = False
 
     def _failed(self, words: str) -> None:
         if self.is_attached:
+            self._before = Text.assemble(("Not launched: ", self.board.look.style("bad")), asking.plain(words), "\n")
+            self.say(self._before)
             self.busy = False
-            self.say(Text.assemble(("Not launched: ", self.board.look.style("bad")), words))
 
     def action_cancel(self) -> None:
         """Close; a launch that has not come so far as to have a run is given up, and gives back what it reserved."""
         if self._started is not None:
             started = self._started
-            self._leave(started)
+            self._leave()
             _give_up(started)
         self.dismiss(None)
 

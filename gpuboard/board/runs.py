@@ -95,9 +95,9 @@ class RunsScreen(BoardScreen):
 
     TITLE_WORDS = "Runs"
     DEFAULT_CSS = """
-    RunsScreen #list { height: 1fr; min-height: 5; }
+    RunsScreen #list { height: 2fr; min-height: 5; }
     RunsScreen #detail { height: auto; max-height: 50%; padding: 0 1; overflow-y: auto; }
-    RunsScreen #ranks { height: 1fr; min-height: 4; }
+    RunsScreen #ranks { height: 3fr; min-height: 4; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "app.pop_screen", "Back", id="runs.back"),

@@ -67,7 +67,7 @@ def check_command(command: str, folder: str) -> str:
     try:
         target = target_of(command)
     except UsageError as error:
-        return str(error).partition(";")[0] if command.strip() else "train.py, -m package.module or module:function"
+        return str(error).partition(";")[0] if command.strip() else "train.py or -m module"
     if target.kind != "script" or not os.path.isdir(folder):
         return ""
     path = os.path.join(folder, os.path.expanduser(target.name))

@@ -248,6 +248,7 @@ class Relay:
         self._screen.lines(stream, [prefix + self._mark(rank, line) + line for line in lines])
 
     def _remember(self, rank: int, stream: str, line: str) -> None:
+        line = _SGR.sub("", line)  # it is shown among our own words
         self.last_line[rank] = line
         if stream == "err":
             self.last_error[rank] = line
