@@ -34,10 +34,17 @@ class Ended(msgspec.Struct, frozen=True):
 def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
     """Return the leases that the nodes' newest readings hold, and the nodes that could not be read."""
     now = time.time()
-    index = {gpu.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus}
-    index |= {mig.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus for mig in gpu.mig}
     unread = [node.name for node in snapshot.nodes if node.state != "up"]
-    current = {node: claims for node, claims in fleet.claims().items() if node not in unread}
+    down = set(unread)
+    current = {node: claims for node, claims in fleet.claims().items() if node not in down}
+    held = {claim.uuid for claims in current.values() for claim in claims}
+    index: dict[str, int] = {}
+    for node in snapshot.nodes:
+        for gpu in node.gpus:
+            if gpu.uuid in held:
+                index[gpu.uuid] = gpu.index
+            if gpu.mig:
+                index |= {device.uuid: gpu.index for device in gpu.mig}
     return LeaseList(schema=1, at=iso(now), leases=ledger.leases_of(current, index, now, _alive), unread=unread)
 
 

@@ -30,6 +30,7 @@ _FILTERS = """
 """.split()  # noqa: SIM905 (words to read, not 40 lines)
 _WRAPPERS = ("doas", "flock", "ltrace", "script", "strace", "sudo", "time", "timeout", "unbuffer", "uv", "uvx")
 _REAPERS = ("catatonit", "docker-init", "dumb-init", "init", "systemd", "tini")
+_boot_id = ""
 _MAX_DEPTH = 64  # processes climbed: more only in a loop, and /proc is read while it changes
 
 
@@ -100,8 +101,11 @@ def evaluator_kind() -> str:
 
 def boot_id() -> str:
     """Return this machine's boot id, which every boot makes anew."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
+    global _boot_id  # noqa: PLW0603 (it outlives this process; read anew it took a third of listing 250 leases)
+    if not _boot_id:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            _boot_id = file.read().strip()
+    return _boot_id
 
 
 def read_process(pid: int) -> Process | None:

@@ -58,8 +58,7 @@ def format_size(size: int | None) -> str:
 
 def iso(epoch: float) -> str:
     """Return epoch seconds as ISO 8601 in UTC with milliseconds: ``2026-01-31T12:00:00.000Z``."""
-    at = datetime.fromtimestamp(epoch, UTC)
-    return at.strftime("%Y-%m-%dT%H:%M:%S.") + f"{at.microsecond // 1000:03d}Z"
+    return datetime.fromtimestamp(epoch, UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"
 
 
 def parse_time(text: str, now: float) -> float:
