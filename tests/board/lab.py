@@ -60,6 +60,20 @@ async def board(core: Core, size: tuple[int, int] = (120, 40)) -> AsyncIterator[
         core.close()
 
 
+@asynccontextmanager
+async def seen_twice(core: Core, size: tuple[int, int] = (120, 40)) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+    """Run the app over a core with a long interval, after a second reading of every node; no other comes by itself."""
+    app = BoardApp(core)
+    try:
+        async with app.run_test(size=size) as pilot:
+            await settle(pilot, lambda: app.scene is not None and all(node.gpus for node in app.scene.snapshot.nodes))
+            core.fleet.refresh(core.fleet.names, 5)
+            await settle(pilot, lambda: app.scene is not None and known(app.scene))
+            yield app, pilot
+    finally:
+        core.close()
+
+
 def known(scene: Scene) -> bool:
     """Tell whether the state of every GPU is known: two readings of every node."""
     return all(node.gpus and all(gpu.state != "unknown" for gpu in node.gpus) for node in scene.snapshot.nodes)

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from gpuboard.allocate.formats import Allocation
 from gpuboard.board.app import BoardApp
+from gpuboard.board.core import Core
+from gpuboard.board.operations import Attempt
 from gpuboard.board.reserve import ReserveDialog, open_reserve
-from tests.board import lab
+from gpuboard.cluster.simulated import demo_nodes
+from gpuboard.config import Settings
+from gpuboard.errors import Interrupted
+from gpuboard.model.request import Request
+from tests.board import lab, other
 
 
 def uuids(app: BoardApp, node: str, *indexes: int) -> list[str]:
@@ -15,22 +30,290 @@ def uuids(app: BoardApp, node: str, *indexes: int) -> list[str]:
     return [gpu.uuid for gpu in app.scene.nodes[node].gpus if gpu.index in indexes]
 
 
-def test_reserves_the_marked_gpus(tmp_path: Path) -> None:
+def value(app: BoardApp, key: str) -> str:
+    return app.screen.query_one(f"#field-{key}", Input).value
+
+
+async def fill(pilot: Pilot[int], key: str, text: str) -> None:
+    """Type into a field in place of what is there."""
+    entry = pilot.app.screen.query_one(f"#field-{key}", Input)
+    entry.focus()
+    entry.value = ""
+    await pilot.press(*("space" if letter == " " else letter for letter in text))
+
+
+async def open_for(app: BoardApp, pilot: Pilot[int], which: Sequence[str]) -> ReserveDialog:
+    open_reserve(app, which)
+    await lab.settle(pilot, lambda: isinstance(app.screen, ReserveDialog) and app.screen.is_mounted)
+    assert isinstance(app.screen, ReserveDialog)
+    return app.screen
+
+
+def shown(app: BoardApp, *words: str) -> bool:
+    text = " ".join(lab.screen(app).replace("│", " ").split())
+    return all(word in text for word in words)
+
+
+def end_all(core: Core) -> None:
+    for lease in core.scene().leases.leases:
+        core.operations.release(lease.id)
+
+
+def test_reserves_the_selected_gpus(tmp_path: Path) -> None:
     async def main() -> None:
         core = lab.make_core(tmp_path)
         async with lab.board(core) as (app, pilot):
-            open_reserve(app, uuids(app, "sim01", 0, 2))
-            await lab.settle(pilot, lambda: "Takes sim01:0,2" in lab.screen(app))
+            await pilot.press("r")
+            await lab.settle(pilot, lambda: shown(app, "Takes sim01:0"))
+            await fill(pilot, "for", "90m")
+            await fill(pilot, "purpose", "a [b]test[/b]")
             await pilot.press("enter")
-            await lab.settle(pilot, lambda: not isinstance(app.screen, ReserveDialog))
-            await lab.settle(pilot, lambda: app.scene and app.scene.by_lease)
+            await lab.settle(pilot, lambda: app.scene and app.scene.by_lease and len(app.screen_stack) == 2)
             assert app.scene is not None
             [lease] = app.scene.leases.leases
-            assert (lease.holder, [gpu.index for gpu in lease.gpus], app.scene.is_mine(lease)) == (None, [0, 2], True)
-            assert 7.9 * 3600 < lease.remaining_s <= 8 * 3600
-            assert lab.claims(tmp_path) == [f"{lease.id}: sim01-0", f"{lease.id}: sim01-2"]
-            assert lease.id in {note.title.split()[-1] for note in app._notifications}
+            assert (lease.holder, lease.purpose) == (None, "a [b]test[/b]")
+            assert ([gpu.index for gpu in lease.gpus], app.scene.is_mine(lease)) == ([0], True)
+            assert 5390 < lease.remaining_s <= 5400
+            assert lab.claims(tmp_path) == [f"{lease.id}: sim01-0"]
+            [note] = [note for note in app._notifications if note.title == f"Reserved: {lease.id}"]
+            assert note.message.endswith(f'eval "$(gpuboard env {lease.id} --node sim01)"')
+            assert (tmp_path / "home/state/gpuboard/leases" / f"{lease.id}.json").exists()
             core.operations.release(lease.id)
             assert lab.claims(tmp_path) == []
 
     asyncio.run(main())
+
+
+def test_the_policy_picks_the_best_n_and_says_why(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        async with lab.board(core, (80, 24)) as (app, pilot):
+            await open_for(app, pilot, [])
+            await fill(pilot, "gpus", "2")
+            await lab.settle(pilot, lambda: shown(app, "Takes sim01:2,3", "joined by 18 NVLinks"))
+            await fill(pilot, "model", "l40")
+            await lab.settle(pilot, lambda: shown(app, "Takes sim02:0,1", "2 of 2 free"))
+            await pilot.click("#commit")
+            await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 2)
+            assert [claim.split()[1] for claim in lab.claims(tmp_path)] == ["sim02-0", "sim02-1"]
+            await lab.settle(pilot, lambda: not isinstance(app.screen, ReserveDialog))
+            end_all(core)
+
+    asyncio.run(main())
+
+
+def test_says_why_not_and_what_would_work(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        async with lab.board(core) as (app, pilot):
+            await open_for(app, pilot, [])
+            await fill(pilot, "gpus", "4")
+            await fill(pilot, "nodes", "1")
+            await lab.settle(pilot, lambda: shown(app, "Not now:", "Nearest: at most 2 nodes"))
+            assert "--" not in lab.screen(app)
+            await pilot.press("enter")
+            await fill(pilot, "gpus", "5")
+            await lab.settle(pilot, lambda: shown(app, "Never here:"))
+            await pilot.press("enter")
+            await pilot.press("escape")
+            assert lab.claims(tmp_path) == []
+
+    asyncio.run(main())
+
+
+def test_checks_what_is_typed(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path, settings=Settings(max_lease="2h"))
+        async with lab.board(core) as (app, pilot):
+            dialog = await open_for(app, pilot, uuids(app, "sim01", 0))
+            assert value(app, "for") == "2h"
+            wrong = {
+                "gpus": {"": "a number, or gpu01:0,3", "0": "from 1 to", "x:y": "a number, or gpu01:0,3"},
+                "memory": {"40": "write 40GiB"},
+                "nodes": {"0": "a number from 1", "two": "a number from 1"},
+                "for": {"": "write 30m", "8": "write 30m", "3h": "longer than the 2h"},
+            }
+            for key, texts in wrong.items():
+                good = value(app, key)
+                for text, words in texts.items():
+                    await fill(pilot, key, text)
+                    await pilot.pause()
+                    assert words in dialog.wrong()[key]
+                    assert dialog.query_one("#commit").disabled
+                    await pilot.press("enter")
+                dialog.query_one(f"#field-{key}", Input).value = good
+                await pilot.pause()
+                assert dialog.wrong() == {}
+            await fill(pilot, "gpus", "nowhere:0")
+            await lab.settle(pilot, lambda: shown(app, "'nowhere' is not among the nodes"))
+            await pilot.press("enter", "escape")
+            assert lab.claims(tmp_path) == []
+
+    asyncio.run(main())
+
+
+@other.needs_root
+def test_somebody_was_quicker_and_the_next_best_set_is_offered(tmp_path: Path) -> None:
+    lab.claims_folder(tmp_path)
+    nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
+
+    async def main() -> None:
+        core = lab.make_core(tmp_path, nodes, Settings(interval="60s"))  # what the board shows is older than the race
+        async with lab.seen_twice(core) as (app, pilot):
+            with other.somebody(tmp_path, nodes[0]) as agent:
+                await open_for(app, pilot, uuids(app, "sim01", 0, 2))
+                await lab.settle(pilot, lambda: shown(app, "Takes sim01:0,2"))
+                other.take(agent, "abcdef", uuids(app, "sim01", 2))
+                await pilot.press("enter")
+                await lab.settle(pilot, lambda: shown(app, "Not reserved: sim01:2 is reserved", "nobody"))
+                assert lab.claims(tmp_path) == ["abcdef: sim01-2"]
+                await lab.settle(pilot, lambda: shown(app, "Takes sim01:0,3"))
+                assert value(app, "gpus") == "sim01:0,3"
+                await pilot.press("enter")
+                await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
+                assert {claim.split()[1] for claim in lab.claims(tmp_path)} == {"sim01-0", "sim01-2", "sim01-3"}
+                await lab.settle(pilot, lambda: not isinstance(app.screen, ReserveDialog))
+            [mine] = [lease for lease in core.scene().leases.leases if lease.id != "abcdef"]
+            core.operations.release(mine.id)
+
+    asyncio.run(main())
+
+
+@other.needs_root
+def test_when_no_other_set_is_left_it_says_so(tmp_path: Path) -> None:
+    lab.claims_folder(tmp_path)
+    nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
+
+    async def main() -> None:
+        core = lab.make_core(tmp_path, nodes, Settings(interval="60s"))
+        async with lab.seen_twice(core) as (app, pilot):
+            with other.somebody(tmp_path, nodes[0]) as agent:
+                await open_for(app, pilot, [])
+                await fill(pilot, "gpus", "3")
+                await fill(pilot, "model", "H100")
+                await lab.settle(pilot, lambda: shown(app, "Takes sim01:0,2,3"))
+                other.take(agent, "abcdef", uuids(app, "sim01", 2))
+                await pilot.press("enter")
+                await lab.settle(pilot, lambda: shown(app, "Not reserved: sim01:2 is reserved", "Nearest: 2 GPUs"))
+                assert lab.claims(tmp_path) == ["abcdef: sim01-2"]
+                await pilot.press("escape")
+
+    asyncio.run(main())
+
+
+def hung(core: Core, node: str) -> int:
+    """Stop a node's agent and return its pid."""
+    hello = core.fleet._feeds[node].facts.hello
+    assert hello is not None
+    os.kill(hello.pid, signal.SIGSTOP)
+    return hello.pid
+
+
+def test_closing_the_dialog_gives_back_what_was_taken(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        async with lab.board(core) as (app, pilot):
+            await open_for(app, pilot, [])
+            await fill(pilot, "gpus", "5")
+            await lab.settle(pilot, lambda: shown(app, "Takes sim01:0,2,3@sim02:0,1"))
+            pid = hung(core, "sim02")
+            try:
+                await pilot.press("enter")
+                await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
+                await pilot.press("escape")
+                assert not isinstance(app.screen, ReserveDialog)
+                await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await lab.settle(pilot, lambda: core.operations._taking == set(), 20)
+            assert lab.claims(tmp_path) == []
+
+    asyncio.run(main())
+
+
+def test_quitting_gives_back_what_was_taken_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        async with lab.board(core) as (app, pilot):
+            await open_for(app, pilot, [])
+            await fill(pilot, "gpus", "5")
+            await lab.settle(pilot, lambda: shown(app, "Takes sim01:0,2,3@sim02:0,1"))
+            pid = hung(core, "sim02")
+            try:
+                await pilot.press("enter")
+                await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
+                before = time.monotonic()
+                core.close()
+                assert time.monotonic() - before < 0.5
+                await lab.settle(pilot, lambda: lab.claims(tmp_path) == [], 2)
+            finally:
+                try:
+                    os.kill(pid, signal.SIGCONT)
+                except ProcessLookupError:
+                    pid = 0  # its transport has ended it
+            await lab.settle(pilot, lambda: core.operations._taking == set(), 20)
+            assert lab.claims(tmp_path) == []
+
+    asyncio.run(main())
+
+
+def settled(core: Core) -> None:
+    until = time.monotonic() + 10
+    while not lab.known(core.scene()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_lease_that_nobody_was_told_of_ends_with_the_board(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    core.start(lambda _: None)
+    settled(core)
+    told = core.operations.reserve(Request(n=1), 600, "told")
+    core.operations.told(told)
+    untold = core.operations.reserve(Request(n=1), 600, "untold")
+    assert {claim.split(":")[0] for claim in lab.claims(tmp_path)} == {told.lease.id, untold.lease.id}
+    core.close()
+    until = time.monotonic() + 5
+    while len(lab.claims(tmp_path)) > 1 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert lab.claims(tmp_path) == [f"{told.lease.id}: sim02-0"]
+    again = lab.make_core(tmp_path, list(core.nodes.values()))
+    again.start(lambda _: None)
+    settled(again)
+    again.operations.release(told.lease.id)
+    again.close()
+    assert lab.claims(tmp_path) == []
+
+
+def test_what_was_given_up_before_it_began_takes_nothing(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    core.start(lambda _: None)
+    try:
+        settled(core)
+        attempt = Attempt()
+        attempt.give_up()
+        with pytest.raises(Interrupted):
+            core.operations.reserve(Request(n=1), 600, "", attempt)
+        core.operations.close()
+        with pytest.raises(Interrupted):
+            core.operations.reserve(Request(n=1), 600, "")
+        assert lab.claims(tmp_path) == []
+    finally:
+        core.close()
+
+
+def test_one_set_of_connections(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    core.start(lambda _: None)
+    try:
+        settled(core)
+        links = [feed.link for feed in core.fleet._feeds.values()]
+        found: Allocation = core.operations.reserve(Request(n=5), 600, "")
+        core.operations.told(found)
+        core.operations.renew(found.lease.id, 1200)
+        assert core.scene().by_lease[found.lease.id].remaining_s > 1100
+        core.operations.release(found.lease.id)
+        assert [feed.link for feed in core.fleet._feeds.values()] == links
+        assert all(link is not None and link.over is None for link in links)
+    finally:
+        core.close()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_leaves_other_peoples_alone(sleeper: subprocess.Popen[bytes]) -> None:
         {},
     ],
 )
-def test_refuses_what_is_no_signal_to_a_process(args: dict[str, object]) -> None:
+def test_refuses_what_is_no_signal_to_a_process(args: dict[str, Any]) -> None:
     with Agent(None) as agent:
         assert agent.call("signal", **args).kind == "invalid"
 
