@@ -129,6 +129,8 @@ class BoardApp(App[int]):
         self.scene = message.scene
         self.watches.look(message.scene)
         for screen in reversed(self.screen_stack):
+            if isinstance(screen, BoardScreen) and screen.is_mounted:
+                screen.notice(message.scene)
             if isinstance(screen, (BoardScreen, Box)) and screen.is_mounted:
                 screen.show(message.scene)
             if isinstance(screen, BoardScreen):

@@ -38,6 +38,7 @@ class ClusterScreen(ActingScreen):
     """The first screen. One cursor and one selection, by UUID, for picture and table."""
 
     TITLE_WORDS = "Cluster"
+    NOTICE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (160, "-rich")]  # noqa: RUF012  # textual's own type
     DEFAULT_CSS = """
     ClusterScreen #filter { display: none; height: 1; border: none; padding: 0 1; }

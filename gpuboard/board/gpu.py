@@ -159,6 +159,7 @@ class GpuScreen(ActingScreen):
     """One GPU: state and owner, the last minutes, processes, links, health."""
 
     TITLE_WORDS = "GPU"
+    NOTICE = False
     AUTO_FOCUS = ""  # it would scroll to the processes
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012 - as textual declares it
     DEFAULT_CSS = """

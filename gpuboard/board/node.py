@@ -113,6 +113,7 @@ class NodeScreen(ActingScreen):
     """One node: connection, host, GPUs."""
 
     TITLE_WORDS = "Node"
+    NOTICE = False
     DEFAULT_CSS = """
     NodeScreen #node { padding: 0 1; margin-bottom: 1; max-height: 60%; }
     NodeScreen #gpus { padding: 0 1; min-height: 4; }
