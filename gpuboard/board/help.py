@@ -27,7 +27,7 @@ STATE_WORDS = {
     "broken": "lost, failed or needs recovery",
 }
 FLAG_WORDS = {
-    "rogue": "a process of somebody else than the holder",
+    "rogue": "a process of somebody else runs on it",
     "idle": "held, but unused for a while",
     "overdue": "the lease ended, its processes did not",
     "disputed": "claims contradict each other",
