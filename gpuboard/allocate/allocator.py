@@ -17,7 +17,7 @@ from gpuboard import paths
 from gpuboard.allocate.again import moved_in
 from gpuboard.allocate.formats import Allocation
 from gpuboard.allocate.policy import choose
-from gpuboard.allocate.ranks import rank_map, reachable_addresses
+from gpuboard.allocate.ranks import LOOPBACK, rank_map, reachable_addresses
 from gpuboard.allocate.scope import Scope
 from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
 from gpuboard.ledger import holder as processes
@@ -308,6 +308,8 @@ class Allocator:
         addresses = reachable_addresses(
             {name: views[name].addresses for name in names}, {k: v for k, v in asked.items() if v}
         )
+        # simulated nodes are all this machine
+        addresses |= {name: LOOPBACK for name in names if self._nodes[name].simulate is not None}
         found = rank_map(lease.id, gpus, addresses)
         file = f"{paths.state_dir(self._env)}/leases/{lease.id}.json"
         if len(gpus) == len(lease.gpus):

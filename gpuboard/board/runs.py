@@ -65,10 +65,9 @@ class StopConfirm(Confirm):
     def __init__(self, entry: Entry, grace_s: float | None) -> None:
         self.now = False
         grace = "its grace" if grace_s is None else format_duration(grace_s)
-        count = len(entry.view.ranks)
         super().__init__(
             f"Stop run {entry.view.id}?",
-            f"{clean(entry.view.target, 200)}\n{count} rank{'' if count == 1 else 's'}: {places(entry.view)}\n\n"
+            f"{clean(entry.view.target, 200)}\nRanks: {places(entry.view)}\n\n"
             f"Stop: SIGTERM to every rank now, SIGKILL after {grace}.\nKill now: SIGKILL at once; nothing is saved.",
             verb="Stop",
         )

@@ -146,7 +146,7 @@ def launch_plan(
     _check_text({"--wrap": " ".join(options.wrap)})
     nodes = sorted(rank_map.nodes, key=lambda n: n.node_rank)
     master = LOOPBACK if len(nodes) == 1 else rank_map.master_addr
-    if len(nodes) > 1 and is_loopback(master):
+    if is_loopback(master) and any(node.address != master for node in nodes[1:]):  # else all are one machine (the demo)
         raise UsageError(
             f"master_addr {master} is a loopback address, which {nodes[1].name} cannot reach; "
             f"put the address of {nodes[0].name} there that the other nodes use"
