@@ -69,7 +69,9 @@ class History:
         self._times[slot] = now
         self._count = number + 1
         period_s = next((period_s for most, period_s in _PERIODS_S if len(rings) <= most), _PERIOD_S)
-        self._due = max(self._due + period_s, now + period_s / 2)  # on the average, though scenes come unevenly
+        late_s = now - self._due
+        on_time = late_s if late_s < period_s / 2 else 0.0  # scenes come unevenly: a late one does not delay the next
+        self._due = now + period_s - on_time
         if slot == 0:
             for uuid in [uuid for uuid, ring in rings.items() if number - ring.last >= _SLOTS]:
                 del rings[uuid]

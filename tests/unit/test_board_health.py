@@ -1,0 +1,76 @@
+"""Health in words: every piece of evidence, and what could not be read is never fine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpuboard.board.health import Evidence, evidence, xid_words
+from gpuboard.model.snapshot import XidView
+from tests.board.made import gpu
+
+WELL: dict[str, Any] = {
+    "ecc_uncorrected": 0, "remap_pending": False, "remap_failed": False, "recovery_action": "none", "xids": [],
+    "pcie_generation": 5, "pcie_generation_max": 5, "pcie_width": 16, "pcie_width_max": 16,
+}  # fmt: skip
+AT = "2026-01-31T12:00:00.000Z"
+
+
+def said(**changes: Any) -> list[Evidence]:
+    """Return what differs from a well GPU's evidence."""
+    return [item for item in evidence(gpu("n", 0, **(WELL | changes))) if item not in evidence(gpu("n", 0, **WELL))]
+
+
+def test_a_well_gpu() -> None:
+    assert evidence(gpu("n", 0, **WELL)) == [
+        ("ECC", "0 uncorrected errors since the driver was loaded", "good"),
+        ("Row remap", "none pending, none failed", "good"),
+        ("Recovery", "nothing to do", "good"),
+        ("Clocks", "not slowed down", "good"),
+        ("PCIe", "generation 5, x16 now; at most 5, x16", "good"),
+        ("XID", "none since gpuboard watches", "good"),
+    ]
+
+
+def test_nothing_read_is_nothing_known() -> None:
+    one = gpu("n", 0, utilization=None, temperature=None, power=None)
+    assert [(item.name, item.role) for item in evidence(one)] == [
+        ("ECC", "unknown"), ("Row remap", "unknown"), ("Recovery", "unknown"), ("Clocks", "unknown"),
+        ("PCIe", "unknown"), ("XID", "unknown"),
+    ]  # fmt: skip
+    assert all(item.words.startswith("not readable") for item in evidence(one))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ecc_uncorrected": 1}, ("ECC", "1 uncorrected error since the driver was loaded", "bad")),
+        ({"remap_pending": True}, ("Row remap", "pending: takes effect with the next reset of the GPU", "warn")),
+        ({"remap_failed": True}, ("Row remap", "failed: the GPU needs replacement", "bad")),
+        ({"remap_failed": None}, ("Row remap", "none pending", "good")),
+        ({"recovery_action": "GPU reset"}, ("Recovery", "the driver asks for: GPU reset", "bad")),
+        ({"throttle": ["sw_power_cap"]}, ("Clocks", "at its power limit", "dim")),
+        ({"throttle": ["hw_thermal", "sw_power_cap"]},
+         ("Clocks", "too hot, slowed down by the hardware; at its power limit", "warn")),
+        ({"throttle": ["novel"]}, ("Clocks", "novel", "dim")),
+        ({"pcie_width": 8}, ("PCIe", "generation 5, x8 now; at most 5, x16", "warn")),
+        ({"pcie_generation": 1}, ("PCIe", "generation 1, x16 now; at most 5, x16 (it rises under load)", "good")),
+        ({"pcie_generation_max": None, "pcie_width_max": None},
+         ("PCIe", "generation 5, x16 now; at most ?, x?", "good")),
+        ({"xids": [XidView(79, AT, 65.0), XidView(31, AT, 3700.0)]},
+         ("XID", "79, 1m ago: fallen off the bus; 31, 1h01m ago: memory page fault, mostly a program's fault", "warn")),
+    ],
+)  # fmt: skip
+def test_each_piece_of_evidence(changes: dict[str, Any], expected: tuple[str, str, str]) -> None:
+    assert said(**changes) == [expected]
+
+
+def test_a_failing_gpu_says_nvmls_words_first() -> None:
+    one = gpu("n", 0, "broken", error="GPU is lost", **WELL)
+    assert evidence(one)[0] == ("NVML", "GPU is lost", "bad")
+    assert ("Clocks", "not readable", "unknown") in evidence(one)
+
+
+def test_an_xid_that_nobody_knows() -> None:
+    assert xid_words(4711) == "XID 4711: see the list of XID errors in NVIDIA’s documentation"

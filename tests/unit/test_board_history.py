@@ -1,0 +1,113 @@
+"""The last minutes of GPUs: what is kept, what is a gap, what is forgotten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuboard.board.history import SPAN_S, History, Samples
+from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
+from tests.board.made import GIB, crowd, gpu, node
+
+
+def shot(*nodes: NodeView) -> Snapshot:
+    return Snapshot(1, "", "lab", list(nodes))
+
+
+def one(**changes: Any) -> GpuView:
+    return gpu("n", 0, **changes)
+
+
+def test_samples_come_back_oldest_first() -> None:
+    history = History()
+    for second in range(3):
+        shown = one(utilization=10 * second, memory_used=second * 20 * GIB, temperature=30 + second, power=70.6)
+        assert history.add(shot(node("n", [shown])), 100.0 + second)
+    assert history.of("GPU-n-0") == Samples(
+        (100.0, 101.0, 102.0), (0, 10, 20), (0.0, 0.248, 0.5), (30, 31, 32), (70, 70, 70)
+    )
+    assert history.utilization("GPU-n-0", 2) == (10, 20)
+    assert history.utilization("GPU-n-0", 5) == (None, None, 0, 10, 20)
+    assert (history.of("GPU-x"), history.utilization("GPU-x", 2)) == (Samples(), (None, None))
+
+
+def test_unknown_stays_unknown() -> None:
+    history = History()
+    history.add(shot(node("n", [one(utilization=None, memory_used=None, temperature=None, power=None)])), 1.0)
+    assert history.of("GPU-n-0") == Samples((1.0,), (None,), (None,), (None,), (None,))
+
+
+def test_old_values_are_gaps() -> None:
+    history = History()
+    shots = [
+        shot(node("n", [one()])),
+        shot(node("n", [one()], state="stale")),
+        shot(node("n", [one(error="GPU is lost")])),
+        shot(node("n", [one(delay_s=8.0)])),
+        shot(node("m", [])),
+        shot(node("n", [one()])),
+    ]
+    for second, snapshot in enumerate(shots):
+        history.add(snapshot, float(second))
+    assert history.of("GPU-n-0").temperature == (31, None, None, None, None, 31)
+
+
+def test_values_beyond_sense_are_bounded() -> None:
+    history = History()
+    history.add(shot(node("n", [one(utilization=10**9, memory_used=10**30, temperature=-4, power=1e300)])), 0.0)
+    assert history.of("GPU-n-0") == Samples((0.0,), (100,), (1.0,), (0,), (65534,))
+
+
+def test_no_more_than_five_minutes_are_returned() -> None:
+    history = History()
+    for second in range(1000):
+        history.add(shot(node("n", [one(utilization=second % 100)])), float(second))
+    samples = history.of("GPU-n-0")
+    assert samples.times == tuple(float(second) for second in range(700, 1000))
+    assert samples.utilization == tuple(second % 100 for second in range(700, 1000))
+    assert samples.times[-1] - samples.times[0] < SPAN_S
+
+
+def test_a_gpu_that_was_away_for_long_has_no_old_values() -> None:
+    history = History()
+    history.add(shot(node("n", [one()])), 0.0)
+    for second in range(1, 320):
+        history.add(shot(node("n", [])), float(second))
+    history.add(shot(node("n", [one()])), 320.0)
+    assert history.of("GPU-n-0").temperature == (None,) * 299 + (31,)
+
+
+def test_gpus_that_are_gone_are_forgotten() -> None:
+    history = History()
+    history.add(shot(node("n", [one(), gpu("n", 1)])), 0.0)
+    for second in range(1, 700):
+        history.add(shot(node("n", [one()])), float(second))
+    assert (history.of("GPU-n-1"), len(history.of("GPU-n-0").times)) == (Samples(), 300)
+
+
+def test_scenes_that_come_often_are_not_all_kept() -> None:
+    history = History()
+    taken = [tick / 20 for tick in range(2000) if history.add(shot(node("n", [one()])), tick / 20)]
+    assert (len(taken), taken[:3], taken[-1]) == (100, [0.0, 1.0, 2.0], 99.0)
+
+
+def test_scenes_a_little_early_or_late_are_all_kept() -> None:
+    history = History()
+    assert all(history.add(shot(node("n", [one()])), second + 0.2 * (second % 2)) for second in range(100))
+
+
+def test_a_large_cluster_is_sampled_less_often() -> None:
+    history, large = History(), crowd(1000).snapshot
+    assert [history.add(large, float(second)) for second in range(11)] == [s % 5 == 0 for s in range(11)]
+    assert len(history.of("GPU-gpu0001-0").times) == 3
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 100)), min_size=1, max_size=40), st.integers(1, 400))
+def test_what_went_in_comes_out(values: list[int | None], start: int) -> None:
+    history = History()
+    for second, value in enumerate(values):
+        history.add(shot(node("n", [one(utilization=value)])), float(start + second))
+    assert history.of("GPU-n-0").utilization == tuple(values)
+    assert history.utilization("GPU-n-0", len(values)) == tuple(values)

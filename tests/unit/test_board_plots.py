@@ -1,0 +1,94 @@
+"""Spark lines, bars and plots: exact widths, gaps as gaps, 0 as something."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuboard.board.look import ASCII, UNICODE, Glyphs
+from gpuboard.board.plots import area, bar, buckets, plot, spark, time_axis
+
+GLYPHS = pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+values = st.lists(st.one_of(st.none(), st.floats(-50, 150)), max_size=60)
+
+
+def test_a_spark_line_ends_with_the_newest_and_gaps_are_blank() -> None:
+    assert spark([100, None, 0, 50, 100], 7, UNICODE) == "  █ ▁▅█"
+    assert spark([100, None, 0, 50, 100], 3, UNICODE) == "▁▅█"
+    assert spark([100, None, 0, 50, 100], 7, ASCII) == "  @ .+@"
+    assert spark([], 3, UNICODE) == "   "
+
+
+def test_bars() -> None:
+    assert [bar(part, 4, UNICODE) for part in (None, 0.0, 0.001, 0.5, 0.97, 1.0, 7.0, -1.0)] == [
+        "?   ", "    ", "▏   ", "██  ", "███▉", "████", "████", "    ",
+    ]  # fmt: skip
+    assert [bar(part, 4, ASCII) for part in (0.001, 0.5, 1.0)] == ["-   ", "##  ", "####"]
+
+
+def test_an_area_is_filled_from_below() -> None:
+    assert area([0, 25, None, 75, 100], 2, UNICODE, 0, 100) == ["   ▄█", "▁▄ ██"]
+    assert area([0, 25, None, 75, 100], 2, ASCII, 0, 100) == ["   .#", ".: ##"]
+
+
+def test_a_plot_has_an_axis_and_the_newest_at_the_right() -> None:
+    times = [float(second) for second in range(300)]
+    lines = plot(times, [50.0] * 300, 15, 2, UNICODE, span_s=300, high=100)
+    assert lines == [(" 100│", "          "), ("   0│", "██████████")]
+    assert plot(times, [50.0] * 300, 15, 3, ASCII, span_s=300, high=700)[0][0] == " 700|"
+    assert plot([], [], 9, 2, UNICODE, span_s=300, high=100) == [(" 100│", "    "), ("   0│", "    ")]
+
+
+def test_the_axis_of_time_fits() -> None:
+    assert time_axis(35, UNICODE, 300) == "     5 min ago ──────────────── now"
+    assert [len(time_axis(width, UNICODE, 300)) for width in range(9, 60)] == list(range(9, 60))
+
+
+def test_samples_that_are_rare_fill_their_time() -> None:
+    assert buckets([0.0, 5.0, 10.0], [1.0, 2.0, 3.0], 0.0, 15.0, 15) == [1.0] * 5 + [2.0] * 5 + [3.0] * 5
+
+
+def test_a_pause_and_unknown_values_are_gaps() -> None:
+    assert buckets([0.0, 1.0, 2.0, 8.0, 9.0], [1.0, None, 3.0, 4.0, 5.0], 0.0, 10.0, 10) == [
+        1.0, None, 3.0, None, None, None, None, None, 4.0, 5.0,
+    ]  # fmt: skip
+
+
+def test_samples_that_are_many_become_their_mean() -> None:
+    assert buckets([0.0, 1.0, 2.0, 3.0], [0.0, 10.0, 20.0, None], 0.0, 4.0, 2) == [5.0, 20.0]
+
+
+def test_what_came_before_is_left_out() -> None:
+    assert buckets([0.0, 1.0, 2.0], [9.0, 8.0, 7.0], 1.0, 3.0, 2) == [8.0, 7.0]
+
+
+@GLYPHS
+@given(values=values, cells=st.integers(0, 40))
+def test_spark_lines_have_their_width(glyphs: Glyphs, values: list[float | None], cells: int) -> None:
+    line = spark(values, cells, glyphs)
+    assert len(line) == cells
+    newest = [None] * (cells - len(values)) + (values[-cells:] if cells else [])
+    assert [mark == " " for mark in line] == [value is None for value in newest]
+
+
+@GLYPHS
+@given(values=values, height=st.integers(1, 6))
+def test_areas_show_what_is_known(glyphs: Glyphs, values: list[float | None], height: int) -> None:
+    lines = area(values, height, glyphs, 0, 100)
+    assert [len(line) for line in lines] == [len(values)] * height
+    assert [mark == " " for mark in lines[-1]] == [value is None for value in values]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 20), st.one_of(st.none(), st.floats(0, 100))), max_size=40), st.integers(1, 60)
+)
+def test_means_lie_between_the_values(samples: list[tuple[float, float | None]], count: int) -> None:
+    times, now = [], 0.0
+    for step, _ in samples:
+        now += step
+        times.append(now)
+    known = [value for _, value in samples if value is not None]
+    made = buckets(times, [value for _, value in samples], now - 300, now + 1, count)
+    assert len(made) == count
+    assert all(min(known) - 1e-9 <= mean <= max(known) + 1e-9 for mean in made if mean is not None)
