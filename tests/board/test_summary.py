@@ -1,0 +1,103 @@
+"""The header: what is free is said at any width."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuboard.board.scene import Scene
+from gpuboard.board.summary import header, sums
+from gpuboard.board.words import age, gib, pair, short_model
+from tests.board.made import GIB, busy, gpu, mig, node, scene, unread
+
+
+def cluster(**changes: str) -> Scene:
+    """Return a cluster with two models, a MIG GPU and a node that is down."""
+    h100 = [gpu("gpu01", 0), gpu("gpu01", 1, "reserved"), busy("gpu01", 2), gpu("gpu01", 3, "broken")]
+    l40s = [gpu("gpu02", i, name="NVIDIA L40S") for i in range(3)] + [gpu("gpu02", 3, "unknown", name="NVIDIA L40S")]
+    return scene(
+        node("gpu01", h100, age_s=2.6, **changes),
+        node("gpu02", l40s),
+        node("gpu03", [mig("gpu03", 0, "free", "busy")]),
+        unread("gpu04"),
+    )
+
+
+def texts(found: Scene, columns: int, *, tall: bool = True) -> list[str]:
+    """Return the header's lines, the clock left out: it depends on where one is."""
+    lines = ["".join(text for text, _ in runs) for runs in header(found, columns, tall=tall)]
+    return [line[: -len("12:00:00")] if line.endswith(":00") else line for line in lines]
+
+
+def test_a_wide_header_says_it_in_two_lines() -> None:
+    top, counts = texts(cluster(), 160)
+    assert top.split() == ["lab", "4", "nodes", "·", "1", "down", "·", "oldest", "3s", "·"]
+    assert counts == (
+        " H100 80GB 1 free of 4  1 reserved  1 busy  1 broken · L40S 3 free of 4  1 unknown"
+        " · H100 80GB 3g.40gb 1 free of 2  1 busy"
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (99, " H100 80GB 1 free of 4 · L40S 3 free of 4 · H100 80GB 3g.40gb 1 free of 2        1 node down ·  3s"),
+        (80, " H100 1/4 · L40S 3/4 · H100 3g.40gb 1/2                       1 node down ·  3s"),
+        (40, " 5 free of 10         1 node down ·  3s"),
+        (20, " 5 free of 10  "),
+    ],
+)
+def test_a_narrow_header_drops_words_and_never_the_free_count(columns: int, line: str) -> None:
+    assert [text.rstrip() for text in texts(cluster(), columns)] == [line.rstrip()]
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 80, 99, 100, 160])
+def test_simulated_is_said_at_any_width(columns: int) -> None:
+    assert "SIMULATED" in "".join(texts(cluster(source="simulated"), columns))
+
+
+@pytest.mark.parametrize("columns", range(20, 200, 7))
+def test_the_header_never_wraps(columns: int) -> None:
+    for tall in (True, False):
+        assert all(len(line) <= columns for line in texts(cluster(), columns, tall=tall))
+
+
+def test_before_anything_is_known_it_says_so() -> None:
+    (line,) = texts(scene(unread("gpu01", "no answer yet")), 80)
+    assert line.split() == ["no", "GPU", "seen", "yet", "1", "node", "·", "1", "down", "·", "oldest", "?", "·"]
+
+
+def test_sums_count_mig_devices_and_not_their_parents() -> None:
+    counts = {count.model: dict(count.states) for count in sums(cluster()).models}
+    assert counts == {
+        "H100 80GB": {"free": 1, "reserved": 1, "busy": 1, "broken": 1},
+        "L40S": {"free": 3, "unknown": 1},
+        "H100 80GB 3g.40gb": {"free": 1, "busy": 1},
+    }
+
+
+def test_a_mig_gpu_without_devices_is_not_free() -> None:
+    empty = sums(scene(node("gpu01", [gpu("gpu01", 0, flags=["mig"])])))
+    assert [(count.total, count.states["free"]) for count in empty.models] == [(1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100 80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("Tesla V100-SXM2-32GB", "V100 32GB"),
+        ("NVIDIA", "NVIDIA"),
+        ("", "?"),
+    ],
+)
+def test_models_by_the_names_people_use(name: str, short: str) -> None:
+    assert short_model(name) == short
+
+
+def test_numbers_in_words() -> None:
+    assert [age(value) for value in (None, 0.0, 1.4, 1.6, 59.4, 90.0)] == ["?", "1s", "1s", "2s", "59s", "1m"]
+    assert [gib(value) for value in (None, 0, 100, GIB, 61 * GIB)] == ["?", "0", "<1", "1", "61"]
+    assert [pair(None, 80 * GIB, 3), pair(7 * GIB, None, 3)] == ["  ?/80G", "  7/?G"]
