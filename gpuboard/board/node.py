@@ -50,7 +50,8 @@ def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
         lines += named("Reservations", f"not possible here: {node.claims_error}", "bad", width)
     if node.scheduler_state is not None:
         lines += named("Scheduler", node.scheduler_state, "", width)
-    lines += named("Newest", f"reading {age_words(node.age_s)}", "" if node.state == "up" else "warn", width)
+    age = "never" if node.age_s is None else f"{age_words(node.age_s)} ago"
+    lines += named("Last reading", age, "" if node.state == "up" else "warn", width)
     old = node.state != "up"
     cpu = None if node.cpu_percent is None else node.cpu_percent / 100
     lines.append(_host("CPU", cpu, _cpu_words(node), glyphs, old))
