@@ -1,0 +1,243 @@
+"""One GPU, and one node, in lines: what is said, that every line fits, and that unknown is said to be unknown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuboard.board import gpu_lines
+from gpuboard.board.cells import width as cells_of
+from gpuboard.board.gpu import Known, Memory, notice
+from gpuboard.board.gpu_lines import Frame
+from gpuboard.board.history import Samples
+from gpuboard.board.lines import Runs, age_words, named, wrapped
+from gpuboard.board.look import ASCII, UNICODE
+from gpuboard.board.node import node_lines
+from gpuboard.board.scene import Place
+from gpuboard.model.snapshot import JobView, ProcessView
+from tests.board.made import GIB, busy, gpu, lease, mig, node, scene, unread
+
+
+def text(lines: list[Runs]) -> list[str]:
+    """Return lines without their styles."""
+    return ["".join(run for run, _ in line).rstrip() for line in lines]
+
+
+def place(one: Any, *others: Any, **changes: Any) -> Place:
+    return Place(node("n", [one, *others], **changes), one)
+
+
+def test_the_head_says_what_why_and_who() -> None:
+    one = busy("n", 1, "eve", flags=["rogue"], leases=["k3f9", "gone"], numa_node=0,
+               jobs=[JobView("77", "dan", "gpu", "18:00")])  # fmt: skip
+    held = lease("k3f9", "alice", [("n", 1)])
+    seen = scene(node("n", [one]), leases=[held])
+    assert text(gpu_lines.head(seen.places["GPU-n-1"], seen, 100)) == [
+        "n  GPU 1  NVIDIA H100 80GB HBM3",
+        "GPU-n-1   00000000:01:00.0   NUMA 0",
+        "State        B busy: eve: python (pid 4001)",
+        "             rogue: a process of someone who does not hold it",
+        "Lease        k3f9 of alice, 8h00m left",
+        "Lease        gone",
+        "Job          77 of dan in gpu, until 18:00",
+    ]
+
+
+def test_what_the_head_does_not_know_is_a_question_mark() -> None:
+    one = gpu("n", 0, "unknown", reason="no reading of this GPU yet", pci_bus_id="")
+    assert text(gpu_lines.head(place(one), scene(), 60)) == [
+        "n  GPU 0  NVIDIA H100 80GB HBM3",
+        "GPU-n-0   PCI ?   NUMA ?",
+        "State        ? unknown: no reading of this GPU yet",
+    ]
+
+
+def test_mig_devices_are_listed() -> None:
+    lines = text(gpu_lines.head(place(mig("n", 0, "free", "busy")), scene(), 100))
+    assert lines[-2:] == [
+        "MIG 3g.40gb  F free: said to be free; 0.0 GiB of 40 GiB",
+        "MIG 3g.40gb  B busy: said to be busy; 0.0 GiB of 40 GiB",
+    ]
+
+
+SAMPLES = Samples((1.0, 2.0), (50, None), (0.5, None), (60, None), (350, None))
+
+
+def test_readings_stand_side_by_side_where_there_is_room() -> None:
+    lines = text(gpu_lines.readings(busy("n", 0), SAMPLES, Frame(73, 2, UNICODE)))
+    assert [line[:5].strip() for line in lines] == ["Utili", "100│", "0│", "Power", "700│", "0│", ""]
+    assert lines[0] == "Utilization  90 %                     Memory       60 GiB of 80 GiB"
+    assert lines[3] == "Power        540 of 700 W             Temperature  64 °C"
+    assert lines[6] == "     5 min ago ──────────────── now        5 min ago ──────────────── now"
+
+
+def test_readings_stand_below_each_other_where_there_is_not() -> None:
+    lines = text(gpu_lines.readings(busy("n", 0), SAMPLES, Frame(50, 1, ASCII)))
+    assert [line.split()[0] for line in lines] == [
+        "Utilization", "100|", "Memory", "80|", "Power", "700|", "Temperature", "100|", "5",
+    ]  # fmt: skip
+
+
+def test_unknown_readings_are_question_marks() -> None:
+    one = gpu("n", 0, utilization=None, memory_used=None, memory_total=None, power=None, power_limit=None,
+              temperature=None)  # fmt: skip
+    lines = text(gpu_lines.readings(one, Samples(), Frame(50, 1, UNICODE)))
+    assert [line for line in lines if "?" in line] == [
+        "Utilization  ? %", "Memory       ? of ?", "Power        ? of ? W", "Temperature  ? °C",
+    ]  # fmt: skip
+
+
+def test_old_readings_are_dim() -> None:
+    lines = gpu_lines.readings(busy("n", 0), SAMPLES, Frame(50, 2, UNICODE, dim=True))
+    assert {role for line in lines for run, role in line if run.strip()} == {"dim"}
+
+
+@pytest.mark.parametrize(
+    ("process", "expected"),
+    [
+        (ProcessView(1, "alice", "x", 1, "compute"), False),
+        (ProcessView(1, "dan", "x", 1, "compute"), False),
+        (ProcessView(1, "eve", "x", 1, "compute"), True),
+        (ProcessView(1, "eve", "x", 1, "compute", lease="k3f9"), False),
+        (ProcessView(1, None, "x", 1, "compute"), False),
+    ],
+)
+def test_who_is_rogue(process: ProcessView, expected: bool) -> None:
+    held = gpu("n", 0, leases=["k3f9"], jobs=[JobView("1", "dan", "gpu", None)])
+    seen = scene(leases=[lease("k3f9", "alice", [("n", 0)])])
+    assert gpu_lines.is_rogue(process, held, seen) is expected
+    assert not gpu_lines.is_rogue(process, gpu("n", 0), seen)  # nobody holds it
+
+
+def test_processes_in_lines() -> None:
+    found = [
+        ProcessView(7, "bob", "python a.py", 1 * GIB, "compute"),
+        ProcessView(8, None, "[/x]", None, "compute"),
+        ProcessView(9, "eve", "python b.py", 3 * GIB, "compute"),
+    ]
+    assert text(gpu_lines.processes(place(gpu("n", 0, processes=found)), scene(), 2)) == [
+        " eve             9  3.0 GiB python b.py",
+        " bob             7  1.0 GiB python a.py",
+        "and 1 more",
+    ]
+    assert text(gpu_lines.processes(place(gpu("n", 0)), scene(), 2)) == ["none"]
+    assert text(gpu_lines.processes(place(gpu("n", 0, processes=None)), scene(), 2)) == ["could not be read"]
+
+
+def test_links_as_a_matrix_or_in_a_line() -> None:
+    gpus = [gpu("n", k, links={f"GPU-n-{j}": 18 for j in range(3) if j != k}) for k in range(3)]
+    of = place(gpus[1], gpus[0], gpus[2])
+    assert text(gpu_lines.links(of, 40)) == [
+        "GPU        1     0     2",
+        "1          X  NV18  NV18",
+        "0       NV18     X  NV18",
+        "2       NV18  NV18     X",
+        "NV# NVLinks",
+    ]
+    assert text(gpu_lines.links(of, 20)) == ["NV18  GPU 0,2", "NV# NVLinks"]
+    assert text(gpu_lines.neighbour_line(of, 40)) == ["Links        NV18 GPU 0,2"]
+    assert text(gpu_lines.links(place(gpus[0]), 40)) == ["the only GPU of its node"]
+
+
+def test_health_in_short() -> None:
+    one = gpu("n", 0, ecc_uncorrected=3, remap_pending=False, recovery_action="none", xids=[], pcie_generation=5)
+    assert text(gpu_lines.health(one, 60, only_bad=True)) == [
+        "ECC          3 uncorrected errors since the driver was",
+        "             loaded",
+    ]
+    assert text(gpu_lines.health(gpu("n", 0), 60, only_bad=True)) == [
+        "Not readable ECC, Row remap, Recovery, PCIe, XID",
+    ]
+
+
+@given(st.text(max_size=200), st.integers(4, 60))
+def test_words_are_broken_so_that_they_fit(words: str, cells: int) -> None:
+    lines = wrapped(words, cells, most=1000)
+    assert " ".join(lines).split() == words.split()
+    assert all(cells_of(line) <= cells or len(line.split()) == 1 for line in lines)
+
+
+def test_wrapping() -> None:
+    assert wrapped("", 10) == []
+    assert wrapped("one two three", 7) == ["one two", "three"]
+    assert wrapped("a" * 20 + " b", 7) == ["a" * 20, "b"]
+    assert wrapped("漢字 漢字 漢字", 9) == ["漢字 漢字", "漢字"]
+    assert wrapped("a b c d", 1, most=2) == ["a", "b c d"]
+    assert named("Name", "one two three", "", 23) == [
+        [("Name         ", "dim"), ("one two", "")],
+        [("             ", "dim"), ("three", "")],
+    ]
+    assert [age_words(age) for age in (None, 0.04, 9.99, 75.0)] == ["never read", "0.0 s", "10.0 s", "1m"]
+
+
+def test_the_last_values_of_a_gpu_are_kept() -> None:
+    memory = Memory("GPU-n-0")
+    seen = scene(node("n", [busy("n", 0)]))
+    now = seen.places["GPU-n-0"]
+    assert memory.look(scene(), 0.0) == Known(None, None, None)
+    assert memory.look(seen, 1.0) == Known(now, now, None)
+    assert memory.look(scene(), 6.0) == Known(None, now, 5.0)
+    lost = scene(node("n", [gpu("n", 0, "broken", error="GPU is lost")]))
+    assert memory.look(lost, 7.0) == Known(lost.places["GPU-n-0"], now, 6.0)
+    assert memory.look(seen, 8.0) == Known(now, now, None)
+
+
+def test_a_notice_says_why_values_are_old() -> None:
+    one = place(busy("n", 0))
+    lost = place(gpu("n", 0, "broken", error="GPU is lost", reason="GPU lost: GPU is lost"))
+    unreadable = place(gpu("n", 0, "unknown", error="Unknown Error"))
+    silent = place(busy("n", 0), state="stale", error="nothing heard for 9 s")
+    assert [text(notice(known, 100)) for known in (
+        Known(one, one, None), Known(None, one, 65.0), Known(None, None, None), Known(lost, one, 5.0),
+        Known(unreadable, one, 5.0), Known(silent, silent, 9.0),
+    )] == [
+        [],
+        ["Gone         No node lists this GPU any more. What is shown is 1m old."],
+        ["Gone         No node lists this GPU."],
+        ["Lost         GPU is lost. What is shown is 5s old."],
+        ["Not read     Unknown Error. What is shown is 5s old."],
+        ["Stale        n: nothing heard for 9 s. What is shown is 9s old."],
+    ]  # fmt: skip
+
+
+def test_a_node_in_lines() -> None:
+    one = node("n", load1=3.5, cuda="13.0", hostname="n.lab", addresses=["10.0.0.1", "fd00::1"], scheduler_state="idle")
+    assert text(node_lines(one, UNICODE, 80)) == [
+        "n  driver 580.159.04   CUDA 13.0   read through nvml",
+        "Connection   up",
+        "Scheduler    idle",
+        "Last reading 0.5 s ago",
+        "CPU          ██▌                   12 %   load 3.50",
+        "Memory       ███▊                  97 GiB of 512 GiB",
+        "Host name    n.lab",
+        "Addresses    10.0.0.1, fd00::1",
+    ]
+
+
+def test_a_node_that_never_answered() -> None:
+    cure = "ssh: host key unknown; run: ssh-keyscan gpu07 >> ~/.ssh/known_hosts"
+    assert text(node_lines(unread("n", cure), ASCII, 60)) == [
+        "n  driver ?   CUDA ?   read through nvml",
+        "Connection   none",
+        "Error        ssh: host key unknown; run: ssh-keyscan gpu07",
+        "             >> ~/.ssh/known_hosts",
+        "Last reading never",
+        "CPU          ?                     ? %   load ?",
+        "Memory       ?                     ? of ?",
+        "Host name    ?",
+        "Addresses    ?",
+    ]
+
+
+def test_a_node_without_reservations_and_one_that_fell_silent() -> None:
+    lines = text(node_lines(node("n", claims_error="/var/tmp is NFS"), UNICODE, 80))
+    assert lines[2] == "Reservations not possible here: /var/tmp is NFS"
+    silent = node("n", state="stale", age_s=12.0, error="nothing heard for 12 s", connected=True)
+    assert text(node_lines(silent, UNICODE, 80))[1:4] == [
+        "Connection   stale: connected, but silent",
+        "Error        nothing heard for 12 s",
+        "Last reading 12s ago",
+    ]
