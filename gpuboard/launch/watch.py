@@ -233,7 +233,7 @@ class Watch:
         if event.joined:
             self.joined.add(event.rank)
         well = event.code == 0 and event.rank not in self._raised
-        killed = event.signal is not None and self.stop_reason is not None
+        killed = event.signal is not None and self.stop_reason is not None and event.rank not in self._raised
         self._set(event.rank, state="done" if well else "killed" if killed else "failed")
         if well or event.rank in self._raised or self.stop_reason is not None:
             return

@@ -47,8 +47,9 @@ def test_an_exception_is_told_with_rank_node_and_place() -> None:
 
 def test_a_rank_that_raised_and_was_stopped_in_the_end_failed_with_1() -> None:
     failed = feed(watch(), BOOM)
-    feed(failed, Exited(1, signal=signal.SIGTERM), at=11.0)
+    feed(failed, Exited(1, signal=signal.SIGTERM), Exited(0, signal=signal.SIGTERM), at=11.0)
     assert failed.exit_code() == 1, "our own SIGTERM is not its code"
+    assert [failed.ranks[rank].state for rank in (0, 1)] == ["killed", "failed"]
 
 
 @pytest.mark.parametrize(
