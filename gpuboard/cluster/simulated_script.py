@@ -157,6 +157,11 @@ def _leases(story: _Story) -> None:
     story.lease("t5w8pz", "frank", {"sim03": "0 1 2 3"}, "course ML2", start=30.0, until=600.0, for_s=2 * _HOUR)
     story.job("sim03", "0 1 2 3", "frank", course, start=42.0, until=520.0, lease="t5w8pz")
     story.free("sim03", "12 13 14 15")
+    # What others do all day.
+    story.lease("m5v9ct", "bob", {"sim04": "0 2"}, "qwen ablations", start=-2.2 * _HOUR, for_s=9 * _HOUR)
+    story.job("sim04", "0 2", "bob", ("python train.py --lora 16", 48, 93), start=-2.1 * _HOUR, lease="m5v9ct")
+    story.lease("k9r2hj", "dave", {"sim05": "0"}, "nightly eval", start=-0.4 * _HOUR, for_s=3 * _HOUR)
+    story.job("sim05", "0", "dave", ("python eval.py --suite full", 37, 81), start=-0.3 * _HOUR, lease="k9r2hj")
     # A part of a GPU.
     notebook = ("python -m ipykernel_launcher -f kernel-91ab.json", 9, 40)
     story.lease("y3k7fb", "frank", {"sim05": "2/0"}, "notebook", start=-1.2 * _HOUR, for_s=4 * _HOUR)
@@ -169,7 +174,7 @@ def _faults(story: _Story) -> None:
     # One falls off the bus after a while, one has had an uncorrected error, one gets too hot, one sits badly.
     story.fault("sim03", "11", 45.0, 780.0, xids=[79], lost=True, error="GPU is lost")
     story.fault("sim03", "4", -5 * _HOUR, None, xids=[94], ecc_uncorrected=2)
-    story.fault("sim04", "3", 35.0, 700.0, throttle=["hw_thermal"], temperature=93, utilization=58)
+    story.fault("sim04", "3", 35.0, 700.0, throttle=["hw_thermal"], temperature=93, utilization=58, power=254.0)
     story.job("sim04", "3", "carol", ("python diffusion.py --resolution 1024", 66, 97), start=-2 * _HOUR)
     story.fault("sim07", "3", -_DAY, None, pcie_width=4)
     # A node that stops to answer, and comes back.
