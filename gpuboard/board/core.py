@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from gpuboard.config import Settings
 
 _PACE_S = 1.0  # ages grow on the screen also when nothing arrives
+_REST = 9  # after a scene nine times as long as it took: nodes that answer out of step cost a tenth of a core at most
+_REST_MOST_S = 1.0
 
 
 class Core:
@@ -59,7 +61,9 @@ class Core:
 
     def _watch(self, changed: Callable[[Scene], object]) -> None:
         while not self._closed.is_set():
+            began = time.thread_time()
             scene = self.scene()
             self.history.add(scene.snapshot, time.monotonic())
             changed(scene)
+            self._closed.wait(min(_REST_MOST_S, _REST * (time.thread_time() - began)))
             self.fleet.wait_change(_PACE_S)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _LOOK_S = 0.25  # how often somebody who waits looks at deadlines
 _PACE_S = 1.0  # how often deadlines and retries of a picture that is kept open are looked at
 _TICK_S = 10.0  # how often agents are told the time of the next tick
-_SETTLE_S = 0.02  # ticks are aligned: what arrives within this is one change
+_SETTLE_S = 0.02  # ticks are aligned: what arrives with pauses shorter than this is one change…
+_SETTLE_MOST_S = 0.3  # …if it takes no longer: 1,000 lines need 50 to 200 ms to come in and be decoded
 _AGED_S = 1.0  # readings older than this are read again after a wait for others
 _AGAIN_S = 4.0  # for that: NVML alone may take 3.5 s
 _RETRY_S = 1.0  # a node that failed less than this ago is not tried again for a call
@@ -115,7 +116,10 @@ class Fleet:
                 self._condition.wait_for(lambda: self._dirty or self._closed.is_set(), timeout_s)
             if not self._dirty:
                 return False
-        time.sleep(_SETTLE_S)
+        until = time.monotonic() + _SETTLE_MOST_S
+        while self._dirty and time.monotonic() < until:
+            self._dirty = False
+            time.sleep(_SETTLE_S)
         self._dirty = False
         return True
 
