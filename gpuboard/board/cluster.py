@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import msgspec
@@ -13,7 +14,7 @@ from textual.containers import Horizontal
 from textual.widgets import Footer, Input
 
 from gpuboard.board.acting import ActingScreen
-from gpuboard.board.arrange import GROUPS, NodeRow, ViewState, arrange, arrange_nodes, natural_nodes
+from gpuboard.board.arrange import GROUPS, NodeRow, ViewState, arrange, arrange_nodes, natural
 from gpuboard.board.cells import width
 from gpuboard.board.gpu import GpuPanel, GpuScreen
 from gpuboard.board.grid import Grid
@@ -112,14 +113,21 @@ class ClusterScreen(ActingScreen):
         return place.node.name if place else None
 
     def targets(self) -> list[str]:
-        """Return what an action is meant for: the selected GPUs that are there, in their order, else the cursor's."""
-        scene = self.board.scene
-        if self._marks and scene is not None:
-            gpus = [gpu for node in natural_nodes(scene) for gpu in node.gpus]
-            known = [uuid for gpu in gpus for uuid in (gpu.uuid, *(device.uuid for device in gpu.mig))]
-            if found := [uuid for uuid in known if uuid in self._marks]:
-                return found
+        """Return what an action is meant for: the selected GPUs that are there, in their order, else the cursor's.
+
+        Never the cursor's while others are selected, were they all gone: it would be another GPU than the person meant.
+        """
+        if self._marks:
+            return self._selected()
         return [] if self.cursor_uuid is None else [self.cursor_uuid]
+
+    def _selected(self) -> list[str]:
+        """Return the selected GPUs and MIG devices that are there."""
+        scene = self.board.scene
+        if scene is None:
+            return []
+        found = [(natural(place.node.name), place.gpu.index, uuid) for uuid, place in _places(scene, self._marks)]
+        return [uuid for _, _, uuid in sorted(found)]
 
     # Drawing
 
@@ -187,9 +195,10 @@ class ClusterScreen(ActingScreen):
         if watched := self.board.watches.words:
             said.append((watched, "title"))
         if self._marks:
-            said.append((f"{len(self._marks)} selected", "marked"))
+            gone = len(self._marks) - len(self._selected())
+            said.append((f"{len(self._marks)} selected" + (f", {gone} gone" if gone else ""), "marked"))
         if self._matching is not None:
-            said.append((f"{self._matching} match{'es' if self._matching == 1 else ''}", "title"))
+            said.append(("1 GPU matches" if self._matching == 1 else f"{self._matching} GPUs match", "title"))
         if view.sort:
             said.append((f"by {view.sort} {glyphs.down if view.reverse else glyphs.up}", ""))
         if view.group != "none":
@@ -336,10 +345,9 @@ class ClusterScreen(ActingScreen):
 
 
 def _place(scene: Scene, uuid: str) -> Place | None:
-    """Return where a GPU is; a MIG device is in its parent."""
-    place = scene.places.get(uuid)
-    if place is not None:
-        return place
-    return next(
-        (place for place in scene.places.values() if any(device.uuid == uuid for device in place.gpu.mig)), None
-    )
+    """Return where a GPU is; a MIG device is in the GPU that it is a part of."""
+    return scene.places.get(uuid) or scene.devices.get(uuid)
+
+
+def _places(scene: Scene, uuids: Iterable[str]) -> Iterator[tuple[str, Place]]:
+    return ((uuid, place) for uuid in uuids if (place := _place(scene, uuid)) is not None)

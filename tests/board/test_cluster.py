@@ -1,0 +1,457 @@
+"""The cluster view: picture and table, by keys and mouse; one cursor and one selection, by UUID."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.arrange import ViewState
+from gpuboard.board.cluster import ClusterScreen
+from gpuboard.board.gpu import GpuPanel, GpuScreen
+from gpuboard.board.grid import Grid
+from gpuboard.board.node import NodeScreen
+from gpuboard.board.picture import Picture
+from gpuboard.board.scene import Scene
+from tests.board.lab import screen, settle
+from tests.board.made import GIB, busy, gpu, lease, mig, next_scene, node, scene, still, unread
+
+Check = Callable[[BoardApp, ClusterScreen, Pilot[int]], Awaitable[None]]
+
+
+def lab(**changes: Any) -> Scene:
+    """Return a small cluster with everything in it; ``changes`` are those of its first GPU."""
+    return scene(
+        node(
+            "gpu1",
+            [
+                busy("gpu1", 0, **changes),
+                busy("gpu1", 1, "carol", flags=["rogue"], leases=["k3f9"]),
+                gpu("gpu1", 2, "reserved", leases=["k3f9"], flags=["idle"], reason="alice, 3h10m left"),
+                gpu("gpu1", 3),
+                gpu("gpu1", 4, "broken", reason="GPU lost"),
+            ],
+        ),
+        node("gpu2", [gpu("gpu2", index, name="NVIDIA L40S", memory_total=48 * GIB) for index in range(2)]),
+        node("gpu3", [mig("gpu3", 0, "free", "busy"), gpu("gpu3", 1)]),
+        node(
+            "gpu4",
+            [gpu("gpu4", index, "unknown", reason="last reading is 12 s old") for index in range(16)],
+            state="stale",
+            age_s=12.3,
+            error="nothing heard for 12 s",
+        ),
+        unread("gpu5", "ssh: no route to host"),
+        node("gpu10", [gpu("gpu10", 0, flags=["sick"])]),
+        leases=[lease("k3f9", "alice", [("gpu1", 1), ("gpu1", 2)])],
+    )
+
+
+def run(folder: Path, check: Check, first: Scene | None = None, size: tuple[int, int] = (120, 40)) -> None:
+    """Run ``check`` on the cluster view."""
+
+    async def go() -> None:
+        async with still(folder, first or lab(), size) as (app, pilot):
+            shown = app.screen
+            assert isinstance(shown, ClusterScreen)
+            await check(app, shown, pilot)
+
+    asyncio.run(go())
+
+
+def lines(grid: Grid) -> list[str]:
+    """Return what a grid shows, without the header and empty lines."""
+    drawn = (grid.render_line(y).text.rstrip() for y in range(1, grid.size.height))
+    return [line for line in drawn if line]
+
+
+def status(app: BoardApp) -> str:
+    """Return the line below the rows."""
+    return screen(app).splitlines()[-2].strip()
+
+
+def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        assert [line[:60].rstrip() for line in lines(shown.grid)] == [
+            "gpu1   up         B B!RzF  X                            1/5",
+            "gpu2   up         F F                                   2/2",
+            "gpu3   up         M F                                   2/3",
+            "gpu4   silent 12s ? ? ? ?  ? ? ? ?  ? ? ? ?  ? ? ? ?   ?/16",
+            "gpu5   down       ssh: no route to host",
+            "gpu10  up         F+                                    1/1",
+        ]
+        assert lines(shown.grid)[0].split()[-7:] == ["H100", "80GB", "12%", "97/512G", "alice", "2,", "bob"]
+        assert lines(shown.grid)[3].endswith("nothing heard for 12 s")
+
+    run(tmp_path, check)
+
+
+def test_the_table_shows_every_gpu_and_mig_device(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press("t")
+        drawn = lines(shown.grid)
+        assert len(drawn) == 5 + 2 + 4 + 16 + 1 + 1
+        assert drawn[0].split() == [
+            "gpu1", "0", "H100", "80GB", "███", "60/80G", "90%", "540W", "64°C", "bob", "1s", "B", "busy",
+            "bob:", "python", "(pid", "4000)",
+        ]  # fmt: skip
+        assert "B! busy" in drawn[1]
+        assert "Rz reserved" in drawn[2]
+        assert drawn[7].split()[-5:-3] == ["1/2", "free"]
+        assert drawn[8].split() == [
+            "MIG",
+            "3g.40gb",
+            "0/40G",
+            "-",
+            "-",
+            "-",
+            "-",
+            "1s",
+            "F",
+            "free",
+            "said",
+            "to",
+            "be",
+            "free",
+        ]
+        assert drawn[-2].split() == ["gpu5", "?", "ssh:", "no", "route", "to", "host"]
+
+    run(tmp_path, check)
+
+
+def test_what_is_unknown_is_never_blank_nor_zero(tmp_path: Path) -> None:
+    nothing = gpu(
+        "gpu1", 0, "unknown", reason="not readable", memory_used=None, memory_total=None, utilization=None,
+        temperature=None, power=None, power_limit=None, processes=None,
+    )  # fmt: skip
+    bare = node("gpu1", [nothing], age_s=None, cpu_percent=None, memory_used=None, memory_total=None)
+
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        (line,) = lines(shown.grid)
+        assert line.split() == ["gpu1", "up", "?", "0/1", "H100", "80GB", "?", "?/?G"]
+        await pilot.press("t")
+        (line,) = lines(shown.grid)
+        assert line.split() == [
+            "gpu1", "0", "H100", "80GB", "?/?G", "?", "?", "?", "?", "?", "?", "unknown", "not", "readable",
+        ]  # fmt: skip
+
+    run(tmp_path, check, scene(bare))
+
+
+def test_arrows_walk_over_gpus_and_keep_their_column(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        visited = [shown.cursor_uuid]
+        for key in (
+            "right",
+            "right",
+            "right",
+            "down",
+            "down",
+            "down",
+            "down",
+            "down",
+            "up",
+            "up",
+            "left",
+            "home",
+            "left",
+        ):
+            await pilot.press(key)
+            visited.append(shown.cursor_uuid)
+        assert visited == [
+            "GPU-gpu1-0", "GPU-gpu1-1", "GPU-gpu1-2", "GPU-gpu1-3", "GPU-gpu2-1", "GPU-gpu3-1", "GPU-gpu4-3", None,
+            "GPU-gpu10-0", None, "GPU-gpu4-3", "GPU-gpu4-2", "GPU-gpu1-2", "GPU-gpu1-1",
+        ]  # fmt: skip
+        await pilot.press("end", "up")
+        assert (shown.cursor_uuid, shown.cursor_node, shown.targets()) == (None, "gpu5", [])
+
+    run(tmp_path, check)
+
+
+def test_keys_select_in_the_picture(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        assert shown.targets() == ["GPU-gpu1-0"]
+        await pilot.press("space", "right", "shift+right", "shift+down")
+        assert shown.targets() == ["GPU-gpu1-0", "GPU-gpu1-2", "GPU-gpu1-3", "GPU-gpu2-1"]
+        await pilot.press("space")  # takes the mark away; the last of its row goes on in the next
+        assert (shown.cursor_uuid, "GPU-gpu2-1" in shown.targets()) == ("GPU-gpu3-0", False)
+        await pilot.press("shift+up", "shift+left")
+        await pilot.pause()
+        assert status(app).startswith("5 selected")
+        await pilot.press("escape")
+        assert shown.targets() == ["GPU-gpu2-0"]
+
+    run(tmp_path, check)
+
+
+def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        left = len("gpu1   up         ")
+        await pilot.click(Picture, offset=(left + 2 * 4 + 1, 1))  # beyond the gap after four
+        assert shown.cursor_uuid == "GPU-gpu1-4"
+        await pilot.click(Picture, offset=(left + 3, 2), control=True)
+        assert shown.targets() == ["GPU-gpu2-1"]
+        await pilot.click(Picture, offset=(left, 5))
+        assert shown.cursor_node == "gpu5"
+        await pilot.click(Picture, offset=(2, 1))
+        assert shown.cursor_node == "gpu1"
+        await pilot.click(Picture, offset=(left + 2, 1), times=2)
+        await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and app.screen.uuid == "GPU-gpu1-1")
+        await pilot.press("escape")
+        await pilot.click(Picture, offset=(2, 2), times=2)
+        await settle(pilot, lambda: isinstance(app.screen, NodeScreen))
+
+    run(tmp_path, check)
+
+
+def test_enter_opens_the_gpu_and_n_its_node(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press("right", "enter")
+        await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and app.screen.uuid == "GPU-gpu1-1")
+        await pilot.press("escape", "n")
+        await settle(pilot, lambda: isinstance(app.screen, NodeScreen))
+        await pilot.press("escape", "end", "up", "enter")  # a node that was never read
+        await settle(pilot, lambda: isinstance(app.screen, NodeScreen))
+        await pilot.press("escape", "t", "home", *["down"] * 8)
+        assert shown.cursor_uuid == "MIG-gpu3-0-0"
+        await pilot.press("enter")
+        await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and app.screen.uuid == "GPU-gpu3-0")
+
+    run(tmp_path, check)
+
+
+def test_picture_and_table_share_cursor_and_selection(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press("space", "down", "t")
+        assert shown.view.view == "table"
+        assert (shown.cursor_uuid, shown.targets()) == ("GPU-gpu2-1", ["GPU-gpu1-0"])
+        assert lines(shown.grid)[0].startswith("●")
+        await pilot.press("space", "down", "space")  # and a MIG device, after its parent
+        assert shown.targets() == ["GPU-gpu1-0", "GPU-gpu2-1", "MIG-gpu3-0-0"]
+        assert shown.cursor_uuid == "MIG-gpu3-0-1"
+        await pilot.press("t")
+        assert shown.view.view == "picture"
+        assert shown.cursor_uuid == "GPU-gpu3-0"
+        assert shown.targets() == ["GPU-gpu1-0", "GPU-gpu2-1", "MIG-gpu3-0-0"]
+
+    run(tmp_path, check)
+
+
+def test_the_selection_survives_sort_filter_group_and_what_vanishes(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press("t", "down", "down", "space", "space")
+        selected = ["GPU-gpu1-2", "GPU-gpu1-3"]
+        assert shown.cursor_uuid == "GPU-gpu1-4"
+        for key in ("s", "s", "s", "S", "g", "g", "g", "g", "g", "t", "t"):
+            await pilot.press(key)
+            assert (shown.cursor_uuid, shown.targets()) == ("GPU-gpu1-4", selected)
+        await pilot.press("slash", *"state:busy")
+        await pilot.pause()
+        assert len(lines(shown.grid)) == 2
+        assert shown.targets() == selected
+        await pilot.press("escape")
+        assert (shown.cursor_uuid, shown.targets()) == ("GPU-gpu1-4", selected)
+        await next_scene(app, pilot, scene(unread("gpu1"), node("gpu2", [gpu("gpu2", 0)])))
+        assert status(app).startswith("2 selected, 2 gone")
+        assert (shown.cursor_uuid, shown.targets()) == ("GPU-gpu2-0", [])  # not the cursor's instead
+        await next_scene(app, pilot, lab())
+        assert (shown.cursor_uuid, shown.targets()) == ("GPU-gpu1-4", selected)
+
+    run(tmp_path, check)
+
+
+def test_the_filter_looks_through_what_is_typed(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press("slash", *"user:carol")
+        await pilot.pause()
+        assert [line[:28] for line in lines(shown.grid)] == ["gpu1   up         b B!rzf  x"]
+        assert status(app).startswith("1 GPU matches ")
+        await pilot.press(*' "')
+        await pilot.pause()
+        assert "the quote is not closed" in screen(app)
+        assert len(lines(shown.grid)) == 1  # the last filter that could be understood
+        await pilot.press("backspace", "enter", "down")
+        await pilot.pause()
+        assert "the quote" not in screen(app)
+        assert shown.grid.has_focus
+        assert shown.cursor_uuid == "GPU-gpu1-1"  # the only one that matches
+        await pilot.press("slash", *" nobody")
+        await pilot.pause()
+        assert lines(shown.grid) == ["  No GPU matches the filter.", "  Escape takes it away."]
+        await pilot.press("escape")
+        await pilot.pause()
+        assert len(lines(shown.grid)) == 6
+        assert not shown.query_one("#filter", Input).display
+
+    run(tmp_path, check)
+
+
+def test_down_leads_from_the_filter_to_the_rows(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press("slash", *"l40s", "down", "right")
+        assert (shown.grid.has_focus, shown.cursor_uuid) == (True, "GPU-gpu2-1")
+
+    run(tmp_path, check)
+
+
+@pytest.mark.parametrize("view", ["picture", "table"])
+def test_headers_and_keys_sort(tmp_path: Path, view: str) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        if view == "table":
+            await pilot.press("t")
+        grid = shown.grid
+        await pilot.click(type(grid), offset=(3, 0))
+        assert (shown.view.sort, shown.view.reverse) == ("node", False)
+        await pilot.click(type(grid), offset=(3, 0))
+        await pilot.pause()
+        assert (shown.view.sort, shown.view.reverse) == ("node", True)
+        assert lines(grid)[0].strip().startswith("gpu10")
+        assert "Node▼" in grid.render_line(0).text
+        assert status(app).startswith("by node ▼")
+        await pilot.press("S")
+        assert (shown.view.sort, shown.view.reverse) == ("node", False)
+        await pilot.press("s", "s", "s")  # from where one is in the cycle: model, memory, utilization
+        assert (shown.view.sort, shown.view.reverse) == ("utilization", True)
+        assert lines(grid)[0].strip().startswith("gpu1 ")
+
+    run(tmp_path, check)
+
+
+def test_groups_have_headings_and_count(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press("g", "g", "g")
+        assert shown.view.group == "user"
+        assert [line[:50].rstrip() for line in lines(shown.grid)][:6] == [
+            "alice  2 GPUs  1 reserved  1 busy",
+            "gpu1   up         b B!Rzf  x",
+            "bob  1 GPU  1 busy",
+            "gpu1   up         B b!rzf  x",
+            "no one  23 GPUs  5 free  16 unknown  1 broken  1 i",
+            "gpu1   up         b b!rzF  X",
+        ]
+        await pilot.press("home", "down")
+        assert shown.cursor_uuid == "GPU-gpu1-0"
+        await pilot.press("g", "g")
+        assert shown.view.group == "none"
+        assert shown.cursor_uuid == "GPU-gpu1-0"
+
+    run(tmp_path, check)
+
+
+def test_the_view_is_kept_between_starts(tmp_path: Path) -> None:
+    async def change(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press("t", "s", "S", "g", "slash", *"state:free", "enter", "q")
+
+    async def look(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        assert shown.view == ViewState(view="table", sort="model", reverse=True, group="node", filter="state:free")
+        assert shown.query_one("#filter", Input).display
+        assert status(app).startswith("6 GPUs match  by model ▼  grouped by node")
+        assert len(lines(shown.grid)) == 4 + 6 + 2  # headings, GPUs, and the devices of the one in MIG mode
+
+    run(tmp_path, change)
+    run(tmp_path, look)
+
+
+def test_banners_and_what_is_simulated_are_said(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        assert "SIMULATED" not in screen(app)
+        invented = node("sim01", [gpu("sim01", 0)], source="simulated")
+        await next_scene(app, pilot, scene(invented, banners=("The ledger [x] does not answer",)))
+        assert "SIMULATED" in screen(app).splitlines()[0]
+        assert "The ledger [x] does not answer" in screen(app)
+        await next_scene(app, pilot, lab())
+        assert "The ledger" not in screen(app)
+
+    run(tmp_path, check)
+
+
+def test_a_wide_terminal_shows_the_cursors_gpu_beside(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        assert not shown.query_one(GpuPanel).display
+        await pilot.resize_terminal(200, 60)
+        await settle(pilot, lambda: "GPU-gpu1-0" in screen(app))
+        await pilot.press("right")
+        await settle(pilot, lambda: "GPU-gpu1-1" in screen(app))
+        await pilot.resize_terminal(80, 24)
+        await settle(pilot, lambda: "GPU-gpu1" not in screen(app))
+        assert len(screen(app).splitlines()[0]) <= 80
+        assert "free" in screen(app).splitlines()[0] or "/" in screen(app).splitlines()[0]
+
+    run(tmp_path, check)
+
+
+def test_an_empty_inventory_says_what_to_do(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        assert "There are no nodes." in screen(app)
+
+    run(tmp_path, check, scene())
+
+
+def test_going_to_a_gpu_takes_a_filter_away_that_hides_it(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press("slash", *"l40s", "enter")
+        app.go_to_gpu("GPU-gpu2-1")
+        assert (shown.cursor_uuid, shown.view.filter) == ("GPU-gpu2-1", "l40s")
+        app.go_to_node("gpu3")
+        assert (shown.cursor_uuid, shown.view.filter) == ("GPU-gpu3-0", "")
+        app.go_to_node("gpu5")
+        assert shown.cursor_node == "gpu5"
+
+    run(tmp_path, check)
+
+
+HOSTILE = [
+    "[/x][bold]",
+    "日本語の名前です",
+    "שלום עולם",
+    "e\u0301" * 40,
+    "👨‍👩‍👧" * 5,
+    "🇩🇪" * 9,
+    "x" * 10_000,
+    "\u202eabc",
+]
+
+
+@pytest.mark.parametrize("keys", [(), ("t",), ("g", "g", "g"), ("t", "g", "g", "g")])
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+def test_hostile_text_leaves_columns_aligned(tmp_path: Path, keys: tuple[str, ...], size: tuple[int, int]) -> None:
+    rows = [node(f"gpu{n}", [busy(f"gpu{n}", 0, text, reason=text, name=text)]) for n, text in enumerate(HOSTILE)]
+    rows += [node(text, [gpu(f"n{n}", 0)], error=text) for n, text in enumerate(HOSTILE[:4])]
+    rows += [unread(f"{text}-u", text) for text in HOSTILE]
+
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press(*keys)
+        await pilot.pause()
+        grid = shown.grid
+        strips = [grid.render_line(y) for y in range(grid.size.height)]
+        assert {cell_len(strip.text) for strip in strips} == {grid.scrollable_content_region.width}
+        if not keys:  # columns below each other: the state of a node stands where its title does
+            at = cell_len(strips[0].text.partition("State")[0])
+            found = {cell_len(strip.text.partition(" up ")[0]) + 1 for strip in strips if " up " in strip.text}
+            assert found == {at}
+
+    run(tmp_path, check, scene(*rows), size)
+
+
+def test_the_first_gpus_values_change_and_nothing_moves(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press("t")
+        before = screen(app).splitlines()
+        changes = {"utilization": 7, "memory_used": 5 * GIB, "power": 88.0, "temperature": 9}
+        await next_scene(app, pilot, lab(**changes))
+        after = screen(app).splitlines()
+        changed = [number for number, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+        assert len(changed) == 1
+        line = after[changed[0]]
+        assert [line.index(words) for words in (" 5/80G", "  7%", " 88W", " 9°C", "B  busy")] == [
+            before[changed[0]].index(words) for words in ("60/80G", " 90%", "540W", "64°C", "B  busy")
+        ]
+
+    run(tmp_path, check)
