@@ -19,6 +19,7 @@ from gpuboard.launch.runbook import Runbook
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
     from gpuboard.config import Settings
+    from gpuboard.transport.connector import Connector
 
 _PACE_S = 1.0  # ages grow on the screen also when nothing arrives
 _REST = 9  # after a scene nine times as long as it took: nodes that answer out of step cost a tenth of a core at most
@@ -28,12 +29,15 @@ _REST_MOST_S = 1.0
 class Core:
     """The cluster behind one board. What may take long is called in a thread (``BoardApp.ask``), not in the UI's."""
 
-    def __init__(self, nodes: Sequence[Node], settings: Settings, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], settings: Settings, env: Mapping[str, str], connector: Connector | None = None
+    ) -> None:
+        """``connector``: how nodes are reached, where it is not by the settings (a recorded feed)."""
         self.nodes = {node.name: node for node in nodes}
         self.settings = settings
         self.env = env
         self.interval_s = settings.interval_s(len(nodes))
-        self.fleet = Fleet(nodes, settings, interval_s=self.interval_s, one_shot=False)
+        self.fleet = Fleet(nodes, settings, interval_s=self.interval_s, one_shot=False, connector=connector)
         self.history = History()
         self.operations = Operations(nodes, settings, env, self.fleet)
         self.runbook = Runbook(env)

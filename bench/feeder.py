@@ -1,0 +1,191 @@
+"""A cluster that answers over one unix socket: 1,000 nodes' real protocol lines at 1 Hz, from a process of its own.
+
+    python bench/feeder.py SOCKET NODES
+
+Every node is a connection that speaks as an agent does: the start line in, then hello, static and a reading a second,
+all nodes' together, as aligned agents do. The values are agent/simulate.py's and move; jobs come and go, every fourth
+node holds a claim. `FeederConnector` is the client's end: it stands where transports would, so that everything from
+the bytes of a line on is the real thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gpuboard.agent.simulate import Simulated
+from gpuboard.config import Settings
+from gpuboard.transport.base import Handler, TransportError
+from gpuboard.transport.connector import Connector
+from gpuboard.transport.link import AgentLink, Listener
+
+PHASES = 8  # different readings of a node, one after the other
+GPUS = 8
+GIB = 2**30
+USERS = ("alice", "bob", "carol", "dave")
+
+
+def serve(path: str, nodes: int) -> None:
+    """Answer until the client has gone."""
+    lines = [_lines(number) for number in range(nodes)]
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(path)
+        listener.listen(1024)
+        print("ready", flush=True)
+        waiting = selectors.DefaultSelector()
+        waiting.register(listener, selectors.EVENT_READ)
+        agents: dict[socket.socket, tuple[bytes, int]] = {}
+        seq, served = 0, False
+        while agents or not served:
+            due = time.time() // 1 + 1
+            while (left := due - time.time()) > 0:
+                for key, _ in waiting.select(left):
+                    if key.fileobj is listener:
+                        connection, _ = listener.accept()
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 262144)
+                        waiting.register(connection, selectors.EVENT_READ)
+                        continue
+                    agent = key.fileobj
+                    assert isinstance(agent, socket.socket)
+                    said = agent.recv(65536)
+                    if not said:
+                        waiting.unregister(agent)
+                        agents.pop(agent, None)
+                        agent.close()
+                    elif agent not in agents:
+                        start = json.loads(said.split(b"\n", 1)[0])
+                        number = int(start["config"]["node"].removeprefix("gpu"))
+                        nonce = start["nonce"].encode()
+                        agents[agent] = (nonce, number)
+                        served = True
+                        agent.sendall(b"".join(b"@%s%s\n" % (nonce, line) for line in lines[number][:2]))
+            seq += 1
+            for agent, (nonce, number) in agents.items():
+                body = lines[number][2 + seq % PHASES]
+                with contextlib.suppress(OSError):  # it has gone: read as such above
+                    agent.sendall(b'@%s{"t":"reading","seq":%d,"at":%.3f,%s\n' % (nonce, seq, time.time(), body))
+
+
+def _lines(number: int) -> list[bytes]:
+    """Return a node's hello and static line, and the rest of its reading's line for each phase."""
+    name = f"gpu{number:04d}"
+    hello = {"t": "hello", "hostname": name, "boot_id": "b", "uid": os.getuid(), "user": "root", "pid": 1}
+    static: dict[str, Any] = {"t": "static", "driver": "580.95", "cuda": "13.0", "source": "simulated"}
+    static["gpus"] = _node(number, 0).statics()
+    found = [json.dumps({**hello, "python": "3.11.7"}).encode(), json.dumps(static).encode()]
+    for phase in range(PHASES):
+        gpus = _node(number, phase).readings(time.time(), lambda _: None)
+        reading = {
+            "interval_s": 1.0,
+            "gpus": gpus,
+            "claims": [_claim(name, number, phase)] if number % 4 == 0 else [],
+            "cpu_percent": 10.0 + phase,
+            "memory_used": (64 + phase) * GIB,
+            "memory_total": 512 * GIB,
+        }
+        for place, gpu in enumerate(gpus):
+            gpu["temperature"] += (phase + place) % 3
+            gpu["power"] = round(gpu["power"] + phase, 1)
+            gpu["utilization"] = max(0, gpu["utilization"] - phase) if gpu["processes"] else 0
+            for process in gpu["processes"]:
+                process["started"] = 1.7e9 + 1000 * place
+        found.append(json.dumps(reading, separators=(",", ":")).encode()[1:])
+    return found
+
+
+def _node(number: int, phase: int) -> Simulated:
+    """Return a node of which 60 % are busy; in each phase one GPU in a hundred has got or lost its job."""
+    busy = {}
+    for place in range(GPUS):
+        runs = (number * 7 + place * 3) % 10 < 6
+        if (number * GPUS + place + phase * 13) % 100 == 0:
+            runs = not runs
+        if runs:
+            command = f"python train.py --config configs/run-{number}.yaml --lr 3e-4"
+            user = USERS[(number + place) % len(USERS)]
+            busy[str(place)] = {"user": user, "command": command, "memory": 61 * GIB, "utilization": 90}
+    return Simulated({"cluster": "bench", "count": GPUS, "busy": busy}, f"gpu{number:04d}")
+
+
+def _claim(name: str, number: int, phase: int) -> dict[str, Any]:
+    return {
+        "lease": f"k{number:05d}", "uuid": f"SIM-bench-{name}-{number % GPUS}", "uid": 1000, "owner": "alice",
+        "state": "live", "from": 1.7e9, "until": 1.7e9 + 9000, "remaining_s": 5000.0 - phase, "age_s": float(phase),
+        "purpose": "sweep", "host": "login1", "nodes": [name], "gpus": 1,
+    }  # fmt: skip
+
+
+class FeederConnector(Connector):
+    """Opens links to the feeder's nodes: one thread reads all of them, as an event loop would."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(Settings())
+        self._path = path
+        self._handlers: dict[int, tuple[socket.socket, Handler]] = {}
+        self._poll = select.epoll()
+        threading.Thread(target=self._run, name="transport", daemon=True).start()
+
+    def open(
+        self,
+        node: str,
+        host: str | None,
+        *,
+        role: str,
+        config: dict[str, Any],
+        listener: Listener,
+        ended: Callable[[TransportError], None],
+    ) -> AgentLink:
+        """Return a link to a node of the feeder."""
+        link = AgentLink(node, role, config, listener, ended)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._path)
+        self._handlers[connection.fileno()] = (connection, link)
+        link.connected()
+        link.attach(_Channel(connection))
+        self._poll.register(connection.fileno(), select.EPOLLIN)
+        return link
+
+    def close(self) -> None:
+        """End every link."""
+        for connection, _ in self._handlers.values():
+            connection.close()
+
+    def _run(self) -> None:
+        while True:
+            for fd, _ in self._poll.poll():
+                connection, handler = self._handlers[fd]
+                try:
+                    data = connection.recv(65536)
+                except OSError:
+                    continue  # closed by us
+                if data:
+                    handler.received(data)
+
+
+class _Channel:
+    """A connection to one node of the feeder."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> None:
+        """Send bytes: short lines, which the socket takes at once."""
+        with contextlib.suppress(OSError):
+            self._connection.sendall(data)
+
+    def close(self) -> None:
+        """End it."""
+        self._connection.close()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]))
