@@ -33,6 +33,7 @@ from gpuboard.cluster.picture import NodeFacts, View, inert_static, node_claims,
 from gpuboard.cluster.simulated import living_nodes
 from gpuboard.cluster.simulated_script import uid
 from gpuboard.config import Settings
+from gpuboard.launch.runbook import Entry, Runbook
 from gpuboard.launch.runs import Head, RunView, runs_dir
 from gpuboard.ledger.nodes import leases_of
 from gpuboard.model.gpu import GpuStatic
@@ -41,14 +42,15 @@ from gpuboard.model.reading import Hello, Reading, Static
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.state import counted
 from gpuboard.model.units import iso
+from gpuboard.paths import state_dir
 
 FOLDER = Path(__file__).parents[1] / "docs" / "screenshots"
 _EPOCH = 1769860800.0  # 2026-01-31 12:00 UTC, when the story begins
 _T = 95.0  # the moment that is shown: a node hangs, a rogue has come, a GPU is lost
 _WATCHED_S = 300  # what the board remembers
 _VIEWER = "alice"
-_SIZE = (120, 36)
 _RUN, _LEASE, _PROJECT = "r7k2m9xq", "w5k8ra", "/home/alice/vit"
+_STATE = "/home/alice/.local/state/gpuboard"
 # A training in which a shard of the data is missing. The others are busy with theirs when a rank fails, so that what
 # they say last does not depend on who is quicker.
 _TRAIN = '''\
@@ -61,6 +63,7 @@ import torch.distributed as dist
 
 
 def load(shard: int) -> torch.Tensor:
+    time.sleep(0.5)  # the disk is far away
     with open(f"data/shard-{shard:03d}.txt") as file:
         seconds = float(file.read())
     time.sleep(seconds)
@@ -91,12 +94,24 @@ class Clock:
         return self.now
 
 
+class Book(Runbook):
+    """The runs, in a folder that has a fixed name on the screen."""
+
+    def read(self) -> list[Entry]:
+        """Return all runs."""
+        return [
+            msgspec.structs.replace(e, view=msgspec.structs.replace(e.view, folder=f"{_STATE}/runs/{e.view.id}"))
+            for e in super().read()
+        ]
+
+
 class Still(Core):
     """The demo's cluster at one moment of its story, with the minutes before it; worked out instead of watched."""
 
     def __init__(self, settings: Settings, env: Mapping[str, str], clock: Clock) -> None:
         nodes = living_nodes("/var/tmp", epoch=_EPOCH, cluster="demo")
         super().__init__(nodes, settings, env)
+        self.runbook = Book(env)
         self._clock = clock
         self._probes = {node.name: Simulated(node.simulate or {}, node.name) for node in nodes}
         self._known: dict[str, Static] = {
@@ -168,11 +183,13 @@ def failing_run(env: Mapping[str, str], folder: Path) -> None:
     (project / "data").mkdir(parents=True)
     (project / "train.py").write_text(_TRAIN, encoding="utf-8")
     for shard in set(range(_SHARDS)) - {_MISSING}:
-        seconds = 60.0 if shard > _SHARDS - 5 else 0.1
+        seconds = 60.0 if shard > _SHARDS - 5 else 0.0
         (project / "data" / f"shard-{shard:03d}.txt").write_text(f"{seconds}\n", encoding="utf-8")
     core = demo_board.make(Settings(claims_dir=env.get("GPUBOARD_CLAIMS_DIR", "/var/tmp")), env)
     try:
-        form = LaunchForm("train.py", str(project), gpus="sim03:12,13,14,15", device="cpu", grace="5s")
+        sim03 = core.nodes["sim03"].simulate or {}
+        gpus = "sim03:12,13,14,15"
+        form = LaunchForm("train.py --config vit_b16.yaml", str(project), gpus=gpus, device="cpu", grace="5s")
         started = core.starter.start(form)
         code = started.process.wait(120)
         made = runs_dir(core.env) / started.run
@@ -181,17 +198,21 @@ def failing_run(env: Mapping[str, str], folder: Path) -> None:
     finally:
         core.close()
         demo_board.end(core)
-    _fix(made, project)
+    _fix(made, {str(project): _PROJECT, str(made.parents[1]): _STATE, f"SIM-{sim03['cluster']}-": "SIM-demo-"})
     shutil.move(made, runs_dir(env) / _RUN)
     os.utime(runs_dir(env) / _RUN / "state.json", (_EPOCH + _T - 21.0,) * 2)
 
 
-def _fix(made: Path, project: Path) -> None:
+def _fix(made: Path, names: dict[str, str]) -> None:
     view = msgspec.json.decode((made / "state.json").read_bytes(), type=RunView)
+    names = {**names, view.id: _RUN, str(view.lease): _LEASE}
     for path in made.iterdir():
-        if path.is_file():
-            text = path.read_text(encoding="utf-8").replace(str(project), _PROJECT).replace(view.id, _RUN)
-            path.write_text(text.replace(view.lease or _LEASE, _LEASE), encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        for name, instead in names.items():
+            text = text.replace(name, instead)
+        text = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+Z", iso(_EPOCH + _T - 26.0), text)
+        text = re.sub(r"at \d\d:\d\d:\d\d after \d+s", "at 12:01:10 after 39s", text)
+        path.write_text(text, encoding="utf-8")
     view = msgspec.json.decode((made / "state.json").read_bytes(), type=RunView)
     fixed = msgspec.structs.replace(
         view,
@@ -205,9 +226,9 @@ def _fix(made: Path, project: Path) -> None:
 
 
 async def settled(pilot: Pilot[int], text: str) -> None:
-    """Wait until ``text`` is on the screen."""
+    """Wait until ``text`` is on the screen, and the keys in its footer."""
     until = time.monotonic() + 20
-    while text not in shown(pilot.app):
+    while text not in shown(pilot.app) or not shown(pilot.app).splitlines()[-1].strip():
         if time.monotonic() > until:
             raise SystemExit(f"{text!r} did not come; on the screen:\n{shown(pilot.app)}")
         await pilot.pause(0.05)
@@ -224,20 +245,58 @@ Act = Callable[[Pilot[int]], Awaitable[None]]
 
 
 async def cluster(pilot: Pilot[int]) -> None:
-    """The cluster view."""
+    """Every node and GPU; the cursor on a GPU that a rogue has come to."""
     await settled(pilot, "sim07")
+    await pilot.press("down", "right")
 
 
-PICTURES: dict[str, Act] = {"cluster": cluster}
+async def table(pilot: Pilot[int]) -> None:
+    """One row a GPU."""
+    await settled(pilot, "sim07")
+    await pilot.press("t")
+    await settled(pilot, "Temp")
 
 
-def draw(name: str, act: Act, env: Mapping[str, str], clock: Clock) -> str:
-    """Return the picture of what ``act`` leads to, as SVG."""
+async def gpu(pilot: Pilot[int]) -> None:
+    """One GPU in detail."""
+    await settled(pilot, "sim07")
+    await pilot.press("down", "down", "down", "right", "right", "right", "enter")
+    await settled(pilot, "too hot")
+
+
+async def leases(pilot: Pilot[int]) -> None:
+    """Who holds what until when."""
+    await settled(pilot, "sim07")
+    await pilot.press("l", "t")
+    await settled(pilot, "h4t9wd")
+
+
+async def run(pilot: Pilot[int]) -> None:
+    """A run that failed, and why."""
+    await settled(pilot, "sim07")
+    await pilot.press("u")
+    await settled(pilot, "FileNotFoundError")
+
+
+PICTURES: dict[str, tuple[Act, tuple[int, int]]] = {
+    "cluster": (cluster, (120, 26)),
+    "table": (table, (120, 40)),
+    "gpu": (gpu, (120, 34)),
+    "leases": (leases, (120, 22)),
+    "run": (run, (120, 26)),
+}
+
+
+def draw(name: str, env: Mapping[str, str], clock: Clock) -> str:
+    """Return a picture as SVG."""
+    act, size = PICTURES[name]
+    (state_dir(env) / "board.json").unlink(missing_ok=True)  # how the picture before was looked at
 
     async def story() -> str:
         app = BoardApp(Still(Settings(cluster="demo", state=demo_board.STATE), env, clock))
-        async with app.run_test(size=_SIZE) as pilot:
+        async with app.run_test(size=size) as pilot:
             await act(pilot)
+            await settled(pilot, "")
             return app.export_screenshot(title=f"gpuboard demo: {name}")
 
     return plain(asyncio.run(story()))
@@ -279,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         clock = Clock()
         time.time = clock  # for whoever asks in this process
         for name in args.names or PICTURES:
-            (args.to / f"{name}.svg").write_text(draw(name, PICTURES[name], env, clock), encoding="utf-8")
+            (args.to / f"{name}.svg").write_text(draw(name, env, clock), encoding="utf-8")
             print(args.to / f"{name}.svg")
     return 0
 
