@@ -80,7 +80,8 @@ def measure(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
             feeder.kill()
     result = folder / "report.json"
     if not result.exists():
-        sys.exit(f"the board did not report: {(folder / 'errors').read_text() if kind == 'tmux' else kind}")
+        errors = folder / "errors"
+        sys.exit(f"{kind}: the board did not report: {errors.read_text() if errors.exists() else 'no word'}")
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 
@@ -89,8 +90,7 @@ def in_terminal(board: list[str], folder: Path, limit_s: float) -> None:
     """Run the board in tmux and press keys when it asks for them."""
     tmux = ["tmux", "-S", str(folder / "tmux"), "-f", "/dev/null"]
     size = ["-x", str(SIZE[0]), "-y", str(SIZE[1])]
-    words = " ".join(board) + f" 2>{folder / 'errors'}"
-    subprocess.run([*tmux, "new-session", "-d", *size, words], env=environ(folder), check=True)
+    subprocess.run([*tmux, "new-session", "-d", *size, " ".join(board)], env=environ(folder), check=True)
     until = time.monotonic() + limit_s
     try:
         while time.monotonic() < until and not (folder / "report.json").exists():

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import resource
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -163,7 +162,7 @@ def _watch(app: MeasuredApp, args: argparse.Namespace, folder: Path) -> None:
         (folder / "report.tmp").write_text(json.dumps(found))
         (folder / "report.tmp").rename(folder / "report.json")
     except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        (folder / "errors").write_text(f"{type(error).__name__}: {error}")  # stderr is the terminal
     os._exit(0)
 
 
