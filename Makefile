@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 .PHONY: help demo test lint check bench clean system-packages
 
 help:
-	@echo "make demo    set up, then run the main job on simulated nodes: reserve, train with DDP, release"
+	@echo "make demo    set up, then run the main job on simulated nodes: reserve, train with DDP, release; then the board"
 	@echo "make test    set up, with system packages where root or sudo allows, then run every check and test"
 	@echo "make lint    ruff, mypy, import contracts, the agent's Python 3.6 syntax"
 	@echo "make bench   the measurements of bench/ (about ten minutes on an idle machine)"
