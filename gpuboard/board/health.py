@@ -64,7 +64,7 @@ def _ecc(gpu: GpuView) -> Evidence:
     count = gpu.ecc_uncorrected
     if count is None:
         return Evidence("ECC", NOT_READABLE, "unknown")
-    words = f"{count} uncorrected error{'' if count == 1 else 's'} since the driver was loaded"
+    words = f"{count} uncorrected since the driver loaded"
     return Evidence("ECC", words, "bad" if count else "good")
 
 

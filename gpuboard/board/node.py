@@ -19,7 +19,7 @@ from gpuboard.board.look import LETTERS, Glyphs
 from gpuboard.board.pane import Pane
 from gpuboard.board.plots import bar
 from gpuboard.board.scene import Scene
-from gpuboard.model.snapshot import GpuView, NodeView
+from gpuboard.model.snapshot import GpuView, MigView, NodeView
 from gpuboard.model.units import format_size
 
 _STATE_ROLES = {"up": "good", "stale": "warn", "unreachable": "bad"}
@@ -81,28 +81,52 @@ def _host(name: str, part: float | None, words: str, glyphs: Glyphs, old: bool) 
     return [(name.ljust(13), "dim"), (bar(part, 20, glyphs), role), (f"  {words}", role)]
 
 
-def gpu_row(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> Row:
-    """Return a GPU's row; its key is the UUID."""
-    return Row(gpu.uuid, partial(_gpu_cells, node, gpu, scene, glyphs), dim=node.state != "up")
+def gpu_rows(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> list[Row]:
+    """Return a GPU's row and one for each of its MIG devices; their keys are the UUIDs."""
+    old = node.state != "up"
+    rows = [Row(gpu.uuid, partial(_gpu_cells, node, gpu, scene, glyphs), dim=old)]
+    return rows + [Row(device.uuid, partial(_mig_cells, device, scene, glyphs), dim=old) for device in gpu.mig]
+
+
+def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
+    owners = [scene.by_lease[lease].owner for lease in device.leases if lease in scene.by_lease]
+    none = Cell("-", "dim")  # not measured for MIG devices
+    return (
+        Cell("MIG", "dim"),
+        Cell(f"{LETTERS.get(device.state, '?')} {device.state}", device.state),
+        Cell(", ".join(owners) or "-", "" if owners else "dim"),
+        *_memory_cells(device, device.state, glyphs),
+        none,
+        none,
+        none,
+        Cell(device.profile),
+        Cell(device.reason),
+    )
 
 
 def _gpu_cells(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
     users = users_of(gpu, scene)
-    part = gpu.memory_used / gpu.memory_total if gpu.memory_used is not None and gpu.memory_total else None
-    used = "?" if gpu.memory_used is None else f"{gpu.memory_used / 2**30:.1f}"
-    total = "?" if gpu.memory_total is None else f"{gpu.memory_total / 2**30:.0f}"
     flags = "".join(f" [{flag}]" for flag in gpu.flags)
     return (
         Cell(str(gpu.index)),
         Cell(f"{LETTERS.get(gpu.state, '?')} {gpu.state}", gpu.state),
         Cell(", ".join(users) or "-", "" if users else "dim"),
-        Cell(bar(part, _BAR, glyphs), gpu.state if part is not None else "unknown"),
-        Cell(f"{used}/{total}", "" if part is not None else "unknown"),
+        *_memory_cells(gpu, gpu.state, glyphs),
         _number(gpu.utilization, "%"),
         _number(gpu.temperature, "°"),
         _number(gpu.power, " W"),
         Cell(gpu.name),
         Cell(f"{gpu.reason}{flags}"),
+    )
+
+
+def _memory_cells(of: GpuView | MigView, state: str, glyphs: Glyphs) -> tuple[Cell, Cell]:
+    part = of.memory_used / of.memory_total if of.memory_used is not None and of.memory_total else None
+    used = "?" if of.memory_used is None else f"{of.memory_used / 2**30:.1f}"
+    total = "?" if of.memory_total is None else f"{of.memory_total / 2**30:.0f}"
+    return (
+        Cell(bar(part, _BAR, glyphs), state if part is not None else "unknown"),
+        Cell(f"{used}/{total}", "" if part is not None else "unknown"),
     )
 
 
@@ -151,14 +175,16 @@ class NodeScreen(ActingScreen):
         if grid.empty != empty:
             grid.empty = empty
             grid.redraw()
-        grid.set_rows([gpu_row(node, gpu, scene, glyphs) for gpu in node.gpus])
+        grid.set_rows([row for gpu in node.gpus for row in gpu_rows(node, gpu, scene, glyphs)])
 
     @on(Grid.Chosen, "#gpus")
     def open_gpu(self, event: Grid.Chosen) -> None:
         """Open a GPU."""
         from gpuboard.board.gpu import GpuScreen  # it opens nodes, so it imports us
 
-        self.app.push_screen(GpuScreen(event.key))
+        place = None if self.board.scene is None else self.board.scene.devices.get(event.key)
+        if place is not None:
+            self.app.push_screen(GpuScreen(place.gpu.uuid))
 
     def targets(self) -> list[str]:
         """The GPU under the cursor."""

@@ -24,7 +24,7 @@ def said(**changes: Any) -> list[Evidence]:
 
 def test_a_well_gpu() -> None:
     assert evidence(gpu("n", 0, **WELL)) == [
-        ("ECC", "0 uncorrected errors since the driver was loaded", "good"),
+        ("ECC", "0 uncorrected since the driver loaded", "good"),
         ("Row remap", "none pending, none failed", "good"),
         ("Recovery", "nothing to do", "good"),
         ("Clocks", "not slowed down", "good"),
@@ -45,7 +45,7 @@ def test_nothing_read_is_nothing_known() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"ecc_uncorrected": 1}, ("ECC", "1 uncorrected error since the driver was loaded", "bad")),
+        ({"ecc_uncorrected": 1}, ("ECC", "1 uncorrected since the driver loaded", "bad")),
         ({"remap_pending": True}, ("Row remap", "pending: takes effect with the next reset of the GPU", "warn")),
         ({"remap_failed": True}, ("Row remap", "failed: the GPU needs replacement", "bad")),
         ({"remap_failed": None}, ("Row remap", "none pending", "good")),

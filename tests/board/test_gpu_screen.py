@@ -1,0 +1,225 @@
+"""One GPU's screen and panel: what is shown, its keys, and what happens when the GPU vanishes while it is open."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.gpu import GpuPanel, GpuScreen
+from gpuboard.board.grid import Grid
+from gpuboard.board.node import NodeScreen
+from gpuboard.board.pane import Pane
+from gpuboard.board.scene import Scene
+from gpuboard.cluster.inventory import Node
+from gpuboard.config import Settings
+from gpuboard.model.snapshot import ProcessView, XidView
+from tests import nvml
+from tests.board.lab import board, claims_folder, make_core, screen, settle
+from tests.board.made import AT, GIB, busy, gpu, lease, next_scene, node, scene, still
+from tests.nvml import Gpu, library, write_script
+
+Check = Callable[[BoardApp, Pilot[int]], Awaitable[None]]
+HOSTILE = "漢字\u0301 [/b] [red]x 🏳️‍🌈 א " * 30
+
+
+def lab() -> Scene:
+    """Return a scene of two nodes; GPU 1 of gpu1 is alice's, and eve is on it too."""
+    processes = [
+        ProcessView(
+            41, "alice", "python train.py", 50 * GIB, "compute", runtime_s=3700.0, job="123", started=1.5, uid=7
+        ),
+        ProcessView(42, "eve", "python steal.py", 9 * GIB, "compute", container="0123456789ab", started=2.5),
+        ProcessView(43, None, "Xorg", None, "graphics"),
+    ]
+    health: dict[str, Any] = {
+        "ecc_uncorrected": 2,
+        "xids": [XidView(48, AT, 65.0)],
+        "pcie_width": 8,
+        "pcie_width_max": 16,
+    }
+    held = busy("gpu1", 1, processes=processes, leases=["k3f9"], flags=["rogue", "sick"], **health)
+    links = {"GPU-gpu1-1": 18}
+    return scene(
+        node("gpu1", [gpu("gpu1", 0, links=links), held, gpu("gpu1", 2, pci={"GPU-gpu1-1": 10})]),
+        node("gpu2", [gpu("gpu2", 0)]),
+        leases=[lease("k3f9", "alice", [("gpu1", 1)])],
+    )  # fmt: skip
+
+
+def run(folder: Path, check: Check, first: Scene | None = None, size: tuple[int, int] = (120, 50)) -> None:
+    """Run ``check`` on the screen of GPU 1 of gpu1."""
+
+    async def go() -> None:
+        async with still(folder, first or lab(), size) as (app, pilot):
+            await app.push_screen(GpuScreen("GPU-gpu1-1"))
+            await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and "gpu1  GPU" in screen(app))
+            await check(app, pilot)
+
+    asyncio.run(go())
+
+
+def test_everything_is_said(tmp_path: Path) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        await settle(pilot, lambda: "PCIe" in screen(app))
+        shown = screen(app)
+        for words in (
+            "gpu1  GPU 1  NVIDIA H100 80GB HBM3",
+            "B busy: bob: python (pid 4001)",
+            "rogue: a process of someone who does not hold it",
+            "Lease        k3f9 of alice, 8h00m left",
+            "Utilization  90 %",
+            "Memory       60 GiB of 80 GiB",
+            "Power        540 of 700 W",
+            "Temperature  64 °C",
+            "1       NV18     X   SYS",
+            "ECC          bad  2 uncorrected since the driver loaded",
+            "PCIe         warn generation ?, x8 now; at most ?, x16",
+            "XID          warn 48, 1m ago: double-bit ECC error",
+            "Recovery     ?    not readable",
+        ):
+            assert words in shown, f"{words}\n{shown}"
+
+    run(tmp_path, check)
+
+
+def test_processes_stand_in_a_grid_and_the_rogue_one_is_marked(tmp_path: Path) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        grid = app.screen.query_one("#processes", Grid)
+        assert [row.key for row in grid.rows] == ["41:1.5", "42:2.5", "43:None"]
+        assert [grid.render_line(y).text.split() for y in range(4)] == [
+            ["USER", "PID", "MEMORY", "RUNTIME", "JOB", "LEASE", "CONTAINER", "NOTE", "COMMAND"],
+            ["alice", "41", "50", "GiB", "1h01m", "123", "-", "-", "python", "train.py"],
+            ["eve", "42", "9.0", "GiB", "?", "-", "-", "0123456789ab", "rogue", "python", "steal.py"],
+            ["hidden", "43", "?", "?", "-", "-", "-", "graphics", "Xorg"],
+        ]
+        assert (grid.has_focus, grid.cursor) == (True, "41:1.5")
+        await pilot.press("down")
+        assert grid.cursor == "42:2.5"
+        await next_scene(app, pilot, lab())
+        assert grid.cursor == "42:2.5"
+
+    run(tmp_path, check)
+
+
+def test_no_process_and_unreadable_ones_are_told_apart(tmp_path: Path) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        await next_scene(app, pilot, scene(node("gpu1", [gpu("gpu1", 1)])))
+        await settle(pilot, lambda: "no process\n" in screen(app) + "\n")
+        await next_scene(app, pilot, scene(node("gpu1", [gpu("gpu1", 1, processes=None)])))
+        await settle(pilot, lambda: "the processes could not be read" in screen(app))
+
+    run(tmp_path, check)
+
+
+def test_keys_go_to_the_neighbours_the_node_and_back(tmp_path: Path) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        shown = app.screen
+        assert isinstance(shown, GpuScreen)
+        seen = []
+        for key in ("right", "right_square_bracket", "right", "left", "left_square_bracket", "left", "left"):
+            await pilot.press(key)
+            seen.append(shown.uuid.removeprefix("GPU-"))
+        assert seen == ["gpu1-2", "gpu2-0", "gpu2-0", "gpu1-2", "gpu1-1", "gpu1-0", "gpu1-0"]
+        await pilot.press("n")
+        await settle(pilot, lambda: isinstance(app.screen, NodeScreen))
+        await pilot.press("escape")
+        await settle(pilot, lambda: app.screen is shown)
+        await pilot.press("escape")
+        await settle(pilot, lambda: app.screen is not shown)
+
+    run(tmp_path, check)
+
+
+def test_a_gpu_that_no_node_lists_any_more_stays_with_its_last_values(tmp_path: Path) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        await next_scene(app, pilot, scene(node("gpu1", [gpu("gpu1", 0)])))
+        await settle(pilot, lambda: "No node lists this GPU any more. What is shown is 0s old." in screen(app))
+        assert "Utilization  90 %" in screen(app)
+        assert [row.dim for row in app.screen.query_one("#processes", Grid).rows] == [True] * 3
+        await pilot.press("right", "left")  # leads nowhere, and breaks nothing
+        await next_scene(app, pilot, lab())
+        await settle(pilot, lambda: "No node lists" not in screen(app))
+
+    run(tmp_path, check)
+
+
+def test_small_terminals_scroll(tmp_path: Path) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        assert "gpu1  GPU 1" in screen(app) and "Recovery" not in screen(app)
+        await pilot.press("pagedown", "pagedown")
+        await settle(pilot, lambda: "Recovery" in screen(app))
+        await pilot.press("pageup", "pageup", "pageup")
+        await settle(pilot, lambda: "gpu1  GPU 1" in screen(app))
+
+    run(tmp_path, check, size=(80, 24))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 50), (200, 60)])
+def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[int, int]) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        process = ProcessView(1, HOSTILE, HOSTILE, 1, "compute", job=HOSTILE, container=HOSTILE, lease=HOSTILE)
+        bad = gpu("gpu1", 1, "broken", name=HOSTILE, reason=HOSTILE, error=HOSTILE, processes=[process])
+        held = lease("k3f9", HOSTILE, [("gpu1", 1)])
+        await next_scene(app, pilot, scene(node("gpu1", [bad, gpu("gpu1", 2)]), leases=[held], banners=(HOSTILE,)))
+        await settle(pilot, lambda: "漢" in screen(app))
+        panes = list(app.screen.query(Pane))
+        assert len(panes) == 5
+        for pane in panes:
+            for y in range(pane.size.height):
+                strip = pane.render_line(y)
+                assert strip.cell_length == sum(segment.cell_length for segment in strip) == pane.size.width
+
+    run(tmp_path, check, size=size)
+
+
+def test_the_panel_follows_the_cursor_and_says_when_there_is_nothing(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with still(tmp_path, lab(), (200, 60)) as (app, pilot):
+            panel = app.screen.query_one(GpuPanel)
+            assert panel.display
+            panel.show_gpu(lab(), None, app.core.history, app.look.glyphs)
+            await settle(pilot, lambda: "Move to a GPU to see it here." in screen(app))
+            panel.show_gpu(lab(), "GPU-gpu1-1", app.core.history, app.look.glyphs)
+            await settle(pilot, lambda: "k3f9 of alice, 8h00m left" in screen(app))
+            shown = screen(app)
+            for words in ("!eve            42", "ECC          2 uncorrected", "NV18 GPU 0; SYS GPU 2"):
+                assert words in shown, f"{words}\n{shown}"
+            panel.show_gpu(scene(), "GPU-gpu1-1", app.core.history, app.look.glyphs)
+            await settle(pilot, lambda: "No node lists this GPU any more" in screen(app))
+
+    asyncio.run(go())
+
+
+def test_a_real_gpu_that_is_lost_while_its_screen_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "script"
+    mine = ("compute", os.getpid(), 7 * GIB)
+    write_script(script, [Gpu(), Gpu(used=7 * GIB, utilization=80, processes=(mine,))])
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library()))
+    monkeypatch.setenv("FAKE_NVML", str(script))
+    core = make_core(
+        tmp_path, [Node(name="here", host=None, claims_dir=str(claims_folder(tmp_path)))], Settings(interval="0.2s")
+    )
+
+    async def go() -> None:
+        async with board(core, (120, 60)) as (app, pilot):
+            assert app.scene is not None
+            lost = app.scene.nodes["here"].gpus[1]
+            await app.push_screen(GpuScreen(lost.uuid))
+            await settle(pilot, lambda: "Utilization  80 %" in screen(app) and "none since gpuboard" in screen(app))
+            grid = app.screen.query_one("#processes", Grid)
+            assert [row.key.split(":")[0] for row in grid.rows] == [str(os.getpid())]
+            write_script(script, [Gpu(), Gpu(xids=(79,), trouble=(f"fault * {nvml.LOST}",))])
+            await settle(pilot, lambda: "GPU is lost" in screen(app) and "X broken" in screen(app))
+            await settle(pilot, lambda: "XID          warn 79" in screen(app))
+            assert "Utilization  80 %" in screen(app)  # what was last seen
+            assert [row.dim for row in grid.rows] == [True]
+            assert core.history.of(lost.uuid).utilization[-1] is None or len(core.history.of(lost.uuid).times) < 3
+
+    asyncio.run(go())
