@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette, SearchIcon
+from textual.driver import Driver
 from textual.filter import LineFilter
 from textual.keys import KEY_DISPLAY_ALIASES
 from textual.message import Message
@@ -227,6 +228,15 @@ class BoardApp(App[int]):
             self.post_message(Done(lambda: self.tell(GpuboardError(wrong))))
 
     # How it is drawn
+
+    def get_driver_class(self) -> type[Driver]:
+        """Return what draws on the terminal: textual's choice, made sturdier where that is a plain terminal."""
+        from textual.drivers.linux_driver import LinuxDriver
+
+        from gpuboard.board.driver import TerminalDriver
+
+        usual = super().get_driver_class()
+        return TerminalDriver if usual is LinuxDriver else usual
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Return what lines pass: textual's own, and ours where there is to be no colour or ASCII alone."""

@@ -36,7 +36,7 @@ class BoardScreen(Screen[None]):
 
     def on_mount(self) -> None:
         """Make room for what stands above everything."""
-        if self.NOTICE:
+        if self.NOTICE and self.is_attached:  # not where it was closed before it was drawn
             self.mount(Notice(), before=0)
 
     def notice(self, scene: Scene) -> None:
