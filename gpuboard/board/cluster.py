@@ -160,8 +160,7 @@ class ClusterScreen(ActingScreen):
 
     def on_resize(self) -> None:
         """Say as much as there is room for."""
-        if self.board.scene is not None:
-            self.call_after_refresh(self.show, self.board.scene)
+        self.call_after_refresh(self.on_screen_resume)  # the newest scene by then, not the one of now
 
     def restyle(self) -> None:
         """Draw both views with the new look."""
