@@ -77,7 +77,7 @@ def notice(known: Known, width: int) -> list[Runs]:
     if known.now is None:
         gone = "No node lists this GPU any more." if known.values is not None else "No node lists this GPU."
         return named("Gone", f"{gone}{age}", "bad", width)
-    node, gpu = known.now
+    node, gpu = known.now.node, known.now.gpu
     if node.state != "up":
         return named(node.state.capitalize(), f"{node.name}: {node.error or 'no answer'}.{age}", "warn", width)
     return named("Lost" if gpu.state == "broken" else "Not read", f"{gpu.error or gpu.reason}.{age}", "bad", width)

@@ -48,7 +48,7 @@ class _Reading(NamedTuple):
 
 def head(place: Place, scene: Scene, width: int) -> list[Runs]:
     """Return what a GPU is, its state with the reason, and who has it until when."""
-    node, gpu = place
+    node, gpu = place.node, place.gpu
     lines: list[Runs] = [[(f"{node.name}  GPU {gpu.index}", "title"), (f"  {gpu.name}", "")]]
     place_words = [gpu.pci_bus_id or "PCI ?", f"NUMA {'?' if gpu.numa_node is None else gpu.numa_node}"]
     if len(gpu.uuid) + sum(map(len, place_words)) + 6 <= width:
@@ -170,7 +170,7 @@ def processes(place: Place, scene: Scene, most: int) -> list[Runs]:
 
 def links(place: Place, width: int) -> list[Runs]:
     """Return the links to the node's other GPUs as a matrix, or its own row alone where that does not fit."""
-    node, gpu = place
+    node, gpu = place.node, place.gpu
     if len(node.gpus) < 2:
         return [[("the only GPU of its node", "dim")]]
     table = matrix(node)
