@@ -1,0 +1,190 @@
+"""The board on real terminals that go wrong, over agents that go wrong: it ends in time, the terminal is whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.board.pty_lab import Terminal
+from tests.integration.here import Here, here
+from tests.waiting import until
+
+__all__ = ["here"]  # a fixture
+
+WRITE = {"x86_64": "1", "aarch64": "64"}[os.uname().machine]
+LEAVE_S = 1.0  # promised are 0.5 s; the machine that tests run on may be busy
+
+
+@pytest.fixture
+def opened(here: Here) -> Iterator[Terminal]:
+    """The board of this machine, drawn, with one agent."""
+    terminal = Terminal(here.command("board"), environment(here))
+    try:
+        terminal.shows("Free")
+        yield terminal
+    finally:
+        terminal.close()
+
+
+def environment(here: Here, **more: str) -> dict[str, str]:
+    """Return what a terminal emulator sets."""
+    env = {key: value for key, value in here.env.items() if key not in {"NO_COLOR", "LC_ALL", "LC_CTYPE"}}
+    return env | {"TERM": "xterm-256color", "LANG": "C.UTF-8"} | more
+
+
+def test_q_leaves_at_once_and_leaves_the_terminal_as_it_was(opened: Terminal) -> None:
+    opened.press(b"q")
+    assert opened.ends(LEAVE_S) < LEAVE_S
+    assert (opened.process.returncode, opened.restored) == (0, True)
+
+
+def test_a_stopped_agent_holds_nothing_up(opened: Terminal) -> None:
+    agents = opened.children()
+    assert agents
+    for pid in agents:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        opened.press(b"q")
+        assert opened.ends(LEAVE_S) < LEAVE_S
+        assert (opened.process.returncode, opened.restored) == (0, True)
+    finally:
+        for pid in agents:
+            os.kill(pid, signal.SIGCONT)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in agents), "the agent ends with its pipe", 5)
+
+
+def test_a_node_that_accepts_and_never_answers_holds_nothing_up(here: Here) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        here.ssh_config(f"Host hung\n  HostName 127.0.0.1\n  Port {port}\n  User nobody\n")
+        terminal = Terminal(here.command("board", "--nodes", "hung"), environment(here))
+        try:
+            terminal.shows("hung")
+            held, _ = server.accept()
+            with held:
+                terminal.press(b"q")
+                assert terminal.ends(LEAVE_S) < LEAVE_S
+                assert (terminal.process.returncode, terminal.restored) == (0, True)
+        finally:
+            terminal.close()
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "hang-up"])
+def test_a_terminal_that_takes_nothing_holds_nothing_up(opened: Terminal, how: str) -> None:
+    opened.stop_reading()
+    for _ in range(40):
+        opened.press(b"?\x1b")  # much to draw, nowhere to
+    until(lambda: blocked(opened.process.pid), "the terminal's buffer is full", 20)
+    if how == "SIGTERM":
+        opened.process.send_signal(signal.SIGTERM)
+    else:
+        opened.hang_up()
+    assert opened.ends(LEAVE_S) < LEAVE_S
+    assert opened.process.returncode == (143 if how == "SIGTERM" else 129)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_leave_the_terminal_as_it_was(opened: Terminal, number: signal.Signals) -> None:
+    opened.process.send_signal(number)
+    assert opened.ends(LEAVE_S) < LEAVE_S
+    assert (opened.process.returncode, opened.restored) == (128 + number, True)
+
+
+def test_a_dropped_terminal_ends_it_and_its_agent(opened: Terminal) -> None:
+    agents = opened.children()
+    opened.hang_up()
+    assert opened.ends(3.0) < 3.0
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in agents), "the agent ends, too", 5)
+
+
+def test_a_dropped_terminal_ends_it_under_nohup_too(here: Here) -> None:
+    terminal = Terminal(["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *here.command("board")], environment(here))
+    try:
+        terminal.shows("Free")
+        terminal.hang_up()
+        assert terminal.ends(3.0) < 3.0
+    finally:
+        terminal.close()
+
+
+def test_ctrl_z_gives_the_terminal_back_and_the_board_comes_back_whole(opened: Terminal) -> None:
+    opened.press(b"\x1a")
+    until(lambda: state(opened.process.pid) == "T", "it stops", 5)
+    until(lambda: opened.restored, "the terminal is as it was", 5)
+    seen = len(opened.written)
+    opened.process.send_signal(signal.SIGCONT)
+    opened.shows("Reserve", since=seen)
+    assert not opened.restored
+    opened.press(b"q")
+    assert opened.ends(LEAVE_S) < LEAVE_S
+    assert (opened.process.returncode, opened.restored) == (0, True)
+
+
+def test_bytes_that_are_no_utf_8_are_passed_over(opened: Terminal) -> None:
+    opened.type(b"\xff\xfe")
+    opened.type(b"\xe9")  # é in Latin 1; in UTF-8 the beginning of a character: the next byte shows that it is none
+    opened.type(b"z")
+    seen = len(opened.written)
+    opened.press(b"?")
+    opened.shows("States", since=seen)
+
+
+@pytest.mark.parametrize("term", ["dumb", ""])
+def test_a_terminal_that_cannot_place_text_gets_the_status(here: Here, term: str) -> None:
+    env = environment(here, TERM=term)
+    if not term:
+        del env["TERM"]
+    terminal = Terminal(here.command("board"), env)
+    try:
+        terminal.ends(30)
+        assert terminal.process.returncode == 0
+        why = "TERM is 'dumb': this terminal cannot place text" if term else "TERM is not set"
+        assert f"gpuboard: no board on this terminal: {why}. The status instead:" in terminal.text
+        assert "free" in terminal.text
+        assert b"\x1b[?1049h" not in terminal.written
+    finally:
+        terminal.close()
+
+
+def test_an_exception_that_nobody_expected_is_told_on_a_whole_terminal(here: Here) -> None:
+    program = (
+        "import sys\n"
+        "from gpuboard.board.picture import Picture\n"
+        "def broken(self, *_): raise KeyError('[/x] of nobody')\n"
+        "Picture.on_key = broken\n"
+        "from gpuboard.__main__ import main\n"
+        "sys.argv[1:] = ['board']\n"
+        "sys.exit(main())\n"
+    )
+    terminal = Terminal([sys.executable, "-c", program], environment(here))
+    try:
+        terminal.shows("Free")
+        terminal.press(b"x")
+        terminal.ends(5)
+        assert (terminal.process.returncode, terminal.restored) == (1, True)
+        file = here.folder / ".local" / "state" / "gpuboard" / "crash.txt"
+        said = " ".join(terminal.text.split())
+        assert "gpuboard: this is a bug: KeyError at <string>:3: '[/x] of nobody' please report it with" in said
+        assert file.name in said
+        assert "Traceback" not in said
+        assert "KeyError: '[/x] of nobody'" in file.read_text()
+        assert file.stat().st_mode & 0o777 == 0o600
+    finally:
+        terminal.close()
+
+
+def state(pid: int) -> str:
+    """Return the kernel's letter for what a process does."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def blocked(pid: int) -> bool:
+    """Tell whether a thread of a process is in a write to its terminal (the system call's number and descriptor)."""
+    calls = [(task / "syscall").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return any(call[:2] == [WRITE, "0x2"] for call in calls)
