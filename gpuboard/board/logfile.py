@@ -91,8 +91,9 @@ class LogFile:
     def find(self, words: str, start: int, *, backwards: bool, go_on: Callable[[int], bool]) -> int | None:
         """Return where the next line that shows ``words`` starts, after (before) the one at ``start``; None: nowhere.
 
-        Without capitals in ``words`` those of the log do not count. What lies beyond the end (beginning) comes last.
-        ``go_on`` hears which byte it has come to and says whether to. Raises LogGone.
+        Without capitals in ``words`` those of the log do not count; words that change colour within are not found.
+        What lies beyond the end (beginning) comes last. ``go_on`` hears which byte it has come to and says whether to.
+        Raises LogGone.
         """
         with _Reader(self.path) as file:
             middle = start if backwards else file.next_start(start)

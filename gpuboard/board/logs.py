@@ -53,7 +53,7 @@ class LogScreen(BoardScreen):
     LogScreen #head, LogScreen #trouble, LogScreen #said { height: 1; }
     LogScreen #trouble, LogScreen #said, LogScreen #words { display: none; }
     LogScreen #words { height: 1; }
-    LogScreen .-shown { display: block; }
+    LogScreen #trouble.-shown, LogScreen #said.-shown, LogScreen #words.-shown { display: block; }
     """
 
     def __init__(self, entry: Entry, rank: int) -> None:

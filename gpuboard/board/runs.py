@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
@@ -180,7 +181,7 @@ class RunsScreen(BoardScreen):
         grid = self.query_one("#list", Grid)
         grid.empty = _EMPTY
         now = time.time()
-        grid.set_rows([Row(run, self._cells(entry, now)) for run, entry in self._entries.items()])
+        grid.set_rows([Row(run, partial(self._cells, entry, now)) for run, entry in self._entries.items()])
         if self._wanted in self._entries:
             grid.cursor = self._wanted
             self._wanted = None
@@ -222,7 +223,9 @@ class RunsScreen(BoardScreen):
             lines.insert(1, countdown(entry, detail, stop, time.monotonic()))
         self.query_one("#detail", Pane).show(lambda cells: [line for part in lines for line in named(*part, cells)])
         uuids = detail.uuids if detail else {}
-        ranks.set_rows([Row(str(rank.rank), _rank_cells(rank, uuids.get(rank.rank, ""))) for rank in entry.view.ranks])
+        ranks.set_rows(
+            [Row(str(rank.rank), partial(_rank_cells, rank, uuids.get(rank.rank, ""))) for rank in entry.view.ranks]
+        )
 
     # Actions
 
