@@ -39,7 +39,7 @@ def running(scene: Scene, uuids: Sequence[str]) -> list[Running]:
     found: dict[tuple[str, int], tuple[list[int], ProcessView]] = {}
     for uuid in uuids:
         if uuid in scene.devices:
-            node, gpu = scene.devices[uuid]
+            node, gpu = scene.devices[uuid].node, scene.devices[uuid].gpu
             for process in gpu.processes or ():
                 found.setdefault((node.name, process.pid), ([], process))[0].append(gpu.index)
     return [

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
+
+import msgspec
 
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 
 
-class Place(NamedTuple):
-    """A GPU and the node it is in."""
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """A GPU and the node it is in. Not a tuple: 8,000 of those a second keep the cycle collector busy for 40 ms."""
 
     node: NodeView
     gpu: GpuView

@@ -103,7 +103,7 @@ class GpuTable(Grid):
 
     def _gpu(self, place: Place) -> Sequence[Cell]:
         assert self._scene is not None  # rows come with their scene
-        node, gpu = place
+        node, gpu = place.node, place.gpu
         glyphs = self._look.glyphs
         users = ", ".join(users_of(gpu, self._scene))
         hot = gpu.temperature is not None and gpu.temperature >= _RED_HOT
@@ -123,7 +123,7 @@ class GpuTable(Grid):
         )
 
     def _device(self, device: Device) -> Sequence[Cell]:
-        node, gpu = device.place
+        node, gpu = device.place.node, device.place.gpu
         mig = device.mig
         assert self._scene is not None  # as above
         by_lease = self._scene.by_lease
