@@ -50,12 +50,6 @@ class Terminal:
         """Type."""
         os.write(self.master, keys)
 
-    def type(self, keys: bytes) -> None:
-        """Type, and wait until the program has read it."""
-        self.press(keys)
-        left = lambda: struct.unpack("i", fcntl.ioctl(self.slave, termios.FIONREAD, bytes(4)))[0]  # noqa: E731
-        until(lambda: left() == 0, "what was typed is read", 5)
-
     def shows(self, words: str, timeout_s: float = 20.0, since: int = 0) -> None:
         """Wait until ``words`` were written, in whatever colours, ``since`` so many bytes."""
 
