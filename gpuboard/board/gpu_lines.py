@@ -9,11 +9,12 @@ from gpuboard.board.arrange import age_of
 from gpuboard.board.cells import fit
 from gpuboard.board.health import evidence
 from gpuboard.board.history import SPAN_S, Samples
-from gpuboard.board.lines import NAME, Runs, age_words, named, wrapped
+from gpuboard.board.lines import NAME, Runs, named, wrapped
 from gpuboard.board.look import LETTERS, Glyphs
 from gpuboard.board.plots import Values, plot, time_axis
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.topology import SELF, legend, matrix, neighbours, ranges
+from gpuboard.board.words import age
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView
 from gpuboard.model.units import format_duration, format_size
 
@@ -81,7 +82,7 @@ def age_line(node: NodeView, gpu: GpuView) -> Runs:
     mode = "?" if gpu.compute_mode is None else COMPUTE_MODES.get(gpu.compute_mode, "?")
     return [
         ("Age".ljust(NAME), "dim"),
-        (age_words(age_of(node, gpu)).ljust(12), ""),
+        (age(age_of(node, gpu)).ljust(12), ""),
         ("compute mode ", "dim"),
         (mode, ""),
     ]

@@ -47,8 +47,11 @@ class History:
         self._due = float("-inf")
 
     def add(self, snapshot: Snapshot, now: float) -> bool:
-        """Take a sample if one is due; return whether it was. ``now``: seconds of a clock that only goes forward."""
-        if now < self._due:
+        """Take a sample if one is due and there is anything; return whether it was taken.
+
+        ``now``: seconds of a clock that only goes forward.
+        """
+        if now < self._due or not any(node.gpus for node in snapshot.nodes):
             return False
         number = self._count
         slot = number % _SLOTS

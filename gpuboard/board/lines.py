@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from gpuboard.board.cells import width
 from gpuboard.board.scene import Scene
-from gpuboard.model.units import format_duration
 
 Runs = list[tuple[str, str]]  # (text, role of Look; "" is plain)
 NAME = 13  # cells of the names that stand before values
@@ -25,13 +24,6 @@ def named(name: str, words: str, role: str, cells: int) -> list[Runs]:
     """Return a name and its words, broken into lines that stand below each other, ``cells`` wide in all."""
     lines = wrapped(words, max(10, cells - NAME)) or [""]
     return [[((name if not number else "").ljust(NAME), "dim"), (line, role)] for number, line in enumerate(lines)]
-
-
-def age_words(age_s: float | None) -> str:
-    """Return how old something is: tenths of a second while it is young."""
-    if age_s is None:
-        return "never read"
-    return f"{age_s:.1f} s" if age_s < 10 else format_duration(age_s)
 
 
 def wrapped(text: str, cells: int, *, most: int = 6) -> list[str]:

@@ -14,11 +14,12 @@ from textual.widgets import Footer
 from gpuboard.board.acting import ActingScreen
 from gpuboard.board.arrange import natural_nodes, users_of
 from gpuboard.board.grid import Cell, Column, Grid, Row
-from gpuboard.board.lines import Runs, above, age_words, named
+from gpuboard.board.lines import Runs, above, named
 from gpuboard.board.look import LETTERS, Glyphs
 from gpuboard.board.pane import Pane
 from gpuboard.board.plots import bar
 from gpuboard.board.scene import Scene
+from gpuboard.board.words import age, percent, short_model
 from gpuboard.model.snapshot import GpuView, MigView, NodeView
 from gpuboard.model.units import format_size
 
@@ -34,7 +35,7 @@ GPU_COLUMNS = (
     Column("utilization", "UTIL", 5, right=True),
     Column("temperature", "TEMP", 5, right=True, drop=3),
     Column("power", "POWER", 6, right=True, drop=4),
-    Column("model", "MODEL", 22, drop=5),
+    Column("model", "MODEL", 14, drop=5),
     Column("reason", "WHY", 14, weight=1, least=14, drop=1),
 )
 
@@ -50,8 +51,8 @@ def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
         lines += named("Reservations", f"not possible here: {node.claims_error}", "bad", width)
     if node.scheduler_state is not None:
         lines += named("Scheduler", node.scheduler_state, "", width)
-    age = "never" if node.age_s is None else f"{age_words(node.age_s)} ago"
-    lines += named("Last reading", age, "" if node.state == "up" else "warn", width)
+    read = "never" if node.age_s is None else f"{age(node.age_s)} ago"
+    lines += named("Last reading", read, "" if node.state == "up" else "warn", width)
     old = node.state != "up"
     cpu = None if node.cpu_percent is None else node.cpu_percent / 100
     lines.append(_host("CPU", cpu, _cpu_words(node), glyphs, old))
@@ -106,17 +107,17 @@ def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
 
 def _gpu_cells(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
     users = users_of(gpu, scene)
-    flags = "".join(f" [{flag}]" for flag in gpu.flags)
+    flags = "".join(f"[{flag}] " for flag in gpu.flags)
     return (
         Cell(str(gpu.index)),
         Cell(f"{LETTERS.get(gpu.state, '?')} {gpu.state}", gpu.state),
         Cell(", ".join(users) or "-", "" if users else "dim"),
         *_memory_cells(gpu, gpu.state, glyphs),
-        _number(gpu.utilization, "%"),
+        Cell(percent(gpu.utilization), "unknown" if gpu.utilization is None else ""),
         _number(gpu.temperature, "°"),
         _number(gpu.power, " W"),
-        Cell(gpu.name),
-        Cell(f"{gpu.reason}{flags}"),
+        Cell(short_model(gpu.name)),
+        Cell(f"{flags}{gpu.reason}"),
     )
 
 

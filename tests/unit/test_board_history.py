@@ -46,7 +46,7 @@ def test_old_values_are_gaps() -> None:
         shot(node("n", [one()], state="stale")),
         shot(node("n", [one(error="GPU is lost")])),
         shot(node("n", [one(delay_s=8.0)])),
-        shot(node("m", [])),
+        shot(node("m", [gpu("m", 0)])),
         shot(node("n", [one()])),
     ]
     for second, snapshot in enumerate(shots):
@@ -74,7 +74,7 @@ def test_a_gpu_that_was_away_for_long_has_no_old_values() -> None:
     history = History()
     history.add(shot(node("n", [one()])), 0.0)
     for second in range(1, 320):
-        history.add(shot(node("n", [])), float(second))
+        history.add(shot(node("n", [gpu("n", 1)])), float(second))
     history.add(shot(node("n", [one()])), 320.0)
     assert history.of("GPU-n-0").temperature == (None,) * 299 + (31,)
 
@@ -85,6 +85,11 @@ def test_gpus_that_are_gone_are_forgotten() -> None:
     for second in range(1, 700):
         history.add(shot(node("n", [one()])), float(second))
     assert (history.of("GPU-n-1"), len(history.of("GPU-n-0").times)) == (Samples(), 300)
+
+
+def test_the_first_sample_is_of_the_first_gpus() -> None:
+    history = History()
+    assert [history.add(shot(node("n", gpus)), now) for now, gpus in ((0.0, []), (0.1, [one()]))] == [False, True]
 
 
 def test_scenes_that_come_often_are_not_all_kept() -> None:

@@ -1,0 +1,177 @@
+"""One node's screen: its host, its connection with the error and its cure, its GPUs; a node that stops answering."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.core import Core
+from gpuboard.board.gpu import GpuScreen
+from gpuboard.board.grid import Grid
+from gpuboard.board.node import NodeScreen
+from gpuboard.board.pane import Pane
+from gpuboard.board.scene import Scene
+from gpuboard.config import Settings, StateSettings
+from tests.board.lab import board, make_core, screen, settle
+from tests.board.made import busy, gpu, lease, mig, next_scene, node, scene, still, unread
+
+Check = Callable[[BoardApp, Pilot[int]], Awaitable[None]]
+CURE = "ssh: the host key of gpu10 is unknown; compare it and add it to ~/.ssh/known_hosts"
+HOSTILE = "漢字\u0301 [/b] [red]x 🏳️‍🌈 א " * 30
+
+
+def lab() -> Scene:
+    """Return a scene of a node with GPUs and MIG devices, one without reservations, and one that never answered."""
+    gpus = [
+        busy("gpu2", 0, flags=["rogue"]),
+        gpu("gpu2", 1, "reserved", leases=["k3f9"]),
+        mig("gpu2", 2, "free", "busy"),
+    ]
+    return scene(
+        node("gpu2", gpus, load1=3.5, cuda="13.0", hostname="gpu2.lab", addresses=["10.0.0.2"]),
+        node("gpu3", [gpu("gpu3", 0, "unknown")], claims_error="/var/tmp is on NFS"),
+        unread("gpu10", CURE),
+        leases=[lease("k3f9", "alice", [("gpu2", 1)])],
+    )
+
+
+def run(folder: Path, name: str, check: Check, size: tuple[int, int] = (120, 40)) -> None:
+    """Run ``check`` on the screen of a node."""
+
+    async def go() -> None:
+        async with still(folder, lab(), size) as (app, pilot):
+            await app.push_screen(NodeScreen(name))
+            await settle(pilot, lambda: isinstance(app.screen, NodeScreen) and "Connection" in screen(app))
+            await check(app, pilot)
+
+    asyncio.run(go())
+
+
+def agent_pid(core: Core, name: str) -> int:
+    """Return the process id of a node's agent."""
+    hello = core.fleet._feeds[name].facts.hello
+    assert hello is not None
+    return hello.pid
+
+
+def test_everything_is_said(tmp_path: Path) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        lines = [line.strip() for line in screen(app).splitlines()]
+        assert lines[:7] == [
+            "gpu2  driver 580.159.04   CUDA 13.0   read through nvml",
+            "Connection   up",
+            "Last reading 1s ago",
+            "CPU          ██▌                   12 %   load 3.50",
+            "Memory       ███▊                  97 GiB of 512 GiB",
+            "Host name    gpu2.lab",
+            "Addresses    10.0.0.2",
+        ]
+        grid = app.screen.query_one("#gpus", Grid)
+        assert [" ".join(grid.render_line(y).text.split()) for y in range(6)] == [
+            "GPU STATE WHO MEMORY GiB UTIL TEMP POWER MODEL WHY",
+            "0 B busy bob ███████▌ 60.0/80 90% 64° 540 W H100 80GB [rogue] bob: python (pid 4000)",
+            "1 R reserved alice 0.0/80 0% 31° 70 W H100 80GB no process, no reservation",
+            "2 F free - 0.0/80 ? 31° 70 W H100 80GB [mig] in MIG mode",
+            "MIG F free - 0.0/40 - - - 3g.40gb said to be free",
+            "MIG B busy - 0.0/40 - - - 3g.40gb said to be busy",
+        ]
+
+    run(tmp_path, "gpu2", check)
+
+
+def test_a_node_that_never_answered_says_why_and_the_cure(tmp_path: Path) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        shown = screen(app)
+        for words in (f"Error        {CURE}", "Connection   none", "Last reading never", "load ?", "Host name    ?"):
+            assert words in shown, f"{words}\n{shown}"
+        assert "no GPU is known: the node was never read" in shown
+
+    run(tmp_path, "gpu10", check)
+
+
+def test_a_node_that_cannot_hold_reservations_says_so(tmp_path: Path) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        assert "Reservations not possible here: /var/tmp is on NFS" in screen(app)
+
+    run(tmp_path, "gpu3", check)
+
+
+def test_keys_go_to_the_neighbours_to_a_gpu_and_back(tmp_path: Path) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        shown = app.screen
+        assert isinstance(shown, NodeScreen)
+        seen = []
+        for key in ("left", "right", "right_square_bracket", "right", "left", "left_square_bracket"):
+            await pilot.press(key)
+            seen.append(shown.node_name)
+        assert seen == ["gpu2", "gpu3", "gpu10", "gpu10", "gpu3", "gpu2"]
+        await pilot.press("down", "down", "down", "enter")  # a MIG device: its GPU
+        await settle(pilot, lambda: isinstance(app.screen, GpuScreen))
+        assert isinstance(app.screen, GpuScreen)
+        assert app.screen.uuid == "GPU-gpu2-2"
+        await pilot.press("escape")
+        await settle(pilot, lambda: app.screen is shown)
+        await pilot.press("escape")
+        await settle(pilot, lambda: app.screen is not shown)
+
+    run(tmp_path, "gpu2", check)
+
+
+def test_a_double_click_opens_a_gpu(tmp_path: Path) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        await pilot.click("#gpus", offset=(10, 2), times=2)
+        await settle(pilot, lambda: isinstance(app.screen, GpuScreen))
+        assert isinstance(app.screen, GpuScreen)
+        assert app.screen.uuid == "GPU-gpu2-1"
+
+    run(tmp_path, "gpu2", check)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[int, int]) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        bad = gpu("gpu2", 0, name=HOSTILE, reason=HOSTILE)
+        said = node("gpu2", [bad], driver=HOSTILE, error=HOSTILE, claims_error=HOSTILE, addresses=[HOSTILE] * 3)
+        await next_scene(app, pilot, scene(said, banners=(HOSTILE,)))
+        await settle(pilot, lambda: "漢" in screen(app))
+        widgets: list[Pane | Grid] = [app.screen.query_one("#node", Pane), app.screen.query_one("#gpus", Grid)]
+        for widget in widgets:
+            for y in range(widget.size.height):
+                strip = widget.render_line(y)
+                assert strip.cell_length == sum(segment.cell_length for segment in strip)
+                assert strip.cell_length in {widget.size.width, widget.scrollable_content_region.width}
+        assert "Connection" in screen(app) or size[1] == 24
+        assert "GPU STATE" in screen(app)  # the GPUs keep their place below however long an error is
+
+    run(tmp_path, "gpu2", check, size)
+
+
+def test_a_real_node_that_stops_answering_while_its_screen_is_open(tmp_path: Path) -> None:
+    core = make_core(tmp_path, settings=Settings(interval="0.2s", state=StateSettings(stale_min="1s")))
+
+    async def go() -> None:
+        async with board(core) as (app, pilot):
+            await app.push_screen(NodeScreen("sim01"))
+            await settle(pilot, lambda: "Connection   up" in screen(app))
+            pid = agent_pid(core, "sim01")
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await settle(pilot, lambda: "stale: connected, but silent" in screen(app))
+                grid = app.screen.query_one("#gpus", Grid)
+                await settle(pilot, lambda: {row.dim for row in grid.rows} == {True})
+                assert "? unknown" in screen(app) and "F free" not in screen(app)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await settle(pilot, lambda: "Connection   up" in screen(app) and "F free" in screen(app))
+            os.kill(agent_pid(core, "sim01"), signal.SIGKILL)
+            await settle(pilot, lambda: "Error" in screen(app))
+            await settle(pilot, lambda: "Connection   up" in screen(app) and "Error" not in screen(app))
+
+    asyncio.run(go())
