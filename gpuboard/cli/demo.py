@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "examples:\n  gpuboard demo\n  gpuboard demo --board\n\n"
         "Two nodes with six GPUs are simulated, seven with 48 for the board; their names and figures are invented.\n"
         "The agent, the reservation in the folder of claims, the keeper, the launcher and the training (PyTorch DDP,\n"
-        "gloo, CPU) are the real ones. Your configuration and your GPUs are left alone."
+        "gloo, CPU) are the real ones. Your configuration and your GPUs are left alone.\n"
+        "On the board, x launches that training; with --fail-at 30 behind it one sees how a failure is explained."
     )
 
 

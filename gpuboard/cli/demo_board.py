@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gpuboard.config import Settings
 
 STATE = StateSettings(idle_after="45s")  # a person looks at a demo for a few minutes
+_TRAINING = "-m gpuboard.launch.demo_train --steps 3000 --pause 0.1"
 _GRACE_S = 2.0  # for runs that still go on when the board is closed
 _END_S = 15.0  # and until they must have ended
 
@@ -57,6 +58,7 @@ def make(settings: Settings, env: Mapping[str, str], *, seed: int = 7, epoch: fl
     ``runs`` and view are left alone. What demos left that were killed is released.
     """
     from gpuboard.board.core import Core
+    from gpuboard.board.starting import LaunchForm
     from gpuboard.cluster.simulated import living_nodes
 
     own = {
@@ -66,7 +68,9 @@ def make(settings: Settings, env: Mapping[str, str], *, seed: int = 7, epoch: fl
     }
     nodes = living_nodes(settings.claims_dir, seed=seed, epoch=epoch)
     _sweep(settings.claims_dir)
-    return Core(nodes, msgspec.structs.replace(settings, state=STATE, cluster="demo"), {**env, **own})
+    core = Core(nodes, msgspec.structs.replace(settings, state=STATE, cluster="demo"), {**env, **own})
+    core.starter.last = LaunchForm(_TRAINING, os.getcwd(), device="cpu", keep=False)  # what the dialog begins with
+    return core
 
 
 def end(core: Core) -> list[str]:
