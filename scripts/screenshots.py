@@ -337,9 +337,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             failing_run(env, folder)
         clock = Clock()
         time.time = clock  # for whoever asks in this process
-        for name in args.names or PICTURES:
-            (args.to / f"{name}.svg").write_text(draw(name, env, clock), encoding="utf-8")
-            print(args.to / f"{name}.svg")
+        drawn = {args.to / f"{name}.svg": draw(name, env, clock) for name in args.names or PICTURES}
+    for path, svg in drawn.items():
+        path.write_text(svg, encoding="utf-8")
+        print(path)
     return 0
 
 
