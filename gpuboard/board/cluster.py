@@ -40,6 +40,7 @@ class ClusterScreen(ActingScreen):
 
     TITLE_WORDS = "Cluster"
     NOTICE = False
+    AUTO_FOCUS = ""  # the rows are, as soon as they are there
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (160, "-rich")]  # noqa: RUF012  # textual's own type
     DEFAULT_CSS = """
     ClusterScreen #filter { display: none; height: 1; border: none; padding: 0 1; }
@@ -70,7 +71,7 @@ class ClusterScreen(ActingScreen):
         """Header, filter, picture or table, the cursor's GPU, keys."""
         yield Summary(id="summary")
         yield Banners(id="banners")
-        yield Input(placeholder=_HINT, id="filter", compact=True, select_on_focus=False)
+        yield Input(placeholder=_HINT, id="filter", compact=True, select_on_focus=False, disabled=True)
         yield Lines(id="wrong")
         with Horizontal(id="body"):
             yield Picture(id="picture")
@@ -85,6 +86,7 @@ class ClusterScreen(ActingScreen):
         box = self.query_one("#filter", Input)
         box.value = self.view.filter
         box.set_class(bool(self.view.filter), "-open")
+        box.disabled = not self.view.filter  # else what is typed early lands in it
         self._switch()
         self.grid.say(f"Reading {len(self.board.core.nodes)} nodes")
         self.grid.focus()
@@ -293,6 +295,7 @@ class ClusterScreen(ActingScreen):
         """Type a filter."""
         box = self.query_one("#filter", Input)
         box.add_class("-open")
+        box.disabled = False
         box.focus()
 
     def action_rows(self) -> None:
@@ -313,6 +316,7 @@ class ClusterScreen(ActingScreen):
         box = self.query_one("#filter", Input)
         self.grid.focus()
         box.remove_class("-open")
+        box.disabled = True
         box.value = ""
         self._filter_by("")
 

@@ -14,7 +14,7 @@ from textual.widget import Widget
 
 from gpuboard.board.cells import fit_runs, width
 from gpuboard.board.rows import Cell, Runs, runs_of, strip
-from gpuboard.board.words import UNKNOWN, age, short_model
+from gpuboard.board.words import UNKNOWN, age, short_model, shortest_model
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -95,44 +95,48 @@ def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
         (*_join(_about(facts, words=True)), *label),
         (*_join(_about(facts, words=False)), *label),
     ]
-    most, many, some, few = _models(facts)
-    for counts, allowed in (
-        (most, rights),
-        (many, rights),
-        (some, rights),
-        (few, rights[2:]),
-        (_total(facts), rights[2:]),
-    ):
-        for right in allowed:
+    for number, counts in enumerate(_models(facts)):
+        for right in rights if number < 3 else rights[2:]:
             if 1 + _width(counts) + 2 + _width(right) <= columns:
                 return [_apart(((" ", ""), *counts), right, columns)]
     return [_apart(((" ", ""), *_total(facts)), label, columns)]
 
 
 def _models(facts: Sums) -> list[Runs]:
-    """Return the counts of all models, the most words first."""
+    """Return what there is of each model, the most words first, at last what is free in all."""
     if not facts.models:
-        return [(("no GPU seen yet", "unknown"),)] * 4
-    return [_join([_count(count, words) for count in facts.models]) for words in (3, 2, 1, 0)]
+        return [(("no GPU seen yet", "unknown"),)]
+    free = [count for count in facts.models if count.states["free"]]
+    free.sort(key=lambda count: -count.states["free"])
+    return [
+        *(_join([_count(count, words) for count in facts.models]) for words in (4, 3, 2, 1, 0)),
+        *(_only_free(facts, free[:most], cut=most < len(free)) for most in range(len(free), 0, -1)),
+        _total(facts),
+    ]
 
 
 def _count(count: Count, words: int) -> Runs:
-    parts = count.model.split()
-    model = (
-        count.model if words else " ".join([parts[0], *(part for part in parts[1:] if "." in part)])
-    )  # MIG's profile
     free = f"{count.states['free']:>{len(str(count.total))}}"
-    runs: list[tuple[str, str | Style]] = [(f"{model} ", "title"), (free, "free" if count.states["free"] else "dim")]
-    if not words:
+    style = "free" if count.states["free"] else "dim"
+    runs: list[tuple[str, str | Style]] = [
+        (f"{count.model if words else shortest_model(count.model)} ", "title"),
+        (free, style),
+    ]
+    if words < 2:
         return (*runs, (f"/{count.total}", "dim"))
-    runs.append((" free", "free" if count.states["free"] else "dim"))
-    runs.append((f" of {count.total}", "dim"))
-    if words == 1:
-        return tuple(runs)
-    for word, letter, states in _REST:
-        if number := sum(count.states[state] for state in states):
-            runs.append((f"  {number} {word}" if words == 3 else f" {number}{letter}", word))
+    runs += [(" free", style), (f" of {count.total}", "dim")]
+    if words > 2:
+        for word, letter, states in _REST:
+            if number := sum(count.states[state] for state in states):
+                runs.append((f"  {number} {word}" if words == 4 else f" {number}{letter}", word))
     return tuple(runs)
+
+
+def _only_free(facts: Sums, counts: Sequence[Count], *, cut: bool) -> Runs:
+    runs: list[tuple[str, str | Style]] = [*_total(facts), (":", "dim")]
+    for count in counts:
+        runs += [(f"  {shortest_model(count.model)} ", "title"), (str(count.states["free"]), "free")]
+    return (*runs, ("  …", "dim")) if cut else tuple(runs)
 
 
 def _total(facts: Sums) -> Runs:

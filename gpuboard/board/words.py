@@ -21,6 +21,11 @@ def short_model(name: str) -> str:
     return " ".join(word for word in words if not _PACKAGE.fullmatch(word)) or name or UNKNOWN
 
 
+def shortest_model(model: str) -> str:
+    """Return a name as ``short_model`` makes it without the size of its memory: ``H100``."""
+    return " ".join(word for word in model.split() if not re.fullmatch(r"[0-9]+G(i?B)?", word)) or model
+
+
 def age(seconds: float | None) -> str:
     """Return how old a reading is; what is younger than a second and a half does not flicker between 0 and 1."""
     return UNKNOWN if seconds is None else format_duration(max(1, round(seconds)))
