@@ -18,6 +18,7 @@ from feeder import FeederConnector
 from textual import events
 from textual.drivers.linux_driver import LinuxDriver
 
+from gpuboard.board import collector
 from gpuboard.board.app import BoardApp
 from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.core import Core
@@ -114,6 +115,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     nodes = [Node(name=f"gpu{number:04d}", host=None) for number in range(args.nodes)]
     core = Core(nodes, Settings(interval="1s"), os.environ, FeederConnector(str(folder / "feed")))
     app = MeasuredApp(core)
+    collector.calm()
     CLOCK.cursor = lambda: app.screen.grid.cursor if isinstance(app.screen, ClusterScreen) else None
     threading.Thread(target=_watch, args=(app, args, folder), name="measure", daemon=True).start()
     if args.kind == "tmux":

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         from gpuboard.cli import status
 
         return status.run(argparse.Namespace(watch=None, json=False), context)
-    from gpuboard.board import terminal
+    from gpuboard.board import collector, terminal
 
     if args.browser is None and (why := terminal.cannot_draw(context.env)):
         from gpuboard.cli import status
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         from gpuboard.board.app import BoardApp  # 250 ms: only for the board
 
         app = BoardApp(core, guard)
+        collector.calm()
         if args.browser is None:
             app.run()
         else:
