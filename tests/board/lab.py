@@ -11,6 +11,7 @@ from pathlib import Path
 from textual.pilot import Pilot
 
 from gpuboard.board.app import BoardApp
+from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
 from gpuboard.cluster.inventory import Node
@@ -54,7 +55,7 @@ async def board(core: Core, size: tuple[int, int] = (120, 40)) -> AsyncIterator[
     app = BoardApp(core)
     try:
         async with app.run_test(size=size) as pilot:
-            await settle(pilot, lambda: app.scene is not None and known(app.scene))
+            await settle(pilot, lambda: ready(app))
             yield app, pilot
     finally:
         core.close()
@@ -68,10 +69,16 @@ async def seen_twice(core: Core, size: tuple[int, int] = (120, 40)) -> AsyncIter
         async with app.run_test(size=size) as pilot:
             await settle(pilot, lambda: app.scene is not None and all(node.gpus for node in app.scene.snapshot.nodes))
             core.fleet.refresh(core.fleet.names, 5)
-            await settle(pilot, lambda: app.scene is not None and known(app.scene))
+            await settle(pilot, lambda: ready(app))
             yield app, pilot
     finally:
         core.close()
+
+
+def ready(app: BoardApp) -> bool:
+    """Tell whether every GPU's state is known and drawn: the cursor is on one."""
+    drawn = isinstance(app.screen, ClusterScreen) and app.screen.cursor_uuid is not None
+    return app.scene is not None and known(app.scene) and drawn
 
 
 def known(scene: Scene) -> bool:

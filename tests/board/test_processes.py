@@ -1,0 +1,198 @@
+"""Signals and what can be copied, from the cluster view, against a real agent and real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import OptionList
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.cluster import ClusterScreen
+from gpuboard.board.core import Core
+from gpuboard.board.dialogs import Choose, Confirm
+from gpuboard.board.gpu import GpuScreen
+from gpuboard.cluster.inventory import Node
+from tests.board import lab, other
+from tests.nvml import GIB, Gpu, library, write_script
+
+Sleeper = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Sleeper]:
+    found: list[subprocess.Popen[bytes]] = []
+
+    def start(*before: str) -> subprocess.Popen[bytes]:
+        found.append(subprocess.Popen([*before, "sleep", "600"]))
+        return found[-1]
+
+    yield start
+    for process in found:
+        process.kill()
+        process.wait()
+
+
+def core_with(folder: Path, patch: pytest.MonkeyPatch, *gpus: tuple[int, ...]) -> Core:
+    """Return a core over this machine with a scripted GPU for each of ``gpus``, on which those processes run."""
+    script = folder / "nvml"
+    made = [Gpu(used=2 * GIB, processes=tuple(("compute", pid, GIB) for pid in pids)) for pids in gpus]
+    write_script(script, made, seed=str(folder))
+    patch.setenv("FAKE_NVML", str(script))
+    patch.setenv("LD_LIBRARY_PATH", str(library()))
+    claims = str(lab.claims_folder(folder))
+    return lab.make_core(folder, [Node(name="gpu01", host=None, claims_dir=claims)])
+
+
+def notes(app: BoardApp) -> list[str]:
+    return [note.message for note in app._notifications]
+
+
+async def choose(app: BoardApp, pilot: Pilot[int], key: str) -> None:
+    """Choose a line of the list on top."""
+    await lab.settle(pilot, lambda: isinstance(app.screen, Choose) and app.screen.is_mounted)
+    options = app.screen.query_one(OptionList)
+    options.highlighted = options.get_option_index(key)
+    await pilot.press("enter")
+    await pilot.pause()
+
+
+def test_sends_a_signal_that_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper) -> None:
+    process = sleeper()
+
+    async def main() -> None:
+        async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
+            await pilot.press("k")
+            await lab.settle(pilot, lambda: isinstance(app.screen, Choose))
+            assert f"process {process.pid} on gpu01: sleep 600" in lab.screen(app)
+            await choose(app, pilot, "USR1")
+            await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+            text = lab.screen(app)
+            assert all(words in text for words in (f"pid {process.pid}", "gpu01", "sleep 600", "SIGUSR1"))
+            await pilot.press("enter")  # the harmless button
+            await lab.settle(pilot, lambda: not isinstance(app.screen, Confirm))
+            assert process.poll() is None
+            await pilot.press("k")
+            await choose(app, pilot, "TERM")
+            await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+            await pilot.press("y")
+            await lab.settle(pilot, lambda: f"signal sent to process {process.pid} on gpu01" in notes(app))
+            assert process.wait(5) == -signal.SIGTERM
+
+    asyncio.run(main())
+
+
+def test_chooses_among_the_processes_with_the_mouse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper
+) -> None:
+    one, two = sorted((sleeper(), sleeper()), key=lambda process: process.pid)
+
+    async def main() -> None:
+        core = core_with(tmp_path, monkeypatch, (one.pid, two.pid))
+        async with lab.board(core, (80, 24)) as (app, pilot):
+            await pilot.press("k")
+            await lab.settle(pilot, lambda: isinstance(app.screen, Choose) and app.screen.is_mounted)
+            await pilot.click(OptionList, offset=(5, 1))
+            await lab.settle(pilot, lambda: f"process {two.pid} on gpu01" in lab.screen(app))
+            await choose(app, pilot, "KILL")
+            await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+            await pilot.click("#yes")
+            await lab.settle(pilot, lambda: two.poll() is not None)
+            assert (one.poll(), two.poll()) == (None, -signal.SIGKILL)
+
+    asyncio.run(main())
+
+
+def test_the_process_under_the_cursor_of_a_gpus_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper
+) -> None:
+    process = sleeper()
+
+    async def main() -> None:
+        async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: isinstance(app.screen, GpuScreen) and str(process.pid) in lab.screen(app))
+            await pilot.press("k")
+            await choose(app, pilot, "INT")
+            await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+            await pilot.press("tab", "enter")
+            await lab.settle(pilot, lambda: process.poll() is not None)
+            assert process.poll() == -signal.SIGINT
+
+    asyncio.run(main())
+
+
+@other.needs_root
+def test_other_peoples_are_named_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper
+) -> None:
+    process = sleeper("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+
+    async def main() -> None:
+        async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
+            await lab.settle(pilot, lambda: "nobody" in lab.screen(app))
+            await pilot.press("k")
+            await pilot.pause()
+            assert notes(app) == [f"process {process.pid} on gpu01 is nobody's; nothing was sent"]
+            assert len(app.screen_stack) == 2
+            assert process.poll() is None
+
+    asyncio.run(main())
+
+
+def test_one_that_has_ended_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper) -> None:
+    process = sleeper()
+
+    async def main() -> None:
+        async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
+            await pilot.press("k")
+            await choose(app, pilot, "TERM")
+            await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+            process.kill()
+            process.wait()
+            await pilot.press("y")
+            await lab.settle(pilot, lambda: f"process {process.pid} has ended" in notes(app))
+
+    asyncio.run(main())
+
+
+def test_without_processes_it_says_so(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
+            await pilot.press("k")
+            await pilot.pause()
+            assert notes(app) == ["no process is seen on these GPUs"]
+
+    asyncio.run(main())
+
+
+def test_copies_with_keys_and_shows_what(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        async with lab.board(core) as (app, pilot):
+            assert app.scene is not None
+            first = [gpu.uuid for gpu in app.scene.nodes["sim01"].gpus]
+            assert isinstance(app.screen, ClusterScreen)
+            app.screen.grid.marks = {first[0], first[2]}
+            await pilot.press("right", "right", "right", "space")
+            await lab.settle(pilot, lambda: "3 selected" in lab.screen(app))
+            expected = {
+                "uuids": f"{first[0]},{first[2]},{first[3]}",
+                "export": "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,2,3",
+                "export-uuid": f"export CUDA_VISIBLE_DEVICES={first[0]},{first[2]},{first[3]}",
+            }
+            for key, text in expected.items():
+                await pilot.press("y")
+                await choose(app, pilot, key)
+                await lab.settle(pilot, lambda: len(notes(app)) > 0)
+                assert (app.clipboard, notes(app)[-1]) == (text, text)
+            await pilot.press("y")
+            await choose(app, pilot, "ssh sim01")
+            assert notes(app)[-1] == "sim01 is this machine; there is nowhere to go"
+
+    asyncio.run(main())
