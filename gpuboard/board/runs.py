@@ -40,8 +40,8 @@ x launches one: on the selected GPUs, on a lease, or on the best that are free.
 _LIST = (
     Column("run", "Run", 8),
     Column("state", "State", 9),
-    Column("age", "Ago", 6, right=True),
-    Column("ran", "Ran", 6, right=True),
+    Column("age", "Ago", 7, right=True),
+    Column("ran", "Ran", 7, right=True),
     Column("code", "Exit", 4, right=True),
     Column("lease", "Lease", 6, drop=2),
     Column("where", "Ranks", 16, weight=1, least=12),

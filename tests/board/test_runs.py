@@ -1,0 +1,378 @@
+"""The runs screen: what is known of every run, read cheaply; stopping one; what is said when one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from textual.pilot import Pilot
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.grid import Grid
+from gpuboard.board.logs import LogScreen
+from gpuboard.board.runs import RunsScreen, StopConfirm
+from gpuboard.board.runwords import Stop, about, countdown, ended_words, first_rank, state_of
+from gpuboard.doctor.check import Check
+from gpuboard.launch import runbook, runs
+from gpuboard.launch.runbook import Detail, Entry, Runbook
+from gpuboard.launch.runs import Head, RankView, RunFolder, RunView, VerdictView, runs_dir, this_head
+from gpuboard.ledger import holder
+from gpuboard.model.units import iso
+from tests.board import lab, made
+from tests.integration.launch_lab import SLEEP, Launch
+
+NOBODY = Head("login2", "another boot", 4242, 1)
+
+
+def view(run: str = "rabc2345", state: str = "running", **changes: Any) -> RunView:
+    """Return a run of two ranks."""
+    ranks = [RankView(rank, "gpu01", rank, rank + 4, 100 + rank, "running", f"step {rank}") for rank in range(2)]
+    values: dict[str, Any] = {
+        "id": run, "lease": None, "target": "train.py --lr 3e-4", "started": "2026-01-31T12:00:00.000Z", "state": state,
+        "exit_code": None, "ranks": ranks, "verdicts": [], "head": this_head(),
+    }  # fmt: skip
+    return RunView(**(values | changes))
+
+
+def keep(env: Mapping[str, str], run: RunView, files: Mapping[str, object] | None = None) -> Path:
+    """Write a run's folder as its head would; return it."""
+    path = runs_dir(env) / run.id
+    if not path.exists():
+        RunFolder(env, run.id)
+    (path / "state.json").write_bytes(msgspec.json.encode(run))
+    for name, value in (files or {}).items():
+        (path / name).write_bytes(value if isinstance(value, bytes) else msgspec.json.encode(value))
+    return path
+
+
+def old(path: Path) -> None:
+    """Make a state as old as one that nobody writes any more."""
+    os.utime(path / "state.json", (1e9, 1e9))
+
+
+def dead_head() -> Head:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    found = holder.identify(child.pid)
+    child.kill()
+    child.wait()
+    assert found is not None
+    return Head(*found)
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    return lab.environment(tmp_path)
+
+
+# Reading
+
+
+def test_live_runs_come_first_then_the_newest(env: dict[str, str]) -> None:
+    for minute, (run, state) in enumerate([("raaa", "running"), ("rbbb", "done"), ("rccc", "failed")]):
+        keep(env, view(run, state, started=f"2026-01-31T12:0{minute}:00.000Z"))
+    assert [entry.view.id for entry in Runbook(env).read()] == ["raaa", "rccc", "rbbb"]
+
+
+def test_what_has_not_changed_is_not_read_again(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = runs.read_state
+
+    def counted(folder: Path) -> RunView | None:
+        read.append(folder.name)
+        return real(folder)
+
+    monkeypatch.setattr(runbook, "read_state", counted)
+    for number in range(50):
+        old(keep(env, view(f"rold{number}", "done")))
+    live = view("rnew")
+    folder = keep(env, live)
+    book = Runbook(env)
+    assert len(book.read()) == len(read) == 51
+    read.clear()
+    assert len(book.read()) == 51
+    assert read == []
+    keep(env, msgspec.structs.replace(live, state="done"))
+    assert book.read()[0].view.state == "done"
+    assert read == ["rnew"]
+    (folder / "state.json").unlink()
+    assert len(book.read()) == 50
+    assert Runbook({"HOME": "/nonexistent"}).read() == []
+
+
+def test_a_state_that_cannot_be_read_now_is_tried_again(env: dict[str, str]) -> None:
+    folder = keep(env, view())
+    (folder / "state.json").write_bytes(b"{")
+    old(folder)
+    book = Runbook(env)
+    assert [(entry.view.state, entry.view.verdicts[0].kind) for entry in book.read()] == [("failed", "unreadable")]
+    keep(env, view())
+    assert [entry.view.state for entry in book.read()] == ["running"]
+
+
+def test_heads_that_died_and_heads_elsewhere_are_told_apart(env: dict[str, str]) -> None:
+    keep(env, view("rdead", head=dead_head()))
+    keep(env, view("rfar", head=NOBODY))
+    found = {entry.view.id: entry for entry in Runbook(env).read()}
+    assert (found["rdead"].view.state, found["rdead"].elsewhere) == ("failed", False)
+    assert (found["rfar"].view.state, found["rfar"].elsewhere, found["rfar"].live) == ("running", True, True)
+
+
+# Words
+
+
+def entry(run: RunView, **changes: Any) -> Entry:
+    values: dict[str, Any] = {"view": run, "written": made_at() + 60.0, "elsewhere": False}
+    return Entry(**(values | changes))
+
+
+def made_at() -> float:
+    return 1769860800.0  # 2026-01-31T12:00:00Z
+
+
+def test_a_failure_is_said_with_its_evidence() -> None:
+    verdict = VerdictView(
+        "", "signal", 1, "gpu01", "rank 1 (gpu01:5) was killed by SIGKILL: out of memory", "cgroup: 1 kill"
+    )
+    run = view(state="failed", exit_code=137, verdicts=[verdict], lease="k3f9", folder="/state/runs/rabc2345")
+    lines = about(entry(run), None, None, None, made_at())
+    assert lines == [
+        ("Run rabc2345", "failed, exit code 137; ranks: 2 running", "bad"),
+        ("Why", "rank 1 (gpu01:5) was killed by SIGKILL: out of memory", "bad"),
+        ("", "cgroup: 1 kill", ""),
+        ("Lease", "k3f9, no longer held", ""),
+        ("Folder", "/state/runs/rabc2345", ""),
+    ]
+    assert first_rank(entry(run)) == 1
+    assert ended_words(entry(run)) == (
+        "train.py --lr 3e-4 ran 1m, 2 ranks, exit code 137\nrank 1 (gpu01:5) was killed by SIGKILL: out of memory"
+    )
+
+
+def test_preflight_is_said_with_its_cures_once() -> None:
+    text = "fail memlock: gpu01: 64 kB; NCCL needs more"
+    run = view(
+        state="failed", exit_code=7, verdicts=[VerdictView("", "preflight", None, "gpu01", text, "ulimit -l unlimited")]
+    )
+    checks = [
+        Check("memlock", "gpu01", "fail", "64 kB", "NCCL needs more", "ulimit -l unlimited"),
+        Check("master address", None, "warn", "127.0.1.1 on gpu02", "it means different things", "write the address"),
+    ]
+    lines = about(entry(run), Detail(checks, ["said"], 30.0, {}), None, None, made_at())
+    assert [(name, words) for name, words, _ in lines[1:5]] == [
+        ("Why", text),
+        ("Cure", "ulimit -l unlimited"),
+        ("Preflight", "master address: 127.0.1.1 on gpu02; it means different things"),
+        ("Cure", "write the address"),
+    ]
+
+
+def test_a_run_of_another_host_is_said_to_be_one() -> None:
+    lines = about(entry(view(head=NOBODY), elsewhere=True), None, None, None, made_at() + 240.0)
+    assert (
+        "Elsewhere",
+        "led from login2, and only there can be seen whether it lives; written 3m ago",
+        "warn",
+    ) in lines
+
+
+def test_a_stop_counts_down() -> None:
+    run, detail = entry(view()), Detail([], [], 30.0, {})
+    assert state_of(run, Stop(0.0, None)) == "stopping"
+    assert countdown(run, detail, Stop(100.0, None), 110.0)[1] == (
+        "SIGTERM sent 10 s ago, SIGKILL in 20 s; ranks 0-1 still there"
+    )
+    assert countdown(run, detail, Stop(100.0, 0.0), 101.0)[1] == "SIGKILL sent 1 s ago; ranks 0-1 still there"
+    gone = [msgspec.structs.replace(rank, state="killed") for rank in run.view.ranks]
+    ended = entry(msgspec.structs.replace(run.view, ranks=gone))
+    assert countdown(ended, None, Stop(100.0, None), 102.0)[1] == "asked 2 s ago; every rank has ended"
+
+
+# The screen
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path, size: tuple[int, int] = (120, 40)
+) -> AsyncIterator[tuple[BoardApp, Pilot[int], RunsScreen]]:
+    async with made.still(folder, made.scene(), size) as (app, pilot):
+        await pilot.press("u")
+        await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen) and "Reading runs" not in lab.screen(app))
+        assert isinstance(app.screen, RunsScreen)
+        yield app, pilot, app.screen
+
+
+def shown(app: BoardApp, *words: str) -> bool:
+    text = " ".join(lab.screen(app).replace("│", " ").split())
+    return all(word in text for word in words)
+
+
+def told(app: BoardApp, *words: str) -> bool:
+    """Tell whether a toast says all of this."""
+    return any(all(word in f"{toast.title} {toast.message}" for word in words) for toast in app._notifications)
+
+
+def test_without_runs_it_says_how_to_make_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, (80, 24)) as (app, pilot, _):
+            assert shown(app, "No runs yet.", "x launches one", "gpuboard launch --n 2 train.py")
+            await pilot.press("s", "o", "enter")
+            assert isinstance(app.screen, RunsScreen)
+            await pilot.press("escape")
+            await lab.settle(pilot, lambda: not isinstance(app.screen, RunsScreen))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_a_failed_run_is_shown_rank_by_rank_with_the_reason(
+    tmp_path: Path, env: dict[str, str], size: tuple[int, int]
+) -> None:
+    verdict = VerdictView(
+        "", "raised", 1, "gpu01", "rank 1 (gpu01:5) failed: ValueError: [/x] bad at train.py:41 in step"
+    )
+    ranks = [
+        RankView(0, "gpu01", 0, 4, 100, "killed", "loss 0.3"),
+        RankView(1, "gpu01", 1, 5, 101, "failed", "ValueError: \x1b]0;evil\x07[/x] 漢字 bad"),
+    ]
+    keep(env, view("rbad2345", "failed", exit_code=1, ranks=ranks, verdicts=[verdict]))
+    keep(env, view("rgood234", "done", exit_code=0, started=iso(made_at() - 60)))
+
+    async def scenario() -> None:
+        async with opened(tmp_path, size) as (app, pilot, _):
+            await lab.settle(pilot, lambda: shown(app, "rank 1 (gpu01:5) failed: ValueError: [/x] bad at train.py:41"))
+            assert shown(app, "rbad2345 failed", "rgood234 done", "1 killed, 1 failed", "loss 0.3", "漢字 bad")
+            await pilot.press("down")
+            await lab.settle(pilot, lambda: shown(app, "done, exit code 0; ranks: 2 running"))
+
+    asyncio.run(scenario())
+
+
+def logged(app: BoardApp, rank: int) -> bool:
+    return isinstance(app.screen, LogScreen) and shown(app, f"hello of {rank}")
+
+
+def test_the_log_of_the_failed_rank_opens_and_any_by_choice(tmp_path: Path, env: dict[str, str]) -> None:
+    verdict = VerdictView("", "raised", 1, "gpu01", "rank 1 failed")
+    folder = keep(env, view(state="failed", verdicts=[verdict]))
+    for rank in range(2):
+        (folder / f"rank-{rank}.out").write_text(f"hello of {rank}\n")
+
+    async def scenario() -> None:
+        async with opened(tmp_path) as (app, pilot, screen):
+            await lab.settle(pilot, lambda: shown(app, "rank 1 failed"))
+            steps = [(("enter",), 1), (("o",), 1), (("tab", "enter"), 0), (("down", "o"), 1)]
+            for keys, rank in steps:
+                await pilot.press(*keys)
+                await lab.settle(pilot, partial(logged, app, rank))
+                await pilot.press("escape")
+                await lab.settle(pilot, lambda: app.screen is screen)
+            ranks = screen.query_one("#ranks", Grid)
+            await pilot.click(ranks, offset=(20, 1), times=2)
+            await lab.settle(pilot, partial(logged, app, 0))
+
+    asyncio.run(scenario())
+
+
+def test_new_runs_and_states_appear_while_the_cursor_stays(tmp_path: Path, env: dict[str, str]) -> None:
+    keep(env, view("rone"))
+
+    async def scenario() -> None:
+        async with opened(tmp_path) as (app, pilot, screen):
+            await lab.settle(pilot, lambda: screen.entry is not None)
+            keep(env, view("rtwo", started=iso(made_at() + 60)))
+            await lab.settle(pilot, lambda: shown(app, "rtwo running"))
+            assert screen.entry is not None
+            assert screen.entry.view.id == "rone"
+            keep(env, view("rone", "done", exit_code=0))
+            await lab.settle(pilot, lambda: shown(app, "rone done", "done, exit code 0"))
+            assert screen.entry.view.id == "rone"
+
+    asyncio.run(scenario())
+
+
+def test_a_run_of_another_host_or_an_ended_one_is_not_stopped(tmp_path: Path, env: dict[str, str]) -> None:
+    keep(env, view("rfar", head=NOBODY, started=iso(made_at() + 60)))
+    keep(env, view("rdone", "done"))
+
+    async def scenario() -> None:
+        async with opened(tmp_path) as (app, pilot, _):
+            await lab.settle(pilot, lambda: shown(app, "led from login2"))
+            await pilot.press("s")
+            await lab.settle(pilot, lambda: told(app, "gpuboard stop rfar` there"))
+            await pilot.press("down", "s")
+            await lab.settle(pilot, lambda: told(app, "rdone has ended already: done"))
+            assert isinstance(app.screen, RunsScreen)
+
+    asyncio.run(scenario())
+
+
+# Stopping a real run
+
+
+IGNORE = (
+    "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(600)\n"
+)
+
+
+@asynccontextmanager
+async def beside(launch: Launch, folder: Path) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+    """The board over the state folder of a launch in another terminal, at its runs."""
+    launch.wait_for("up", times=2)
+    board = lab.environment(folder)
+    (Path(board["XDG_STATE_HOME"]) / "gpuboard").parent.mkdir(parents=True, exist_ok=True)
+    os.symlink(launch.folder / "state" / "gpuboard", Path(board["XDG_STATE_HOME"]) / "gpuboard")
+    async with opened(folder) as (app, pilot, screen):
+        await lab.settle(pilot, lambda: screen.entry is not None and shown(app, "2 running"))
+        yield app, pilot
+
+
+def test_a_run_is_stopped_after_a_question_and_its_end_is_told_wherever_one_is(tmp_path: Path) -> None:
+    async def scenario(launch: Launch) -> None:
+        async with beside(launch, tmp_path) as (app, pilot):
+            await pilot.press("s")
+            await lab.settle(pilot, lambda: isinstance(app.screen, StopConfirm) and shown(app, "SIGKILL after 20s"))
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen))
+            assert launch.view().state == "running", "enter leaves it be"
+            await pilot.press("s")
+            await lab.settle(pilot, lambda: isinstance(app.screen, StopConfirm))
+            await pilot.press("y")
+            await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen))
+            await pilot.press("escape")
+            await lab.settle(pilot, lambda: not isinstance(app.screen, RunsScreen))
+            await lab.settle(pilot, lambda: told(app, f"Run {launch.view().id} stopped", "stopped from the board"))
+
+    with Launch(tmp_path, SLEEP, "--grace", "20s") as launch:
+        asyncio.run(scenario(launch))
+        assert launch.wait() == 143
+        assert launch.view().verdicts[0].text == "stopped from the board"
+
+
+def test_a_run_that_ignores_it_is_counted_down_and_killed_at_once_by_the_mouse(tmp_path: Path) -> None:
+    async def scenario(launch: Launch) -> None:
+        async with beside(launch, tmp_path) as (app, pilot):
+            await pilot.press("s")
+            await lab.settle(pilot, lambda: isinstance(app.screen, StopConfirm))
+            await pilot.press("y")
+            await lab.settle(pilot, lambda: shown(app, "SIGTERM sent 1 s ago, SIGKILL in 599 s; ranks 0-1 still there"))
+            await pilot.press("s")
+            await lab.settle(pilot, lambda: isinstance(app.screen, StopConfirm))
+            await pilot.click("#kill")
+            await lab.settle(pilot, lambda: shown(app, "stopped, exit code 143; ranks: 2 killed"))
+
+    began = time.monotonic()
+    with Launch(tmp_path, IGNORE, "--grace", "10m") as launch:
+        asyncio.run(scenario(launch))
+        assert launch.wait() == 143
+        assert launch.carriers() == []
+    assert time.monotonic() - began < 30
