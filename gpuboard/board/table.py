@@ -87,7 +87,7 @@ class GpuTable(Grid):
                 Column("user", "User", 10),
                 Column("age", "Age", 4, right=True, drop=2),
                 Column("state", "State", 12),
-                Column("reason", "Reason", 0, weight=1, least=8, drop=1),
+                Column("reason", "Reason", 0, weight=1, least=16, drop=1),
             )
         )
 
