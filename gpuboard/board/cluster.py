@@ -20,7 +20,7 @@ from gpuboard.board.gpu import GpuPanel, GpuScreen
 from gpuboard.board.grid import Grid
 from gpuboard.board.look import LETTERS
 from gpuboard.board.node import NodeScreen
-from gpuboard.board.picture import Picture
+from gpuboard.board.picture import MIG, Picture
 from gpuboard.board.query import Query, QueryError, parse
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.summary import Banners, Lines, Summary
@@ -210,6 +210,7 @@ class ClusterScreen(ActingScreen):
         room = self.size.width - sum(width(text) for text, _ in runs)
         marks = [(mark, "warn", flag) for flag, mark in FLAG_MARKS.items()]
         letters = [(letter, state, state) for state, letter in LETTERS.items()] if view.view == "picture" else []
+        letters.append((MIG, "dim", "MIG mode"))
         for sign, style, word in (*letters, *marks):
             room -= len(sign) + len(word) + 3
             if room < 0:

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
     from gpuboard.board.look import Look
 
-__all__ = ["Cell", "Column", "Grid", "LazyRows", "Row"]
+__all__ = ["RIGHT", "Cell", "Column", "Grid", "LazyRows", "Row"]
 
+RIGHT = 3  # the mouse's button; some terminals keep ctrl and click to themselves
 _HEADER = 1  # lines above the rows
 
 
@@ -448,7 +449,7 @@ class Grid(ScrollView, can_focus=True):
         return None
 
     def on_click(self, event: events.Click) -> None:
-        """A click on the header sorts, on a row moves there; on its mark, or with ctrl, marks; twice opens."""
+        """A click on the header sorts, on a row moves there, twice opens; on its mark, with ctrl or right it marks."""
         at = event.get_content_offset(self)
         if at is None:
             return
@@ -461,7 +462,7 @@ class Grid(ScrollView, can_focus=True):
         if index >= len(self._rows) or self._rows[index].group:
             return
         self._go(index)
-        if event.ctrl or at.x < self._indent:
+        if event.ctrl or event.button == RIGHT or at.x < self._indent:
             self._toggle(self.cursor)
         elif event.chain == 2:
             self.action_choose()

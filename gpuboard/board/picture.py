@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 
 from gpuboard.board.arrange import STATE_ORDER, Group, NodeRow, users_of
 from gpuboard.board.cells import fit, width
-from gpuboard.board.grid import Cell, Column, Grid, LazyRows, Row
+from gpuboard.board.grid import RIGHT, Cell, Column, Grid, LazyRows, Row
 from gpuboard.board.look import LETTERS
 from gpuboard.board.rows import GAP, Runs
 from gpuboard.board.scene import Scene
@@ -171,7 +171,7 @@ class Picture(Grid):
         self._extend(self.action_right)
 
     def on_click(self, event: events.Click) -> None:
-        """A click on a GPU moves there, with ctrl marks, twice opens it; on a node twice opens that; a title sorts."""
+        """A click on a GPU moves there, with ctrl or right marks, twice opens; on a node twice opens; a title sorts."""
         event.prevent_default()  # what Grid would do
         at = event.get_content_offset(self)
         if at is None:
@@ -190,7 +190,7 @@ class Picture(Grid):
         if place is not None and place < len(gpus) and (item.shown is None or gpus[place].uuid in item.shown):
             self._column, self._wanted_uuid = place, gpus[place].uuid
             self._go(index)
-            if event.ctrl:
+            if event.ctrl or event.button == RIGHT:
                 self._toggle(self.cursor)
             elif event.chain == 2:
                 self.action_choose()

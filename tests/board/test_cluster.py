@@ -198,6 +198,8 @@ def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
         assert shown.cursor_uuid == "GPU-gpu1-4"
         await pilot.click(Picture, offset=(left + 3, 2), control=True)
         assert shown.targets() == ["GPU-gpu2-1"]
+        await pilot.click(Picture, offset=(left, 2), button=3)
+        assert shown.targets() == ["GPU-gpu2-0", "GPU-gpu2-1"]
         await pilot.click(Picture, offset=(left, 5))
         assert shown.cursor_node == "gpu5"
         await pilot.click(Picture, offset=(2, 1))

@@ -204,6 +204,7 @@ def test_the_mouse_does_all_of_it() -> None:
         await pilot.click(Grid, offset=(5, 3))  # a row
         await pilot.click(Grid, offset=(0, 4))  # the column of marks
         await pilot.click(Grid, offset=(20, 6), control=True)
+        await pilot.click(Grid, offset=(20, 6), button=3)
         await pilot.click(Grid, offset=(20, 7), times=2)
         await pilot.pause()
         assert app.said == [
@@ -213,6 +214,7 @@ def test_the_mouse_does_all_of_it() -> None:
             ("marked", ["k3"]),
             ("moved", "k5"),
             ("marked", ["k3", "k5"]),
+            ("marked", ["k3"]),
             ("moved", "k6"),
             ("chosen", "k6"),
         ]
@@ -236,6 +238,22 @@ def test_the_wheel_scrolls_and_leaves_the_cursor() -> None:
         scrolled = grid.scroll_offset.y
         grid.set_rows(many(100))
         assert grid.scroll_offset.y == scrolled  # a refresh does not drag the person back
+
+    run(check)
+
+
+def test_rows_that_go_take_the_scroll_position_along() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows(many(100))
+        await pilot.pause()
+        grid.scroll_relative(y=90, animate=False)
+        await pilot.pause()
+        grid.set_rows(many(12))
+        await pilot.pause()
+        assert [line[2:4] for line in lines(grid)[1:]] == ["k2", "k3", "k4", "k5", "k6", "k7", "k8", "k9", "k1", "k1"]
+        grid.set_rows(many(3))
+        await pilot.pause()
+        assert [line[2:] for line in lines(grid)[1:5]] == [f"k{n}             {n} words" for n in range(3)] + [""]
 
     run(check)
 
