@@ -19,9 +19,10 @@ from textual.widget import Widget
 from textual.widgets import Button, Input, Label, OptionList, Static
 from textual.widgets.option_list import Option
 
+from gpuboard.board.asking import lasting
 from gpuboard.board.look import ASCII
 from gpuboard.board.scene import Scene
-from gpuboard.model.units import format_duration, parse_duration, parse_size
+from gpuboard.model.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -67,7 +68,7 @@ def duration(most_s: float) -> Callable[[str], str]:
             seconds = parse_duration(text)
         except ValueError:
             return "write 30m, 8h, 2d or 1h30m"
-        return f"longer than the {format_duration(most_s)} allowed here" if seconds > most_s else ""
+        return f"longer than the {lasting(most_s)} allowed" if seconds > most_s else ""
 
     return check
 

@@ -386,6 +386,6 @@ def _sums(ordered: Sequence[Held]) -> str:
     gpus = sum(len(one.lease.gpus) for one in ordered)
     words = [f"{len(ordered)} lease{'s' if len(ordered) > 1 else ''}", f"{gpus} GPU{'s' if gpus > 1 else ''}"]
     words += [f"{mine} yours"] if (mine := sum(one.mine for one in ordered)) else []
-    words += [f"{idle} GPUs idle"] if (idle := sum(one.idle for one in ordered)) else []
+    words += [f"{idle} idle"] if (idle := sum(one.idle for one in ordered)) else []
     words += [f"{rogue} with a rogue process"] if (rogue := sum(bool(one.rogues) for one in ordered)) else []
     return " · ".join(words)

@@ -1,0 +1,258 @@
+"""The leases screen: what is shown of whom, and what ends, lasts longer or is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input, OptionList
+
+from gpuboard.board.app import BoardApp, SceneChanged
+from gpuboard.board.cluster import ClusterScreen
+from gpuboard.board.core import Core
+from gpuboard.board.dialogs import Choose, Confirm
+from gpuboard.board.leases import LeasesScreen, RenewDialog
+from gpuboard.board.reserve import ReserveDialog
+from gpuboard.board.scene import Scene
+from gpuboard.cluster.simulated import demo_nodes
+from gpuboard.model.lease import LeaseHolder
+from gpuboard.model.request import Request
+from gpuboard.model.units import iso
+from tests.board import lab, made, other
+
+Test = Callable[[BoardApp, Pilot[int], Core], Awaitable[None]]
+
+
+def with_leases(folder: Path, wanted: Sequence[tuple[int, float, str]], test: Test, size: tuple[int, int]) -> None:
+    """Run ``test`` on the leases screen with leases of ours: GPUs, seconds, purpose. They are released at the end."""
+
+    async def main() -> None:
+        core = lab.make_core(folder)
+        async with lab.board(core, size) as (app, pilot):
+            for n, for_s, purpose in wanted:
+                core.operations.told(core.operations.reserve(Request(n=n, model="H100"), for_s, purpose))
+            await pilot.press("l")
+            await lab.settle(
+                pilot,
+                lambda: app.scene is not None and len(app.scene.by_lease) == len(wanted) and grid(app) is not None,
+            )
+            try:
+                await test(app, pilot, core)
+            finally:
+                for lease in core.scene().by_lease:
+                    core.operations.release(lease)
+
+    asyncio.run(main())
+
+
+def grid(app: BoardApp) -> str | None:
+    return app.screen._grid.cursor if isinstance(app.screen, LeasesScreen) else None
+
+
+def notes(app: BoardApp) -> list[str]:
+    return [f"{note.title}: {note.message}" for note in app._notifications]
+
+
+def row(app: BoardApp, word: str) -> str:
+    [line] = [line for line in lab.screen(app).splitlines()[1:-4] if word in line]
+    return line
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_shows_every_lease(tmp_path: Path, size: tuple[int, int]) -> None:
+    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+        assert app.scene is not None
+        first, second = sorted(app.scene.leases.leases, key=lambda lease: lease.until)
+        text = lab.screen(app)
+        assert " 2 leases · 3 GPUs · 2 yours" in text
+        assert all(words in row(app, first.id) for words in ("root", "sim01:", "59m"))
+        assert all(words in row(app, second.id) for words in ("root", "sim01:", "7h59m"))
+        assert text.index(first.id) < text.index(second.id)
+        assert "[b]grid[/b]" in text
+        assert ("█" in row(app, first.id)) == (size[0] >= 150)
+
+    with_leases(tmp_path, [(1, 3600, "[b]grid[/b]"), (2, 8 * 3600, "")], test, size)
+
+
+def test_the_time_line_in_place_of_the_list(tmp_path: Path) -> None:
+    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+        assert app.scene is not None
+        first, second = sorted(app.scene.leases.leases, key=lambda lease: lease.until)
+        await pilot.press("t")
+        await pilot.pause()
+        bars = [row(app, lease.id).count("█") for lease in (first, second)]
+        assert bars[0] * 6 < bars[1] <= 43
+        assert row(app, "Owner").count(":00") >= 3
+        await pilot.press("t")
+        await pilot.pause()
+        assert "█" not in row(app, first.id)
+
+    with_leases(tmp_path, [(1, 3600, ""), (2, 8 * 3600, "")], test, (80, 24))
+
+
+def test_releases_when_that_is_meant(tmp_path: Path) -> None:
+    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+        lease = (grid(app) or "").split()[0]
+        for keys in (("d", "enter"), ("d", "escape"), ("d", "n")):
+            await pilot.press(*keys)
+            await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
+        assert len(lab.claims(tmp_path)) == 2
+        await pilot.press("d")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+        assert f"Release {lease}?" in lab.screen(app)
+        await pilot.press("y")
+        await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
+        await lab.settle(pilot, lambda: "Nobody holds a GPU." in lab.screen(app))
+        assert any(note.startswith(f"Released: {lease}: sim01:") for note in notes(app))
+
+    with_leases(tmp_path, [(2, 3600, "")], test, (80, 24))
+
+
+def test_releases_with_the_mouse(tmp_path: Path) -> None:
+    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+        await pilot.click("#leases", offset=(3, 2))
+        chosen = (grid(app) or "").split()[0]
+        await pilot.press("d")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.click("#yes")
+        await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 1)
+        assert chosen not in "".join(lab.claims(tmp_path))
+
+    with_leases(tmp_path, [(1, 3600, ""), (1, 7200, "")], test, (80, 24))
+
+
+def test_renews(tmp_path: Path) -> None:
+    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+        await pilot.press("n")
+        await lab.settle(pilot, lambda: isinstance(app.screen, RenewDialog) and app.screen.is_mounted)
+        entry = app.screen.query_one("#field-for", Input)
+        entry.value = "25h"
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: "longer than the 1d allowed" in lab.screen(app))
+        entry.value = "3h"
+        await lab.settle(pilot, lambda: "Ends " in lab.screen(app))
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
+        await lab.settle(pilot, lambda: app.scene and next(iter(app.scene.by_lease.values())).remaining_s > 10700)
+        assert any(note.startswith("Renewed: ") for note in notes(app))
+
+    with_leases(tmp_path, [(1, 3600, "")], test, (80, 24))
+
+
+def test_jumps_to_the_gpus_and_copies_the_line(tmp_path: Path) -> None:
+    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+        assert app.scene is not None
+        [lease] = app.scene.leases.leases
+        await pilot.press("y")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Choose) and app.screen.is_mounted)
+        assert app.screen.query_one(OptionList).option_count == 4
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
+        assert app.clipboard == f'eval "$(gpuboard env {lease.id} --node sim01)"'
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
+        assert isinstance(app.screen, ClusterScreen)
+        assert app.screen.cursor_uuid == lease.gpus[0].uuid
+
+    with_leases(tmp_path, [(2, 3600, "")], test, (80, 24))
+
+
+def test_without_leases_it_says_how_to_get_one(tmp_path: Path) -> None:
+    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+        for key in ("d", "n", "y"):
+            await pilot.press(key)
+        await pilot.pause()
+        assert set(notes(app)) == {": there is no lease; r reserves"}
+        await pilot.press("r")
+        await lab.settle(pilot, lambda: isinstance(app.screen, ReserveDialog))
+        await pilot.press("escape", "l")
+        await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
+
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        async with lab.board(core, (80, 24)) as (app, pilot):
+            await pilot.press("l")
+            await lab.settle(pilot, lambda: "Nobody holds a GPU." in lab.screen(app))
+            await test(app, pilot, core)
+
+    asyncio.run(main())
+
+
+def crowd() -> Scene:
+    """Return a scene with leases of two people, one idle, one with a rogue process, and a node that was not read."""
+    now = time.time()
+    idle = made.gpu("gpu01", 0, "reserved", leases=["aaaaaa"], flags=["idle"])
+    rogue = made.busy("gpu01", 1, "eve", leases=["bbbbbb"], flags=["rogue"])
+    scene = made.scene(
+        made.node("gpu01", [idle, rogue]),
+        made.unread("gpu02"),
+        leases=[
+            msgspec.structs.replace(
+                lease, since=iso(now - 1800), until=iso(now + 5400), remaining_s=5400.0, nodes=["gpu01"]
+            )
+            for lease in (
+                made.lease("aaaaaa", "alice", [("gpu01", 0)]),
+                msgspec.structs.replace(
+                    made.lease("bbbbbb", "bob", [("gpu01", 1)], 1002), holder=LeaseHolder(7, False)
+                ),
+            )
+        ],
+        uids={"gpu01": 1001},
+    )
+    scene.leases.unread.append("gpu02")
+    return scene
+
+
+def test_idle_and_rogue_ones_are_marked_with_names_and_others_are_left_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path, [])
+        app = BoardApp(core)
+        async with app.run_test(size=(120, 40)) as pilot:
+            await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen) and app.scene is not None)
+            core.close()  # from now on scenes come from the test alone
+            await pilot.press("l")
+            app.post_message(SceneChanged(crowd()))
+            await lab.settle(pilot, lambda: grid(app) is not None)
+            text = lab.screen(app)
+            assert "Not read, so leases there are missing: gpu02" in text
+            assert "idle" in row(app, "aaaaaa")
+            assert all(words in row(app, "bbbbbb") for words in ("rogue: eve", "pid 7 gone"))
+            assert "2 leases · 2 GPUs · 1 yours · 1 idle · 1 with a rogue process" in text
+            await pilot.press("end")
+            await lab.settle(pilot, lambda: (grid(app) or "").startswith("bbbbbb"))
+            assert "rogue on gpu01:1: eve's process 4001  python train.py" in lab.screen(app)
+            await pilot.press("d", "n")
+            await pilot.pause()
+            assert isinstance(app.screen, LeasesScreen)
+            assert notes(app) == [
+                ": bbbbbb is bob's; only its owner can end it, or root",
+                ": bbbbbb is bob's; only its owner can renew it",
+            ]
+
+    asyncio.run(main())
+
+
+@other.needs_root
+def test_root_may_end_somebody_elses(tmp_path: Path) -> None:
+    lab.claims_folder(tmp_path)
+    nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
+
+    async def main() -> None:
+        core = lab.make_core(tmp_path, nodes)
+        async with lab.board(core, (80, 24)) as (app, pilot):
+            with other.somebody(tmp_path, nodes[0]) as agent:
+                assert app.scene is not None
+                other.take(agent, "abcdef", [app.scene.nodes["sim01"].gpus[0].uuid])
+                await pilot.press("l")
+                await lab.settle(pilot, lambda: grid(app) == "abcdef nobody")
+                await pilot.press("d")
+                await lab.settle(pilot, lambda: "It is nobody's; as root you may end it." in lab.screen(app))
+                await pilot.press("y")
+                await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
+
+    asyncio.run(main())
