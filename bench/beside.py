@@ -1,0 +1,208 @@
+"""`gpuboard`, `nvitop` and `gpustat -i 1` side by side on one node of 8 GPUs: CPU, memory, and time to the first data.
+
+    python bench/beside.py [--seconds 60] [--starts 9]
+
+All three run at the same time, each in a tmux pane of 200x60, on the tests' NVML library, whose values move every
+second; each GPU has two processes. CPU and memory are those of the whole process tree: gpuboard's board and its agent
+are told apart. The start is measured on a pseudo-terminal of 200x60, alternating: until what the
+GPUs say is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import pty
+import select
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests' NVML library, which is not in the package
+
+from tests.nvml import GIB, Gpu, library, write_script
+
+SIZE = (200, 60)
+SETTLE_S = 6.0
+WINDOW_S = 10.0
+GOAL_START_S = 0.6
+GOAL_START_RATIO = 1.5
+LIMIT_S = 15.0
+# What each writes once it has read the GPUs: how many are busy, a power limit, a name
+DATA = {"gpuboard": b"8 busy", "nvitop": b"700W", "gpustat": b"H100"}
+BINARIES = Path(sys.executable).parent
+COMMANDS = {
+    "gpuboard": [sys.executable, "-m", "gpuboard"],
+    "nvitop": [sys.executable, str(BINARIES / "nvitop"), "--interval", "1"],
+    "gpustat": [sys.executable, str(BINARIES / "gpustat"), "-i", "1"],
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="gpuboard beside nvitop and gpustat")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--starts", type=int, default=9)
+    args = parser.parse_args()
+    for name in ("nvitop", "gpustat"):
+        if not (BINARIES / name).exists():
+            sys.exit(f"{name} is not installed: pip install {name}")
+    with tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as path:
+        folder = Path(path)
+        moving(folder, 0)
+        running(folder, max(2, round(args.seconds / WINDOW_S)))
+        starts(folder, args.starts)
+
+
+def moving(folder: Path, second: int) -> None:
+    """Write what the GPUs say in a second."""
+    pids = (os.getpid(), os.getppid())
+    gpus = [
+        Gpu(
+            used=(8 + (second + k) % 4) * GIB,
+            utilization=50 + (7 * second + 11 * k) % 50,
+            temperature=40 + (second + k) % 9,
+            power=300_000 + 1000 * ((13 * second + k) % 90),
+            processes=tuple(("compute", pid, 4 * GIB) for pid in pids),
+        )
+        for k in range(8)
+    ]
+    write_script(folder / "nvml", gpus)
+
+
+def environ(folder: Path) -> dict[str, str]:
+    """Return an environment of its own with the tests' NVML library."""
+    foreign = ("GPUBOARD_", "XDG_", "CUDA_", "PYTHON", "TMUX", "NO_COLOR", "TEXTUAL")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+    return env | {
+        "LD_LIBRARY_PATH": str(library()),
+        "FAKE_NVML": str(folder / "nvml"),
+        "HOME": str(folder),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "LANG": "C.UTF-8",
+        "TERM": "xterm-256color",
+    }
+
+
+def running(folder: Path, windows: int) -> None:
+    """Let all three run at once and print what they take."""
+    tmux = ["tmux", "-S", str(folder / "tmux"), "-f", "/dev/null"]
+    size = ["-x", str(SIZE[0]), "-y", str(SIZE[1])]
+    try:
+        pids = {}
+        for name, command in COMMANDS.items():
+            words = ["new-session", "-d", "-s", name, *size, "-P", "-F", "#{pane_pid}", "exec " + " ".join(command)]
+            started = subprocess.run([*tmux, *words], env=environ(folder), check=True, capture_output=True, text=True)
+            pids[name] = int(started.stdout)
+        second = _wait(folder, 0, SETTLE_S)
+        for name in pids:
+            pane = subprocess.run([*tmux, "capture-pane", "-p", "-t", name], capture_output=True).stdout
+            if DATA[name] not in pane:
+                sys.exit(f"{name} shows no GPU:\n{pane.decode(errors='replace')}")
+        percents: dict[str, list[float]] = {}
+        for _ in range(windows):
+            before = {name: _parts(name, pid) for name, pid in pids.items()}
+            started_ns = time.monotonic_ns()
+            second = _wait(folder, second, WINDOW_S)
+            wall_ns = time.monotonic_ns() - started_ns
+            for name, parts in before.items():
+                for part, used in parts.items():
+                    now = _parts(name, pids[name]).get(part, used)
+                    percents.setdefault(part, []).append(100 * (now - used) / wall_ns)
+        memory = {part: sum(map(_pss, found)) for name, pid in pids.items() for part, found in _tree(name, pid).items()}
+    finally:
+        subprocess.run([*tmux, "kill-server"], capture_output=True)
+    print(f"8 GPUs with 2 processes each, a reading a second, {windows} windows of {WINDOW_S:.0f} s, medians")
+    median = {part: statistics.median(values) for part, values in percents.items()}
+    for part, value in median.items():
+        print(f"{part}: {value:.2f} % of a core, {memory[part] / 2**20:.0f} MiB (PSS)")
+    ours = statistics.median(a + b for a, b in zip(percents["gpuboard"], percents["gpuboard's agent"], strict=True))
+    size_mib = (memory["gpuboard"] + memory["gpuboard's agent"]) / 2**20
+    verdict = "met" if ours <= median["nvitop"] else "missed"
+    print(f"gpuboard in all: {ours:.2f} % of a core, {size_mib:.0f} MiB; goal no more CPU than nvitop: {verdict}")
+
+
+def starts(folder: Path, rounds: int) -> None:
+    """Start gpuboard and nvitop in turn and print how long they take to their first data."""
+    found: dict[str, list[float]] = {"gpuboard": [], "nvitop": []}
+    for name in found:
+        _start(folder, name)  # bytecode and page cache
+    for number in range(rounds):
+        for name in sorted(found, reverse=bool(number % 2)):
+            found[name].append(_start(folder, name))
+    ours, theirs = (statistics.median(values) for values in found.values())
+    ratio = statistics.median(a / b for a, b in zip(*found.values(), strict=True))
+    print(
+        f"start to the first GPU on the screen, {rounds} rounds: gpuboard {ours:.2f} s, nvitop {theirs:.2f} s, ", end=""
+    )
+    met = ours <= GOAL_START_S and ratio <= GOAL_START_RATIO
+    print(f"ratio {ratio:.2f}; goal {GOAL_START_S} s and {GOAL_START_RATIO}: {'met' if met else 'missed'}")
+
+
+def _start(folder: Path, name: str) -> float:
+    """Return seconds from the start of a command on a terminal of its own until it has written what the GPUs say."""
+    command = COMMANDS[name]
+    started = time.perf_counter()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
+        os.execvpe(command[0], command, environ(folder))
+    written = b""
+    try:
+        while DATA[name] not in written:
+            left = started + LIMIT_S - time.perf_counter()
+            if left <= 0 or not select.select([terminal], [], [], left)[0]:
+                sys.exit(f"{' '.join(command)} wrote no GPU in {LIMIT_S:.0f} s: {written[-500:]!r}")
+            written += os.read(terminal, 65536)
+        return time.perf_counter() - started
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.close(terminal)
+        os.waitpid(pid, 0)
+
+
+def _wait(folder: Path, second: int, seconds: float) -> int:
+    """Let the GPUs move for some seconds; return the second they have come to."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(1.0, left))
+        second += 1
+        moving(folder, second)
+    return second
+
+
+def _tree(name: str, pid: int) -> dict[str, list[int]]:
+    """Return the processes of a command; gpuboard's agent is its children."""
+    below: list[int] = []
+    todo = [pid]
+    while todo:
+        for file in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
+            children = [int(word) for word in file.read_text().split()]
+            below += children
+            todo += children
+    return {"gpuboard": [pid], "gpuboard's agent": below} if name == "gpuboard" else {name: [pid, *below]}
+
+
+def _parts(name: str, pid: int) -> dict[str, int]:
+    """Return the nanoseconds that each part of a command has run."""
+    return {part: sum(map(_cpu_ns, pids)) for part, pids in _tree(name, pid).items()}
+
+
+def _cpu_ns(pid: int) -> int:
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+
+
+def _pss(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+
+
+if __name__ == "__main__":
+    main()
