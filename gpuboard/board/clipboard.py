@@ -34,11 +34,12 @@ def export_line(scene: Scene, uuids: Sequence[str], *, by_uuid: bool) -> str:
     mig = [(uuid == place.gpu.uuid, place.gpu.index) for uuid, place in places if "mig" in place.gpu.flags]
     if any(parent for parent, _ in mig) or (mig and not by_uuid):
         raise GpuboardError(f"{nodes[0]}:{mig[0][1]} is in MIG mode; CUDA takes the UUID of one of its devices")
+    label = "  # SIMULATED" if places[0][1].node.source == "simulated" else ""  # its indexes are not this machine's
     if by_uuid:
-        return f"export CUDA_VISIBLE_DEVICES={shlex.quote(uuids_line(scene, uuids))}"
+        return f"export CUDA_VISIBLE_DEVICES={shlex.quote(uuids_line(scene, uuids))}{label}"
     indexes = ",".join(str(place.gpu.index) for _, place in places)
     # CUDA's own order is fastest first: indexes mean NVML's only with this.
-    return f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indexes}"
+    return f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indexes}{label}"
 
 
 def ssh_line(node: Node) -> str:

@@ -183,8 +183,8 @@ def test_copies_with_keys_and_shows_what(tmp_path: Path) -> None:
             await lab.settle(pilot, lambda: "3 selected" in lab.screen(app))
             expected = {
                 "uuids": f"{first[0]},{first[2]},{first[3]}",
-                "export": "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,2,3",
-                "export-uuid": f"export CUDA_VISIBLE_DEVICES={first[0]},{first[2]},{first[3]}",
+                "export": "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,2,3  # SIMULATED",
+                "export-uuid": f"export CUDA_VISIBLE_DEVICES={first[0]},{first[2]},{first[3]}  # SIMULATED",
             }
             for key, text in expected.items():
                 await pilot.press("y")
