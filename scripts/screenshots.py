@@ -279,11 +279,11 @@ async def run(pilot: Pilot[int]) -> None:
 
 
 PICTURES: dict[str, tuple[Act, tuple[int, int]]] = {
-    "cluster": (cluster, (120, 26)),
+    "cluster": (cluster, (120, 24)),
     "table": (table, (120, 40)),
     "gpu": (gpu, (120, 34)),
-    "leases": (leases, (120, 22)),
-    "run": (run, (120, 26)),
+    "leases": (leases, (160, 18)),
+    "run": (run, (120, 24)),
 }
 
 
