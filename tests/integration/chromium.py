@@ -33,7 +33,7 @@ _TEXT = """
     if (!window.held) return "";
     const buffer = window.held.terminal.buffer.active, lines = [];
     for (let i = 0; i < window.held.terminal.rows; i++)
-        lines.push(buffer.getLine(buffer.baseY + i)?.translateToString(true) ?? "");
+        lines.push(buffer.getLine(buffer.baseY + i)?.translateToString(true, 0, window.held.terminal.cols) ?? "");
     return lines.map(line => line.trimEnd()).join("\\n");
 })()
 """
@@ -137,6 +137,10 @@ class Browser:
             facts: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": code}
             self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **facts)
             self.call("Input.dispatchKeyEvent", type="keyUp", **facts)
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the page another size, in pixels."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def requests(self) -> list[str]:
         """Return the addresses that were asked for since the browser began, websockets included."""

@@ -163,15 +163,15 @@ async def opened(serving: Serving) -> AsyncIterator[aiohttp.ClientWebSocketRespo
             yield websocket
 
 
-async def seen(websocket: aiohttp.ClientWebSocketResponse, words: bytes) -> bytes:
-    """Read what the board draws until ``words`` are in it."""
+async def seen(websocket: aiohttp.ClientWebSocketResponse, words: bytes) -> None:
+    """Read what the board draws until ``words`` are in it; gives up after 20 s."""
     text = b""
-    while words not in text:
-        message = await websocket.receive(20)
-        assert message.type in {aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT}, (message, text)
-        if message.type is aiohttp.WSMsgType.BINARY:
-            text += message.data
-    return text
+    async with asyncio.timeout(20):
+        while words not in text:
+            message = await websocket.receive()
+            assert message.type in {aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT}, (message, text)
+            if message.type is aiohttp.WSMsgType.BINARY:
+                text += message.data
 
 
 def gone(pid: int) -> bool:
@@ -191,7 +191,7 @@ def test_a_board_ends_with_its_page(serving: Serving) -> None:
 
     async def look() -> int:
         async with opened(serving) as websocket:
-            await seen(websocket, b"uit")
+            await seen(websocket, b"H100")
             (board,) = serving.boards()
             environ = Path(f"/proc/{board}/environ").read_text()
             assert serving.token not in environ + Path(f"/proc/{board}/cmdline").read_text()
@@ -219,7 +219,7 @@ def test_boards_end_with_the_server(serving: Serving, number: int, code: int, be
     async def visit() -> int:
         async with opened(serving) as websocket:
             if begun:
-                await seen(websocket, b"uit")
+                await seen(websocket, b"H100")
             (board,) = await asyncio.to_thread(until, serving.boards, "a board starts")
             serving.process.send_signal(number)
             await asyncio.to_thread(until, lambda: serving.process.poll() is not None, "the server ends", 2.0)
@@ -384,11 +384,77 @@ def browser() -> Iterator[Browser]:
 
 
 def test_the_board_in_a_browser(here: Here, browser: Browser) -> None:
-    here.needs_claims()
-    here.gpus([Gpu(), Gpu(used=5 * GIB)])
+    claims = here.needs_claims()
+    host = socket.gethostname().partition(".")[0]
+    free = here.gpus([Gpu(), Gpu(used=5 * GIB), Gpu()])
     serving = Serving(here, "--port", "0")
     try:
         browser.open(serving.url)
-        browser.wait_text(socket.gethostname().partition(".")[0])
+        browser.wait_text("2 free of 3", "Filter")
+        assert "token" not in browser.address()
+        assert [cookie["httpOnly"] for cookie in browser.cookies()] == [True]
+        assert serving.token not in str(browser.cookies())
+        drawn = browser.picture()
+
+        browser.keys("?")  # keys work, and without a click into the page first
+        browser.wait_text("Flags", "disputed      claims contradict each other")
+        browser.keys("Escape")
+        browser.wait_text("2 free of 3")
+
+        browser.keys("r")
+        browser.wait_text(f"Takes {host}:0")
+        browser.keys("Enter")
+        browser.wait_text("Reserved: ", "1 reserved")
+        (lease,) = here.json("leases", "--json")["leases"]
+        assert [gpu["uuid"] for gpu in lease["gpus"]] == [free[0].uuid]
+        assert [claim.name for claim in claims.glob("gpuboard.*")] == [f"gpuboard.{free[0].uuid}.{lease['id']}"]
+
+        browser.resize(700, 500)  # the board follows the page
+        until(lambda: max(map(len, browser.text().splitlines())) < 90, "the board is as wide as the page")
+        assert browser.picture() != drawn
+
+        before = serving.boards()
+        browser.call("Page.reload")
+        browser.wait_text("free of 3")
+        until(lambda: len(serving.boards()) == 1 and serving.boards() != before, "another board in place of the first")
+        browser.keys("q")
+        until(lambda: "The board has ended" in str(browser.evaluate("document.body.innerText")), "the page says so")
+        assert browser.evaluate("document.body.classList.contains('-closed')")
+        browser.evaluate("document.getElementById('again').click()")
+        browser.wait_text("free of 3")
+
+        assert browser.complaints() == []
+        asked = {url.split("/")[2] for url in browser.requests() if not url.startswith("data:")}
+        assert asked == {serving.host}  # nothing comes from anywhere else
     finally:
         serving.stop()
+
+
+def test_another_page_cannot_reach_the_board_through_the_browser(here: Here, browser: Browser) -> None:
+    """A page of another port of this machine has the same cookies; it must not get at the board all the same."""
+    serving, other = Serving(here, "--port", "0"), Serving(here, "--port", "0")
+    try:
+        browser.open(serving.url)
+        browser.wait_text("free of 2")
+        page = browser.address()
+        browser.open(other.url)  # whoever serves this sees the cookies that come with it
+        browser.wait_text("free of 2")
+        sent = [e["params"] for e in browser.events if e["method"] == "Network.requestWillBeSentExtraInfo"]
+        said = [str(request["headers"]) for request in sent if other.host in request["headers"].get("Host", "")]
+        assert said
+        assert not any(serving.enter()[1] in headers for headers in said)
+        boards = serving.boards()
+        opened = """new Promise(done => { const socket = new WebSocket("%sws?width=80&height=24");
+            socket.onopen = () => done("open"); socket.onerror = () => done("refused"); })"""
+        browser.call("Page.setBypassCSP", enabled=True)  # the other page would not have our policy
+        browser.call("Page.reload")
+        browser.wait_text("free of 2")
+        assert browser.evaluate(opened % page.replace("http", "ws")) == "refused"
+        assert set(serving.boards()) <= set(boards)
+        assert any("the page that asks is not the board's own" in line for line in serving.said)
+        framed = "new Promise(done => { const f = document.createElement('iframe'); f.onload = () => done(1); "
+        browser.evaluate(framed + f"f.src = '{page}'; document.body.append(f); }})")
+        assert serving.boards() == [] or set(serving.boards()) <= set(boards)
+    finally:
+        serving.stop()
+        other.stop()
