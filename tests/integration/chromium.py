@@ -40,9 +40,6 @@ _TEXT = """
 _KEYS = {  # name: key, code, text
     "Enter": ("Enter", 13, "\r"),
     "Escape": ("Escape", 27, ""),
-    "Tab": ("Tab", 9, ""),
-    "Space": (" ", 32, " "),
-    "ArrowDown": ("ArrowDown", 40, ""),
 }
 
 
