@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
     from gpuboard.board.look import Look
 
-__all__ = ["RIGHT", "Cell", "Column", "Grid", "LazyRows", "Row"]
+__all__ = ["HEADER", "RIGHT", "Cell", "Column", "Grid", "LazyRows", "Row"]
 
 RIGHT = 3  # the mouse's button; some terminals keep ctrl and click to themselves
-_HEADER = 1  # lines above the rows
+HEADER = 1  # lines above the rows
 
 
 class Grid(ScrollView, can_focus=True):
@@ -109,7 +109,6 @@ class Grid(ScrollView, can_focus=True):
         empty: str = "",
         marks: bool = False,
         mark_column: bool = True,
-        header: bool = True,
         id: str | None = None,
     ) -> None:
         """``empty``: what to say while there are no rows; ``marks``: whether rows can be marked, in a column for it."""
@@ -118,7 +117,6 @@ class Grid(ScrollView, can_focus=True):
         self.empty = empty
         self._marking = marks
         self._indent = MARK_WIDTH if marks and mark_column else 0
-        self._top = _HEADER if header else 0
         self._rows: Sequence[Row] = ()
         self._indexes: dict[str, int] | None = {}
         self._cursor: str | None = None
@@ -228,7 +226,7 @@ class Grid(ScrollView, can_focus=True):
     @property
     def _page(self) -> int:
         """How many rows fit."""
-        return max(1, self.scrollable_content_region.height - self._top)
+        return max(1, self.scrollable_content_region.height - HEADER)
 
     def on_mount(self) -> None:
         """Take our size."""
@@ -242,7 +240,7 @@ class Grid(ScrollView, can_focus=True):
             self._reveal()
 
     def _resized(self) -> None:
-        self.virtual_size = Size(0, len(self._rows) + self._top)
+        self.virtual_size = Size(0, len(self._rows) + HEADER)
 
     def _measure(self) -> None:
         """Share the width among the columns."""
@@ -269,10 +267,10 @@ class Grid(ScrollView, can_focus=True):
                 lines[index] = drawn
             else:
                 lines[index] = (line, None)
-                self.refresh(Region(0, index - first + self._top, width, 1))
+                self.refresh(Region(0, index - first + HEADER, width, 1))
         below = last - first
         if len(self._lines) > below or not self._rows:  # rows have gone: blank what they leave
-            self.refresh(Region(0, below + self._top, width, max(0, self._page - below)))
+            self.refresh(Region(0, below + HEADER, width, max(0, self._page - below)))
         self._lines = lines
 
     def render_line(self, y: int) -> Strip:
@@ -282,7 +280,7 @@ class Grid(ScrollView, can_focus=True):
         if self._drawn_with is not self._look:
             self._drawn_with = self._look
             self._lines.clear()
-        if y < self._top:
+        if y < HEADER:
             return header_strip(
                 self.columns,
                 self._widths,
@@ -292,9 +290,9 @@ class Grid(ScrollView, can_focus=True):
                 base=base,
                 look=self._look,
             )
-        index = y - self._top + self.scroll_offset.y
+        index = y - HEADER + self.scroll_offset.y
         if index >= len(self._rows):
-            return self._empty_strip(y - self._top, base, width)
+            return self._empty_strip(y - HEADER, base, width)
         line, strip = self._lines.get(index) or (self._line(index), None)
         if strip is None:
             strip = self._row_strip(line, base, width)
@@ -454,11 +452,11 @@ class Grid(ScrollView, can_focus=True):
         if at is None:
             return
         event.stop()
-        if at.y < self._top:
+        if at.y < HEADER:
             if (column := self.column_at(at.x)) is not None:
                 self.post_message(self.Sorted(self, column))
             return
-        index = at.y - self._top + self.scroll_offset.y
+        index = at.y - HEADER + self.scroll_offset.y
         if index >= len(self._rows) or self._rows[index].group:
             return
         self._go(index)

@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 
 from gpuboard.board.arrange import STATE_ORDER, Group, NodeRow, users_of
 from gpuboard.board.cells import fit, width
-from gpuboard.board.grid import RIGHT, Cell, Column, Grid, LazyRows, Row
+from gpuboard.board.grid import HEADER, RIGHT, Cell, Column, Grid, LazyRows, Row
 from gpuboard.board.look import LETTERS
 from gpuboard.board.rows import GAP, Runs
 from gpuboard.board.scene import Scene
@@ -177,11 +177,11 @@ class Picture(Grid):
         if at is None:
             return
         event.stop()
-        if at.y < self._top:
+        if at.y < HEADER:
             if (column := _SORTS.get(self.column_at(at.x) or "")) is not None:
                 self.post_message(self.Sorted(self, column))
             return
-        index = at.y - self._top + self.scroll_offset.y
+        index = at.y - HEADER + self.scroll_offset.y
         item = self._items[index] if index < len(self._items) else None
         if not isinstance(item, NodeRow):
             return

@@ -66,12 +66,6 @@ class GpuTable(Grid):
         self._lay_out(scene)
         self.set_rows(LazyRows(with_devices(items), _key, self._row))
 
-    def item_of(self, key: str | None) -> Shown | None:
-        """Return what a row stands for."""
-        index = self.index_of(key)
-        rows = self.rows
-        return rows.items[index] if index is not None and isinstance(rows, LazyRows) else None
-
     def _lay_out(self, scene: Scene) -> None:
         name = max((width(node.name) for node in scene.snapshot.nodes), default=0)
         self.set_columns(
