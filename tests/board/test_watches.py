@@ -1,0 +1,175 @@
+"""Conditions to be told of ("tell me when") over real agents: what is told, and what is reserved at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.cluster import ClusterScreen
+from gpuboard.board.dialogs import Tick
+from gpuboard.board.watches import Watch, WatchDialog, WatchesScreen, holds
+from gpuboard.cluster.simulated import demo_nodes
+from gpuboard.config import Settings
+from gpuboard.model.request import Request
+from tests.board import lab, made, other
+
+
+def notes(app: BoardApp) -> list[str]:
+    return [f"{note.title}: {note.message}" for note in app._notifications]
+
+
+async def fill(pilot: Pilot[int], **texts: str) -> None:
+    """Wait for the dialog and put texts into its fields."""
+    await lab.settle(pilot, lambda: isinstance(pilot.app.screen, WatchDialog) and pilot.app.screen.is_mounted)
+    for key, text in texts.items():
+        pilot.app.screen.query_one(f"#field-{key}", Input).value = text
+    await pilot.pause()
+
+
+def test_tells_when_so_many_are_free(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        async with lab.board(core, (80, 24)) as (app, pilot):
+            taken = core.operations.reserve(Request(n=2, model="L40S"), 600, "")
+            core.operations.told(taken)
+            await lab.settle(pilot, lambda: app.scene and app.scene.by_lease)
+            rung: list[int] = []
+            app.bell = lambda: rung.append(1)  # type: ignore[method-assign]  # headless, textual's does nothing
+            await pilot.press("w")
+            await fill(pilot, what="2", model="l40s", nodes="1")
+            await lab.settle(pilot, lambda: "Not now: asked for 2 GPUs on one node of model l40s" in lab.screen(app))
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: "2 free l40s on one node" in lab.screen(app))
+            await pilot.press("escape")
+            await lab.settle(pilot, lambda: "watching for 2 free l40s on one node" in lab.screen(app))
+            assert (len(app.watches.active), rung) == (1, [])
+            core.operations.release(taken.lease.id)
+            await lab.settle(pilot, lambda: not app.watches.active)
+            assert notes(app)[-1] == "It is so: 2 free l40s on one node: sim02:0,1"
+            assert rung == [1]
+            await lab.settle(pilot, lambda: "watching" not in lab.screen(app))
+            assert lab.claims(tmp_path) == []
+
+    asyncio.run(main())
+
+
+def test_reserves_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        async with lab.board(core) as (app, pilot):
+            taken = core.operations.reserve(Request(n=3, model="H100"), 600, "")
+            core.operations.told(taken)
+            await lab.settle(pilot, lambda: app.scene and app.scene.by_lease)
+            await pilot.press("w")
+            await fill(pilot, **{"what": "2", "model": "H100", "for": "20m", "purpose": "waited"})
+            tick = app.screen.query_one(Tick)
+            tick.focus()
+            await pilot.press("space", "enter")
+            await lab.settle(pilot, lambda: "2 free H100, then reserve for 20m" in lab.screen(app))
+            core.operations.release(taken.lease.id)
+            await lab.settle(pilot, lambda: not app.watches.active)
+            claims = lab.claims(tmp_path)
+            assert len(claims) == 2
+            [lease] = {claim.split(":")[0] for claim in claims}
+            assert any(note.startswith(f"Reserved: {lease}: sim01:") for note in notes(app))
+            found = core.scene().by_lease[lease]
+            assert (found.purpose, 1100 < found.remaining_s <= 1200) == ("waited", True)
+            core.operations.release(lease)
+
+    asyncio.run(main())
+
+
+@other.needs_root
+def test_goes_on_when_somebody_was_quicker(tmp_path: Path) -> None:
+    lab.claims_folder(tmp_path)
+    nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
+
+    async def main() -> None:
+        core = lab.make_core(tmp_path, nodes, Settings(interval="60s"))  # readings come when the test wants them
+        async with lab.seen_twice(core) as (app, pilot):
+            assert app.scene is not None
+            with other.somebody(tmp_path, nodes[0]) as agent:
+                other.take(agent, "abcdef", [app.scene.nodes["sim01"].gpus[0].uuid])
+                app.watches.add(Watch(0, time.time(), Request(n=3, model="H100"), reserve_s=600.0))
+                await lab.settle(pilot, lambda: app.watches.all[0].words.startswith("somebody was quicker at "))
+                assert lab.claims(tmp_path) == ["abcdef: sim01-0"]
+                assert len(app.watches.active) == 1
+                agent.call("release", lease="abcdef")
+                core.fleet.refresh(["sim01"], 5)
+                core.fleet.refresh(["sim01"], 5)
+                await lab.settle(pilot, lambda: not app.watches.active)
+                assert len(lab.claims(tmp_path)) == 3
+                core.operations.release(lab.claims(tmp_path)[0].split(":")[0])
+
+    asyncio.run(main())
+
+
+def test_tells_when_a_lease_ends(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        async with lab.board(core) as (app, pilot):
+            taken = core.operations.reserve(Request(n=1, model="L40S"), 600, "")
+            core.operations.told(taken)
+            await lab.settle(pilot, lambda: app.scene and app.scene.by_lease)
+            await pilot.press("w")
+            await fill(pilot, what=taken.lease.id)
+            await lab.settle(pilot, lambda: f"Tells you when lease {taken.lease.id} ends" in lab.screen(app))
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: len(app.watches.active) == 1)
+            core.operations.release(taken.lease.id)
+            await lab.settle(pilot, lambda: not app.watches.active)
+            assert notes(app)[-1].startswith(f"Ended: lease {taken.lease.id} ends (")
+
+    asyncio.run(main())
+
+
+def test_watches_are_listed_and_removed(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        async with lab.board(core, (80, 24)) as (app, pilot):
+            await pilot.press("w")
+            await lab.settle(pilot, lambda: isinstance(app.screen, WatchDialog) and app.screen.is_mounted)
+            await pilot.press("escape")
+            await lab.settle(pilot, lambda: "Nothing is watched." in lab.screen(app))
+            for what in ("6", "5"):
+                await pilot.press("a")
+                await fill(pilot, what=what)
+                await pilot.click("#commit")
+                await lab.settle(pilot, lambda: isinstance(app.screen, WatchesScreen))
+            assert [watch.condition for watch in app.watches.active] == ["6 free GPUs"]
+            await lab.settle(
+                pilot, lambda: "6 free GPUs" in lab.screen(app) and "sim01:0,2,3@sim02:0,1" in lab.screen(app)
+            )
+            await pilot.press("home", "d")
+            await lab.settle(pilot, lambda: [watch.condition for watch in app.watches.all] == ["5 free GPUs"])
+            await pilot.press("w")
+            await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
+
+    asyncio.run(main())
+
+
+def test_what_was_not_read_has_not_ended() -> None:
+    lease = msgspec.structs.replace(made.lease("abcdef", "bob", [("gpu01", 0)]), nodes=["gpu01"])
+    watch = Watch(1, 0.0, lease=lease)
+    held = made.scene(made.node("gpu01", [made.gpu("gpu01", 0, "reserved")]), leases=[lease])
+    assert holds(watch, held) == ""
+    silent = made.scene(made.unread("gpu01"))
+    silent.leases.unread.append("gpu01")
+    assert holds(watch, silent) == ""
+    assert holds(watch, made.scene(made.node("gpu01", [made.gpu("gpu01", 0)]))) == "gpu01:0 of bob"
+    again = made.scene(made.node("gpu01", [made.gpu("gpu01", 0)]), leases=[made.lease("abcdef", "eve", [("gpu01", 0)])])
+    assert holds(watch, again) == "gpu01:0 of bob"
+
+
+def test_unknown_is_not_free() -> None:
+    watch = Watch(1, 0.0, Request(n=1))
+    assert holds(watch, made.scene(made.node("gpu01", [made.gpu("gpu01", 0, "unknown")]))) == ""
+    stale = made.node("gpu01", [made.gpu("gpu01", 0)], state="stale", error="nothing heard for 9 s")
+    assert holds(watch, made.scene(stale)) == ""
+    assert holds(watch, made.scene(made.node("gpu01", [made.gpu("gpu01", 0)]))) == "gpu01:0"
