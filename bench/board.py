@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--keys", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=0, help="watch the memory for so long")
+    parser.add_argument("--minutes", type=float, default=0, help="watch the memory for so long, in tmux")
     parser.add_argument("--view", choices=("picture", "table"), default="picture")
     parser.add_argument("--kind", choices=("headless", "tmux"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -70,8 +70,9 @@ def measure(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
                 sys.exit("the feeder did not start")
             board = [sys.executable, __file__, "--kind", kind, "--folder", str(folder), "--nodes", str(args.nodes)]
             board += ["--seconds", str(args.seconds), "--keys", str(args.keys), "--view", args.view]
-            board += ["--minutes", str(args.minutes)]
-            limit_s = START_S + SETTLE_S + args.seconds + args.keys + 60 * args.minutes
+            minutes = args.minutes if kind == "tmux" else 0.0
+            board += ["--minutes", str(minutes)]
+            limit_s = START_S + SETTLE_S + args.seconds + args.keys + 60 * minutes
             if kind == "headless":
                 subprocess.run(board, env=environ(folder), timeout=limit_s, check=True)
             else:
