@@ -50,13 +50,14 @@ def run(args: argparse.Namespace, context: Context) -> int:
     """Show it, step by step and then as the board; return 0 when all went well and nothing was left behind."""
     from gpuboard.cli import demo_board
 
-    if args.board:
-        return demo_board.run(context)
-    code = _story(args, context)
-    if context.stdout_is_tty and code == 0 and not args.steps:
-        print("\nNow the board, on a larger simulated cluster; q leaves it.", flush=True)
-        time.sleep(2 * _READ_S)
-        return demo_board.run(context)
+    code = 0 if args.board else _story(args, context)
+    if args.board or (context.stdout_is_tty and code == 0 and not args.steps):
+        if not args.board:
+            print("\nNow the board, on a larger simulated cluster; q leaves it.", flush=True)
+            time.sleep(2 * _READ_S)
+        code = demo_board.run(context)
+    if code == 0:
+        print('\nFor real nodes, write nodes = ["gpu01", …] into ~/.config/gpuboard/config.toml')
     return code
 
 
@@ -101,7 +102,6 @@ def _story(args: argparse.Namespace, context: Context) -> int:
         stage.say(f"not everything was released: {', '.join(left)}")
         return 1
     stage.say("\nEverything is released; nothing of the demo is left running.")
-    stage.say('\nFor real nodes, write nodes = ["gpu01", …] into ~/.config/gpuboard/config.toml')
     return code
 
 

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -94,7 +95,8 @@ def read_until(fd: int, text: bytes, timeout_s: float = 30.0) -> bytes:
     return found
 
 
-def test_the_board_opens_on_a_terminal_and_leaves_nothing(here: Here) -> None:
+@pytest.mark.parametrize("signalled", [None, signal.SIGTERM])
+def test_the_board_opens_on_a_terminal_and_leaves_nothing(here: Here, signalled: signal.Signals | None) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, 120))
     env = here.env | {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
@@ -102,9 +104,12 @@ def test_the_board_opens_on_a_terminal_and_leaves_nothing(here: Here) -> None:
     os.close(theirs)
     try:
         read_until(ours, b"sim07")
-        os.write(ours, b"q")
+        if signalled is None:
+            os.write(ours, b"q")
+        else:
+            process.send_signal(signalled)
         said = read_until(ours, b"nothing of the demo is left running")
-        assert process.wait(10) == 0
+        assert process.wait(10) == (128 + signalled if signalled else 0)
     finally:
         process.kill()
         process.wait()
@@ -134,7 +139,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_and_nothing_of_the_tests(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     source = {str(path.relative_to(ROOT)) for path in (ROOT / "gpuboard").rglob("*.py")}
-    assert {name for name in names if name.startswith("gpuboard/")} == source | NOT_PYTHON
+    themes = {f"gpuboard/board/themes/{path.name}" for path in (ROOT / "themes").iterdir()}
+    assert {name for name in names if name.startswith("gpuboard/")} == source | themes | NOT_PYTHON
     assert {name.split("/")[0] for name in names} == {"gpuboard", "gpuboard-0.1.0.dist-info"}
 
 
