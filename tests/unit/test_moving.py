@@ -12,6 +12,7 @@ from gpuboard.cluster.moving import Moving
 from gpuboard.cluster.picture import NodeFacts, View, inert_static, node_claims, snapshot
 from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process, Xid
 from gpuboard.model.reading import Claim, Hello, Reading, Static, shared
+from gpuboard.model.snapshot import GpuView
 from gpuboard.model.state import Thresholds
 
 replace = msgspec.structs.replace
@@ -144,7 +145,7 @@ class History:
 
 
 @given(st.data(), st.booleans(), st.sampled_from([1.0, 5.0]))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_snapshot_made_of_the_last_one_is_the_same(data: st.DataObject, one_shot: bool, interval_s: float) -> None:
     view = View(
         now=1000.0, at=1.0, cluster="c", thresholds=Thresholds(), users=USERS, interval_s=interval_s, one_shot=one_shot
@@ -155,6 +156,89 @@ def test_a_snapshot_made_of_the_last_one_is_the_same(data: st.DataObject, one_sh
         expected = snapshot(history.nodes, history.view)
         assert moving.snapshot(history.nodes, history.view) == expected
         assert [moving.claims(node, USERS) for node in history.nodes] == [node_claims(n, USERS) for n in history.nodes]
+
+
+class Watch:
+    """A node of one GPU read once a second, seen by both functions."""
+
+    def __init__(self, gpu: GpuReading, claims: list[Claim], **facts: Any) -> None:
+        self.gpu, self.claims = gpu, claims
+        self.moving = Moving()
+        self.node = NodeFacts(
+            name="gpu01", static=Static(gpus=STATICS[:1]), known={"GPU-a": inert_static(STATICS[0])}, **facts
+        )
+        self.other = NodeFacts(name="gpu02")
+        self.now = 0.0
+
+    def read(self) -> None:
+        reading = Reading(seq=1, at=self.now + 100, interval_s=1.0, gpus=[self.gpu], claims=self.claims)
+        self.now += 1.0
+        self.node = replace(self.node, reading=reading, previous=self.node.reading, arrived=self.now)
+
+    def hold(self, claims: list[Claim]) -> None:
+        reading = Reading(seq=1, at=1.0, interval_s=1.0, claims=claims)
+        self.other = replace(self.other, reading=reading, arrived=self.now)
+
+    def see(self, after_s: float = 0.0) -> GpuView:
+        self.now += after_s
+        view = View(
+            now=self.now, at=1.0, cluster="c", thresholds=Thresholds(), users={}, interval_s=1.0, one_shot=False
+        )
+        nodes = [self.node, self.other]
+        seen = self.moving.snapshot(nodes, view)
+        assert seen == snapshot(nodes, view)
+        return seen.nodes[0].gpus[0]
+
+
+def test_time_alone_makes_a_reserved_gpu_idle() -> None:
+    watch = Watch(idle("GPU-a"), [CLAIMS[0]], last_busy={"GPU-a": -896.0})
+    watch.read()
+    watch.read()
+    assert watch.see().flags == []
+    assert watch.see(1.0).flags == []
+    assert watch.see(1.0).flags == ["idle"]
+
+
+def test_a_lease_that_ends_elsewhere_leaves_a_process_overdue() -> None:
+    watch = Watch(replace(idle("GPU-a"), processes=PROCESSES[:1]), [])
+    watch.hold([CLAIMS[2]])
+    watch.read()
+    watch.read()
+    assert watch.see().flags == []
+    watch.hold([])
+    assert watch.see().flags == ["overdue"]
+    watch.hold([CLAIMS[2]])
+    watch.read()
+    assert watch.see().flags == []
+    watch.hold([])
+    watch.read()
+    assert watch.see().flags == ["overdue"]
+
+
+def test_a_claim_that_lies_elsewhere_is_seen_between_two_readings() -> None:
+    watch = Watch(idle("GPU-a"), [])
+    watch.read()
+    watch.read()
+    assert watch.see().state == "free"
+    watch.hold([CLAIMS[1]])  # the lease is known before it reaches this GPU
+    assert watch.see().state == "free"
+    watch.hold([CLAIMS[1], replace(CLAIMS[1], uuid="GPU-a")])
+    assert watch.see().state == "reserved"
+
+
+def test_ages_within_a_reading_grow() -> None:
+    sick = Watch(replace(idle("GPU-a"), xids=[Xid(79, 5.0)]), [])
+    ages = []
+    for _ in range(3):
+        sick.read()
+        xids = sick.see().xids
+        assert xids is not None
+        ages.append(xids[0].age_s)
+    assert ages == [95.0, 96.0, 97.0]
+    late = Watch(replace(idle("GPU-a"), delay_s=4.0), [])
+    late.read()
+    late.read()
+    assert [late.see(after).state for after in (0.0, 0.9, 0.2)] == ["free", "free", "unknown"]
 
 
 def test_gpus_that_change_in_numbers_alone_are_not_judged_again() -> None:
