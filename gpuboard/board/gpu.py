@@ -173,8 +173,8 @@ class GpuScreen(ActingScreen):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "Back", id="gpu.back"),
-        Binding("left_square_bracket,left", "step(-1)", "Previous GPU", id="gpu.previous", priority=True),
-        Binding("right_square_bracket,right", "step(1)", "Next GPU", id="gpu.next", priority=True),
+        Binding("left_square_bracket,left", "step(-1)", "Previous", id="gpu.previous", priority=True),
+        Binding("right_square_bracket,right", "step(1)", "Next", id="gpu.next", priority=True),
         Binding("n", "node", "Node", id="gpu.node"),
         Binding("pageup", "page(-1)", "Page up", id="gpu.page-up", show=False, priority=True),
         Binding("pagedown", "page(1)", "Page down", id="gpu.page-down", show=False, priority=True),

@@ -146,8 +146,8 @@ class NodeScreen(ActingScreen):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "Back", id="node.back"),
-        Binding("left_square_bracket,left", "step(-1)", "Previous node", id="node.previous", priority=True),
-        Binding("right_square_bracket,right", "step(1)", "Next node", id="node.next", priority=True),
+        Binding("left_square_bracket,left", "step(-1)", "Previous", id="node.previous", priority=True),
+        Binding("right_square_bracket,right", "step(1)", "Next", id="node.next", priority=True),
     ]
 
     def __init__(self, name: str) -> None:

@@ -179,6 +179,18 @@ def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[i
     run(tmp_path, check, size=size)
 
 
+def test_another_theme_colours_it_anew(tmp_path: Path) -> None:
+    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+        health = app.screen.query_one("#health", Pane)
+        before = [segment.style for segment in health.render_line(1)]
+        app.theme = "light"
+        await settle(pilot, lambda: [segment.style for segment in health.render_line(1)] != before)
+        drawn = list(app.screen._compositor.render_strips()[health.region.y + 1])
+        assert {segment.style.color for segment in drawn if segment.style} != {style.color for style in before if style}
+
+    run(tmp_path, check)
+
+
 def test_the_panel_follows_the_cursor_and_says_when_there_is_nothing(tmp_path: Path) -> None:
     async def go() -> None:
         async with still(tmp_path, lab(), (200, 60)) as (app, pilot):

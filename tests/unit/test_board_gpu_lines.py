@@ -171,6 +171,15 @@ def test_wrapping() -> None:
     ]
 
 
+@pytest.mark.parametrize("width", range(40))
+def test_no_width_is_too_small(width: int) -> None:
+    one = busy("n", 0, flags=["rogue"], leases=["k3f9"])
+    at = place(one, gpu("n", 1), error="ssh: no answer")
+    lines = gpu_lines.head(at, scene(), width) + gpu_lines.health(one, width) + gpu_lines.links(at, width)
+    lines += gpu_lines.readings(one, SAMPLES, Frame(width, 2, UNICODE)) + node_lines(at.node, UNICODE, width)
+    assert "Utilization" in "".join(text(lines))
+
+
 def test_the_last_values_of_a_gpu_are_kept() -> None:
     memory = Memory("GPU-n-0")
     seen = scene(node("n", [busy("n", 0)]))
