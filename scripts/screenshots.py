@@ -63,8 +63,12 @@ import torch.distributed as dist
 
 
 def load(shard: int) -> torch.Tensor:
-    time.sleep(0.5)  # the disk is far away
-    with open(f"data/shard-{shard:03d}.txt") as file:
+    path = f"data/shard-{shard:03d}.txt"
+    for _ in range(3):  # the disk is far away
+        if os.path.exists(path):
+            break
+        time.sleep(1)
+    with open(path) as file:
         seconds = float(file.read())
     time.sleep(seconds)
     return torch.ones(8)
@@ -213,6 +217,7 @@ def _fix(made: Path, names: dict[str, str]) -> None:
         text = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+Z", iso(_EPOCH + _T - 26.0), text)
         text = re.sub(r"at \d\d:\d\d:\d\d after \d+s", "at 12:01:10 after 39s", text)
         path.write_text(text, encoding="utf-8")
+    (made / "preflight.json").write_text('{"checks": []}', encoding="utf-8")  # what this machine was warned of
     view = msgspec.json.decode((made / "state.json").read_bytes(), type=RunView)
     fixed = msgspec.structs.replace(
         view,
