@@ -7,21 +7,20 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Footer, Static
+from textual.widgets import Footer
 
 from gpuboard.board import clipboard, timeline
 from gpuboard.board.asking import lasting, local, places_words
-from gpuboard.board.cells import fit
 from gpuboard.board.dialogs import Confirm, Dialog, Field, duration
 from gpuboard.board.grid import Cell, Column, Grid, Row
 from gpuboard.board.reserve import open_reserve
-from gpuboard.board.rows import share
+from gpuboard.board.rows import Runs, share
 from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
+from gpuboard.board.summary import Lines
 from gpuboard.model.lease import Lease
 from gpuboard.model.units import format_duration, parse_duration
 
@@ -115,10 +114,7 @@ class LeasesScreen(BoardScreen):
 
     TITLE_WORDS = "Leases"
     DEFAULT_CSS = """
-    LeasesScreen #sums { height: 1; padding: 0 1; }
-    LeasesScreen #unread { height: auto; max-height: 2; padding: 0 1; }
-    LeasesScreen #unread.-empty { display: none; }
-    LeasesScreen #about { height: auto; max-height: 4; padding: 0 1; }
+    LeasesScreen #sums, LeasesScreen #about { margin: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "app.pop_screen", "Back", id="leases.back"),
@@ -139,14 +135,13 @@ class LeasesScreen(BoardScreen):
 
     def compose(self) -> ComposeResult:
         """Sums, what is missing, the leases, the one under the cursor."""
-        yield Static(id="sums", markup=False)
-        yield Static(id="unread", markup=False, classes="-empty")
+        yield Lines(id="sums")
         yield Grid(
             _LIST,
             empty="Nobody holds a GPU.\n\nr reserves; in the cluster view, mark GPUs with space first.",
             id="leases",
         )
-        yield Static(id="about", markup=False)
+        yield Lines(id="about")
         yield Footer()
 
     @property
@@ -158,12 +153,10 @@ class LeasesScreen(BoardScreen):
         now = time.time()
         ordered = sorted(held(scene), key=self._place)
         self._held = {one.key: one for one in ordered}
-        look = self.board.look
-        self.query_one("#sums", Static).update(Text(_sums(ordered), look.style("title"), no_wrap=True))
-        unread = scene.leases.unread
-        words = f"Not read, so leases there are missing: {', '.join(unread)}" if unread else ""
-        self.query_one("#unread", Static).update(Text(words, look.style("warn")))
-        self.query_one("#unread").set_class(not unread, "-empty")
+        said: list[Runs] = [((_sums(ordered), "title"),)]
+        if unread := scene.leases.unread:
+            said.append(((f"Not read, so leases there are missing: {', '.join(unread)}", "warn"),))
+        self.query_one("#sums", Lines).set_lines(said)
         columns = self._columns(ordered, now)
         self._grid.set_columns(columns)
         self._grid.set_sort(self._order, False)
@@ -183,7 +176,7 @@ class LeasesScreen(BoardScreen):
         if not (wide or self._line):
             self._axis = timeline.axis([], now, 1)
             return _LIST
-        columns = (*(_LIST if wide else _LINE), Column(_BAR, "", 30, weight=4, least=20))
+        columns = (*(_LIST if wide else _LINE), Column(_BAR, "", 30, weight=8, least=20))
         width = share(columns, self._grid.scrollable_content_region.width)[len(columns) - 1]
         self._axis = timeline.axis([(one.since, one.until) for one in ordered], now, width)
         return (*columns[:-1], columns[-1]._replace(title=timeline.ruler(self._axis)))
@@ -209,22 +202,20 @@ class LeasesScreen(BoardScreen):
     def _about(self) -> None:
         """Say all of the lease under the cursor: what the columns cut."""
         one = self._held.get(self._grid.cursor or "")
-        look, now = self.board.look, time.time()
-        if one is None:
-            self.query_one("#about", Static).update("")
-            return
-        lease = one.lease
-        lines = [
-            f"{lease.id}  {places_words(lease.gpus)}",
-            f"{lease.owner} from {lease.host}, {_holder(lease)}; {local(one.since, now)} to {local(one.until, now)}"
-            + (f"; {lease.purpose}" if lease.purpose else ""),
-        ]
-        text = Text("\n".join(fit(line, max(20, self.size.width - 2)).rstrip() for line in lines), no_wrap=True)
-        for gpu, process in one.rogues[:2]:
-            node = next((held.node for held in lease.gpus if held.uuid == gpu.uuid), "?")
-            words = f"rogue on {node}:{gpu.index}: {process.user}'s process {process.pid}  {process.command}"
-            text.append("\n" + fit(words, max(20, self.size.width - 2)).rstrip(), look.style("bad"))
-        self.query_one("#about", Static).update(text)
+        now = time.time()
+        said: list[Runs] = []
+        if one is not None:
+            lease, span = one.lease, f"{local(one.since, now)} to {local(one.until, now)}"
+            purpose = f"; {lease.purpose}" if lease.purpose else ""
+            said = [
+                ((f"{lease.id}  {places_words(lease.gpus)}", ""),),
+                ((f"{lease.owner} from {lease.host}, {_holder(lease)}; {span}{purpose}", ""),),
+            ]
+            for gpu, process in one.rogues[:2]:
+                node = next((part.node for part in lease.gpus if part.uuid == gpu.uuid), "?")
+                words = f"rogue on {node}:{gpu.index}: {process.user}'s process {process.pid}  {process.command}"
+                said.append(((words, "bad"),))
+        self.query_one("#about", Lines).set_lines(said)
 
     @on(Grid.Moved)
     def _moved(self) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
-from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Footer, Static
+from textual.widgets import Footer
 
 from gpuboard.allocate.policy import choose
 from gpuboard.board import asking
@@ -20,6 +19,7 @@ from gpuboard.board.notify import announce
 from gpuboard.board.reserve import taken_words
 from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
+from gpuboard.board.summary import Lines
 from gpuboard.errors import GpuboardError, Refused
 from gpuboard.model.lease import Lease
 from gpuboard.model.request import Choice, Refusal, Request
@@ -235,7 +235,7 @@ class WatchesScreen(BoardScreen):
 
     TITLE_WORDS = "Watches"
     DEFAULT_CSS = """
-    WatchesScreen #sums { height: 1; padding: 0 1; }
+    WatchesScreen #sums { margin: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "app.pop_screen", "Back", id="watches.back"),
@@ -245,7 +245,7 @@ class WatchesScreen(BoardScreen):
 
     def compose(self) -> ComposeResult:
         """The list."""
-        yield Static(id="sums", markup=False)
+        yield Lines(id="sums")
         yield Grid(
             (
                 Column("since", "Since", 10),
@@ -261,7 +261,7 @@ class WatchesScreen(BoardScreen):
         """Draw the watches."""
         watches, now = self.board.watches, time.time()
         words = f"Watches: {len(watches.active)} active" if watches.all else "Watches: none"
-        self.query_one("#sums", Static).update(Text(words, self.board.look.style("title")))
+        self.query_one("#sums", Lines).set_lines([((words, "title"),)])
         rows = []
         for watch in watches.all:
             state = watch.words if watch.met_at is None else f"{asking.local(watch.met_at, now)}: {watch.words}"

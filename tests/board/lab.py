@@ -57,6 +57,8 @@ async def board(core: Core, size: tuple[int, int] = (120, 40)) -> AsyncIterator[
         async with app.run_test(size=size) as pilot:
             await settle(pilot, lambda: ready(app))
             yield app, pilot
+            core.close()
+            await pilot.pause()  # no scene comes any more while the screens are taken apart
     finally:
         core.close()
 
@@ -71,6 +73,8 @@ async def seen_twice(core: Core, size: tuple[int, int] = (120, 40)) -> AsyncIter
             core.fleet.refresh(core.fleet.names, 5)
             await settle(pilot, lambda: ready(app))
             yield app, pilot
+            core.close()
+            await pilot.pause()  # no scene comes any more while the screens are taken apart
     finally:
         core.close()
 
