@@ -64,7 +64,8 @@ class Server:
                 stopped.set_result(number)
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays ignored
+                asyncio.get_running_loop().add_signal_handler(number, stop, number)
         runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.SockSite(runner, listener).start()

@@ -41,9 +41,14 @@ SCRIPT = """
 "use strict";
 const terminal = document.getElementById("terminal");
 terminal.dataset.sessionWebsocketUrl = location.origin.replace(/^http/, "ws") + location.pathname + "ws";
-const focus = () => document.querySelector(".xterm-helper-textarea")?.focus();
-window.addEventListener("load", focus);
-window.addEventListener("focus", focus);
+// Keys go to the terminal without a click, but not before the first picture: textual.js tells the board of the focus,
+// and until then there may be nobody to tell.
+const observer = new MutationObserver(() => {
+  if (!document.body.classList.contains("-first-byte")) return;
+  observer.disconnect();
+  document.querySelector(".xterm-helper-textarea").focus();
+});
+observer.observe(document.body, { attributes: true, attributeFilter: ["class"] });
 document.getElementById("again").addEventListener("click", () => location.reload());
 """
 

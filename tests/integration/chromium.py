@@ -69,6 +69,7 @@ class Browser:
             self._session, self._socket = self._do(self._connect(port.read_text().splitlines()[0]))
             for domain in ("Page", "Runtime", "Network", "Log"):
                 self.call(f"{domain}.enable")
+            self.call("Emulation.setFocusEmulationEnabled", enabled=True)  # as of a window that is in front
             self.call("Page.addScriptToEvaluateOnNewDocument", source=_HOLD)
         except BaseException:
             self._end()

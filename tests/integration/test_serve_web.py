@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -35,9 +35,9 @@ Visit = Callable[[aiohttp.ClientSession, str, str], Awaitable[None]]  # of base 
 class Serving:
     """A running `gpuboard serve --web`: its address, its token, what it said on stderr."""
 
-    def __init__(self, here: Here, *args: str) -> None:
+    def __init__(self, here: Here, *args: str, before: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            here.command("serve", "--web", *args), env=here.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            [*before, *here.command("serve", "--web", *args)], env=here.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
         assert self.process.stdout is not None
@@ -228,6 +228,13 @@ def test_boards_end_with_the_server(serving: Serving, number: int, code: int, be
     board = asyncio.run(visit())
     until(lambda: gone(board), "the board ends", 5)
     assert serving.process.returncode == code
+
+
+def test_nohup_outlives_the_terminal(here: Here) -> None:
+    serving = Serving(here, "--port", "0", before=["env", "--ignore-signal=HUP"])
+    serving.process.send_signal(signal.SIGHUP)
+    assert serving.get("/")[0] == 403
+    assert serving.stop() == 130
 
 
 async def serve_here(command: list[str], said: list[str], visit: Visit) -> None:
