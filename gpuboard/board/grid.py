@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from rich.style import Style
@@ -254,13 +254,16 @@ class Grid(ScrollView, can_focus=True):
             tuple(cells), row.group, row.dim, index == self._at and row.key == self._cursor, row.key in self._marks
         )
 
-    def _touch(self) -> None:
-        """Draw those visible lines again that would look different now."""
+    def _touch(self, only: Collection[int] | None = None) -> None:
+        """Draw those visible lines again that would look different now; ``only``: no others can."""
         first = self.scroll_offset.y
         last = min(len(self._rows), first + self._page)
-        lines = {}
         width = self.size.width
-        for index in range(first, last):
+        lines = {} if only is None else self._lines
+        for index in range(first, last) if only is None else only:
+            if not first <= index < last:
+                self._lines.pop(index, None)
+                continue
             line = self._line(index)
             drawn = self._lines.get(index)
             if drawn is not None and drawn[0] == line:
@@ -268,6 +271,8 @@ class Grid(ScrollView, can_focus=True):
             else:
                 lines[index] = (line, None)
                 self.refresh(Region(0, index - first + HEADER, width, 1))
+        if only is not None:
+            return
         below = last - first
         if len(self._lines) > below or not self._rows:  # rows have gone: blank what they leave
             self.refresh(Region(0, below + HEADER, width, max(0, self._page - below)))
@@ -346,11 +351,11 @@ class Grid(ScrollView, can_focus=True):
         at = self._selectable(max(0, min(index, len(self._rows) - 1)), step)
         if at is None:
             return
-        self._at = at
+        before, self._at = self._at, at
         self._cursor = self._wanted = self._rows[at].key
         self._settle()
         self._reveal()
-        self._touch()
+        self._touch({before, at})
         self._tell()
 
     def _settle(self) -> None:
@@ -377,21 +382,20 @@ class Grid(ScrollView, can_focus=True):
 
     def _toggle(self, key: str | None) -> None:
         if self._marking and key is not None and self.can_mark(key):
-            self._set_marks(self._marks ^ {key})
+            self._set_marks(self._marks ^ {key}, {self._at})
 
     def _extend(self, move: Callable[[], None]) -> None:
         """Mark what is under the cursor, and what it moves to."""
         if self._marking:
-            before = self.cursor
+            before, at = self.cursor, self._at
             move()
-            self._set_marks(
-                self._marks | {key for key in (before, self.cursor) if key is not None and self.can_mark(key)}
-            )
+            new = {key for key in (before, self.cursor) if key is not None and self.can_mark(key)}
+            self._set_marks(self._marks | new, {at, self._at})
 
-    def _set_marks(self, marks: frozenset[str]) -> None:
+    def _set_marks(self, marks: frozenset[str], rows: Collection[int]) -> None:
         if marks != self._marks:
             self._marks = marks
-            self._touch()
+            self._touch(rows)
             self.post_message(self.Marked(self, marks))
 
     def action_up(self) -> None:

@@ -133,7 +133,7 @@ class Picture(Grid):
         self._wanted_uuid = uuid
         self._column = next((place for place, other in self._reachable() if other == uuid), self._column)
         self._settle()
-        self._touch()
+        self._touch({self._at})
         self._tell()
 
     def _step(self, step: int) -> bool:
@@ -270,10 +270,13 @@ class Picture(Grid):
             if item.shown is not None and gpu.uuid not in item.shown:
                 runs.append((letter.lower() + mark, "dim"))
                 continue
+            role = "bad" if mark in _WORST else "warn"
+            if gpu.uuid != self._uuid and gpu.uuid not in self.marks:
+                runs += [(letter, state), (mark, role)]
+                continue
             under = self._look.style("marked") if gpu.uuid in self.marks else Style()
             over = self._look.style("cursor") if gpu.uuid == self._uuid else Style()
-            runs.append((letter, under + self._look.style(state) + over))
-            runs.append((mark, under + self._look.style("bad" if mark in _WORST else "warn") + over))
+            runs += [(letter, under + self._look.style(state) + over), (mark, under + self._look.style(role) + over)]
         return tuple(runs)
 
     def _users(self, gpus: Sequence[GpuView]) -> str:
