@@ -37,8 +37,8 @@ class Serving:
 
     def __init__(self, here: Here, *args: str, before: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [*before, *here.command("serve", "--web", *args)], env=here.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+            [*before, *here.command("serve", "--web", *args)], env=here.env, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
         assert self.process.stdout is not None
         self.said: list[str] = []
@@ -386,6 +386,18 @@ def _ask_socket(path: Path, request: str, user: int | None = None) -> subprocess
     return subprocess.run([*become, python, "-c", program, str(path), request], capture_output=True, text=True)
 
 
+async def _visit_socket(path: Path, token: str) -> None:
+    """Open a board through a socket, as a browser does behind `ssh -L 9000:PATH`."""
+    base = "http://localhost:9000"
+    jar = aiohttp.CookieJar(unsafe=True)
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path)), cookie_jar=jar) as session:
+        async with session.get(f"{base}/?token={token}") as answer:
+            assert (answer.status, answer.url.query_string) == (200, "")
+            page = str(answer.url)
+        async with session.ws_connect(f"{page}ws", origin=base) as websocket:
+            await seen(websocket, b"H100")
+
+
 def test_a_unix_socket_is_closed_to_others_and_goes_with_the_server(here: Here) -> None:
     for folder in (here.folder, *here.folder.parents):
         if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o001:
@@ -405,6 +417,7 @@ def test_a_unix_socket_is_closed_to_others_and_goes_with_the_server(here: Here) 
         if os.geteuid() == 0:
             other = _ask_socket(path, ask.format("", "localhost:9000"), user=65534)
             assert "PermissionError" in other.stderr, other
+        asyncio.run(_visit_socket(path, server.token))
         second = here.run("serve", "--web", "--socket", str(path))
         assert (second.returncode, second.stdout) == (1, "")
         assert f"{path} cannot be served on: address already in use" in second.stderr
