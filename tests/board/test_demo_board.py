@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from gpuboard.agent import claims
+from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.starting import LaunchForm
@@ -145,11 +148,28 @@ def test_runs_and_leases_of_the_board_end_with_it(make: Callable[[float], Core],
     assert keeper_processes.carriers(lease) == []
 
 
-def test_the_app_shows_it_and_says_that_it_is_simulated(make: Callable[[float], Core]) -> None:
+def drawn(app: BoardApp) -> str:
+    """Return all that is to be seen, what lies under a dialog included."""
+    return unescape(re.sub(r"<[^>]*>", " ", app.export_screenshot())).replace("\xa0", " ")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+def test_every_screen_and_dialog_says_that_it_is_simulated(
+    make: Callable[[float], Core], size: tuple[int, int]
+) -> None:
     async def story() -> None:
-        async with lab.board(make(62.0), (160, 50)) as (app, _):
-            text = lab.screen(app)
-            assert "SIMULATED" in text.upper()
-            assert all(f"sim0{k}" in text for k in range(1, 8))
+        async with lab.board(make(0.0), (80, 24)) as (app, pilot):
+            opened = set()
+            for keys in (["t"], ["enter"], ["n"], ["r"], ["x"], ["l"], ["u"], ["w"], ["question_mark"], ["ctrl+p"]):
+                before = app.screen
+                await pilot.press(*keys)
+                await lab.settle(pilot, lambda: app.screen is not before or keys == ["t"])  # noqa: B023  # waited for
+                await lab.settle(pilot, lambda: "SIMULATED" in drawn(app))
+                opened.add(type(app.screen).__name__)
+                while len(app.screen_stack) > 2:
+                    below = len(app.screen_stack)
+                    await pilot.press("escape")
+                    await lab.settle(pilot, lambda: len(app.screen_stack) < below)  # noqa: B023
+            assert len(opened) == 10, opened
 
     asyncio.run(story())
