@@ -1,0 +1,90 @@
+"""Between what the dialog shows and Enter: another gpuboard takes a GPU, or a process moves in. Scripted NVML."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.reserve import ReserveDialog, open_reserve
+from gpuboard.cluster.inventory import Node
+from gpuboard.config import Settings
+from tests.board import lab
+from tests.nvml import GIB, Gpu, library, write_script
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the script of this machine's four GPUs."""
+    path = tmp_path / "nvml"
+    write_script(path, [Gpu()] * 4, seed=str(tmp_path))
+    monkeypatch.setenv("FAKE_NVML", str(path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library()))
+    return path
+
+
+def nodes(folder: Path) -> list[Node]:
+    return [Node(name="gpu01", host=None, claims_dir=str(lab.claims_folder(folder)))]
+
+
+def shown(app: BoardApp, *words: str) -> bool:
+    text = " ".join(lab.screen(app).replace("│", " ").split())
+    return all(word in text for word in words)
+
+
+def gpuboard(folder: Path, *args: str) -> str:
+    env = lab.environment(folder) | {"GPUBOARD_CLAIMS_DIR": str(folder / "claims")}
+    env |= {name: os.environ[name] for name in ("FAKE_NVML", "LD_LIBRARY_PATH")}
+    command = [sys.executable, "-m", "gpuboard", *args]
+    return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def picks(app: BoardApp, *indexes: int) -> list[str]:
+    assert app.scene is not None
+    return [gpu.uuid for gpu in app.scene.nodes["gpu01"].gpus if gpu.index in indexes]
+
+
+def test_another_gpuboard_was_quicker(tmp_path: Path, script: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path, nodes(tmp_path), Settings(interval="60s"))
+        async with lab.seen_twice(core) as (app, pilot):
+            open_reserve(app, picks(app, 0, 1))
+            await lab.settle(pilot, lambda: shown(app, "Takes gpu01:0,1"))
+            allocate = ("allocate", "--gpus", "1", "--detach", "--for", "1h", "--purpose", "quick", "--format", "json")
+            await asyncio.to_thread(gpuboard, tmp_path, *allocate)
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: shown(app, "Not reserved: gpu01:1 is reserved", "quick", "Takes gpu01:0,2"))
+            assert len(list((tmp_path / "claims").glob("gpuboard.GPU-*"))) == 1
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: not isinstance(app.screen, ReserveDialog))
+            assert len(list((tmp_path / "claims").glob("gpuboard.GPU-*"))) == 3
+            await asyncio.to_thread(gpuboard, tmp_path, "release", "--mine")
+            assert list((tmp_path / "claims").glob("gpuboard.GPU-*")) == []
+
+    asyncio.run(main())
+
+
+def test_a_process_moved_in(tmp_path: Path, script: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path, nodes(tmp_path), Settings(interval="60s"))
+        async with lab.seen_twice(core) as (app, pilot):
+            open_reserve(app, picks(app, 2))
+            await lab.settle(pilot, lambda: shown(app, "Takes gpu01:2"))
+            gpus = [Gpu(), Gpu(), Gpu(used=3 * GIB, processes=(("compute", os.getpid(), 3 * GIB),)), Gpu()]
+            write_script(script, gpus, seed=str(tmp_path))
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: shown(app, "Not reserved: gpu01:2 is busy", str(os.getpid())))
+            await lab.settle(pilot, lambda: shown(app, "Takes gpu01:0"))
+            assert list((tmp_path / "claims").glob("gpuboard.GPU-*")) == []
+            before = time.monotonic()
+            await pilot.press("escape")
+            core.close()
+            assert time.monotonic() - before < 0.5
+
+    asyncio.run(main())
