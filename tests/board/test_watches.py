@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import time
 from pathlib import Path
 
@@ -18,6 +20,9 @@ from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings
 from gpuboard.model.request import Request
 from tests.board import lab, made, other
+from tests.board.pty_lab import Terminal
+from tests.nvml import Gpu, library, write_script
+from tests.waiting import until
 
 
 def notes(app: BoardApp) -> list[str]:
@@ -127,6 +132,27 @@ def test_tells_when_a_lease_ends(tmp_path: Path) -> None:
             assert notes(app)[-1].startswith(f"Ended: lease {taken.lease.id} ends (")
 
     asyncio.run(main())
+
+
+def test_a_real_terminal_is_told(tmp_path: Path) -> None:
+    write_script(tmp_path / "nvml", [Gpu()], seed=str(tmp_path))
+    env = lab.environment(tmp_path) | {
+        "FAKE_NVML": str(tmp_path / "nvml"),
+        "LD_LIBRARY_PATH": str(library()),
+        "GPUBOARD_CLAIMS_DIR": str(lab.claims_folder(tmp_path)),
+        "TMUX": "",
+    }
+    with contextlib.closing(Terminal([sys.executable, "-m", "gpuboard", "board"], env)) as terminal:
+        terminal.shows("1 free of 1")
+        terminal.press(b"w")
+        terminal.shows("It is so now")
+        terminal.press(b"\r")
+        told = b"\x1b]9;gpuboard: It is so: 1 free GPU: "
+        until(lambda: told in terminal.written, "a notification", 10)
+        until(lambda: b"\x1b]777;notify;gpuboard: It is so;1 free GPU: " in terminal.written, "the other one", 10)
+        assert b"\x07" in terminal.written.partition(told)[0][-500:]
+        terminal.press(b"q")
+        terminal.ends(5)
 
 
 def test_watches_are_listed_and_removed(tmp_path: Path) -> None:
