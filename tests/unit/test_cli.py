@@ -81,7 +81,7 @@ def test_version() -> None:
     ("argv", "words"),
     [
         (("statsu",), "'statsu' is not a command; did you mean `gpuboard status`?"),
-        (("zzz",), "'zzz' is not a command; commands are: board, status, allocate, "),
+        (("zzz",), "'zzz' is not a command; commands are: board, status, serve, allocate, "),
         (("status", "--jsno"), "--jsno: no such option; did you mean --json?"),
         (("status", "surplus"), "surplus: no such argument"),
         (("status", "--watch", "0"), "argument --watch: '0' is not between 0.2 seconds and a day"),
