@@ -55,6 +55,20 @@ def test_readings_are_near_those_of_nvidia_smi(tmp_path: Path) -> None:
         assert gpu["power"] is None or abs(gpu["power"] - float(power)) < 300
 
 
+def test_listening_for_xid_errors_disturbs_no_reading(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("GPUBOARD_", "XDG_"))} | {"HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "gpuboard", "status", "--watch", "1", "--json"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        last = [json.loads(watch.stdout.readline()) for _ in range(4)][-1]
+        watch.terminate()
+    [node] = last["nodes"]
+    assert [(gpu["error"], gpu["delay_s"] < 2, gpu["memory_used"] is None) for gpu in node["gpus"]] == [
+        (None, True, False) for _ in node["gpus"]
+    ]
+    assert all(xid["code"] > 0 for gpu in node["gpus"] for xid in gpu["xids"] or ())
+
+
 def test_a_free_gpu_can_be_reserved_and_is_given_back(tmp_path: Path) -> None:
     [node] = gpuboard(tmp_path, "status", "--json")["nodes"]
     if not any(gpu["state"] == "free" for gpu in node["gpus"]):
