@@ -42,12 +42,19 @@ class Core:
         self.operations = Operations(nodes, settings, env, self.fleet)
         self.runbook = Runbook(env)
         self.starter = Starter(nodes, env)
+        self._connected = False
         self._closed = threading.Event()
         self._began = time.monotonic()
 
+    def connect(self) -> None:
+        """Connect to every node; returns at once. ``start`` does it, if nobody did it earlier."""
+        if not self._connected:
+            self._connected = True
+            self.fleet.start()
+
     def start(self, changed: Callable[[Scene], object]) -> None:
         """Connect, and from now on call ``changed`` with every new scene, from a thread of the core's own."""
-        self.fleet.start()
+        self.connect()
         threading.Thread(target=self._watch, args=(changed,), name="scenes", daemon=True).start()
 
     def scene(self) -> Scene:

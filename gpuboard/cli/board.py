@@ -44,6 +44,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
     core = Core(context.nodes(), context.settings, env)
     guard = terminal.Guard()
     try:
+        if all(node.host is None for node in context.nodes()):
+            core.connect()  # this machine's agent reads meanwhile; ssh would have to be imported first
         from gpuboard.board.app import BoardApp  # 250 ms: only for the board
 
         app = BoardApp(core, guard)
