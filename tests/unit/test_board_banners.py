@@ -1,0 +1,54 @@
+"""What is said of the cluster as a whole."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from gpuboard.board.banners import banners
+from gpuboard.model.snapshot import NodeView, Snapshot
+
+UP = NodeView(name="gpu01", state="up", error=None, age_s=0.5, source="nvml")
+
+
+def cluster(*nodes: NodeView) -> Snapshot:
+    """Return a snapshot of these nodes."""
+    return Snapshot(schema=1, at="2026-01-31T12:00:00.000Z", cluster="lab", nodes=list(nodes))
+
+
+def node(**changes: object) -> NodeView:
+    """Return a node that is up but for ``changes``."""
+    return msgspec.structs.replace(UP, **changes)
+
+
+def away(reason: str) -> NodeView:
+    """Return a node that cannot be reached."""
+    return node(state="unreachable", error=reason, age_s=None)
+
+
+WAITING = away("no answer yet")
+LOST = node(claims_error="/var/tmp is on NFS")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "running_s", "words"),
+    [
+        ([UP, UP], 60, ()),
+        ([UP, away("no route")], 60, ()),
+        ([], 0, ("no node to look at: name some with --nodes, or as `nodes` in the config",)),
+        ([WAITING, WAITING], 3, ()),
+        ([WAITING, WAITING], 30, ("no node answers: no answer yet",)),
+        ([away("no route"), away("no route")], 0.5, ("no node answers: no route",)),
+        ([away("no route"), away("refused"), away("no route")], 9, ("no node answers: no route (2 of 3)",)),
+        ([node(state="stale", error="nothing heard for 9 s")], 9, ("no node answers any more: nothing heard for 9 s",)),
+        (
+            [LOST, UP, LOST],
+            9,
+            ("2 of 3 nodes cannot hold reservations: /var/tmp is on NFS; nothing there is called free",),
+        ),
+        ([LOST], 9, ("this node cannot hold reservations: /var/tmp is on NFS; nothing there is called free",)),
+        ([node(state="stale", error="old", claims_error="x"), UP], 9, ()),
+    ],
+)
+def test_banners(nodes: list[NodeView], running_s: float, words: tuple[str, ...]) -> None:
+    assert banners(cluster(*nodes), running_s=running_s) == words
