@@ -50,12 +50,17 @@ def run(args: argparse.Namespace, context: Context) -> int:
     """Show it, step by step and then as the board; return 0 when all went well and nothing was left behind."""
     from gpuboard.cli import demo_board
 
-    code = 0 if args.board else _story(args, context)
-    if args.board or (context.stdout_is_tty and code == 0 and not args.steps):
-        if not args.board:
-            print("\nNow the board, on a larger simulated cluster; q leaves it.", flush=True)
-            time.sleep(2 * _READ_S)
+    if args.board:
         code = demo_board.run(context)
+    else:
+        code = _story(args, context)
+        if code == 0 and demo_board.cannot_open(context) is None:
+            print("\nNow the board, on a larger simulated cluster; q leaves it.", flush=True)
+            if args.steps:
+                input("  Enter goes on ")
+            else:
+                time.sleep(2 * _READ_S)
+            code = demo_board.run(context)
     if code == 0:
         print('\nFor real nodes, write nodes = ["gpu01", …] into ~/.config/gpuboard/config.toml')
     return code

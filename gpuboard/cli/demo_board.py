@@ -31,21 +31,34 @@ _END_S = 15.0  # and until they must have ended
 
 def run(context: Context) -> int:
     """Open the board on the living cluster; return 0 when nothing was left behind. Raises UsageError."""
-    if not context.stdout_is_tty:
-        raise UsageError("the board needs a terminal; `gpuboard demo` tells the same story in words")
+    if why := cannot_open(context):
+        raise UsageError(f"no board here: {why}; `gpuboard demo` tells the same story in words")
+    from gpuboard.board import collector, terminal
     from gpuboard.board.app import BoardApp  # 250 ms: only for the board
-    from gpuboard.board.terminal import Guard
 
     core = make(context.settings, context.env)
-    guard = Guard(leave_s=_END_S + 5.0)  # the board is gone at once; what it started is ended first
+    guard = terminal.Guard(leave_s=_END_S + 5.0)  # the board is gone at once; what it started is ended first
+    app = BoardApp(core, guard)
+    collector.calm()
     try:
-        code = BoardApp(core, guard).run() or 0
+        app.run()
     finally:
-        guard.restored()
+        guard.restored(app.return_code or 0)
         core.close()
         left = end(core)
-    print("gpuboard demo: " + (f"not everything was released: {', '.join(left)}" if left else _ENDED))
-    return 1 if left else code
+    with contextlib.suppress(OSError):  # the terminal may be what has gone
+        words = f"not everything was released: {', '.join(left)}" if left else _ENDED
+        print(f"gpuboard demo: {words}", flush=True)
+    return 1 if left else app.return_code or 0
+
+
+def cannot_open(context: Context) -> str | None:
+    """Return why no board can be opened here, or None."""
+    if not context.stdout_is_tty:
+        return "stdout is no terminal"
+    from gpuboard.board import terminal
+
+    return terminal.cannot_draw(context.env)
 
 
 _ENDED = "everything is released; nothing of the demo is left running."

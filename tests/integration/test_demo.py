@@ -121,7 +121,7 @@ def test_the_board_opens_on_a_terminal_and_leaves_nothing(here: Here, signalled:
 def test_the_board_needs_a_terminal(here: Here) -> None:
     done = here.run("demo", "--board")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "the board needs a terminal" in done.stderr
+    assert "no board here: stdout is no terminal" in done.stderr
 
 
 @pytest.fixture(scope="module")
