@@ -14,9 +14,9 @@ from textual.widgets import Footer
 
 from gpuboard.board import gpu_lines, processes
 from gpuboard.board.acting import ActingScreen
-from gpuboard.board.arrange import natural_nodes
+from gpuboard.board.arrange import age_of, natural_nodes
 from gpuboard.board.grid import Cell, Column, Grid, Row
-from gpuboard.board.history import History
+from gpuboard.board.history import History, tells
 from gpuboard.board.lines import Runs, above, named, title
 from gpuboard.board.look import Glyphs
 from gpuboard.board.node import NodeScreen
@@ -61,11 +61,11 @@ class Memory:
     def look(self, scene: Scene, now: float) -> Known:
         """Return what can be said with the newest scene; ``now`` is a monotonic clock's."""
         place = scene.places.get(self.uuid)
-        if place is not None and place.node.state == "up" and place.gpu.error is None:
+        if place is not None and tells(place.node, place.gpu):
             self._last, self._at = place, now
             return Known(place, place, None)
         if self._last is None:
-            return Known(place, place, None if place is None else place.node.age_s)
+            return Known(place, place, None if place is None else age_of(place.node, place.gpu))
         return Known(place, self._last, now - self._at)
 
 
@@ -73,7 +73,8 @@ def notice(known: Known, width: int) -> list[Runs]:
     """Return what keeps the values from being those of now, in words; no line when nothing does."""
     if known.old_s is None and known.now is not None:
         return []
-    age = "" if known.old_s is None else f" What is shown is {format_duration(known.old_s)} old."
+    nothing = known.values is None or known.values.gpu.memory_used is None
+    age = "" if nothing or known.old_s is None else f" What is shown is {format_duration(known.old_s)} old."
     if known.now is None:
         gone = "No node lists this GPU any more." if known.values is not None else "No node lists this GPU."
         return named("Gone", f"{gone}{age}", "bad", width)

@@ -6,7 +6,7 @@ from array import array
 from struct import Struct
 from typing import NamedTuple
 
-from gpuboard.model.snapshot import GpuView, Snapshot
+from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 
 SPAN_S = 300.0
 _SLOTS = 310  # more than a reader looks at: the one being written is not among them
@@ -57,14 +57,13 @@ class History:
         slot = number % _SLOTS
         rings = self._rings
         for node in snapshot.nodes:
-            fresh = node.state == "up"
             for gpu in node.gpus:
                 ring = rings.get(gpu.uuid)
                 if ring is None:
                     ring = rings[gpu.uuid] = _Ring(number)
                 elif ring.last < number - 1:
                     _forget(ring, number)
-                if fresh and gpu.error is None and gpu.delay_s <= _DELAY_S:
+                if tells(node, gpu):
                     _put(ring.data, slot * _SAMPLE.size, gpu)
                 else:
                     ring.data[slot * _SAMPLE.size : (slot + 1) * _SAMPLE.size] = _GAP
@@ -109,6 +108,11 @@ class History:
             ring.data[n % _SLOTS * _SAMPLE.size] if 0 <= n <= ring.last else _BYTE for n in range(first, self._count)
         ]
         return (None,) * (count - len(found)) + tuple(None if value == _BYTE else value for value in found)
+
+
+def tells(node: NodeView, gpu: GpuView) -> bool:
+    """Return whether a GPU's values are those of now: its node answers, and NVML does so for this GPU."""
+    return node.state == "up" and gpu.error is None and gpu.delay_s <= _DELAY_S
 
 
 def _forget(ring: _Ring, number: int) -> None:

@@ -189,17 +189,22 @@ def test_the_last_values_of_a_gpu_are_kept() -> None:
     assert memory.look(scene(), 6.0) == Known(None, now, 5.0)
     lost = scene(node("n", [gpu("n", 0, "broken", error="GPU is lost")]))
     assert memory.look(lost, 7.0) == Known(lost.places["GPU-n-0"], now, 6.0)
-    assert memory.look(seen, 8.0) == Known(now, now, None)
+    hung = scene(node("n", [gpu("n", 0, "unknown", delay_s=30.0)]))
+    assert memory.look(hung, 8.0) == Known(hung.places["GPU-n-0"], now, 7.0)
+    assert Memory("GPU-n-0").look(hung, 8.0) == Known(hung.places["GPU-n-0"], hung.places["GPU-n-0"], 30.5)
+    assert memory.look(seen, 9.0) == Known(now, now, None)
 
 
 def test_a_notice_says_why_values_are_old() -> None:
     one = place(busy("n", 0))
     lost = place(gpu("n", 0, "broken", error="GPU is lost", reason="GPU lost: GPU is lost"))
     unreadable = place(gpu("n", 0, "unknown", error="Unknown Error"))
+    hung = place(gpu("n", 0, "unknown", reason="last reading is 30 s old", delay_s=30.0))
+    never = place(gpu("n", 0, "unknown", error="NVML hangs", memory_used=None))
     silent = place(busy("n", 0), state="stale", error="nothing heard for 9 s")
     assert [text(notice(known, 100)) for known in (
         Known(one, one, None), Known(None, one, 65.0), Known(None, None, None), Known(lost, one, 5.0),
-        Known(unreadable, one, 5.0), Known(silent, silent, 9.0),
+        Known(unreadable, one, 5.0), Known(silent, silent, 9.0), Known(hung, one, 30.0), Known(never, never, 0.5),
     )] == [
         [],
         ["Gone         No node lists this GPU any more. What is shown is 1m old."],
@@ -207,6 +212,8 @@ def test_a_notice_says_why_values_are_old() -> None:
         ["Lost         GPU is lost. What is shown is 5s old."],
         ["Not read     Unknown Error. What is shown is 5s old."],
         ["Stale        n: nothing heard for 9 s. What is shown is 9s old."],
+        ["Not read     last reading is 30 s old. What is shown is 30s old."],
+        ["Not read     NVML hangs."],
     ]  # fmt: skip
 
 
