@@ -1,0 +1,492 @@
+"""Launching from the board: real `gpuboard launch` on simulated nodes, by key and mouse; what outlives the board."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.core import Core
+from gpuboard.board.dialogs import Tick
+from gpuboard.board.launching import LaunchDialog, open_launch
+from gpuboard.board.runs import RunsScreen
+from gpuboard.board.starting import (
+    LaunchForm,
+    Starter,
+    arguments,
+    check_command,
+    check_folder,
+    check_variables,
+    target_of,
+)
+from gpuboard.cluster.handed import VARIABLE, read_nodes, write_nodes
+from gpuboard.cluster.simulated import demo_nodes
+from gpuboard.config import Settings
+from gpuboard.errors import UsageError
+from gpuboard.launch.runbook import Entry, Runbook
+from gpuboard.launch.runs import FINAL
+from gpuboard.launch.target import Target
+from gpuboard.model.request import Pick, Request
+from tests.board import lab
+from tests.integration.launch_lab import SLEEP, write_torch
+from tests.integration.ranks_driver import carriers
+from tests.waiting import until
+
+FAIL = """
+import os, time
+print("up", flush=True)
+time.sleep(0.3)
+if os.environ["RANK"] == "1":
+    raise ValueError("[/x]")
+time.sleep(60)
+"""
+
+
+# Words → the command line
+
+
+def test_a_form_becomes_a_command_line() -> None:
+    form = LaunchForm("train.py --lr 3e-4 'two words'", "/exp", n=4, model="H100", for_s="8h", variables="A=1 'B=2 3'")
+    assert arguments(form) == [
+        "--n", "4", "--model", "H100", "--for", "8h", "--device", "cuda", "--grace", "30s", "--env", "A=1", "--env",
+        "B=2 3", "train.py", "--lr", "3e-4", "two words",
+    ]  # fmt: skip
+    form = LaunchForm(
+        "-m pkg.train -m x", "/exp", lease="k3f9", device="cpu", python="/opt/python", for_s="8h", grace="0"
+    )
+    assert arguments(form) == [
+        "--lease", "k3f9", "--device", "cpu", "--grace", "0", "--python", "/opt/python", "-m", "pkg.train", "-m", "x",
+    ]  # fmt: skip
+    form = LaunchForm("pkg.train:main", "/exp", gpus="gpu01:GPU-a@gpu02:GPU-b")
+    assert arguments(form)[:2] == ["--gpus", "gpu01:GPU-a@gpu02:GPU-b"]
+    assert arguments(form)[-1] == "pkg.train:main"
+
+
+def test_what_is_typed_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    folder = str(tmp_path)
+    assert target_of("-m a.b c") == Target("module", "a.b", ["c"])
+    assert [check_command(text, folder) for text in ("train.py --lr 1", "-m a.b", "a.b:main x")] == ["", "", ""]
+    assert check_command("", folder) == "train.py or -m module"
+    assert check_command("nothere.py", folder) == "no file nothere.py in that folder"
+    assert check_command("train.py 'open", folder) == "the command: no closing quotation"
+    assert check_command("-m", folder) == "-m needs the name of a module, not 'nothing'"
+    assert check_command("--n 4 train.py", folder) == "--n is no option of launch"
+    assert check_command("nothere.py", "/no/such/folder") == "", "the folder is what is wrong then"
+    assert [check_folder(folder), check_folder("/no/such")] == ["", "no such folder"]
+    assert [check_variables(text) for text in ("", "A=1 B='x y'", "HOME")] == ["", "", ""]
+    assert check_variables("RANK=1") == "RANK: launch itself sets RANK for every rank"
+    assert check_variables("1A=2") == "1A=2: '1A' is not the name of a variable"
+    assert check_variables("'") == "the variables: no closing quotation"
+
+
+def test_nodes_that_no_configuration_has_are_handed_on(tmp_path: Path) -> None:
+    nodes = demo_nodes(claims_dir=str(tmp_path))
+    write_nodes(tmp_path / "nodes", nodes)
+    assert read_nodes(tmp_path / "nodes") == nodes
+    assert read_nodes(tmp_path / "nodes", ["sim02"]) == nodes[1:]
+    with pytest.raises(UsageError, match=f"no node 'sim03' in {VARIABLE}="):
+        read_nodes(tmp_path / "nodes", ["sim[01-03]"])
+    (tmp_path / "nodes").write_text("[1]")
+    with pytest.raises(UsageError, match="not an inventory"):
+        read_nodes(tmp_path / "nodes")
+
+
+# A laboratory
+
+
+class Exp:
+    """A folder to launch in, with scripts, and the stand-in for torch."""
+
+    def __init__(self, folder: Path, **environ: str) -> None:
+        self.folder = folder
+        self.work = folder / "exp"
+        self.work.mkdir()
+        self.variables = f"PYTHONPATH={write_torch(folder / 'fake')}"
+        for name, text in (("sleep.py", SLEEP), ("fail.py", FAIL), ("end.py", "print('bye')\n")):
+            (self.work / name).write_text(text)
+        self.nodes = demo_nodes(claims_dir=str(lab.claims_folder(folder)))
+        self.env = lab.environment(folder) | environ
+        for stale in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+            self.env.pop(stale, None)
+
+    def core(self) -> Core:
+        return Core(self.nodes, Settings(), self.env)
+
+    def form(self, command: str, **changes: Any) -> LaunchForm:
+        values: dict[str, Any] = {
+            "command": command, "folder": str(self.work), "device": "cpu", "python": sys.executable,
+            "variables": self.variables, "grace": "5s",
+        }  # fmt: skip
+        return LaunchForm(**(values | changes))
+
+    def claims(self) -> list[str]:
+        """Return the GPUs that are reserved."""
+        return [claim.partition(": ")[2] for claim in lab.claims(self.folder)]
+
+    def entries(self) -> list[Entry]:
+        return Runbook(self.env).read()
+
+    def running(self) -> Entry:
+        """Wait until the newest run is running; return it."""
+
+        def found() -> list[Entry]:
+            return [entry for entry in self.entries() if entry.view.state == "running"]
+
+        return until(found, "a run that is running")[0]
+
+
+@pytest.fixture
+def exp(tmp_path: Path) -> Iterator[Exp]:
+    found = Exp(tmp_path)
+    yield found
+    for entry in found.entries():
+        if entry.live:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(entry.view.head.pid, signal.SIGKILL)
+            until(lambda entry=entry: not carriers(entry.view.id), "the run's processes to end")  # type: ignore[misc]
+
+
+# Starting, without the board around it
+
+
+def test_what_earlier_launchers_and_the_board_s_own_lease_left_behind_is_left_out(tmp_path: Path) -> None:
+    stale = {"RANK": "7", "WORLD_SIZE": "9", "GPUBOARD_LEASE": "zzzz", "GPUBOARD_NODES": "no", "GPUBOARD_RANK_MAP": "x"}
+    exp = Exp(tmp_path, **stale)
+    for evil in ("gpuboard.py", "signal.py", "msgspec.py"):
+        (exp.work / evil).write_text("raise SystemExit('imported')\n")
+    starter = Starter(exp.nodes, exp.env)
+    started = starter.start(exp.form("end.py", n=2))
+    until(lambda: started.over, "the launch to end")
+    ((_, entry),) = starter.look(Runbook(exp.env))
+    assert entry is not None, started.failure()
+    assert (entry.view.state, [rank.last_line for rank in entry.view.ranks]) == ("done", ["bye", "bye"])
+    assert starter.look(Runbook(exp.env)) == [], "what has ended is returned once"
+    assert exp.claims() == []
+    started.clear()
+    assert list((Path(exp.env["XDG_STATE_HOME"]) / "gpuboard" / "board").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "code"),
+    [
+        ({"n": 9}, "asked for 9 GPUs", 3),
+        ({"gpus": "sim01:1"}, "sim01:1 is busy", 4),
+        ({"lease": "zzzz"}, "zzzz", 5),
+        ({"n": 1, "variables": "RANK=1"}, "launch itself sets RANK", 2),
+    ],
+)
+def test_why_a_launch_came_to_nothing_is_said(exp: Exp, changes: dict[str, Any], words: str, code: int) -> None:
+    starter = Starter(exp.nodes, exp.env)
+    started = starter.start(exp.form("end.py", **changes))
+    until(lambda: started.over, "the launch to end")
+    assert started.process.returncode == code
+    assert words in started.failure()
+    assert exp.entries() == []
+
+
+def test_one_that_is_killed_before_it_could_say_anything_is_said_to_be(exp: Exp) -> None:
+    starter = Starter(exp.nodes, exp.env)
+    started = starter.start(exp.form("end.py", n=1))
+    started.process.kill()
+    until(lambda: started.over, "the launch to end")
+    assert started.failure().endswith("gpuboard launch was killed by SIGKILL")
+
+
+def test_a_state_folder_that_cannot_be_written_is_an_error(exp: Exp) -> None:
+    (exp.folder / "file").touch()
+    starter = Starter(exp.nodes, exp.env | {"XDG_STATE_HOME": str(exp.folder / "file")})
+    with pytest.raises(Exception, match="cannot be written to: Not a directory"):
+        starter.start(exp.form("end.py", n=1))
+
+
+# By hand
+
+
+async def fill(pilot: Pilot[int], **texts: str) -> None:
+    """Type into fields in place of what is there."""
+    for key, text in texts.items():
+        entry = pilot.app.screen.query_one(f"#field-{key}", Input)
+        entry.focus()
+        entry.value = text[:-1]
+        entry.cursor_position = len(text)
+        await pilot.press(text[-1])
+
+
+async def fill_all(pilot: Pilot[int], exp: Exp, command: str, **texts: str) -> None:
+    """Type a command, and what every launch of the laboratory needs."""
+    screen = pilot.app.screen
+    screen.query_one("#field-folder", Input).value = str(exp.work)
+    screen.query_one("#field-python", Input).value = sys.executable
+    screen.query_one("#field-variables", Input).value = exp.variables
+    await fill(pilot, command=command, **texts)
+
+
+def shown(app: BoardApp, *words: str) -> bool:
+    text = " ".join(lab.screen(app).replace("│", " ").split())
+    return all(word in text for word in words)
+
+
+def told(app: BoardApp, *words: str) -> bool:
+    return any(all(word in f"{toast.title} {toast.message}" for word in words) for toast in app._notifications)
+
+
+def state(app: BoardApp) -> str:
+    """Return the state of the run under the cursor."""
+    entry = app.screen.entry if isinstance(app.screen, RunsScreen) else None
+    return entry.view.state if entry is not None else ""
+
+
+def test_marked_gpus_are_launched_on_and_given_back(exp: Exp) -> None:
+    async def scenario() -> None:
+        async with lab.board(exp.core()) as (app, pilot):
+            await pilot.press("space")  # sim01:0
+            await pilot.press("right", "right" if app.screen.query("#picture") else "down")
+            await pilot.press("x")
+            await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
+            assert app.screen.query_one("#field-gpus", Input).value == "sim01:0"
+            assert app.screen.query_one("#field-cpu", Tick).value, "simulated GPUs cannot compute"
+            await fill_all(pilot, exp, "sleep.py")
+            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0"))
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: state(app) == "running", 20.0)
+            assert exp.claims() == ["sim01-0"]
+            await lab.settle(pilot, lambda: shown(app, "1 running", "1 GPU, 23h", "up"))
+            await pilot.press("s")
+            await pilot.press("y")
+            await lab.settle(pilot, lambda: told(app, "stopped"))
+            await lab.settle(pilot, lambda: exp.claims() == [])
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_of_mine_is_launched_on_and_stays(exp: Exp) -> None:
+    async def scenario() -> None:
+        core = exp.core()
+        async with lab.board(core) as (app, pilot):
+            request = Request(picks=(Pick("sim01", 2, None), Pick("sim02", 0, None)))
+            allocation = await asyncio.to_thread(core.operations.reserve, request, 600.0, "")
+            core.operations.told(allocation)
+            lease = allocation.lease.id
+            await lab.settle(pilot, lambda: app.scene is not None and lease in app.scene.by_lease)
+            assert app.scene is not None
+            open_launch(app, [gpu.uuid for gpu in allocation.lease.gpus])
+            await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog) and shown(app, f"Lease {lease}"))
+            await fill_all(pilot, exp, "end.py")
+            await pilot.click("#commit")
+            await lab.settle(pilot, lambda: state(app) == "done", 20.0)
+            await lab.settle(pilot, lambda: told(app, "is done", "end.py ran", "2 ranks"))
+            assert shown(app, "sim01", "sim02", f"{lease}, 2 GPUs")
+            assert exp.claims() == ["sim01-2", "sim02-0"]
+            await asyncio.to_thread(core.operations.release, lease)
+
+    asyncio.run(scenario())
+
+
+def test_the_best_are_launched_on_and_a_failure_is_said_wherever_one_is(exp: Exp) -> None:
+    async def scenario() -> None:
+        async with lab.board(exp.core(), (80, 24)) as (app, pilot):
+            open_launch(app)
+            await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
+            await fill_all(pilot, exp, "fail.py", gpus="2", model="h100")
+            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:2,3"))
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen), 20.0)
+            await pilot.press("escape")
+            await lab.settle(pilot, lambda: not isinstance(app.screen, RunsScreen))
+            await lab.settle(pilot, lambda: told(app, "failed", "exit code 1", "rank 1 (sim01:3) failed", "[/x]"), 20.0)
+            await pilot.press("x")
+            await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
+            assert app.screen.query_one("#field-command", Input).value == "fail.py", "the next try begins with the last"
+            await pilot.press("escape")
+            await pilot.press("u")
+            await lab.settle(pilot, lambda: shown(app, "rank 1 (sim01:3) failed", "ValueError: [/x]"))
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_launched_is_said_in_the_dialog(exp: Exp) -> None:
+    async def scenario() -> None:
+        async with lab.board(exp.core()) as (app, pilot):
+            open_launch(app)
+            await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
+            await fill_all(pilot, exp, "nothere.py")
+            await pilot.press("enter")
+            assert shown(app, "no file nothere.py in that")
+            await fill(pilot, command="sleep.py", gpus="sim01:1", folder="/no/such")
+            await lab.settle(pilot, lambda: shown(app, "no such folder", "Not now: sim01:1 is busy"))
+            await fill(pilot, folder=str(exp.work))
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: shown(app, "Not launched: sim01:1 is busy: bob"), 20.0)
+            await pilot.pause(1.5)
+            assert shown(app, "Not launched: sim01:1 is busy: bob"), "it stays until something is typed"
+            await fill(pilot, gpus="zzzz")
+            assert shown(app, "a number, gpu01:0,3 or a lease")
+            assert not shown(app, "Not launched")
+            assert list(app._notifications) == [], "what the dialog says is no toast"
+            await fill(pilot, gpus="1", python="/no/such/python")
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: state(app) == "failed", 20.0)
+            await lab.settle(pilot, lambda: shown(app, "exit code 7", "/no/such/python"))
+            await lab.settle(pilot, lambda: told(app, "failed", "/no/such/python"))
+            assert exp.claims() == []
+
+    asyncio.run(scenario())
+
+
+def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp) -> None:
+    async def scenario() -> None:
+        core = exp.core()
+        async with lab.board(core) as (app, pilot):
+            open_launch(app)
+            await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
+            await fill_all(pilot, exp, "sleep.py", gpus="2")
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: bool(core.starter.started))
+            (started,) = core.starter.started
+            await pilot.press("escape")
+            await lab.settle(pilot, lambda: started.over, 20.0)
+            await lab.settle(pilot, lambda: not core.starter.started)
+            assert exp.claims() == []
+            assert [entry.view.id for entry in exp.entries() if entry.live] == []
+
+    asyncio.run(scenario())
+
+
+# What outlives the board
+
+
+_DOWN = "\x1b[B"
+
+
+class OnPty:
+    """`gpuboard board` on a terminal of its own, over the simulated nodes."""
+
+    def __init__(self, exp: Exp) -> None:
+        write_nodes(exp.folder / "nodes", exp.nodes)
+        self.exp = exp
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        self.master = master
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gpuboard", "board"],
+            cwd=exp.work,
+            env={**exp.env, VARIABLE: str(exp.folder / "nodes"), "TERM": "xterm-256color", "LANG": "C.UTF-8"},
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
+        os.close(slave)
+        self.seen = b""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self.master, 65536)
+            except OSError as error:
+                assert error.errno in {errno.EIO, errno.EBADF}, error
+                return
+            self.seen += data
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def wait(self, words: str) -> None:
+        until(lambda: words.encode() in self.seen, f"{words!r} on the terminal")
+        self.seen = b""
+
+    def launch(self, *, keep: bool) -> Entry:
+        """Launch by keys and wait until the ranks run."""
+        self.wait("sim02")
+        self.type("x")
+        self.wait("one rank per GPU")
+        for text in ("sleep.py", _DOWN, "\x15", "2", _DOWN, _DOWN, _DOWN, sys.executable, _DOWN, self.exp.variables):
+            self.type(text)
+            self.quiet()  # what is typed before the focus has moved goes to the field before
+        if not keep:
+            for text in (*[_DOWN] * 4, " "):
+                self.type(text)
+                self.quiet()
+        self.type("\r")
+        return self.exp.running()
+
+    def quiet(self) -> None:
+        """Wait until nothing more is drawn."""
+        size, since = len(self.seen), time.monotonic()
+        while time.monotonic() - since < 0.1:
+            time.sleep(0.02)
+            if len(self.seen) != size:
+                size, since = len(self.seen), time.monotonic()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+@pytest.mark.parametrize("end", ["kill -9", "quit"])
+def test_a_run_that_is_kept_goes_on_when_the_board_ends(exp: Exp, end: str) -> None:
+    board = OnPty(exp)
+    try:
+        run = board.launch(keep=True).view
+        _end(board, end)
+        time.sleep(3.0)  # what would end it has had its time
+        (entry,) = exp.entries()
+        assert (entry.view.id, entry.view.state) == (run.id, "running")
+        assert len(carriers(run.id)) >= 2
+        stop = subprocess.run(
+            [sys.executable, "-m", "gpuboard", "stop", "--now", run.id], env=exp.env, capture_output=True, text=True
+        )
+        assert stop.returncode == 0, stop.stderr
+        until(lambda: exp.claims() == [], "the reservation to be given back")
+    finally:
+        board.close()
+
+
+@pytest.mark.parametrize("end", ["kill -9", "quit"])
+def test_a_run_that_is_not_kept_ends_with_the_board(exp: Exp, end: str) -> None:
+    board = OnPty(exp)
+    try:
+        run = board.launch(keep=False).view
+        _end(board, end)
+        until(lambda: exp.entries()[0].view.state in FINAL, "the run to end")
+        (entry,) = exp.entries()
+        assert (entry.view.state, entry.view.verdicts[0].text) == ("stopped", "the board that launched it is closed")
+        until(lambda: not carriers(run.id), "its processes to end")
+        until(lambda: exp.claims() == [], "the reservation to be given back")
+    finally:
+        board.close()
+
+
+def _end(board: OnPty, how: str) -> None:
+    began = time.monotonic()
+    if how == "quit":
+        board.type("\x1b")
+        time.sleep(0.2)  # an escape alone, not the beginning of a sequence
+        began = time.monotonic()
+        board.type("q")
+        board.process.wait(10)
+        assert time.monotonic() - began < 2.0
+    else:
+        board.process.kill()
+        board.process.wait(10)
