@@ -19,7 +19,7 @@ help:
 	@echo "make demo    set up, then run the main job on simulated nodes: reserve, train with DDP, release; then the board"
 	@echo "make test    set up, with system packages where root or sudo allows, then run every check and test"
 	@echo "make lint    ruff, mypy, import contracts, the agent's Python 3.6 syntax"
-	@echo "make bench   the measurements of bench/ (about ten minutes on an idle machine)"
+	@echo "make bench   the measurements of bench/ (about thirteen minutes on an idle machine)"
 	@echo "make clean   remove what the above made"
 
 demo: $(RUN_STAMP)
