@@ -213,8 +213,7 @@ class Dialog(Box[T]):
 
     def on_mount(self) -> None:
         """Begin in the first field."""
-        self._checked()
-        self.changed()
+        self.check()
 
     @property
     def values(self) -> dict[str, str]:
@@ -281,11 +280,15 @@ class Dialog(Box[T]):
             note.update(Text(words or field.hint, style, no_wrap=True, overflow="ellipsis"))
         self.query_one("#commit", Button).disabled = bool(wrong) or self._busy
 
+    def check(self) -> None:
+        """Look at all fields again: what they are checked against has changed."""
+        self._checked()
+        self.changed()
+
     @on(Input.Changed)
     @on(Tick.Changed)
     def _typed(self) -> None:
-        self._checked()
-        self.changed()
+        self.check()
 
     @on(Input.Submitted)
     def _entered(self) -> None:

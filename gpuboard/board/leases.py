@@ -21,6 +21,7 @@ from gpuboard.board.rows import Runs, share
 from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
 from gpuboard.board.summary import Lines
+from gpuboard.board.watches import open_watch
 from gpuboard.model.lease import Lease
 from gpuboard.model.units import format_duration, parse_duration
 
@@ -125,6 +126,7 @@ class LeasesScreen(BoardScreen):
         Binding("t", "timeline", "Time line", id="leases.timeline"),
         Binding("s", "sort", "Sort", id="leases.sort", show=False),
         Binding("r", "reserve", "Reserve", id="leases.reserve"),
+        Binding("w", "watch", "Tell me when it ends", id="leases.watch", show=False),
     ]
 
     def __init__(self) -> None:
@@ -258,6 +260,11 @@ class LeasesScreen(BoardScreen):
     def action_reserve(self) -> None:
         """Open the dialog that reserves."""
         open_reserve(self.board, ())
+
+    def action_watch(self) -> None:
+        """Be told when the lease ends."""
+        if one := self._selected():
+            open_watch(self.board, one.lease.id)
 
     def action_copy(self) -> None:
         """Offer what can be copied of the lease."""

@@ -17,6 +17,7 @@ from gpuboard.board.dialogs import YES, Dialog, Field, duration, number, size
 from gpuboard.board.grid import Cell, Column, Grid, Row
 from gpuboard.board.notify import announce
 from gpuboard.board.reserve import taken_words
+from gpuboard.board.runwords import ended_words
 from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
 from gpuboard.board.summary import Lines
@@ -28,15 +29,17 @@ from gpuboard.model.units import parse_duration
 if TYPE_CHECKING:
     from gpuboard.allocate.formats import Allocation
     from gpuboard.board.app import BoardApp
+    from gpuboard.launch.runbook import Entry, Runbook
 
 
 class Watch(msgspec.Struct, frozen=True):
-    """What is waited for: ``request`` can be had, or else ``lease`` has ended."""
+    """What is waited for: ``request`` can be had, or ``lease`` or ``run`` has ended; one of the three."""
 
     number: int
     since: float  # epoch seconds
     request: Request | None = None
     lease: Lease | None = None  # as it was when the watch was set
+    run: str | None = None
     reserve_s: float | None = None  # reserve it at once for so long
     purpose: str = ""
     met_at: float | None = None
@@ -47,13 +50,20 @@ class Watch(msgspec.Struct, frozen=True):
         """What is waited for, in words."""
         if self.lease is not None:
             return f"lease {self.lease.id} ends ({self.lease.owner}, {asking.places_words(self.lease.gpus)})"
+        if self.run is not None:
+            return f"run {self.run} ends"
         assert self.request is not None
         then = "" if self.reserve_s is None else f", then reserve for {asking.lasting(self.reserve_s)}"
         return asking.request_words(self.request) + then
 
 
-def holds(watch: Watch, scene: Scene) -> str:
-    """Return how the condition is met in ``scene``, in words; "" when it is not, or cannot be known to be."""
+def holds(watch: Watch, scene: Scene, run: Entry | None = None) -> str:
+    """Return how the condition is met in ``scene``, in words; "" when it is not, or cannot be known to be.
+
+    ``run``: the run of a watch for one, as it is now.
+    """
+    if watch.run is not None:
+        return "" if run is None or run.live else f"{run.view.state}: {ended_words(run).splitlines()[0]}"
     if watch.lease is not None:
         gone = (watch.lease.id, watch.lease.owner) not in {(one.id, one.owner) for one in scene.leases.leases}
         unread = set(watch.lease.nodes) & set(scene.leases.unread)
@@ -100,7 +110,10 @@ class Watches:
         if not active or self._looking:
             return
         self._looking = True
-        self._board.ask(lambda: [(one, words) for one in active if (words := _holds(one, scene))], self._looked)
+        runbook = self._board.core.runbook
+        self._board.ask(
+            lambda: [(one, words) for one in active if (words := _holds(one, scene, runbook))], self._looked
+        )
 
     def _looked(self, met: Sequence[tuple[Watch, str]]) -> None:
         for watch, words in met:
@@ -109,7 +122,7 @@ class Watches:
             if watch.reserve_s is not None:
                 self._reserve(watch)
                 return  # the next one when this is done
-            announce(self._board, "It is so" if watch.lease is None else "Ended", f"{watch.condition}: {words}")
+            announce(self._board, "It is so" if watch.request else "Ended", f"{watch.condition}: {words}")
             self._put(watch, words, met=True)
         self._looking = False
 
@@ -144,27 +157,30 @@ class Watches:
         self.all = [new if one.number == watch.number else one for one in self.all]
 
 
-def _holds(watch: Watch, scene: Scene) -> str:
+def _holds(watch: Watch, scene: Scene, runbook: Runbook) -> str:
     try:
-        return holds(watch, scene)
+        return holds(watch, scene, runbook.one(watch.run) if watch.run is not None else None)
     except GpuboardError:  # a node that was named has left the inventory: checked when the watch was set
         return ""
 
 
 class WatchDialog(Dialog[Watch]):
-    """Asks what to wait for. ``lease``: the one whose end is offered first."""
+    """Asks what to wait for. ``ends``: the lease whose end is offered first."""
 
-    def __init__(self, scene: Scene, most_s: float, lease: str = "") -> None:
+    def __init__(self, scene: Scene, most_s: float, ends: str = "") -> None:
         self._scene = scene
+        self._runs: frozenset[str] = frozenset()  # that go on
 
         def what(text: str) -> str:
-            return "" if text in self._scene.by_lease else number(1, asking.MOST)(text) and "a number, or a lease's id"
+            if text in self._scene.by_lease or text in self._runs:
+                return ""
+            return number(1, asking.MOST)(text) and "a number, a lease or a run"
 
         usual = asking.lasting(min(8 * 3600.0, most_s))
         super().__init__(
             "Tell me when",
             [
-                Field("what", "GPUs free", lease or "1", "a number, or a lease's id", what),
+                Field("what", "GPUs free", ends or "1", "or a lease's or run's id: its end", what),
                 Field("model", "Model", "", "any; a part of its name: H100"),
                 Field("memory", "Free memory", "", "any; of each: 40GiB", size),
                 Field("nodes", "Nodes", "", "any number; at most 1, 2, …", number(1, 4096, needed=False)),
@@ -174,6 +190,18 @@ class WatchDialog(Dialog[Watch]):
             ],
             verb="Watch",
         )
+
+    def on_mount(self) -> None:
+        """Ask which runs go on."""
+        super().on_mount()
+        runbook = self.board.core.runbook
+
+        def known(runs: frozenset[str]) -> None:
+            self._runs = runs
+            if self.is_attached:
+                self.check()
+
+        self.board.ask(lambda: frozenset(run.view.id for run in runbook.read() if run.live), known)
 
     def show(self, scene: Scene) -> None:
         """Look again: what is free has changed."""
@@ -209,6 +237,8 @@ class WatchDialog(Dialog[Watch]):
         self.dismiss(self._watch(values))
 
     def _watch(self, values: dict[str, str]) -> Watch:
+        if values["what"] in self._runs:
+            return Watch(0, time.time(), run=values["what"])
         if values["what"] in self._scene.by_lease:
             return Watch(0, time.time(), lease=self._scene.by_lease[values["what"]])
         request = asking.request_of({**values, "gpus": values["what"]}, {})
@@ -216,8 +246,8 @@ class WatchDialog(Dialog[Watch]):
         return Watch(0, time.time(), request, reserve_s=reserve_s, purpose=values["purpose"])
 
 
-def open_watch(board: BoardApp, lease: str = "") -> None:
-    """Ask what to wait for, and wait for it."""
+def open_watch(board: BoardApp, ends: str = "") -> None:
+    """Ask what to wait for, and wait for it. ``ends``: the lease whose end is offered first."""
     if board.scene is None:
         board.notify("nothing is known yet", markup=False)
         return
@@ -227,7 +257,7 @@ def open_watch(board: BoardApp, lease: str = "") -> None:
             board.watches.add(watch)
             board.notify(watch.condition, title="Watching for", markup=False)
 
-    board.push_screen(WatchDialog(board.scene, parse_duration(board.core.settings.max_lease), lease), set_)
+    board.push_screen(WatchDialog(board.scene, parse_duration(board.core.settings.max_lease), ends), set_)
 
 
 class WatchesScreen(BoardScreen):
@@ -252,7 +282,7 @@ class WatchesScreen(BoardScreen):
                 Column("condition", "Tell me when", 30, weight=2, least=24),
                 Column("state", "State", 30, weight=2, least=16),
             ),
-            empty="Nothing is watched.\n\na: be told when so many GPUs are free, or a lease ends.",
+            empty="Nothing is watched.\n\na: be told when so many GPUs are free, or a lease or a run ends.",
             id="watches",
         )
         yield Footer()

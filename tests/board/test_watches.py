@@ -18,6 +18,7 @@ from gpuboard.board.dialogs import Tick
 from gpuboard.board.watches import Watch, WatchDialog, WatchesScreen, holds
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings
+from gpuboard.launch.runs import RunFolder, RunView, this_head
 from gpuboard.model.request import Request
 from tests.board import lab, made, other
 from tests.board.pty_lab import Terminal
@@ -130,6 +131,41 @@ def test_tells_when_a_lease_ends(tmp_path: Path) -> None:
             core.operations.release(taken.lease.id)
             await lab.settle(pilot, lambda: not app.watches.active)
             assert notes(app)[-1].startswith(f"Ended: lease {taken.lease.id} ends (")
+
+    asyncio.run(main())
+
+
+def test_tells_when_a_run_ends(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        folder = RunFolder(core.env, "r7k2m")
+        view = RunView("r7k2m", None, "train.py", made.AT, "running", None, [], [], this_head(), str(folder.path))
+        assert folder.keep("state.json", view) is None
+        async with lab.board(core, (80, 24)) as (app, pilot):
+            await pilot.press("w")
+            await fill(pilot, what="r7k2m")
+            await lab.settle(pilot, lambda: "Tells you when run r7k2m ends" in lab.screen(app))
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: len(app.watches.active) == 1)
+            folder.keep("state.json", msgspec.structs.replace(view, state="failed", exit_code=1))
+            await lab.settle(pilot, lambda: not app.watches.active)
+            assert notes(app)[-1].startswith("Ended: run r7k2m ends: failed: train.py")
+
+    asyncio.run(main())
+
+
+def test_a_lease_under_the_cursor(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        async with lab.board(core, (80, 24)) as (app, pilot):
+            taken = core.operations.reserve(Request(n=1), 600, "")
+            core.operations.told(taken)
+            await pilot.press("l")
+            await lab.settle(pilot, lambda: taken.lease.id in lab.screen(app))
+            await pilot.press("w")
+            await lab.settle(pilot, lambda: f"Tells you when lease {taken.lease.id} ends" in lab.screen(app))
+            await pilot.press("escape")
+            core.operations.release(taken.lease.id)
 
     asyncio.run(main())
 
