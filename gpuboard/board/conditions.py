@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from gpuboard.board.arrange import age_of, users_of
+from gpuboard.board.arrange import age_of
 from gpuboard.board.scene import Scene
 from gpuboard.errors import UsageError
 from gpuboard.model.snapshot import GpuView, NodeView
@@ -209,6 +209,16 @@ def _leases(gpu: GpuView) -> list[str]:
     return [*gpu.leases, *(lease for device in gpu.mig for lease in device.leases)]
 
 
+def _people(gpu: GpuView, scene: Scene) -> list[str | None]:
+    """Return what ``users_of`` does, in no order: that takes half the time."""
+    owners: list[str | None] = [scene.by_lease[lease].owner for lease in gpu.leases if lease in scene.by_lease]
+    if gpu.jobs:
+        owners += [job.user for job in gpu.jobs]
+    if gpu.processes:
+        owners += [process.user for process in gpu.processes]
+    return owners
+
+
 def _process_words(gpu: GpuView) -> Iterable[str]:
     return (process.command for process in gpu.processes or ())
 
@@ -234,7 +244,7 @@ KEYS: Mapping[str, Key] = {
         f"one of {', '.join(STATES)}", 1,
         _one_of((*STATES, *NODE_STATES), lambda node, gpu: ("unknown" if gpu is None else gpu.state, node.state)),
     ),
-    "user": Key("a person, user:alice", 5, _text(lambda node, gpu, scene: users_of(gpu, scene), begins=True)),
+    "user": Key("a person, user:alice", 5, _text(lambda node, gpu, scene: _people(gpu, scene), begins=True)),
     "node": Key("a node or nodeset, node:gpu[01-04]", 2, _node),
     "gpu": Key("a GPU's index, gpu:0,3", 1, _number(lambda node, gpu: gpu.index, float, "gpu:0,3")),
     "model": Key("a part of the name, model:H100", 3, _text(lambda node, gpu, scene: (gpu.name,))),
