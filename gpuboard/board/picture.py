@@ -47,19 +47,19 @@ class Picture(Grid):
     def __init__(self, *, empty: str = "", id: str | None = None) -> None:
         super().__init__((), empty=empty, marks=True, mark_column=False, id=id)
         self._uuid: str | None = None  # the GPU under the cursor
-        self._wanted_uuid: str | None = None  # where the person put the cursor
+        self._wish: str | None = None  # where the person put the cursor: a key
         self._column = 0  # the place of that GPU in its row: up and down keep to it
         self._items: Sequence[Item] = ()
         self._scene: Scene | None = None
 
     @property
     def cursor(self) -> str | None:
-        """The UUID of the GPU under the cursor, or the key of a row without GPUs."""
-        return self._uuid or self._cursor
+        """The UUID of the GPU under the cursor, or ``node:NAME`` in a row without GPUs."""
+        return self._uuid or (f"node:{self.node.name}" if self.node else None)
 
     @cursor.setter
     def cursor(self, key: str | None) -> None:
-        self._wanted_uuid = key
+        self._wish = key
         index = None if key is None else self._index_with(key)
         if index is not None:
             self._go(index)
@@ -82,8 +82,8 @@ class Picture(Grid):
         """Show rows of a scene as ``arrange_nodes`` makes them."""
         self._scene, self._items = scene, items
         self._lay_out()
-        for uuid in (self._wanted_uuid, self._uuid):
-            if uuid is not None and (index := self._index_with(uuid)) is not None:
+        for key in (self._wish, self._uuid):
+            if key is not None and (index := self._index_with(key)) is not None:
                 self._wanted = items[index].key
                 break
         self.set_rows(LazyRows(items, lambda item: item.key, self._row))
@@ -99,9 +99,9 @@ class Picture(Grid):
     def _holds(self, item: Item, key: str) -> bool:
         if isinstance(item, Group):
             return False
-        if item.shown is not None:
-            return key in item.shown or key == item.key
-        return key == item.key or any(gpu.uuid == key for gpu in item.node.gpus)
+        if key.startswith("node:"):
+            return key == f"node:{item.node.name}"
+        return any(gpu.uuid == key for gpu in item.node.gpus) if item.shown is None else key in item.shown
 
     def _reachable(self) -> list[tuple[int, str]]:
         """Return place and UUID of the GPUs in the cursor's row that the cursor can go to."""
@@ -118,19 +118,19 @@ class Picture(Grid):
         """Stay on the GPU the person chose, else on the one nearest to where it stood."""
         reachable = self._reachable()
         uuids = {uuid for _, uuid in reachable}
-        if self._wanted_uuid in uuids:
-            self._uuid = self._wanted_uuid
+        if self._wish in uuids:
+            self._uuid = self._wish
         elif self._uuid not in uuids:
             nearest = min(reachable, key=lambda found: abs(found[0] - self._column), default=None)
             self._uuid = nearest[1] if nearest else None
 
     def _go(self, index: int, step: int = 1) -> None:
         super()._go(index, step)
-        self._wanted_uuid = self._uuid
+        self._wish = self.cursor
 
     def _hop(self, uuid: str) -> None:
         """Put the cursor on another GPU of its row."""
-        self._wanted_uuid = uuid
+        self._wish = uuid
         self._column = next((place for place, other in self._reachable() if other == uuid), self._column)
         self._settle()
         self._touch({self._at})
@@ -188,7 +188,7 @@ class Picture(Grid):
         place = self._place_at(at.x)
         gpus = item.node.gpus
         if place is not None and place < len(gpus) and (item.shown is None or gpus[place].uuid in item.shown):
-            self._column, self._wanted_uuid = place, gpus[place].uuid
+            self._column, self._wish = place, gpus[place].uuid
             self._go(index)
             if event.ctrl or event.button == RIGHT:
                 self._toggle(self.cursor)

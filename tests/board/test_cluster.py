@@ -347,6 +347,18 @@ def test_groups_have_headings_and_count(tmp_path: Path) -> None:
     run(tmp_path, check)
 
 
+def test_a_node_without_gpus_is_itself_in_every_group(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        app.go_to_node("gpu5")
+        found = []
+        for key in ("g", "g", "t", "g", "t", "g", "t", "g"):
+            await pilot.press(key)
+            found.append((shown.cursor_node, shown.cursor_uuid))
+        assert found == [("gpu5", None)] * 8
+
+    run(tmp_path, check)
+
+
 def test_the_view_is_kept_between_starts(tmp_path: Path) -> None:
     async def change(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
         await pilot.press("t", "s", "S", "g", "slash", *"state:free", "enter", "q")
