@@ -14,6 +14,7 @@ import msgspec
 
 from gpuboard.allocate.topology import NVLINK, Group, best_group, matrix, ring_order
 from gpuboard.errors import UsageError
+from gpuboard.model.gpu import is_mig
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.units import format_size
@@ -178,7 +179,7 @@ def _names(pick: Pick, node: str, index: int, uuid: str) -> bool:
         return False
     if pick.uuid is not None:
         return uuid == pick.uuid
-    return (pick.index == index and not uuid.startswith("MIG-")) or (pick.index is None and pick.node is not None)
+    return (pick.index == index and not is_mig(uuid)) or (pick.index is None and pick.node is not None)
 
 
 def _matches(name: str, model: str) -> bool:
@@ -333,7 +334,7 @@ def _picked(request: Request, snapshot: Snapshot, looked: list[Candidate]) -> Ch
         from gpuboard.allocate.refusal import refuse_picks  # late: only when the answer is no
 
         return refuse_picks(request, snapshot, named, missing)
-    if len(named) > 1 and any(c.uuid.startswith("MIG-") for c in named):
+    if len(named) > 1 and any(is_mig(c.uuid) for c in named):
         raise UsageError("--gpus: a MIG device goes alone, one process sees one MIG device")
     free = by_node(named)
     sets = _Sets(request.topology)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gpuboard.model.gpu import is_mig
 from gpuboard.model.rankmap import Rank, RankMap, RankNode
 from gpuboard.model.request import Chosen
 
@@ -20,7 +21,7 @@ def rank_map(lease: str | None, gpus: Sequence[Chosen], addresses: Mapping[str, 
     nodes: list[RankNode] = []
     for node_rank, name in enumerate(names):
         here = [gpu for gpu in gpus if gpu.node == name]
-        devices = [gpu.uuid if gpu.uuid.startswith("MIG-") else str(gpu.index) for gpu in here]
+        devices = [gpu.uuid if is_mig(gpu.uuid) else str(gpu.index) for gpu in here]
         address = LOOPBACK if len(names) == 1 else addresses.get(name, name)
         nodes.append(RankNode(name, address, node_rank, len(here), ",".join(devices)))
         ranks += [

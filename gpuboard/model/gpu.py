@@ -25,6 +25,11 @@ class Process(msgspec.Struct, frozen=True, gc=False):
     container: str | None = None  # container id (12 hex digits) from its cgroup
 
 
+def is_mig(uuid: str) -> bool:
+    """Return whether a UUID is a MIG device's: NVIDIA's begin with ``MIG-``, the demo's are a GPU's with ``-mig0``."""
+    return uuid.startswith("MIG-") or (uuid.startswith("SIM-") and "-mig" in uuid)
+
+
 class MigStatic(msgspec.Struct, frozen=True, gc=False):
     """A MIG device of a GPU."""
 

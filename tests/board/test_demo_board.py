@@ -25,7 +25,7 @@ from gpuboard.cli import demo_board
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
 from gpuboard.ledger import keeper_processes
-from gpuboard.model.request import Request
+from gpuboard.model.request import Pick, Refusal, Request
 from gpuboard.transport.base import CallFailed
 from tests.board import lab
 
@@ -107,6 +107,16 @@ def test_who_is_simulated_is_in_the_way_and_what_is_his_stays_his(make: Callable
     with pytest.raises(GpuboardError, match="alice"):
         core.operations.release("h4t9wd")
     assert "h4t9wd" in core.scene().by_lease
+
+
+def test_a_mig_device_is_reserved_by_its_uuid_and_its_gpu_not_at_all(make: Callable[[float], Core]) -> None:
+    core = make(0.0)
+    parent = gpu(started(core), "sim05", 2).gpu
+    assert isinstance(core.operations.plan(Request(picks=(Pick("sim05", 2, None),))), Refusal)
+    allocation = core.operations.reserve(Request(picks=(Pick(None, None, parent.mig[1].uuid),)), 60.0, "")
+    core.operations.told(allocation)
+    assert allocation.rank_map.nodes[0].cuda_visible_devices == parent.mig[1].uuid
+    assert [device.leases for device in gpu(core.scene(), "sim05", 2).gpu.mig] == [["y3k7fb"], [allocation.lease.id]]
 
 
 def test_a_killed_demos_leases_are_released_by_the_next(make: Callable[[float], Core], tmp_path: Path) -> None:
