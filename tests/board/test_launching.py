@@ -374,7 +374,7 @@ def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp) -> None:
 # What outlives the board
 
 
-_DOWN = "\x1b[B"
+_UP = "\x1b[A"
 
 
 class OnPty:
@@ -383,13 +383,20 @@ class OnPty:
     def __init__(self, exp: Exp) -> None:
         write_nodes(exp.folder / "nodes", exp.nodes)
         self.exp = exp
+        environ = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": exp.variables.partition("=")[2]}  # what the ranks run in
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         self.master = master
         self.process = subprocess.Popen(
             [sys.executable, "-m", "gpuboard", "board"],
             cwd=exp.work,
-            env={**exp.env, VARIABLE: str(exp.folder / "nodes"), "TERM": "xterm-256color", "LANG": "C.UTF-8"},
+            env={
+                **exp.env,
+                **environ,
+                VARIABLE: str(exp.folder / "nodes"),
+                "TERM": "xterm-256color",
+                "LANG": "C.UTF-8",
+            },
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -420,13 +427,13 @@ class OnPty:
         self.wait("sim02")
         self.type("x")
         self.wait("one rank per GPU")
-        for text in ("sleep.py", _DOWN, "\x15", "2", _DOWN, _DOWN, _DOWN, sys.executable, _DOWN, self.exp.variables):
-            self.type(text)
-            self.quiet()  # what is typed before the focus has moved goes to the field before
+        self.type("sleep.py")
+        self.wait("train.py --lr")  # the hint takes the place of what is wrong
         if not keep:
-            for text in (*[_DOWN] * 4, " "):
+            for text in (_UP, _UP, _UP, " "):  # over the buttons to the last field
+                self.quiet()  # what is typed before the focus has moved goes to the field before
                 self.type(text)
-                self.quiet()
+            self.wait("[ ] no")
         self.type("\r")
         return self.exp.running()
 
