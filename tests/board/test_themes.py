@@ -50,12 +50,13 @@ def test_ours_have_every_state_and_role() -> None:
 
 
 @pytest.mark.parametrize("name", COLOURED)
-def test_every_text_can_be_read_on_every_ground_and_in_the_cursor_row(name: str) -> None:
+def test_every_text_can_be_read_on_every_ground_and_in_rows_under_the_cursor_or_marked(name: str) -> None:
     theme = ours()[name]
     grounds = [Color.parse(getattr(theme.textual, part) or "") for part in ("background", "surface", "panel")]
-    cursor = theme.styles["cursor"].bgcolor
-    assert cursor is not None
-    grounds.append(Color.from_rich_color(cursor))
+    for role in ("cursor", "marked"):  # what is in such a row keeps its own colour
+        row = theme.styles[role].bgcolor
+        assert row is not None
+        grounds.append(Color.from_rich_color(row))
     least = 7.0 if name == "high-contrast" else 4.5
     poor = {
         f"{role} on {ground.hex}: {contrast(text, ground):.2f}"
@@ -78,6 +79,11 @@ def test_the_colour_blind_theme_draws_states_in_the_colours_of_okabe_and_ito_alo
 @pytest.mark.parametrize("name", COLOURED)
 def test_no_two_states_look_the_same(name: str) -> None:
     assert len({str(ours()[name].styles[state]) for state in STATES}) == len(STATES)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_states_have_no_ground_of_their_own_so_that_empty_bars_look_empty(name: str) -> None:
+    assert [state for state in STATES if ours()[name].styles[state].bgcolor or ours()[name].styles[state].reverse] == []
 
 
 def test_plain_has_no_colour() -> None:
