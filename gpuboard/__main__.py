@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # typing and collections.abc would load before the agent star
 
 _EVALUATED = ("allocate", "env")  # a shell evaluates their output
 _LOCAL = ("allocate", "env", "run", "board", None)  # likely to ask this machine's agent; None: `gpuboard` alone
+_BOARD = (None, "board")  # the interpreter's own end takes 100 ms then, 300 where the machine is busy
 
 
 def main() -> int:
@@ -31,9 +32,12 @@ def main() -> int:
             _mind_interrupts()
             from gpuboard.cli.main import main as front_door
 
-            return front_door(argv)
+            code = front_door(argv)
         except KeyboardInterrupt:
-            return 130
+            code = 130
+        if command in _BOARD:
+            _leave(code)
+        return code
     code, words = 1, ""
     gc.disable()  # 10 ms: everything that is created until the command's own code runs is there to stay
     try:
