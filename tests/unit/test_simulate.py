@@ -13,7 +13,8 @@ import pytest
 
 from gpuboard.agent import claims
 from gpuboard.agent import simulate_life as life
-from gpuboard.agent.simulate import Simulated, ranks
+from gpuboard.agent.simulate import Simulated
+from gpuboard.agent.simulate_ranks import ranks
 from gpuboard.cluster.simulated import KINDS, living_nodes
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim

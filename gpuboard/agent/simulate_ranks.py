@@ -1,0 +1,58 @@
+"""Real processes on simulated GPUs: the ranks of our own runs, as if they computed on the GPUs of their lease."""
+
+import os
+
+from gpuboard.agent import procfs
+
+MYPY = False
+if MYPY:
+    from typing import Any, Dict, List
+
+_MEMORY = 11 * 2**30  # bytes that a rank seems to take
+
+
+def ranks(ours: "List[Dict[str, Any]]", root: str = "/proc") -> "Dict[str, Dict[str, Any]]":
+    """Return, by the UUID of a GPU that we hold, the rank of a run of ours that would compute on it."""
+    by_lease: "Dict[str, List[Dict[str, Any]]]" = {}
+    for one in ours:
+        by_lease.setdefault(one["lease"], []).append(one)
+    found: "Dict[str, Dict[str, Any]]" = {}
+    reader = procfs.Processes(root)
+    for pid in sorted(int(name) for name in os.listdir(root) if name.isdigit()):
+        values = _variables("%s/%d/environ" % (root, pid))
+        on_node = by_lease.get(values.get("GPUBOARD_LEASE", ""), [])
+        local_rank = values.get("LOCAL_RANK", "")
+        if not on_node or not local_rank.isdigit() or int(local_rank) >= len(on_node):
+            continue
+        if values.get("LOCAL_WORLD_SIZE") != str(len(on_node)) or not _is_here(on_node, values.get("GROUP_RANK", "")):
+            continue
+        uuid = sorted(on_node, key=lambda one: _index(one["uuid"]))[int(local_rank)]["uuid"]
+        if uuid not in found:  # the first one: what it starts has its variables, too
+            found[uuid] = reader.describe(pid, "compute", _MEMORY)
+    return found
+
+
+def _is_here(on_node: "List[Dict[str, Any]]", group_rank: str) -> bool:
+    """Return whether the ``group_rank``-th node of a run is the one that these claims of its lease lie on."""
+    nodes = sorted(on_node[0]["nodes"])
+    name = on_node[0]["uuid"]
+    for k, node in enumerate(nodes):
+        if "-%s-" % node in name and on_node[0]["gpus"] == len(on_node) * len(nodes):
+            return str(k) == group_rank
+    return True  # nodes with different numbers of GPUs: told apart by the local world size alone
+
+
+def _index(uuid: str) -> int:
+    digits = uuid.rsplit("-", 1)[-1]
+    return int(digits) if digits.isdigit() else 0
+
+
+def _variables(path: str) -> "Dict[str, str]":
+    try:
+        data = procfs.read(path, 262144)
+    except OSError:
+        return {}
+    if b"GPUBOARD_LEASE=" not in data:
+        return {}
+    pairs = [part.decode("utf-8", "replace").partition("=") for part in data.split(b"\0")]
+    return {name: value for name, _, value in pairs}
