@@ -60,7 +60,8 @@ class LaunchDialog(Dialog[str]):
 
     DEFAULT_CSS = """
     LaunchDialog #box { width: 100; }
-    LaunchDialog .field Input, LaunchDialog .field Tick { width: 36; }
+    LaunchDialog .field Input, LaunchDialog .field Tick { width: 1fr; }
+    LaunchDialog .field .note { width: 35; }
     """
 
     def __init__(self, board: BoardApp, gpus: str, uuids: Sequence[str]) -> None:

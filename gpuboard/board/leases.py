@@ -16,6 +16,7 @@ from gpuboard.board import clipboard, timeline
 from gpuboard.board.asking import lasting, local, places_words
 from gpuboard.board.dialogs import Confirm, Dialog, Field, duration
 from gpuboard.board.grid import Cell, Column, Grid, Row
+from gpuboard.board.launching import open_launch
 from gpuboard.board.reserve import open_reserve
 from gpuboard.board.rows import Runs, share
 from gpuboard.board.scene import Scene
@@ -122,6 +123,7 @@ class LeasesScreen(BoardScreen):
         Binding("d", "release", "Release", id="leases.release"),
         Binding("n", "renew", "Renew", id="leases.renew"),
         Binding("enter", "jump", "Its GPUs", id="leases.jump"),
+        Binding("x", "launch", "Launch", id="leases.launch"),
         Binding("y", "copy", "Copy", id="leases.copy"),
         Binding("t", "timeline", "Time line", id="leases.timeline"),
         Binding("s", "sort", "Sort", id="leases.sort", show=False),
@@ -260,6 +262,11 @@ class LeasesScreen(BoardScreen):
     def action_reserve(self) -> None:
         """Open the dialog that reserves."""
         open_reserve(self.board, ())
+
+    def action_launch(self) -> None:
+        """Open the dialog that launches on the lease, if it is one's own."""
+        one = self._held.get(self._grid.cursor or "")
+        open_launch(self.board, lease=one.lease.id if one is not None and one.mine else None)
 
     def action_watch(self) -> None:
         """Be told when the lease ends."""

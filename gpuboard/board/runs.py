@@ -179,7 +179,7 @@ class RunsScreen(BoardScreen):
 
     def _draw(self) -> None:
         grid = self.query_one("#list", Grid)
-        grid.empty = _EMPTY
+        grid.say(_EMPTY)
         now = time.time()
         grid.set_rows([Row(run, partial(self._cells, entry, now)) for run, entry in self._entries.items()])
         if self._wanted in self._entries:
