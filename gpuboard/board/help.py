@@ -42,7 +42,8 @@ FILTER_WORDS = (
     ("flag:idle,rogue", "either; more in the docs"),
 )
 _COLUMN = 58  # cells of one column of the screen
-_KEYS = 16  # cells that a line gives to keys
+_KEYS = 16  # cells that a line gives to keys,
+_WORDS = 22  # and to what they do; the name to remap it by follows
 
 
 class HelpScreen(BoardScreen):
@@ -103,7 +104,10 @@ class HelpScreen(BoardScreen):
         by_section: dict[str, list[Text]] = {}
         for action in keys.actions():
             if action.description:
-                by_section.setdefault(action.section, []).append(self._line(self._shown(action), action.description))
+                line = self._line(self._shown(action), action.description.ljust(_WORDS))
+                by_section.setdefault(action.section, []).append(
+                    line.append(f" {action.id}", self.board.look.style("dim"))
+                )
         first = [name for name in (self._opened_from, "Everywhere", "Lists") if name in by_section]
         names = [*first, *(name for name in by_section if name not in {*first, "Dialogs", "Help"}), "Dialogs", "Help"]
         return [[self._title(name), *by_section[name]] for name in names if name in by_section]
