@@ -81,7 +81,7 @@ def utilization_of(job: "Dict[str, Any]", elapsed_s: float, seed: float) -> floa
         return level + 12 * wave if noise(seed + 1.0, elapsed_s / 4) > 0.25 else 0.0
     if shape == "serve":
         return level * (1 + 0.5 * wave)
-    saving = (elapsed_s + 13.0 * seed) % _CHECKPOINT_S < _SAVING_S
+    saving = elapsed_s % _CHECKPOINT_S > _CHECKPOINT_S - _SAVING_S  # all its GPUs wait for it
     return level * 0.1 if saving else level + 5 * wave
 
 

@@ -172,7 +172,7 @@ def _leases(story: _Story) -> None:
 
 def _faults(story: _Story) -> None:
     # One falls off the bus after a while, one has had an uncorrected error, one gets too hot, one sits badly.
-    story.fault("sim03", "11", 45.0, 780.0, xids=[79], lost=True, error="GPU is lost")
+    story.fault("sim03", "11", 45.0, 780.0, xids=[79], lost=True, error="fallen off the bus")
     story.fault("sim03", "4", -5 * _HOUR, None, xids=[94], ecc_uncorrected=2)
     story.fault("sim04", "3", 35.0, 590.0, throttle=["hw_thermal"], temperature=93, utilization=58, power=254.0)
     story.job("sim04", "3", "carol", ("python diffusion.py --resolution 1024", 66, 97), start=-2 * _HOUR)
