@@ -175,7 +175,7 @@ class Simulated:
             "memory_used": sum(p["memory"] for p in processes),
             "utilization": utilization,
             "temperature": int(31 + 40 * heat + wave),
-            "power": round(idle + (limit - idle) * 0.88 * heat + idle * 0.03 * wave, 1),
+            "power": round(idle + (limit - idle) * 0.0088 * utilization + idle * 0.03 * wave, 1),
             "power_limit": limit,
             "compute_mode": 0,
             "processes": processes,

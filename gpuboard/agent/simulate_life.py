@@ -94,7 +94,7 @@ def gpu_utilization(script: "Script", gpu: str, t: float, taken_at: "Optional[fl
 
 
 def heat(script: "Script", gpu: str, t: float, taken_at: "Optional[float]") -> float:
-    """Return what share of its power a GPU has turned into heat over the last seconds, 0 … 1."""
+    """Return how busy a GPU was over the last seconds, which its temperature follows, 0 … 1."""
     return sum(gpu_utilization(script, gpu, t - s, taken_at) for s in _HEAT_S) / (100.0 * len(_HEAT_S))
 
 
