@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from gpuboard.board.app import BoardApp
+from tests.board.lab import board, make_core, screen, settle
 from tests.board.pty_lab import Terminal, plain
 from tests.integration.here import Here, here
 from tests.waiting import until
@@ -181,6 +184,30 @@ def test_an_exception_that_nobody_expected_is_told_on_a_whole_terminal(here: Her
         assert file.stat().st_mode & 0o777 == 0o600
     finally:
         terminal.close()
+
+
+def test_a_lost_ledger_is_a_banner_and_nothing_is_free_until_it_is_back(tmp_path: Path) -> None:
+    async def story() -> None:
+        core = make_core(tmp_path)
+        claims = tmp_path / "claims"
+        async with board(core) as (app, pilot):
+            free = _free(app)
+            assert free
+            claims.chmod(0o777)  # not sticky: anybody could take anybody's claim away
+            await settle(pilot, lambda: app.scene is not None and app.scene.banners)
+            assert _free(app) == []
+            assert "2 of 2 nodes cannot hold reservations: " in screen(app)
+            claims.chmod(0o1777)
+            await settle(pilot, lambda: app.scene is not None and not app.scene.banners)
+            await settle(pilot, lambda: _free(app) == free)
+            assert "cannot hold" not in screen(app)
+
+    asyncio.run(story())
+
+
+def _free(app: BoardApp) -> list[str]:
+    assert app.scene is not None
+    return [uuid for uuid, place in app.scene.places.items() if place.gpu.state == "free"]
 
 
 def state(pid: int) -> str:
