@@ -37,6 +37,7 @@ class Picture(Grid):
     """
 
     ROW_CURSOR = False
+    DEFAULT_CSS = "Picture { padding: 0 0 0 1; }"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "left", "Left", id="picture.left", show=False),
         Binding("right", "right", "Right", id="picture.right", show=False),
@@ -274,7 +275,10 @@ class Picture(Grid):
             if gpu.uuid != self._uuid and gpu.uuid not in self.marks:
                 runs += [(letter, state), (mark, role)]
                 continue
-            under = self._look.style("marked") if gpu.uuid in self.marks else Style()
+            marked = gpu.uuid in self.marks
+            if marked and mark == " ":
+                mark = self._look.glyphs.marked
+            under = self._look.style("marked") if marked else Style()
             over = self._look.style("cursor") if gpu.uuid == self._uuid else Style()
             runs += [(letter, under + self._look.style(state) + over), (mark, under + self._look.style(role) + over)]
         return tuple(runs)

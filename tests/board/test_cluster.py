@@ -193,7 +193,7 @@ def test_keys_select_in_the_picture(tmp_path: Path) -> None:
 
 def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
     async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
-        left = len("gpu1   up         ")
+        left = len(" gpu1   up         ")
         await pilot.click(Picture, offset=(left + 2 * 4 + 1, 1))  # beyond the gap after four
         assert shown.cursor_uuid == "GPU-gpu1-4"
         await pilot.click(Picture, offset=(left + 3, 2), control=True)
