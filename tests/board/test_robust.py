@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -76,6 +77,26 @@ def test_a_node_that_accepts_and_never_answers_holds_nothing_up(here: Here) -> N
                 assert (terminal.process.returncode, terminal.restored) == (0, True)
         finally:
             terminal.close()
+
+
+def test_a_stopped_keeper_holds_nothing_up(here: Here) -> None:
+    here.needs_claims()
+    taken = here.run("allocate", "--n", "1", "--detach", "--for", "10m")
+    assert taken.returncode == 0, taken.stderr
+    keepers = [pid for pid in processes(f"HOME={here.folder}") if "keeper" in command_line(pid)]
+    assert keepers
+    for pid in keepers:
+        os.kill(pid, signal.SIGSTOP)
+    terminal = Terminal(here.command("board"), environment(here))
+    try:
+        terminal.shows("Free")
+        terminal.press(b"q")
+        assert terminal.ends(LEAVE_S) < LEAVE_S
+        assert (terminal.process.returncode, terminal.restored) == (0, True)
+    finally:
+        terminal.close()
+        for pid in keepers:
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "hang-up"])
@@ -208,6 +229,21 @@ def test_a_lost_ledger_is_a_banner_and_nothing_is_free_until_it_is_back(tmp_path
 def _free(app: BoardApp) -> list[str]:
     assert app.scene is not None
     return [uuid for uuid, place in app.scene.places.items() if place.gpu.state == "free"]
+
+
+def processes(variable: str) -> list[int]:
+    """Return the processes that have a variable in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def command_line(pid: int) -> str:
+    """Return what a process was started as."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
 def state(pid: int) -> str:
