@@ -46,23 +46,3 @@ class Look(msgspec.Struct, frozen=True):
 
 
 _PLAIN = Style()
-DARK = Look(
-    {
-        "free": Style(color="green"),
-        "reserved": Style(color="cyan"),
-        "allocated": Style(color="blue"),
-        "busy": Style(color="yellow"),
-        "occupied": Style(color="yellow"),
-        "unknown": Style(color="magenta"),
-        "broken": Style(color="red", bold=True),
-        "dim": Style(dim=True),
-        "title": Style(bold=True),
-        "cursor": Style(reverse=True),
-        "marked": Style(bold=True, underline=True),
-        "good": Style(color="green"),
-        "warn": Style(color="yellow"),
-        "bad": Style(color="red", bold=True),
-        "mine": Style(bold=True),
-        "group": Style(bold=True),
-    }
-)

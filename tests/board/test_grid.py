@@ -11,8 +11,9 @@ from textual import events
 from textual.app import App, ComposeResult
 from textual.pilot import Pilot
 
+from gpuboard.board import themes
 from gpuboard.board.grid import Cell, Column, Grid, LazyRows, Row
-from gpuboard.board.look import DARK, Look
+from gpuboard.board.look import UNICODE, Look
 
 COLUMNS = (
     Column("name", "Name", 8),
@@ -25,7 +26,7 @@ class GridApp(App[None]):
     """A grid and what it says."""
 
     CSS = "Screen { overflow: hidden; }"
-    look: ClassVar[Look] = DARK
+    look: ClassVar[Look] = themes.load_all({"HOME": "/nonexistent"})[0]["dark"].look(UNICODE)
 
     def __init__(self) -> None:
         super().__init__()
