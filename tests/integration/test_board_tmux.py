@@ -268,7 +268,7 @@ def test_leaving_takes_no_time_though_a_node_hangs(screen: Pane, started_nodes: 
     screen.keys("q")
     pressed = time.monotonic()
     until(lambda: not alive(board), "the board ends")
-    assert time.monotonic() - pressed < 3  # half a second, where nothing else keeps the processors busy
+    assert time.monotonic() - pressed < 1.5  # 0.2 s; promised is half a second, where nothing else keeps all busy
     screen.type("echo back to $((6 * 7))\n")
     text = screen.shows("back to 42", "shell$")
     assert "Filter" not in text  # the terminal is the shell's again
