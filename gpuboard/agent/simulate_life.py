@@ -140,7 +140,8 @@ def claim(element: "Dict[str, Any]", uuid: str, start: float, t: float, now: flo
     left_s = float(element["for_s"]) - elapsed_s
     if left_s <= 0:
         return None
-    holder = {"host": "login1", "boot_id": "simulated", "pid": int(element["uid"]) % 90000 + 1000, "start": 1}
+    pid = 3000 + sum((k + 3) * ord(sign) * 7 for k, sign in enumerate(element["lease"]))
+    holder = {"host": "login1", "boot_id": "simulated", "pid": pid, "start": 1}
     return {
         "lease": element["lease"],
         "uuid": uuid,
