@@ -43,7 +43,12 @@ def open_launch(board: BoardApp, uuids: Sequence[str] = (), lease: str | None = 
     words = lease or asking.picks_of(uuids, scene)[0]
     if len(uuids) == 1 and lease is None and uuids[0] in scene.places and scene.places[uuids[0]].gpu.state != "free":
         words = ""  # the cursor is somewhere; nobody means a GPU that cannot be had
-    board.push_screen(LaunchDialog(board, words or "1", uuids))
+
+    def launched(run: str | None) -> None:
+        if run is not None:
+            open_runs(board, run)
+
+    board.push_screen(LaunchDialog(board, words or "1", uuids), launched)
 
 
 def _lease_of(uuids: Sequence[str], scene: Scene) -> str | None:
@@ -241,7 +246,6 @@ class LaunchDialog(Dialog[str]):
                 self._leave()
                 started.awaited = False
                 self.dismiss(started.run)
-                open_runs(self.board, started.run)
             elif over:
                 self._leave()
                 started.clear()

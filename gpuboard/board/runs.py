@@ -303,9 +303,11 @@ def _rank_cells(rank: RankView, uuid: str) -> list[Cell]:
 
 
 def open_runs(board: BoardApp, run: str | None = None) -> None:
-    """Show the runs, with the cursor on ``run``."""
-    if isinstance(board.screen, RunsScreen):
-        if run is not None:
-            board.screen.jump(run)
-    else:
+    """Show the runs, with the cursor on ``run``; where they are open already, go back to them."""
+    if not any(isinstance(screen, RunsScreen) for screen in board.screen_stack):
         board.push_screen(RunsScreen(run))
+        return
+    while not isinstance(board.screen, RunsScreen):
+        board.pop_screen()
+    if run is not None:
+        board.screen.jump(run)

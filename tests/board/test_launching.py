@@ -319,6 +319,16 @@ def test_the_best_are_launched_on_and_a_failure_is_said_wherever_one_is(exp: Exp
             await pilot.press("escape")
             await pilot.press("u")
             await lab.settle(pilot, lambda: shown(app, "rank 1 (sim01:3) failed", "ValueError: [/x]"))
+            await pilot.press("x")
+            await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
+            await fill_all(pilot, exp, "end.py", gpus="1")
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: state(app) == "done" and shown(app, "end.py"), 20.0)
+            await pilot.press("o")
+            await lab.settle(pilot, lambda: shown(app, "bye"))
+            await pilot.press("u")
+            await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen))
+            assert sum(isinstance(screen, RunsScreen) for screen in app.screen_stack) == 1
 
     asyncio.run(scenario())
 
