@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING
 
 from gpuboard.allocate.held import leases
 from gpuboard.board.banners import banners
+from gpuboard.board.crash import report
 from gpuboard.board.history import History
 from gpuboard.board.operations import Operations
 from gpuboard.board.scene import Scene
 from gpuboard.board.starting import Starter
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.launch.runbook import Runbook
+from gpuboard.model.lease import LeaseList
+from gpuboard.model.snapshot import Snapshot
+from gpuboard.model.text import clean
+from gpuboard.model.units import iso
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
@@ -73,8 +78,13 @@ class Core:
     def _watch(self, changed: Callable[[Scene], object]) -> None:
         while not self._closed.is_set():
             began = time.thread_time()
-            scene = self.scene()
-            self.history.add(scene.snapshot, time.monotonic())
+            try:
+                scene = self.scene()
+                self.history.add(scene.snapshot, time.monotonic())
+            except Exception as error:  # a bug: said, and no old picture is shown for the truth; the next may do
+                at = iso(time.time())
+                nothing = LeaseList(schema=1, at=at, leases=[], unread=self.fleet.names)
+                scene = Scene(Snapshot(1, at, "", []), nothing, uids={}, banners=(clean(report(error, self.env)),))
             changed(scene)
             self._closed.wait(min(_REST_MOST_S, _REST * (time.thread_time() - began)))
             self.fleet.wait_change(_PACE_S)
