@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
     from gpuboard.config import Settings
     from gpuboard.model.request import Choice, Refusal, Request
+    from gpuboard.model.snapshot import Snapshot
 
 SIGNALS = ("TERM", "INT", "KILL", "USR1", "STOP", "CONT")  # what the agent sends (agent/signals.py)
 _LEAVE_S = 0.25  # quitting takes under half a second in all
@@ -71,9 +72,12 @@ class Operations:
         self._untold: dict[str, tuple[Allocator, contextlib.ExitStack]] = {}  # leases whose owner has not seen them yet
         self._closed = False
 
-    def plan(self, request: Request) -> Choice | Refusal:
-        """Return what the policy would take now, or why nothing; takes nothing. Raises UsageError."""
-        return choose(request, self._fleet.snapshot())
+    def plan(self, request: Request, snapshot: Snapshot | None = None) -> Choice | Refusal:
+        """Return what the policy would take now, or in ``snapshot``, or why nothing. Raises UsageError.
+
+        Takes nothing. 8,000 GPUs take a tenth of a second and more: whoever asks again and again takes rests.
+        """
+        return choose(request, snapshot or self._fleet.snapshot())
 
     def reserve(self, request: Request, for_s: float, purpose: str, attempt: Attempt | None = None) -> Allocation:
         """Reserve for ``for_s`` seconds, without a holder. The caller then shows it and calls :meth:`told`.

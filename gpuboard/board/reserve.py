@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.text import Text
+from textual.app import ComposeResult
 
 from gpuboard.allocate.formats import Allocation
 from gpuboard.board import asking
 from gpuboard.board.dialogs import Dialog, Field, duration, number, size
 from gpuboard.board.operations import Attempt
+from gpuboard.board.planner import Answer, Planner
 from gpuboard.board.scene import Scene
 from gpuboard.errors import GpuboardError, Refused
 from gpuboard.model.request import Choice, Pick, Refusal, Request
@@ -51,11 +53,15 @@ class ReserveDialog(Dialog[Allocation]):
             verb="Reserve",
         )
         self._marked: dict[str, Sequence[Pick]] = {words: picks} if picks else {}
-        self._seen: tuple[Request, Choice | Refusal | str] | None = None  # the newest answer, and to what
-        self._asked: Request | None = None  # the request that is being looked at
+        self._seen: tuple[Request, Answer] | None = None  # the newest answer, and to what
         self._wanted = False  # commit as soon as the answer is there
         self._before = Text()  # what went wrong before, as long as nothing else is typed
         self._attempt = Attempt()
+
+    def compose(self) -> ComposeResult:
+        """The fields; what is typed into them is looked at from the first message on."""
+        self._planner = Planner(self.board, self._answered)
+        yield from super().compose()
 
     def changed(self) -> None:
         """Look at what is typed now."""
@@ -64,40 +70,28 @@ class ReserveDialog(Dialog[Allocation]):
 
     def show(self, scene: Scene) -> None:
         """Look again: what is free has changed."""
-        self._look()
+        if self.is_mounted and not self.busy:
+            self._planner.look_again(self._request())
 
     def _request(self) -> Request | None:
         return None if self.wrong() else asking.request_of(self.values, self._marked)
 
     def _look(self) -> None:
-        """Ask the policy, one question at a time."""
-        if self.busy or self._asked is not None or not self.is_mounted:
-            return
         request = self._request()
         if request is None:
             self.say(self._before)
-            return
-        self._asked = request
-        self.board.ask(
-            lambda: self.board.core.operations.plan(request),
-            lambda answer: self._answered(request, answer),
-            lambda error: self._answered(request, asking.plain(str(error))),
-        )
+        self._planner.look(request)
 
-    def _answered(self, request: Request, answer: Choice | Refusal | str) -> None:
-        self._asked = None
-        if not self.is_attached or self.busy:
+    def _answered(self, request: Request, answer: Answer) -> None:
+        if not self.is_attached or self.busy or request != self._request():
             return
         self._seen = request, answer
-        if request != self._request():
-            self._look()
-            return
         self.say(self._before + self._words(answer))
         if self._wanted:
             self._wanted = False
             self.action_commit()
 
-    def _words(self, answer: Choice | Refusal | str) -> Text:
+    def _words(self, answer: Answer) -> Text:
         look = self.board.look
         if isinstance(answer, Choice):
             found = Text.assemble((f"Takes {asking.places_words(answer.gpus)}", look.style("good")), "\n")

@@ -16,6 +16,7 @@ from gpuboard.board import asking
 from gpuboard.board.dialogs import YES, Dialog, Field, duration, number, size
 from gpuboard.board.grid import Cell, Column, Grid, Row
 from gpuboard.board.notify import announce
+from gpuboard.board.planner import REST, Answer, Planner
 from gpuboard.board.reserve import taken_words
 from gpuboard.board.runwords import ended_words
 from gpuboard.board.scene import Scene
@@ -23,7 +24,7 @@ from gpuboard.board.screen import BoardScreen
 from gpuboard.board.summary import Lines
 from gpuboard.errors import GpuboardError, Refused
 from gpuboard.model.lease import Lease
-from gpuboard.model.request import Choice, Refusal, Request
+from gpuboard.model.request import Choice, Request
 from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Watches:
         self.all: list[Watch] = []
         self._last = 0
         self._looking = False  # one look at a time, in a thread: the policy may take longer than a frame
+        self._rest_until = 0.0  # monotonic
 
     @property
     def active(self) -> list[Watch]:
@@ -107,13 +109,18 @@ class Watches:
     def look(self, scene: Scene) -> None:
         """See which conditions hold in a new scene."""
         active = self.active
-        if not active or self._looking:
+        began = time.monotonic()
+        if not active or self._looking or began < self._rest_until:
             return
         self._looking = True
         runbook = self._board.core.runbook
-        self._board.ask(
-            lambda: [(one, words) for one in active if (words := _holds(one, scene, runbook))], self._looked
-        )
+
+        def looked(met: list[tuple[Watch, str]]) -> None:
+            now = time.monotonic()
+            self._rest_until = now + REST * (now - began)
+            self._looked(met)
+
+        self._board.ask(lambda: [(one, words) for one in active if (words := _holds(one, scene, runbook))], looked)
 
     def _looked(self, met: Sequence[tuple[Watch, str]]) -> None:
         for watch, words in met:
@@ -191,6 +198,11 @@ class WatchDialog(Dialog[Watch]):
             verb="Watch",
         )
 
+    def compose(self) -> ComposeResult:
+        """The fields; what is typed into them is looked at from the first message on."""
+        self._planner = Planner(self.board, self._answered)
+        yield from super().compose()
+
     def on_mount(self) -> None:
         """Ask which runs go on."""
         super().on_mount()
@@ -206,31 +218,30 @@ class WatchDialog(Dialog[Watch]):
     def show(self, scene: Scene) -> None:
         """Look again: what is free has changed."""
         self._scene = scene
-        if self.is_mounted:
-            self.changed()
+        if self.is_mounted and not self.wrong():
+            self._planner.look_again(self._watch(self.values).request)
 
     def changed(self) -> None:
         """Say whether it is so now."""
         if self.wrong():
             self.say("")
             return
-        watch, scene = self._watch(self.values), self._scene
+        watch = self._watch(self.values)
         if watch.request is None:
             self.say(f"Tells you when {watch.condition}")
             return
-        request = watch.request
-        self.board.ask(lambda: choose(request, scene.snapshot), self._say)
+        self._planner.look(watch.request)
 
-    def _say(self, answer: Choice | Refusal) -> None:
-        if not self.is_attached:
+    def _answered(self, request: Request, answer: Answer) -> None:
+        if not self.is_attached or self.wrong() or request != self._watch(self.values).request:
             return
         if isinstance(answer, Choice):
             self.say(f"It is so now: {asking.places_words(answer.gpus)}", "good")
+        elif isinstance(answer, str):
+            self.say(answer, "bad")
         else:
-            message, _ = asking.refusal_words(answer)
-            self.say(
-                ("Not now: " if answer.code == 4 else "Never here: ") + message, "warn" if answer.code == 3 else ""
-            )
+            words, never = asking.refusal_words(answer)[0], answer.code == 3
+            self.say(f"Never here: {words}" if never else f"Not now: {words}", "warn" if never else "")
 
     def commit(self, values: dict[str, str]) -> None:
         """Set the watch."""

@@ -40,4 +40,4 @@ def take(agent: Agent, lease: str, uuids: Sequence[str]) -> None:
         "take", lease=lease, uuids=list(uuids), for_s=3600.0, share=None, holder=None, purpose="mine", host="elsewhere",
         nodes=["sim01"], gpus=len(uuids),
     )  # fmt: skip
-    assert set(answer) == {"until", "now"}, answer
+    assert isinstance(answer, dict) and set(answer) == {"until", "now"}, answer

@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -82,9 +81,6 @@ def test_a_process_moved_in(tmp_path: Path, script: Path) -> None:
             await lab.settle(pilot, lambda: shown(app, "Not reserved: gpu01:2 is busy", str(os.getpid())))
             await lab.settle(pilot, lambda: shown(app, "Takes gpu01:0"))
             assert list((tmp_path / "claims").glob("gpuboard.GPU-*")) == []
-            before = time.monotonic()
             await pilot.press("escape")
-            core.close()
-            assert time.monotonic() - before < 0.5
 
     asyncio.run(main())

@@ -204,7 +204,7 @@ def test_watches_are_listed_and_removed(tmp_path: Path) -> None:
                 await fill(pilot, what=what)
                 await pilot.click("#commit")
                 await lab.settle(pilot, lambda: isinstance(app.screen, WatchesScreen))
-            assert [watch.condition for watch in app.watches.active] == ["6 free GPUs"]
+            await lab.settle(pilot, lambda: [watch.condition for watch in app.watches.active] == ["6 free GPUs"])
             await lab.settle(
                 pilot, lambda: "6 free GPUs" in lab.screen(app) and "sim01:0,2,3@sim02:0,1" in lab.screen(app)
             )
