@@ -56,7 +56,9 @@ def serve(path: str, nodes: int) -> None:
                         continue
                     agent = key.fileobj
                     assert isinstance(agent, socket.socket)
-                    said = agent.recv(65536)
+                    said = b""  # a reset is an end, too
+                    with contextlib.suppress(ConnectionResetError):
+                        said = agent.recv(65536)
                     if not said:
                         waiting.unregister(agent)
                         agents.pop(agent, None)
