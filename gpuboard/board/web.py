@@ -33,6 +33,7 @@ from gpuboard.model.text import clean
 
 MOST_BOARDS = 8  # each is a process of 60 to 100 MB with connections to every node
 _END_S = 0.5  # for a board to end in order before it is killed
+_BEAT_S = 3.0
 _LONGEST = 16 << 20  # bytes of one packet: a whole screen is less than 1 MB
 _TITLE = "gpuboard"
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -179,11 +180,12 @@ class _Board:
         assert self._process is not None
         reader = asyncio.create_task(self._listen(websocket))
         writer = asyncio.create_task(self._show(websocket))
+        pulse = asyncio.create_task(_beat(websocket))
         errors = asyncio.create_task(self._read_errors())
         try:
             await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (reader, writer):
+            for task in (reader, writer, pulse):
                 task.cancel()
             await self.stop()
             await asyncio.wait({errors}, timeout=_END_S)
@@ -264,6 +266,14 @@ class _Board:
             last = (last + said)[-4096:]
             lines = _COLOUR.sub("", last.decode("utf-8", "replace")).splitlines()
             self.said = [clean(line, 200) for line in lines if line.strip()]
+
+
+async def _beat(websocket: web.WebSocketResponse) -> None:
+    """Show the page that we are there: without this, a board that has nothing to draw looks like a dead connection."""
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await websocket.send_json(["log", "here"])
+            await asyncio.sleep(_BEAT_S)
 
 
 def listen(port: int, host: str = "127.0.0.1") -> socket.socket:

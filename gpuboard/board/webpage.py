@@ -28,11 +28,12 @@ html, body { margin: 0; height: 100%; background: #0c181f; overflow: hidden }
 body, button { font: 16px "Roboto Mono", monospace; color: #e8eef2 }
 #terminal { position: absolute; inset: 0 }
 #opening { position: absolute; inset: 0; display: grid; place-items: center; z-index: 2; background: #0c181f }
-#ended { position: absolute; inset: auto 0 0 0; display: none; gap: 24px; align-items: center; justify-content: center;
+.bar { position: absolute; inset: auto 0 0 0; display: none; gap: 24px; align-items: center; justify-content: center;
   padding: 12px; z-index: 3; background: #12232d; border-top: 1px solid #3b5566 }
 button { padding: 8px 20px; border: 1px solid #6f93a8; background: #1d3a4a; cursor: pointer }
 body.-first-byte #opening, body.-closed #opening { display: none }
-body.-closed #ended { display: flex }
+body.-closed #ended, body.-silent #silent { display: flex }
+body.-closed #terminal, body.-silent #terminal { opacity: .5; filter: grayscale(1) }
 """
 
 # textual.js reads the websocket's address from the element when the page has loaded. It comes from the address bar:
@@ -41,6 +42,19 @@ SCRIPT = """
 "use strict";
 const terminal = document.getElementById("terminal");
 terminal.dataset.sessionWebsocketUrl = location.origin.replace(/^http/, "ws") + location.pathname + "ws";
+// A connection can hang without an end. The server says something every 3 s, however still the board is.
+let heard = Date.now();
+window.WebSocket = class extends WebSocket {
+  constructor(...words) {
+    super(...words);
+    this.addEventListener("message", () => { heard = Date.now(); });
+  }
+};
+setInterval(() => {
+  const silent_s = Math.round((Date.now() - heard) / 1000);
+  document.body.classList.toggle("-silent", silent_s >= 8 && !document.body.classList.contains("-closed"));
+  document.getElementById("age").textContent = silent_s;
+}, 1000);
 // Keys go to the terminal without a click, but not before the first picture: textual.js tells the board of the focus,
 // and until then there may be nobody to tell.
 const observer = new MutationObserver(() => {
@@ -68,7 +82,8 @@ def board(title: str, font_size: int) -> str:
 </head>
 <body>
 <div id="opening">opening the board …</div>
-<div id="ended">The board has ended. <button id="again" type="button">Open it again</button></div>
+<div id="silent" class="bar"><span>Nothing heard for <span id="age"></span> s: what is shown is as old.</span></div>
+<div id="ended" class="bar">The board has ended. <button id="again" type="button">Open it again</button></div>
 <div id="terminal" class="textual-terminal" data-font-size="{font_size}"></div>
 <script src="board.js"></script>
 </body>

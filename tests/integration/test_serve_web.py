@@ -277,6 +277,7 @@ def test_a_board_that_fails_says_why_in_the_page_and_in_the_log() -> None:
 
     async def visit(session: aiohttp.ClientSession, base: str, page: str) -> None:
         async with session.ws_connect(f"{page}ws", origin=base) as websocket:
+            assert (await websocket.receive(10)).json() == ["log", "here"]
             shown = (await websocket.receive(10)).data.decode()
             assert shown.splitlines()[1:] == ["no such ]0;thing", "at all"]
             assert (await websocket.receive(10)).type is aiohttp.WSMsgType.CLOSE
@@ -315,7 +316,7 @@ def test_a_board_opens_web_pages_alone_and_saves_its_files_here(tmp_path: Path) 
             while b"\x1b]52;c;Y29waWVk\x07" not in text or len(messages) < 2:
                 message = await websocket.receive()
                 if message.type is aiohttp.WSMsgType.TEXT:
-                    messages.append(message.json())
+                    messages += [said for said in [message.json()] if said != ["log", "here"]]
                 else:
                     text += message.data
             assert sorted(messages, key=str) == [
@@ -497,6 +498,24 @@ def test_the_board_in_a_browser(here: Here, browser: Browser) -> None:
         asked = {url.split("/")[2] for url in browser.requests() if not url.startswith("data:")}
         assert asked == {serving.host}  # nothing comes from anywhere else
     finally:
+        serving.stop()
+
+
+def test_a_page_that_hears_nothing_says_so_and_greys_out(here: Here, browser: Browser) -> None:
+    serving = Serving(here, "--port", "0")
+    try:
+        browser.open(serving.url)
+        browser.wait_text("free of 2")
+        serving.process.send_signal(signal.SIGSTOP)
+        until(lambda: browser.evaluate("document.body.classList.contains('-silent')"), "the page says so")
+        assert browser.evaluate("getComputedStyle(document.getElementById('silent')).display") == "flex"
+        assert browser.evaluate("getComputedStyle(document.getElementById('terminal')).opacity") == "0.5"
+        assert "Nothing heard for" in browser.evaluate("document.body.innerText")
+        serving.process.send_signal(signal.SIGCONT)
+        until(lambda: not browser.evaluate("document.body.classList.contains('-silent')"), "it goes on")
+        assert browser.evaluate("getComputedStyle(document.getElementById('terminal')).opacity") == "1"
+    finally:
+        serving.process.send_signal(signal.SIGCONT)
         serving.stop()
 
 
