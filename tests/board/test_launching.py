@@ -1,20 +1,9 @@
-"""Launching from the board: real `gpuboard launch` on simulated nodes, by key and mouse; what outlives the board."""
+"""Launching from the board: real `gpuboard launch` on simulated nodes, by key and mouse."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import fcntl
-import os
-import pty
-import signal
-import struct
-import subprocess
 import sys
-import termios
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +13,6 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.core import Core
 from gpuboard.board.dialogs import Tick
 from gpuboard.board.launching import LaunchDialog, open_launch
 from gpuboard.board.runs import RunsScreen
@@ -39,26 +27,13 @@ from gpuboard.board.starting import (
 )
 from gpuboard.cluster.handed import VARIABLE, read_nodes, write_nodes
 from gpuboard.cluster.simulated import demo_nodes
-from gpuboard.config import Settings
 from gpuboard.errors import UsageError
-from gpuboard.launch.runbook import Entry, Runbook
-from gpuboard.launch.runs import FINAL
+from gpuboard.launch.runbook import Runbook
 from gpuboard.launch.target import Target
 from gpuboard.model.request import Pick, Request
 from tests.board import lab
-from tests.integration.launch_lab import SLEEP, write_torch
-from tests.integration.ranks_driver import carriers
+from tests.board.launches import Exp, laboratory
 from tests.waiting import until
-
-FAIL = """
-import os, time
-print("up", flush=True)
-time.sleep(0.3)
-if os.environ["RANK"] == "1":
-    raise ValueError("[/x]")
-time.sleep(60)
-"""
-
 
 # Words → the command line
 
@@ -110,59 +85,10 @@ def test_nodes_that_no_configuration_has_are_handed_on(tmp_path: Path) -> None:
         read_nodes(tmp_path / "nodes")
 
 
-# A laboratory
-
-
-class Exp:
-    """A folder to launch in, with scripts, and the stand-in for torch."""
-
-    def __init__(self, folder: Path, **environ: str) -> None:
-        self.folder = folder
-        self.work = folder / "exp"
-        self.work.mkdir()
-        self.variables = f"PYTHONPATH={write_torch(folder / 'fake')}"
-        for name, text in (("sleep.py", SLEEP), ("fail.py", FAIL), ("end.py", "print('bye')\n")):
-            (self.work / name).write_text(text)
-        self.nodes = demo_nodes(claims_dir=str(lab.claims_folder(folder)))
-        self.env = lab.environment(folder) | environ
-        for stale in ("VIRTUAL_ENV", "CONDA_PREFIX"):
-            self.env.pop(stale, None)
-
-    def core(self) -> Core:
-        return Core(self.nodes, Settings(), self.env)
-
-    def form(self, command: str, **changes: Any) -> LaunchForm:
-        values: dict[str, Any] = {
-            "command": command, "folder": str(self.work), "device": "cpu", "python": sys.executable,
-            "variables": self.variables, "grace": "5s",
-        }  # fmt: skip
-        return LaunchForm(**(values | changes))
-
-    def claims(self) -> list[str]:
-        """Return the GPUs that are reserved."""
-        return [claim.partition(": ")[2] for claim in lab.claims(self.folder)]
-
-    def entries(self) -> list[Entry]:
-        return Runbook(self.env).read()
-
-    def running(self) -> Entry:
-        """Wait until the newest run is running; return it."""
-
-        def found() -> list[Entry]:
-            return [entry for entry in self.entries() if entry.view.state == "running"]
-
-        return until(found, "a run that is running")[0]
-
-
 @pytest.fixture
 def exp(tmp_path: Path) -> Iterator[Exp]:
-    found = Exp(tmp_path)
-    yield found
-    for entry in found.entries():
-        if entry.live:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(entry.view.head.pid, signal.SIGKILL)
-            until(lambda entry=entry: not carriers(entry.view.id), "the run's processes to end")  # type: ignore[misc]
+    with laboratory(tmp_path) as found:
+        yield found
 
 
 # Starting, without the board around it
@@ -379,131 +305,3 @@ def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp) -> None:
             assert [entry.view.id for entry in exp.entries() if entry.live] == []
 
     asyncio.run(scenario())
-
-
-# What outlives the board
-
-
-_UP = "\x1b[A"
-
-
-class OnPty:
-    """`gpuboard board` on a terminal of its own, over the simulated nodes."""
-
-    def __init__(self, exp: Exp) -> None:
-        write_nodes(exp.folder / "nodes", exp.nodes)
-        self.exp = exp
-        environ = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": exp.variables.partition("=")[2]}  # what the ranks run in
-        master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-        self.master = master
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "gpuboard", "board"],
-            cwd=exp.work,
-            env={
-                **exp.env,
-                **environ,
-                VARIABLE: str(exp.folder / "nodes"),
-                "TERM": "xterm-256color",
-                "LANG": "C.UTF-8",
-            },
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-        )
-        os.close(slave)
-        self.seen = b""
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                data = os.read(self.master, 65536)
-            except OSError as error:
-                assert error.errno in {errno.EIO, errno.EBADF}, error
-                return
-            self.seen += data
-
-    def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    def wait(self, words: str) -> None:
-        until(lambda: words.encode() in self.seen, f"{words!r} on the terminal")
-        self.seen = b""
-
-    def launch(self, *, keep: bool) -> Entry:
-        """Launch by keys and wait until the ranks run."""
-        self.wait("sim02")
-        self.type("x")
-        self.wait("one rank per GPU")
-        self.type("sleep.py")
-        self.wait("train.py --lr")  # the hint takes the place of what is wrong
-        if not keep:
-            for text in (_UP, _UP, _UP, " "):  # over the buttons to the last field
-                self.quiet()  # what is typed before the focus has moved goes to the field before
-                self.type(text)
-            self.wait("[ ] no")
-        self.type("\r")
-        return self.exp.running()
-
-    def quiet(self) -> None:
-        """Wait until nothing more is drawn."""
-        size, since = len(self.seen), time.monotonic()
-        while time.monotonic() - since < 0.1:
-            time.sleep(0.02)
-            if len(self.seen) != size:
-                size, since = len(self.seen), time.monotonic()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.master)
-
-
-@pytest.mark.parametrize("end", ["kill -9", "quit"])
-def test_a_run_that_is_kept_goes_on_when_the_board_ends(exp: Exp, end: str) -> None:
-    board = OnPty(exp)
-    try:
-        run = board.launch(keep=True).view
-        _end(board, end)
-        time.sleep(3.0)  # what would end it has had its time
-        (entry,) = exp.entries()
-        assert (entry.view.id, entry.view.state) == (run.id, "running")
-        assert len(carriers(run.id)) >= 2
-        stop = subprocess.run(
-            [sys.executable, "-m", "gpuboard", "stop", "--now", run.id], env=exp.env, capture_output=True, text=True
-        )
-        assert stop.returncode == 0, stop.stderr
-        until(lambda: exp.claims() == [], "the reservation to be given back")
-    finally:
-        board.close()
-
-
-@pytest.mark.parametrize("end", ["kill -9", "quit"])
-def test_a_run_that_is_not_kept_ends_with_the_board(exp: Exp, end: str) -> None:
-    board = OnPty(exp)
-    try:
-        run = board.launch(keep=False).view
-        _end(board, end)
-        until(lambda: exp.entries()[0].view.state in FINAL, "the run to end")
-        (entry,) = exp.entries()
-        assert (entry.view.state, entry.view.verdicts[0].text) == ("stopped", "the board that launched it is closed")
-        until(lambda: not carriers(run.id), "its processes to end")
-        until(lambda: exp.claims() == [], "the reservation to be given back")
-    finally:
-        board.close()
-
-
-def _end(board: OnPty, how: str) -> None:
-    began = time.monotonic()
-    if how == "quit":
-        board.type("\x1b")
-        time.sleep(0.2)  # an escape alone, not the beginning of a sequence
-        began = time.monotonic()
-        board.type("q")
-        board.process.wait(10)
-        assert time.monotonic() - began < 2.0
-    else:
-        board.process.kill()
-        board.process.wait(10)

@@ -1,0 +1,84 @@
+"""A folder to launch in from the board: scripts, a stand-in for torch, simulated nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gpuboard.board.core import Core
+from gpuboard.board.starting import LaunchForm
+from gpuboard.cluster.simulated import demo_nodes
+from gpuboard.config import Settings
+from gpuboard.launch.runbook import Entry, Runbook
+from tests.board import lab
+from tests.integration.launch_lab import SLEEP, write_torch
+from tests.integration.ranks_driver import carriers
+from tests.waiting import until
+
+FAIL = """
+import os, time
+print("up", flush=True)
+time.sleep(0.3)
+if os.environ["RANK"] == "1":
+    raise ValueError("[/x]")
+time.sleep(60)
+"""
+
+
+class Exp:
+    """A folder to launch in, with scripts, and the stand-in for torch."""
+
+    def __init__(self, folder: Path, **environ: str) -> None:
+        self.folder = folder
+        self.work = folder / "exp"
+        self.work.mkdir()
+        self.variables = f"PYTHONPATH={write_torch(folder / 'fake')}"
+        for name, text in (("sleep.py", SLEEP), ("fail.py", FAIL), ("end.py", "print('bye')\n")):
+            (self.work / name).write_text(text)
+        self.nodes = demo_nodes(claims_dir=str(lab.claims_folder(folder)))
+        self.env = lab.environment(folder) | environ
+        for stale in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+            self.env.pop(stale, None)
+
+    def core(self) -> Core:
+        return Core(self.nodes, Settings(), self.env)
+
+    def form(self, command: str, **changes: Any) -> LaunchForm:
+        values: dict[str, Any] = {
+            "command": command, "folder": str(self.work), "device": "cpu", "python": sys.executable,
+            "variables": self.variables, "grace": "5s",
+        }  # fmt: skip
+        return LaunchForm(**(values | changes))
+
+    def claims(self) -> list[str]:
+        """Return the GPUs that are reserved."""
+        return [claim.partition(": ")[2] for claim in lab.claims(self.folder)]
+
+    def entries(self) -> list[Entry]:
+        return Runbook(self.env).read()
+
+    def running(self) -> Entry:
+        """Wait until the newest run is running; return it."""
+
+        def found() -> list[Entry]:
+            return [entry for entry in self.entries() if entry.view.state == "running"]
+
+        return until(found, "a run that is running")[0]
+
+
+@contextmanager
+def laboratory(folder: Path) -> Iterator[Exp]:
+    """Yield a folder to launch in; what still runs in the end is killed."""
+    found = Exp(folder)
+    yield found
+    for entry in found.entries():
+        if entry.live:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(entry.view.head.pid, signal.SIGKILL)
+            until(lambda entry=entry: not carriers(entry.view.id), "the run's processes to end")  # type: ignore[misc]

@@ -1,0 +1,156 @@
+"""What outlives the board: a run that is kept, and one that is not, when the board quits or is killed with -9."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuboard.cluster.handed import VARIABLE, write_nodes
+from gpuboard.launch.runbook import Entry
+from gpuboard.launch.runs import FINAL
+from tests.board.launches import Exp, laboratory
+from tests.integration.ranks_driver import carriers
+from tests.waiting import until
+
+
+@pytest.fixture
+def exp(tmp_path: Path) -> Iterator[Exp]:
+    with laboratory(tmp_path) as found:
+        yield found
+
+
+_UP = "\x1b[A"
+
+
+class OnPty:
+    """`gpuboard board` on a terminal of its own, over the simulated nodes."""
+
+    def __init__(self, exp: Exp) -> None:
+        write_nodes(exp.folder / "nodes", exp.nodes)
+        self.exp = exp
+        environ = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": exp.variables.partition("=")[2]}  # what the ranks run in
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        self.master = master
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gpuboard", "board"],
+            cwd=exp.work,
+            env={
+                **exp.env,
+                **environ,
+                VARIABLE: str(exp.folder / "nodes"),
+                "TERM": "xterm-256color",
+                "LANG": "C.UTF-8",
+            },
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
+        os.close(slave)
+        self.seen = b""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self.master, 65536)
+            except OSError as error:
+                assert error.errno in {errno.EIO, errno.EBADF}, error
+                return
+            self.seen += data
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def wait(self, words: str) -> None:
+        until(lambda: words.encode() in self.seen, f"{words!r} on the terminal")
+        self.seen = b""
+
+    def launch(self, *, keep: bool) -> Entry:
+        """Launch by keys and wait until the ranks run."""
+        self.wait("sim02")
+        self.type("x")
+        self.wait("one rank per GPU")
+        self.type("sleep.py")
+        self.wait("train.py --lr")  # the hint takes the place of what is wrong
+        if not keep:
+            for text in (_UP, _UP, _UP, " "):  # over the buttons to the last field
+                self.quiet()  # what is typed before the focus has moved goes to the field before
+                self.type(text)
+            self.wait("[ ] no")
+        self.type("\r")
+        return self.exp.running()
+
+    def quiet(self) -> None:
+        """Wait until nothing more is drawn."""
+        size, since = len(self.seen), time.monotonic()
+        while time.monotonic() - since < 0.1:
+            time.sleep(0.02)
+            if len(self.seen) != size:
+                size, since = len(self.seen), time.monotonic()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+@pytest.mark.parametrize("end", ["kill -9", "quit"])
+def test_a_run_that_is_kept_goes_on_when_the_board_ends(exp: Exp, end: str) -> None:
+    board = OnPty(exp)
+    try:
+        run = board.launch(keep=True).view
+        _end(board, end)
+        time.sleep(2.0)  # what would end it has had its time
+        (entry,) = exp.entries()
+        assert (entry.view.id, entry.view.state) == (run.id, "running")
+        assert len(carriers(run.id)) >= 2
+        stop = subprocess.run(
+            [sys.executable, "-m", "gpuboard", "stop", "--now", run.id], env=exp.env, capture_output=True, text=True
+        )
+        assert stop.returncode == 0, stop.stderr
+        until(lambda: exp.claims() == [], "the reservation to be given back")
+    finally:
+        board.close()
+
+
+@pytest.mark.parametrize("end", ["kill -9", "quit"])
+def test_a_run_that_is_not_kept_ends_with_the_board(exp: Exp, end: str) -> None:
+    board = OnPty(exp)
+    try:
+        run = board.launch(keep=False).view
+        _end(board, end)
+        until(lambda: exp.entries()[0].view.state in FINAL, "the run to end")
+        (entry,) = exp.entries()
+        assert (entry.view.state, entry.view.verdicts[0].text) == ("stopped", "the board that launched it is closed")
+        until(lambda: not carriers(run.id), "its processes to end")
+        until(lambda: exp.claims() == [], "the reservation to be given back")
+    finally:
+        board.close()
+
+
+def _end(board: OnPty, how: str) -> None:
+    began = time.monotonic()
+    if how == "quit":
+        board.type("\x1b")
+        time.sleep(0.2)  # an escape alone, not the beginning of a sequence
+        began = time.monotonic()
+        board.type("q")
+        board.process.wait(10)
+        assert time.monotonic() - began < 2.0
+    else:
+        board.process.kill()
+        board.process.wait(10)
