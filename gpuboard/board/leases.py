@@ -128,7 +128,7 @@ class LeasesScreen(BoardScreen):
         Binding("t", "timeline", "Time line", id="leases.timeline"),
         Binding("s", "sort", "Sort", id="leases.sort", show=False),
         Binding("r", "reserve", "Reserve", id="leases.reserve"),
-        Binding("w", "watch", "Tell me when it ends", id="leases.watch", show=False),
+        Binding("e", "watch", "Tell me when it ends", id="leases.watch", show=False),
     ]
 
     def __init__(self) -> None:

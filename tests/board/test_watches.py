@@ -162,7 +162,7 @@ def test_a_lease_under_the_cursor(tmp_path: Path) -> None:
             core.operations.told(taken)
             await pilot.press("l")
             await lab.settle(pilot, lambda: taken.lease.id in lab.screen(app))
-            await pilot.press("w")
+            await pilot.press("e")
             await lab.settle(pilot, lambda: f"Tells you when lease {taken.lease.id} ends" in lab.screen(app))
             await pilot.press("escape")
             core.operations.release(taken.lease.id)
