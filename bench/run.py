@@ -114,10 +114,11 @@ def _read() -> dict[str, str]:
 
 
 def _write(sections: dict[str, str]) -> None:
-    text = [
-        "# Measurements\n",
-        "`make bench` writes this page; run it on an idle machine. Figures are medians.\n",
-    ]
+    """Write the page; what a person has written above the first section stays."""
+    head = "# Measurements\n\n`make bench` writes this page; run it on an idle machine. Figures are medians.\n"
+    if RESULTS.exists():
+        head = RESULTS.read_text(encoding="utf-8").split("\n## ")[0].rstrip() + "\n"
+    text = [head]
     for name, what in BENCHES.items():
         if name in sections:
             text.append(f"## {name}\n\n{what}\n\n```text\n{sections[name].rstrip()}\n```\n")
