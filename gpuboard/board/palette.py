@@ -44,9 +44,11 @@ class Themes(Provider):
 
     def commands(self) -> Iterator[_Command]:
         """Yield what is offered, in order."""
-        for name, theme in self.board.themes.items():
-            note = "in use" if name == self.board.theme_in_use else ""
-            yield _Command(f"Theme: {theme.title}", note, UseTheme(self.board, name))
+        used = self.board.theme_in_use
+        # the one in use first: it is highlighted when the list opens, and nothing changes by that
+        for name in sorted(self.board.themes, key=lambda name: (name != used, name)):
+            note = "in use" if name == used else ""
+            yield _Command(f"Theme: {self.board.themes[name].title}", note, UseTheme(self.board, name))
 
     async def discover(self) -> Hits:
         """Offer the commands that are shown before anything was typed."""
