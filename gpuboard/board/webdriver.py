@@ -24,7 +24,7 @@ _LEAVE_S = 1.5  # for an orderly end once the server has gone
 
 
 class BrowserDriver(WebDriver):
-    """See the module's docstring. Taken by `gpuboard board --browser`, which ``web.py`` starts."""
+    """See the module's docstring. Taken by `gpuboard board --browser`, which ``websession.py`` starts."""
 
     def __init__(
         self, app: App[Any], *, debug: bool = False, mouse: bool = True, size: tuple[int, int] | None = None

@@ -51,12 +51,12 @@ def run(args: argparse.Namespace, context: Context) -> int:
     host = _loopback(args.host, port)
     context.nodes()  # what is wrong with the configuration is said here, not on each page
     try:
-        from gpuboard.board import web, webguard  # aiohttp: 200 ms, and in the extra `web`
+        from gpuboard.board import web, webguard, weblisten  # aiohttp: 200 ms, and in the extra `web`
     except ModuleNotFoundError as error:
         raise GpuboardError(f"{error.name} is not installed: pip install 'gpuboard[web]'") from error
     public = None if args.public_url is None else webguard.check_public_url(args.public_url)
     token = webguard.new_token() if args.token_file is None else webguard.token_of(args.token_file)
-    listener = web.listen_at(args.socket) if args.socket else web.listen(port, host)
+    listener = weblisten.listen_at(args.socket) if args.socket else weblisten.listen(port, host)
     with listener:
         if args.socket is None:
             port = listener.getsockname()[1]

@@ -1,90 +1,32 @@
-"""`gpuboard serve --web`: who is let in, what is started and ended, and the board in a real browser."""
+"""`gpuboard serve --web`: who is let in, what is started and what ends it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from gpuboard.board.web import MOST_BOARDS, Server, listen
+from gpuboard.board.web import MOST_BOARDS, Server
 from gpuboard.board.webguard import COOKIE, Guard, new_token
-from tests.integration import chromium
-from tests.integration.chromium import Browser
+from gpuboard.board.weblisten import listen
 from tests.integration.here import Here, here
-from tests.nvml import GIB, Gpu
+from tests.integration.serving import Serving
 from tests.waiting import until
 
 __all__ = ["here"]
 
 
 Visit = Callable[[aiohttp.ClientSession, str, str], Awaitable[None]]  # of base and page
-
-
-class Serving:
-    """A running `gpuboard serve --web`: its address, its token, what it said on stderr."""
-
-    def __init__(self, here: Here, *args: str, before: Sequence[str] = ()) -> None:
-        self.process = subprocess.Popen(
-            [*before, *here.command("serve", "--web", *args)], env=here.env, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        self.said: list[str] = []
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-        self.url = self.process.stdout.readline().strip()
-        self.hint = self.process.stdout.readline().strip()
-        self.base, _, self.token = self.url.partition("/?token=")
-        self.host = self.base.removeprefix("http://")
-
-    def _listen(self) -> None:
-        assert self.process.stderr is not None
-        self.said.extend(self.process.stderr)
-
-    def stop(self, number: int = signal.SIGINT) -> int:
-        """End it; return its exit code."""
-        self.process.send_signal(number)
-        code = self.process.wait(10)
-        self._listener.join(5)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return code
-
-    def get(self, path: str, **headers: str) -> tuple[int, dict[str, str], str]:
-        """Ask for a path, with ``headers`` added (or replaced); return status, headers in small letters, and text."""
-        name, _, port = self.host.partition(":")
-        connection = http.client.HTTPConnection(name, int(port), timeout=10)
-        connection.putrequest("GET", path, skip_host=True)
-        for key, value in {"Host": self.host, **{k.replace("_", "-"): v for k, v in headers.items()}}.items():
-            connection.putheader(key, value)
-        connection.endheaders()
-        answer = connection.getresponse()
-        text = answer.read().decode("utf-8", "replace")
-        connection.close()
-        return answer.status, {key.lower(): value for key, value in answer.getheaders()}, text
-
-    def enter(self) -> tuple[str, str]:
-        """Give the token; return the page's path and the cookie's header."""
-        status, headers, _ = self.get(f"/?token={self.token}")
-        assert status == 303
-        return headers["location"], headers["set-cookie"].partition(";")[0]
-
-    def boards(self) -> list[int]:
-        """Return the pids of the boards that run."""
-        pid = self.process.pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.fixture
@@ -435,114 +377,3 @@ def test_other_users_cannot_read_the_token_from_the_process(serving: Serving) ->
         done = subprocess.run([*become, "cat", file], capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (1, "")
         assert "Permission denied" in done.stderr
-
-
-@pytest.fixture
-def browser() -> Iterator[Browser]:
-    """A Chromium."""
-    if chromium.PATH is None:
-        pytest.skip("needs chromium")
-    running = Browser()
-    yield running
-    running.close()
-
-
-def test_the_board_in_a_browser(here: Here, browser: Browser) -> None:
-    claims = here.needs_claims()
-    host = socket.gethostname().partition(".")[0]
-    free = here.gpus([Gpu(), Gpu(used=5 * GIB), Gpu()])
-    serving = Serving(here, "--port", "0")
-    try:
-        browser.open(serving.url)
-        browser.wait_text("2 free of 3", "Filter")
-        assert "token" not in browser.address()
-        assert [cookie["httpOnly"] for cookie in browser.cookies()] == [True]
-        assert serving.token not in str(browser.cookies())
-        drawn = browser.picture()
-
-        browser.keys("?")  # keys work, and without a click into the page first
-        browser.wait_text("Flags", "disputed      claims contradict each other")
-        browser.keys("Escape")
-        browser.wait_text("2 free of 3")
-
-        browser.keys("r")
-        browser.wait_text(f"Takes {host}:0")
-        browser.keys("Enter")
-        browser.wait_text("Reserved: ", "1 reserved")
-        (lease,) = here.json("leases", "--json")["leases"]
-        assert [gpu["uuid"] for gpu in lease["gpus"]] == [free[0].uuid]
-        assert [claim.name for claim in claims.glob("gpuboard.*")] == [f"gpuboard.{free[0].uuid}.{lease['id']}"]
-
-        browser.evaluate("navigator.clipboard.writeText = text => { window.copied = text; return Promise.resolve(); }")
-        browser.keys("y")
-        browser.wait_text("Copy", "CUDA_VISIBLE_DEVICES")
-        browser.keys("Enter")
-        until(lambda: browser.evaluate("window.copied ?? ''"), "something is in the browser's clipboard")
-        assert free[0].uuid in browser.evaluate("window.copied")
-
-        browser.resize(700, 500)  # the board follows the page
-        until(lambda: max(map(len, browser.text().splitlines())) < 90, "the board is as wide as the page")
-        assert browser.picture() != drawn
-
-        before = serving.boards()
-        browser.call("Page.reload")
-        browser.wait_text("free of 3")
-        until(lambda: len(serving.boards()) == 1 and serving.boards() != before, "another board in place of the first")
-        browser.keys("q")
-        until(lambda: "The board has ended" in str(browser.evaluate("document.body.innerText")), "the page says so")
-        assert browser.evaluate("document.body.classList.contains('-closed')")
-        browser.evaluate("document.getElementById('again').click()")
-        browser.wait_text("free of 3")
-
-        assert browser.complaints() == []
-        asked = {url.split("/")[2] for url in browser.requests() if not url.startswith("data:")}
-        assert asked == {serving.host}  # nothing comes from anywhere else
-    finally:
-        serving.stop()
-
-
-def test_a_page_that_hears_nothing_says_so_and_greys_out(here: Here, browser: Browser) -> None:
-    serving = Serving(here, "--port", "0")
-    try:
-        browser.open(serving.url)
-        browser.wait_text("free of 2")
-        serving.process.send_signal(signal.SIGSTOP)
-        until(lambda: browser.evaluate("document.body.classList.contains('-silent')"), "the page says so")
-        assert browser.evaluate("getComputedStyle(document.getElementById('silent')).display") == "flex"
-        assert browser.evaluate("getComputedStyle(document.getElementById('terminal')).opacity") == "0.5"
-        assert "Nothing heard for" in browser.evaluate("document.body.innerText")
-        serving.process.send_signal(signal.SIGCONT)
-        until(lambda: not browser.evaluate("document.body.classList.contains('-silent')"), "it goes on")
-        assert browser.evaluate("getComputedStyle(document.getElementById('terminal')).opacity") == "1"
-    finally:
-        serving.process.send_signal(signal.SIGCONT)
-        serving.stop()
-
-
-def test_another_page_cannot_reach_the_board_through_the_browser(here: Here, browser: Browser) -> None:
-    """A page of another port of this machine has the same cookies; it must not get at the board all the same."""
-    serving, other = Serving(here, "--port", "0"), Serving(here, "--port", "0")
-    try:
-        browser.open(serving.url)
-        browser.wait_text("free of 2")
-        page = browser.address()
-        browser.open(other.url)  # whoever serves this sees the cookies that come with it
-        browser.wait_text("free of 2")
-        sent = [e["params"] for e in browser.events if e["method"] == "Network.requestWillBeSentExtraInfo"]
-        said = [str(request["headers"]) for request in sent if other.host in request["headers"].get("Host", "")]
-        assert said
-        assert not any(serving.enter()[1] in headers for headers in said)
-        until(lambda: serving.boards() == [], "the first board has ended with its page")
-        opened = """new Promise(done => { const socket = new WebSocket("%sws?width=80&height=24");
-            socket.onopen = () => done("open"); socket.onerror = () => done("refused"); })"""
-        browser.call("Page.setBypassCSP", enabled=True)  # the other page would not have our policy
-        browser.call("Page.reload")
-        browser.wait_text("free of 2")
-        assert browser.evaluate(opened % page.replace("http", "ws")) == "refused"
-        assert any("the page that asks is not the board's own" in line for line in serving.said)
-        framed = "new Promise(done => { const f = document.createElement('iframe'); f.onload = () => done(1); "
-        browser.evaluate(framed + f"f.src = '{page}'; document.body.append(f); }})")
-        assert serving.boards() == []
-    finally:
-        serving.stop()
-        other.stop()
