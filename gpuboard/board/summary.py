@@ -48,7 +48,7 @@ class Sums(NamedTuple):
     nodes: int
     down: int  # not reachable, or never read
     silent: int  # stale
-    oldest_s: float | None  # of the nodes that are up; None: there is none
+    oldest_s: float | None  # age of the oldest reading, also of nodes that are silent or down; None: there is none
 
 
 def sums(scene: Scene) -> Sums:
@@ -58,7 +58,7 @@ def sums(scene: Scene) -> Sums:
     oldest_s: float | None = None
     for node in scene.snapshot.nodes:
         states[node.state] += 1
-        if node.state == "up" and node.age_s is not None and (oldest_s is None or node.age_s > oldest_s):
+        if node.age_s is not None and (oldest_s is None or node.age_s > oldest_s):
             oldest_s = node.age_s
         for gpu in node.gpus:
             if gpu.mig:
@@ -109,7 +109,8 @@ def _models(facts: Sums) -> list[Runs]:
     free = [count for count in facts.models if count.states["free"]]
     free.sort(key=lambda count: -count.states["free"])
     return [
-        *(_join([_count(count, words) for count in facts.models]) for words in (4, 3, 2, 1, 0)),
+        *(_join([_count(count, words) for count in facts.models]) for words in (4, 3, 2)),
+        *((("free  ", "free"), *_join([_count(count, words) for count in facts.models])) for words in (1, 0)),
         *(_only_free(facts, free[:most], cut=most < len(free)) for most in range(len(free), 0, -1)),
         _total(facts),
     ]
@@ -154,7 +155,7 @@ def _about(facts: Sums, *, words: bool) -> list[Runs]:
     if facts.silent:
         parts.append(((f"{facts.silent} silent", "warn"),))
     oldest = age(facts.oldest_s)
-    style = "unknown" if oldest == UNKNOWN else "dim"
+    style = "unknown" if oldest == UNKNOWN else "warn" if facts.silent or facts.down else "dim"
     parts.append((((f"oldest {oldest:>3}" if words else f"{oldest:>3}"), style),))
     return parts
 

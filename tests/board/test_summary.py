@@ -41,8 +41,9 @@ def test_a_wide_header_says_it_in_two_lines() -> None:
     ("columns", "line"),
     [
         (99, " H100 80GB 1 free of 4 · L40S 3 free of 4 · H100 80GB 3g.40gb 1 free of 2        1 node down ·  3s"),
-        (80, " H100 80GB 1/4 · L40S 3/4 · H100 80GB 3g.40gb 1/2             1 node down ·  3s"),
-        (60, " H100 1/4 · L40S 3/4 · H100 3g.40gb 1/2   1 node down ·  3s"),
+        (80, " free  H100 80GB 1/4 · L40S 3/4 · H100 80GB 3g.40gb 1/2       1 node down ·  3s"),
+        (66, " free  H100 1/4 · L40S 3/4 · H100 3g.40gb 1/2   1 node down ·  3s"),
+        (60, " 5 free of 10:  L40S 3  H100 1  …         1 node down ·  3s"),
         (50, " 5 free of 10:  L40S 3  …       1 node down ·  3s"),
         (40, " 5 free of 10         1 node down ·  3s"),
         (20, " 5 free of 10  "),
