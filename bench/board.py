@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -122,7 +123,7 @@ def report(kind: str, found: dict[str, Any]) -> None:
     print(f"{_verdict(cpu <= GOAL_CPU_PERCENT)} (threads: {threads}; {found['scenes']:.1f} scenes a second)")
     keys = sorted(found["keys_ms"])
     if keys:
-        p99 = keys[min(len(keys) - 1, round(0.99 * len(keys)))]
+        p99 = keys[math.ceil(0.99 * len(keys)) - 1]
         median = statistics.median(keys)
         print(
             f"{kind}: key to frame: median {median:.0f} ms, p99 {p99:.0f}, most {keys[-1]:.0f} of {len(keys)}; ", end=""
