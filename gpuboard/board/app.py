@@ -31,6 +31,7 @@ from gpuboard.board.screen import BoardScreen
 from gpuboard.board.terminal import Guard, is_utf8
 from gpuboard.board.watches import Watches, WatchesScreen, open_watch
 from gpuboard.errors import GpuboardError
+from gpuboard.ledger import keeper
 
 if TYPE_CHECKING:
     from gpuboard.board.themes import BoardTheme
@@ -121,6 +122,7 @@ class BoardApp(App[int]):
             self.COMMAND_PALETTE_BINDING = self.keymap["app.help"].partition(",")[0]  # type: ignore[misc]
         self.push_screen(ClusterScreen())
         self.core.start(lambda scene: self.post_message(SceneChanged(scene)))
+        self.ask(lambda: keeper.mind(self.core.env), self._warn_each)
         if self.guard is not None:
             loop = asyncio.get_running_loop()
             self.guard.watch(lambda code: loop.call_soon_threadsafe(self.leave, code))
@@ -172,6 +174,10 @@ class BoardApp(App[int]):
     def tell(self, error: GpuboardError) -> None:
         """Show an error as a toast."""
         self.notify(str(error), severity="error", timeout=12, markup=False)
+
+    def _warn_each(self, lost: list[str]) -> None:
+        for words in lost:
+            self.notify(words, severity="warning", timeout=12, markup=False)
 
     # Themes and what is kept of them
 

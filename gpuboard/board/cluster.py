@@ -89,7 +89,7 @@ class ClusterScreen(ActingScreen):
         box.disabled = not self.view.filter  # else what is typed early lands in it
         self._switch()
         self.grid.say(f"Reading {len(self.board.core.nodes)} nodes")
-        self.grid.focus()
+        self.set_focus(self.grid)
 
     # For the actions on GPUs
 
@@ -272,7 +272,7 @@ class ClusterScreen(ActingScreen):
         self._switch()
         self.grid.cursor = place.gpu.uuid if place and self.view.view == "picture" else key
         if focused:
-            self.grid.focus()
+            self.set_focus(self.grid)
 
     def _switch(self) -> None:
         """Show the view that was chosen, with the selection of the other."""
@@ -297,11 +297,11 @@ class ClusterScreen(ActingScreen):
         box = self.query_one("#filter", Input)
         box.add_class("-open")
         box.disabled = False
-        box.focus()
+        self.set_focus(box)
 
     def action_rows(self) -> None:
         """Go from the filter to the rows."""
-        self.grid.focus()
+        self.set_focus(self.grid)
 
     def action_clear(self) -> None:
         """Take the filter away, or, when there is none, the selection."""
@@ -315,7 +315,7 @@ class ClusterScreen(ActingScreen):
 
     def _close_filter(self) -> None:
         box = self.query_one("#filter", Input)
-        self.grid.focus()
+        self.set_focus(self.grid)
         box.remove_class("-open")
         box.disabled = True
         box.value = ""
@@ -330,7 +330,7 @@ class ClusterScreen(ActingScreen):
     def submitted(self) -> None:
         """Go on among the rows; an empty filter goes away."""
         if self.query_one("#filter", Input).value.strip():
-            self.grid.focus()
+            self.set_focus(self.grid)
         else:
             self._close_filter()
 

@@ -267,7 +267,7 @@ class Dialog(Box[T]):
             return
         wrong = self.wrong()
         if wrong:
-            self.query_one(f"#field-{next(iter(wrong))}", Widget).focus()
+            self.set_focus(self.query_one(f"#field-{next(iter(wrong))}", Widget))
         else:
             self.commit(self.values)
 

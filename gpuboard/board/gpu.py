@@ -30,15 +30,15 @@ _PROCESSES = 12  # rows shown at once; a GPU with more is scrolled
 _PANEL_PROCESSES = 6
 
 PROCESS_COLUMNS = (
-    Column("user", "USER", 10),
-    Column("pid", "PID", 8, right=True),
-    Column("memory", "MEMORY", 8, right=True, drop=2),
-    Column("runtime", "RUNTIME", 7, right=True, drop=3),
-    Column("job", "JOB", 8, drop=5),
-    Column("lease", "LEASE", 6, drop=4),
-    Column("container", "CONTAINER", 12, drop=6),
-    Column("note", "NOTE", 8, drop=1),
-    Column("command", "COMMAND", 16, weight=1, least=16),
+    Column("user", "User", 10),
+    Column("pid", "Pid", 8, right=True),
+    Column("memory", "Memory", 8, right=True, drop=2),
+    Column("runtime", "Runtime", 7, right=True, drop=3),
+    Column("job", "Job", 8, drop=5),
+    Column("lease", "Lease", 6, drop=4),
+    Column("container", "Container", 12, drop=6),
+    Column("note", "Note", 8, drop=1),
+    Column("command", "Command", 16, weight=1, least=16),
 )
 
 

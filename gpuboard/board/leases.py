@@ -51,6 +51,7 @@ _LINE = (
     Column("gpus", "GPUs", 16),
     Column("left", "Left", 6, right=True),
 )
+_MARKS = Column("marks", "Marks", 12)  # beside the time line only where there are any
 _ORDERS = ("left", "owner", "gpus")
 
 
@@ -180,7 +181,8 @@ class LeasesScreen(BoardScreen):
         if not (wide or self._line):
             self._axis = timeline.axis([], now, 1)
             return _LIST
-        columns = (*(_LIST if wide else _LINE), Column(_BAR, "", 30, weight=8, least=20))
+        marks = (_MARKS,) if any(one.marks for one in ordered) else ()
+        columns = (*(_LIST if wide else (*_LINE, *marks)), Column(_BAR, "", 30, weight=8, least=20))
         width = share(columns, self._grid.scrollable_content_region.width)[len(columns) - 1]
         self._axis = timeline.axis([(one.since, one.until) for one in ordered], now, width)
         return (*columns[:-1], columns[-1]._replace(title=timeline.ruler(self._axis)))

@@ -188,7 +188,7 @@ class LogScreen(BoardScreen):
         words = self.query_one("#words", Input)
         words.add_class("-shown")
         words.value = self.active.words
-        words.focus()
+        self.set_focus(words)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Look for it: below, or above when we are at the end."""

@@ -28,15 +28,15 @@ _BAR = 10
 
 GPU_COLUMNS = (
     Column("index", "GPU", 3, right=True),
-    Column("state", "STATE", 11),
-    Column("user", "WHO", 10),
-    Column("memory", "MEMORY", _BAR, drop=2),
+    Column("state", "State", 11),
+    Column("user", "Who", 10),
+    Column("memory", "Memory", _BAR, drop=2),
     Column("gib", "GiB", 9, right=True),
-    Column("utilization", "UTIL", 5, right=True),
-    Column("temperature", "TEMP", 5, right=True, drop=3),
-    Column("power", "POWER", 6, right=True, drop=4),
-    Column("model", "MODEL", 14, drop=5),
-    Column("reason", "WHY", 14, weight=1, least=14, drop=1),
+    Column("utilization", "Util", 5, right=True),
+    Column("temperature", "Temp", 5, right=True, drop=3),
+    Column("power", "Power", 6, right=True, drop=4),
+    Column("model", "Model", 14, drop=5),
+    Column("reason", "Why", 14, weight=1, least=14, drop=1),
 )
 
 

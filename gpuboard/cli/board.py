@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gpuboard.cli.context import Context
+from gpuboard.cli.main import mind_leases, say
 from gpuboard.cli.options import natural
 
 NAME = "board"
@@ -25,17 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, context: Context) -> int:
     """Open the board; return the exit code."""
     if args.browser is None and not context.stdout_is_tty:
-        from gpuboard.cli import status
-
-        return status.run(argparse.Namespace(watch=None, json=False), context)
+        return _status(context)
     from gpuboard.board import collector, terminal
 
     if args.browser is None and (why := terminal.cannot_draw(context.env)):
-        from gpuboard.cli import status
-        from gpuboard.cli.main import say
-
         say(f"no board on this terminal: {why}. The status instead:")
-        return status.run(argparse.Namespace(watch=None, json=False), context)
+        return _status(context)
     from gpuboard.board.core import Core
 
     env = context.env
@@ -61,3 +57,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
         return app.return_code or 0
     finally:
         core.close()
+
+
+def _status(context: Context) -> int:
+    from gpuboard.cli import status
+
+    mind_leases(context)
+    return status.run(argparse.Namespace(watch=None, json=False), context)

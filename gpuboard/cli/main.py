@@ -140,20 +140,16 @@ def _dispatch(argv: list[str]) -> int:
         context.said = [args.nodes]
     if args.config is not None:
         context.config_file = Path(args.config)
-    if command.NAME not in GROUPS["set up"]:
-        _mind_leases(context)
+    if command.NAME not in {"board", *GROUPS["set up"]}:  # the board does it beside the UI: a hung keeper takes 3 s
+        mind_leases(context)
     return command.run(args, context)
 
 
-def _mind_leases(context: Context) -> None:
-    """Start the keeper again when one was killed and left leases behind, and say what was lost meanwhile."""
+def mind_leases(context: Context) -> None:
+    """See to it that a keeper runs when there are leases to keep, and say what was lost meanwhile."""
     from gpuboard.ledger import keeper
 
-    try:
-        lost = keeper.restart_if_needed(context.env)
-    except keeper.KeeperError as error:
-        lost = [f"your leases are not kept alive: {error}"]
-    for words in lost:
+    for words in keeper.mind(context.env):
         say(words)
 
 

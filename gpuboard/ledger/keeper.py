@@ -197,6 +197,14 @@ def restart_if_needed(env: Mapping[str, str]) -> list[str]:
     return words
 
 
+def mind(env: Mapping[str, str]) -> list[str]:
+    """Start the keeper again when one was killed and left leases behind; return words for the user on what was lost."""
+    try:
+        return restart_if_needed(env)
+    except KeeperError as error:
+        return [f"your leases are not kept alive: {error}"]
+
+
 def warn(env: Mapping[str, str]) -> list[str]:
     """Return what on this host would kill the keeper before its leases end, in words for the user."""
     from gpuboard.ledger.keeper_reapers import reapers  # late: read after the lease stands

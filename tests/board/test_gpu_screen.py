@@ -94,7 +94,7 @@ def test_processes_stand_in_a_grid_and_the_rogue_one_is_marked(tmp_path: Path) -
         grid = app.screen.query_one("#processes", Grid)
         assert [row.key for row in grid.rows] == ["41:1.5", "42:2.5", "43:None"]
         assert [grid.render_line(y).text.split() for y in range(4)] == [
-            ["USER", "PID", "MEMORY", "RUNTIME", "JOB", "LEASE", "CONTAINER", "NOTE", "COMMAND"],
+            ["User", "Pid", "Memory", "Runtime", "Job", "Lease", "Container", "Note", "Command"],
             ["alice", "41", "50", "GiB", "1h01m", "123", "-", "-", "python", "train.py"],
             ["eve", "42", "9.0", "GiB", "?", "-", "-", "0123456789ab", "rogue", "python", "steal.py"],
             ["hidden", "43", "?", "?", "-", "-", "-", "graphics", "Xorg"],

@@ -75,7 +75,7 @@ def test_everything_is_said(tmp_path: Path) -> None:
         ]
         grid = app.screen.query_one("#gpus", Grid)
         assert [" ".join(grid.render_line(y).text.split()) for y in range(6)] == [
-            "GPU STATE WHO MEMORY GiB UTIL TEMP POWER MODEL WHY",
+            "GPU State Who Memory GiB Util Temp Power Model Why",
             "0 B busy bob ███████▌ 60.0/80 90% 64° 540 W H100 80GB [rogue] bob: python (pid 4000)",
             "1 R reserved alice 0.0/80 0% 31° 70 W H100 80GB no process, no reservation",
             "2 F free - 0.0/80 ? 31° 70 W H100 80GB [mig] in MIG mode",
@@ -148,7 +148,7 @@ def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[i
                 assert strip.cell_length == sum(segment.cell_length for segment in strip)
                 assert strip.cell_length in {widget.size.width, widget.scrollable_content_region.width}
         assert "Connection" in screen(app) or size[1] == 24
-        assert "GPU STATE" in screen(app)  # the GPUs keep their place below however long an error is
+        assert "GPU State" in screen(app)  # the GPUs keep their place below however long an error is
 
     run(tmp_path, "gpu2", check, size)
 
