@@ -25,9 +25,9 @@ from gpuboard.board.rows import (
     LazyRows,
     Line,
     Row,
-    header_strip,
+    header_runs,
     keys_of,
-    row_strip,
+    row_runs,
     share,
     strip,
 )
@@ -286,7 +286,7 @@ class Grid(ScrollView, can_focus=True):
             self._drawn_with = self._look
             self._lines.clear()
         if y < HEADER:
-            return header_strip(
+            titles = header_runs(
                 self.columns,
                 self._widths,
                 self._sort,
@@ -295,14 +295,15 @@ class Grid(ScrollView, can_focus=True):
                 base=base,
                 look=self._look,
             )
+            return strip(titles, base, width)
         index = y - HEADER + self.scroll_offset.y
         if index >= len(self._rows):
             return self._empty_strip(y - HEADER, base, width)
-        line, strip = self._lines.get(index) or (self._line(index), None)
-        if strip is None:
-            strip = self._row_strip(line, base, width)
-            self._lines[index] = (line, strip)
-        return strip
+        line, drawn = self._lines.get(index) or (self._line(index), None)
+        if drawn is None:
+            drawn = self._row_strip(line, base, width)
+            self._lines[index] = (line, drawn)
+        return drawn
 
     def _empty_strip(self, y: int, base: Style, width: int) -> Strip:
         if self._rows or not self.empty or y < 1:
@@ -312,7 +313,7 @@ class Grid(ScrollView, can_focus=True):
         return strip([("  ", base), *fit_runs([(text, base + self._look.style("dim"))], width - 2, base)], base, width)
 
     def _row_strip(self, line: Line, base: Style, width: int) -> Strip:
-        return row_strip(
+        runs = row_runs(
             line,
             self.columns,
             self._widths,
@@ -322,6 +323,7 @@ class Grid(ScrollView, can_focus=True):
             base=base + self._look.style("marked") if line.marked else base,
             look=self._look,
         )
+        return strip(runs, base, width)
 
     # Moving and marking
 

@@ -1,22 +1,25 @@
-"""Columns, rows and cells as values, and how a line of them is drawn (``grid.py`` is the widget)."""
+"""Columns, rows and cells as values, and how a line of them is drawn (``grid.py`` is the widget). No textual."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Generic, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, overload
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
-from rich.text import Text
-from textual.strip import Strip
 
 from gpuboard.board.cells import fit_runs
 from gpuboard.board.look import Look
 
+if TYPE_CHECKING:
+    from rich.text import Text
+    from textual.strip import Strip
+
 T = TypeVar("T")
 Runs = tuple[tuple[str, str | Style], ...]
+Styled = list[tuple[str, Style]]
 
 MARK_WIDTH = 2  # of the column where marks stand
 GAP = 1  # between columns
@@ -127,7 +130,7 @@ def share(columns: Sequence[Column], space: int) -> dict[int, int]:
     return widths
 
 
-def header_strip(
+def header_runs(
     columns: Sequence[Column],
     widths: Mapping[int, int],
     sort: tuple[str, bool] | None,
@@ -136,10 +139,10 @@ def header_strip(
     width: int,
     base: Style,
     look: Look,
-) -> Strip:
+) -> Styled:
     """Return the titles. ``sort``: the column the rows are sorted by, and whether from the largest down."""
     style = base + look.style("title")
-    runs: list[tuple[str, Style]] = [(" " * indent, style)]
+    runs: Styled = [(" " * indent, style)]
     for index, size in widths.items():
         column = columns[index]
         mark = ""
@@ -148,10 +151,10 @@ def header_strip(
         title = column.title[: max(0, size - len(mark))] + mark
         runs += fit_runs([(title, style)], size, style, right=column.right, ellipsis="")
         runs.append((" " * GAP, style))
-    return strip(runs, style, width)
+    return fit_runs(runs, width, style, ellipsis="")
 
 
-def row_strip(
+def row_runs(
     line: Line,
     columns: Sequence[Column],
     widths: Mapping[int, int],
@@ -161,14 +164,14 @@ def row_strip(
     width: int,
     base: Style,
     look: Look,
-) -> Strip:
+) -> Styled:
     """Return a row as it is drawn. ``over``: a style laid over all of it (the cursor)."""
     cut = look.glyphs.ellipsis
     if line.group:
         style = base + look.style("group")
-        return strip(fit_runs(runs_of(line.cells[0], style, look), width, style, ellipsis=cut), base, width)
+        return fit_runs(runs_of(line.cells[0], style, look), width, style, ellipsis=cut)
     row = base + look.style("dim") if line.dim else base
-    runs: list[tuple[str, Style]] = []
+    runs: Styled = []
     if marking:
         runs.append(((look.glyphs.marked if line.marked else " ").ljust(MARK_WIDTH), row + over))
     for index, cell in enumerate(line.cells):
@@ -183,10 +186,10 @@ def row_strip(
             parts = fit_runs(runs_of(cell, row, look), widths[index], row, right=right, ellipsis=cut)
             runs += ((text, style + over) for text, style in parts)
             runs.append((" " * GAP, row + over))
-    return strip(runs, row + over, width)
+    return fit_runs(runs, width, row + over, ellipsis="")
 
 
-def runs_of(cell: Cell, base: Style, look: Look) -> list[tuple[str, Style]]:
+def runs_of(cell: Cell, base: Style, look: Look) -> Styled:
     """Return what stands in a cell as texts with the styles they are drawn in, not yet cut."""
     style = base + _style(cell.style, look)
     if isinstance(cell.text, str):
@@ -208,6 +211,8 @@ def runs_of(cell: Cell, base: Style, look: Look) -> list[tuple[str, Style]]:
 
 def strip(runs: Iterable[tuple[str, Style]], pad: Style, width: int) -> Strip:
     """Return runs as one line of exactly ``width`` terminal cells."""
+    from textual.strip import Strip  # late: the first frame is drawn before textual is there
+
     return Strip(Segment(text, style) for text, style in runs).adjust_cell_length(width, pad).simplify()
 
 

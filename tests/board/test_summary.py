@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gpuboard.board.header import header, sums
 from gpuboard.board.scene import Scene
-from gpuboard.board.summary import header, sums
 from gpuboard.board.words import age, gib, pair, short_model
 from tests.board.made import GIB, busy, gpu, mig, node, scene, unread
 
