@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from textual.app import App
+from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette, SearchIcon
 from textual.driver import Driver
@@ -152,7 +153,7 @@ class BoardApp(App[int]):
         then: Callable[[T], None],
         failed: Callable[[GpuboardError], None] | None = None,
     ) -> None:
-        """Do ``work`` in a thread and then call ``then`` with its value in the UI's; errors of ours go to ``failed``.
+        """Do ``work`` in a thread and then call ``then`` with its value in the UI's; errors go to ``failed``.
 
         Without ``failed`` they become a toast. A thread of our own, daemonic: leaving never waits for what hangs.
         """
@@ -161,11 +162,11 @@ class BoardApp(App[int]):
             try:
                 value = work()
             except GpuboardError as error:
-                told = failed or self.tell
                 self.post_message(Done(lambda error=error: told(error)))  # type: ignore[misc]
-            except Exception as error:  # a bug: shown, the board lives on
+        told = failed or self.tell
+            except Exception as error:  # a bug: said like any other error, so that nobody waits for an answer for ever
                 bug = GpuboardError(report(error, self.core.env))
-                self.post_message(Done(lambda: self.tell(bug)))
+                self.post_message(Done(lambda: told(bug)))
             else:
                 self.post_message(Done(lambda: then(value)))
 
@@ -182,6 +183,12 @@ class BoardApp(App[int]):
     # Themes and what is kept of them
 
     def use_theme(self, name: str) -> None:
+    def tell_once(self, error: GpuboardError) -> None:
+        """Show an error of what is done again and again, the first time that it comes."""
+        if str(error) not in self._problems:
+            self._problems.append(str(error))
+            self.tell(error)
+
         """Draw with a theme from now on, also after the next start."""
         self.theme_in_use = name
         self.theme = name
@@ -229,9 +236,8 @@ class BoardApp(App[int]):
 
     def _keep(self) -> None:
         wrong = preferences.save(self.core.env, self.preferences)
-        if wrong and wrong not in self._problems:  # said once
-            self._problems.append(wrong)
-            self.post_message(Done(lambda: self.tell(GpuboardError(wrong))))
+        if wrong:
+            self.post_message(Done(lambda: self.tell_once(GpuboardError(wrong))))
 
     # How it is drawn
 
@@ -287,11 +293,19 @@ class BoardApp(App[int]):
 
     def action_runs(self) -> None:
         """Show the runs."""
+        """Go back from a screen of this kind, or to the one that is open below, or open one."""
         from gpuboard.board.runs import open_runs
 
+        elif any(isinstance(screen, kind) for screen in self.screen_stack):
+            while not isinstance(self.screen, kind):
+                self.pop_screen()
         open_runs(self)
 
     def action_theme(self) -> None:
+    def pop_screen(self) -> AwaitComplete:
+        """Go back by a screen, from the cluster view to nowhere: a footer can be clicked twice before it has gone."""
+        return AwaitComplete() if isinstance(self.screen, ClusterScreen) else super().pop_screen()
+
         """Choose a theme; the highlighted one is shown."""
         self.push_screen(CommandPalette(providers=[Themes], placeholder="Theme…"))
 

@@ -9,6 +9,7 @@ import msgspec
 from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
@@ -161,6 +162,17 @@ class Box(ModalScreen[T]):
 
     def show(self, scene: Scene) -> None:
         """Take note of a newer scene while the dialog is open."""
+
+    def dismiss(self, result: T | None = None) -> AwaitComplete:
+        """Close, with what covers it (the palette), and answer; once.
+
+        textual's own closes whatever is on top: a second click or enter would close the screen below.
+        """
+        if self not in self.app.screen_stack:
+            return AwaitComplete()
+        while self.app.screen is not self:
+            self.app.pop_screen()
+        return super().dismiss(result)
 
     def action_cancel(self) -> None:
         """Close without doing anything."""
