@@ -12,6 +12,7 @@ from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette, SearchIcon
 from textual.driver import Driver
+from textual.events import Event
 from textual.filter import LineFilter
 from textual.keys import KEY_DISPLAY_ALIASES
 from textual.message import Message
@@ -24,6 +25,7 @@ from gpuboard.board.crash import report
 from gpuboard.board.dialogs import Box
 from gpuboard.board.filters import AsciiFilter, ColorlessFilter
 from gpuboard.board.following import Follower
+from gpuboard.board.inorder import InOrder
 from gpuboard.board.leases import LeasesScreen
 from gpuboard.board.look import ASCII, UNICODE, Look
 from gpuboard.board.palette import Palette, Themes, UseTheme
@@ -94,6 +96,7 @@ class BoardApp(App[int]):
         self.scene: Scene | None = None
         self.watches = Watches(self)
         self.follower = Follower(self)
+        self._typed = InOrder(self)
         self.keymap: dict[str, str] = {}
         settings, env = core.settings, core.env
         self.preferences, wrong = preferences.load(env)
@@ -130,6 +133,10 @@ class BoardApp(App[int]):
         if problems := [*self._problems, *clashes]:
             more = f"\nand {len(problems) - 4} more" if len(problems) > 4 else ""
             self.notify("\n".join(problems[:4]) + more, severity="warning", timeout=12, markup=False)
+
+    async def on_event(self, event: Event) -> None:
+        """Handle an event; what was typed in the order in which it was typed."""
+        await self._typed.pass_on(event, super().on_event)
 
     def on_scene_changed(self, message: SceneChanged) -> None:
         """Hand the newest scene to what is seen: the screen on top, or a dialog and the screen below it."""

@@ -206,6 +206,8 @@ class Dialog(Box[T]):
         self.fields = {field.key: field for field in fields}
         self.verb = verb
         self._busy = False
+        self._notes: dict[str, Text] = {}  # as they are drawn: drawing one again lays all of the dialog out again
+        self._said = Text()
 
     def inside(self) -> ComposeResult:
         """The fields, and the words below them."""
@@ -259,6 +261,9 @@ class Dialog(Box[T]):
     def say(self, words: str | Text, role: str = "") -> None:
         """Show words below the fields, in the style of ``role``; none: nothing."""
         text = Text(words, self.board.look.style(role)) if isinstance(words, str) else words
+        if text == self._said:
+            return
+        self._said = text
         self.query_one("#words", Static).update(text)
         self.query_one("#said").set_class(not text.plain, "-empty")
 
@@ -288,8 +293,10 @@ class Dialog(Box[T]):
         for key, field in self.fields.items():
             words = wrong.get(key, "")
             style = self.board.look.style("bad" if words else "dim")
-            note = self.query_one(f"#note-{key}", Static)
-            note.update(Text(words or field.hint, style, no_wrap=True, overflow="ellipsis"))
+            text = Text(words or field.hint, style, no_wrap=True, overflow="ellipsis")
+            if text.plain != (before := self._notes.get(key, Text())).plain or text.style != before.style:
+                self._notes[key] = text
+                self.query_one(f"#note-{key}", Static).update(text)
         self.query_one("#commit", Button).disabled = bool(wrong) or self._busy
 
     def check(self) -> None:

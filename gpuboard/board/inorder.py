@@ -1,0 +1,88 @@
+"""What is typed takes effect key by key, however quickly it comes.
+
+textual hands a key to whatever has the focus when it arrives, and its effects (a binding, the focus of a screen that
+opens) follow messages later. Keys that arrive together, as they do over a slow connection, would all go to the first
+of those places: ``/user:quinn`` would leave the board. Here each waits until the one before it has been dealt with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeGuard
+
+from textual.events import Event, Key, Paste
+from textual.widgets import Input
+
+if TYPE_CHECKING:
+    from textual.app import App
+    from textual.message_pump import MessagePump
+    from textual.timer import Timer
+
+_MOST_S = 0.5  # what a key may take before the next one goes on, should a widget have gone with what was sent after it
+
+
+class InOrder:
+    """The keys and pastes of an app that have not been dealt with."""
+
+    def __init__(self, app: App[int]) -> None:
+        self._app = app
+        self._waiting: deque[Event] = deque()
+        self._now: Event | None = None  # what is being dealt with
+        self._watch: Timer | None = None  # there while something waits
+
+    async def pass_on(self, event: Event, handle: Callable[[Event], Awaitable[None]]) -> None:
+        """Handle an event that has come to the app; what was typed maybe later."""
+        if not isinstance(event, (Key, Paste)) or event.is_forwarded:
+            await handle(event)
+            return
+        if self._now is not None and event is not self._now:
+            self._waiting.append(event)
+            self._be_patient(self._now)
+            return
+        self._now = event
+        target = self._app.focused or self._app.screen
+        await handle(event)
+        # The way that an unhandled key takes up to the app; and once more, for the messages that it has caused
+        way = [*target.ancestors_with_self, *target.ancestors_with_self]
+        self._follow(event, deque(way))
+
+    def _follow(self, event: Event, way: deque[MessagePump]) -> None:
+        """Go the way of the event, behind it."""
+        while way:
+            if way.popleft().call_later(self._follow, event, way):
+                return
+        if not self._app.screen.call_later(self._next, event):  # one that opens: not before it is there
+            self._next(event)
+
+    def _next(self, event: Event) -> None:
+        """Turn to what came after an event."""
+        if event is not self._now:
+            return
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        self._now = self._take() if self._waiting else None
+        if self._now is not None:
+            self._app.post_message(self._now)
+            if self._waiting:
+                self._be_patient(self._now)
+
+    def _take(self) -> Event:
+        """Return what is next; all the characters that wait for a line of text are one thing to deal with."""
+        event = self._waiting.popleft()
+        if not isinstance(self._app.focused, Input) or not _is_text(event):
+            return event
+        text = [event.character or ""]
+        while self._waiting and _is_text(more := self._waiting[0]):
+            text.append(more.character or "")
+            self._waiting.popleft()
+        return Paste("".join(text)) if len(text) > 1 else event
+
+    def _be_patient(self, event: Event) -> None:
+        if self._watch is None:
+            self._watch = self._app.set_timer(_MOST_S, lambda: self._next(event))
+
+
+def _is_text(event: Event) -> TypeGuard[Key]:
+    return isinstance(event, Key) and event.is_printable
