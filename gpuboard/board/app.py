@@ -164,13 +164,13 @@ class BoardApp(App[int]):
 
         Without ``failed`` they become a toast. A thread of our own, daemonic: leaving never waits for what hangs.
         """
+        told = failed or self.tell
 
         def run() -> None:
             try:
                 value = work()
             except GpuboardError as error:
                 self.post_message(Done(lambda error=error: told(error)))  # type: ignore[misc]
-        told = failed or self.tell
             except Exception as error:  # a bug: said like any other error, so that nobody waits for an answer for ever
                 bug = GpuboardError(report(error, self.core.env))
                 self.post_message(Done(lambda: told(bug)))
@@ -183,6 +183,12 @@ class BoardApp(App[int]):
         """Show an error as a toast."""
         self.notify(str(error), severity="error", timeout=12, markup=False)
 
+    def tell_once(self, error: GpuboardError) -> None:
+        """Show an error of what is done again and again, the first time that it comes."""
+        if str(error) not in self._problems:
+            self._problems.append(str(error))
+            self.tell(error)
+
     def _warn_each(self, lost: list[str]) -> None:
         for words in lost:
             self.notify(words, severity="warning", timeout=12, markup=False)
@@ -190,12 +196,6 @@ class BoardApp(App[int]):
     # Themes and what is kept of them
 
     def use_theme(self, name: str) -> None:
-    def tell_once(self, error: GpuboardError) -> None:
-        """Show an error of what is done again and again, the first time that it comes."""
-        if str(error) not in self._problems:
-            self._problems.append(str(error))
-            self.tell(error)
-
         """Draw with a theme from now on, also after the next start."""
         self.theme_in_use = name
         self.theme = name
@@ -293,26 +293,26 @@ class BoardApp(App[int]):
             open_watch(self)
 
     def _toggle(self, kind: type[BoardScreen]) -> None:
+        """Go back from a screen of this kind, or to the one that is open below, or open one."""
         if isinstance(self.screen, kind):
             self.pop_screen()
-        else:
-            self.push_screen(kind())
-
-    def action_runs(self) -> None:
-        """Show the runs."""
-        """Go back from a screen of this kind, or to the one that is open below, or open one."""
-        from gpuboard.board.runs import open_runs
-
         elif any(isinstance(screen, kind) for screen in self.screen_stack):
             while not isinstance(self.screen, kind):
                 self.pop_screen()
-        open_runs(self)
+        else:
+            self.push_screen(kind())
 
-    def action_theme(self) -> None:
     def pop_screen(self) -> AwaitComplete:
         """Go back by a screen, from the cluster view to nowhere: a footer can be clicked twice before it has gone."""
         return AwaitComplete() if isinstance(self.screen, ClusterScreen) else super().pop_screen()
 
+    def action_runs(self) -> None:
+        """Show the runs."""
+        from gpuboard.board.runs import open_runs
+
+        open_runs(self)
+
+    def action_theme(self) -> None:
         """Choose a theme; the highlighted one is shown."""
         self.push_screen(CommandPalette(providers=[Themes], placeholder="Theme…"))
 
