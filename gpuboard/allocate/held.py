@@ -34,7 +34,7 @@ class Ended(msgspec.Struct, frozen=True):
 def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
     """Return the leases that the nodes' newest readings hold, and the nodes that could not be read."""
     now = time.time()
-    unread = [node.name for node in snapshot.nodes if node.state != "up"]
+    unread = [node.name for node in snapshot.nodes if node.state != "up" or node.claims_error is not None]
     down = set(unread)
     current = {node: claims for node, claims in fleet.claims().items() if node not in down}
     held = {claim.uuid for claims in current.values() for claim in claims}

@@ -218,6 +218,11 @@ def test_a_lost_ledger_is_a_banner_and_nothing_is_free_until_it_is_back(tmp_path
             await settle(pilot, lambda: app.scene is not None and app.scene.banners)
             assert _free(app) == []
             assert "2 of 2 nodes cannot hold reservations: " in screen(app)
+            assert app.scene is not None
+            assert app.scene.leases.unread == ["sim01", "sim02"]
+            await pilot.press("l")
+            await settle(pilot, lambda: "Not read, so leases there are missing: sim01, sim02" in screen(app))
+            await pilot.press("escape")
             claims.chmod(0o1777)
             await settle(pilot, lambda: app.scene is not None and not app.scene.banners)
             await settle(pilot, lambda: _free(app) == free)
