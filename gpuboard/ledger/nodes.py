@@ -30,6 +30,7 @@ _ID_LENGTH = 6  # 5e8 ids
 TAKE_S = 10.0  # an agent answers within 5 s, also while somebody keeps the folder's lock
 DROP_S = 5.0
 ATTEMPTS = 4
+LONGEST_S = 366 * 86400.0  # what agents take for a claim (agent/claims_rules.py)
 # A claim younger than this, of a lease over several nodes, may be withdrawn yet: its taker is still on his way.
 _ON_ITS_WAY_S = 2.0
 
@@ -264,6 +265,11 @@ def leases_of(
     return [_lease(found, claims.keys(), index, now, alive) for found in groups.values()]
 
 
+def _within(seconds: float) -> float:
+    """Return a lease's time as agents let it be: what a node says is not believed beyond that."""
+    return min(max(seconds, 0.0), LONGEST_S)
+
+
 def _lease(
     found: list[tuple[str, Claim]],
     read: Collection[str],
@@ -273,7 +279,8 @@ def _lease(
 ) -> Lease:
     first = found[0][1]
     ends_first = min((claim for _, claim in found), key=lambda claim: claim.remaining_s)
-    until = now + ends_first.remaining_s  # by our clock: two hosts' clocks are never subtracted
+    remaining_s = _within(ends_first.remaining_s)
+    until = now + remaining_s  # by our clock: two hosts' clocks are never subtracted
     named = {name for _, claim in found for name in claim.nodes}
     flags = ["disputed"] if any(claim.disputed_with for _, claim in found) else []
     if len(found) < max(claim.gpus for _, claim in found):
@@ -289,11 +296,11 @@ def _lease(
             (LeaseGpu(node, index.get(claim.uuid), claim.uuid, claim.share) for node, claim in found),
             key=lambda gpu: (gpu.node, gpu.index is None, gpu.index, gpu.uuid),
         ),
-        since=iso(until - (ends_first.until - ends_first.since)),
+        since=iso(until - _within(ends_first.until - ends_first.since)),
         until=iso(until),
         holder=LeaseHolder(first.holder.pid, alive(first.holder)) if first.holder else None,
         purpose=first.purpose,
         flags=flags,
-        remaining_s=ends_first.remaining_s,
+        remaining_s=remaining_s,
         nodes=sorted(named | {node for node, _ in found}),
     )

@@ -9,6 +9,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _BYTES = {"b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BYTES |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_FIRST, _LAST = 0.0, 253370764799.0  # 1970 to 9998: in local time these have a year, too
 
 
 def parse_duration(text: str) -> float:
@@ -57,7 +58,11 @@ def format_size(size: int | None) -> str:
 
 
 def iso(epoch: float) -> str:
-    """Return epoch seconds as ISO 8601 in UTC with milliseconds: ``2026-01-31T12:00:00.000Z``."""
+    """Return epoch seconds as ISO 8601 in UTC with milliseconds: ``2026-01-31T12:00:00.000Z``.
+
+    What a node says may be beyond any calendar: such times become the first or the last one of it.
+    """
+    epoch = min(max(epoch, _FIRST), _LAST)
     return datetime.fromtimestamp(epoch, UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"
 
 

@@ -228,6 +228,18 @@ def test_what_is_wrong_with_a_lease_is_a_flag(found: dict[str, list[Claim]], fla
     assert [lease.flags for lease in ledger.leases_of(found, INDEX, 0.0)] == [flags]
 
 
+@pytest.mark.parametrize(
+    ("remaining_s", "until", "left_s"),
+    [(1e300, 1e300, ledger.LONGEST_S), (-1e300, -1e300, 0.0), (1e300, -1e300, ledger.LONGEST_S), (600.0, 1e17, 600.0)],
+)
+def test_times_beyond_all_sense_are_bounded(remaining_s: float, until: float, left_s: float) -> None:
+    found = {"gpu01": [claim("k3f9", "GPU-a", gpus=1, remaining_s=remaining_s, until=until)]}
+    [lease] = ledger.leases_of(found, INDEX, 1769860800.0)
+    assert lease.remaining_s == left_s
+    assert lease.until == iso(1769860800.0 + left_s)
+    assert "2024" < lease.since <= lease.until
+
+
 def test_a_gpu_that_is_gone_has_no_index() -> None:
     [lease] = ledger.leases_of({"gpu01": [claim("k3f9", "GPU-x"), claim("k3f9", "GPU-a")]}, INDEX, 0.0)
     assert [(gpu.index, gpu.uuid) for gpu in lease.gpus] == [(0, "GPU-a"), (None, "GPU-x")]

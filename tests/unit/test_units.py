@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta, timezone
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,6 +63,9 @@ def test_sizes_as_printed(size: int | None, text: str) -> None:
 
 def test_iso_is_utc_with_milliseconds() -> None:
     assert iso(1769860800.25) == "2026-01-31T12:00:00.250Z"
+    assert iso(-1e300) == "1970-01-01T00:00:00.000Z"
+    latest = datetime.fromisoformat(iso(1e300))
+    assert latest.astimezone(timezone(timedelta(hours=14))).year == 9999  # the earliest morning on earth
 
 
 def test_a_clock_time_is_the_next_one() -> None:
