@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -125,8 +126,7 @@ class ReserveDialog(Dialog[Allocation]):
 
     def _taken(self, board: BoardApp, allocation: Allocation) -> None:
         board.core.operations.told(allocation)
-        if self._attempt.given_up:  # a moment too late
-            board.ask(lambda: board.core.operations.release(allocation.lease.id), lambda _: None)
+        if self._attempt.given_up:  # a moment before we were told: it is being given back
             return
         board.notify(taken_words(allocation), title=f"Reserved: {allocation.lease.id}", timeout=15, markup=False)
         self.dismiss(allocation)
@@ -182,4 +182,4 @@ def taken_words(allocation: Allocation) -> str:
 
 def lines(lease: str, nodes: Sequence[str]) -> list[str]:
     """Return the line that takes a lease's variables into a shell, one for each of its nodes."""
-    return [f'eval "$(gpuboard env {lease} --node {node})"' for node in dict.fromkeys(nodes)]
+    return [f'eval "$(gpuboard env {quote(lease)} --node {quote(node)})"' for node in dict.fromkeys(nodes)]

@@ -285,6 +285,24 @@ def test_a_lease_that_nobody_was_told_of_ends_with_the_board(tmp_path: Path) -> 
     assert lab.claims(tmp_path) == []
 
 
+def test_what_was_given_up_a_moment_too_late_is_given_back_all_the_same(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    core.start(lambda _: None)
+    try:
+        settled(core)
+        attempt = Attempt()
+        allocation = core.operations.reserve(Request(n=1), 600, "", attempt)
+        attempt.give_up()
+        core.operations.told(allocation)
+        core.close()
+        until = time.monotonic() + 5
+        while lab.claims(tmp_path) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert lab.claims(tmp_path) == []
+    finally:
+        core.close()
+
+
 def test_what_was_given_up_before_it_began_takes_nothing(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     core.start(lambda _: None)

@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from gpuboard.board.clipboard import export_line, ssh_line, uuids_line
+from gpuboard.board.reserve import lines
 from gpuboard.cluster.inventory import Node
 from gpuboard.errors import GpuboardError
 from tests.board import made
@@ -32,6 +33,15 @@ def test_by_uuid() -> None:
 def test_a_hostile_uuid_is_quoted() -> None:
     line = export_line(SCENE, ["GPU-$(touch x)'`"], by_uuid=True)
     assert shlex.split(line) == ["export", "CUDA_VISIBLE_DEVICES=GPU-$(touch x)'`"]
+
+
+def test_lines_of_a_lease_are_quoted() -> None:
+    assert lines("k3f9", ["gpu01", "gpu01", "gpu02"]) == [
+        'eval "$(gpuboard env k3f9 --node gpu01)"',
+        'eval "$(gpuboard env k3f9 --node gpu02)"',
+    ]
+    (line,) = lines("$(touch x)", ['a";b'])
+    assert line == """eval "$(gpuboard env '$(touch x)' --node 'a";b')\""""
 
 
 @pytest.mark.parametrize("by_uuid", [False, True])
