@@ -36,7 +36,7 @@ def send(args: "Dict[str, Any]", processes: "Processes") -> "Dict[str, Any]":
     handle = _open(pid)
     try:
         found = processes.started(pid)
-        if found is None or abs(found - started) > SAME_S:
+        if found is None or not abs(found - started) <= SAME_S:  # nor where ``started`` is NaN
             raise Refuse("not-found", "process %d has ended" % pid)
         send_signal = getattr(signal, "pidfd_send_signal", None)
         if handle is None or send_signal is None:

@@ -5,8 +5,8 @@ Whatever is wrong with the file is no error: the board starts with what it can r
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,6 +51,8 @@ def load(env: Mapping[str, str]) -> tuple[Preferences, str | None]:
 
 def save(env: Mapping[str, str], kept: Preferences) -> str | None:
     """Write the file; return why that failed, if it did. Of two boards the last one wins, the file is always whole."""
+    import tempfile  # late: nothing is written at the start
+
     file = path(env)
     temporary = ""
     try:
@@ -61,6 +63,7 @@ def save(env: Mapping[str, str], kept: Preferences) -> str | None:
         os.replace(temporary, file)
     except OSError as error:
         if temporary:
-            Path(temporary).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
         return f"{file}: {error.strerror}; sort, filter and theme are not kept"
     return None
