@@ -136,9 +136,8 @@ def natural(name: str) -> tuple[tuple[str, int], ...]:
 def users_of(gpu: GpuView, scene: Scene) -> tuple[str, ...]:
     """Return whose GPU it is: owners of its leases, of its jobs, of its processes (most memory first); each once."""
     names: dict[str, None] = {}
-    for lease in gpu.leases:
-        if lease in scene.by_lease:
-            names[scene.by_lease[lease].owner] = None
+    for lease in scene.leases_on(gpu.uuid):
+        names[lease.owner] = None
     for job in gpu.jobs:
         names[job.user] = None
     for process in sorted(gpu.processes or (), key=lambda process: -(process.memory or 0)):

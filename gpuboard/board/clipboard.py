@@ -78,9 +78,8 @@ def open_copy(board: BoardApp, uuids: Sequence[str]) -> None:
             known = board.core.nodes[node]
             makers[f"ssh {node}"] = lambda known=known: ssh_line(known)  # type: ignore[misc]
             options.append((f"ssh {node}", f"ssh command for {node}"))
-    ids = dict.fromkeys(lease for _, place in places for lease in place.gpu.leases)
-    own = [scene.by_lease[id_] for id_ in ids if id_ in scene.by_lease and scene.is_mine(scene.by_lease[id_])]
-    options += lease_options(own, makers)
+    held = {lease.id: lease for uuid, _ in places for lease in scene.leases_on(uuid) if scene.is_mine(lease)}
+    options += lease_options(list(held.values()), makers)
     title = f"Copy of {picks_of(uuids, scene)[0]}"
     _offer(board, title if len(title) < 70 else f"Copy of {len(places)} GPUs", options, makers)
 

@@ -62,9 +62,8 @@ def _word(word: str) -> Predicate:
             parts += process.user or "", process.command
         for job in gpu.jobs:
             parts += job.id, job.user
-        for lease in gpu.leases:
-            if lease in scene.by_lease:
-                parts += scene.by_lease[lease].owner, scene.by_lease[lease].purpose
+        for lease in scene.leases_on(gpu.uuid):
+            parts += lease.owner, lease.purpose
         return word in "\0".join(parts).casefold()
 
     return holds
@@ -211,7 +210,7 @@ def _leases(gpu: GpuView) -> list[str]:
 
 def _people(gpu: GpuView, scene: Scene) -> list[str | None]:
     """Return what ``users_of`` does, in no order: that takes half the time."""
-    owners: list[str | None] = [scene.by_lease[lease].owner for lease in gpu.leases if lease in scene.by_lease]
+    owners: list[str | None] = [lease.owner for lease in scene.leases_on(gpu.uuid)]
     if gpu.jobs:
         owners += [job.user for job in gpu.jobs]
     if gpu.processes:
@@ -224,7 +223,8 @@ def _process_words(gpu: GpuView) -> Iterable[str]:
 
 
 def _purposes(gpu: GpuView, scene: Scene) -> Iterable[str]:
-    return (scene.by_lease[lease].purpose for lease in _leases(gpu) if lease in scene.by_lease)
+    held = (gpu.uuid, *(device.uuid for device in gpu.mig))
+    return (lease.purpose for uuid in held for lease in scene.leases_on(uuid))
 
 
 def _jobs(gpu: GpuView) -> list[str | None]:

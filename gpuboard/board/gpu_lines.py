@@ -62,7 +62,7 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
         role = "bad" if flag in {"rogue", "disputed"} else "dim" if flag == "mig" else "warn"
         lines += named("", f"{flag}: {FLAG_WORDS.get(flag, '')}", role, width)
     for lease_id in gpu.leases:
-        lease = scene.by_lease.get(lease_id)
+        lease = next((one for one in scene.leases_on(gpu.uuid) if one.id == lease_id), None)
         words = lease_id if lease is None else f"{lease_id} of {lease.owner}, {format_duration(lease.remaining_s)} left"
         if lease is not None and lease.purpose:
             words += f": {lease.purpose}"
@@ -136,11 +136,16 @@ def _unit(value: float | None, unit: str) -> str:
 
 
 def is_rogue(process: ProcessView, gpu: GpuView, scene: Scene) -> bool:
-    """Return whether a process belongs to somebody who does not hold the GPU; one whose owner is hidden is not."""
-    holders = {scene.by_lease[lease].owner for lease in gpu.leases if lease in scene.by_lease}
-    holders |= {job.user for job in gpu.jobs}
+    """Return whether a process belongs to somebody who does not hold the GPU; one whose owner is hidden is not.
+
+    Only on a GPU that was judged to have one: there display servers and monitoring do not count.
+    """
+    holders = {lease.owner for lease in scene.leases_on(gpu.uuid)} | {job.user for job in gpu.jobs}
     return (
-        bool(holders) and process.user is not None and process.user not in holders and process.lease not in gpu.leases
+        "rogue" in gpu.flags
+        and process.user is not None
+        and process.user not in holders
+        and process.lease not in gpu.leases
     )
 
 

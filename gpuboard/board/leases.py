@@ -15,6 +15,7 @@ from textual.widgets import Footer
 from gpuboard.board import clipboard, timeline
 from gpuboard.board.asking import lasting, local, places_words
 from gpuboard.board.dialogs import Confirm, Dialog, Field, duration
+from gpuboard.board.gpu_lines import is_rogue
 from gpuboard.board.grid import Cell, Column, Grid, Row
 from gpuboard.board.launching import open_launch
 from gpuboard.board.reserve import open_reserve
@@ -63,6 +64,7 @@ class Held(NamedTuple):
     since: float  # epoch seconds
     until: float
     gpus: list[GpuView]  # those that are seen
+    rogues: list[tuple[GpuView, ProcessView]]  # other people's processes on them
 
     @property
     def key(self) -> str:
@@ -73,17 +75,6 @@ class Held(NamedTuple):
     def idle(self) -> int:
         """How many of its GPUs have not been used for long."""
         return sum("idle" in gpu.flags for gpu in self.gpus)
-
-    @property
-    def rogues(self) -> list[tuple[GpuView, ProcessView]]:
-        """Other people's processes on its GPUs."""
-        return [
-            (gpu, process)
-            for gpu in self.gpus
-            if "rogue" in gpu.flags
-            for process in gpu.processes or ()
-            if process.user not in {None, self.lease.owner} and process.lease != self.lease.id
-        ]
 
     @property
     def marks(self) -> tuple[tuple[str, str], ...]:
@@ -100,16 +91,19 @@ class Held(NamedTuple):
 
 def held(scene: Scene) -> list[Held]:
     """Return every lease of a scene with what is seen of its GPUs."""
-    return [
-        Held(
-            lease,
-            scene.is_mine(lease),
-            datetime.fromisoformat(lease.since).timestamp(),
-            datetime.fromisoformat(lease.until).timestamp(),
-            [scene.devices[gpu.uuid].gpu for gpu in lease.gpus if gpu.uuid in scene.devices],
-        )
-        for lease in scene.leases.leases
-    ]
+    return [_held(lease, scene) for lease in scene.leases.leases]
+
+
+def _held(lease: Lease, scene: Scene) -> Held:
+    gpus = [scene.devices[gpu.uuid].gpu for gpu in lease.gpus if gpu.uuid in scene.devices]
+    return Held(
+        lease,
+        scene.is_mine(lease),
+        datetime.fromisoformat(lease.since).timestamp(),
+        datetime.fromisoformat(lease.until).timestamp(),
+        gpus,
+        [(gpu, process) for gpu in gpus for process in gpu.processes or () if is_rogue(process, gpu, scene)],
+    )
 
 
 class LeasesScreen(BoardScreen):

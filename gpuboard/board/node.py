@@ -90,7 +90,7 @@ def gpu_rows(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> list
 
 
 def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
-    owners = [scene.by_lease[lease].owner for lease in device.leases if lease in scene.by_lease]
+    owners = [lease.owner for lease in scene.leases_on(device.uuid)]
     none = Cell("-", "dim")  # not measured for MIG devices
     return (
         Cell("MIG", "dim"),

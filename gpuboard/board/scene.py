@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import msgspec
@@ -52,8 +53,21 @@ class Scene:
 
     @cached_property
     def by_lease(self) -> dict[str, Lease]:
-        """Every lease by its id."""
-        return {lease.id: lease for lease in self.leases.leases}
+        """Every lease by its id; where somebody else took the id of one of ours for his, ours."""
+        return {lease.id: lease for lease in sorted(self.leases.leases, key=self.is_mine)}
+
+    @cached_property
+    def by_gpu(self) -> dict[str, list[Lease]]:
+        """The leases on every GPU and MIG device that has some, by its UUID: an id alone can be anybody's."""
+        found: dict[str, list[Lease]] = {}
+        for lease in self.leases.leases:
+            for gpu in lease.gpus:
+                found.setdefault(gpu.uuid, []).append(lease)
+        return found
+
+    def leases_on(self, uuid: str) -> Sequence[Lease]:
+        """Return the leases that hold a GPU or MIG device, or parts of it."""
+        return self.by_gpu.get(uuid, ())
 
     @cached_property
     def simulated(self) -> bool:
@@ -61,5 +75,8 @@ class Scene:
         return any(node.source == "simulated" for node in self.snapshot.nodes)
 
     def is_mine(self, lease: Lease) -> bool:
-        """Return whether we own a lease, by the uid we have on its nodes."""
-        return any(self.uids.get(gpu.node) == lease.uid for gpu in lease.gpus)
+        """Return whether we own a lease, by the uid that we have on the first of its nodes: there its own was read.
+
+        On another node the same uid may be somebody else.
+        """
+        return self.uids.get(lease.gpus[0].node) == lease.uid

@@ -120,8 +120,7 @@ class GpuTable(Grid):
         node, gpu = device.place.node, device.place.gpu
         mig = device.mig
         assert self._scene is not None  # as above
-        by_lease = self._scene.by_lease
-        owners = ", ".join(dict.fromkeys(by_lease[lease].owner for lease in mig.leases if lease in by_lease))
+        owners = ", ".join(dict.fromkeys(lease.owner for lease in self._scene.leases_on(mig.uuid)))
         return (
             Cell("", ""),
             Cell("MIG", "dim"),
@@ -147,7 +146,7 @@ class GpuTable(Grid):
         if users:
             scene = self._scene
             assert scene is not None  # as above
-            mine = any(lease in scene.by_lease and scene.is_mine(scene.by_lease[lease]) for lease in gpu.leases)
+            mine = any(scene.is_mine(lease) for lease in scene.leases_on(gpu.uuid))
             return Cell(users, "mine" if mine else "")
         if gpu.processes is None or gpu.state == "occupied":
             return Cell(UNKNOWN, "unknown")

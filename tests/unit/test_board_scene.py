@@ -1,0 +1,50 @@
+"""Whose a lease is, and which leases are on a GPU, also where others have the same uid or took the same id."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from gpuboard.board.arrange import users_of
+from gpuboard.board.leases import held
+from gpuboard.model.snapshot import ProcessView
+from tests.board import made
+
+
+@pytest.mark.parametrize(
+    ("uids", "mine"),
+    [
+        ({"gpu01": 1001, "gpu02": 1001}, True),
+        ({"gpu01": 1001, "gpu02": 2002}, True),  # the same person under another uid
+        ({"gpu01": 2002, "gpu02": 1001}, False),  # on gpu02 this uid is ours, on gpu01, where it was read, another's
+        ({"gpu02": 1001}, False),  # who we are on gpu01 is not known
+        ({}, False),
+        ({"gpu01": 0, "gpu02": 0}, False),  # root may end it, and yet does not hold it
+    ],
+)
+def test_a_lease_is_ours_by_the_uid_where_it_was_read(uids: dict[str, int], mine: bool) -> None:
+    lease = made.lease("k3f9", "alice", [("gpu01", 0), ("gpu02", 0)], uid=1001)
+    assert made.scene(leases=[lease], uids=uids).is_mine(lease) is mine
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_an_id_that_somebody_else_took_too_changes_nothing(ours_first: bool) -> None:
+    ours = made.lease("k3f9", "alice", [("gpu01", 0)], uid=1001)
+    forged = made.lease("k3f9", "eve", [("gpu01", 1)], uid=1002)
+    gpus = [made.gpu("gpu01", index, "reserved", leases=["k3f9"]) for index in range(2)]
+    leases = [ours, forged] if ours_first else [forged, ours]
+    scene = made.scene(made.node("gpu01", gpus), leases=leases, uids={"gpu01": 1001})
+    assert scene.by_lease["k3f9"] is ours
+    assert [users_of(gpu, scene) for gpu in gpus] == [("alice",), ("eve",)]
+
+
+def test_of_a_shared_gpu_no_holder_is_a_rogue() -> None:
+    processes = [
+        ProcessView(pid, user, "python", 1, "compute") for pid, user in enumerate(("alice", "bob", "carol", None))
+    ]
+    gpu = made.gpu("gpu01", 0, "reserved", leases=["aaaa", "bbbb"], flags=["rogue"], processes=processes)
+    leases = [made.lease("aaaa", "alice", [("gpu01", 0)]), made.lease("bbbb", "bob", [("gpu01", 0)], uid=1002)]
+    found = held(made.scene(made.node("gpu01", [gpu]), leases=leases))
+    assert [[process.user for _, process in one.rogues] for one in found] == [["carol"], ["carol"]]
+    calm = msgspec.structs.replace(gpu, flags=[])
+    assert [one.rogues for one in held(made.scene(made.node("gpu01", [calm]), leases=leases))] == [[], []]
