@@ -51,6 +51,7 @@ class Simulated:
         self.script = description.get("script") or {"jobs": _busy(description, self.memory)}
         self.host = Host(self)
         self.version = 1
+        self._midnight = time.time() // 86400.0 * 86400.0  # time 0 of scripts that do not say; any agent's
         self.done = 0
         self._fd = fd
         self._folder: "Optional[Folder]" = None
@@ -89,7 +90,7 @@ class Simulated:
         """Return (the script's time, epoch seconds now)."""
         now = time.time()
         at = self.description.get("at")
-        return (now - float(self.description.get("epoch", 0.0)) if at is None else float(at)), now
+        return (now - float(self.description.get("epoch", self._midnight)) if at is None else float(at)), now
 
     def folder(self, path: str) -> "Folder":
         """Return the folder of claims on these GPUs, real and simulated."""

@@ -83,9 +83,12 @@ class BoardApp(App[int]):
         Binding("ctrl+l", "redraw", "Draw again", id="app.redraw", show=False),
         Binding("ctrl+z", "suspend_process", "Suspend", id="app.suspend", show=False),
     ]
+    CSS = """
+    ToastRack { margin-bottom: 2; }
+    Toast { max-width: 100%; padding: 0 1; }
+    """
     DEFAULT_CSS = """
     App.-ascii { Toast { border-left: ascii $primary; } Input { border: none; } Button { border: none; } }
-    Toast { max-width: 80; }
     CommandPalette > Vertical { margin-top: 1; }
     """
 

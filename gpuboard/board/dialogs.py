@@ -190,7 +190,6 @@ class Dialog(Box[T]):
     Dialog .field Label { width: 13; }
     Dialog .field:focus-within Label { text-style: bold reverse; }
     Dialog .field Input { width: 26; }
-    Dialog .field.-wide Input { width: 1fr; }
     Dialog .field Tick { width: 26; }
     Dialog .field .note { width: 1fr; padding-left: 2; height: 1; }
     Dialog #fields { height: auto; max-height: 12; }

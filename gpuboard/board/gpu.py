@@ -66,7 +66,10 @@ class Memory:
             return Known(place, place, None)
         if self._last is None:
             return Known(place, place, None if place is None else age_of(place.node, place.gpu))
-        return Known(place, self._last, now - self._at)
+        old_s = now - self._at
+        if place is not None and (heard_s := age_of(place.node, place.gpu)) is not None and place.node.state != "up":
+            old_s = heard_s  # as it is said everywhere else
+        return Known(place, self._last, old_s)
 
 
 def notice(known: Known, width: int) -> list[Runs]:
@@ -79,8 +82,10 @@ def notice(known: Known, width: int) -> list[Runs]:
         gone = "No node lists this GPU any more." if known.values is not None else "No node lists this GPU."
         return named("Gone", f"{gone}{age}", "bad", width)
     node, gpu = known.now.node, known.now.gpu
+    if node.state == "stale":
+        return named("Silent", f"{node.name}: nothing heard.{age}", "warn", width)
     if node.state != "up":
-        return named(node.state.capitalize(), f"{node.name}: {node.error or 'no answer'}.{age}", "warn", width)
+        return named("Down", f"{node.name}: {node.error or 'no answer'}.{age}", "warn", width)
     return named("Lost" if gpu.state == "broken" else "Not read", f"{gpu.error or gpu.reason}.{age}", "bad", width)
 
 

@@ -67,6 +67,7 @@ class LaunchDialog(Dialog[str]):
     LaunchDialog #box { width: 100; }
     LaunchDialog .field Input, LaunchDialog .field Tick { width: 1fr; }
     LaunchDialog .field .note { width: 35; }
+    LaunchDialog #note-command { width: auto; max-width: 35; }
     """
 
     def __init__(self, board: BoardApp, gpus: str, uuids: Sequence[str]) -> None:

@@ -187,7 +187,7 @@ class WatchDialog(Dialog[Watch]):
         super().__init__(
             "Tell me when",
             [
-                Field("what", "GPUs free", ends or "1", "or a lease's or a run's id", what),
+                Field("what", "Wait for", ends or "1", "free GPUs, or a lease or run", what),
                 Field("model", "Model", "", "any; a part of its name: H100"),
                 Field("memory", "Free memory", "", "any; of each: 40GiB", size),
                 Field("nodes", "Nodes", "", "any number; at most 1, 2, …", number(1, 4096, needed=False)),
