@@ -56,8 +56,8 @@ class ClusterScreen(ActingScreen):
         Binding("S", "reverse", "Sort the other way", id="cluster.reverse", show=False),
         Binding("g", "group", "Group", id="cluster.group"),
         Binding("n", "node", "Node", id="cluster.node", show=False),
-        Binding("escape", "clear", "Take filter or selection away", id="cluster.clear", show=False),
-        Binding("down", "rows", "From the filter to the rows", id="cluster.rows", show=False),
+        Binding("escape", "clear", "No filter or selection", id="cluster.clear", show=False),
+        Binding("down", "rows", "To the rows", id="cluster.rows", show=False),
     ]
 
     def __init__(self) -> None:
