@@ -20,7 +20,8 @@ from gpuboard.board.gpu import GpuPanel, GpuScreen
 from gpuboard.board.grid import Grid
 from gpuboard.board.look import LETTERS
 from gpuboard.board.node import NodeScreen
-from gpuboard.board.picture import MIG, Picture
+from gpuboard.board.picture import Picture
+from gpuboard.board.picture_cells import MIG
 from gpuboard.board.query import Query, QueryError, parse
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.summary import Banners, Lines, Summary

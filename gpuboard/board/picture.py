@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
-from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 
-from gpuboard.board.arrange import STATE_ORDER, Group, NodeRow, users_of
-from gpuboard.board.cells import fit, width
-from gpuboard.board.grid import HEADER, RIGHT, Cell, Column, Grid, LazyRows, Row
-from gpuboard.board.look import LETTERS
-from gpuboard.board.rows import GAP, Runs
+from gpuboard.board.arrange import Group, NodeRow
+from gpuboard.board.grid import HEADER, RIGHT, Cell, Grid, LazyRows, Row
+from gpuboard.board.picture_cells import CELL, PACK, Focus, Item, cells_of, columns_for, group_words
+from gpuboard.board.rows import GAP
 from gpuboard.board.scene import Scene
-from gpuboard.board.words import UNKNOWN, age, flag_mark, pair, percent, short_model
-from gpuboard.model.snapshot import GpuView, NodeView
+from gpuboard.model.snapshot import NodeView
 
-_CELL = 2  # a letter and the mark of a flag
-_PACK = 4  # so many cells stand together: eyes count them
-MIG = "M"
-_NAME_LEAST, _NAME_MOST = 6, 24
 _SORTS = {"node": "node", "connection": "age", "gpus": "state", "model": "model", "users": "user"}  # by column
-_WORST = frozenset("!d")  # marks of what somebody has to look at
-
-Item = NodeRow | Group
 
 
 class Picture(Grid):
@@ -205,31 +194,16 @@ class Picture(Grid):
         left = 0
         for index, size in self._widths.items():
             if self.columns[index].key == "gpus":
-                pack, inside = divmod(x - left, _CELL * _PACK + 1)
-                return pack * _PACK + min(inside // _CELL, _PACK - 1) if left <= x < left + size else None
+                pack, inside = divmod(x - left, CELL * PACK + 1)
+                return pack * PACK + min(inside // CELL, PACK - 1) if left <= x < left + size else None
             left += size + GAP
         return None
 
     # How it looks
 
     def _lay_out(self) -> None:
-        """Choose the columns' widths by what is there; they hardly ever change."""
-        nodes = [item.node for item in self._items if isinstance(item, NodeRow)]
-        name = max((width(node.name) for node in nodes), default=0)
-        most = max((len(node.gpus) for node in nodes), default=1) or 1
-        titles = "".join(f"{' ' if i and i % _PACK == 0 else ''}{i % 10} " for i in range(most))
-        self.set_columns(
-            (
-                Column("node", "Node", min(max(name, _NAME_LEAST), _NAME_MOST)),
-                Column("connection", "State", 10),
-                Column("gpus", titles, _CELL * most + (most - 1) // _PACK),
-                Column("free", "Free", 5, right=True),
-                Column("model", "Model", 12, drop=2),
-                Column("cpu", "CPU", 4, right=True, drop=3),
-                Column("memory", "Memory", 10, drop=4),
-                Column("users", "Users", 0, weight=1, least=8),
-            )
-        )
+        """Choose the columns' widths by what is there."""
+        self.set_columns(columns_for(self._items))
 
     def _row(self, item: Item) -> Row:
         if isinstance(item, Group):
@@ -237,92 +211,6 @@ class Picture(Grid):
         return Row(item.key, partial(self._cells, item), dim=item.node.state != "up")
 
     def _cells(self, item: NodeRow) -> Sequence[Cell]:
-        node = item.node
-        here = self._at < len(self._items) and self._items[self._at].key == item.key
-        name = Cell(node.name, "title" if here else "")
-        connection = _connection(node)
-        if not node.gpus:
-            words = node.error or "no GPU found"
-            return (name, connection, Cell(words, "bad" if node.state == "unreachable" else "warn", rest=True))
-        shown = [gpu for gpu in node.gpus if item.shown is None or gpu.uuid in item.shown]
-        free, total = map(sum, zip(*(units(gpu) for gpu in shown), strict=True)) if shown else (0, 0)
-        known = node.state == "up"
-        count = Cell(f"{free if known else UNKNOWN}/{total}", ("free" if free else "dim") if known else "unknown")
-        head = (name, connection, Cell(self._gpus(item)), count)
-        if node.error:
-            return (*head, Cell(node.error, "bad" if node.state == "unreachable" else "warn", rest=True))
-        models = Counter(short_model(gpu.name) for gpu in node.gpus).most_common()
-        model = models[0][0] + (f" +{len(models) - 1}" if len(models) > 1 else "")
-        return (
-            *head,
-            Cell(model),
-            _maybe(percent(node.cpu_percent)),
-            _maybe(pair(node.memory_used, node.memory_total, 4)),
-            Cell(self._users(shown)),
-        )
-
-    def _gpus(self, item: NodeRow) -> Runs:
-        runs: list[tuple[str, str | Style]] = []
-        for place, gpu in enumerate(item.node.gpus):
-            if place and place % _PACK == 0:
-                runs.append((" ", ""))
-            letter, state = letter_of(gpu)
-            mark = flag_mark(gpu.flags)
-            if item.shown is not None and gpu.uuid not in item.shown:
-                runs.append((letter.lower() + mark, "dim"))
-                continue
-            role = "bad" if mark in _WORST else "warn"
-            if gpu.uuid != self._uuid and gpu.uuid not in self.marks:
-                runs += [(letter, state), (mark, role)]
-                continue
-            marked = gpu.uuid in self.marks
-            if marked and mark == " ":
-                mark = self._look.glyphs.marked
-            under = self._look.style("marked") if marked else Style()
-            over = self._look.style("cursor") if gpu.uuid == self._uuid else Style()
-            runs += [(letter, under + self._look.style(state) + over), (mark, under + self._look.style(role) + over)]
-        return tuple(runs)
-
-    def _users(self, gpus: Sequence[GpuView]) -> str:
         assert self._scene is not None  # rows come with their scene
-        users = Counter(user for gpu in gpus for user in users_of(gpu, self._scene)[:1])
-        return ", ".join(f"{user} {count}" if count > 1 else user for user, count in users.most_common())
-
-
-def group_words(group: Group) -> Runs:
-    """Return the heading of a group: its name, and how many GPUs it has in each state."""
-    name = fit(group.name, min(width(group.name), _NAME_MOST))
-    count = f"{group.total} GPU{'s' * (group.total != 1)}"
-    runs: list[tuple[str, str | Style]] = [(f"{name}  ", "group"), (count, "dim")]
-    runs += ((f"  {group.states[state]} {state}", state) for state in STATE_ORDER if group.states.get(state))
-    if group.states.get("mig"):
-        runs.append((f"  {group.states['mig']} in MIG mode", "dim"))
-    return tuple(runs)
-
-
-def letter_of(gpu: GpuView) -> tuple[str, str]:
-    """Return the letter of a GPU and the state it is coloured by; in MIG mode that of its best device."""
-    if not gpu.mig or gpu.state in {"broken", "unknown"}:
-        if "mig" in gpu.flags and gpu.state == "free":
-            return MIG, "dim"  # without devices there is nothing to be had
-        return LETTERS.get(gpu.state, UNKNOWN), gpu.state
-    states = {device.state for device in gpu.mig}
-    return MIG, next((state for state in STATE_ORDER if state in states), "unknown")
-
-
-def units(gpu: GpuView) -> tuple[int, int]:
-    """Return how many of what can be had of a GPU are free, and how many there are: itself, or its MIG devices."""
-    if gpu.mig:
-        return sum(device.state == "free" for device in gpu.mig), len(gpu.mig)
-    return int(gpu.state == "free" and "mig" not in gpu.flags), 1
-
-
-def _connection(node: NodeView) -> Cell:
-    if node.state == "up":
-        return Cell("up", "warn" if node.error else "dim")
-    word = "silent" if node.state == "stale" else "down"
-    return Cell(word if node.age_s is None else f"{word} {age(node.age_s)}", "warn" if word == "silent" else "bad")
-
-
-def _maybe(words: str) -> Cell:
-    return Cell(words, "unknown" if UNKNOWN in words else "")
+        row = self._items[self._at].key if self._at < len(self._items) else None
+        return cells_of(item, self._scene, Focus(row, self._uuid, self.marks), self._look)

@@ -11,7 +11,7 @@ from gpuboard.board.arrange import Row as Item
 from gpuboard.board.cells import width
 from gpuboard.board.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.board.look import LETTERS
-from gpuboard.board.picture import MIG, group_words, letter_of, units
+from gpuboard.board.picture_cells import MIG, group_words, letter_of, units
 from gpuboard.board.plots import bar, spark
 from gpuboard.board.rows import Runs
 from gpuboard.board.scene import Place, Scene

@@ -1,49 +1,31 @@
-"""Themes: ours and the user's TOML files → textual's colours and a Look. Everything in a file is checked on load.
-
-A file has ``title``, ``dark``, ``ansi`` (the terminal's own colours; optional), ``like`` (a theme to take from what the
-file does not say; optional) and the tables ``[colors]`` (textual's base colours), ``[variables]`` (textual's design
-variables), ``[states]`` and ``[roles]``: styles, written ``bold #ff7b7b on #000000``.
-"""
+"""Themes: ours and the user's files → textual's colours and a Look. Everything in a file is checked on load."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+from rich.color import Color as RichColor
 from rich.style import Style
 from textual.color import Color, ColorParseError
 from textual.theme import Theme
 
-from gpuboard import paths
+from gpuboard.board import themefile
 from gpuboard.board.look import ROLES, Glyphs, Look
+from gpuboard.board.themefile import ATTRIBUTES, BadTheme, ThemeFile, choose
 from gpuboard.model.state import STATES
 from gpuboard.model.text import clean
 
-_ATTRIBUTES = ("bold", "dim", "italic", "reverse", "strike", "underline")
+__all__ = ["BadTheme", "BoardTheme", "check", "choose", "load_all"]
+
 _COLORS = (
     "primary", "secondary", "accent", "success", "warning", "error", "foreground", "background", "surface", "panel",
 )  # fmt: skip
 # textual's stylesheets use these, and its ANSI colour system lacks them (8.2.8)
 _ANSI = dict.fromkeys(("ansi-background", "ansi-foreground", "surface-active", "foreground-disabled"), "ansi_default")
 _PART = re.compile(r"(?:auto|(?P<color>.+?))(?: (?:\d|[1-9]\d|100)%)?")  # a variable's value: a colour, 60 % of it
-_SIZE = 64 * 1024  # bytes: no theme is longer
-
-
-class ThemeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a theme's file says, before it is checked."""
-
-    title: str = ""
-    dark: bool = True
-    ansi: bool = False
-    like: str = ""
-    colors: dict[str, str] = {}
-    variables: dict[str, str] = {}
-    states: dict[str, str] = {}
-    roles: dict[str, str] = {}
 
 
 class BoardTheme(msgspec.Struct, frozen=True):
@@ -58,22 +40,12 @@ class BoardTheme(msgspec.Struct, frozen=True):
         return Look(self.styles, glyphs)
 
 
-class BadTheme(Exception):
-    """A file that is no theme; says the file, the key and what is wrong."""
-
-
-def folder() -> Path:
-    """Return the folder of our own themes: in the package of a wheel, in the repository's root when run from there."""
-    packaged = Path(__file__).with_name("themes")
-    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "themes"
-
-
 def load_all(env: Mapping[str, str]) -> tuple[dict[str, BoardTheme], list[str]]:
     """Return every theme by name (the file's, without .toml; the user's before ours), and what is wrong with others."""
     found: dict[str, BoardTheme] = {}
     problems: list[str] = []
     files: dict[str, ThemeFile] = {}
-    for place in (folder(), paths.user_config(env).parent / "themes"):
+    for place in themefile.folders(env):
         try:
             listed = sorted(place.glob("*.toml"))
         except OSError as error:
@@ -81,11 +53,11 @@ def load_all(env: Mapping[str, str]) -> tuple[dict[str, BoardTheme], list[str]]:
             continue
         for path in listed:
             try:
-                said = _read(path)
+                said = themefile.read(path)
                 base = files.get(said.like) if said.like else None
                 if said.like and base is None:
                     raise BadTheme(f"{path.name}: like = {said.like!r} is not one of: {', '.join(files)}")
-                theme = check(path.stem, said if base is None else _onto(base, said), path.name)
+                theme = check(path.stem, said if base is None else themefile.onto(base, said), path.name)
             except BadTheme as error:
                 problems.append(clean(str(error), 240))
                 continue
@@ -113,49 +85,9 @@ def check(name: str, said: ThemeFile, file: str) -> BoardTheme:
         if key not in known_variables:
             raise BadTheme(f"{file}: variables.{key}: textual has no such variable")
         _variable(key, value, f"{file}: variables.{key}")
-    styles = {key: _style(value, f"{file}: states.{key}") for key, value in said.states.items()}
-    styles |= {key: _style(value, f"{file}: roles.{key}") for key, value in said.roles.items()}
+    styles = {key: themefile.style(value, f"{file}: states.{key}", _rich_color) for key, value in said.states.items()}
+    styles |= {key: themefile.style(value, f"{file}: roles.{key}", _rich_color) for key, value in said.roles.items()}
     return BoardTheme(clean(said.title, 60) or name, textual, styles)
-
-
-def choose(env: Mapping[str, str], setting: str, kept: str | None, known: Mapping[str, BoardTheme]) -> str:
-    """Return the theme to start with: NO_COLOR, then the setting, then the one last chosen, then what fits."""
-    if env.get("NO_COLOR"):
-        return "plain"
-    for name in (setting, kept):
-        if name is not None and name in known:
-            return name
-    return "dark" if _many_colors(env) else "terminal"
-
-
-def _many_colors(env: Mapping[str, str]) -> bool:
-    """Tell whether the terminal shows 256 colours or more, as far as it says (rich decides by the same variables)."""
-    term = env.get("TERM", "")
-    return env.get("COLORTERM", "") in {"truecolor", "24bit"} or "256color" in term or "kitty" in term
-
-
-def _read(path: Path) -> ThemeFile:
-    try:
-        if path.stat().st_size > _SIZE:
-            raise BadTheme(f"{path.name}: larger than {_SIZE // 1024} kB")
-        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), ThemeFile)
-    except OSError as error:
-        raise BadTheme(f"{path.name}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise BadTheme(f"{path.name}: not UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
-        raise BadTheme(f"{path.name}: not valid TOML: {error}") from error
-    except msgspec.ValidationError as error:
-        words = str(error).replace("Object contains unknown field", "unknown key").replace("`$.", "`")
-        raise BadTheme(f"{path.name}: {words}") from error
-
-
-def _onto(base: ThemeFile, said: ThemeFile) -> ThemeFile:
-    """Return ``said`` with what it does not say taken from ``base``."""
-    tables: dict[str, Any] = {
-        name: {**getattr(base, name), **getattr(said, name)} for name in ("colors", "variables", "states", "roles")
-    }
-    return ThemeFile(title=said.title, dark=base.dark, ansi=base.ansi, like=said.like, **tables)
 
 
 def _color(text: str, where: str) -> Color:
@@ -165,33 +97,16 @@ def _color(text: str, where: str) -> Color:
         raise BadTheme(f"{where} = {text!r} is not a colour; write #57d38c, ansi_green or a CSS name") from error
 
 
+def _rich_color(text: str, where: str) -> RichColor:
+    return _color(text, where).rich_color
+
+
 def _variable(key: str, value: str, where: str) -> None:
     if key.endswith(("-style", "-style-hover")):
         for word in value.split():
-            if word not in {*_ATTRIBUTES, "none", "not"}:
-                raise BadTheme(f"{where} = {value!r}: {word!r} is not one of: none, {', '.join(_ATTRIBUTES)}")
+            if word not in {*ATTRIBUTES, "none", "not"}:
+                raise BadTheme(f"{where} = {value!r}: {word!r} is not one of: none, {', '.join(ATTRIBUTES)}")
         return
     part = _PART.fullmatch(value)
     if part is None or part["color"]:
         _color(part["color"] if part else value, where)
-
-
-def _style(text: str, where: str) -> Style:
-    """Return the style that ``text`` describes: attributes, a colour, ``on`` a colour."""
-    attributes: dict[str, Any] = {}
-    fore = back = None
-    ground = False
-    for word in text.split():
-        if word == "on" and not ground:
-            ground = True
-        elif word in _ATTRIBUTES and not ground:
-            attributes[word] = True
-        elif ground and back is None:
-            back = _color(word, where)
-        elif not ground and fore is None:
-            fore = _color(word, where)
-        else:
-            raise BadTheme(f"{where} = {text!r}: write it as: bold #ff7b7b on #000000")
-    if ground and back is None:
-        raise BadTheme(f"{where} = {text!r}: no colour after `on`")
-    return Style(color=fore.rich_color if fore else None, bgcolor=back.rich_color if back else None, **attributes)
