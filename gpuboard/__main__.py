@@ -30,6 +30,9 @@ def main() -> int:
             if command in _LOCAL:
                 _prestart(argv)
             _mind_interrupts()
+            if command in _BOARD:
+                gc.disable()  # until all is imported (board/collector.py)
+                _load_msgspec()
             from gpuboard.cli.main import main as front_door
 
             code = front_door(argv)

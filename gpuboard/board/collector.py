@@ -14,5 +14,6 @@ _MORE = 100_000  # objects that may come before the young ones are walked
 
 def calm() -> None:
     """Leave out of every pass what lives now (modules, classes), and make passes rare. Once, before the app runs."""
+    gc.enable()  # off since the start
     gc.freeze()
     gc.set_threshold(_MORE, 5, 5)

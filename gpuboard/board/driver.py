@@ -1,12 +1,35 @@
-"""The driver of a real terminal: textual's, but bytes that are no UTF-8 do not end the board."""
+"""The driver of a real terminal: textual's; a first frame stays, and bytes that are no UTF-8 do not end the board."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 from textual.drivers.linux_driver import LinuxDriver
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
+
+_ALTERNATE = "\x1b[?1049h"
 
 
 class TerminalDriver(LinuxDriver):
     """A terminal, also one in a locale of the last century."""
+
+    _inside = False  # in the alternate screen already
+
+    def start_application_mode(self) -> None:
+        """Take the terminal, from the first frame where there is one."""
+        guard = cast("BoardApp", self._app).guard
+        self._inside = guard is not None and guard.hand_over()
+        super().start_application_mode()  # type: ignore[no-untyped-call]
+        if guard is not None and self._inside:
+            self.attrs_before = guard.attributes  # the ones that textual found were ours
+        self._inside = False
+
+    def write(self, data: str) -> None:
+        """Write, but do not enter the alternate screen twice: most terminals blank it then."""
+        if not (self._inside and data == _ALTERNATE):
+            super().write(data)
 
     def run_input_thread(self) -> None:
         """Read keys until the board ends. What cannot be decoded is passed over, with what was read along with it."""

@@ -125,6 +125,7 @@ class Grid(ScrollView, can_focus=True):
         self._at = 0  # index of the cursor's row
         self._marks: frozenset[str] = frozenset()
         self._sort: tuple[str, bool] | None = None
+        self._space = 0  # the width that the columns share
         self._widths: dict[int, int] = {}  # by index of a column; those that do not fit are missing
         self._lines: dict[int, tuple[Line, Strip | None]] = {}  # by index of a row: as drawn
         self._drawn_with: Look | None = None
@@ -244,8 +245,12 @@ class Grid(ScrollView, can_focus=True):
 
     def _measure(self) -> None:
         """Share the width among the columns."""
-        self._widths = share(self.columns, self.scrollable_content_region.width - self._indent)
+        self._share()
         self.redraw()
+
+    def _share(self) -> None:
+        self._space = self.scrollable_content_region.width
+        self._widths = share(self.columns, self._space - self._indent)
 
     def _line(self, index: int) -> Line:
         row = self._rows[index]
@@ -284,6 +289,9 @@ class Grid(ScrollView, can_focus=True):
         width = self.scrollable_content_region.width
         if self._drawn_with is not self._look:
             self._drawn_with = self._look
+            self._lines.clear()
+        if width != self._space:
+            self._share()  # the first frame is drawn before we are told our size
             self._lines.clear()
         if y < HEADER:
             titles = header_runs(

@@ -16,6 +16,8 @@ from typing import Any
 
 LEAVE_S = 0.45  # after that we leave without waiting for anything: DESIGN promises 0.5 s
 _DUMB = {"", "dumb", "unknown", "network", "dialup"}
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENTER = "\x1b[?1049h\x1b[?25l"  # into the alternate screen, cursor off
 # Out of the alternate screen, cursor and line wrap on; mouse, focus, paste, resize and kitty key reports off.
 _RESTORE = b"\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u" + (
     b"\x1b[?1049l\x1b[?25h\x1b[?1004l\x1b[0m"
@@ -60,11 +62,56 @@ class Guard:
         """``leave_s``: within how many seconds the process ends once it leaves."""
         self._leave_s = leave_s
         self._fd = sys.__stdin__.fileno() if sys.__stdin__ else 0
-        self._attributes: list[Any] | None = None
+        self.attributes: list[Any] | None = None  # the terminal's settings, as of termios; None where there is none
         self._leaving = threading.Event()
         self._restored = False
+        self._entered = False  # into the alternate screen, and textual does not have it yet
         with contextlib.suppress(termios.error, OSError):
-            self._attributes = termios.tcgetattr(self._fd)
+            self.attributes = termios.tcgetattr(self._fd)
+
+    def cover(self) -> None:
+        """Until ``watch``, give the terminal back and end at SIGINT, SIGTERM or SIGHUP. In the main thread alone."""
+
+        def received(number: int, _: FrameType | None) -> None:
+            self.give_back()
+            os._exit(128 + number)
+
+        for number in _ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays ignored
+                signal.signal(number, received)
+
+    def enter(self, frame: str) -> bool:
+        """Write ``frame`` into the alternate screen, in any thread; return whether there is one.
+
+        What is typed is not shown and waits for textual. ctrl-C still interrupts: textual may lie on a file system that
+        hangs.
+        """
+        file = sys.__stderr__  # textual's choice
+        if self.attributes is None or file is None or not file.isatty():
+            return False
+        iflag, oflag, cflag, lflag, ispeed, ospeed, cc = self.attributes
+        iflag &= ~(termios.ICRNL | termios.IXON)
+        lflag &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+        cc = [*cc]
+        cc[termios.VSUSP] = cc[termios.VQUIT] = b"\0"  # no key: ctrl-Z waits for textual, too
+        cc[termios.VMIN], cc[termios.VTIME] = 1, 0
+        self._entered = True
+        with contextlib.suppress(OSError, termios.error):  # the terminal is gone: the board will notice, too
+            termios.tcsetattr(self._fd, termios.TCSANOW, [iflag, oflag, cflag, lflag, ispeed, ospeed, cc])
+            left = (_ENTER + frame).encode(file.encoding, "replace")
+            while left:
+                left = left[os.write(file.fileno(), left) :]
+        return True
+
+    def hand_over(self) -> bool:
+        """Say that textual has the terminal now; return whether it is in the alternate screen already."""
+        entered, self._entered = self._entered, False
+        return entered
+
+    def give_back(self) -> None:
+        """Restore the terminal if it was entered and never handed over."""
+        if self.hand_over():
+            self.restore()
 
     def watch(self, stop: Callable[[int], object]) -> None:
         """Call ``stop`` with an exit code when the terminal has hung up, or at SIGINT, SIGTERM or SIGHUP.
@@ -88,7 +135,7 @@ class Guard:
             end(128 + number)
 
         threading.Thread(target=hung_up, name="hang-up", daemon=True).start()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays ignored
                 signal.signal(number, received)
 
@@ -112,9 +159,9 @@ class Guard:
     def restore(self) -> None:
         """Put the terminal back as it was, without waiting for one that takes nothing."""
         with contextlib.suppress(OSError, ValueError, termios.error):
-            if self._attributes is None:
+            if self.attributes is None:
                 return  # none was there: in a browser
-            termios.tcsetattr(self._fd, termios.TCSANOW, self._attributes)
+            termios.tcsetattr(self._fd, termios.TCSANOW, self.attributes)
             fd = sys.__stderr__.fileno() if sys.__stderr__ else 2
             if select.select([], [fd], [], 0)[1]:
                 os.write(fd, _RESTORE)

@@ -37,16 +37,25 @@ def run(args: argparse.Namespace, context: Context) -> int:
     env = context.env
     if context.config_file is not None:  # what the board starts is to read the same one
         env = {**env, "GPUBOARD_CONFIG": str(context.config_file.absolute())}
-    core = Core(context.nodes(), context.settings, env)
+    nodes = context.nodes()
+    core = Core(nodes, context.settings, env)
     guard = terminal.Guard()
+    first = None
     try:
-        if all(node.host is None for node in context.nodes()):
+        if all(node.host is None for node in nodes):
             core.connect()  # this machine's agent reads meanwhile; ssh would have to be imported first
+            if args.browser is None and len(nodes) == 1:
+                from gpuboard.board.first import FirstFrame
+
+                first = FirstFrame(core, guard)
+                guard.cover()
+                first.start()
         from gpuboard.board.app import BoardApp  # 250 ms: only for the board
 
         app = BoardApp(core, guard)
         collector.calm()
         if args.browser is None:
+            app.scene = first.end() if first else None
             app.run()
         else:
             from gpuboard.board.webdriver import BrowserDriver
@@ -56,6 +65,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         guard.restored(app.return_code or 0)
         return app.return_code or 0
     finally:
+        guard.give_back()
         core.close()
 
 
