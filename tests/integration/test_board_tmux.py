@@ -209,13 +209,15 @@ def test_a_launch_from_selected_gpus_of_two_nodes(screen: Pane, started_nodes: C
     screen.shows("Launch", "gpu01:0", "gpu02:0")
     screen.type("script.py")
     screen.keys(*["Tab"] * 5)
-    screen.type(f"PYTHONPATH=/srv/home/alice/fake")
+    screen.type("PYTHONPATH=/srv/home/alice/fake")
     screen.keys("Tab", "Space", "Enter")
     shown = screen.wait(lambda text: re.search(r"^r\w{7} +done", text, re.MULTILINE), "the run is done", 40)
     assert re.search(r"^ *0 +done +gpu01 +0 .*trained", shown, re.MULTILINE)
     assert re.search(r"^ *1 +done +gpu02 +0 .*trained", shown, re.MULTILINE)
     screen.keys("Escape")
     screen.states(USUAL)  # what launch reserved is given back
+    screen.keys("Escape")
+    screen.wait(lambda text: "selected" not in text, "the selection is taken away")
 
 
 def test_a_node_that_hangs_goes_unknown_alone_and_comes_back(screen: Pane, started_nodes: Cluster) -> None:
