@@ -8,6 +8,7 @@ from textual.timer import Timer
 
 from gpuboard.board.runwords import ended_words
 from gpuboard.board.starting import Started
+from gpuboard.errors import GpuboardError
 from gpuboard.launch.runbook import Entry
 from gpuboard.launch.runs import FINAL
 from gpuboard.model.text import clean
@@ -61,12 +62,16 @@ class Follower:
                 seen.append(_Seen(started, entry, over, failure))
             return seen, {run: core.runbook.one(run) for run in others}
 
-        self._board.ask(work, lambda found: self._seen(*found))
+        self._board.ask(work, lambda found: self._seen(*found), self._failed)
+
+    def _failed(self, error: GpuboardError) -> None:
+        self._asking = False
+        self._board.tell_once(error)
 
     def _seen(self, mine: list[_Seen], others: dict[str, Entry | None]) -> None:
         self._asking = False
         for started, entry, over, failure in mine:
-            if entry is not None:
+            if entry is not None and not entry.unreadable:
                 self._tell(entry)
             if over and not started.awaited:
                 if failure and not (started.given_up and entry is None):
@@ -75,7 +80,7 @@ class Follower:
                     self._toast(failure, title, "warning" if there else "error")
                 started.clear()
         for run, entry in others.items():
-            if entry is not None and all(seen.started.run != run for seen in mine):
+            if entry is not None and not entry.unreadable and all(seen.started.run != run for seen in mine):
                 self._tell(entry)
             if entry is None or not entry.live:
                 self._others.discard(run)

@@ -17,6 +17,7 @@ from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
     from gpuboard.board.scene import Scene
+    from gpuboard.errors import GpuboardError
 
 _POLL_S = 0.25
 _STATE_S = 1.0
@@ -142,7 +143,11 @@ class LogScreen(BoardScreen):
             bar.set_class(bool(trouble), "-shown")
             bar.update(Text(trouble, self.board.look.style("warn"), no_wrap=True, overflow="ellipsis"))
 
-        self.board.ask(lambda: (book.one(run), log_trouble(folder)), then)
+        def failed(error: GpuboardError) -> None:
+            self._asking = False
+            self.board.tell_once(error)
+
+        self.board.ask(lambda: (book.one(run), log_trouble(folder)), then, failed)
 
     def _say(self, words: str) -> None:
         said = self.query_one("#said", Static)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from gpuboard.board.app import BoardApp
     from gpuboard.board.scene import Scene
+    from gpuboard.errors import GpuboardError
 
 _POLL_S = 1.0
 _REASON = "stopped from the board"
@@ -163,7 +164,11 @@ class RunsScreen(BoardScreen):
             chosen = run if run in known else known[0] if known else None
             return entries, None if chosen is None else (chosen, book.detail(chosen))
 
-        self.board.ask(work, lambda found: self._seen(*found))
+        self.board.ask(work, lambda found: self._seen(*found), self._failed)
+
+    def _failed(self, error: GpuboardError) -> None:
+        self._asking = False
+        self.board.tell_once(error)
 
     def _seen(self, entries: list[Entry], detail: tuple[str, Detail] | None) -> None:
         self._asking = False
@@ -255,6 +260,9 @@ class RunsScreen(BoardScreen):
         if entry is None:
             return
         view = entry.view
+        if entry.unreadable:
+            self.notify(f"the state of run {view.id} cannot be read", severity="warning", markup=False)
+            return
         if view.state in FINAL:
             self.notify(f"run {view.id} has ended already: {view.state}", markup=False)
             return

@@ -7,6 +7,7 @@ from collections import Counter
 import msgspec
 
 from gpuboard.board.scene import Scene
+from gpuboard.board.words import UNKNOWN
 from gpuboard.launch.runbook import Detail, Entry
 from gpuboard.launch.runs import lived_s
 from gpuboard.launch.watch import rank_words
@@ -14,7 +15,14 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
 # States of runs and of ranks → roles of Look
-RUN_STYLES = {"failed": "bad", "running": "good", "stopped": "warn", "stalled": "warn", "stopping": "warn"}
+RUN_STYLES = {
+    UNKNOWN: "unknown",
+    "failed": "bad",
+    "running": "good",
+    "stopped": "warn",
+    "stalled": "warn",
+    "stopping": "warn",
+}
 RANK_STYLES = {"failed": "bad", "killed": "warn", "lost": "bad", "running": "good"}
 _ENDED = frozenset({"failed", "done", "killed", "lost"})
 _LINES = 12  # of a verdict's evidence
@@ -75,7 +83,9 @@ def countdown(entry: Entry, detail: Detail | None, stop: Stop, monotonic: float)
 
 
 def state_of(entry: Entry, stop: Stop | None) -> str:
-    """Return a run's state, ``stopping`` while it is being stopped from here."""
+    """Return a run's state, ``stopping`` while it is being stopped from here, ``?`` when it cannot be read."""
+    if entry.unreadable:
+        return UNKNOWN
     return "stopping" if stop is not None and entry.live else clean(entry.view.state)
 
 

@@ -16,6 +16,7 @@ from gpuboard.board import asking
 from gpuboard.board.dialogs import YES, Dialog, Field, duration, number, size
 from gpuboard.board.grid import Cell, Column, Grid, Row
 from gpuboard.board.notify import announce
+from gpuboard.board.operations import Attempt
 from gpuboard.board.planner import REST, Answer, Planner
 from gpuboard.board.reserve import taken_words
 from gpuboard.board.runwords import ended_words
@@ -82,6 +83,7 @@ class Watches:
         self.all: list[Watch] = []
         self._last = 0
         self._looking = False  # one look at a time, in a thread: the policy may take longer than a frame
+        self._taking: tuple[int, Attempt] | None = None  # a watch's number, and the reservation that it is making
         self._rest_until = 0.0  # monotonic
 
     @property
@@ -103,8 +105,10 @@ class Watches:
             self.look(self._board.scene)
 
     def remove(self, number: int) -> None:
-        """Watch for this no longer."""
+        """Watch for this no longer; what is being reserved for it is given back."""
         self.all = [watch for watch in self.all if watch.number != number]
+        if self._taking is not None and self._taking[0] == number:
+            self._taking[1].give_up()
 
     def look(self, scene: Scene) -> None:
         """See which conditions hold in a new scene."""
@@ -120,36 +124,44 @@ class Watches:
             self._rest_until = now + REST * (now - began)
             self._looked(met)
 
-        self._board.ask(lambda: [(one, words) for one in active if (words := _holds(one, scene, runbook))], looked)
+        def failed(error: GpuboardError) -> None:
+            self._looking = False
+            self._board.tell_once(error)
+
+        def work() -> list[tuple[Watch, str]]:
+            return [(one, words) for one in active if (words := _holds(one, scene, runbook))]
+
+        self._board.ask(work, looked, failed)
 
     def _looked(self, met: Sequence[tuple[Watch, str]]) -> None:
-        for watch, words in met:
-            if watch not in self.all:
-                continue  # removed meanwhile
-            if watch.reserve_s is not None:
-                self._reserve(watch)
-                return  # the next one when this is done
-            announce(self._board, "It is so" if watch.request else "Ended", f"{watch.condition}: {words}")
-            self._put(watch, words, met=True)
+        there = [(watch, words) for watch, words in met if watch in self.all]  # not removed meanwhile
+        for watch, words in there:
+            if watch.reserve_s is None:
+                announce(self._board, "It is so" if watch.request else "Ended", f"{watch.condition}: {words}")
+                self._put(watch, words, met=True)
+        # one after the other, those first for which nobody was quicker yet
+        reserve = sorted((watch for watch, _ in there if watch.reserve_s is not None), key=lambda watch: watch.words)
+        if reserve and self._taking is None:
+            self._reserve(reserve[0])
         self._looking = False
 
     def _reserve(self, watch: Watch) -> None:
         """Reserve what was waited for; when somebody is quicker the watch goes on."""
         request, for_s = watch.request, watch.reserve_s
         assert request is not None and for_s is not None
-        operations = self._board.core.operations
+        operations, attempt = self._board.core.operations, Attempt()
+        self._taking = watch.number, attempt
 
         def taken(allocation: Allocation) -> None:
-            self._looking = False
+            self._taking = None
             operations.told(allocation)
-            if watch not in self.all:  # removed meanwhile: nobody wants it any more
-                self._board.ask(lambda: operations.release(allocation.lease.id), lambda _: None)
+            if attempt.given_up:  # removed a moment before we were told: it is being given back
                 return
             announce(self._board, f"Reserved: {allocation.lease.id}", taken_words(allocation))
             self._put(watch, f"reserved as {allocation.lease.id}", met=True)
 
         def refused(error: GpuboardError) -> None:
-            self._looking = False
+            self._taking = None
             if isinstance(error, Refused) and error.refusal.code == 4:
                 now = time.time()
                 self._put(watch, f"somebody was quicker at {asking.local(now, now)}", met=False)
@@ -157,7 +169,7 @@ class Watches:
                 self._board.tell(GpuboardError(f"{watch.condition}: {asking.plain(str(error))}"))
                 self._put(watch, f"could not be reserved: {asking.plain(str(error))}", met=True)
 
-        self._board.ask(lambda: operations.reserve(request, for_s, watch.purpose), taken, refused)
+        self._board.ask(lambda: operations.reserve(request, for_s, watch.purpose, attempt), taken, refused)
 
     def _put(self, watch: Watch, words: str, *, met: bool) -> None:
         new = msgspec.structs.replace(watch, words=words, met_at=time.time() if met else None)

@@ -29,7 +29,12 @@ class Entry(msgspec.Struct, frozen=True):
     @property
     def live(self) -> bool:
         """Whether it goes on, as far as can be known."""
-        return self.view.state not in FINAL
+        return self.unreadable or self.view.state not in FINAL
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether its state is there and cannot be read, so that nothing is known of it: not that it failed either."""
+        return any(verdict.kind == "unreadable" for verdict in self.view.verdicts)
 
 
 class Detail(msgspec.Struct, frozen=True):
@@ -66,7 +71,7 @@ class Runbook:
                 del self._ended[gone]
             for gone in self._kept.keys() - set(names):
                 del self._kept[gone]
-        return sorted(entries, key=lambda e: (e.live, e.view.started, e.view.id), reverse=True)
+        return sorted(entries, key=lambda e: (e.live and not e.unreadable, e.view.started, e.view.id), reverse=True)
 
     def one(self, run: str) -> Entry | None:
         """Return one run; None while its head has written nothing."""
@@ -97,7 +102,7 @@ class Runbook:
             kept = self._kept[name] = (stamp, view)
         view = judged(kept[1])
         entry = Entry(view, status.st_mtime, view.state not in FINAL and alive(view.head) is None)
-        if any(verdict.kind == "unreadable" for verdict in view.verdicts):
+        if entry.unreadable:
             del self._kept[name]  # it may be readable the next time: a network file system has its moments
         elif view.state in FINAL and time.time() - status.st_mtime > 2.0:  # its head writes no more
             self._ended[name] = entry

@@ -22,6 +22,7 @@ from gpuboard.board.grid import Grid
 from gpuboard.board.logs import LogScreen
 from gpuboard.board.runs import RunsScreen, StopConfirm
 from gpuboard.board.runwords import Stop, about, countdown, ended_words, first_rank, state_of
+from gpuboard.board.watches import Watch, holds
 from gpuboard.doctor.check import Check
 from gpuboard.launch import runbook, runs
 from gpuboard.launch.runbook import Detail, Entry, Runbook
@@ -114,7 +115,10 @@ def test_a_state_that_cannot_be_read_now_is_tried_again(env: dict[str, str]) -> 
     (folder / "state.json").write_bytes(b"{")
     old(folder)
     book = Runbook(env)
-    assert [(entry.view.state, entry.view.verdicts[0].kind) for entry in book.read()] == [("failed", "unreadable")]
+    [found] = book.read()
+    assert (found.view.state, found.view.verdicts[0].kind) == ("failed", "unreadable")
+    assert (found.unreadable, found.live, state_of(found, None)) == (True, True, "?")
+    assert holds(Watch(1, 0.0, run=found.view.id), made.scene(), found) == ""  # it may go on
     keep(env, view())
     assert [entry.view.state for entry in book.read()] == ["running"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -112,6 +114,28 @@ def test_goes_on_when_somebody_was_quicker(tmp_path: Path) -> None:
                 await lab.settle(pilot, lambda: not app.watches.active)
                 assert len(lab.claims(tmp_path)) == 3
                 core.operations.release(lab.claims(tmp_path)[0].split(":")[0])
+
+    asyncio.run(main())
+
+
+def test_a_reservation_that_hangs_holds_no_watch_up_and_is_given_back_when_its_watch_is_removed(tmp_path: Path) -> None:
+    async def main() -> None:
+        core = lab.make_core(tmp_path)
+        async with lab.board(core) as (app, pilot):
+            hello = core.fleet._feeds["sim02"].facts.hello
+            assert hello is not None
+            os.kill(hello.pid, signal.SIGSTOP)
+            try:
+                app.watches.add(Watch(0, time.time(), Request(n=5), reserve_s=600.0))
+                await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
+                app.watches.add(Watch(0, time.time(), Request(n=1, model="L40S")))
+                await lab.settle(pilot, lambda: [watch.number for watch in app.watches.active] == [1], 3)
+                app.watches.remove(1)
+                await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
+            finally:
+                os.kill(hello.pid, signal.SIGCONT)
+            await lab.settle(pilot, lambda: core.operations._taking == set(), 20)
+            assert (lab.claims(tmp_path), len(notes(app))) == ([], 1)
 
     asyncio.run(main())
 
