@@ -70,7 +70,7 @@ def draw(scene: Scene, core: Core, size: tuple[int, int]) -> str:
     kept, _ = preferences.load(core.env)
     glyphs = core.settings.glyphs
     unicode = is_utf8(core.env) if glyphs == "auto" else glyphs == "unicode"
-    look, base = _look(core, kept.theme, UNICODE if unicode else ASCII)
+    look, base = look_for(core, kept.theme, UNICODE if unicode else ASCII)
     said: list[Runs] = [*header(scene, columns, tall=rows >= 24), *(((f" {words}", "bad"),) for words in scene.banners)]
     lines = [fit_runs(runs_of(Cell(runs), base, look), columns, base, ellipsis=look.glyphs.ellipsis) for runs in said]
     if kept.view.view == "picture" and not kept.view.filter:
@@ -106,7 +106,7 @@ def _picture(scene: Scene, view: ViewState, columns: int, base: Style, look: Loo
     return [[edge, *runs, (" " * (columns - width - _EDGE), base)] for runs in found]
 
 
-def _look(core: Core, kept: str | None, glyphs: Glyphs) -> tuple[Look, Style]:
+def look_for(core: Core, kept: str | None, glyphs: Glyphs) -> tuple[Look, Style]:
     """Return what the board will draw with, and the style of its ground; a theme that is none is drawn plain."""
     files = {path.stem: path for folder in themefile.folders(core.env) for path in folder.glob("*.toml")}
     name = themefile.choose(core.env, core.settings.theme, kept, files)

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 LEAVE_S = 0.45  # after that we leave without waiting for anything: DESIGN promises 0.5 s
+_TAKES_S = 0.2  # a terminal that takes nothing for so long gets nothing more
 _DUMB = {"", "dumb", "unknown", "network", "dialup"}
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ENTER = "\x1b[?1049h\x1b[?25l"  # into the alternate screen, cursor off
@@ -65,6 +66,7 @@ class Guard:
         self.attributes: list[Any] | None = None  # the terminal's settings, as of termios; None where there is none
         self._leaving = threading.Event()
         self._restored = False
+        self._writing = threading.Lock()  # the first frame
         self._entered = False  # into the alternate screen, and textual does not have it yet
         with contextlib.suppress(termios.error, OSError):
             self.attributes = termios.tcgetattr(self._fd)
@@ -99,8 +101,9 @@ class Guard:
         with contextlib.suppress(OSError, termios.error):  # the terminal is gone: the board will notice, too
             termios.tcsetattr(self._fd, termios.TCSANOW, [iflag, oflag, cflag, lflag, ispeed, ospeed, cc])
             left = (_ENTER + frame).encode(file.encoding, "replace")
-            while left:
-                left = left[os.write(file.fileno(), left) :]
+            with self._writing:
+                while left:
+                    left = left[os.write(file.fileno(), left) :]
         return True
 
     def hand_over(self) -> bool:
@@ -111,7 +114,8 @@ class Guard:
     def give_back(self) -> None:
         """Restore the terminal if it was entered and never handed over."""
         if self.hand_over():
-            self.restore()
+            self._writing.acquire(timeout=_TAKES_S)  # its frame is on its way; we end, so nobody waits for the lock
+            self.restore(_TAKES_S)
 
     def watch(self, stop: Callable[[int], object]) -> None:
         """Call ``stop`` with an exit code when the terminal has hung up, or at SIGINT, SIGTERM or SIGHUP.
@@ -156,12 +160,12 @@ class Guard:
             self.restore()
         os._exit(code)
 
-    def restore(self) -> None:
-        """Put the terminal back as it was, without waiting for one that takes nothing."""
+    def restore(self, wait_s: float = 0.0) -> None:
+        """Put the terminal back as it was, waiting ``wait_s`` at most for one that takes nothing."""
         with contextlib.suppress(OSError, ValueError, termios.error):
             if self.attributes is None:
                 return  # none was there: in a browser
             termios.tcsetattr(self._fd, termios.TCSANOW, self.attributes)
             fd = sys.__stderr__.fileno() if sys.__stderr__ else 2
-            if select.select([], [fd], [], 0)[1]:
+            if select.select([], [fd], [], wait_s)[1]:
                 os.write(fd, _RESTORE)

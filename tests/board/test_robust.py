@@ -30,7 +30,7 @@ def opened(here: Here) -> Iterator[Terminal]:
     """The board of this machine, drawn, with one agent."""
     terminal = Terminal(here.command("board"), environment(here))
     try:
-        terminal.shows("Free")
+        terminal.shows("Reserve")
         yield terminal
     finally:
         terminal.close()
@@ -89,7 +89,7 @@ def test_a_stopped_keeper_holds_nothing_up(here: Here) -> None:
         os.kill(pid, signal.SIGSTOP)
     terminal = Terminal(here.command("board"), environment(here))
     try:
-        terminal.shows("Free")
+        terminal.shows("Reserve")
         terminal.press(b"q")
         assert terminal.ends(LEAVE_S) < LEAVE_S
         assert (terminal.process.returncode, terminal.restored) == (0, True)
@@ -130,7 +130,7 @@ def test_a_dropped_terminal_ends_it_and_its_agent(opened: Terminal) -> None:
 def test_a_dropped_terminal_ends_it_under_nohup_too(here: Here) -> None:
     terminal = Terminal(["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *here.command("board")], environment(here))
     try:
-        terminal.shows("Free")
+        terminal.shows("Reserve")
         terminal.hang_up()
         assert terminal.ends(3.0) < 3.0
     finally:
@@ -192,7 +192,7 @@ def test_an_exception_that_nobody_expected_is_told_on_a_whole_terminal(here: Her
     )
     terminal = Terminal([sys.executable, "-c", program], environment(here))
     try:
-        terminal.shows("Free")
+        terminal.shows("Reserve")
         terminal.press(b"x")
         terminal.ends(5)
         assert (terminal.process.returncode, terminal.restored) == (1, True)
