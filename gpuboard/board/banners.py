@@ -23,6 +23,9 @@ def banners(snapshot: Snapshot, *, running_s: float) -> tuple[str, ...]:
         found.append(f"no node answers{_reason(nodes, [node.error for node in nodes])}")
     elif all(node.state != "up" for node in nodes):
         found.append(f"no node answers any more{_reason(nodes, [node.error for node in nodes])}")
+    elif not any(node.gpus for node in nodes) and all(node.state == "up" for node in nodes):
+        where = "here" if len(nodes) == 1 else "on these nodes"
+        found.append(f"no GPU {where}: name other nodes with --nodes, or as `nodes` in the config")
     without = [node for node in nodes if node.claims_error is not None and node.state == "up"]
     if without:
         reason = _reason(without, [node.claims_error for node in without])

@@ -20,10 +20,14 @@ class AsciiFilter(LineFilter):
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         """Return the segments of one line, in ASCII."""
-        return [
-            segment if segment.text.isascii() else Segment(to_ascii(segment.text), segment.style, segment.control)
-            for segment in segments
-        ]
+        return [segment if segment.text.isascii() else self._ascii(segment) for segment in segments]
+
+    @staticmethod
+    def _ascii(segment: Segment) -> Segment:
+        """Return a segment in ASCII; the ends of a scroll bar, parts of a cell in height, would look like data."""
+        bar = segment.style is not None and "@mouse.down" in segment.style.meta
+        text = " " * segment.cell_length if bar else to_ascii(segment.text)
+        return Segment(text, segment.style, segment.control)
 
 
 class ColorlessFilter(LineFilter):

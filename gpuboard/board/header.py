@@ -100,7 +100,7 @@ def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
 def _models(facts: Sums) -> list[Runs]:
     """Return what there is of each model, the most words first, at last what is free in all."""
     if not facts.models:
-        return [(("no GPU seen yet", "unknown"),)]
+        return [(("no GPU seen", "unknown"),)]
     free = [count for count in facts.models if count.states["free"]]
     free.sort(key=lambda count: -count.states["free"])
     return [
@@ -122,9 +122,11 @@ def _count(count: Count, words: int) -> Runs:
         return (*runs, (f"/{count.total}", "dim"))
     runs += [(" free", style), (f" of {count.total}", "dim")]
     if words > 2:
+        space = "  "
         for word, letter, states in _REST:
             if number := sum(count.states[state] for state in states):
-                runs.append((f"  {number} {word}" if words == 4 else f" {number}{letter}", word))
+                runs.append((f"  {number} {word}" if words == 4 else f"{space}{number}{letter}", word))
+                space = " "
     return tuple(runs)
 
 

@@ -137,16 +137,26 @@ def table(snapshot: Snapshot, width: int | None, *, colour: bool) -> list[str]:
 
 def sums(snapshot: Snapshot) -> str:
     """Return the last line: how many GPUs are in which state, and how many nodes did not answer."""
-    states = Counter(gpu.state for node in snapshot.nodes for gpu in node.gpus)
+    gpus = [gpu for node in snapshot.nodes for gpu in node.gpus]
+    split = [gpu for gpu in gpus if _is_split(gpu)]
+    states = Counter(gpu.state for gpu in gpus if not _is_split(gpu))
     silent = sum(node.state == "unreachable" for node in snapshot.nodes)
     parts = [f"{states[state]} {state}" for state in reversed(STATES) if states[state]]
-    words = f"{states.total()} GPU{'' if states.total() == 1 else 's'}"
+    if split:
+        devices = [device.state for gpu in split for device in gpu.mig]
+        parts.append(f"{len(split)} in MIG mode ({devices.count('free')} of {len(devices)} devices free)")
+    words = f"{len(gpus)} GPU{'' if len(gpus) == 1 else 's'}"
     words += f": {', '.join(parts)}" if parts else ""
     if silent:
         words += f"; {silent} of {len(snapshot.nodes)} nodes unreachable, their GPUs are not counted"
     if any(node.source == "simulated" for node in snapshot.nodes):
         words += "; SIMULATED"
     return f"{clean(snapshot.cluster)}: {words}" if snapshot.cluster else words
+
+
+def _is_split(gpu: GpuView) -> bool:
+    """Return whether a GPU is in MIG mode with nothing against it: what can be free are its devices."""
+    return "mig" in gpu.flags and gpu.state == "free"
 
 
 def _node_rows(node: NodeView) -> list[Row]:
@@ -164,13 +174,13 @@ def _node_rows(node: NodeView) -> list[Row]:
 
 def _gpu_rows(name: Cell, gpu: GpuView, node: NodeView) -> list[Row]:
     why = clean(gpu.reason)
-    if gpu.flags:
-        why = f"{'+'.join(gpu.flags)}; {why}"
+    if flags := [flag for flag in gpu.flags if not (flag == "mig" and _is_split(gpu))]:
+        why = f"{'+'.join(flags)}; {why}"
     cells = (
         name,
         Cell(str(gpu.index)),
         Cell(short_model(clean(gpu.name, 64))),
-        Cell(gpu.state, _COLOURS.get(gpu.state, "")),
+        Cell("mig") if _is_split(gpu) else Cell(gpu.state, _COLOURS.get(gpu.state, "")),
         Cell(_who(gpu)),
         Cell(_memory(gpu.memory_used, gpu.memory_total)),
         Cell("?" if gpu.utilization is None else f"{gpu.utilization}%"),

@@ -66,7 +66,7 @@ def test_the_header_never_wraps(columns: int) -> None:
 
 def test_before_anything_is_known_it_says_so() -> None:
     (line,) = texts(scene(unread("gpu01", "no answer yet")), 80)
-    assert line.split() == ["no", "GPU", "seen", "yet", "1", "node", "·", "1", "down", "·", "oldest", "?", "·"]
+    assert line.split() == ["no", "GPU", "seen", "1", "node", "·", "1", "down", "·", "oldest", "?", "·"]
 
 
 def test_sums_count_mig_devices_and_not_their_parents() -> None:

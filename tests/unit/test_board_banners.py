@@ -7,6 +7,7 @@ import pytest
 
 from gpuboard.board.banners import banners
 from gpuboard.model.snapshot import NodeView, Snapshot
+from tests.board.made import gpu
 
 UP = NodeView(name="gpu01", state="up", error=None, age_s=0.5, source="nvml")
 
@@ -26,14 +27,17 @@ def away(reason: str) -> NodeView:
     return node(state="unreachable", error=reason, age_s=None)
 
 
+WITH_GPU = node(gpus=[gpu("gpu01", 0)])
 WAITING = away("no answer yet")
-LOST = node(claims_error="/var/tmp is on NFS")
+LOST = node(claims_error="/var/tmp is on NFS", gpus=[gpu("gpu01", 0)])
 
 
 @pytest.mark.parametrize(
     ("nodes", "running_s", "words"),
     [
-        ([UP, UP], 60, ()),
+        ([WITH_GPU, UP], 60, ()),
+        ([UP, UP], 60, ("no GPU on these nodes: name other nodes with --nodes, or as `nodes` in the config",)),
+        ([UP], 60, ("no GPU here: name other nodes with --nodes, or as `nodes` in the config",)),
         ([UP, away("no route")], 60, ()),
         ([], 0, ("no node to look at: name some with --nodes, or as `nodes` in the config",)),
         ([WAITING, WAITING], 3, ()),

@@ -102,6 +102,17 @@ def test_mig_devices_have_rows_of_their_own() -> None:
     assert " ".join(lines[2].split()) == "gpu01 1:0 3g.40gb free k3f9 0.0/40 no process, no reservation"
 
 
+def test_a_gpu_in_mig_mode_is_not_called_free_its_devices_are() -> None:
+    devices = [MigView(f"MIG-{n}", "3g.40gb", state, "", 0, 40 * GIB, []) for n, state in enumerate(("free", "busy"))]
+    parent = GpuView(
+        index=1, uuid="GPU-3", name="NVIDIA A100", pci_bus_id="0", state="free", reason="in MIG mode",
+        flags=["mig", "sick"], mig=devices,
+    )  # fmt: skip
+    one = snapshot(NodeView(name="gpu01", state="up", age_s=0.0, gpus=[parent, FREE]))
+    assert sums(one) == "lab: 2 GPUs: 1 free, 1 in MIG mode (1 of 2 devices free)"
+    assert " ".join(table(one, None, colour=False)[1].split()) == "gpu01 1 A100 mig ?/? ? ? ? 0.0s sick; in MIG mode"
+
+
 def test_a_node_without_gpus_says_so() -> None:
     lines = table(snapshot(NodeView(name="cpu01", state="up", age_s=0.1)), None, colour=False)
     assert lines[1:] == ["cpu01  no GPU found", "", "lab: 0 GPUs"]
