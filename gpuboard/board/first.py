@@ -25,7 +25,7 @@ from gpuboard.board.rows import Cell, Line, Runs, Styled, header_runs, row_runs,
 from gpuboard.board.scene import Scene
 from gpuboard.board.terminal import Guard, is_utf8
 
-_LOOK_S = 0.004  # how often it is looked whether the node has answered
+_WAIT_S = 5.0  # for the node's answer; textual is there long before
 _SIDE, _SIDE_FROM = 64, 160  # the cursor's GPU stands beside the picture, that wide, on terminals from that width on
 _EDGE = 1  # cells that the picture leaves free at its left, and at its right for the scroll bar
 
@@ -51,9 +51,9 @@ class FirstFrame:
             return self._shown
 
     def _wait(self) -> None:
-        while not self._over.wait(_LOOK_S):
-            if all(node.gpus for node in self._core.fleet.snapshot().nodes):
-                break
+        self._core.fleet.wait(_WAIT_S)
+        if self._over.is_set():
+            return
         try:
             scene = self._core.scene()
             frame = draw(scene, self._core, shutil.get_terminal_size())
