@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.text import Text
+from textual.app import ComposeResult
 
 from gpuboard.board import asking
 from gpuboard.board.dialogs import YES, Dialog, Field, duration
+from gpuboard.board.planner import Answer, Planner, refused
 from gpuboard.board.runs import open_runs
 from gpuboard.board.scene import Scene
 from gpuboard.board.starting import (
+    Files,
     LaunchForm,
     Started,
     absolute,
     check_command,
-    check_folder,
+    check_files,
     check_variables,
 )
+from gpuboard.errors import GpuboardError
 from gpuboard.model.lease import Lease
-from gpuboard.model.request import Choice, Refusal, Request
+from gpuboard.model.request import Choice, Request
 from gpuboard.model.units import format_duration, parse_duration
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ def open_launch(board: BoardApp, uuids: Sequence[str] = (), lease: str | None = 
         if run is not None:
             open_runs(board, run)
 
-    board.push_screen(LaunchDialog(board, words or "1", uuids), launched)
+    board.push_screen(LaunchDialog(board, scene, words or "1", uuids), launched)
 
 
 def _lease_of(uuids: Sequence[str], scene: Scene) -> str | None:
@@ -70,9 +73,9 @@ class LaunchDialog(Dialog[str]):
     LaunchDialog #note-command { width: auto; max-width: 35; }
     """
 
-    def __init__(self, board: BoardApp, gpus: str, uuids: Sequence[str]) -> None:
+    def __init__(self, board: BoardApp, scene: Scene, gpus: str, uuids: Sequence[str]) -> None:
         """``gpus``: what stands in the field at first; ``uuids``: those that it means, if it means GPUs."""
-        self._scene = board.scene
+        self._scene = scene
         self._uuids = {gpus: tuple(uuids)} if not gpus.isdigit() else {}
         starter = board.core.starter
         last = starter.last
@@ -86,7 +89,7 @@ class LaunchDialog(Dialog[str]):
                 Field("command", "Command", last.command if last else "", "train.py --lr 3e-4", self._command),
                 Field("gpus", "GPUs", gpus, "a number, gpu01:0,3 or a lease", self._which),
                 Field("model", "Model", "", "with a number: H100"),
-                Field("folder", "Folder", last.folder if last else _here(board), "on every node", check_folder),
+                Field("folder", "Folder", last.folder if last else starter.here, "on every node", self._folder),
                 Field("python", "Python", last.python if last else "", "of VIRTUAL_ENV, CONDA or PATH"),
                 Field("variables", "Variables", last.variables if last else "", "K=V K2=V2", check_variables),
                 Field("cpu", "On the CPU", YES if cpu else "", hint, toggle=True),
@@ -96,83 +99,105 @@ class LaunchDialog(Dialog[str]):
             ],
             verb="Launch",
         )  # fmt: skip
+        self._files = Files("", "")  # what the last look at them found
+        self._reading = False
+        self._wanted = False  # launch as soon as it is known whether the files are there
         self._started: Started | None = None
-        self._asked: Request | None = None
+        self._looking = False  # for its run; one look at a time
         self._before = Text()  # why the last try came to nothing, until something is typed
 
+    def compose(self) -> ComposeResult:
+        """The fields; what is typed into them is looked at from the first message on."""
+        self._planner = Planner(self.board, self._answered)
+        yield from super().compose()
+
     def _command(self, text: str) -> str:
-        return check_command(text, absolute(self.values["folder"]) if self.is_mounted else "")
+        return check_command(text) or self._wrong_files().no_script
+
+    def _folder(self, _: str) -> str:
+        return self._wrong_files().no_folder
+
+    def _wrong_files(self) -> Files:
+        """Return what is known to be wrong with the files that are typed now."""
+        known, values = self._files, self.values
+        return known if (known.command, known.folder) == (values["command"], values["folder"]) else Files("", "")
+
+    def _look_at_files(self) -> None:
+        """Look beside the UI whether the files are there, one look at a time: their file system may hang."""
+        command, folder = self.values["command"], self.values["folder"]
+        if self._reading or check_command(command) or (self._files.command, self._files.folder) == (command, folder):
+            return
+        self._reading = True
+
+        def then(files: Files) -> None:
+            self._reading = False
+            if self.is_attached:
+                self._files = files
+                self._checked()
+                self._look_at_files()
+                if self._wanted and not self._reading:
+                    self.action_commit()
+
+        self.board.ask(lambda: check_files(command, folder), then)
 
     def _which(self, text: str) -> str:
-        if self._scene is not None and self._lease(text) is not None:
+        if self._lease(text) is not None:
             return ""
         wrong = asking.which(text)
         return wrong if not wrong or text.isdigit() else "a number, gpu01:0,3 or a lease of yours"
 
     def _lease(self, text: str) -> Lease | None:
-        assert self._scene is not None
         lease = self._scene.by_lease.get(text)
         return lease if lease is not None and self._scene.is_mine(lease) else None
 
     def show(self, scene: Scene) -> None:
         """Look again: what is free has changed."""
         self._scene = scene
-        self._plan()
+        if self.is_mounted:
+            self._plan(self._planner.look_again)
 
     def changed(self) -> None:
         """Say which GPUs are meant by what is typed now."""
         self._before = Text()
-        self._plan()
+        self._wanted = False
+        self._look_at_files()
+        self._plan(self._planner.look)
 
-    def _plan(self) -> None:
-        """Ask the policy, one question at a time."""
-        if self.busy or self._asked is not None or not self.is_mounted or self._scene is None:
+    def _plan(self, look: Callable[[Request | None], None]) -> None:
+        """Say what the lease is, or let ``look`` find out what the policy would take."""
+        if self.busy:
             return
-        values, look = self.values, self.board.look
-        lease = self._lease(values["gpus"])
+        text = self.values["gpus"]
+        lease = self._lease(text)
         if lease is not None:
             held = f"{asking.places_words(lease.gpus)}, {format_duration(lease.remaining_s)} left"
-            self.say(self._before + Text(f"Lease {lease.id}: {held}", look.style("good")))
-            return
-        if "gpus" in self.wrong():
+            self.say(self._before + Text(f"Lease {lease.id}: {held}", self.board.look.style("good")))
+        elif self._which(text):
             self.say(self._before)
+        else:
+            look(self._request(self.values))
             return
-        request = self._request(values)
-        self._asked = request
-        self.board.ask(
-            lambda: self.board.core.operations.plan(request),
-            lambda answer: self._answered(request, answer),
-            lambda error: self._answered(request, asking.plain(str(error))),
-        )
+        look(None)
 
     def _request(self, values: dict[str, str]) -> Request:
-        scene = self._scene
-        assert scene is not None
-        marked = {words: asking.picks_of(uuids, scene)[1] for words, uuids in self._uuids.items()}
+        marked = {words: asking.picks_of(uuids, self._scene)[1] for words, uuids in self._uuids.items()}
         return asking.request_of(values, marked)
 
-    def _answered(self, request: Request, answer: Choice | Refusal | str) -> None:
-        self._asked = None
+    def _answered(self, request: Request, answer: Answer) -> None:
         if not self.is_attached or self.busy:
             return
         values = self.values
-        if "gpus" in self.wrong() or self._lease(values["gpus"]) or request != self._request(values):
-            self._plan()
-            return
-        self.say(self._before + self._words(request, answer))
+        if not (self._which(values["gpus"]) or self._lease(values["gpus"])) and request == self._request(values):
+            self.say(self._before + self._words(request, answer))
 
-    def _words(self, request: Request, answer: Choice | Refusal | str) -> Text:
+    def _words(self, request: Request, answer: Answer) -> Text:
         look = self.board.look
         if isinstance(answer, Choice):
             why = "" if request.picks else f"; {answer.why}"
             return Text.assemble(
                 (f"Reserves {asking.places_words(answer.gpus)}", look.style("good")), (why, look.style("dim"))
             )
-        if isinstance(answer, str):
-            return Text(answer, look.style("bad"))
-        message, nearest = asking.refusal_words(answer)
-        found = Text.assemble(("Not now: " if answer.code == 4 else "Never here: ", look.style("warn")), message)
-        return found.append(f"\nNearest: {nearest}", look.style("good")) if nearest else found
+        return refused(answer, look)
 
     # Launching
 
@@ -207,6 +232,9 @@ class LaunchDialog(Dialog[str]):
 
     def commit(self, values: dict[str, str]) -> None:
         """Start it, and wait for its run."""
+        self._wanted = self._reading
+        if self._reading:
+            return
         board, form = self.board, self.form(values)
         self.busy = True
         self.say("Starting …")
@@ -230,8 +258,9 @@ class LaunchDialog(Dialog[str]):
     def _wait(self) -> None:
         """See whether the run is there, or why there will be none."""
         started = self._started
-        if started is None:
+        if started is None or self._looking:
             return
+        self._looking = True
         book = self.board.core.runbook
 
         def work() -> tuple[bool, Entry | None, list[str], str]:
@@ -240,6 +269,7 @@ class LaunchDialog(Dialog[str]):
             return over, entry, started.said, started.failure() if over and entry is None else ""
 
         def then(found: tuple[bool, Entry | None, list[str], str]) -> None:
+            self._looking = False
             over, entry, said, failure = found
             if not self.is_attached or self._started is not started:
                 return
@@ -254,7 +284,11 @@ class LaunchDialog(Dialog[str]):
             else:
                 self.say(said[-1] if said else "Reserving and starting …", "dim")
 
-        self.board.ask(work, then)
+        def failed(error: GpuboardError) -> None:
+            self._looking = False
+            self.board.tell_once(error)
+
+        self.board.ask(work, then, failed)
 
     def _leave(self) -> None:
         self._timer.stop()
@@ -282,12 +316,3 @@ def _give_up(started: Started) -> None:
 
 def _grace(text: str) -> str:
     return "" if text in {"0", "0s"} else duration(86400.0)(text)
-
-
-def _here(board: BoardApp) -> str:
-    """Return the folder that the board was started in, as the shell names it."""
-    named = board.core.env.get("PWD", "")
-    try:
-        return named if named.startswith("/") and os.path.samefile(named, ".") else os.getcwd()
-    except OSError:
-        return board.core.env.get("HOME", "/")

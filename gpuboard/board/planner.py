@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gpuboard.board.asking import plain
+from rich.text import Text
+
+from gpuboard.board.asking import plain, refusal_words
 from gpuboard.model.request import Choice, Refusal, Request
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
+    from gpuboard.board.look import Look
 
 Answer = Choice | Refusal | str  # words: what is wrong with the request itself
 REST = 9  # times as long as a look takes there is none for a new scene alone: Python's other threads wait meanwhile
@@ -57,3 +60,12 @@ class Planner:
         self._board.ask(
             lambda: operations.plan(request, scene.snapshot), answered, lambda error: answered(plain(str(error)))
         )
+
+
+def refused(answer: Refusal | str, look: Look) -> Text:
+    """Return why not, and what would work."""
+    if isinstance(answer, str):
+        return Text(answer, look.style("bad"))
+    message, nearest = refusal_words(answer)
+    found = Text.assemble(("Not now: " if answer.code == 4 else "Never here: ", look.style("warn")), message)
+    return found.append(f"\nNearest: {nearest}", look.style("good")) if nearest else found

@@ -14,7 +14,7 @@ from gpuboard.allocate.formats import Allocation
 from gpuboard.board import asking
 from gpuboard.board.dialogs import Dialog, Field, duration, number, size
 from gpuboard.board.operations import Attempt
-from gpuboard.board.planner import Answer, Planner
+from gpuboard.board.planner import Answer, Planner, refused
 from gpuboard.board.scene import Scene
 from gpuboard.errors import GpuboardError, Refused
 from gpuboard.model.request import Choice, Pick, Refusal, Request
@@ -97,11 +97,7 @@ class ReserveDialog(Dialog[Allocation]):
         if isinstance(answer, Choice):
             found = Text.assemble((f"Takes {asking.places_words(answer.gpus)}", look.style("good")), "\n")
             return found.append(answer.why, look.style("dim"))
-        if isinstance(answer, str):
-            return Text(answer, look.style("bad"))
-        message, nearest = asking.refusal_words(answer)
-        found = Text.assemble(("Not now: " if answer.code == 4 else "Never here: ", look.style("warn")), message)
-        return found.append(f"\nNearest: {nearest}", look.style("good")) if nearest else found
+        return refused(answer, look)
 
     def commit(self, values: dict[str, str]) -> None:
         """Take exactly what is shown."""

@@ -62,21 +62,32 @@ def target_of(command: str) -> Target:
     return parse_target(words, None)
 
 
-def check_command(command: str, folder: str) -> str:
-    """Return what is wrong with a command line in ``folder`` (an absolute path), "" for nothing."""
+def check_command(command: str) -> str:
+    """Return what is wrong with the words of a command line, "" for nothing."""
     try:
-        target = target_of(command)
+        target_of(command)
     except UsageError as error:
         return str(error).partition(";")[0] if command.strip() else "train.py or -m module"
-    if target.kind != "script" or not os.path.isdir(folder):
-        return ""
-    path = os.path.join(folder, os.path.expanduser(target.name))
-    return "" if os.path.isfile(path) else f"no file {clean(target.name)} in that folder"
+    return ""
 
 
-def check_folder(folder: str) -> str:
-    """Return what is wrong with a working folder, "" for nothing."""
-    return "" if os.path.isdir(absolute(folder)) else "no such folder"
+class Files(msgspec.Struct, frozen=True):
+    """What is wrong with the files that a command line in a folder needs; "" for nothing."""
+
+    command: str  # as typed
+    folder: str
+    no_script: str = ""
+    no_folder: str = ""
+
+
+def check_files(command: str, folder: str) -> Files:
+    """Look at the files that a right command line needs. Blocks as long as the folder's file system does."""
+    place = absolute(folder)
+    if not os.path.isdir(place):
+        return Files(command, folder, no_folder="no such folder")
+    target = target_of(command)
+    there = target.kind != "script" or os.path.isfile(os.path.join(place, os.path.expanduser(target.name)))
+    return Files(command, folder, no_script="" if there else f"no file {clean(target.name)} in that folder")
 
 
 def check_variables(text: str) -> str:
@@ -180,6 +191,7 @@ class Starter:
         self._lines: dict[str, int] = {}  # run → our end of its life line
         self.started: list[Started] = []
         self.last: LaunchForm | None = None
+        self.here = _here(env)
 
     @property
     def simulated(self) -> bool:
@@ -272,6 +284,15 @@ class Starter:
             with contextlib.suppress(OSError):
                 if path.suffix in {".stderr", ".nodes"} and time.time() - path.stat().st_mtime > _OLD_S:
                     path.unlink()
+
+
+def _here(env: Mapping[str, str]) -> str:
+    """Return the folder that the board was started in, as the shell names it."""
+    named = env.get("PWD", "")
+    try:
+        return named if named.startswith("/") and os.path.samefile(named, ".") else os.getcwd()
+    except OSError:
+        return env.get("HOME", "/")
 
 
 def command() -> list[str]:

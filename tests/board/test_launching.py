@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from gpuboard.board import launching
 from gpuboard.board.app import BoardApp
 from gpuboard.board.dialogs import Tick
 from gpuboard.board.launching import LaunchDialog, open_launch
 from gpuboard.board.runs import RunsScreen
 from gpuboard.board.starting import (
+    Files,
     LaunchForm,
     Starter,
     arguments,
     check_command,
-    check_folder,
+    check_files,
     check_variables,
     target_of,
 )
@@ -59,14 +62,15 @@ def test_what_is_typed_is_checked(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     folder = str(tmp_path)
     assert target_of("-m a.b c") == Target("module", "a.b", ["c"])
-    assert [check_command(text, folder) for text in ("train.py --lr 1", "-m a.b", "a.b:main x")] == ["", "", ""]
-    assert check_command("", folder) == "train.py or -m module"
-    assert check_command("nothere.py", folder) == "no file nothere.py in that folder"
-    assert check_command("train.py 'open", folder) == "the command: no closing quotation"
-    assert check_command("-m", folder) == "-m needs the name of a module, not 'nothing'"
-    assert check_command("--n 4 train.py", folder) == "--n is no option of launch"
-    assert check_command("nothere.py", "/no/such/folder") == "", "the folder is what is wrong then"
-    assert [check_folder(folder), check_folder("/no/such")] == ["", "no such folder"]
+    for right in ("train.py --lr 1", "-m a.b", "a.b:main x"):
+        assert check_command(right) == ""
+        assert check_files(right, folder) == Files(right, folder)
+    assert check_command("") == "train.py or -m module"
+    assert check_command("train.py 'open") == "the command: no closing quotation"
+    assert check_command("-m") == "-m needs the name of a module, not 'nothing'"
+    assert check_command("--n 4 train.py") == "--n is no option of launch"
+    assert check_files("nothere.py", folder).no_script == "no file nothere.py in that folder"
+    assert check_files("nothere.py", "/no/such") == Files("nothere.py", "/no/such", no_folder="no such folder")
     assert [check_variables(text) for text in ("", "A=1 B='x y'", "HOME")] == ["", "", ""]
     assert check_variables("RANK=1") == "RANK: launch itself sets RANK for every rank"
     assert check_variables("1A=2") == "1A=2: '1A' is not the name of a variable"
@@ -177,7 +181,7 @@ def told(app: BoardApp, *words: str) -> bool:
 
 def state(app: BoardApp) -> str:
     """Return the state of the run under the cursor."""
-    entry = app.screen.entry if isinstance(app.screen, RunsScreen) else None
+    entry = app.screen.entry if isinstance(app.screen, RunsScreen) and app.screen.is_mounted else None
     return entry.view.state if entry is not None else ""
 
 
@@ -266,7 +270,8 @@ def test_what_cannot_be_launched_is_said_in_the_dialog(exp: Exp) -> None:
             await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
             await fill_all(pilot, exp, "nothere.py")
             await pilot.press("enter")
-            assert shown(app, "no file nothere.py in that")
+            await lab.settle(pilot, lambda: shown(app, "no file nothere.py in that"))
+            assert isinstance(app.screen, LaunchDialog)
             await fill(pilot, command="sleep.py", gpus="sim01:1", folder="/no/such")
             await lab.settle(pilot, lambda: shown(app, "no such folder", "Not now: sim01:1 is busy"))
             await fill(pilot, folder=str(exp.work))
@@ -284,6 +289,40 @@ def test_what_cannot_be_launched_is_said_in_the_dialog(exp: Exp) -> None:
             await lab.settle(pilot, lambda: shown(app, "exit code 7", "/no/such/python"))
             await lab.settle(pilot, lambda: told(app, "failed", "/no/such/python"))
             assert exp.claims() == []
+
+    asyncio.run(scenario())
+
+
+def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
+    exp: Exp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    asked: list[str] = []
+
+    def hangs(command: str, folder: str) -> Files:
+        asked.append(command)
+        answers.wait(20)
+        return check_files(command, folder)
+
+    monkeypatch.setattr(launching, "check_files", hangs)
+
+    async def scenario() -> None:
+        async with lab.board(exp.core()) as (app, pilot):
+            open_launch(app)
+            await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
+            await fill_all(pilot, exp, "sleep.py")
+            await fill(pilot, command="nothere.py")
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: shown(app, "Reserves sim02:0"))
+            assert isinstance(app.screen, LaunchDialog)
+            assert len(asked) == 1, "one look at a time"
+            answers.set()
+            await lab.settle(pilot, lambda: shown(app, "no file nothere.py in that"))
+            assert not app.screen.busy
+            assert exp.entries() == []
+            await fill(pilot, command="end.py")
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: state(app) == "done", 20.0)
 
     asyncio.run(scenario())
 
