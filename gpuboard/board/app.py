@@ -28,7 +28,7 @@ from gpuboard.board.following import Follower
 from gpuboard.board.inorder import InOrder
 from gpuboard.board.leases import LeasesScreen
 from gpuboard.board.look import ASCII, UNICODE, Look
-from gpuboard.board.palette import Palette, Themes, UseTheme
+from gpuboard.board.palette import Commands, Palette, Themes, UseTheme
 from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
 from gpuboard.board.terminal import Guard, is_utf8
@@ -80,8 +80,9 @@ class BoardApp(App[int]):
         Binding("ctrl+p", "command_palette", "Palette", id="app.palette", priority=True),
         Binding("question_mark,f1", "help", "Help", id="app.help", show=False),  # at the footer's right, see below
         Binding("ctrl+t", "theme", "Theme", id="app.theme", show=False),
-        Binding("ctrl+l", "redraw", "Draw again", id="app.redraw", show=False),
-        Binding("ctrl+z", "suspend_process", "Suspend", id="app.suspend", show=False),
+        # in dialogs, too
+        Binding("ctrl+l", "redraw", "Draw again", id="app.redraw", show=False, priority=True),
+        Binding("ctrl+z", "suspend_process", "Suspend", id="app.suspend", show=False, priority=True),
     ]
     CSS = """
     ToastRack { margin-bottom: 2; }
@@ -317,7 +318,12 @@ class BoardApp(App[int]):
 
     def action_theme(self) -> None:
         """Choose a theme; the highlighted one is shown."""
-        self.push_screen(CommandPalette(providers=[Themes], placeholder="Theme…"))
+        self.push_screen(Commands(providers=[Themes], placeholder="Theme…"))
+
+    def action_command_palette(self) -> None:
+        """Open the palette."""
+        if not isinstance(self.screen, CommandPalette):
+            self.push_screen(Commands())
 
     def action_redraw(self) -> None:
         """Draw the whole screen again, where something else has written on it."""

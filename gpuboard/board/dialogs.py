@@ -372,6 +372,20 @@ class Confirm(Box[bool]):
         self.dismiss(False)
 
 
+class _Options(OptionList):
+    """A list that bears page keys before it is drawn."""
+
+    def action_page_up(self) -> None:
+        """Go up by a page."""
+        if self.scrollable_content_region:
+            super().action_page_up()  # type: ignore[no-untyped-call]
+
+    def action_page_down(self) -> None:
+        """Go down by a page."""
+        if self.scrollable_content_region:
+            super().action_page_down()  # type: ignore[no-untyped-call]
+
+
 class Choose(Box[str]):
     """One of several: ``options`` are (key, words); the answer is the key, None when nothing was chosen."""
 
@@ -388,7 +402,7 @@ class Choose(Box[str]):
     def inside(self) -> ComposeResult:
         """The list."""
         rows = [Option(Content(words) if isinstance(words, str) else words, id=key) for key, words in self._options]
-        yield OptionList(*rows, id="options", markup=False)
+        yield _Options(*rows, id="options", markup=False)
 
     def buttons(self) -> Iterator[Button]:
         """The way out; a click or enter on a line chooses it."""

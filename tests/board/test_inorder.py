@@ -60,3 +60,13 @@ def test_screens_that_open_and_close_in_one_go(tmp_path: Path) -> None:
             assert [type(screen) for screen in app.screen_stack[1:]] == [ClusterScreen, LeasesScreen]
 
     asyncio.run(main())
+
+
+def test_page_keys_before_a_list_is_drawn(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with board(make_core(tmp_path), size=(60, 15)) as (app, pilot):
+            burst(app, "<ctrl+p>", "<pagedown>", "<pageup>", "<escape>", "<ctrl+t>", "<pagedown>", "<escape>")
+            burst(app, "y", "<pagedown>", "<pageup>", "<escape>", "l")
+            await settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
+
+    asyncio.run(main())
