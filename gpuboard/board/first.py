@@ -26,7 +26,7 @@ from gpuboard.board.scene import Scene
 from gpuboard.board.terminal import Guard, is_utf8
 
 _WAIT_S = 5.0  # for the node's answer; textual is there long before
-_SIDE, _SIDE_FROM = 64, 160  # the cursor's GPU stands beside the picture, that wide, on terminals from that width on
+_SIDE, _SIDE_FROM = 64, 160  # ClusterScreen shows the cursor's GPU at the side, that wide, on terminals that wide
 _EDGE = 1  # cells that the picture leaves free at its left, and at its right for the scroll bar
 
 
@@ -103,7 +103,7 @@ def _picture(scene: Scene, view: ViewState, columns: int, base: Style, look: Loo
             line = Line((Cell(group_words(item)),), True, False, False, False)
         found.append(row_runs(line, titles, widths, marking=False, over=Style(), width=width, base=base, look=look))
     edge = (" " * _EDGE, base)
-    return [[edge, *runs, (" " * (columns - width - _EDGE), base)] for runs in found]
+    return [fit_runs([edge, *fit_runs(runs, width, base, ellipsis="")], columns, base) for runs in found]
 
 
 def look_for(core: Core, kept: str | None, glyphs: Glyphs) -> tuple[Look, Style]:

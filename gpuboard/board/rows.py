@@ -140,7 +140,7 @@ def header_runs(
     base: Style,
     look: Look,
 ) -> Styled:
-    """Return the titles. ``sort``: the column the rows are sorted by, and whether from the largest down."""
+    """Return the titles, at least ``width`` cells. ``sort``: by which column rows are sorted, and if downwards."""
     style = base + look.style("title")
     runs: Styled = [(" " * indent, style)]
     for index, size in widths.items():
@@ -151,7 +151,8 @@ def header_runs(
         title = column.title[: max(0, size - len(mark))] + mark
         runs += fit_runs([(title, style)], size, style, right=column.right, ellipsis="")
         runs.append((" " * GAP, style))
-    return fit_runs(runs, width, style, ellipsis="")
+    runs.append((_rest(widths, indent, width), style))
+    return runs
 
 
 def row_runs(
@@ -165,7 +166,7 @@ def row_runs(
     base: Style,
     look: Look,
 ) -> Styled:
-    """Return a row as it is drawn. ``over``: a style laid over all of it (the cursor)."""
+    """Return a row as it is drawn, at least ``width`` cells. ``over``: a style laid over all of it (the cursor)."""
     cut = look.glyphs.ellipsis
     if line.group:
         style = base + look.style("group")
@@ -186,7 +187,14 @@ def row_runs(
             parts = fit_runs(runs_of(cell, row, look), widths[index], row, right=right, ellipsis=cut)
             runs += ((text, style + over) for text, style in parts)
             runs.append((" " * GAP, row + over))
-    return fit_runs(runs, width, row + over, ellipsis="")
+    else:
+        runs.append((_rest(widths, MARK_WIDTH if marking else 0, width), row + over))
+    return runs
+
+
+def _rest(widths: Mapping[int, int], indent: int, width: int) -> str:
+    """Return the blanks that fill a line after its columns."""
+    return " " * (width - indent - sum(widths.values()) - GAP * len(widths))
 
 
 def runs_of(cell: Cell, base: Style, look: Look) -> Styled:

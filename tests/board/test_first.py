@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import run
 
 import pytest
 
@@ -118,6 +119,11 @@ def test_of_other_views_it_is_the_header(tmp_path: Path, view: ViewState) -> Non
             assert not any(frame[1:])
 
     asyncio.run(story())
+
+
+def test_it_needs_no_textual() -> None:
+    program = "import sys, gpuboard.board.first; print({'textual', 'asyncio', 'rich.console'} & set(sys.modules))"
+    assert run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 def test_it_has_the_themes_own_look(tmp_path: Path) -> None:
