@@ -181,7 +181,7 @@ def told(app: BoardApp, *words: str) -> bool:
 
 def state(app: BoardApp) -> str:
     """Return the state of the run under the cursor."""
-    entry = app.screen.entry if isinstance(app.screen, RunsScreen) and app.screen.is_mounted else None
+    entry = app.screen.entry if isinstance(app.screen, RunsScreen) and app.screen.query("#list") else None
     return entry.view.state if entry is not None else ""
 
 
