@@ -11,7 +11,6 @@ from textual.app import ComposeResult
 from gpuboard.board import asking
 from gpuboard.board.dialogs import YES, Dialog, Field, duration
 from gpuboard.board.planner import Answer, Planner, refused
-from gpuboard.board.runs import open_runs
 from gpuboard.board.scene import Scene
 from gpuboard.board.starting import (
     Files,
@@ -49,6 +48,8 @@ def open_launch(board: BoardApp, uuids: Sequence[str] = (), lease: str | None = 
 
     def launched(run: str | None) -> None:
         if run is not None:
+            from gpuboard.board.runs import open_runs  # late: runs and logs are not shown at the start
+
             open_runs(board, run)
 
     board.push_screen(LaunchDialog(board, scene, words or "1", uuids), launched)
