@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.text import Text
 
+from gpuboard.board.asking import places_words
 from gpuboard.board.cells import fit
 from gpuboard.board.dialogs import Choose, Confirm
 from gpuboard.board.scene import Scene
+from gpuboard.model.request import Chosen
 from gpuboard.model.snapshot import ProcessView
 from gpuboard.model.units import format_size
 
@@ -62,7 +64,7 @@ def open_signal(board: BoardApp, uuids: Sequence[str]) -> None:
     """Let the person choose one of the processes on these GPUs and a signal for it."""
     scene = board.scene
     if scene is None or not (found := running(scene, uuids)):
-        board.notify("no process is seen on these GPUs", markup=False)
+        board.notify(_none_seen(scene, uuids), markup=False)
         return
     if len(found) == 1:
         signal_one(board, found[0])
@@ -79,6 +81,14 @@ def open_signal(board: BoardApp, uuids: Sequence[str]) -> None:
             signal_one(board, found[int(key)])
 
     board.push_screen(Choose("Send a signal to", [(str(k), line(one)) for k, one in enumerate(found)]), chosen)
+
+
+def _none_seen(scene: Scene | None, uuids: Sequence[str]) -> str:
+    places = [scene.devices[uuid] for uuid in uuids if scene is not None and uuid in scene.devices]
+    unread = [Chosen(at.node.name, at.gpu.index, at.gpu.uuid) for at in places if at.gpu.processes is None]
+    if unread:
+        return f"the processes on {places_words(unread)} could not be read"
+    return f"no process is seen on {'this GPU' if len(uuids) == 1 else 'these GPUs'}"
 
 
 def signal_one(board: BoardApp, one: Running) -> None:

@@ -148,7 +148,8 @@ def sums(snapshot: Snapshot) -> str:
     words = f"{len(gpus)} GPU{'' if len(gpus) == 1 else 's'}"
     words += f": {', '.join(parts)}" if parts else ""
     if silent:
-        words += f"; {silent} of {len(snapshot.nodes)} nodes unreachable, their GPUs are not counted"
+        nodes = f"{silent} of {len(snapshot.nodes)} nodes" if len(snapshot.nodes) > 1 else "the node"
+        words += f"; {nodes} unreachable, {'its' if silent == 1 else 'their'} GPUs are not counted"
     if any(node.source == "simulated" for node in snapshot.nodes):
         words += "; SIMULATED"
     return f"{clean(snapshot.cluster)}: {words}" if snapshot.cluster else words

@@ -166,7 +166,7 @@ def test_without_processes_it_says_so(tmp_path: Path) -> None:
         async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
             await pilot.press("k")
             await pilot.pause()
-            assert notes(app) == ["no process is seen on these GPUs"]
+            assert notes(app) == ["no process is seen on this GPU"]
 
     asyncio.run(main())
 

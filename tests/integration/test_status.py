@@ -76,7 +76,7 @@ def test_a_node_that_refuses_is_a_row_and_delays_nobody(here: Here) -> None:
     [row] = [line for line in done.stdout.splitlines() if line.startswith("gone ")]
     assert "unreachable" in row
     assert "refused" in row
-    assert done.stdout.splitlines()[-1].endswith("1 of 2 nodes unreachable, their GPUs are not counted")
+    assert done.stdout.splitlines()[-1].endswith("1 of 2 nodes unreachable, its GPUs are not counted")
 
 
 def test_nobody_reached_is_exit_code_6(here: Here) -> None:

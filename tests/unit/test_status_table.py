@@ -43,7 +43,7 @@ def test_wide_table_in_full() -> None:
         "gpu01    2  H100 80GB HBM3  unknown              ?/?     ?     ?      ?  0.4s  not readable: memory",
         "gpu02  unreachable: ssh: no answer from 10.0.0.2 in 10 s; is it up? try: ssh gpu02 true",
         "",
-        "lab: 3 GPUs: 1 free, 1 busy, 1 unknown; 1 of 2 nodes unreachable, their GPUs are not counted",
+        "lab: 3 GPUs: 1 free, 1 busy, 1 unknown; 1 of 2 nodes unreachable, its GPUs are not counted",
     ]  # fmt: skip
 
 
