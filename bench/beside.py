@@ -56,6 +56,7 @@ def main() -> None:
     for name in ("nvitop", "gpustat"):
         if not (BINARIES / name).exists():
             sys.exit(f"{name} is not installed: pip install {name}")
+    print(f"load average before: {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as path:
         folder = Path(path)
         moving(folder, 0)
