@@ -86,8 +86,10 @@ def check_files(command: str, folder: str) -> Files:
     if not os.path.isdir(place):
         return Files(command, folder, no_folder="no such folder")
     target = target_of(command)
-    there = target.kind != "script" or os.path.isfile(os.path.join(place, os.path.expanduser(target.name)))
-    return Files(command, folder, no_script="" if there else f"no file {clean(target.name)} in that folder")
+    name = os.path.expanduser(target.name)
+    there = target.kind != "script" or os.path.isfile(os.path.join(place, name))
+    where = "" if os.path.isabs(name) else " in that folder"
+    return Files(command, folder, no_script="" if there else f"no file {clean(target.name)}{where}")
 
 
 def check_variables(text: str) -> str:

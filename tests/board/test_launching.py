@@ -70,6 +70,7 @@ def test_what_is_typed_is_checked(tmp_path: Path) -> None:
     assert check_command("-m") == "-m needs the name of a module, not 'nothing'"
     assert check_command("--n 4 train.py") == "--n is no option of launch"
     assert check_files("nothere.py", folder).no_script == "no file nothere.py in that folder"
+    assert check_files("/no/where.py", folder).no_script == "no file /no/where.py"
     assert check_files("nothere.py", "/no/such") == Files("nothere.py", "/no/such", no_folder="no such folder")
     assert [check_variables(text) for text in ("", "A=1 B='x y'", "HOME")] == ["", "", ""]
     assert check_variables("RANK=1") == "RANK: launch itself sets RANK for every rank"
