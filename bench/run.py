@@ -39,8 +39,8 @@ BENCHES = {
     "beside": (
         "`gpuboard` beside `nvitop` and `gpustat -i 1`, at the same time on the same NVML library of 8 GPUs: CPU, "
         "memory, and the time from the start to the first data on the screen. Goals: no more CPU than nvitop; at most "
-        "0.6 s and 1.5 times nvitop's. gpuboard's first data is a frame drawn before textual is imported; `whole` is when "
-        "keys are answered."
+        "0.6 s and 1.5 times nvitop's. gpuboard's first data is a frame drawn before textual is imported; `whole` is "
+        "when keys are answered."
     ),
     "board-long": "The same board for ten minutes: its memory. Goal: at most 5 % more than after the first minute.",
     "agent": "CPU and memory of the agent on its node, 8 GPUs at 1 Hz. Goal: at most 0.5 % of a core.",
