@@ -117,7 +117,7 @@ class LeasesScreen(BoardScreen):
         Binding("escape", "app.pop_screen", "Back", id="leases.back"),
         Binding("d", "release", "Release", id="leases.release"),
         Binding("n", "renew", "Renew", id="leases.renew"),
-        Binding("enter", "jump", "Its GPUs", id="leases.jump"),
+        Binding("g", "jump", "Its GPUs", id="leases.jump", show=False),  # and enter, which is the list's
         Binding("x", "launch", "Launch", id="leases.launch"),
         Binding("y", "copy", "Copy", id="leases.copy"),
         Binding("t", "timeline", "Time line", id="leases.timeline"),
