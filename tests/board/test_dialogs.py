@@ -92,7 +92,7 @@ def test_a_bug_beside_the_ui_is_told_to_whoever_waits(tmp_path: Path) -> None:
         async with board(make_core(tmp_path)) as (app, pilot):
             failures: list[GpuboardError] = []
             nothing: dict[str, str] = {}
-            app.ask(lambda: nothing["key"], lambda value: pytest.fail(value), failures.append)
+            app.ask(lambda: nothing["key"], pytest.fail, failures.append)
             await settle(pilot, lambda: failures)
             assert "this is a bug: KeyError" in str(failures[0])
             app.tell_once(failures[0])

@@ -93,21 +93,21 @@ def test_the_palette_has_every_action_of_screen_and_app(tmp_path: Path) -> None:
 def test_the_palette_runs_an_action_and_goes_to_a_node_and_a_gpu_by_name(tmp_path: Path) -> None:
     async def story() -> None:
         async with board(make_core(tmp_path)) as (app, pilot):
-            await _choose(app, pilot, "help", "Help")
+            await choose(app, pilot, "help", "Help")
             await settle(pilot, lambda: isinstance(app.screen, HelpScreen))
-            await _choose(app, pilot, "sim02:1", "Go to sim02:1")
+            await choose(app, pilot, "sim02:1", "Go to sim02:1")
             cluster = app.screen_stack[1]
             assert isinstance(cluster, ClusterScreen)
             assert app.scene is not None
             uuid = app.scene.nodes["sim02"].gpus[1].uuid
             await settle(pilot, lambda: len(app.screen_stack) == 2 and cluster.cursor_uuid == uuid)
-            await _choose(app, pilot, "sim01", "Go to sim01")
+            await choose(app, pilot, "sim01", "Go to sim01")
             await settle(pilot, lambda: cluster.cursor_node == "sim01")
 
     asyncio.run(story())
 
 
-async def _choose(app: BoardApp, pilot: Pilot[int], words: str, option: str) -> None:
+async def choose(app: BoardApp, pilot: Pilot[int], words: str, option: str) -> None:
     """Type into the palette until ``option`` comes first, and take it."""
     await pilot.press("ctrl+p")
     await settle(pilot, lambda: _is_open(app))

@@ -1,0 +1,53 @@
+"""Takes note of the actions that tests of the board try, so that none is left out (test_every_action.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.dom import DOMNode
+
+from gpuboard.board.app import BoardApp
+
+HERE = Path(__file__).parent
+LAST = "test_every_action_was_tried"
+TRIED: set[str] = set()  # ids of bindings whose action was run, by whatever test of this session
+
+
+@pytest.fixture(autouse=True)
+def take_note(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take note of every action that is run through its binding: by key, footer or palette."""
+    check, run = BoardApp._check_bindings, BoardApp.run_action
+    pressed: list[str] = []
+
+    async def check_bindings(app: BoardApp, key: str, priority: bool = False) -> bool:
+        pressed.append(key)
+        try:
+            return await check(app, key, priority)
+        finally:
+            pressed.pop()
+
+    async def run_action(app: BoardApp, action: Any, default_namespace: DOMNode | None = None, *more: Any) -> bool:
+        done = await run(app, action, default_namespace, *more)
+        for key, bindings in default_namespace._bindings.key_to_bindings.items() if done and default_namespace else ():
+            if not pressed or key == pressed[-1]:
+                TRIED.update(binding.id for binding in bindings if binding.id and binding.action == action)
+        return done
+
+    monkeypatch.setattr(BoardApp, "_check_bindings", check_bindings)
+    monkeypatch.setattr(BoardApp, "run_action", run_action)
+    return iter(())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Ask last whether every action was tried, and only where all tests of the board are run."""
+    ours = {item.path.name for item in items if item.path.parent == HERE}
+    complete = ours == {path.name for path in HERE.glob("test_*.py")} and not config.option.keyword
+    last = [item for item in items if item.path.parent == HERE and item.name == LAST]
+    for item in last:
+        if not complete:
+            item.add_marker(pytest.mark.skip(reason="only some of the board's tests are run"))
+        items.remove(item)
+        items.append(item)
