@@ -69,7 +69,6 @@ class BoardApp(App[int]):
 
     TITLE = "gpuboard"
     ENABLE_COMMAND_PALETTE = True
-    COMMAND_PALETTE_BINDING = "question_mark"  # what the footer always has room for: help, which has all the rest
     COMMANDS = {Palette}  # noqa: RUF012  # textual's own type
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l", "leases", "Leases", id="app.leases"),
@@ -78,7 +77,7 @@ class BoardApp(App[int]):
         Binding("q", "quit", "Quit", id="app.quit"),
         Binding("ctrl+c", "quit", "Quit", id="app.interrupt", show=False),
         Binding("ctrl+p", "command_palette", "Palette", id="app.palette", priority=True),
-        Binding("question_mark,f1", "help", "Help", id="app.help", show=False),  # at the footer's right, see below
+        Binding("question_mark,f1", "help", "Help", id="app.help", show=False),  # at the footer's right
         Binding("ctrl+t", "theme", "Theme", id="app.theme", show=False),
         # in dialogs, too
         Binding("ctrl+l", "redraw", "Draw again", id="app.redraw", show=False, priority=True),
@@ -126,8 +125,6 @@ class BoardApp(App[int]):
         """Open the cluster view and start to watch."""
         self.keymap, clashes = keys.remap(self.core.settings.keys)
         self.set_keymap(self.keymap)
-        if "app.help" in self.keymap:
-            self.COMMAND_PALETTE_BINDING = self.keymap["app.help"].partition(",")[0]  # type: ignore[misc]
         self.push_screen(ClusterScreen())
         self.core.start(lambda scene: self.post_message(SceneChanged(scene)))
         self.ask(lambda: keeper.mind(self.core.env), self._warn_each)

@@ -11,11 +11,12 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
-from textual.widgets import Footer, Input
+from textual.widgets import Input
 
 from gpuboard.board.acting import ActingScreen
 from gpuboard.board.arrange import GROUPS, NodeRow, ViewState, arrange, arrange_nodes, natural
 from gpuboard.board.cells import width
+from gpuboard.board.footer import Footer
 from gpuboard.board.gpu import GpuPanel, GpuScreen
 from gpuboard.board.grid import Grid
 from gpuboard.board.look import LETTERS

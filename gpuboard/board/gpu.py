@@ -10,11 +10,11 @@ from typing import ClassVar, NamedTuple
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
-from textual.widgets import Footer
 
 from gpuboard.board import gpu_lines, processes
 from gpuboard.board.acting import ActingScreen
 from gpuboard.board.arrange import age_of, natural_nodes
+from gpuboard.board.footer import Footer
 from gpuboard.board.grid import Cell, Column, Grid, Row
 from gpuboard.board.history import History, tells
 from gpuboard.board.lines import Runs, above, named, title

@@ -10,9 +10,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.events import Resize
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from gpuboard.board import keys
+from gpuboard.board.footer import Footer
 from gpuboard.board.look import LETTERS
 from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen

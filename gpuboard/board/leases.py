@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Footer
 
 from gpuboard.board import clipboard, timeline
 from gpuboard.board.asking import lasting, local, places_words
 from gpuboard.board.dialogs import Confirm, Dialog, Field, duration
+from gpuboard.board.footer import Footer
 from gpuboard.board.gpu_lines import is_rogue
 from gpuboard.board.grid import Cell, Column, Grid, Row
 from gpuboard.board.launching import open_launch

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Footer, Input, Static
+from textual.widgets import Input, Static
 
+from gpuboard.board.footer import Footer
 from gpuboard.board.logview import LogView
 from gpuboard.board.screen import BoardScreen
 from gpuboard.launch.runbook import Entry, log_trouble

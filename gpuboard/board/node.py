@@ -9,10 +9,10 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Footer
 
 from gpuboard.board.acting import ActingScreen
 from gpuboard.board.arrange import natural_nodes, users_of
+from gpuboard.board.footer import Footer
 from gpuboard.board.grid import Cell, Column, Grid, Row
 from gpuboard.board.lines import Runs, above, named
 from gpuboard.board.look import LETTERS, Glyphs

@@ -10,9 +10,10 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
-from textual.widgets import Button, Footer
+from textual.widgets import Button
 
 from gpuboard.board.dialogs import Confirm
+from gpuboard.board.footer import Footer
 from gpuboard.board.grid import Grid
 from gpuboard.board.lines import named
 from gpuboard.board.logs import LogScreen

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Footer
 
 from gpuboard.allocate.policy import choose
 from gpuboard.board import asking
 from gpuboard.board.dialogs import YES, Dialog, Field, duration, number, size
+from gpuboard.board.footer import Footer
 from gpuboard.board.grid import Cell, Column, Grid, Row
 from gpuboard.board.notify import announce
 from gpuboard.board.operations import Attempt

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import pytest
 from textual.containers import VerticalScroll
-from textual.widgets import Footer, Input
-from textual.widgets._footer import FooterKey
+from textual.widgets import Input
 
 from gpuboard.board import keys
 from gpuboard.board.app import BoardApp
 from gpuboard.board.cluster import ClusterScreen
+from gpuboard.board.footer import Footer
 from gpuboard.board.grid import Grid
 from gpuboard.board.help import HelpScreen
 from gpuboard.board.launching import LaunchDialog
@@ -94,11 +94,12 @@ def test_every_screen_s_actions_can_be_clicked_and_are_in_the_palette(tmp_path: 
             await lab.settle(pilot, lambda: app.screen.is_mounted and (not opened or not at_cluster(app)))
             bindings = [active.binding for active in app.screen.active_bindings.values() if active.binding.id]
             if how == "footer":
-                await lab.settle(pilot, lambda: app.screen.query(FooterKey))
-                shown = {one.description for one in app.screen.query_one(Footer).query(FooterKey)}
+                await lab.settle(pilot, lambda: app.screen.query_one(Footer).entries)
+                footer = app.screen.query_one(Footer)
+                shown = {entry.words for entry in footer.entries}
                 assert {one.description for one in bindings if one.show} <= shown
-                button = next(one for one in app.screen.query(FooterKey) if one.description == title)
-                await pilot.click(button)
+                x = next(entry.x for entry in footer.entries if entry.words == title)
+                await pilot.click(footer, offset=(x, 0))
             else:
                 offered = {command.title for command in Palette(app.screen).commands()}
                 assert {one.description for one in bindings if one.id != "app.palette"} <= offered
