@@ -83,7 +83,11 @@ def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
         name = scene.snapshot.cluster or "gpuboard"
         left: Runs = ((f" {name} ", "title"), *label)
         right = _join([*_about(facts, words=True), ((clock, "dim"),)])
-        counts = next((runs for runs in _models(facts) if _width(runs) <= columns - 1), _total(facts))
+        fitting = ((k, runs) for k, runs in enumerate(_models(facts)) if _width(runs) <= columns - 1)
+        number, counts = next(fitting, (0, _total(facts)))
+        others = _others(facts)
+        if number > 1 and _width(left) + _width(others) + 4 + _width(right) <= columns:
+            left = (*left, ("  ", ""), *others)  # no room for them beside each model
         return [_apart(left, right, columns), ((" ", ""), *counts)]
     rights = [
         (*_join([*_about(facts, words=True), ((clock, "dim"),)]), *label),
@@ -128,6 +132,15 @@ def _count(count: Count, words: int) -> Runs:
                 runs.append((f"  {number} {word}" if words == 4 else f"{space}{number}{letter}", word))
                 space = " "
     return tuple(runs)
+
+
+def _others(facts: Sums) -> Runs:
+    """Return how many GPUs are not free, by state, of all models together."""
+    found: list[Runs] = []
+    for word, _, states in _REST:
+        if number := sum(count.states[state] for count in facts.models for state in states):
+            found.append(((f"{number} {word}", word),))
+    return _join(found)
 
 
 def _only_free(facts: Sums, counts: Sequence[Count], *, cut: bool) -> Runs:

@@ -37,6 +37,14 @@ def test_a_wide_header_says_it_in_two_lines() -> None:
     )
 
 
+def test_states_that_have_no_room_beside_their_models_are_summed_above() -> None:
+    states = ("free", "busy", "reserved", "occupied", "broken", "unknown", "free", "busy")
+    many = [gpu("gpu01", k, name=f"NVIDIA Model{k} 80GB", state=state) for k, state in enumerate(states)]
+    top, counts = texts(scene(node("gpu01", many)), 120)
+    assert top.startswith(" lab   1 reserved · 3 busy · 1 broken · 1 unknown  ")
+    assert counts.startswith(" free  Model0 1/1 · Model1 0/1 · ")
+
+
 @pytest.mark.parametrize(
     ("columns", "line"),
     [
