@@ -1,7 +1,13 @@
-"""Takes note of the actions that tests of the board try, so that none is left out (test_every_action.py)."""
+"""Takes note of the actions that tests of the board try, so that none is left out (test_every_action.py).
+
+And ends the keepers of leases that a test has left to their own end.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +45,17 @@ def take_note(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(BoardApp, "_check_bindings", check_bindings)
     monkeypatch.setattr(BoardApp, "run_action", run_action)
     return iter(())
+
+
+@pytest.fixture(autouse=True)
+def no_keeper_is_left(tmp_path: Path) -> Iterator[None]:
+    """End the keepers whose folder is the test's: what a board reserves lasts for hours."""
+    yield
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if any(word.startswith(f"{tmp_path}/".encode()) and b"/keeper/" in word for word in words):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
