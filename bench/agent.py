@@ -19,6 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests' NVML library, which is not in the package
 
+from usage import cpu_ns, pss
+
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory import Node
 from gpuboard.config import Settings
@@ -51,7 +53,7 @@ def main() -> None:
                 sys.exit(f"the agent does not read the {args.gpus} GPUs: {node.state}, {node.error}")
             time.sleep(3)  # past the start: imports, static facts
             percents = [_percent(WINDOW_S) for _ in range(max(1, int(args.seconds / WINDOW_S)))]
-            memory = {pid: _pss(pid) for pid in _descendants()}
+            memory = {pid: pss(pid) for pid in _descendants()}
     median = statistics.median(percents)
     verdict = "met" if median <= GOAL_PERCENT else "missed"
     print(f"{args.gpus} GPUs with 2 processes each, a reading a second, {len(percents)} windows of {WINDOW_S:.0f} s")
@@ -65,10 +67,10 @@ def main() -> None:
 
 def _percent(seconds: float) -> float:
     """Return how much of a core our descendants took, in percent, over ``seconds``."""
-    before = {pid: _cpu_ns(pid) for pid in _descendants()}
+    before = {pid: cpu_ns(pid) for pid in _descendants()}
     started = time.monotonic_ns()
     time.sleep(seconds)
-    used = sum(_cpu_ns(pid) - since for pid, since in before.items())
+    used = sum(cpu_ns(pid) - since for pid, since in before.items())
     return 100 * used / (time.monotonic_ns() - started)
 
 
@@ -83,17 +85,6 @@ def _descendants() -> list[int]:
             found += children
             todo += children
     return found
-
-
-def _cpu_ns(pid: int) -> int:
-    """Return the nanoseconds that all threads of a process ran (schedstat: exact, where stat counts ticks of 10 ms)."""
-    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
-
-
-def _pss(pid: int) -> int:
-    """Return a process's memory in bytes, what it shares counted in part."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests' NVML library, which is not in the package
 
+from usage import cpu_ns, pss
+
 from tests.nvml import GIB, Gpu, library, write_script
 
 SIZE = (200, 60)
@@ -119,7 +121,7 @@ def running(folder: Path, windows: int) -> None:
                 for part, used in parts.items():
                     now = _parts(name, pids[name]).get(part, used)
                     percents.setdefault(part, []).append(100 * (now - used) / wall_ns)
-        memory = {part: sum(map(_pss, found)) for name, pid in pids.items() for part, found in _tree(name, pid).items()}
+        memory = {part: sum(map(pss, found)) for name, pid in pids.items() for part, found in _tree(name, pid).items()}
     finally:
         subprocess.run([*tmux, "kill-server"], capture_output=True)
     print(f"8 GPUs with 2 processes each, a reading a second, {windows} windows of {WINDOW_S:.0f} s, medians")
@@ -204,16 +206,7 @@ def _tree(name: str, pid: int) -> dict[str, list[int]]:
 
 def _parts(name: str, pid: int) -> dict[str, int]:
     """Return the nanoseconds that each part of a command has run."""
-    return {part: sum(map(_cpu_ns, pids)) for part, pids in _tree(name, pid).items()}
-
-
-def _cpu_ns(pid: int) -> int:
-    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
-
-
-def _pss(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+    return {part: sum(map(cpu_ns, pids)) for part, pids in _tree(name, pid).items()}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
+from gpuboard.allocate.formats import Allocation
 from gpuboard.board.app import BoardApp
 from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.core import Core
@@ -17,6 +18,7 @@ from gpuboard.board.scene import Scene
 from gpuboard.cluster.inventory import Node
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings
+from gpuboard.model.request import Request
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -110,3 +112,11 @@ def claims(folder: Path) -> list[str]:
     """Return the claims on disk, as ``lease: the GPU's UUID without its cluster``."""
     found = (file.name.removeprefix("gpuboard.").rpartition(".") for file in (folder / "claims").glob("gpuboard.*"))
     return sorted(f"{lease}: {'-'.join(uuid.split('-')[-2:])}" for uuid, _, lease in found)
+
+
+async def reserved(app: BoardApp, core: Core, pilot: Pilot[int], n: int, model: str) -> Allocation:
+    """Reserve for ten minutes as the board does, and wait until the board shows a lease."""
+    taken = core.operations.reserve(Request(n=n, model=model), 600, "")
+    core.operations.told(taken)
+    await settle(pilot, lambda: app.scene and app.scene.by_lease)
+    return taken

@@ -26,7 +26,6 @@ from gpuboard.board.runs import StopConfirm
 from gpuboard.board.watches import WatchDialog, WatchesScreen
 from gpuboard.launch.runbook import Entry
 from gpuboard.launch.runs import RankView, RunFolder, RunView, this_head
-from gpuboard.model.request import Request
 from tests.board import lab, made
 from tests.board.conftest import TRIED
 from tests.board.test_help import choose
@@ -135,9 +134,7 @@ def test_a_lease_s_gpus_are_gone_to_from_the_palette(tmp_path: Path) -> None:
     async def story() -> None:
         core = lab.make_core(tmp_path)
         async with lab.board(core) as (app, pilot):
-            taken = core.operations.reserve(Request(n=1, model="L40S"), 600, "")
-            core.operations.told(taken)
-            await lab.settle(pilot, lambda: app.scene and app.scene.by_lease)
+            taken = await lab.reserved(app, core, pilot, 1, "L40S")
             await pilot.press("l")
             await lab.settle(pilot, lambda: taken.lease.id in lab.screen(app))
             grid = app.screen.query_one(Grid)

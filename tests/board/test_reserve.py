@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -209,24 +210,32 @@ def hung(core: Core, node: str) -> int:
     return hello.pid
 
 
+@contextlib.asynccontextmanager
+async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int]) -> AsyncIterator[int]:
+    """Reserve over two nodes, the second of which hangs within the block; yield its pid. Nothing is left afterwards."""
+    await open_for(app, pilot, [])
+    await fill(pilot, "gpus", "5")
+    await lab.settle(pilot, lambda: shown(app, "Takes sim01:0,2,3@sim02:0,1"))
+    pid = hung(core, "sim02")
+    try:
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # closing the core has ended it
+            os.kill(pid, signal.SIGCONT)
+    await lab.settle(pilot, lambda: core.operations._taking == set(), 20)
+    assert lab.claims(tmp_path) == []
+
+
 def test_closing_the_dialog_gives_back_what_was_taken(tmp_path: Path) -> None:
     async def main() -> None:
         core = lab.make_core(tmp_path)
-        async with lab.board(core) as (app, pilot):
-            await open_for(app, pilot, [])
-            await fill(pilot, "gpus", "5")
-            await lab.settle(pilot, lambda: shown(app, "Takes sim01:0,2,3@sim02:0,1"))
-            pid = hung(core, "sim02")
-            try:
-                await pilot.press("enter")
-                await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
-                await pilot.press("escape")
-                assert not isinstance(app.screen, ReserveDialog)
-                await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
-            finally:
-                os.kill(pid, signal.SIGCONT)
-            await lab.settle(pilot, lambda: core.operations._taking == set(), 20)
-            assert lab.claims(tmp_path) == []
+        async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot) as agent:
+            await pilot.press("escape")
+            assert not isinstance(app.screen, ReserveDialog)
+            await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
+            os.kill(agent, 0)  # raises where the agent has gone
 
     asyncio.run(main())
 
@@ -234,25 +243,11 @@ def test_closing_the_dialog_gives_back_what_was_taken(tmp_path: Path) -> None:
 def test_quitting_gives_back_what_was_taken_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         core = lab.make_core(tmp_path)
-        async with lab.board(core) as (app, pilot):
-            await open_for(app, pilot, [])
-            await fill(pilot, "gpus", "5")
-            await lab.settle(pilot, lambda: shown(app, "Takes sim01:0,2,3@sim02:0,1"))
-            pid = hung(core, "sim02")
-            try:
-                await pilot.press("enter")
-                await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
-                before = time.monotonic()
-                core.close()
-                assert time.monotonic() - before < 0.5
-                await lab.settle(pilot, lambda: lab.claims(tmp_path) == [], 2)
-            finally:
-                try:
-                    os.kill(pid, signal.SIGCONT)
-                except ProcessLookupError:
-                    pid = 0  # its transport has ended it
-            await lab.settle(pilot, lambda: core.operations._taking == set(), 20)
-            assert lab.claims(tmp_path) == []
+        async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot):
+            before = time.monotonic()
+            core.close()
+            assert time.monotonic() - before < 0.5
+            await lab.settle(pilot, lambda: lab.claims(tmp_path) == [], 2)
 
     asyncio.run(main())
 

@@ -44,9 +44,7 @@ def test_tells_when_so_many_are_free(tmp_path: Path) -> None:
     async def main() -> None:
         core = lab.make_core(tmp_path)
         async with lab.board(core, (80, 24)) as (app, pilot):
-            taken = core.operations.reserve(Request(n=2, model="L40S"), 600, "")
-            core.operations.told(taken)
-            await lab.settle(pilot, lambda: app.scene and app.scene.by_lease)
+            taken = await lab.reserved(app, core, pilot, 2, "L40S")
             rung: list[int] = []
             app.bell = lambda: rung.append(1)  # type: ignore[method-assign]  # headless, textual's does nothing
             await pilot.press("w")
@@ -71,9 +69,7 @@ def test_reserves_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         core = lab.make_core(tmp_path)
         async with lab.board(core) as (app, pilot):
-            taken = core.operations.reserve(Request(n=3, model="H100"), 600, "")
-            core.operations.told(taken)
-            await lab.settle(pilot, lambda: app.scene and app.scene.by_lease)
+            taken = await lab.reserved(app, core, pilot, 3, "H100")
             await pilot.press("w")
             await fill(pilot, **{"what": "2", "model": "H100", "for": "20m", "purpose": "waited"})
             tick = app.screen.query_one(Tick)
@@ -144,9 +140,7 @@ def test_tells_when_a_lease_ends(tmp_path: Path) -> None:
     async def main() -> None:
         core = lab.make_core(tmp_path)
         async with lab.board(core) as (app, pilot):
-            taken = core.operations.reserve(Request(n=1, model="L40S"), 600, "")
-            core.operations.told(taken)
-            await lab.settle(pilot, lambda: app.scene and app.scene.by_lease)
+            taken = await lab.reserved(app, core, pilot, 1, "L40S")
             await pilot.press("w")
             await fill(pilot, what=taken.lease.id)
             await lab.settle(pilot, lambda: f"Tells you when lease {taken.lease.id} ends" in lab.screen(app))
