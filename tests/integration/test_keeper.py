@@ -310,3 +310,24 @@ def test_stopped_keeper_is_named(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> N
 def test_state_folder_that_cannot_be_written(lab: Lab) -> None:
     with pytest.raises(keeper.KeeperError, match="set XDG_STATE_HOME"):
         keeper.start_early({**lab.env, "XDG_STATE_HOME": "/proc"})
+
+
+def test_keeper_that_ended_before_it_was_handed_a_lease_is_started_again(lab: Lab) -> None:
+    early = keeper.start_early(lab.env)  # then the claims take longer than a keeper without a lease lives
+    until(lambda: lab.keeper_pid() is not None)
+    first = lab.keeper_pid()
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    until(lambda: lab.keeper_pid() is None)
+
+    sleeper = subprocess.Popen(["sleep", "60"])
+    who = holder.identify(sleeper.pid)
+    args = {"lease": "late1", "uuids": [UUIDS[0]], "for_s": 60.0, "holder": None, "nodes": ["n"], "gpus": 1}
+    claims.handle("take", args, claims.Folder(str(lab.claims)))
+    node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
+    keeper.adopt(keeper.record("late1", [node], {}, who, 60.0), lab.env, early)
+    assert lab.records() == {"late1"}
+    assert lab.keeper_pid() not in {None, first}
+    sleeper.kill()
+    sleeper.wait()
+    until(lambda: not lab.held())
