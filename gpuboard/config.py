@@ -12,7 +12,7 @@ import msgspec
 from gpuboard import paths
 from gpuboard.errors import ConfigError
 from gpuboard.model.state import Thresholds
-from gpuboard.model.units import parse_duration
+from gpuboard.model.units import parse_duration, parse_size
 
 
 class StateSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,6 +39,20 @@ class StateSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+class SlurmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section ``[slurm]``: how Slurm is asked, and what a job of `allocate` asks for unless flags say more."""
+
+    interval: str = "30s"  # between two rounds of questions, at least; longer where the controller is slow
+    time: str = "1h"  # a job's limit without --for
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    reservation: str = ""
+    cpus_per_gpu: int = 0  # 0: as the site's Slurm has it
+    mem_per_gpu: str = ""  # a size; "": as the site's Slurm has it
+    args: list[str] = []  # further options of sbatch, before those of --slurm
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that can be set. Names are the keys of the TOML files; GPUBOARD_<NAME> sets one from outside."""
 
@@ -53,7 +67,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ledger: str = "nodes"
     claims_dir: str = "/var/tmp"
     max_lease: str = "24h"
-    scheduler: str = "none"
+    scheduler: str = "auto"  # "auto": Slurm where it is set up, else none
+    ssh: str = "own"  # with Slurm: to which of its nodes ssh may go: "own": those of one's own jobs; "all"
+    transport: str = "asyncssh"  # how other machines are reached: "asyncssh", "openssh", "paramiko"
+    slurm: SlurmSettings = SlurmSettings()
     state: StateSettings = StateSettings()
     users: dict[str, str] = {}  # a node's name for somebody -> the name to show
     theme: str = "auto"  # the board's; "auto": the one last chosen, else what the terminal can show
@@ -74,15 +91,24 @@ class Configuration(msgspec.Struct, frozen=True):
     origins: dict[str, str]
 
 
-_DURATIONS = ("connect_timeout", "max_lease", "state.stale_min", "state.idle_after")
+_SECTIONS = {"state": StateSettings, "slurm": SlurmSettings}
+_DURATIONS = ("connect_timeout", "max_lease", "state.stale_min", "state.idle_after", "slurm.interval", "slurm.time")
+_SIZES = ("slurm.mem_per_gpu",)
 _RANGES = {
     "max_connections": (1, 4096),
     "state.busy_utilization": (1, 101),  # 101: utilization alone never makes a GPU busy
     "state.occupied_memory": (0, 2**50),
     "state.stale_intervals": (1, 1000),
     "state.ignore_below": (0, 2**50),
+    "slurm.cpus_per_gpu": (0, 4096),
 }
-_CHOICES = {"ledger": ("nodes",), "scheduler": ("none",), "glyphs": ("auto", "unicode", "ascii")}
+_CHOICES = {
+    "ledger": ("nodes",),
+    "scheduler": ("auto", "none", "slurm"),
+    "ssh": ("own", "all"),
+    "transport": ("asyncssh", "openssh", "paramiko"),
+    "glyphs": ("auto", "unicode", "ascii"),
+}
 
 
 def load(env: Mapping[str, str], flags: Mapping[str, Any], file: Path | None = None) -> Configuration:
@@ -149,15 +175,22 @@ def _check(values: dict[str, Any], origin: str) -> None:
     except msgspec.ValidationError as error:
         message = str(error).replace("Object contains unknown field", "unknown key")
         if message.startswith("unknown key"):
-            section = StateSettings if message.endswith("`$.state`") else Settings
+            name = message.rpartition("`$.")[2].rstrip("`") if message.endswith("`") else ""
+            section = _SECTIONS.get(name, Settings)
             known = ", ".join(sorted(field.name for field in msgspec.structs.fields(section)))
-            message += f"; keys {'of [state] ' if section is StateSettings else ''}are: {known}"
+            message += f"; keys {f'of [{name}] ' if name in _SECTIONS else ''}are: {known}"
         raise ConfigError(f"{origin}: {message}") from None
     found = dict(flat(values))
     for key in _DURATIONS:
         if key in found:
             try:
                 parse_duration(found[key])
+            except ValueError as error:
+                raise ConfigError(f"{origin}: {key}: {error}") from None
+    for key in _SIZES:
+        if found.get(key):
+            try:
+                parse_size(found[key])
             except ValueError as error:
                 raise ConfigError(f"{origin}: {key}: {error}") from None
     if found.get("interval", "auto") != "auto":

@@ -399,7 +399,7 @@ def folded(names: Sequence[str]) -> str:
     """Return the nodeset of ``names``."""
     if len(names) == 1:
         return names[0]
-    from gpuboard.cluster.nodesets import fold  # 30 ms: only for several nodes
+    from gpuboard.nodesets import fold  # 30 ms: only for several nodes
 
     return fold(names)
 

@@ -161,7 +161,7 @@ def _node(term: Term) -> Predicate:
     tests: list[Callable[[str], bool]] = []
     for value in _only_equal(term):
         if "@" in value or "[" in value:
-            from gpuboard.cluster.nodesets import expand  # 30 ms: only where names need it
+            from gpuboard.nodesets import expand  # 30 ms: only where names need it
 
             try:
                 names = frozenset(name.casefold() for name in expand(value))

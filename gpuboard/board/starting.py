@@ -268,7 +268,7 @@ class Starter:
             os.close(line)
 
     def _scope(self, names: Sequence[str]) -> str:
-        from gpuboard.cluster.nodesets import fold  # 30 ms; a thousand names would be 10 kB
+        from gpuboard.nodesets import fold  # 30 ms; a thousand names would be 10 kB
 
         return fold(names or [node.name for node in self._nodes])
 

@@ -59,7 +59,7 @@ def table(found: LeaseList, width: int | None, *, colour: bool) -> list[str]:
     if found.leases:
         lines = render(COLUMNS, [_row(lease) for lease in found.leases], STEPS, width, colour=colour)
     if found.unread:
-        from gpuboard.cluster.nodesets import fold  # 30 ms: only where something is wrong
+        from gpuboard.nodesets import fold  # 30 ms: only where something is wrong
 
         lines.append(f"not read, their reservations are missing here: {fold(clean(name, 64) for name in found.unread)}")
     return lines

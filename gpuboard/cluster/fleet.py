@@ -203,7 +203,7 @@ class Fleet:
             return clean(self._settings.cluster, 96)
         if len(self._feeds) <= 1:
             return "".join(self._feeds)
-        from gpuboard.cluster.nodesets import fold  # 30 ms: only to fold several names
+        from gpuboard.nodesets import fold  # 30 ms: only to fold several names
 
         return fold(self._feeds)
 

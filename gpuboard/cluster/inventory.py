@@ -29,6 +29,7 @@ class Node(msgspec.Struct, frozen=True):
     host: str | None
     simulate: dict[str, Any] | None = None  # the description of simulated GPUs (agent/simulate.py)
     claims_dir: str | None = None  # where this node's claims lie; None: as the settings say
+    job: str | None = None  # the Slurm job of ours through which it is reached (srun), in place of ssh
 
 
 def inventory(settings: Settings, said: Sequence[str] = ()) -> list[Node]:
@@ -42,7 +43,7 @@ def inventory(settings: Settings, said: Sequence[str] = ()) -> list[Node]:
     if configured and (unknown := [name for name in names if name not in set(configured)]):
         shown = ", ".join(configured)
         if len(configured) > 20:
-            from gpuboard.cluster.nodesets import fold  # 30 ms: see below
+            from gpuboard.nodesets import fold  # 30 ms: see below
 
             shown = fold(configured)
         raise UsageError(f"no node {unknown[0]!r} in the configured inventory; it has: {shown}")
@@ -60,7 +61,7 @@ def expand_names(nodesets: Iterable[str]) -> list[str]:
             found = [text]  # a single name needs no ClusterShell (30 ms)
         else:
             _refuse_hostile(text)
-            from gpuboard.cluster.nodesets import expand
+            from gpuboard.nodesets import expand
 
             found = expand(text)
         for name in found:

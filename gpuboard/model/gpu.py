@@ -56,6 +56,7 @@ class GpuStatic(msgspec.Struct, frozen=True, gc=False):
     links: dict[str, int] = {}  # peer UUID -> number of active NVLinks (through a switch: of either GPU's)
     pci: dict[str, int] = {}  # peer UUID -> 10 SYS, 20 NODE, 30 PHB, 40 PXB, 50 PIX, 60 PSB
     mig: list[MigStatic] | None = None  # None: MIG not enabled; []: enabled, no devices
+    minor: int | None = None  # the number of its device file, /dev/nvidia0
 
 
 class MigReading(msgspec.Struct, frozen=True, gc=False):

@@ -32,9 +32,11 @@ class Connector:
         config: dict[str, Any],
         listener: Listener,
         ended: Callable[[TransportError], None],
+        job: str | None = None,
     ) -> AgentLink:
         """Return a link to a new agent of ``role`` on ``host`` (None: this machine), at once, still connecting.
 
+        ``job``: through a step of this Slurm job of ours, where ``host`` is the node's name for Slurm.
         ``listener`` and ``ended`` are called in the transport's thread (see :class:`AgentLink`).
         """
         link = AgentLink(node, role, config, listener, ended)

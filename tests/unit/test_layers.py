@@ -32,7 +32,8 @@ def test_the_agent_imports_the_standard_library_and_itself(path: Path) -> None:
     [
         ("pynvml", {"agent/nvml.py"}),
         ("asyncssh", {f"transport/{name}.py" for name in ("asyncssh", "sshconfig", "ssherrors")}),
-        ("ClusterShell", {"cluster/nodesets.py"}),
+        ("paramiko", {"transport/paramiko.py"}),
+        ("ClusterShell", {"nodesets.py"}),
         ("textual", {"board/"}),
         ("rich", {"board/"}),
     ],

@@ -1,0 +1,1 @@
+"""What the cluster's scheduler holds, and how to ask it for more."""
