@@ -145,6 +145,7 @@ class FeederConnector(Connector):
         config: dict[str, Any],
         listener: Listener,
         ended: Callable[[TransportError], None],
+        job: str | None = None,
     ) -> AgentLink:
         """Return a link to a node of the feeder."""
         link = AgentLink(node, role, config, listener, ended)

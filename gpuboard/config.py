@@ -91,7 +91,7 @@ class Configuration(msgspec.Struct, frozen=True):
     origins: dict[str, str]
 
 
-_SECTIONS = {"state": StateSettings, "slurm": SlurmSettings}
+_SECTIONS: dict[str, type[msgspec.Struct]] = {"state": StateSettings, "slurm": SlurmSettings}
 _DURATIONS = ("connect_timeout", "max_lease", "state.stale_min", "state.idle_after", "slurm.interval", "slurm.time")
 _SIZES = ("slurm.mem_per_gpu",)
 _RANGES = {
@@ -176,7 +176,7 @@ def _check(values: dict[str, Any], origin: str) -> None:
         message = str(error).replace("Object contains unknown field", "unknown key")
         if message.startswith("unknown key"):
             name = message.rpartition("`$.")[2].rstrip("`") if message.endswith("`") else ""
-            section = _SECTIONS.get(name, Settings)
+            section: type[msgspec.Struct] = _SECTIONS.get(name, Settings)
             known = ", ".join(sorted(field.name for field in msgspec.structs.fields(section)))
             message += f"; keys {f'of [{name}] ' if name in _SECTIONS else ''}are: {known}"
         raise ConfigError(f"{origin}: {message}") from None
