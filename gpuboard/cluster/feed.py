@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -77,8 +77,8 @@ class NodeFeed:
 
     @property
     def answered(self) -> bool:
-        """Whether there is a reading or an error."""
-        return self.facts.reading is not None or self.facts.error is not None
+        """Whether there is a reading or an error, or nothing to wait for."""
+        return self.facts.reading is not None or self.facts.error is not None or self.facts.closed
 
     def open(self) -> None:
         """Connect, at once and without waiting."""
@@ -95,6 +95,17 @@ class NodeFeed:
         )
         if self.link.hello is not None:
             self.tick()  # an agent started ahead can answer before we know its link
+
+    def permit(self, *, ssh: bool, jobs: Sequence[str]) -> None:
+        """Take note in which ways the node may be reached from now on: by ssh, through these jobs of ours, or not."""
+        closed = not ssh and not jobs
+        if closed and not self.facts.closed:
+            self.close()
+            self.retry_at = None
+            self.facts = msgspec.structs.replace(self.facts, closed=True, error=None)
+        elif not closed and (self.facts.closed or self.link is None):
+            self.facts = msgspec.structs.replace(self.facts, closed=False)
+            self.open()
 
     def close(self) -> None:
         """End the link."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gpuboard.cluster.feed import NodeFeed
-from gpuboard.cluster.picture import View, node_claims, snapshot
+from gpuboard.cluster.picture import NodeFacts, View, node_claims, snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 from gpuboard.transport.base import CallFailed, LinkLost
@@ -19,9 +19,11 @@ from gpuboard.transport.link import Pending
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
     from gpuboard.cluster.moving import Moving
+    from gpuboard.cluster.ruling import Ruling
     from gpuboard.config import Settings
     from gpuboard.model.reading import Claim
     from gpuboard.model.snapshot import Snapshot
+    from gpuboard.scheduler.base import Scheduler
 
 _LOOK_S = 0.25  # how often somebody who waits looks at deadlines
 _PACE_S = 1.0  # how often deadlines and retries of a picture that is kept open are looked at
@@ -47,12 +49,19 @@ class Fleet:
         interval_s: float | None,
         one_shot: bool = True,
         connector: Connector | None = None,
+        scheduler: Scheduler | None = None,
     ) -> None:
+        """``scheduler``: is closed with the fleet."""
         self._settings = settings
         self._interval_s = interval_s
         self._one_shot = one_shot
         self._thresholds = settings.state.thresholds()
         self._connector = connector or Connector(settings)
+        self._ruling: Ruling | None = None
+        if scheduler is not None:
+            from gpuboard.cluster.ruling import Ruling  # only where there is one
+
+            self._ruling = Ruling(scheduler, settings.ssh, self._permit)
         self._moving: Moving | None = None
         if interval_s is not None:
             from gpuboard.cluster.moving import Moving  # only where snapshots follow each other
@@ -88,9 +97,12 @@ class Fleet:
         return list(self._feeds)
 
     def start(self) -> None:
-        """Connect to every node; returns at once."""
-        for feed in self._feeds.values():
-            feed.open()
+        """Connect to every node that we may connect to; returns at once."""
+        if self._ruling is not None:
+            self._ruling.start(once=self._interval_s is None)
+        else:
+            for feed in self._feeds.values():
+                feed.open()
         if self._interval_s is not None:
             threading.Thread(target=self._pace, name="fleet", daemon=True).start()
 
@@ -102,12 +114,15 @@ class Fleet:
         with self._condition:
             self._waiting += 1
             try:
-                while (left := until - time.monotonic()) > 0 and not all(feed.answered for feed in feeds):
+                while (left := until - time.monotonic()) > 0 and not self._answered(feeds):
                     self._condition.wait(min(left, _LOOK_S))
                     if self._interval_s is None:
                         self._look(feeds)
             finally:
                 self._waiting -= 1
+
+    def _answered(self, feeds: Collection[NodeFeed]) -> bool:
+        return (self._ruling is None or self._ruling.answered) and all(feed.answered for feed in feeds)
 
     def wait_change(self, timeout_s: float) -> bool:
         """Wait for anything new since the last call; return whether there is. Ticks that arrive together are one."""
@@ -125,16 +140,19 @@ class Fleet:
 
     def snapshot(self) -> Snapshot:
         """Return every node's newest reading, each with its age, judged now."""
+        now, at = time.monotonic(), time.time()
+        nodes = [feed.facts for feed in self._feeds.values()]
         view = View(
-            now=time.monotonic(),
-            at=time.time(),
+            now=now,
+            at=at,
             cluster=self._cluster,
             thresholds=self._thresholds,
             users=self._settings.users,
             interval_s=self._interval_s,
             one_shot=self._one_shot,
+            scheduled=self._ruling.of(nodes, now, at) if self._ruling else {},
+            scheduler=self._ruling.view(now) if self._ruling else None,
         )
-        nodes = [feed.facts for feed in self._feeds.values()]
         return snapshot(nodes, view) if self._moving is None else self._moving.snapshot(nodes, view)
 
     def claims(self) -> dict[str, list[Claim]]:
@@ -193,6 +211,8 @@ class Fleet:
         self._closed.set()
         with self._condition:
             self._condition.notify_all()
+        if self._ruling is not None:
+            self._ruling.close()
         for feed in self._feeds.values():
             feed.close()
         self._connector.close()
@@ -221,6 +241,13 @@ class Fleet:
                 link = feed.link
         assert link is not None
         return link.submit(op, args)
+
+    def _permit(self, ways: Callable[[NodeFacts], tuple[bool, list[str]]]) -> None:
+        """Open and close connections as the scheduler's newest answer wants it."""
+        for feed in self._feeds.values():
+            ssh, jobs = ways(feed.facts)
+            feed.permit(ssh=ssh or feed.node.host is None, jobs=jobs)
+        self._feed_changed()
 
     def _feed_changed(self) -> None:
         if not self._dirty or self._waiting:  # one wake-up for all that arrives until the next look

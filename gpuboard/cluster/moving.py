@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gpuboard.cluster import picture
-from gpuboard.cluster.picture import Held, NodeFacts, View
+from gpuboard.cluster.picture import Held, NodeFacts, Scheduled, View
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Reading
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
@@ -32,15 +32,17 @@ class _Gpu(msgspec.Struct, gc=False):
     quiet: GpuReading  # what its newest two readings are but for the numbers
     in_use: bool  # by a process that counts: then neither memory nor utilization decides anything
     claims: list[Claim]
-    unused: bool  # for so long that a reserved one is called idle
+    given: bool  # to a job
+    unused: bool  # for so long that one that somebody holds is called idle
     view: GpuView
 
 
 class _Node:
     """A node as it was drawn last."""
 
-    def __init__(self, facts: NodeFacts) -> None:
+    def __init__(self, facts: NodeFacts, scheduled: Scheduled | None) -> None:
         self.facts = facts
+        self.scheduled = scheduled
         self.order: list[GpuStatic] = picture.in_order(facts)
         self.uuids = [gpu.uuid for gpu in self.order]
         self.gpus: list[_Gpu | None] = [None] * len(self.order)
@@ -55,6 +57,7 @@ class Moving:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}
+        self._unseen: dict[str, tuple[NodeFacts, Scheduled, NodeView]] = {}  # nodes that only the scheduler shows
         self._claims: dict[str, tuple[Reading, list[Claim]]] = {}
         self._leases: frozenset[str] = frozenset()
         self._settings: object = None
@@ -65,6 +68,7 @@ class Moving:
             settings = (view.thresholds, view.users, view.interval_s, view.one_shot)
             if settings != self._settings:
                 self._nodes.clear()
+                self._unseen.clear()
                 self._claims.clear()
                 self._settings = settings
             held = picture.held_by(self._claims_of(facts, view.users) for facts in nodes)
@@ -75,6 +79,7 @@ class Moving:
                 at=iso(view.at),
                 cluster=view.cluster,
                 nodes=[self._node(facts, held, same_leases, view) for facts in nodes],
+                scheduler=view.scheduler,
             )
 
     def claims(self, facts: NodeFacts, users: Mapping[str, str]) -> list[Claim]:
@@ -102,13 +107,16 @@ class Moving:
     def _node(self, facts: NodeFacts, held: Held, same_leases: bool, view: View) -> NodeView:
         reading = facts.reading
         age_s = max(0.0, view.now - facts.arrived)
+        scheduled = view.scheduled.get(facts.name)
+        if scheduled is not None and picture.is_unseen(facts, view):
+            return self._unseen_view(facts, scheduled, held, view)
         if reading is None or age_s > picture.stale_after_s(view):
             self._nodes.pop(facts.name, None)
             return picture.node_view(facts, picture.gpu_views(facts, held, view), view)
         node = self._nodes.get(facts.name)
         quiet = _quiet_node(reading)
-        if node is None or node.quiet != quiet or not _same_frame(node.facts, facts):
-            node = self._nodes[facts.name] = _Node(facts)
+        if node is None or node.scheduled is not scheduled or node.quiet != quiet or not _same_frame(node.facts, facts):
+            node = self._nodes[facts.name] = _Node(facts, scheduled)
         if (
             node.view
             and node.still
@@ -134,6 +142,17 @@ class Moving:
         node.facts, node.quiet = facts, quiet
         return node.view
 
+    def _unseen_view(self, facts: NodeFacts, scheduled: Scheduled, held: Held, view: View) -> NodeView:
+        """Return a node of which nothing changes but the age, as long as its facts and the scheduler's words stay."""
+        last = self._unseen.get(facts.name)
+        if last is not None and last[0] is facts and last[1] is scheduled and not any(g.leases for g in last[2].gpus):
+            drawn = replace(last[2], age_s=view.scheduler.age_s if view.scheduler else None)
+        else:
+            self._nodes.pop(facts.name, None)
+            drawn = picture.node_view(facts, picture.gpu_views(facts, held, view), view)
+        self._unseen[facts.name] = (facts, scheduled, drawn)
+        return drawn
+
 
 def _gpus(node: _Node, facts: NodeFacts, held: Held, same_leases: bool, view: View) -> list[GpuView]:
     reading, limits = facts.reading, view.thresholds
@@ -152,7 +171,10 @@ def _gpus(node: _Node, facts: NodeFacts, held: Held, same_leases: bool, view: Vi
             and _decides_the_same(gpu, last, limits)
             and (followed or ((other := before[place]) is not None and _decides_the_same(other, last, limits)))
             and (claims is last.claims or _same_claims(claims, last.claims))
-            and (not claims or unused(picture.idle_for_s(static.uuid, facts, view), limits) == last.unused)
+            and (
+                (not claims and not last.given)
+                or unused(picture.idle_for_s(static.uuid, facts, view), limits) == last.unused
+            )
             and (same_leases or not gpu.processes or all(p.lease is None for p in gpu.processes))
         ):
             last.view = _with_numbers(last.view, gpu, claims, reading)
@@ -220,7 +242,7 @@ def _with_numbers(view: GpuView, gpu: GpuReading, held: list[Claim], reading: Re
         processes = [_at(process, reading) for process in processes]
     return replace(
         view,
-        reason=clean(claims_words(held)) if view.state == "reserved" else view.reason,
+        reason=clean(claims_words(held)) if view.state == "reserved" and held else view.reason,
         memory_used=gpu.memory_used,
         utilization=gpu.utilization,
         temperature=gpu.temperature,
@@ -247,7 +269,8 @@ def _remembered(
         return None  # ages and MIG devices are more than numbers, and rare
     in_use = bool(counted(gpu.processes or [], view.thresholds))
     idle_for_s = picture.idle_for_s(drawn.uuid, facts, view)
-    last = _Gpu(_quiet(gpu), in_use, claims, unused(idle_for_s, view.thresholds), drawn)
+    given = drawn.state == "allocated"
+    last = _Gpu(_quiet(gpu), in_use, claims, given, unused(idle_for_s, view.thresholds), drawn)
     calm = _calm(gpu, in_use, view.thresholds)
     if view.one_shot:
         return last if calm else None

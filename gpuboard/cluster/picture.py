@@ -8,8 +8,17 @@ import msgspec
 
 from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process, Xid
 from gpuboard.model.reading import Claim, Hello, Reading, Static
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot, XidView
-from gpuboard.model.state import Facts, Thresholds, judge
+from gpuboard.model.snapshot import (
+    GpuView,
+    JobView,
+    MigView,
+    NodeView,
+    ProcessView,
+    SchedulerView,
+    Snapshot,
+    XidView,
+)
+from gpuboard.model.state import Facts, Job, Ruling, Thresholds, judge
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
 
@@ -29,6 +38,19 @@ class NodeFacts(msgspec.Struct, frozen=True, gc=False):
     previous: Reading | None = None  # the one before, where they follow each other
     arrived: float = 0.0  # when the newest reading did
     last_busy: dict[str, float] = {}  # UUID -> when it was last seen in use, or first seen at all
+    closed: bool = False  # no connection is wanted: only the scheduler shows it
+
+
+class Scheduled(msgspec.Struct, frozen=True, gc=False):
+    """What the scheduler says of a node; made by :mod:`gpuboard.cluster.joined`, text made inert there."""
+
+    state: str | None = None
+    reason: str = ""
+    reservation: str = ""
+    gpus: dict[str, Ruling] = {}  # by UUID
+    alone: list[GpuStatic] = []  # its GPUs, where nothing else has ever shown them
+    doubt: str = ""  # why it is not known what is the case there
+    error: str | None = None  # why there is no current answer
 
 
 class View(msgspec.Struct, frozen=True):
@@ -41,6 +63,8 @@ class View(msgspec.Struct, frozen=True):
     users: dict[str, str]  # a node's name for somebody -> the name to show
     interval_s: float | None
     one_shot: bool
+    scheduled: Mapping[str, Scheduled] = {}  # by node, those that the scheduler knows
+    scheduler: SchedulerView | None = None
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -58,6 +82,7 @@ def snapshot(nodes: Sequence[NodeFacts], view: View) -> Snapshot:
         at=iso(view.at),
         cluster=view.cluster,
         nodes=[node_view(facts, gpu_views(facts, held, view), view) for facts in nodes],
+        scheduler=view.scheduler,
     )
 
 
@@ -126,7 +151,10 @@ def by_uuid(reading: Reading | None) -> dict[str, GpuReading]:
 
 def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
     """Return what a node is at one moment, with its GPUs as they were judged."""
+    if is_unseen(facts, view):
+        return _unseen_view(facts, gpus, view)
     reading, static, hello = facts.reading, facts.static, facts.hello
+    scheduled = view.scheduled.get(facts.name)
     age_s = max(0.0, view.now - facts.arrived) if reading else None
     fresh = age_s is not None and age_s <= stale_after_s(view)
     if fresh:
@@ -140,6 +168,9 @@ def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
     return NodeView(
         name=facts.name,
         state=state,
+        scheduler_state=scheduled.state if scheduled else None,
+        scheduler_reason=scheduled.reason or None if scheduled else None,
+        scheduler_reservation=scheduled.reservation or None if scheduled else None,
         error=None if error is None else clean(error),
         age_s=None if age_s is None else round(age_s, 3),
         source=_short(static.source) or "nvml" if static else "nvml",
@@ -157,10 +188,39 @@ def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
     )
 
 
+def is_unseen(facts: NodeFacts, view: View) -> bool:
+    """Return whether only the scheduler shows a node: nothing was ever read there, or no connection is wanted now."""
+    return facts.name in view.scheduled and (facts.closed or facts.reading is None)
+
+
+def _unseen_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
+    scheduled = view.scheduled[facts.name]
+    error = scheduled.doubt or facts.error
+    state = "up"
+    if scheduled.error is not None:
+        state, error = ("stale" if scheduled.state else "unreachable"), facts.error or f"scheduler: {scheduled.error}"
+    elif scheduled.doubt:
+        state = "unreachable"
+    return NodeView(
+        name=facts.name,
+        state=state,
+        scheduler_state=scheduled.state,
+        scheduler_reason=scheduled.reason or None,
+        scheduler_reservation=scheduled.reservation or None,
+        error=None if error is None else clean(error),
+        age_s=view.scheduler.age_s if view.scheduler else None,
+        source="slurm",
+        gpus=gpus,
+    )
+
+
 def gpu_views(facts: NodeFacts, held: Held, view: View) -> list[GpuView]:
     """Return a node's GPUs, judged."""
     now, before = by_uuid(facts.reading), by_uuid(facts.previous)
-    return [gpu_view(gpu, (now.get(gpu.uuid), before.get(gpu.uuid)), facts, held, view) for gpu in in_order(facts)]
+    gpus = in_order(facts)
+    if not gpus and (scheduled := view.scheduled.get(facts.name)):
+        gpus = scheduled.alone
+    return [gpu_view(gpu, (now.get(gpu.uuid), before.get(gpu.uuid)), facts, held, view) for gpu in gpus]
 
 
 def gpu_view(
@@ -168,7 +228,9 @@ def gpu_view(
 ) -> GpuView:
     """Return one GPU, judged; ``seen``: what its node's newest reading and the one before say of it."""
     now, before = seen
-    reading = _reading_of(static, now, facts, facts.reading)
+    scheduled = view.scheduled.get(facts.name)
+    unseen = is_unseen(facts, view)
+    reading = None if unseen else _reading_of(static, now, facts, facts.reading)
     previous = None if view.one_shot else _reading_of(static, before, facts, facts.previous)
     about = Facts(
         static=static,
@@ -179,6 +241,9 @@ def gpu_view(
         one_shot=view.one_shot,
         claims=tuple(held.claims.get(static.uuid, ())),
         claims_error=facts.reading.claims_error if facts.reading else None,
+        ruling=_ruling(scheduled, static.uuid, view.users),
+        scheduler_error=scheduled.error if scheduled else None,
+        unseen=unseen,
         leases=held.leases,
         idle_for_s=idle_for_s(static.uuid, facts, view),
     )
@@ -200,7 +265,8 @@ def gpu_view(
         power_limit=reading.power_limit if reading else None,
         processes=None if processes is None else [_process(p, facts, view.users) for p in processes],
         leases=[claim.lease for claim in about.claims],
-        mig=[_mig(device, about, held.claims, view) for device in static.mig or []],
+        jobs=_jobs(about.ruling),
+        mig=[_mig(device, about, held.claims, scheduled, view) for device in static.mig or []],
         numa_node=static.numa_node,
         links=static.links,
         pci=static.pci,
@@ -243,7 +309,26 @@ def _reading_of(
     return GpuReading(uuid=static.uuid, error="NVML no longer lists it", lost=True)
 
 
-def _mig(device: MigStatic, parent: Facts, claims: Mapping[str, list[Claim]], view: View) -> MigView:
+def _ruling(scheduled: Scheduled | None, uuid: str, users: Mapping[str, str]) -> Ruling | None:
+    """Return what the scheduler says of a GPU, people by the names to show."""
+    ruling = scheduled and scheduled.gpus.get(uuid)
+    if not ruling or not users or not ruling.jobs:
+        return ruling or None
+    jobs = tuple(msgspec.structs.replace(job, user=_user(job.user, users)) for job in ruling.jobs)
+    return msgspec.structs.replace(ruling, jobs=jobs)
+
+
+def _jobs(ruling: Ruling | None) -> list[JobView]:
+    return [_job(job) for job in ruling.jobs] if ruling else []
+
+
+def _job(job: Job) -> JobView:
+    return JobView(job.id, job.user, job.partition, None if job.until is None else iso(job.until))
+
+
+def _mig(
+    device: MigStatic, parent: Facts, claims: Mapping[str, list[Claim]], scheduled: Scheduled | None, view: View
+) -> MigView:
     """Judge a MIG device as a GPU of its own: its memory and processes; mode, health and claims of its parent too."""
     assert parent.static.mig is not None
     static = GpuStatic(
@@ -256,6 +341,7 @@ def _mig(device: MigStatic, parent: Facts, claims: Mapping[str, list[Claim]], vi
         reading=_mig_reading(device.uuid, parent.reading),
         previous=_mig_reading(device.uuid, parent.previous),
         claims=(*own, *(claim for claim in parent.claims if claim.lease not in {c.lease for c in own})),
+        ruling=_ruling(scheduled, device.uuid, view.users) or parent.ruling,
         idle_for_s=None,
     )
     verdict = judge(about, view.thresholds)
@@ -267,6 +353,7 @@ def _mig(device: MigStatic, parent: Facts, claims: Mapping[str, list[Claim]], vi
         memory_used=about.reading.memory_used if about.reading else None,
         memory_total=device.memory_total,
         leases=[claim.lease for claim in about.claims],
+        jobs=_jobs(about.ruling),
     )
 
 

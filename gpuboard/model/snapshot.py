@@ -51,6 +51,7 @@ class MigView(msgspec.Struct, frozen=True, gc=False):
     memory_used: int | None
     memory_total: int | None
     leases: list[str] = []
+    jobs: list[JobView] = []
 
 
 class GpuView(msgspec.Struct, frozen=True, gc=False):
@@ -114,6 +115,17 @@ class NodeView(msgspec.Struct, frozen=True, gc=False):
     claims_error: str | None = None  # why reservations cannot be held here
     load1: float | None = None
     connected: bool = False  # whether its agent is there now; ``error`` says why not
+    scheduler_reason: str | None = None  # why it is drained or down, who said so, when
+    scheduler_reservation: str | None = None
+
+
+class SchedulerView(msgspec.Struct, frozen=True, gc=False):
+    """How current the scheduler's answers are."""
+
+    name: str  # "slurm"
+    age_s: float | None  # of its newest answer; None: it has given none
+    error: str | None = None  # why there is no newer one
+    current: bool = False  # whether that answer still says something about now
 
 
 class Snapshot(msgspec.Struct, frozen=True, gc=False):
@@ -123,3 +135,4 @@ class Snapshot(msgspec.Struct, frozen=True, gc=False):
     at: str
     cluster: str
     nodes: list[NodeView]
+    scheduler: SchedulerView | None = None  # None: there is none

@@ -11,6 +11,7 @@ import msgspec
 
 from gpuboard.model.gpu import GpuReading, GpuStatic, Process
 from gpuboard.model.reading import Claim
+from gpuboard.model.units import day_time, format_duration
 
 STATES = ("allocated", "broken", "unknown", "reserved", "busy", "occupied", "free")
 
@@ -41,7 +42,19 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     id: str
     user: str
     partition: str = ""
-    until: float | None = None
+    until: float | None = None  # epoch seconds; None: no limit
+    words: str = ""  # what else is to be said: "suspended", "2 shards", …
+    number: str = ""  # what the cgroups of its processes say, where that is not the id (arrays)
+
+
+class Ruling(msgspec.Struct, frozen=True, gc=False):
+    """What the scheduler says of one GPU, in words to show. Nothing said: it is given to nobody, and can be had."""
+
+    jobs: tuple[Job, ...] = ()
+    hidden: str = ""  # it is given to somebody whom the scheduler does not name
+    doubt: str = ""  # why it cannot be told whether it is given to anybody
+    withheld: str = ""  # it is given to nobody, and nobody gets it now
+    note: str = ""  # what is to be known of these words: how the scheduler's numbers were taken for this GPU, …
 
 
 class Facts(msgspec.Struct, frozen=True, gc=False):
@@ -55,8 +68,9 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     one_shot: bool = True  # one reading suffices to call a GPU free
     claims: tuple[Claim, ...] = ()  # live ones on this GPU
     claims_error: str | None = None
-    jobs: tuple[Job, ...] = ()
+    ruling: Ruling | None = None  # None: no scheduler knows its node
     scheduler_error: str | None = None  # a configured scheduler that gives no current answer
+    unseen: bool = False  # only the scheduler shows this GPU; there is no connection that could read it
     leases: frozenset[str] = frozenset()  # the ids of all that live, on whatever GPU
     idle_for_s: float | None = None  # how long nothing has run on it, as far as we have watched
 
@@ -95,18 +109,21 @@ def judge(facts: Facts, thresholds: Thresholds) -> Verdict:
 
 
 def _state(facts: Facts, limits: Thresholds) -> tuple[str, str]:
-    reading = facts.reading
-    if facts.jobs:
-        return "allocated", "; ".join(f"job {job.id} of {job.user}" for job in facts.jobs)
+    reading, ruling = facts.reading, facts.ruling
+    if ruling is not None and (ruling.jobs or ruling.hidden):
+        return "allocated", _allocated(facts, ruling, limits)
     if reading is not None and (broken := _broken(reading)):
         return "broken", broken
     if unknown := _unknown(facts, limits):
         return "unknown", unknown
-    assert reading is not None  # _unknown has said so otherwise
     if facts.claims:
         return "reserved", claims_words(facts.claims)
+    if ruling is not None and ruling.withheld:
+        return "reserved", ruling.withheld
+    if reading is None:  # _unknown lets that pass only where nothing but the scheduler shows it
+        return "free", noted("free for Slurm; NVML not seen", ruling)
     if busy := _busy(reading, limits):
-        return "busy", busy
+        return "busy", busy if ruling is None else _against(ruling, busy, reading)
     used = reading.memory_used or 0
     if used > limits.occupied_memory:
         return "occupied", f"{used / 2**30:.1f} GiB in use by a process that cannot be seen from here"
@@ -121,7 +138,62 @@ def _state(facts: Facts, limits: Thresholds) -> tuple[str, str]:
             return "occupied", "a moment ago: memory in use by a process that cannot be seen from here"
     if facts.static.mig is not None:
         return "free", "in MIG mode: what can be reserved are its devices"
-    return "free", "no process, no reservation"
+    return "free", noted("no process, no reservation", ruling)
+
+
+def noted(words: str, ruling: Ruling | None) -> str:
+    """Return ``words`` with what is to be known of a ruling."""
+    return f"{words}; {ruling.note}" if ruling is not None and ruling.note else words
+
+
+def _allocated(facts: Facts, ruling: Ruling, limits: Thresholds) -> str:
+    """Return who the scheduler gave a GPU to, and what speaks against it."""
+    words = [_job_words(job) for job in ruling.jobs] or [ruling.hidden]
+    processes = counted((facts.reading.processes if facts.reading else None) or [], limits)
+    if strangers := _strangers(facts, processes):
+        first = strangers[0]
+        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+        words.append(f"{first.user}: {first.name or 'process'} (pid {first.pid}){more} is none of that job's")
+    if foreign := _overlapping(facts):
+        words.append("also reserved: " + ", ".join(f"{claim.owner} ({claim.lease})" for claim in foreign))
+    if facts.reading is not None and not processes and unused(facts.idle_for_s, limits):
+        words.append(f"unused for {format_duration(limits.idle_after_s)} and more")
+    return noted("; ".join(words), ruling)
+
+
+def _job_words(job: Job) -> str:
+    words = f"job {job.id} of {job.user}" + (f" in {job.partition}" if job.partition else "")
+    if job.until is not None:
+        words += f", until {day_time(job.until)}"
+    return words + (f", {job.words}" if job.words else "")
+
+
+def _against(ruling: Ruling, busy: str, reading: GpuReading) -> str:
+    """Return why a GPU is busy that the scheduler has given to nobody."""
+    if jobs := sorted({process.job for process in reading.processes or [] if process.job}):
+        return noted(f"{busy}, of job {', '.join(jobs)}, which Slurm's last answer does not have here", ruling)
+    return noted(f"free for Slurm, yet in use: {busy}", ruling)
+
+
+def _overlapping(facts: Facts) -> list[Claim]:
+    """Return the claims of others than those whose jobs hold the GPU; within a job its owner may reserve."""
+    users = {job.user for job in facts.ruling.jobs} if facts.ruling else set()
+    return [claim for claim in facts.claims if users and claim.owner not in users]
+
+
+def _strangers(facts: Facts, processes: Sequence[Process]) -> list[Process]:
+    """Return the processes of people who hold the GPU neither by a job nor by a lease; unknown owners are none."""
+    jobs = facts.ruling.jobs if facts.ruling else ()
+    holders = {claim.owner for claim in facts.claims} | {job.user for job in jobs}
+    ours = {claim.lease for claim in facts.claims}
+    ids = {name for job in jobs for name in (job.id, job.number)}
+    if not holders:
+        return []
+    return [
+        p
+        for p in processes
+        if p.user is not None and p.user not in holders and p.lease not in ours and p.job not in ids
+    ]
 
 
 def _broken(reading: GpuReading) -> str | None:
@@ -137,6 +209,8 @@ def _broken(reading: GpuReading) -> str | None:
 def _unknown(facts: Facts, limits: Thresholds) -> str | None:
     reading = facts.reading
     if reading is None:
+        if facts.unseen:
+            return _scheduler_unknown(facts)
         return "no reading of this GPU yet"
     limit_s = max(limits.stale_min_s, limits.stale_intervals * facts.interval_s)
     age_s = facts.age_s + reading.delay_s
@@ -144,11 +218,17 @@ def _unknown(facts: Facts, limits: Thresholds) -> str | None:
         return f"last reading is {age_s:.0f} s old"
     if unreadable := _unreadable(facts.static, reading):
         return unreadable
-    if facts.scheduler_error:
-        return f"scheduler: {facts.scheduler_error}"
+    if unknown := _scheduler_unknown(facts):
+        return unknown
     if facts.claims_error:
         return f"reservations: {facts.claims_error}"
     return None
+
+
+def _scheduler_unknown(facts: Facts) -> str | None:
+    if facts.scheduler_error:
+        return f"scheduler: {facts.scheduler_error}"
+    return facts.ruling.doubt or None if facts.ruling is not None else None
 
 
 def _unreadable(static: GpuStatic, reading: GpuReading) -> str | None:
@@ -187,15 +267,14 @@ def _flags(facts: Facts, limits: Thresholds, state: str) -> tuple[str, ...]:
     flags: list[str] = []
     reading = facts.reading
     processes = counted((reading.processes if reading else None) or [], limits)
-    holders = {claim.owner for claim in facts.claims} | {job.user for job in facts.jobs}
-    ours = {claim.lease for claim in facts.claims}
-    if holders and any(p.user is not None and p.user not in holders and p.lease not in ours for p in processes):
+    given = facts.ruling is not None and bool(facts.ruling.jobs or facts.ruling.hidden)
+    if _strangers(facts, processes):
         flags.append("rogue")
-    if holders and not processes and unused(facts.idle_for_s, limits):
+    if (facts.claims or given) and reading is not None and not processes and unused(facts.idle_for_s, limits):
         flags.append("idle")
     if not facts.claims and any(p.lease is not None and p.lease not in facts.leases for p in processes):
         flags.append("overdue")
-    if any(claim.disputed_with for claim in facts.claims):
+    if any(claim.disputed_with for claim in facts.claims) or _overlapping(facts):
         flags.append("disputed")
     if reading is not None and state != "broken" and _sick(facts.static, reading):
         flags.append("sick")

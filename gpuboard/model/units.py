@@ -66,6 +66,11 @@ def iso(epoch: float) -> str:
     return datetime.fromtimestamp(epoch, UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"
 
 
+def day_time(epoch: float) -> str:
+    """Return epoch seconds as local month, day, hour and minute: ``01-31 14:00``."""
+    return datetime.fromtimestamp(min(max(epoch, _FIRST), _LAST)).strftime("%m-%d %H:%M")
+
+
 def parse_time(text: str, now: float) -> float:
     """Return epoch seconds for ``14:00`` (the next one, local time) or ISO 8601.
 

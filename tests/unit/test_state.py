@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from gpuboard.model.gpu import GpuReading, GpuStatic, Process, Xid
 from gpuboard.model.reading import Claim
-from gpuboard.model.state import STATES, Facts, Job, Thresholds, judge
+from gpuboard.model.state import STATES, Facts, Job, Ruling, Thresholds, judge
+from gpuboard.model.units import day_time
 
 GIB = 2**30
 UUID = "GPU-0"
@@ -29,8 +30,45 @@ def facts(**changes: Any) -> Facts:
 
 TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("idle", {}, "free", "no process, no reservation", ()),
-    ("a job", {"jobs": (Job("12", "bob"),)}, "allocated", "job 12 of bob", ()),
-    ("a job on an unread GPU", {"jobs": (Job("12", "bob"),), "reading": None}, "allocated", "job 12 of bob", ()),
+    ("a job", {"ruling": Ruling((Job("12", "bob"),))}, "allocated", "job 12 of bob", ()),
+    ("a job on an unread GPU", {"ruling": Ruling((Job("12", "bob"),)), "reading": None},
+     "allocated", "job 12 of bob", ()),
+    ("a job with a limit", {"ruling": Ruling((Job("12", "bob", "gpu", 1e9),))},
+     "allocated", f"job 12 of bob in gpu, until {day_time(1e9)}", ()),
+    ("a suspended job", {"ruling": Ruling((Job("12", "bob", words="suspended"),))},
+     "allocated", "job 12 of bob, suspended", ()),
+    ("two jobs, shards", {"ruling": Ruling((Job("12", "bob"), Job("13", "eve")))},
+     "allocated", "job 12 of bob; job 13 of eve", ()),
+    ("a hidden job", {"ruling": Ruling(hidden="a job that you cannot see")},
+     "allocated", "a job that you cannot see", ()),
+    ("lost in a job", {"ruling": Ruling((Job("12", "bob"),)), "lost": True}, "allocated", "job 12 of bob", ()),
+    ("a job, unused", {"ruling": Ruling((Job("12", "bob"),)), "idle_for_s": 900.0},
+     "allocated", "job 12 of bob; unused for 15m and more", ("idle",)),
+    ("a hidden job, unused", {"ruling": Ruling(hidden="hidden"), "idle_for_s": 900.0},
+     "allocated", "hidden; unused for 15m and more", ("idle",)),
+    ("a stranger in a job", {"ruling": Ruling((Job("12", "alice"),)), "processes": [BOB]},
+     "allocated", "job 12 of alice; bob: python (pid 7) is none of that job's", ("rogue",)),
+    ("a job's process under another name", {"ruling": Ruling((Job("12", "alice"),)),
+     "processes": [msgspec.structs.replace(BOB, job="12")]}, "allocated", "job 12 of alice", ()),
+    ("a job and a lease", {"ruling": Ruling((Job("12", "bob"),)), "claims": (CLAIM,)},
+     "allocated", "job 12 of bob; also reserved: alice (k3f9)", ("disputed",)),
+    ("a lease within one's job", {"ruling": Ruling((Job("12", "alice"),)), "claims": (CLAIM,)},
+     "allocated", "job 12 of alice", ()),
+    ("free for Slurm", {"ruling": Ruling()}, "free", "no process, no reservation", ()),
+    ("free for Slurm, by order", {"ruling": Ruling(note="by order")},
+     "free", "no process, no reservation; by order", ()),
+    ("free for Slurm, in use", {"ruling": Ruling(), "processes": [BOB]},
+     "busy", "free for Slurm, yet in use: bob: python (pid 7)", ()),
+    ("of a newer job", {"ruling": Ruling(), "processes": [msgspec.structs.replace(BOB, job="14")]},
+     "busy", "bob: python (pid 7), of job 14, which Slurm's last answer does not have here", ()),
+    ("drained", {"ruling": Ruling(withheld="drained: bad fan")}, "reserved", "drained: bad fan", ()),
+    ("in doubt", {"ruling": Ruling(doubt="Slurm: node is down")}, "unknown", "Slurm: node is down", ()),
+    ("only Slurm", {"ruling": Ruling(), "reading": None, "unseen": True},
+     "free", "free for Slurm; NVML not seen", ()),
+    ("only Slurm, no answer", {"ruling": Ruling(), "reading": None, "unseen": True, "scheduler_error": "dead"},
+     "unknown", "scheduler: dead", ()),
+    ("only Slurm, drained", {"ruling": Ruling(withheld="drained"), "reading": None, "unseen": True},
+     "reserved", "drained", ()),
     ("lost", {"lost": True, "error": "GPU is lost"}, "broken", "GPU lost: GPU is lost", ()),
     ("lost and reserved", {"lost": True, "claims": (CLAIM,)}, "broken", "GPU lost: fallen off the bus", ()),
     ("remap failed", {"remap_failed": True}, "broken", "row remapping failed: the GPU needs replacement", ()),
@@ -144,7 +182,16 @@ any_facts = st.builds(
     one_shot=st.booleans(),
     claims=st.lists(st.just(CLAIM), max_size=1).map(tuple),
     claims_error=st.none() | st.just("NFS"),
-    jobs=st.lists(st.just(Job("1", "bob")), max_size=1).map(tuple),
+    ruling=st.none()
+    | st.builds(
+        Ruling,
+        jobs=st.lists(st.just(Job("1", "bob")), max_size=1).map(tuple),
+        hidden=st.sampled_from(["", "a job that you cannot see"]),
+        doubt=st.sampled_from(["", "Slurm: no numbers"]),
+        withheld=st.sampled_from(["", "drained"]),
+        note=st.sampled_from(["", "by order"]),
+    ),
+    unseen=st.booleans(),
     scheduler_error=st.none() | st.just("down"),
     idle_for_s=st.none() | st.sampled_from([0.0, 1e4]),
 )
@@ -157,10 +204,14 @@ def test_free_is_only_said_when_everything_is_known_and_nothing_speaks_against_i
     assert verdict.reason
     if verdict.state != "free":
         return
-    assert not about.jobs
+    assert about.ruling is None or about.ruling == Ruling(note=about.ruling.note)
     assert not about.claims
-    assert about.claims_error is None
     assert about.scheduler_error is None
+    if about.reading is None:
+        assert about.unseen
+        assert verdict.reason.startswith("free for Slurm; NVML not seen")
+        return
+    assert about.claims_error is None
     for reading in [about.reading] if about.one_shot else [about.reading, about.previous]:
         assert reading is not None
         assert not reading.lost
@@ -184,9 +235,9 @@ def test_taking_knowledge_away_never_makes_a_gpu_free(about: Facts, what: str) -
         "scheduler": {"scheduler_error": "gone"},
     }
     if what in others:
-        worse = msgspec.structs.replace(about, **others[what])
+        worse = msgspec.structs.replace(about, unseen=False, **others[what])
     else:
         value = "Timeout" if what == "error" else None
         reading = about.reading and msgspec.structs.replace(about.reading, **{what: value})
-        worse = msgspec.structs.replace(about, reading=reading)
+        worse = msgspec.structs.replace(about, unseen=False, reading=reading)
     assert judge(worse, Thresholds()).state != "free"

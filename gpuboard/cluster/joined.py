@@ -1,0 +1,116 @@
+"""What the scheduler says of each node in scope, made anew only where its answer or the node's GPUs have changed."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec.structs import replace
+
+from gpuboard.cluster import jobs
+from gpuboard.cluster.picture import NodeFacts, Scheduled, in_order
+from gpuboard.model.schedule import Schedule, SchedulerNode, Seen
+from gpuboard.model.state import Ruling
+from gpuboard.model.text import clean
+from gpuboard.model.units import day_time
+
+
+class _Made(msgspec.Struct, frozen=True, gc=False):
+    """What was made for one node, and of what."""
+
+    known: object
+    evidence: object
+    scheduled: Scheduled
+    sure: bool
+
+
+class Join:
+    """Joins one scheduler's answers with the nodes of a fleet. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._schedule: Schedule | None = None
+        self._held: dict[str, list[jobs.Held]] = {}
+        self._names: dict[str, str] = {}
+        self._error: str | None = None
+        self._made: dict[str, _Made] = {}
+        self._strangers: dict[str, object] = {}  # nodes it does not know, by what they said of themselves
+
+    def take(self, seen: Seen, now: float, at: float) -> None:
+        """Take note of what is known of the scheduler; ``now``: monotonic, ``at``: epoch seconds."""
+        schedule = seen.schedule
+        error = None
+        if schedule is None or now - seen.arrived > seen.current_s:
+            since = f" since {day_time(at - (now - seen.arrived))}" if schedule is not None else ""
+            error = f"no answer{since}: {clean(seen.error or 'not asked yet', 300)}"
+        if schedule is self._schedule and error == self._error:
+            return
+        if schedule is not self._schedule and schedule is not None:
+            self._held = jobs.by_node(schedule)
+            self._names = jobs.names(schedule)
+        self._schedule, self._error = schedule, error
+        self._made.clear()
+        self._strangers.clear()
+
+    def node(self, *names: str) -> SchedulerNode | None:
+        """Return the scheduler's node of any of these names; None when it knows none."""
+        if self._schedule is None:
+            return None
+        found = next((self._names[name] for name in names if name in self._names), None)
+        return None if found is None else self._schedule.nodes[found]
+
+    def of(self, facts: NodeFacts) -> Scheduled | None:
+        """Return what the scheduler says of a node; None when it does not know it."""
+        made = self._made.get(facts.name)
+        if made is not None and made.known is facts.known and (made.sure or made.evidence is facts.reading):
+            return made.scheduled
+        if made is None and self._strangers.get(facts.name, self) is facts.hello:
+            return None
+        made = self._make(facts)
+        if made is None:
+            self._strangers[facts.name] = facts.hello
+            return None
+        self._made[facts.name] = made
+        return made.scheduled
+
+    def _make(self, facts: NodeFacts) -> _Made | None:
+        if self._schedule is None:
+            return _Made(facts.known, None, Scheduled(error=self._error), sure=True)
+        hello = facts.hello
+        node = self.node(facts.name, facts.name.partition(".")[0], *([hello.hostname] if hello else []))
+        if node is None:
+            return None
+        gpus = in_order(facts)
+        unseen = not gpus
+        if unseen:
+            gpus = jobs.alone(node)
+        held = self._held.get(node.name, [])
+        ruled = jobs.rule(node, held, gpus, {} if unseen else _evidence(facts))
+        rulings = ruled.gpus if self._error is None else _aged(ruled.gpus, self._schedule.at)
+        scheduled = Scheduled(
+            state=clean(node.state, 96),
+            reason=clean(node.reason, 300),
+            reservation=clean(node.reservation, 96),
+            gpus=rulings,
+            alone=gpus if unseen else [],
+            doubt=jobs.node_words(node)[1],
+            error=self._error,
+        )
+        return _Made(facts.known, facts.reading, scheduled, ruled.sure)
+
+
+def _evidence(facts: NodeFacts) -> dict[str, set[str]]:
+    """Return the numbers of the jobs whose processes run on each GPU."""
+    found: dict[str, set[str]] = {}
+    for gpu in facts.reading.gpus if facts.reading else []:
+        for uuid, processes in [(gpu.uuid, gpu.processes), *((part.uuid, part.processes) for part in gpu.mig)]:
+            if numbers := {process.job for process in processes or [] if process.job}:
+                found[uuid] = numbers
+    return found
+
+
+def _aged(rulings: dict[str, Ruling], at: float) -> dict[str, Ruling]:
+    """Return what an old answer still says: who held what. That nobody did says nothing about now."""
+    note = f"as of {day_time(at)}"
+    return {
+        uuid: replace(ruling, note="; ".join(filter(None, (ruling.note, note))))
+        for uuid, ruling in rulings.items()
+        if ruling.jobs or ruling.hidden
+    }

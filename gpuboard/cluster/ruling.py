@@ -1,0 +1,103 @@
+"""A fleet's view of the scheduler: what it says of the nodes in scope, and which of them may be connected to."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from gpuboard.cluster.joined import Join
+from gpuboard.cluster.picture import NodeFacts, Scheduled
+from gpuboard.model.schedule import Schedule
+from gpuboard.model.snapshot import SchedulerView
+from gpuboard.model.text import clean
+from gpuboard.scheduler.base import Scheduler
+
+_LOOK_S = 15.0  # for one question to a controller that may hang; the scheduler's own deadlines are shorter
+
+Ways = Callable[[NodeFacts], tuple[bool, list[str]]]
+
+
+class Ruling:
+    """Asks the scheduler, joins its answers with the nodes, and says which nodes may be reached in which way.
+
+    ``ssh`` is the setting: "own": ssh goes only to those of its nodes where we have a job. ``permit`` is called after
+    every answer, from another thread, with a function: a node's facts → whether ssh may go there, our jobs there.
+    """
+
+    def __init__(self, scheduler: Scheduler, ssh: str, permit: Callable[[Ways], None]) -> None:
+        self.answered = False  # whether the scheduler has been heard, or has failed, once
+        self._scheduler = scheduler
+        self._ssh = ssh
+        self._permit = permit
+        self._lock = threading.Lock()
+        self._join = Join()
+        self._own: tuple[Schedule, dict[str, list[str]]] | None = None  # our jobs' numbers by Slurm's node name
+
+    def start(self, *, once: bool) -> None:
+        """Ask; returns at once. ``once``: a single time, else again and again until closed."""
+        if self._ssh == "all":
+            self._permit(lambda facts: (True, []))
+        if once:
+            threading.Thread(target=self._look, name="scheduler", daemon=True).start()
+        else:
+            self._scheduler.start(self._changed)
+
+    def of(self, nodes: Sequence[NodeFacts], now: float, at: float) -> dict[str, Scheduled]:
+        """Return what the scheduler says of ``nodes``, by name; those it does not know are left out."""
+        with self._lock:
+            if not self.answered:
+                return {}
+            self._join.take(self._scheduler.seen, now, at)
+            return {facts.name: found for facts in nodes if (found := self._join.of(facts)) is not None}
+
+    def view(self, now: float) -> SchedulerView:
+        """Return how current its answers are."""
+        seen = self._scheduler.seen
+        age_s = None if seen.schedule is None else max(0.0, round(now - seen.arrived, 1))
+        current = age_s is not None and age_s <= seen.current_s
+        return SchedulerView("slurm", age_s, None if seen.error is None else clean(seen.error, 500), current)
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._scheduler.close()
+
+    def _look(self) -> None:
+        self._scheduler.look(_LOOK_S)
+        self._changed()
+
+    def _changed(self) -> None:
+        with self._lock:
+            self._join.take(self._scheduler.seen, time.monotonic(), time.time())
+            self.answered = True
+        self._permit(self._ways)
+
+    def _ways(self, facts: NodeFacts) -> tuple[bool, list[str]]:
+        """Return whether ssh may go to a node, and the jobs of ours that run there.
+
+        Where the scheduler has never answered it is not known whose the nodes are: those that a person has configured
+        are connected to.
+        """
+        schedule = self._scheduler.seen.schedule
+        if schedule is None:
+            return True, []
+        with self._lock:
+            hello = facts.hello
+            node = self._join.node(facts.name, facts.name.partition(".")[0], *([hello.hostname] if hello else []))
+            if node is None:
+                return True, []
+            if self._own is None or self._own[0] is not schedule:
+                self._own = (schedule, _jobs_of(schedule, os.geteuid()))
+            jobs = self._own[1].get(node.name, [])
+        return self._ssh == "all" or bool(jobs), jobs
+
+
+def _jobs_of(schedule: Schedule, uid: int) -> dict[str, list[str]]:
+    """Return the numbers of a person's running jobs by node."""
+    found: dict[str, list[str]] = {}
+    for job in schedule.jobs:
+        if job.uid == uid and job.state == "running":
+            for grant in job.grants:
+                found.setdefault(grant.node, []).append(str(job.number))
+    return found
