@@ -48,11 +48,12 @@ class AsyncsshTransport:
         self._thread = threading.Thread(target=self._loop.run_forever, name="ssh", daemon=True)
         self._thread.start()
 
-    def open(self, host: str, role: str, handler: Handler) -> SshChannel:
+    def open(self, host: str, role: str, handler: Handler, command: str | None = None) -> SshChannel:
         """Connect to ``host`` (a name of ssh_config or a host name), start the agent there, send the bundle."""
         channel = SshChannel(self._loop, self._thread, handler, self._python)
-        channel.write(bundle.bundle(role))
-        self._loop.call_soon_threadsafe(self._start, host, channel)
+        if command is None:
+            channel.write(bundle.bundle(role))
+        self._loop.call_soon_threadsafe(self._start, host, channel, command or bundle.command_line(self._python))
         return channel
 
     def close(self) -> None:
@@ -62,8 +63,8 @@ class AsyncsshTransport:
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _start(self, host: str, channel: SshChannel) -> None:
-        channel.task = self._loop.create_task(self._connect(host, channel))
+    def _start(self, host: str, channel: SshChannel, command: str) -> None:
+        channel.task = self._loop.create_task(self._connect(host, channel, command))
 
     async def _end(self) -> None:
         for connection in list(self._connections):
@@ -76,8 +77,8 @@ class AsyncsshTransport:
         await asyncio.sleep(0)  # aborting a connection takes another turn of the loop
         self._loop.stop()
 
-    async def _connect(self, name: str, channel: SshChannel) -> None:
-        """Set one connection up, at most ``max_connections`` at a time, and start the agent's command on it."""
+    async def _connect(self, name: str, channel: SshChannel, command: str) -> None:
+        """Set one connection up, at most ``max_connections`` at a time, and start ``command`` on it."""
         host = None
         try:
             host = self._config.host(name)
@@ -85,9 +86,7 @@ class AsyncsshTransport:
             tunnel = await self._jump(chain) if chain else None
             async with self._slots, asyncio.timeout(self._timeout_s):
                 channel.connection = connection = await self._log_in(host, tunnel)
-                await connection.create_session(
-                    lambda: channel, bundle.command_line(self._python), encoding=None, request_pty=False
-                )
+                await connection.create_session(lambda: channel, command, encoding=None, request_pty=False)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # whatever a node, its keys or the user's ssh_config bring about ends here

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from gpuboard.errors import GpuboardError
 
-KINDS = ("refused", "unreachable", "timeout", "resolve", "auth", "host-key", "no-python", "exited", "lost")
+KINDS = ("refused", "unreachable", "timeout", "resolve", "auth", "host-key", "no-job", "no-python", "exited", "lost")
 
 
 class TransportError(GpuboardError):
@@ -64,8 +64,12 @@ class Channel(Protocol):
 class Transport(Protocol):
     """A way to reach nodes."""
 
-    def open(self, host: str, role: str, handler: Handler) -> Channel:
-        """Start an agent for ``role`` on ``host`` and return the channel to it at once, before it is connected."""
+    def open(self, host: str, role: str, handler: Handler, command: str | None = None) -> Channel:
+        """Start an agent for ``role`` on ``host`` and return the channel to it at once, before it is connected.
+
+        With ``command``, a line for the user's login shell there, that is started in the agent's place, and nothing is
+        sent ahead of what its caller writes.
+        """
 
     def close(self) -> None:
         """End every channel at once and stop the transport's thread."""
