@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # collections.abc would load before the agent starts
+    from collections.abc import Mapping
+
 # Isolated (-I) and without site (-S): 20 ms less. The agent must see the same code as we do, so it gets our import
 # path; `gpuboard` is a stub there, since the real one imports more than the agent needs.
 _BOOT = (
@@ -58,9 +62,10 @@ def _stdlib() -> tuple[str, ...]:
     return (library, library + "/lib-dynload")
 
 
-def spawn(command: list[str]) -> Child:
+def spawn(command: list[str], environ: Mapping[str, str] | None = None) -> Child:
     """Start ``command`` in a session of its own with three pipes and no other descriptor of ours.
 
+    ``environ``: its variables; None: ours.
     A session of its own, so that ctrl-C and ctrl-Z at the terminal reach us and not the agent, which must still give
     claims back then. Raises OSError when the program cannot be started.
     """
@@ -74,7 +79,7 @@ def spawn(command: list[str]) -> Child:
         pid = os.posix_spawn(
             command[0],
             command,
-            os.environ,
+            os.environ if environ is None else environ,
             file_actions=[(os.POSIX_SPAWN_DUP2, end, fd) for fd, end in enumerate(ends)]
             + [(os.POSIX_SPAWN_CLOSE, fd) for fd in _inheritable()],
             setsid=True,

@@ -1,0 +1,194 @@
+"""A child process with three pipes as a channel: an agent here, or a program that leads to one elsewhere (ssh, srun).
+
+One thread each that reads and writes; no asyncio (40 ms).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gpuboard.transport.base import Handler, TransportError
+from gpuboard.transport.spawn import Child
+
+_CHUNK = 262144
+_STDERR_KEPT = 65536
+_END_WAIT_S = 2.0  # an agent ends within this after its connection, whatever NVML does
+
+
+class Ending(NamedTuple):
+    """How a child ended."""
+
+    code: int | None  # exit code, negative for a signal; None: not known
+    stderr: bytes  # what it wrote there last
+    late: bool  # it was given up: no byte of an answer came in time
+
+
+class ChildChannel:
+    """One child process, its pipes and the thread that reads them. ``explain`` says what its end means.
+
+    ``patience_s`` None: the child is the agent, so the node is reached as soon as it has started. Else it is a program
+    that must get there first: the first byte of output says that it has, and without one it is given up after so long.
+    """
+
+    def __init__(
+        self, handler: Handler, explain: Callable[[Ending], TransportError], *, patience_s: float | None = None
+    ) -> None:
+        self._handler = handler
+        self._explain = explain
+        self._patience_s = patience_s
+        self._connected = False
+        self._lock = threading.Lock()
+        self._unsent = bytearray()
+        self._child: Child | None = None
+        self._wake = -1
+        self.over = False
+
+    def start(self, child: Child) -> None:
+        """Take over a child that has just been started; what was written before goes to it first."""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        with self._lock:
+            self._child = child
+            if self._unsent or self.over:
+                os.eventfd_write(self._wake, 1)
+        if self._patience_s is None:
+            self._reached()
+        threading.Thread(target=self._run, args=(child,), name=f"child-{child.pid}", daemon=True).start()
+
+    def fail(self, error: TransportError) -> None:
+        """Tell the handler, from a thread of its own as always, that nothing was started."""
+        with self._lock:
+            if self.over:
+                return
+            self.over = True
+        threading.Thread(target=self._handler.ended, args=(error,), daemon=True).start()
+
+    def write(self, data: bytes) -> None:
+        """Send bytes; what the pipe does not take now goes out from the thread."""
+        with self._lock:
+            if self.over:
+                return
+            if self._child is not None and not self._unsent:
+                try:
+                    data = data[os.write(self._child.stdin, data) :]
+                except BlockingIOError:
+                    pass  # the pipe is full: the thread goes on when it drains
+                except OSError:
+                    return  # the child is gone: the thread reads the end of its output and says so
+            if data:
+                self._unsent += data
+                if self._child is not None:
+                    os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """End the connection: the child sees end-of-file, and the thread takes care that it ends."""
+        with self._lock:
+            if self.over:
+                return
+            self.over = True
+            if self._child is not None:
+                if not self._connected:  # it is still on its way, where nobody reads our end-of-file
+                    _terminate(self._child)
+                os.eventfd_write(self._wake, 1)
+
+    def _reached(self) -> None:
+        self._connected = True
+        self._handler.connected()
+
+    def _run(self, child: Child) -> None:
+        poller = select.poll()
+        poller.register(child.stdout, select.POLLIN)
+        poller.register(child.stderr, select.POLLIN)
+        poller.register(self._wake, select.POLLIN)
+        until = None if self._patience_s is None else time.monotonic() + self._patience_s
+        stderr = b""
+        reading = True
+        late = False
+        while reading and not self.over:
+            left_s = None if self._connected or until is None else until - time.monotonic()
+            if late := left_s is not None and left_s <= 0:
+                _terminate(child)
+                break
+            for fd, _ in poller.poll(None if left_s is None else left_s * 1000):
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+                    if self._unsent:
+                        poller.register(child.stdin, select.POLLOUT)
+                elif fd == child.stdin:
+                    if not self._flush(child):
+                        poller.unregister(child.stdin)
+                elif data := _read(fd):
+                    if fd == child.stderr:
+                        stderr = (stderr + data)[-_STDERR_KEPT:]
+                    elif not self.over:
+                        if not self._connected:
+                            self._reached()
+                        self._handler.received(data)
+                else:
+                    poller.unregister(fd)
+                    reading = reading and fd != child.stdout
+        with self._lock:
+            closed_by_us, self.over = self.over, True
+        code, rest = _end(child)
+        os.close(self._wake)
+        if not closed_by_us:
+            self._handler.ended(self._explain(Ending(code, (stderr + rest)[-_STDERR_KEPT:], late)))
+
+    def _flush(self, child: Child) -> bool:
+        """Write what the pipe takes; return whether more is left."""
+        with self._lock:
+            try:
+                del self._unsent[: os.write(child.stdin, self._unsent)]
+            except BlockingIOError:
+                return True
+            except OSError:
+                self._unsent.clear()
+            return bool(self._unsent)
+
+
+def _read(fd: int) -> bytes:
+    try:
+        return os.read(fd, _CHUNK)
+    except OSError:
+        return b""
+
+
+def _terminate(child: Child) -> None:
+    with contextlib.suppress(ProcessLookupError):  # this process ignores SIGCHLD, so the kernel has reaped the child
+        os.kill(child.pid, signal.SIGTERM)
+
+
+def _end(child: Child) -> tuple[int | None, bytes]:
+    """Close the pipes, wait for the child, kill it when it stays.
+
+    Return its exit code (negative: a signal; None: not known) and what was left in its stderr.
+    """
+    os.close(child.stdin)
+    os.close(child.stdout)
+    code = _wait(child)
+    rest = _read(child.stderr)
+    os.close(child.stderr)
+    return code, rest
+
+
+def _wait(child: Child) -> int | None:
+    try:
+        pidfd = os.pidfd_open(child.pid)
+    except ProcessLookupError:
+        return None  # this process ignores SIGCHLD, so the kernel has reaped the child
+    try:
+        if not select.select([pidfd], [], [], _END_WAIT_S)[0]:
+            os.kill(child.pid, signal.SIGKILL)
+            if not select.select([pidfd], [], [], _END_WAIT_S)[0]:
+                return None  # in an uninterruptible call of the driver: init will reap it
+        return os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+    except ChildProcessError:
+        return None  # somebody else in this process has waited for it
+    finally:
+        os.close(pidfd)
