@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import nodes as test_nodes
+from tests import slurm as test_slurm
 
 # torch warns on stderr where an address has no name, as without a network: tests that compare stderr run there too.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -43,6 +44,27 @@ def nodes(started_nodes: test_nodes.Cluster) -> test_nodes.Cluster:
     """The test nodes in order: see tests/nodes.py."""
     started_nodes.reset()
     return started_nodes
+
+
+@pytest.fixture(scope="module")
+def started_slurm(started_nodes: test_nodes.Cluster) -> Iterator[test_slurm.SlurmCluster]:
+    """What Slurm needs on the test nodes, for one module; tests use ``slurm``."""
+    lacking = test_slurm.missing()
+    if lacking:
+        pytest.skip(f"needs {lacking} for Slurm on the test nodes")
+    cluster = test_slurm.SlurmCluster(started_nodes)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def slurm(started_slurm: test_slurm.SlurmCluster, nodes: test_nodes.Cluster) -> test_slurm.SlurmCluster:
+    """Slurm on the test nodes, which are in order too, with nothing in it: see tests/slurm.py."""
+    started_slurm.configure()
+    return started_slurm
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

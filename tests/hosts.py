@@ -155,6 +155,7 @@ class Host:
         self.folder = root / "hosts" / name
         self.has_gpus = name.startswith("gpu")
         self.changed = False  # python3, a mount or sshd is not as at the start
+        self.spare: Callable[[NodeProcess], bool] | None = None  # what ``reset`` lets live on (tests/slurm.py)
         self._root = root
         self._init: subprocess.Popen[str] | None = None
         self._sshd: Running | None = None
@@ -330,7 +331,7 @@ class Host:
         """Put everything back as it was after the start; end what tests left running."""
         self.resume_sshd()
         listener = self._sshd.inner if self._sshd is not None and self._sshd.poll() is None else None
-        _until(lambda: self._killed_all_but(listener), f"nothing runs on {self.name} but sshd")
+        _until(lambda: self._killed_all_but(listener), f"nothing runs on {self.name} but sshd and what is spared")
         self.firewall()
         self.plug()
         # In the host's own namespace a folder that something is mounted on (this repository, where it lies in /tmp)
@@ -347,7 +348,7 @@ class Host:
             self.show_library()
 
     def _killed_all_but(self, listener: int | None) -> bool:
-        left = self.processes(lambda p: p.pid != listener)
+        left = self.processes(lambda p: p.pid != listener and not (self.spare and self.spare(p)))
         for process in left:
             _signal(process.pid, signal.SIGKILL)
         return not left

@@ -4,7 +4,8 @@
     write_script(path, [Gpu(), Gpu(utilization=80)])     # FAKE_NVML=path, else /run/fake-nvml/script
     write_script(path, [Gpu(), Gpu(trouble=("hang *",))])   # at any time: the library reads it again
 
-GPUs get their index, UUID and PCI address from their place in the list unless they are given.
+GPUs get their index, UUID and PCI address from their place in the list unless they are given. Those whose device file
+(/dev/nvidia<minor>) a device cgroup denies are left out for the processes in it, as a driver does.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Gpu(msgspec.Struct, frozen=True):
     uuid: str = ""  # default: GPU-<8 digits of the seed>-0000-0000-0000-<index>
     name: str = "NVIDIA H100 80GB HBM3"
     pci: str = ""  # default: 00000000:<10 + index>:00.0
+    minor: int | None = None  # the number of its device file; default: its place in the list
     total: int = 80 * GIB
     used: int = 0
     reserved: int = 512 * 2**20
@@ -133,6 +135,8 @@ def _lines(gpu: Gpu, gpus: Sequence[Gpu]) -> list[str]:
         *(f"level {peer} {level}" for peer, level in gpu.levels),
         *gpu.trouble,
     ]
+    if gpu.minor is not None:
+        lines.append(f"minor {gpu.minor}")
     if gpu.cpus:
         lines.append(f"cpus {gpu.cpus}")
     if gpu.remap is not None:

@@ -8,6 +8,7 @@
  * Built with -DOLD_DRIVER the library lacks the symbols that drivers before 450 to 555 lack.
  */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -29,7 +30,7 @@ typedef struct { int gpu, number; char uuid[TEXT], name[TEXT]; unsigned gi, ci; 
 typedef struct { char remote[32]; int type; } Link;
 
 typedef struct {
-    int number;
+    int number, minor;
     char uuid[TEXT], name[TEXT], pci[32], cpus[TEXT];
     unsigned long long total, used, reserved, ecc;
     int utilization, temperature, power, power_limit, compute_mode, gen, gen_max, width, width_max, numa, recovery;
@@ -74,6 +75,7 @@ static void gpu_line(Gpu *g, const char *key, const char *rest) {
     else if (!strcmp(key, "remap")) g->remap = 1, sscanf(rest, "%d %d", &g->remap_pending, &g->remap_failed);
     else if (!strcmp(key, "retired_pending")) g->retired_pending = atoi(rest);
     else if (!strcmp(key, "recovery")) g->recovery = atoi(rest);
+    else if (!strcmp(key, "minor")) g->minor = atoi(rest);
     else if (!strcmp(key, "numa")) g->numa = atoi(rest);
     else if (!strcmp(key, "xid") && g->xids < MAX_ITEMS) g->xid[g->xids++] = atoi(rest);
     else if (!strcmp(key, "mig_mode")) g->mig_mode = atoi(rest);
@@ -97,6 +99,26 @@ static void gpu_line(Gpu *g, const char *key, const char *rest) {
         m->number = g->migs++;
         sscanf(rest, "%127s %u %u %llu %llu %127[^\n]", m->uuid, &m->gi, &m->ci, &m->total, &m->used, m->name);
     }
+}
+
+/* As the driver does it: GPUs that a device cgroup denies this process are not there, the others move up. */
+static void hide(void) {
+    int kept = 0, script_number[MAX_GPUS], levels[MAX_GPUS];
+    for (int i = 0; i < S.gpus; i++) {
+        char path[32];
+        snprintf(path, sizeof path, "/dev/nvidia%d", S.gpu[i].minor);
+        if (access(path, R_OK) && errno == EPERM) continue; /* without such a file all is as the script says */
+        script_number[kept] = i;
+        if (kept != i) S.gpu[kept] = S.gpu[i];
+        S.gpu[kept].number = kept;
+        for (int k = 0; k < S.gpu[kept].migs; k++) S.gpu[kept].mig[k].gpu = kept;
+        kept++;
+    }
+    for (int i = 0; i < kept; i++) {
+        memcpy(levels, S.gpu[i].levels, sizeof levels);
+        for (int k = 0; k < kept; k++) S.gpu[i].levels[k] = levels[script_number[k]];
+    }
+    S.gpus = kept;
 }
 
 static void load(void) {
@@ -125,6 +147,7 @@ static void load(void) {
             g = &S.gpu[S.gpus];
             g->number = S.gpus++;
             g->numa = -1;
+            g->minor = g->number;
         } else if (!strcmp(key, "fault") || !strcmp(key, "hang") || !strcmp(key, "slow") || !strcmp(key, "crash"))
             add_trouble(g ? g->trouble : S.trouble, g ? &g->troubles : &S.troubles, key[0], rest);
         else if (g) gpu_line(g, key, rest);
@@ -133,6 +156,7 @@ static void load(void) {
         else if (!strcmp(key, "record")) S.record = atoi(rest);
     }
     fclose(f);
+    hide();
 }
 
 static Trouble *find(int gpu, const char *function) {
@@ -252,7 +276,7 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *pci, void **out) {
 }
 
 NUMBER(nvmlDeviceGetIndex, unsigned, mig_of(device) ? mig_of(device)->number : g->number)
-NUMBER(nvmlDeviceGetMinorNumber, unsigned, g->number)
+NUMBER(nvmlDeviceGetMinorNumber, unsigned, g->minor)
 int nvmlDeviceGetUUID(void *device, char *out, unsigned size) {
     GPU(device)
     copy(out, size, mig_of(device) ? mig_of(device)->uuid : g->uuid);

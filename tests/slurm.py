@@ -1,0 +1,389 @@
+"""A real Slurm on the test nodes: slurmctld on login1, slurmd on gpu01 to gpu03, munge and the commands everywhere.
+
+Eight GPUs a node by the files /dev/nvidia0 to 7 (devices of NVIDIA's number without a driver, in the node's own
+/dev), partitions ``gpu`` (the default) and ``short`` (at most 5 minutes). Configuration lies in /etc/slurm, so that
+whatever runs on a host finds Slurm by itself. All of it ends with the module whose tests use it.
+
+Tests use the fixture ``slurm`` (tests/conftest.py): started anew, with nothing in it, before each test (0.2 s). It
+skips by name where a package is missing.
+
+    def test_x(slurm):
+        number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", "--wrap", "sleep 600"], user="alice", running=True)
+        slurm.job(number)["JobState"], slurm.held(number)            # "RUNNING", {"gpu01": {0, 1}}
+        done = slurm.run(["squeue"], user="bob", host="login2")      # CompletedProcess; any command on any host
+        slurm.nodes["login1"].popen(["gpuboard", "status", "--watch"], user="alice")
+        slurm.update("node", "gpu02", State="DRAIN", Reason="bad NVLink")
+        slurm.controller("kill")                                     # "stop", "continue", "restart" (keeps all jobs)
+        slurm.configure("PrivateData=jobs")                          # starts anew; the next test has the usual again
+        slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[0-3]\nName=gpu Type=a100 File=/dev/nvidia[4-7]")
+        slurm.configure(cgroups=True)                                # jobs see only the devices of their own GPUs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import PATH, Host, NodeProcess
+from tests.nodes import Cluster
+from tests.waiting import until
+
+CONTROLLER = "login1"
+GRES = "Name=gpu Type=h100 File=/dev/nvidia[0-7]"
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
+
+_DAEMONS = {"munged", "slurmctld", "slurmscriptd", "slurmd"}
+
+_CONF = """
+ClusterName=lab
+SlurmctldHost={controller}
+AuthType=auth/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation=/run/slurm/state
+SlurmdSpoolDir=/run/slurm/spool
+SlurmctldPidFile=/run/slurm/slurmctld.pid
+SlurmdPidFile=/run/slurm/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+JobCompType=jobcomp/none
+MpiDefault=none
+MailProg=/bin/true
+# pretend to have CPUs and memory that this machine lacks
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=100
+# quick answers
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
+KillWait=2
+InactiveLimit=0
+WaitTime=0
+ReturnToService=2
+SlurmctldTimeout=30
+SlurmdTimeout=60
+PropagateResourceLimits=NONE
+PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 OverSubscribe=NO State=UP
+PartitionName=short Nodes=ALL MaxTime=5 DefaultTime=5 OverSubscribe=NO State=UP
+"""
+
+_CGROUP_CONF = """
+CgroupPlugin=cgroup/v1
+CgroupMountpoint=/run/slurm/cgroup
+ConstrainDevices=yes
+ConstrainCores=no
+ConstrainRAMSpace=no
+"""
+
+# What a host gets beside its own: a folder /etc/slurm of its own, and on GPU nodes a /dev of its own.
+_PREPARE = """
+set -e
+mkdir -p /etc/slurm /run/munge /run/slurm
+mount -t tmpfs -o mode=755 tmpfs /etc/slurm
+[ -z "$1" ] && exit
+mkdir -p /run/slurm/dev
+mount -t tmpfs -o mode=755 tmpfs /run/slurm/dev
+cd /run/slurm/dev
+mkdir upper work pts shm
+mount --rbind /dev/pts pts
+mount --rbind /dev/shm shm
+mount -t overlay overlay -o lowerdir=/dev,upperdir=upper,workdir=work /dev
+mount --rbind pts /dev/pts
+mount --rbind shm /dev/shm
+rm -rf /dev/nvidia*
+"""
+
+_REMOVE = """
+grep -q " /dev overlay " /proc/mounts && umount -R -l /dev && umount -R -l /run/slurm/dev
+umount -l /etc/slurm
+rm -rf --one-file-system /run/slurm /run/munge
+"""
+
+
+def missing() -> str | None:
+    """Return what this machine lacks for a Slurm on the test nodes, None when it has everything."""
+    for tool in ("slurmctld", "slurmd", "sbatch", "munged"):
+        if shutil.which(tool, path=PATH) is None:
+            return f"{tool} (packages slurmctld, slurmd, slurm-client, munge)"
+    return None
+
+
+class SlurmCluster:
+    """Slurm on the test nodes; see the module's docstring."""
+
+    def __init__(self, nodes: Cluster) -> None:
+        self.nodes = nodes
+        self._compute = [host for host in nodes if host.has_gpus]
+        self._children: list[subprocess.Popen[str]] = []
+        self._cgroups: list[Path] = []
+
+    def start(self) -> None:
+        """Make every host ready for Slurm and start munge; Slurm itself starts with ``configure``."""
+        key = os.urandom(1024)
+        for host in self.nodes:
+            host.run(["sh", "-c", _PREPARE, "prepare", "gpus" if host.has_gpus else ""], user="root", check=True)
+            host.spare = _is_daemon
+            host.path("/run/munge/key").touch(mode=0o600)
+            host.path("/run/munge/key").write_bytes(key)
+            files = [f"--{name}-file=/run/munge/{name}" for name in ("key", "pid", "log", "seed")]
+            self._run_daemon(host, ["munged", "--foreground", "--force", "--num-threads=2", *files])
+        for host in self.nodes:
+            until(host.path("/run/munge/munge.socket.2").is_socket, f"munged listens on {host.name}")
+
+    def stop(self) -> None:
+        """End all of it and leave no trace on the hosts."""
+        self._end(_DAEMONS)
+        for host in self.nodes:
+            host.spare = None
+            host.run(["sh", "-c", _REMOVE], user="root")
+        for folder in self._cgroups:
+            _remove_cgroup(folder)
+        self._cgroups.clear()
+
+    def configure(self, conf_lines: str = "", *, gres: str = GRES, cgroups: bool = False) -> None:
+        """End everything and start anew, empty and with job numbers from 1, as configured at first or as said here.
+
+        ``conf_lines``: of slurm.conf, in place of those of the same key. ``gres``: lines of gres.conf, for every node
+        or those that a line names; what the nodes have (``Gres=``) follows from it. ``cgroups``: each job is put into
+        a device cgroup that hides the GPUs of others; skips the test where this machine has no such cgroups.
+        """
+        self._end(_DAEMONS - {"munged"})
+        if cgroups:
+            self._make_cgroups()
+            conf_lines += "\nProctrackType=proctrack/cgroup\nTaskPlugin=task/cgroup"
+        conf = _merged(_CONF.format(controller=CONTROLLER), conf_lines)
+        names = {"gpu"}
+        for host in self._compute:
+            counts, files = _counted(gres, host.name)
+            names.update(kind.partition(":")[0] for kind in counts)
+            have = ",".join(f"{kind}:{count}" for kind, count in counts.items()) or "(null)"
+            conf.append(f"NodeName={host.name} CPUs=64 RealMemory=512000 Gres={have} State=UNKNOWN")
+            _make_devices(host, files)
+        conf.append("GresTypes=" + ",".join(sorted(names)))
+        for host in self.nodes:
+            host.run(["sh", "-c", "rm -rf /run/slurm/state /run/slurm/spool /etc/slurm/*"], user="root", check=True)
+            etc = host.path("/etc/slurm")
+            (etc / "slurm.conf").write_text("\n".join(conf) + "\n")
+            (etc / "gres.conf").write_text(f"AutoDetect=off\n{gres}\n")
+            if cgroups:
+                (etc / "cgroup.conf").write_text(_CGROUP_CONF)
+        self._start_controller("-c")
+        for host in self._compute:
+            self._run_daemon(host, ["slurmd", "-D"])
+        until(self._all_idle, "all nodes of Slurm are idle")
+
+    def controller(self, what: str) -> None:
+        """``kill`` (-9) or ``stop`` the controller, let it ``continue``, or ``restart`` it.
+
+        A restart keeps jobs and nodes; after a kill it has what was saved last, which may be 5 s old.
+        """
+        host = self.nodes[CONTROLLER]
+        if what == "restart":
+            self._signal_controller(signal.SIGCONT)
+            self._signal_controller(signal.SIGTERM)
+            until(lambda: not host.processes(_is_controller), "slurmctld ends")
+            self._start_controller()
+            return
+        self._signal_controller(_SIGNALS[what])
+        if what == "kill":
+            until(lambda: not host.processes(_is_controller), "slurmctld is gone")
+
+    def run(
+        self, argv: Sequence[str], *, user: str = "alice", host: str = CONTROLLER, check: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host; see tests.hosts.Host.run."""
+        return self.nodes[host].run(argv, user=user, check=check)
+
+    def submit(self, args: Sequence[str], *, user: str = "alice", host: str = CONTROLLER, running: bool = False) -> int:
+        """Submit a batch job with these arguments of sbatch; return its number. ``running``: once it runs."""
+        done = self.run(["sbatch", "--parsable", *args], user=user, host=host, check=True)
+        number = int(done.stdout.partition(";")[0])
+        if running:
+            until(lambda: self.job(number)["JobState"] == "RUNNING", f"job {number} runs")
+        return number
+
+    def job(self, number: int) -> dict[str, str]:
+        """Return what `scontrol show job -d` says of a job; of a key that comes more than once, the last value."""
+        return _pairs(self._show("job", str(number)))
+
+    def held(self, number: int) -> dict[str, set[int]]:
+        """Return the GPUs that a job holds, by node: Slurm's indexes, as `scontrol show job -d` says them."""
+        held: dict[str, set[int]] = {}
+        for nodes, gres in re.findall(r"^ +Nodes=(\S+) .*GRES=(\S*)", self._show("job", str(number)), re.MULTILINE):
+            indexes = {k for part in re.findall(r"gpu:[^()]*\(IDX:([\d,-]*)\)", gres) for k in _numbers(part)}
+            for name in self.run(["scontrol", "show", "hostnames", nodes], check=True).stdout.split():
+                held.setdefault(name, set()).update(indexes)
+        return {name: indexes for name, indexes in held.items() if indexes}
+
+    def node(self, name: str) -> dict[str, str]:
+        """Return what `scontrol show node -d` says of a node."""
+        return _pairs(self._show("node", name))
+
+    def jobs(self) -> set[int]:
+        """Return the numbers of everybody's jobs that have not ended."""
+        listed = self.run(["squeue", "-h", "-a", "-o", "%A"], user="root", check=True)
+        return {int(line) for line in listed.stdout.split()}
+
+    def update(self, kind: str, name: str, **values: str) -> None:
+        """Run `scontrol update` as root: ``update("node", "gpu02", State="DRAIN", Reason="bad link")``."""
+        words = [f"{key}={value}" for key, value in values.items()]
+        self.run(["scontrol", "update", f"{kind}name={name}", *words], user="root", check=True)
+
+    def log(self, host: str) -> str:
+        """Return what the daemons of a host have said."""
+        return (self.nodes[host].folder / "slurm.log").read_text(errors="replace")
+
+    def _show(self, what: str, name: str) -> str:
+        return self.run(["scontrol", "show", what, "-d", name], user="root", check=True).stdout
+
+    def _run_daemon(self, host: Host, argv: Sequence[str]) -> None:
+        with (host.folder / "slurm.log").open("a") as log:
+            self._children.append(host.popen(argv, user="root", cwd="/", stdout=log, stderr=log))
+
+    def _start_controller(self, *options: str) -> None:
+        host = self.nodes[CONTROLLER]
+        self._run_daemon(host, ["slurmctld", "-D", *options])
+        # a slurmd that finds no controller tries again only after 10 s
+        until(lambda: _listens(host, 6817), f"slurmctld listens; it said: {self.log(host.name)[-2000:]}")
+
+    def _end(self, daemons: set[str]) -> None:
+        for host in self.nodes:
+            until(functools.partial(_killed, host, daemons), f"no Slurm is left on {host.name}")
+        self._wake_nsenter()
+        self._children = [child for child in self._children if child.poll() is None]
+        for folder in self._cgroups:  # a rule of an earlier job would hold for a later one of its number
+            for inner in [entry for entry in folder.iterdir() if entry.is_dir()]:
+                _remove_cgroup(inner)
+
+    def _signal_controller(self, number: int) -> None:
+        for process in self.nodes[CONTROLLER].processes(_is_controller):
+            os.kill(process.pid, number)
+        if number == signal.SIGCONT:
+            self._wake_nsenter()
+
+    def _wake_nsenter(self) -> None:
+        for child in self._children:  # nsenter stops itself when its child is stopped
+            if child.poll() is None:
+                os.kill(child.pid, signal.SIGCONT)
+
+    def _all_idle(self) -> bool:
+        names = ",".join(host.name for host in self._compute)
+        listed = self.run(["sinfo", "-h", "-p", "gpu", "-n", names, "-N", "-o", "%T"], user="root")
+        return listed.stdout.split() == ["idle"] * len(self._compute)
+
+    def _make_cgroups(self) -> None:
+        for host in self._compute if not self._cgroups else ():
+            for kind in ("devices", "freezer"):
+                folder = Path("/sys/fs/cgroup", kind, f"gpuboard-{os.getpid()}-{host.name}")
+                try:
+                    folder.mkdir()
+                except OSError:
+                    pytest.skip(f"needs the cgroup controller {kind} (v1) for Slurm's device cgroups")
+                self._cgroups.append(folder)
+                mount = 'mkdir -p "$2" && mount --bind "$1" "$2"'
+                target = f"/run/slurm/cgroup/{kind}"
+                host.run(["sh", "-c", mount, "mount", str(folder), target], user="root", check=True)
+
+
+def _is_daemon(process: NodeProcess) -> bool:
+    return process.name in _DAEMONS
+
+
+def _is_controller(process: NodeProcess) -> bool:
+    return process.name in {"slurmctld", "slurmscriptd"}
+
+
+def _killed(host: Host, daemons: set[str]) -> bool:
+    """Kill these daemons of a host and everything of jobs there; tell whether nothing of it was found."""
+    found = host.processes(lambda p: p.name in daemons or p.name == "slurmstepd" or _in_job(p))
+    for process in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    return not found
+
+
+def _in_job(process: NodeProcess) -> bool:
+    try:
+        return b"SLURM_JOB_ID=" in Path(f"/proc/{process.pid}/environ").read_bytes()
+    except OSError:
+        return False  # it has ended
+
+
+def _listens(host: Host, port: int) -> bool:
+    lines = Path(f"/proc/{host.pid}/net/tcp").read_text().splitlines()[1:]
+    return any(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A" for line in lines)
+
+
+def _remove_cgroup(folder: Path) -> None:
+    for inner, _, _ in os.walk(folder, topdown=False):
+        os.rmdir(inner)
+
+
+def _merged(conf: str, more: str) -> list[str]:
+    """Return lines of slurm.conf with ``more`` in place of those of the same key, partition or node."""
+    added = [line for line in more.splitlines() if line.strip()]
+    taken = {_key(line) for line in added}
+    return [line for line in conf.splitlines() if line.strip() and _key(line) not in taken] + added
+
+
+def _key(line: str) -> str:
+    """Return what a line of slurm.conf sets; two of a kind are an error to Slurm."""
+    first = line.split(maxsplit=1)[0].lower()
+    return first if first.startswith(("nodename=", "partitionname=")) else first.partition("=")[0]
+
+
+def _counted(gres: str, node: str) -> tuple[dict[str, int], list[str]]:
+    """Return what lines of gres.conf give a node, as slurm.conf counts it ("gpu:h100": 8), and the device files."""
+    counts: dict[str, int] = {}
+    files: list[str] = []
+    for line in gres.splitlines():
+        words = dict(word.split("=", 1) for word in line.split())
+        if words.get("NodeName", node) != node:
+            continue
+        found = _files(words.get("File", ""))
+        files += found
+        kind = ":".join(filter(None, (words["Name"], words.get("Type"))))
+        counts[kind] = counts.get(kind, 0) + int(words.get("Count", len(found)))
+    return counts, files
+
+
+def _files(text: str) -> list[str]:
+    """Return the files that ``/dev/nvidia[0-2,5]`` means."""
+    before, _, numbers = text.partition("[")
+    return [f"{before}{k}" for k in _numbers(numbers.rstrip("]"))] if numbers else [text] * bool(text)
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers that ``0-2,5`` means."""
+    ends = [part.partition("-")[::2] for part in text.split(",") if part]
+    return [k for first, last in ends for k in range(int(first), int(last or first) + 1)]
+
+
+def _make_devices(host: Host, files: Sequence[str]) -> None:
+    """Give a node the device files of its eight GPUs, and these, and no others."""
+    numbers = {*range(8), *(int(file.removeprefix("/dev/nvidia")) for file in files)}
+    for path in host.path("/dev").glob("nvidia*"):
+        path.unlink()
+    for number in numbers:
+        path = host.path(f"/dev/nvidia{number}")
+        os.mknod(path, stat.S_IFCHR, os.makedev(195, number))
+        path.chmod(0o666)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """Return the ``Key=value`` pairs of one record of scontrol; a value goes on until the next key or line end."""
+    return dict(re.findall(r"(?:^|(?<=\s))([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", text, re.MULTILINE))
