@@ -1,4 +1,4 @@
-"""Opens links: the local transport for this machine, ssh for the others, each started when first needed."""
+"""Opens links: the local transport for this machine, srun into jobs of ours, ssh for the others; each when needed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Connector:
         self._lock = threading.Lock()
         self._local: Transport | None = None
         self._ssh: Transport | None = None
+        self._steps: dict[str, Transport] = {}  # by job
 
     def open(
         self,
@@ -36,28 +37,36 @@ class Connector:
     ) -> AgentLink:
         """Return a link to a new agent of ``role`` on ``host`` (None: this machine), at once, still connecting.
 
-        ``job``: through a step of this Slurm job of ours, where ``host`` is the node's name for Slurm.
+        ``job``: through a step of this Slurm job of ours (``123``, or ``123+1``: a component of a heterogeneous one),
+        where ``host`` is the node's name for Slurm. This machine needs no step: we are in the job here.
         ``listener`` and ``ended`` are called in the transport's thread (see :class:`AgentLink`).
         """
         link = AgentLink(node, role, config, listener, ended)
-        transport = self._to(host)
+        transport = self._to(host, job)
         link.attach(transport.open(host or "localhost", role, link))
         return link
 
     def close(self) -> None:
         """End every link and stop the transports' threads; takes less than half a second whatever hangs."""
         with self._lock:
-            transports = [self._local, self._ssh]
+            transports = [self._local, self._ssh, *self._steps.values()]
             self._local = self._ssh = None
+            self._steps = {}
         for transport in transports:
             if transport is not None:
                 transport.close()
 
-    def _to(self, host: str | None) -> Transport:
+    def _to(self, host: str | None, job: str | None) -> Transport:
         with self._lock:
             if host is None:
                 self._local = self._local or LocalTransport()
                 return self._local
+            if job is not None:
+                if job not in self._steps:
+                    from gpuboard.transport.srun import SrunTransport  # 10 ms: only with Slurm
+
+                    self._steps[job] = SrunTransport(self._settings, job)
+                return self._steps[job]
             if self._ssh is None:
                 from gpuboard.transport.asyncssh import AsyncsshTransport  # 240 ms: only for other machines
 

@@ -1,0 +1,159 @@
+"""Agents in a Slurm job of ours: each is a step of the job on its node, started by `srun`. No ssh is needed for that.
+
+Found out with Slurm 22.05 (the pages of srun(1) say some of it):
+
+* A step sees the job's GPUs on its node only when it asks for exactly that number with ``--gpus``: without a number it
+  inherits the job's own request, which a step on one node of ``--gpus=4`` cannot meet and which under
+  ``--gpus-per-task`` is one GPU; ``--gres=gpu:3`` is refused where the nodes of the job hold different numbers.
+* ``--unbuffered`` would give the agent a terminal, which changes bytes. Without it whole lines pass as they are.
+* srun's end, by whatever, is the end of the step's stdin, so of the agent; the agent's end is srun's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gpuboard.model.units import parse_duration
+from gpuboard.transport import bundle
+from gpuboard.transport.base import Handler, TransportError
+from gpuboard.transport.child import ChildChannel, Ending
+from gpuboard.transport.spawn import spawn
+from gpuboard.transport.srunwords import explain_end, explain_refusal, gpus_by_nodes, is_heterogeneous
+
+if TYPE_CHECKING:
+    from gpuboard.config import Settings
+
+# A step that is asked for with the variables of another one takes its size over (SLURM_GPUS, SLURM_NTASKS, …) and is
+# refused; where Slurm's configuration lies, and who we are for it, must stay.
+_SLURM_VARIABLES = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_")
+_SLURM_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"})
+_FAILED_S = 2.0  # so long Slurm's last refusal is the answer for all nodes of a job
+
+
+class SrunTransport:
+    """Opens agents in one job: ``123``, or ``123+1`` for a component of a heterogeneous one."""
+
+    def __init__(self, settings: Settings, job: str) -> None:
+        self._python = settings.python
+        self._connect_s = parse_duration(settings.connect_timeout)
+        self._job, _, self._component = job.partition("+")
+        self._lock = threading.Lock()
+        self._asking = threading.Lock()  # held while Slurm is asked: not to be waited for by open and close
+        self._gpus: dict[str, int] | None = None  # how many the job has on each of its nodes
+        self._failed: tuple[float, TransportError] | None = None  # when and why Slurm did not say
+        self._channels: list[ChildChannel] = []
+
+    def open(self, host: str, role: str, handler: Handler, command: str | None = None) -> ChildChannel:
+        """Start an agent, or ``command``, on ``host``, a node of the job under its name for Slurm."""
+        # The step's start and the first words of its agent are one wait: twice the time of a connection.
+        channel = ChildChannel(handler, partial(self._explain, host), patience_s=2 * self._connect_s)
+        with self._lock:
+            self._channels = [c for c in self._channels if not c.over] + [channel]
+        if command is None:
+            channel.write(bundle.bundle(role))
+        line = command or bundle.command_line(self._python)
+        threading.Thread(target=self._start, args=(host, channel, line), name=f"srun-{host}", daemon=True).start()
+        return channel
+
+    def close(self) -> None:
+        """End every step at once."""
+        with self._lock:
+            channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.close()
+
+    def _start(self, host: str, channel: ChildChannel, line: str) -> None:
+        try:
+            step = [*self._step(host, self._count(host)), "sh", "-c", line]
+            if not channel.over:
+                channel.start(spawn(step, slurm_environ(os.environ)))
+        except TransportError as error:
+            channel.fail(error)
+        except OSError as error:
+            channel.fail(TransportError("exited", f"srun cannot be started: {error}"))
+
+    def _count(self, host: str) -> int:
+        """Return how many GPUs the job has on ``host``; Slurm is asked once for all nodes. Raises TransportError."""
+        with self._asking:
+            if self._failed and time.monotonic() - self._failed[0] < _FAILED_S:
+                raise self._failed[1]
+            if self._gpus is None:
+                try:
+                    self._gpus = self._ask()
+                except TransportError as error:
+                    self._failed = (time.monotonic(), error)
+                    raise
+            if host not in self._gpus:
+                has = ", ".join(self._gpus) or "none"
+                raise TransportError("no-job", f"{host} is not a node of Slurm job {self._job}", f"its nodes: {has}")
+            return self._gpus[host]
+
+    def _ask(self) -> dict[str, int]:
+        import subprocess  # 20 ms: only here
+
+        command = [program("scontrol"), "show", "job", "-d", self._job]
+        environ = slurm_environ(os.environ)
+        try:
+            done = subprocess.run(command, env=environ, capture_output=True, timeout=self._connect_s, check=False)
+        except subprocess.TimeoutExpired:
+            words = f"Slurm's controller has not answered for {self._connect_s:.0f} s"
+            raise TransportError("unreachable", words, "see `scontrol ping`") from None
+        if done.returncode != 0:
+            raise explain_refusal(done.stderr, self._job)
+        text = done.stdout.decode("utf-8", "replace")
+        if not self._component and is_heterogeneous(text, self._job):
+            self._component = "0"  # whoever names the whole by its number means its first component
+        found = gpus_by_nodes(text, self._job, self._component)
+        return {name: count for nodes, count in found for name in _expand(nodes)}
+
+    def _step(self, host: str, gpus: int) -> list[str]:
+        """Return the command that makes a step; the words of what it runs follow."""
+        component = [f"--het-group={self._component}"] if self._component else []
+        return [
+            program("srun"),
+            f"--jobid={self._job}",
+            *component,
+            "--overlap",  # what the job has is in use by others of its steps
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={host}",
+            f"--gpus={gpus}" if gpus else "--gres=none",
+            "--mem=0",  # of the job's memory on the node, all
+            "--cpu-bind=none",  # else all ranks would share the one core of the step's task
+            "--mpi=none",
+            "--chdir=/",  # the agent goes where it is told
+            "--kill-on-bad-exit=0",
+            f"--immediate={max(1, round(self._connect_s))}",  # else srun tries for ever in a suspended job
+            "--job-name=gpuboard",
+        ]
+
+    def _explain(self, host: str, ending: Ending) -> TransportError:
+        return explain_end(ending, self._job, host, self._python)
+
+
+def program(name: str) -> str:
+    """Return the path of a Slurm command. Raises TransportError where it is not installed."""
+    import shutil  # 5 ms: only here
+
+    path = shutil.which(name)
+    if path is None:
+        raise TransportError("exited", f"`{name}` is not on PATH here", "load the site's Slurm module, or set PATH")
+    return path
+
+
+def slurm_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` without what describes a job or a step."""
+    return {k: v for k, v in environ.items() if not k.startswith(_SLURM_VARIABLES) or k in _SLURM_KEPT}
+
+
+def _expand(nodes: str) -> list[str]:
+    if "[" not in nodes and "," not in nodes:
+        return [nodes]
+    from gpuboard.nodesets import expand  # 30 ms: only where nodes with equal GPUs are merged
+
+    return expand(nodes)
