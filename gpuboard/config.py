@@ -57,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that can be set. Names are the keys of the TOML files; GPUBOARD_<NAME> sets one from outside."""
 
     cluster: str = ""  # the name shown; "" takes the nodeset
-    nodes: list[str] = []  # nodesets; []: this machine
+    nodes: list[str] = []  # nodesets, and sources of nodes (cluster/sources.py); []: Slurm's, else this machine
     interval: str = "auto"  # "auto": 1 s up to 64 nodes, 5 s above
     connect_timeout: str = "10s"
     max_connections: int = 64  # ssh connections set up at a time
@@ -92,6 +92,7 @@ class Configuration(msgspec.Struct, frozen=True):
 
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {"state": StateSettings, "slurm": SlurmSettings}
+_BY_HAND = ("environment", "command line")  # origins that are not files
 _DURATIONS = ("connect_timeout", "max_lease", "state.stale_min", "state.idle_after", "slurm.interval", "slurm.time")
 _SIZES = ("slurm.mem_per_gpu",)
 _RANGES = {
@@ -209,6 +210,8 @@ def _check(values: dict[str, Any], origin: str) -> None:
     for text in found.get("nodes", ()):
         if not text.strip():
             raise ConfigError(f"{origin}: nodes holds an empty nodeset; write gpu01 or gpu[01-16,20]")
+        if text.startswith("hostfile:") and origin not in _BY_HAND and not text[9:].startswith(("/", "~")):
+            raise ConfigError(f"{origin}: nodes: {text!r} needs the whole path: commands run in any folder")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

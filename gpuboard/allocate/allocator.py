@@ -19,6 +19,7 @@ from gpuboard.allocate.formats import Allocation
 from gpuboard.allocate.policy import choose
 from gpuboard.allocate.ranks import LOOPBACK, rank_map, reachable_addresses
 from gpuboard.allocate.scope import Scope
+from gpuboard.cluster.inventory import folded
 from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
 from gpuboard.ledger import holder as processes
 from gpuboard.ledger import keeper
@@ -304,10 +305,8 @@ class Allocator:
     def _allocation(self, lease: Lease, gpus: Sequence[Chosen], why: str, snapshot: Snapshot) -> Allocation:
         names = list(dict.fromkeys(gpu.node for gpu in gpus))
         views: dict[str, NodeView] = {node.name: node for node in snapshot.nodes}
-        asked = {name: self._nodes[name].host or "" for name in names}
-        addresses = reachable_addresses(
-            {name: views[name].addresses for name in names}, {k: v for k, v in asked.items() if v}
-        )
+        asked = {name: self._nodes[name].address for name in names if self._nodes[name].host}
+        addresses = reachable_addresses({name: views[name].addresses for name in names}, asked)
         # simulated nodes are all this machine
         addresses |= {name: LOOPBACK for name in names if self._nodes[name].simulate is not None}
         found = rank_map(lease.id, gpus, addresses)
@@ -393,15 +392,6 @@ def _by_node(gpus: Sequence[Chosen]) -> dict[str, list[str]]:
 
 def _alive(holder: Holder) -> bool | None:
     return processes.alive(processes.Holder(holder.host, holder.boot_id, holder.pid, holder.start))
-
-
-def folded(names: Sequence[str]) -> str:
-    """Return the nodeset of ``names``."""
-    if len(names) == 1:
-        return names[0]
-    from gpuboard.nodesets import fold  # 30 ms: only for several nodes
-
-    return fold(names)
 
 
 def duration(for_s: float | None, settings: Settings) -> float:

@@ -10,7 +10,9 @@ import msgspec
 from gpuboard import paths
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
+from gpuboard.cluster.inventory import folded
 from gpuboard.config import Settings, flat
+from gpuboard.errors import GpuboardError
 from gpuboard.model.text import clean
 
 NAME = "config"
@@ -19,7 +21,7 @@ HELP = "show the settings in force and where each came from"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="print JSON: {key: {value, origin}}")
+    parser.add_argument("--json", action="store_true", help="print JSON: settings with values and origins, nodes")
     parser.epilog = "example:\n  gpuboard config\n  gpuboard config --nodes 'gpu[01-03]' --json"
 
 
@@ -29,10 +31,17 @@ def run(args: argparse.Namespace, context: Context) -> int:
     values = dict(flat(msgspec.to_builtins(configuration.settings)))
     rows = {key: {"value": value, "origin": configuration.origins.get(key, "default")} for key, value in values.items()}
     if context.said:
-        rows["nodes"] = {"value": [node.name for node in context.nodes()], "origin": "command line"}
+        rows["nodes"] = {"value": context.said, "origin": "command line"}
     problems = _key_problems(configuration.settings)
+    names: list[str] = []
+    try:
+        names = [node.name for node in context.nodes()]
+    except GpuboardError as error:
+        if context.said:
+            raise
+        problems.append(str(error))  # what is set is worth showing all the same, and shows why
     if args.json:
-        print(json.dumps({"schema": 1, "settings": rows, "problems": problems}, ensure_ascii=False))
+        print(json.dumps({"schema": 1, "settings": rows, "nodes": names, "problems": problems}, ensure_ascii=False))
         return 0
     width = max(len(key) for key in rows)
     shown = {key: clean(json.dumps(row["value"], ensure_ascii=False), 200) for key, row in rows.items()}
@@ -41,6 +50,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
         print(f"{key:<{width}}  {shown[key]:<{column}}  {clean(str(row['origin']))}")
     for words in problems:
         say(words)
+    if names:
+        print(f"\nnodes: {folded(names)} ({len(names)})")
     print(f"\nfiles looked at: {paths.SITE_CONFIG}, {context.config_file or paths.user_config(context.env)}")
     return 0
 

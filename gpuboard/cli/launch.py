@@ -257,7 +257,7 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
             nodes, context.settings, context.env, said=bool(context.said), progress=progress(context)
         ) as allocator:
             if args.dry_run:
-                found = rank_map(None, allocator.plan(request).gpus, {n.name: n.host or n.name for n in nodes})
+                found = rank_map(None, allocator.plan(request).gpus, {n.name: n.address for n in nodes})
             else:
                 allocation = allocator.allocate(request, terms, args.wait)
                 found, held = allocation.rank_map, allocation.lease

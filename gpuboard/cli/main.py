@@ -136,8 +136,7 @@ def _dispatch(argv: list[str]) -> int:
     command = load(name or "board")
     args = parser_of(command).parse_args(rest)
     context = Context(argv)
-    if args.nodes is not None:
-        context.said = [args.nodes]
+    context.said = args.nodes or []
     if args.config is not None:
         context.config_file = Path(args.config)
     if command.NAME not in {"board", *GROUPS["set up"]}:  # the board does it beside the UI: a hung keeper takes 3 s

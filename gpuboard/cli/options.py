@@ -43,7 +43,13 @@ class Parser(argparse.ArgumentParser):
 def add_common(parser: argparse.ArgumentParser) -> None:
     """Add the flags that every command takes."""
     group = parser.add_argument_group("every command")
-    group.add_argument("--nodes", metavar="NODESET", help="the nodes to look at, e.g. gpu[01-16,20]; default: config")
+    group.add_argument(
+        "--nodes",
+        metavar="NODESET",
+        action="append",
+        help="the nodes to look at: gpu[01-16,20], @group, hostfile:PATH, ssh_config:PATTERN, slurm:PARTITION; may be "
+        "given several times; default: config",
+    )
     group.add_argument("--config", metavar="FILE", help="read this TOML file in place of the user's")
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,15 @@ import msgspec
 from gpuboard.errors import UsageError
 
 if TYPE_CHECKING:
+    from gpuboard.cluster.sources import Entry
     from gpuboard.config import Settings
+    from gpuboard.model.schedule import Seen
     from gpuboard.model.snapshot import Snapshot
 
 # A host name (RFC 1123) plus underscores, which ssh aliases have; nothing that a shell or ssh's options would read.
 _NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
+_SOURCE = re.compile(r"(hostfile|ssh_config|slurm):.*", re.DOTALL)
 _LOCAL = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 
 
@@ -31,48 +35,106 @@ class Node(msgspec.Struct, frozen=True):
     claims_dir: str | None = None  # where this node's claims lie; None: as the settings say
     job: str | None = None  # the Slurm job of ours through which it is reached (srun), in place of ssh
 
+    @property
+    def address(self) -> str:
+        """What other nodes may know it by: ``host`` without the user (``alice@gpu01``); the name of this machine."""
+        return (self.host or self.name).rpartition("@")[2]
 
-def inventory(settings: Settings, said: Sequence[str] = ()) -> list[Node]:
+
+def inventory(settings: Settings, said: Sequence[str] = (), schedule: Callable[[], Seen] | None = None) -> list[Node]:
     """Return the nodes of a command: those of the settings, or of them those that ``said`` (``--nodes``) names.
 
-    Without configured nodes ``said`` names any nodes, and with neither it is this machine under its short hostname.
-    Raises UsageError for a nodeset that cannot be read, a name no host can have, and one the inventory does not hold.
+    Without configured nodes ``said`` names any nodes; with neither it is Slurm's nodes with GPUs where there is a Slurm
+    (``schedule`` asks it, and is called for this and for `slurm:`), else this machine under its short hostname.
+    Raises UsageError for a nodeset or source that cannot be read, a name no host can have, and one the inventory does
+    not hold; GpuboardError where Slurm alone could say which nodes there are, and does not answer.
     """
-    configured = expand_names(settings.nodes)
-    names = expand_names(said)
-    if configured and (unknown := [name for name in names if name not in set(configured)]):
-        shown = ", ".join(configured)
-        if len(configured) > 20:
-            from gpuboard.nodesets import fold  # 30 ms: see below
 
-            shown = fold(configured)
+    def find(source: str) -> list[Entry]:
+        from gpuboard.cluster.sources import look_up  # most inventories are nodesets
+
+        return look_up(source, settings.ssh_config, schedule)
+
+    configured = _expand(settings.nodes, find)
+    names = _expand(said, find)
+    if configured and (unknown := [name for name in names if name not in configured]):
+        shown = ", ".join(configured) if len(configured) <= 20 else folded(list(configured))
         raise UsageError(f"no node {unknown[0]!r} in the configured inventory; it has: {shown}")
-    names = names or configured
+    names = {name: user or configured.get(name, "") for name, user in names.items()} or configured
+    if not names and schedule is not None:
+        names = _slurms(schedule())
     if not names:
         return [Node(name=os.uname().nodename.partition(".")[0], host=None)]
-    return [Node(name=name, host=None if is_here(name) else name) for name in names]
+    return [Node(name=name, host=_host(name, user)) for name, user in names.items()]
+
+
+def _slurms(seen: Seen) -> dict[str, str]:
+    """Return Slurm's nodes with GPUs, none where this machine has to do. Raises GpuboardError where that is unknown."""
+    from gpuboard.cluster.sources import answered, slurm_nodes  # only where there is a Slurm
+
+    if seen.schedule is None and own_uuids():
+        return {}
+    names = slurm_nodes(answered(seen))
+    for name in names:
+        _check_name(name, "in Slurm")
+    return dict.fromkeys(names, "")
 
 
 def expand_names(nodesets: Iterable[str]) -> list[str]:
     """Return the names in ``nodesets`` in order, each once. Raises UsageError."""
-    names: dict[str, None] = {}
-    for text in nodesets:
+    return list(_expand(nodesets, None))
+
+
+def _expand(texts: Iterable[str], find: Callable[[str], list[Entry]] | None) -> dict[str, str]:
+    """Return name → user ("": whom ssh logs in as) of nodesets and, where ``find`` looks them up, of sources."""
+    names: dict[str, str] = {}
+    for text in texts:
         if _PLAIN.fullmatch(text):
-            found = [text]  # a single name needs no ClusterShell (30 ms)
+            _check_name(text)  # a single name needs no ClusterShell (30 ms)
+            names.setdefault(text, "")
+        elif _SOURCE.fullmatch(text):
+            if find is None:
+                raise UsageError(f"{text!r} cannot stand here, only nodesets can: gpu01, gpu[01-16], @group")
+            for name, user, where in find(text):
+                _check_name(name, where)
+                names[name] = names.get(name) or user
         else:
             _refuse_hostile(text)
             from gpuboard.nodesets import expand
 
-            found = expand(text)
-        for name in found:
-            if not _NAME.fullmatch(name) or any(not 0 < len(label) <= 63 for label in name.split(".")):
-                raise UsageError(f"{name!r} cannot be a node's name: letters, digits, '.', '-' and '_' only")
-            names[name] = None
-    return list(names)
+            for name in expand(text):
+                _check_name(name)
+                names.setdefault(name, "")
+    return names
+
+
+def _check_name(name: str, where: str = "") -> None:
+    """Raise UsageError for what no host can be called."""
+    if not _NAME.fullmatch(name) or any(not 0 < len(label) <= 63 for label in name.split(".")):
+        at = f"{where}: " if where else ""
+        raise UsageError(f"{at}{name!r} cannot be a node's name: letters, digits, '.', '-' and '_' only")
+
+
+def _host(name: str, user: str) -> str | None:
+    """Return what ssh is asked for; None for this machine, unless somebody else is to be logged in there."""
+    if is_here(name) and (not user or user == pwd.getpwuid(os.getuid()).pw_name):
+        return None
+    return f"{user}@{name}" if user else name
+
+
+def folded(names: Sequence[str]) -> str:
+    """Return the nodeset of ``names``."""
+    if len(names) == 1:
+        return names[0]
+    from gpuboard.nodesets import fold  # 30 ms: only for several nodes
+
+    return fold(names)
 
 
 def _refuse_hostile(text: str) -> None:
     """Raise UsageError for characters no nodeset has, before ClusterShell reads them: groups may run site commands."""
+    if found := re.search(r"[\s,!&^](hostfile|ssh_config|slurm):", text):
+        raise UsageError(f"{text!r}: {found[1]}: stands alone: an entry of its own in nodes, a --nodes of its own")
     if bad := sorted(set(re.findall(r"[^A-Za-z0-9_.,!&^@:*?/\[\]\s-]", text))):
         raise UsageError(f"nodeset {text!r} has {' '.join(map(repr, bad))}, which no node's name can have")
     if not text.strip():

@@ -50,4 +50,4 @@ def cpu_rank_map(n: int, nodes: Sequence[Node], *, spread: bool) -> RankMap:
         for at, node in enumerate(used)
         for index in range(n // len(used) + (at < n % len(used)))
     ]
-    return rank_map(None, chosen, {node.name: node.host or node.name for node in used})
+    return rank_map(None, chosen, {node.name: node.address for node in used})

@@ -1,0 +1,179 @@
+"""Nodes that are written down elsewhere: `hostfile:PATH`, `ssh_config:PATTERN` and `slurm:PARTITION` for a nodeset."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from glob import glob
+from typing import NamedTuple
+
+from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.model.schedule import Schedule, Seen
+from gpuboard.model.text import clean
+
+_BYTES_MAX = 8 * 2**20  # of a file: 65,536 long lines; a device or the wrong file would never end
+_DEPTH_MAX = 16  # of Include, as OpenSSH has it (READCONF_MAX_DEPTH)
+
+# Open MPI's orte/util/hostfile/hostfile_lex.l; `ifname`, `binding` and `user` are those of MPICH's Hydra.
+_COUNTS = {"slots", "cpu", "count", "boards", "sockets", "sockets_per_board", "cores", "cores_per_socket"} | {
+    name for what in ("slots", "cpu", "count") for name in (f"max_{what}", f"{what}_max")
+}
+_USERS = {"username", "user_name", "user"}
+_WORDS = {"cpu_set", "ifname", "binding"}
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class Entry(NamedTuple):
+    """A name that was found, the user to log in as ("": as ssh has it), and where it stands ("": nowhere to point)."""
+
+    name: str
+    user: str = ""
+    where: str = ""
+
+
+def look_up(text: str, ssh_config: str, scheduler: Callable[[], Seen] | None) -> list[Entry]:
+    """Return what a source has, in its order, a name perhaps several times.
+
+    ``scheduler`` says what Slurm holds and is asked for `slurm:` alone; None: there is no Slurm here. Raises UsageError
+    for a file or a line that cannot be read and for a source without nodes, GpuboardError where Slurm does not answer.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "hostfile":
+        return _hostfile(rest)
+    if kind == "ssh_config":
+        return [Entry(name, where=f"in {ssh_config}") for name in _aliases(rest, ssh_config)]
+    if scheduler is None:
+        raise UsageError(f"{text!r}: no Slurm is known here; `gpuboard config` shows `scheduler`, and `sinfo` must run")
+    schedule = answered(scheduler())
+    known = sorted({name for node in schedule.nodes.values() for name in node.partitions})
+    partitions = [name.strip() for name in rest.split(",")] if rest else []
+    for name in partitions:
+        if name not in known:
+            shown = clean(", ".join(known), 400) or "none"
+            raise UsageError(f"{text!r}: no node is in a partition {name!r}; Slurm has: {shown}")
+    found = slurm_nodes(schedule, partitions)
+    if not found:
+        raise UsageError(f"{text!r}: Slurm knows no such node with GPUs; `sinfo -o '%P %G %N'` shows what it has")
+    return [Entry(name, where="in Slurm") for name in found]
+
+
+def answered(seen: Seen) -> Schedule:
+    """Return what Slurm said last. Raises GpuboardError where it has said nothing."""
+    if seen.schedule is None:
+        why = seen.error or "it has not answered yet"
+        raise GpuboardError(f"Slurm does not say which nodes it has: {why}; name nodes with --nodes, or in the config")
+    return seen.schedule
+
+
+def slurm_nodes(schedule: Schedule, partitions: Sequence[str] = ()) -> list[str]:
+    """Return the nodes with GPUs, in Slurm's order; with ``partitions`` those in one of them."""
+    return [
+        node.name
+        for node in schedule.nodes.values()
+        if (node.gpus or node.shards) and (not partitions or set(partitions) & set(node.partitions))
+    ]
+
+
+def _hostfile(path: str) -> list[Entry]:
+    """Return the hosts of a hostfile: Open MPI's, DeepSpeed's, or a machinefile (`host:4`). Raises UsageError."""
+    if not path:
+        raise UsageError("hostfile: names no file; write hostfile:PATH")
+    found = []
+    users: dict[str, str] = {}
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        words = re.sub(r"\s*=\s*", "=", re.sub(r"(#|//).*", "", line)).split()
+        if not words:
+            continue
+        where = f"{path}:{number}"
+        entry = _host(words[0], where)
+        for word in words[1:]:
+            key, equals, value = word.partition("=")
+            key = key.replace("-", "_").lower()
+            if not equals or key not in _COUNTS | _USERS | _WORDS or (key in _COUNTS and not value.isdecimal()):
+                raise UsageError(f"{where}: {clean(word, 60)!r} cannot be read; a line is: gpu01 slots=4 max_slots=8")
+            if key in _USERS:
+                entry = entry._replace(user=value)
+        if not _USER.fullmatch(entry.user or "none"):
+            raise UsageError(f"{where}: {clean(entry.user, 60)!r} cannot be a user's name")
+        if users.setdefault(entry.name, entry.user) != entry.user:
+            named = " and ".join(user or "without a user" for user in (users[entry.name], entry.user))
+            raise UsageError(f"{where}: {entry.name} is named for different users: {named}")
+        found.append(entry)
+    if not found:
+        raise UsageError(f"{path}: no host in this hostfile; a line is: gpu01 slots=4")
+    return found
+
+
+def _host(word: str, where: str) -> Entry:
+    """Return the host that a line of a hostfile begins with: ``host``, ``user@host``, ``host:4``."""
+    if word.startswith("+"):
+        raise UsageError(f"{where}: {clean(word, 60)!r} counts in a list that mpirun alone has; write the host's name")
+    if word.startswith("^"):
+        raise UsageError(f"{where}: {clean(word, 60)!r} takes a host out for mpirun alone; drop that host's lines")
+    user, at, rest = word.rpartition("@")
+    if at and not user:
+        raise UsageError(f"{where}: {clean(word, 60)!r} has no user before its @")
+    return Entry(re.sub(r"^([^:]+):[0-9]+$", r"\1", rest), user, where)
+
+
+def _aliases(patterns: str, ssh_config: str) -> list[str]:
+    """Return the host aliases that match ``patterns`` (ssh's: ``gpu*,!gpu9?``). Raises UsageError."""
+    if not patterns:
+        raise UsageError("ssh_config: names no hosts; write ssh_config:gpu* for those of your ssh config")
+    wanted = [pattern.strip() for pattern in patterns.split(",")]
+    found = [name for name in _hosts(ssh_config, (), 0) if _matches(name, wanted)]
+    if not found:
+        raise UsageError(f"ssh_config:{patterns}: no Host of {ssh_config} and its Includes matches; patterns are none")
+    return found
+
+
+def _hosts(path: str, within: tuple[Sequence[str], ...], depth: int) -> Iterator[str]:
+    """Yield the names that `Host` lines have. ``within``: the patterns of the Host lines around the Include."""
+    if depth > _DEPTH_MAX:
+        raise UsageError(f"{path}: Include goes deeper than {_DEPTH_MAX} files, as in a circle")
+    around = within
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        parts = re.fullmatch(r"\s*(host|match|include)(?:\s*=\s*|\s+)(.*)", line, re.IGNORECASE)
+        if parts is None:
+            continue
+        try:
+            words = shlex.split(parts[2], comments=True)
+        except ValueError:
+            raise UsageError(f"{path}:{number}: a quote is not closed") from None
+        if parts[1].lower() == "match":
+            around = within  # what it asks (exec, user, …) is ssh's to decide; a name below it stays a name
+        elif parts[1].lower() == "host":
+            around = (*within, words)
+            for name in words:
+                if not re.search(r"[*?!]", name) and all(_matches(name, patterns) for patterns in around):
+                    yield name
+        else:
+            for word in words:
+                # what is relative lies in ~/.ssh, also for a file elsewhere (ssh_config(5), Include)
+                for file in sorted(glob(os.path.join(os.path.expanduser("~/.ssh"), os.path.expanduser(word)))):
+                    yield from _hosts(file, around, depth + 1)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether ssh takes ``patterns`` for ``name``: one fits, and none with ``!`` (ssh_config(5), PATTERNS)."""
+
+    def fits(pattern: str) -> bool:
+        return bool(re.fullmatch(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."), name))
+
+    return any(fits(p) for p in patterns if not p.startswith("!")) and not any(
+        fits(p[1:]) for p in patterns if p.startswith("!")
+    )
+
+
+def _read(path: str) -> str:
+    """Return a text file. Raises UsageError."""
+    try:
+        with open(os.path.expanduser(path), encoding="utf-8") as file:
+            text = file.read(_BYTES_MAX + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
+    if len(text) > _BYTES_MAX:
+        raise UsageError(f"{path}: more than {_BYTES_MAX // 2**20} MiB are no list of hosts")
+    return text
