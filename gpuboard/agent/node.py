@@ -16,6 +16,7 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict, List, Optional, Set, Tuple, Union
 
+    from gpuboard.agent.jobgpus import JobGpus
     from gpuboard.agent.simulate import Simulated
 
 FIRST_S = 3.5  # the first reading waits so long for NVML: longer than it takes to find out that one GPU hangs
@@ -49,6 +50,11 @@ class _Node:
         self.probe = probe
         self.name = str(config.get("node"))
         self.interval_s: "Optional[float]" = config.get("interval_s")
+        self.job: "Optional[JobGpus]" = None  # where only a job's GPUs are listed
+        if config.get("job"):
+            from gpuboard.agent.jobgpus import JobGpus  # late: only inside a job
+
+            self.job = JobGpus(os.environ)
         simulated = probe.source == "simulated"
         self.claims = claims
         self.folder = (probe.folder if simulated else claims.Folder)(str(config.get("claims_dir") or "/var/tmp"))
@@ -171,12 +177,15 @@ class _Node:
         self.reads = [read for read in self.reads if read not in answered]
 
     def _reading(self, now: float) -> None:
+        statics, not_told = self.probe.statics(), None
+        if self.job is not None:
+            statics, not_told = self.job.only(statics)
         if self.probe.version != self.sent_version or self.seq == 0:
             self.sent_version = self.probe.version
             self.channel.send(
                 {
                     "t": "static",
-                    "gpus": self.probe.statics(),
+                    "gpus": statics,
                     "driver": self.probe.driver,
                     "cuda": self.probe.cuda,
                     "source": self.probe.source,
@@ -192,6 +201,8 @@ class _Node:
             return self.processes.describe(pid, kind, memory)
 
         gpus = self.probe.readings(now, describe)
+        if self.job is not None:
+            gpus = self.job.readings(gpus, statics)
         self.processes.forget(alive)
         claims, claims_error = self.folder.read()
         message = {
@@ -200,7 +211,7 @@ class _Node:
             "at": time.time(),
             "interval_s": self.interval_s or 0.0,
             "gpus": gpus,
-            "nvml_error": self.probe.error or (None if self.probe.done else "NVML has not answered yet"),
+            "nvml_error": self.probe.error or (not_told if self.probe.done else "NVML has not answered yet"),
             "claims": claims,
             "claims_error": claims_error,
         }

@@ -123,6 +123,7 @@ class _Reader:
         facts = {"index": k, "uuid": self.uuids[k], "name": "", "pci_bus_id": self.pci[k], "links": {}, "pci": {}}
         try:
             facts["name"] = terms.text(pynvml.nvmlDeviceGetName(handle))
+            facts["minor"] = _ask(pynvml.nvmlDeviceGetMinorNumber, handle)
             facts["pcie_generation_max"] = _ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
             facts["pcie_width_max"] = _ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
             facts["numa_node"] = _numa_node(handle, self.pci[k])

@@ -73,6 +73,7 @@ class NodeFeed:
             "claims_dir": node.claims_dir or claims_dir,
             "simulate": node.simulate,
             "now": True,
+            "job": node.job,
         }
 
     @property
@@ -92,6 +93,7 @@ class NodeFeed:
             config=self._config,
             listener=self._message,
             ended=self._ended,
+            job=self.node.job,
         )
         if self.link.hello is not None:
             self.tick()  # an agent started ahead can answer before we know its link

@@ -38,7 +38,7 @@ Job = tuple[str, dict[str, Any], Report]
 def node_key(node: KeptNode, settings: dict[str, Any]) -> str:
     """Return what tells nodes apart: leases of one node share its connection."""
     reach = settings if node.host is not None else {}
-    return json.dumps([node.name, node.host, node.claims_dir, node.simulate, reach], sort_keys=True)
+    return json.dumps([node.name, node.host, node.claims_dir, node.simulate, node.job, reach], sort_keys=True)
 
 
 class Connectors:
@@ -141,7 +141,15 @@ class NodeCalls:
             "now": False,
         }
         connector = self._connectors.get(self._settings)
-        return connector.open(self.name, self._node.host, role="node", config=config, listener=_ignore, ended=_ignore)
+        return connector.open(
+            self.name,
+            self._node.host,
+            role="node",
+            config=config,
+            listener=_ignore,
+            ended=_ignore,
+            job=self._node.job,
+        )
 
 
 def _ignore(_: object) -> None:

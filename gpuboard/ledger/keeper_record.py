@@ -19,6 +19,7 @@ class KeptNode(NamedTuple):
     host: str | None  # what ssh is asked for; None: this machine
     claims_dir: str
     simulate: dict[str, Any] | None  # the description of simulated GPUs
+    job: str | None = None  # the Slurm job through which it is reached, in place of ssh
 
 
 class Record(NamedTuple):
@@ -48,7 +49,14 @@ def decode(values: Any) -> Record:
     """Return the record that plain ``values`` describe. Raises ValueError when they are none."""
     try:
         nodes = [
-            KeptNode(str(n["name"]), [str(u) for u in n["uuids"]], n["host"], str(n["claims_dir"]), n["simulate"])
+            KeptNode(
+                str(n["name"]),
+                [str(u) for u in n["uuids"]],
+                n["host"],
+                str(n["claims_dir"]),
+                n["simulate"],
+                n.get("job"),  # a keeper of an older release, whose leases we take over, knows none
+            )
             for n in values["nodes"]
         ]
         holder = values["holder"]
