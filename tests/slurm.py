@@ -14,6 +14,7 @@ skips by name where a package is missing.
         slurm.nodes["login1"].popen(["gpuboard", "status", "--watch"], user="alice")
         slurm.update("node", "gpu02", State="DRAIN", Reason="bad NVLink")
         slurm.controller("kill")                                     # "stop", "continue", "restart" (keeps all jobs)
+        slurm.daemon("gpu03", "kill")                                # the same for a node's slurmd
         slurm.configure("PrivateData=jobs")                          # starts anew; the next test has the usual again
         slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[0-3]\nName=gpu Type=a100 File=/dev/nvidia[4-7]")
         slurm.configure(cgroups=True)                                # jobs see only the devices of their own GPUs
@@ -41,7 +42,12 @@ from tests.waiting import until
 CONTROLLER = "login1"
 GRES = "Name=gpu Type=h100 File=/dev/nvidia[0-7]"
 
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
+_SIGNALS = {
+    "kill": [signal.SIGKILL],
+    "stop": [signal.SIGSTOP],
+    "continue": [signal.SIGCONT],
+    "restart": [signal.SIGTERM, signal.SIGCONT],
+}
 
 _DAEMONS = {"munged", "slurmctld", "slurmscriptd", "slurmd"}
 
@@ -191,16 +197,13 @@ class SlurmCluster:
 
         A restart keeps jobs and nodes; after a kill it has what was saved last, which may be 5 s old.
         """
-        host = self.nodes[CONTROLLER]
-        if what == "restart":
-            self._signal_controller(signal.SIGCONT)
-            self._signal_controller(signal.SIGTERM)
-            until(lambda: not host.processes(_is_controller), "slurmctld ends")
+        if self._signalled(CONTROLLER, {"slurmctld", "slurmscriptd"}, what):
             self._start_controller()
-            return
-        self._signal_controller(_SIGNALS[what])
-        if what == "kill":
-            until(lambda: not host.processes(_is_controller), "slurmctld is gone")
+
+    def daemon(self, node: str, what: str) -> None:
+        """Do to the slurmd of ``node`` what ``controller`` does to the controller; jobs there live on."""
+        if self._signalled(node, {"slurmd"}, what):
+            self._run_daemon(self.nodes[node], ["slurmd", "-D"])
 
     def run(
         self, argv: Sequence[str], *, user: str = "alice", host: str = CONTROLLER, check: bool = False
@@ -269,14 +272,20 @@ class SlurmCluster:
             for inner in [entry for entry in folder.iterdir() if entry.is_dir()]:
                 _remove_cgroup(inner)
 
-    def _signal_controller(self, number: int) -> None:
-        for process in self.nodes[CONTROLLER].processes(_is_controller):
-            os.kill(process.pid, number)
-        if number == signal.SIGCONT:
+    def _signalled(self, name: str, daemons: set[str], what: str) -> bool:
+        """Send daemons of a host a signal; return whether they are to be started again."""
+        host = self.nodes[name]
+        running = functools.partial(host.processes, lambda p: p.name in daemons)
+        for number in _SIGNALS[what]:
+            for process in running():
+                os.kill(process.pid, number)
             self._wake_nsenter()
+        if what in {"kill", "restart"}:
+            until(lambda: not running(), f"{', '.join(daemons)} of {name} end")
+        return what == "restart"
 
     def _wake_nsenter(self) -> None:
-        for child in self._children:  # nsenter stops itself when its child is stopped
+        for child in self._children:  # nsenter stops itself when its child is stopped; it does no harm to others
             if child.poll() is None:
                 os.kill(child.pid, signal.SIGCONT)
 
@@ -301,10 +310,6 @@ class SlurmCluster:
 
 def _is_daemon(process: NodeProcess) -> bool:
     return process.name in _DAEMONS
-
-
-def _is_controller(process: NodeProcess) -> bool:
-    return process.name in {"slurmctld", "slurmscriptd"}
 
 
 def _killed(host: Host, daemons: set[str]) -> bool:
