@@ -43,7 +43,7 @@ class _Node:
     def __init__(self, facts: NodeFacts, scheduled: Scheduled | None) -> None:
         self.facts = facts
         self.scheduled = scheduled
-        self.order: list[GpuStatic] = picture.in_order(facts)
+        self.order: list[GpuStatic] = picture.in_order(facts, scheduled)
         self.uuids = [gpu.uuid for gpu in self.order]
         self.gpus: list[_Gpu | None] = [None] * len(self.order)
         self.quiet: Reading | None = None

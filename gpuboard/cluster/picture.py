@@ -139,8 +139,10 @@ def stale_after_s(view: View) -> float:
     return max(view.thresholds.stale_min_s, view.thresholds.stale_intervals * (view.interval_s or 0.0))
 
 
-def in_order(facts: NodeFacts) -> list[GpuStatic]:
-    """Return every GPU the node ever listed to us, by NVML's index."""
+def in_order(facts: NodeFacts, scheduled: Scheduled | None = None) -> list[GpuStatic]:
+    """Return every GPU the node ever listed to us, by NVML's index; of one that never did, those of the scheduler."""
+    if not facts.known and scheduled is not None:
+        return scheduled.alone
     return sorted(facts.known.values(), key=lambda gpu: (gpu.index, gpu.uuid))
 
 
@@ -217,9 +219,7 @@ def _unseen_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
 def gpu_views(facts: NodeFacts, held: Held, view: View) -> list[GpuView]:
     """Return a node's GPUs, judged."""
     now, before = by_uuid(facts.reading), by_uuid(facts.previous)
-    gpus = in_order(facts)
-    if not gpus and (scheduled := view.scheduled.get(facts.name)):
-        gpus = scheduled.alone
+    gpus = in_order(facts, view.scheduled.get(facts.name))
     return [gpu_view(gpu, (now.get(gpu.uuid), before.get(gpu.uuid)), facts, held, view) for gpu in gpus]
 
 

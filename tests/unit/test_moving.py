@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpuboard.cluster.moving import Moving
-from gpuboard.cluster.picture import NodeFacts, View, inert_static, node_claims, snapshot
+from gpuboard.cluster.picture import NodeFacts, Scheduled, View, inert_static, node_claims, snapshot
 from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process, Xid
 from gpuboard.model.reading import Claim, Hello, Reading, Static, shared
-from gpuboard.model.snapshot import GpuView
-from gpuboard.model.state import Thresholds
+from gpuboard.model.snapshot import GpuView, SchedulerView
+from gpuboard.model.state import Job, Ruling, Thresholds
 
 replace = msgspec.structs.replace
 GIB = 2**30
@@ -61,6 +61,21 @@ CLAIMS = [
     Claim(lease="k3", uuid="GPU-a", uid=1, owner="al", state="lapsed", since=0, until=9),
     Claim(lease="k4", uuid="MIG-0", uid=1, owner="al", state="live", since=0, until=9),
 ]
+RULINGS = [
+    Ruling(),
+    Ruling((Job("7", "al", "gpu", 1e9),)),
+    Ruling(hidden="a job that Slurm does not show you"),
+    Ruling(doubt="Slurm: the node is down", note="by order"),
+    Ruling(withheld="Slurm: drained: \x07"),
+]
+SCHEDULED = st.builds(
+    Scheduled,
+    state=st.sampled_from(["idle", "mixed+drain"]),
+    gpus=st.dictionaries(st.sampled_from(["GPU-a", "GPU-b", "MIG-0"]), st.sampled_from(RULINGS)),
+    alone=st.sampled_from([[], STATICS[:1]]),
+    doubt=st.sampled_from(["", "Slurm: the node is down"]),
+    error=st.sampled_from([None, None, "no answer"]),
+)
 
 
 def idle(uuid: str) -> GpuReading:
@@ -86,7 +101,7 @@ class History:
     def happen(self) -> None:
         """Let one thing happen."""
         node = self.nodes[0]
-        what = self.draw(st.sampled_from(["tick"] * 6 + ["event", "node", "claims", "time", "frame", "other"]))
+        what = self.draw(st.sampled_from(["tick"] * 6 + ["event", "node", "claims", "time", "frame", "other", "jobs"]))
         if what in {"tick", "event"}:
             for _ in range(self.draw(st.integers(1, 2))):  # two readings may arrive before somebody looks
                 self.read(what == "event")
@@ -109,9 +124,15 @@ class History:
                         replace(node, static=Static(gpus=STATICS[:2], driver="580")),
                         replace(node, known=node.known | {"GPU-a": replace(STATICS[0], index=5)}),
                         replace(node, previous=None),
+                        replace(node, closed=not node.closed),
                     ]
                 )
             )
+        elif what == "jobs":
+            names = st.sampled_from(["gpu01", "gpu02"])
+            scheduled = self.draw(st.dictionaries(names, SCHEDULED))
+            age_s = self.draw(st.sampled_from([None, 1.0, 2.0]))
+            self.view = replace(self.view, scheduled=scheduled, scheduler=SchedulerView("slurm", age_s))
         elif what == "other":  # a node that holds a claim on a GPU of the first
             claims = self.draw(st.lists(st.sampled_from(CLAIMS[:2]), max_size=1))
             reading = Reading(seq=1, at=1.0, interval_s=1.0, claims=claims)
