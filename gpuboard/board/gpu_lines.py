@@ -22,7 +22,7 @@ FLAG_WORDS = {
     "rogue": "a process of someone who does not hold it",
     "idle": "held, but not used for a while",
     "overdue": "its lease has ended, its owner's processes have not",
-    "disputed": "two leases claim it",
+    "disputed": "two leases claim it, or a job and a lease",
     "sick": "see its health",
     "mig": "split into MIG devices",
 }

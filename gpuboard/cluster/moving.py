@@ -51,13 +51,22 @@ class _Node:
         self.still = False  # until the next reading nothing about its GPUs changes, unless a claim comes
 
 
+class _Unseen(msgspec.Struct, gc=False):
+    """A node that only the scheduler shows, as it was drawn last, without a claim on any of its GPUs."""
+
+    facts: NodeFacts
+    scheduled: Scheduled
+    uuids: list[str]
+    view: NodeView
+
+
 class Moving:
     """Takes snapshots of the same nodes. For any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}
-        self._unseen: dict[str, tuple[NodeFacts, Scheduled, NodeView]] = {}  # nodes that only the scheduler shows
+        self._unseen: dict[str, _Unseen] = {}
         self._claims: dict[str, tuple[Reading, list[Claim]]] = {}
         self._leases: frozenset[str] = frozenset()
         self._settings: object = None
@@ -145,12 +154,20 @@ class Moving:
     def _unseen_view(self, facts: NodeFacts, scheduled: Scheduled, held: Held, view: View) -> NodeView:
         """Return a node of which nothing changes but the age, as long as its facts and the scheduler's words stay."""
         last = self._unseen.get(facts.name)
-        if last is not None and last[0] is facts and last[1] is scheduled and not any(g.leases for g in last[2].gpus):
-            drawn = replace(last[2], age_s=view.scheduler.age_s if view.scheduler else None)
-        else:
-            self._nodes.pop(facts.name, None)
-            drawn = picture.node_view(facts, picture.gpu_views(facts, held, view), view)
-        self._unseen[facts.name] = (facts, scheduled, drawn)
+        if (
+            last is not None
+            and last.facts is facts
+            and last.scheduled is scheduled
+            and held.claims.keys().isdisjoint(last.uuids)
+        ):
+            last.view = replace(last.view, age_s=view.scheduler.age_s if view.scheduler else None)
+            return last.view
+        self._nodes.pop(facts.name, None)
+        drawn = picture.node_view(facts, picture.gpu_views(facts, held, view), view)
+        self._unseen.pop(facts.name, None)
+        uuids = [part.uuid for gpu in drawn.gpus for part in (gpu, *gpu.mig)]
+        if held.claims.keys().isdisjoint(uuids):
+            self._unseen[facts.name] = _Unseen(facts, scheduled, uuids, drawn)
         return drawn
 
 
