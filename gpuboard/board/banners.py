@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from gpuboard.model.snapshot import NodeView, Snapshot
+from gpuboard.model.snapshot import NodeView, Snapshot, scheduler_words
 
 _FIRST_S = 10.0  # so long nodes that were never heard of count as being connected to
 
@@ -26,6 +26,8 @@ def banners(snapshot: Snapshot, *, running_s: float) -> tuple[str, ...]:
     elif not any(node.gpus for node in nodes) and all(node.state == "up" for node in nodes):
         where = "here" if len(nodes) == 1 else "on these nodes"
         found.append(f"no GPU {where}: name other nodes with --nodes, or as `nodes` in the config")
+    if words := scheduler_words(snapshot.scheduler):
+        found.append(words)
     without = [node for node in nodes if node.claims_error is not None and node.state == "up"]
     if without:
         reason = _reason(without, [node.claims_error for node in without])

@@ -50,7 +50,9 @@ def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
     if node.claims_error is not None:
         lines += named("Reservations", f"not possible here: {node.claims_error}", "bad", width)
     if node.scheduler_state is not None:
-        lines += named("Scheduler", node.scheduler_state, "", width)
+        why = [node.scheduler_reason, node.scheduler_reservation and f"reservation {node.scheduler_reservation}"]
+        words = "; ".join([node.scheduler_state, *filter(None, why)])
+        lines += named("Scheduler", words, "warn" if any(why) else "", width)
     read = "never" if node.age_s is None else f"{age(node.age_s)} ago"
     lines += named("Last reading", read, "" if node.state == "up" else "warn", width)
     old = node.state != "up"
@@ -65,6 +67,8 @@ def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
 
 
 def _connection(node: NodeView) -> str:
+    if node.source == "slurm":
+        return "none: only Slurm shows it (docs/slurm.md, Ways to a node)"
     if node.state == "up":
         return "up" if node.connected else "lost; the newest reading is still fresh"
     if node.state == "stale":

@@ -17,7 +17,7 @@ from gpuboard.cli.context import Context
 from gpuboard.cli.options import typed
 from gpuboard.cli.table import Cell, Column, Row, Step, elide, render
 from gpuboard.errors import NoNodeReached
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot, scheduler_words
 from gpuboard.model.state import STATES
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, parse_duration
@@ -132,6 +132,8 @@ def table(snapshot: Snapshot, width: int | None, *, colour: bool) -> list[str]:
         rows += _node_rows(node)
     lines = render(COLUMNS, rows, STEPS, width, colour=colour)
     total = sums(snapshot)
+    if words := scheduler_words(snapshot.scheduler):
+        lines += ["", clean(words) if width is None else elide(clean(words), width)]
     return [*lines, "", total if width is None else elide(total, width)]
 
 
@@ -168,6 +170,9 @@ def _node_rows(node: NodeView) -> list[Row]:
         state = node.state if node.state != "up" else "no GPU" if not rows else "up"
         text = words if words.startswith(state) else f"{state}: {words}"
         rows.append(Row((name,), Cell(text, "1;31" if node.state == "unreachable" else "35")))
+    if node.scheduler_reason or node.scheduler_reservation:
+        words = clean(f"Slurm: {node.scheduler_state}: {node.scheduler_reason or node.scheduler_reservation}")
+        rows.append(Row((name,), Cell(words, "35")))
     if node.claims_error:
         rows.append(Row((name,), Cell(f"cannot be reserved: {clean(node.claims_error)}", "35")))
     return rows

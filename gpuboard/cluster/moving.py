@@ -165,7 +165,7 @@ class Moving:
         self._nodes.pop(facts.name, None)
         drawn = picture.node_view(facts, picture.gpu_views(facts, held, view), view)
         self._unseen.pop(facts.name, None)
-        uuids = [part.uuid for gpu in drawn.gpus for part in (gpu, *gpu.mig)]
+        uuids = [uuid for gpu in drawn.gpus for uuid in (gpu.uuid, *(device.uuid for device in gpu.mig))]
         if held.claims.keys().isdisjoint(uuids):
             self._unseen[facts.name] = _Unseen(facts, scheduled, uuids, drawn)
         return drawn

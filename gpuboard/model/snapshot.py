@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from gpuboard.model.units import format_duration
+
 
 class ProcessView(msgspec.Struct, frozen=True, gc=False):
     """A process on a GPU, as shown."""
@@ -136,3 +138,17 @@ class Snapshot(msgspec.Struct, frozen=True, gc=False):
     cluster: str
     nodes: list[NodeView]
     scheduler: SchedulerView | None = None  # None: there is none
+
+
+def scheduler_words(seen: SchedulerView | None) -> str:
+    """Return what is to be said of a scheduler that does not answer, "" when it does."""
+    if seen is None or (seen.error is None and (seen.current or seen.age_s is None)):
+        return ""
+    error = f": {seen.error}" if seen.error else ""
+    if seen.age_s is None:
+        return f"Slurm gives no answer{error}; nothing is called free meanwhile"
+    if seen.current:
+        return f"Slurm's newest answer is {format_duration(seen.age_s)} old{error}"
+    return (
+        f"Slurm has given no answer for {format_duration(seen.age_s)}{error}; none of its GPUs is called free meanwhile"
+    )
