@@ -143,7 +143,8 @@ def node_words(node: SchedulerNode) -> tuple[str, str]:
     """Return why nobody gets an idle GPU of a node, and why it is not known what is the case there; "" where not so."""
     flags = node.flags
     reason = f": {clean(node.reason, 200)}" if node.reason else ""
-    doubt = next((f"Slurm: the node is {word.replace('_', ' ')}{reason}" for word in _DOUBTFUL if word in flags), "")
+    down = next((f"Slurm: the node is {word.replace('_', ' ')}{reason}" for word in _DOUBTFUL if word in flags), "")
+    doubt = down or (f"Slurm: {clean(node.doubt, 200)}" if node.doubt else "")
     word = next((word for word in _WITHHELD if word in flags), "")
     if not word:
         return "", doubt

@@ -136,6 +136,12 @@ def test_what_a_nodes_state_means_for_its_idle_gpus(state: str, reason: str, wor
     assert (ruled.gpus["u1"].withheld, ruled.gpus["u1"].doubt) == words
 
 
+def test_a_node_whose_line_could_not_be_read_has_no_free_gpu() -> None:
+    ruled = jobs.rule(node(doubt="GresUsed=? cannot be read"), [held(1, Gres("h100", 1, (0,)))], gpus(8), {})
+    assert said(ruled.gpus) == {"u0": "1"} | {f"u{i}": "doubt" for i in range(1, 8)}
+    assert ruled.gpus["u1"].doubt == "Slurm: GresUsed=? cannot be read"
+
+
 def test_gpus_that_nothing_else_shows_have_slurms_numbers() -> None:
     both = node(Gres("h100", 2), Gres("", 1))
     assert [(gpu.index, gpu.name, gpu.uuid) for gpu in jobs.alone(both)] == [

@@ -1,0 +1,99 @@
+"""The scheduler's answers over time: made anew where something changed, aged where no new one comes."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from gpuboard.cluster.joined import Join
+from gpuboard.cluster.picture import NodeFacts, inert_static
+from gpuboard.model.gpu import GpuReading, GpuStatic, Process
+from gpuboard.model.reading import Hello, Reading
+from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode, Seen
+from gpuboard.model.units import day_time
+
+AT = 1e9
+STATICS = [GpuStatic(index=i, uuid=f"u{i}", name="H100", pci_bus_id="", minor=i) for i in range(2)]
+KNOWN = {gpu.uuid: inert_static(gpu) for gpu in STATICS}
+JOB = SchedulerJob("7", 7, "bob", 1, "x", "gpu", "running", (Grant("gpu01", (Gres("h100", 1, (0,)),)),))
+SCHEDULE = Schedule(
+    AT,
+    "c",
+    {"gpu01": SchedulerNode("gpu01", "host-a", "10.0.0.1", "mixed", reason="a\x1b[31m b", gpus=(Gres("h100", 2),))},
+    (JOB,),
+)
+GPU01 = NodeFacts(name="gpu01", known=KNOWN)
+
+
+def joined(seen: Seen, now: float = 100.0, at: float = AT) -> Join:
+    join = Join()
+    join.take(seen, now, at)
+    return join
+
+
+def test_a_node_is_found_by_its_name_its_address_and_what_it_calls_itself() -> None:
+    join = joined(Seen(SCHEDULE, arrived=99.0))
+    hello = Hello(hostname="host-a", boot_id="", uid=1, user="", pid=1, python="")
+    for facts in (
+        GPU01,
+        replace(GPU01, name="10.0.0.1"),
+        replace(GPU01, name="gpu01.lab"),
+        replace(GPU01, name="x", hello=hello),
+    ):
+        found = join.of(facts)
+        assert found is not None, facts.name
+        assert [job.id for job in found.gpus["u0"].jobs] == ["7"]
+    assert join.of(replace(GPU01, name="other")) is None
+    late = replace(GPU01, name="y")
+    assert join.of(late) is None
+    assert join.of(replace(late, hello=hello)) is not None, "its name came with the first reading"
+
+
+def test_nothing_is_made_anew_while_nothing_has_changed() -> None:
+    join = joined(Seen(SCHEDULE, arrived=99.0))
+    first = join.of(GPU01)
+    join.take(Seen(SCHEDULE, arrived=99.0), 130.0, AT + 30)
+    assert join.of(replace(GPU01, arrived=129.0)) is first
+    assert join.of(replace(GPU01, known=KNOWN | {"u2": STATICS[0]})) is not first
+    join.take(Seen(replace(SCHEDULE, jobs=()), arrived=130.0), 131.0, AT + 31)
+    again = join.of(GPU01)
+    assert again is not None
+    assert not again.gpus["u0"].jobs
+
+
+def test_an_old_answer_still_says_who_held_what_and_nothing_about_the_rest() -> None:
+    join = joined(Seen(SCHEDULE, arrived=9.0, error="connect failure\x07", current_s=90.0))
+    found = join.of(GPU01)
+    assert found is not None
+    assert set(found.gpus) == {"u0"}
+    assert found.gpus["u0"].note == f"as of {day_time(AT)}"
+    assert found.error == f"no answer since {day_time(AT - 91)}: connect failure"
+    join.take(Seen(SCHEDULE, arrived=9.0, error="connect failure\x07", current_s=90.0), 160.0, AT + 60)
+    assert join.of(GPU01) is found, "its words tell a time, not an age, so they stay"
+
+
+def test_without_any_answer_every_node_is_in_doubt() -> None:
+    found = joined(Seen(error="connect failure")).of(GPU01)
+    assert found is not None
+    assert (found.gpus, found.error) == ({}, "no answer: connect failure")
+
+
+def test_a_node_that_was_never_read_has_the_gpus_that_slurm_counts() -> None:
+    found = joined(Seen(SCHEDULE, arrived=99.0)).of(NodeFacts(name="gpu01"))
+    assert found is not None
+    assert [gpu.uuid for gpu in found.alone] == ["slurm-gpu01-0", "slurm-gpu01-1"]
+    assert [job.id for job in found.gpus["slurm-gpu01-0"].jobs] == ["7"]
+    assert found.reason == "a[31m b", "no control character is left"
+
+
+def test_processes_tell_whose_a_gpu_is_where_numbers_do_not() -> None:
+    counted = replace(JOB, grants=(Grant("gpu01", (Gres("h100", 1),)),))
+    join = joined(Seen(replace(SCHEDULE, jobs=(counted,)), arrived=99.0))
+    blind = join.of(GPU01)
+    assert blind is not None
+    assert all(ruling.doubt for ruling in blind.gpus.values())
+    process = Process(pid=1, type="compute", job="7")
+    gpus = [GpuReading(uuid="u0", processes=[]), GpuReading(uuid="u1", processes=[process])]
+    seen = join.of(replace(GPU01, reading=Reading(seq=1, at=1.0, interval_s=1.0, gpus=gpus)))
+    assert seen is not None
+    assert [[job.id for job in seen.gpus[uuid].jobs] for uuid in ("u0", "u1")] == [[], ["7"]]
+    assert not seen.gpus["u0"].doubt
