@@ -16,6 +16,9 @@ def banners(snapshot: Snapshot, *, running_s: float) -> tuple[str, ...]:
     found: list[str] = []
     if not nodes:
         return ("no node to look at: name some with --nodes, or as `nodes` in the config",)
+    silence = scheduler_words(snapshot.scheduler)
+    if silence and all(node.source == "slurm" for node in nodes):
+        return (silence,)
     if all(node.state == "unreachable" for node in nodes):
         waiting = sum(node.error == "no answer yet" for node in nodes)
         if waiting == len(nodes) and running_s < _FIRST_S:
@@ -26,8 +29,8 @@ def banners(snapshot: Snapshot, *, running_s: float) -> tuple[str, ...]:
     elif not any(node.gpus for node in nodes) and all(node.state == "up" for node in nodes):
         where = "here" if len(nodes) == 1 else "on these nodes"
         found.append(f"no GPU {where}: name other nodes with --nodes, or as `nodes` in the config")
-    if words := scheduler_words(snapshot.scheduler):
-        found.append(words)
+    if silence:
+        found.append(silence)
     without = [node for node in nodes if node.claims_error is not None and node.state == "up"]
     if without:
         reason = _reason(without, [node.claims_error for node in without])

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from gpuboard.board.banners import banners
-from gpuboard.model.snapshot import NodeView, Snapshot
+from gpuboard.model.snapshot import NodeView, SchedulerView, Snapshot
 from tests.board.made import gpu
 
 UP = NodeView(name="gpu01", state="up", error=None, age_s=0.5, source="nvml")
@@ -22,9 +22,9 @@ def node(**changes: object) -> NodeView:
     return msgspec.structs.replace(UP, **changes)
 
 
-def away(reason: str) -> NodeView:
+def away(reason: str, source: str = "nvml") -> NodeView:
     """Return a node that cannot be reached."""
-    return node(state="unreachable", error=reason, age_s=None)
+    return node(state="unreachable", error=reason, age_s=None, source=source)
 
 
 WITH_GPU = node(gpus=[gpu("gpu01", 0)])
@@ -56,3 +56,21 @@ LOST = node(claims_error="/var/tmp is on NFS", gpus=[gpu("gpu01", 0)])
 )
 def test_banners(nodes: list[NodeView], running_s: float, words: tuple[str, ...]) -> None:
     assert banners(cluster(*nodes), running_s=running_s) == words
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (SchedulerView("slurm", 5.0, None, current=True), ()),
+        (SchedulerView("slurm", None), ()),  # not asked yet
+        (SchedulerView("slurm", 70.0, "connect failure", current=True),
+         ("Slurm's newest answer is 1m old: connect failure",)),
+        (SchedulerView("slurm", 400.0, "connect failure"),
+         ("Slurm has given no answer for 6m: connect failure; none of its GPUs is called free meanwhile",)),
+        (SchedulerView("slurm", None, "no munge"),
+         ("Slurm gives no answer: no munge; nothing is called free meanwhile",)),
+    ],
+)  # fmt: skip
+def test_a_scheduler_that_does_not_answer(seen: SchedulerView, words: tuple[str, ...]) -> None:
+    for nodes in ([WITH_GPU, UP], [away("scheduler: no answer", source="slurm")] if words else [WITH_GPU]):
+        assert banners(msgspec.structs.replace(cluster(*nodes), scheduler=seen), running_s=60) == words
