@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpuboard.model.units import parse_duration
+from gpuboard.nodesets import listed
 from gpuboard.transport import bundle
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.child import ChildChannel, Ending
@@ -94,22 +95,14 @@ class SrunTransport:
             return self._gpus[host]
 
     def _ask(self) -> dict[str, int]:
-        import subprocess  # 20 ms: only here
-
-        command = [program("scontrol"), "show", "job", "-d", self._job]
-        environ = slurm_environ(os.environ)
-        try:
-            done = subprocess.run(command, env=environ, capture_output=True, timeout=self._connect_s, check=False)
-        except subprocess.TimeoutExpired:
-            words = f"Slurm's controller has not answered for {self._connect_s:.0f} s"
-            raise TransportError("unreachable", words, "see `scontrol ping`") from None
-        if done.returncode != 0:
-            raise explain_refusal(done.stderr, self._job)
-        text = done.stdout.decode("utf-8", "replace")
+        text = show_job(self._job, self._connect_s)
         if not self._component and is_heterogeneous(text, self._job):
             self._component = "0"  # whoever names the whole by its number means its first component
         found = gpus_by_nodes(text, self._job, self._component)
-        return {name: count for nodes, count in found for name in _expand(nodes)}
+        try:
+            return {name: count for nodes, count in found for name in listed(nodes)}
+        except ValueError as error:
+            raise TransportError("exited", f"scontrol: {error}") from None
 
     def _step(self, host: str, gpus: int) -> list[str]:
         """Return the command that makes a step; the words of what it runs follow."""
@@ -136,6 +129,23 @@ class SrunTransport:
         return explain_end(ending, self._job, host, self._python)
 
 
+def show_job(job: str, timeout_s: float) -> str:
+    """Return what `scontrol show job -d` prints of a job. Raises TransportError."""
+    import subprocess  # 20 ms: only here
+
+    command = [program("scontrol"), "show", "job", "-d", job]
+    try:
+        done = subprocess.run(
+            command, env=slurm_environ(os.environ), capture_output=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        words = f"Slurm's controller has not answered for {timeout_s:.0f} s"
+        raise TransportError("unreachable", words, "see `scontrol ping`") from None
+    if done.returncode != 0:
+        raise explain_refusal(done.stderr, job)
+    return done.stdout.decode("utf-8", "replace")
+
+
 def program(name: str) -> str:
     """Return the path of a Slurm command. Raises TransportError where it is not installed."""
     import shutil  # 5 ms: only here
@@ -149,11 +159,3 @@ def program(name: str) -> str:
 def slurm_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``environ`` without what describes a job or a step."""
     return {k: v for k, v in environ.items() if not k.startswith(_SLURM_VARIABLES) or k in _SLURM_KEPT}
-
-
-def _expand(nodes: str) -> list[str]:
-    if "[" not in nodes and "," not in nodes:
-        return [nodes]
-    from gpuboard.nodesets import expand  # 30 ms: only where nodes with equal GPUs are merged
-
-    return expand(nodes)

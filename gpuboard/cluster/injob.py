@@ -1,0 +1,48 @@
+"""The nodes of the Slurm job that we are in: what a command that takes or handles GPUs looks at there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from gpuboard.cluster.inventory import Node, expand_names
+from gpuboard.errors import UsageError
+
+if TYPE_CHECKING:
+    from gpuboard.config import Settings
+    from gpuboard.scheduler.inside import Inside
+
+
+def current_job(settings: Settings, env: Mapping[str, str], say: Callable[[str], None]) -> Inside | None:
+    """Return the job that this process is in; None outside, and where the settings know no Slurm.
+
+    ``say`` is told of variables that a job which is over has left behind. Raises GpuboardError where Slurm alone could
+    tell and does not answer.
+    """
+    if not env.get("SLURM_JOB_ID") or settings.scheduler == "none" or env.get("GPUBOARD_INVENTORY"):
+        return None
+    from gpuboard.scheduler.inside import Outside, look  # hardly ever needed
+
+    found = look(env)
+    if isinstance(found, Outside):
+        if found.stale:
+            say(found.stale)
+        return None
+    return found
+
+
+def job_nodes(job: Inside, said: Sequence[str] = ()) -> list[Node]:
+    """Return the job's nodes, or of them those that ``said`` (`--nodes`) names. Raises UsageError for any other node.
+
+    The node that we are on needs no step of the job, the others are reached through one.
+    """
+    wanted = expand_names(said)
+    nodes = {
+        node.name: Node(node.name, None if node.name == job.here else node.name, job=node.job) for node in job.nodes
+    }
+    if unknown := [name for name in wanted if name not in nodes]:
+        has = ", ".join(nodes)
+        raise UsageError(
+            f"{unknown[0]!r} is not a node of {job}, which has {has}; unset SLURM_JOB_ID to work outside the job"
+        )
+    return [nodes[name] for name in wanted or nodes]
