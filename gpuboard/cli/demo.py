@@ -176,11 +176,9 @@ def _train(stage: _Stage, context: Context, nodes: Sequence[Node], allocation: A
     )
     screen = Screen(sys.stdout, sys.stderr)
     connector = Connector(context.settings)
-    hosts = {config.node: by_name[config.node].host for config in decided.nodes}
     try:
-        return Head(
-            decided, runs.RunFolder(context.env, decided.run), screen, connector=connector, hosts=hosts, read_gpus=None
-        ).run()
+        folder = runs.RunFolder(context.env, decided.run)
+        return Head(decided, folder, screen, connector=connector, nodes=by_name, read_gpus=None).run()
     finally:
         connector.close()
         screen.close()

@@ -167,7 +167,7 @@ def _head(
         folder,
         screen,
         connector=connector,
-        hosts={node.name: node.host for node in nodes},
+        nodes={node.name: node for node in nodes},
         read_gpus=read_gpus,
     )
     if line is not None:

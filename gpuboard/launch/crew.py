@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from gpuboard.cluster.inventory import Node
 from gpuboard.launch import events
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
@@ -45,11 +46,11 @@ class Crew:
     """Opens one supervisor a node of the plan. Everything they say arrives on ``inbox``, in order for each node."""
 
     def __init__(
-        self, plan: LaunchPlan, hosts: Mapping[str, str | None], connector: Connector, inbox: queue.SimpleQueue[Any]
+        self, plan: LaunchPlan, nodes: Mapping[str, Node], connector: Connector, inbox: queue.SimpleQueue[Any]
     ) -> None:
-        """``hosts``: node → what ssh is asked for, None for this machine."""
+        """``nodes``: how to reach each node of the plan, by its name there."""
         self._plan = plan
-        self._hosts = hosts
+        self._nodes = nodes
         self._connector = connector
         self._inbox = inbox
         self._links: dict[str, AgentLink] = {}
@@ -131,6 +132,7 @@ class Crew:
         def ended(error: TransportError) -> None:
             self._inbox.put(Lost(node, str(error)))
 
+        there = self._nodes[node]
         return self._connector.open(
-            node, self._hosts[node], role="launch", config=config, listener=listener, ended=ended
+            node, there.host, role="launch", config=config, listener=listener, ended=ended, job=there.job
         )

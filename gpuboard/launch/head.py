@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from gpuboard.cluster.inventory import Node
 from gpuboard.doctor.check import Check, check_text, grouped
 from gpuboard.doctor.preflight import failed, interfaces, preflight
 from gpuboard.launch import events
@@ -59,17 +60,17 @@ class Head:
         screen: Screen,
         *,
         connector: Connector,
-        hosts: Mapping[str, str | None],
+        nodes: Mapping[str, Node],
         read_gpus: GpuReader | None,
     ) -> None:
-        """``hosts``: node → ssh host, None for this machine. ``read_gpus`` starts a reading that it hands to its
-        argument; None: no GPUs are needed."""
+        """``nodes``: how to reach each node of the plan. ``read_gpus`` starts a reading that it hands to its argument;
+        None: no GPUs are needed."""
         self._plan = plan
         self._folder = folder
         self._screen = screen
         self._read_gpus = read_gpus
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._crew = Crew(plan, hosts, connector, self._inbox)
+        self._crew = Crew(plan, nodes, connector, self._inbox)
         self._watch = Watch(plan)
         self._logs = Logs(folder.path, self._say)
         labels = {rank: f"{view.node}:{view.index}" for rank, view in self._watch.ranks.items()}
