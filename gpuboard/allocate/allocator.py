@@ -26,6 +26,7 @@ from gpuboard.ledger import keeper
 from gpuboard.ledger import nodes as ledger
 from gpuboard.ledger.keeper import KeeperError, KeptNode
 from gpuboard.model.lease import Lease
+from gpuboard.model.rankmap import RankMap
 from gpuboard.model.reading import Holder
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
 from gpuboard.model.snapshot import NodeView, Snapshot
@@ -290,12 +291,27 @@ class Allocator:
         if unread := sorted(set(mine.nodes) - set(mine.gpus)):
             raise NotFree(Refusal(4, f"lease {mine.lease} also covers {', '.join(unread)}, which could not be read"))
         within = tuple(uuid for uuids in mine.gpus.values() for uuid in uuids)
-        picks = tuple(Pick(node, None, uuid) for node, uuids in mine.gpus.items() for uuid in uuids)
+        index = {gpu.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus}  # claims come by their UUIDs
+        held = sorted((node, index.get(uuid, 0), uuid) for node, uuids in mine.gpus.items() for uuid in uuids)
+        picks = tuple(Pick(node, None, uuid) for node, _, uuid in held)
         request = Request(picks=picks, within=within) if n is None else Request(n=n, within=within)
         answer = choose(request, snapshot, {mine.lease})
         if isinstance(answer, Refusal):
             raise self._refused(answer)
-        return self._allocation(self._lease(mine.lease, snapshot), answer.gpus, answer.why, snapshot)
+        gpus = answer.gpus if n is not None else self._as_allocated(mine.lease, answer.gpus)
+        return self._allocation(self._lease(mine.lease, snapshot), gpus, answer.why, snapshot)
+
+    def _as_allocated(self, lease: str, gpus: Sequence[Chosen]) -> Sequence[Chosen]:
+        """Return ``gpus`` in the order of the lease's rank map, which a person may have asked for, where it is here."""
+        try:
+            with open(_rank_map_file(self._env, lease), "rb") as file:
+                known = msgspec.json.decode(file.read(), type=RankMap)
+        except (OSError, msgspec.DecodeError):
+            return gpus
+        order = {(rank.node, rank.uuid): rank.rank for rank in known.ranks}
+        if order.keys() != {(gpu.node, gpu.uuid) for gpu in gpus}:
+            return gpus
+        return sorted(gpus, key=lambda gpu: order[gpu.node, gpu.uuid])
 
     def _seen_whole(self, lease: str) -> bool:
         """Tell whether every node of a lease of ours has been read: a hung one elsewhere does not matter to it."""
@@ -310,7 +326,7 @@ class Allocator:
         # simulated nodes are all this machine
         addresses |= {name: LOOPBACK for name in names if self._nodes[name].simulate is not None}
         found = rank_map(lease.id, gpus, addresses)
-        file = f"{paths.state_dir(self._env)}/leases/{lease.id}.json"
+        file = _rank_map_file(self._env, lease.id)
         if len(gpus) == len(lease.gpus):
             write_private(file, msgspec.json.encode(found) + b"\n")
         here = self._scope.here if self._scope.here in names else None
@@ -416,10 +432,14 @@ def write_private(path: str, data: bytes) -> None:
         raise GpuboardError(f"{path} cannot be written: {error.strerror}") from error
 
 
+def _rank_map_file(env: Mapping[str, str], lease: str) -> str:
+    return f"{paths.state_dir(env)}/leases/{lease}.json"
+
+
 def forget_file(env: Mapping[str, str], lease: str) -> None:
     """Remove the rank map of a lease that has ended."""
     with contextlib.suppress(OSError):
-        os.unlink(f"{paths.state_dir(env)}/leases/{lease}.json")
+        os.unlink(_rank_map_file(env, lease))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from gpuboard.allocate.shell import SHELLS, assignments
+from gpuboard.errors import UsageError
+from gpuboard.model.gpu import is_mig
 from gpuboard.model.lease import Lease
 from gpuboard.model.rankmap import RankMap, RankNode
 from gpuboard.model.request import Refusal
@@ -28,7 +30,10 @@ class Allocation(msgspec.Struct, frozen=True):
 
 
 def render(allocation: Allocation, form: str, *, uuids: bool = False) -> str:
-    """Return ``allocation`` in one of shell.FORMATS; ``uuids``: CUDA_VISIBLE_DEVICES by UUID in place of indexes."""
+    """Return ``allocation`` in one of shell.FORMATS; ``uuids``: CUDA_VISIBLE_DEVICES by UUID in place of indexes.
+
+    Raises UsageError for a format that cannot name what was reserved.
+    """
     rank_map = allocation.rank_map
     if form in SHELLS:
         return assignments(form, variables(allocation, uuids=uuids))
@@ -48,9 +53,13 @@ def render(allocation: Allocation, form: str, *, uuids: bool = False) -> str:
         return _json(rank_map)
     if form == "hostfile":  # https://docs.open-mpi.org/en/v5.0.x/launching-apps/scheduling.html#hostfiles
         return "".join(f"{node.name} slots={node.local_world_size}\n" for node in rank_map.nodes)
-    if form == "rankfile":  # mpirun(1), "Rankfiles": slot N is the node's Nth core. By GPU: leases must not share cores
-        return "".join(f"rank {rank.rank}={rank.node} slot={rank.index}\n" for rank in rank_map.ranks)
-    if form == "deepspeed":  # deepspeed --include
+    if form == "rankfile":
+        # mpirun(1), "Rankfiles": `slot=2` would bind a rank and its helpers to one core, --bind-to none or not, and
+        # a core that is not there ends mpirun without a word. `S*`, all sockets, binds to nothing, in Open MPI 4 and 5
+        return "".join(f"rank {rank.rank}={rank.node} slot=S*\n" for rank in rank_map.ranks)
+    if form == "deepspeed":  # deepspeed --include: NODE_SPEC[@NODE_SPEC ...], NODE_SPEC=NAME[:SLOT[,SLOT ...]]
+        if any(is_mig(rank.uuid) for rank in rank_map.ranks):
+            raise UsageError("DeepSpeed names GPUs by index, which a MIG device has not; take --format uuids or shell")
         parts = [
             f"{node.name}:{','.join(str(rank.index) for rank in rank_map.ranks if rank.node == node.name)}"
             for node in rank_map.nodes

@@ -226,6 +226,19 @@ def test_env_gives_a_lease_again_and_fails_closed(here: Here) -> None:  # noqa: 
     assert (unknown.returncode, unknown.stdout.endswith("(exit 5)\n")) == (5, True)
 
 
+@pytest.mark.parametrize(("asked", "order"), [(["--n", "3"], "0,1,2"), (["--gpus", "2,0,3"], "2,0,3")])
+def test_env_keeps_the_order_of_the_ranks(here: Here, asked: list[str], order: str) -> None:  # noqa: F811
+    here.gpus([Gpu(uuid=f"GPU-{9 - index}0000000-0000-0000-0000-000000000000") for index in range(4)])
+    first = here.json("allocate", *asked, "--holder", str(os.getpid()), "--format", "json")
+    file = Path(first["rank_map_file"])
+    again = here.json("env", first["lease"]["id"], "--json")
+    assert again["rank_map"] == first["rank_map"] == json.loads(file.read_text())
+    assert first["rank_map"]["nodes"][0]["cuda_visible_devices"] == order
+    if asked[0] == "--n":  # on a machine that does not have the file it is the order of the links, then of indexes
+        file.unlink()
+        assert here.json("env", first["lease"]["id"], "--json")["rank_map"] == first["rank_map"]
+
+
 def test_open_mpi_takes_hostfile_and_rankfile(here: Here, tmp_path: Path) -> None:  # noqa: F811
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed")

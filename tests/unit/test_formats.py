@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpuboard.allocate.formats import Allocation, render, render_error
 from gpuboard.allocate.ranks import rank_map, reachable_addresses
 from gpuboard.allocate.shell import FORMATS
+from gpuboard.errors import UsageError
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.rankmap import RankMap, problems
 from gpuboard.model.request import Chosen, Refusal, RefusedGpu
@@ -64,13 +69,40 @@ def test_addresses_are_those_of_the_common_network() -> None:
         ("env", 'GPUBOARD_LEASE=k3f9xy\nGPUBOARD_RANK_MAP="/home/al ice/it\'s.json"\nGPUBOARD_NODES=gpu[01-02]\n'
                 "CUDA_DEVICE_ORDER=PCI_BUS_ID\nCUDA_VISIBLE_DEVICES=2,0\n"),
         ("hostfile", "gpu02 slots=2\ngpu01 slots=1\n"),
-        ("rankfile", "rank 0=gpu02 slot=2\nrank 1=gpu02 slot=0\nrank 2=gpu01 slot=7\n"),
+        ("rankfile", "rank 0=gpu02 slot=S*\nrank 1=gpu02 slot=S*\nrank 2=gpu01 slot=S*\n"),
         ("deepspeed", "gpu02:2,0@gpu01:7\n"),
         ("uuids", "GPU-c,GPU-a,GPU-h\n"),
     ],
 )  # fmt: skip
 def test_every_format(form: str, text: str) -> None:
     assert render(ALLOCATION, form) == text
+
+
+def included(text: str) -> dict[str, list[int]]:
+    """Read what `deepspeed --include` documents: NODE_SPEC[@NODE_SPEC ...], NODE_SPEC=NAME[:SLOT[,SLOT ...]]."""
+    found: dict[str, list[int]] = {}
+    for spec in text.rstrip("\n").split("@"):
+        name, colon, slots = spec.partition(":")
+        assert re.fullmatch(r"[^:@,\s]+", name)
+        assert colon, f"{spec}: without slots it would be all GPUs of the node"
+        assert name not in found
+        found[name] = [int(slot) for slot in slots.split(",")]
+    return found
+
+
+@given(
+    st.dictionaries(st.sampled_from(["gpu01", "gpu-2.lab", "a_b"]), st.sets(st.integers(0, 15), min_size=1), min_size=1)
+)
+def test_deepspeed_is_told_exactly_the_reserved_gpus_of_each_node(taken: dict[str, set[int]]) -> None:
+    gpus = [Chosen(node, index, f"GPU-{node}-{index}") for node, indexes in taken.items() for index in indexes]
+    allocation = Allocation(LEASE, rank_map("k3f9xy", gpus, {}), "because")
+    assert {node: set(slots) for node, slots in included(render(allocation, "deepspeed")).items()} == taken
+
+
+def test_deepspeed_is_not_told_of_a_mig_device_by_the_index_of_its_gpu() -> None:
+    allocation = Allocation(LEASE, rank_map("k3f9xy", [Chosen("gpu01", 3, "MIG-x")], {}), "because")
+    with pytest.raises(UsageError, match="DeepSpeed names GPUs by index, which a MIG device has not"):
+        render(allocation, "deepspeed")
 
 
 def test_uuids_on_request_and_nothing_where_the_lease_has_no_gpu() -> None:
