@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import asyncssh
 
 from gpuboard.model.units import parse_duration
-from gpuboard.transport import bundle
+from gpuboard.transport import bundle, resolve
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.exits import explain_exit
 from gpuboard.transport.sshconfig import Host, HostConfig
@@ -38,7 +38,7 @@ class AsyncsshTransport:
     def __init__(self, settings: Settings) -> None:
         self._python = settings.python
         self._timeout_s = parse_duration(settings.connect_timeout)
-        self._config = HostConfig(settings.ssh_config, settings.known_hosts)
+        self._config = HostConfig(settings.ssh_config, settings.known_hosts, resolve.kept_answers())
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(_DaemonExecutor())
         self._loop.set_exception_handler(lambda loop, context: None)  # of connections torn down half-way
@@ -58,6 +58,7 @@ class AsyncsshTransport:
 
     def close(self) -> None:
         """Drop all connections and stop the thread. What hangs in it (a DNS question) is left behind."""
+        self._config.save()
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(_END_S)
         if not self._thread.is_alive():
@@ -81,8 +82,9 @@ class AsyncsshTransport:
         """Set one connection up, at most ``max_connections`` at a time, and start ``command`` on it."""
         host = None
         try:
-            host = self._config.host(name)
-            chain = self._config.jumps(host)
+            async with self._slots:  # in a thread: ssh may be asked, 8 ms a host
+                host = await self._loop.run_in_executor(None, self._config.host, name)
+                chain = await self._loop.run_in_executor(None, self._config.jumps, host) if host.jumps else ()
             tunnel = await self._jump(chain) if chain else None
             async with self._slots, asyncio.timeout(self._timeout_s):
                 channel.connection = connection = await self._log_in(host, tunnel)
@@ -110,14 +112,12 @@ class AsyncsshTransport:
         connection = await asyncssh.connect(
             host.name,
             **options,
-            config=host.files,
+            config=host.files or None,
             known_hosts=host.known_hosts,
             tunnel=tunnel,
             client_factory=lambda: _Client(host, self._connections),
             agent_forwarding=False,
             x11_forwarding=False,
-            password_auth=False,
-            kbdint_auth=False,
             connect_timeout=self._timeout_s,
             login_timeout=self._timeout_s,
         )
@@ -133,7 +133,7 @@ class AsyncsshTransport:
 
     async def _open_jump(self, chain: tuple[str, ...]) -> asyncssh.SSHClientConnection:
         tunnel = await self._jump(chain[:-1]) if chain[:-1] else None
-        host = self._config.host(chain[-1])
+        host = await self._loop.run_in_executor(None, self._config.host, chain[-1])
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._log_in(host, tunnel)
@@ -142,7 +142,7 @@ class AsyncsshTransport:
 
 
 class _Client(asyncssh.SSHClient):
-    """Notes the key of a server that cannot be verified, for the words of the error."""
+    """Notes what the words of an error need: the key of a server that cannot be verified, what it asks for."""
 
     def __init__(self, host: Host, connections: set[asyncssh.SSHClientConnection]) -> None:
         self._host = host
@@ -159,6 +159,12 @@ class _Client(asyncssh.SSHClient):
     def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
         self._host.offered = f"{key.get_algorithm()} {key.get_fingerprint()}"
         return False
+
+    def password_auth_requested(self) -> None:
+        self._host.asks = True  # and nothing is answered
+
+    def kbdint_auth_requested(self) -> None:
+        self._host.asks = True
 
 
 class SshChannel(asyncssh.SSHClientSession[bytes]):

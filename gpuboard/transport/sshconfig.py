@@ -1,4 +1,7 @@
-"""What the user's ssh configuration says about a host: jumps, keys, known hosts. asyncssh reads the rest itself."""
+"""What the user's ssh configuration says about a host, for asyncssh: jumps, keys, known hosts.
+
+asyncssh reads the files itself; where they have an Include or a Match it is ssh that is asked (resolve.py says why).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,8 @@ from typing import Any
 from asyncssh.config import SSHClientConfig, SSHConfig
 from asyncssh.known_hosts import SSHKnownHosts
 
-from gpuboard.transport.base import TransportError
+from gpuboard.transport import resolve
 
-SYSTEM_CONFIG = "/etc/ssh/ssh_config"
-_JUMPS_MAX = 8
 _CIPHER = "aes128-gcm@openssh.com"  # half the cost of asyncssh's default; FACTS of polling: 0.10 ms against 0.17
 
 
@@ -27,10 +28,11 @@ class Host:
         self.name = name
         self.options = options  # for asyncssh.connect
         self.jumps = jumps
-        self.files = files  # ssh_config files, the user's first
+        self.files = files  # ssh_config files that asyncssh reads, the user's first
         self.known_hosts = known.hosts
         self.known_files = known.files
         self.offered: str | None = None
+        self.asks = False  # whether the server wants a password or a code
         self.user: str = options.get("username") or ""
         self.key_name: str = name  # what known_hosts is asked for
         self.port = 22
@@ -60,73 +62,99 @@ class KnownHosts:
 
 
 class HostConfig:
-    """Reads ssh_config and known_hosts; the latter once until it changes, since all hosts share it."""
+    """Reads ssh_config and known_hosts; the latter once until it changes, since all hosts share it.
 
-    def __init__(self, ssh_config: str, known_hosts: Sequence[str]) -> None:
-        user = os.path.expanduser(ssh_config)
-        self._files = [file for file in (user, SYSTEM_CONFIG) if os.access(file, os.R_OK)]
+    ``kept``: where ssh's answers are kept for the next process. May be used from any thread.
+    """
+
+    def __init__(self, ssh_config: str, known_hosts: Sequence[str], kept: Path | None = None) -> None:
+        self._files, _ = resolve.config_files(ssh_config)
+        self._resolver = resolve.Resolver(ssh_config, kept=kept) if resolve.available() else None
         self._known_hosts = [os.path.expanduser(file) for file in known_hosts]
         self._cache: dict[tuple[tuple[str, float], ...], KnownHosts] = {}
 
     def host(self, spec: str) -> Host:
-        """Return how to log in to ``[user@]host[:port]`` (also ``ssh://…``). Raises ValueError for a bad ssh_config."""
-        username, name, port = _split(spec)
-        config = SSHClientConfig.load(
-            None, self._files, False, False, False, getpass.getuser(), username or (), name, port or ()
-        )
+        """Return how to log in to ``[user@]host[:port]`` (also ``ssh://…``).
+
+        Raises ValueError for an ssh_config that asyncssh cannot read, TransportError for one that ssh cannot.
+        """
+        if self._resolver is None or self._resolver.look():
+            return self._read(spec, None)
+        return self._read(spec, self._resolver.get(spec))
+
+    def jumps(self, host: Host) -> tuple[str, ...]:
+        """Return all hosts to go through to ``host``, the first one first: that one's own ProxyJump counts, too."""
+        return resolve.whole_chain(host.name, host.jumps, lambda name: self.host(name).jumps)
+
+    def save(self) -> None:
+        """Keep what ssh said for the next process."""
+        if self._resolver is not None:
+            self._resolver.save()
+
+    def _read(self, spec: str, said: resolve.Resolved | None) -> Host:
+        username, name, port = resolve.split(spec)
+        files = self._files
+        try:
+            config = SSHClientConfig.load(
+                None, files, False, False, False, getpass.getuser(), username or (), name, port or ()
+            )
+        except ValueError:
+            if said is None:
+                raise
+            config = SSHClientConfig.load(None, [], False, False, False, getpass.getuser(), (), name, ())
         options: dict[str, Any] = {}
+        if config.get("Ciphers") is None:
+            options["encryption_algs"] = f"^{_CIPHER}"
         if username:
             options["username"] = username
         if port:
             options["port"] = port
-        if config.get("Ciphers") is None:
-            options["encryption_algs"] = f"^{_CIPHER}"
-        for key, option in (
-            ("ServerAliveInterval", "keepalive_interval"),
-            ("ServerAliveCountMax", "keepalive_count_max"),
-        ):
-            if config.get(key):
-                options[option] = config.get(key)
-        if keys := _texts(config.get("IdentityFile")):
+        user = str(config.get("User") or getpass.getuser())
+        alive = (config.get("ServerAliveInterval"), config.get("ServerAliveCountMax"))
+        keys = _texts(config.get("IdentityFile"))
+        jumps = resolve.parse_jumps(_text(config.get("ProxyJump")))
+        proxy = _text(config.get("ProxyCommand"))
+        key_name = str(config.get("HostKeyAlias") or config.get("Hostname") or name)
+        where = int(str(config.get("Port") or 22))
+        known = self._known_files(config)
+        if said is not None:
+            if not config.loaded or str(config.get("Hostname") or name) != said.hostname:
+                files, name = [], said.hostname  # asyncssh would go elsewhere: it is told all that it needs
+                if said.get("hostkeyalias"):
+                    options["host_key_alias"] = said.get("hostkeyalias")
+            user, where, key_name = said.user, said.port, said.key_name
+            options |= {"username": user, "port": where}
+            alive = (said.count("serveraliveinterval"), said.count("serveralivecountmax"))
+            keys = said.all("identityfile")
+            jumps, proxy = said.jumps, said.proxy_command
+            known = said.known_hosts(self._known_hosts)
+        for option, value in zip(("keepalive_interval", "keepalive_count_max"), alive, strict=True):
+            if value:
+                options[option] = value
+        if keys:
             # ssh goes on without an IdentityFile that is missing or encrypted; asyncssh would give up
             options["client_keys"] = [key for key in keys if os.access(os.path.expanduser(key), os.R_OK)]
             options["ignore_encrypted"] = True
-        jump = str(config.get("ProxyJump") or "none")
-        jumps = () if jump.lower() == "none" else tuple(hop.strip() for hop in jump.split(","))
-        if str(config.get("ProxyCommand") or "").lower() == "none":
-            options["proxy_command"] = None
-        host = Host(name, options=options, jumps=jumps, files=self._files, known=self._known(config))
-        host.user = str(config.get("User") or getpass.getuser())
-        host.port = int(str(config.get("Port") or 22))
-        host.key_name = str(config.get("HostKeyAlias") or config.get("Hostname") or name)
+        # As ssh does it: through a shell. asyncssh would split the words itself, and knows no quoting of its own.
+        options["proxy_command"] = None if proxy is None or jumps else ["/bin/sh", "-c", f"exec {proxy}"]
+        host = Host(name, options=options, jumps=jumps, files=files, known=self._known(known))
+        host.user, host.port, host.key_name = user, where, key_name
         return host
 
-    def jumps(self, host: Host) -> tuple[str, ...]:
-        """Return all hosts to go through to ``host``, the first one first: that one's own ProxyJump counts, too."""
-        chain = host.jumps
-        for _ in range(_JUMPS_MAX):
-            before = self.host(chain[0]).jumps if chain else ()
-            if not before:
-                return chain
-            chain = before + chain
-        raise TransportError("resolve", f"ssh: ProxyJump of {host.name} goes in circles", "check your ssh_config")
-
-    def _known(self, config: SSHConfig) -> KnownHosts:
+    def _known_files(self, config: SSHConfig) -> list[str]:
         own = _texts(config.get("UserKnownHostsFile"))
         files = own + _texts(config.get("GlobalKnownHostsFile")) if own else self._known_hosts
-        files = [os.path.expanduser(file) for file in files]
+        return [os.path.expanduser(file) for file in files]
+
+    def _known(self, files: list[str]) -> KnownHosts:
         key = tuple((file, os.stat(file).st_mtime if os.path.exists(file) else 0.0) for file in files)
         if key not in self._cache:
             self._cache[key] = KnownHosts(files)
         return self._cache[key]
 
 
-def _split(spec: str) -> tuple[str | None, str, int | None]:
-    username, at, rest = spec.removeprefix("ssh://").rstrip("/").rpartition("@")
-    name, colon, port = rest.rpartition(":")
-    if colon and port.isdecimal() and (":" not in name or name.endswith("]")):
-        return username if at else None, name.strip("[]"), int(port)
-    return username if at else None, rest.strip("[]"), None
+def _text(value: object) -> str | None:
+    return None if value is None or str(value).lower() == "none" else str(value)
 
 
 def _texts(value: object) -> list[str]:

@@ -1,0 +1,146 @@
+"""Names as ssh itself resolves them: Include, Match, answers that outlive a process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from asyncssh.config import SSHClientConfig
+
+from gpuboard.transport.base import TransportError
+from gpuboard.transport.resolve import Resolver, split, whole_chain
+from gpuboard.transport.sshconfig import HostConfig
+
+pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh (openssh-client)")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An ssh_config whose Includes end in blocks for other hosts, in files that a folder lists in another order."""
+    (tmp_path / "d").mkdir()
+    for name in ("9", "5", "1", "7"):
+        (tmp_path / "d" / f"{name}.conf").write_text(f"Host gpu*\n  User u{name}\n  ProxyJump j{name}\n")
+    (tmp_path / "keys").write_text("Host gpu*\n  IdentityFile /keys/%h\n")
+    (tmp_path / "ends").write_text("Host elsewhere\n  User nobody\n  ProxyJump nowhere\n")
+    (tmp_path / "config").write_text(
+        f"Include {tmp_path}/ends\nInclude {tmp_path}/keys\n"
+        "Host gpu01\n  HostName 10.0.0.1\n  Port 2222\n  HostKeyAlias %n\n"
+        "Host plain\n  ProxyCommand nc -q 1 %h %p\n"
+        f"Match host 10.* user u1\n  ServerAliveInterval 9\n"
+        f"Host *\n  Include {tmp_path}/d/*.conf\nHost gpu*\n  ProxyJump last\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["gpu01", "gpu02", "elsewhere", "plain", "carol@gpu01:77"])
+def test_includes_are_read_as_ssh_reads_them(folder: Path, name: str) -> None:
+    user, host, port = split(name)
+    flags = [*(["-l", user] if user else []), *(["-p", str(port)] if port else [])]
+    command = ["ssh", "-F", str(folder / "config"), *flags, "-G", host]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True, stdin=subprocess.DEVNULL)
+    said = dict(line.split(" ", 1) for line in reversed(done.stdout.splitlines()) if " " in line)
+    found = HostConfig(str(folder / "config"), ["/none"]).host(name)
+    assert (found.user, str(found.port), ",".join(found.jumps)) == (
+        said["user"], said["port"], said.get("proxyjump", "")
+    )  # fmt: skip
+    assert found.options["username"] == said["user"]
+    assert found.options.get("keepalive_interval", 0) == int(said["serveraliveinterval"])
+    if host == "gpu01":
+        assert (found.name, found.files) == ("gpu01", [str(folder / "config")])  # asyncssh reads the rest itself
+        assert (found.key_name, found.user) == ("gpu01", user or "u1")
+        keys = Resolver(str(folder / "config")).get(name).all("identityfile")
+        assert keys == ["/keys/10.0.0.1"]
+
+
+def test_asyncssh_alone_takes_included_files_in_another_order(folder: Path) -> None:
+    """When this fails asyncssh has learnt it, and what asks ssh in its place may go."""
+    users = set()
+    for names in (("1", "2"), ("2", "1")):
+        for file in (folder / "d").iterdir():
+            file.unlink()
+        for name in names:
+            (folder / "d" / f"{name}.conf").write_text(f"Host gpu*\n  User u{name}\n")
+            listed = [entry.name for entry in os.scandir(folder / "d")]
+        config = SSHClientConfig.load(None, [str(folder / "config")], False, False, False, "me", (), "gpu02", ())
+        users.add((config.get("User"), listed[0][0]))
+    if all(first == "1" for _, first in users):
+        pytest.skip("this file system lists a folder in the order of its names")
+    assert ("u2", "2") in users
+
+
+def test_what_asyncssh_cannot_read_it_does_not_read(tmp_path: Path) -> None:
+    (tmp_path / "more").write_text("Host gpu\n  HostName 10.0.0.9\n  HostKeyAlias other\n")
+    config = tmp_path / "config"
+    config.write_text(f"Host gpu\n  User y\n  ServerAliveInterval 1m\nInclude {tmp_path}/more\n")
+    with pytest.raises(ValueError, match="Invalid ServerAliveInterval integer value: 1m"):
+        SSHClientConfig.load(None, [str(config)], False, False, False, "me", (), "gpu", ())
+    found = HostConfig(str(config), ["/none"]).host("gpu")
+    assert (found.name, found.files, found.user, found.key_name) == ("10.0.0.9", [], "y", "other")
+    assert found.options["keepalive_interval"] == 60
+    assert found.options["host_key_alias"] == "other"
+
+
+def test_plain_files_are_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").write_text("Host a*\n  Port 99\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("ssh was asked"))
+    assert HostConfig(str(tmp_path / "config"), ["/none"]).host("abc").port == 99
+
+
+def test_answers_outlive_the_process_and_end_with_a_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = folder / "state" / "answers.json"
+    first = Resolver(str(folder / "config"), kept=kept)
+    assert first.get("gpu01").user == "u1"
+    first.save()
+    assert kept.stat().st_mode & 0o777 == 0o600
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("ssh was asked"))
+        assert Resolver(str(folder / "config"), kept=kept).get("gpu01").user == "u1"
+    (folder / "d" / "0.conf").write_text("Host gpu01\n  User new\n")
+    assert Resolver(str(folder / "config"), kept=kept).get("gpu01").user == "new"
+    kept.write_text("{nonsense")
+    assert Resolver(str(folder / "config"), kept=kept).get("gpu01").user == "new"
+
+
+def test_a_change_is_seen_by_who_keeps_asking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuboard.transport.resolve._LOOK_S", 0.0)
+    asked = Resolver(str(folder / "config"))
+    assert asked.get("plain").port == 22
+    with (folder / "config").open("a") as file:
+        file.write("Host plain\n  Port 2200\n")
+    assert asked.get("plain").port == 2200
+
+
+def test_nothing_is_remembered_where_a_command_decides(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    config = tmp_path / "config"
+    config.write_text(f'Match exec "test -e {flag}"\n  Port 99\nHost *\n  Port 22\n')
+    kept = tmp_path / "answers.json"
+    asked = Resolver(str(config), kept=kept)
+    assert asked.get("gpu01").port == 22
+    flag.write_text("")
+    assert asked.get("gpu01").port == 99
+    asked.save()
+    assert not kept.exists()
+
+
+def test_what_ssh_refuses_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host *\n  Fooo bar\n")
+    with pytest.raises(TransportError, match=r"ssh_config: .*config: line 2: Bad configuration option: fooo"):
+        Resolver(str(tmp_path / "config")).get("gpu01")
+    with pytest.raises(TransportError, match=r"Can't open user config file .*none: No such file"):
+        Resolver(str(tmp_path / "none")).get("gpu01")
+
+
+def test_a_command_that_hangs_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text('Match exec "sleep 60"\n  Port 99\n')
+    with pytest.raises(TransportError, match="`ssh -G gpu01` has not answered for 0 s; does a `Match exec`"):
+        Resolver(str(tmp_path / "config"), timeout_s=0.2).get("gpu01")
+
+
+def test_a_circle_of_jumps_is_told() -> None:
+    with pytest.raises(TransportError, match="ProxyJump of a goes in circles"):
+        whole_chain("a", ("b",), {"b": ("c",), "c": ("b",)}.__getitem__)
+    assert whole_chain("a", ("b", "x"), {"b": ("c",), "c": ()}.__getitem__) == ("c", "b", "x")
