@@ -98,7 +98,7 @@ def look(request: Request, snapshot: Snapshot, own: Collection[str]) -> list[Can
         found.append(candidate)
         if request.n == 1 or any(_names(pick, node.name, gpu.index, mig.uuid) for mig in gpu.mig
                                  for pick in request.picks):  # fmt: skip
-            fits = parts and (request.model is None or _matches(gpu.name, request.model))
+            fits = parts and (request.model is None or matches(gpu.name, request.model))
             found += [_look_at_mig(request, node, gpu, mig, own, fits=fits) for mig in gpu.mig]
     return found
 
@@ -117,7 +117,7 @@ def _each_once(whole: list[tuple[NodeView, GpuView, Candidate]]) -> list[tuple[N
 def _look_at(request: Request, node: NodeView, gpu: GpuView, own: Collection[str]) -> Candidate:
     total = None if gpu.memory_total is None or gpu.memory_used is None else gpu.memory_total - gpu.memory_used
     never = _never(request, node, gpu.index, gpu.uuid, gpu.memory_total)
-    if never is None and request.model is not None and not _matches(gpu.name, request.model):
+    if never is None and request.model is not None and not matches(gpu.name, request.model):
         never = f"is a {gpu.name}, not {request.model}"
     if never is None and "mig" in gpu.flags:
         devices = sorted({mig.profile for mig in gpu.mig})
@@ -182,14 +182,15 @@ def _names(pick: Pick, node: str, index: int, uuid: str) -> bool:
     return (pick.index == index and not is_mig(uuid)) or (pick.index is None and pick.node is not None)
 
 
-def _matches(name: str, model: str) -> bool:
+def matches(name: str, model: str) -> bool:
+    """Tell whether a GPU's name is what ``--model`` asks for: a part of it, or a glob; upper and lower case alike."""
     name, model = name.lower(), model.lower()
     return fnmatchcase(name, model) if re.search(r"[*?[]", model) else model in name
 
 
 def _is_profile(model: str, profile: str) -> bool:
     # "80gb" is a part of 7g.80gb and of a whole GPU's name: only what looks like a slice ("1g", "3g.40gb") means MIG
-    return bool(_MIG_PROFILE.search(model.lower())) and _matches(profile, model)
+    return bool(_MIG_PROFILE.search(model.lower())) and matches(profile, model)
 
 
 def by_node(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:

@@ -25,7 +25,7 @@ def refuse(request: Request, snapshot: Snapshot, looked: Sequence[Candidate]) ->
     ever = [len(gpus) for gpus in by_node([c for c in looked if not c.never]).values()]
     code = 3 if not unread and nodes_needed(request, ever) is None else 4
     nearest = _nearest(request, snapshot, looked, code)
-    message = f"asked for {_asked(request)}; {_have(looked)}"
+    message = f"asked for {asked_words(request)}; {_have(looked)}"
     if code == 3:
         message += f"; never possible here: {sum(ever)} could serve if all were free"
     if unread:
@@ -68,7 +68,8 @@ def _pick_words(pick: Pick) -> str:
     return where + (pick.uuid if pick.uuid is not None else str(pick.index))
 
 
-def _asked(request: Request) -> str:
+def asked_words(request: Request) -> str:
+    """Return what was asked for: ``4 GPUs, 2 on each node``."""
     words = f"{request.n} GPU{'s' if request.n != 1 else ''}"
     if request.per_node is not None:
         words += f", {request.per_node} on each node"

@@ -17,11 +17,12 @@ from typing import Any
 from gpuboard import paths
 from gpuboard.ledger.holder import Holder
 from gpuboard.ledger.keeper_place import KeeperError, connect, folder_name, make_private, receive, send
-from gpuboard.ledger.keeper_record import KeptNode, Record
+from gpuboard.ledger.keeper_record import KeptJob, KeptNode, Record
 
 __all__ = [
     "Handover",
     "KeeperError",
+    "KeptJob",
     "KeptNode",
     "Started",
     "adopt",
@@ -100,11 +101,17 @@ class Started:
 
 
 def record(
-    lease: str, nodes: Sequence[KeptNode], settings: dict[str, Any], holder: Holder | None, for_s: float
+    lease: str,
+    nodes: Sequence[KeptNode],
+    settings: dict[str, Any],
+    holder: Holder | None,
+    for_s: float,
+    *,
+    job: KeptJob | None = None,
 ) -> Record:
     """Return the record of a lease just taken for ``for_s`` seconds. ``settings``: plain values of config.Settings."""
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
-    return Record(lease, list(nodes), settings, holder, 0, 0, now, now + for_s)
+    return Record(lease, list(nodes), settings, holder, 0, 0, now, now + for_s, job)
 
 
 def start_early(env: Mapping[str, str]) -> Started:
@@ -129,6 +136,24 @@ class Handover:
             return  # the keeper was killed since: the one that takes over finds a record, and knows no better
         finally:
             self._started.close()
+
+    def started(self, number: int, for_s: float) -> None:
+        """Tell the keeper the number of the lease's job, which ends ``for_s`` from now. Raises KeeperError."""
+        message = {"op": "job", "lease": self._lease, "number": number, "for_s": for_s}
+        answer = _ask(self._started, message, ADOPT_S)
+        if answer is None or "error" in answer:
+            raise KeeperError(f"the keeper has lost the lease: {answer['error'] if answer else 'it has ended'}")
+
+    @property
+    def lost(self) -> bool:
+        """Whether the keeper that has the lease has ended, so that another one must be handed it."""
+        try:
+            link = self._started.link()
+            return link is None or link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except (OSError, KeeperError):
+            return True
 
     def abandon(self) -> None:
         """Let the keeper release the lease now, as it does when this process ends."""

@@ -22,6 +22,19 @@ class KeptNode(NamedTuple):
     job: str | None = None  # the Slurm job through which it is reached, in place of ssh
 
 
+class KeptJob(NamedTuple):
+    """The job of a scheduler that a lease is."""
+
+    job_name: str
+    number: int | None  # None: it is being submitted
+    heartbeat: str  # the file whose time shows life; "": the job lasts until its time limit
+    touch_s: float  # between two signs of life
+    cancel: list[str]  # the command that ends it, by its name
+    look: list[str]  # the command that prints ``number|state|name`` for every job of ours
+    environ: dict[str, str]  # what both are run with
+    taker: Holder | None  # the command that takes the lease, until its owner knows of it
+
+
 class Record(NamedTuple):
     """What a record file holds. Times are CLOCK_BOOTTIME: they outlive the keeper, and the folder names the boot.
 
@@ -36,12 +49,15 @@ class Record(NamedTuple):
     group: int
     created: float  # seconds since boot
     until: float  # seconds since boot; only a time to look: the nodes' clocks decide, and `renew` is told to them
+    job: KeptJob | None = None  # then ``nodes`` is one that stands for the scheduler
 
     def plain(self) -> dict[str, Any]:
         """Return the record as plain values, for JSON."""
         values = self._asdict()
         values["nodes"] = [node._asdict() for node in self.nodes]
         values["holder"] = self.holder and self.holder._asdict()
+        if self.job is not None:
+            values["job"] = self.job._asdict() | {"taker": self.job.taker and self.job.taker._asdict()}
         return values
 
 
@@ -59,24 +75,51 @@ def decode(values: Any) -> Record:
             )
             for n in values["nodes"]
         ]
-        holder = values["holder"]
         record = Record(
             str(values["lease"]),
             nodes,
             dict(values["settings"]),
-            Holder(str(holder["host"]), str(holder["boot_id"]), int(holder["pid"]), int(holder["start"]))
-            if holder
-            else None,
+            _holder(values["holder"]),
             int(values["session"]),
             int(values["group"]),
             float(values["created"]),
             float(values["until"]),
+            _job(values.get("job")),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a keeper's record: {error!r}") from None
     if not record.lease.isalnum() or not record.lease.isascii() or not nodes:
         raise ValueError("not a keeper's record: no lease id, or no nodes")
     return record
+
+
+def _holder(values: Any) -> Holder | None:
+    if not values:
+        return None
+    return Holder(str(values["host"]), str(values["boot_id"]), int(values["pid"]), int(values["start"]))
+
+
+def _job(values: Any) -> KeptJob | None:
+    if not values:
+        return None
+    return KeptJob(
+        str(values["job_name"]),
+        None if values["number"] is None else int(values["number"]),
+        str(values["heartbeat"]),
+        float(values["touch_s"]),
+        [str(word) for word in values["cancel"]],
+        [str(word) for word in values["look"]],
+        {str(name): str(value) for name, value in values["environ"].items()},
+        _holder(values["taker"]),
+    )
+
+
+def files_of(record: Record, state: str) -> list[str]:
+    """Return the files that a lease has in the ``state`` folder besides its record, to be removed at its end."""
+    found = [f"{state}/leases/{record.lease}.json"]  # the rank map
+    if record.job is not None and record.job.heartbeat:
+        found += [record.job.heartbeat, f"{record.job.heartbeat}.seen"]
+    return found
 
 
 class Seen(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gpuboard.ledger.keeper_jobs import JobCalls, Watch
 from gpuboard.ledger.keeper_loop import Loop, boottime, log
 from gpuboard.ledger.keeper_nodes import Answer, Connectors, NodeCalls, node_key
 from gpuboard.ledger.keeper_record import KeptNode, Record
@@ -16,8 +17,9 @@ Touched = Callable[[str, list[str], Answer], None]
 
 
 class _Node:
-    def __init__(self, calls: NodeCalls) -> None:
+    def __init__(self, calls: NodeCalls | JobCalls) -> None:
         self.calls = calls
+        self.every_s = calls.every_s if isinstance(calls, JobCalls) else TOUCH_S
         self.until: dict[str, float] = {}  # by lease: when its time is up
         self.due: float | None = None
         self.failures = 0
@@ -31,6 +33,7 @@ class Nodes:
         self._touched = touched
         self._nodes: dict[str, _Node] = {}
         self._connectors = Connectors()
+        self._watch = Watch()
 
     def attach(self, record: Record, node: KeptNode) -> None:
         """Show life of the lease on ``node`` from now on."""
@@ -52,7 +55,7 @@ class Nodes:
         self._known(record, node).calls.call(op, args, self._loop.report(answered))
 
     def close(self, needed: set[str]) -> None:
-        """End the connections to nodes without a lease whose :func:`node_key` is not in ``needed``."""
+        """End the connections to nodes without a lease whose :func:`key_of` is not in ``needed``."""
         for key in [key for key, node in self._nodes.items() if not node.until and key not in needed]:
             self._nodes.pop(key).calls.close()
 
@@ -62,7 +65,7 @@ class Nodes:
             if node.due is not None and node.due <= now:
                 # Also right after a lease's end, so that its claim goes then: the node's clock says whether it has.
                 ends = [until + 0.5 for until in node.until.values() if until + 0.5 > now]
-                node.due = min(now + TOUCH_S, *ends) if ends else now + TOUCH_S
+                node.due = min(now + node.every_s, *ends) if ends else now + node.every_s
                 leases = sorted(node.until)
                 node.calls.call("touch", {"leases": leases}, self._loop.report(self._answered(node, leases)))
 
@@ -82,10 +85,18 @@ class Nodes:
         return take
 
     def _known(self, record: Record, node: KeptNode) -> _Node:
-        key = node_key(node, record.settings)
+        key = key_of(record, node)
         if key not in self._nodes:
-            self._nodes[key] = _Node(NodeCalls(node, record.settings, self._connectors))
+            if record.job is None:
+                self._nodes[key] = _Node(NodeCalls(node, record.settings, self._connectors))
+            else:
+                self._nodes[key] = _Node(JobCalls(node.name, record.lease, record.job, self._watch))
         return self._nodes[key]
+
+
+def key_of(record: Record, node: KeptNode) -> str:
+    """Return what tells the places where life is shown apart: leases of one node share it, a job is its lease's own."""
+    return node_key(node, record.settings) if record.job is None else f"job {record.job.number} of {record.lease}"
 
 
 def retry_s(failures: int) -> float:

@@ -16,12 +16,12 @@ from contextlib import suppress
 from functools import partial
 
 from gpuboard.ledger import keeper_processes as processes
-from gpuboard.ledger.holder import alive, read_process
+from gpuboard.ledger.holder import Holder, alive, read_process
 from gpuboard.ledger.keeper_loop import Loop, boottime, log
-from gpuboard.ledger.keeper_nodes import Answer, node_key
+from gpuboard.ledger.keeper_nodes import Answer
 from gpuboard.ledger.keeper_place import KeeperError, occupy, peer_uid, send, withdraw, write_file
-from gpuboard.ledger.keeper_record import Record, Seen, decode, judge
-from gpuboard.ledger.keeper_touch import Nodes, retry_s
+from gpuboard.ledger.keeper_record import Record, Seen, decode, files_of, judge
+from gpuboard.ledger.keeper_touch import Nodes, key_of, retry_s
 
 RELEASE_S = 100.0  # after this a claim without life has lapsed (90 s): no use in trying on
 LINGER_S = 5.0
@@ -125,9 +125,8 @@ class Keeper:
         self.clients.discard(client)
         for kept in list(self.kept.values()):
             if kept.client is client:
-                log(f"{kept.lease}: the command that took it has ended before anybody knew of it")
                 kept.client = None
-                self._release(kept)
+                self._unknown(kept)
 
     def _obey(self, client: Client, line: bytes) -> None:
         try:
@@ -140,7 +139,11 @@ class Keeper:
             if op == "renew" and kept is not None:
                 self._prolong(kept, float(message["for_s"]))
             elif op == "known" and kept is not None:
-                kept.client = None
+                self._known(kept)
+            elif op == "job":
+                if kept is None:
+                    raise ValueError(f"no lease {message['lease']} is kept here")
+                self._started(kept, int(message["number"]), float(message["for_s"]))
             elif op == "forget" and kept is not None:
                 self._end(kept, "given back")
             client.reply()
@@ -148,6 +151,25 @@ class Keeper:
             client.reply(f"not understood: {error!r}")
         except OSError as error:
             client.reply(f"{self.folder}: {error.strerror}")
+
+    def _known(self, kept: Kept) -> None:
+        """From now on the lease lives with its holder alone."""
+        kept.client = None
+        job = kept.record.job
+        if job is not None:
+            self._rewrite(kept, kept.record._replace(job=job._replace(taker=None)))
+
+    def _started(self, kept: Kept, number: int, for_s: float) -> None:
+        """The lease's job has a number, and ends ``for_s`` from now."""
+        record = kept.record
+        if record.job is None or kept.phase == "releasing":
+            raise ValueError(f"lease {record.lease} is no job, or is being given back")
+        for node in record.nodes:
+            self.nodes.detach(record, node)
+        self._rewrite(kept, record._replace(until=boottime() + for_s, job=record.job._replace(number=number)))
+        for node in record.nodes:
+            self.nodes.attach(kept.record, node)
+        self._close_unused()
 
     def _prolong(self, kept: Kept, for_s: float) -> None:
         self._rewrite(kept, kept.record._replace(until=boottime() + for_s))
@@ -190,6 +212,12 @@ class Keeper:
         self.kept[record.lease] = kept
         for node in record.nodes:
             self.nodes.attach(record, node)
+        taker = record.job and record.job.taker
+        if taker is not None and kept.client is None:  # the keeper that had its connection was killed
+            self._watch_process(kept, taker.pid)
+            if not alive(taker):
+                self._unknown(kept)
+                return
         if record.holder is not None:
             self._watch_process(kept, record.holder.pid)
             if not alive(record.holder):  # looked at after the pidfd was opened: it is the holder's or a stranger's
@@ -203,25 +231,28 @@ class Keeper:
                 if name in kept.unconfirmed:
                     self._disown(kept, f"{name}: {answer.words}")
             elif kept.lease not in answer.value["alive"]:
-                self._gone(kept, name, lapsed=kept.lease in answer.value["lapsed"])
+                lapsed = kept.lease in answer.value["lapsed"]
+                self._gone(kept, name, lapsed=lapsed, why=str(answer.value.get("words", "")))
             elif name in kept.unconfirmed:
                 kept.unconfirmed.discard(name)
                 if not kept.unconfirmed and kept.client is not None:
                     kept.client.reply()
 
-    def _gone(self, kept: Kept, name: str, *, lapsed: bool) -> None:
-        """A node has no living claim of the lease any more; it is kept on the others."""
+    def _gone(self, kept: Kept, name: str, *, lapsed: bool, why: str) -> None:
+        """A node has no living claim of the lease any more; it is kept on the others. ``why``: a scheduler's words."""
         record = kept.record
         if kept.unconfirmed:
             self._disown(kept, f"{name}: the claims of lease {kept.lease} have {'lapsed' if lapsed else 'gone'}")
             return
-        if lapsed and boottime() < record.until:
+        if why and not lapsed:
+            self._tell_of_loss(f"lease {kept.lease} has ended: of {name} job {record.job and record.job.number}: {why}")
+        elif lapsed and not why and boottime() < record.until:
             self._tell_of_loss(f"lease {kept.lease} has lapsed on {name}: its keeper could show no life there for 90 s")
         elif not lapsed:
             self._tell_of_loss(f"lease {kept.lease} is gone from {name}: released elsewhere, or its claim was removed")
         rest = [node for node in record.nodes if node.name != name]
         if not rest:
-            self._end(kept, "its time is up" if lapsed else "released")
+            self._end(kept, why or ("its time is up" if lapsed else "released"))
             return
         for node in record.nodes:
             if node.name == name:
@@ -241,13 +272,28 @@ class Keeper:
 
     # --- the end of a lease
 
+    def _unknown(self, kept: Kept) -> None:
+        log(f"{kept.lease}: the command that took it has ended before anybody knew of it")
+        self._release(kept)
+
     def _process_ended(self, kept: Kept) -> None:
         self._unwatch_processes(kept)
+        if kept.phase == "held" and kept.record.job is not None and _lives(kept.record.holder):
+            self._taker_ended(kept)
+            return
         if kept.phase == "held":
             log(f"{kept.lease}: its holder has ended")
             kept.phase = "orphaned"
         if kept.phase == "orphaned" and not kept.asked:
             self._look(kept)
+
+    def _taker_ended(self, kept: Kept) -> None:
+        """It was the command that took the lease that has ended, not the holder."""
+        job = kept.record.job
+        if job is not None and job.taker is not None and not alive(job.taker):
+            self._unknown(kept)
+        elif kept.record.holder is not None:
+            self._watch_process(kept, kept.record.holder.pid)
 
     def _look(self, kept: Kept) -> None:
         """Look whether anything carries the lease: on this host first, which is quick, then on its nodes."""
@@ -315,7 +361,8 @@ class Keeper:
             kept.asked.discard(name)
         else:
             log(f"{kept.lease}: not released on {name}: {answer.words}")
-        late = boottime() - kept.released_at > RELEASE_S
+        # Claims lapse; a job would hold its GPUs until its time limit.
+        late = boottime() - kept.released_at > RELEASE_S and (kept.record.job is None or boottime() > kept.record.until)
         if kept.lease in self.kept and (late or not kept.asked):
             self._end(kept, "released" if not kept.asked else "left to lapse")
 
@@ -328,8 +375,9 @@ class Keeper:
     def _end(self, kept: Kept, words: str) -> None:
         """Let go of a lease that has ended, and of the rank map that `allocate` wrote for it."""
         self._drop(kept, words)
-        with suppress(OSError):  # only a lease that was allocated whole has one
-            os.unlink(f"{os.path.dirname(os.path.dirname(self.folder))}/leases/{kept.lease}.json")
+        for path in files_of(kept.record, os.path.dirname(os.path.dirname(self.folder))):
+            with suppress(OSError):  # only a lease that was allocated whole has all of them
+                os.unlink(path)
 
     def _drop(self, kept: Kept, words: str) -> None:
         log(f"{kept.lease}: {words}")
@@ -337,13 +385,14 @@ class Keeper:
         self.kept.pop(kept.lease, None)
         for node in kept.record.nodes:
             self.nodes.detach(kept.record, node)
-        self.nodes.close(
-            {node_key(node, other.record.settings) for other in self.kept.values() for node in other.record.nodes}
-        )
+        self._close_unused()
         try:
             os.unlink(f"{self.folder}/{kept.lease}.json")
         except OSError as error:
             log(f"{kept.lease}.json: {error.strerror}")
+
+    def _close_unused(self) -> None:
+        self.nodes.close({key_of(kept.record, node) for kept in self.kept.values() for node in kept.record.nodes})
 
     def _timers(self, now: float) -> None:
         for kept in list(self.kept.values()):
@@ -375,6 +424,10 @@ class Keeper:
     def _rewrite(self, kept: Kept, record: Record) -> None:
         kept.record = record
         write_file(f"{self.folder}/{record.lease}.json", json.dumps(record.plain()))
+
+
+def _lives(holder: Holder | None) -> bool:
+    return holder is None or bool(alive(holder))
 
 
 def main() -> None:

@@ -1,0 +1,124 @@
+"""One command of this machine, run to its end: what it printed and how it ended. Never interrupted halfway.
+
+It runs in a session of its own, so that ctrl-C at the terminal reaches us alone: whoever started something elsewhere
+(a job, say) must learn what became of it before giving it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gpuboard.transport.spawn import Child, spawn
+
+_CHUNK = 65536
+_MOST = 64 << 20  # bytes kept of its output
+_KILL_S = 2.0  # in an uninterruptible call of a file system it stays; init will reap it
+_HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Ran(NamedTuple):
+    """What became of a command."""
+
+    code: int | None  # exit code, negative for a signal; None: not known
+    out: str
+    err: str
+
+
+class Command:
+    """A command that runs. ``wait`` may be interrupted and called again."""
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], data: bytes = b"") -> None:
+        """Start it with ``data`` as its stdin. Raises OSError when the program cannot be started."""
+        self._data = data
+        self._code: int | None = None
+        self._ended = False
+        self._pidfd = -1
+        # An interrupt between the start and the next line would leave a process that nobody knows.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+        try:
+            self._child: Child = spawn(list(argv), environ)
+            with contextlib.suppress(OSError):  # ended, and reaped because we ignore SIGCHLD; or a kernel before 5.3
+                self._pidfd = os.pidfd_open(self._child.pid)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._texts = {self._child.stdout: bytearray(), self._child.stderr: bytearray()}
+        self._open = set(self._texts)
+
+    def wait(self, timeout_s: float) -> Ran | None:
+        """Return what became of it; None when it still runs after ``timeout_s``."""
+        until = time.monotonic() + timeout_s
+        while not self._ended:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return None
+            self._step(min(left_s, 0.2))
+        out, err = (bytes(text).decode("utf-8", "replace") for text in self._texts.values())
+        return Ran(self._code, out, err)
+
+    def kill(self) -> None:
+        """End it at once, without learning what it did."""
+        if not self._ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child.pid, signal.SIGKILL)
+            self.wait(_KILL_S)
+
+    def _step(self, seconds: float) -> None:
+        """Hand on what can be handed on; wait ``seconds`` at most for something to do."""
+        writing = [self._child.stdin] if self._child.stdin >= 0 else []
+        watched = [*self._open, *([self._pidfd] if self._pidfd >= 0 else [])]
+        ready, writable, _ = select.select(watched, writing, [], seconds)
+        if writable:
+            self._write()
+        for fd in [fd for fd in ready if fd in self._open]:
+            if not self._read(fd):
+                self._open.discard(fd)
+        # What it has started may hold its pipes open for ever: its own end is the end.
+        if self._pidfd in ready or (self._pidfd < 0 and not self._open):
+            self._end()
+
+    def _write(self) -> None:
+        try:
+            self._data = self._data[os.write(self._child.stdin, self._data) :] if self._data else b""
+        except BlockingIOError:
+            return
+        except OSError:
+            self._data = b""  # it does not want to read: its exit code says why
+        if not self._data:
+            os.close(self._child.stdin)
+            self._child.stdin = -1
+
+    def _read(self, fd: int) -> bool:
+        """Take what is there; return whether more may come."""
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return True
+        if len(self._texts[fd]) < _MOST:
+            self._texts[fd] += data
+        return bool(data)
+
+    def _end(self) -> None:
+        with contextlib.suppress(ChildProcessError):  # reaped by the kernel: nobody knows its code
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self._child.pid, 0)[1])
+        for fd in list(self._open):
+            while select.select([fd], [], [], 0)[0] and self._read(fd):
+                pass
+        for fd in (self._child.stdin, *self._texts, self._pidfd):
+            if fd >= 0:
+                os.close(fd)
+        self._ended = True
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str], timeout_s: float, data: bytes = b"") -> Ran | None:
+    """Run a command and return what became of it; None when it had to be ended after ``timeout_s``. Raises OSError."""
+    command = Command(argv, environ, data)
+    try:
+        return command.wait(timeout_s)
+    finally:
+        command.kill()
