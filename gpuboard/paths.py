@@ -34,3 +34,8 @@ def user_config(env: Mapping[str, str]) -> Path:
 def state_dir(env: Mapping[str, str]) -> Path:
     """Return the folder of rank maps, runs and the keeper's records; it may be on a shared home."""
     return _base(env, "XDG_STATE_HOME", ".local/state")
+
+
+def cache_dir(env: Mapping[str, str]) -> Path:
+    """Return the folder of what can be had again at any time; it may be on a shared home."""
+    return _base(env, "XDG_CACHE_HOME", ".cache")

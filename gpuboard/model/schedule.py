@@ -53,8 +53,10 @@ class SchedulerNode(msgspec.Struct, frozen=True, gc=False):
     gpus: tuple[Gres, ...] = ()  # all it has
     used: tuple[Gres, ...] = ()  # given to jobs, those included that we may not see
     shards: int = 0
+    shards_used: int = 0
     partitions: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
+    doubt: str = ""  # what could not be read of it, so that no GPU of it may be called free; "": nothing
 
     @property
     def flags(self) -> frozenset[str]:
@@ -69,6 +71,7 @@ class Schedule(msgspec.Struct, frozen=True, gc=False):
     cluster: str
     nodes: dict[str, SchedulerNode]
     jobs: tuple[SchedulerJob, ...] = ()  # only those that hold GPUs or shards, or are ending
+    notes: tuple[str, ...] = ()  # what of the answer could not be read, or contradicts itself
 
 
 class Seen(msgspec.Struct, frozen=True, gc=False):

@@ -1,0 +1,103 @@
+"""Generic resources as Slurm writes them: ``gpu:h100:4(IDX:0-3),shard:2(IDX:5)`` → GPUs and shards. Pure.
+
+Forms of Slurm 19.05 to 25.11, read in its sources (``_node_gres_used`` and ``gres_build_job_details``, the printers of
+`scontrol show node -d` and `show job -d`) and recorded from 22.05:
+
+    gpu:8  gpu:h100:8(S:0-1)  gpu:no_consume:2         what a node has, as configured, with its sockets
+    gpu:h100:6(IDX:0-1,3-6)  gpu:h100:0(IDX:N/A)       what is used of it; untyped GPUs: gpu:6
+    shard:h100:3(1/4,2/4)  shard:(null):0(0/4,0/4)     the same of what GPUs are shared by, each GPU's part (23.02)
+    gpu:2(IDX:0-1)  gpu:h100(CNT:2)  gpu:h100:0(IDX:)  what a job has on a node
+    gpu(IDX:0-1)                                       the same in 19.05
+    (null)  N/A                                        nothing
+
+Slurm cuts a list of indexes after 63 characters: then there are fewer of them than are counted, and none is believed.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+from gpuboard.model.schedule import Gres
+from gpuboard.model.text import clean
+
+_MAX = 65536  # GPUs or shards on one node: anything beyond is no count
+_NOTHING = frozenset({"", "(null)", "N/A", "n/a", "none"})
+_FIELD = re.compile(r"([A-Za-z][\w.-]*)((?::[^:(),\s]*)*)(?:\(([^()\s]*)\))?(?:,(?=.)|$)", re.ASCII)
+_COUNT = re.compile(r"(\d{1,9})([kKmMgG]?)", re.ASCII)
+_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+_SHARED = re.compile(r"\d+/\d+(?:,\d+/\d+)*", re.ASCII)
+_SHARES = frozenset({"shard", "mps"})  # gres of which several jobs have some on one GPU
+
+
+class GresError(ValueError):
+    """A field that does not say how many GPUs there are."""
+
+
+class Resources(NamedTuple):
+    """What one field says."""
+
+    gpus: tuple[Gres, ...] = ()
+    shards: tuple[Gres, ...] = ()
+
+
+@lru_cache(maxsize=4096)  # a cluster has few different ones, and each comes back every cycle
+def resources(field: str) -> Resources:
+    """Return the GPUs and shards of a field; other resources are left out. Raises GresError."""
+    if field in _NOTHING:
+        return Resources()
+    found: dict[bool, list[Gres]] = {True: [], False: []}
+    text = field.replace(":(null)", ":")
+    at = 0
+    while at < len(text):
+        match = _FIELD.match(text, at)
+        if match is None:
+            raise GresError(f"cannot read the GRES {clean(field, 80)!r}")
+        name, words, details = match.groups()
+        at = match.end()
+        if name == "gpu" or name in _SHARES:
+            found[name == "gpu"].append(_gres(field, words, details, whole=name == "gpu"))
+    return Resources(tuple(found[True]), tuple(found[False]))
+
+
+def _gres(field: str, words: str, details: str | None, *, whole: bool) -> Gres:
+    parts = [part for part in words.split(":") if part and part != "no_consume"]
+    counted = _COUNT.fullmatch(parts[-1]) if parts else None
+    kind = parts[: len(parts) - (counted is not None)]
+    if len(kind) > 1:
+        raise GresError(f"cannot read the GRES {clean(field, 80)!r}")
+    count = None
+    if counted is not None:
+        count = int(counted[1]) * 1024 ** " kmg".index(counted[2].lower() or " ")
+    indexes: tuple[int, ...] | None = None
+    label, colon, value = (details or "").partition(":")
+    if label == "IDX" and colon:
+        indexes = _indexes(value)
+        if count is None:
+            count = len(indexes)
+    elif label == "CNT" and count is None and value.isascii() and value.isdecimal() and len(value) < 10:
+        count = int(value)
+    elif details is not None and label != "S" and not (_SHARED.fullmatch(details) and not whole):
+        raise GresError(f"cannot read the GRES {clean(field, 80)!r}")
+    if count is None:
+        count = 1  # `Gres=gpu:h100` is one GPU
+    if whole and indexes is not None and len(indexes) != count:
+        count, indexes = max(count, len(indexes)), None
+    if count > _MAX:
+        raise GresError(f"{count} is no number of GPUs on one node: {clean(field, 80)!r}")
+    return Gres(clean(kind[0], 96) if kind else "", count, indexes)
+
+
+def _indexes(text: str) -> tuple[int, ...]:
+    """Return the numbers of ``0-1,3-6``; of an empty list and of N/A none. Raises GresError."""
+    if text in _NOTHING:
+        return ()
+    found: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not first <= last < _MAX or (found and first <= found[-1]):
+            raise GresError(f"cannot read the indexes {clean(text, 80)!r}")
+        found += range(first, last + 1)
+    return tuple(found)

@@ -1,0 +1,178 @@
+"""What `scontrol show job -d` and `squeue` print → jobs. Pure; no text makes it raise anything but Unreadable.
+
+Formats: the printers of Slurm 20.02 to 26.05 (api/job_info.c, later scontrol/info_job.c) and recordings of 22.05.
+
+**Forgery.** Slurm prints what people choose (the name of a job, its account, command, folder, comment, mail address) as
+it is, blanks, ``Key=`` and line ends included, in every form of `scontrol`. So the text of a job can contain whatever
+a record of Slurm's looks like. What is held against that:
+
+* The name stands before, everything else that is free text after the part that says who holds what. That part begins
+  with the only ``UserId=…(uid) GroupId=`` and ends at the only ``MinCPUsNode=``; in it every key that is needed comes
+  exactly once. Where one comes more often the record is *ambiguous*, and no value of it is believed.
+* A line end in a text can begin a whole record of somebody's making. It cannot take away the record of a real job, nor
+  what the nodes say is used. So it shows: as a job that is there twice, as a GPU with two holders, or as one that its
+  node calls free (checks.py). `squeue`, in columns that hold nothing of anybody's choice, then tells what is true.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from gpuboard import nodesets
+from gpuboard.model.schedule import Grant, SchedulerJob
+from gpuboard.model.text import clean
+from gpuboard.scheduler.gres import resources
+from gpuboard.scheduler.records import Unreadable, moment, records, user_name, value
+
+_HEAD = re.compile(
+    r"(\d{1,10}) (?:ArrayJobId=(\d{1,10}) ArrayTaskId=(\S+) (?:ArrayTaskThrottle=\d+ )?"
+    r"|HetJobId=(\d{1,10}) HetJobOffset=(\d{1,10}) )?JobName=",
+    re.ASCII,
+)
+_OWNER = re.compile(r" UserId=([^=\n]{0,256}?)\((\d{1,10})\) GroupId=")
+_END = re.compile(r" MinCPUsNode=\d")
+_ONCE = ("JobState=", "StartTime=", " EndTime=", "Partition=", " NodeList=")
+_HELD = re.compile(r" Nodes=(\S+) CPU_IDs=\S* Mem=\d+ GRES(?:_IDX)?=(\S*)")
+_NAME_ENDS = (" HetJobIdSet=", " SLUID=")  # what may come between a job's name and its user
+_COMMENT = re.compile(
+    r" Comment=(.*?)\s+(?:Extra|StdErr|StdIn|StdOut|Switches|BurstBuffer|Power|Gres[A-Z]\w+|KillO\w+|Spread\w+|"
+    r"\w+PerTres|\w+PerTRES|Tres\w+|MailUser|Container|SELinuxContext|ResvPorts)=",
+    re.DOTALL,
+)
+_HOLDS_NOTHING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "REVOKED"})
+
+TRUE_JOB = "%A|%U|%T|%P|%S|%e|%N|%u"  # format for `squeue`
+_TRUE_JOB = re.compile(
+    r"(\d{1,10})\|(\d{1,10})\|(\w+)\|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|(.*)", re.ASCII
+)  # fmt: skip
+
+
+class Jobs(NamedTuple):
+    """What `scontrol show job -d` says."""
+
+    held: list[SchedulerJob]  # of those that hold something, in its order; perhaps a number twice, where one is forged
+    ambiguous: dict[int, str]  # number → id of those whose text imitates Slurm's
+    others: frozenset[int]  # the numbers of the rest
+    broken: int  # pieces that are no record
+
+
+class TrueJob(NamedTuple):
+    """A job as `squeue` tells it."""
+
+    uid: int
+    user: str
+    state: str
+    partition: str
+    started: float | None
+    until: float | None
+    nodes: tuple[str, ...]
+
+
+def jobs(text: str) -> Jobs:
+    """Return the jobs of `scontrol show job -d`. Raises Unreadable."""
+    held: list[SchedulerJob] = []
+    ambiguous: dict[int, str] = {}
+    others: set[int] = set()
+    broken = 0
+    for record in records(text, "JobId", "scontrol show job", "No jobs in the system"):
+        head = _HEAD.match(record)
+        if head is None:
+            broken += 1
+            continue
+        number = int(head[1])
+        shown = f"{head[2]}_{clean(head[3], 64)}" if head[2] else f"{head[4]}+{head[5]}" if head[4] else head[1]
+        try:
+            job = _job(record, head.end(), number, shown)
+        except ValueError:
+            ambiguous[number] = shown
+            continue
+        if job is None:
+            others.add(number)
+        else:
+            held.append(job)
+    return Jobs(held, ambiguous, frozenset(others), broken)
+
+
+def _job(record: str, named: int, number: int, shown: str) -> SchedulerJob | None:
+    """Return a job, None where it holds nothing; its name begins at ``named``.
+
+    Raises ValueError where the record can be read in two ways, or in none.
+    """
+    owner = _only(_OWNER, " UserId=", record)
+    end = _only(_END, " MinCPUsNode=", record)
+    if not named <= owner.start() < end.start():
+        raise ValueError("the parts of the record are not in Slurm's order")
+    part = record[owner.end() : end.start()]
+    if any(part.count(key) != 1 for key in _ONCE):
+        raise ValueError("a key is there more than once, or not at all")
+    state = value(part, "JobState=") or ""
+    if state in _HOLDS_NOTHING:
+        return None
+    rest = part[part.index(" NodeList=") :]
+    details = _HELD.findall(rest)
+    if part.count(" Nodes=") != len(details) or part.count(" JOB_GRES=") > 1:
+        raise ValueError("what it holds on its nodes cannot be read")
+    grants = [grant for names, field in details for grant in _grants(names, field)]
+    if state == "COMPLETING":
+        grants = grants or [Grant(name) for name in nodesets.listed(value(rest, " NodeList=") or "")]
+    else:
+        grants = [grant for grant in grants if grant.gpus or grant.shards]
+    if not grants:
+        return None
+    uid = int(owner[2])
+    name = record[named : owner.start()]
+    for word in _NAME_ENDS:
+        name = name.partition(word)[0]
+    return SchedulerJob(
+        id=shown,
+        number=number,
+        user=user_name(owner[1], uid),
+        uid=uid,
+        name=clean(name, 256),
+        partition=clean(value(part, "Partition=") or "", 96),
+        state=clean(state.lower(), 64),
+        grants=tuple(grants),
+        started=moment(value(part, "StartTime=") or ""),
+        until=moment(value(part, " EndTime=") or ""),
+        comment=_comment(record[end.start() :]),
+    )
+
+
+def _only(pattern: re.Pattern[str], word: str, text: str) -> re.Match[str]:
+    """Return the one match of ``pattern``, which begins with ``word``. Raises ValueError where there is not one."""
+    match = pattern.search(text)
+    if match is None or (text.count(word) > 1 and pattern.search(text, match.end()) is not None):
+        raise ValueError(f"not one{word}")
+    return match
+
+
+def _grants(names: str, field: str) -> list[Grant]:
+    held = resources(field)
+    gpus = tuple(gres for gres in held.gpus if gres.count)
+    shards = tuple(gres for gres in held.shards if gres.count)
+    return [Grant(name, gpus, shards) for name in nodesets.listed(names)]
+
+
+def _comment(tail: str) -> str:
+    """Return a job's comment; its owner can make anything of it, and nobody else."""
+    match = _COMMENT.search(tail) if " Comment=" in tail else None
+    return clean(match[1], 1024) if match else ""
+
+
+def true_jobs(text: str) -> dict[int, TrueJob]:
+    """Return the jobs of `squeue` in the format TRUE_JOB, without a headline. Raises Unreadable."""
+    found: dict[int, TrueJob] = {}
+    for line in text.splitlines():
+        match = _TRUE_JOB.fullmatch(line)
+        try:
+            if match is None:
+                raise ValueError
+            number, uid, state, partition, started, until, names, user = match.groups()
+            held = nodesets.listed(names) if names else ()
+        except ValueError:
+            raise Unreadable(f"`squeue` printed a line that cannot be read: {clean(line, 120)!r}") from None
+        who = user_name(user, int(uid))
+        ends = moment(started), moment(until)
+        found[int(number)] = TrueJob(int(uid), who, state.lower(), clean(partition, 96), *ends, held)
+    return found

@@ -1,0 +1,153 @@
+"""What `scontrol show node -d` and `show reservation` print → nodes. Pure; no text makes it raise but Unreadable.
+
+Formats: the printers of Slurm 20.02 to 26.05 (api/node_info.c, api/reservation_info.c) and recordings of 22.05. Only
+administrators choose texts in them (reasons, comments, names of reservations): a key counts where it comes first.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import NamedTuple
+
+from gpuboard import nodesets
+from gpuboard.model.schedule import SchedulerNode
+from gpuboard.model.text import clean
+from gpuboard.scheduler.gres import GresError, Resources, resources
+from gpuboard.scheduler.records import Unreadable, moment, records, value
+
+# sinfo(1), "NODE STATE CODES": what a sign behind a state means; before 21.08 scontrol printed it, too.
+_SIGNS = {"*": "not_responding", "~": "powered_down", "#": "powering_up", "!": "power_down", "%": "powering_down",
+          "$": "maintenance", "@": "reboot_issued", "^": "reboot_requested", "-": "planned"}  # fmt: skip
+_STATE = re.compile(r"[A-Za-z_]+[*~#!%$@^-]?(?:\+[A-Za-z_]+[*~#!%$@^-]?)*")
+_LATER = "Comment|Extra|InstanceId|InstanceType|ReservationName|TLSCertTokenSet|TLSCertLastRenewal|Topology|Parameters"
+_REASON = re.compile(rf" Reason=(.*?)(?: \[([^\[\]@]*)@([^\[\]@]*)\])?(?=\s+(?:{_LATER})=|\s*$)", re.DOTALL)
+
+
+class Reservation(NamedTuple):
+    """A reservation that is in force."""
+
+    name: str
+    nodes: tuple[str, ...]
+
+
+def nodes(text: str) -> dict[str, SchedulerNode]:
+    """Return the nodes of `scontrol show node -d`; one of which something cannot be read has a ``doubt``.
+
+    Raises Unreadable where it is no list of nodes.
+    """
+    found: dict[str, SchedulerNode] = {}
+    for record in records(text, "NodeName", "scontrol show node"):
+        node = _node(record)
+        if node.name in found:
+            raise Unreadable(f"`scontrol show node` printed node {node.name} twice")
+        found[node.name] = node
+    return found
+
+
+def _node(record: str) -> SchedulerNode:
+    """Return a node. Raises Unreadable where not even its name and state are there."""
+    name = record.partition(" ")[0]
+    state = value(record, " State=")
+    try:
+        known = nodesets.listed(name) == (name,)
+    except ValueError:
+        known = False
+    if not known or not state or " CoresPerSocket=" not in record:
+        raise Unreadable(f"`scontrol show node` printed a node that cannot be read: {clean(record, 120)!r}")
+    doubts: list[str] = []
+    if not _STATE.fullmatch(state):
+        doubts.append(f"Slurm says that its state is {clean(state, 64)!r}")
+        state = "unknown"
+    have = _resources(value(record, " Gres="), doubts)
+    field = value(record, " GresUsed=")
+    used = _resources(field, doubts)
+    if not doubts:
+        doubts += _contradictions(have, None if field is None else used)
+    return SchedulerNode(
+        name=name,
+        hostname=clean(value(record, " NodeHostName=") or name, 256),
+        address=clean(value(record, " NodeAddr=") or "", 256),
+        state=_state(state),
+        reason=_reason(record),
+        reservation=clean(value(record, " ReservationName=") or "", 96),
+        gpus=have.gpus,
+        used=used.gpus,
+        shards=sum(gres.count for gres in have.shards),
+        shards_used=sum(gres.count for gres in used.shards),
+        partitions=_words(value(record, " Partitions=")),
+        features=_words(value(record, " ActiveFeatures=")),
+        doubt="; ".join(doubts),
+    )
+
+
+def _resources(field: str | None, doubts: list[str]) -> Resources:
+    try:
+        return resources(field or "")
+    except GresError as error:
+        doubts.append(f"what Slurm says of its GPUs cannot be read: {error}")
+        return Resources()
+
+
+def _contradictions(have: Resources, used: Resources | None) -> list[str]:
+    """Return where what is used (None: not said) does not fit what there is."""
+    if used is None:
+        return ["Slurm does not say which of its GPUs are used"] if have.gpus or have.shards else []
+    counts: dict[str, int] = {}
+    for gres in have.gpus:
+        counts[gres.type] = counts.get(gres.type, 0) + gres.count
+    total = sum(counts.values())
+    types = {gres.type for gres in used.gpus}
+    if total and types != set(counts) and "" not in types | set(counts):  # types may be known to gres.conf alone
+        return ["Slurm does not say of all its GPUs whether they are used"]
+    if total and not types:
+        return ["Slurm does not say which of its GPUs are used"]
+    for gres in used.gpus:
+        if gres.count > counts.get(gres.type, total) or any(index >= total for index in gres.indexes or ()):
+            return ["Slurm says that other GPUs of it are used than it has"]
+    if sum(gres.count for gres in used.shards) > sum(gres.count for gres in have.shards):
+        return ["Slurm says that more shards of it are used than it has"]
+    return []
+
+
+def _state(text: str) -> str:
+    """Return ``mixed+drain`` for ``MIXED+DRAIN``, ``idle+not_responding`` for ``IDLE*``."""
+    found: list[str] = []
+    for word in text.split("+"):
+        found.append(word.rstrip("".join(_SIGNS)).lower())
+        if word[-1] in _SIGNS:
+            found.append(_SIGNS[word[-1]])
+    return "+".join(dict.fromkeys(found))
+
+
+def _reason(record: str) -> str:
+    """Return why a node is drained or down, with who said so and when: ``bad link (root, 2026-11-21 08:29)``."""
+    match = _REASON.search(record) if " Reason=" in record else None
+    if match is None:
+        return ""
+    words, who, when = match.groups()
+    words = " ".join(words.split())
+    if who is None:
+        return clean(words)
+    at = moment(when)
+    if at is not None:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+    return clean(f"{clean(words, 400)} ({who}, {when})")
+
+
+def reservations(text: str) -> list[Reservation]:
+    """Return the reservations of `scontrol show reservation` that are in force. Raises Unreadable."""
+    found: list[Reservation] = []
+    listed = records(text, "ReservationName", "scontrol show reservation", "No reservations in the system")
+    for record in listed:
+        names = value(record, " Nodes=")
+        if value(record, " State=") == "ACTIVE" and names not in {None, "", "(null)"}:
+            try:
+                found.append(Reservation(clean(record.partition(" ")[0], 96), nodesets.listed(names or "")))
+            except ValueError:
+                continue  # the nodes say that they are reserved; only for whom is not known then
+    return found
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(clean(word, 96) for word in text.split(",") if word) if text and text != "(null)" else ()

@@ -1,0 +1,118 @@
+"""One cycle of questions to Slurm: `scontrol show job`, `show node`, and where that needs it one more command."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from gpuboard.model.schedule import Schedule
+from gpuboard.model.text import clean
+from gpuboard.scheduler import checks, words
+from gpuboard.scheduler.commands import Done, Running, environment, run, which
+from gpuboard.scheduler.jobs import TRUE_JOB, Jobs, jobs, true_jobs
+from gpuboard.scheduler.nodes import Reservation, nodes, reservations
+from gpuboard.scheduler.records import Unreadable
+from gpuboard.scheduler.site import Site, settings
+
+PROBE_S = 2.0  # for `scontrol ping`, which takes 6 ms
+# All partitions, hidden ones and those that are not for us too; this cluster's, of a federation's; one record a line.
+_SHOW = ("--all", "--local", "--oneliner", "--details", "show")
+
+
+class Answer(NamedTuple):
+    """What came of a cycle."""
+
+    schedule: Schedule | None
+    error: str | None = None  # why there is none
+    contact: bool = False  # the controller was not reached
+
+
+class _FailedError(Exception):
+    """A command did not say what it was asked; ``contact``: it did not reach the controller."""
+
+    def __init__(self, text: str, *, contact: bool = False) -> None:
+        super().__init__(text)
+        self.contact = contact
+
+
+class Questions:
+    """Asks the Slurm of one site. For one thread at a time, but for ``stop``."""
+
+    def __init__(self, site: Site, env: Mapping[str, str]) -> None:
+        self.took_s = 0.0  # in Slurm's commands, in the newest cycle
+        self._site = site
+        self._env = environment(env)
+        self._running = Running()
+
+    def stop(self) -> None:
+        """End the question that is being asked, and let there be no other."""
+        self._running.stop()
+
+    def ask(self, timeout_s: float, *, probe: bool, before: Schedule | None) -> Answer:
+        """Ask, for at most ``timeout_s`` in all. ``probe``: only if the controller answers to its name.
+
+        ``before``: the answer before this one, which says what nodes are reserved for where that is not asked again.
+        """
+        self.took_s = 0.0
+        until = time.monotonic() + timeout_s
+        if missing := words.missing(self._site):
+            return Answer(None, missing)
+        try:
+            if probe:
+                self._ping(min(until, time.monotonic() + PROBE_S))
+            return Answer(self._ask(until, third=not probe, before=before))
+        except _FailedError as error:
+            return Answer(None, str(error), error.contact)
+        except Unreadable as error:
+            return Answer(None, f"Slurm's answer cannot be read: {error}")
+
+    def _ask(self, until: float, *, third: bool, before: Schedule | None) -> Schedule:
+        """Return Slurm's answer. ``third``: one more command may be run. Raises _FailedError, Unreadable."""
+        at = time.time()
+        found = jobs(self._scontrol("job", until))
+        listed = nodes(self._scontrol("node", until))
+        held, notes = found.held, checks.contradictions(found, listed)
+        reserved: list[Reservation] | None = None
+        try:
+            if notes and third:
+                held, notes = checks.corrected(found, true_jobs(self._squeue(until)))
+                notes += checks.contradictions(Jobs(held, {}, frozenset(), 0), listed)
+            elif third and checks.is_reserved(listed):
+                reserved = reservations(self._scontrol("reservation", until))
+        except (_FailedError, Unreadable) as error:  # it is still an answer
+            notes = [*notes, str(error)]
+        if reserved is None:
+            reserved = checks.reserved_before(before, listed)
+        cluster = clean(settings(self._site).get("clustername", ""), 64)
+        return Schedule(at, cluster, checks.joined(held, listed, reserved), tuple(held), tuple(notes))
+
+    def _scontrol(self, what: str, until: float) -> str:
+        return self._run([*_SHOW, what], until)
+
+    def _squeue(self, until: float) -> str:
+        squeue = which("squeue", self._env)
+        if squeue is None:
+            raise _FailedError("there is no squeue on PATH, which could tell")
+        return self._run(["--all", "--local", "--noheader", f"--format={TRUE_JOB}"], until, squeue)
+
+    def _ping(self, until: float) -> None:
+        done = self._done(["ping"], until, self._site.scontrol or "")
+        if " is UP" not in done.stdout:
+            raise _FailedError(words.unreachable(done, self._site), contact=True)
+
+    def _run(self, argv: list[str], until: float, program: str = "") -> str:
+        """Return what a command prints; `scontrol` unless said otherwise. Raises _FailedError."""
+        done = self._done(argv, until, program or self._site.scontrol or "")
+        if done.code != 0:
+            raise _FailedError(words.failure(done, self._site), contact=words.is_contact(done))
+        return done.stdout
+
+    def _done(self, argv: list[str], until: float, program: str) -> Done:
+        left_s = max(0.05, until - time.monotonic())
+        try:
+            done = run([program, *argv], self._env, left_s, self._running)
+        except OSError as error:
+            raise _FailedError(f"{program} cannot be run: {error.strerror or error}") from None
+        self.took_s += done.took_s
+        return done
