@@ -180,9 +180,12 @@ def status(nodes: str | None = None) -> Snapshot:
     """Return the cluster as it is now: every node's newest reading, each with its age."""
     from gpuboard.cluster.fleet import Fleet
     from gpuboard.cluster.inventory import inventory
+    from gpuboard.scheduler.slurm import find
 
     settings = _settings()
-    fleet = Fleet(_nodes(settings, nodes) or inventory(settings), settings, interval_s=None)
+    scheduler = find(settings, os.environ)
+    found = _nodes(settings, nodes) or inventory(settings, (), (lambda: scheduler.look(15.0)) if scheduler else None)
+    fleet = Fleet(found, settings, interval_s=None, scheduler=scheduler)
     fleet.start()
     try:
         fleet.wait(fleet.connect_s + 5)

@@ -24,6 +24,7 @@ from gpuboard.model.units import iso
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
     from gpuboard.config import Settings
+    from gpuboard.scheduler.base import Scheduler
     from gpuboard.transport.connector import Connector
 
 _PACE_S = 1.0  # ages grow on the screen also when nothing arrives
@@ -35,14 +36,29 @@ class Core:
     """The cluster behind one board. What may take long is called in a thread (``BoardApp.ask``), not in the UI's."""
 
     def __init__(
-        self, nodes: Sequence[Node], settings: Settings, env: Mapping[str, str], connector: Connector | None = None
+        self,
+        nodes: Sequence[Node],
+        settings: Settings,
+        env: Mapping[str, str],
+        connector: Connector | None = None,
+        scheduler: Scheduler | None = None,
     ) -> None:
-        """``connector``: how nodes are reached, where it is not by the settings (a recorded feed)."""
+        """``connector``: how nodes are reached, where it is not by the settings (a recorded feed).
+
+        ``scheduler``: what else holds the nodes' GPUs; it is closed with the core.
+        """
         self.nodes = {node.name: node for node in nodes}
         self.settings = settings
         self.env = env
         self.interval_s = settings.interval_s(len(nodes))
-        self.fleet = Fleet(nodes, settings, interval_s=self.interval_s, one_shot=False, connector=connector)
+        self.fleet = Fleet(
+            nodes,
+            settings,
+            interval_s=self.interval_s,
+            one_shot=False,
+            connector=connector,
+            scheduler=scheduler,
+        )
         self.history = History()
         self.operations = Operations(nodes, settings, env, self.fleet)
         self.runbook = Runbook(env)

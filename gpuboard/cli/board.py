@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if context.config_file is not None:  # what the board starts is to read the same one
         env = {**env, "GPUBOARD_CONFIG": str(context.config_file.absolute())}
     nodes = context.nodes()
-    core = Core(nodes, context.settings, env)
+    core = Core(nodes, context.settings, env, scheduler=context.new_scheduler())
     guard = terminal.Guard()
     first = None
     try:

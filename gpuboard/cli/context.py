@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from gpuboard.cluster.fleet import Fleet
     from gpuboard.cluster.inventory import Node
     from gpuboard.config import Configuration, Settings
+    from gpuboard.scheduler.base import Scheduler
+    from gpuboard.scheduler.inside import Inside
+
+SCHEDULER_S = 15.0  # for an answer that says which nodes there are; commands to a dead controller take 10 s
 
 
 class Context:
@@ -62,6 +66,22 @@ class Context:
         """The settings in force. Raises ConfigError."""
         return self.configuration.settings
 
+    @cached_property
+    def job(self) -> Inside | None:
+        """The Slurm job that this command runs in. Raises GpuboardError where that cannot be found out."""
+        from gpuboard.cli.main import say
+        from gpuboard.cluster.injob import current_job
+
+        return current_job(self.settings, self.env, say)
+
+    def scope(self) -> list[Node]:
+        """Return the nodes whose GPUs a command takes or handles: inside a Slurm job that job's, else all in scope."""
+        if self.job is None:
+            return self.nodes()
+        from gpuboard.cluster.injob import job_nodes
+
+        return job_nodes(self.job, self.said)
+
     def nodes(self) -> list[Node]:
         """Return the nodes in scope. Raises UsageError for a nodeset that cannot be read or names an unknown node."""
         if handed := self.env.get("GPUBOARD_INVENTORY"):
@@ -70,7 +90,19 @@ class Context:
             return read_nodes(Path(handed), self.said)
         from gpuboard.cluster.inventory import inventory
 
-        return inventory(self.settings, self.said)
+        scheduler = self.new_scheduler()
+        return inventory(self.settings, self.said, (lambda: scheduler.look(SCHEDULER_S)) if scheduler else None)
+
+    def new_scheduler(self) -> Scheduler | None:
+        """Return the cluster's scheduler, not asked anything yet; None: there is none, or the nodes are simulated.
+
+        Each one is closed by whoever takes it; all of them share what they learn.
+        """
+        if self.settings.scheduler == "none" or self.env.get("GPUBOARD_INVENTORY"):
+            return None
+        from gpuboard.scheduler.slurm import find
+
+        return find(self.settings, self.env)
 
     def fleet(
         self, nodes: Sequence[Node] | None = None, *, interval_s: float | None = None, one_shot: bool = True
@@ -78,4 +110,5 @@ class Context:
         """Return the feeds of ``nodes`` (default: all in scope), not yet started. ``interval_s`` None: read on call."""
         from gpuboard.cluster.fleet import Fleet
 
-        return Fleet(self.nodes() if nodes is None else nodes, self.settings, interval_s=interval_s, one_shot=one_shot)
+        found = self.nodes() if nodes is None else nodes
+        return Fleet(found, self.settings, interval_s=interval_s, one_shot=one_shot, scheduler=self.new_scheduler())
