@@ -27,11 +27,13 @@ class Folder:
     """A folder of claims, read each tick at the price of a few stats.
 
     ``sim_prefix``: look at claims on simulated GPUs whose UUIDs start so (``SIM-…``), and only at those.
+    ``job``: set inside a Slurm job: claims are made as this job's, and those of other jobs are not looked at.
     """
 
     def __init__(self, path: str, sim_prefix: "Optional[str]" = None) -> None:
         self.path = path
         self.sim_prefix = sim_prefix
+        self.job: "Optional[str]" = None
         self.boot_id = boot_id()
         self._good: "Any" = None
         self._names: "List[str]" = []
@@ -54,7 +56,8 @@ class Folder:
         try:
             clock = files.clock()
             names = self._list(files)
-            found = [rules.judge(entry, clock, self.boot_id) for entry in self._read_all(files, names)]
+            judged = [rules.judge(entry, clock, self.boot_id) for entry in self._read_all(files, names)]
+            found = [one for one in judged if self._concerns(one)]
             return rules.picture(found, clock, self.owner), None
         except OSError as error:
             return [], "%s cannot be read: %s" % (self.path, error.strerror or error)
@@ -74,6 +77,9 @@ class Folder:
             except KeyError:
                 self._owners[uid] = str(uid)
         return self._owners[uid]
+
+    def _concerns(self, one: "rules.Judged") -> bool:
+        return self.job is None or one.content is None or one.content.get("job") in (None, self.job)
 
     def _list(self, files: "Files") -> "List[str]":
         """Return the claims' names; the folder, in which thousands of other files may lie, is read when it changed."""
@@ -146,7 +152,7 @@ def _answer(op: str, args: "Dict[str, Any]", folder: "Folder", files: "Files") -
 def _take(args: "Dict[str, Any]", folder: "Folder", files: "Files") -> "Dict[str, float]":
     """Claim GPUs; what we leave behind from earlier is cleared away first."""
     content = {key: args.get(key) for key in ("lease", "share", "holder", "nodes", "gpus")}
-    content.update(purpose=args.get("purpose") or "", host=args.get("host") or "")
+    content.update(purpose=args.get("purpose") or "", host=args.get("host") or "", job=folder.job)
     files.sweep_temporaries()
     uid = os.geteuid()
     protocol.drive(protocol.sweep(uid, folder.boot_id, lambda name: files.owner(name) == uid), files)

@@ -110,7 +110,7 @@ def _attempt(
     """
     stems = {rules.file_name(uuid, "") for uuid in uuids}
     clock, before = yield from survey(lambda name: name[: name.rfind(".") + 1] in stems, boot_id)
-    in_the_way = [x for x in before if x.state == "live" and (x.content["share"] is None or content["share"] is None)]
+    in_the_way = [x for x in before if x.state == "live" and rules.stands_against(x.content, content)]
     if in_the_way:
         return None, in_the_way, True
     for uuid in uuids:

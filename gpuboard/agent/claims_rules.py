@@ -105,12 +105,20 @@ def _shown(entry: "Entry", content: "Dict[str, Any]", clock: "Clock") -> float:
 
 
 def contradicts(one: "Judged", other: "Judged") -> bool:
-    """Return whether two live claims cannot both stand: the same GPU, not the same lease, not both parts of it."""
+    """Return whether two live claims cannot both stand: the same GPU, another lease, and neither gives way."""
     if one.state != "live" or other.state != "live" or one.entry.name == other.entry.name:
         return False
-    return one.content["uuid"] == other.content["uuid"] and (
-        one.content["share"] is None or other.content["share"] is None
-    )
+    return one.content["uuid"] == other.content["uuid"] and stands_against(one.content, other.content)
+
+
+def stands_against(one: "Dict[str, Any]", other: "Dict[str, Any]") -> bool:
+    """Return whether two claims on one GPU exclude each other: not where both are for a part of it.
+
+    Nor where they were made in different Slurm jobs: Slurm has given the GPU from one to the other, and what the first
+    left behind, killed with its keeper, must not keep the second from what it was given.
+    """
+    jobs = (one.get("job"), other.get("job"))
+    return (one["share"] is None or other["share"] is None) and (None in jobs or jobs[0] == jobs[1])
 
 
 def _decode(entry: "Entry") -> "Tuple[Optional[Dict[str, Any]], str]":
@@ -144,6 +152,8 @@ def wrong(content: "Dict[str, Any]") -> "Optional[str]":
             return "%s is not a number" % key
     if not 0 < content["until"] - content["from"] <= LONGEST_S:
         return "it would last %.0f s" % (content["until"] - content["from"])
+    if not isinstance(content.get("job") or "", str) or len(content.get("job") or "") > 64:
+        return "job is not a text of at most 64 characters"
     for key, limit in (("purpose", 512), ("host", 255), ("boot", 64)):
         if not isinstance(content.get(key), str) or len(content[key]) > limit:
             return "%s is not a text of at most %d characters" % (key, limit)
@@ -215,6 +225,7 @@ def _wire(one: "Judged", by_gpu: "Dict[str, List[Judged]]", clock: "Clock", owne
         "remaining_s": one.left_s if one.state == "live" else 0.0, "age_s": one.age_s, "share": content["share"],
         "holder": holder and {key: holder[key] for key in ("host", "boot_id", "pid", "start")},
         "purpose": content["purpose"], "host": content["host"], "nodes": content["nodes"], "gpus": content["gpus"],
+        "job": content.get("job"),
         "disputed_with": [x.content["lease"] for x in others], "reason": reason,
     }  # fmt: skip
 

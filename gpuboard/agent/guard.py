@@ -33,6 +33,8 @@ def adopt_orphans() -> None:
 def run(channel: "Channel", config: "Dict[str, Any]") -> None:
     """Run a launch on this node until nothing of it is left (docs/launch-protocol.md)."""
     adopt_orphans()
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all processes of a step; only ranks heed them
+        signal.signal(number, lambda *_: None)
     supervisor_life, supervisor_end = os.pipe()  # the supervisor holds the second: end-of-file when it dies
     guard_life, guard_end = os.pipe()
     guard_pid = os.getpid()

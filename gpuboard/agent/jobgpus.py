@@ -18,6 +18,9 @@ class JobGpus:
         first = environ.get("SLURM_NODEID", "") == "0"
         text = environ.get("SLURM_STEP_GPUS") or (environ.get("SLURM_JOB_GPUS", "") if first else "")
         self.numbers = {int(word) for word in text.split(",") if word.isdigit()}
+        restarts = environ.get("SLURM_RESTART_COUNT") or "0"
+        # A job that was requeued is another one: what was reserved in it before is over.
+        self.tag = environ.get("SLURM_JOB_ID", "") + ("" if restarts == "0" else "." + restarts)
         visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         self.mig = {word for word in visible if word.startswith("MIG-")} if text else set()
 

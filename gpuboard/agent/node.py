@@ -58,6 +58,8 @@ class _Node:
         simulated = probe.source == "simulated"
         self.claims = claims
         self.folder = (probe.folder if simulated else claims.Folder)(str(config.get("claims_dir") or "/var/tmp"))
+        if self.job is not None:
+            self.folder.job = self.job.tag
         self.procfs = procfs
         self.processes = procfs.Processes()
         self.host = probe.host if simulated else procfs.Host()

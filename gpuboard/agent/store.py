@@ -6,6 +6,7 @@ torch if that fails in any way, a crash included.
 
 import datetime
 import importlib.util
+import signal
 import socket
 import sys
 import types
@@ -20,6 +21,8 @@ if MYPY:
 def main(namespace: "Dict[str, Any]", bond: "Bond", config: "Dict[str, Any]") -> None:
     """Load, prove that a store works, say ``ready``, open the real one when told to, and live with the supervisor."""
     namespace.clear()
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all processes of a step; only ranks heed them
+        signal.signal(number, signal.SIG_IGN)
     store_class = _extension() if config["extension_only"] else _whole()
     _prove(store_class)
     bond.send({"t": "ready"})

@@ -113,6 +113,18 @@ class Allocator:
                 for node in list(nodes):
                     self._fleet.tell(node, "release", {"lease": lease})
 
+    def count(self) -> int:
+        """Return how many GPUs there are in scope, whatever their state. Raises NoNodeReached, and Refused where there
+        are none or a node could not be read."""
+        self._fleet.wait(self._fleet.connect_s + _FIRST_READING_S)
+        snapshot = self._snapshot()
+        _refuse_unreached(snapshot)
+        if unread := [f"{node.name} ({node.error})" for node in snapshot.nodes if node.age_s is None]:
+            raise self._refused(Refusal(4, f"not read: {', '.join(unread)}"))
+        if total := sum(len(node.gpus) for node in snapshot.nodes):
+            return total
+        raise self._refused(Refusal(3, "there are no GPUs"))
+
     def plan(self, request: Request) -> Choice:
         """Return what would be taken now; takes nothing. Raises Refused and NoNodeReached."""
         answer = self._first_answer(request)
@@ -144,13 +156,13 @@ class Allocator:
                 pause_s = min(pause_s * 1.3, _POLL_MAX_S)
                 self._failed.clear()
                 self._fleet.refresh(self._nodes, _READ_S)
-                answer = choose(request, self._snapshot())
+                answer = self._choose(request, self._snapshot())
             self._progress("")
             taken = self._take(answer, terms, notes)
             if taken is not None:
                 return taken
             self._go_on()
-            answer = choose(request, self._snapshot())
+            answer = self._choose(request, self._snapshot())
         raise NotFree(
             Refusal(4, f"others were quicker {_ROUNDS} times in a row; try again, or --wait", nearest="--wait")
         )
@@ -165,26 +177,33 @@ class Allocator:
         if wait:
             self._fleet.wait(min(_GRACE_S, limit_s))
         snapshot = self._snapshot()
-        answer = choose(request, snapshot)
+        answer = self._choose(request, snapshot)
         if wait and isinstance(answer, Refusal) and any(node.state == "unreachable" for node in snapshot.nodes):
             self._fleet.wait(limit_s - _GRACE_S)
             self._fleet.freshen()
             snapshot = self._snapshot()
-            answer = choose(request, snapshot)
-        if all(node.age_s is None for node in snapshot.nodes):
-            by_error: dict[str, list[str]] = {}
-            for node in snapshot.nodes:
-                by_error.setdefault(node.error or "no answer", []).append(node.name)
-            words = [f"{folded(names)}: {error}" for error, names in by_error.items()]
-            more = f"; and {len(words) - 4} more reasons" if len(words) > 4 else ""
-            raise NoNodeReached(f"no node could be reached: {'; '.join(words[:4])}{more}")
+            answer = self._choose(request, snapshot)
+        _refuse_unreached(snapshot)
         return answer
+
+    def _choose(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
+        """Return the policy's answer; inside a Slurm job this node is preferred: the script that asked runs here."""
+        if self._scope.job is not None and self._scope.here is not None:
+            here = [node for node in snapshot.nodes if node.name == self._scope.here]
+            answer = choose(request, msgspec.structs.replace(snapshot, nodes=here))
+            if isinstance(answer, Choice):
+                return answer
+        return choose(request, snapshot)
 
     def _refused(self, refusal: Refusal, waited_s: float | None = None) -> NeverPossible | NotFree:
         """Return the error of a refusal; its words say for how long and where was looked."""
         message = refusal.message
         if waited_s is not None and refusal.code != NeverPossible.exit_code:
             message = f"not free within {format_duration(waited_s)}: {message}"
+        if self._scope.job is not None and refusal.code == NeverPossible.exit_code and not refusal.gpus:
+            message = f"Slurm job {self._scope.job} has no GPUs; ask Slurm for some when you submit it: --gpus=2"
+        elif self._scope.job is not None:
+            message += f"\n  only what Slurm job {self._scope.job} has was looked at"
         if self._scope.left_out:
             everywhere = folded([*self._nodes, *(name for name in self._scope.left_out if name not in self._nodes)])
             message += f"\n  only this machine was looked at; add --nodes '{everywhere}' for all"
@@ -254,7 +273,7 @@ class Allocator:
     def _adopt(self, taken: ledger.Taken, terms: Terms) -> None:
         settings = msgspec.to_builtins(self._settings)
         kept = [
-            KeptNode(name, uuids, node.host, node.claims_dir or self._settings.claims_dir, node.simulate)
+            KeptNode(name, uuids, node.host, node.claims_dir or self._settings.claims_dir, node.simulate, node.job)
             for name, uuids in taken.gpus.items()
             for node in [self._nodes[name]]
         ]
@@ -390,6 +409,18 @@ class Allocator:
                     keeper.forget(lease, self._env)
                 self._drop(lease)
                 forget_file(self._env, lease)
+
+
+def _refuse_unreached(snapshot: Snapshot) -> None:
+    """Raise NoNodeReached, with the reasons, where no node at all was read."""
+    if any(node.age_s is not None for node in snapshot.nodes):
+        return
+    by_error: dict[str, list[str]] = {}
+    for node in snapshot.nodes:
+        by_error.setdefault(node.error or "no answer", []).append(node.name)
+    words = [f"{folded(names)}: {error}" for error, names in by_error.items()]
+    more = f"; and {len(words) - 4} more reasons" if len(words) > 4 else ""
+    raise NoNodeReached(f"no node could be reached: {'; '.join(words[:4])}{more}")
 
 
 def _jittered(pause_s: float) -> float:

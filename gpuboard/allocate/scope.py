@@ -27,6 +27,7 @@ class Scope:
         self.nodes = {node.name: node for node in ([here] if here and not said else nodes)}
         self.left_out = [node.name for node in nodes if node.name not in self.nodes]
         self.here = here.name if here else None  # the node that is this machine, as far as that is known
+        self.job = next((node.job for node in nodes if node.job is not None), None)  # all nodes are of one, or of none
         self._by_uuid = own_uuids() if here is None and not said else []
         self.is_running = running is not None
         self.fleet = running or Fleet(list(self.nodes.values()), settings, interval_s=None)

@@ -109,7 +109,8 @@ def _run(args: argparse.Namespace, context: Context) -> int:
         raise UsageError("--detach means no holder; leave out --holder or --detach")
     from gpuboard.allocate.scope import Scope
 
-    with contextlib.closing(Scope(context.nodes(), context.settings, said=bool(context.said))) as scope:
+    whole = bool(context.said) or context.job is not None
+    with contextlib.closing(Scope(context.scope(), context.settings, said=whole)) as scope:
         return _reserve(args, context, scope)
 
 

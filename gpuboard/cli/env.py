@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if not text:
         raise UsageError("which lease? write its id; `gpuboard leases` lists them")
     form = args.format or evaluator_kind()
-    with Allocator(context.nodes(), context.settings, context.env, said=True) as allocator:
+    with Allocator(context.scope(), context.settings, context.env, said=True) as allocator:
         allocation = allocator.existing(text)
         names = [node.name for node in allocation.rank_map.nodes]
         if args.node is not None and args.node not in names:

@@ -42,7 +42,8 @@ _EPILOG = """\
 TARGET is train.py, -m package.module, or package.module:function (called once a rank, inside the process group).
 Everything after TARGET reaches it untouched, so our options come first.
 
-GPUs come from --rank-map, else --lease, else --n, else the lease of this shell (GPUBOARD_LEASE).
+GPUs come from --rank-map, else --lease, else --n, else the lease of this shell (GPUBOARD_LEASE), else, inside a Slurm
+job, all that it has.
 
 examples:
   gpuboard launch --n 4 train.py --lr 3e-4
@@ -114,6 +115,7 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, objec
         lost_head_s=args.lost_head,
     )
     scope = _scope(context)
+    sent |= environ.of_job(context.env) if context.job is not None else {}
     with _screen(quiet=args.run_id is not None) as screen, _rank_map(args, context) as (rank_map, where):
         nodes = source.nodes_of(rank_map, scope)
         plan.check_rank_map(rank_map, nodes, where, args.device)
@@ -186,7 +188,11 @@ def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[
     """Return what starts one reading of ``nodes`` in the background."""
 
     def start(done: Callable[[Snapshot], None]) -> None:
-        fleet = context.fleet(nodes)
+        from gpuboard.cluster.fleet import Fleet
+
+        # To the scheduler a job's GPUs are all given away, whatever of the job uses them.
+        inside = all(node.job is not None for node in nodes)
+        fleet = Fleet(nodes, context.settings, interval_s=None) if inside else context.fleet(nodes)
         fleet.start()
 
         def read() -> None:
@@ -212,7 +218,7 @@ def _rank_map(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
         yield read_rank_map(Path(args.rank_map)), args.rank_map
     elif args.lease or (inside and not args.gpus):
         yield _of_lease(args, context)
-    elif asked:
+    elif asked or context.job is not None:
         with _reserved(args, context) as found:
             yield found
     else:
@@ -248,14 +254,16 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
     from gpuboard.launch.source import cpu_rank_map
     from gpuboard.ledger.holder import identify
 
-    request = request_of(args)
-    nodes = context.nodes()
+    request = request_of(args) if args.n is not None or args.gpus else None
+    nodes = context.scope()
+    whole = bool(context.said) or context.job is not None
     terms = Terms(duration(args.for_s, context.settings), identify(os.getpid()), clean(args.purpose, 200))
     held = None
     try:
-        with Allocator(
-            nodes, context.settings, context.env, said=bool(context.said), progress=progress(context)
-        ) as allocator:
+        with Allocator(nodes, context.settings, context.env, said=whole, progress=progress(context)) as allocator:
+            if request is None:
+                args.n = allocator.count()
+                request = request_of(args)
             if args.dry_run:
                 found = rank_map(None, allocator.plan(request).gpus, {n.name: n.address for n in nodes})
             else:
@@ -266,7 +274,7 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
         if args.device != "cpu" or refused.refusal.gpus or args.n is None:
             raise
         say("no GPU in scope: the ranks share the CPU, and nothing is reserved")
-        found = cpu_rank_map(args.n, nodes, spread=bool(context.said))
+        found = cpu_rank_map(args.n, nodes, spread=whole)
     try:
         yield found, "the reservation"
     finally:
@@ -279,6 +287,8 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
 
 def _scope(context: Context) -> list[Node]:
     """Return the nodes a run may use; inside a lease on a machine without configured nodes: those of the lease."""
+    if context.job is not None:
+        return context.scope()
     from gpuboard.cluster.inventory import inventory
 
     leased = context.env.get("GPUBOARD_NODES") if context.env.get("GPUBOARD_LEASE") else None

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Print the leases of the nodes in scope."""
-    with contextlib.closing(context.fleet()) as fleet:
+    with contextlib.closing(context.fleet(context.scope())) as fleet:
         fleet.start()
         snapshot = settled(fleet, context)
         found = leases(fleet, snapshot)

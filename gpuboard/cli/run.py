@@ -79,10 +79,9 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
     terms = Terms(
         duration(args.for_s, context.settings), identify(os.getpid()), clean(args.purpose, 200) or clean(argv[0], 100)
     )
-    nodes = context.nodes()
-    with Allocator(
-        nodes, context.settings, context.env, said=bool(context.said), progress=progress(context)
-    ) as allocator:
+    nodes = context.scope()
+    whole = bool(context.said) or context.job is not None
+    with Allocator(nodes, context.settings, context.env, said=whole, progress=progress(context)) as allocator:
         allocation = allocator.allocate(request, terms, args.wait)
         names = [entry.name for entry in allocation.rank_map.nodes]
         if len(names) > 1:

@@ -112,7 +112,7 @@ def settled(fleet: Fleet, context: Context) -> Snapshot:
 @contextlib.contextmanager
 def reached(context: Context) -> Iterator[tuple[Fleet, Snapshot]]:
     """Yield the fleet in scope and what was read of it. Raises NoNodeReached."""
-    with contextlib.closing(context.fleet()) as fleet:
+    with contextlib.closing(context.fleet(context.scope())) as fleet:
         fleet.start()
         snapshot = settled(fleet, context)
         if nobody_reached(snapshot):

@@ -29,6 +29,10 @@ OWN = (
     "TORCHELASTIC_MAX_RESTARTS",
     "TORCHELASTIC_USE_AGENT_STORE",
 )
+# Slurm's variables of a job as a whole (sbatch(1), "OUTPUT ENVIRONMENT VARIABLES"), and the one of them that is not.
+_JOB = frozenset({"SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME", "SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST"})
+_JOB_PREFIXES = ("SLURM_JOB_", "SLURM_ARRAY_")
+_FIRST_NODES = frozenset({"SLURM_JOB_GPUS"})
 _REFUSED = frozenset({*OWN, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "GPUBOARD_RUN", "GPUBOARD_LEASE"})
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
@@ -51,6 +55,14 @@ def sent(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"--env {name}: you have no variable {name}; write --env {name}=VALUE")
         chosen[name] = value if equals else env[name]
     return dict(sorted(chosen.items()))
+
+
+def of_job(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what a batch script may read of its Slurm job, for ranks on all nodes: a step there has less of it.
+
+    Not what is one node's or one task's own (SLURM_JOB_GPUS, SLURM_PROCID, …).
+    """
+    return {k: v for k, v in env.items() if (k.startswith(_JOB_PREFIXES) or k in _JOB) and k not in _FIRST_NODES}
 
 
 def stale(env: Mapping[str, str]) -> list[str]:

@@ -16,8 +16,9 @@ from typing import Any
 
 from gpuboard import paths
 from gpuboard.ledger.holder import Holder
-from gpuboard.ledger.keeper_place import KeeperError, connect, folder_name, make_private, receive, send
+from gpuboard.ledger.keeper_place import KeeperError, connect, folder_name, make_private, prune, receive, send
 from gpuboard.ledger.keeper_record import KeptJob, KeptNode, Record
+from gpuboard.transport.spawn import SLURM_SETUP
 
 __all__ = [
     "Handover",
@@ -209,7 +210,7 @@ def restart_if_needed(env: Mapping[str, str]) -> list[str]:
 
     One listing of a folder when there are none. Raises KeeperError.
     """
-    folder = f"{paths.state_dir(env)}/keeper/{folder_name()}"
+    folder = f"{paths.state_dir(env)}/keeper/{folder_name(env)}"
     try:
         names = os.listdir(folder)
     except OSError:
@@ -245,14 +246,17 @@ def warn(env: Mapping[str, str]) -> list[str]:
 
 
 def _folder(env: Mapping[str, str]) -> str:
-    folder = f"{paths.state_dir(env)}/keeper/{folder_name()}"
+    folder = f"{paths.state_dir(env)}/keeper/{folder_name(env)}"
+    new = not os.path.isdir(folder)
     make_private(folder)
+    if new:
+        prune(folder)
     return folder
 
 
 def _tell(message: dict[str, Any], env: Mapping[str, str], timeout_s: float) -> bool:
     """Tell a keeper that runs; return whether one does."""
-    connection = connect(f"{paths.state_dir(env)}/keeper/{folder_name()}")
+    connection = connect(f"{paths.state_dir(env)}/keeper/{folder_name(env)}")
     if connection is None:
         return False
     with connection:
@@ -302,7 +306,7 @@ def _spawn(folder: str, env: Mapping[str, str]) -> tuple[int, int]:
         pid = os.posix_spawn(
             command[0],
             command,
-            {name: value for name, value in env.items() if not name.startswith(_JOB_VARIABLES)},
+            {k: v for k, v in env.items() if not k.startswith(_JOB_VARIABLES) or k in SLURM_SETUP},
             file_actions=[
                 (os.POSIX_SPAWN_DUP2, end, 1),
                 (os.POSIX_SPAWN_DUP2, end, 2),

@@ -20,8 +20,8 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from gpuboard.errors import GpuboardError
@@ -29,6 +29,8 @@ from gpuboard.ledger.holder import boot_id
 
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # linux/proc_ns.h: PROC_PID_INIT_INO
 _LINE_LIMIT = 1 << 20
+_OF_JOB = "-job"
+_FORGOTTEN_S = 86400.0  # so old may a folder of a job be that has no keeper
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EACCES)
 
 
@@ -36,11 +38,18 @@ class KeeperError(GpuboardError):
     """The keeper does not run or does not take a lease; the message says why and what to do."""
 
 
-def folder_name() -> str:
-    """Return the name of this host's folder. A keeper sees the pids of one boot and one pid namespace, no others."""
+def folder_name(env: Mapping[str, str]) -> str:
+    """Return the name of this host's folder. A keeper sees the pids of one boot and one pid namespace, no others.
+
+    Inside a Slurm job it is one of the job's own: Slurm kills everything there when the job ends, and a keeper that was
+    started in it would leave the leases of other shells behind.
+    """
     name = f"{os.uname().nodename.replace('/', '_')}-{boot_id()[:8]}"
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    return name if namespace == _INITIAL_PID_NAMESPACE else f"{name}-{namespace}"
+    if namespace != _INITIAL_PID_NAMESPACE:
+        name += f"-{namespace}"
+    job = env.get("SLURM_JOB_ID", "")
+    return f"{name}{_OF_JOB}{job}" if job.isdecimal() else name
 
 
 def make_private(folder: str) -> None:
@@ -56,6 +65,25 @@ def make_private(folder: str) -> None:
         raise KeeperError(
             f"{folder}: {error.strerror}; the keeper needs a folder it can write: set XDG_STATE_HOME to one"
         ) from error
+
+
+def prune(folder: str) -> None:
+    """Remove what keepers in other jobs have left on this host; nothing unless ``folder`` is a job's."""
+    home, _, name = folder.rpartition("/")
+    host = os.uname().nodename.replace("/", "_") + "-"
+    if _OF_JOB not in name:
+        return
+    for other in [entry for entry in os.listdir(home) if entry.startswith(host) and _OF_JOB in entry and entry != name]:
+        with suppress(OSError):  # another job's keeper does the same
+            if time.time() - os.stat(f"{home}/{other}").st_mtime < _FORGOTTEN_S:
+                continue
+            running = connect(f"{home}/{other}")
+            if running is not None:
+                running.close()
+                continue
+            for file in os.listdir(f"{home}/{other}"):
+                os.unlink(f"{home}/{other}/{file}")
+            os.rmdir(f"{home}/{other}")
 
 
 def connect(folder: str) -> socket.socket | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 from collections.abc import Iterator, Mapping
 
 # logind.conf(5): the first folder that has logind.conf counts, drop-ins of all of them are read in order of name.
@@ -20,10 +21,11 @@ def reapers(env: Mapping[str, str], root: str = "") -> list[str]:
             "logind ends background processes at logout here (KillUserProcesses=yes): leases lapse 90 s later; "
             "run the session under `systemd-run --user --scope` with `loginctl enable-linger`"
         )
-    if env.get("SLURM_JOB_ID") and "/job_" in cgroup:
+    job = re.search(r"/job_(\d+)(/|$)", cgroup, re.MULTILINE)
+    if job and not env.get("SLURM_JOB_ID"):  # with it, the job has a keeper of its own: keeper_place.folder_name
         found.append(
-            f"Slurm ends every process of job {env['SLURM_JOB_ID']} with the job, the keeper too: your other leases on "
-            "this host lapse 90 s later, unless a gpuboard command runs by then"
+            f"Slurm ends every process of job {job[1]}, which this session belongs to, with the job, the keeper too: "
+            "your leases on this host lapse 90 s later, unless a gpuboard command runs by then"
         )
     return found
 

@@ -33,6 +33,7 @@ class Claim(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
     holder: Holder | None = None  # None: detached
     purpose: str = ""
     host: str = ""  # where the owner typed
+    job: str | None = None  # the Slurm job in which it was made; "123.1": restarted once
     nodes: list[str] = []  # every node of the lease
     gpus: int = 0  # how many GPUs the lease has in all, so that a reader can see a part of it missing
     disputed_with: list[str] = []  # lease ids it contradicts

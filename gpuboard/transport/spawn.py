@@ -19,6 +19,9 @@ _BOOT = (
 # What role `node` imports, pynvml included: the NVML process is a fork and finds it loaded.
 _PRELOAD = "import json, gpuboard.agent.node, gpuboard.agent.nvml, gpuboard.agent.claims, gpuboard.agent.procfs; "
 
+# Where Slurm's configuration lies and who we are for it; all its other variables describe a job, a step or a task.
+SLURM_SETUP = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"})
+
 _prestarted: list[Child] = []
 
 

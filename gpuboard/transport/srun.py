@@ -23,16 +23,17 @@ from gpuboard.nodesets import listed
 from gpuboard.transport import bundle
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.child import ChildChannel, Ending
-from gpuboard.transport.spawn import spawn
+from gpuboard.transport.spawn import SLURM_SETUP, spawn
 from gpuboard.transport.srunwords import explain_end, explain_refusal, gpus_by_nodes, is_heterogeneous
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
 
 # A step that is asked for with the variables of another one takes its size over (SLURM_GPUS, SLURM_NTASKS, …) and is
-# refused; where Slurm's configuration lies, and who we are for it, must stay.
+# refused. Where Slurm's configuration lies, and who we are for it, must stay; steps are not told how often the job was
+# restarted.
 _SLURM_VARIABLES = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_")
-_SLURM_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"})
+_SLURM_KEPT = SLURM_SETUP | {"SLURM_RESTART_COUNT"}
 _FAILED_S = 2.0  # so long Slurm's last refusal is the answer for all nodes of a job
 
 
@@ -58,6 +59,8 @@ class SrunTransport:
         if command is None:
             channel.write(bundle.bundle(role))
         line = command or bundle.command_line(self._python)
+        if role == "node":  # `scancel --signal` is for what runs in the job, and goes to all processes of all steps
+            line = f"trap '' USR1 USR2; {line}"
         threading.Thread(target=self._start, args=(host, channel, line), name=f"srun-{host}", daemon=True).start()
         return channel
 

@@ -37,7 +37,7 @@ class Lab:
             "TAKE": f"{sys.executable} {TAKER}",
             "CLAIMS": str(self.claims),
         }
-        self.place = folder / "state" / "gpuboard" / "keeper" / keeper_place.folder_name()
+        self.place = folder / "state" / "gpuboard" / "keeper" / keeper_place.folder_name({})
 
     def gpus(self, processes: Mapping[int, int] | None = None) -> None:
         """Script four GPUs; ``processes``: by GPU, a pid that computes on it."""

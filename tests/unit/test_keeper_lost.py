@@ -22,7 +22,7 @@ def _command(state: str, gate: Barrier, told: multiprocessing.SimpleQueue[list[s
 
 
 def _lost(state: str) -> Path:
-    return Path(state, "gpuboard", "keeper", folder_name(), "lost")
+    return Path(state, "gpuboard", "keeper", folder_name({}), "lost")
 
 
 def test_one_of_many_commands_tells_what_was_lost(tmp_path: Path) -> None:

@@ -111,4 +111,4 @@ def test_folder_is_made_private(tmp_path: Path) -> None:
 
 def test_name_tells_boots_and_pid_namespaces_apart() -> None:
     boot = boot_id()[:8]
-    assert place.folder_name().startswith(f"{os.uname().nodename}-{boot}")
+    assert place.folder_name({}).startswith(f"{os.uname().nodename}-{boot}")
