@@ -180,7 +180,7 @@ def status(nodes: str | None = None) -> Snapshot:
     """Return the cluster as it is now: every node's newest reading, each with its age."""
     from gpuboard.cluster.fleet import Fleet
     from gpuboard.cluster.inventory import inventory
-    from gpuboard.scheduler.slurm import find
+    from gpuboard.scheduler.find import find
 
     settings = _settings()
     scheduler = find(settings, os.environ)

@@ -100,7 +100,7 @@ class Context:
         """
         if self.settings.scheduler == "none" or self.env.get("GPUBOARD_INVENTORY"):
             return None
-        from gpuboard.scheduler.slurm import find
+        from gpuboard.scheduler.find import find
 
         return find(self.settings, self.env)
 

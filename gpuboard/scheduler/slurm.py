@@ -14,7 +14,7 @@ from gpuboard.model.schedule import Seen
 from gpuboard.model.units import parse_duration
 from gpuboard.scheduler.cache import Cache, Record, now
 from gpuboard.scheduler.questions import Questions
-from gpuboard.scheduler.site import Site, here, key
+from gpuboard.scheduler.site import Site, key
 
 ROUND_S = 12.0  # one cycle's commands together; Slurm's own wait for ten
 SHARE = 0.05  # of the time may pass in Slurm's commands, in the long run
@@ -26,18 +26,6 @@ STUCK_S = 20.0  # so long a process that asks is waited for
 _CHEAP_S = 0.5
 _PAUSE_S = 0.05  # between two looks for what another process has learnt
 _WAITING = "it is being asked by another gpuboard of yours, and has not answered yet"
-
-
-def find(settings: Settings, env: Mapping[str, str]) -> Slurm | None:
-    """Return the Slurm of this host, None where there is none; it is not asked anything yet.
-
-    Where the settings say "slurm" there is always one, and what is missing is its error.
-    """
-    if settings.scheduler == "none":
-        return None
-    site = here(env)
-    known = site.scontrol is not None and (site.conf is not None or "SLURM_CONF_SERVER" in env)
-    return Slurm(settings, env, site) if known or settings.scheduler == "slurm" else None
 
 
 class Slurm:
