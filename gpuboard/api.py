@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from gpuboard.allocate.allocator import Allocator, Terms, duration
+from gpuboard.allocate.allocator import Allocator
+from gpuboard.allocate.common import Terms, duration
 from gpuboard.allocate.formats import Allocation, variables
 from gpuboard.allocate.picks import parse_picks
 from gpuboard.allocate.policy import check

@@ -51,6 +51,8 @@ class SlurmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpus_per_gpu: int = 0  # 0: as the site's Slurm has it
     mem_per_gpu: str = ""  # a size; "": as the site's Slurm has it
     args: list[str] = []  # further options of sbatch, before those of --slurm
+    patience: str = "10s"  # without --wait: how long Slurm may take to look at a job
+    silence: str = "3m"  # a job ends itself when its owner's keeper has shown no life for so long
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,7 +95,10 @@ class Configuration(msgspec.Struct, frozen=True):
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {"state": StateSettings, "slurm": SlurmSettings}
 _BY_HAND = ("environment", "command line")  # origins that are not files
-_DURATIONS = ("connect_timeout", "max_lease", "state.stale_min", "state.idle_after", "slurm.interval", "slurm.time")
+_DURATIONS = (
+    "connect_timeout", "max_lease", "state.stale_min", "state.idle_after", "slurm.interval", "slurm.time",
+    "slurm.patience", "slurm.silence",
+)  # fmt: skip
 _SIZES = ("slurm.mem_per_gpu",)
 _RANGES = {
     "max_connections": (1, 4096),

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from gpuboard import paths
 from gpuboard.allocate.again import moved_in
+from gpuboard.allocate.common import Terms, as_allocated, duration, forget_file, keep_rank_map, uninterrupted
 from gpuboard.allocate.formats import Allocation
 from gpuboard.allocate.policy import choose
 from gpuboard.allocate.ranks import LOOPBACK, rank_map, reachable_addresses
 from gpuboard.allocate.scope import Scope
 from gpuboard.cluster.inventory import folded
-from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
+from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree
 from gpuboard.ledger import holder as processes
 from gpuboard.ledger import keeper
 from gpuboard.ledger import nodes as ledger
 from gpuboard.ledger.keeper import KeeperError, KeptNode
 from gpuboard.model.lease import Lease
-from gpuboard.model.rankmap import RankMap
 from gpuboard.model.reading import Holder
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
 from gpuboard.model.snapshot import NodeView, Snapshot
-from gpuboard.model.units import format_duration, parse_duration
+from gpuboard.model.units import format_duration
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
@@ -44,14 +42,6 @@ _POLL_S = 2.0  # between two looks while waiting; grows to _POLL_MAX_S
 _POLL_MAX_S = 10.0
 
 Progress = Callable[[str], None]
-
-
-class Terms(msgspec.Struct, frozen=True):
-    """How a lease is to be held."""
-
-    for_s: float
-    holder: processes.Holder | None  # None: detached
-    purpose: str = ""
 
 
 class Allocator:
@@ -136,9 +126,10 @@ class Allocator:
         """Reserve what ``request`` asks for and return it, kept alive by the keeper.
 
         ``wait_s``: how long to wait for it to become free (inf: for ever), None: not at all.
-        Raises Refused, NoNodeReached, KeeperError; whatever is raised, also an interrupt, no claim outlives
+        Raises UsageError, Refused, NoNodeReached, KeeperError; whatever is raised, also an interrupt, no claim outlives
         the ``with`` block of the allocator.
         """
+        for_s = duration(terms.for_s, self._settings)
         self._keeper = keeper.start_early(self._env)
         started = time.monotonic()
         pause_s = _POLL_S
@@ -158,7 +149,7 @@ class Allocator:
                 self._fleet.refresh(self._nodes, _READ_S)
                 answer = self._choose(request, self._snapshot())
             self._progress("")
-            taken = self._take(answer, terms, notes)
+            taken = self._take(answer, terms, for_s, notes)
             if taken is not None:
                 return taken
             self._go_on()
@@ -221,13 +212,13 @@ class Allocator:
         ]
         return msgspec.structs.replace(found, nodes=nodes)
 
-    def _take(self, choice: Choice, terms: Terms, notes: list[str]) -> Allocation | None:
+    def _take(self, choice: Choice, terms: Terms, for_s: float, notes: list[str]) -> Allocation | None:
         """Claim what was chosen, look again, hand it to the keeper; None when another set must be tried."""
         before = self._snapshot()
         uuids = _by_node(choice.gpus)
         wanted = ledger.Wanted(
             uuids,
-            terms.for_s,
+            for_s,
             os.uname().nodename,
             Holder(*terms.holder) if terms.holder else None,
             terms.purpose,
@@ -317,20 +308,8 @@ class Allocator:
         answer = choose(request, snapshot, {mine.lease})
         if isinstance(answer, Refusal):
             raise self._refused(answer)
-        gpus = answer.gpus if n is not None else self._as_allocated(mine.lease, answer.gpus)
+        gpus = answer.gpus if n is not None else as_allocated(self._env, mine.lease, answer.gpus)
         return self._allocation(self._lease(mine.lease, snapshot), gpus, answer.why, snapshot)
-
-    def _as_allocated(self, lease: str, gpus: Sequence[Chosen]) -> Sequence[Chosen]:
-        """Return ``gpus`` in the order of the lease's rank map, which a person may have asked for, where it is here."""
-        try:
-            with open(_rank_map_file(self._env, lease), "rb") as file:
-                known = msgspec.json.decode(file.read(), type=RankMap)
-        except (OSError, msgspec.DecodeError):
-            return gpus
-        order = {(rank.node, rank.uuid): rank.rank for rank in known.ranks}
-        if order.keys() != {(gpu.node, gpu.uuid) for gpu in gpus}:
-            return gpus
-        return sorted(gpus, key=lambda gpu: order[gpu.node, gpu.uuid])
 
     def _seen_whole(self, lease: str) -> bool:
         """Tell whether every node of a lease of ours has been read: a hung one elsewhere does not matter to it."""
@@ -345,9 +324,7 @@ class Allocator:
         # simulated nodes are all this machine
         addresses |= {name: LOOPBACK for name in names if self._nodes[name].simulate is not None}
         found = rank_map(lease.id, gpus, addresses)
-        file = _rank_map_file(self._env, lease.id)
-        if len(gpus) == len(lease.gpus):
-            write_private(file, msgspec.json.encode(found) + b"\n")
+        file = keep_rank_map(self._env, found, whole=len(gpus) == len(lease.gpus))
         here = self._scope.here if self._scope.here in names else None
         return Allocation(lease, found, why, file, folded(names), here)
 
@@ -439,50 +416,3 @@ def _by_node(gpus: Sequence[Chosen]) -> dict[str, list[str]]:
 
 def _alive(holder: Holder) -> bool | None:
     return processes.alive(processes.Holder(holder.host, holder.boot_id, holder.pid, holder.start))
-
-
-def duration(for_s: float | None, settings: Settings) -> float:
-    """Return how long a lease is to last. Raises UsageError above the site's limit."""
-    limit_s = parse_duration(settings.max_lease)
-    if for_s is not None and for_s > limit_s:
-        raise UsageError(f"--for {format_duration(for_s)} is longer than max_lease = {settings.max_lease} allows here")
-    return limit_s if for_s is None else for_s
-
-
-def write_private(path: str, data: bytes) -> None:
-    """Write a file that only its owner can read, whole or not at all. Raises GpuboardError."""
-    temporary = f"{path}.{os.getpid()}"
-    try:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise GpuboardError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def _rank_map_file(env: Mapping[str, str], lease: str) -> str:
-    return f"{paths.state_dir(env)}/leases/{lease}.json"
-
-
-def forget_file(env: Mapping[str, str], lease: str) -> None:
-    """Remove the rank map of a lease that has ended."""
-    with contextlib.suppress(OSError):
-        os.unlink(_rank_map_file(env, lease))
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold ctrl-C and the like back while claims are given back, which takes milliseconds on a node that answers."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    try:
-        before = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
-    except ValueError:  # not in the main thread, where no signal arrives either
-        before = []
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)

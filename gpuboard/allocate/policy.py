@@ -310,6 +310,21 @@ def _choice(request: Request, free: dict[str, list[Candidate]], chosen: list[_Se
     return Choice(gpus, f"{'; '.join(parts)}; {rule}")
 
 
+def arranged(snapshot: Snapshot, n: int | None = None) -> tuple[Chosen, ...]:
+    """Return ``n`` GPUs (None: all) of a snapshot that shows nothing but the asker's own, in rank order.
+
+    MIG devices stand for the GPU they are of. Fewer than asked: what there is.
+    """
+    own: list[Candidate] = []
+    for node in snapshot.nodes:
+        for gpu in sorted(node.gpus, key=lambda gpu: gpu.index):
+            uuids = [mig.uuid for mig in gpu.mig] if "mig" in gpu.flags else [gpu.uuid]
+            own += [Candidate(node.name, gpu.index, uuid, gpu, gpu.state, None, None) for uuid in uuids]
+    wanted = min(n or len(own), len(own))
+    chosen = (wanted and _spread(Request(n=wanted), by_node(own))) or []
+    return tuple(Chosen(gpu.node, gpu.index, gpu.uuid) for found in chosen for gpu in found.members)
+
+
 def _joined(members: Sequence[Candidate]) -> str:
     worst = min(link(a.gpu, b.gpu) for k, a in enumerate(members) for b in members[k + 1 :])
     if worst >= NVLINK:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpuboard.allocate import held
-from gpuboard.allocate.allocator import Allocator, Terms, duration, forget_file
+from gpuboard.allocate.allocator import Allocator
+from gpuboard.allocate.common import Terms, duration, forget_file
 from gpuboard.allocate.policy import choose
 from gpuboard.allocate.scope import Scope
 from gpuboard.errors import GpuboardError, Interrupted

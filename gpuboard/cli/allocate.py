@@ -115,7 +115,8 @@ def _run(args: argparse.Namespace, context: Context) -> int:
 
 
 def _reserve(args: argparse.Namespace, context: Context, scope: Scope) -> int:
-    from gpuboard.allocate.allocator import Allocator, Terms, duration, write_private  # late: see Scope
+    from gpuboard.allocate.allocator import Allocator  # late: see Scope
+    from gpuboard.allocate.common import Terms, duration, write_private
 
     request = request_of(args)
     if args.rank_map:

@@ -68,7 +68,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _story(args: argparse.Namespace, context: Context) -> int:
     """Show the main job; return 0 when everything went well and nothing was left behind."""
-    from gpuboard.allocate.allocator import Allocator, Terms
+    from gpuboard.allocate.allocator import Allocator
+    from gpuboard.allocate.common import Terms
     from gpuboard.cluster.simulated import demo_nodes
     from gpuboard.ledger import holder, keeper_processes
     from gpuboard.model.request import Request

@@ -249,7 +249,8 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
 @contextlib.contextmanager
 def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[RankMap, str]]:
     """Reserve for this process and yield the map; release at the end. With ``--dry-run`` nothing is taken."""
-    from gpuboard.allocate.allocator import Allocator, Terms, duration
+    from gpuboard.allocate.allocator import Allocator
+    from gpuboard.allocate.common import Terms, duration
     from gpuboard.allocate.ranks import rank_map
     from gpuboard.launch.source import cpu_rank_map
     from gpuboard.ledger.holder import identify

@@ -60,7 +60,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 
 def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) -> int:
-    from gpuboard.allocate.allocator import Allocator, Terms, duration
+    from gpuboard.allocate.allocator import Allocator
+    from gpuboard.allocate.common import Terms, duration
     from gpuboard.ledger.holder import identify
     from gpuboard.model.request import Request
 

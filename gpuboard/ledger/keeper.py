@@ -6,6 +6,7 @@ adopt(record(…), env, started)              # returns when the keeper has show
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import socket
@@ -17,7 +18,7 @@ from typing import Any
 from gpuboard import paths
 from gpuboard.ledger.holder import Holder
 from gpuboard.ledger.keeper_place import KeeperError, connect, folder_name, make_private, prune, receive, send
-from gpuboard.ledger.keeper_record import KeptJob, KeptNode, Record
+from gpuboard.ledger.keeper_record import KeptJob, KeptNode, Record, decode
 from gpuboard.transport.spawn import SLURM_SETUP
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "KeeperError",
     "KeptJob",
     "KeptNode",
+    "Record",
     "Started",
     "adopt",
     "forget",
@@ -236,6 +238,30 @@ def mind(env: Mapping[str, str]) -> list[str]:
         return restart_if_needed(env)
     except KeeperError as error:
         return [f"your leases are not kept alive: {error}"]
+
+
+def has(lease: str, env: Mapping[str, str]) -> bool:
+    """Tell whether a keeper of this host has the lease, or is to have it: what it releases it forgets."""
+    return os.path.exists(f"{paths.state_dir(env)}/keeper/{folder_name(env)}/{lease}.json")
+
+
+def holders(env: Mapping[str, str]) -> dict[str, Holder | None]:
+    """Return the process that each lease kept on this host lives with; None: it is detached."""
+    folder = f"{paths.state_dir(env)}/keeper/{folder_name(env)}"
+    found: dict[str, Holder | None] = {}
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return found  # no lease was ever taken here
+    for name in names:
+        if name.endswith(".json"):
+            try:
+                with open(f"{folder}/{name}", encoding="utf-8") as file:
+                    record = decode(json.load(file))
+            except (OSError, ValueError):
+                continue  # it has just ended
+            found[record.lease] = record.holder
+    return found
 
 
 def warn(env: Mapping[str, str]) -> list[str]:

@@ -6,7 +6,6 @@ What the commands print: sbatch(1), squeue(1), scancel(1), scontrol(1) of Slurm 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -33,7 +32,7 @@ _ENDED = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "REVOKED", "TIMEOUT",
 })  # fmt: skip
-_FORMAT = "%A|%T|%r|%S|%e|%M|%P|%U|%j"  # the job's name, which is its owner's to choose, last
+_FORMAT = "%A|%T|%r|%S|%L|%M|%P|%U|%j"  # the job's name, which is its owner's to choose, last
 _QUEUE_FORMAT = "%A|%T|%r|%S|%Q|%P"
 
 
@@ -44,7 +43,7 @@ class JobState(msgspec.Struct, frozen=True):
     state: str  # PENDING, CONFIGURING, RUNNING, …
     reason: str = ""
     start: float | None = None  # of a pending job Slurm's estimate, None where it has none yet
-    end: float | None = None
+    left_s: float | None = None  # until its time limit; None: it has none
     used_s: float = 0.0  # how long it has run
     partition: str = ""
     uid: int = -1
@@ -82,8 +81,8 @@ class Jobs:
     def submit(self, arguments: Sequence[str], script: str, lease: str) -> tuple[int, str]:
         """Submit a job and return its number and what sbatch remarked.
 
-        Raises the error that a refusal means, with ``.uncertain`` True where there may be a job all the same. When it
-        is interrupted, sbatch goes on: see :meth:`settle`.
+        Raises the error that a refusal means, Uncertain where there may be a job all the same. When it is interrupted,
+        sbatch goes on: see :meth:`settle`.
         """
         environ = self.environ | {SUBMITTING: lease}
         self._submitting = Command([_program("sbatch"), *arguments], environ, script.encode())
@@ -226,11 +225,11 @@ def _jobs(text: str) -> list[JobState]:
     for line in text.splitlines():
         parts = line.split("|", 8)
         if len(parts) == 9 and parts[0].isdecimal() and parts[7].isdecimal():
-            number, state, reason, start, end, used, partition, uid, name = parts
+            number, state, reason, start, left, used, partition, uid, name = parts
             found.append(
                 JobState(
-                    int(number), clean(state, 40), clean(reason, 200), _epoch(start), _epoch(end), seconds(used) or 0.0,
-                    clean(partition, 200), int(uid), clean(name, 200),
+                    int(number), clean(state, 40), clean(reason, 200), _epoch(start), seconds(left),
+                    seconds(used) or 0.0, clean(partition, 200), int(uid), clean(name, 200),
                 )
             )  # fmt: skip
     return found
@@ -277,9 +276,3 @@ def seconds(text: str) -> float | None:
     elif dash and len(parts) < 3:
         total *= 60 ** (3 - len(parts))
     return float(total + int(days or 0) * 86400)
-
-
-def until_started(job: JobState, now: float | None = None) -> float | None:
-    """Return the seconds until Slurm's estimate of a pending job's start; None: it has none, or it is past."""
-    left_s = None if job.start is None else job.start - (time.time() if now is None else now)
-    return left_s if left_s is not None and left_s > 0 else None

@@ -1,0 +1,99 @@
+"""What all ways of allocating share: the terms of a lease, its rank map's file, giving back undisturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gpuboard import paths
+from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.ledger.holder import Holder
+from gpuboard.model.rankmap import RankMap
+from gpuboard.model.units import format_duration, parse_duration
+
+if TYPE_CHECKING:
+    from gpuboard.config import Settings
+    from gpuboard.model.request import Chosen
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """How a lease is to be held."""
+
+    for_s: float | None  # None: as long as the site lets it
+    holder: Holder | None  # None: detached
+    purpose: str = ""
+
+
+def duration(for_s: float | None, settings: Settings) -> float:
+    """Return how long a lease is to last. Raises UsageError above the site's limit."""
+    limit_s = parse_duration(settings.max_lease)
+    if for_s is not None and for_s > limit_s:
+        raise UsageError(f"--for {format_duration(for_s)} is longer than max_lease = {settings.max_lease} allows here")
+    return limit_s if for_s is None else for_s
+
+
+def rank_map_file(env: Mapping[str, str], lease: str) -> str:
+    """Return where the rank map of a lease lies."""
+    return f"{paths.state_dir(env)}/leases/{lease}.json"
+
+
+def keep_rank_map(env: Mapping[str, str], rank_map: RankMap, *, whole: bool) -> str:
+    """Return where a lease's rank map lies; written there when it is of the ``whole`` lease. Raises GpuboardError."""
+    assert rank_map.lease is not None
+    file = rank_map_file(env, rank_map.lease)
+    if whole:
+        write_private(file, msgspec.json.encode(rank_map) + b"\n")
+    return file
+
+
+def as_allocated(env: Mapping[str, str], lease: str, gpus: Sequence[Chosen]) -> Sequence[Chosen]:
+    """Return ``gpus`` in the order of the lease's rank map, which a person may have asked for, where it is here."""
+    try:
+        with open(rank_map_file(env, lease), "rb") as file:
+            known = msgspec.json.decode(file.read(), type=RankMap)
+    except (OSError, msgspec.DecodeError):
+        return gpus
+    order = {(rank.node, rank.uuid): rank.rank for rank in known.ranks}
+    if order.keys() != {(gpu.node, gpu.uuid) for gpu in gpus}:
+        return gpus
+    return sorted(gpus, key=lambda gpu: order[gpu.node, gpu.uuid])
+
+
+def write_private(path: str, data: bytes) -> None:
+    """Write a file that only its owner can read, whole or not at all. Raises GpuboardError."""
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise GpuboardError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def forget_file(env: Mapping[str, str], lease: str) -> None:
+    """Remove the rank map of a lease that has ended."""
+    with contextlib.suppress(OSError):
+        os.unlink(rank_map_file(env, lease))
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold ctrl-C and the like back while something is given back, which takes milliseconds where all answer."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    try:
+        before = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
+    except ValueError:  # not in the main thread, where no signal arrives either
+        before = []
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

@@ -1,0 +1,420 @@
+"""Leases that are jobs: ask Slurm, wait for its answer, see on the nodes what it gave, hand the job to the keeper."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shlex
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from gpuboard import paths
+from gpuboard.allocate.common import Terms, as_allocated, forget_file, keep_rank_map, uninterrupted
+from gpuboard.allocate.formats import Allocation
+from gpuboard.allocate.policy import arranged, check
+from gpuboard.allocate.ranks import rank_map, reachable_addresses
+from gpuboard.allocate.slurm_fit import Fit, Limits, fit
+from gpuboard.allocate.slurm_job import JobGpus, look, nodes_of
+from gpuboard.allocate.slurm_wait import Waiting
+from gpuboard.cluster.inventory import folded, local_node
+from gpuboard.cluster.jobs import names
+from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NoSuchLease, NotFree, UsageError
+from gpuboard.ledger import keeper
+from gpuboard.ledger.holder import alive, identify
+from gpuboard.ledger.keeper import Handover, KeeperError, KeptJob, KeptNode
+from gpuboard.ledger.nodes import LONGEST_S, new_id
+from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
+from gpuboard.model.request import Choice, Refusal, Request
+from gpuboard.model.schedule import Schedule
+from gpuboard.model.text import clean
+from gpuboard.model.units import format_duration, iso, parse_duration
+from gpuboard.scheduler import submit
+from gpuboard.scheduler.client import Jobs, JobState
+from gpuboard.scheduler.jobscript import PAUSE_S, script
+
+if TYPE_CHECKING:
+    from gpuboard.cluster.inventory import Node
+    from gpuboard.config import Settings
+    from gpuboard.scheduler.base import Scheduler
+
+_LOOK_S = 15.0  # for what Slurm holds; commands to a dead controller take 10 s
+_SETTLE_S = 5.0  # after an interrupt: for an sbatch that is on its way
+_CANCEL_S = 8.0  # after an interrupt: for the keeper to have ended the job
+_SEEN_S = 5.0  # for the job's script to say that it sees the heartbeat
+_PLACE = "Slurm"  # what stands for the scheduler among a lease's nodes
+
+
+class SlurmAllocator:
+    """Allocations through Slurm, with the methods of :class:`~gpuboard.allocate.allocator.Allocator`.
+
+    ``nodes``: those in scope; ``said``: the user named them, else a machine that is one of them looks at itself alone.
+    ``scheduler`` is closed with it.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        settings: Settings,
+        env: Mapping[str, str],
+        *,
+        scheduler: Scheduler,
+        asked: submit.Ask,
+        said: bool = True,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        here = local_node(nodes)
+        self._nodes = [here] if here is not None and not said else list(nodes)
+        self._settings = settings
+        self._env = env
+        self._scheduler = scheduler
+        self._asked = asked
+        self._progress = progress
+        self._jobs = Jobs(env)
+        self._keeper: keeper.Started | None = None
+        self._taking: str | None = None  # the lease whose owner does not know of it yet
+        self._number: int | None = None  # of its job
+        self._handed: Handover | None = None
+        self._record: keeper.Record | None = None
+        self._abandoned = threading.Event()
+        self.notes: list[str] = []  # what the person should know of the lease that was taken
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._drop()
+        self.close()
+
+    def close(self) -> None:
+        """Ask Slurm nothing more. Leases that were published stay."""
+        if self._keeper is not None:
+            self._keeper.close()
+        self._scheduler.close()
+
+    def abandon(self) -> None:
+        """Give up, from any thread and without waiting; ``allocate`` raises Interrupted at its next step.
+
+        The keeper cancels a job that nobody was told of, as it does when our process ends.
+        """
+        self._abandoned.set()
+        handed, self._handed = self._handed, None
+        if handed is not None:
+            handed.abandon()
+
+    # --- taking
+
+    def plan(self, request: Request, for_s: float | None = None) -> Choice:
+        """Return what Slurm would be asked, and what it says to that; takes nothing. ``gpus`` is empty: Slurm chooses.
+
+        Raises Refused, UsageError, NoNodeReached.
+        """
+        found, seconds = self._fit(request, for_s)
+        arguments = submit.arguments(found.shape, self._asked, submit.Lease("lease", seconds))
+        words = self._jobs.test(arguments, script(""))
+        line = shlex.join(["sbatch", *(word for word in arguments if not word.startswith("--job-name="))])
+        return Choice((), f"{line}\n{found.why}\nSlurm: {words}")
+
+    def allocate(self, request: Request, terms: Terms, wait_s: float | None = None) -> Allocation:
+        """Have a job started that holds what ``request`` asks for and return it, kept alive by the keeper.
+
+        ``wait_s``: how long to wait for its start (inf: for ever); None: until Slurm has looked at it.
+        Raises Refused, UsageError, NoNodeReached, KeeperError; whatever is raised, also an interrupt, no job outlives
+        the ``with`` block of the allocator.
+        """
+        self._keeper = keeper.start_early(self._env)
+        found, for_s = self._fit(request, terms.for_s)
+        self._go_on()
+        lease = new_id(self._known_leases())
+        self._taking = lease
+        heartbeat = self._heartbeat(lease) if terms.holder is not None else ""
+        self._hand_over(self._new_record(lease, terms, heartbeat))
+        self._go_on()
+        arguments = submit.arguments(found.shape, self._asked, submit.Lease(lease, for_s, terms.purpose))
+        silence_s = parse_duration(self._settings.slurm.silence)
+        text = script(heartbeat, silence_s, min(PAUSE_S, silence_s / 12))
+        self._number, words = self._jobs.submit(arguments, text, lease)
+        if words:
+            self.notes.append(f"Slurm: {words}")
+        self._tell_keeper(LONGEST_S)
+        job = self._wait(wait_s)
+        self._tell_keeper(job.left_s if job.left_s is not None else for_s)
+        gpus = look(self._number, nodes_of(self._number, self._settings), self._settings)
+        self._go_on()
+        self.notes += gpus.notes
+        if heartbeat and not self._is_home_shared(heartbeat):
+            self.notes.append(
+                f"the nodes do not see {Path(heartbeat).parent}: lease {lease} lasts until its time limit, also when "
+                "this shell ends; `gpuboard release` ends it"
+            )
+        held = terms.holder and LeaseHolder(terms.holder.pid, True)
+        made = self._lease(job, lease, gpus, terms.purpose, held)
+        return self._allocation(made, gpus, None, f"Slurm job {self._number}: {found.why}")
+
+    def count(self) -> int:
+        """Refuse: how many GPUs there are says nothing about how many somebody wants of Slurm."""
+        raise UsageError("how many GPUs? pass --n N")
+
+    def _fit(self, request: Request, for_s: float | None) -> tuple[Fit, float]:
+        """Return the job's shape and how long it is to last. Raises Refused, UsageError, NoNodeReached."""
+        check(request)
+        self._progress("")
+        schedule = self._schedule()
+        partitions = self._jobs.partitions()
+        named = self._asked.partition or self._env.get("SBATCH_PARTITION", "")
+        wanted = [name for name in named.split(",") if name] or [name for name, default, _ in partitions if default]
+        limits = [limit for name, _, limit in partitions if name in wanted and limit is not None]
+        longest_s = parse_duration(self._settings.max_lease)
+        if for_s is None:
+            for_s = min(parse_duration(self._settings.slurm.time), longest_s, *limits)
+        elif for_s > longest_s:
+            raise UsageError(f"--for {format_duration(for_s)} is longer than max_lease = {self._settings.max_lease}")
+        within = Limits(self._scope(schedule), tuple(wanted), self._asked.reservation)
+        answer = fit(request, schedule, within)
+        if isinstance(answer, Refusal):
+            raise NeverPossible(answer)
+        return answer, for_s
+
+    def _schedule(self) -> Schedule:
+        """Return what Slurm holds, as far as it can be known. Raises NoNodeReached."""
+        seen = self._scheduler.look(_LOOK_S)
+        if seen.schedule is None:
+            raise NoNodeReached(f"Slurm gives no answer: {clean(seen.error or 'none at all', 400)}")
+        return seen.schedule
+
+    def _scope(self, schedule: Schedule) -> set[str]:
+        """Return Slurm's names of the nodes in scope; what it does not know cannot be had through it."""
+        known = names(schedule)
+        return {known[node.name] for node in self._nodes if node.name in known}
+
+    def _known_leases(self) -> set[str]:
+        schedule = self._scheduler.seen.schedule
+        found = (submit.lease_of(job.name) for job in schedule.jobs) if schedule is not None else ()
+        return {lease for lease in found if lease}
+
+    def _heartbeat(self, lease: str) -> str:
+        """Return a new heartbeat file, and beside it the one by which the job says that it sees it."""
+        path = f"{paths.state_dir(self._env)}/leases/{lease}.alive"
+        try:
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            for name in (path, f"{path}.seen"):
+                os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.utime(f"{path}.seen", (1, 1))
+        except OSError as error:
+            raise GpuboardError(f"{path} cannot be written: {error.strerror}") from error
+        return path
+
+    def _new_record(self, lease: str, terms: Terms, heartbeat: str) -> keeper.Record:
+        job = KeptJob(
+            job_name=submit.job_name(lease),
+            number=None,
+            heartbeat=heartbeat,
+            touch_s=min(30.0, parse_duration(self._settings.slurm.silence) / 6),
+            cancel=self._jobs.cancel_command(lease),
+            look=self._jobs.look_command(),
+            environ=self._jobs.environ,
+            taker=identify(os.getpid()),
+        )
+        place = KeptNode(_PLACE, [], None, "", None)
+        return keeper.record(lease, [place], {}, terms.holder, LONGEST_S, job=job)
+
+    def _hand_over(self, record: keeper.Record) -> None:
+        self._record = record
+        self._handed = keeper.hand_over(record, self._env, self._keeper)
+        self._keeper = None
+
+    def _tell_keeper(self, for_s: float) -> None:
+        """Let the keeper know the job's number and how long it lasts yet; one that was killed has a successor."""
+        assert self._record is not None and self._record.job is not None and self._number is not None
+        self._go_on()
+        job = self._record.job._replace(number=self._number)
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._record = self._record._replace(job=job, until=now + for_s)
+        try:
+            if self._handed is not None:
+                self._handed.started(self._number, for_s)
+        except KeeperError:
+            self._hand_over(self._record)
+
+    def _mind_keeper(self) -> None:
+        """See to it that a keeper has the lease while we wait: without one nobody would cancel the job for us."""
+        self._go_on()
+        if self._handed is not None and self._handed.lost and self._record is not None:
+            self._hand_over(self._record)
+
+    def _wait(self, wait_s: float | None) -> JobState:
+        assert self._number is not None
+        patience_s = parse_duration(self._settings.slurm.patience)
+        waiting = Waiting(self._jobs, self._number, wait_s, patience_s, progress=self._progress, each=self._mind_keeper)
+        return waiting.run()
+
+    def _is_home_shared(self, heartbeat: str) -> bool:
+        """Tell whether the job's script has seen the heartbeat: it sets the time of the file beside it."""
+        until = time.monotonic() + _SEEN_S
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError), open(f"{heartbeat}.seen", "rb") as file:  # makes NFS ask its server
+                if os.fstat(file.fileno()).st_mtime > 1:
+                    return True
+            time.sleep(0.05)
+        return False
+
+    # --- leases there are
+
+    def existing(self, text: str, n: int | None = None) -> Allocation:
+        """Return a lease of ours as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease and the like."""
+        job = self.find(text)
+        lease = job.lease
+        assert lease is not None
+        if job.state == "PENDING":
+            raise NotFree(Refusal(4, f"lease {lease} has nothing yet: Slurm job {job.number} is pending"))
+        gpus = look(job.number, nodes_of(job.number, self._settings), self._settings)
+        total = sum(len(node.gpus) for node in gpus.snapshot.nodes)
+        if n is not None and n > total:
+            raise NotFree(Refusal(4, f"lease {lease} has {total} GPUs, {n} were asked for; try --n {total}"))
+        made = self._lease(job, lease, gpus, "", known_holder(lease, self._env))
+        return self._allocation(made, gpus, n, f"Slurm job {job.number}")
+
+    def find(self, text: str) -> JobState:
+        """Return the job of our lease of this id, or of the only one whose id starts so. Raises NoSuchLease."""
+        mine = {job.lease: job for job in self._jobs.mine() if job.lease is not None}
+        if text in mine:
+            return mine[text]
+        starting = sorted(lease for lease in mine if text and lease.startswith(text))
+        if len(starting) == 1:
+            return mine[starting[0]]
+        if starting:
+            raise NoSuchLease(f"{text!r} is the start of several leases of yours: {', '.join(starting)}; write more")
+        yours = f"yours are: {', '.join(sorted(mine))}" if mine else "you have none"
+        raise NoSuchLease(f"no lease {text!r} in Slurm; {yours}")
+
+    def release(self, lease: Lease) -> list[str]:
+        """End a lease at once; return why not where that failed."""
+        with uninterrupted():
+            try:
+                self._jobs.cancel(lease.id)
+            except GpuboardError as error:
+                return [str(error)]
+            self._forget(lease.id)
+        return []
+
+    def renew(self, lease: Lease, for_s: float) -> None:
+        """Let a lease end ``for_s`` from now. Raises GpuboardError with Slurm's words where it does not allow that."""
+        renew(self._jobs, self.find(lease.id), for_s, self._env)
+
+    # --- who knows of it
+
+    def telling(self, lease: Lease) -> None:
+        """Take note that its owner is about to be told of the lease. Until then the keeper ends it if we are killed."""
+        handed, self._handed = self._handed, None
+        if handed is not None:
+            handed.known()
+
+    def published(self, lease: Lease) -> None:
+        """Take note that its owner knows of the lease: until then it is dropped when we leave by an exception."""
+        self.telling(lease)
+        self._taking = None
+
+    def _go_on(self) -> None:
+        if self._abandoned.is_set():
+            raise Interrupted("given up; nothing is reserved")
+
+    def _drop(self) -> None:
+        """End the job that nobody was told of. The keeper does it, and goes on where Slurm does not answer."""
+        lease, self._taking = self._taking, None
+        if lease is None:
+            return
+        with uninterrupted():
+            handed, self._handed = self._handed, None
+            if handed is None or handed.lost:  # told already, or killed: then it is for us to do
+                self._cancel(lease)
+                return
+            if self._jobs.settle(_SETTLE_S) and self._number is not None:
+                with contextlib.suppress(KeeperError):
+                    handed.started(self._number, LONGEST_S)
+            handed.abandon()
+            until = time.monotonic() + _CANCEL_S
+            while keeper.has(lease, self._env) and time.monotonic() < until:
+                time.sleep(0.02)
+
+    def _cancel(self, lease: str) -> None:
+        self._jobs.settle(_SETTLE_S)
+        with contextlib.suppress(GpuboardError):
+            self._jobs.cancel(lease)
+            self._forget(lease)
+
+    def _forget(self, lease: str) -> None:
+        forget(lease, self._env)
+
+    # --- in words
+
+    def _lease(self, job: JobState, lease: str, gpus: JobGpus, purpose: str, holder: LeaseHolder | None) -> Lease:
+        now = time.time()
+        left_s = job.left_s if job.left_s is not None else LONGEST_S
+        return Lease(
+            id=lease,
+            owner=_user_name(),
+            uid=os.geteuid(),
+            host=os.uname().nodename,
+            gpus=[
+                LeaseGpu(node.name, gpu.index, uuid)
+                for node in gpus.snapshot.nodes
+                for gpu in node.gpus
+                for uuid in ([mig.uuid for mig in gpu.mig] if "mig" in gpu.flags else [gpu.uuid])
+            ],
+            since=iso(now - job.used_s),
+            until=iso(now + left_s),
+            holder=holder,
+            purpose=purpose,
+            job=str(job.number),
+            remaining_s=left_s,
+            nodes=sorted(gpus.nodes),
+        )
+
+    def _allocation(self, lease: Lease, gpus: JobGpus, n: int | None, why: str) -> Allocation:
+        chosen = as_allocated(self._env, lease.id, arranged(gpus.snapshot, n))
+        used = list(dict.fromkeys(gpu.node for gpu in chosen))
+        addresses = reachable_addresses(
+            {node.name: node.addresses for node in gpus.snapshot.nodes if node.name in used},
+            {name: gpus.nodes[name].address for name in used},
+        )
+        found = rank_map(lease.id, chosen, addresses)
+        file = keep_rank_map(self._env, found, whole=len(chosen) == len(lease.gpus))
+        here = gpus.here if gpus.here in used else None
+        return Allocation(lease, found, why, file, folded(used), here)
+
+
+def renew(jobs: Jobs, job: JobState, for_s: float, env: Mapping[str, str]) -> None:
+    """Let a lease's job end ``for_s`` from now: its limit counts from its start. Raises GpuboardError."""
+    jobs.set_limit(job.number, submit.minutes(job.used_s + for_s))
+    if job.lease is not None:
+        keeper.renew(job.lease, for_s, env)
+
+
+def forget(lease: str, env: Mapping[str, str]) -> None:
+    """Forget a lease whose job has been cancelled."""
+    with contextlib.suppress(KeeperError, OSError):
+        keeper.forget(lease, env)
+    forget_file(env, lease)
+    for name in (f"{lease}.alive", f"{lease}.alive.seen"):
+        with contextlib.suppress(OSError):
+            os.unlink(f"{paths.state_dir(env)}/leases/{name}")
+
+
+def known_holder(lease: str, env: Mapping[str, str]) -> LeaseHolder | None:
+    """Return the process that a lease of this host lives with; None: it is detached, or another host's."""
+    holder = keeper.holders(env).get(lease)
+    return LeaseHolder(holder.pid, alive(holder)) if holder is not None else None
+
+
+def _user_name() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
