@@ -37,7 +37,7 @@ class Join:
         """Take note of what is known of the scheduler; ``now``: monotonic, ``at``: epoch seconds."""
         schedule = seen.schedule
         error = None
-        if schedule is None or now - seen.arrived > seen.current_s:
+        if not seen.current(now):
             since = f" since {day_time(at - (now - seen.arrived))}" if schedule is not None else ""
             error = f"no answer{since}: {clean(seen.error or 'not asked yet', 300)}"
         if schedule is self._schedule and error == self._error:

@@ -56,8 +56,7 @@ class Ruling:
         """Return how current its answers are."""
         seen = self._scheduler.seen
         age_s = None if seen.schedule is None else max(0.0, round(now - seen.arrived, 1))
-        current = age_s is not None and age_s <= seen.current_s
-        return SchedulerView("slurm", age_s, None if seen.error is None else clean(seen.error, 500), current)
+        return SchedulerView("slurm", age_s, None if seen.error is None else clean(seen.error, 500), seen.current(now))
 
     def close(self) -> None:
         """Ask no more."""

@@ -53,7 +53,7 @@ class SchedulerNode(msgspec.Struct, frozen=True, gc=False):
     gpus: tuple[Gres, ...] = ()  # all it has
     used: tuple[Gres, ...] = ()  # given to jobs, those included that we may not see
     shards: int = 0
-    shards_used: int = 0
+    used_shards: tuple[Gres, ...] = ()  # ``indexes``: the GPUs of which some are given away
     partitions: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     doubt: str = ""  # what could not be read of it, so that no GPU of it may be called free; "": nothing
@@ -81,3 +81,11 @@ class Seen(msgspec.Struct, frozen=True, gc=False):
     arrived: float = 0.0  # when it was asked for, by our monotonic clock
     error: str | None = None  # why there is no newer one; None: the newest try was answered
     current_s: float = 90.0  # so old an answer may be and still say something about now
+
+    def current(self, now: float) -> bool:
+        """Return whether the newest answer says something about ``now`` (monotonic).
+
+        Half as old an answer is too old where the newest try has failed: then no newer one is on its way.
+        """
+        limit_s = self.current_s if self.error is None else self.current_s / 2
+        return self.schedule is not None and now - self.arrived <= limit_s

@@ -61,6 +61,9 @@ def test_nothing_is_made_anew_while_nothing_has_changed() -> None:
 
 
 def test_an_old_answer_still_says_who_held_what_and_nothing_about_the_rest() -> None:
+    assert getattr(joined(Seen(SCHEDULE, arrived=11.0)).of(GPU01), "error", "") is None
+    assert getattr(joined(Seen(SCHEDULE, arrived=56.0, error="connect failure")).of(GPU01), "error", "") is None
+    assert getattr(joined(Seen(SCHEDULE, arrived=54.0, error="connect failure")).of(GPU01), "error", "")
     join = joined(Seen(SCHEDULE, arrived=9.0, error="connect failure\x07", current_s=90.0))
     found = join.of(GPU01)
     assert found is not None
