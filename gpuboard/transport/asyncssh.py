@@ -15,6 +15,7 @@ import asyncssh
 
 from gpuboard.model.units import parse_duration
 from gpuboard.transport import bundle, resolve
+from gpuboard.transport.attempts import AGAIN_S
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.exits import explain_exit
 from gpuboard.transport.sshconfig import Host, HostConfig
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 _STDERR_KEPT = 65536
 _END_S = 0.3  # for the end of everything; what takes longer is left behind
-_AGAIN_S = (0.2, 0.5, 1.0, 2.0, 2.0, 2.0)  # seconds before each further attempt
 _KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3  # a path that swallows packets is noticed within a minute
 
 # What goes wrong arrives as a TransportError; log lines would only tear the screen.
@@ -96,7 +96,7 @@ class AsyncsshTransport:
 
     async def _log_in(self, host: Host, tunnel: asyncssh.SSHClientConnection | None) -> asyncssh.SSHClientConnection:
         """Return a connection. A server that drops newcomers (MaxStartups: many ask at once) is asked again."""
-        for wait_s in _AGAIN_S:
+        for wait_s in AGAIN_S:
             try:
                 return await self._log_in_once(host, tunnel)
             except (asyncssh.ConnectionLost, ConnectionResetError, BrokenPipeError):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gpuboard.errors import ConfigError
 from gpuboard.transport.base import Transport, TransportError
 from gpuboard.transport.link import AgentLink, Listener
 from gpuboard.transport.local import LocalTransport
@@ -67,8 +68,25 @@ class Connector:
 
                     self._steps[job] = SrunTransport(self._settings, job)
                 return self._steps[job]
-            if self._ssh is None:
-                from gpuboard.transport.asyncssh import AsyncsshTransport  # 240 ms: only for other machines
-
-                self._ssh = AsyncsshTransport(self._settings)
+            self._ssh = self._ssh or ssh_transport(self._settings)
             return self._ssh
+
+
+def ssh_transport(settings: Settings) -> Transport:
+    """Return a transport to other machines, of the kind that the settings name. Raises ConfigError."""
+    if settings.transport == "openssh":
+        from gpuboard.transport.openssh import OpensshTransport
+
+        return OpensshTransport(settings)
+    if settings.transport == "paramiko":
+        try:
+            from gpuboard.transport.paramiko import ParamikoTransport  # 200 ms
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"transport = \"paramiko\" needs the library {error.name}, which is not installed here; "
+                "install it with `pip install 'gpuboard[paramiko]'`, or set transport = \"asyncssh\""
+            ) from None
+        return ParamikoTransport(settings)
+    from gpuboard.transport.asyncssh import AsyncsshTransport  # 240 ms: only for other machines
+
+    return AsyncsshTransport(settings)

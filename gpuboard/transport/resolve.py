@@ -34,10 +34,10 @@ _LOOK_S = 1.0  # how often the files are looked at for changes
 _KEPT_MAX = 10_000  # hosts in the file of answers
 # What is remembered of an answer of a hundred keys.
 _KEPT = (
-    "addressfamily", "bindaddress", "controlmaster", "controlpath", "controlpersist", "globalknownhostsfile",
-    "hostkeyalias", "hostname", "identitiesonly", "identityagent", "identityfile", "pkcs11provider", "port",
-    "proxycommand", "proxyjump", "pubkeyauthentication", "serveralivecountmax", "serveraliveinterval", "user",
-    "userknownhostsfile",
+    "addressfamily", "bindaddress", "controlmaster", "controlpath", "controlpersist", "forkafterauthentication",
+    "globalknownhostsfile", "hostkeyalias", "hostname", "identitiesonly", "identityagent", "identityfile",
+    "pkcs11provider", "port", "proxycommand", "proxyjump", "remotecommand", "serveralivecountmax",
+    "serveraliveinterval", "sessiontype", "stdinnull", "user", "userknownhostsfile",
 )  # fmt: skip
 # With one of these the same name can mean something else next time.
 _UNSTEADY = re.compile(
@@ -50,7 +50,7 @@ class Resolved:
 
     def __init__(self, spec: str, values: dict[str, list[str]]) -> None:
         self.spec = spec
-        self.name = split(spec)[1]
+        self.spec_user, self.name, self.spec_port = split(spec)
         self.hostname = _first(values, "hostname") or self.name
         self.user = _first(values, "user") or getpass.getuser()
         self.port = int(_first(values, "port") or 22)
@@ -76,11 +76,11 @@ class Resolved:
         value = _first(self.values, key) or ""
         return int(value) if value.isdecimal() else 0
 
-    def known_hosts(self, otherwise: Sequence[str]) -> list[str]:
-        """Return the known_hosts files: those of ssh_config, or ``otherwise`` where it names none for the user."""
+    def known_hosts(self) -> list[str] | None:
+        """Return the known_hosts files that ssh_config names; None where it names none for the user."""
         own = self.all("userknownhostsfile")
         if not own or own == [os.path.expanduser(file) for file in _USER_KNOWN_HOSTS]:
-            return [os.path.expanduser(file) for file in otherwise]
+            return None
         return own + self.all("globalknownhostsfile")
 
     @property
@@ -163,8 +163,7 @@ class Resolver:
         seen: list[object] = [self.flags, getpass.getuser(), os.uname().nodename, _stamp(_ssh())]
         self._steady = self.plain = True
         for number, file in enumerate(self.files):
-            folder = "/etc/ssh" if file == SYSTEM_CONFIG else "~/.ssh"
-            for path, text in _read(file, folder, 0):
+            for path, text in _read(file, include_folder(file), 0):
                 seen += [path, _stamp(path)]
                 self._steady = self._steady and not _UNSTEADY.search(text)
                 self.plain = self.plain and path == file and not re.search(r"^\s*match\b", text, re.I | re.M)
@@ -267,18 +266,24 @@ def _read(file: str, folder: str, depth: int) -> Iterator[tuple[str, str]]:
     except OSError:
         return
     yield file, text
+    for path in included(text, folder) if depth < _DEPTH_MAX else ():
+        yield from _read(path, folder, depth + 1)
+
+
+def include_folder(file: str) -> str:
+    """Return where relative names of an Include in ``file`` lie (ssh_config(5))."""
+    return "/etc/ssh" if file == SYSTEM_CONFIG else "~/.ssh"
+
+
+def included(text: str, folder: str = "~/.ssh") -> Iterator[str]:
+    """Yield the files that a configuration includes; relative names lie in ``folder``."""
     for line in re.findall(r"^\s*include(?:\s*=\s*|\s+)(.*)$", text, re.IGNORECASE | re.MULTILINE):
-        for path in _included(line, folder) if depth < _DEPTH_MAX else ():
-            yield from _read(path, folder, depth + 1)
-
-
-def _included(line: str, folder: str) -> Iterator[str]:
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError:
-        return  # ssh will complain of the quote
-    for word in words:
-        yield from sorted(glob(os.path.join(os.path.expanduser(folder), os.path.expanduser(word))))
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            continue  # ssh will complain of the quote
+        for word in words:
+            yield from sorted(glob(os.path.join(os.path.expanduser(folder), os.path.expanduser(word))))
 
 
 def _stamp(path: str) -> Sequence[int]:

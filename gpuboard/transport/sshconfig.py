@@ -127,7 +127,7 @@ class HostConfig:
             alive = (said.count("serveraliveinterval"), said.count("serveralivecountmax"))
             keys = said.all("identityfile")
             jumps, proxy = said.jumps, said.proxy_command
-            known = said.known_hosts(self._known_hosts)
+            known = said.known_hosts() or self._known_hosts
         for option, value in zip(("keepalive_interval", "keepalive_count_max"), alive, strict=True):
             if value:
                 options[option] = value

@@ -52,12 +52,17 @@ def not_let_in(name: str, user: str) -> TransportError:
     return TransportError("auth", f"ssh: {who} was refused: no key was accepted", cure)
 
 
-def asks(name: str, user: str) -> TransportError:
-    """The keys were not enough: a password or a code is wanted."""
+def asks(name: str, user: str, *, may_ask: bool = False) -> TransportError:
+    """The keys were not enough: a password or a code is wanted. ``may_ask``: the transport could ask on a terminal."""
+    cure = (
+        "run `gpuboard status` on a terminal, where ssh can ask for it"
+        if may_ask
+        else 'set transport = "openssh", which lets ssh ask on a terminal'
+    )
     return TransportError(
         "auth",
         f"ssh: {user}@{name} was refused: it asks for a password or a code",
-        'with transport = "openssh" gpuboard lets ssh ask for it, on a terminal and before anything else',
+        f"is your key in authorized_keys there, and in the agent or an IdentityFile here? Else {cure}",
     )
 
 

@@ -32,7 +32,7 @@ def test_the_agent_imports_the_standard_library_and_itself(path: Path) -> None:
     [
         ("pynvml", {"agent/nvml.py"}),
         ("asyncssh", {f"transport/{name}.py" for name in ("asyncssh", "sshconfig", "ssherrors")}),
-        ("paramiko", {"transport/paramiko.py"}),
+        ("paramiko", {f"transport/{name}.py" for name in ("paramiko", "paramikologin")}),
         ("ClusterShell", {"nodesets.py"}),
         ("textual", {"board/"}),
         ("rich", {"board/"}),

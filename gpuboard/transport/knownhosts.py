@@ -1,0 +1,85 @@
+"""known_hosts as sshd(8) describes it: is this the key of that host? For a library that does not read all of it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+
+class _Line(NamedTuple):
+    marker: str  # "", "@revoked" or "@cert-authority"
+    names: str
+    kind: str  # ssh-ed25519 …
+    key: bytes
+
+
+class KnownHosts:
+    """Some known_hosts files as one list. Lines that cannot be read are skipped, as ssh does."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self._lines = [line for file in files for line in _read(file)]
+
+    def kinds(self, name: str, port: int) -> list[str]:
+        """Return the types of the keys that ``name`` is known by: what to ask the server for."""
+        return list(dict.fromkeys(line.kind for line in self._matching(name, port) if not line.marker))
+
+    def judge(self, name: str, port: int, key: bytes) -> str:
+        """Return ``known``, ``unknown``, ``changed`` or ``revoked`` for the public key that a server has shown.
+
+        Keys of certificate authorities vouch for certificates, not for keys: they make nobody known here.
+        """
+        found = list(self._matching(name, port))
+        if any(line.key == key and line.marker == "@revoked" for line in found):
+            return "revoked"
+        keys = [line.key for line in found if not line.marker]
+        if key in keys:
+            return "known"
+        return "changed" if keys else "unknown"
+
+    def _matching(self, name: str, port: int) -> Iterator[_Line]:
+        target = (name if port == 22 else f"[{name}]:{port}").lower()
+        return (line for line in self._lines if _fits(line.names, target))
+
+
+def _read(file: str) -> Iterator[_Line]:
+    try:
+        text = Path(os.path.expanduser(file)).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return  # no such file: nobody is known by it
+    for line in text.splitlines():
+        words = line.split()
+        marker = words.pop(0) if words and words[0].startswith("@") else ""
+        if len(words) < 3 or words[0].startswith("#"):
+            continue
+        try:
+            yield _Line(marker, words[0], words[1], base64.b64decode(words[2], validate=True))
+        except binascii.Error:
+            continue
+
+
+def _fits(names: str, target: str) -> bool:
+    if names.startswith("|1|"):
+        return _hashed(names, target)
+    patterns = names.lower().split(",")
+    if any(_glob(pattern[1:], target) for pattern in patterns if pattern.startswith("!")):
+        return False
+    return any(_glob(pattern, target) for pattern in patterns if not pattern.startswith("!"))
+
+
+def _hashed(names: str, target: str) -> bool:
+    try:
+        salt, digest = (base64.b64decode(part, validate=True) for part in names.split("|")[2:4])
+    except ValueError:
+        return False
+    return hmac.compare_digest(hmac.new(salt, target.encode(), hashlib.sha1).digest(), digest)
+
+
+def _glob(pattern: str, text: str) -> bool:
+    return bool(re.fullmatch(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."), text))

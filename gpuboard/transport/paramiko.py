@@ -1,0 +1,163 @@
+"""SSH through paramiko (200 ms to import), three threads for every agent; with paramikologin.py the door to it.
+
+For where neither asyncssh nor the system's ssh serves. docs/transports.md says what it cannot do.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import select
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import paramiko
+
+from gpuboard.transport import bundle
+from gpuboard.transport.base import Handler, TransportError
+from gpuboard.transport.exits import explain_exit
+from gpuboard.transport.paramikologin import Logins, drop, explain
+
+if TYPE_CHECKING:
+    from gpuboard.config import Settings
+
+_STDERR_KEPT = 65536
+_CHUNK = 262144
+_PATIENCE_S = 2.0  # for the exit code, once the output has ended
+
+# What goes wrong arrives as a TransportError; log lines would only tear the screen.
+logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)
+
+
+class ParamikoTransport:
+    """Opens agents as the user's ssh configuration says. Host keys are verified, passwords never asked for."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.python = settings.python
+        self.logins = Logins(settings)
+        self.slots = threading.BoundedSemaphore(settings.max_connections)
+        self._channels: list[ParamikoChannel] = []
+
+    def open(self, host: str, role: str, handler: Handler, command: str | None = None) -> ParamikoChannel:
+        """Connect to ``host`` (a name of ssh_config or a host name), start the agent there, send the bundle."""
+        channel = ParamikoChannel(self, host, handler, command or bundle.command_line(self.python))
+        if command is None:
+            channel.write(bundle.bundle(role))
+        self._channels = [c for c in self._channels if not c.over] + [channel]
+        threading.Thread(target=channel.run, name=f"ssh-{host}", daemon=True).start()
+        return channel
+
+    def close(self) -> None:
+        """Drop all connections at once."""
+        for channel in self._channels:
+            channel.close()
+        self.logins.close()
+
+
+class ParamikoChannel:
+    """One agent's session: a thread that logs in and then reads, and one that writes."""
+
+    def __init__(self, transport: ParamikoTransport, host: str, handler: Handler, command: str) -> None:
+        self.over = False
+        self._transport = transport
+        self._host = host
+        self._handler = handler
+        self._command = command
+        self._lock = threading.Lock()
+        self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._connection: paramiko.Transport | None = None
+
+    def write(self, data: bytes) -> None:
+        """Send bytes."""
+        if not self.over:
+            self._unsent.put(data)
+
+    def close(self) -> None:
+        """Drop the connection."""
+        with self._lock:
+            self.over = True
+            connection = self._connection
+        self._unsent.put(None)
+        if connection is not None:
+            drop(connection)
+
+    def run(self) -> None:
+        """Log in, start the agent, and read what it says until its end."""
+        try:
+            session = self._open()
+            if session is None:
+                return
+            self._handler.connected()
+            threading.Thread(target=self._send, args=(session,), name=f"to-{self._host}", daemon=True).start()
+            error = self._read(session)
+        except TransportError as failed:
+            error = failed
+        with self._lock:
+            told, self.over = not self.over, True
+        self._unsent.put(None)
+        if self._connection is not None:
+            drop(self._connection)
+        if told:
+            self._handler.ended(error)
+
+    def _open(self) -> paramiko.Channel | None:
+        """Return the session, None when nobody wants it any more. Raises TransportError."""
+        logins = self._transport.logins
+        with self._transport.slots:
+            if self.over:
+                return None
+            host = logins.find(self._host)
+            connection = logins.log_in(host)
+            if not self._take(connection):
+                return None
+            try:
+                session = connection.open_session(timeout=logins.timeout_s)
+                session.exec_command(self._command)
+            except Exception as error:  # whatever a node brings about ends here
+                raise explain(error, host, hop="", timeout_s=logins.timeout_s) from error
+        return session
+
+    def _take(self, connection: paramiko.Transport) -> bool:
+        """Keep a connection, which from now on ends with the channel; return whether somebody still wants it."""
+        with self._lock:
+            if not self.over:
+                self._connection = connection
+                return True
+        drop(connection)
+        return False
+
+    def _read(self, session: paramiko.Channel) -> TransportError:
+        """Hand on what the agent says; return why it is over."""
+        poller = select.poll()
+        poller.register(session.fileno(), select.POLLIN)
+        stderr = b""
+        while not self.over:
+            poller.poll()
+            while session.recv_stderr_ready():
+                stderr = (stderr + session.recv_stderr(_CHUNK))[-_STDERR_KEPT:]
+            if session.recv_ready():
+                data = session.recv(_CHUNK)
+                if not self.over:
+                    self._handler.received(data)
+            elif session.eof_received or session.closed:
+                break
+        if session.status_event.wait(_PATIENCE_S) and session.exit_status >= 0:
+            return explain_exit(session.exit_status, stderr, self._transport.python)
+        if (why := self._lost()) is not None:
+            return TransportError("lost", f"the connection was lost: {why}")
+        # paramiko takes no note of exit-signal: a session that ends without a code was ended by one
+        return explain_exit(None, stderr + b"\nkilled by a signal\n", self._transport.python)
+
+    def _lost(self) -> str | None:
+        """Return why the connection is over, None while it stands."""
+        connection = self._connection
+        if connection is None or connection.is_active():
+            return None
+        error = connection.get_exception()
+        return str(error or "") or (type(error).__name__ if error else "closed by the other side")
+
+    def _send(self, session: paramiko.Channel) -> None:
+        with suppress(OSError, EOFError, paramiko.SSHException):  # the session is over: who reads it says so
+            while (data := self._unsent.get()) is not None:
+                session.sendall(data)

@@ -1,0 +1,292 @@
+"""Logging in through paramiko: where to, past which hosts, whose key it must be, with which of our keys."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import getpass
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import paramiko
+
+from gpuboard.model.text import clean
+from gpuboard.model.units import parse_duration
+from gpuboard.transport import resolve, sshwords
+from gpuboard.transport.attempts import Dropped, Gates, again
+from gpuboard.transport.base import TransportError
+from gpuboard.transport.knownhosts import KnownHosts
+
+if TYPE_CHECKING:
+    from gpuboard.config import Settings
+
+_KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3
+_WAKE_S = 5.0  # how often paramiko's thread looks up: by default ten times a second, at 100 nodes 5 % of a core
+_FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
+
+
+class Logins:
+    """Connections of one transport. May be used from any thread; all of it blocks."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.timeout_s = parse_duration(settings.connect_timeout)
+        self.closed = threading.Event()
+        asked = resolve.available()
+        self._resolver = resolve.Resolver(settings.ssh_config, kept=resolve.kept_answers()) if asked else None
+        self._own = None if asked else OwnConfig(settings.ssh_config)
+        self._known_hosts = settings.known_hosts
+        self._known: dict[tuple[tuple[str, float], ...], KnownHosts] = {}
+        self._gates = Gates()
+        self._jumps: dict[tuple[str, ...], paramiko.Transport] = {}
+
+    def find(self, spec: str) -> resolve.Resolved:
+        """Return what the user's ssh_config says about ``[user@]host[:port]``. Raises TransportError."""
+        if self._resolver is not None:
+            return self._resolver.get(spec)
+        assert self._own is not None
+        return self._own.get(spec)
+
+    def log_in(self, host: resolve.Resolved) -> paramiko.Transport:
+        """Return a connection to ``host``. Raises TransportError."""
+        chain = resolve.whole_chain(host.name, host.jumps, lambda name: self.find(name).jumps)
+        via = self._through(chain) if chain else None
+        return again(lambda: self._log_in_once(host, via), self.timeout_s, self.closed)
+
+    def close(self) -> None:
+        """Drop the connections to jump hosts."""
+        self.closed.set()
+        for connection in list(self._jumps.values()):
+            drop(connection)
+        if self._resolver is not None:
+            self._resolver.save()
+
+    def _through(self, chain: tuple[str, ...]) -> paramiko.Transport:
+        """Return the connection to the last host of ``chain``, which all nodes behind it share."""
+
+        def there() -> paramiko.Transport | None:
+            found = self._jumps.get(chain)
+            return found if found is not None and found.is_active() else None
+
+        def make() -> paramiko.Transport:
+            via = self._through(chain[:-1]) if chain[:-1] else None
+            host = self.find(chain[-1])
+            self._jumps[chain] = made = again(lambda: self._log_in_once(host, via), self.timeout_s, self.closed)
+            return made
+
+        return self._gates.enter(chain, there, make)
+
+    def _log_in_once(self, host: resolve.Resolved, via: paramiko.Transport | None) -> paramiko.Transport:
+        connection = None
+        try:
+            link = self._link(host, via)
+            connection = paramiko.Transport(link)
+            link.settimeout(_WAKE_S)
+            connection.banner_timeout = connection.handshake_timeout = self.timeout_s
+            connection.auth_timeout = connection.channel_timeout = self.timeout_s
+            known = self._known_keys(host)
+            _prefer(connection, known.kinds(host.key_name, host.port))
+            connection.start_client(timeout=self.timeout_s)
+            _verify(connection, host, known)
+            connection.set_keepalive(host.count("serveraliveinterval") or _KEEPALIVE_S)
+            _authenticate(connection, host)
+            return connection
+        except BaseException as error:
+            if connection is not None:
+                drop(connection)
+            if isinstance(error, Exception):
+                raise explain(error, host, hop=host.jumps[-1] if via else "", timeout_s=self.timeout_s) from error
+            raise
+
+    def _link(self, host: resolve.Resolved, via: paramiko.Transport | None) -> Any:
+        """Return a socket, or what serves as one, to ``host``."""
+        if via is not None:
+            return via.open_channel(
+                "direct-tcpip", (host.hostname, host.port), ("127.0.0.1", 0), timeout=self.timeout_s
+            )
+        if host.proxy_command is not None:
+            return _proxied(host.proxy_command)
+        family = _FAMILIES.get(host.get("addressfamily") or "", socket.AF_UNSPEC)
+        link = _connected(host.hostname, host.port, family, self.timeout_s)
+        # paramiko's keepalives wait for no answer, so it is TCP that notices a path that swallows packets
+        alive_s = host.count("serveraliveinterval") or _KEEPALIVE_S
+        count = host.count("serveralivecountmax") or _KEEPALIVE_COUNT
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, alive_s * count * 1000)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return link
+
+    def _known_keys(self, host: resolve.Resolved) -> KnownHosts:
+        files = host.known_hosts() or [os.path.expanduser(file) for file in self._known_hosts]
+        key = tuple((file, os.stat(file).st_mtime if os.path.exists(file) else 0.0) for file in files)
+        if key not in self._known:
+            self._known[key] = KnownHosts(files)
+        return self._known[key]
+
+
+class OwnConfig:
+    """ssh_config as paramiko reads it, where there is no ssh to ask: without Include."""
+
+    def __init__(self, ssh_config: str) -> None:
+        self._files, _ = resolve.config_files(ssh_config)
+
+    def get(self, spec: str) -> resolve.Resolved:
+        """Return what the files say. Raises TransportError for one with an Include, or one that cannot be read."""
+        user, name, port = resolve.split(spec)
+        config = paramiko.SSHConfig()
+        for file in self._files:
+            try:
+                lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+                config.parse(lines)
+            except (OSError, paramiko.SSHException) as error:
+                raise TransportError("resolve", f"ssh_config: {file}: {error}", "correct that file") from None
+            if any(resolve.included("\n".join(lines), resolve.include_folder(file))):
+                raise TransportError(
+                    "resolve",
+                    f"ssh_config: {file} has an Include, which paramiko does not read",
+                    'install ssh (openssh-client), which is asked then, or set transport = "asyncssh"',
+                )
+        try:
+            found = config.lookup(name)
+        except Exception as error:  # a Match that paramiko does not know, a name without an address, …
+            raise TransportError("resolve", f"ssh_config: {clean(str(error))}", "correct your ssh_config") from None
+        values = {key: list(value) if isinstance(value, list) else [value or "none"] for key, value in found.items()}
+        for key in ("userknownhostsfile", "globalknownhostsfile"):
+            if key in values:
+                values[key] = values[key][0].split()
+        values.setdefault("identityfile", [f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ed25519")])
+        values["user"] = [user or values.get("user", [getpass.getuser()])[0]]
+        values["port"] = [str(port) if port else values.get("port", ["22"])[0]]
+        return resolve.Resolved(spec, values)
+
+
+def drop(connection: paramiko.Transport) -> None:
+    """End a connection at once. Blocks for no longer than a moment."""
+    link = connection.sock
+    with suppress(Exception):  # a socket that was never connected, a channel whose connection is gone
+        if isinstance(link, socket.socket):
+            link.shutdown(socket.SHUT_RDWR)  # wakes paramiko's thread
+        connection.close()
+        link.close()
+
+
+def explain(error: Exception, host: resolve.Resolved, *, hop: str, timeout_s: float) -> TransportError:
+    """Return what a failure to reach ``host`` means."""
+    if isinstance(error, TransportError):
+        return error
+    if isinstance(error, socket.gaierror):
+        return sshwords.no_address(host.name)
+    if isinstance(error, TimeoutError):
+        return sshwords.no_answer(timeout_s)
+    if isinstance(error, paramiko.ChannelException):
+        return sshwords.not_through(host.name, hop, error.text)
+    if isinstance(error, paramiko.AuthenticationException):
+        return sshwords.not_let_in(host.name, host.user)
+    if isinstance(error, (EOFError, ConnectionResetError, BrokenPipeError)):
+        return Dropped("lost", "ssh: the connection was closed while logging in", "see sshd's MaxStartups and its log")
+    if isinstance(error, OSError):
+        return sshwords.by_error(error)
+    words = clean(str(error)) or type(error).__name__
+    if "protocol banner" in words:
+        if host.proxy_command is not None:
+            said = f"ssh: the ProxyCommand of {host.name} ended without a connection ({clean(host.proxy_command, 120)})"
+            return Dropped("unreachable", said, f"try `ssh {host.name}`, which shows what it says")
+        return Dropped("lost", "ssh: the connection was closed while logging in", "see sshd's MaxStartups and its log")
+    return sshwords.dropped(host.name, words)
+
+
+def _connected(name: str, port: int, family: int, timeout_s: float) -> socket.socket:
+    """Return a socket to the first address of ``name`` that answers. Raises OSError."""
+    last: OSError | None = None
+    for kind, _, _, _, address in socket.getaddrinfo(name, port, family, socket.SOCK_STREAM):
+        link = socket.socket(kind, socket.SOCK_STREAM)
+        link.settimeout(timeout_s)
+        try:
+            link.connect(address)
+        except OSError as error:
+            link.close()
+            last = error
+            continue
+        return link
+    raise last or socket.gaierror(socket.EAI_NONAME, "no address")
+
+
+def _proxied(command: str) -> socket.socket:
+    """Return a socket to a ProxyCommand, which runs as ssh runs it: in a shell, with it as stdin and stdout."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", f"exec {command}"], stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+    threading.Thread(target=process.wait, daemon=True).start()  # else it stays a zombie
+    return ours
+
+
+def _prefer(connection: paramiko.Transport, kinds: list[str]) -> None:
+    """Ask first for host keys of the types that are known: any other one would look like an unknown key."""
+    options = connection.get_security_options()
+    wanted = [
+        kind for known in kinds for kind in (("rsa-sha2-512", "rsa-sha2-256") if known == "ssh-rsa" else (known,))
+    ]
+    first = [kind for kind in wanted if kind in options.key_types]
+    options.key_types = (*first, *(kind for kind in options.key_types if kind not in first))
+
+
+def _verify(connection: paramiko.Transport, host: resolve.Resolved, known: KnownHosts) -> None:
+    """Raise TransportError unless the server's key is the one that known_hosts has."""
+    key = connection.get_remote_server_key()
+    offered = f"{key.get_name()} {key.fingerprint}"
+    verdict = known.judge(host.key_name, host.port, key.asbytes())
+    if verdict == "revoked":
+        raise sshwords.revoked_key(host.name)
+    if verdict == "changed":
+        raise sshwords.changed_key(host.name, offered, host.key_name, host.port)
+    if verdict == "unknown":
+        raise sshwords.unknown_key(host.name, offered)
+
+
+def _authenticate(connection: paramiko.Transport, host: resolve.Resolved) -> None:
+    """Offer the agent's keys and those of files; never a password. Raises paramiko's errors and TransportError."""
+    try:
+        connection.auth_none(host.user)
+        return
+    except paramiko.BadAuthenticationType as error:
+        methods = set(error.allowed_types)
+    files = [file for file in host.all("identityfile") if os.access(file, os.R_OK)]
+    for key in _keys(host, files) if "publickey" in methods else ():
+        try:
+            if not (more := connection.auth_publickey(host.user, key)):
+                return
+        except paramiko.AuthenticationException:
+            if not connection.is_active():
+                raise
+            continue  # the next key
+        methods = set(more)
+        break
+    if methods & {"password", "keyboard-interactive"}:
+        raise sshwords.asks(host.name, host.user)
+    raise sshwords.not_let_in(host.name, host.user)
+
+
+def _keys(host: resolve.Resolved, files: list[str]) -> Iterator[Any]:
+    """Yield what may let us in, the agent's keys first, as ssh has it."""
+    only = {blob for file in files if (blob := _public(f"{file}.pub"))} if host.get("identitiesonly") == "yes" else None
+    with contextlib.closing(paramiko.Agent()) as agent:
+        for key in agent.get_keys() if host.values.get("identityagent") != ["none"] else ():
+            if only is None or key.asbytes() in only:
+                yield key
+        for file in files:
+            with suppress(Exception):  # encrypted, of a type that paramiko does not know, no key at all
+                yield paramiko.PKey.from_path(file)
+
+
+def _public(file: str) -> bytes | None:
+    try:
+        return base64.b64decode(Path(file).read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return None

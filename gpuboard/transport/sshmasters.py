@@ -1,0 +1,81 @@
+"""Shared connections of the system's ssh (ControlMaster): where their sockets lie, which are alive, how they end.
+
+<folder>/<16 hex digits>      a connection that ends 10 s after its last session, or when we stop it
+<folder>/<16 hex digits>p     one for which a person has typed a password or a code: a minute
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import threading
+from collections.abc import Iterable, Mapping
+
+from gpuboard import paths
+from gpuboard.transport.command import run
+
+PERSIST_S, ASKED_PERSIST_S = 10, 60
+# sun_path has 108 bytes with its NUL, and ssh binds the socket under its name with 17 characters behind it.
+_LONGEST = 107 - 17 - len("/0123456789abcdefp")
+
+
+def socket_folder(env: Mapping[str, str]) -> str | None:
+    """Return a folder of ours alone for sockets, made if need be; None where there is none with a path so short.
+
+    Not by XDG_RUNTIME_DIR's value: a keeper, started by another login, must find the same one.
+    """
+    user = os.geteuid()
+    for folder in (f"/run/user/{user}/gpuboard", str(paths.state_dir(env) / "ssh"), f"/tmp/gpuboard-ssh-{user}"):
+        if len(os.fsencode(folder)) <= _LONGEST and _private(folder):
+            return folder
+    return None
+
+
+def alive(path: str | None) -> bool:
+    """Return whether a connection is shared at ``path``."""
+    if path is None:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+def stop(socket_paths: Iterable[str]) -> None:
+    """Let connections take no new sessions and end with their last one. Waits for nothing."""
+    found = [path for path in socket_paths if alive(path)]
+    ssh = shutil.which("ssh")
+    if not found or ssh is None:
+        return
+    script = '(for socket do "$0" -F none -S "$socket" -O stop gpuboard; done) </dev/null >/dev/null 2>&1 &'
+    run(["/bin/sh", "-c", script, ssh, *found], os.environ, 1.0)
+
+
+def _private(folder: str) -> bool:
+    try:
+        if folder.startswith("/run/user/") and os.stat(os.path.dirname(folder)).st_uid != os.geteuid():
+            return False
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        found = os.lstat(folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        if found.st_mode & 0o077:
+            os.chmod(folder, 0o700)
+        _try(f"{folder}/{os.getpid()}-{threading.get_native_id()}")
+    except OSError:
+        return False
+    return True
+
+
+def _try(path: str) -> None:
+    """Make a socket, and take it away. Raises OSError: on a full disk, say, or a file system without sockets.
+
+    ssh would end, and not go on without sharing.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.bind(path)
+        os.unlink(path)

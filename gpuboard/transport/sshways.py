@@ -1,0 +1,268 @@
+"""How the system's ssh is called for a host: its options, the connection it shares, the jump hosts before it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from gpuboard.errors import ConfigError
+from gpuboard.model.text import clean
+from gpuboard.model.units import parse_duration
+from gpuboard.transport import sshmasters, sshwords
+from gpuboard.transport.attempts import Gates, again
+from gpuboard.transport.base import TransportError
+from gpuboard.transport.command import Command
+from gpuboard.transport.resolve import Resolved, Resolver, kept_answers, whole_chain
+from gpuboard.transport.sshstderr import explain_login
+
+if TYPE_CHECKING:
+    from gpuboard.config import Settings
+
+# What ssh would do for a person at a terminal, and a picture of a cluster does not want. An unknown host key is never
+# accepted, whatever ssh_config says; known_hosts is never written. DEBUG1 shows the key of a server that is not known,
+# which ssh tells at no other level.
+_OPTIONS = (
+    "-a", "-x", "-T", "-o", "ClearAllForwardings=yes", "-o", "PermitLocalCommand=no", "-o", "VisualHostKey=no",
+    "-o", "StrictHostKeyChecking=yes", "-o", "UpdateHostKeys=no", "-o", "LogLevel=DEBUG1",
+)  # fmt: skip
+_BATCH = ("-o", "BatchMode=yes")
+_KEEPALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
+# Newer than some ssh that is in use: said only where ssh_config says otherwise.
+_USUAL = {"remotecommand": "none", "sessiontype": "default", "stdinnull": "no", "forkafterauthentication": "no"}
+_LOOK_S = 0.2
+_TARGET = "[%h]:%p"
+_NOTHING = "true"  # a command that every shell knows
+
+
+class Way:
+    """How to call ssh for one host. ``via``: the way to the jump host before it, whose connection it goes through.
+
+    ``shared``: the socket of its shared connection, ``own``: one of ours, not one that ssh_config names.
+    """
+
+    def __init__(
+        self, host: Resolved, via: Way | None, options: tuple[str, ...], *, shared: str | None, own: bool
+    ) -> None:
+        self.host = host
+        self.via = via
+        self.shared = shared
+        self._options = options
+        self._own = own
+
+    @property
+    def hop(self) -> str:
+        """The jump host before it, or nothing."""
+        return self.via.host.spec if self.via is not None else ""
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether ssh would ask for something of ours: the passphrase of a key, the PIN of a card."""
+        return self.host.get("pkcs11provider") is not None or any(map(_encrypted, self.host.all("identityfile")))
+
+    def alive(self) -> bool:
+        """Return whether its shared connection stands."""
+        return self._master() is not None
+
+    def session(self, command: str) -> list[str]:
+        """Return the command line that runs ``command`` there and asks nobody."""
+        return [*self._call(*_BATCH, *self._sharing(asked=False)), "--", self.host.name, command]
+
+    def asking(self) -> list[str]:
+        """Return the command line that opens the shared connection on a terminal, where ssh may ask."""
+        return [*self._call("-o", "BatchMode=no", *self._sharing(asked=True)), "--", self.host.name, _NOTHING]
+
+    def opening(self) -> list[str]:
+        """Return the command line that opens the shared connection and asks nobody."""
+        return self.session(_NOTHING)
+
+    def forward(self, address: str) -> list[str]:
+        """Return the command line that joins its stdin and stdout to ``address`` as seen from there."""
+        over = ("-S", self._master() or "none") if self._own else ()
+        return [*self._call(*_BATCH, *over, "-o", "ControlMaster=no"), "-W", address, "--", self.host.name]
+
+    def lead(self) -> list[str]:
+        """Return the options that lead an ssh of another kind over what stands: its connection, or its jump host's."""
+        if self._own and (path := self._master()):
+            return ["-S", path, "-o", "ControlMaster=no"]
+        return self._proxy() if self.via is not None and self.via.alive() else []
+
+    def _master(self) -> str | None:
+        paths = (self._asked, self.shared) if self._own else (self.shared,)
+        return next((path for path in paths if sshmasters.alive(path)), None)
+
+    @property
+    def _asked(self) -> str | None:
+        """The socket of a connection for which somebody has typed something."""
+        return None if self.shared is None else f"{self.shared}p"
+
+    def _sharing(self, *, asked: bool) -> list[str]:
+        if not self._own:
+            return []  # as ssh_config says
+        if path := self._master():
+            return ["-S", path, "-o", "ControlMaster=no"]
+        path = self._asked if asked else self.shared
+        if path is None:
+            return ["-S", "none", "-o", "ControlMaster=no"]
+        persist_s = sshmasters.ASKED_PERSIST_S if asked else sshmasters.PERSIST_S
+        return ["-S", path, "-o", "ControlMaster=auto", "-o", f"ControlPersist={persist_s}"]
+
+    def _proxy(self) -> list[str]:
+        if self.via is None:
+            return []
+        words = [word if word == _TARGET else word.replace("%", "%%") for word in self.via.forward(_TARGET)]
+        return ["-o", f"ProxyCommand={' '.join(map(shlex.quote, words))}"]
+
+    def _call(self, *more: str) -> list[str]:
+        user, port = self.host.spec_user, self.host.spec_port
+        whom = [*(("-l", user) if user else ()), *(("-p", str(port)) if port else ())]
+        return [*self._options, *more, *self._proxy(), *whom]
+
+
+class Ways:
+    """The ways of one process to all hosts. May be used from any thread."""
+
+    def __init__(self, settings: Settings, env: Mapping[str, str]) -> None:
+        """Raises ConfigError where there is no ssh."""
+        ssh = shutil.which("ssh")
+        if ssh is None:
+            raise ConfigError(
+                'transport = "openssh": no `ssh` on PATH; install openssh-client, or set transport = "asyncssh"'
+            )
+        self.environ = {**env, "SSH_ASKPASS_REQUIRE": "never"}  # without a terminal nobody is asked
+        self.timeout_s = parse_duration(settings.connect_timeout)
+        usual = settings.known_hosts == type(settings)().known_hosts  # those that ssh takes by itself
+        self._known_hosts = None if usual else [os.path.expanduser(file) for file in settings.known_hosts]
+        self._resolver = Resolver(settings.ssh_config, kept=kept_answers(), timeout_s=self.timeout_s)
+        connect_s = max(1, math.ceil(self.timeout_s))
+        self._words = (ssh, *self._resolver.flags, *_OPTIONS, "-o", f"ConnectTimeout={connect_s}")
+        self._folder = sshmasters.socket_folder(env)
+        self._lock = threading.Lock()
+        self._gates = Gates()
+        self._used: set[str] = set()
+        self._closed = threading.Event()
+
+    def find(self, spec: str) -> Way:
+        """Return the way to a host; nobody is logged in to yet. Raises TransportError."""
+        host = self._resolver.get(spec)
+        way: Way | None = None
+        if self._folder is not None:  # else ssh goes through jump hosts by itself, and logs in to them every time
+            for hop in whole_chain(host.name, host.jumps, lambda name: self._resolver.get(name).jumps):
+                way = self._way(self._resolver.get(hop), way)
+        return self._way(host, way)
+
+    def to(self, spec: str) -> Way:
+        """Return the way to a host, logged in to the jump hosts before it. Raises TransportError."""
+        way = self.find(spec)
+        if way.via is not None:
+            self._pass(way.via)
+        return way
+
+    def log_in(self, way: Way) -> bool:
+        """Open the shared connection of ``way``; asks nobody. Raises TransportError."""
+        return again(lambda: self._log_in_once(way), self.timeout_s, self._closed)
+
+    def seen_from(self, way: Way) -> TransportError | None:
+        """Return why the jump host before ``way`` does not get there; None when it does. Raises TransportError."""
+        if way.via is None:
+            return None
+        host = way.host
+        _, err = self.run(way.via.forward(f"[{host.hostname}]:{host.port}"))
+        if "tdio forwarding" not in err and "open failed" not in err:
+            return None
+        failed = re.search(r"open failed: (.*)", err)
+        reason = clean(failed[1]) if failed else f"it gets no connection to {host.hostname} port {host.port}"
+        return sshwords.not_through(host.name, way.hop, reason)
+
+    def run(self, argv: list[str]) -> tuple[int | None, str]:
+        """Run ssh to its end and return its exit code and stderr.
+
+        Without a code: it was ended, because the time of a connection is up or we are closed. Raises TransportError.
+        """
+        try:
+            command = Command(argv, self.environ)
+        except OSError as error:
+            raise TransportError("resolve", f"ssh cannot be started: {error.strerror}") from None
+        until = time.monotonic() + self.timeout_s
+        try:
+            while (left_s := until - time.monotonic()) > 0 and not self._closed.is_set():
+                if ran := command.wait(min(left_s, _LOOK_S)):
+                    return ran.code, ran.err
+            return None, ""
+        finally:
+            command.kill()
+
+    def close(self) -> None:
+        """End what logs in, and let the shared connections that are ours end with their last session."""
+        self._closed.set()
+        self._resolver.save()
+        sshmasters.stop(self._used)
+
+    def _pass(self, way: Way) -> None:
+        """Log in to a jump host and those before it. Raises TransportError."""
+        if way.via is not None:
+            self._pass(way.via)
+        self._gates.enter(way.shared or way.host.spec, lambda: way.alive() or None, lambda: self.log_in(way))
+
+    def _log_in_once(self, way: Way) -> bool:
+        code, err = self.run(way.opening())
+        if code == 0 or way.alive():
+            return True  # a host that only lets pass may refuse the command
+        if code is None:
+            raise sshwords.no_answer(self.timeout_s)
+        raise explain_login(err, way.host, hop=way.hop, timeout_s=self.timeout_s)
+
+    def _way(self, host: Resolved, via: Way | None) -> Way:
+        options = list(self._words)
+        if not host.count("serveraliveinterval"):
+            options += _KEEPALIVE
+        if host.known_hosts() is None and self._known_hosts is not None:
+            files = " ".join(f'"{file}"' for file in self._known_hosts)
+            options += ["-o", f"UserKnownHostsFile={files}", "-o", "GlobalKnownHostsFile=/dev/null"]
+        for key, usual in _USUAL.items():
+            if key in host.values and host.values[key][0].lower() != usual:
+                options += ["-o", f"{key}={usual}"]
+        theirs = host.get("controlpath")
+        lasts = host.get("controlmaster") in {"auto", "yes", "true"} and host.get("controlpersist") not in {None, "no"}
+        own = theirs is None or not (lasts or sshmasters.alive(theirs))
+        shared = self._socket(host, via) if own else theirs
+        if own and shared is not None:
+            with self._lock:
+                self._used.add(shared)
+        return Way(host, via, tuple(options), shared=shared, own=own)
+
+    def _socket(self, host: Resolved, via: Way | None) -> str | None:
+        """Return where the connection to ``host`` is shared: by everything that says where it goes, and as whom."""
+        if self._folder is None:
+            return None
+        hops = []
+        while via is not None:
+            hops.append(via.shared)
+            via = via.via
+        what = [self._resolver.flags, host.spec, host.hostname, host.port, host.user, host.proxy_command, hops]
+        return f"{self._folder}/{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}"
+
+
+def _encrypted(path: str) -> bool:
+    """Return whether a private key needs a passphrase (PROTOCOL.key of OpenSSH, and PEM)."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(4096)
+    except OSError:
+        return False
+    if b"BEGIN OPENSSH PRIVATE KEY" not in text:
+        return b"ENCRYPTED" in text
+    try:
+        head = base64.b64decode(b"".join(text.splitlines()[1:3]) + b"==")
+    except ValueError:
+        return False
+    return not head.startswith(b"openssh-key-v1\0\0\0\0\x04none")
