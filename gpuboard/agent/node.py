@@ -22,6 +22,7 @@ if MYPY:
 FIRST_S = 3.5  # the first reading waits so long for NVML: longer than it takes to find out that one GPU hangs
 LATE_S = 1.0  # a later one goes out with what is there
 READ_S = 5.0  # a call of `read` is refused after so long
+OLD_S = 20.0  # a client that hears nothing for a minute believes that we are gone
 BACKLOG = 1024 * 1024  # bytes: while a client does not read, it gets no new readings
 
 
@@ -65,6 +66,8 @@ class _Node:
         self.host = probe.host if simulated else procfs.Host()
         self.seq = 0
         self.sent_version = 0
+        self.sent_done = 0  # the pass whose values went out last
+        self.sent_at = time.monotonic()
         self.due: "Optional[float]" = None  # the next tick
         self.wanted: "Optional[Tuple[int, float]]" = None  # pass a reading waits for, when it goes out anyway
         self.reads: "List[Tuple[int, int, float]]" = []  # call id, pass, when to give up
@@ -81,8 +84,9 @@ class _Node:
         self._send_what_is_ready(time.monotonic())  # simulated GPUs keep nobody waiting
         while not self.channel.closed:
             now = time.monotonic()
-            wake = [self.probe.check(now), self.due, self.wanted and self.wanted[1]] + [r[2] for r in self.reads]
-            times = [at for at in wake if at is not None]
+            times = [at for at in (self.probe.check(now), self.due) if at is not None]
+            given_up = ([self.wanted[1]] if self.wanted else []) + [read[2] for read in self.reads]
+            times += [at + self.probe.slow_s for at in given_up]
             self._wait(max(0.0, min(times) - now) if times else None)
             now = time.monotonic()
             if self.due is not None and now >= self.due:
@@ -148,7 +152,7 @@ class _Node:
         pids: "Set[int]" = set()
         for reading in self.probe.readings(time.monotonic(), lambda pid, kind, memory: pid):
             for part in [reading] + list(reading.get("mig", ())):
-                if part["uuid"] in uuids and self.probe.source == "nvml":
+                if part["uuid"] in uuids and self.probe.source != "simulated":  # whose pids may be anybody's
                     pids.update(part.get("processes") or ())
         return pids
 
@@ -158,14 +162,21 @@ class _Node:
             self.due = (self.due or now) + (missed + 1) * self.interval_s
         else:
             self.due = None
-        if self.channel.pending < BACKLOG and self.wanted is None:
+        if self.channel.pending > BACKLOG or self.wanted is not None:
+            return
+        if not self.probe.period_s or self.probe.error is not None:
             self.wanted = (self.probe.ask(), now + min(LATE_S, self.interval_s or LATE_S))
+        elif not self.probe.resting(now):
+            self.probe.ask()  # its values go out when they come
+        elif now > self.sent_at + min(self.probe.period_s, OLD_S) + self.probe.slow_s:
+            self.wanted = (self.probe.done, now)  # the last ones again, with their age
 
     def _send_what_is_ready(self, now: float) -> None:
-        done, failed = self.probe.done, self.probe.error is not None
-        ticket = self.wanted is not None and (done >= self.wanted[0] or failed or now >= self.wanted[1])
-        answered = [read for read in self.reads if done >= read[1] or failed or now >= read[2]]
-        if not ticket and not answered:
+        done, failed, slow_s = self.probe.done, self.probe.error is not None, self.probe.slow_s
+        ticket = self.wanted is not None and (done >= self.wanted[0] or failed or now >= self.wanted[1] + slow_s)
+        answered = [read for read in self.reads if done >= read[1] or failed or now >= read[2] + slow_s]
+        came = bool(self.probe.period_s and self.interval_s) and done > self.sent_done
+        if not ticket and not answered and not came:
             return
         if ticket:
             self.wanted = None
@@ -174,7 +185,7 @@ class _Node:
             if done >= number:
                 self.channel.reply(call_id, {"seq": self.seq})
             else:
-                words = self.probe.error or "NVML has not answered for %.0f s" % READ_S
+                words = self.probe.error or "%s has not answered for %.0f s" % (self._asked(), READ_S + slow_s)
                 self.channel.refuse(call_id, "nvml", words)
         self.reads = [read for read in self.reads if read not in answered]
 
@@ -194,6 +205,7 @@ class _Node:
                 }
             )
         self.seq += 1
+        self.sent_done, self.sent_at = self.probe.done, now
         if self.seq == 1:
             self.procfs.be_gentle()  # now: a person waits for the first reading
         alive: "Set[int]" = set()
@@ -211,14 +223,18 @@ class _Node:
             "t": "reading",
             "seq": self.seq,
             "at": time.time(),
-            "interval_s": self.interval_s or 0.0,
+            "interval_s": max(self.interval_s, self.probe.period_s) if self.interval_s else 0.0,
             "gpus": gpus,
-            "nvml_error": self.probe.error or (not_told if self.probe.done else "NVML has not answered yet"),
+            "nvml_error": self.probe.error
+            or (not_told if self.probe.done else "%s has not answered yet" % self._asked()),
             "claims": claims,
             "claims_error": claims_error,
         }
         message.update(self.host.reading())
         self.channel.send(message)
+
+    def _asked(self) -> str:
+        return "nvidia-smi" if self.probe.source == "nvidia-smi" else "NVML"
 
 
 def hello(user: str) -> "Dict[str, Any]":

@@ -5,9 +5,11 @@ behind. It talks with its parent through two pipes: messages are marshal with a 
 Python), a byte from the parent asks for one pass. Before it touches GPU k it writes k into shared memory, so that the
 parent knows who hangs.
 
-Messages: ``("init", error, driver, cuda, count)``, ``("static", {index: facts})``, ``("pass", {index: values}, xids)``;
-facts and values have the keys of gpuboard/model/gpu.py, processes as ``(pid, type, memory)``. ``xids`` are the errors
-told since the pass before, ``{index: [(code, at)]}``; a GPU whose driver does not tell of them is missing there.
+Messages: ``("init", error, driver, cuda, count, source)``, ``("static", {index: facts})``, ``("pass", {index: values},
+xids, took_s)``; facts and values have the keys of gpuboard/model/gpu.py, processes as ``(pid, type, memory)``. ``xids``
+are the errors told since the pass before, ``{index: [(code, at)]}``; a GPU whose driver does not tell of them is
+missing there. Where NVML cannot be started, gpuboard/agent/smi_child.py speaks in its place; it also has
+``("slow", source)``: a pass takes its time, and ``("again",)``: a new process should be tried.
 """
 
 import ctypes
@@ -48,9 +50,15 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
     try:
         reader = _Reader(mark)
     except pynvml.NVMLError as error:
-        _send(fd_out, ("init", terms.words(error.value, str(error)), None, None, 0))
+        from gpuboard.agent import smi_child  # late: only where there is no NVML
+
+        def beat() -> None:
+            mark[1] = (mark[1] + 1) % 256
+
+        words = terms.words(error.value, str(error))
+        smi_child.serve(fd_in, beat, lambda message: _send(fd_out, message), words)
         return
-    _send(fd_out, ("init", None, reader.driver, reader.cuda, reader.count))
+    _send(fd_out, ("init", None, reader.driver, reader.cuda, reader.count, "nvml"))
     wanted = [k for k in range(reader.count) if k not in skip and only in (None, k)]
     reader.open(wanted)
     facts = {k: reader.facts(k) for k in wanted}
@@ -69,7 +77,7 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
         mark[0] = XIDS
         told = xids.new() if xids else {}
         mark[0] = NO_GPU
-        _send(fd_out, ("pass", values, told))
+        _send(fd_out, ("pass", values, told, 0.0))
         if first:  # what is done now nobody waits for
             first = False
             procfs.be_gentle()
@@ -412,12 +420,10 @@ def _failure(error: "Any") -> "Dict[str, Any]":
 
 def _numa_node(handle: "Any", address: str) -> "Optional[int]":
     """Return the NUMA node of the GPU's PCI slot (not nvmlDeviceGetNumaNodeId: that is the GPU's own memory)."""
-    try:
-        with open("/sys/bus/pci/devices/%04x:%02x:%02x.0/numa_node" % terms.pci_key(address)) as file:
-            node = int(file.read())
-            return node if node >= 0 else None
-    except (OSError, ValueError, TypeError):  # no sysfs of it: in some containers
+    node, cpus = procfs.pci_slot(terms.pci_key(address))
+    if cpus is None:  # no sysfs of it: in some containers
         return terms.lowest(_ask(pynvml.nvmlDeviceGetMemoryAffinity, handle, 1, _SCOPE_NODE))
+    return node
 
 
 def _remap(handle: "Any") -> "Tuple[Optional[bool], Optional[bool]]":

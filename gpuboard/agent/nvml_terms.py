@@ -24,12 +24,21 @@ _RECOVERY = {
     6: "bus reset",
     7: "system reboot",
 }
+_PAUSE_S, _PAUSES = 5.0, 10.0
 _WORDS = {
     9: "the NVIDIA driver is not loaded on this node",
     12: "no NVIDIA driver here (libnvidia-ml.so.1 not found)",
     15: "GPU is lost: it has fallen off the bus or cannot be reached",
     18: "driver/library version mismatch: the driver was updated; reload its kernel modules or reboot",
 }
+
+
+def pause_s(took_s: float) -> float:
+    """Return how far apart the starts of two runs of nvidia-smi are, when one takes ``took_s``.
+
+    One costs 30 to 1,000 ms of a processor, and holds locks of the driver meanwhile.
+    """
+    return max(_PAUSE_S, _PAUSES * took_s)
 
 
 def words(code: int, default: str) -> str:

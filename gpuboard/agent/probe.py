@@ -1,5 +1,7 @@
 """NVML's process: starts it, asks it, replaces it when a call hangs, and stamps what it said with its age.
 
+Where there is no NVML it is nvidia-smi that the process asks (gpuboard/agent/smi_child.py), less often.
+
 When a call on GPU k hangs, the process is killed and one without k is started, while GPU k is tried alone, with
 back-off; its last values go out with a growing age meanwhile. A process that cannot be killed (a call into the driver
 that does not return) is not waited for, and no second one is started for the same GPU.
@@ -9,6 +11,7 @@ import os
 import time
 
 from gpuboard.agent.nvml_child import SIGKILL, XIDS, Child, spawn
+from gpuboard.agent.nvml_terms import pause_s
 
 MYPY = False
 if MYPY:
@@ -20,6 +23,8 @@ RETRY_S = (5.0, 60.0)  # first and longest wait before another attempt
 RELAPSE_S = 120.0  # a GPU that hangs again so soon goes on where its back-off was
 FRESH_S = 60.0  # a GPU that fails is looked at with a newly started NVML so often
 XIDS_KEPT = 8  # of a GPU, the newest
+SMI_S = 5.0  # nvidia-smi may take so much longer than NVML to a first answer
+_EARLY_S = 0.25  # ticks are aligned to the clock; a pass may come so much before its time to keep to them
 _POLL_S = 0.25  # how often a busy process is looked at for progress
 
 
@@ -43,16 +48,17 @@ class _Stuck:
 
 
 class Probe:
-    """The GPUs of this node as NVML shows them, whatever NVML does.
+    """The GPUs of this node as NVML shows them, whatever NVML does; as nvidia-smi does where NVML cannot be loaded.
 
     ``done`` counts completed passes over the GPUs; ``ask`` returns the number of the next one that starts. ``version``
     changes when the static facts do. ``error`` says why NVML as a whole gives nothing.
     """
 
-    source = "nvml"
-
     def __init__(self, keep_out: "Tuple[int, ...]" = ()) -> None:
         self.keep_out = keep_out  # descriptors that no NVML process may hold: the connection
+        self.source = "nvml"  # or "nvidia-smi"
+        self.slow_s = 0.0  # how much longer than NVML the source may take
+        self.period_s = 0.0  # how far apart its passes are, at least, but those that somebody asks for
         self.driver: "Optional[str]" = None
         self.cuda: "Optional[str]" = None
         self.error: "Optional[str]" = None
@@ -65,6 +71,7 @@ class Probe:
         self._trial: "Optional[Child]" = None
         self._trial_of = -1
         self._started = 0
+        self._began = 0.0  # when the newest pass did
         self._again = False  # somebody asked while a pass was under way
         self._retry_at = 0.0
         self._retry_s = RETRY_S[0]
@@ -79,6 +86,7 @@ class Probe:
         """Start the NVML process, which makes a first pass by itself; return that pass's number."""
         self._main = self._spawn(set(self.stuck) | ({XIDS} if self._deaf else set()), None)
         self._started += 1
+        self._began = time.monotonic()
         self._again = False  # what was asked for earlier, this pass answers
         return self._started
 
@@ -105,8 +113,15 @@ class Probe:
             self._again = True
             return self._started + 1
         self._started += 1
-        self._main.ask(time.monotonic())
+        self._began = time.monotonic()
+        self._main.ask(self._began)
         return self._started
+
+    def resting(self, now: float) -> bool:
+        """Return whether a tick should not ask for a pass yet: one of nvidia-smi costs too much to be made at each."""
+        if not self.period_s or self._main is None:
+            return False
+        return self._main.busy or now < self._began + self.period_s - _EARLY_S
 
     def on_readable(self, fd: int) -> None:
         """Take in what the process behind ``fd`` has said."""
@@ -181,22 +196,33 @@ class Probe:
             self.error = message[1]
             if self.error is None:
                 self.driver, self.cuda = message[2], message[3]
+                self._paced(message[5])
                 self._counted(message[4])
+        elif message[0] == "slow":
+            self._paced(message[1])
+        elif message[0] == "again":
+            self._restart()
         elif message[0] == "static":
             self._learn(message[1])
         elif self._main is not None:
             for k, values in message[1].items():
-                self._values[k] = (values, now)
+                self._values[k] = (values, now - message[3])
             self._hear(message[2])
             self._main.busy = False
+            if self.source != "nvml":
+                self.period_s = pause_s(message[3])
             self.done = self._started
             self._retry_s = RETRY_S[0]
             failing = any("error" in values for values in message[1].values())
-            if failing and now - self._main.born > FRESH_S:
+            if failing and self.source == "nvml" and now - self._main.born > FRESH_S:
                 self._restart()
             elif self._again:
                 self._again = False
                 self.ask()
+
+    def _paced(self, source: str) -> None:
+        self.source = source
+        self.slow_s, self.period_s = (0.0, 0.0) if source == "nvml" else (SMI_S, max(self.period_s, pause_s(0.0)))
 
     def _counted(self, count: int) -> None:
         """NVML's indexes mean other GPUs when there is another number of them: nothing known by index holds then."""

@@ -63,6 +63,21 @@ def parse_cgroup(text: str) -> "Tuple[Optional[str], Optional[str]]":
     return job.group(1) if job else None, container.group(1)[:12] if container else None
 
 
+def pci_slot(address: "Tuple[int, ...]") -> "Tuple[Optional[int], Optional[str]]":
+    """Return (NUMA node, processors beside it as ``0-15,32-47``) of a PCI device (domain, bus, device), from sysfs.
+
+    The processors are None where there is no such device; the node is where the system does not number them.
+    """
+    if len(address) != 3:
+        return None, None
+    folder = "/sys/bus/pci/devices/%04x:%02x:%02x.0/" % address
+    try:
+        node = int(read(folder + "numa_node", 64))
+        return (node if node >= 0 else None), read(folder + "local_cpulist", 4096).decode("ascii", "replace").strip()
+    except (OSError, ValueError):
+        return None, None
+
+
 class Processes:
     """Facts about processes; those that cannot change are read once a process."""
 

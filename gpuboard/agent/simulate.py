@@ -36,6 +36,7 @@ class Simulated:
     """Stands where a Probe would: the same methods, and never anything to wait for, unless the node hangs."""
 
     source = "simulated"
+    slow_s = period_s = 0.0
     driver = "simulated"
     cuda: "Optional[str]" = None
     error: "Optional[str]" = None

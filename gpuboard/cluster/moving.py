@@ -119,7 +119,7 @@ class Moving:
         scheduled = view.scheduled.get(facts.name)
         if scheduled is not None and picture.is_unseen(facts, view):
             return self._unseen_view(facts, scheduled, held, view)
-        if reading is None or age_s > picture.stale_after_s(view):
+        if reading is None or age_s > picture.stale_after_s(facts, view):
             self._nodes.pop(facts.name, None)
             return picture.node_view(facts, picture.gpu_views(facts, held, view), view)
         node = self._nodes.get(facts.name)

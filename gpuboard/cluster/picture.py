@@ -23,6 +23,7 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import iso
 
 XIDS_MAX = 8  # shown of one GPU
+SLOWEST_S = 300.0  # an agent that asks nvidia-smi says how seldom; more than this is not believed
 _LATEST = 4e9  # in 2096: later times are invented, and dates end somewhere
 
 
@@ -134,9 +135,15 @@ def node_claims(facts: NodeFacts, users: Mapping[str, str]) -> list[Claim]:
     ]
 
 
-def stale_after_s(view: View) -> float:
+def interval_s(facts: NodeFacts, view: View) -> float:
+    """Return how far apart a node's readings are: as asked for, or as its agent says where that is slower."""
+    said = facts.reading.interval_s if facts.reading else 0.0
+    return max(view.interval_s or 0.0, min(said, SLOWEST_S))
+
+
+def stale_after_s(facts: NodeFacts, view: View) -> float:
     """Return how old a node's newest reading may be before it says nothing about now."""
-    return max(view.thresholds.stale_min_s, view.thresholds.stale_intervals * (view.interval_s or 0.0))
+    return max(view.thresholds.stale_min_s, view.thresholds.stale_intervals * interval_s(facts, view))
 
 
 def in_order(facts: NodeFacts, scheduled: Scheduled | None = None) -> list[GpuStatic]:
@@ -158,7 +165,7 @@ def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
     reading, static, hello = facts.reading, facts.static, facts.hello
     scheduled = view.scheduled.get(facts.name)
     age_s = max(0.0, view.now - facts.arrived) if reading else None
-    fresh = age_s is not None and age_s <= stale_after_s(view)
+    fresh = age_s is not None and age_s <= stale_after_s(facts, view)
     if fresh:
         state, error = "up", facts.error
     elif facts.error is not None or reading is None:
@@ -237,7 +244,7 @@ def gpu_view(
         reading=_named(reading, view.users),
         previous=_named(previous, view.users),
         age_s=max(0.0, view.now - facts.arrived) if facts.reading else 0.0,
-        interval_s=view.interval_s or 1.0,
+        interval_s=interval_s(facts, view) or 1.0,
         one_shot=view.one_shot,
         claims=tuple(held.claims.get(static.uuid, ())),
         claims_error=facts.reading.claims_error if facts.reading else None,

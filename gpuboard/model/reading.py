@@ -58,7 +58,7 @@ class Static(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="static")
     gpus: list[GpuStatic] = []
     driver: str | None = None
     cuda: str | None = None
-    source: str = "nvml"  # "nvml" | "simulated"
+    source: str = "nvml"  # "nvml" | "nvidia-smi" | "simulated"
 
 
 class Reading(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="reading"):
@@ -66,7 +66,7 @@ class Reading(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="reading
 
     seq: int
     at: float  # the node's clock, epoch seconds (shown, never compared with ours)
-    interval_s: float
+    interval_s: float  # between two readings; 0: only when asked
     gpus: list[GpuReading] = []
     nvml_error: str | None = None  # NVML as a whole: not installed, driver mismatch, hung
     claims: list[Claim] = []

@@ -97,6 +97,15 @@ def test_node_states() -> None:
     assert state(facts("x", age_s=-3.0)) == ("up", None)
 
 
+def test_an_agent_that_reads_seldom_is_given_its_time_and_no_more_than_that() -> None:
+    seldom = {"interval_s": 10.0}
+    assert gpu(facts("x", "GPU-a", age_s=29.0, reading=seldom)).state == "free"
+    assert gpu(facts("x", "GPU-a", age_s=31.0, reading=seldom)).state == "unknown"
+    assert node(facts("x", age_s=29.0, reading=seldom)).state == "up"
+    invented = {"interval_s": 1e9}
+    assert node(facts("x", age_s=901.0, reading=invented)).state == "stale"
+
+
 def test_gpus_of_an_old_reading_are_unknown_never_free() -> None:
     old = gpu(facts("x", "GPU-a", age_s=6.0))
     assert (old.state, old.reason) == ("unknown", "last reading is 6 s old")

@@ -1,0 +1,170 @@
+"""The NVML process's other self: where NVML cannot be loaded, it runs nvidia-smi and says what that says.
+
+It speaks to its parent as gpuboard/agent/nvml.py does, with ``nvidia-smi`` as the source. A run that takes too long is
+killed; one that cannot be killed (a call into the driver that does not return) is waited for, so that there is never
+a second one.
+"""
+
+import os
+import select
+import subprocess
+import time
+
+from gpuboard.agent import nvml_terms as terms
+from gpuboard.agent import procfs, smi, smi_xml
+
+MYPY = False
+if MYPY:
+    from typing import Any, Callable, Dict, List, Optional, Tuple
+
+    Send = Callable[[Tuple[Any, ...]], None]
+
+FOLDERS = ("/usr/bin", "/usr/local/bin", "/bin", "/opt/bin", "/usr/local/nvidia/bin", "/usr/lib/wsl/lib")
+RUN_S = 30.0  # of a run; many GPUs without the persistence daemon take 1 s each
+NVML_S = 600.0  # until NVML is tried again
+_BEAT_S = 1.0  # how often the parent sees that we wait, not hang
+_CHUNK = 65536
+
+
+def find() -> "Optional[str]":
+    """Return where nvidia-smi is: on PATH, or where drivers, containers and clusters put it."""
+    for folder in os.environ.get("PATH", "").split(os.pathsep) + list(FOLDERS):
+        path = os.path.join(folder, "nvidia-smi")
+        if folder.startswith("/") and os.access(path, os.X_OK) and os.path.isfile(path):
+            return path
+    return None
+
+
+def serve(fd_in: int, beat: "Callable[[], None]", send: "Send", nvml_words: str) -> None:
+    """Send what nvidia-smi says now and for every byte that arrives, until ``fd_in`` ends or nvidia-smi fails.
+
+    ``nvml_words``: why NVML itself gives nothing; the answer where there is no nvidia-smi either.
+    """
+    path = find()
+    if path is None:
+        send(("init", nvml_words, None, None, 0, "nvml"))
+        return
+    asked = _Asked(path, beat)
+    until = time.monotonic() + NVML_S
+    send(("slow", "nvidia-smi"))
+    while True:
+        began = time.monotonic()
+        try:
+            listing = asked.listing()
+        except smi.Bad as bad:
+            send(("init", "%s; nvidia-smi: %s" % (nvml_words, bad), None, None, 0, "nvidia-smi"))
+            asked.wait()
+            return
+        if asked.has_changed(listing):
+            send(("init", None, listing.driver, listing.cuda, listing.count, "nvidia-smi"))
+            send(("static", {gpu.index: _placed(gpu.facts) for gpu in listing.gpus}))
+        values = {gpu.index: gpu.values for gpu in listing.gpus}
+        send(("pass", values, {}, time.monotonic() - began))
+        procfs.be_gentle()
+        if not os.read(fd_in, 1):
+            return
+        if time.monotonic() > until:
+            send(("again",))  # an updated driver's library can only be loaded by a new process
+            os.read(fd_in, 1)
+            return
+
+
+class _Asked:
+    """nvidia-smi, asked again and again."""
+
+    def __init__(self, path: str, beat: "Callable[[], None]") -> None:
+        self.path = path
+        self.beat = beat
+        self.fields = list(smi.FIELDS)  # those that this driver's nvidia-smi knows, as far as tried
+        self.known: "Dict[str, int]" = {}
+        self.told: "Tuple[Any, ...]" = ()
+        self.process: "Optional[subprocess.Popen[bytes]]" = None
+
+    def listing(self) -> smi.Listing:
+        """Return what it says. Raises Bad."""
+        try:
+            listing = smi_xml.read_xml(*self.run("-q", "-x"))
+        except smi.Bad as bad:
+            if isinstance(bad, _Ended):
+                raise
+            try:
+                listing = self.csv()
+            except smi.Bad:
+                raise bad
+        self.known = dict(self.known, **listing.number(self.known))
+        return listing
+
+    def csv(self) -> smi.Listing:
+        """Return what the queries say, without the fields that this driver lacks. Raises Bad."""
+        while True:
+            rows, said = self.run("--query-gpu=" + ",".join(self.fields), "--format=csv,noheader,nounits")
+            unknown = smi.not_a_field((rows + said).decode("utf-8", "replace"))
+            if unknown not in self.fields:
+                break
+            self.fields.remove(unknown)
+        apps, _ = self.run("--query-compute-apps=" + ",".join(smi.APPS), "--format=csv,noheader,nounits")
+        return smi.read_csv(said + b"\n" + rows, apps, tuple(self.fields))
+
+    def has_changed(self, listing: smi.Listing) -> bool:
+        """Return whether the driver or any GPU's facts are others than the last time."""
+        told = (listing.driver, listing.count, {gpu.index: gpu.facts for gpu in listing.gpus})
+        changed, self.told = told != self.told, told
+        return changed
+
+    def run(self, *options: str) -> "Tuple[bytes, bytes]":
+        """Return its standard output and error. Raises Bad when it cannot be started or does not end in time."""
+        try:
+            process = self.process = subprocess.Popen(
+                [self.path] + list(options),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=dict(os.environ, LC_ALL="C"),
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has one thread
+            )
+        except OSError as error:
+            raise smi.Bad("%s cannot be started: %s" % (self.path, error.strerror))
+        until = time.monotonic() + RUN_S
+        assert process.stdout is not None
+        assert process.stderr is not None
+        read: "Dict[int, List[bytes]]" = {process.stdout.fileno(): [], process.stderr.fileno(): []}
+        size = 0
+        waiting = list(read)
+        while waiting:
+            self.beat()
+            for fd in select.select(waiting, [], [], _BEAT_S)[0]:
+                data = os.read(fd, _CHUNK)
+                read[fd].append(data)
+                size += len(data)
+                if not data:
+                    waiting.remove(fd)
+            if waiting and (time.monotonic() > until or size > 2 * smi.LIMIT):
+                process.kill()
+                raise _Ended("it has not ended for %.0f s" % RUN_S if size <= smi.LIMIT else "it does not stop talking")
+        process.stdout.close()
+        process.stderr.close()
+        process.wait()
+        out, err = (b"".join(parts) for parts in read.values())
+        return out, err
+
+    def wait(self) -> None:
+        """Wait until nothing of it is left."""
+        while self.process is not None and self.process.poll() is None:
+            self.beat()
+            time.sleep(_BEAT_S)
+
+
+class _Ended(smi.Bad):
+    """It had to be killed: nothing else is asked of it."""
+
+
+def _end_with_parent() -> None:
+    import ctypes  # loaded already: the NVML process has tried NVML
+
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+
+
+def _placed(facts: "Dict[str, Any]") -> "Dict[str, Any]":
+    """Return a GPU's facts with what the system knows of its slot."""
+    numa, cpus = procfs.pci_slot(terms.pci_key(facts.get("pci_bus_id", "")))
+    return dict(facts, links={}, pci={}, numa_node=numa, cpus=cpus) if "error" not in facts else facts
