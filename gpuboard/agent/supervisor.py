@@ -153,7 +153,10 @@ class Supervisor:
         self._reap()
 
     def _signalled(self, number: int, _frame: "Any") -> None:
-        self._loop.after(0.0, lambda: self._end("the supervisor got signal %d" % number, _LIFE_LINE_GRACE_S))
+        words = "the supervisor got signal %d" % number
+        if number == signal.SIGTERM and os.environ.get("SLURM_JOB_ID"):
+            words = "Slurm ends job %s: it was cancelled, or its time is up" % os.environ["SLURM_JOB_ID"]
+        self._loop.after(0.0, lambda: self._end(words, _LIFE_LINE_GRACE_S))
 
     def _guard_died(self) -> None:
         self._loop.unwatch(self._guard_life)

@@ -1,4 +1,4 @@
-"""One command on one node of a lease: how it is started here or over ssh, and what became of it."""
+"""One command on one node of a lease: how it is started here, over ssh or in a Slurm job; what became of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuboard.ledger.keeper_processes import carriers
+from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
+    from gpuboard.cluster.inventory import Node
     from gpuboard.config import Settings
 
 _SI_KERNEL = 128  # the terminal has sent it to the command as well
@@ -48,6 +50,23 @@ def remote_command(
     hosts = [os.path.expanduser(name) for name in settings.known_hosts]
     ssh += ["-o", f"UserKnownHostsFile={' '.join(hosts)}", "-o", "BatchMode=yes", "--", host, words]
     return local_command(ssh, {}, cwd)
+
+
+def step_command(
+    node: Node, argv: Sequence[str], environ: Mapping[str, str], cwd: str, settings: Settings, *, terminal: bool
+) -> list[str]:
+    """Return the command line that runs ``argv`` in a step of the Slurm job that leads to ``node``.
+
+    Raises TransportError where Slurm does not say what the job has.
+    """
+    from gpuboard.transport.srun import counted, step
+
+    assert node.job is not None and node.host is not None
+    timeout_s = parse_duration(settings.connect_timeout)
+    words = step(node.job, node.host, counted(node.job, timeout_s).get(node.host, 0), timeout_s)
+    words += ["--pty"] if terminal else []
+    runner = [settings.python, *_PYTHON_FLAGS, _source(), _config(argv, environ, cwd, remote=False)]
+    return local_command([*words, *runner], {}, cwd)
 
 
 def run_command(command: Sequence[str], environ: Mapping[str, str], lease: str) -> int:

@@ -24,7 +24,7 @@ from gpuboard.transport import bundle
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.child import ChildChannel, Ending
 from gpuboard.transport.spawn import SLURM_SETUP, spawn
-from gpuboard.transport.srunwords import explain_end, explain_refusal, gpus_by_nodes, is_heterogeneous
+from gpuboard.transport.srunwords import explain_end, explain_refusal, gpus_by_nodes
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
@@ -43,7 +43,7 @@ class SrunTransport:
     def __init__(self, settings: Settings, job: str) -> None:
         self._python = settings.python
         self._connect_s = parse_duration(settings.connect_timeout)
-        self._job, _, self._component = job.partition("+")
+        self._job = job
         self._lock = threading.Lock()
         self._asking = threading.Lock()  # held while Slurm is asked: not to be waited for by open and close
         self._gpus: dict[str, int] | None = None  # how many the job has on each of its nodes
@@ -73,9 +73,9 @@ class SrunTransport:
 
     def _start(self, host: str, channel: ChildChannel, line: str) -> None:
         try:
-            step = [*self._step(host, self._count(host)), "sh", "-c", line]
+            before = step(self._job, host, self._count(host), self._connect_s)
             if not channel.over:
-                channel.start(spawn(step, slurm_environ(os.environ)))
+                channel.start(spawn([*before, "sh", "-c", line], slurm_environ(os.environ)))
         except TransportError as error:
             channel.fail(error)
         except OSError as error:
@@ -88,7 +88,7 @@ class SrunTransport:
                 raise self._failed[1]
             if self._gpus is None:
                 try:
-                    self._gpus = self._ask()
+                    self._gpus = counted(self._job, self._connect_s)
                 except TransportError as error:
                     self._failed = (time.monotonic(), error)
                     raise
@@ -97,39 +97,43 @@ class SrunTransport:
                 raise TransportError("no-job", f"{host} is not a node of Slurm job {self._job}", f"its nodes: {has}")
             return self._gpus[host]
 
-    def _ask(self) -> dict[str, int]:
-        text = show_job(self._job, self._connect_s)
-        if not self._component and is_heterogeneous(text, self._job):
-            self._component = "0"  # whoever names the whole by its number means its first component
-        found = gpus_by_nodes(text, self._job, self._component)
-        try:
-            return {name: count for nodes, count in found for name in listed(nodes)}
-        except ValueError as error:
-            raise TransportError("exited", f"scontrol: {error}") from None
-
-    def _step(self, host: str, gpus: int) -> list[str]:
-        """Return the command that makes a step; the words of what it runs follow."""
-        component = [f"--het-group={self._component}"] if self._component else []
-        return [
-            program("srun"),
-            f"--jobid={self._job}",
-            *component,
-            "--overlap",  # what the job has is in use by others of its steps
-            "--nodes=1",
-            "--ntasks=1",
-            f"--nodelist={host}",
-            f"--gpus={gpus}" if gpus else "--gres=none",
-            "--mem=0",  # of the job's memory on the node, all
-            "--cpu-bind=none",  # else all ranks would share the one core of the step's task
-            "--mpi=none",
-            "--chdir=/",  # the agent goes where it is told
-            "--kill-on-bad-exit=0",
-            f"--immediate={max(1, round(self._connect_s))}",  # else srun tries for ever in a suspended job
-            "--job-name=gpuboard",
-        ]
-
     def _explain(self, host: str, ending: Ending) -> TransportError:
         return explain_end(ending, self._job, host, self._python)
+
+
+def counted(job: str, timeout_s: float) -> dict[str, int]:
+    """Return how many GPUs a job (``123``, ``123+1``) has on each of its nodes. Raises TransportError."""
+    number, _, component = job.partition("+")
+    text = show_job(number, timeout_s)
+    try:
+        return {name: count for nodes, count in gpus_by_nodes(text, number, component) for name in listed(nodes)}
+    except ValueError as error:
+        raise TransportError("exited", f"scontrol: {error}") from None
+
+
+def step(job: str, host: str, gpus: int, timeout_s: float) -> list[str]:
+    """Return the command that runs in a step of ``job`` on ``host``, where it has ``gpus`` GPUs, what words follow it.
+
+    It gives up after ``timeout_s`` where Slurm starts no step now. Raises TransportError where there is no srun.
+    """
+    number, _, component = job.partition("+")
+    return [
+        program("srun"),
+        f"--jobid={number}",
+        *([f"--het-group={component}"] if component else []),
+        "--overlap",  # what the job has is in use by others of its steps
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={host}",
+        f"--gpus={gpus}" if gpus else "--gres=none",
+        "--mem=0",  # of the job's memory on the node, all
+        "--cpu-bind=none",  # else all ranks would share the one core of the step's task
+        "--mpi=none",
+        "--chdir=/",  # what is started goes where it is told
+        "--kill-on-bad-exit=0",
+        f"--immediate={max(1, round(timeout_s))}",  # else srun tries for ever in a suspended job
+        "--job-name=gpuboard",
+    ]
 
 
 def show_job(job: str, timeout_s: float) -> str:

@@ -47,11 +47,6 @@ def gpus_by_nodes(text: str, job: str, component: str) -> list[tuple[str, int]]:
     return []
 
 
-def is_heterogeneous(text: str, job: str) -> bool:
-    """Return whether ``scontrol show job -d`` shows several jobs that were submitted as one."""
-    return re.search(rf"^JobId=\d+ HetJobId={job}\b", text, re.MULTILINE) is not None
-
-
 def gpu_count(gres: str) -> int:
     """Return how many GPUs a GRES field has, as ``gpu:h100:4(IDX:0-3),gpu:2(IDX:4,6)`` or ``gpu:a100(CNT:2)``."""
     total = 0
