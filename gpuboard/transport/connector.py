@@ -83,7 +83,7 @@ def ssh_transport(settings: Settings) -> Transport:
             from gpuboard.transport.paramiko import ParamikoTransport  # 200 ms
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"transport = \"paramiko\" needs the library {error.name}, which is not installed here; "
+                f'transport = "paramiko" needs the library {error.name}, which is not installed here; '
                 "install it with `pip install 'gpuboard[paramiko]'`, or set transport = \"asyncssh\""
             ) from None
         return ParamikoTransport(settings)

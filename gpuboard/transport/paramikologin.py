@@ -220,8 +220,8 @@ def _proxied(command: str) -> socket.socket:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            ["/bin/sh", "-c", f"exec {command}"], stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            ["/bin/sh", "-c", f"exec {command}"],
+            stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     threading.Thread(target=process.wait, daemon=True).start()  # else it stays a zombie
     return ours

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from gpuboard.config import Settings
 
 # What ssh would do for a person at a terminal, and a picture of a cluster does not want. An unknown host key is never
-# accepted, whatever ssh_config says; known_hosts is never written. DEBUG1 shows the key of a server that is not known,
-# which ssh tells at no other level.
+# accepted, whatever ssh_config says; known_hosts is never written.
 _OPTIONS = (
     "-a", "-x", "-T", "-o", "ClearAllForwardings=yes", "-o", "PermitLocalCommand=no", "-o", "VisualHostKey=no",
-    "-o", "StrictHostKeyChecking=yes", "-o", "UpdateHostKeys=no", "-o", "LogLevel=DEBUG1",
+    "-o", "StrictHostKeyChecking=yes", "-o", "UpdateHostKeys=no",
 )  # fmt: skip
-_BATCH = ("-o", "BatchMode=yes")
+# DEBUG1 shows the key of a server that is not known, which ssh tells at no other level.
+_BATCH = ("-o", "BatchMode=yes", "-o", "LogLevel=DEBUG1")
+_ASKING = ("-n", "-o", "BatchMode=no", "-o", "LogLevel=INFO")
 _KEEPALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
 # Newer than some ssh that is in use: said only where ssh_config says otherwise.
 _USUAL = {"remotecommand": "none", "sessiontype": "default", "stdinnull": "no", "forkafterauthentication": "no"}
@@ -65,6 +66,11 @@ class Way:
         return self.via.host.spec if self.via is not None else ""
 
     @property
+    def name(self) -> str:
+        """The host as the user calls it."""
+        return self.host.spec
+
+    @property
     def may_ask(self) -> bool:
         """Whether ssh would ask for something of ours: the passphrase of a key, the PIN of a card."""
         return self.host.get("pkcs11provider") is not None or any(map(_encrypted, self.host.all("identityfile")))
@@ -79,7 +85,7 @@ class Way:
 
     def asking(self) -> list[str]:
         """Return the command line that opens the shared connection on a terminal, where ssh may ask."""
-        return [*self._call("-o", "BatchMode=no", *self._sharing(asked=True)), "--", self.host.name, _NOTHING]
+        return [*self._call(*_ASKING, *self._sharing(asked=True)), "--", self.host.name, _NOTHING]
 
     def opening(self) -> list[str]:
         """Return the command line that opens the shared connection and asks nobody."""
@@ -140,6 +146,7 @@ class Ways:
             )
         self.environ = {**env, "SSH_ASKPASS_REQUIRE": "never"}  # without a terminal nobody is asked
         self.timeout_s = parse_duration(settings.connect_timeout)
+        self.at_a_time = settings.max_connections
         usual = settings.known_hosts == type(settings)().known_hosts  # those that ssh takes by itself
         self._known_hosts = None if usual else [os.path.expanduser(file) for file in settings.known_hosts]
         self._resolver = Resolver(settings.ssh_config, kept=kept_answers(), timeout_s=self.timeout_s)
@@ -201,10 +208,14 @@ class Ways:
         finally:
             command.kill()
 
-    def close(self) -> None:
-        """End what logs in, and let the shared connections that are ours end with their last session."""
+    def keep(self) -> None:
+        """End, but leave the shared connections to those who come next."""
         self._closed.set()
         self._resolver.save()
+
+    def close(self) -> None:
+        """End what logs in, and let the shared connections that are ours end with their last session."""
+        self.keep()
         sshmasters.stop(self._used)
 
     def _pass(self, way: Way) -> None:

@@ -7,6 +7,11 @@ import re
 
 from gpuboard.transport.base import TransportError
 
+
+class Asking(TransportError):
+    """The server wants what only a person has: a password, a code."""
+
+
 _BY_ERRNO = {
     errno.ECONNREFUSED: ("refused", "ssh: connection refused", "is sshd running there, and is the port right?"),
     errno.EHOSTUNREACH: ("unreachable", "ssh: no route to the host", "is the node on, and the network up?"),
@@ -52,14 +57,14 @@ def not_let_in(name: str, user: str) -> TransportError:
     return TransportError("auth", f"ssh: {who} was refused: no key was accepted", cure)
 
 
-def asks(name: str, user: str, *, may_ask: bool = False) -> TransportError:
+def asks(name: str, user: str, *, may_ask: bool = False) -> Asking:
     """The keys were not enough: a password or a code is wanted. ``may_ask``: the transport could ask on a terminal."""
     cure = (
         "run `gpuboard status` on a terminal, where ssh can ask for it"
         if may_ask
         else 'set transport = "openssh", which lets ssh ask on a terminal'
     )
-    return TransportError(
+    return Asking(
         "auth",
         f"ssh: {user}@{name} was refused: it asks for a password or a code",
         f"is your key in authorized_keys there, and in the agent or an IdentityFile here? Else {cure}",
