@@ -279,13 +279,14 @@ class SlurmCluster:
         for number in _SIGNALS[what]:
             for process in running():
                 os.kill(process.pid, number)
-            self._wake_nsenter()
+            if number != signal.SIGSTOP:
+                self._wake_nsenter()
         if what in {"kill", "restart"}:
             until(lambda: not running(), f"{', '.join(daemons)} of {name} end")
         return what == "restart"
 
     def _wake_nsenter(self) -> None:
-        for child in self._children:  # nsenter stops itself when its child is stopped; it does no harm to others
+        for child in self._children:  # nsenter stops itself when its child is stopped, and goes on together with it
             if child.poll() is None:
                 os.kill(child.pid, signal.SIGCONT)
 
