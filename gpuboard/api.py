@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from gpuboard.allocate.allocator import Allocator
+from gpuboard.allocate.choosing import Ledgers, SlurmFlags, open_allocator
 from gpuboard.allocate.common import Terms, duration
 from gpuboard.allocate.formats import Allocation, variables
 from gpuboard.allocate.picks import parse_picks
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
     from gpuboard.config import Settings
     from gpuboard.model.snapshot import Snapshot
+    from gpuboard.scheduler.base import Scheduler
+    from gpuboard.scheduler.inside import Inside
 
 __all__ = ["Lease", "lease", "status"]
 
@@ -42,18 +44,19 @@ class Lease:
         request: Request,
         settings: Settings,
         *,
-        for_s: float,
+        for_s: float | None,
         wait_s: float | None,
         purpose: str,
-        nodes: list[Node],
+        said: list[str],
+        flags: SlurmFlags,
     ) -> None:
         self._request = request
         self._for_s = for_s
         self._wait_s = wait_s
         self._purpose = purpose
-        self._nodes = nodes
+        self._said = said
+        self._flags = flags
         self._settings = settings
-        self._said = bool(nodes)
         self._allocation: Allocation | None = None
         self._before: dict[str, str | None] = {}
 
@@ -82,17 +85,15 @@ class Lease:
     def renew(self, for_: str | float | None = None) -> None:
         """Let the lease end ``for_`` (``"2h"`` or seconds; default: as long as it was asked for) from now."""
         for_s = self._for_s if for_ is None else duration(_seconds(for_), self._settings)
-        with self._allocator() as allocator:
-            allocator.renew(self.allocation.lease, for_s)
+        self._ledgers().renew(self.allocation.lease, for_s or self.allocation.lease.remaining_s)
 
     def release(self) -> None:
         """End the lease now; the block's end then does nothing more."""
         allocation, self._allocation = self._allocation, None
         self._restore()
         if allocation is not None:
-            with self._allocator() as allocator:
-                for words in allocator.release(allocation.lease):
-                    warnings.warn(f"lease {allocation.lease.id} lapses within 90 s: {words}", stacklevel=2)
+            for words in self._ledgers().release(allocation.lease):
+                warnings.warn(f"lease {allocation.lease.id} lapses by itself: {words}", stacklevel=2)
 
     def __enter__(self) -> Self:
         """Reserve. Raises Refused, NoNodeReached and other GpuboardErrors; then nothing is reserved."""
@@ -101,10 +102,20 @@ class Lease:
         if self._allocation is not None:
             raise RuntimeError(f"this lease is in use already ({self.id}); make another with gpuboard.lease(…)")
         _warn_if_initialised()
-        with self._allocator() as allocator:
+        job = _job(self._settings)
+        with open_allocator(
+            _scope(self._settings, self._said, job),
+            self._settings,
+            os.environ,
+            scheduler=None if job is not None else _scheduler(self._settings),
+            flags=self._flags,
+            said=bool(self._said) or job is not None,
+        ) as allocator:
             terms = Terms(self._for_s, identify(os.getpid()), self._purpose)
             self._allocation = allocator.allocate(self._request, terms, self._wait_s)
             allocator.published(self._allocation.lease)
+            for words in allocator.notes:
+                warnings.warn(words, stacklevel=2)
         for name, value in variables(self._allocation).items():
             self._before[name] = os.environ.get(name)
             os.environ[name] = value
@@ -123,11 +134,11 @@ class Lease:
             else:
                 os.environ[name] = value
 
-    def _allocator(self) -> Allocator:
-        from gpuboard.cluster.inventory import inventory
+    def _ledgers(self) -> Ledgers:
+        def nodes() -> list[Node]:
+            return _scope(self._settings, self._said, _job(self._settings))
 
-        nodes = self._nodes or inventory(self._settings)
-        return Allocator(nodes, self._settings, os.environ, said=self._said)
+        return Ledgers(nodes, self._settings, os.environ, lambda: _scheduler(self._settings))
 
 
 def lease(
@@ -144,11 +155,17 @@ def lease(
     for_: str | float | None = None,
     wait: str | float | bool = False,
     purpose: str = "",
+    partition: str | None = None,
+    account: str | None = None,
+    qos: str | None = None,
+    reservation: str | None = None,
+    slurm: Sequence[str] = (),
 ) -> Lease:
     """Return a context manager that reserves GPUs for its block, with the options of ``gpuboard allocate``.
 
     ``gpus`` and ``exclude`` as ``"gpu01:0,3@gpu02:1"``; ``gpu_mem`` ``"40GiB"`` or bytes; ``for_`` and ``wait`` as
-    ``"2h"`` or seconds, ``wait=True``: for ever. Raises UsageError and ConfigError at once.
+    ``"2h"`` or seconds, ``wait=True``: for ever; ``slurm`` as ``["--constraint=a100"]``. Raises UsageError and
+    ConfigError at once.
     """
     settings = _settings()
     try:
@@ -162,7 +179,7 @@ def lease(
             topology=topology,
             exclude=parse_picks(exclude, whole_nodes=True) if exclude else (),
         )
-        for_s = duration(None if for_ is None else _seconds(for_), settings)
+        for_s = None if for_ is None else duration(_seconds(for_), settings)
         wait_s = None if wait is False else float("inf") if wait is True else _seconds(wait)
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -173,20 +190,18 @@ def lease(
         for_s=for_s,
         wait_s=wait_s,
         purpose=purpose or _program(),
-        nodes=_nodes(settings, nodes),
+        said=[] if nodes is None else [nodes],
+        flags=SlurmFlags(partition, account, qos, reservation, tuple(slurm)),
     )
 
 
 def status(nodes: str | None = None) -> Snapshot:
     """Return the cluster as it is now: every node's newest reading, each with its age."""
     from gpuboard.cluster.fleet import Fleet
-    from gpuboard.cluster.inventory import inventory
-    from gpuboard.scheduler.find import find
 
     settings = _settings()
-    scheduler = find(settings, os.environ)
-    found = _nodes(settings, nodes) or inventory(settings, (), (lambda: scheduler.look(15.0)) if scheduler else None)
-    fleet = Fleet(found, settings, interval_s=None, scheduler=scheduler)
+    found = _scope(settings, [] if nodes is None else [nodes], None)
+    fleet = Fleet(found, settings, interval_s=None, scheduler=_scheduler(settings))
     fleet.start()
     try:
         fleet.wait(fleet.connect_s + 5)
@@ -204,12 +219,30 @@ def _settings() -> Settings:
     return config.load(os.environ, {}, Path(file) if file else None).settings
 
 
-def _nodes(settings: Settings, said: str | None) -> list[Node]:
-    """Return the nodes that were named, none when none was."""
+def _job(settings: Settings) -> Inside | None:
+    """Return the Slurm job that this process is in."""
+    from gpuboard.cluster.injob import current_job
+
+    return current_job(settings, os.environ, lambda words: warnings.warn(words, stacklevel=4))
+
+
+def _scheduler(settings: Settings) -> Scheduler | None:
+    """Return the cluster's scheduler, not asked anything yet; None: there is none."""
+    from gpuboard.scheduler.find import find
+
+    return find(settings, os.environ)
+
+
+def _scope(settings: Settings, said: Sequence[str], job: Inside | None) -> list[Node]:
+    """Return the nodes in scope: inside a job that job's, else those named, else all that are known."""
     from gpuboard.cluster.inventory import inventory
 
-    names: Sequence[str] = [] if said is None else [said]
-    return inventory(settings, names) if names else []
+    if job is not None:
+        from gpuboard.cluster.injob import job_nodes
+
+        return job_nodes(job, said)
+    scheduler = _scheduler(settings)
+    return inventory(settings, said, (lambda: scheduler.look(15.0)) if scheduler else None)
 
 
 def _seconds(value: str | float) -> float:

@@ -71,6 +71,7 @@ class Allocator:
         self._handed: dict[str, keeper.Handover] = {}  # by lease: the keeper has it, its owner does not know of it yet
         self._adopting = ""  # the lease that the keeper is being handed
         self._abandoned = threading.Event()
+        self.notes: list[str] = []  # what the person should know of a lease that was taken
 
     def __enter__(self) -> Self:
         return self
@@ -115,8 +116,8 @@ class Allocator:
             return total
         raise self._refused(Refusal(3, "there are no GPUs"))
 
-    def plan(self, request: Request) -> Choice:
-        """Return what would be taken now; takes nothing. Raises Refused and NoNodeReached."""
+    def plan(self, request: Request, for_s: float | None = None) -> Choice:
+        """Return what would be taken now (for however long); takes nothing. Raises Refused and NoNodeReached."""
         answer = self._first_answer(request)
         if isinstance(answer, Refusal):
             raise self._refused(answer)

@@ -11,10 +11,13 @@ from gpuboard.model.request import Chosen
 LOOPBACK = "127.0.0.1"
 
 
-def rank_map(lease: str | None, gpus: Sequence[Chosen], addresses: Mapping[str, str]) -> RankMap:
+def rank_map(
+    lease: str | None, gpus: Sequence[Chosen], addresses: Mapping[str, str], job: str | None = None
+) -> RankMap:
     """Return the map for ``gpus``, which are in rank order, nodes one after the other.
 
-    ``addresses``: where other nodes reach each node; one node alone is given the loopback address.
+    ``addresses``: where other nodes reach each node; one node alone is given the loopback address. ``job``: the Slurm
+    job through which all are reached.
     """
     names = list(dict.fromkeys(gpu.node for gpu in gpus))
     ranks: list[Rank] = []
@@ -28,7 +31,7 @@ def rank_map(lease: str | None, gpus: Sequence[Chosen], addresses: Mapping[str, 
             Rank(len(ranks) + local_rank, name, local_rank, gpu.index, gpu.uuid, gpu.memory_fraction)
             for local_rank, gpu in enumerate(here)
         ]
-    return RankMap(1, lease, nodes[0].address, 0, len(ranks), nodes, ranks)
+    return RankMap(1, lease, nodes[0].address, 0, len(ranks), nodes, ranks, job)
 
 
 def reachable_addresses(own: Mapping[str, Sequence[str]], asked: Mapping[str, str]) -> dict[str, str]:

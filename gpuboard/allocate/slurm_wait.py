@@ -16,6 +16,7 @@ _FIRST_POLL_S = 0.1
 _POLL_MAX_S = 30.0
 _GROWTH = 1.4
 _SHARE = 20  # the pause is at least so many times what the last answer took
+_QUIET_S = 1.0  # most jobs that can start have started by then
 _DECIDED_S = 1.0  # a job that has just been submitted may get a reason that is out of date in the next second
 
 
@@ -108,7 +109,8 @@ class Waiting:
             self._progress("")
             waited = format_duration(self._wait_s)
             raise NotFree(Refusal(4, f"not free within {waited}: {words}", nearest="--wait"))
-        self._progress(f"waiting {format_duration(self.waited_s)}: {words}")
+        if self.waited_s >= _QUIET_S:
+            self._progress(f"waiting {format_duration(self.waited_s)}: {words}")
 
     def _unreached(self, error: NoNodeReached) -> None:
         """Go on where somebody has time; the job is in the queue, whoever answers for it."""

@@ -111,7 +111,7 @@ class SlurmAllocator:
 
     # --- taking
 
-    def plan(self, request: Request, for_s: float | None = None) -> Choice:
+    def plan(self, request: Request, for_s: float | None) -> Choice:
         """Return what Slurm would be asked, and what it says to that; takes nothing. ``gpus`` is empty: Slurm chooses.
 
         Raises Refused, UsageError, NoNodeReached.
@@ -384,7 +384,7 @@ class SlurmAllocator:
             {node.name: node.addresses for node in gpus.snapshot.nodes if node.name in used},
             {name: gpus.nodes[name].address for name in used},
         )
-        found = rank_map(lease.id, chosen, addresses)
+        found = rank_map(lease.id, chosen, addresses, lease.job)
         file = keep_rank_map(self._env, found, whole=len(chosen) == len(lease.gpus))
         here = gpus.here if gpus.here in used else None
         return Allocation(lease, found, why, file, folded(used), here)

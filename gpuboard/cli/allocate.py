@@ -21,9 +21,14 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, parse_duration, parse_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpuboard.allocate.choosing import SlurmFlags
     from gpuboard.allocate.formats import Allocation
     from gpuboard.allocate.scope import Scope
+    from gpuboard.cluster.inventory import Node
     from gpuboard.model.request import Choice, Request
+    from gpuboard.scheduler.base import Scheduler
 
 NAME = "allocate"
 HELP = "reserve GPUs; prints CUDA_VISIBLE_DEVICES and more for the shell that evaluates it"
@@ -36,7 +41,8 @@ examples:
   gpuboard allocate --n 8 --per-node 4 --model H100 --wait 2h --format json
   gpuboard allocate --gpus gpu01:0,3@gpu02:1 --for 2h --detach
 
-The lease lives as long as the process that evaluates the output, at the longest --for.
+The lease lives as long as the process that evaluates the output, at the longest --for. Where Slurm gives the GPUs it is
+a job of Slurm's (docs/slurm.md).
 exit codes: 2 usage, 3 can never be met, 4 not free now, 6 no node reached, 130 interrupted"""
 
 
@@ -47,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_terms(held)
     held.add_argument("--detach", action="store_true", help="no holder: the lease lasts for --for, whoever ends")
     held.add_argument("--holder", type=natural, metavar="PID", help="live with this process in place of the shell")
+    add_slurm(parser)
     out = parser.add_argument_group("what is printed")
     out.add_argument("--dry-run", action="store_true", help="say what would be taken and why; take nothing")
     out.add_argument("--format", choices=FORMATS, metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")
@@ -92,6 +99,29 @@ def add_terms(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--purpose", default="", metavar="TEXT", help="shown to others")
 
 
+def add_slurm(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for a lease that is a job of Slurm."""
+    group = parser.add_argument_group("where Slurm gives the GPUs (defaults: [slurm] in the config)")
+    group.add_argument("--partition", metavar="NAME", help="the partition of the job")
+    group.add_argument("--account", metavar="NAME", help="the account that pays for it")
+    group.add_argument("--qos", metavar="NAME", help="its quality of service")
+    group.add_argument("--reservation", metavar="NAME", help="take the GPUs from this reservation of Slurm's")
+    group.add_argument(
+        "--slurm",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="one more option of sbatch: --slurm=--constraint=a100; may be given several times",
+    )
+
+
+def slurm_flags(args: argparse.Namespace) -> SlurmFlags:
+    """Return what the arguments say of a job of Slurm."""
+    from gpuboard.allocate.choosing import SlurmFlags
+
+    return SlurmFlags(args.partition, args.account, args.qos, args.reservation, tuple(args.slurm))
+
+
 def run(args: argparse.Namespace, context: Context) -> int:
     """Reserve and print; on a failure nothing is reserved, and the caller prints the lines that fail closed."""
     try:
@@ -107,15 +137,20 @@ def _run(args: argparse.Namespace, context: Context) -> int:
         raise UsageError("--detach: for how long? Without a holder only --for ends the lease; add --for 8h")
     if args.detach and args.holder is not None:
         raise UsageError("--detach means no holder; leave out --holder or --detach")
+    scheduler = context.lease_scheduler()
+    if scheduler is not None:
+        return _reserve(args, context, context.scope(), scheduler)
     from gpuboard.allocate.scope import Scope
 
     whole = bool(context.said) or context.job is not None
     with contextlib.closing(Scope(context.scope(), context.settings, said=whole)) as scope:
-        return _reserve(args, context, scope)
+        return _reserve(args, context, scope, None)
 
 
-def _reserve(args: argparse.Namespace, context: Context, scope: Scope) -> int:
-    from gpuboard.allocate.allocator import Allocator  # late: see Scope
+def _reserve(
+    args: argparse.Namespace, context: Context, nodes: Sequence[Node] | Scope, scheduler: Scheduler | None
+) -> int:
+    from gpuboard.allocate.choosing import open_allocator  # late: see Scope
     from gpuboard.allocate.common import Terms, duration, write_private
 
     request = request_of(args)
@@ -123,15 +158,23 @@ def _reserve(args: argparse.Namespace, context: Context, scope: Scope) -> int:
         path = args.rank_map = os.path.realpath(args.rank_map)
         if not os.path.isdir(os.path.dirname(path)) or (os.path.exists(path) and not os.path.isfile(path)):
             raise UsageError(f"--rank-map {path}: it must be a file, in a folder that is there; for stdout: --format")
-    for_s = duration(args.for_s, context.settings)
+    duration(args.for_s, context.settings)
     reader = None if args.detach or args.dry_run else find_holder(args.holder)
     form = args.format or (shell_kind(reader.pid) if reader else evaluator_kind())
-    terms = Terms(for_s, reader, clean(args.purpose, 200))
+    terms = Terms(args.for_s, reader, clean(args.purpose, 200))
     gc.freeze()  # what is loaded stays; __main__ has put collections off until here
     gc.enable()
-    with Allocator(scope, context.settings, context.env, progress=progress(context)) as allocator:
+    with open_allocator(
+        nodes,
+        context.settings,
+        context.env,
+        scheduler=scheduler,
+        flags=slurm_flags(args),
+        said=bool(context.said),
+        progress=progress(context),
+    ) as allocator:
         if args.dry_run:
-            return _show_plan(allocator.plan(request), form, context)
+            return _show_plan(allocator.plan(request, args.for_s), form, context)
         allocation = allocator.allocate(request, terms, args.wait)
         if args.rank_map:
             import msgspec
@@ -140,7 +183,7 @@ def _reserve(args: argparse.Namespace, context: Context, scope: Scope) -> int:
         allocator.telling(allocation.lease)
         _publish(allocation, form, uuids=args.uuid)
         allocator.published(allocation.lease)
-        _comment(allocation, form, context)
+        _comment(allocation, form, context, allocator.notes)
     return 0
 
 
@@ -198,9 +241,17 @@ def _publish(allocation: Allocation, form: str, *, uuids: bool) -> None:
         raise GpuboardError(f"stdout: {error.strerror}; nothing is reserved") from error
 
 
-def _comment(allocation: Allocation, form: str, context: Context) -> None:
+def _comment(allocation: Allocation, form: str, context: Context, notes: Sequence[str]) -> None:
     lease = allocation.lease
-    if form in SHELLS and allocation.here is None:
+    for words in notes:
+        say(clean(words, 1000))
+    if form in SHELLS and allocation.here is None and lease.job is not None:
+        say(
+            f"lease {lease.id} is Slurm job {lease.job} on {allocation.nodeset}; it has no GPU on this machine, so "
+            "CUDA_VISIBLE_DEVICES is empty here; use it with `gpuboard launch`, or start in it with: "
+            f"srun --jobid={lease.job} --overlap --pty bash"
+        )
+    elif form in SHELLS and allocation.here is None:
         first = allocation.rank_map.nodes[0].name
         say(
             f"lease {lease.id} has no GPU on this machine, so CUDA_VISIBLE_DEVICES is empty here; "
@@ -218,7 +269,9 @@ def _comment(allocation: Allocation, form: str, context: Context) -> None:
 def _show_plan(choice: Choice, form: str, context: Context) -> int:
     nodes = dict.fromkeys(gpu.node for gpu in choice.gpus)
     gpus = "@".join(f"{name}:{','.join(str(g.index) for g in choice.gpus if g.node == name)}" for name in nodes)
-    words = f"would take {clean(gpus, 2000)}\n{clean(choice.why, 4000)}\nnothing was taken (--dry-run)"
+    what = f"take {clean(gpus, 2000)}" if gpus else "ask Slurm"
+    why = "\n".join(clean(line, 4000) for line in choice.why.splitlines())
+    words = f"would {what}\n{why}\nnothing was taken (--dry-run)"
     if form == "json":
         import msgspec
 

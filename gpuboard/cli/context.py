@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gpuboard.allocate.choosing import Ledgers
     from gpuboard.cluster.fleet import Fleet
     from gpuboard.cluster.inventory import Node
     from gpuboard.config import Configuration, Settings
@@ -77,7 +78,7 @@ class Context:
     def scope(self) -> list[Node]:
         """Return the nodes whose GPUs a command takes or handles: inside a Slurm job that job's, else all in scope."""
         if self.job is None:
-            return self.nodes()
+            return self.reach(self.nodes())
         from gpuboard.cluster.injob import job_nodes
 
         return job_nodes(self.job, self.said)
@@ -93,6 +94,22 @@ class Context:
         scheduler = self.new_scheduler()
         return inventory(self.settings, self.said, (lambda: scheduler.look(SCHEDULER_S)) if scheduler else None)
 
+    def reach(self, nodes: list[Node]) -> list[Node]:
+        """Return ``nodes``; on a terminal ssh asks first for the passwords and codes that they want.
+
+        Only the system's ssh (``transport = "openssh"``) asks, and not where Slurm says which nodes are open to us.
+        """
+        hosts = [node.host for node in nodes if node.host is not None and node.job is None]
+        if not hosts or self.settings.transport != "openssh" or not (sys.stdin.isatty() and self.stderr_is_tty):
+            return nodes
+        if self.settings.ssh == "own" and self.new_scheduler() is not None:
+            return nodes
+        from gpuboard.cli.main import say
+        from gpuboard.transport.sshlogin import log_in
+
+        log_in(hosts, self.settings, self.env, say)
+        return nodes
+
     def new_scheduler(self) -> Scheduler | None:
         """Return the cluster's scheduler, not asked anything yet; None: there is none, or the nodes are simulated.
 
@@ -104,11 +121,22 @@ class Context:
 
         return find(self.settings, self.env)
 
+    def lease_scheduler(self) -> Scheduler | None:
+        """Return the scheduler that leases are asked of, as :meth:`new_scheduler`; None inside one of its jobs."""
+        return None if self.job is not None else self.new_scheduler()
+
+    @property
+    def ledgers(self) -> Ledgers:
+        """Where a lease there is may lie, of the nodes in scope."""
+        from gpuboard.allocate.choosing import Ledgers
+
+        return Ledgers(self.scope, self.settings, self.env, self.new_scheduler)
+
     def fleet(
         self, nodes: Sequence[Node] | None = None, *, interval_s: float | None = None, one_shot: bool = True
     ) -> Fleet:
         """Return the feeds of ``nodes`` (default: all in scope), not yet started. ``interval_s`` None: read on call."""
         from gpuboard.cluster.fleet import Fleet
 
-        found = self.nodes() if nodes is None else nodes
+        found = self.reach(self.nodes()) if nodes is None else nodes
         return Fleet(found, self.settings, interval_s=interval_s, one_shot=one_shot, scheduler=self.new_scheduler())

@@ -28,22 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Print the variables; on a failure the caller prints the lines that fail closed."""
-    from gpuboard.allocate.allocator import Allocator
     from gpuboard.allocate.formats import render
 
     text = args.id or context.env.get("GPUBOARD_LEASE")
     if not text:
         raise UsageError("which lease? write its id; `gpuboard leases` lists them")
     form = args.format or evaluator_kind()
-    with Allocator(context.scope(), context.settings, context.env, said=True) as allocator:
-        allocation = allocator.existing(text)
-        names = [node.name for node in allocation.rank_map.nodes]
-        if args.node is not None and args.node not in names:
-            raise UsageError(
-                f"lease {allocation.lease.id} has no GPU on {args.node}; it has some on {', '.join(names)}"
-            )
-        if args.node is not None:
-            allocation = allocation.on(args.node)
+    allocation = context.ledgers.existing(text)
+    names = [node.name for node in allocation.rank_map.nodes]
+    if args.node is not None and args.node not in names:
+        raise UsageError(f"lease {allocation.lease.id} has no GPU on {args.node}; it has some on {', '.join(names)}")
+    if args.node is not None:
+        allocation = allocation.on(args.node)
     sys.stdout.flush()
     os.write(1, render(allocation, form, uuids=args.uuid).encode("utf-8", "surrogateescape"))
     if form in SHELLS and allocation.here is None:

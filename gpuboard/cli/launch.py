@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gpuboard.cli.allocate import add_request, add_terms, progress, request_of
+from gpuboard.cli.allocate import add_request, add_slurm, add_terms, progress, request_of, slurm_flags
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.options import patience, typed
@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     held.add_argument("--lease", metavar="ID", help="use the GPUs of this lease of yours; with --n: N of them")
     held.add_argument("--rank-map", metavar="FILE", help="use this map, as `allocate` writes one or by hand")
     add_terms(parser.add_argument_group("how it is reserved"))
+    add_slurm(parser)
     run = parser.add_argument_group("how they run")
     run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same with gloo, without GPUs")
     run.add_argument("--python", metavar="PATH", help="the nodes' training interpreter; default: that of VIRTUAL_ENV, "
@@ -227,7 +228,6 @@ def _rank_map(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
 
 def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]:
     """Return the map of the lease named, else of the one this shell holds; with ``--n`` of a part of it."""
-    from gpuboard.allocate.allocator import Allocator
     from gpuboard.launch.source import read_rank_map
 
     lease = args.lease or context.env["GPUBOARD_LEASE"]
@@ -237,19 +237,19 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
         found = read_rank_map(Path(file))
         if found.lease == lease:  # else the shell has moved on to another lease than the file's
             return found, f"GPUBOARD_RANK_MAP={file}"
-    with Allocator(_scope(context), context.settings, context.env, said=True) as allocator:
-        try:
-            return allocator.existing(lease, args.n).rank_map, where
-        except NoSuchLease as error:
-            if args.lease:
-                raise
-            raise NoSuchLease(f"{error}; this shell's GPUBOARD_LEASE names it: unset that to reserve anew") from None
+    ledgers = msgspec.structs.replace(context.ledgers, nodes=lambda: _scope(context))
+    try:
+        return ledgers.existing(lease, args.n).rank_map, where
+    except NoSuchLease as error:
+        if args.lease:
+            raise
+        raise NoSuchLease(f"{error}; this shell's GPUBOARD_LEASE names it: unset that to reserve anew") from None
 
 
 @contextlib.contextmanager
 def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[RankMap, str]]:
     """Reserve for this process and yield the map; release at the end. With ``--dry-run`` nothing is taken."""
-    from gpuboard.allocate.allocator import Allocator
+    from gpuboard.allocate.choosing import open_allocator
     from gpuboard.allocate.common import Terms, duration
     from gpuboard.allocate.ranks import rank_map
     from gpuboard.launch.source import cpu_rank_map
@@ -258,19 +258,33 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
     request = request_of(args) if args.n is not None or args.gpus else None
     nodes = context.scope()
     whole = bool(context.said) or context.job is not None
-    terms = Terms(duration(args.for_s, context.settings), identify(os.getpid()), clean(args.purpose, 200))
+    duration(args.for_s, context.settings)
+    terms = Terms(args.for_s, identify(os.getpid()), clean(args.purpose, 200))
     held = None
     try:
-        with Allocator(nodes, context.settings, context.env, said=whole, progress=progress(context)) as allocator:
+        with open_allocator(
+            nodes,
+            context.settings,
+            context.env,
+            scheduler=context.lease_scheduler(),
+            flags=slurm_flags(args),
+            said=whole,
+            progress=progress(context),
+        ) as allocator:
             if request is None:
                 args.n = allocator.count()
                 request = request_of(args)
             if args.dry_run:
-                found = rank_map(None, allocator.plan(request).gpus, {n.name: n.address for n in nodes})
+                choice = allocator.plan(request, args.for_s)
+                if not choice.gpus:
+                    raise UsageError(f"--dry-run: which GPUs they are is known when Slurm has given them\n{choice.why}")
+                found = rank_map(None, choice.gpus, {n.name: n.address for n in nodes})
             else:
                 allocation = allocator.allocate(request, terms, args.wait)
                 found, held = allocation.rank_map, allocation.lease
                 allocator.published(held)
+                for words in allocator.notes:
+                    say(clean(words, 1000))
     except Refused as refused:
         if args.device != "cpu" or refused.refusal.gpus or args.n is None:
             raise
@@ -280,10 +294,7 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
         yield found, "the reservation"
     finally:
         if held is not None:
-            # A fresh connection: the first one may have been cut in the days of a run, and cost its nodes an agent.
-            used = [node for node in nodes if node.name in held.nodes]
-            with Allocator(used, context.settings, context.env, said=True) as allocator:
-                allocator.release(held)
+            context.ledgers.release(held)
 
 
 def _scope(context: Context) -> list[Node]:
@@ -294,8 +305,8 @@ def _scope(context: Context) -> list[Node]:
 
     leased = context.env.get("GPUBOARD_NODES") if context.env.get("GPUBOARD_LEASE") else None
     if leased and not context.said and not context.settings.nodes:
-        return inventory(context.settings, [leased])
-    return context.nodes()
+        return context.reach(inventory(context.settings, [leased]))
+    return context.reach(context.nodes())
 
 
 def _folder(env: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gpuboard.allocate.picks import parse_picks
-from gpuboard.cli.allocate import add_filters, add_terms, progress
+from gpuboard.cli.allocate import add_filters, add_slurm, add_terms, progress, slurm_flags
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.options import natural, typed
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_filters(which)
     held = parser.add_argument_group("how it is held")
     add_terms(held)
+    add_slurm(parser)
     held.add_argument("--uuid", action="store_true", help="UUIDs, not indexes, in CUDA_VISIBLE_DEVICES")
     held.add_argument("--status-file", metavar="FILE", help="write what happened as JSON, however it ends")
     parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- CMD …", help="the command and its arguments")
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 
 def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) -> int:
-    from gpuboard.allocate.allocator import Allocator
+    from gpuboard.allocate.choosing import nodes_of, open_allocator
     from gpuboard.allocate.common import Terms, duration
     from gpuboard.ledger.holder import identify
     from gpuboard.model.request import Request
@@ -77,39 +78,51 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
         topology=args.topology,
         exclude=args.exclude,
     )
-    terms = Terms(
-        duration(args.for_s, context.settings), identify(os.getpid()), clean(args.purpose, 200) or clean(argv[0], 100)
-    )
+    duration(args.for_s, context.settings)
+    terms = Terms(args.for_s, identify(os.getpid()), clean(args.purpose, 200) or clean(argv[0], 100))
     nodes = context.scope()
-    whole = bool(context.said) or context.job is not None
-    with Allocator(nodes, context.settings, context.env, said=whole, progress=progress(context)) as allocator:
+    with open_allocator(
+        nodes,
+        context.settings,
+        context.env,
+        scheduler=context.lease_scheduler(),
+        flags=slurm_flags(args),
+        said=bool(context.said) or context.job is not None,
+        progress=progress(context),
+    ) as allocator:
         allocation = allocator.allocate(request, terms, args.wait)
         names = [entry.name for entry in allocation.rank_map.nodes]
         if len(names) > 1:
             raise UsageError(f"run works on one node, --gpus names {', '.join(names)}; for several: gpuboard launch")
         allocator.published(allocation.lease)
-    node = next(node for node in nodes if node.name == names[0])
+        for words in allocator.notes:
+            say(clean(words, 1000))
+    node = next(node for node in nodes_of(allocation.lease, nodes) if node.name == names[0])
     outcome |= {"lease": allocation.lease.id, "node": node.name, "started": True}
     outcome["gpus"] = [{"index": rank.index, "uuid": rank.uuid} for rank in allocation.rank_map.ranks]
     try:
         return _start(argv, allocation, node, context, uuids=args.uuid)
     finally:
-        with Allocator([node], context.settings, context.env, said=True) as allocator:
-            for words in allocator.release(allocation.lease):
-                say(f"lease {allocation.lease.id} lapses within 90 s: {clean(words)}")
+        for words in context.ledgers.release(allocation.lease):
+            say(f"lease {allocation.lease.id} lapses by itself: {clean(words)}")
 
 
 def _start(argv: list[str], allocation: Allocation, node: Node, context: Context, *, uuids: bool) -> int:
-    from gpuboard.allocate.commands import local_command, remote_command, run_command
+    from gpuboard.allocate.commands import local_command, remote_command, run_command, step_command
     from gpuboard.allocate.formats import variables
 
     values = variables(allocation.on(node.name), uuids=uuids)
     cwd = os.getcwd()
+    environ = context.env
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if node.host is None:
         command = local_command(argv, values, cwd)
+    elif node.job is not None:
+        from gpuboard.transport.srun import slurm_environ
+
+        command = step_command(node, argv, values, cwd, context.settings, terminal=terminal)
+        environ = slurm_environ(environ)
     else:
-        command = remote_command(
-            node.host, argv, values, cwd, context.settings, terminal=sys.stdin.isatty() and sys.stdout.isatty()
-        )
+        command = remote_command(node.host, argv, values, cwd, context.settings, terminal=terminal)
     sys.stdout.flush()
-    return run_command(command, context.env, allocation.lease.id)
+    return run_command(command, environ, allocation.lease.id)

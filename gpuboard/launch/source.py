@@ -28,9 +28,12 @@ def read_rank_map(path: Path) -> RankMap:
 def nodes_of(rank_map: RankMap, nodes: Sequence[Node]) -> dict[str, Node]:
     """Return ``nodes`` by name, with this machine under any name of its own that the map uses (``localhost``).
 
-    Raises UsageError when the map has this machine under two names.
+    Those of a map that names a Slurm job are reached through that, unless we are in it. Raises UsageError when the map
+    has this machine under two names.
     """
     found = {node.name: node for node in nodes}
+    if rank_map.job is not None and not any(node.job == rank_map.job for node in nodes):
+        return found | {entry.name: Node(entry.name, entry.name, job=rank_map.job) for entry in rank_map.nodes}
     named = [entry.name for entry in rank_map.nodes]
     found |= {name: Node(name, None) for name in named if name not in found and is_here(name)}
     here = sorted({name for name in named if name in found and local_node([found[name]])})

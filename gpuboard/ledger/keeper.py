@@ -152,9 +152,7 @@ class Handover:
         """Whether the keeper that has the lease has ended, so that another one must be handed it."""
         try:
             link = self._started.link()
-            return link is None or link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
+            return link is None or (bool(select.select([link], [], [], 0)[0]) and not link.recv(1, socket.MSG_PEEK))
         except (OSError, KeeperError):
             return True
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuboard.ledger.holder import own_pids
 from gpuboard.ledger.keeper_loop import boottime, log
@@ -47,24 +47,33 @@ _ENDED = {
 _Job = tuple[str, dict[str, Any], Report]
 
 
+class _Looked(NamedTuple):
+    asked: float  # seconds since boot
+    due: float  # when to ask again
+    states: dict[str, str] | None
+
+
 class Watch:
     """What the scheduler says of this user's jobs, asked for all leases at once and rarely. Called from threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[float, dict[str, str] | None]] = {}  # by command: when to ask again, what it said
+        self._known: dict[str, _Looked] = {}  # by command
 
-    def states(self, job: KeptJob) -> dict[str, str] | None:
-        """Return the state of each job by its name, as it was a minute ago at most; None: nobody knows."""
+    def states(self, job: KeptJob, since: float) -> dict[str, str] | None:
+        """Return the state of each job by its name, as it was about a minute ago at most.
+
+        ``since``: seconds since boot before which an answer says nothing about this job. None: nobody knows yet.
+        """
         key = "\0".join([*job.look, *(f"{k}={v}" for k, v in sorted(job.environ.items()))])
         with self._lock:
-            due, states = self._known.get(key, (0.0, None))
-            if boottime() >= due:
-                started = boottime()
+            known = self._known.get(key)
+            if known is None or boottime() >= known.due:
+                asked = boottime()
                 states = look(job.look, job.environ)
-                took_s = boottime() - started
-                self._known[key] = (started + max(LOOK_S, LOOK_SHARE * took_s), states)
-            return states
+                due = asked + max(LOOK_S, LOOK_SHARE * (boottime() - asked))
+                known = self._known[key] = _Looked(asked, due, states)
+            return known.states if known.asked >= since else None
 
 
 def look(command: Sequence[str], environ: Mapping[str, str]) -> dict[str, str] | None:
@@ -92,6 +101,7 @@ class JobCalls:
         self._job = job
         self._watch = watch
         self._jobs: queue.SimpleQueue[_Job | None] | None = None
+        self._since = boottime()
         self._shown = False  # life, once: whoever hands us the lease waits for that, and for no command
         self._clean_since: float | None = None  # since when no job of that name was seen
 
@@ -135,7 +145,7 @@ class JobCalls:
 
     def _ended(self) -> str:
         """Return why the job holds nothing any more, "" when it does, as far as anybody knows."""
-        states = self._watch.states(self._job)
+        states = self._watch.states(self._job, self._since)
         if states is None:
             return ""
         state = states.get(self._job.job_name)

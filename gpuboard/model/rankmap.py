@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import msgspec
@@ -38,6 +39,7 @@ class RankMap(msgspec.Struct, frozen=True):
     world_size: int
     nodes: list[RankNode]
     ranks: list[Rank]
+    job: str | None = None  # the Slurm job through which the nodes are reached; None: over ssh
 
 
 def problems(rank_map: RankMap) -> list[str]:
@@ -49,6 +51,8 @@ def problems(rank_map: RankMap) -> list[str]:
     found: list[str] = []
     if rank_map.schema != 1:
         found.append(f"schema is {rank_map.schema}; this gpuboard reads schema 1")
+    if rank_map.job is not None and not re.fullmatch(r"[0-9]{1,10}([+][0-9]{1,10})?", rank_map.job, re.ASCII):
+        found.append(f"job {rank_map.job!r} is not the number of a Slurm job")
     if not 0 <= rank_map.master_port <= 65535:
         found.append(f"master_port {rank_map.master_port} is not a port; 0 lets launch choose one")
     if not rank_map.ranks:
