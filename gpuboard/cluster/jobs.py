@@ -118,6 +118,7 @@ def rule(
         if lost:
             who = " and ".join(sorted({f"job {job.id} of {job.user}" for job in adrift}) + [words] * (more > 0))
             doubt = doubt or f"{lost} of these {len(rest)} GPUs belong to {who}; which ones cannot be told from here"
+        withheld = withheld or _ending_words(node, held)
         full = "Slurm has no CPU left to give on its node" if "allocated" in node.flags else ""
         swept = Ruling(doubt=doubt, withheld=withheld, note="; ".join(filter(None, (note if found else "", full))))
     return Ruled(found | dict.fromkeys(rest, swept), sure)
@@ -152,6 +153,14 @@ def node_words(node: SchedulerNode) -> tuple[str, str]:
         return f"Slurm reservation {clean(node.reservation, 64)}{reason}", doubt
     said = {"drain": "drained", "maint": "in maintenance", "maintenance": "in maintenance", "fail": "failing"}
     return f"Slurm: {said.get(word, word.replace('_', ' '))}{reason}", doubt
+
+
+def _ending_words(node: SchedulerNode, held: Sequence[Held]) -> str:
+    """Return why nobody gets an idle GPU of a node where a job is ending: Slurm starts nothing there meanwhile."""
+    if "completing" not in node.flags:
+        return ""
+    ending = sorted({clean(job.id, 64) for job, _ in held if job.state == "completing"})
+    return f"Slurm: {'job ' + ', '.join(ending) if ending else 'a job'} is still ending there, and none begins before"
 
 
 def _places(own: Slots, total: int) -> tuple[dict[int, str], str]:

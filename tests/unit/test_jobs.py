@@ -124,7 +124,6 @@ def test_mig_devices_are_counted_where_slurm_does() -> None:
         ("idle+maintenance+reserved", "", ("Slurm reservation maint", "")),
         ("down+not_responding", "gone", ("", "Slurm: the node is down: gone")),
         ("idle", "", ("", "")),
-        ("mixed+completing", "", ("", "")),
     ],
 )
 def test_what_a_nodes_state_means_for_its_idle_gpus(state: str, reason: str, words: tuple[str, str]) -> None:
@@ -134,6 +133,14 @@ def test_what_a_nodes_state_means_for_its_idle_gpus(state: str, reason: str, wor
     ruled = jobs.rule(there, [held(1, Gres("h100", 1, (0,)))], gpus(8), {})
     assert said(ruled.gpus)["u0"] == "1", "what a job holds it holds"
     assert (ruled.gpus["u1"].withheld, ruled.gpus["u1"].doubt) == words
+
+
+def test_nothing_begins_on_a_node_where_a_job_is_ending() -> None:
+    there = node(state="mixed+completing")
+    ruled = jobs.rule(there, [held(1, Gres("h100", 1, (0,))), held(9, state="completing")], gpus(2), {})
+    assert said(ruled.gpus)["u0"] == "1", "what a job holds it holds"
+    assert ruled.gpus["u1"].withheld == "Slurm: job 9 is still ending there, and none begins before"
+    assert jobs.rule(there, [], gpus(2), {}).gpus["u1"].withheld.startswith("Slurm: a job is still ending")
 
 
 def test_a_node_whose_line_could_not_be_read_has_no_free_gpu() -> None:
