@@ -63,6 +63,33 @@ def parse_cgroup(text: str) -> "Tuple[Optional[str], Optional[str]]":
     return job.group(1) if job else None, container.group(1)[:12] if container else None
 
 
+def cpu_times(line: str) -> "Optional[Tuple[int, int]]":
+    """Return (idle, all) in clock ticks since boot, of the first line of /proc/stat; guests' are in user time."""
+    try:
+        fields = [int(word) for word in line.split()[1:9]]
+        return fields[3] + fields[4], sum(fields)
+    except (ValueError, IndexError):
+        return None
+
+
+def cpu_percent(before: "Optional[Tuple[int, int]]", now: "Optional[Tuple[int, int]]") -> "Optional[float]":
+    """Return the processors' share in use between two ``cpu_times``; a few ticks say nothing."""
+    if now is None or before is None or now[1] - before[1] < 5:
+        return None
+    return round(100.0 * (1 - (now[0] - before[0]) / float(now[1] - before[1])), 1)
+
+
+def memory(text: str) -> "Tuple[Optional[int], Optional[int]]":
+    """Return (used, total) bytes of /proc/meminfo."""
+    values = {}
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) == 3 and words[1].isdigit():
+            values[words[0]] = int(words[1]) * 1024
+    total, available = values.get("MemTotal:"), values.get("MemAvailable:")
+    return (None if total is None or available is None else total - available), total
+
+
 def pci_slot(address: "Tuple[int, ...]") -> "Tuple[Optional[int], Optional[str]]":
     """Return (NUMA node, processors beside it as ``0-15,32-47``) of a PCI device (domain, bus, device), from sysfs.
 
@@ -201,7 +228,7 @@ class Host:
 
     def reading(self) -> "Dict[str, Any]":
         """Return ``cpu_percent, memory_used, memory_total, load1``; None for what cannot be told."""
-        used, total = self._memory()
+        used, total = memory(_text(self.root + "/meminfo", 512))
         return {
             "cpu_percent": self._percent(),
             "memory_used": used,
@@ -210,28 +237,17 @@ class Host:
         }
 
     def _times(self) -> "Optional[Tuple[int, int]]":
-        """Return (idle, all) in clock ticks since boot. Time given to guests is in user time already."""
         try:
-            fields = [int(word) for word in read(self.root + "/stat", 512).split(b"\n")[0].split()[1:9]]
-            return fields[3] + fields[4], sum(fields)
-        except (OSError, ValueError, IndexError):
+            return cpu_times(read(self.root + "/stat", 512).split(b"\n")[0].decode("ascii", "replace"))
+        except OSError:
             return None
 
     def _percent(self) -> "Optional[float]":
-        now, before = self._times(), self._before
-        if now is None or before is None or now[1] - before[1] < 5:  # a few ticks say nothing
-            return None
-        self._before = now
-        return round(100.0 * (1 - (now[0] - before[0]) / float(now[1] - before[1])), 1)
-
-    def _memory(self) -> "Tuple[Optional[int], Optional[int]]":
-        values = {}
-        for line in _text(self.root + "/meminfo", 512).splitlines():
-            words = line.split()
-            if len(words) == 3 and words[1].isdigit():
-                values[words[0]] = int(words[1]) * 1024
-        total, available = values.get("MemTotal:"), values.get("MemAvailable:")
-        return (None if total is None or available is None else total - available), total
+        now = self._times()
+        percent = cpu_percent(self._before, now)
+        if percent is not None:
+            self._before = now
+        return percent
 
     def _load(self) -> "Optional[float]":
         try:

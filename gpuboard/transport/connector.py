@@ -13,6 +13,7 @@ from gpuboard.transport.local import LocalTransport
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
+    from gpuboard.transport.shelllink import ShellLink
 
 
 class Connector:
@@ -45,6 +46,25 @@ class Connector:
         link = AgentLink(node, role, config, listener, ended)
         transport = self._to(host, job)
         link.attach(transport.open(host or "localhost", role, link))
+        return link
+
+    def open_shell(
+        self,
+        node: str,
+        host: str,
+        why: str,
+        interval_s: float | None,
+        *,
+        listener: Listener,
+        ended: Callable[[TransportError], None],
+        job: str | None = None,
+    ) -> ShellLink:
+        """Return a link to a shell on ``host``, where no agent can be started because of ``why`` (see ShellLink)."""
+        from gpuboard.transport.shell import COMMAND  # only where a node has no python3
+        from gpuboard.transport.shelllink import ShellLink
+
+        link = ShellLink(node, why, interval_s, listener, ended)
+        link.attach(self._to(host, job).open(host, "shell", link, COMMAND))
         return link
 
     def close(self) -> None:

@@ -1,0 +1,98 @@
+"""What the shell on a node without python3 says of processes and the host (gpuboard/transport/shell.py); pure.
+
+As untrusted as all that nodes send: whoever names a process can put line ends into what is said of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gpuboard.agent import procfs
+
+Section = Mapping[str, str]  # what stands below each heading of one answer
+
+_OF_PROCESS = re.compile(r"/proc/(\d{1,10})/(?:status|cgroup|stat):(.*)", re.DOTALL)
+
+
+def words(text: str) -> dict[str, str]:
+    """Return lines of a name and its value."""
+    return {name: rest for name, _, rest in (line.partition(" ") for line in text.splitlines())}
+
+
+def processes(said: Section) -> dict[int, dict[str, Any]]:
+    """Return what is known of each process, with the names of :class:`gpuboard.model.gpu.Process`.
+
+    Those that /proc does not show are missing. Variables cannot be read, so nothing is known of leases, and a process
+    of root in a container has a hidden owner, as with the agent.
+    """
+    users = dict(_user(line) for line in said.get("users", "").splitlines() if line.count(":") >= 2)
+    commands = dict(_command(line) for line in said.get("args", "").splitlines())
+    groups, stats = _by_process(said.get("groups", "")), _by_process(said.get("stats", ""))
+    host = words(said.get("host", ""))
+    found: dict[int, dict[str, Any]] = {}
+    for pid, lines in _by_process(said.get("names", "")).items():
+        status = dict(line.split(":\t", 1) for line in lines.split("\n") if ":\t" in line)
+        uid = status.get("Uid", "").split("\t")[0]
+        if not uid.isdecimal():
+            continue
+        job, container = procfs.parse_cgroup(groups.get(pid, ""))
+        found[pid] = {
+            "uid": int(uid[:10]),
+            "user": None if uid == "0" and container else users.get(uid, uid[:10]),
+            "name": status.get("Name", ""),
+            "command": commands.get(pid, "")[: procfs.COMMAND_LIMIT],
+            "started": _started(stats.get(pid, ""), host),
+            "job": job,
+            "container": container,
+        }
+    return found
+
+
+def host(said: Section, before: tuple[int, int] | None) -> tuple[dict[str, Any], tuple[int, int] | None]:
+    """Return how busy the host is, with the names of :class:`gpuboard.model.reading.Reading`, and its processor times.
+
+    ``before``: those of the answer before.
+    """
+    text = said.get("host", "")
+    times = next((procfs.cpu_times(line) for line in text.splitlines() if line.startswith("cpu ")), None)
+    used, total = procfs.memory(text)
+    load = next((line.split()[0] for line in text.splitlines() if re.match(r"\d+\.\d+ \d+\.\d+ ", line)), None)
+    at = words(text).get("at", "")
+    return {
+        "at": float(at) if re.fullmatch(r"\d{1,12}", at) else 0.0,
+        "cpu_percent": procfs.cpu_percent(before, times),
+        "memory_used": used,
+        "memory_total": total,
+        "load1": None if load is None else float(load),
+    }, times or before
+
+
+def _by_process(text: str) -> dict[int, str]:
+    """Return the lines of each process; a line end in a name begins a line that belongs to the one before."""
+    found: dict[int, list[str]] = {}
+    for line in text.split("\n"):
+        match = _OF_PROCESS.fullmatch(line)
+        if match is not None:
+            found.setdefault(int(match.group(1)), []).append(match.group(2))
+    return {pid: "\n".join(lines) for pid, lines in found.items()}
+
+
+def _started(stat: str, host: Mapping[str, str]) -> float | None:
+    """Return when a process was started, epoch seconds."""
+    try:
+        _, start = procfs.parse_stat(stat.encode())
+        return round(float(host["btime"]) + start / float(host["hz"]), 2)
+    except (KeyError, ValueError, IndexError, ArithmeticError):
+        return None
+
+
+def _user(line: str) -> tuple[str, str]:
+    fields = line.split(":")
+    return fields[2], fields[0]
+
+
+def _command(line: str) -> tuple[int, str]:
+    pid, _, rest = line.strip().partition(" ")
+    return int(pid) if pid.isdecimal() and len(pid) <= 10 else -1, rest.strip()

@@ -1,0 +1,256 @@
+"""A node without python3: the shell's lines under every shell there is, and what the client makes of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuboard.agent import smi_child
+from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.transport import shelllink
+from gpuboard.transport.base import CallFailed, LinkLost, TransportError
+from gpuboard.transport.local import LocalTransport
+from gpuboard.transport.shell import COMMAND, SCRIPT
+from gpuboard.transport.shelllink import ShellLink
+from tests.agent import still_there
+from tests.smi import FakeSmi
+from tests.sshd import children
+from tests.waiting import until
+
+WHY = "python3 cannot be started there; install python3 (3.6 or later) or set `python` in the config"
+
+
+class Listening:
+    """A link over the local transport, and what it said."""
+
+    def __init__(self, *, interval_s: float | None = None) -> None:
+        self.said: list[Hello | Static | Reading | Event] = []
+        self.error: TransportError | None = None
+        self.transport = LocalTransport()
+        self.link = ShellLink("n1", WHY, interval_s, self.said.append, self._ended)
+        self.link.attach(self.transport.open("localhost", "shell", self.link, COMMAND))
+
+    def _ended(self, error: TransportError) -> None:
+        self.error = error
+
+    def readings(self) -> list[Reading]:
+        return [message for message in self.said if isinstance(message, Reading)]
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait as a feed does, which lets the link look at the time."""
+
+        def there() -> object:
+            self.link.look(time.monotonic())
+            return condition()
+
+        until(there, f"{what}; {self.error}")
+
+    def reading(self, number: int = 0) -> Reading:
+        """Return the reading of that number, once it is there."""
+        self.until(lambda: len(self.readings()) > number, f"reading {number}")
+        return self.readings()[number]
+
+    def static(self) -> Static:
+        return next(message for message in reversed(self.said) if isinstance(message, Static))
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSmi:
+    """nvidia-smi on PATH."""
+    fake = FakeSmi(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{fake.folder}:/usr/bin:/bin")
+    fake.says("v13-h100-590")
+    return fake
+
+
+@pytest.fixture
+def links() -> Iterator[list[Listening]]:
+    made: list[Listening] = []
+    yield made
+    for one in made:
+        one.link.close()
+        one.transport.close()
+
+
+def open_link(links: list[Listening], **options: Any) -> Listening:
+    links.append(Listening(**options))
+    return links[-1]
+
+
+@pytest.mark.parametrize("login", ["sh", "bash", "dash", "zsh", "csh", "tcsh", "fish"])
+def test_every_login_shell_starts_it_and_it_ends_with_the_connection(login: str, fake: FakeSmi) -> None:
+    if not shutil.which(login):
+        pytest.skip(f"{login} is not installed")
+    fake.hangs()
+    with subprocess.Popen([login, "-c", COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(SCRIPT + b"00ff\nq\n")
+        child.stdin.flush()
+        assert [child.stdout.readline() for _ in range(2)] == [b"\n", b"@00ff hello start\n"]
+        until(fake.calls, "nvidia-smi runs")
+        running = children(child.pid)
+        assert running
+        closed = time.monotonic()
+        child.stdin.close()
+        assert child.wait(5) == 0
+        assert still_there(running) == []
+    assert time.monotonic() - closed < 2
+
+
+@pytest.mark.parametrize("shell", ["dash", "bash", "zsh", "busybox"])
+def test_the_lines_are_posix(shell: str, fake: FakeSmi) -> None:
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
+    program = {"bash": ["bash", "--posix"], "zsh": ["zsh", "--emulate", "sh"], "busybox": ["busybox", "sh"]}
+    line = COMMAND.removeprefix("exec sh -c '").removesuffix("'")
+    done = subprocess.run(
+        [*program.get(shell, [shell]), "-c", line],
+        input=SCRIPT + b"00ff\nq\n",
+        capture_output=True,
+        timeout=20,
+    )
+    assert b"@00ff hello start\nhostname " in done.stdout
+    assert b"@00ff hello end 0\n" in done.stdout
+    assert done.stderr == b""
+
+
+def test_it_says_what_an_agent_says(fake: FakeSmi, links: list[Listening]) -> None:
+    listing = (Path(__file__).parent.parent / "data/nvidia-smi/v13-h100-590.xml").read_text()
+    fake.prints(listing.replace("<pid>4242<", f"<pid>{os.getpid()}<").replace("<pid>99<", "<pid>2147483000<").encode())
+    here = open_link(links)
+    reading = here.reading()
+    hello = here.said[0]
+    assert isinstance(hello, Hello)
+    assert (hello.hostname, hello.uid, hello.user) == (os.uname().nodename, os.getuid(), "root")
+    assert hello.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    static = here.static()
+    assert (static.source, static.driver, static.cuda) == ("nvidia-smi", "590.44.01", "13.1")
+    assert [(gpu.index, gpu.minor, gpu.memory_total) for gpu in static.gpus] == [
+        (0, 2, 81559 * 2**20),
+        (1, 0, 81559 * 2**20),
+    ]
+    assert (reading.nvml_error, reading.claims_error, reading.interval_s) == (None, WHY, 0.0)
+    assert abs(reading.at - time.time()) < 10
+    assert (reading.memory_total or 0) > 2**20
+    assert reading.load1 is not None
+    ours, hidden = reading.gpus[1].processes or []
+    assert (ours.pid, ours.uid, ours.user, ours.type) == (os.getpid(), 0, "root", "compute")
+    assert ours.name in {"pytest", "python", "python3"}
+    assert "pytest" in ours.command
+    started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    boot = float(next(x for x in Path("/proc/stat").read_text().splitlines() if x.startswith("btime")).split()[1])
+    assert ours.started == pytest.approx(boot + started, abs=0.02)
+    assert (hidden.user, hidden.type, hidden.name) == (None, "graphics", "")
+
+
+def test_it_reads_when_asked_and_refuses_all_else(fake: FakeSmi, links: list[Listening]) -> None:
+    here = open_link(links)
+    here.reading()
+    assert here.link.submit("read", {}).result(10) == {"seq": 2}
+    answers = [here.link.submit("read", {}) for _ in range(3)]
+    assert [answer.result(10)["seq"] >= 3 for answer in answers] == [True] * 3
+    assert len(fake.calls()) <= 4
+    with pytest.raises(CallFailed, match="python3 cannot be started there") as failed:
+        here.link.submit("take", {"lease": "x"}).result(10)
+    assert failed.value.kind == "no-python"
+    here.link.close()
+    with pytest.raises(LinkLost, match="closed"):
+        here.link.submit("read", {}).result(10)
+
+
+def test_a_lost_gpu_is_named_by_the_messages(fake: FakeSmi, links: list[Listening]) -> None:
+    fake.says("v12-lost-535")
+    here = open_link(links)
+    assert [(gpu.error, gpu.uuid[:6]) for gpu in here.reading().gpus] == [
+        (None, "GPU-5e"),
+        ("Unknown Error", "unread"),
+        (None, "GPU-5e"),
+    ]
+
+
+def test_xml_that_cannot_be_read_is_asked_for_again_by_queries(fake: FakeSmi, links: list[Listening]) -> None:
+    fake.prints(b"<nvidia_smi_log><gpu>&bomb;</gpu></nvidia_smi_log>")
+    fake.answers("csv-old")
+    fake.lacks("memory.reserved", "remapped_rows.pending")
+    here = open_link(links)
+    assert [(gpu.memory_used, gpu.processes) for gpu in here.reading().gpus] == [(0, []), (1204 * 2**20, None)]
+
+
+def test_what_nvidia_smi_says_in_place_of_a_listing_is_told(fake: FakeSmi, links: list[Listening]) -> None:
+    fake.says("says-mismatch", code=18)
+    here = open_link(links)
+    reading = here.reading()
+    assert reading.nvml_error == "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
+    with pytest.raises(CallFailed, match="version mismatch"):
+        here.link.submit("read", {}).result(10)
+
+
+def test_a_host_without_nvidia_smi_says_so_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: list[Listening]
+) -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("nvidia-smi is installed here")
+    here = open_link(links)
+    until(lambda: here.error, "an end")
+    assert here.error is not None
+    assert (here.error.kind, here.error.words) == ("no-python", "nor is there nvidia-smi")
+    assert here.said == []
+
+
+def test_it_is_asked_seldom_and_says_so(fake: FakeSmi, links: list[Listening]) -> None:
+    fake.takes(0.6)
+    here = open_link(links, interval_s=0.2)
+    began = time.monotonic()
+    first, second = here.reading(), here.reading(1)
+    assert 5.5 < time.monotonic() - began < 9
+    assert 0.5 < first.gpus[0].delay_s < 3
+    assert second.interval_s > 5.9
+    assert (second.cpu_percent or 0) >= 0
+    assert len(fake.calls()) == 2
+
+
+@pytest.mark.slow
+def test_one_that_hangs_is_killed_and_the_last_values_go_on_with_their_age(
+    fake: FakeSmi, links: list[Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smi_child, "RUN_S", 3.0)
+    monkeypatch.setattr(shelllink, "OLD_S", 1.0)
+    here = open_link(links, interval_s=0.2)
+    here.reading()
+    fake.hangs()
+    here.until(lambda: len(fake.calls()) > 1, "it hangs")
+    count = len(here.readings())
+    late = here.reading(count)
+    assert (late.nvml_error, late.gpus[0].utilization) == (None, 0)
+    here.until(lambda: here.readings()[-1].nvml_error, "it was given up")
+    dead = here.readings()[-1]
+    assert dead.nvml_error == "nvidia-smi: it has not ended for 30 s"
+    assert dead.gpus[0].delay_s > 3
+    fake.hangs(False)
+    here.until(lambda: not here.readings()[-1].nvml_error, "it is back")
+    assert here.readings()[-1].gpus[0].delay_s < 2
+
+
+def test_what_does_not_begin_is_told_as_noise_and_what_never_ends_as_malformed(links: list[Listening]) -> None:
+    ended: list[TransportError] = []
+    noisy = ShellLink("n1", WHY, None, lambda message: None, ended.append)
+    noisy.received(b"Welcome\n" * 9000)
+    assert ended[0].words == "malformed answer: the node's shell start-up files print more than 64 kB"
+
+
+def test_readings_come_from_one_thread(fake: FakeSmi, links: list[Listening]) -> None:
+    here = open_link(links, interval_s=0.2)
+    threads: set[int] = set()
+    here.link._listener = lambda message: threads.add(threading.get_ident())
+    here.link.submit("read", {}).result(10)
+    here.link.submit("read", {}).result(10)
+    assert len(threads) == 1

@@ -1,0 +1,123 @@
+"""What a shell says of its node, in whatever pieces and with whatever in between, is read or ends the link."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.transport import shellfacts
+from gpuboard.transport.base import TransportError
+from gpuboard.transport.shell import COMMAND, SCRIPT
+from gpuboard.transport.shellframes import Answer, Frames, Malformed
+from gpuboard.transport.shelllink import ShellLink
+from tests.unit.test_smi_properties import TEXT
+
+LISTING = (Path(__file__).parent.parent / "data/nvidia-smi/v13-h100-590.xml").read_bytes()
+BUSY = "GPU-5eed0001-0000-4000-8000-000000000001"
+HELLO = b"hostname n1\nuid 1001\nuser alice\npid 7\nboot b\n"
+FACTS = (
+    b"\n@N p names\n/proc/4242/status:Name:\tpython\n/proc/4242/status:Uid:\t1002\t1002\t1002\t1002\n"
+    b"/proc/99/status:Name:\tXorg\n/proc/99/status:Uid:\t0\t0\t0\t0\n"
+    b"\n@N p groups\n/proc/4242/cgroup:0::/system.slice/slurmstepd.scope/job_77/step_0/user/task_0\n"
+    b"/proc/99/cgroup:0::/docker/" + b"ab" * 32 + b"\n"
+    b"\n@N p stats\n/proc/4242/stat:4242 (two\n/proc/4242/stat:lines) S 1 " + b"0 " * 17 + b"5000 0\n"
+    b"\n@N p args\n 4242 python train.py --lr 3e-4\n   99 /usr/lib/xorg/Xorg :0\n"
+    b"\n@N p users\nbob:x:1002:1002::/home/bob:/bin/sh\n"
+    b"\n@N p host\nat 1795283079\nhz 100\n3.73 4.56 3.79 14/336 17373\ncpu  10 0 10 80 0 0 0 0 0 0\nbtime 1795257384\n"
+    b"MemTotal:       1000 kB\nMemAvailable:   400 kB\n"
+    b"\n@N p end 0\n"
+)
+
+
+class Wire:
+    """A channel to nowhere, and a link on it that keeps what it says."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.said: list[Hello | Static | Reading | Event] = []
+        self.error: TransportError | None = None
+        self.link = ShellLink("n1", "no python3", None, self.said.append, self._ended)
+        self.link.attach(self)
+        self.nonce = self.written.removeprefix(SCRIPT).strip()
+
+    def _ended(self, error: TransportError) -> None:
+        self.error = error
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def hear(self, data: bytes) -> None:
+        self.link.received(data.replace(b"@N ", b"@" + self.nonce + b" "))
+
+
+def transcript(listing: bytes = LISTING) -> bytes:
+    return b"\n@N hello start\n" + HELLO + b"\n@N hello end 0\n\n@N q xml\n" + listing + b"\n@N q end 0\n" + FACTS
+
+
+def free(said: list[Hello | Static | Reading | Event]) -> set[str]:
+    readings = [message for message in said if isinstance(message, Reading)]
+    return {gpu.uuid for reading in readings for gpu in reading.gpus if gpu.processes == [] and gpu.error is None}
+
+
+def test_the_command_line_has_no_character_that_a_shell_would_read() -> None:
+    inside = COMMAND.removeprefix("exec sh -c '").removesuffix("'")
+    assert not set(inside) & set("!\\`\n'")
+    assert SCRIPT.count(b"\n") == 1
+
+
+def test_processes_are_described_as_the_agent_does() -> None:
+    wire = Wire()
+    wire.hear(transcript())
+    reading = wire.said[-1]
+    assert isinstance(reading, Reading)
+    python, xorg = reading.gpus[1].processes or []
+    assert (python.user, python.uid, python.name, python.job) == ("bob", 1002, "python", "77")
+    assert (python.command, python.started) == ("python train.py --lr 3e-4", 1795257434.0)
+    assert (xorg.user, xorg.uid, xorg.container) == (None, 0, "ab" * 6)  # root in a container: anybody's
+    assert (reading.load1, reading.memory_used, reading.memory_total) == (3.73, 600 * 1024, 1000 * 1024)
+    assert wire.written.endswith(b"q \np 99 4242\n")
+
+
+@given(st.lists(st.integers(1, 400), max_size=60))
+def test_pieces_of_any_size_say_the_same(sizes: list[int]) -> None:
+    wire, data = Wire(), transcript()
+    data = data.replace(b"@N ", b"@" + wire.nonce + b" ")
+    for size in sizes:
+        wire.hear(data[:size])
+        data = data[size:]
+    wire.hear(data)
+    assert [type(message) for message in wire.said] == [Hello, Static, Reading]
+    assert wire.error is None
+
+
+@settings(max_examples=300)
+@given(st.integers(0, len(transcript())), TEXT, st.booleans())
+def test_text_put_in_anywhere_is_read_or_ends_the_link(at: int, text: str, ours: bool) -> None:
+    data, wire = transcript(), Wire()
+    put = text.encode("utf-8", "surrogatepass")
+    wire.hear(data[:at] + (b"\n@N " if ours else b"") + put + data[at:])
+    assert BUSY not in free(wire.said)
+
+
+@given(st.dictionaries(st.sampled_from(["names", "groups", "stats", "args", "users", "host"]), TEXT))
+def test_no_text_makes_facts_raise(said: dict[str, str]) -> None:
+    shellfacts.processes(said)
+    shellfacts.host(said, (1, 100))
+
+
+def test_frames_are_cut_at_our_own_lines_only() -> None:
+    frames = Frames(b"ff")
+    assert frames.take(b"noise\n@ee q xml\n@ff q xml\nline @ff q end 0\n@ee q end 0\n\n@ff q end 137") == []
+    assert frames.take(b"\n") == [Answer("q", {"xml": b"line @ff q end 0\n@ee q end 0\n"}, 137)]
+    assert frames.take(b"@ff p end x\n") == [Answer("p", {}, -1)]
+    with pytest.raises(Malformed, match="heading"):
+        frames.take(b"@ff q\n")
+    with pytest.raises(Malformed, match="start-up files"):
+        Frames(b"ff").take(b"x" * 70000)
