@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -89,10 +89,27 @@ def slurm_allocator(
     return SlurmAllocator(nodes, settings, env, scheduler=scheduler, asked=asked, said=said, progress=progress)
 
 
+def without_slurm(nodes: Sequence[Node], scheduler: Scheduler) -> list[Node]:
+    """Return those of ``nodes`` on which leases lie as claims. Raises NoNodeReached where Slurm does not answer."""
+    if any(node.simulate is not None or node.job is not None for node in nodes):
+        return list(nodes)  # simulated, or of the job that we are in: there claims tell several launches apart
+    known = _known(scheduler)
+    return [node for node in nodes if node.name not in known]
+
+
 def asks_slurm(nodes: Sequence[Node], scheduler: Scheduler, *, said: bool) -> bool:
     """Tell whether ``nodes`` are had through Slurm. Raises UsageError and NoNodeReached, as :func:`open_allocator`."""
-    if any(node.simulate is not None or node.job is not None for node in nodes):
-        return False  # simulated, or of the job that we are in: there claims tell several launches apart
+    strangers = [node.name for node in without_slurm(nodes, scheduler)]
+    if strangers and said and len(strangers) < len(nodes):
+        raise UsageError(
+            f"Slurm has no node {strangers[0]!r}, but others of these; a lease is through Slurm or without it: "
+            "name the ones or the others with --nodes"
+        )
+    return len(strangers) < len(nodes)
+
+
+def _known(scheduler: Scheduler) -> Collection[str]:
+    """Return every name that a node of Slurm's may have. Raises NoNodeReached."""
     seen = scheduler.look(_LOOK_S)
     if seen.schedule is None:
         raise NoNodeReached(
@@ -101,14 +118,7 @@ def asks_slurm(nodes: Sequence[Node], scheduler: Scheduler, *, said: bool) -> bo
         )
     from gpuboard.cluster.jobs import names
 
-    known = names(seen.schedule)
-    strangers = [node.name for node in nodes if node.name not in known]
-    if strangers and said and len(strangers) < len(nodes):
-        raise UsageError(
-            f"Slurm has no node {strangers[0]!r}, but others of these; a lease is through Slurm or without it: "
-            "name the ones or the others with --nodes"
-        )
-    return len(strangers) < len(nodes)
+    return names(seen.schedule)
 
 
 def nodes_of(lease: Lease, nodes: Sequence[Node]) -> list[Node]:

@@ -51,14 +51,19 @@ def keep_rank_map(env: Mapping[str, str], rank_map: RankMap, *, whole: bool) -> 
     return file
 
 
-def as_allocated(env: Mapping[str, str], lease: str, gpus: Sequence[Chosen]) -> Sequence[Chosen]:
-    """Return ``gpus`` in the order of the lease's rank map, which a person may have asked for, where it is here."""
+def known_rank_map(env: Mapping[str, str], lease: str) -> RankMap | None:
+    """Return the rank map that was written when a lease was allocated; None where it is not here."""
     try:
         with open(rank_map_file(env, lease), "rb") as file:
-            known = msgspec.json.decode(file.read(), type=RankMap)
+            return msgspec.json.decode(file.read(), type=RankMap)
     except (OSError, msgspec.DecodeError):
-        return gpus
-    order = {(rank.node, rank.uuid): rank.rank for rank in known.ranks}
+        return None
+
+
+def as_allocated(env: Mapping[str, str], lease: str, gpus: Sequence[Chosen]) -> Sequence[Chosen]:
+    """Return ``gpus`` in the order of the lease's rank map, which a person may have asked for, where it is here."""
+    known = known_rank_map(env, lease)
+    order = {(rank.node, rank.uuid): rank.rank for rank in known.ranks} if known is not None else {}
     if order.keys() != {(gpu.node, gpu.uuid) for gpu in gpus}:
         return gpus
     return sorted(gpus, key=lambda gpu: order[gpu.node, gpu.uuid])

@@ -32,7 +32,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
-    """Return the leases that the nodes' newest readings hold, and the nodes that could not be read."""
+    """Return the leases in the nodes' newest readings and in the scheduler, and the nodes that could not be read."""
     now = time.time()
     unread = [node.name for node in snapshot.nodes if node.state != "up" or node.claims_error is not None]
     down = set(unread)
@@ -45,13 +45,18 @@ def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
                 index[gpu.uuid] = gpu.index
             if gpu.mig:
                 index |= {device.uuid: gpu.index for device in gpu.mig}
-    return LeaseList(schema=1, at=iso(now), leases=ledger.leases_of(current, index, now, _alive), unread=unread)
+    found = ledger.leases_of(current, index, now, _alive)
+    if (schedule := fleet.schedule) is not None:
+        from gpuboard.allocate import slurm_held  # only where there is a Slurm
+
+        found += slurm_held.leases(schedule, snapshot, now)
+    return LeaseList(schema=1, at=iso(now), leases=found, unread=unread)
 
 
 def gpus_words(gpus: Sequence[LeaseGpu]) -> str:
-    """Return GPUs as ``gpu01:0,2@gpu02:1``; one that is no longer in the readings by its UUID."""
+    """Return GPUs as ``gpu01:0,2@gpu02:1``; one that is no longer in the readings by its UUID, an unknown one as ?."""
     return "@".join(
-        f"{clean(node, 64)}:{','.join(clean(g.uuid, 48) if g.index is None else str(g.index) for g in on_node)}"
+        f"{clean(node, 64)}:{','.join(clean(g.uuid, 48) or '?' if g.index is None else str(g.index) for g in on_node)}"
         for node, on_node in groupby(gpus, key=lambda gpu: gpu.node)
     )
 

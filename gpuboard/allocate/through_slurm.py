@@ -34,7 +34,7 @@ from gpuboard.model.schedule import Schedule
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, iso, parse_duration
 from gpuboard.scheduler import submit
-from gpuboard.scheduler.client import Jobs, JobState
+from gpuboard.scheduler.client import Jobs, JobState, Uncertain
 from gpuboard.scheduler.jobscript import PAUSE_S, script
 
 if TYPE_CHECKING:
@@ -170,6 +170,8 @@ class SlurmAllocator:
         partitions = self._jobs.partitions()
         named = self._asked.partition or self._env.get("SBATCH_PARTITION", "")
         wanted = [name for name in named.split(",") if name] or [name for name, default, _ in partitions if default]
+        if {name for name, _, _ in partitions}.isdisjoint(wanted):
+            wanted = []  # hidden from us, or not there: Slurm will say
         limits = [limit for name, _, limit in partitions if name in wanted and limit is not None]
         longest_s = parse_duration(self._settings.max_lease)
         if for_s is None:
@@ -269,9 +271,7 @@ class SlurmAllocator:
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of ours as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease and the like."""
-        job = self.find(text)
-        lease = job.lease
-        assert lease is not None
+        lease, job = find(text, self._jobs.mine())
         if job.state == "PENDING":
             raise NotFree(Refusal(4, f"lease {lease} has nothing yet: Slurm job {job.number} is pending"))
         gpus = look(job.number, nodes_of(job.number, self._settings), self._settings)
@@ -281,19 +281,6 @@ class SlurmAllocator:
         made = self._lease(job, lease, gpus, "", known_holder(lease, self._env))
         return self._allocation(made, gpus, n, f"Slurm job {job.number}")
 
-    def find(self, text: str) -> JobState:
-        """Return the job of our lease of this id, or of the only one whose id starts so. Raises NoSuchLease."""
-        mine = {job.lease: job for job in self._jobs.mine() if job.lease is not None}
-        if text in mine:
-            return mine[text]
-        starting = sorted(lease for lease in mine if text and lease.startswith(text))
-        if len(starting) == 1:
-            return mine[starting[0]]
-        if starting:
-            raise NoSuchLease(f"{text!r} is the start of several leases of yours: {', '.join(starting)}; write more")
-        yours = f"yours are: {', '.join(sorted(mine))}" if mine else "you have none"
-        raise NoSuchLease(f"no lease {text!r} in Slurm; {yours}")
-
     def release(self, lease: Lease) -> list[str]:
         """End a lease at once; return why not where that failed."""
         with uninterrupted():
@@ -301,12 +288,12 @@ class SlurmAllocator:
                 self._jobs.cancel(lease.id)
             except GpuboardError as error:
                 return [str(error)]
-            self._forget(lease.id)
+            forget(lease.id, self._env)
         return []
 
     def renew(self, lease: Lease, for_s: float) -> None:
         """Let a lease end ``for_s`` from now. Raises GpuboardError with Slurm's words where it does not allow that."""
-        renew(self._jobs, self.find(lease.id), for_s, self._env)
+        renew(self._jobs, find(lease.id, self._jobs.mine())[1], for_s, self._env)
 
     # --- who knows of it
 
@@ -326,31 +313,33 @@ class SlurmAllocator:
             raise Interrupted("given up; nothing is reserved")
 
     def _drop(self) -> None:
-        """End the job that nobody was told of. The keeper does it, and goes on where Slurm does not answer."""
+        """End the job that nobody was told of, if there is one, and wait until it is gone, for some seconds.
+
+        The keeper does it, and goes on where Slurm does not answer.
+        """
         lease, self._taking = self._taking, None
+        handed, self._handed = self._handed, None
         if lease is None:
             return
         with uninterrupted():
-            handed, self._handed = self._handed, None
-            if handed is None or handed.lost:  # told already, or killed: then it is for us to do
-                self._cancel(lease)
-                return
-            if self._jobs.settle(_SETTLE_S) and self._number is not None:
+            try:
+                number = self._number or self._jobs.settle(_SETTLE_S)
+            except Uncertain:
+                number = 0  # nobody knows: it is looked for by its name
+            if number is None:
+                forget(lease, self._env)
+            elif handed is None or handed.lost:  # the owner was about to be told; or the keeper was killed
+                with contextlib.suppress(GpuboardError):
+                    self._jobs.cancel(lease)
+                    forget(lease, self._env)
+            else:
                 with contextlib.suppress(KeeperError):
-                    handed.started(self._number, LONGEST_S)
-            handed.abandon()
-            until = time.monotonic() + _CANCEL_S
-            while keeper.has(lease, self._env) and time.monotonic() < until:
-                time.sleep(0.02)
-
-    def _cancel(self, lease: str) -> None:
-        self._jobs.settle(_SETTLE_S)
-        with contextlib.suppress(GpuboardError):
-            self._jobs.cancel(lease)
-            self._forget(lease)
-
-    def _forget(self, lease: str) -> None:
-        forget(lease, self._env)
+                    if number:
+                        handed.started(number, LONGEST_S)
+                handed.abandon()
+                until = time.monotonic() + _CANCEL_S
+                while number and keeper.has(lease, self._env) and time.monotonic() < until:
+                    time.sleep(0.02)
 
     # --- in words
 
@@ -359,7 +348,7 @@ class SlurmAllocator:
         left_s = job.left_s if job.left_s is not None else LONGEST_S
         return Lease(
             id=lease,
-            owner=_user_name(),
+            owner=user_name(os.geteuid()),
             uid=os.geteuid(),
             host=os.uname().nodename,
             gpus=[
@@ -390,6 +379,18 @@ class SlurmAllocator:
         return Allocation(lease, found, why, file, folded(used), here)
 
 
+def find(text: str, mine: Sequence[JobState]) -> tuple[str, JobState]:
+    """Return our lease of this id, or the only one whose id starts so, with its job. Raises NoSuchLease."""
+    known = {job.lease: job for job in mine if job.lease is not None}
+    starting = [text] if text in known else sorted(lease for lease in known if text and lease.startswith(text))
+    if len(starting) == 1:
+        return starting[0], known[starting[0]]
+    if starting:
+        raise NoSuchLease(f"{text!r} is the start of several leases of yours: {', '.join(starting)}; write more of it")
+    yours = f"yours are: {', '.join(sorted(known))}" if known else "you have none"
+    raise NoSuchLease(f"no lease {text!r} in Slurm; {yours}")
+
+
 def renew(jobs: Jobs, job: JobState, for_s: float, env: Mapping[str, str]) -> None:
     """Let a lease's job end ``for_s`` from now: its limit counts from its start. Raises GpuboardError."""
     jobs.set_limit(job.number, submit.minutes(job.used_s + for_s))
@@ -407,14 +408,15 @@ def forget(lease: str, env: Mapping[str, str]) -> None:
             os.unlink(f"{paths.state_dir(env)}/leases/{name}")
 
 
+def user_name(uid: int) -> str:
+    """Return the name of a user of this host, the number where there is none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
 def known_holder(lease: str, env: Mapping[str, str]) -> LeaseHolder | None:
     """Return the process that a lease of this host lives with; None: it is detached, or another host's."""
     holder = keeper.holders(env).get(lease)
     return LeaseHolder(holder.pid, alive(holder)) if holder is not None else None
-
-
-def _user_name() -> str:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())

@@ -10,6 +10,7 @@ import msgspec
 
 from gpuboard.allocate.held import gpus_words, leases
 from gpuboard.cli.context import Context
+from gpuboard.cli.main import say
 from gpuboard.cli.status import nobody_reached, settled
 from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.errors import NoNodeReached
@@ -45,12 +46,29 @@ def run(args: argparse.Namespace, context: Context) -> int:
         fleet.start()
         snapshot = settled(fleet, context)
         found = leases(fleet, snapshot)
+        if fleet.schedule is not None:
+            found = _with_ours(found, context)
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
     else:
         for line in table(found, context.width, colour=context.colour):
             print(line)
     return NoNodeReached.exit_code if nobody_reached(snapshot) else 0
+
+
+def _with_ours(found: LeaseList, context: Context) -> LeaseList:
+    """Return the same, our own leases in Slurm as they are now: what was shared may be half a minute old."""
+    from gpuboard.allocate.slurm_held import up_to_date
+    from gpuboard.scheduler.client import Jobs
+
+    claims = [lease for lease in found.leases if lease.job is None]
+    jobs = [lease for lease in found.leases if lease.job is not None]
+    try:
+        now = up_to_date(jobs, Jobs(context.env), context.env)
+    except NoNodeReached as error:
+        say(str(error))
+        return found
+    return msgspec.structs.replace(found, leases=[*claims, *now])
 
 
 def table(found: LeaseList, width: int | None, *, colour: bool) -> list[str]:
@@ -84,6 +102,6 @@ def _row(lease: Lease) -> Row:
 
 def _holder(lease: Lease) -> str:
     if lease.holder is None:
-        return "detached"
+        return "detached" if lease.job is None else f"Slurm job {clean(lease.job, 32)}"
     life = {True: "alive", False: "gone", None: "elsewhere"}[lease.holder.alive]
     return f"pid {lease.holder.pid} {life}"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 import msgspec
 
-from gpuboard.allocate.held import chosen, gpus_words, leases, release
+from gpuboard.allocate.held import Ended, chosen, gpus_words, leases, release
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
+from gpuboard.cli.owned import SLURM, Owned, owned
 from gpuboard.cli.status import reached
 from gpuboard.errors import UsageError
+from gpuboard.model.text import clean
 
 NAME = "release"
 HELP = "end leases of yours at once"
@@ -24,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1): released, failed")
     parser.epilog = (
         "examples:\n  gpuboard release k3f9\n  gpuboard release --mine\n\n"
-        "Nothing is killed: what still runs on the GPUs is shown as overdue.\n"
+        "Nothing is killed: what still runs on the GPUs is shown as overdue. But a lease that is a job of Slurm is\n"
+        "cancelled, and Slurm ends what runs in it.\n"
         "exit code 5: no such lease, or not yours (root may release anybody's)"
     )
 
@@ -33,21 +37,37 @@ def run(args: argparse.Namespace, context: Context) -> int:
     """Release what was named; every id is tried, and the first failure decides the exit code."""
     if args.mine == bool(args.ids):
         raise UsageError("which lease? name it, or --mine, not both\n  see: gpuboard leases")
-    with reached(context) as (fleet, snapshot):
-        found = leases(fleet, snapshot)
-        mine = chosen(args.ids, fleet, found.unread)
-        ended = [release(lease, found.leases, fleet, context.env, say) for lease in mine]
-    released = [{"id": end.lease, "gpus": end.gpus} for end in ended if end.gpus]
-    failed = [{"id": end.lease, "node": node, "message": words} for end in ended for node, words in end.failed.items()]
+    mine, rest = owned(args.ids, context)
+    ended = _claims(rest, mine, context) if mine.nodes else []
+    for lease in mine.in_slurm:
+        from gpuboard.allocate.slurm_held import end  # only where there is a Slurm
+
+        assert mine.jobs is not None
+        error = end(lease, mine.jobs, context.env)
+        ended.append(Ended(lease.lease, [] if error else lease.gpus, {SLURM: clean(error)} if error else {}))
+    done = [each for each in ended if each.gpus or not each.failed]
+    released = [{"id": each.lease, "gpus": each.gpus} for each in done]
+    failed = [
+        {"id": each.lease, "node": node, "message": words} for each in ended for node, words in each.failed.items()
+    ]
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode({"schema": 1, "released": released, "failed": failed}) + b"\n")
     else:
-        for end in ended:
-            if end.gpus:
-                print(f"released {end.lease}: {gpus_words(end.gpus)}")
+        for each in done:
+            print(f"released {each.lease}: {gpus_words(each.gpus) or 'it had nothing yet'}")
         if not ended:
             print("you have no leases here")
     for failure in failed:
-        words = f"{failure['message']}; without its keeper what lies on {failure['node']} lapses within 90 s"
-        print(f"gpuboard: {failure['id']}: {words}", file=sys.stderr)
+        words = failure["message"]
+        if failure["node"] != SLURM:
+            words += f"; without its keeper what lies on {failure['node']} lapses within 90 s"
+        say(f"{failure['id']}: {words}")
     return 1 if failed else 0
+
+
+def _claims(ids: Sequence[str], mine: Owned, context: Context) -> list[Ended]:
+    """End the leases that lie on the nodes."""
+    with reached(context, mine.nodes) as (fleet, snapshot):
+        found = leases(fleet, snapshot)
+        named = chosen(ids, fleet, found.unread)
+        return [release(lease, found.leases, fleet, context.env, say) for lease in named]

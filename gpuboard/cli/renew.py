@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 
 from gpuboard.allocate.held import chosen, leases, renew
 from gpuboard.cli.context import Context
+from gpuboard.cli.main import say
 from gpuboard.cli.options import typed
+from gpuboard.cli.owned import SLURM, owned
 from gpuboard.cli.status import reached
 from gpuboard.errors import UsageError
+from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, iso, parse_duration
 
 NAME = "renew"
@@ -33,16 +35,26 @@ def run(args: argparse.Namespace, context: Context) -> int:
     most_s = parse_duration(context.settings.max_lease)
     if args.for_s > most_s:
         raise UsageError(f"--for {format_duration(args.for_s)} is above max_lease, {format_duration(most_s)} here")
-    with reached(context) as (fleet, snapshot):
-        [mine] = chosen([args.id], fleet, leases(fleet, snapshot).unread)
-        done, failed = renew(mine, args.for_s, fleet, context.env)
+    mine, rest = owned([args.id], context)
+    if rest:
+        with reached(context, mine.nodes) as (fleet, snapshot):
+            [named] = chosen(rest, fleet, leases(fleet, snapshot).unread)
+            done, failed = renew(named, args.for_s, fleet, context.env)
+        lease = named.lease
+    else:
+        from gpuboard.allocate.slurm_held import prolong  # only where there is a Slurm
+
+        [job], lease = mine.in_slurm, mine.in_slurm[0].lease
+        assert mine.jobs is not None
+        error = prolong(job, args.for_s, mine.jobs, context.env)
+        done, failed = ([], {SLURM: clean(error)}) if error else (sorted({gpu.node for gpu in job.gpus}), {})
     if done:
         until = iso(time.time() + args.for_s)
         if args.json:
-            print(json.dumps({"schema": 1, "id": mine.lease, "until": until, "nodes": done}))
+            print(json.dumps({"schema": 1, "id": lease, "until": until, "nodes": done}))
         else:
             where = "" if not failed else f" on {', '.join(done)}"
-            print(f"{mine.lease} now ends {until}, in {format_duration(args.for_s)}{where}")
+            print(f"{lease} now ends {until}, in {format_duration(args.for_s)}{where}")
     for node, words in failed.items():
-        print(f"gpuboard: {mine.lease} was not renewed on {node}: {words}", file=sys.stderr)
+        say(f"{lease} was not renewed{f' on {node}' if node != SLURM else ''}: {words}")
     return 1 if failed else 0

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +24,7 @@ from gpuboard.model.units import format_duration, parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.cluster.fleet import Fleet
+    from gpuboard.cluster.inventory import Node
 
 NAME = "status"
 HELP = "show every GPU of every node: its state, why, memory, load, who has it"
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Show the cluster once, or until interrupted."""
-    nodes = context.nodes()
+    nodes = context.reach(context.nodes())
     if args.watch is None:
         with contextlib.closing(context.fleet(nodes)) as fleet:
             fleet.start()
@@ -110,9 +111,9 @@ def settled(fleet: Fleet, context: Context) -> Snapshot:
 
 
 @contextlib.contextmanager
-def reached(context: Context) -> Iterator[tuple[Fleet, Snapshot]]:
-    """Yield the fleet in scope and what was read of it. Raises NoNodeReached."""
-    with contextlib.closing(context.fleet(context.scope())) as fleet:
+def reached(context: Context, nodes: Sequence[Node]) -> Iterator[tuple[Fleet, Snapshot]]:
+    """Yield a fleet of ``nodes`` and what was read of it. Raises NoNodeReached."""
+    with contextlib.closing(context.fleet(nodes)) as fleet:
         fleet.start()
         snapshot = settled(fleet, context)
         if nobody_reached(snapshot):

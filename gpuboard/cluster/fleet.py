@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gpuboard.cluster.ruling import Ruling
     from gpuboard.config import Settings
     from gpuboard.model.reading import Claim
+    from gpuboard.model.schedule import Schedule
     from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.base import Scheduler
 
@@ -90,6 +91,11 @@ class Fleet:
         """The longest that trying every node once may take: only so many connections are set up at a time."""
         rounds = -(-len(self._feeds) // self._settings.max_connections)
         return parse_duration(self._settings.connect_timeout) * max(1, rounds)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What the scheduler holds, as it said last; None: there is none, or it has not answered yet."""
+        return self._ruling.schedule if self._ruling is not None else None
 
     @property
     def names(self) -> list[str]:

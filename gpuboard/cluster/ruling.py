@@ -52,6 +52,11 @@ class Ruling:
             self._join.take(self._scheduler.seen, now, at)
             return {facts.name: found for facts in nodes if (found := self._join.of(facts)) is not None}
 
+    @property
+    def schedule(self) -> Schedule | None:
+        """The newest answer, however old."""
+        return self._scheduler.seen.schedule
+
     def view(self, now: float) -> SchedulerView:
         """Return how current its answers are."""
         seen = self._scheduler.seen

@@ -32,7 +32,10 @@ _ENDED = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "REVOKED", "TIMEOUT",
 })  # fmt: skip
-_FORMAT = "%A|%T|%r|%S|%L|%M|%P|%U|%j"  # the job's name, which is its owner's to choose, last
+# The job's name, which is its owner's to choose, last. Of our own jobs the comment too, and of nobody else's: a line
+# end in it begins a line that looks like any job's.
+_FORMAT = "%A|%T|%r|%S|%L|%M|%P|%U|%N|%j"
+_FORMAT_MINE = _FORMAT + "|%k"
 _QUEUE_FORMAT = "%A|%T|%r|%S|%Q|%P"
 
 
@@ -47,7 +50,9 @@ class JobState(msgspec.Struct, frozen=True):
     used_s: float = 0.0  # how long it has run
     partition: str = ""
     uid: int = -1
+    nodes: str = ""  # as Slurm writes them
     name: str = ""
+    comment: str = ""
 
     @property
     def ended(self) -> bool:
@@ -77,6 +82,7 @@ class Jobs:
         self.environ |= {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
         self.user = str(os.geteuid())
         self._submitting: Command | None = None
+        self._begun = False
 
     def submit(self, arguments: Sequence[str], script: str, lease: str) -> tuple[int, str]:
         """Submit a job and return its number and what sbatch remarked.
@@ -84,25 +90,38 @@ class Jobs:
         Raises the error that a refusal means, Uncertain where there may be a job all the same. When it is interrupted,
         sbatch goes on: see :meth:`settle`.
         """
+        self._begun = True
         environ = self.environ | {SUBMITTING: lease}
         self._submitting = Command([_program("sbatch"), *arguments], environ, script.encode())
-        ran = self._submitting.wait(SUBMIT_S)
+        return self._outcome(SUBMIT_S)
+
+    def settle(self, timeout_s: float) -> int | None:
+        """Return the job that a submission has made which was interrupted at any point; None when there is none.
+
+        Raises Uncertain when nobody knows.
+        """
+        if not self._begun:
+            return None
+        try:
+            return self._outcome(timeout_s)[0]
+        except Uncertain:
+            raise
+        except GpuboardError:
+            return None
+
+    def _outcome(self, timeout_s: float) -> tuple[int, str]:
+        """Wait for sbatch's end and return what it said. Raises what that means."""
+        ran = self._submitting.wait(timeout_s) if self._submitting is not None else None
         if ran is None:
-            raise Uncertain(f"sbatch has said nothing for {SUBMIT_S:.0f} s; see `scontrol ping`")
-        self._submitting = None
+            raise Uncertain(f"sbatch has said nothing for {timeout_s:.0f} s; see `scontrol ping`")
         number = submit.job_number(ran.out) if ran.code == 0 else None
         if number is not None:
             return number, _words(ran.err)
         error = submit.refusal(ran.err, ran.code if ran.code is not None else 1)
-        if submit.is_uncertain(ran.err) or ran.code == 0:
+        # killed, or it printed a number that nobody can read, or the controller may have heard it
+        if ran.code is None or ran.code <= 0 or submit.is_uncertain(ran.err):
             raise Uncertain(str(error))
         raise error
-
-    def settle(self, timeout_s: float) -> bool:
-        """Wait for the end of an sbatch that was interrupted; return whether none runs any more."""
-        if self._submitting is not None and self._submitting.wait(timeout_s) is not None:
-            self._submitting = None
-        return self._submitting is None
 
     def test(self, arguments: Sequence[str], script: str) -> str:
         """Return what Slurm says of a job without taking it: when and where it would start. Raises what it refuses."""
@@ -130,7 +149,7 @@ class Jobs:
 
     def mine(self) -> list[JobState]:
         """Return our jobs that were made for leases and have not ended. Raises NoNodeReached."""
-        ran = self._ask(["squeue", "--noheader", f"--user={self.user}", f"--format={_FORMAT}"])
+        ran = self._ask(["squeue", "--noheader", f"--user={self.user}", f"--format={_FORMAT_MINE}"])
         return [job for job in _jobs(_answer("squeue", ran)) if job.lease is not None and not job.ended]
 
     def place(self, number: int, partition: str) -> Place | None:
@@ -223,13 +242,14 @@ def _words(text: str) -> str:
 def _jobs(text: str) -> list[JobState]:
     found = []
     for line in text.splitlines():
-        parts = line.split("|", 8)
-        if len(parts) == 9 and parts[0].isdecimal() and parts[7].isdecimal():
-            number, state, reason, start, left, used, partition, uid, name = parts
+        parts = line.split("|", 10)
+        if len(parts) >= 10 and parts[0].isdecimal() and parts[7].isdecimal():
+            number, state, reason, start, left, used, partition, uid, nodes, name = parts[:10]
+            comment = parts[10] if len(parts) > 10 and parts[10] != "(null)" else ""
             found.append(
                 JobState(
                     int(number), clean(state, 40), clean(reason, 200), _epoch(start), seconds(left),
-                    seconds(used) or 0.0, clean(partition, 200), int(uid), clean(name, 200),
+                    seconds(used) or 0.0, clean(partition, 200), int(uid), clean(nodes, 10000), clean(name, 200), clean(comment, 200),
                 )
             )  # fmt: skip
     return found

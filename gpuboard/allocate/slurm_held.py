@@ -1,0 +1,188 @@
+"""Leases that are jobs of Slurm, of everybody: what they hold, which of them somebody means, their end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from gpuboard.allocate.common import known_rank_map
+from gpuboard.allocate.through_slurm import find, forget, known_holder, renew, user_name
+from gpuboard.cluster.jobs import names
+from gpuboard.errors import GpuboardError, NoSuchLease
+from gpuboard.ledger.nodes import LONGEST_S
+from gpuboard.model.lease import Lease, LeaseGpu
+from gpuboard.model.schedule import Schedule, SchedulerJob
+from gpuboard.model.snapshot import GpuView, Snapshot
+from gpuboard.model.text import clean
+from gpuboard.model.units import iso
+from gpuboard.nodesets import listed
+from gpuboard.scheduler.client import Jobs, JobState
+from gpuboard.scheduler.submit import lease_of
+
+_GONE = frozenset({"completing"})
+_PLACEHOLDER = "slurm-"  # how the UUID of a GPU begins that nothing but Slurm shows
+
+
+class JobLease(msgspec.Struct, frozen=True):
+    """A lease somebody means, and the job it is."""
+
+    lease: str
+    job: JobState
+    gpus: list[LeaseGpu]  # as far as they are known here
+
+
+def leases(schedule: Schedule, snapshot: Snapshot, now: float) -> list[Lease]:
+    """Return the leases that jobs of a schedule are, by their numbers. Pure.
+
+    GPUs are those that the snapshot shows under the job; where it does not show all of them, they have no index.
+    """
+    slurm_names = names(schedule)
+    shown: dict[tuple[str, str], list[tuple[str, GpuView]]] = {}  # by Slurm's node and the job's id
+    for node in snapshot.nodes:
+        for gpu in node.gpus:
+            for view in gpu.jobs:
+                shown.setdefault((slurm_names.get(node.name, node.name), view.id), []).append((node.name, gpu))
+    found = []
+    for job in sorted(schedule.jobs, key=lambda job: job.number):
+        lease = lease_of(job.name)
+        if lease is not None and job.state not in _GONE:
+            found.append(_lease(lease, job, shown, now))
+    return found
+
+
+def _lease(
+    lease: str, job: SchedulerJob, shown: Mapping[tuple[str, str], list[tuple[str, GpuView]]], now: float
+) -> Lease:
+    gpus: list[LeaseGpu] = []
+    for grant in job.grants:
+        seen = shown.get((grant.node, job.id), [])
+        count = sum(kind.count for kind in grant.gpus)
+        if len(seen) == count:
+            gpus += [LeaseGpu(node, gpu.index, _uuid(gpu.uuid)) for node, gpu in seen]
+        else:
+            gpus += [LeaseGpu(clean(grant.node, 253), None, "")] * min(count, 1024)
+    until = job.until if job.until is not None else now + LONGEST_S
+    return Lease(
+        id=lease,
+        owner=clean(job.user, 64),
+        uid=job.uid,
+        host="",
+        gpus=gpus,
+        since=iso(job.started if job.started is not None else now),
+        until=iso(until),
+        holder=None,
+        purpose=clean(job.comment, 200),
+        job=clean(job.id, 64),
+        flags=[] if job.state == "running" else [clean(job.state, 40)],
+        remaining_s=max(0.0, until - now),
+        nodes=sorted({clean(grant.node, 253) for grant in job.grants}),
+    )
+
+
+def _uuid(uuid: str) -> str:
+    return "" if uuid.startswith(_PLACEHOLDER) else uuid
+
+
+def up_to_date(found: Sequence[Lease], jobs: Jobs, env: Mapping[str, str]) -> list[Lease]:
+    """Return ``found``, which may be half a minute old, with our own leases as they are now.
+
+    Raises NoNodeReached.
+    """
+    mine = {job.lease: job for job in jobs.mine() if job.lease is not None and job.state != "PENDING"}
+    others = [lease for lease in found if lease.uid != os.geteuid()]
+    known = {lease.id: lease for lease in found if lease.uid == os.geteuid()}
+    return others + [_own(lease, job, known.get(lease), env) for lease, job in mine.items()]
+
+
+def _own(lease: str, job: JobState, known: Lease | None, env: Mapping[str, str]) -> Lease:
+    """Return a lease of ours: squeue's word for its time, our own files' for its GPUs and holder."""
+    gpus = _gpus(lease, job, env) or (known.gpus if known else [])
+    now = time.time()
+    left_s = job.left_s if job.left_s is not None else LONGEST_S
+    holder = known_holder(lease, env)
+    return Lease(
+        id=lease,
+        owner=user_name(job.uid),
+        uid=job.uid,
+        host=os.uname().nodename if holder is not None else "",
+        gpus=gpus,
+        since=iso(now - job.used_s),
+        until=iso(now + left_s),
+        holder=holder,
+        purpose=job.comment,
+        job=str(job.number),
+        remaining_s=left_s,
+        nodes=_nodes(job),
+    )
+
+
+def _gpus(lease: str, job: JobState, env: Mapping[str, str]) -> list[LeaseGpu]:
+    """Return the GPUs of a lease of ours by its rank map; by nothing but its nodes where that is not here."""
+    found = known_rank_map(env, lease)
+    if found is None or found.job != str(job.number):
+        return []
+    return [LeaseGpu(rank.node, rank.index, rank.uuid) for rank in found.ranks]
+
+
+def _nodes(job: JobState) -> list[str]:
+    try:
+        return sorted(listed(job.nodes)) if job.nodes else []
+    except ValueError:
+        return []
+
+
+def chosen(ids: Sequence[str], jobs: Jobs, env: Mapping[str, str]) -> tuple[list[JobLease], list[str]]:
+    """Return the leases that ``ids`` name, all of ours without ids, and those of ``ids`` that no job of ours is.
+
+    Root may mean anybody's. Raises NoSuchLease for somebody else's, and for a start that several have; NoNodeReached.
+    """
+    mine = jobs.mine()
+    if not ids:
+        return [_chosen(job.lease or "", job, env) for job in mine], []
+    found: dict[str, JobLease] = {}
+    rest = []
+    for text in ids:
+        try:
+            lease, job = find(text, mine)
+        except NoSuchLease:
+            if any((job.lease or "").startswith(text) for job in mine):
+                raise
+            others = jobs.of_lease(text, mine=False) if lease_of(f"gpuboard-{text}") else []
+            if not others:
+                rest.append(text)
+                continue
+            if os.geteuid():
+                owners = ", ".join(sorted({user_name(job.uid) for job in others}))
+                words = f"lease {text} belongs to {owners}; only its owner, or root, can end or change it"
+                raise NoSuchLease(words) from None
+            found |= {f"{text} {job.number}": _chosen(text, job, env) for job in others}
+        else:
+            found[lease] = _chosen(lease, job, env)
+    return list(found.values()), rest
+
+
+def _chosen(lease: str, job: JobState, env: Mapping[str, str]) -> JobLease:
+    return JobLease(lease, job, _gpus(lease, job, env) or [LeaseGpu(name, None, "") for name in _nodes(job)])
+
+
+def end(lease: JobLease, jobs: Jobs, env: Mapping[str, str]) -> str:
+    """End a lease; return why not, "" when it has ended."""
+    try:
+        jobs.cancel_number(lease.job.number)
+    except GpuboardError as error:
+        return str(error)
+    if lease.job.uid == os.geteuid():
+        forget(lease.lease, env)
+    return ""
+
+
+def prolong(lease: JobLease, for_s: float, jobs: Jobs, env: Mapping[str, str]) -> str:
+    """Let a lease end ``for_s`` from now; return why not, in Slurm's words, "" when it does."""
+    try:
+        renew(jobs, lease.job, for_s, env)
+    except GpuboardError as error:
+        return str(error)
+    return ""
