@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpuboard.allocate.held import leases
@@ -20,6 +21,7 @@ from gpuboard.model.lease import LeaseList
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
+from gpuboard.scheduler.find import find
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
@@ -60,7 +62,8 @@ class Core:
             scheduler=scheduler,
         )
         self.history = History()
-        self.operations = Operations(nodes, settings, env, self.fleet)
+        slurm = partial(find, settings, env) if scheduler is not None else lambda: None
+        self.operations = Operations(nodes, settings, env, self.fleet, slurm)
         self.runbook = Runbook(env)
         self.starter = Starter(nodes, env)
         self._connected = False

@@ -5,26 +5,33 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpuboard.allocate import held
 from gpuboard.allocate.allocator import Allocator
+from gpuboard.allocate.choosing import slurm_allocator
 from gpuboard.allocate.common import Terms, duration, forget_file
 from gpuboard.allocate.policy import choose
 from gpuboard.allocate.scope import Scope
+from gpuboard.cluster.jobs import names
 from gpuboard.errors import GpuboardError, Interrupted
 from gpuboard.ledger.nodes import Mine
 from gpuboard.model.lease import LeaseList
+from gpuboard.model.request import Choice, Refusal
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
+    from gpuboard.allocate.choosing import AnyAllocator
     from gpuboard.allocate.formats import Allocation
+    from gpuboard.allocate.slurm_held import JobLease
     from gpuboard.cluster.fleet import Fleet
     from gpuboard.cluster.inventory import Node
     from gpuboard.config import Settings
-    from gpuboard.model.request import Choice, Refusal, Request
+    from gpuboard.model.request import Request
     from gpuboard.model.snapshot import Snapshot
+    from gpuboard.scheduler.base import Scheduler
+    from gpuboard.scheduler.client import Jobs
 
 SIGNALS = ("TERM", "INT", "KILL", "USR1", "STOP", "CONT")  # what the agent sends (agent/signals.py)
 _LEAVE_S = 0.25  # quitting takes under half a second in all
@@ -37,7 +44,7 @@ class Attempt:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._allocator: Allocator | None = None
+        self._allocator: AnyAllocator | None = None
         self._over = False
 
     @property
@@ -52,7 +59,7 @@ class Attempt:
             if self._allocator is not None:
                 self._allocator.abandon()
 
-    def begin(self, allocator: Allocator) -> None:
+    def begin(self, allocator: AnyAllocator) -> None:
         """Take note of who makes it."""
         with self._lock:
             self._allocator = allocator
@@ -63,21 +70,38 @@ class Attempt:
 class Operations:
     """Reserving, releasing, renewing, signals. Safe from several threads."""
 
-    def __init__(self, nodes: Sequence[Node], settings: Settings, env: Mapping[str, str], fleet: Fleet) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        settings: Settings,
+        env: Mapping[str, str],
+        fleet: Fleet,
+        scheduler: Callable[[], Scheduler | None] = lambda: None,
+    ) -> None:
+        """``scheduler`` makes one to ask where there is one; it is closed after each use."""
         self._nodes = list(nodes)
+        self._scheduler = scheduler
         self._settings = settings
         self._env = env
         self._fleet = fleet
         self._changed = threading.Condition()
-        self._taking: set[Allocator] = set()
-        self._untold: dict[str, tuple[Allocator, contextlib.ExitStack]] = {}  # leases whose owner has not seen them yet
+        self._taking: set[AnyAllocator] = set()
+        self._untold: dict[str, tuple[AnyAllocator, contextlib.ExitStack]] = {}  # their owner has not seen them yet
         self._closed = False
 
     def plan(self, request: Request, snapshot: Snapshot | None = None) -> Choice | Refusal:
         """Return what the policy would take now, or in ``snapshot``, or why nothing. Raises UsageError.
 
+        Of Slurm's nodes Slurm chooses the GPUs: then the choice names none, and says what would be asked for.
         Takes nothing. 8,000 GPUs take a tenth of a second and more: whoever asks again and again takes rests.
         """
+        schedule = self._fleet.schedule
+        if schedule is not None and self._is_slurms(request, known := names(schedule)):
+            from gpuboard.allocate.slurm_fit import Limits, fit  # only where there is a Slurm
+
+            scope = {known[node.name] for node in self._nodes if node.name in known}
+            answer = fit(request, schedule, Limits(scope))
+            return answer if isinstance(answer, Refusal) else Choice((), answer.why)
         return choose(request, snapshot or self._fleet.snapshot())
 
     def reserve(self, request: Request, for_s: float, purpose: str, attempt: Attempt | None = None) -> Allocation:
@@ -88,9 +112,7 @@ class Operations:
         stays reserved.
         """
         terms = Terms(duration(for_s, self._settings), None, clean(purpose, 200))
-        allocator = Allocator(
-            Scope(self._nodes, self._settings, said=True, running=self._fleet), self._settings, self._env
-        )
+        allocator = self._allocator(request)
         attempt = attempt or Attempt()
         with self._changed:
             self._go_on(attempt)
@@ -118,6 +140,13 @@ class Operations:
 
     def release(self, lease: str) -> held.Ended:
         """End a lease at once. Raises NoSuchLease when it is gone or somebody else's (root may end anybody's)."""
+        if (in_slurm := self._in_slurm(lease)) is not None:
+            from gpuboard.allocate.slurm_held import end  # only where there is a Slurm
+
+            jobs, job = in_slurm
+            if error := end(job, jobs, self._env):
+                raise GpuboardError(f"{lease} was not released: {error}")
+            return held.Ended(job.lease, job.gpus, {})
         mine, found = self._mine(lease)
         ended = held.release(mine, found.leases, self._fleet, self._env, lambda _: None)
         forget_file(self._env, mine.lease)
@@ -129,6 +158,13 @@ class Operations:
     def renew(self, lease: str, for_s: float) -> None:
         """Let a lease end ``for_s`` seconds from now. Raises NoSuchLease, UsageError above max_lease, GpuboardError."""
         seconds = duration(for_s, self._settings)
+        if (in_slurm := self._in_slurm(lease)) is not None:
+            from gpuboard.allocate.slurm_held import prolong  # only where there is a Slurm
+
+            jobs, job = in_slurm
+            if error := prolong(job, seconds, jobs, self._env):
+                raise GpuboardError(f"{lease} was not renewed: {error}")
+            return
         mine, _ = self._mine(lease)
         _, failed = held.renew(mine, seconds, self._fleet, self._env)
         self._fleet.refresh(mine.nodes, _REFRESH_S)
@@ -154,6 +190,33 @@ class Operations:
         with self._changed:
             while self._taking and (left_s := until - time.monotonic()) > 0:
                 self._changed.wait(left_s)
+
+    def _allocator(self, request: Request) -> AnyAllocator:
+        """Return what takes this: Slurm for nodes that it knows, else claims, over the board's own connections."""
+        scheduler = self._scheduler()
+        schedule = self._fleet.schedule
+        if scheduler is not None and (schedule is None or self._is_slurms(request, names(schedule))):
+            return slurm_allocator(self._nodes, self._settings, self._env, scheduler)
+        if scheduler is not None:
+            scheduler.close()
+        scope = Scope(self._nodes, self._settings, said=True, running=self._fleet)
+        return Allocator(scope, self._settings, self._env)
+
+    def _is_slurms(self, request: Request, known: Mapping[str, str]) -> bool:
+        """Tell whether Slurm has to be asked: for GPUs of its nodes, and for any where it has some of ours."""
+        asked = {pick.node for pick in request.picks} or {node.name for node in self._nodes}
+        return any(node in known for node in asked)
+
+    def _in_slurm(self, lease: str) -> tuple[Jobs, JobLease] | None:
+        """Return the job that a lease is; None when it lies on nodes. Raises NoSuchLease for somebody else's."""
+        if self._fleet.schedule is None:
+            return None
+        from gpuboard.allocate.slurm_held import chosen  # only where there is a Slurm
+        from gpuboard.scheduler.client import Jobs
+
+        jobs = Jobs(self._env)
+        found, _ = chosen([lease], jobs, self._env)
+        return (jobs, found[0]) if found else None
 
     def _go_on(self, attempt: Attempt) -> None:
         if self._closed or attempt.given_up:

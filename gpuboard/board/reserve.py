@@ -95,27 +95,29 @@ class ReserveDialog(Dialog[Allocation]):
     def _words(self, answer: Answer) -> Text:
         look = self.board.look
         if isinstance(answer, Choice):
-            found = Text.assemble((f"Takes {asking.places_words(answer.gpus)}", look.style("good")), "\n")
+            takes = f"Takes {asking.places_words(answer.gpus)}" if answer.gpus else "Asks Slurm, which chooses the GPUs"
+            found = Text.assemble((takes, look.style("good")), "\n")
             return found.append(answer.why, look.style("dim"))
         return refused(answer, look)
 
     def commit(self, values: dict[str, str]) -> None:
-        """Take exactly what is shown."""
+        """Take exactly what is shown; where Slurm chooses, have it choose."""
         request = self._request()
-        if self._seen is None or self._seen[0] != request:
+        if request is None or self._seen is None or self._seen[0] != request:
             self._wanted = True
             self._look()
             return
         choice = self._seen[1]
         if not isinstance(choice, Choice):
             return  # why not is on the screen
-        picks = Request(picks=tuple(Pick(gpu.node, None, gpu.uuid) for gpu in choice.gpus))
+        wanted = Request(picks=tuple(Pick(gpu.node, None, gpu.uuid) for gpu in choice.gpus)) if choice.gpus else request
         for_s, purpose, attempt = parse_duration(values["for"]), values["purpose"], self._attempt
         self.busy = True
-        self.say(f"Reserving {asking.places_words(choice.gpus)} …")
+        places = asking.places_words(choice.gpus)
+        self.say(f"Reserving {places} …" if places else "Waiting for Slurm; escape gives up …")
         board = self.board
         board.ask(
-            lambda: board.core.operations.reserve(picks, for_s, purpose, attempt),
+            lambda: board.core.operations.reserve(wanted, for_s, purpose, attempt),
             lambda allocation: self._taken(board, allocation),
             lambda error: self._refused(board, error, choice),
         )
@@ -132,7 +134,7 @@ class ReserveDialog(Dialog[Allocation]):
         if self._attempt.given_up:
             return
         words = asking.refusal_words(error.refusal)[0] if isinstance(error, Refused) else str(error)
-        if self.values["gpus"] in self._marked or not self.values["gpus"].isdigit():
+        if choice.gpus and (self.values["gpus"] in self._marked or not self.values["gpus"].isdigit()):
             self._offer(board, words, choice)
         else:
             self._again(words)
