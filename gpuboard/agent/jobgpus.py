@@ -1,9 +1,10 @@
 """Which of a node's GPUs a Slurm job has there, by what Slurm tells the job's processes. Pure.
 
-SLURM_STEP_GPUS are the numbers of the device files (/dev/nvidia3: 3) that the step has on this node; a batch script has
-no step's variables but SLURM_JOB_GPUS, which is the same for the first node of the job and wrong on the others. NVML
-tells a GPU's number as its minor number. CUDA_VISIBLE_DEVICES says nothing: it counts from 0 under device cgroups,
-where NVML shows the job's GPUs only, and scripts set it to what they like; but MIG devices are named nowhere else.
+SLURM_STEP_GPUS are Slurm's numbers of the GPUs that a step has on its node; a batch script has no step's variables but
+SLURM_JOB_GPUS, which is the same for the first node of the job and wrong on the others. The numbers are places in the
+list of devices of gres.conf (Slurm 22.05: `File=/dev/nvidia[2-5]` gives 0 to 3), which CUDA takes for its own indexes,
+and so does every program that Slurm starts: it sets CUDA_VISIBLE_DEVICES to them. Under device cgroups NVML shows the
+job's GPUs only, and CUDA_VISIBLE_DEVICES counts from 0; scripts may also have set it to what they like.
 """
 
 MYPY = False
@@ -17,39 +18,29 @@ class JobGpus:
     def __init__(self, environ: "Mapping[str, str]") -> None:
         first = environ.get("SLURM_NODEID", "") == "0"
         text = environ.get("SLURM_STEP_GPUS") or (environ.get("SLURM_JOB_GPUS", "") if first else "")
-        self.numbers = {int(word) for word in text.split(",") if word.isdigit()}
+        visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        self.count = len(text.split(",")) if text else 0
+        self.indexes = _numbers(visible)
+        if len(self.indexes) != self.count:  # a script's own
+            self.indexes = _numbers(text.split(","))
+        self.mig = {word for word in visible if word.startswith("MIG-")} if text else set()
         restarts = environ.get("SLURM_RESTART_COUNT") or "0"
         # A job that was requeued is another one: what was reserved in it before is over.
         self.tag = environ.get("SLURM_JOB_ID", "") + ("" if restarts == "0" else "." + restarts)
-        visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        self.mig = {word for word in visible if word.startswith("MIG-")} if text else set()
 
     def only(self, statics: "List[Dict[str, Any]]") -> "Tuple[List[Dict[str, Any]], Optional[str]]":
         """Return those of the node's GpuStatic that are the job's, and why they cannot be told."""
         if self.mig:
             return self._mig_devices(statics), None
-        if not self.numbers or not statics:
+        if not self.count or not statics:
             return [], None
-        found = [gpu for gpu in statics if gpu.get("minor") in self.numbers]
-        if len(found) == len(self.numbers):
+        if len(statics) == self.count:
+            return statics, None
+        found = [gpu for gpu in statics if gpu["index"] in self.indexes]
+        if len(found) == self.count:
             return found, None
-        numbered = [gpu for gpu in statics if gpu.get("minor") is not None]
-        if not found and len(statics) == len(self.numbers):
-            return statics, None  # numbered anew, as in a container: what NVML shows is what there is
-        if not numbered:
-            words = "which of the %d GPUs here are the job's cannot be told: NVML does not tell their device files"
-            return [], words % len(statics)
-        # one that NVML cannot read has no number: it may be the one that is missing
-        unread = [gpu for gpu in statics if gpu.get("minor") is None]
-        return [gpu for gpu in statics if gpu in found or gpu in unread], None
-
-    def _mig_devices(self, statics: "List[Dict[str, Any]]") -> "List[Dict[str, Any]]":
-        found = []
-        for gpu in statics:
-            devices = [device for device in gpu.get("mig") or () if device["uuid"] in self.mig]
-            if devices:
-                found.append(dict(gpu, mig=devices))
-        return found
+        words = "Slurm says that the job has %d GPUs here, and NVML shows %d, which do not fit"
+        return [], words % (self.count, len(statics))
 
     def readings(self, readings: "List[Dict[str, Any]]", statics: "List[Dict[str, Any]]") -> "List[Dict[str, Any]]":
         """Return the GpuReadings of what ``only`` has returned."""
@@ -60,3 +51,15 @@ class JobGpus:
                 devices = known[reading["uuid"]]
                 found.append(dict(reading, mig=[part for part in reading.get("mig", ()) if part["uuid"] in devices]))
         return found
+
+    def _mig_devices(self, statics: "List[Dict[str, Any]]") -> "List[Dict[str, Any]]":
+        found = []
+        for gpu in statics:
+            devices = [device for device in gpu.get("mig") or () if device["uuid"] in self.mig]
+            if devices:
+                found.append(dict(gpu, mig=devices))
+        return found
+
+
+def _numbers(words: "List[str]") -> "List[int]":
+    return [int(word) for word in words if word.isdigit()]

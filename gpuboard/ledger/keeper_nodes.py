@@ -130,6 +130,8 @@ class NodeCalls:
         except CallFailed as error:
             return link, Answer(None, error.kind, error.message)
         except (GpuboardError, OSError, ImportError, ValueError) as error:
+            if link is not None and link.over is not None and link.over.kind == "no-job" and self._node.job is not None:
+                return link, _without_job(op, args, str(error))
             return link, Answer(None, "lost", str(error))
 
     def _connect(self) -> AgentLink:
@@ -150,6 +152,15 @@ class NodeCalls:
             ended=_ignore,
             job=self._node.job,
         )
+
+
+def _without_job(op: str, args: dict[str, Any], words: str) -> Answer:
+    """Return what is so on a node once the job has ended that led to it: nothing of the job is left there."""
+    if op == "touch":
+        return Answer({"alive": [], "lapsed": [], "missing": args["leases"]})
+    if op == "carriers":
+        return Answer({"processes": []})
+    return Answer({}) if op == "read" else Answer(None, "not-found", words)
 
 
 def _ignore(_: object) -> None:

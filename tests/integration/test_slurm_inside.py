@@ -1,0 +1,269 @@
+"""Inside a Slurm job: gpuboard uses that job's GPUs on all its nodes, over steps of the job; no node has an sshd."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launch_lab import FAMILY, SLEEP
+from tests.integration.slurm_lab import FAKE, HOME, NODES, Lab, opened
+from tests.slurm import SlurmCluster
+from tests.waiting import until
+
+pytestmark = pytest.mark.nodes
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+WHO = "import os\nprint(*(os.environ.get(k, '-') for k in %r.split()), os.uname().nodename)\n"
+
+
+@pytest.fixture
+def lab(slurm: SlurmCluster) -> Iterator[Lab]:
+    """See slurm_lab."""
+    with opened(slurm) as lab:
+        yield lab
+
+
+def ranks(out: str) -> list[str]:
+    """Return what the ranks of a launch have printed, in their order."""
+    return [line.partition("] ")[2] for line in sorted(out.splitlines()) if line.startswith("[rank ")]
+
+
+@pytest.mark.torch
+def test_the_example_trains_on_two_nodes(lab: Lab) -> None:
+    lab.login.run(["cp", "-r", str(EXAMPLES), "examples"], check=True)
+    options = ["--gpus-per-node=2", f"--output={HOME}/out", "--export=ALL,DEVICE=cpu"]
+    number = lab.slurm.submit([*options, "examples/slurm_job.sh"])
+    until(lambda: lab.slurm.job(number)["JobState"] in {"COMPLETED", "FAILED"}, "the job ends", 150)
+    out = lab.text("out")
+    losses = [float(loss) for loss in re.findall(r"^\[rank 0 gpu01:0\] epoch \d+ +loss ([0-9.]+)", out, re.MULTILINE)]
+    assert lab.slurm.job(number)["ExitCode"] == "0:0", out
+    assert len(losses) == 3, out
+    assert losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("cgroups", [False, True])
+@pytest.mark.parametrize("shape", [("--gpus=4", "--nodes=2"), ("--nodes=2", "--ntasks=4", "--gpus-per-task=1")])
+def test_uneven_nodes_give_all_their_gpus(lab: Lab, shape: tuple[str, ...], cgroups: bool) -> None:
+    if cgroups:
+        lab.slurm.configure(cgroups=True)
+    first = lab.submit("sleep 600", "--gres=gpu:1", "--nodelist=gpu01")  # so that this job's do not begin at 0
+    until(lambda: first.state == "RUNNING")
+    lab.put("script.py", WHO % "RANK LOCAL_RANK LOCAL_WORLD_SIZE CUDA_VISIBLE_DEVICES MASTER_ADDR")
+    launch = f"gpuboard launch --env PYTHONPATH={HOME}/fake script.py"
+    job = lab.run(f"{launch}; scontrol show job -d $SLURM_JOB_ID", *shape, "--nodelist=gpu0[1-2]")
+    assert re.findall(r"Nodes=(\S+) .*GRES=(\S+)", job.out) == [
+        ("gpu01", "gpu:h100:3(IDX:1-3)"),
+        ("gpu02", "gpu:h100:1(IDX:0)"),
+    ]
+    devices = "0,1,2" if cgroups else "1,2,3"  # a device cgroup hides the others, and CUDA counts from 0
+    assert ranks(job.out) == [f"{n} {n} 3 {devices} 10.88.0.11 gpu01" for n in range(3)] + [
+        "3 0 1 0 10.88.0.11 gpu02"
+    ], job.err
+    assert job.state == "COMPLETED"
+
+
+def test_numbers_of_gpus_are_what_slurm_makes_of_them(lab: Lab) -> None:
+    lab.slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[2-5]")
+    lab.put("script.py", WHO % "RANK CUDA_VISIBLE_DEVICES")
+    job = lab.run(f"gpuboard launch --env PYTHONPATH={HOME}/fake script.py; echo $SLURM_JOB_GPUS", "--gpus=2", "-N2")
+    assert ranks(job.out) == ["0 0 gpu01", "1 0 gpu02"], job.err
+    assert job.out.splitlines()[-1] == "0", "what CUDA_VISIBLE_DEVICES says to every other program of the job"
+
+
+def test_launches_share_a_job_without_overlap(lab: Lab) -> None:
+    lab.put("script.py", SLEEP)
+    lab.put("quick.py", WHO % "RANK")
+    script = f"""
+gpuboard launch --n 3 {FAKE} script.py &
+until [ -e up ]; do sleep 0.1; done
+gpuboard launch {FAKE} quick.py; echo all $?
+gpuboard launch --n 2 {FAKE} quick.py; echo two $?
+gpuboard launch --n 1 {FAKE} quick.py; echo one $?
+kill %1; wait"""
+    job = lab.submit(script, "--gpus=4", "--nodes=2")
+    job.wait_out("up", 3)
+    lab.put("up", "")
+    job.wait()
+    assert re.findall(r"^(?:all|two|one) \d+", job.out, re.MULTILINE) == ["all 4", "two 4", "one 0"], job.err
+    assert "asked for 4 GPUs; " in job.err
+    assert "3 reserved" in job.err
+    assert f"only what Slurm job {job.number} has was looked at" in job.err
+    assert "\n0 gpu02\n" in job.out, "the three have taken this node's"
+    assert lab.claims() == []
+
+
+def test_a_rank_that_fails_ends_both_nodes(lab: Lab) -> None:
+    lab.put("fails.py", "import os, time\nos.environ['RANK'] == '3' and exec('raise ValueError(1)')\ntime.sleep(600)\n")
+    job = lab.run(f"gpuboard launch {FAKE} fails.py; echo code $?; gpuboard leases", "--gpus=4", "--nodes=2")
+    assert "code 1\nno reservations" in job.out, job.err
+    assert "rank 3 (gpu02:0) failed before init_process_group: ValueError: 1 at" in job.err
+    until(lambda: not lab.processes(), "nothing of it is left")
+
+
+@pytest.mark.parametrize("cgroups", [False, True])
+def test_scancel_ends_all_of_it(lab: Lab, cgroups: bool) -> None:
+    if cgroups:
+        lab.slurm.configure(cgroups=True)
+    lab.put("script.py", FAMILY)
+    job = lab.submit(f"exec gpuboard launch {FAKE} script.py", "--gpus=4", "--nodes=2")
+    job.wait_out("up", 4)
+    job.cancel()
+    job.wait(20)
+    until(lambda: not lab.processes(), "nothing of it is left", 15)
+    assert f"Slurm ends job {job.number}: it was cancelled, or its time is up" in job.err
+
+
+def test_usr1_reaches_the_ranks(lab: Lab) -> None:
+    lab.put(
+        "script.py",
+        "import os, signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: print('saved', flush=True))\n"
+        "print('up', flush=True)\nwhile not os.path.exists('stop'):\n    time.sleep(0.05)\n",
+    )
+    job = lab.submit(f"exec gpuboard launch {FAKE} script.py", "--gpus=3", "--nodes=2", "--signal=B:USR1@60")
+    job.wait_out("up", 3)
+    job.cancel("--signal=USR1", "--batch")  # what --signal=B: makes Slurm do a minute before the end
+    job.wait_out("saved", 3)
+    assert "SIGUSR1 is passed on to ranks 0-2" in job.err
+    job.cancel("--signal=USR1")  # to all steps: to the ranks on the other node, past the supervisor there
+    job.wait_out("saved", 4)
+    lab.put("stop", "")
+    job.wait()
+    assert (job.state, job.out.count("saved")) == ("COMPLETED", 4), job.err
+
+
+def test_a_requeued_job_works_again(lab: Lab) -> None:
+    lab.put("script.py", WHO % "RANK SLURM_RESTART_COUNT" + "\nimport sys, time\nsys.stdout.flush()\ntime.sleep(600)\n")
+    job = lab.submit(f"gpuboard launch {FAKE} script.py", "--gpus=3", "--nodes=2", "--requeue", "--open-mode=append")
+    job.wait_out("[rank ", 3)
+    lab.slurm.run(["scontrol", "requeue", str(job.number)], check=True)
+    until(lambda: job.state == "PENDING" and not lab.processes(), "all has ended, and it waits to start again")
+    assert lab.claims(), "no step can give back what lay on the other node"
+    lab.slurm.run(["scontrol", "update", f"jobid={job.number}", "StartTime=now"], user="root", check=True)
+    job.wait_out("[rank ", 6)
+    assert ranks(job.out)[::2] == ["0 - gpu01", "1 - gpu01", "2 - gpu02"]
+    assert ranks(job.out)[1::2] == ["0 1 gpu01", "1 1 gpu01", "2 1 gpu02"]
+    job.cancel()
+
+
+def test_what_a_killed_job_left_behind_keeps_nobody_from_his_gpus(lab: Lab) -> None:
+    lab.put("script.py", SLEEP)
+    lab.put("quick.py", WHO % "RANK")
+    job = lab.submit(f"gpuboard launch {FAKE} script.py", "--gpus=2", "--nodelist=gpu01")
+    job.wait_out("up", 2)
+    for process in lab.processes():
+        lab.host("gpu01").run(["kill", "-9", str(process.inner)], user="root")
+    job.wait()
+    assert len(lab.claims()) == 2
+    again = lab.run(f"gpuboard launch {FAKE} quick.py; gpuboard leases", "--gpus=2", "--nodelist=gpu01")
+    assert ranks(again.out) == ["0 gpu01", "1 gpu01"], again.err
+    assert "no reservations" in again.out, "those of another job are none of this one's"
+
+
+def test_a_job_without_gpus_has_none(lab: Lab) -> None:
+    lab.put("script.py", WHO % "RANK")
+    script = f"""
+gpuboard allocate --n 1; echo code $?
+gpuboard launch script.py; echo code $?
+gpuboard launch --n 5 {FAKE} script.py"""
+    job = lab.run(script, "--nodes=2", "--nodelist=gpu0[1-2]")
+    words = f"gpuboard: Slurm job {job.number} has no GPUs; ask Slurm for some when you submit it: --gpus=2"
+    assert job.err.count(words) == 2
+    assert job.out.count("code 3") == 2
+    assert ranks(job.out) == ["0 gpu01", "1 gpu01", "2 gpu01", "3 gpu02", "4 gpu02"], job.err
+
+
+def test_a_shell_that_outlived_its_job_is_outside(lab: Lab) -> None:
+    job = lab.run("export -p > env; env | grep -c ^SLURM", "--gpus=1", "--nodelist=gpu01")
+    assert int(job.out) > 10
+    gpu01 = lab.host("gpu01")
+    lab.put("script.py", WHO % "RANK GPUBOARD_LEASE")
+    done = gpu01.run(["bash", "-c", f". ./env; gpuboard launch --n 2 {FAKE} script.py"], check=True)
+    assert len(done.stdout.splitlines()) == 2, "two GPUs, through a job of their own"
+    assert f"SLURM_JOB_ID={job.number} of this shell names a job that does not run; it is ignored" in done.stderr
+
+
+def test_a_shell_that_only_looks_as_if_it_were_on_the_node_uses_a_step(lab: Lab) -> None:
+    """Variables of two jobs, as after `salloc` inside another one: those of the inner job count."""
+    outer = lab.submit("export -p > env; sleep 600", "--gpus=2", "--nodelist=gpu01")
+    inner = lab.submit("sleep 600", "--gpus=3", "--nodelist=gpu01")
+    until(lambda: lab.text("env") and inner.state == "RUNNING")
+    words = f". ./env; export SLURM_JOB_ID={inner.number}; gpuboard allocate --n 3 --dry-run --format json"
+    done = lab.host("gpu01").run(["bash", "-c", words], check=True)
+    assert [gpu["index"] for gpu in json.loads(done.stdout)["gpus"]] == [2, 3, 4]
+    outer.cancel()
+
+
+@pytest.mark.parametrize("cgroups", [False, True])
+def test_a_lease_and_its_keeper_end_with_the_job(lab: Lab, cgroups: bool) -> None:
+    if cgroups:
+        lab.slurm.configure(cgroups=True)
+    script = 'eval "$(gpuboard allocate --n 3)"; echo $GPUBOARD_NODES $CUDA_VISIBLE_DEVICES; date +%s.%N'
+    job = lab.run(script, "--gpus=3", "--nodes=2", "--nodelist=gpu0[1-2]")
+    nodes, _, ended = job.out.split()[0], None, float(job.out.split()[-1])
+    assert nodes == "gpu[01-02]", job.err
+    assert time.time() - ended < 5.0, "nothing that was left behind keeps the job"
+    until(lambda: not lab.processes(), "nothing is left on the nodes", 15)
+
+
+def test_this_node_is_preferred_and_others_are_run_on_over_steps(lab: Lab) -> None:
+    script = """
+export CUDA_VISIBLE_DEVICES=
+eval "$(gpuboard allocate --n 2)" || exit
+echo "$GPUBOARD_NODES $CUDA_VISIBLE_DEVICES"
+unset GPUBOARD_LEASE
+echo words | gpuboard run --n 1 -- sh -c 'read line; hostname; echo "$CUDA_VISIBLE_DEVICES $line"; exit 7'; echo $?"""
+    job = lab.run(script, "--gpus=3", "--nodes=2", "--nodelist=gpu0[1-2]")
+    assert job.out.splitlines() == ["gpu01 0,1", "gpu02", "0 words", "7"], job.err
+
+
+def test_a_keeper_outside_the_job_and_one_inside(lab: Lab) -> None:
+    gpu01 = lab.host("gpu01")
+    look = ["gpuboard", "leases"]
+    no_slurm = {"GPUBOARD_SCHEDULER": "none"}
+    gpu01.run(["gpuboard", "allocate", "--gpus", "gpu01:7", "--for", "10m", "--detach"], check=True, env=no_slurm)
+    lab.slurm.configure(cgroups=True)
+    [outside] = lab.processes(["gpu01"])
+    job = lab.run('eval "$(gpuboard allocate --n 1)"; gpuboard leases', "--gpus=1", "--nodelist=gpu01")
+    assert (job.err, len(job.out.splitlines())) == ("", 3), job.out
+    assert lab.processes(["gpu01"]) == [outside], "the job's own has ended with it"
+    assert "gpu01:7 " in gpu01.run(look, env=no_slurm, check=True).stdout
+    gpu01.run(["gpuboard", "release", "--mine"], check=True, env=no_slurm)
+
+
+def test_a_shell_of_salloc_on_the_login_node(lab: Lab) -> None:
+    lab.put("script.py", WHO % "RANK LOCAL_RANK")
+    done = lab.login.run(["salloc", "--gpus=3", "-N2", "sh", "-c", f"gpuboard launch {FAKE} script.py"], timeout=60)
+    assert ranks(done.stdout) == ["0 0 gpu01", "1 1 gpu01", "2 0 gpu02"], done.stderr
+
+
+def test_components_of_a_heterogeneous_job(lab: Lab) -> None:
+    lab.put("script.py", WHO % "RANK LOCAL_RANK")
+    options = ["--gpus=2", "--nodelist=gpu01", ":", "--gpus=1", "--nodelist=gpu02"]
+    lab.put("het.sh", f"#!/bin/bash\ngpuboard launch {FAKE} script.py\n")
+    number = lab.slurm.submit([f"--output={HOME}/het.out", *options, "het.sh"])
+    until(lambda: lab.slurm.job(number)["JobState"] in {"COMPLETED", "FAILED"}, "it ends", 60)
+    assert ranks(lab.text("het.out")) == ["0 0 gpu01", "1 1 gpu01", "2 0 gpu02"], lab.text("het.out")
+
+
+def test_the_python_interface(lab: Lab) -> None:
+    lab.put(
+        "lease.py",
+        "import gpuboard, os\nwith gpuboard.lease(n=3) as lease:\n"
+        "    print(*[f'{g.node}:{g.index}' for g in lease.gpus], os.environ['CUDA_VISIBLE_DEVICES'])\n",
+    )
+    job = lab.run("python lease.py", "--gpus=3", "--nodes=2", "--nodelist=gpu0[1-2]")
+    assert job.out == "gpu01:0 gpu01:1 gpu02:0 0,1\n", job.err
+
+
+def test_nodes_outside_the_job_are_refused(lab: Lab) -> None:
+    job = lab.run(f"gpuboard allocate --nodes {NODES[2]} --n 1; echo $?", "--gpus=1", "--nodelist=gpu01")
+    words = (
+        f"'gpu03' is not a node of Slurm job {job.number}, which has gpu01; unset SLURM_JOB_ID to work outside the job"
+    )
+    assert words in job.err
+    assert job.out.endswith("(exit 2)\n2\n")
