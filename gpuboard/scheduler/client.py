@@ -242,16 +242,25 @@ def _words(text: str) -> str:
 def _jobs(text: str) -> list[JobState]:
     found = []
     for line in text.splitlines():
-        parts = line.split("|", 10)
-        if len(parts) >= 10 and parts[0].isdecimal() and parts[7].isdecimal():
-            number, state, reason, start, left, used, partition, uid, nodes, name = parts[:10]
-            comment = parts[10] if len(parts) > 10 and parts[10] != "(null)" else ""
-            found.append(
-                JobState(
-                    int(number), clean(state, 40), clean(reason, 200), _epoch(start), seconds(left),
-                    seconds(used) or 0.0, clean(partition, 200), int(uid), clean(nodes, 10000), clean(name, 200), clean(comment, 200),
-                )
-            )  # fmt: skip
+        parts = [*line.split("|", 10), ""]
+        if len(parts) < 11 or not parts[0].isdecimal() or not parts[7].isdecimal():
+            continue
+        state, reason, partition, nodes, name, comment = (clean(parts[k], 10000) for k in (1, 2, 6, 8, 9, 10))
+        found.append(
+            JobState(
+                int(parts[0]),
+                state,
+                reason,
+                start=_epoch(parts[3]),
+                left_s=seconds(parts[4]),
+                used_s=seconds(parts[5]) or 0.0,
+                partition=partition,
+                uid=int(parts[7]),
+                nodes=nodes,
+                name=name,
+                comment="" if comment == "(null)" else comment,
+            )
+        )
     return found
 
 

@@ -1,0 +1,101 @@
+"""The script of a lease's job, run for real with shortened times."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from gpuboard.scheduler.jobscript import script
+from tests.waiting import until
+
+SHELLS = [shell for shell in ("sh", "bash", "busybox") if shutil.which(shell)]
+
+
+def start(tmp_path: Path, text: str, shell: str = "sh") -> subprocess.Popen[bytes]:
+    file = tmp_path / "script"
+    file.write_text(text)
+    command = ["busybox", "sh", str(file)] if shell == "busybox" else [shell, str(file)]
+    return subprocess.Popen(command, env={"PATH": os.environ["PATH"]}, start_new_session=True)
+
+
+def heartbeat(tmp_path: Path, name: str = "k3f9xy.alive") -> Path:
+    file = tmp_path / name
+    file.touch()
+    seen = tmp_path / f"{name}.seen"
+    seen.touch()
+    os.utime(seen, (1, 1))
+    return file
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_it_lives_while_life_is_shown_and_ends_soon_after(tmp_path: Path, shell: str) -> None:
+    file = heartbeat(tmp_path, "it's $(odd) `name`.alive")
+    with start(tmp_path, script(str(file), 1.0, 0.1), shell) as process:
+        try:
+            until(lambda: (tmp_path / f"{file.name}.seen").stat().st_mtime > 1, "it has seen the file")
+            for _ in range(20):  # twice as long as it lives without
+                os.utime(file)
+                time.sleep(0.1)
+                assert process.poll() is None
+            ended = time.monotonic()
+            assert process.wait(10) == 0
+            assert time.monotonic() - ended < 4.0
+        finally:
+            process.kill()
+
+
+def test_what_it_cannot_look_at_for_a_while_counts_as_silence_and_no_more(tmp_path: Path) -> None:
+    file = heartbeat(tmp_path)
+    with start(tmp_path, script(str(file), 1.5, 0.1)) as process:
+        try:
+            until(lambda: (tmp_path / f"{file.name}.seen").stat().st_mtime > 1, "it has seen the file")
+            file.rename(tmp_path / "away")
+            time.sleep(0.5)
+            (tmp_path / "away").rename(file)
+            for _ in range(20):
+                os.utime(file)
+                time.sleep(0.1)
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+def test_a_suspended_job_does_not_find_that_hours_have_passed(tmp_path: Path) -> None:
+    file = heartbeat(tmp_path)
+    with start(tmp_path, script(str(file), 1.0, 0.1)) as process:
+        try:
+            until(lambda: (tmp_path / f"{file.name}.seen").stat().st_mtime > 1, "it has seen the file")
+            process.send_signal(19)
+            time.sleep(2.0)
+            process.send_signal(18)
+            for _ in range(10):
+                os.utime(file)
+                time.sleep(0.1)
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+def test_where_the_home_is_not_shared_it_stays(tmp_path: Path) -> None:
+    with start(tmp_path, script(str(tmp_path / "nowhere" / "x.alive"), 0.2, 0.01)) as process:
+        try:
+            time.sleep(2.0)
+            assert process.poll() is None
+            assert not (tmp_path / "nowhere").exists()
+        finally:
+            process.kill()
+
+
+def test_detached_it_looks_at_nothing() -> None:
+    assert "look" not in script("")
+    assert script("").startswith("#!/bin/sh\n")
+
+
+def test_it_says_three_minutes_by_default() -> None:
+    text = script("/home/a/x.alive")
+    assert 'while [ "$silent" -lt 12 ]; do\n    sleep 15\n' in text

@@ -1,0 +1,191 @@
+"""What sbatch is told for a lease, what its refusals mean, and what squeue's lines say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuboard.config import SlurmSettings
+from gpuboard.errors import GpuboardError, NeverPossible, NoNodeReached, NotFree, UsageError
+from gpuboard.scheduler import submit
+from gpuboard.scheduler.client import Place, _jobs, _place, seconds
+from gpuboard.scheduler.submit import Ask, Lease, Shape
+
+FIXED = ["--no-requeue", "--output=/dev/null", "--chdir=/", "--export=ALL", "--parsable"]
+
+
+def told(shape: Shape, asked: Ask | None = None, lease: Lease | None = None) -> list[str]:
+    return submit.arguments(shape, asked or Ask(), lease or Lease("k3f9xy", 3600.0))
+
+
+def test_a_count_alone_asks_for_the_fewest_nodes_up_to_those_that_are_enough() -> None:
+    assert told(Shape(4, 1)) == ["--job-name=gpuboard-k3f9xy", "--time=60", "--nodes=1", "--gpus=4", *FIXED]
+    assert told(Shape(12, 3, type="h100"))[2:4] == ["--nodes=1-3", "--gpus=h100:12"]
+
+
+def test_a_count_per_node_fixes_the_nodes() -> None:
+    assert told(Shape(8, 2, per_node=4, type="a100"))[2:4] == ["--nodes=2", "--gpus-per-node=a100:4"]
+
+
+def test_what_the_site_and_the_person_say_is_passed_on_in_this_order() -> None:
+    settings = SlurmSettings(partition="gpu", cpus_per_gpu=8, mem_per_gpu="64GiB", args=["--constraint=ib"])
+    asked = submit.ask(settings, account="lab", qos="high", reservation="r1", more=["--exclusive"])
+    found = told(Shape(2, 1, exclude="gpu[02-03]"), asked, Lease("k3f9xy", 90.0, "fine\ntuning"))
+    assert found == [
+        "--job-name=gpuboard-k3f9xy", "--time=2", "--nodes=1", "--gpus=2", "--exclude=gpu[02-03]", "--partition=gpu",
+        "--account=lab", "--qos=high", "--reservation=r1", "--cpus-per-gpu=8", "--mem-per-gpu=65536M",
+        "--comment=fine tuning", *FIXED, "--constraint=ib", "--exclusive",
+    ]  # fmt: skip
+
+
+def test_a_flag_goes_before_the_setting() -> None:
+    assert submit.ask(SlurmSettings(partition="gpu"), partition="short").partition == "short"
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--array=1-3", "--arr=1-3", "-a1-3", "--wait", "-W", "--wrap=x", "--nodes=2", "-N2", "--gpus=2", "--gres=gpu:1",
+     "--time=5", "-t5", "--job-name=x", "-Jx", "--output=x", "--parsable", "--test-only", "--uid=0", "--export=NONE",
+     "--partition=x", "-px", "--nodelist=gpu01", "-wgpu01", "--exclude=x", "-xgpu01", "--hold", "-H", "--g",
+     "--requeue", "--clusters=all", "-Mall"],
+)  # fmt: skip
+def test_options_that_are_ours_are_refused(option: str) -> None:
+    with pytest.raises(UsageError, match="is gpuboard's to say"):
+        submit.check_option(option, "--slurm")
+
+
+@pytest.mark.parametrize("option", ["train.sh", "-", "--", "--constraint a100", "-C a100", "--x\n--wrap=y", "", "--X"])
+def test_what_is_not_one_option_is_refused(option: str) -> None:
+    with pytest.raises(UsageError, match="is not one option"):
+        submit.check_option(option, "--slurm")
+
+
+@pytest.mark.parametrize("option", ["--constraint=a100&ib", "-Ca100", "--exclusive", "--mem=0", "--nice=10",
+                                    "--gres-flags=enforce-binding", "--gpu-bind=none", "--licenses=x:2",
+                                    "--mail-type=ALL", "--wait-all-nodes=1", "--time-min=10", "-c8"])  # fmt: skip
+def test_other_options_pass(option: str) -> None:
+    submit.check_option(option, "--slurm")
+
+
+def test_options_of_the_config_are_held_to_the_same_rules() -> None:
+    with pytest.raises(UsageError, match=r"slurm\.args: --array is gpuboard's to say"):
+        submit.ask(SlurmSettings(args=["--array=1-9"]))
+
+
+@pytest.mark.parametrize("name", ["x y", "x;y", "$(x)", "x\n", "", "-x" * 200])
+def test_hostile_names_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="is not a name"):
+        submit.ask(SlurmSettings(), account=name)
+
+
+def test_minutes_are_rounded_up() -> None:
+    assert [submit.minutes(s) for s in (0.5, 60.0, 60.1, 3600.0)] == [1, 1, 2, 60]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "code", "error"),
+    [
+        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", 1, NeverPossible),
+        ("sbatch: error: Invalid generic resource (gres) specification", 1, NeverPossible),
+        ("sbatch: error: invalid partition specified: nope\n"
+         "sbatch: error: Batch job submission failed: Invalid partition name specified", 1, UsageError),
+        ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified", 1,
+         UsageError),
+        ("sbatch: error: Batch job submission failed: Invalid qos specification", 1, UsageError),
+        ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates "
+         "accounting/QOS policy (job submit limit, user's size and/or time limits)", 1, NotFree),
+        ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", 1,
+         NoNodeReached),
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", 1, NoNodeReached),
+        ("sbatch: unrecognized option '--bogus'\nTry \"sbatch --help\" for more information", 255, UsageError),
+        ("sbatch: error: the moon is full", 1, GpuboardError),
+        ("", 1, GpuboardError),
+    ],
+)  # fmt: skip
+def test_refusals_have_slurms_words_and_the_exit_code_that_they_mean(
+    stderr: str, code: int, error: type[GpuboardError]
+) -> None:
+    found = submit.refusal(stderr, code)
+    assert type(found) is error
+    assert "sbatch: error" not in str(found) and "Try " not in str(found)
+
+
+def test_only_some_failures_may_have_left_a_job() -> None:
+    assert submit.is_uncertain("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
+    assert not submit.is_uncertain("sbatch: error: Batch job submission failed: Invalid qos specification")
+    # nobody listened
+    assert not submit.is_uncertain("Batch job submission failed: Unable to contact slurm controller (connect failure)")
+
+
+def test_the_number_is_found_among_what_a_site_prints_before_it() -> None:
+    assert submit.job_number("Welcome to the cluster\n1234;lab\n") == 1234
+    assert submit.job_number("1234\n") == 1234
+    assert submit.job_number("Submitted batch job\n") is None
+
+
+def test_only_names_of_ours_are_leases() -> None:
+    assert submit.lease_of(submit.job_name("k3f9xy")) == "k3f9xy"
+    for name in ("gpuboard-", "gpuboard-K3F9", "gpuboard-k3f9xy\n", "gpuboard-../x", "xgpuboard-k3f9xy", "wrap"):
+        assert submit.lease_of(name) is None
+
+
+def test_reasons_that_no_waiting_cures_are_told_from_those_that_pass() -> None:
+    assert submit.never_reason("PartitionTimeLimit") is not None
+    assert submit.never_reason("Resources") is None
+    assert submit.never_reason("QOSMaxGRESPerUser") is None
+    assert [submit.is_undecided(r) for r in ("None", "Priority", "Resources", "QOSMaxGRESPerUser")] == [
+        True, True, False, False,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("10:00", 600.0), ("1:02:03", 3723.0), ("2-01:02:03", 176523.0), ("4-12", 388800.0), ("4-12:30", 390600.0),
+     ("30", 1800.0), ("0:00", 0.0), ("infinite", None), ("UNLIMITED", None), ("NOT_SET", None), ("", None),
+     ("a-1", None)],
+)  # fmt: skip
+def test_times_of_slurm(text: str, value: float | None) -> None:
+    assert seconds(text) == value
+
+
+def test_a_jobs_line_with_a_hostile_name() -> None:
+    [job] = _jobs("12|RUNNING|None|1700000000|9:30|0:30|gpu|2001|gpu[01-02]|x\x1b[31m|y\n|||\nnonsense\n")
+    assert (job.number, job.state, job.left_s, job.used_s, job.uid, job.nodes) == (
+        12, "RUNNING", 570.0, 30.0, 2001, "gpu[01-02]",
+    )  # fmt: skip
+    assert job.lease is None
+    assert "\x1b" not in job.name
+
+
+QUEUE = """\
+7|PENDING|Resources|1700000000|100|gpu
+8|PENDING|Priority|N/A|90|gpu
+9|PENDING|Priority|N/A|90|gpu
+10|PENDING|JobHeldUser|N/A|0|gpu
+11|PENDING|Dependency|N/A|200|gpu
+12|PENDING|Priority|N/A|200|gpu
+"""
+
+
+def test_the_place_in_the_queue_is_by_priority_then_number_and_held_jobs_are_ahead_of_nobody() -> None:
+    def place(number: int) -> tuple[int, int]:
+        found = _place(QUEUE, number)
+        assert isinstance(found, Place)
+        return found.ahead, found.waiting
+
+    assert place(12) == (0, 4)
+    assert place(7) == (1, 4)
+    assert place(8) == (2, 4)
+    assert place(9) == (3, 4)
+    assert _place(QUEUE, 99) is None
+
+
+@given(st.text())
+def test_no_text_makes_the_readers_raise(text: str) -> None:
+    _jobs(text)
+    _place(text, 7)
+    seconds(text)
+    submit.refusal(text, 1)
+    submit.job_number(text)
+    submit.lease_of(text)
