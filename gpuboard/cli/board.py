@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     env = context.env
     if context.config_file is not None:  # what the board starts is to read the same one
         env = {**env, "GPUBOARD_CONFIG": str(context.config_file.absolute())}
-    nodes = context.nodes()
+    nodes = context.reach(context.nodes())  # what ssh has to ask, it asks before the board takes the terminal
     core = Core(nodes, context.settings, env, scheduler=context.new_scheduler())
     guard = terminal.Guard()
     first = None

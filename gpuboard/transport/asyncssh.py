@@ -7,6 +7,7 @@ import contextlib
 import logging
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import asyncssh
 
 from gpuboard.model.units import parse_duration
-from gpuboard.transport import bundle, resolve
+from gpuboard.transport import bundle, resolve, sshwords
 from gpuboard.transport.attempts import AGAIN_S
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.exits import explain_exit
@@ -45,12 +46,16 @@ class AsyncsshTransport:
         self._slots = asyncio.Semaphore(settings.max_connections)
         self._jumps: dict[tuple[str, ...], asyncio.Task[asyncssh.SSHClientConnection]] = {}
         self._connections: set[asyncssh.SSHClientConnection] = set()
+        self._lock = threading.Lock()
+        self._channels: weakref.WeakSet[SshChannel] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ssh", daemon=True)
         self._thread.start()
 
     def open(self, host: str, role: str, handler: Handler, command: str | None = None) -> SshChannel:
         """Connect to ``host`` (a name of ssh_config or a host name), start the agent there, send the bundle."""
         channel = SshChannel(self._loop, self._thread, handler, self._python)
+        with self._lock:
+            self._channels.add(channel)
         if command is None:
             channel.write(bundle.bundle(role))
         self._loop.call_soon_threadsafe(self._start, host, channel, command or bundle.command_line(self._python))
@@ -59,6 +64,10 @@ class AsyncsshTransport:
     def close(self) -> None:
         """Drop all connections and stop the thread. What hangs in it (a DNS question) is left behind."""
         self._config.save()
+        with self._lock:
+            channels = list(self._channels)
+        for channel in channels:
+            channel.close()
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(_END_S)
         if not self._thread.is_alive():
@@ -100,6 +109,8 @@ class AsyncsshTransport:
             try:
                 return await self._log_in_once(host, tunnel)
             except (asyncssh.ConnectionLost, ConnectionResetError, BrokenPipeError):
+                if sshwords.wants_a_job(host.name, host.said):
+                    raise
                 await asyncio.sleep(random.uniform(0.5, 1.0) * wait_s)
         return await self._log_in_once(host, tunnel)
 
@@ -159,6 +170,9 @@ class _Client(asyncssh.SSHClient):
     def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
         self._host.offered = f"{key.get_algorithm()} {key.get_fingerprint()}"
         return False
+
+    def auth_banner_received(self, msg: str, lang: str) -> None:
+        self._host.said = (self._host.said + msg)[-_STDERR_KEPT:]
 
     def password_auth_requested(self) -> None:
         self._host.asks = True  # and nothing is answered

@@ -179,4 +179,5 @@ class _Attempt:
             python=self._transport.python,
             timeout_s=self._transport.ways.timeout_s,
             connected=self.connected_yet,
+            stands=self._way.alive(),
         )

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -83,6 +84,7 @@ class Logins:
 
     def _log_in_once(self, host: resolve.Resolved, via: paramiko.Transport | None) -> paramiko.Transport:
         connection = None
+        until = time.monotonic() + self.timeout_s
         try:
             link = self._link(host, via)
             connection = paramiko.Transport(link)
@@ -97,8 +99,14 @@ class Logins:
             _authenticate(connection, host)
             return connection
         except BaseException as error:
+            said = ""
             if connection is not None:
+                said = _told(connection)
                 drop(connection)
+            if isinstance(error, Exception) and (refusal := sshwords.wants_a_job(host.name, said)):
+                raise refusal from error
+            if isinstance(error, paramiko.SSHException | EOFError) and time.monotonic() > until:
+                raise sshwords.no_answer(self.timeout_s) from error  # it has many words for that
             if isinstance(error, Exception):
                 raise explain(error, host, hop=host.jumps[-1] if via else "", timeout_s=self.timeout_s) from error
             raise
@@ -162,6 +170,12 @@ class OwnConfig:
         values["user"] = [user or values.get("user", [getpass.getuser()])[0]]
         values["port"] = [str(port) if port else values.get("port", ["22"])[0]]
         return resolve.Resolved(spec, values)
+
+
+def _told(connection: paramiko.Transport) -> str:
+    """Return what the server has told whoever logs in; get_banner() has forgotten it when the connection is gone."""
+    banner = getattr(connection.auth_handler, "banner", None)
+    return banner.decode("utf-8", "replace") if isinstance(banner, bytes) else ""
 
 
 def drop(connection: paramiko.Transport) -> None:

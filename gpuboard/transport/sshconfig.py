@@ -33,6 +33,7 @@ class Host:
         self.known_files = known.files
         self.offered: str | None = None
         self.asks = False  # whether the server wants a password or a code
+        self.said = ""  # what the server tells whoever logs in, last before it hangs up
         self.user: str = options.get("username") or ""
         self.key_name: str = name  # what known_hosts is asked for
         self.port = 22

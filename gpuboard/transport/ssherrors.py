@@ -18,6 +18,8 @@ def explain(error: Exception, name: str, host: Host | None, timeout_s: float) ->
     """Return what a failure to reach ``name`` means; ``host`` is None when its configuration could not be read."""
     if isinstance(error, TransportError):
         return error
+    if host is not None and (refusal := sshwords.wants_a_job(name, host.said)):
+        return refusal
     if isinstance(error, TimeoutError) and error.errno is None:
         return sshwords.no_answer(timeout_s)
     if isinstance(error, socket.gaierror):

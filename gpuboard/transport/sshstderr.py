@@ -33,25 +33,37 @@ _TIMED_OUT = re.compile(r"timed out|Timeout before authentication")
 _DROPPED = re.compile(
     r"(?:kex|ssh)_exchange_identification: (.*)|banner exchange: (.*)|(Connection (?:closed|reset) by .*)"
 )
+_BROKEN = re.compile(
+    r"Timeout, server |client_loop: |Connection to .* closed by |Connection reset |Read from remote host "
+)
 
 
 def explain_ssh(
-    stderr: bytes, code: int | None, host: Resolved, *, hop: str, python: str, timeout_s: float, connected: bool
+    stderr: bytes,
+    code: int | None,
+    host: Resolved,
+    *,
+    hop: str,
+    python: str,
+    timeout_s: float,
+    connected: bool,
+    stands: bool,
 ) -> TransportError:
     """Return why a session over ssh is over.
 
-    ``hop``: the jump host before it, or empty; ``connected``: the agent has spoken before; ``python``: its interpreter.
+    ``hop``: the jump host before it, or empty; ``connected``: the agent has spoken before; ``python``: its interpreter;
+    ``stands``: the connection itself, which it shared, does.
     """
     text = stderr.decode("utf-8", "replace")
     lines = [clean(line) for line in text.splitlines() if line.strip() and not _CHATTER.match(line)]
     if code != SSH_FAILED:
         return explain_exit(code, "\n".join(lines).encode(), python)
     if connected:
-        # ssh says why a connection broke; it says nothing when the node has told of a signal
-        said = next((line for line in reversed(lines) if re.search("imeout|onnection|roken pipe|packet", line)), "")
-        if not said:
-            return TransportError("exited", "the agent was killed there, or its session was")
-        return TransportError("lost", f"the connection was lost: {said}")
+        said = next((line for line in reversed(lines) if _BROKEN.match(line)), "")
+        if stands and not said:  # ssh tells of no signal; it is the one way to end like this
+            return TransportError("exited", "the agent was killed by a signal there")
+        # a session ends without a word together with the connection that it shares
+        return TransportError("lost", f"the connection was lost: {said or 'ssh does not say why'}")
     return explain_login(text, host, hop=hop, timeout_s=timeout_s)
 
 
@@ -61,6 +73,8 @@ def explain_login(text: str, host: Resolved, *, hop: str, timeout_s: float) -> T
     offered = found[-1] if (found := _OFFERED.findall(text)) else ""
     lines = [clean(line) for line in text.splitlines() if line.strip() and not _CHATTER.match(line)]
     last = lines[-1] if lines else ""
+    if refusal := sshwords.wants_a_job(name, text):
+        return refusal
     if "REVOKED HOST KEY" in text or "is marked as revoked" in text:
         return sshwords.revoked_key(name)
     if "HOST IDENTIFICATION HAS CHANGED" in text:

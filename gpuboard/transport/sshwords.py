@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 
+from gpuboard.model.text import clean
 from gpuboard.transport.base import TransportError
 
 
@@ -20,6 +21,9 @@ _BY_ERRNO = {
     errno.ECONNRESET: ("lost", "ssh: the connection was reset while logging in", "see sshd's MaxStartups and its log"),
     errno.EPIPE: ("lost", "ssh: the connection was closed while logging in", "see sshd's MaxStartups and its log"),
 }
+
+
+_NO_JOB = re.compile(r"no active jobs on this node|Access denied by pam_slurm", re.IGNORECASE)
 
 
 def by_errno(code: int) -> TransportError | None:
@@ -68,6 +72,21 @@ def asks(name: str, user: str, *, may_ask: bool = False) -> Asking:
         "auth",
         f"ssh: {user}@{name} was refused: it asks for a password or a code",
         f"is your key in authorized_keys there, and in the agent or an IdentityFile here? Else {cure}",
+    )
+
+
+def wants_a_job(name: str, said: str) -> TransportError | None:
+    """Return the refusal that ``said``, what a server told before it hung up, speaks of; None when of none.
+
+    pam_slurm_adopt and the older pam_slurm let in only who has a job on the node: the keys were right.
+    """
+    lines = [clean(line, 200) for line in said.splitlines() if _NO_JOB.search(line)]
+    if not lines:
+        return None
+    return TransportError(
+        "no-job",
+        f"ssh: {name} lets in only who has a job there: {lines[-1]}",
+        f"get one there (salloc -w {name}); gpuboard looks again when you have it",
     )
 
 

@@ -1,0 +1,369 @@
+"""Every transport against real sshds on the test nodes: the same ways, the same words, the same ends.
+
+What a transport cannot do is declined by name in docs/transports.md, and here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from tests.hosts import Host, inside
+from tests.integration.transport_driver import line
+from tests.integration.transport_lab import Lab, agents, each_transport, lab, logins, own, uuids
+from tests.nodes import Cluster, eight, old_python
+from tests.sshd import make_key
+from tests.waiting import until
+
+__all__ = ["lab"]
+pytestmark = [pytest.mark.nodes, each_transport]
+
+ECHO = "echo ready; exec cat"
+
+
+def test_a_chain_of_jump_hosts_is_followed_and_shared(lab: Lab, nodes: Cluster) -> None:
+    found = nodes["gpu03"].script(eight())
+    # login1 → gpu01 → gpu02 → gpu03, and no other way
+    nodes["gpu02"].firewall("add rule inet t in ip saddr != 10.88.0.11 tcp dport 22 drop")
+    nodes["gpu03"].firewall("add rule inet t in ip saddr != 10.88.0.12 tcp dport 22 drop")
+    lab.config("Host far*\n  HostName gpu03\n  ProxyJump gpu01,alice@gpu02:22\n")
+    before = [logins(nodes[name]) for name in ("gpu01", "gpu02", "gpu03")]
+    seen = lab.status("far1", "far2", "far3")
+    assert [node["error"] for node in seen.values()] == [None] * 3
+    assert [uuids(node) for node in seen.values()] == [[gpu.uuid for gpu in found]] * 3
+    after = [logins(nodes[name]) for name in ("gpu01", "gpu02", "gpu03")]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 1, 3]
+
+
+def test_what_behind_a_jump_host_does_not_answer_is_told(lab: Lab, nodes: Cluster) -> None:
+    lab.config(
+        "Host nobody\n  HostName gpu03\n  Port 99\n  ProxyJump gpu01\n"
+        "Host stuck\n  HostName gpu03\n  ProxyJump gpu02\n"
+        "Host astray*\n  HostName gpu03\n  ProxyJump stranger\n"
+        "Host stranger\n  HostName gpu01\n  UserKnownHostsFile /dev/null\n  GlobalKnownHostsFile /dev/null\n"
+        "Host circle\n  ProxyJump circle2\nHost circle2\n  ProxyJump circle\n"
+    )
+    nodes["gpu02"].firewall("add rule inet t in tcp dport 22 drop")
+    names = ("nobody", "stuck", "gpu03", "astray1", "astray2", "circle")
+    seen = lab.status(*names, GPUBOARD_CONNECT_TIMEOUT="2s")
+    errors = {name: node["error"] or "" for name, node in seen.items()}
+    assert errors["nobody"].startswith("ssh: nobody cannot be reached through gpu01: ")
+    assert errors["stuck"].startswith("ssh: no answer in 2 s; ")
+    assert errors["gpu03"] == ""
+    for name in ("astray1", "astray2"):
+        assert errors[name].startswith("ssh: the key of stranger is not known (ssh-ed25519 SHA256:")
+    assert errors["circle"].startswith("ssh: ProxyJump of circle goes in circles; ")
+
+
+def test_ipv6_on_another_port(lab: Lab, nodes: Cluster) -> None:
+    gpu03 = nodes["gpu03"]
+    for host, address in ((gpu03, "fd88::13"), (lab.here, "fd88::21"), (nodes["gpu01"], "fd88::11")):
+        inside(host.pid, f"-6 addr replace {address}/64 dev eth0 nodad")
+    gpu03.sshd("Port 2222")
+    gpu03.firewall("add rule inet t in tcp dport 22 drop", "add rule inet t in ip protocol tcp tcp dport 2222 drop")
+    with (lab.ssh / "known_hosts").open("a") as file:
+        file.write(f"[fd88::13]:2222 {(nodes.root / 'keys' / 'gpu03.pub').read_text()}")
+    six = "  HostName fd88::13\n  Port 2222\n"
+    lab.config(f"Host six\n{six}Host behind\n{six}  ProxyJump gpu01\n")
+    assert {name: node["error"] for name, node in lab.status("six", "behind").items()} == {"six": None, "behind": None}
+
+
+def test_includes_and_wildcards_are_read_as_ssh_reads_them(lab: Lab, nodes: Cluster) -> None:
+    found = {name: [gpu.uuid for gpu in nodes[name].script(eight())] for name in ("gpu01", "gpu02", "gpu03")}
+    for name in ("30-more", "20-other", "10-first"):  # which file counts is a matter of their names alone
+        lab.config(f"Host any\n  HostName gpu0{name[0]}\nHost nothing\n  HostName gpu03\n", f"conf.d/{name}")
+    lab.config(
+        "Include conf.d/*\nHost node? !node2\n  HostName gpu02\nHost node*\n  HostName gpu03\n"
+        'Match originalhost "exact" user alice\n  HostName gpu02\n'
+    )
+    seen = lab.status("any", "node1", "node2", "exact")
+    assert {name: node["error"] for name, node in seen.items()} == dict.fromkeys(seen)
+    where = {name: next(host for host in found if found[host] == uuids(node)) for name, node in seen.items()}
+    assert where == {"any": "gpu01", "node1": "gpu02", "node2": "gpu03", "exact": "gpu02"}
+
+
+def test_a_proxy_command_runs_in_a_shell(lab: Lab) -> None:
+    lab.config(
+        "Host proxied\n  HostName 192.0.2.1\n  HostKeyAlias gpu01\n"
+        '  ProxyCommand ssh -W "gpu01:%p" -l %r login2; exit 0\n'
+        "Host broken\n  HostName 192.0.2.1\n  ProxyCommand echo no way >&2; exit 1\n"
+    )
+    seen = lab.status("proxied", "broken")
+    assert seen["proxied"]["error"] is None
+    assert seen["broken"]["state"] == "unreachable"
+
+
+def test_the_agent_of_keys_serves_here_and_is_not_forwarded(lab: Lab, nodes: Cluster) -> None:
+    gpu01 = nodes["gpu01"]
+    lab.config("Host *\n  ForwardAgent yes\n  IdentityFile ~/.ssh/moved\n")
+    (lab.ssh / "id_ed25519").rename(lab.ssh / "elsewhere")
+    env = {"SSH_AUTH_SOCK": "/tmp/agent.sock"}
+    with lab.here.popen(["ssh-agent", "-D", "-a", "/tmp/agent.sock"]):
+        until(lambda: lab.here.path("/tmp/agent.sock").exists(), "an agent")
+        lab.here.run(["ssh-add", "/srv/home/alice/.ssh/elsewhere"], env=env, check=True)
+        # ssh itself, as configured, does forward it: what follows could fail
+        plain = lab.here.run(["ssh", "gpu01", "echo $SSH_AUTH_SOCK; ls -d /tmp/ssh-*"], env=env, check=True)
+        assert plain.stdout.count("/tmp/ssh-") == 2
+        with lab.channels("gpu01", command=f'echo "sock=$SSH_AUTH_SOCK."; {ECHO}', env=env) as driven:
+            driven.event("connected")
+            assert driven.received(0, 12)["text"] == "sock=.\nready\n"
+            assert list(gpu01.path("/tmp").glob("ssh-*")) == []
+        lab.here.run(["pkill", "ssh-agent"])
+
+
+@pytest.mark.parametrize("sessions", [1, 10])
+def test_three_sessions_at_once_on_one_node(lab: Lab, nodes: Cluster, sessions: int) -> None:
+    nodes["gpu01"].sshd(f"MaxSessions {sessions}")
+    for _ in range(2):  # the second time over what the first one has left open, where a transport leaves anything
+        with lab.channels("gpu01", "gpu01", "gpu01", command=ECHO) as driven:
+            for _ in range(3):
+                driven.event("connected")
+            for number in range(3):
+                assert driven.received(number, 6)["text"] == "ready\n"
+
+
+def test_a_server_that_drops_newcomers_is_asked_again(lab: Lab, nodes: Cluster) -> None:
+    nodes["gpu01"].sshd("MaxStartups 3:100:3")
+    lab.config("Host many*\n  HostName gpu01\nHost behind*\n  HostName gpu02\n  ProxyJump gpu01\n")
+    nodes["gpu02"].sshd("MaxStartups 2:100:2")
+    names = [f"many{k}" for k in range(8)] + [f"behind{k}" for k in range(4)]
+    seen = lab.status(*names, GPUBOARD_CONNECT_TIMEOUT="40s")
+    assert {name: node["error"] for name, node in seen.items()} == dict.fromkeys(names)
+
+
+def test_shells_of_every_kind_and_their_noise(lab: Lab, nodes: Cluster) -> None:
+    home = lab.ssh.parent
+    noise = 'echo "Welcome @all"; echo "to this machine"\n'
+    (home / ".bashrc").write_text(f"{noise}echo oops >&2; printf 'no end of line'\n")
+    (home / ".cshrc").write_text(noise)
+    (home / ".config" / "fish").mkdir(parents=True)
+    (home / ".config" / "fish" / "config.fish").write_text(noise)
+    nodes["gpu01"].path("/etc/banner").write_text("Only for those who may\n" * 20)
+    nodes["gpu01"].sshd("Banner /etc/banner")
+    with ExitStack() as shells:
+        shells.enter_context(login_shell(nodes["gpu02"], "fish"))
+        shells.enter_context(login_shell(nodes["gpu03"], "tcsh"))
+        names = ("gpu01", "gpu02", "gpu03")
+        assert {name: node["error"] for name, node in lab.status(*names).items()} == dict.fromkeys(names)
+        seen = lab.status(*names, GPUBOARD_PYTHON="python3-not-there", check=False)
+        for name in names:
+            assert (seen[name]["error"] or "").startswith("python3-not-there cannot be started there ("), name
+
+
+def test_a_full_home_there_or_here_changes_nothing(lab: Lab, nodes: Cluster) -> None:
+    for host in (nodes["gpu01"], lab.here):
+        with full_home(host):
+            seen = lab.status("gpu01", "gpu02")
+            assert {name: node["error"] for name, node in seen.items()} == {"gpu01": None, "gpu02": None}
+
+
+def test_a_node_with_an_old_python(lab: Lab, nodes: Cluster) -> None:
+    old = old_python()
+    if old is None:
+        pytest.skip("needs an old Python (3.6 to 3.8) on this machine")
+    found = nodes["gpu01"].script(eight())
+    nodes["gpu01"].use_python(old)
+    node = lab.status("gpu01")["gpu01"]
+    assert (node["error"], uuids(node)) == (None, [gpu.uuid for gpu in found])
+
+
+def test_whose_key_is_not_the_known_one_is_refused(lab: Lab, nodes: Cluster) -> None:
+    keys = nodes.root / "keys"
+    gpu01, gpu02 = ((keys / f"{name}.pub").read_text() for name in ("gpu01", "gpu02"))
+    files = {
+        "unknown": f"gpu02 {gpu02}",
+        "changed": f"gpu01,10.88.0.11 {gpu02}",
+        "revoked": f"gpu01 {gpu01}@revoked gpu01 {gpu01}",
+        "other": f"gpu0?,!gpu01 {gpu01}",
+        "wild": f"*.example,gpu0? {gpu01}",
+        "messy": f"\nnonsense\n|1|x|y ssh-ed25519 AAAA\n# gpu01 {gpu02}gpu01 ssh-ed25519 !\ngpu01 {gpu01}",
+    }
+    for name, text in files.items():
+        lab.config(text, f"known/{name}")
+    lab.config(f"gpu01 {gpu01}", "known/hashed")
+    lab.here.run(["ssh-keygen", "-q", "-H", "-f", ".ssh/known/hashed"], check=True)
+    lab.config(
+        "".join(
+            f"Host {name}\n  HostName gpu01\n  UserKnownHostsFile ~/.ssh/known/{name}\n"
+            f"  GlobalKnownHostsFile /dev/null\n  StrictHostKeyChecking {'no' if name == 'unknown' else 'ask'}\n"
+            for name in (*files, "hashed")
+        )
+    )
+    seen = lab.status(*files, "hashed")
+    errors = {name: node["error"] for name, node in seen.items()}
+    shown = subprocess.run(["ssh-keygen", "-lf", keys / "gpu01.pub"], capture_output=True, text=True, check=True)
+    offered = f"ssh-ed25519 {shown.stdout.split()[1]}"
+    assert errors == {
+        "unknown": f"ssh: the key of unknown is not known ({offered}); "
+        "run `ssh unknown` once and compare the fingerprint",
+        "changed": f"ssh: the key of changed has CHANGED ({offered}): a new installation, or somebody in between; "
+        "ask its administrator; then `ssh-keygen -R 'gpu01'` and `ssh changed`",
+        "revoked": "ssh: the key of revoked is revoked; ask its administrator",
+        "other": f"ssh: the key of other is not known ({offered}); run `ssh other` once and compare the fingerprint",
+        "wild": None,
+        "messy": None,
+        "hashed": None,
+    }
+    for name in ("unknown", "changed"):
+        assert (lab.ssh / "known" / name).read_text() == files[name]  # nothing was added
+
+
+def test_each_way_of_not_getting_in_has_its_words(lab: Lab, nodes: Cluster) -> None:
+    own(make_key(lab.ssh / "stranger"))
+    lab.config(
+        "Host refused\n  HostName gpu01\n  IdentityFile ~/.ssh/stranger\n  IdentitiesOnly yes\n"
+        "Host closed\n  HostName gpu01\n  Port 99\nHost nowhere\n  HostName no-such-host.invalid\n"
+        "Host off\n  HostName 192.0.2.1\nHost hung\n  HostName gpu02\nHost swallowed\n  HostName gpu03\n",
+        key_for="* !refused",
+    )
+    nodes["gpu02"].pause_sshd()
+    nodes["gpu03"].firewall("add rule inet t in tcp dport 22 drop")
+    names = ("refused", "closed", "nowhere", "off", "hung", "swallowed", "login2")
+    started = time.monotonic()
+    seen = lab.status(*names, GPUBOARD_CONNECT_TIMEOUT="2s")
+    assert time.monotonic() - started < 12
+    errors = {name: (node["error"] or "").partition(";")[0] for name, node in seen.items()}
+    assert errors == {
+        "refused": "ssh: alice@refused was refused: no key was accepted",
+        "closed": "ssh: connection refused",
+        "nowhere": "ssh: the name 'nowhere' has no address",
+        "off": "ssh: the network is unreachable",
+        "hung": "ssh: no answer in 2 s",
+        "swallowed": "ssh: no answer in 2 s",
+        "login2": "NVML: no NVIDIA driver here (libnvidia-ml.so.1 not found)",
+    }
+
+
+def test_a_password_is_not_asked_for(lab: Lab, nodes: Cluster) -> None:
+    nodes["gpu01"].sshd("AuthenticationMethods publickey,password\nPasswordAuthentication yes")
+    nodes["gpu02"].sshd("AuthenticationMethods password\nPasswordAuthentication yes")
+    seen = lab.status("gpu01", "gpu02", check=False)
+    for name, node in seen.items():
+        assert (node["error"] or "").startswith(f"ssh: alice@{name} was refused: it asks for a password or a code; ")
+
+
+def test_how_a_command_ended_is_told(lab: Lab) -> None:
+    for command, kind, words in (
+        ("echo so; exit 7", "exited", "the agent ended with exit code 7"),
+        ("echo so; echo 'no [31m luck' >&2; exit 3", "exited", "the agent ended with exit code 3: no [31m luck"),
+        ("echo so; kill -9 $$", "exited", "killed"),
+        ("no-such-program", "no-python", "python3 cannot be started there ("),
+    ):
+        with lab.channels("gpu01", command=command) as driven:
+            if kind == "exited" or lab.transport != "openssh":  # which knows nothing before the first byte
+                driven.event("connected")
+            ended = driven.event("ended")
+            assert ended["kind"] == kind
+            assert words in ended["words"]
+
+
+def test_a_line_of_a_mebibyte_passes_both_ways(lab: Lab) -> None:
+    size = 1 << 20
+    with lab.channels("gpu01", "gpu02", command=ECHO) as driven:
+        for _ in range(2):
+            driven.event("connected")
+        for number in range(2):
+            driven.received(number, 6)
+            driven.tell(op="reset", n=number)
+        for number in (0, 1, 0):  # three of them at once, two on one channel
+            driven.tell(op="write", n=number, bytes=size)
+        for number, times in ((0, 2), (1, 1)):
+            found = driven.received(number, times * size)
+            assert (found["bytes"], found["sha256"]) == (times * size, hashlib.sha256(line(size) * times).hexdigest())
+
+
+def test_who_does_not_read_holds_nobody_up(lab: Lab) -> None:
+    """What one node does not take waits, while another one's lines go on."""
+    with lab.channels("gpu01", "gpu02", command="echo ready; read first; sleep 1000 & read second; exec cat") as driven:
+        for _ in range(2):
+            driven.event("connected")
+        driven.tell(op="write", n=0, text="go\n")
+        driven.tell(op="write", n=0, bytes=16 << 20)  # more than every buffer on the way; `read` takes it byte by byte
+        driven.tell(op="write", n=1, text="1\n2\nhere\n")
+        assert driven.received(1, 11)["text"] == "ready\nhere\n"
+        driven.tell(op="close")
+        assert driven.event("closed")["s"] < 0.5
+
+
+def test_agents_end_when_the_transport_is_closed(lab: Lab, nodes: Cluster) -> None:
+    gpu01 = nodes["gpu01"]
+    with lab.channels("gpu01", "gpu01", "gpu02", command=None) as driven:
+        driven.start_agents("gpu01", "gpu01", "gpu02")
+        assert len(agents(gpu01)) >= 2
+        driven.tell(op="close")
+        assert driven.event("closed")["s"] < 0.5
+        until(lambda: not agents(gpu01) and not agents(nodes["gpu02"]), "all agents ended", 2)
+        until(lambda: not lab.children(), "no ssh process is left", 2)
+
+
+def test_agents_end_when_the_client_is_killed(lab: Lab, nodes: Cluster) -> None:
+    with lab.channels("gpu01", "gpu02", command=None) as driven:
+        driven.start_agents("gpu01", "gpu02")
+        assert agents(nodes["gpu01"])
+        driven.process.kill()
+        until(lambda: not agents(nodes["gpu01"]) and not agents(nodes["gpu02"]), "all agents ended", 2)
+    until(lambda: not lab.children(), "no ssh process is left", 15)  # a shared connection waits 10 s for further use
+
+
+def test_a_path_that_swallows_packets_is_noticed(lab: Lab, nodes: Cluster) -> None:
+    lab.config("Host gpu01\n  ServerAliveInterval 1\n  ServerAliveCountMax 2\n")
+    with lab.channels("gpu01", "gpu02", command=ECHO) as driven:
+        for _ in range(2):
+            driven.event("connected")
+        nodes["gpu01"].unplug()
+        started = time.monotonic()
+        ended = driven.event("ended")
+        assert (ended["n"], ended["kind"]) == (0, "lost")
+        assert ended["words"].startswith("the connection was lost")
+        assert time.monotonic() - started < 15
+        driven.tell(op="write", n=1, text="still here\n")
+        driven.received(1, 17)
+        driven.tell(op="close")
+        assert driven.event("closed")["s"] < 0.5
+
+
+def test_a_connection_that_is_cut_is_told(lab: Lab, nodes: Cluster) -> None:
+    with lab.channels("gpu01", command=ECHO) as driven:
+        driven.event("connected")
+        driven.received(0, 6)
+        nodes["gpu01"].stop_sshd()
+        ended = driven.event("ended")
+        assert ended["kind"] == "lost"
+        assert ended["words"].startswith("the connection was lost")
+
+
+@contextmanager
+def login_shell(host: Host, name: str) -> Iterator[None]:
+    """Give alice another login shell on a host."""
+    found = host.run(["sh", "-c", f"command -v {name}"]).stdout.strip()
+    if not found:
+        pytest.skip(f"needs {name}")
+    passwd = host.path("/etc/passwd")
+    before = passwd.read_text()
+    passwd.write_text(before.replace(":/srv/home/alice:/bin/bash", f":/srv/home/alice:{found}"))
+    try:
+        yield
+    finally:
+        passwd.write_text(before)
+
+
+@contextmanager
+def full_home(host: Host, user: str = "alice") -> Iterator[None]:
+    """Put a home in its place that has no room for one more byte or file; keys and configuration are in it."""
+    home = f"/srv/home/{user}"
+    script = (
+        f"cp -a {home}/.ssh /tmp/ssh-kept && mount -t tmpfs -o size=64k,nr_inodes=24,mode=755 tmpfs {home} && "
+        f"cp -a /tmp/ssh-kept {home}/.ssh && rm -r /tmp/ssh-kept && chown {user} {home}; cat /dev/zero > {home}/full; "
+        f"n=0; while : > {home}/$n; do n=$((n + 1)); done 2>/dev/null"
+    )
+    host.run(["sh", "-c", script], user="root")
+    try:
+        assert host.run(["sh", "-c", "mkdir new || cp /etc/passwd new"], user=user).returncode
+        yield
+    finally:
+        host.run(["umount", home], user="root", check=True)
