@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.ladder import Ladder, Way
 from gpuboard.cluster.picture import NodeFacts, inert_static
 from gpuboard.model.reading import Event, Hello, Reading, Static, shared
 from gpuboard.model.state import Thresholds, counted
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink
+
+if TYPE_CHECKING:
+    from gpuboard.transport.shelllink import ShellLink
 
 FIRST_ANSWER_S = 10.0  # from an open connection to the first reading, at least: NVML alone can take 3 s
 SILENCE_S = 60.0  # a connected agent that says nothing for so long (and 10 intervals) is replaced
@@ -55,7 +62,7 @@ class NodeFeed:
     ) -> None:
         self.node = node
         self.facts = NodeFacts(name=node.name)
-        self.link: AgentLink | None = None
+        self.link: AgentLink | ShellLink | None = None
         self.failed_at = 0.0  # when the last link was lost or not made
         self.retry_at: float | None = None  # when to connect again
         self._connector = connector
@@ -63,6 +70,12 @@ class NodeFeed:
         self._interval_s = interval_s
         self._answer_s = max(FIRST_ANSWER_S, answer_s)
         self._changed = changed
+        self._lock = threading.RLock()  # not held while ``changed`` is called
+        self._ladder = Ladder(node.job, local=node.host is None)
+        self._way = Way()  # the one taken last
+        self._number = 0  # of the link whose messages count
+        self._no_python: TransportError | None = None
+        self._over = False
         self._opened_at = 0.0
         self._waiting = False  # for the first reading of this link
         self._failures = 0
@@ -82,37 +95,33 @@ class NodeFeed:
         return self.facts.reading is not None or self.facts.error is not None or self.facts.closed
 
     def open(self) -> None:
-        """Connect, at once and without waiting."""
-        self.retry_at = None
-        self._opened_at = time.monotonic()
-        self._waiting = True
-        self.link = self._connector.open(
-            self.node.name,
-            self.node.host,
-            role="node",
-            config=self._config,
-            listener=self._message,
-            ended=self._ended,
-            job=self.node.job,
-        )
-        if self.link.hello is not None:
-            self.tick()  # an agent started ahead can answer before we know its link
+        """Connect, at once and without waiting; nothing happens where no way is permitted."""
+        with self._lock:
+            self._open()
 
     def permit(self, *, ssh: bool, jobs: Sequence[str]) -> None:
-        """Take note in which ways the node may be reached from now on: by ssh, through these jobs of ours, or not."""
-        closed = not ssh and not jobs
-        if closed and not self.facts.closed:
-            self.close()
-            self.retry_at = None
-            self.facts = msgspec.structs.replace(self.facts, closed=True, error=None)
-        elif not closed and (self.facts.closed or self.link is None):
-            self.facts = msgspec.structs.replace(self.facts, closed=False)
-            self.open()
+        """Take note in which ways the node may be reached from now on: by ssh, through these jobs of ours, or not.
+
+        A connection that may stay does; any other one ends at once, and the next way is taken where there is one.
+        """
+        with self._lock:
+            new_job = self._ladder.permit(ssh=ssh, jobs=jobs)
+            alive = self.link is not None and self.link.over is None
+            if self._ladder.closed:
+                self._leave()
+                self.facts = msgspec.structs.replace(self.facts, closed=True, error=None)
+            elif not (alive and self._ladder.permits(self._way)) and (
+                alive or new_job or self.link is None or self.facts.closed
+            ):
+                self._leave()
+                self.facts = msgspec.structs.replace(self.facts, closed=False, error=None)
+                self._open()
 
     def close(self) -> None:
-        """End the link."""
-        if self.link is not None:
-            self.link.close()
+        """End the link, for good."""
+        with self._lock:
+            self._over = True
+            self._leave()
 
     def tick(self) -> None:
         """Tell the agent when the next reading is due by the wall clock."""
@@ -130,46 +139,119 @@ class NodeFeed:
                 link.drop(TransportError("timeout", f"connected, but {what} in {self._answer_s:.0f} s"))
             elif self._interval_s is not None and link.hello is not None and now - link.last_line > silent_s:
                 link.drop(TransportError("lost", f"the agent said nothing for {silent_s:.0f} s"))
-        if self.retry_at is not None and now >= self.retry_at:
-            self.open()
+            elif not isinstance(link, AgentLink):
+                link.look(now)
+        with self._lock:
+            if self.retry_at is not None and now >= self.retry_at:
+                self._open()
+            elif self._interval_s is not None and self._ladder.agent_is_due(self._way, now) and not self._waiting:
+                self._leave()
+                self._open()
 
-    def _message(self, message: Hello | Static | Reading | Event) -> None:
-        kind = type(message)
-        if kind is Reading:
-            self._reading(message)  # type: ignore[arg-type]  # `type(x) is` tells mypy nothing; isinstance costs more
-        elif isinstance(message, Static):
-            known = self.facts.known | {gpu.uuid: gpu for gpu in map(inert_static, message.gpus)}
-            self.facts = msgspec.structs.replace(self.facts, static=message, known=known)
-        elif isinstance(message, Hello):
-            self.facts = msgspec.structs.replace(self.facts, hello=message)
-            self.tick()
-
-    def _reading(self, reading: Reading) -> None:
-        now = time.monotonic()
-        old = self.facts
-        self._waiting = False
-        for gpu in reading.gpus:
-            processes = gpu.processes
-            if processes is None or gpu.uuid not in self._last_busy or counted(processes, self._thresholds):
-                self._last_busy[gpu.uuid] = now
-        self.facts = NodeFacts(
-            name=old.name,
-            hello=old.hello,
-            static=old.static,
-            known=old.known,
-            reading=shared(reading, old.reading),
-            previous=old.reading if now - old.arrived <= self._thresholds.stale_min_s + reading.interval_s else None,
-            arrived=now,
-            last_busy=self._last_busy,
+    def _open(self) -> None:
+        """Take the way that is to be taken now. The lock is held, here and in ``_leave``."""
+        self.retry_at = None
+        way = self._ladder.way(time.monotonic())
+        if way is None or self._over:
+            return
+        if way.job is not None and way.job != self._way.job:  # where devices are confined NVML shows a job's GPUs only
+            self.facts = msgspec.structs.replace(self.facts, static=None, known={})
+        self._way = way
+        self._number += 1
+        self._opened_at = time.monotonic()
+        self._waiting = True
+        listener, ended = partial(self._message, self._number), partial(self._ended, self._number)
+        if way.shell:
+            assert self.node.host is not None  # on this machine python3 is the one that runs us
+            why = str(self._no_python)
+            self.link = self._connector.open_shell(
+                self.node.name, self.node.host, why, self._interval_s, listener=listener, ended=ended, job=way.job
+            )
+            return
+        self.link = self._connector.open(
+            self.node.name,
+            self.node.host,
+            role="node",
+            config=self._config,
+            listener=listener,
+            ended=ended,
+            job=way.job,
         )
+        if self.link.hello is not None:
+            self.tick()  # an agent started ahead can answer before we know its link
+
+    def _leave(self) -> None:
+        """End the link and hear no more of it."""
+        self._number += 1
+        self.retry_at = None
+        self._waiting = False
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+    def _message(self, number: int, message: Hello | Static | Reading | Event) -> None:
+        if type(message) is Reading:  # nearly all; isinstance costs more
+            self._reading(number, message)
+            return
+        with self._lock:
+            if number != self._number:
+                return  # of a link that we have left
+            if isinstance(message, Static):
+                known = self.facts.known | {gpu.uuid: gpu for gpu in map(inert_static, message.gpus)}
+                self.facts = msgspec.structs.replace(self.facts, static=message, known=known)
+            elif isinstance(message, Hello):
+                self.facts = msgspec.structs.replace(self.facts, hello=message)
+                self.tick()
+
+    def _reading(self, number: int, reading: Reading) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if number != self._number:
+                return
+            self._waiting = False
+            for gpu in reading.gpus:
+                processes = gpu.processes
+                if processes is None or gpu.uuid not in self._last_busy or counted(processes, self._thresholds):
+                    self._last_busy[gpu.uuid] = now
+            old = self.facts
+            followed = now - old.arrived <= self._thresholds.stale_min_s + reading.interval_s
+            self.facts = NodeFacts(
+                name=old.name,
+                hello=old.hello,
+                static=old.static,
+                known=old.known,
+                reading=shared(reading, old.reading),
+                previous=old.reading if followed else None,
+                arrived=now,
+                last_busy=self._last_busy,
+            )
         self._changed()
 
-    def _ended(self, error: TransportError) -> None:
+    def _ended(self, number: int, error: TransportError) -> None:
         now = time.monotonic()
-        self.failed_at = now
-        self._waiting = False
-        self._failures = 1 if now - self._opened_at > _STEADY_S else self._failures + 1
-        self.facts = msgspec.structs.replace(self.facts, error=str(error))
-        if self._interval_s is not None:
-            self.retry_at = now + backoff_s(self._failures, error.kind)
+        with self._lock:
+            if number != self._number:
+                return
+            self.failed_at = now
+            self._waiting = False
+            wait_s = self._ladder.failed(self._way, error.kind, now)
+            if error.kind == "no-python":
+                error = self._without_python(error)
+            if wait_s == 0.0:
+                self._open()
+                return
+            self._failures = 1 if now - self._opened_at > _STEADY_S else self._failures + 1
+            if self._ladder.closed:  # the only way has gone with its job
+                self.facts = msgspec.structs.replace(self.facts, closed=True, error=None)
+            else:
+                self.facts = msgspec.structs.replace(self.facts, error=str(error))
+            if self._interval_s is not None and not self._ladder.closed:
+                self.retry_at = now + (backoff_s(self._failures, error.kind) if wait_s is None else wait_s)
         self._changed()
+
+    def _without_python(self, error: TransportError) -> TransportError:
+        """Return what is wrong where there is no python3; a shell adds what it has not found either."""
+        if self._way.shell and self._no_python is not None:
+            return TransportError(error.kind, f"{self._no_python.words}, {error.words}", self._no_python.cure)
+        self._no_python = error
+        return error

@@ -245,7 +245,8 @@ class Fleet:
                     return LinkLost(node, feed.facts.error or "not connected")
                 feed.open()
                 link = feed.link
-        assert link is not None
+        if link is None:
+            return LinkLost(node, "no way leads there: ssh is not permitted, and no job of ours runs there")
         return link.submit(op, args)
 
     def _permit(self, ways: Callable[[NodeFacts], tuple[bool, list[str]]]) -> None:

@@ -1,0 +1,130 @@
+"""Which way to a node is tried next, whatever has happened on the others."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuboard.cluster.ladder import AGENT_AGAIN_S, NO_JOB_S, SSH_AGAIN_S, Ladder, Way
+from gpuboard.transport.base import KINDS
+
+SSH, SHELL = Way(), Way(shell=True)
+
+
+def ladder(job: str | None = None, *, local: bool = False) -> Ladder:
+    return Ladder(job, local=local)
+
+
+def test_without_a_scheduler_it_is_ssh_and_the_agent() -> None:
+    it = ladder()
+    assert (it.closed, it.way(0.0)) == (False, SSH)
+    assert it.failed(SSH, "timeout", 0.0) is None
+    assert it.way(1.0) == SSH
+
+
+def test_without_python_it_is_a_shell_and_now_and_then_the_agent_again() -> None:
+    it = ladder()
+    assert it.failed(SSH, "no-python", 0.0) == 0.0
+    assert it.way(0.0) == SHELL
+    assert not it.agent_is_due(SHELL, AGENT_AGAIN_S - 1)
+    assert it.way(AGENT_AGAIN_S - 1) == SHELL
+    assert it.agent_is_due(SHELL, AGENT_AGAIN_S)
+    assert it.way(AGENT_AGAIN_S) == SSH
+    assert not it.agent_is_due(SSH, AGENT_AGAIN_S)
+
+
+def test_with_neither_python_nor_nvidia_smi_it_starts_over_with_back_off() -> None:
+    it = ladder()
+    it.failed(SSH, "no-python", 0.0)
+    assert it.failed(SHELL, "no-python", 0.0) is None
+    assert it.way(1.0) == SSH
+
+
+def test_on_this_machine_there_is_nothing_else() -> None:
+    it = ladder(local=True)
+    assert it.failed(SSH, "no-python", 0.0) is None
+    assert it.way(0.0) == SSH
+
+
+def test_where_nothing_is_permitted_nothing_is_tried() -> None:
+    it = ladder()
+    assert it.permit(ssh=False, jobs=[]) is False
+    assert (it.closed, it.way(0.0), it.permits(SSH)) == (True, None, False)
+
+
+def test_a_job_of_ours_is_the_way_where_ssh_is_not_permitted() -> None:
+    it = ladder()
+    assert it.permit(ssh=False, jobs=["7", "9"]) is True
+    assert (it.closed, it.way(0.0)) == (False, Way("7"))
+    assert it.permit(ssh=False, jobs=["7", "9"]) is False
+    assert it.permit(ssh=False, jobs=["9"]) is False
+    assert (it.permits(Way("7")), it.permits(Way("9")), it.way(0.0)) == (False, True, Way("9"))
+    it.permit(ssh=False, jobs=[])
+    assert it.closed
+
+
+def test_refused_ssh_gives_way_to_a_job_for_a_while() -> None:
+    for kind in ("no-job", "auth", "refused", "host-key", "timeout"):
+        it = ladder()
+        it.permit(ssh=True, jobs=["7"])
+        assert it.way(0.0) == SSH
+        assert it.failed(SSH, kind, 0.0) == 0.0
+        assert it.way(0.0) == Way("7")
+        assert it.way(SSH_AGAIN_S) == SSH
+
+
+def test_an_agent_that_dies_is_no_reason_to_take_another_way() -> None:
+    it = ladder()
+    it.permit(ssh=True, jobs=["7"])
+    for kind in ("lost", "exited"):
+        assert it.failed(SSH, kind, 0.0) is None
+        assert it.way(0.0) == SSH
+
+
+def test_a_node_that_wants_a_job_is_left_alone_until_there_is_one() -> None:
+    it = ladder()
+    assert it.failed(SSH, "no-job", 0.0) == NO_JOB_S
+    assert it.permit(ssh=True, jobs=["7"]) is True
+    assert it.way(1.0) == SSH  # it lets us in now
+
+
+def test_a_step_that_fails_leads_back_to_ssh_and_one_of_an_ended_job_to_nothing() -> None:
+    it = ladder()
+    it.permit(ssh=True, jobs=["7"])
+    it.failed(SSH, "auth", 0.0)
+    assert it.failed(Way("7"), "exited", 1.0) is None
+    assert it.way(2.0) == SSH
+    it.permit(ssh=False, jobs=["7"])
+    assert it.failed(Way("7"), "no-job", 3.0) is None
+    assert (it.closed, it.way(4.0)) == (True, None)
+    assert it.permit(ssh=False, jobs=["7"]) is True  # the scheduler's answer was old, or is right
+
+
+def test_a_job_that_is_the_only_way_stays_it_with_or_without_python() -> None:
+    it = ladder("12")
+    it.permit(ssh=False, jobs=[])
+    assert (it.closed, it.way(0.0), it.permits(Way("12"))) == (False, Way("12"), True)
+    assert it.failed(Way("12"), "no-python", 0.0) == 0.0
+    assert it.way(0.0) == Way("12", shell=True)
+    assert it.failed(Way("12"), "no-job", AGENT_AGAIN_S) is None
+    assert it.way(AGENT_AGAIN_S) == Way("12")
+
+
+@given(
+    st.booleans(),
+    st.lists(st.sampled_from(["7", "9"]), unique=True),
+    st.lists(st.tuples(st.sampled_from(KINDS), st.floats(0, 1000)), max_size=20),
+)
+def test_a_way_that_is_not_permitted_is_never_taken(
+    ssh: bool, jobs: list[str], failures: list[tuple[str, float]]
+) -> None:
+    it, now = ladder(), 0.0
+    it.permit(ssh=ssh, jobs=jobs)
+    for kind, passed in failures:
+        way = it.way(now)
+        assert (way is None) == it.closed
+        if way is None:
+            return
+        assert it.permits(way)
+        assert it.failed(way, kind, now) in {None, 0.0, NO_JOB_S}
+        now += passed
