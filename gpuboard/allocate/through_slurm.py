@@ -36,6 +36,7 @@ from gpuboard.model.units import format_duration, iso, parse_duration
 from gpuboard.scheduler import submit
 from gpuboard.scheduler.client import Jobs, JobState, Uncertain
 from gpuboard.scheduler.jobscript import PAUSE_S, script
+from gpuboard.scheduler.slurm import outdate
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
@@ -307,6 +308,7 @@ class SlurmAllocator:
         """Take note that its owner knows of the lease: until then it is dropped when we leave by an exception."""
         self.telling(lease)
         self._taking = None
+        outdate(self._env)
 
     def _go_on(self) -> None:
         if self._abandoned.is_set():
@@ -400,6 +402,7 @@ def renew(jobs: Jobs, job: JobState, for_s: float, env: Mapping[str, str]) -> No
 
 def forget(lease: str, env: Mapping[str, str]) -> None:
     """Forget a lease whose job has been cancelled."""
+    outdate(env)
     with contextlib.suppress(KeeperError, OSError):
         keeper.forget(lease, env)
     forget_file(env, lease)

@@ -96,13 +96,22 @@ class Operations:
         Takes nothing. 8,000 GPUs take a tenth of a second and more: whoever asks again and again takes rests.
         """
         schedule = self._fleet.schedule
-        if schedule is not None and self._is_slurms(request, known := names(schedule)):
+        if schedule is not None and self.slurm_chooses(request):
             from gpuboard.allocate.slurm_fit import Limits, fit  # only where there is a Slurm
 
+            known = names(schedule)
             scope = {known[node.name] for node in self._nodes if node.name in known}
             answer = fit(request, schedule, Limits(scope))
             return answer if isinstance(answer, Refusal) else Choice((), answer.why)
         return choose(request, snapshot or self._fleet.snapshot())
+
+    def slurm_chooses(self, request: Request) -> bool:
+        """Tell whether Slurm has to be asked: for GPUs of its nodes, and for any where it has some of ours."""
+        schedule = self._fleet.schedule
+        if schedule is None:
+            return False
+        asked = {pick.node for pick in request.picks} or {node.name for node in self._nodes}
+        return not asked.isdisjoint(names(schedule))
 
     def reserve(self, request: Request, for_s: float, purpose: str, attempt: Attempt | None = None) -> Allocation:
         """Reserve for ``for_s`` seconds, without a holder. The caller then shows it and calls :meth:`told`.
@@ -194,18 +203,12 @@ class Operations:
     def _allocator(self, request: Request) -> AnyAllocator:
         """Return what takes this: Slurm for nodes that it knows, else claims, over the board's own connections."""
         scheduler = self._scheduler()
-        schedule = self._fleet.schedule
-        if scheduler is not None and (schedule is None or self._is_slurms(request, names(schedule))):
+        if scheduler is not None and (self._fleet.schedule is None or self.slurm_chooses(request)):
             return slurm_allocator(self._nodes, self._settings, self._env, scheduler)
         if scheduler is not None:
             scheduler.close()
         scope = Scope(self._nodes, self._settings, said=True, running=self._fleet)
         return Allocator(scope, self._settings, self._env)
-
-    def _is_slurms(self, request: Request, known: Mapping[str, str]) -> bool:
-        """Tell whether Slurm has to be asked: for GPUs of its nodes, and for any where it has some of ours."""
-        asked = {pick.node for pick in request.picks} or {node.name for node in self._nodes}
-        return any(node in known for node in asked)
 
     def _in_slurm(self, lease: str) -> tuple[Jobs, JobLease] | None:
         """Return the job that a lease is; None when it lies on nodes. Raises NoSuchLease for somebody else's."""

@@ -32,6 +32,8 @@ def open_reserve(board: BoardApp, uuids: Sequence[str]) -> None:
         board.notify("nothing is known of the GPUs yet", markup=False)
         return
     words, picks = asking.picks_of(uuids, board.scene)
+    if board.core.operations.slurm_chooses(Request(picks=picks)):  # as many as were selected then
+        words, picks = str(len(picks) or 1), ()
     board.push_screen(ReserveDialog(words, picks, parse_duration(board.core.settings.max_lease)))
 
 

@@ -14,18 +14,27 @@ from gpuboard.model.schedule import Seen
 from gpuboard.model.units import parse_duration
 from gpuboard.scheduler.cache import Cache, Record, now
 from gpuboard.scheduler.questions import Questions
-from gpuboard.scheduler.site import Site, key
+from gpuboard.scheduler.site import Site, here, key
 
 ROUND_S = 12.0  # one cycle's commands together; Slurm's own wait for ten
 SHARE = 0.05  # of the time may pass in Slurm's commands, in the long run
 CREDIT_S = 15.0  # at once: what the share makes of five minutes
-CURRENT_S = 90.0  # so long, at least, an answer says something about now
+CURRENT_S = 30.0  # so long, at least, an answer says something about now
 BACK_OFF_S = 300.0  # at most, between two tries
 REFUSED_S = 60.0  # the same where the try costs next to nothing: nobody listens there
 STUCK_S = 20.0  # so long a process that asks is waited for
+NEWS_S = 2.0  # between two looks for what other processes have learnt, or changed
 _CHEAP_S = 0.5
 _PAUSE_S = 0.05  # between two looks for what another process has learnt
 _WAITING = "it is being asked by another gpuboard of yours, and has not answered yet"
+
+
+def outdate(env: Mapping[str, str]) -> None:
+    """Take note that Slurm holds other things since a command of ours: who looks next asks anew, as far as it may."""
+    cache = Cache(env, key(here(env), env))
+    stored = cache.load()
+    if stored is not None and stored.schedule is not None and not stored.failures:
+        cache.store(replace(stored, outdated=True))
 
 
 class Slurm:
@@ -68,7 +77,7 @@ class Slurm:
             self._refresh(time.monotonic() + 2 * ROUND_S)
             if self._known is not before and not self._ended.is_set():
                 changed()
-            self._ended.wait(max(self._due_s(), 10 * _PAUSE_S))
+            self._ended.wait(min(NEWS_S, max(self._due_s(), 10 * _PAUSE_S)))
 
     def _refresh(self, deadline: float) -> None:
         """Bring what is known up to date by what another process has learnt, else by asking."""
@@ -94,7 +103,8 @@ class Slurm:
     def _adopt(self) -> float:
         """Take over what is newer in the file; return for how long the next try is overdue."""
         stored = self._cache.load()
-        if stored is not None and stored.asked > self._known.asked:
+        known = self._known
+        if stored is not None and (stored.asked > known.asked or (stored.outdated and stored.asked == known.asked)):
             if stored.schedule is None:
                 stored = replace(stored, schedule=self._known.schedule, answered=self._known.answered)
             self._known = stored
@@ -105,6 +115,8 @@ class Slurm:
         known = self._known
         if known.asked == 0:
             return -1.0
+        if known.outdated:
+            return known.asked + known.took_s + max(0.0, -known.credit_s / SHARE) - now()
         return known.asked + known.took_s + self._pause_s(known) - now()
 
     def _pause_s(self, known: Record) -> float:
@@ -132,6 +144,7 @@ class Slurm:
             failures=known.failures + 1 if answer.error is not None else 0,
             took_s=took_s,
             credit_s=credit_s - took_s,
+            outdated=False,
         )
         if answer.schedule is not None:
             known = replace(known, schedule=answer.schedule, answered=asked)

@@ -1,0 +1,66 @@
+"""The board of somebody on a cluster with Slurm: what it shows, reserving through Slurm, a dead controller."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.integration.test_board_tmux import Pane, letters, row
+from tests.slurm import SlurmCluster
+from tests.waiting import until
+
+pytestmark = [pytest.mark.nodes, pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")]
+
+
+def test_reserving_and_releasing_through_slurm(slurm: SlurmCluster) -> None:
+    slurm.submit(["--gres=gpu:8", "-w", "gpu02", "--wrap", "sleep 600"], user="bob", running=True)
+    slurm.update("node", "gpu03", State="DRAIN", Reason="bad fan")
+    pane = Pane(slurm.nodes["login1"])
+    pane.begin()
+    try:
+        pane.type("gpuboard board\n")
+        pane.shows("h100  8 free of 24  8 reserved  8 allocated")
+        assert letters(pane.text()) == {"gpu01": "FFFFFFFF", "gpu02": "AAAAAAAA", "gpu03": "RRRRRRRR"}
+        assert "bob 8" in row(pane.text(), "gpu02 up")
+        pane.keys("r")
+        pane.shows("Asks Slurm, which chooses the GPUs")
+        pane.keys("BSpace")
+        pane.type("3")
+        pane.shows("3 GPUs: 1 node")
+        pane.keys("Enter")
+        pane.shows("Reserved: ")
+        pane.states({"gpu01": "AAAFFFFF"})
+        number = max(slurm.jobs())
+        assert slurm.held(number) == {"gpu01": {0, 1, 2}}
+        assert slurm.job(number)["UserId"].startswith("alice(")
+        pane.keys("l")
+        pane.shows("gpu01:0,1,2")
+        pane.keys("d")
+        pane.shows("Release", "?")
+        pane.keys("y")
+        pane.shows("Released: ")
+        until(lambda: number not in slurm.jobs(), "the job is cancelled")
+        pane.keys("Escape")
+        pane.states({"gpu01": "FFFFFFFF"})
+    finally:
+        pane.end()
+
+
+def test_a_dead_controller_is_a_banner_and_nothing_is_free(slurm: SlurmCluster) -> None:
+    config = slurm.nodes.home("alice") / ".config" / "gpuboard"
+    config.mkdir(parents=True)
+    (config / "config.toml").write_text('interval = "1s"\n[slurm]\ninterval = "1s"\n')
+    pane = Pane(slurm.nodes["login1"])
+    pane.begin()
+    try:
+        pane.type("gpuboard board\n")
+        pane.shows("h100 24 free of 24")
+        slurm.controller("kill")
+        pane.shows("Slurm has given no answer for", timeout_s=90)
+        pane.shows("h100  0 free of 24")
+        slurm.controller("restart")
+        pane.shows("h100 24 free of 24", timeout_s=90)
+        assert "no answer" not in pane.text()
+    finally:
+        pane.end()
