@@ -71,7 +71,8 @@ class _Node:
         self.due: "Optional[float]" = None  # the next tick
         self.wanted: "Optional[Tuple[int, float]]" = None  # pass a reading waits for, when it goes out anyway
         self.reads: "List[Tuple[int, int, float]]" = []  # call id, pass, when to give up
-        now = time.monotonic()
+        self.silence_s: "Optional[float]" = config.get("silence_s")
+        now = self.heard_at = time.monotonic()
         if config.get("now"):
             self.wanted = (first, now + FIRST_S)
         if self.interval_s:
@@ -87,8 +88,11 @@ class _Node:
             times = [at for at in (self.probe.check(now), self.due) if at is not None]
             given_up = ([self.wanted[1]] if self.wanted else []) + [read[2] for read in self.reads]
             times += [at + self.probe.slow_s for at in given_up]
+            times += [self.heard_at + self.silence_s] if self.silence_s else []
             self._wait(max(0.0, min(times) - now) if times else None)
             now = time.monotonic()
+            if self.silence_s and now - self.heard_at >= self.silence_s:
+                return
             if self.due is not None and now >= self.due:
                 self._tick(now)
             self._send_what_is_ready(now)
@@ -103,6 +107,7 @@ class _Node:
             poller.register(fd, select.POLLIN)
         for fd, event in poller.poll(None if timeout_s is None else int(timeout_s * 1000) + 1):
             if fd == channel.fd_in:
+                self.heard_at = time.monotonic()
                 for message in channel.read_available():
                     self._message(message)
             elif fd == channel.fd_noise:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from gpuboard.config import Settings
     from gpuboard.transport.shelllink import ShellLink
 
+# A step does not notice that srun was killed together with the process that srun leaves to end it, or that its host has
+# crashed. An agent there that hears nothing for so long ends; feeds and the keeper say something more often.
+STEP_SILENCE_S = 300.0
+
 
 class Connector:
     """All transports of one process. Used by feeds, the keeper and launches; closing it ends every link at once."""
@@ -43,6 +47,8 @@ class Connector:
         where ``host`` is the node's name for Slurm. This machine needs no step: we are in the job here.
         ``listener`` and ``ended`` are called in the transport's thread (see :class:`AgentLink`).
         """
+        if job is not None and host is not None and role == "node":
+            config = {**config, "silence_s": STEP_SILENCE_S}
         link = AgentLink(node, role, config, listener, ended)
         transport = self._to(host, job)
         link.attach(transport.open(host or "localhost", role, link))

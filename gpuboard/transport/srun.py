@@ -24,7 +24,7 @@ from gpuboard.transport import bundle
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.child import ChildChannel, Ending
 from gpuboard.transport.spawn import SLURM_SETUP, spawn
-from gpuboard.transport.srunwords import explain_end, explain_refusal, gpus_by_nodes
+from gpuboard.transport.srunwords import explain_end, explain_no_nodes, explain_refusal, gpus_by_nodes
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
@@ -93,7 +93,7 @@ class SrunTransport:
                     self._failed = (time.monotonic(), error)
                     raise
             if host not in self._gpus:
-                has = ", ".join(self._gpus) or "none"
+                has = ", ".join(self._gpus)
                 raise TransportError("no-job", f"{host} is not a node of Slurm job {self._job}", f"its nodes: {has}")
             return self._gpus[host]
 
@@ -105,8 +105,11 @@ def counted(job: str, timeout_s: float) -> dict[str, int]:
     """Return how many GPUs a job (``123``, ``123+1``) has on each of its nodes. Raises TransportError."""
     number, _, component = job.partition("+")
     text = show_job(number, timeout_s)
+    found = gpus_by_nodes(text, number, component)
+    if not found:
+        raise explain_no_nodes(text, job)
     try:
-        return {name: count for nodes, count in gpus_by_nodes(text, number, component) for name in listed(nodes)}
+        return {name: count for nodes, count in found for name in listed(nodes)}
     except ValueError as error:
         raise TransportError("exited", f"scontrol: {error}") from None
 
@@ -145,7 +148,10 @@ def show_job(job: str, timeout_s: float) -> str:
         done = subprocess.run(
             command, env=slurm_environ(os.environ), capture_output=True, timeout=timeout_s, check=False
         )
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as late:
+        said = explain_refusal(late.stderr or b"", job)
+        if said.kind != "exited":
+            raise said from None
         words = f"Slurm's controller has not answered for {timeout_s:.0f} s"
         raise TransportError("unreachable", words, "see `scontrol ping`") from None
     if done.returncode != 0:

@@ -11,10 +11,13 @@ from gpuboard.transport.exits import explain_exit
 
 _DETAIL = re.compile(r"^ +Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(.*?) *$", re.MULTILINE)
 _NOISE = ("cluster configuration lacks support for cpu binding", "Check SLURM_JOB_ID environment variable")
+_OF_THE_END = re.compile(r"^(Force )?Terminat|: tasks? 0: |^Job step aborted")
+_BY_SIGNAL = 128  # srun's exit code for a task that was killed, plus the signal's number
 _OURS = "is it still in `squeue --me`?"
 
 # Words of srun and scontrol (slurm_errno.c and srun's own) → kind, what it means, what to do.
 _REFUSALS = (
+    ("unge ", "auth", "Slurm's authentication fails here", "is munged running? tell the administrator"),
     ("Invalid job id", "no-job", "Slurm knows no job {job}", _OURS),
     ("has expired", "no-job", "Slurm job {job} is over", _OURS),
     ("already completing or completed", "no-job", "Slurm job {job} is over", _OURS),
@@ -29,7 +32,6 @@ _REFUSALS = (
     ("Unable to contact slurm", "unreachable", "Slurm's controller cannot be reached", "see `scontrol ping`"),
     ("Socket timed out", "unreachable", "Slurm's controller does not answer", "see `scontrol ping`"),
     ("onnection refused", "unreachable", "Slurm's controller cannot be reached", "see `scontrol ping`"),
-    ("unge", "auth", "Slurm's authentication fails here", "is munged running? tell the administrator"),
     ("cannot stat file", "resolve", "Slurm's configuration is not where it should be", "check SLURM_CONF"),
     ("configuration source", "resolve", "Slurm has no configuration here", "set SLURM_CONF"),
 )  # fmt: skip
@@ -45,6 +47,13 @@ def gpus_by_nodes(text: str, job: str, component: str) -> list[tuple[str, int]]:
         if re.search(head, record, re.MULTILINE):
             return [(nodes, gpu_count(gres)) for nodes, gres in _DETAIL.findall(record)]
     return []
+
+
+def explain_no_nodes(text: str, job: str) -> TransportError:
+    """Return what `scontrol show job` means that shows no nodes of ``job``."""
+    if "JobState=PENDING" in text:
+        return TransportError("no-job", f"Slurm job {job} has not started yet", "see `squeue --me --start`")
+    return TransportError("no-job", f"Slurm job {job} is over", _OURS)
 
 
 def gpu_count(gres: str) -> int:
@@ -74,12 +83,15 @@ def explain_end(ending: Ending, job: str, node: str, python: str) -> TransportEr
         return TransportError("no-job", f"Slurm has ended job {job}, or its step on {node}{because}", _OURS)
     if ending.late and not any(words in line for line in lines for words, *_ in _REFUSALS):
         return TransportError("timeout", f"Slurm has started no step of job {job} on {node} in time", "try again")
-    if ran := [line for line in lines if re.search(r": task 0: ", line)]:
-        code = re.search(r"Exited with exit code (\d+)", ran[-1])
-        said = "\n".join(line for line in lines if not re.search(r": tasks? 0: ", line))
-        return explain_exit(int(code[1]) if code else ending.code, said.encode(), python)
-    if ending.code == 0 or (ending.code or 0) < 0:
-        return explain_exit(ending.code, "\n".join(lines).encode(), python)
+    code = ending.code
+    ran = [line for line in lines if ": task 0: " in line]
+    if ran and (said := re.search(r"Exited with exit code (\d+)", ran[-1])):
+        code = int(said[1])
+    if code is not None and code > _BY_SIGNAL:
+        code = _BY_SIGNAL - code
+    if not ending.late and (ran or (code is not None and code <= 0)):
+        theirs = [line for line in lines if line not in ran and not _OF_THE_END.search(line)]
+        return explain_exit(code, "\n".join(theirs).encode(), python)
     return explain_refusal(ending.stderr, job, node)
 
 

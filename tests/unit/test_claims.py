@@ -49,6 +49,35 @@ def test_a_refusal_names_who_is_in_the_way(folder: str) -> None:
     assert (claim.lease, claim.uuid, claim.state, claim.owner) == ("k3f9", "GPU-a", "live", "root")
 
 
+def in_job(folder: str, job: str | None) -> claims.Folder:
+    found = claims.Folder(folder)
+    found.job = job
+    return found
+
+
+def take_in(folder: claims.Folder, lease: str, *uuids: str) -> object:
+    args = {"lease": lease, "uuids": list(uuids), "for_s": 600.0, "nodes": ["gpu01"], "gpus": len(uuids)}
+    return claims.handle("take", args, folder)
+
+
+def test_what_another_job_has_left_is_in_nobodys_way(folder: str) -> None:
+    first, second, third = in_job(folder, "7"), in_job(folder, "8"), in_job(folder, None)
+    take_in(first, "k3f9", "GPU-a")
+    take_in(second, "zzzz", "GPU-a")
+    assert refused(lambda: take_in(second, "yyyy", "GPU-a"))[0] == "conflict"
+    assert refused(lambda: take_in(third, "xxxx", "GPU-a"))[0] == "conflict"
+    assert [claim["lease"] for claim in first.read()[0]] == ["k3f9"]
+    assert [(claim["lease"], claim["job"]) for claim in second.read()[0]] == [("zzzz", "8")]
+    everything = third.read()[0]
+    assert {claim["lease"]: claim["disputed_with"] for claim in everything} == {"k3f9": [], "zzzz": []}
+
+
+def test_a_claim_of_no_job_is_in_the_way_of_all(folder: str) -> None:
+    take_in(in_job(folder, None), "k3f9", "GPU-a")
+    assert refused(lambda: take_in(in_job(folder, "7"), "zzzz", "GPU-a"))[0] == "conflict"
+    assert [claim["lease"] for claim in in_job(folder, "7").read()[0]] == ["k3f9"]
+
+
 def test_a_lapsed_claim_is_not_revived(folder: str) -> None:
     take(folder, "k3f9", "GPU-a", "GPU-b")
     age(folder, "gpuboard.GPU-a.k3f9", 95)

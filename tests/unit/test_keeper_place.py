@@ -112,3 +112,28 @@ def test_folder_is_made_private(tmp_path: Path) -> None:
 def test_name_tells_boots_and_pid_namespaces_apart() -> None:
     boot = boot_id()[:8]
     assert place.folder_name({}).startswith(f"{os.uname().nodename}-{boot}")
+
+
+def test_a_job_has_a_keeper_of_its_own() -> None:
+    name = place.folder_name({})
+    assert place.folder_name({"SLURM_JOB_ID": "7"}) == f"{name}-job7"
+    assert place.folder_name({"SLURM_JOB_ID": "../7"}) == name
+
+
+def test_what_keepers_of_old_jobs_left_is_removed(tmp_path: Path) -> None:
+    host = os.uname().nodename
+    names = [f"{host}-b00t-job7", f"{host}-b00t-job8", f"{host}-b00t-job9", f"{host}-b00t", "other-b00t-job7"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log").touch()
+        os.utime(tmp_path / name, (1e9, 1e9))
+    os.utime(tmp_path / names[1])  # written to lately
+    occupied = place.occupy(str(tmp_path / names[2]), patience_s=1.0)
+    os.utime(tmp_path / names[2], (1e9, 1e9))  # old, but its keeper runs
+    place.prune(str(tmp_path / f"{host}-b00t"))
+    assert sorted(os.listdir(tmp_path)) == sorted(names), "only in a job"
+    place.prune(str(tmp_path / f"{host}-b00t-job10"))
+    assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
+    assert occupied is not None
+    os.close(occupied[0])
+    occupied[1].close()

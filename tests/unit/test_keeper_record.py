@@ -26,6 +26,15 @@ def test_record_comes_back() -> None:
     assert decode(RECORD._replace(holder=None).plain()) == RECORD._replace(holder=None)
 
 
+def test_the_job_that_leads_to_a_node_comes_back() -> None:
+    node = RECORD.nodes[0]._replace(job="13+1")
+    assert decode(RECORD._replace(nodes=[node]).plain()).nodes == [node]
+    old = RECORD.plain()
+    for values in old["nodes"]:
+        del values["job"]
+    assert decode(old) == RECORD, "of a keeper that knew no jobs"
+
+
 @pytest.mark.parametrize(
     "values",
     [

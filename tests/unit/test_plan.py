@@ -146,3 +146,14 @@ def test_a_variable_that_cannot_travel_is_refused(word: str, message: str) -> No
 
 def test_what_an_earlier_launcher_left_behind_is_named() -> None:
     assert environ.stale({"MASTER_PORT": "29500", "RANK": "1", "HOME": "/"}) == ["RANK", "MASTER_PORT"]
+
+
+def test_ranks_on_all_nodes_are_told_of_their_job() -> None:
+    env = {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1",
+        "SLURM_SUBMIT_DIR": "/home/alice", "SLURM_JOB_GPUS": "0,1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4",
+        "SLURM_STEP_GPUS": "0", "SLURM_CONF": "/etc/slurm.conf", "HOME": "/home/alice",
+    }  # fmt: skip
+    assert set(environ.of_job(env)) == {
+        "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLURM_SUBMIT_DIR",
+    }  # fmt: skip

@@ -1,0 +1,160 @@
+"""Agents as steps of Slurm jobs, asked for from a login node: bytes, ends, and what Slurm's refusals are called."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.integration.slurm_lab import NODES, Lab, opened
+from tests.integration.transport_driver import line
+from tests.integration.transport_lab import DRIVER, Driven, agents
+from tests.slurm import SlurmCluster
+from tests.waiting import until
+
+pytestmark = pytest.mark.nodes
+
+ECHO = "echo ready; exec cat"
+
+
+@pytest.fixture
+def lab(slurm: SlurmCluster) -> Iterator[Lab]:
+    """See slurm_lab."""
+    with opened(slurm) as lab:
+        yield lab
+
+
+@contextmanager
+def channels(lab: Lab, job: int | str, *hosts: str, command: str | None = None, **env: str) -> Iterator[Driven]:
+    """Open channels to ``hosts`` in a job from login1, with ``command`` at their ends; None: agents."""
+    words = {"settings": {"connect_timeout": "3s"}, "hosts": hosts, "command": command, "job": str(job)}
+    driver = [sys.executable, DRIVER, json.dumps(words)]
+    with lab.login.popen(driver, user="alice", stdin=subprocess.PIPE, env=env) as process:
+        try:
+            yield Driven(process)
+        finally:
+            process.kill()
+
+
+def ended(lab: Lab, job: int | str, host: str = "gpu01", **env: str) -> tuple[str, str]:
+    """Return kind and words of the end of a channel that comes to nothing."""
+    with channels(lab, job, host, **env) as driven:
+        found = driven.event("ended")
+    return found["kind"], found["words"]
+
+
+def running(lab: Lab, *options: str) -> int:
+    """Return the number of a job of alice's that runs and does nothing."""
+    return lab.slurm.submit([*options, "--output=/dev/null", "--wrap", "exec sleep 600"], running=True)
+
+
+def clients(lab: Lab) -> list[Any]:
+    """Return the srun processes on login1."""
+    return lab.login.processes(lambda p: p.name == "srun", user="alice")
+
+
+def test_bytes_pass_as_they_are(lab: Lab) -> None:
+    job = running(lab, "--nodes=3", "--gpus=5")
+    with channels(lab, job, *NODES, command=ECHO) as driven:
+        for _ in NODES:
+            driven.event("connected")
+        for number, _ in enumerate(NODES):
+            driven.received(number, len("ready\n"))
+            driven.tell(op="reset", n=number)
+            driven.tell(op="write", n=number, bytes=2**20)
+        digest = hashlib.sha256(line(2**20)).hexdigest()
+        assert [driven.received(number, 2**20)["sha256"] for number, _ in enumerate(NODES)] == [digest] * 3
+        driven.tell(op="close")
+        assert driven.event("closed")["s"] < 0.5
+    until(lambda: not clients(lab) and len(lab.processes()) == 1, "only the job's own script is left")
+
+
+@pytest.mark.parametrize("who", ["driver", "srun", "agent"])
+def test_the_end_of_one_is_the_end_of_all(lab: Lab, who: str) -> None:
+    job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
+    with channels(lab, job, "gpu01") as driven:
+        driven.start_agents("gpu01")
+        assert agents(lab.host("gpu01"))
+        if who == "driver":
+            driven.process.kill()
+        else:
+            # srun is two processes: the other one takes care that the step ends when the first is killed
+            found = clients(lab)[:1] if who == "srun" else agents(lab.host("gpu01"))
+            host = lab.login if who == "srun" else lab.host("gpu01")
+            host.run(["kill", "-9", *(str(process.inner) for process in found)], user="root")
+            end = driven.event("ended")
+            assert end["kind"] == "exited"
+            assert "killed" in end["words"].lower()
+        until(lambda: not clients(lab) and not agents(lab.host("gpu01")), "nothing of it is left", 5)
+    assert lab.slurm.job(job)["JobState"] == "RUNNING"
+
+
+def test_what_slurm_refuses_is_told_with_its_cure(lab: Lab) -> None:
+    job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
+    over = lab.run("true").number
+    pending = lab.slurm.submit(["--begin=now+1hour", "--output=/dev/null", "--wrap", "true"])
+    bobs = lab.slurm.submit(["--output=/dev/null", "-w", "gpu01", "--wrap", "sleep 600"], user="bob", running=True)
+    assert ended(lab, 999) == ("no-job", "Slurm knows no job 999; is it still in `squeue --me`?")
+    assert ended(lab, over) == ("no-job", f"Slurm job {over} is over; is it still in `squeue --me`?")
+    assert ended(lab, pending) == ("no-job", f"Slurm job {pending} has not started yet; see `squeue --me --start`")
+    assert ended(lab, bobs) == ("no-job", f"Slurm job {bobs} is somebody else's; see `squeue --me`")
+    words = f"gpu02 is not a node of Slurm job {job}; its nodes: gpu01"
+    assert ended(lab, job, "gpu02") == ("no-job", words)
+    kind, words = ended(lab, job, SLURM_CONF="/nowhere/slurm.conf")
+    assert kind == "resolve", words
+    lab.slurm.run(["scontrol", "suspend", str(job)], user="root", check=True)
+    kind, words = ended(lab, job)
+    assert (kind, words) == ("timeout", f"Slurm starts no step in job {job} now; is it suspended? see `squeue --me`")
+
+
+def test_a_python_that_is_missing_there_is_told(lab: Lab) -> None:
+    job = running(lab, "--nodes=1", "--nodelist=gpu01")
+    with channels(lab, job, "gpu01", command="exec python9 -c 1") as driven:
+        found = driven.event("ended")
+    assert found["kind"] == "no-python", found
+
+
+def test_a_job_that_ends_ends_its_channels(lab: Lab) -> None:
+    job = running(lab, "--nodes=2", "--gpus=2")
+    with channels(lab, job, "gpu01", "gpu02") as driven:
+        driven.start_agents("gpu01", "gpu02")
+        lab.slurm.run(["scancel", str(job)], check=True)
+        found = [driven.event("ended") for _ in range(2)]
+    assert {end["kind"] for end in found} == {"no-job"}
+    assert all(f"Slurm has ended job {job}, or its step on " in end["words"] for end in found), found
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_controller_that_does_not_answer_is_told_in_time(lab: Lab, fault: str) -> None:
+    job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
+    with channels(lab, job, "gpu01") as before:
+        before.start_agents("gpu01")
+        lab.slurm.controller(fault)
+        started = time.monotonic()
+        with channels(lab, job, "gpu01") as driven:
+            found = driven.event("ended")
+        assert time.monotonic() - started < 8.0
+        assert (found["kind"], found["words"].partition("; ")[0]) in {
+            ("unreachable", "Slurm's controller has not answered for 3 s"),
+            ("unreachable", "Slurm's controller cannot be reached"),
+        }
+        before.tell(op="write", n=0, text='{"t":"call","id":1,"op":"read","args":{}}\n')
+        before.tell(op="say", n=0)
+        before.event("data")  # what stands already needs no controller
+        lab.slurm.controller("continue" if fault == "stop" else "restart")
+
+
+def test_a_node_whose_daemon_hangs_is_told(lab: Lab) -> None:
+    job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
+    lab.slurm.daemon("gpu01", "stop")
+    kind, words = ended(lab, job)
+    lab.slurm.daemon("gpu01", "continue")
+    assert kind == "timeout", words
+    assert words.startswith(f"Slurm has started no step of job {job} on gpu01 in time")
