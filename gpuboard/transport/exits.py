@@ -21,7 +21,8 @@ def explain_exit(code: int | None, stderr: bytes, python: str) -> TransportError
         return TransportError(
             "no-python", own[-1].removeprefix("gpuboard: "), "set `python` in the config to a newer one"
         )
-    missing = [line for line in lines if any(words in line.lower() for words in _NOT_FOUND)]
+    refused = f"{python}: permission denied".lower()  # csh's words for a file that is no program
+    missing = [line for line in lines if any(words in line.lower() for words in (*_NOT_FOUND, refused))]
     if code in {126, 127} or (code == 1 and missing and "Traceback" not in text):
         words = f"{python} cannot be started there" + (f" ({(missing or lines)[-1]})" if lines else "")
         return TransportError("no-python", words, "install python3 (3.6 or later) or set `python` in the config")

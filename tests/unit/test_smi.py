@@ -77,7 +77,7 @@ def test_the_newest_schema_is_read_field_by_field() -> None:
         "ecc_uncorrected": 2,
         "remap_pending": True,
         "remap_failed": False,
-        "recovery_action": "drain of peer-to-peer traffic",
+        "recovery_action": "none",
     }
     assert state(gpu(listing, 0)) == ("free", "no process, no reservation")
 
@@ -291,3 +291,9 @@ def test_a_flood_is_refused() -> None:
 )  # fmt: skip
 def test_numbers(text: str, whole: int | None, size: int | None, decimal: float | None) -> None:
     assert (value.whole(text), value.size(text), value.decimal(text)) == (whole, size, decimal)
+
+
+def test_recovery_actions_have_nvmls_words() -> None:
+    assert [value.recovery(text) for text in ("None", "Reset", "Drain P2P", "Drain and Reset", "N/A", "Pray")] == [
+        "none", "GPU reset", "drain of peer-to-peer traffic", "drain and GPU reset", None, "pray",
+    ]  # fmt: skip

@@ -1,0 +1,217 @@
+"""Nodes without python3 or without NVML, over real ssh: what is shown of them, what can be had there, what is left."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gpuboard.model.snapshot import NodeView, Snapshot
+from tests.hosts import Host
+from tests.nodes import Cluster
+from tests.smi import FakeSmi
+from tests.waiting import until
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(180)]
+
+DRIVER = Path(__file__).with_name("fleet_driver.py")
+IDLE, BUSY = (f"GPU-5eed0001-0000-4000-8000-00000000000{k}" for k in (0, 1))
+MISSING = "; install python3 (3.6 or later) or set `python` in the config"
+
+
+def give_smi(host: Host) -> FakeSmi:
+    """Put an nvidia-smi on the PATH of sessions over ssh."""
+    fake = FakeSmi(host.path("/tmp/smi"), seen_as="/tmp/smi")
+    fake.says("v13-h100-590")
+    host.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/usr/local/bin"], user="root", check=True)
+    host.run(["ln", "-s", "/tmp/smi/nvidia-smi", "/usr/local/bin/nvidia-smi"], user="root", check=True)
+    host.changed = True
+    return fake
+
+
+@contextmanager
+def without_python(host: Host) -> Iterator[None]:
+    """Take the node's python3 away."""
+    program = host.run(["readlink", "-f", "/usr/bin/python3"], check=True).stdout.strip()
+    host.run(["mount", "--bind", "/dev/null", program], user="root", check=True)
+    try:
+        yield
+    finally:
+        host.run(["umount", program], user="root", check=True)
+
+
+def status(nodes: Cluster, names: str, user: str = "alice") -> dict[str, Any]:
+    done = nodes["login1"].run(["gpuboard", "status", "--json", "--nodes", names], user=user)
+    return {node["name"]: node for node in json.loads(done.stdout)["nodes"]}
+
+
+def logins(host: Host) -> int:
+    return (host.folder / "sshd.log").read_text().count("Accepted publickey for alice")
+
+
+def test_each_node_says_whose_word_it_is(nodes: Cluster) -> None:
+    give_smi(nodes["gpu02"])
+    give_smi(nodes["gpu03"])
+    nodes["gpu03"].hide_library()
+    with without_python(nodes["gpu02"]):
+        seen = status(nodes, "gpu[01-03]")
+        reserving = nodes["login1"].run(["gpuboard", "allocate", "--n", "1", "--nodes", "gpu02", "--dry-run"])
+    assert [(node["source"], node["state"], node["error"]) for node in seen.values()] == [
+        ("nvml", "up", None),
+        ("nvidia-smi", "up", None),
+        ("nvidia-smi", "up", None),
+    ]
+    for name in ("gpu02", "gpu03"):
+        assert (seen[name]["driver"], seen[name]["hostname"]) == ("590.44.01", name)
+        assert [(gpu["index"], gpu["uuid"], gpu["utilization"]) for gpu in seen[name]["gpus"]] == [
+            (0, IDLE, 0),
+            (1, BUSY, 97),
+        ]
+        assert seen[name]["gpus"][1]["processes"][0]["memory"] == 65710 * 2**20
+    # without python3 nobody can reserve there; with it, nvidia-smi is as good as NVML
+    why = seen["gpu02"]["claims_error"]
+    assert why.startswith("python3 cannot be started there (")
+    assert why.endswith(MISSING)
+    assert seen["gpu03"]["claims_error"] is None
+    assert [gpu["state"] for gpu in seen["gpu03"]["gpus"]] == ["free", "busy"]
+    assert "free" not in {gpu["state"] for gpu in seen["gpu02"]["gpus"]}
+    assert reserving.returncode == 4
+    assert "python3 cannot be started there" in reserving.stderr
+
+
+def test_gpus_seen_through_nvidia_smi_can_be_reserved(nodes: Cluster) -> None:
+    give_smi(nodes["gpu03"])
+    nodes["gpu03"].hide_library()
+    command = ["gpuboard", "allocate", "--n", "1", "--nodes", "gpu03", "--detach", "--for", "1h", "--format", "uuids"]
+    taken = nodes["login1"].run(command)
+    assert taken.stdout.split() == [IDLE], taken.stderr
+    held = status(nodes, "gpu03", user="bob")["gpu03"]["gpus"][0]
+    assert (held["state"], len(held["leases"])) == ("reserved", 1)
+    again = nodes["login1"].run(command, user="bob")
+    assert again.returncode == 4
+    assert nodes["login1"].run(["gpuboard", "release", "--mine"]).returncode == 0
+
+
+def test_with_neither_python_nor_nvidia_smi_both_are_named(nodes: Cluster) -> None:
+    with without_python(nodes["gpu02"]):
+        node = status(nodes, "gpu02")["gpu02"]
+    assert node["state"] == "unreachable"
+    assert node["error"].startswith("python3 cannot be started there (")
+    assert node["error"].endswith("), nor is there nvidia-smi" + MISSING)
+
+
+@pytest.mark.parametrize("login", ["/usr/bin/tcsh", "/usr/bin/fish"])
+@pytest.mark.parametrize("transport", ["asyncssh", "openssh", "paramiko"])
+def test_any_login_shell_and_any_transport_serve(nodes: Cluster, login: str, transport: str) -> None:
+    gpu02 = nodes["gpu02"]
+    if not Path(login).exists():
+        pytest.skip(f"{login} is not installed")
+    if transport == "paramiko":
+        pytest.importorskip("paramiko")
+    give_smi(gpu02)
+    passwd = gpu02.path("/etc/passwd")
+    before = passwd.read_text()
+    passwd.write_text(before.replace("/srv/home/alice:/bin/bash", f"/srv/home/alice:{login}"))
+    try:
+        with without_python(gpu02):
+            done = nodes["login1"].run(
+                ["gpuboard", "status", "--json", "--nodes", "gpu02"], env={"GPUBOARD_TRANSPORT": transport}
+            )
+    finally:
+        passwd.write_text(before)
+    [node] = json.loads(done.stdout)["nodes"]
+    assert (node["source"], node["error"], len(node["gpus"])) == ("nvidia-smi", None, 2)
+
+
+class Watched:
+    """A fleet that alice keeps open on login1; what it said, by arrival."""
+
+    def __init__(self, nodes: Cluster, *names: str) -> None:
+        options = {"nodes": list(names), "interval_s": 1.0}
+        command = [sys.executable, str(DRIVER), json.dumps(options)]
+        self.process = nodes["login1"].popen(command, stdin=subprocess.PIPE)
+        self.seen: list[Snapshot] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        decoder = msgspec.json.Decoder(Snapshot)
+        for line in self.process.stdout:
+            self.seen.append(decoder.decode(line))
+
+    def node(self, name: str) -> NodeView:
+        """Return a node as it was seen last."""
+        found = [node for node in self.seen[-1].nodes if node.name == name] if self.seen else []
+        return found[0] if found else NodeView(name, "")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@contextmanager
+def watching(nodes: Cluster, *names: str) -> Iterator[Watched]:
+    watched = Watched(nodes, *names)
+    try:
+        yield watched
+    finally:
+        watched.end()
+
+
+def test_the_way_is_remembered_and_its_readings_follow_each_other(nodes: Cluster) -> None:
+    gpu02 = nodes["gpu02"]
+    fake = give_smi(gpu02)
+    before = logins(gpu02)
+    with without_python(gpu02), watching(nodes, "gpu01", "gpu02") as watched:
+        until(lambda: [gpu.state for gpu in watched.node("gpu02").gpus] == ["unknown", "unknown"], "it is shown", 30)
+        assert "reservations" in watched.node("gpu02").gpus[0].reason
+        fake.says("v12-lost-535")
+        until(lambda: len(watched.node("gpu02").gpus) > 2, "another listing is read", 20)
+        since = len(watched.seen)
+        calls = len(fake.calls())
+        until(lambda: len(fake.calls()) >= calls + 2, "two more", 30)
+        shown = [node for shot in watched.seen[since:] for node in shot.nodes if node.name == "gpu02"]
+        assert {(node.state, node.error, node.source) for node in shown} == {("up", None, "nvidia-smi")}
+        assert logins(gpu02) - before == 2  # the agent's, once, and the shell's
+        assert watched.node("gpu01").state == "up"
+
+
+def test_a_node_whose_nvidia_smi_hangs_delays_nobody_and_keeps_nothing(nodes: Cluster) -> None:
+    gpu02 = nodes["gpu02"]
+    fake = give_smi(gpu02)
+    with without_python(gpu02):
+        with watching(nodes, "gpu01", "gpu02") as watched:
+            until(lambda: len(watched.node("gpu02").gpus) == 2, "it is shown", 30)
+            fake.hangs()
+            until(lambda: len(fake.calls()) > 1, "it hangs", 20)
+            until(lambda: [p.name for p in gpu02.processes(user="alice")].count("sleep") == 1, "it runs")
+            since = len(watched.seen)
+            until(lambda: all("old" in gpu.reason for gpu in watched.node("gpu02").gpus), "values grow old", 40)
+            ages = [node.age_s or 0.0 for shot in watched.seen[since:] for node in shot.nodes if node.name == "gpu01"]
+            assert max(ages) < 2.5
+            files = sorted(path.name for path in gpu02.path("/tmp").iterdir())
+            assert files == ["smi"]
+            killed = time.monotonic()
+        until(lambda: not gpu02.processes(user="alice"), "nothing is left", 5)
+    assert time.monotonic() - killed < 3
+
+
+def test_python_that_comes_back_is_found_when_the_connection_is_made_anew(nodes: Cluster) -> None:
+    gpu02 = nodes["gpu02"]
+    give_smi(gpu02)
+    with watching(nodes, "gpu02") as watched:
+        until(lambda: watched.node("gpu02").source == "nvml" and watched.node("gpu02").gpus, "with python3", 30)
+        with without_python(gpu02):
+            for process in gpu02.processes(lambda p: p.name.startswith("python"), user="alice"):
+                gpu02.run(["kill", "-9", str(process.inner)])
+            until(lambda: watched.node("gpu02").source == "nvidia-smi", "without", 30)
+            assert watched.node("gpu02").error is None
