@@ -209,7 +209,7 @@ class LeasesScreen(BoardScreen):
             purpose = f"; {lease.purpose}" if lease.purpose else ""
             said = [
                 ((f"{lease.id}  {places_words(lease.gpus)}", ""),),
-                ((f"{lease.owner} from {lease.host}, {_holder(lease)}; {span}{purpose}", ""),),
+                ((f"{lease.owner}{_whence(lease)}, {_holder(lease)}; {span}{purpose}", ""),),
             ]
             for gpu, process in one.rogues[:2]:
                 node = next((part.node for part in lease.gpus if part.uuid == gpu.uuid), "?")
@@ -286,14 +286,16 @@ class LeasesScreen(BoardScreen):
             return
         lease, scene = one.lease, self.board.scene
         assert scene is not None
-        if not one.mine and any(scene.uids.get(gpu.node) != 0 for gpu in lease.gpus):
+        if not scene.may_end(lease):
             self._theirs(lease, "end")
             return
         now = time.time()
         words = [f"{places_words(lease.gpus)}, held until {local(one.until, now)}"]
         words += [f"It is {lease.owner}'s; as root you may end it."] if not one.mine else []
         pids = [f"{process.user}'s {process.pid}" for gpu in one.gpus for process in gpu.processes or ()]
-        if pids:
+        if lease.job is not None:
+            words.append(f"Slurm ends its job {lease.job}, and what runs in it.")
+        elif pids:
             words.append(f"Nothing is killed: {', '.join(dict.fromkeys(pids))} will be shown as overdue.")
 
         def done(ended: Ended) -> None:
@@ -376,9 +378,13 @@ def _text(one: Held, key: str, now: float) -> str:
 
 def _holder(lease: Lease) -> str:
     if lease.holder is None:
-        return "detached"
+        return "detached" if lease.job is None else f"job {lease.job}"
     alive = {True: "", False: " gone", None: " ?"}[lease.holder.alive]
     return f"pid {lease.holder.pid}{alive}"
+
+
+def _whence(lease: Lease) -> str:
+    return f" from {lease.host}" if lease.host else ""
 
 
 def _sums(ordered: Sequence[Held]) -> str:

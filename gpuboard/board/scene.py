@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -77,6 +78,16 @@ class Scene:
     def is_mine(self, lease: Lease) -> bool:
         """Return whether we own a lease, by the uid that we have on the first of its nodes: there its own was read.
 
-        On another node the same uid may be somebody else.
+        On another node the same uid may be somebody else. Slurm's jobs are those of the uid that asks for them here.
         """
+        if lease.job is not None:
+            return lease.uid == os.geteuid()
         return self.uids.get(lease.gpus[0].node) == lease.uid
+
+    def may_end(self, lease: Lease) -> bool:
+        """Return whether we may end a lease: our own, and as root anybody's."""
+        if self.is_mine(lease):
+            return True
+        if lease.job is not None:
+            return os.geteuid() == 0
+        return all(self.uids.get(gpu.node) == 0 for gpu in lease.gpus)
