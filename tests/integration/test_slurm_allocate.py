@@ -1,0 +1,338 @@
+"""Leases through a real Slurm: what is asked, what is given, who may end it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import msgspec
+import pytest
+
+from gpuboard.model.rankmap import RankMap, problems
+from tests.integration.slurm_leases import DETACHED, all_gone, allocate, do, gpuboard, left, refused, says, shell
+from tests.nvml import Gpu
+from tests.slurm import SlurmCluster
+from tests.waiting import until
+
+pytestmark = pytest.mark.nodes
+
+
+def occupy(slurm: SlurmCluster, **nodes: int) -> list[int]:
+    """Have bob hold so many GPUs of each node."""
+    return [slurm.submit(["-N1", f"--gpus={count}", "-w", name, "--wrap", "sleep 600"], user="bob", running=True)
+            for name, count in nodes.items()]  # fmt: skip
+
+
+def held(slurm: SlurmCluster, job: str) -> dict[str, set[int]]:
+    return slurm.held(int(job))
+
+
+def test_a_shell_evaluates_it_and_the_job_ends_with_the_shell(slurm: SlurmCluster) -> None:
+    with shell(slurm, "--n", "2", "--purpose", "fine; tuning") as process:
+        assert says(process) == "code 0"
+        variables = do(process, 'echo "$GPUBOARD_LEASE|$GPUBOARD_NODES|$CUDA_VISIBLE_DEVICES|$CUDA_DEVICE_ORDER"')
+        lease, nodes, visible, order = variables.split("|")
+        assert (nodes, visible, order) == ("gpu01", "", "PCI_BUS_ID")
+        found = msgspec.json.decode(do(process, 'cat "$GPUBOARD_RANK_MAP"'), type=RankMap)
+        [number] = slurm.jobs()
+        job = slurm.job(number)
+        assert (job["JobName"], job["JobState"], job["TimeLimit"], job["Requeue"], job["Comment"]) == (
+            f"gpuboard-{lease}", "RUNNING", "01:00:00", "0", "fine; tuning",
+        )  # fmt: skip
+        assert found.job == str(number)
+        assert problems(found) == []
+        assert slurm.held(number) == {"gpu01": {rank.index for rank in found.ranks}} == {"gpu01": {0, 1}}
+        assert left(slurm) == [f"{lease}.alive", f"{lease}.alive.seen", f"{lease}.json", f"{lease}.json"]
+        process.send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        until(lambda: not slurm.jobs(), "the job ends")
+        assert time.monotonic() - started < 5.0
+    all_gone(slurm)
+
+
+def test_what_carries_the_lease_keeps_it(slurm: SlurmCluster) -> None:
+    with shell(slurm, "--n", "1") as process:
+        assert says(process) == "code 0"
+        pid = do(process, "setsid sleep 600 >/dev/null 2>&1 & echo $!")
+        until(lambda: slurm.nodes["login1"].processes(lambda p: p.argv[:1] == ("sleep",)), "it runs")
+        process.send_signal(signal.SIGKILL)
+        time.sleep(3.0)
+        [number] = slurm.jobs()
+        assert slurm.job(number)["JobState"] == "RUNNING"
+        slurm.run(["kill", pid], check=True)
+    all_gone(slurm)
+
+
+@pytest.mark.parametrize("user", ["alice", "root"])
+@pytest.mark.parametrize("cgroups", [False, True])
+def test_uneven_nodes_give_their_true_gpus(slurm: SlurmCluster, user: str, cgroups: bool) -> None:
+    if cgroups:
+        slurm.configure(cgroups=True)
+    upside_down = [Gpu(minor=7 - k) for k in range(8)]
+    gpus = {name: slurm.nodes[name].script(upside_down) for name in ("gpu01", "gpu02", "gpu03")}
+    occupy(slurm, gpu01=3, gpu02=6, gpu03=8)
+    made = allocate(slurm, "--n", "7", user=user)
+    found = msgspec.convert(made["rank_map"], RankMap)
+    assert problems(found) == []
+    assert [(node.name, node.local_world_size, node.address) for node in found.nodes] == [
+        ("gpu01", 5, "10.88.0.11"), ("gpu02", 2, "10.88.0.12"),
+    ]  # fmt: skip
+    given = held(slurm, made["lease"]["job"])
+    assert given == {"gpu01": {3, 4, 5, 6, 7}, "gpu02": {6, 7}}
+    # A device cgroup lets the job have those device files, here in the reverse order of NVML's indexes; without one
+    # Slurm tells its jobs to use these indexes.
+    truth = {(name, gpus[name][7 - k if cgroups else k].uuid) for name, numbers in given.items() for k in numbers}
+    assert {(rank.node, rank.uuid) for rank in found.ranks} == truth
+    seen = {0, 1} if cgroups else {6, 7}  # in a device cgroup NVML and CUDA count what they see
+    assert {rank.index for rank in found.ranks if rank.node == "gpu02"} == seen
+    assert {(gpu["node"], gpu["uuid"]) for gpu in made["lease"]["gpus"]} == truth
+    assert (made["lease"]["owner"], made["lease"]["holder"]) == (user, None)
+    assert gpuboard(slurm, "release", "--mine", user=user).returncode == 0
+    until(lambda: len(slurm.jobs()) == 3, "the job has ended")
+    assert left(slurm, user) == []
+
+
+def test_per_node_and_max_nodes(slurm: SlurmCluster) -> None:
+    made = allocate(slurm, "--n", "4", "--per-node", "2")
+    assert [node["local_world_size"] for node in made["rank_map"]["nodes"]] == [2, 2]
+    assert len(allocate(slurm, "--n", "4", "--max-nodes", "1")["rank_map"]["nodes"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [("hostfile", "gpu02 slots=2\n"), ("deepspeed", "gpu02:0,1\n"),
+     ("rankfile", "rank 0=gpu02 slot=S*\nrank 1=gpu02 slot=S*\n"),
+     ("uuids", "GPU-563a616f-0000-0000-0000-000000000000,GPU-563a616f-0000-0000-0000-000000000001\n")],
+)  # fmt: skip
+def test_formats(slurm: SlurmCluster, form: str, text: str) -> None:
+    done = gpuboard(slurm, "allocate", "--n", "2", "--nodes", "gpu02", "--detach", "--for", "5m", "--format", form)
+    assert (done.returncode, done.stdout) == (0, text), done.stderr
+
+
+def test_other_shells_evaluate_it(slurm: SlurmCluster) -> None:
+    for command in (
+        ["tcsh", "-fc", 'eval "`gpuboard allocate --n 1 --uuid`"; echo $GPUBOARD_NODES'],
+        ["fish", "-c", "gpuboard allocate --n 1 | source; echo $GPUBOARD_NODES"],
+    ):
+        done = slurm.run(command)
+        assert (done.returncode, done.stdout) == (0, "gpu01\n"), done.stderr
+        assert "Slurm job" in done.stderr and "srun --jobid=" in done.stderr
+        all_gone(slurm)
+
+
+def test_a_refusal_fails_closed(slurm: SlurmCluster) -> None:
+    with shell(slurm, "--n", "99") as process:
+        assert says(process) == "code 3"
+        assert do(process, 'echo "[$CUDA_VISIBLE_DEVICES][$GPUBOARD_LEASE]"') == "[][]"
+    all_gone(slurm)
+
+
+def test_what_can_never_be_is_told_from_what_is_not_now_and_from_slips(slurm: SlurmCluster) -> None:
+    slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[0-3]\nName=gpu Type=a100 File=/dev/nvidia[4-7]")
+    assert "12 could serve if all were free, at most 4 on one node; try --n 12" in refused(
+        slurm, "--n", "13", "--model", "a100", code=3
+    )
+    assert "here: a100, h100; try without --model" in refused(slurm, "--n", "1", "--model", "v100", code=3)
+    assert "never start it: PartitionTimeLimit" in refused(slurm, "--n", "1", "--partition", "short", code=3)
+    assert "Invalid partition name" in refused(slurm, "--n", "1", "--partition", "nope", code=2)
+    assert "Requested reservation is invalid" in refused(slurm, "--n", "1", "--reservation", "nope", code=2)
+    assert "Invalid feature" in refused(slurm, "--n", "1", "--slurm=--constraint=nope", code=2)
+    assert "node configuration is not available" in refused(slurm, "--n", "1", "--slurm=--mem-per-gpu=9999G", code=3)
+    assert "--array is gpuboard's to say" in refused(slurm, "--n", "1", "--slurm=--array=1-2", code=2)
+    assert "unrecognized option" in refused(slurm, "--n", "1", "--slurm=--bogus=1", code=2)
+    assert "try --n 2 --nodes 'gpu01'" in refused(slurm, "--gpus", "gpu01:0,1", code=2)
+    assert "Slurm knows no node 'gpu09'" in refused(slurm, "--n", "1", "--exclude", "gpu09", code=2)
+    assert slurm.jobs() == set()
+
+
+def test_the_kind_that_was_asked_for(slurm: SlurmCluster) -> None:
+    slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[0-3]\nName=gpu Type=a100 File=/dev/nvidia[4-7]")
+    assert held(slurm, allocate(slurm, "--n", "2", "--model", "A100")["lease"]["job"]) == {"gpu01": {4, 5}}
+    assert held(slurm, allocate(slurm, "--n", "5", "--model", "h100")["lease"]["job"]) == {
+        "gpu01": {0, 1, 2, 3}, "gpu02": {0},
+    }  # fmt: skip
+
+
+def test_nodes_that_were_named_and_left_out(slurm: SlurmCluster) -> None:
+    assert held(slurm, allocate(slurm, "--n", "1", "--nodes", "gpu03")["lease"]["job"]) == {"gpu03": {0}}
+    assert held(slurm, allocate(slurm, "--n", "9", "--exclude", "gpu02")["lease"]["job"]).keys() == {"gpu01", "gpu03"}
+
+
+def test_settings_and_flags_reach_the_job(slurm: SlurmCluster) -> None:
+    config = slurm.nodes.home("alice") / ".config" / "gpuboard" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('[slurm]\ntime = "20m"\npartition = "short"\ncpus_per_gpu = 3\nmem_per_gpu = "2GiB"\n')
+    done = gpuboard(slurm, "allocate", "--n", "2", "--format", "json", "--detach", "--for", "4m", "--slurm=--nice=5")
+    job = slurm.job(int(json.loads(done.stdout)["lease"]["job"]))
+    assert (job["Partition"], job["TimeLimit"], job["NumCPUs"], job["Nice"]) == ("short", "00:04:00", "6", "5")
+    assert "mem=4G" in job["TRES"]
+    with shell(slurm, "--n", "1") as process:  # without --for: the setting, but not longer than the partition allows
+        assert says(process) == "code 0"
+        assert slurm.job(max(slurm.jobs()))["TimeLimit"] == "00:05:00"
+    script = slurm.run(["scontrol", "write", "batch_script", str(max(slurm.jobs())), "-"], check=True).stdout
+    assert script.startswith("#!/bin/sh\n# gpuboard")
+
+
+def test_variables_of_the_shell_stay_there(slurm: SlurmCluster) -> None:
+    env = {"WANDB_API_KEY": "s3cret", "SBATCH_ARRAY_INX": "1-5", "SLURM_GPUS": "5"}
+    with shell(slurm, "--n", "1", env=env) as process:
+        assert says(process) == "code 0"
+        [number] = slurm.jobs()
+        scripts = slurm.nodes["gpu01"].processes(lambda p: p.name == "slurm_script", user="alice")
+        [environ] = [open(f"/proc/{p.pid}/environ", "rb").read() for p in scripts]  # noqa: SIM115
+        assert b"s3cret" not in environ
+        assert slurm.job(number)["NumNodes"] == "1"
+    all_gone(slurm)
+
+
+def test_waiting_shows_reason_place_and_estimate_and_gets_them_in_the_end(slurm: SlurmCluster) -> None:
+    blockers = [slurm.submit(["-t5", "-N3", "--gpus-per-node=8", "--wrap", "sleep 600"], user="bob", running=True)]
+    blockers.append(slurm.submit(["-t5", "-N3", "--gpus-per-node=8", "--wrap", "sleep 600"], user="bob"))
+    with shell(slurm, "--n", "2", "--wait", "5m") as process:
+        assert process.stderr is not None
+        words = ""
+        while "number 2 of 2 in gpu, start expected" not in words:
+            words = process.stderr.readline()
+            assert "is pending (" in words, words
+        assert "(Priority)" in words or "(Resources)" in words
+        for number in blockers:
+            slurm.run(["scancel", str(number)], user="root", check=True)
+        assert says(process) == "code 0"
+        assert do(process, "echo $GPUBOARD_NODES") == "gpu01"
+    all_gone(slurm)
+
+
+def test_a_wait_that_runs_out_leaves_no_job(slurm: SlurmCluster) -> None:
+    occupy(slurm, gpu01=8, gpu02=8, gpu03=8)
+    for args, words in (((), "not free now: Slurm job"), (("--wait", "3s"), "not free within 3s: Slurm job")):
+        started = time.monotonic()
+        error = allocate(slurm, "--n", "2", *args, code=4)["error"]
+        assert time.monotonic() - started < 8.0
+        assert error["message"].startswith(words)
+        assert "pending (Resources)" in error["message"]
+        assert error["nearest"] == "--wait"
+        assert len(slurm.jobs()) == 3
+        assert left(slurm) == []
+
+
+def test_two_that_want_the_same_never_both_get_it(slurm: SlurmCluster) -> None:
+    args = ["gpuboard", "allocate", "--n", "16", "--detach", "--for", "5m", "--format", "json"]
+    both = [slurm.nodes[host].popen(args, user=user) for host, user in (("login1", "alice"), ("login2", "bob"))]
+    outs = [process.communicate(timeout=60)[0] for process in both]
+    codes = [process.returncode for process in both]
+    assert sorted(codes) == [0, 4]
+    [number] = slurm.jobs()
+    won = json.loads(outs[codes.index(0)])
+    assert won["lease"]["job"] == str(number)
+    assert sum(map(len, slurm.held(number).values())) == 16
+
+
+def test_leases_of_everybody_and_their_end(slurm: SlurmCluster) -> None:
+    slurm.submit(["-N1", "--gpus=1", "-w", "gpu03", "--job-name=gpuboard-$(reboot);\x1b[31m", "--wrap", "sleep 600"],
+                 user="bob", running=True)  # fmt: skip
+    slurm.submit(["-N1", "--gpus=1", "-w", "gpu03", "--job-name=gpuboard-abcdef", "--comment=\x1b[31m<b>", "--wrap",
+                  "sleep 600"], user="bob", running=True)  # fmt: skip
+    mine = allocate(slurm, "--n", "2", "--purpose", "sweep")["lease"]
+    listed = json.loads(gpuboard(slurm, "leases", "--json").stdout)["leases"]
+    assert [(lease["id"], lease["owner"], lease["purpose"], lease["job"]) for lease in listed] == [
+        ("abcdef", "bob", "[31m<b>", "2"), (mine["id"], "alice", "sweep", "3"),
+    ]  # fmt: skip
+    assert listed[1]["gpus"] == mine["gpus"]
+    assert [(gpu["node"], gpu["index"]) for gpu in listed[0]["gpus"]] == [("gpu03", 1)]
+    table = gpuboard(slurm, "leases").stdout
+    assert "Slurm job 3" in table and "gpu03:2,3" in table
+    for command in (["release", "abcdef"], ["renew", "abcdef", "--for", "5m"]):
+        done = gpuboard(slurm, *command)
+        assert done.returncode == 5
+        assert "lease abcdef belongs to bob" in done.stderr
+    assert gpuboard(slurm, "release", "abcdef", user="root").stdout == "released abcdef: gpu03:?\n"
+    assert gpuboard(slurm, "release", "nosuch").returncode == 5
+    assert gpuboard(slurm, "release", mine["id"][:4]).stdout == f"released {mine['id']}: gpu03:2,3\n"
+    until(lambda: slurm.jobs() == {1}, "both have ended")
+    assert left(slurm) == []
+
+
+def test_renewing_shortens_and_is_not_granted_more(slurm: SlurmCluster) -> None:
+    lease = allocate(slurm, "--n", "1")["lease"]
+    assert gpuboard(slurm, "renew", lease["id"], "--for", "5m").returncode == 0
+    assert slurm.job(int(lease["job"]))["TimeLimit"] == "00:06:00"  # counted from its start, rounded up
+    done = gpuboard(slurm, "renew", lease["id"], "--for", "2h")
+    assert done.returncode == 1
+    assert f"Slurm does not let you prolong job {lease['job']}: Access/permission denied" in done.stderr
+    assert "reserve anew before it ends" in done.stderr
+    theirs = allocate(slurm, "--n", "1", user="root")["lease"]
+    assert gpuboard(slurm, "renew", theirs["id"], "--for", "2h", user="root").returncode == 0
+    assert slurm.job(int(theirs["job"]))["TimeLimit"] == "02:01:00"
+
+
+def test_env_gives_a_second_shell_the_variables(slurm: SlurmCluster) -> None:
+    lease = allocate(slurm, "--n", "10")["lease"]
+    done = gpuboard(slurm, "env", lease["id"], "--node", "gpu02")
+    assert "export CUDA_VISIBLE_DEVICES='0,1'\n" in done.stdout
+    assert f"export GPUBOARD_LEASE='{lease['id']}'\n" in done.stdout
+    assert gpuboard(slurm, "env", lease["id"], "--node", "gpu03").returncode == 2
+    step = ["srun", f"--jobid={lease['job']}", "--overlap", "-N1", "-n1", "-w", "gpu02", "--gpus=2"]
+    there = slurm.run([*step, "sh", "-c", f'eval "$(gpuboard env {lease["id"]})"; echo "got $CUDA_VISIBLE_DEVICES"'])
+    assert "got 0,1" in there.stdout, there.stderr
+
+
+def test_a_plan_shows_the_line_and_slurms_answer_and_takes_nothing(slurm: SlurmCluster) -> None:
+    done = gpuboard(slurm, "allocate", "--n", "12", "--dry-run", "--format", "env")
+    assert done.returncode == 0, done.stderr
+    line, why, answer = done.stdout.splitlines()[1:4]
+    assert line.startswith("sbatch --time=60 --nodes=1-2 --gpus=h100:12 ")
+    assert why == "12 GPUs: at most 2 nodes, the fewest; free for Slurm: gpu01 8, gpu02 8, gpu03 8; type h100"
+    assert answer.startswith("Slurm: Job 1 to start at ")
+    assert "on nodes gpu[01-02] in partition gpu" in answer
+    assert slurm.jobs() == set()
+
+
+def test_where_slurm_has_no_part_its_flags_are_refused(slurm: SlurmCluster) -> None:
+    done = gpuboard(slurm, "allocate", "--n", "1", "--nodes", "login2", "--qos", "high", "--detach", "--for", "5m")
+    assert done.returncode == 2
+    assert "are for nodes of Slurm" in done.stderr
+    done = gpuboard(slurm, "allocate", "--n", "1", "--nodes", "login2,gpu01", "--detach", "--for", "5m")
+    assert done.returncode == 2
+    assert "Slurm has no node 'login2', but others of these" in done.stderr
+
+
+def test_without_a_scheduler_nothing_is_asked_of_it(slurm: SlurmCluster) -> None:
+    args = ("allocate", "--n", "1", "--nodes", "gpu01", "--detach", "--for", "5m", "--format", "json")
+    done = gpuboard(slurm, *args, env={"GPUBOARD_SCHEDULER": "none"})
+    assert json.loads(done.stdout)["lease"]["job"] is None, done.stderr
+    assert slurm.jobs() == set()
+
+
+def test_a_node_with_slurm_asks_for_its_own_gpus(slurm: SlurmCluster) -> None:
+    done = slurm.nodes["gpu02"].run(["gpuboard", "allocate", "--n", "1", "--detach", "--for", "5m", "--format", "json"])
+    made = json.loads(done.stdout)
+    assert held(slurm, made["lease"]["job"]) == {"gpu02": {0}}
+
+
+def test_somebody_on_a_gpu_that_slurm_gave_is_named(slurm: SlurmCluster) -> None:
+    gpu02 = slurm.nodes["gpu02"]
+    with gpu02.popen(["sleep", "600"], user="bob") as process:
+        try:
+            gpu02.script([Gpu(processes=(("compute", process.process.inner, 2**30),)), *(Gpu() for _ in range(7))])
+            done = gpuboard(slurm, "allocate", "--n", "1", "--nodes", "gpu02", *DETACHED, "--format", "uuids")
+        finally:
+            process.kill()
+    assert done.returncode == 0
+    assert "gpu02:0 is busy: " in done.stderr and "bob" in done.stderr, done.stderr
+    assert "though Slurm gave it to job 1" in done.stderr
+
+
+def test_the_python_interface(slurm: SlurmCluster) -> None:
+    script = """if True:
+        import os, subprocess, gpuboard
+        with gpuboard.lease(n=2, for_="10m", slurm=["--nice=3"]) as lease:
+            print(lease.allocation.lease.job, [gpu.index for gpu in lease.gpus], os.environ["GPUBOARD_NODES"])
+            print(subprocess.run(["squeue", "-h", "-o", "%T %l"], capture_output=True, text=True).stdout.strip())
+            lease.renew("5m")
+        print(subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout.strip())
+    """
+    done = slurm.run(["python3", "-W", "error", "-c", script])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == ["1 [0, 1] gpu01", "RUNNING 10:00"]
+    all_gone(slurm)
