@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from gpuboard.config import Settings
 
 _ANSWER_S = 10.0  # from a connection that stands to the first byte of the agent, at least
+_LOOK_S = 0.1  # how often it is looked whether a connection stands
 _FILES = 65536  # open files: four an agent
 
 
@@ -129,10 +131,13 @@ class SshProcess:
                 self._attempt = attempt
                 attempt.child.write(bytes(self._written))
                 attempt.child.start(child)
-            if not attempt.settled.wait(ways.timeout_s) and not way.alive():
-                attempt.child.close()
-                raise sshwords.no_answer(ways.timeout_s)
-            attempt.settled.wait()
+            until = time.monotonic() + ways.timeout_s
+            while not attempt.settled.wait(_LOOK_S) and not way.alive():
+                if time.monotonic() > until:
+                    attempt.child.close()
+                    raise sshwords.no_answer(ways.timeout_s)
+        attempt.logged_in()
+        attempt.settled.wait()
         if isinstance(attempt.error, Dropped) and way.via is not None:
             raise ways.seen_from(way) or attempt.error
         if attempt.error is not None and not attempt.connected_yet:
@@ -146,16 +151,24 @@ class _Attempt:
         self.settled = threading.Event()  # the agent has spoken, or it is over
         self.error: TransportError | None = None
         self.connected_yet = False
+        self._told = False
         self._session = session
         self._way = way
         self._transport = transport
         self._answer_s = max(_ANSWER_S, transport.ways.timeout_s)
         self.child = ChildChannel(self, self._explain, patience_s=transport.ways.timeout_s + self._answer_s)
 
+    def logged_in(self) -> None:
+        """Tell that the connection stands, so that now the node's shell is waited for; without words from it yet."""
+        if not self.settled.is_set():
+            self._session.handler.connected()
+            self._told = True
+
     def connected(self) -> None:
         self.connected_yet = True
         self._session.spoke()
-        self._session.handler.connected()
+        if not self._told:
+            self._session.handler.connected()
         self.settled.set()
 
     def received(self, data: bytes) -> None:

@@ -80,11 +80,12 @@ def test_includes_and_wildcards_are_read_as_ssh_reads_them(lab: Lab, nodes: Clus
     lab.config(
         "Include conf.d/*\nHost node? !node2\n  HostName gpu02\nHost node*\n  HostName gpu03\n"
         'Match originalhost "exact" user alice\n  HostName gpu02\n'
+        'Match originalhost asked exec "test %n = asked"\n  HostName gpu01\n'
     )
-    seen = lab.status("any", "node1", "node2", "exact")
+    seen = lab.status("any", "node1", "node2", "exact", "asked")
     assert {name: node["error"] for name, node in seen.items()} == dict.fromkeys(seen)
     where = {name: next(host for host in found if found[host] == uuids(node)) for name, node in seen.items()}
-    assert where == {"any": "gpu01", "node1": "gpu02", "node2": "gpu03", "exact": "gpu02"}
+    assert where == {"any": "gpu01", "node1": "gpu02", "node2": "gpu03", "exact": "gpu02", "asked": "gpu01"}
 
 
 def test_a_proxy_command_runs_in_a_shell(lab: Lab) -> None:
@@ -93,9 +94,20 @@ def test_a_proxy_command_runs_in_a_shell(lab: Lab) -> None:
         '  ProxyCommand ssh -W "gpu01:%p" -l %r login2; exit 0\n'
         "Host broken\n  HostName 192.0.2.1\n  ProxyCommand echo no way >&2; exit 1\n"
     )
-    seen = lab.status("proxied", "broken")
+    seen = lab.status("proxied", "broken", GPUBOARD_CONNECT_TIMEOUT="2s")
     assert seen["proxied"]["error"] is None
     assert seen["broken"]["state"] == "unreachable"
+
+
+def test_what_ssh_config_means_for_a_person_is_left_out(lab: Lab) -> None:
+    lab.config(
+        "Host gpu01\n  RemoteCommand echo wrong; exec bash\n  RequestTTY force\n  LocalForward 9999 localhost:1\n"
+        "  RemoteForward 22 localhost:1\n  ExitOnForwardFailure yes\n  PermitLocalCommand yes\n"
+        "  LocalCommand touch ~/was-here\n  LogLevel QUIET\n  SessionType none\n  StdinNull yes\n"
+        "  ForkAfterAuthentication yes\n  ForwardX11 yes\n  BatchMode no\n  VisualHostKey yes\n"
+    )
+    assert lab.status("gpu01")["gpu01"]["error"] is None
+    assert not (lab.ssh.parent / "was-here").exists()
 
 
 def test_the_agent_of_keys_serves_here_and_is_not_forwarded(lab: Lab, nodes: Cluster) -> None:
@@ -255,9 +267,7 @@ def test_how_a_command_ended_is_told(lab: Lab) -> None:
         ("no-such-program", "no-python", "python3 cannot be started there ("),
     ):
         with lab.channels("gpu01", command=command) as driven:
-            if kind == "exited" or lab.transport != "openssh":  # which knows nothing before the first byte
-                driven.event("connected")
-            ended = driven.event("ended")
+            ended = driven.event("ended", after="connected")
             assert ended["kind"] == kind
             assert words in ended["words"]
 

@@ -77,14 +77,16 @@ class Driven:
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
 
-    def event(self, kind: str) -> dict[str, Any]:
-        """Return the next event, which must be of this kind."""
+    def event(self, kind: str, *, after: str = "") -> dict[str, Any]:
+        """Return the next event, which must be of this kind; those of the kind ``after`` may come before it."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             assert self.process.stderr is not None
             raise AssertionError(f"no {kind}: the driver ended: {self.process.stderr.read()}")
         found: dict[str, Any] = json.loads(line)
+        if found["event"] == after:
+            return self.event(kind, after=after)
         assert found["event"] == kind, found
         return found
 
