@@ -178,7 +178,7 @@ def _unnamed(node: SchedulerNode, held: Sequence[Held], place: Mapping[int, str]
     covered = {i for _, grant in held for gres in (*grant.gpus, *grant.shards) for i in gres.indexes or ()}
     told: set[str] = set()
     more = 0
-    for gres in node.used:
+    for gres in (*node.used, *(shard for shard in node.used_shards if shard.indexes is not None)):
         if gres.indexes is None:
             more += max(0, gres.count - sum(o.count for _, grant in held for o in grant.gpus if o.type == gres.type))
             continue

@@ -6,100 +6,147 @@ been given back meanwhile, or was never theirs (jobs.py, *Forgery*). Either way 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
-from gpuboard.scheduler.jobs import Jobs, TrueJob
+from gpuboard.scheduler.jobs import Piece, TrueJob
 from gpuboard.scheduler.nodes import Reservation
 
 _RESERVED = frozenset({"reserved", "maint", "maintenance"})
-_NAMED = 5  # jobs that one note names
 
 
-def contradictions(jobs: Jobs, nodes: Mapping[str, SchedulerNode]) -> list[str]:
-    """Return where jobs cannot be what they say, in words; then `squeue` is worth its cost. Empty: nothing."""
+def contradictions(pieces: Sequence[Piece], nodes: Mapping[str, SchedulerNode]) -> list[str]:
+    """Return where jobs cannot be what they say, in words; then `squeue` is worth its cost. Empty: nowhere."""
     found: list[str] = []
-    if jobs.ambiguous:
-        found.append(f"the text of job {_named(jobs.ambiguous.values())} imitates Slurm's own")
-    if jobs.broken:
-        found.append("there are pieces of text that are no job")
-    twice = _twice(jobs)
-    if twice:
-        found.append(f"job {_named(map(str, twice))} is there more than once")
-    holders: dict[str, list[tuple[SchedulerJob, Grant]]] = {}
-    for job in jobs.held:
+    seen: set[int] = set()
+    for piece in pieces:
+        if not piece.clear:
+            found.append(f"the text of job {piece.id or '?'} imitates Slurm's own")
+        if piece.number in seen:
+            found.append(f"job {piece.number} is there more than once")
+        seen.add(piece.number)
+    by_node: dict[str, list[tuple[SchedulerJob, Grant]]] = {}
+    for job in [piece.job for piece in pieces if piece.job is not None]:
         for grant in job.grants:
-            holders.setdefault(grant.node, []).append((job, grant))
-    for name, held in holders.items():
+            by_node.setdefault(grant.node, []).append((job, grant))
+    for name, grants in by_node.items():
         node = nodes.get(name)
-        if node is None:
-            found.append(f"job {_named(job.id for job, _ in held)} holds GPUs on {name}, which is no node")
-        elif words := _contradiction(node, held):
-            found.append(f"{name}: {words}")
+        words = _clash(node, grants) if node is not None else f"a job runs on {name}, which is no node"
+        if words:
+            found.append(words)
     return found
 
 
-def _twice(jobs: Jobs) -> list[int]:
-    seen: set[int] = set()
-    twice: set[int] = set()
-    for number in (*(job.number for job in jobs.held), *jobs.ambiguous, *jobs.others):
-        (twice if number in seen else seen).add(number)
-    return sorted(twice)
-
-
-def _contradiction(node: SchedulerNode, held: Sequence[tuple[SchedulerJob, Grant]]) -> str:
-    """Return what does not fit between a node and its jobs, "" where all fits."""
-    holder: dict[int, SchedulerJob] = {}
+def _clash(node: SchedulerNode, grants: Sequence[tuple[SchedulerJob, Grant]]) -> str:
+    """Return why jobs cannot all hold what they say on a node, "" where they can."""
+    used = {index for gres in node.used for index in gres.indexes or ()}
+    told = all(gres.indexes is not None for gres in node.used)
+    holders: dict[int, str] = {}
     count = 0
-    for job, grant in held:
+    for job, grant in grants:
         for gres in grant.gpus:
             count += gres.count
             for index in gres.indexes or ():
-                other = holder.setdefault(index, job)
-                # a suspended job keeps its GPUs; with gang scheduling another one has them meanwhile
-                if other is not job and "suspended" not in {other.state, job.state}:
-                    return f"GPU {index} is held by job {other.id} and by job {job.id}"
-                if "suspended" in {other.state, job.state} and other is not job:
-                    count -= 1
-    used = {index for gres in node.used for index in gres.indexes or ()}
-    if all(gres.indexes is not None for gres in node.used):
-        beyond = sorted(index for index in holder if index not in used)
-        return f"GPU {beyond[0]} is held by job {holder[beyond[0]].id} and is not in use" if beyond else ""
-    if count > _count(node.used):
-        return f"{_named(job.id for job, _ in held)} hold {count} GPUs of which {_count(node.used)} are in use"
+                if index in holders:
+                    return f"GPU {index} of {node.name} is held by job {holders[index]} and by job {job.id}"
+                if told and index not in used:
+                    return f"GPU {index} of {node.name} is held by job {job.id} and not in use"
+                holders[index] = job.id
+    if not told and count > _count(node.used):
+        return f"jobs hold {count} GPUs of {node.name}, of which {_count(node.used)} are in use"
     return ""
 
 
-def corrected(jobs: Jobs, truth: Mapping[int, TrueJob]) -> tuple[list[SchedulerJob], list[str]]:
+def corrected(
+    pieces: Sequence[Piece], truth: Mapping[int, TrueJob], nodes: Mapping[str, SchedulerNode]
+) -> tuple[list[SchedulerJob], list[str]]:
     """Return the jobs as far as `squeue` bears them out, and notes on those that it does not.
 
-    Of one that is there twice, or in a text that can be read in two ways, who and where it is true; which GPUs it
-    holds is not told, and shows as GPUs in use by nobody known.
+    Who and where is true of every job. Which GPUs one holds is not told, and shows as GPUs in use by nobody known,
+    where its piece can be read in two ways, says what is not so, or is one of several of a number. Whoever may have
+    written such a piece, the owner of the sure one before it or of its number, is not believed either where it matters:
+    on a node of a job of which nothing is told, and about GPUs that another job claims or that are not in use.
     """
-    twice = set(_twice(jobs))
-    found: list[SchedulerJob] = []
+    records = Counter(piece.number for piece in pieces if piece.whole)
+    found: dict[int, SchedulerJob] = {}
+    unclear: dict[int, str] = {}
+    suspects: dict[int, str] = {}
+    sure: Piece | None = None
+    for piece in pieces:
+        true = truth.get(piece.number)
+        known = piece.job is None or _bears_out(true, piece.job)
+        if piece.clear and known and records[piece.number] == 1:
+            if true is not None:
+                sure = piece
+                if piece.job is not None and not true.ended:
+                    found[piece.number] = piece.job
+            continue
+        if sure is not None:
+            suspects[sure.number] = sure.id
+        unclear[piece.number] = piece.id
+    unclear = {number: shown for number, shown in unclear.items() if number in truth}
+    uids = {truth[number].uid for number in suspects | unclear}
+    # a number in somebody's text is not yet a record, and its owner is not the first to ask
+    unclear = {number: shown for number, shown in unclear.items() if number not in found}
+    suspects |= unclear
+    unclear = {number: shown for number, shown in unclear.items() if not truth[number].ended}
+    for number, shown in unclear.items():
+        found[number] = _without_gpus(truth[number], number, shown)
+    while doubted := [job for job in _doubted(found.values(), nodes) if job.uid in uids]:
+        for job in doubted:
+            unclear[job.number] = job.id
+            found[job.number] = _without_gpus(truth[job.number], job.number, job.id)
     notes: list[str] = []
-    for job in jobs.held:
-        true = truth.get(job.number)
-        if true is None or true.uid != job.uid or job.number in twice:
-            continue
-        grants = tuple(grant for grant in job.grants if grant.node in true.nodes)
-        if grants:
-            found.append(replace(job, grants=grants))
-    unclear = {number: str(number) for number in twice} | jobs.ambiguous
-    for number, shown in sorted(unclear.items()):
-        true = truth.get(number)
-        if true is None or not true.nodes:
-            continue
-        notes.append(
-            f"which GPUs job {shown} of {true.user} holds is not told: a job's text imitates Slurm's own output"
-        )
-        grants = tuple(Grant(name) for name in true.nodes)
-        ends = true.started, true.until
-        found.append(SchedulerJob(shown, number, true.user, true.uid, "", true.partition, true.state, grants, *ends))
-    return found, notes
+    if suspects:
+        who = ", ".join(f"{shown} of {truth[number].user}" for number, shown in sorted(suspects.items()))
+        notes.append(f"the text of one of these jobs imitates Slurm's own: {who}")
+    if unclear:
+        notes.append(f"which GPUs is not told of job {', '.join(shown for _, shown in sorted(unclear.items()))}")
+    return [job for _, job in sorted(found.items()) if job.grants], notes
+
+
+def _doubted(jobs: Collection[SchedulerJob], nodes: Mapping[str, SchedulerNode]) -> list[SchedulerJob]:
+    """Return the jobs with GPUs that others claim, that are not in use, or on a node of a job that tells nothing."""
+    untold = {grant.node for job in jobs for grant in job.grants if not grant.gpus and not grant.shards}
+    held: dict[tuple[str, int], list[SchedulerJob]] = {}
+    found: list[SchedulerJob] = []
+    for job in jobs:
+        for grant in job.grants:
+            for index in [index for gres in grant.gpus for index in gres.indexes or ()]:
+                held.setdefault((grant.node, index), []).append(job)
+            if grant.gpus and grant.node in untold:
+                found.append(job)
+    for (name, index), holders in held.items():
+        used = nodes[name].used if name in nodes else ()
+        told = bool(used) and all(gres.indexes is not None for gres in used)
+        if len(holders) > 1 or (told and not any(index in (gres.indexes or ()) for gres in used)):
+            found += holders
+    return found
+
+
+def _without_gpus(true: TrueJob, number: int, shown: str) -> SchedulerJob:
+    return SchedulerJob(
+        id=shown,
+        number=number,
+        user=true.user,
+        uid=true.uid,
+        name="",
+        partition=true.partition,
+        state=true.state,
+        grants=tuple(Grant(name) for name in true.nodes),
+        started=true.started,
+        until=true.until,
+    )
+
+
+def _bears_out(true: TrueJob | None, job: SchedulerJob) -> bool:
+    """Tell whether a job is what `squeue` says of it. One that is ending leaves its nodes one by one."""
+    if true is None or true.uid != job.uid:
+        return False
+    return true.ended or job.state == "completing" or {grant.node for grant in job.grants} <= set(true.nodes)
 
 
 def is_reserved(nodes: Mapping[str, SchedulerNode]) -> bool:
@@ -138,19 +185,12 @@ def joined(
                 doubt = f"job {job.id} runs there, yet Slurm does not list the node"
                 found[grant.node] = SchedulerNode(grant.node, grant.node, "", "unknown", doubt=doubt)
     for name, node in nodes.items():
-        hidden = node.shards_used - shards.get(name, 0)
-        if hidden > 0 and not node.doubt:
-            doubt = (
-                f"{hidden} shards of its GPUs are given to jobs that Slurm does not show you; of which GPUs is not told"
-            )
+        untold = [gres for gres in node.used_shards if gres.indexes is None]
+        if untold and not node.doubt and _count(untold) > shards.get(name, 0):
+            doubt = "shards of its GPUs are given to jobs that Slurm does not show you; of which GPUs is not told"
             found[name] = replace(found[name], doubt=doubt)
     return found
 
 
 def _count(gpus: Iterable[Gres]) -> int:
     return sum(gres.count for gres in gpus)
-
-
-def _named(ids: Iterable[str]) -> str:
-    names = list(dict.fromkeys(ids))
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -5,7 +5,8 @@ Forms of Slurm 19.05 to 25.11, read in its sources (``_node_gres_used`` and ``gr
 
     gpu:8  gpu:h100:8(S:0-1)  gpu:no_consume:2         what a node has, as configured, with its sockets
     gpu:h100:6(IDX:0-1,3-6)  gpu:h100:0(IDX:N/A)       what is used of it; untyped GPUs: gpu:6
-    shard:h100:3(1/4,2/4)  shard:(null):0(0/4,0/4)     the same of what GPUs are shared by, each GPU's part (23.02)
+    shard:(null):2(IDX:0-1)  shard:h100:3(1/4,2/4)     the same of shards: how many GPUs have given some; from 23.11
+                                                       on how many are, of how many, on each GPU of that type
     gpu:2(IDX:0-1)  gpu:h100(CNT:2)  gpu:h100:0(IDX:)  what a job has on a node
     gpu(IDX:0-1)                                       the same in 19.05
     (null)  N/A                                        nothing
@@ -78,7 +79,9 @@ def _gres(field: str, words: str, details: str | None, *, whole: bool) -> Gres:
             count = len(indexes)
     elif label == "CNT" and count is None and value.isascii() and value.isdecimal() and len(value) < 10:
         count = int(value)
-    elif details is not None and label != "S" and not (_SHARED.fullmatch(details) and not whole):
+    elif details is not None and _SHARED.fullmatch(details) and not whole:
+        indexes = tuple(i for i, part in enumerate(details.split(",")) if not part.startswith("0/"))
+    elif details is not None and label != "S":
         raise GresError(f"cannot read the GRES {clean(field, 80)!r}")
     if count is None:
         count = 1  # `Gres=gpu:h100` is one GPU

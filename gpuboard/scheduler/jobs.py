@@ -42,19 +42,25 @@ _COMMENT = re.compile(
 )
 _HOLDS_NOTHING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "REVOKED"})
 
+_ENDED = frozenset({
+    "completed", "cancelled", "failed", "timeout", "node_fail", "preempted", "boot_fail", "deadline", "out_of_memory",
+    "revoked",
+})  # fmt: skip
+
 TRUE_JOB = "%A|%U|%T|%P|%S|%e|%N|%u"  # format for `squeue`
 _TRUE_JOB = re.compile(
     r"(\d{1,10})\|(\d{1,10})\|(\w+)\|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|(.*)", re.ASCII
 )  # fmt: skip
 
 
-class Jobs(NamedTuple):
-    """What `scontrol show job -d` says."""
+class Piece(NamedTuple):
+    """What looks like one record of `scontrol show job -d`."""
 
-    held: list[SchedulerJob]  # of those that hold something, in its order; perhaps a number twice, where one is forged
-    ambiguous: dict[int, str]  # number → id of those whose text imitates Slurm's
-    others: frozenset[int]  # the numbers of the rest
-    broken: int  # pieces that are no record
+    number: int  # 0: not even that can be read
+    id: str = ""
+    job: SchedulerJob | None = None  # None: it holds nothing, or that cannot be told
+    clear: bool = True  # it can be read, and in one way only
+    whole: bool = True  # it has all parts of a record, some perhaps twice
 
 
 class TrueJob(NamedTuple):
@@ -68,30 +74,28 @@ class TrueJob(NamedTuple):
     until: float | None
     nodes: tuple[str, ...]
 
+    @property
+    def ended(self) -> bool:
+        """Whether it holds nothing any more; Slurm tells of such jobs for some minutes."""
+        return self.state in _ENDED
 
-def jobs(text: str) -> Jobs:
-    """Return the jobs of `scontrol show job -d`. Raises Unreadable."""
-    held: list[SchedulerJob] = []
-    ambiguous: dict[int, str] = {}
-    others: set[int] = set()
-    broken = 0
+
+def jobs(text: str) -> list[Piece]:
+    """Return the jobs of `scontrol show job -d`, in its order. Raises Unreadable."""
+    found: list[Piece] = []
     for record in records(text, "JobId", "scontrol show job", "No jobs in the system"):
         head = _HEAD.match(record)
         if head is None:
-            broken += 1
+            found.append(Piece(0, clear=False, whole=False))
             continue
         number = int(head[1])
         shown = f"{head[2]}_{clean(head[3], 64)}" if head[2] else f"{head[4]}+{head[5]}" if head[4] else head[1]
         try:
-            job = _job(record, head.end(), number, shown)
+            found.append(Piece(number, shown, _job(record, head.end(), number, shown)))
         except ValueError:
-            ambiguous[number] = shown
-            continue
-        if job is None:
-            others.add(number)
-        else:
-            held.append(job)
-    return Jobs(held, ambiguous, frozenset(others), broken)
+            whole = _OWNER.search(record) is not None and _END.search(record) is not None
+            found.append(Piece(number, shown, clear=False, whole=whole))
+    return found
 
 
 def _job(record: str, named: int, number: int, shown: str) -> SchedulerJob | None:
@@ -114,8 +118,10 @@ def _job(record: str, named: int, number: int, shown: str) -> SchedulerJob | Non
     if part.count(" Nodes=") != len(details) or part.count(" JOB_GRES=") > 1:
         raise ValueError("what it holds on its nodes cannot be read")
     grants = [grant for names, field in details for grant in _grants(names, field)]
-    if state == "COMPLETING":
-        grants = grants or [Grant(name) for name in nodesets.listed(value(rest, " NodeList=") or "")]
+    if state == "COMPLETING":  # its GPUs are not listed any more, and its processes may still run there
+        had = resources(value(rest, " JOB_GRES=") or "")
+        if not grants and (had.gpus or had.shards):
+            grants = [Grant(name) for name in nodesets.listed(value(rest, " NodeList=") or "")]
     else:
         grants = [grant for grant in grants if grant.gpus or grant.shards]
     if not grants:

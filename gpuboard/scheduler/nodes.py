@@ -10,8 +10,10 @@ import re
 import time
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from gpuboard import nodesets
-from gpuboard.model.schedule import SchedulerNode
+from gpuboard.model.schedule import Gres, SchedulerNode
 from gpuboard.model.text import clean
 from gpuboard.scheduler.gres import GresError, Resources, resources
 from gpuboard.scheduler.records import Unreadable, moment, records, value
@@ -19,7 +21,15 @@ from gpuboard.scheduler.records import Unreadable, moment, records, value
 # sinfo(1), "NODE STATE CODES": what a sign behind a state means; before 21.08 scontrol printed it, too.
 _SIGNS = {"*": "not_responding", "~": "powered_down", "#": "powering_up", "!": "power_down", "%": "powering_down",
           "$": "maintenance", "@": "reboot_issued", "^": "reboot_requested", "-": "planned"}  # fmt: skip
-_STATE = re.compile(r"[A-Za-z_]+[*~#!%$@^-]?(?:\+[A-Za-z_]+[*~#!%$@^-]?)*")
+# Words of slurm_protocol_defs.c, 22.05 to 25.11, and what earlier versions had in their place.
+_STATES = frozenset({
+    "allocated", "down", "error", "future", "idle", "mixed", "unknown",
+    "blocked", "cloud", "completing", "drain", "drained", "draining", "dynamic_future", "dynamic_norm", "external",
+    "fail", "failing", "invalid_reg", "maint", "maintenance", "no_respond", "not_responding", "perfctrs", "planned",
+    "power_down", "power_up", "powered_down", "powering_down", "powering_up", "reboot", "reboot_issued",
+    "reboot_requested", "reserved", "resume",
+})  # fmt: skip
+_ONCE = ("CoresPerSocket=", "Boards=", "ThreadsPerCore=")  # else it is no record, or two that have grown together
 _LATER = "Comment|Extra|InstanceId|InstanceType|ReservationName|TLSCertTokenSet|TLSCertLastRenewal|Topology|Parameters"
 _REASON = re.compile(rf" Reason=(.*?)(?: \[([^\[\]@]*)@([^\[\]@]*)\])?(?=\s+(?:{_LATER})=|\s*$)", re.DOTALL)
 
@@ -53,13 +63,14 @@ def _node(record: str) -> SchedulerNode:
         known = nodesets.listed(name) == (name,)
     except ValueError:
         known = False
-    if not known or not state or " CoresPerSocket=" not in record:
+    if not known or not state or any(record.count(key) != 1 for key in _ONCE):
         raise Unreadable(f"`scontrol show node` printed a node that cannot be read: {clean(record, 120)!r}")
     doubts: list[str] = []
-    if not _STATE.fullmatch(state):
-        doubts.append(f"Slurm says that its state is {clean(state, 64)!r}")
-        state = "unknown"
-    have = _resources(value(record, " Gres="), doubts)
+    words = _state(state)
+    if not _STATES.issuperset(words):
+        doubts.append(f"Slurm says that its state is {clean(state, 64)!r}, which is not known here")
+        words = [word for word in words if word in _STATES]
+    have = _resources(value(record, " Gres=") or "?", doubts)  # none is "(null)"
     field = value(record, " GresUsed=")
     used = _resources(field, doubts)
     if not doubts:
@@ -68,13 +79,13 @@ def _node(record: str) -> SchedulerNode:
         name=name,
         hostname=clean(value(record, " NodeHostName=") or name, 256),
         address=clean(value(record, " NodeAddr=") or "", 256),
-        state=_state(state),
+        state="+".join(words) or "unknown",
         reason=_reason(record),
         reservation=clean(value(record, " ReservationName=") or "", 96),
         gpus=have.gpus,
         used=used.gpus,
         shards=sum(gres.count for gres in have.shards),
-        shards_used=sum(gres.count for gres in used.shards),
+        used_shards=_placed(used.shards),
         partitions=_words(value(record, " Partitions=")),
         features=_words(value(record, " ActiveFeatures=")),
         doubt="; ".join(doubts),
@@ -98,10 +109,10 @@ def _contradictions(have: Resources, used: Resources | None) -> list[str]:
         counts[gres.type] = counts.get(gres.type, 0) + gres.count
     total = sum(counts.values())
     types = {gres.type for gres in used.gpus}
-    if total and types != set(counts) and "" not in types | set(counts):  # types may be known to gres.conf alone
-        return ["Slurm does not say of all its GPUs whether they are used"]
     if total and not types:
         return ["Slurm does not say which of its GPUs are used"]
+    if total and types != set(counts) and "" not in types | set(counts):  # types may be known to gres.conf alone
+        return ["Slurm does not say of all its GPUs whether they are used"]
     for gres in used.gpus:
         if gres.count > counts.get(gres.type, total) or any(index >= total for index in gres.indexes or ()):
             return ["Slurm says that other GPUs of it are used than it has"]
@@ -110,14 +121,19 @@ def _contradictions(have: Resources, used: Resources | None) -> list[str]:
     return []
 
 
-def _state(text: str) -> str:
-    """Return ``mixed+drain`` for ``MIXED+DRAIN``, ``idle+not_responding`` for ``IDLE*``."""
+def _placed(shards: tuple[Gres, ...]) -> tuple[Gres, ...]:
+    """Return shards with the GPUs they are on as far as that can be told: of several types each may count its own."""
+    return shards if len(shards) == 1 else tuple(replace(gres, indexes=None) for gres in shards if gres.count)
+
+
+def _state(text: str) -> list[str]:
+    """Return ``mixed``, ``drain`` for ``MIXED+DRAIN``, ``idle``, ``not_responding`` for ``IDLE*``."""
     found: list[str] = []
     for word in text.split("+"):
         found.append(word.rstrip("".join(_SIGNS)).lower())
-        if word[-1] in _SIGNS:
+        if word and word[-1] in _SIGNS:
             found.append(_SIGNS[word[-1]])
-    return "+".join(dict.fromkeys(found))
+    return list(dict.fromkeys(found))
 
 
 def _reason(record: str) -> str:

@@ -10,7 +10,7 @@ from gpuboard.model.schedule import Schedule
 from gpuboard.model.text import clean
 from gpuboard.scheduler import checks, words
 from gpuboard.scheduler.commands import Done, Running, environment, run, which
-from gpuboard.scheduler.jobs import TRUE_JOB, Jobs, jobs, true_jobs
+from gpuboard.scheduler.jobs import TRUE_JOB, jobs, true_jobs
 from gpuboard.scheduler.nodes import Reservation, nodes, reservations
 from gpuboard.scheduler.records import Unreadable
 from gpuboard.scheduler.site import Site, settings
@@ -70,14 +70,14 @@ class Questions:
     def _ask(self, until: float, *, third: bool, before: Schedule | None) -> Schedule:
         """Return Slurm's answer. ``third``: one more command may be run. Raises _FailedError, Unreadable."""
         at = time.time()
-        found = jobs(self._scontrol("job", until))
+        pieces = jobs(self._scontrol("job", until))
         listed = nodes(self._scontrol("node", until))
-        held, notes = found.held, checks.contradictions(found, listed)
+        held = [piece.job for piece in pieces if piece.job is not None]
+        notes = checks.contradictions(pieces, listed)
         reserved: list[Reservation] | None = None
         try:
             if notes and third:
-                held, notes = checks.corrected(found, true_jobs(self._squeue(until)))
-                notes += checks.contradictions(Jobs(held, {}, frozenset(), 0), listed)
+                held, notes = checks.corrected(pieces, true_jobs(self._squeue(until)), listed)
             elif third and checks.is_reserved(listed):
                 reserved = reservations(self._scontrol("reservation", until))
         except (_FailedError, Unreadable) as error:  # it is still an answer
@@ -94,7 +94,7 @@ class Questions:
         squeue = which("squeue", self._env)
         if squeue is None:
             raise _FailedError("there is no squeue on PATH, which could tell")
-        return self._run(["--all", "--local", "--noheader", f"--format={TRUE_JOB}"], until, squeue)
+        return self._run(["--all", "--local", "--noheader", "--states=all", f"--format={TRUE_JOB}"], until, squeue)
 
     def _ping(self, until: float) -> None:
         done = self._done(["ping"], until, self._site.scontrol or "")
