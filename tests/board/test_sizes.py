@@ -39,7 +39,8 @@ def test_no_screen_at_no_size_draws_beyond_ascii_where_characters_are_ascii(tmp_
                 opened = app.screen
                 for size in SIZES:
                     await pilot.resize_terminal(*size)
-                    assert (app.screen, app.screen.size) == (opened, size), place
+                    await settle(pilot, lambda size=size: app.screen.size == size)  # type: ignore[misc]
+                    assert app.screen is opened, place
                     drawn = screen(app)
                     assert [character for character in drawn if not character.isascii()] == [], place
                     assert max(len(line) for line in drawn.splitlines() or [""]) <= size[0], place
@@ -58,7 +59,8 @@ def test_every_screen_at_every_size_with_all_characters(tmp_path: Path) -> None:
                 opened = app.screen
                 for size in ODD_SIZES:
                     await pilot.resize_terminal(*size)
-                    assert (app.screen, app.screen.size) == (opened, size), place
+                    await settle(pilot, lambda size=size: app.screen.size == size)  # type: ignore[misc]
+                    assert app.screen is opened, place
                     assert max(cell_len(line) for line in screen(app).splitlines() or [""]) <= size[0], place
                 while len(app.screen_stack) > 2:
                     app.pop_screen()
