@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from textual.message_pump import MessagePump
     from textual.timer import Timer
 
-_MOST_S = 0.5  # what a key may take before the next one goes on, should a widget have gone with what was sent after it
+_MOST_S = 2.0  # what a key may take before the next one goes on, should a widget have gone with what was sent after it
 
 
 class InOrder:
