@@ -1,0 +1,54 @@
+"""Which nodes there are, where Slurm says it: without a configuration, and by partition."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from tests.slurm import SlurmCluster
+
+pytestmark = pytest.mark.nodes
+
+# cpu01 never comes up, and has no GPUs
+MORE = """
+NodeName=cpu01 NodeAddr=10.88.0.22 CPUs=8 RealMemory=1000
+PartitionName=big Nodes=gpu03,cpu01
+PartitionName=cpu Nodes=cpu01
+"""
+
+
+def gpuboard(slurm: SlurmCluster, *args: str) -> subprocess.CompletedProcess[str]:
+    return slurm.run(["gpuboard", *args], user="alice", host="login1")
+
+
+def names(slurm: SlurmCluster, *said: str) -> list[str]:
+    """Return the nodes that ``--nodes`` finds, each time from a Slurm that is asked anew."""
+    done = gpuboard(slurm, "config", "--json", *(word for text in said for word in ("--nodes", text)))
+    found: list[str] = json.loads(done.stdout)["nodes"]
+    return found
+
+
+def test_slurms_nodes_with_gpus_are_the_inventory(slurm: SlurmCluster) -> None:
+    slurm.configure(MORE)
+    assert names(slurm) == names(slurm, "slurm:") == names(slurm, "slurm:gpu") == ["gpu01", "gpu02", "gpu03"]
+    assert names(slurm, "slurm:big") == ["gpu03"]
+    assert names(slurm, "slurm:big,short", "gpu02") == ["gpu01", "gpu02", "gpu03"]
+    for said, words in (
+        ("slurm:gup", "'slurm:gup': no node is in a partition 'gup'; Slurm has: big, cpu, gpu, short"),
+        ("slurm:cpu", "'slurm:cpu': Slurm knows no such node with GPUs"),
+    ):
+        done = gpuboard(slurm, "status", "--nodes", said)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"gpuboard: {words}")
+
+
+def test_where_slurm_does_not_answer_it_says_so_and_named_nodes_are_read_all_the_same(slurm: SlurmCluster) -> None:
+    slurm.controller("kill")
+    done = gpuboard(slurm, "status")
+    assert done.returncode == 1
+    assert done.stderr.startswith("gpuboard: Slurm does not say which nodes it has: ")
+    assert "; name nodes with --nodes, or in the config" in done.stderr
+    seen = gpuboard(slurm, "status", "--nodes", "gpu01", "--json")
+    assert [node["name"] for node in json.loads(seen.stdout)["nodes"]] == ["gpu01"]
