@@ -319,15 +319,22 @@ class Allocator:
 
     def _allocation(self, lease: Lease, gpus: Sequence[Chosen], why: str, snapshot: Snapshot) -> Allocation:
         names = list(dict.fromkeys(gpu.node for gpu in gpus))
-        views: dict[str, NodeView] = {node.name: node for node in snapshot.nodes}
-        asked = {name: self._nodes[name].address for name in names if self._nodes[name].host}
-        addresses = reachable_addresses({name: views[name].addresses for name in names}, asked)
-        # simulated nodes are all this machine
-        addresses |= {name: LOOPBACK for name in names if self._nodes[name].simulate is not None}
-        found = rank_map(lease.id, gpus, addresses)
+        found = rank_map(lease.id, gpus, self._addresses(names, snapshot))
         file = keep_rank_map(self._env, found, whole=len(gpus) == len(lease.gpus))
         here = self._scope.here if self._scope.here in names else None
         return Allocation(lease, found, why, file, folded(names), here)
+
+    def addresses(self) -> dict[str, str]:
+        """Return at which address the other nodes reach each node in scope, as far as they were read."""
+        snapshot = self._fleet.snapshot()
+        return self._addresses([node.name for node in snapshot.nodes], snapshot)
+
+    def _addresses(self, names: Sequence[str], snapshot: Snapshot) -> dict[str, str]:
+        views: dict[str, NodeView] = {node.name: node for node in snapshot.nodes}
+        asked = {name: self._nodes[name].address for name in names if self._nodes[name].host}
+        found = reachable_addresses({name: views[name].addresses for name in names}, asked)
+        # simulated nodes are all this machine
+        return found | {name: LOOPBACK for name in names if self._nodes[name].simulate is not None}
 
     def release(self, lease: Lease) -> list[str]:
         """End a lease at once; return why not where that failed: there it lapses within 90 s."""

@@ -249,6 +249,7 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
 @contextlib.contextmanager
 def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[RankMap, str]]:
     """Reserve for this process and yield the map; release at the end. With ``--dry-run`` nothing is taken."""
+    from gpuboard.allocate.allocator import Allocator
     from gpuboard.allocate.choosing import open_allocator
     from gpuboard.allocate.common import Terms, duration
     from gpuboard.allocate.ranks import rank_map
@@ -261,16 +262,17 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
     duration(args.for_s, context.settings)
     terms = Terms(args.for_s, identify(os.getpid()), clean(args.purpose, 200))
     held = None
+    opened = open_allocator(
+        nodes,
+        context.settings,
+        context.env,
+        scheduler=context.lease_scheduler(),
+        flags=slurm_flags(args),
+        said=whole,
+        progress=progress(context),
+    )
     try:
-        with open_allocator(
-            nodes,
-            context.settings,
-            context.env,
-            scheduler=context.lease_scheduler(),
-            flags=slurm_flags(args),
-            said=whole,
-            progress=progress(context),
-        ) as allocator:
+        with opened as allocator:
             if request is None:
                 args.n = allocator.count()
                 request = request_of(args)
@@ -289,7 +291,8 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
         if args.device != "cpu" or refused.refusal.gpus or args.n is None:
             raise
         say("no GPU in scope: the ranks share the CPU, and nothing is reserved")
-        found = cpu_rank_map(args.n, nodes, spread=whole)
+        addresses = opened.addresses() if isinstance(opened, Allocator) else None
+        found = cpu_rank_map(args.n, nodes, spread=whole, addresses=addresses)
     try:
         yield found, "the reservation"
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -42,10 +42,11 @@ def nodes_of(rank_map: RankMap, nodes: Sequence[Node]) -> dict[str, Node]:
     return found
 
 
-def cpu_rank_map(n: int, nodes: Sequence[Node], *, spread: bool) -> RankMap:
+def cpu_rank_map(n: int, nodes: Sequence[Node], *, spread: bool, addresses: Mapping[str, str] | None = None) -> RankMap:
     """Return a map of ``n`` ranks without GPUs: on this machine (else the first node), or spread over all ``nodes``.
 
-    Spread means evenly, the first nodes taking one more where it does not come out even.
+    Spread means evenly, the first nodes taking one more where it does not come out even. ``addresses``: where other
+    nodes reach a node, in place of its name.
     """
     used = list(nodes)[:n] if spread else [local_node(nodes) or nodes[0]]
     chosen = [
@@ -53,4 +54,5 @@ def cpu_rank_map(n: int, nodes: Sequence[Node], *, spread: bool) -> RankMap:
         for at, node in enumerate(used)
         for index in range(n // len(used) + (at < n % len(used)))
     ]
-    return rank_map(None, chosen, {node.name: node.address for node in used})
+    known = addresses or {}
+    return rank_map(None, chosen, {node.name: known.get(node.name, node.address) for node in used})

@@ -177,6 +177,20 @@ gpuboard launch --n 5 {FAKE} script.py"""
     assert ranks(job.out) == ["0 gpu01", "1 gpu01", "2 gpu01", "3 gpu02", "4 gpu02"], job.err
 
 
+def test_one_node_needs_no_controller(lab: Lab) -> None:
+    lab.put("script.py", WHO % "RANK")
+    script = f"until [ -e go ]; do sleep 0.1; done; gpuboard launch {FAKE} script.py; date +%s.%N"
+    job = lab.submit(script, "--gpus=2", "--nodelist=gpu01")
+    until(lambda: job.state == "RUNNING")
+    lab.slurm.controller("stop")
+    started = time.time()
+    lab.put("go", "")
+    until(lambda: len(job.out.splitlines()) == 3, "it runs while nobody answers")
+    assert float(job.out.split()[-1]) - started < 10.0
+    lab.slurm.controller("continue")
+    job.wait()
+
+
 def test_a_shell_that_outlived_its_job_is_outside(lab: Lab) -> None:
     job = lab.run("export -p > env; env | grep -c ^SLURM", "--gpus=1", "--nodelist=gpu01")
     assert int(job.out) > 10
