@@ -1,0 +1,111 @@
+"""`allocate` stopped at each of ten points on its way to a job, by SIGINT, SIGTERM and SIGKILL: no job is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import PATH, Running
+from tests.integration.slurm_leases import all_gone, left
+from tests.slurm import SlurmCluster
+from tests.waiting import until
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]
+
+# Stands before a command of Slurm's on PATH. It counts its calls and, at the one that $HOME/stop/at names, says so and
+# waits: before the real command is started, or when that has done its work and nobody has heard of it.
+WRAPPER = """\
+#!/bin/sh
+name=${0##*/} stop=$HOME/stop
+calls=$(($(cat "$stop/$name" 2>/dev/null || echo 0) + 1)); echo "$calls" >"$stop/$name"
+hold() {
+    [ "$(cat "$stop/at")" = "$name $1 $calls" ] || return 0
+    touch "$stop/reached"
+    while [ ! -e "$stop/go" ]; do sleep 0.02; done
+}
+hold before
+/usr/bin/$name "$@" >"$stop/out.$$" 2>"$stop/err.$$"; code=$?
+hold after
+cat "$stop/out.$$"; cat "$stop/err.$$" >&2
+exit $code
+"""
+# srun's stdin and stdout are an agent's, so it is only held up before it begins.
+PASSING = WRAPPER[: WRAPPER.index("/usr/bin")] + 'exec /usr/bin/$name "$@"\n'
+
+POINTS = [
+    ("sinfo", "before", 1, "--n 2"),  # the partitions: nothing is asked for yet
+    ("sinfo", "after", 1, "--n 2"),
+    ("sbatch", "before", 1, "--n 2"),  # the keeper has the lease, Slurm knows nothing of it
+    ("sbatch", "after", 1, "--n 2"),  # there is a job, and nobody knows its number
+    ("squeue", "before", 1, "--n 2"),  # the number is known
+    ("squeue", "after", 1, "--n 2"),  # it runs, and nobody knows that
+    ("squeue", "before", 3, "--n 24 --wait 5m"),  # it waits in the queue
+    ("scontrol", "before", 1, "--n 2"),  # it runs: what has it got?
+    ("scontrol", "after", 2, "--n 2"),
+    ("srun", "before", 1, "--n 2"),  # which are its GPUs?
+]
+
+
+@pytest.fixture
+def home(slurm: SlurmCluster) -> Path:
+    """Alice's home, with the wrappers in its folder bin."""
+    home = slurm.nodes.home("alice")
+    (home / "bin").mkdir()
+    for name in ("sinfo", "sbatch", "squeue", "scontrol", "scancel", "srun"):
+        wrapper = home / "bin" / name
+        wrapper.write_text(PASSING if name == "srun" else WRAPPER)
+        wrapper.chmod(0o755)
+    return home
+
+
+def start(slurm: SlurmCluster, home: Path, point: str, args: str, holder: int) -> Running:
+    """Start an allocation that is held up at ``point``."""
+    stop = home / "stop"
+    if stop.exists():
+        for path in stop.iterdir():
+            path.unlink()
+    stop.mkdir(exist_ok=True)
+    os.chown(stop, 2001, 2001)
+    (stop / "at").write_text(point)
+    words = ["gpuboard", "allocate", *args.split(), "--holder", str(holder), "--format", "shell"]
+    return slurm.nodes["login1"].popen(words, env={"PATH": f"/srv/home/alice/bin:{PATH}"})
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: "-".join(map(str, point[:3])))
+def test_no_job_is_left(slurm: SlurmCluster, home: Path, point: tuple[str, str, int, str]) -> None:
+    *words, args = point
+    stop = home / "stop"
+    blocker = 0
+    if "--wait" in args:
+        blocker = slurm.submit(["-N1", "--gpus=1", "--wrap", "sleep 600"], user="bob", running=True)
+    # What Slurm holds is asked for by scontrol too; here it is known already, so that the calls are allocate's own.
+    with slurm.nodes["login1"].popen(["sleep", "600"]) as holder:
+        try:
+            slurm.run(["gpuboard", "status"], check=True)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+                with start(slurm, home, " ".join(map(str, words)), args, holder.process.inner) as process:
+                    until(lambda: (stop / "reached").exists() or process.poll() is not None, f"{words} is reached")
+                    assert process.poll() is None, process.communicate()
+                    process.send_signal(number)
+                    if number == signal.SIGKILL:
+                        process.wait(10)
+                    (stop / "go").touch()
+                    out, _ = process.communicate(timeout=60)
+                code = -9 if number == signal.SIGKILL else 130
+                assert process.returncode in {code, 128 - code}
+                if number != signal.SIGKILL:
+                    assert out.startswith("export CUDA_VISIBLE_DEVICES=''; ")
+                    assert slurm.jobs() == {blocker} - {0}  # gone when the command is
+                until(lambda: slurm.jobs() == {blocker} - {0}, f"no job is left after {number.name}", 30)
+                until(lambda: not left(slurm), f"no file is left after {number.name}: {left(slurm)}", 30)
+        finally:
+            holder.kill()
+
+
+def test_nobody_reads_what_was_allocated(slurm: SlurmCluster) -> None:
+    done = slurm.run(["bash", "-c", "gpuboard allocate --n 2 --detach --for 5m | true; exit ${PIPESTATUS[0]}"])
+    assert done.returncode == 141
+    all_gone(slurm)

@@ -1,0 +1,194 @@
+"""What keeps a lease in Slurm alive, and what ends it when its holder, its keeper or both are gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.hosts import PATH, Running
+from tests.integration.slurm_leases import all_gone, allocate, do, gpuboard, left, says, shell
+from tests.slurm import SlurmCluster
+from tests.waiting import until
+
+pytestmark = pytest.mark.nodes
+
+SHORT = '[slurm]\nsilence = "6s"\n'  # in place of three minutes: the keeper then shows life every second
+
+
+def keepers(slurm: SlurmCluster) -> list[int]:
+    """The pids of alice's keepers, as seen from outside."""
+    return [p.pid for p in slurm.nodes["login1"].processes(lambda p: "keeperd" in " ".join(p.argv), user="alice")]
+
+
+def kill_keeper(slurm: SlurmCluster) -> None:
+    until(lambda: keepers(slurm), "a keeper runs")
+    for pid in keepers(slurm):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not keepers(slurm), "no keeper runs")
+
+
+def configured(slurm: SlurmCluster, text: str) -> None:
+    config = slurm.nodes.home("alice") / ".config" / "gpuboard" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text(text)
+
+
+def running(slurm: SlurmCluster) -> int:
+    """The one job, which runs."""
+    [number] = slurm.jobs()
+    assert slurm.job(number)["JobState"] == "RUNNING"
+    return number
+
+
+def kill_all(slurm: SlurmCluster, process: Running) -> float:
+    """Kill keeper and holder at once; return the time."""
+    until(lambda: keepers(slurm), "a keeper runs")
+    for pid in [*keepers(slurm), process.inner]:
+        os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+def test_a_keeper_shows_life_and_without_it_the_job_ends_itself(slurm: SlurmCluster) -> None:
+    configured(slurm, SHORT)
+    with shell(slurm, "--n", "1") as process:
+        assert says(process) == "code 0"
+        started = time.monotonic()
+        until(lambda: time.monotonic() - started > 12, "twice the time of silence has gone")
+        number = running(slurm)
+        killed = kill_all(slurm, process)
+        until(lambda: not slurm.jobs(), "the job has ended itself", 30)
+        assert time.monotonic() - killed < 12.0
+        assert slurm.job(number)["JobState"] == "COMPLETED"
+    gpuboard(slurm, "leases")  # starts a keeper, which finds that there is nothing left to do
+    all_gone(slurm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_with_keeper_and_holder_killed_the_job_ends_within_four_minutes(slurm: SlurmCluster) -> None:
+    with shell(slurm, "--n", "1") as process:
+        assert says(process) == "code 0"
+        number = running(slurm)
+        killed = kill_all(slurm, process)
+        until(lambda: not slurm.jobs(), "the job has ended itself", 300)
+        took_s = time.monotonic() - killed
+        print(f"the job ended {took_s:.1f} s after keeper and holder")
+        assert 120 < took_s < 240
+        assert slurm.job(number)["JobState"] == "COMPLETED"
+
+
+def test_a_keeper_that_was_killed_has_a_successor(slurm: SlurmCluster) -> None:
+    with shell(slurm, "--n", "1") as process:
+        assert says(process) == "code 0"
+        kill_keeper(slurm)
+        do(process, "gpuboard leases >/dev/null; echo ok")  # any command starts another
+        until(lambda: keepers(slurm), "another keeper runs")
+        running(slurm)
+        process.send_signal(signal.SIGKILL)
+        all_gone(slurm)
+
+
+@pytest.mark.parametrize("ends", ["it is granted", "it is killed", "both are killed"])
+def test_a_keeper_killed_while_one_waits(slurm: SlurmCluster, ends: str) -> None:
+    blocker = slurm.submit(["-N3", "--gpus-per-node=8", "--wrap", "sleep 600"], user="bob", running=True)
+    login = slurm.nodes["login1"]
+    with login.popen(["sleep", "600"]) as holder:
+        try:
+            words = ["gpuboard", "allocate", "--n", "2", "--wait", "5m", "--format", "uuids"]
+            with login.popen([*words, "--holder", str(holder.process.inner)]) as process:
+                until(lambda: len(slurm.jobs()) == 2, "it waits in the queue")
+                if ends == "both are killed":
+                    kill_all(slurm, process)
+                    process.wait(10)
+                    gpuboard(slurm, "leases")  # the next command's keeper finds out that nobody was told
+                else:
+                    kill_keeper(slurm)
+                    until(lambda: keepers(slurm), "who waits has started another", 60)
+                if ends == "it is killed":
+                    process.send_signal(signal.SIGKILL)
+                if ends == "it is granted":
+                    slurm.run(["scancel", str(blocker)], user="root", check=True)
+                    out, err = process.communicate(timeout=60)
+                    assert (process.returncode, out[:4]) == (0, "GPU-"), err
+                    running(slurm)
+                    holder.kill()
+                    all_gone(slurm)
+                else:
+                    until(lambda: slurm.jobs() == {blocker}, "the job in the queue is cancelled", 30)
+        finally:
+            holder.kill()
+
+
+@pytest.mark.parametrize("keeper", ["lives", "is killed"])
+def test_where_the_home_is_not_shared_that_is_said(slurm: SlurmCluster, keeper: str) -> None:
+    configured(slurm, SHORT)
+    gpu01 = slurm.nodes["gpu01"]
+    gpu01.run(["mount", "-t", "tmpfs", "tmpfs", "/srv/home/alice"], user="root", check=True)
+    try:
+        with shell(slurm, "--n", "1", "--nodes", "gpu01") as process:
+            assert says(process) == "code 0"
+            assert process.stderr is not None
+            said = process.stderr.readline()
+            assert "do not see /srv/home/alice/.local/state/gpuboard/leases: lease " in said
+            assert "lasts until its time limit" in said
+            number = running(slurm)
+            if keeper == "lives":  # the login node's keeper needs no file for it
+                process.send_signal(signal.SIGKILL)
+                all_gone(slurm)
+            else:
+                killed = kill_all(slurm, process)
+                until(lambda: time.monotonic() - killed > 15, "more than twice the time of silence has gone")
+                assert running(slurm) == number
+    finally:
+        gpu01.run(["umount", "-l", "/srv/home/alice"], user="root", check=True)
+
+
+def test_a_job_that_others_ended_is_told_of(slurm: SlurmCluster) -> None:
+    with shell(slurm, "--n", "1") as process:
+        assert says(process) == "code 0"
+        lease = do(process, "echo $GPUBOARD_LEASE")
+        number = running(slurm)
+        slurm.run(["scancel", str(number)], user="root", check=True)
+        kill_keeper(slurm)  # its successor asks at once, and not after a minute
+        do(process, "gpuboard leases >/dev/null 2>&1; echo ok")
+        until(lambda: not left(slurm), "its keeper has found out", 90)
+        assert do(process, "gpuboard leases 2>&1 >/dev/null") == (
+            f"gpuboard: lease {lease} has ended: of Slurm job {number}: it was cancelled"
+        )
+        process.kill()
+
+
+def test_a_lease_that_was_detached_needs_no_keeper(slurm: SlurmCluster) -> None:
+    configured(slurm, SHORT)
+    allocate(slurm, "--n", "1")
+    kill_keeper(slurm)
+    killed = time.monotonic()
+    until(lambda: time.monotonic() - killed > 15, "more than twice the time of silence has gone")
+    running(slurm)
+    assert gpuboard(slurm, "release", "--mine").returncode == 0
+    all_gone(slurm)
+
+
+def test_slurm_is_asked_rarely_while_leases_are_held(slurm: SlurmCluster) -> None:
+    home = slurm.nodes.home("alice")
+    (home / "bin").mkdir()
+    for name in ("squeue", "scontrol", "sinfo", "scancel"):
+        wrapper = home / "bin" / name
+        wrapper.write_text(f'#!/bin/sh\necho {name} >>/srv/home/alice/asked\nexec /usr/bin/{name} "$@"\n')
+        wrapper.chmod(0o755)
+    (home / "asked").touch()
+    os.chown(home / "asked", 2001, 2001)
+    configured(slurm, SHORT)
+    env = {"PATH": f"/srv/home/alice/bin:{PATH}"}
+    with shell(slurm, "--n", "1", env=env) as one, shell(slurm, "--n", "1", env=env) as two:
+        assert says(one) == says(two) == "code 0"
+        (home / "asked").write_text("")
+        started = time.monotonic()
+        until(lambda: time.monotonic() - started > 20, "twenty signs of life of each lease")
+        assert (home / "asked").read_text().split() in ([], ["squeue"], ["squeue", "squeue"])
+        one.kill()
+        two.kill()
+    all_gone(slurm)
