@@ -255,7 +255,18 @@ def hello(user: str) -> "Dict[str, Any]":
         "pid": os.getpid(),
         "python": "%d.%d.%d" % sys.version_info[:3],
         "addresses": addresses(),
+        "job": job(),
     }
+
+
+def job() -> "Optional[str]":
+    """Return the Slurm job that this agent is a process of: a step's, or one that sshd was adopted into."""
+    from gpuboard.agent import procfs  # late: only when NVML's process is at work
+
+    try:
+        return procfs.parse_cgroup(procfs.read("/proc/self/cgroup").decode("utf-8", "replace"))[0]
+    except OSError:
+        return None
 
 
 def addresses() -> "List[str]":

@@ -74,6 +74,7 @@ class NodeFeed:
         self._ladder = Ladder(node.job, local=node.host is None)
         self._way = Way()  # the one taken last
         self._number = 0  # of the link whose messages count
+        self._anew = False  # what lists GPUs next may see those of its job alone: the others known are not lost
         self._no_python: TransportError | None = None
         self._over = False
         self._opened_at = 0.0
@@ -154,8 +155,6 @@ class NodeFeed:
         way = self._ladder.way(time.monotonic())
         if way is None or self._over:
             return
-        if way.job is not None and way.job != self._way.job:  # where devices are confined NVML shows a job's GPUs only
-            self.facts = msgspec.structs.replace(self.facts, static=None, known={})
         self._way = way
         self._number += 1
         self._opened_at = time.monotonic()
@@ -197,10 +196,14 @@ class NodeFeed:
             if number != self._number:
                 return  # of a link that we have left
             if isinstance(message, Static):
-                known = self.facts.known | {gpu.uuid: gpu for gpu in map(inert_static, message.gpus)}
+                known = {gpu.uuid: gpu for gpu in map(inert_static, message.gpus)}
+                if not self._anew:
+                    known = self.facts.known | known
+                self._anew = False
                 self.facts = msgspec.structs.replace(self.facts, static=message, known=known)
             elif isinstance(message, Hello):
                 self.facts = msgspec.structs.replace(self.facts, hello=message)
+                self._anew = message.job is not None
                 self.tick()
 
     def _reading(self, number: int, reading: Reading) -> None:

@@ -50,6 +50,7 @@ class Hello(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="hello"):
     pid: int
     python: str
     addresses: list[str] = []  # the node's own, loopback left out
+    job: str | None = None  # the Slurm job whose cgroup it is in; where devices are confined NVML shows that one's GPUs
 
 
 class Static(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="static"):

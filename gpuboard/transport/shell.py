@@ -3,7 +3,7 @@
 The login shell, whatever it is, starts ``sh``, which reads these lines from its stdin, so that they need no quoting and
 are in nobody's list of processes. Next comes the nonce, then one request a line; end-of-file ends all of it. Answers:
 
-    @NONCE hello start         then lines ``hostname …, uid …, user …, boot …, pid …``, then ``@NONCE hello end 0``
+    @NONCE hello start         lines ``hostname …, uid …, user …, pid …, boot …``, its cgroups, ``@NONCE hello end 0``
     q                          @NONCE q xml, what ``nvidia-smi -q -x`` prints, @NONCE q end CODE
     e                          @NONCE e messages, what it prints to standard error, @NONCE e end CODE
     c FIELDS                   @NONCE c rows, those of its query, @NONCE c apps, …, @NONCE c end CODE
@@ -30,7 +30,7 @@ say() { echo; echo "@$n $*"; };
 m=$(command -v nvidia-smi) || for d in @FOLDERS@; do [ -x "$d/nvidia-smi" ] && m=$d/nvidia-smi && break; done;
 case $m in /*) w=hello ;; *) w=none ;; esac;
 say $w start; echo "hostname $(uname -n)"; echo "uid $(id -u)"; echo "user $(id -un 2>/dev/null)"; echo "pid $$";
-echo "boot $(cat /proc/sys/kernel/random/boot_id)"; say $w end 0;
+echo "boot $(cat /proc/sys/kernel/random/boot_id)"; cat /proc/self/cgroup; say $w end 0;
 [ $w = none ] && exit 0;
 run() { "$m" "$@" & q=$!; trap 'kill -9 $q 2>/dev/null; wait $q; r=137' TERM; wait $q; r=${r:-$?}; };
 csv() { run "--query-$1" --format=csv,noheader,nounits; };

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gpuboard.agent import nvml_terms, smi, smi_child, smi_xml
+from gpuboard.agent import nvml_terms, procfs, smi, smi_child, smi_xml
 from gpuboard.model.reading import Hello, Message, Reading, Static
 from gpuboard.model.text import clean
 from gpuboard.transport import shell, shellfacts
@@ -153,13 +153,14 @@ class ShellLink:
         if answer.request == "none":
             self._finish(TransportError("no-python", NO_SMI), told=True)
         elif answer.request == "hello" and self.hello is None:
-            self._greeted(shellfacts.words(_text(answer.said.get("start", b""))))
+            self._greeted(_text(answer.said.get("start", b"")))
         elif answer.request == "p" and self.hello is not None:
             self._described(self.hello.hostname, {name: _text(lines) for name, lines in answer.said.items()})
         elif answer.request == self._running:
             self._ran(answer)
 
-    def _greeted(self, said: dict[str, str]) -> None:
+    def _greeted(self, text: str) -> None:
+        said = shellfacts.words(text)
         number = {name: int(said[name]) for name in ("uid", "pid") if said.get(name, "").isdecimal()}
         self.hello = hello = _checked(
             Hello,
@@ -169,6 +170,7 @@ class ShellLink:
             user=said.get("user") or str(number.get("uid", "")),
             pid=number.get("pid", 0),
             python="",
+            job=procfs.parse_cgroup(text)[0],
         )
         self._listener(hello)
         with self._lock:

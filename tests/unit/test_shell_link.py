@@ -18,7 +18,7 @@ from tests.unit.test_smi_properties import TEXT
 
 LISTING = (Path(__file__).parent.parent / "data/nvidia-smi/v13-h100-590.xml").read_bytes()
 BUSY = "GPU-5eed0001-0000-4000-8000-000000000001"
-HELLO = b"hostname n1\nuid 1001\nuser alice\npid 7\nboot b\n"
+HELLO = b"hostname n1\nuid 1001\nuser alice\npid 7\nboot b\n0::/system.slice/slurmstepd.scope/job_5/step_extern\n"
 FACTS = (
     b"\n@N p names\n/proc/4242/status:Name:\tpython\n/proc/4242/status:Uid:\t1002\t1002\t1002\t1002\n"
     b"/proc/99/status:Name:\tXorg\n/proc/99/status:Uid:\t0\t0\t0\t0\n"
@@ -75,8 +75,10 @@ def test_the_command_line_has_no_character_that_a_shell_would_read() -> None:
 def test_processes_are_described_as_the_agent_does() -> None:
     wire = Wire()
     wire.hear(transcript())
-    reading = wire.said[-1]
+    hello, reading = wire.said[0], wire.said[-1]
+    assert isinstance(hello, Hello)
     assert isinstance(reading, Reading)
+    assert (hello.hostname, hello.uid, hello.pid, hello.job) == ("n1", 1001, 7, "5")
     python, xorg = reading.gpus[1].processes or []
     assert (python.user, python.uid, python.name, python.job) == ("bob", 1002, "python", "77")
     assert (python.command, python.started) == ("python train.py --lr 3e-4", 1795257434.0)

@@ -1,0 +1,143 @@
+"""The ways to nodes of a real Slurm: jobs open and close them, pam_slurm_adopt refuses, srun leads past sshd."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts import Host
+from tests.integration.slurm_truth import Status, configure, states
+from tests.integration.test_ladder import give_smi, without_python
+from tests.integration.test_slurm_faults import Watch
+from tests.slurm import SlurmCluster
+from tests.waiting import until
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(240)]
+
+ADOPT = Path("/lib/security/pam_slurm_adopt.so")
+SLEEP = ("--wrap", "sleep 600")
+# As the module's manual has it for compute nodes: nobody but root gets in without a job.
+PAM = """
+auth required pam_permit.so
+account required pam_permit.so
+account required pam_slurm_adopt.so
+session required pam_permit.so
+"""
+
+
+@pytest.fixture
+def adopting(slurm: SlurmCluster) -> Iterator[SlurmCluster]:
+    """Slurm whose node gpu01 lets in only who has a job there."""
+    if not ADOPT.exists():
+        pytest.skip("pam_slurm_adopt (package libpam-slurm-adopt) is not installed")
+    slurm.configure("PrologFlags=contain")
+    gpu01 = slurm.nodes["gpu01"]
+    path = gpu01.path("/etc/pam.d/sshd")
+    before = path.read_text()
+    path.write_text(PAM)
+    gpu01.sshd("UsePAM yes")
+    yield slurm
+    path.write_text(before)
+
+
+@contextmanager
+def watching(slurm: SlurmCluster, *settings: str) -> Iterator[Watch]:
+    """What alice sees of gpu01, each half second; Slurm is asked each second."""
+    configure(slurm, "alice", *settings, nodes="gpu01")
+    with slurm.nodes["login1"].popen(["gpuboard", "status", "--watch", "0.5", "--json"], user="alice") as process:
+        yield Watch(process)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+
+
+def node(line: Status) -> dict[str, Any]:
+    [found] = line["nodes"]
+    assert isinstance(found, dict)
+    return found
+
+
+def source(line: Status) -> tuple[str, str | None]:
+    return node(line)["source"], node(line)["error"]
+
+
+def denied(host: Host) -> int:
+    return (host.folder / "sshd.log").read_text().count("Access denied for user alice by PAM account configuration")
+
+
+def asked(host: Host) -> int:
+    return (host.folder / "sshd.log").read_text().count(f"Connection from {'10.88.0.21'}")
+
+
+def agents(host: Host) -> list[str]:
+    """Return what of ours runs on a node for alice."""
+    return [p.name for p in host.processes(user="alice") if p.name.startswith(("python", "sshd", "sh"))]
+
+
+def test_a_job_opens_the_way_and_its_end_closes_it(adopting: SlurmCluster) -> None:
+    gpu01 = adopting.nodes["gpu01"]
+    before = asked(gpu01)
+    with watching(adopting) as watch:
+        shown = watch.until(lambda line: source(line) == ("slurm", None), "Slurm shows it")
+        assert states(shown, "gpu01") == "ffffffff"
+        assert asked(gpu01) == before
+        number = adopting.submit(["--gres=gpu:2", "-w", "gpu01", "--wrap", "exec sleep 600"], running=True)
+        watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way", 30)
+        watch.until(lambda line: states(line, "gpu01") == "aaffffff", "two readings have been made", 10)
+        assert asked(gpu01) == before + 1
+        adopting.run(["scancel", str(number)], check=True)
+        watch.until(lambda line: source(line) == ("slurm", None), "the job's end closes it", 30)
+        until(lambda: not agents(gpu01), "nothing is left on the node", 10)
+    assert asked(gpu01) == before + 1
+    assert denied(gpu01) == 0
+
+
+@pytest.mark.parametrize("transport", ["asyncssh", "openssh", "paramiko"])
+def test_a_refusal_for_want_of_a_job_is_told_and_not_asked_for_again(adopting: SlurmCluster, transport: str) -> None:
+    if transport == "paramiko":
+        pytest.importorskip("paramiko")
+    gpu01 = adopting.nodes["gpu01"]
+    before, refused = asked(gpu01), denied(gpu01)
+    with watching(adopting, 'ssh = "all"', f'transport = "{transport}"') as watch:
+        line = watch.until(lambda line: node(line)["error"], "the refusal is told")
+        assert node(line)["error"] == (
+            "ssh: gpu01 lets in only who has a job there: Access denied by pam_slurm_adopt: you have no active jobs on "
+            "this node; get one there (salloc -w gpu01); gpuboard looks again when you have it"
+        )
+        assert states(line, "gpu01") == "ffffffff"  # for Slurm, which goes on
+        seen = len(watch.lines)
+        watch.until(lambda line: len(watch.lines) > seen + 12, "six seconds have passed")
+        assert (asked(gpu01) - before, denied(gpu01) - refused) == (1, 1)
+        adopting.submit(["--gres=gpu:1", "-w", "gpu01", *SLEEP], running=True)
+        watch.until(lambda line: source(line) == ("nvml", None), "it is let in with a job", 30)
+        assert denied(gpu01) - refused == 1
+
+
+def test_where_ssh_is_refused_a_step_of_ones_job_leads_there(slurm: SlurmCluster) -> None:
+    gpu01 = slurm.nodes["gpu01"]
+    gpu01.sshd("DenyUsers alice")
+    with watching(slurm) as watch:
+        number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], running=True)
+        watch.until(lambda line: source(line) == ("nvml", None), "a step reads it", 40)
+        watch.until(lambda line: states(line, "gpu01") == "aaffffff", "two readings have been made", 10)
+        assert len(slurm.run(["squeue", "--steps", "-h", "-u", "alice"], check=True).stdout.splitlines()) == 2
+        slurm.run(["scancel", str(number)], check=True)
+        watch.until(lambda line: source(line) == ("slurm", None), "the way ends with its job", 30)
+        errors = {node(line)["error"] for line in watch.lines} - {None}  # until Slurm has said that the job is over
+        assert all("Slurm has ended job" in error or "refused" in error for error in errors), errors
+        until(lambda: not agents(gpu01), "nothing is left on the node", 10)
+
+
+def test_without_python_and_without_ssh_nvidia_smi_is_asked_in_a_step(slurm: SlurmCluster) -> None:
+    gpu01 = slurm.nodes["gpu01"]
+    gpu01.sshd("DenyUsers alice")
+    give_smi(gpu01)
+    slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], running=True)
+    with without_python(gpu01), watching(slurm, 'python = "/usr/bin/python3"') as watch:
+        read = watch.until(lambda line: source(line) == ("nvidia-smi", None), "it is read", 40)
+        assert len(node(read)["gpus"]) == 2
+    until(lambda: not agents(gpu01), "nothing is left on the node", 10)
