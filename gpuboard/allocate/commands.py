@@ -47,9 +47,14 @@ def remote_command(
     config = os.path.expanduser(settings.ssh_config)
     if config != os.path.expanduser("~/.ssh/config") and os.path.exists(config):
         ssh += ["-F", config]
-    hosts = [os.path.expanduser(name) for name in settings.known_hosts]
-    ssh += ["-o", f"UserKnownHostsFile={' '.join(hosts)}", "-o", "BatchMode=yes", "--", host, words]
-    return local_command(ssh, {}, cwd)
+    if settings.known_hosts != type(settings)().known_hosts:  # else ssh knows where to look
+        hosts = [os.path.expanduser(name) for name in settings.known_hosts]
+        ssh += ["-o", f"UserKnownHostsFile={' '.join(hosts)}"]
+    if settings.transport == "openssh":
+        from gpuboard.transport.sshways import lead
+
+        ssh += lead(host, settings, os.environ)  # over a connection for which a person has typed a password, say
+    return local_command([*ssh, "-o", "BatchMode=yes", "--", host, words], {}, cwd)
 
 
 def step_command(

@@ -263,6 +263,15 @@ class Ways:
         return f"{self._folder}/{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}"
 
 
+def lead(spec: str, settings: Settings, env: Mapping[str, str]) -> list[str]:
+    """Return the options that lead an ssh of another kind to a host over what stands. Raises TransportError."""
+    ways = Ways(settings, env)
+    try:
+        return ways.find(spec).lead()
+    finally:
+        ways.keep()
+
+
 def _encrypted(path: str) -> bool:
     """Return whether a private key needs a passphrase (PROTOCOL.key of OpenSSH, and PEM)."""
     try:

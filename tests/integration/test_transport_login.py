@@ -73,6 +73,9 @@ def test_status_asks_once_and_every_command_after_it_goes_the_same_way(lab: Lab,
         # a minute long the connection serves those who cannot ask
         done = lab.here.run(["gpuboard", "status", "--nodes", "gpu01"], env=ENV)
         assert (done.returncode, done.stdout.count("no process, no reservation")) == (0, 8)
+        with terminal(lab, "gpuboard", "run", "--n", "1", "--nodes", "gpu01", "--", "hostname") as command:
+            command.ends(20)
+            assert (command.process.returncode, command.text.splitlines()) == (0, ["gpu01"])
         lab.here.run(["pkill", "-x", "ssh"], user="root")
         done = lab.here.run(["gpuboard", "status", "--nodes", "gpu01"], env=ENV)
         assert done.returncode == 6

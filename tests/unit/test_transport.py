@@ -6,12 +6,16 @@ import errno
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import asyncssh
 import pytest
 
+from gpuboard.config import Settings
+from gpuboard.errors import ConfigError
 from gpuboard.transport.base import KINDS, TransportError
+from gpuboard.transport.connector import ssh_transport
 from gpuboard.transport.sshconfig import HostConfig
 from gpuboard.transport.ssherrors import explain
 
@@ -129,3 +133,14 @@ def test_errors_have_a_kind_and_words(error: Exception, kind: str, words: str) -
     assert (found.kind, found.words) == (kind, words)
     assert found.kind in KINDS
     assert str(found) == (f"{words}; {found.cure}" if found.cure else words)
+
+
+def test_what_a_transport_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    for name in ("paramiko", "paramikologin"):
+        monkeypatch.delitem(sys.modules, f"gpuboard.transport.{name}", raising=False)
+    with pytest.raises(ConfigError, match='transport = "paramiko" needs the library paramiko, which is not installed'):
+        ssh_transport(Settings(transport="paramiko"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match='transport = "openssh": no `ssh` on PATH; install openssh-client'):
+        ssh_transport(Settings(transport="openssh"))
