@@ -103,7 +103,7 @@ def explain_login(text: str, host: Resolved, *, hop: str, timeout_s: float) -> T
             "lost", f"ssh: {why[:1].lower()}{why[1:]}, while logging in", "see sshd's MaxStartups and its log"
         )
     if failed := re.search(r"open failed: (.*)", text):
-        return sshwords.not_through(name, hop, clean(failed[1]))
+        return sshwords.not_through(name, hop, clean(failed[1]).strip())
     if _TIMED_OUT.search(text):
         return sshwords.no_answer(timeout_s)
     return sshwords.dropped(name, last)

@@ -1,0 +1,99 @@
+"""paramiko's own reading of ssh_config, where there is no ssh to ask; one login to a jump host for many."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from gpuboard.transport.attempts import Dropped, Gates, again
+from gpuboard.transport.base import TransportError
+from gpuboard.transport.paramikologin import OwnConfig
+from tests.waiting import until
+
+
+def test_without_ssh_the_config_is_read_all_the_same(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(
+        "Host gpu*\n  HostName %h.example\n  Port 2222\n  ProxyJump one,two\n  IdentityFile ~/.ssh/mine\n"
+        "  UserKnownHostsFile ~/a ~/b\nHost *\n  User bob\n  ProxyCommand none\n  ServerAliveInterval 7\n"
+    )
+    found = OwnConfig(str(config)).get("gpu01")
+    assert (found.hostname, found.port, found.user, found.jumps) == ("gpu01.example", 2222, "bob", ("one", "two"))
+    assert (found.key_name, found.proxy_command, found.count("serveraliveinterval")) == ("gpu01.example", None, 7)
+    home = str(Path.home())
+    assert found.all("identityfile") == [f"{home}/.ssh/mine"]
+    assert (found.known_hosts() or [])[:2] == [f"{home}/a", f"{home}/b"]
+    said = OwnConfig(str(config)).get("carol@gpu02:99")
+    assert (said.user, said.port, said.name) == ("carol", 99, "gpu02")
+
+
+def test_what_paramiko_does_not_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "more").write_text("Host gpu01\n  Port 99\n")
+    (tmp_path / "config").write_text(f"Include {tmp_path}/more\n")
+    with pytest.raises(TransportError, match="has an Include, which paramiko does not read; install ssh"):
+        OwnConfig(str(tmp_path / "config")).get("gpu01")
+    with pytest.raises(TransportError, match=r"ssh_config: .*/none: .*No such file"):
+        OwnConfig(str(tmp_path / "none")).get("gpu01")
+    (tmp_path / "bad").write_text("???\n")
+    with pytest.raises(TransportError, match="Unparsable line"):
+        OwnConfig(str(tmp_path / "bad")).get("gpu01")
+
+
+def test_many_wait_for_one_and_take_what_came_of_it() -> None:
+    gates, started, go, tries = Gates(), threading.Event(), threading.Event(), []
+
+    def make() -> str:
+        tries.append(1)
+        started.set()
+        assert go.wait(10)
+        raise TransportError("timeout", "no answer")
+
+    found: list[str] = []
+
+    def enter() -> None:
+        try:
+            gates.enter("jump", lambda: None, make)
+        except TransportError as error:
+            found.append(error.words)
+
+    first = threading.Thread(target=enter)
+    first.start()
+    assert started.wait(10)
+    rest = [threading.Thread(target=enter) for _ in range(5)]
+    for thread in rest:
+        thread.start()
+
+    def waiting() -> int:
+        frames = sys._current_frames()
+        return sum(frames[thread.ident].f_code is Gates.enter.__code__ for thread in rest if thread.ident in frames)
+
+    until(lambda: waiting() == 5, "the others stand at the gate")
+    go.set()
+    for thread in (first, *rest):
+        thread.join(10)
+    assert (len(tries), found) == (1, ["no answer"] * 6)
+    enter()  # who comes later tries again
+    assert len(tries) == 2
+
+
+def test_who_is_dropped_tries_again_until_the_time_is_up() -> None:
+    tries: list[int] = []
+
+    def attempt() -> int:
+        tries.append(1)
+        if len(tries) < 3:
+            raise Dropped("lost", "busy")
+        return 7
+
+    assert again(attempt, 10.0, threading.Event()) == 7
+    tries.clear()
+    with pytest.raises(Dropped):
+        again(attempt, 0.1, threading.Event())
+    assert len(tries) == 1
+    closed = threading.Event()
+    closed.set()
+    with pytest.raises(Dropped):
+        again(attempt, 10.0, closed)
