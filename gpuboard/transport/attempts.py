@@ -39,7 +39,7 @@ def again(attempt: Callable[[], T], timeout_s: float, closed: threading.Event) -
 class _Gate:
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.tries = 0
+        self.ended = 0  # how many tries have
         self.error: TransportError | None = None
 
 
@@ -57,17 +57,18 @@ class Gates:
         """
         with self._lock:
             gate = self._gates.setdefault(name, _Gate())
-        seen = gate.tries
+        seen = gate.ended
         with gate.lock:
             found = there()
             if found is not None:
                 return found
-            if gate.tries != seen and gate.error is not None:
+            if gate.ended != seen and gate.error is not None:
                 raise gate.error
-            gate.tries += 1
             gate.error = None
             try:
                 return make()
             except TransportError as error:
                 gate.error = error
                 raise
+            finally:
+                gate.ended += 1
