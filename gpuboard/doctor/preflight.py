@@ -303,11 +303,13 @@ def gpu_checks(rank_map: RankMap, snapshot: Snapshot | None) -> list[Check]:
             checks.append(Check("GPU", node.name, "fail", "its GPUs could not be read", reason, remedy))
             continue
         for rank in ranks:
-            checks.append(_gpu(rank, view, rank_map.lease))
+            checks.append(_gpu(rank, view, rank_map.lease, rank_map.job))
     return checks
 
 
-def _gpu(rank: Rank, view: NodeView, lease: str | None) -> Check:
+def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Check:
+    """Return the check of one GPU. ``job``: it was read through a step of this Slurm job, which shows what is its own."""
+
     def check(status: str, evidence: str, cause: str = "", remedy: str = "") -> Check:
         return Check("GPU", view.name, status, f"GPU {index} {evidence}", cause, remedy)
 
@@ -328,12 +330,14 @@ def _gpu(rank: Rank, view: NodeView, lease: str | None) -> Check:
         return check("fail", f"is {gpu.state}", clean(gpu.reason), "choose another GPU: gpuboard status")
     if "disputed" in gpu.flags:
         return check("fail", "is disputed", clean(gpu.reason), "agree with the other holder, or allocate anew")
-    if lease is not None and lease not in leases:
+    if job is not None:
+        lease = f"Slurm job {job}"
+    elif lease is not None and lease not in leases:
         return check("fail", f"is no longer of lease {lease}", clean(gpu.reason), "the lease lapsed: allocate anew")
-    if lease is None and leases:
+    elif lease is None and leases:
         remedy = "choose another GPU; if the lease is yours: --lease, or write it into the rank map"
         return check("fail", f"is reserved by lease {', '.join(leases)}", clean(gpu.reason), remedy)
-    if "rogue" in gpu.flags:
+    if "rogue" in gpu.flags and job is None:
         strangers = [p for p in gpu.processes or [] if p.lease is None or p.lease != lease]
         who = ", ".join(f"{clean(p.user or 'owner hidden')} (pid {p.pid}, {clean(p.command, 60)})" for p in strangers)
         return check("fail", "is used by somebody else", who, "talk to them, or allocate anew")
@@ -353,4 +357,4 @@ def _gpu(rank: Rank, view: NodeView, lease: str | None) -> Check:
         full = gpu.memory_total is not None and gpu.memory_used > gpu.memory_total // 2
         remedy = "a run that has just ended? try again; else choose another GPU"
         return check("fail" if full else "warn", f"has {total} in use", "by no process that can be seen", remedy)
-    return check("ok", f"is held by lease {lease}")
+    return check("ok", f"is held by {lease if job is not None else f'lease {lease}'}")

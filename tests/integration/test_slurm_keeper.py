@@ -68,15 +68,14 @@ def test_a_keeper_shows_life_and_without_it_the_job_ends_itself(slurm: SlurmClus
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.skipif(not os.environ.get("GPUBOARD_TEST_MINUTES"), reason="needs GPUBOARD_TEST_MINUTES=1: four minutes")
 def test_with_keeper_and_holder_killed_the_job_ends_within_four_minutes(slurm: SlurmCluster) -> None:
     with shell(slurm, "--n", "1") as process:
         assert says(process) == "code 0"
         number = running(slurm)
         killed = kill_all(slurm, process)
         until(lambda: not slurm.jobs(), "the job has ended itself", 300)
-        took_s = time.monotonic() - killed
-        print(f"the job ended {took_s:.1f} s after keeper and holder")
-        assert 120 < took_s < 240
+        assert 120 < time.monotonic() - killed < 240  # 195 s were measured
         assert slurm.job(number)["JobState"] == "COMPLETED"
 
 

@@ -244,6 +244,26 @@ def test_without_a_lease_a_gpu_must_be_free(changes: dict[str, Any], status: str
     assert [c.status for c in checks if c.node == "gpu01"] == ["warn", "warn"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"state": "free"}, "ok", "is held by Slurm job 12"),
+        ({"state": "reserved", "leases": ["zzzz"]}, "ok", "is held by Slurm job 12"),
+        ({"state": "busy", "processes": [ProcessView(9, "bob", "python", 1, "compute")]}, "warn", "already runs pid 9"),
+        ({"state": "broken", "reason": "GPU is lost"}, "fail", "is broken; GPU is lost"),
+        ({"uuid": "GPU-other"}, "fail", "is not there"),
+    ],
+)
+def test_a_gpu_of_a_slurm_job_is_held_by_that(changes: dict[str, Any], status: str, words: str) -> None:
+    unheld = {name: [msgspec.structs.replace(g, state="free", leases=[]) for g in gpus] for name, gpus in GPUS.items()}
+    unheld["gpu02"] = [msgspec.structs.replace(unheld["gpu02"][0], **changes)]
+    check = only(
+        [c for c in gpu_checks(msgspec.structs.replace(MAP, job="12"), snapshot(**unheld)) if c.node == "gpu02"]
+    )
+    assert check.status == status
+    assert words in check_text(check)
+
+
 def test_a_node_that_was_not_read_is_no_proof() -> None:
     dark = Snapshot(
         1, "", "lab", [snapshot().nodes[0], NodeView("gpu02", "unreachable", error="ssh: no answer in 5 s")]

@@ -1,0 +1,150 @@
+"""`run` and `launch` on a login node where Slurm gives the GPUs: over steps of the job, without ssh."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.slurm_lab import FAKE, HOME, Lab, opened
+from tests.integration.slurm_leases import all_gone, allocate, do, gpuboard, left, says, shell
+from tests.slurm import SlurmCluster
+from tests.waiting import until
+
+pytestmark = pytest.mark.nodes
+
+ON_GPUS = f"--env PYTHONPATH={HOME}/fake"  # with the stand-in for torch, and all that is checked of GPUs
+WHO = """import os
+print(" ".join(os.environ[name] for name in "RANK LOCAL_RANK CUDA_VISIBLE_DEVICES MASTER_ADDR GPUBOARD_LEASE".split()),
+      os.uname().nodename, flush=True)
+"""
+
+
+@pytest.fixture
+def lab(slurm: SlurmCluster) -> Iterator[Lab]:
+    """A lab in which no node lets anybody in over ssh."""
+    with opened(slurm) as lab:
+        yield lab
+
+
+def printed(out: str) -> list[list[str]]:
+    """The words that each rank printed, in their order."""
+    lines = [line.partition("] ")[2].split() for line in out.splitlines() if line.startswith("[rank ")]
+    return sorted(lines, key=lambda words: int(words[0]))
+
+
+def ranks(out: str) -> list[str]:
+    """What each rank printed, in their order, without the lease."""
+    return [" ".join([*words[:4], words[5]]) for words in printed(out)]
+
+
+def test_run_works_where_the_gpus_are_with_its_exit_code(lab: Lab) -> None:
+    lab.slurm.submit(["-N1", "--gpus=2", "-w", "gpu01", "--wrap", "sleep 600"], user="bob", running=True)
+    command = 'echo $(hostname) $CUDA_VISIBLE_DEVICES $(pwd) "a  b" $(nproc >/dev/null; echo ok); cat; exit 9'
+    done = lab.login.run(["gpuboard", "run", "--n", "2", "--nodes", "gpu01", "--", "sh", "-c", command], stdin="line\n")
+    assert (done.returncode, done.stdout) == (9, "gpu01 2,3 /srv/home/alice a  b ok\nline\n"), done.stderr
+    until(lambda: len(lab.slurm.jobs()) == 1, "the job has ended with the command")
+    assert left(lab.slurm) == []
+
+
+def test_the_terminal_is_passed_on(lab: Lab) -> None:
+    words = "test -t 0 && test -t 1 && stty size && echo up; read line; echo got $line; exec sleep 600"
+    argv = lab.login.command(["gpuboard", "run", "--n", "1", "--", "sh", "-c", words], user="alice")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvp(argv[0], argv)
+    seen = b""
+
+    def read(until_said: bytes) -> None:
+        nonlocal seen
+        while until_said not in seen:
+            seen += os.read(terminal, 4096)
+
+    read(b"up")
+    os.write(terminal, b"word\n")
+    read(b"got word")
+    os.write(terminal, b"\x03")
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) in {128 + signal.SIGINT, -signal.SIGINT}, seen
+    all_gone(lab.slurm)
+
+
+def test_nothing_of_a_command_outlives_gpuboard(lab: Lab) -> None:
+    words = "setsid sleep 601 & echo up; trap '' TERM HUP; while :; do sleep 0.1; done"
+    with lab.login.popen(["gpuboard", "run", "--n", "1", "--", "sh", "-c", words]) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGKILL)
+        until(lambda: not lab.processes(), "nothing runs on the nodes", 60)
+    all_gone(lab.slurm)
+
+
+def test_launch_reserves_starts_and_releases(lab: Lab) -> None:
+    lab.put("script.py", WHO)
+    done = lab.login.run(["sh", "-c", f"gpuboard launch --n 10 {ON_GPUS} script.py"])
+    assert done.returncode == 0, done.stderr
+    first = [f"{k} {k} 0,1,2,3,4,5,6,7 10.88.0.11 gpu01" for k in range(8)]
+    assert ranks(done.stdout) == [*first, "8 0 0,1 10.88.0.11 gpu02", "9 1 0,1 10.88.0.11 gpu02"]
+    all_gone(lab.slurm)
+    assert lab.processes() == []
+
+
+def test_launch_on_a_lease_there_is_leaves_it(lab: Lab) -> None:
+    lab.put("script.py", WHO)
+    lease = allocate(lab.slurm, "--n", "9")["lease"]["id"]
+    done = lab.login.run(["sh", "-c", f"gpuboard launch --lease {lease} {ON_GPUS} script.py"])
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in ranks(done.stdout)] == [str(k) for k in range(9)]
+    done = lab.login.run(["sh", "-c", f"gpuboard launch --lease {lease[:3]} --n 2 {ON_GPUS} script.py"])
+    assert ranks(done.stdout) == ["0 0 0,1 127.0.0.1 gpu01", "1 1 0,1 127.0.0.1 gpu01"], done.stderr
+    assert len(lab.slurm.jobs()) == 1
+    assert gpuboard(lab.slurm, "release", lease).returncode == 0
+    done = lab.login.run(["sh", "-c", f"gpuboard launch --lease {lease} {ON_GPUS} script.py"])
+    assert done.returncode == 5
+    all_gone(lab.slurm)
+
+
+def test_launch_in_a_shell_that_holds_a_lease(lab: Lab) -> None:
+    lab.put("script.py", WHO)
+    with shell(lab.slurm, "--n", "3", "--nodes", "gpu03") as process:
+        assert says(process) == "code 0"
+        lease = do(process, "echo $GPUBOARD_LEASE")
+        assert do(process, f"gpuboard launch {ON_GPUS} script.py >out 2>err; echo $?") == "0", lab.text("err")
+        assert ranks(lab.text("out")) == [f"{k} {k} 0,1,2 127.0.0.1 gpu03" for k in range(3)]
+        assert {words[4] for words in printed(lab.text("out"))} == {lease}
+        assert do(process, "squeue -h -o %T") == "RUNNING"
+        process.kill()
+    all_gone(lab.slurm)
+
+
+def test_a_launch_that_is_interrupted_while_it_waits_leaves_no_job(lab: Lab) -> None:
+    lab.slurm.submit(["-N3", "--gpus-per-node=8", "--wrap", "sleep 600"], user="bob", running=True)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        with lab.login.popen(["sh", "-c", f"exec gpuboard launch --n 2 --wait 5m {FAKE} script.py"]) as process:
+            until(lambda: len(lab.slurm.jobs()) == 2, "it waits in the queue")
+            process.send_signal(number)
+            process.communicate(timeout=60)
+        until(lambda: len(lab.slurm.jobs()) == 1, f"no job is left after {number.name}")
+    until(lambda: not left(lab.slurm), "no file is left")
+
+
+@pytest.mark.torch
+def test_gloo_over_two_nodes(lab: Lab) -> None:
+    script = """if True:
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        value = torch.tensor([float(dist.get_rank() + 1)])
+        dist.all_reduce(value)
+        print("sum", value.item(), flush=True)
+        dist.destroy_process_group()
+    """
+    lab.put("script.py", script)
+    command = ["gpuboard", "launch", "--n", "4", "--per-node", "2", "--device", "cpu", "script.py"]
+    done = lab.login.run(command, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 10.0") == 4
+    all_gone(lab.slurm)
