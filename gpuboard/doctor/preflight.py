@@ -308,7 +308,7 @@ def gpu_checks(rank_map: RankMap, snapshot: Snapshot | None) -> list[Check]:
 
 
 def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Check:
-    """Return the check of one GPU. ``job``: it was read through a step of this Slurm job, which shows what is its own."""
+    """Return the check of one GPU. ``job``: it was read through a step of this Slurm job, which shows its own alone."""
 
     def check(status: str, evidence: str, cause: str = "", remedy: str = "") -> Check:
         return Check("GPU", view.name, status, f"GPU {index} {evidence}", cause, remedy)
