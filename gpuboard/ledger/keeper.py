@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import sys
 import time
@@ -19,7 +18,7 @@ from gpuboard import paths
 from gpuboard.ledger.holder import Holder
 from gpuboard.ledger.keeper_place import KeeperError, connect, folder_name, make_private, prune, receive, send
 from gpuboard.ledger.keeper_record import KeptJob, KeptNode, Record, decode
-from gpuboard.transport.spawn import SLURM_SETUP
+from gpuboard.transport.spawn import SLURM_SETUP, readable
 
 __all__ = [
     "Handover",
@@ -92,7 +91,7 @@ class Started:
         said = b""
         deadline = time.monotonic() + START_S
         while not said.endswith(b"ready\n"):
-            ready, _, _ = select.select([self.pipe], [], [], max(0.0, deadline - time.monotonic()))
+            ready = readable(self.pipe, max(0.0, deadline - time.monotonic()))
             chunk = os.read(self.pipe, 4096) if ready else b""
             if not chunk:
                 words = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
@@ -152,7 +151,7 @@ class Handover:
         """Whether the keeper that has the lease has ended, so that another one must be handed it."""
         try:
             link = self._started.link()
-            return link is None or (bool(select.select([link], [], [], 0)[0]) and not link.recv(1, socket.MSG_PEEK))
+            return link is None or (readable(link.fileno(), 0) and not link.recv(1, socket.MSG_PEEK))
         except (OSError, KeeperError):
             return True
 

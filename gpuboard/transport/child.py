@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from gpuboard.transport.base import Handler, TransportError
-from gpuboard.transport.spawn import Child
+from gpuboard.transport.spawn import Child, readable
 
 _CHUNK = 262144
 _STDERR_KEPT = 65536
@@ -183,9 +183,9 @@ def _wait(child: Child) -> int | None:
     except ProcessLookupError:
         return None  # this process ignores SIGCHLD, so the kernel has reaped the child
     try:
-        if not select.select([pidfd], [], [], _END_WAIT_S)[0]:
+        if not readable(pidfd, _END_WAIT_S):
             os.kill(child.pid, signal.SIGKILL)
-            if not select.select([pidfd], [], [], _END_WAIT_S)[0]:
+            if not readable(pidfd, _END_WAIT_S):
                 return None  # in an uninterruptible call of the driver: init will reap it
         return os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
     except ChildProcessError:

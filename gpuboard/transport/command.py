@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gpuboard.transport.spawn import Child, spawn
+from gpuboard.transport.spawn import Child, readable, spawn
 
 _CHUNK = 65536
 _MOST = 64 << 20  # bytes kept of its output
@@ -70,10 +70,13 @@ class Command:
 
     def _step(self, seconds: float) -> None:
         """Hand on what can be handed on; wait ``seconds`` at most for something to do."""
-        writing = [self._child.stdin] if self._child.stdin >= 0 else []
-        watched = [*self._open, *([self._pidfd] if self._pidfd >= 0 else [])]
-        ready, writable, _ = select.select(watched, writing, [], seconds)
-        if writable:
+        poller = select.poll()  # not select(), which takes no descriptor above 1023
+        if self._child.stdin >= 0:
+            poller.register(self._child.stdin, select.POLLOUT)
+        for fd in (*self._open, *([self._pidfd] if self._pidfd >= 0 else [])):
+            poller.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poller.poll(seconds * 1000)}
+        if self._child.stdin in ready:
             self._write()
         for fd in [fd for fd in ready if fd in self._open]:
             if not self._read(fd):
@@ -107,7 +110,7 @@ class Command:
         with contextlib.suppress(ChildProcessError):  # reaped by the kernel: nobody knows its code
             self._code = os.waitstatus_to_exitcode(os.waitpid(self._child.pid, 0)[1])
         for fd in list(self._open):
-            while select.select([fd], [], [], 0)[0] and self._read(fd):
+            while readable(fd, 0) and self._read(fd):
                 pass
         for fd in (self._child.stdin, *self._texts, self._pidfd):
             if fd >= 0:

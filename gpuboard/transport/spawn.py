@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 
 TYPE_CHECKING = False
@@ -99,6 +100,16 @@ def spawn(command: list[str], environ: Mapping[str, str] | None = None) -> Child
     for fd in ours:
         os.set_blocking(fd, False)
     return Child(pid, *ours)
+
+
+def readable(fd: int, timeout_s: float) -> bool:
+    """Return whether ``fd`` can be read, or has ended, within ``timeout_s``.
+
+    Not by select(), which takes no descriptor above 1023: an ssh process for every node needs more.
+    """
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
 
 
 def _above_two(fd: int) -> int:
