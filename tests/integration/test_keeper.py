@@ -220,7 +220,7 @@ def test_forgotten_lease_is_not_touched(lab: Lab) -> None:
 
 def test_keeper_stands_alone(lab: Lab) -> None:
     """No descriptor, variable, folder, session or parent of the command that started it."""
-    script = started(lab, "exec 7</dev/zero; export SLURM_JOB_ID=1\n" + lab.take("alone1") + "echo go; read")
+    script = started(lab, "exec 7</dev/zero; export SLURM_PROCID=1\n" + lab.take("alone1") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
     process = holder.read_process(pid)
@@ -231,7 +231,7 @@ def test_keeper_stands_alone(lab: Lab) -> None:
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
     assert process.session not in {0, os.getsid(0), script.pid}
     assert process.parent not in {script.pid, os.getpid()}
-    assert b"GPUBOARD_LEASE" not in environ and b"SLURM_JOB_ID" not in environ
+    assert b"GPUBOARD_LEASE" not in environ and b"SLURM_PROCID" not in environ
     assert (lab.place.stat().st_mode & 0o777, (lab.place / "alone1.json").stat().st_mode & 0o777) == (0o700, 0o600)
     script.kill()
     script.communicate()
