@@ -68,7 +68,8 @@ class Waiting:
                     assert job is not None
                     return job
                 self._judge(job, place)
-            pause_s = max(pause_s, _SHARE * (time.monotonic() - asked))
+            # at most: a question to a dead controller takes 10 s, and a job must not run for minutes before we see it
+            pause_s = min(_POLL_MAX_S, max(pause_s, _SHARE * (time.monotonic() - asked)))
             left_s = (self._patience_s if self._wait_s is None else self._wait_s) - self.waited_s
             time.sleep(max(0.05, min(pause_s, left_s if left_s > 0 else pause_s)))
             pause_s = min(pause_s * _GROWTH, _POLL_MAX_S)
