@@ -361,6 +361,7 @@ class Host:
             assert self._init.stdout is not None
             self._init.stdout.close()
         if self._sshd is not None:
+            _signal(self._sshd.pid, signal.SIGCONT)  # nsenter stands still where a test has left sshd paused
             self._sshd.wait(10)
 
     def _listens(self) -> bool:

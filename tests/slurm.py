@@ -195,10 +195,18 @@ class SlurmCluster:
     def controller(self, what: str) -> None:
         """``kill`` (-9) or ``stop`` the controller, let it ``continue``, or ``restart`` it.
 
-        A restart keeps jobs and nodes; after a kill it has what was saved last, which may be 5 s old.
+        A restart keeps jobs and nodes; after a kill it has what was saved last: see ``save``.
         """
         if self._signalled(CONTROLLER, {"slurmctld", "slurmscriptd"}, what):
             self._start_controller()
+
+    def save(self) -> None:
+        """Wait until the controller has written down all jobs as they are; it does so seconds after a change."""
+        file = self.nodes[CONTROLLER].path("/run/slurm/state/job_state")
+        before = file.stat().st_mtime_ns if file.exists() else 0
+        for number in self.jobs():
+            self.update("jobid", str(number), AdminComment="saved")
+        until(lambda: file.exists() and file.stat().st_mtime_ns > before, "slurmctld saves its jobs")
 
     def daemon(self, node: str, what: str) -> None:
         """Do to the slurmd of ``node`` what ``controller`` does to the controller; jobs there live on."""
@@ -244,7 +252,8 @@ class SlurmCluster:
     def update(self, kind: str, name: str, **values: str) -> None:
         """Run `scontrol update` as root: ``update("node", "gpu02", State="DRAIN", Reason="bad link")``."""
         words = [f"{key}={value}" for key, value in values.items()]
-        self.run(["scontrol", "update", f"{kind}name={name}", *words], user="root", check=True)
+        entity = kind if kind == "jobid" else f"{kind}name"
+        self.run(["scontrol", "update", f"{entity}={name}", *words], user="root", check=True)
 
     def log(self, host: str) -> str:
         """Return what the daemons of a host have said."""
@@ -278,7 +287,8 @@ class SlurmCluster:
         running = functools.partial(host.processes, lambda p: p.name in daemons)
         for number in _SIGNALS[what]:
             for process in running():
-                os.kill(process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # it went with the other one
+                    os.kill(process.pid, number)
             if number != signal.SIGSTOP:
                 self._wake_nsenter()
         if what in {"kill", "restart"}:

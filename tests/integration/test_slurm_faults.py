@@ -69,7 +69,7 @@ MEANWHILE = ["aauuuuuu", "uuuuuuuu", "uuuuuuuu"]
 @pytest.mark.parametrize(("fault", "cure"), [("kill", "restart"), ("stop", "continue")])
 def test_without_a_controller_nothing_is_called_free(slurm: SlurmCluster, fault: str, cure: str) -> None:
     number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], running=True)
-    slurm.controller("restart")  # saves the job: after a kill it has what was saved last
+    slurm.save()
     with watching(slurm) as watch:
         before = watch.until(lambda line: all_states(line) == BEFORE, "Slurm and the nodes are read")
         assert before["scheduler"]["error"] is None

@@ -46,6 +46,7 @@ def test_the_controller_can_be_killed_and_comes_back_with_its_jobs(slurm: SlurmC
     number = slurm.submit(["--gres=gpu:1", "--wrap", "sleep 600"], running=True)
     slurm.controller("restart")
     assert slurm.job(number)["JobState"] == "RUNNING"
+    slurm.save()
     slurm.controller("kill")
     assert "DOWN" in slurm.run(["scontrol", "ping"]).stdout
     slurm.controller("restart")

@@ -1,0 +1,113 @@
+"""Slurm's controller killed, hung and restarted while somebody takes GPUs through it or uses them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.hosts import Running
+from tests.integration.slurm_lab import FAKE, opened
+from tests.slurm import SlurmCluster
+from tests.waiting import until
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]
+
+SLEEP = ("--wrap", "sleep 600")
+TAKE = """
+said=$(gpuboard allocate {options}); code=$?
+eval "$said" || {{ echo "code $code, left: '$CUDA_VISIBLE_DEVICES'"; exit $code; }}
+echo "lease $GPUBOARD_LEASE on $GPUBOARD_NODES"
+exec sleep 600
+"""
+WAIT = """import os, time
+print("up", flush=True)
+while not os.path.exists("stop"):
+    time.sleep(0.05)
+print("done", flush=True)
+"""
+
+
+def full(slurm: SlurmCluster) -> int:
+    """Give all GPUs to bob; return his job."""
+    return slurm.submit(["--gres=gpu:8", "-N3", *SLEEP], user="bob", running=True)
+
+
+def taking(slurm: SlurmCluster, options: str = "--n 4 --wait 5m") -> Running:
+    """Start a shell of alice's that takes GPUs and keeps them."""
+    env = {"CUDA_VISIBLE_DEVICES": "all"}
+    return slurm.nodes["login1"].popen(["sh", "-c", TAKE.format(options=options)], user="alice", env=env)
+
+
+@pytest.mark.parametrize(("fault", "cure"), [("kill", "restart"), ("stop", "continue")])
+def test_waiting_for_gpus_outlives_the_controller(slurm: SlurmCluster, fault: str, cure: str) -> None:
+    other = full(slurm)
+    with taking(slurm) as shell:
+        [number] = until(lambda: slurm.jobs() - {other}, "alice's job is in the queue")
+        slurm.save()
+        slurm.controller(fault)
+        begun = time.monotonic()
+        until(lambda: time.monotonic() - begun > 12, "a question or two went unanswered")
+        assert shell.poll() is None, shell.communicate()
+        slurm.controller(cure)
+        until(lambda: slurm.run(["scancel", str(other)], user="root").returncode == 0, "bob's job is cancelled")
+        assert shell.stdout is not None
+        line = shell.stdout.readline()
+        assert line.startswith("lease "), shell.communicate()
+        assert slurm.job(number)["JobState"] == "RUNNING"
+        assert sum(len(held) for held in slurm.held(number).values()) == 4
+        assert slurm.jobs() == {number}
+        shell.kill()
+    until(lambda: slurm.jobs() == set(), "the job ends with its shell", timeout_s=60)
+
+
+@pytest.mark.parametrize(("fault", "cure"), [("kill", "restart"), ("stop", "continue")])
+def test_giving_up_without_a_controller_leaves_no_job(slurm: SlurmCluster, fault: str, cure: str) -> None:
+    other = full(slurm)
+    with taking(slurm) as shell:
+        until(lambda: slurm.jobs() - {other}, "alice's job is in the queue")
+        slurm.save()
+        slurm.controller(fault)
+        [process] = slurm.nodes["login1"].processes(lambda p: "allocate" in p.argv and "keeper" not in p.name)
+        os.kill(process.pid, signal.SIGINT)
+        out, err = shell.communicate(timeout=40)
+    assert out == "code 130, left: ''\n", err
+    slurm.controller(cure)
+    until(lambda: slurm.jobs() == {other}, f"the job is cancelled when that is possible again; it said: {err}", 90)
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_asking_without_a_controller_is_refused_in_time(slurm: SlurmCluster, fault: str) -> None:
+    slurm.controller(fault)
+    begun = time.monotonic()
+    with taking(slurm, "--n 1 --nodes 'gpu[01-03]'") as shell:
+        out, err = shell.communicate(timeout=40)
+    assert time.monotonic() - begun < 30
+    assert out == "code 6, left: ''\n", err
+    assert "slurmctld" in err
+
+
+@pytest.mark.parametrize(("fault", "cure"), [("kill", "restart"), ("stop", "continue"), ("restart", None)])
+def test_a_launch_goes_on_without_the_controller(slurm: SlurmCluster, fault: str, cure: str | None) -> None:
+    with opened(slurm) as lab:
+        lab.put("script.py", WAIT)
+        command = f"gpuboard launch --n 4 --per-node 2 {FAKE} script.py"
+        with lab.login.popen(["sh", "-c", command], user="alice") as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(4)]
+            assert all("up" in line for line in lines), (lines, process.communicate())
+            slurm.save()
+            slurm.controller(fault)
+            begun = time.monotonic()
+            until(lambda: time.monotonic() - begun > 5, "it had time to notice")
+            assert process.poll() is None, process.communicate()
+            lab.put("stop", "")
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0, (out, err)
+            assert out.count("done") == 4
+        if cure:
+            slurm.controller(cure)
+        until(lambda: slurm.jobs() == set(), f"no job is left; it said: {err}", 90)
+        until(lambda: lab.processes() == [], "nothing of it is left on the nodes")
