@@ -99,7 +99,8 @@ class Questions:
     def _ping(self, until: float) -> None:
         done = self._done(["ping"], until, self._site.scontrol or "")
         if " is UP" not in done.stdout:
-            raise _FailedError(words.unreachable(done, self._site), contact=True)
+            failed = done._replace(stderr=words.DOWN) if done.code is not None else done
+            raise _FailedError(words.failure(failed, self._site), contact=True)
 
     def _run(self, argv: list[str], until: float, program: str = "") -> str:
         """Return what a command prints; `scontrol` unless said otherwise. Raises _FailedError."""

@@ -3,80 +3,63 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 from gpuboard.model.text import clean
 from gpuboard.scheduler.commands import Done
 from gpuboard.scheduler.site import Site, munge_socket, settings
 
-# A part of what Slurm says → what it means and what to do. {ctld}: where the controller is configured to run.
-_MEANINGS = (
-    (
-        "Unable to contact slurm controller",
-        "slurmctld{ctld} cannot be reached (connect failure); is it running there? `scontrol ping` tells",
-    ),
-    (
-        "Socket timed out on send/recv",
-        "slurmctld{ctld} takes the question and does not answer; it is hung or overloaded: `sdiag`, `scontrol ping`",
-    ),
-    (
-        "Zero Bytes were transmitted or received",
-        "slurmctld{ctld} hung up; does it take this host's munge key? `munge -n | ssh CONTROLLER unmunge` tells",
-    ),
-    ("backup controller in standby", "only the backup slurmctld answers, in standby; is the primary running?"),
-    (
-        "Incompatible versions",
-        "the Slurm programs of this host are too old or too new for slurmctld{ctld}; `scontrol --version` on both",
-    ),
-    ("authentication", "slurmctld{ctld} does not believe who we are; has munged one key and one time on both hosts?"),
-    ("credential", "slurmctld{ctld} does not believe who we are; has munged one key and one time on both hosts?"),
-    ("Access/permission denied", "slurmctld{ctld} tells us nothing (permission denied); ask the administrator"),
-    ("configuration source", "Slurm's configuration is not found on this host; set SLURM_CONF to the path of it"),
-    ("Unable to process configuration file", "Slurm's configuration {conf} cannot be used; `scontrol ping` says why"),
-)  # fmt: skip
-_CONTACTS = 4  # the first so many are of reaching the controller
+# A part of what Slurm says → what that means of the controller, and what to do.
+DOWN = "Unable to contact slurm controller"  # what other commands say when `scontrol ping` says DOWN
+_CONTACT = {
+    DOWN: "cannot be reached (connect failure); is it running there? `scontrol ping` tells",
+    "Socket timed out on send": "takes questions and does not answer; is it overloaded? see `scontrol ping`, `sdiag`",
+    "Zero Bytes were transmitted": "hangs up; has it this host's munge key? `munge -n | ssh CONTROLLER unmunge` tells",
+    "controller in standby": "is in standby; is the primary controller running? `scontrol ping` tells",
+}
+_OTHERS = {
+    "authentication": "does not believe who we are; has munge one key and one time on both hosts?",
+    "credential": "does not believe who we are; has munge one key and one time on both hosts?",
+    "Incompatible versions": "is too old or too new for this host's programs; see `scontrol --version` on both",
+    "permission denied": "tells us nothing (permission denied); ask the administrator",
+}
+# The same without a controller in it.
+_LOCAL = {
+    "configuration source": "Slurm's configuration is not found on this host; set SLURM_CONF to the path of slurm.conf",
+    "Unable to process configuration file": "Slurm's configuration {} cannot be used; `scontrol ping` says why",
+}
 
 
 def failure(done: Done, site: Site) -> str:
     """Return why a command failed that ended with an error, or did not end."""
-    if is_contact(done):
-        return unreachable(done, site)
-    for text, meaning in _MEANINGS:
-        if text in done.stderr:
-            return meaning.format(ctld=_controller(settings(site)), conf=clean(site.conf or "", 200))
-    said = clean(next((line for line in reversed(done.stderr.splitlines()) if line.strip()), ""), 200)
-    return f"`scontrol` ended with exit code {done.code}" + (f": {said}" if said else " without a word")
-
-
-def unreachable(done: Done, site: Site) -> str:
-    """Return why the controller was not reached."""
+    said = done.stderr
+    for text, meaning in _LOCAL.items():
+        if text in said:
+            return meaning.format(clean(site.conf or "", 200))
     conf = settings(site)
-    ctld = _controller(conf)
-    if refused := _munge_refuses(munge_socket(conf)):
+    name = clean(conf.get("slurmctldhost", conf.get("controlmachine", "")).partition("(")[0], 64)
+    controller = f"slurmctld on {name}" if name else "slurmctld"
+    # munge's silence is a connect failure to Slurm's programs, or one of authentication
+    if (refused := _munge_refuses(munge_socket(conf))) is not None:
         return refused
     if done.code is None:
-        return (
-            f"slurmctld{ctld} gave no answer in {done.took_s:.0f} s; is it stopped or overloaded? `scontrol ping` tells"
-        )
-    text = next((meaning for text, meaning in _MEANINGS[:_CONTACTS] if text in done.stderr), _MEANINGS[0][1])
-    return text.format(ctld=ctld)
+        return f"{controller} gave no answer in {done.took_s:.0f} s; is it stopped or overloaded? see `scontrol ping`"
+    for text, meaning in (_CONTACT | _OTHERS).items():
+        if text in said:
+            return f"{controller} {meaning}"
+    last = clean(next((line for line in reversed(said.splitlines()) if line.strip()), ""), 200)
+    return f"`scontrol` ended with exit code {done.code}" + (f": {last}" if last else " without a word")
 
 
 def is_contact(done: Done) -> bool:
     """Tell whether a failure is one of reaching the controller, which `scontrol ping` tries at less cost."""
-    return done.code is None or any(text in done.stderr for text, _ in _MEANINGS[:_CONTACTS])
-
-
-def _controller(conf: Mapping[str, str]) -> str:
-    name = clean(conf.get("slurmctldhost", conf.get("controlmachine", "")).partition("(")[0], 64)
-    return f" on {name}" if name else ""
+    return done.code is None or any(text in done.stderr for text in _CONTACT)
 
 
 def missing(site: Site) -> str | None:
     """Return what keeps Slurm's programs from being started, or from finding a cluster, None where nothing does."""
     if site.scontrol is None:
         return (
-            'scheduler = "slurm" is set, and there is no scontrol on PATH; install Slurm\'s programs, or set scheduler'
+            "scheduler is set to slurm, and there is no scontrol on PATH; install Slurm's programs, or set it to none"
         )
     if site.conf is not None and not os.path.exists(site.conf):
         # scontrol would wait for it for a minute
@@ -98,7 +81,5 @@ def _munge_refuses(path: str | None) -> str | None:
             client.connect(path)
         except OSError as error:
             why = error.strerror or "no answer"
-            return (
-                f"munged does not run on this host ({path}: {why}); Slurm's programs need it: `systemctl start munge`"
-            )
+            return f"munged does not run on this host ({path}: {why}), and Slurm needs it: `systemctl start munge`"
     return None
