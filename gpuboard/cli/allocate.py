@@ -93,7 +93,7 @@ def add_filters(group: argparse._ArgumentGroup) -> None:
 def add_terms(group: argparse._ArgumentGroup) -> None:
     """Add the arguments that say how long to hold and to wait."""
     group.add_argument("--for", dest="for_s", type=typed(parse_duration), metavar="D",
-                       help="the longest it may last: 30m, 8h; default: max_lease")  # fmt: skip
+                       help="the longest it may last: 30m, 8h; default: max_lease; of a Slurm job 1h")  # fmt: skip
     group.add_argument("--wait", nargs="?", const=float("inf"), type=patience, metavar="D",
                        help="wait until it is free, at most D")  # fmt: skip
     group.add_argument("--purpose", default="", metavar="TEXT", help="shown to others")
