@@ -113,8 +113,8 @@ def test_scancel_ends_all_of_it(lab: Lab, cgroups: bool) -> None:
     job = lab.submit(f"exec gpuboard launch {FAKE} script.py", "--gpus=4", "--nodes=2")
     job.wait_out("up", 4)
     job.cancel()
-    job.wait(20)
-    until(lambda: not lab.processes(), "nothing of it is left", 15)
+    job.wait()
+    until(lambda: not lab.processes(), "nothing of it is left", 30)
     assert f"Slurm ends job {job.number}: it was cancelled, or its time is up" in job.err
 
 
@@ -186,7 +186,7 @@ def test_one_node_needs_no_controller(lab: Lab) -> None:
     started = time.time()
     lab.put("go", "")
     until(lambda: len(job.out.splitlines()) == 3, "it runs while nobody answers")
-    assert float(job.out.split()[-1]) - started < 10.0
+    assert float(job.out.split()[-1]) - started < 20.0, "srun and scontrol give up after 10 s each"
     lab.slurm.controller("continue")
     job.wait()
 
@@ -220,8 +220,8 @@ def test_a_lease_and_its_keeper_end_with_the_job(lab: Lab, cgroups: bool) -> Non
     job = lab.run(script, "--gpus=3", "--nodes=2", "--nodelist=gpu0[1-2]")
     nodes, _, ended = job.out.split()[0], None, float(job.out.split()[-1])
     assert nodes == "gpu[01-02]", job.err
-    assert time.time() - ended < 5.0, "nothing that was left behind keeps the job"
-    until(lambda: not lab.processes(), "nothing is left on the nodes", 15)
+    assert time.time() - ended < 15.0, "nothing that was left behind keeps the job"
+    until(lambda: not lab.processes(), "nothing is left on the nodes", 30)
 
 
 def test_this_node_is_preferred_and_others_are_run_on_over_steps(lab: Lab) -> None:
