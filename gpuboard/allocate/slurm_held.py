@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from gpuboard.allocate.common import known_rank_map
-from gpuboard.allocate.through_slurm import find, forget, known_holder, renew, user_name
+from gpuboard.allocate.slurm_lease import find, forget, known_holder, lease_of, renew, user_name
 from gpuboard.cluster.jobs import names
 from gpuboard.errors import GpuboardError, NoSuchLease
 from gpuboard.ledger.nodes import LONGEST_S
@@ -20,7 +19,8 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import iso
 from gpuboard.nodesets import listed
 from gpuboard.scheduler.client import Jobs, JobState
-from gpuboard.scheduler.submit import lease_of
+from gpuboard.scheduler.submit import job_name
+from gpuboard.scheduler.submit import lease_of as lease_named
 
 _GONE = frozenset({"completing"})
 _PLACEHOLDER = "slurm-"  # how the UUID of a GPU begins that nothing but Slurm shows
@@ -47,7 +47,7 @@ def leases(schedule: Schedule, snapshot: Snapshot, now: float) -> list[Lease]:
                 shown.setdefault((slurm_names.get(node.name, node.name), view.id), []).append((node.name, gpu))
     found = []
     for job in sorted(schedule.jobs, key=lambda job: job.number):
-        lease = lease_of(job.name)
+        lease = lease_named(job.name)
         if lease is not None and job.state not in _GONE:
             found.append(_lease(lease, job, shown, now))
     return found
@@ -99,24 +99,10 @@ def up_to_date(found: Sequence[Lease], jobs: Jobs, env: Mapping[str, str]) -> li
 
 def _own(lease: str, job: JobState, known: Lease | None, env: Mapping[str, str]) -> Lease:
     """Return a lease of ours: squeue's word for its time, our own files' for its GPUs and holder."""
-    gpus = _gpus(lease, job, env) or (known.gpus if known else [])
-    now = time.time()
-    left_s = job.left_s if job.left_s is not None else LONGEST_S
+    gpus = _gpus(lease, job, env) or (known.gpus if known else [LeaseGpu(name, None, "") for name in _nodes(job)])
     holder = known_holder(lease, env)
-    return Lease(
-        id=lease,
-        owner=user_name(job.uid),
-        uid=job.uid,
-        host=os.uname().nodename if holder is not None else "",
-        gpus=gpus,
-        since=iso(now - job.used_s),
-        until=iso(now + left_s),
-        holder=holder,
-        purpose=job.comment,
-        job=str(job.number),
-        remaining_s=left_s,
-        nodes=_nodes(job),
-    )
+    host = None if holder is not None else ""
+    return lease_of(lease, job, gpus, purpose=job.comment, holder=holder, host=host)
 
 
 def _gpus(lease: str, job: JobState, env: Mapping[str, str]) -> list[LeaseGpu]:
@@ -150,7 +136,7 @@ def chosen(ids: Sequence[str], jobs: Jobs, env: Mapping[str, str]) -> tuple[list
         except NoSuchLease:
             if any((job.lease or "").startswith(text) for job in mine):
                 raise
-            others = jobs.of_lease(text, mine=False) if lease_of(f"gpuboard-{text}") else []
+            others = jobs.of_lease(text, mine=False) if lease_named(job_name(text)) else []
             if not others:
                 rest.append(text)
                 continue

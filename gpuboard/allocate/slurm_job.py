@@ -10,6 +10,7 @@ from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory import Node, is_here
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
+from gpuboard.model.lease import LeaseGpu
 from gpuboard.model.snapshot import NodeView, Snapshot
 from gpuboard.model.units import parse_duration
 from gpuboard.nodesets import listed
@@ -27,6 +28,15 @@ class JobGpus(msgspec.Struct, frozen=True):
     snapshot: Snapshot
     here: str | None  # the node that this machine is; None: none of them
     notes: tuple[str, ...] = ()  # what the person should know of them
+
+    def all(self) -> list[LeaseGpu]:
+        """Return all of them; MIG devices stand for the GPU they are of."""
+        return [
+            LeaseGpu(node.name, gpu.index, uuid)
+            for node in self.snapshot.nodes
+            for gpu in node.gpus
+            for uuid in ([mig.uuid for mig in gpu.mig] if "mig" in gpu.flags else [gpu.uuid])
+        ]
 
 
 def nodes_of(number: int, settings: Settings) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import shlex
 import threading
 import time
@@ -14,25 +13,33 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gpuboard import paths
-from gpuboard.allocate.common import Terms, as_allocated, forget_file, keep_rank_map, uninterrupted
+from gpuboard.allocate.common import (
+    Terms,
+    as_allocated,
+    keep_rank_map,
+    known_rank_map,
+    rank_map_file,
+    uninterrupted,
+)
 from gpuboard.allocate.formats import Allocation
 from gpuboard.allocate.policy import arranged, check
 from gpuboard.allocate.ranks import rank_map, reachable_addresses
 from gpuboard.allocate.slurm_fit import Fit, Limits, fit
 from gpuboard.allocate.slurm_job import JobGpus, look, nodes_of
+from gpuboard.allocate.slurm_lease import find, forget, known_holder, lease_of, renew
 from gpuboard.allocate.slurm_wait import Waiting
-from gpuboard.cluster.inventory import folded, local_node
+from gpuboard.cluster.inventory import folded, is_here, local_node
 from gpuboard.cluster.jobs import names
-from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NoSuchLease, NotFree, UsageError
+from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
 from gpuboard.ledger import keeper
-from gpuboard.ledger.holder import alive, identify
+from gpuboard.ledger.holder import identify
 from gpuboard.ledger.keeper import Handover, KeeperError, KeptJob, KeptNode
 from gpuboard.ledger.nodes import LONGEST_S, new_id
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.request import Choice, Refusal, Request
 from gpuboard.model.schedule import Schedule
 from gpuboard.model.text import clean
-from gpuboard.model.units import format_duration, iso, parse_duration
+from gpuboard.model.units import format_duration, parse_duration
 from gpuboard.scheduler import submit
 from gpuboard.scheduler.client import Jobs, JobState, Uncertain
 from gpuboard.scheduler.jobscript import PAUSE_S, script
@@ -156,7 +163,7 @@ class SlurmAllocator:
                 "this shell ends; `gpuboard release` ends it"
             )
         held = terms.holder and LeaseHolder(terms.holder.pid, True)
-        made = self._lease(job, lease, gpus, terms.purpose, held)
+        made = lease_of(lease, job, gpus.all(), purpose=terms.purpose, holder=held)
         return self._allocation(made, gpus, None, f"Slurm job {self._number}: {found.why}")
 
     def count(self) -> int:
@@ -275,12 +282,21 @@ class SlurmAllocator:
         lease, job = find(text, self._jobs.mine())
         if job.state == "PENDING":
             raise NotFree(Refusal(4, f"lease {lease} has nothing yet: Slurm job {job.number} is pending"))
-        gpus = look(job.number, nodes_of(job.number, self._settings), self._settings)
-        total = sum(len(node.gpus) for node in gpus.snapshot.nodes)
-        if n is not None and n > total:
-            raise NotFree(Refusal(4, f"lease {lease} has {total} GPUs, {n} were asked for; try --n {total}"))
-        made = self._lease(job, lease, gpus, "", known_holder(lease, self._env))
-        return self._allocation(made, gpus, n, f"Slurm job {job.number}")
+        why, holder = f"Slurm job {job.number}", known_holder(lease, self._env)
+        known = known_rank_map(self._env, lease)
+        if n is None and known is not None and known.job == str(job.number):
+            # A job's GPUs do not change: every rank of an mpirun may ask, and none has to be looked at for that.
+            used = [node.name for node in known.nodes]
+            gpus = [LeaseGpu(rank.node, rank.index, rank.uuid) for rank in known.ranks]
+            made = lease_of(lease, job, gpus, purpose=job.comment, holder=holder)
+            file = rank_map_file(self._env, lease)
+            return Allocation(made, known, why, file, folded(used), next(filter(is_here, used), None))
+        seen = look(job.number, nodes_of(job.number, self._settings), self._settings)
+        made = lease_of(lease, job, seen.all(), purpose=job.comment, holder=holder)
+        if n is not None and n > len(made.gpus):
+            words = f"lease {lease} has {len(made.gpus)} GPUs, {n} were asked for; try --n {len(made.gpus)}"
+            raise NotFree(Refusal(4, words))
+        return self._allocation(made, seen, n, why)
 
     def release(self, lease: Lease) -> list[str]:
         """End a lease at once; return why not where that failed."""
@@ -345,29 +361,6 @@ class SlurmAllocator:
 
     # --- in words
 
-    def _lease(self, job: JobState, lease: str, gpus: JobGpus, purpose: str, holder: LeaseHolder | None) -> Lease:
-        now = time.time()
-        left_s = job.left_s if job.left_s is not None else LONGEST_S
-        return Lease(
-            id=lease,
-            owner=user_name(os.geteuid()),
-            uid=os.geteuid(),
-            host=os.uname().nodename,
-            gpus=[
-                LeaseGpu(node.name, gpu.index, uuid)
-                for node in gpus.snapshot.nodes
-                for gpu in node.gpus
-                for uuid in ([mig.uuid for mig in gpu.mig] if "mig" in gpu.flags else [gpu.uuid])
-            ],
-            since=iso(now - job.used_s),
-            until=iso(now + left_s),
-            holder=holder,
-            purpose=purpose,
-            job=str(job.number),
-            remaining_s=left_s,
-            nodes=sorted(gpus.nodes),
-        )
-
     def _allocation(self, lease: Lease, gpus: JobGpus, n: int | None, why: str) -> Allocation:
         chosen = as_allocated(self._env, lease.id, arranged(gpus.snapshot, n))
         used = list(dict.fromkeys(gpu.node for gpu in chosen))
@@ -379,47 +372,3 @@ class SlurmAllocator:
         file = keep_rank_map(self._env, found, whole=len(chosen) == len(lease.gpus))
         here = gpus.here if gpus.here in used else None
         return Allocation(lease, found, why, file, folded(used), here)
-
-
-def find(text: str, mine: Sequence[JobState]) -> tuple[str, JobState]:
-    """Return our lease of this id, or the only one whose id starts so, with its job. Raises NoSuchLease."""
-    known = {job.lease: job for job in mine if job.lease is not None}
-    starting = [text] if text in known else sorted(lease for lease in known if text and lease.startswith(text))
-    if len(starting) == 1:
-        return starting[0], known[starting[0]]
-    if starting:
-        raise NoSuchLease(f"{text!r} is the start of several leases of yours: {', '.join(starting)}; write more of it")
-    yours = f"yours are: {', '.join(sorted(known))}" if known else "you have none"
-    raise NoSuchLease(f"no lease {text!r} in Slurm; {yours}")
-
-
-def renew(jobs: Jobs, job: JobState, for_s: float, env: Mapping[str, str]) -> None:
-    """Let a lease's job end ``for_s`` from now: its limit counts from its start. Raises GpuboardError."""
-    jobs.set_limit(job.number, submit.minutes(job.used_s + for_s))
-    if job.lease is not None:
-        keeper.renew(job.lease, for_s, env)
-
-
-def forget(lease: str, env: Mapping[str, str]) -> None:
-    """Forget a lease whose job has been cancelled."""
-    outdate(env)
-    with contextlib.suppress(KeeperError, OSError):
-        keeper.forget(lease, env)
-    forget_file(env, lease)
-    for name in (f"{lease}.alive", f"{lease}.alive.seen"):
-        with contextlib.suppress(OSError):
-            os.unlink(f"{paths.state_dir(env)}/leases/{name}")
-
-
-def user_name(uid: int) -> str:
-    """Return the name of a user of this host, the number where there is none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def known_holder(lease: str, env: Mapping[str, str]) -> LeaseHolder | None:
-    """Return the process that a lease of this host lives with; None: it is detached, or another host's."""
-    holder = keeper.holders(env).get(lease)
-    return LeaseHolder(holder.pid, alive(holder)) if holder is not None else None

@@ -1,0 +1,94 @@
+"""A lease that is a job of Slurm: which one somebody means, what it is in our words, its prolongation, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import time
+from collections.abc import Mapping, Sequence
+
+from gpuboard import paths
+from gpuboard.allocate.common import forget_file
+from gpuboard.errors import NoSuchLease
+from gpuboard.ledger import keeper
+from gpuboard.ledger.holder import alive
+from gpuboard.ledger.keeper import KeeperError
+from gpuboard.ledger.nodes import LONGEST_S
+from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
+from gpuboard.model.units import iso
+from gpuboard.scheduler import submit
+from gpuboard.scheduler.client import Jobs, JobState
+from gpuboard.scheduler.slurm import outdate
+
+
+def lease_of(
+    lease: str,
+    job: JobState,
+    gpus: Sequence[LeaseGpu],
+    *,
+    purpose: str,
+    holder: LeaseHolder | None,
+    host: str | None = None,
+) -> Lease:
+    """Return a lease of ours as it is now. ``host``: where it was typed; None: here."""
+    now = time.time()
+    left_s = job.left_s if job.left_s is not None else LONGEST_S
+    return Lease(
+        id=lease,
+        owner=user_name(os.geteuid()),
+        uid=os.geteuid(),
+        host=os.uname().nodename if host is None else host,
+        gpus=list(gpus),
+        since=iso(now - job.used_s),
+        until=iso(now + left_s),
+        holder=holder,
+        purpose=purpose,
+        job=str(job.number),
+        remaining_s=left_s,
+        nodes=sorted({gpu.node for gpu in gpus}),
+    )
+
+
+def find(text: str, mine: Sequence[JobState]) -> tuple[str, JobState]:
+    """Return our lease of this id, or the only one whose id starts so, with its job. Raises NoSuchLease."""
+    known = {job.lease: job for job in mine if job.lease is not None}
+    starting = [text] if text in known else sorted(lease for lease in known if text and lease.startswith(text))
+    if len(starting) == 1:
+        return starting[0], known[starting[0]]
+    if starting:
+        raise NoSuchLease(f"{text!r} is the start of several leases of yours: {', '.join(starting)}; write more of it")
+    yours = f"yours are: {', '.join(sorted(known))}" if known else "you have none"
+    raise NoSuchLease(f"no lease {text!r} in Slurm; {yours}")
+
+
+def renew(jobs: Jobs, job: JobState, for_s: float, env: Mapping[str, str]) -> None:
+    """Let a lease's job end ``for_s`` from now: its limit counts from its start. Raises GpuboardError."""
+    jobs.set_limit(job.number, submit.minutes(job.used_s + for_s))
+    if job.lease is not None:
+        keeper.renew(job.lease, for_s, env)
+
+
+def forget(lease: str, env: Mapping[str, str]) -> None:
+    """Forget a lease whose job has been cancelled."""
+    outdate(env)
+    with contextlib.suppress(KeeperError, OSError):
+        keeper.forget(lease, env)
+    forget_file(env, lease)
+    for name in (f"{lease}.alive", f"{lease}.alive.seen"):
+        with contextlib.suppress(OSError):
+            os.unlink(f"{paths.state_dir(env)}/leases/{name}")
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user of this host, the number where there is none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def known_holder(lease: str, env: Mapping[str, str]) -> LeaseHolder | None:
+    """Return the process that a lease of this host lives with; None: it is detached, or another host's."""
+    holder = keeper.holders(env).get(lease)
+    return LeaseHolder(holder.pid, alive(holder)) if holder is not None else None
