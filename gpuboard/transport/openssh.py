@@ -113,8 +113,8 @@ class SshProcess:
             with self._transport.slots:
                 way = self._transport.ways.to(self._host)
             again(lambda: self._try(way), self._transport.ways.timeout_s, self._closed)
-        except TransportError as error:
-            self.fail(error)
+        except Exception as error:  # no more files or processes to be had here, say
+            self.fail(sshwords.any_error(error))
 
     def _try(self, way: Way) -> None:
         """Start one process. Returns when it got in, or when nobody wants it any more. Raises TransportError."""
@@ -124,10 +124,7 @@ class SshProcess:
             with self._lock:
                 if self.over:
                     return
-                try:
-                    child = spawn(way.session(self._command), ways.environ)
-                except OSError as error:
-                    raise TransportError("resolve", f"ssh cannot be started: {error.strerror}") from None
+                child = spawn(way.session(self._command), ways.environ)
                 self._attempt = attempt
                 attempt.child.write(bytes(self._written))
                 attempt.child.start(child)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import paramiko
 
-from gpuboard.transport import bundle
+from gpuboard.transport import bundle, sshwords
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.exits import explain_exit
 from gpuboard.transport.paramikologin import Logins, drop, explain
@@ -91,8 +91,8 @@ class ParamikoChannel:
             self._handler.connected()
             threading.Thread(target=self._send, args=(session,), name=f"to-{self._host}", daemon=True).start()
             error = self._read(session)
-        except TransportError as failed:
-            error = failed
+        except Exception as failed:  # no more files or threads to be had here, say
+            error = sshwords.any_error(failed)
         with self._lock:
             told, self.over = not self.over, True
         self._unsent.put(None)

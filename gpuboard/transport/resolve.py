@@ -6,6 +6,7 @@ before 2.24, lost what followed one that ended in a block for another host; para
 
 from __future__ import annotations
 
+import functools
 import getpass
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any
 
 from gpuboard import paths
 from gpuboard.model.text import clean
+from gpuboard.transport import sshwords
 from gpuboard.transport.base import TransportError
 
 SYSTEM_CONFIG = "/etc/ssh/ssh_config"
@@ -52,7 +54,7 @@ class Resolved:
         self.spec = spec
         self.spec_user, self.name, self.spec_port = split(spec)
         self.hostname = _first(values, "hostname") or self.name
-        self.user = _first(values, "user") or getpass.getuser()
+        self.user = _first(values, "user") or _login()
         self.port = int(_first(values, "port") or 22)
         self.jumps = parse_jumps(_first(values, "proxyjump"))
         self.values = values
@@ -93,7 +95,7 @@ class Resolved:
         here = os.uname().nodename
         tokens = {
             "%": "%", "d": os.path.expanduser("~"), "h": self.hostname, "i": str(os.getuid()), "l": here,
-            "L": here.partition(".")[0], "n": self.name, "p": str(self.port), "r": self.user, "u": getpass.getuser(),
+            "L": here.partition(".")[0], "n": self.name, "p": str(self.port), "r": self.user, "u": _login(),
         }  # fmt: skip
         tokens["k"] = _first(self.values, "hostkeyalias") or self.name
         return re.sub("%(.)", lambda found: tokens.get(found[1], found[0]), text)
@@ -160,7 +162,7 @@ class Resolver:
         if self._looked and now - self._looked < _LOOK_S:
             return
         self._looked = now
-        seen: list[object] = [self.flags, getpass.getuser(), os.uname().nodename, _stamp(_ssh())]
+        seen: list[object] = [self.flags, _login(), os.uname().nodename, _stamp(_ssh())]
         self._steady = self.plain = True
         for number, file in enumerate(self.files):
             for path, text in _read(file, include_folder(file), 0):
@@ -198,7 +200,7 @@ class Resolver:
             words = f"`ssh -G {clean(spec, 64)}` has not answered for {self._timeout_s:.0f} s"
             raise TransportError("resolve", words, "does a `Match exec` of your ssh_config hang?") from None
         except OSError as error:
-            raise TransportError("resolve", f"ssh cannot be started: {error.strerror}") from None
+            raise sshwords.by_error(error) from None
         if done.returncode:
             lines = [clean(line) for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
             said = next((line for line in lines if "terminating" not in line and "Pseudo-term" not in line), "")
@@ -292,6 +294,11 @@ def _stamp(path: str) -> Sequence[int]:
     except OSError:
         return ()
     return (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+@functools.cache
+def _login() -> str:
+    return getpass.getuser()
 
 
 def _ssh() -> str:

@@ -198,7 +198,7 @@ class Ways:
         try:
             command = Command(argv, self.environ)
         except OSError as error:
-            raise TransportError("resolve", f"ssh cannot be started: {error.strerror}") from None
+            raise sshwords.by_error(error) from None
         until = time.monotonic() + self.timeout_s
         try:
             while (left_s := until - time.monotonic()) > 0 and not self._closed.is_set():

@@ -19,6 +19,11 @@ _BY_ERRNO = {
     errno.ENETUNREACH: ("unreachable", "ssh: the network is unreachable", "is the network up here?"),
     errno.ETIMEDOUT: ("timeout", "ssh: connecting timed out", "is the node on, and no firewall between?"),
     errno.ECONNRESET: ("lost", "ssh: the connection was reset while logging in", "see sshd's MaxStartups and its log"),
+    errno.EMFILE: (
+        "unreachable",
+        "ssh: too many open files here",
+        "raise the limit (`ulimit -n`): a node takes up to five of them",
+    ),
     errno.EPIPE: ("lost", "ssh: the connection was closed while logging in", "see sshd's MaxStartups and its log"),
 }
 
@@ -41,6 +46,13 @@ def by_error(error: OSError) -> TransportError:
     if isinstance(error, (FileNotFoundError, PermissionError)):
         return TransportError("resolve", f"ssh: {error}", "check ProxyCommand and the key files in your ssh_config")
     return TransportError("unreachable", f"ssh: {error.strerror or error}")
+
+
+def any_error(error: Exception) -> TransportError:
+    """Return what an error means that ends a thread of a transport: nobody else would tell of it."""
+    if isinstance(error, TransportError):
+        return error
+    return by_error(error) if isinstance(error, OSError) else TransportError("lost", f"{type(error).__name__}: {error}")
 
 
 def no_answer(timeout_s: float) -> TransportError:
