@@ -42,6 +42,7 @@ from tests.waiting import until
 CONTROLLER = "login1"
 GRES = "Name=gpu Type=h100 File=/dev/nvidia[0-7]"
 
+_START_S = 60.0  # much more than it takes, also where several of these clusters share a machine
 _SIGNALS = {
     "kill": [signal.SIGKILL],
     "stop": [signal.SIGSTOP],
@@ -148,7 +149,7 @@ class SlurmCluster:
             files = [f"--{name}-file=/run/munge/{name}" for name in ("key", "pid", "log", "seed")]
             self._run_daemon(host, ["munged", "--foreground", "--force", "--num-threads=2", *files])
         for host in self.nodes:
-            until(host.path("/run/munge/munge.socket.2").is_socket, f"munged listens on {host.name}")
+            until(host.path("/run/munge/munge.socket.2").is_socket, f"munged listens on {host.name}", _START_S)
 
     def stop(self) -> None:
         """End all of it and leave no trace on the hosts."""
@@ -181,8 +182,10 @@ class SlurmCluster:
             _make_devices(host, files)
         conf.append("GresTypes=" + ",".join(sorted(names)))
         for host in self.nodes:
-            host.run(["sh", "-c", "rm -rf /run/slurm/state /run/slurm/spool /etc/slurm/*"], user="root", check=True)
+            for folder in ("state", "spool"):
+                shutil.rmtree(host.path(f"/run/slurm/{folder}"), ignore_errors=True)
             etc = host.path("/etc/slurm")
+            (etc / "cgroup.conf").unlink(missing_ok=True)
             (etc / "slurm.conf").write_text("\n".join(conf) + "\n")
             (etc / "gres.conf").write_text(f"AutoDetect=off\n{gres}\n")
             if cgroups:
@@ -190,7 +193,7 @@ class SlurmCluster:
         self._start_controller("-c")
         for host in self._compute:
             self._run_daemon(host, ["slurmd", "-D"])
-        until(self._all_idle, "all nodes of Slurm are idle")
+        until(self._all_idle, "all nodes of Slurm are idle", _START_S)
 
     def controller(self, what: str) -> None:
         """``kill`` (-9) or ``stop`` the controller, let it ``continue``, or ``restart`` it.
@@ -270,11 +273,11 @@ class SlurmCluster:
         host = self.nodes[CONTROLLER]
         self._run_daemon(host, ["slurmctld", "-D", *options])
         # a slurmd that finds no controller tries again only after 10 s
-        until(lambda: _listens(host, 6817), f"slurmctld listens; it said: {self.log(host.name)[-2000:]}")
+        until(lambda: _listens(host, 6817), "slurmctld listens", _START_S)
 
     def _end(self, daemons: set[str]) -> None:
         for host in self.nodes:
-            until(functools.partial(_killed, host, daemons), f"no Slurm is left on {host.name}")
+            until(functools.partial(_killed, host, daemons), f"no Slurm is left on {host.name}", _START_S)
         self._wake_nsenter()
         self._children = [child for child in self._children if child.poll() is None]
         for folder in self._cgroups:  # a rule of an earlier job would hold for a later one of its number

@@ -22,7 +22,7 @@ SLEEP = ("--wrap", "sleep 600")
 
 
 class Watch:
-    """`gpuboard status --watch --json` as root, who may connect to every node."""
+    """`gpuboard status --watch --json`."""
 
     def __init__(self, process: Running) -> None:
         self.process = process
@@ -46,11 +46,11 @@ class Watch:
 
 
 @contextmanager
-def watching(slurm: SlurmCluster) -> Iterator[Watch]:
-    """Watch with Slurm asked each second."""
-    configure(slurm, "root", 'ssh = "all"')
+def watching(slurm: SlurmCluster, user: str = "root") -> Iterator[Watch]:
+    """Watch with Slurm asked each second, as root, who may connect to every node, or as somebody with the defaults."""
+    configure(slurm, user, *(['ssh = "all"'] if user == "root" else []))
     command = ["gpuboard", "status", "--watch", "0.5", "--json"]
-    with slurm.nodes["login1"].popen(command, user="root") as process:
+    with slurm.nodes["login1"].popen(command, user=user) as process:
         watch = Watch(process)
         yield watch
         process.send_signal(signal.SIGINT)
@@ -98,6 +98,24 @@ def test_without_a_controller_nothing_is_called_free(slurm: SlurmCluster, fault:
         after = watch.until(lambda line: all_states(line) == BEFORE, "it recovers by itself")
         assert after["scheduler"]["error"] is None
         assert after["scheduler"]["current"] is True
+
+
+def test_nodes_that_only_slurm_shows_are_unknown_without_it(slurm: SlurmCluster) -> None:
+    slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], running=True)
+    other = slurm.submit(["--gres=gpu:3", "-w", "gpu02", *SLEEP], user="bob", running=True)
+    slurm.save()
+    before = ["aaffffff", "aaafffff", "ffffffff"]
+    with watching(slurm, "alice") as watch:
+        first = watch.until(lambda line: all_states(line) == before, "Slurm and the node of the own job are read")
+        assert [node["source"] for node in first["nodes"]] == ["nvml", "slurm", "slurm"]
+        slurm.controller("kill")
+        late = watch.until(lambda line: "f" not in "".join(all_states(line)), "nothing is called free")
+        assert all_states(late) == ["aauuuuuu", "aaauuuuu", "uuuuuuuu"]
+        assert [job["id"] for job in gpus(late, "gpu02")[0]["jobs"]] == [str(other)]
+        slurm.nodes["gpu01"].script([Gpu(temperature=77)] * 8)
+        watch.until(lambda line: gpus(line, "gpu01")[0]["temperature"] == 77, "its node is read on", timeout_s=10)
+        slurm.controller("restart")
+        watch.until(lambda line: all_states(line) == before, "it recovers by itself")
 
 
 def test_a_restart_of_the_controller_is_hardly_noticed(slurm: SlurmCluster) -> None:
