@@ -14,9 +14,10 @@ import threading
 from collections.abc import Iterable, Mapping
 
 from gpuboard import paths
-from gpuboard.transport.command import run
+from gpuboard.transport.command import Command
 
 PERSIST_S, ASKED_PERSIST_S = 10, 60
+_STOP_S = 30.0
 # sun_path has 108 bytes with its NUL, and ssh binds the socket under its name with 17 characters behind it.
 _LONGEST = 107 - 17 - len("/0123456789abcdefp")
 
@@ -38,8 +39,11 @@ def alive(path: str | None) -> bool:
     if path is None:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # one that is stopped keeps nobody waiting
         try:
             probe.connect(path)
+        except BlockingIOError:
+            return True  # so many are waiting that no more may
         except OSError:
             return False
     return True
@@ -47,12 +51,13 @@ def alive(path: str | None) -> bool:
 
 def stop(socket_paths: Iterable[str]) -> None:
     """Let connections take no new sessions and end with their last one. Waits for nothing."""
-    found = [path for path in socket_paths if alive(path)]
+    found = [path for path in socket_paths if os.path.exists(path)]
     ssh = shutil.which("ssh")
     if not found or ssh is None:
         return
-    script = '(for socket do "$0" -F none -S "$socket" -O stop gpuboard; done) </dev/null >/dev/null 2>&1 &'
-    run(["/bin/sh", "-c", script, ssh, *found], os.environ, 1.0)
+    script = 'for socket do "$0" -F none -S "$socket" -O stop gpuboard; done </dev/null >/dev/null 2>&1'
+    command = Command(["/bin/sh", "-c", script, ssh, *found], os.environ)
+    threading.Thread(target=command.wait, args=(_STOP_S,), daemon=True).start()  # else it stays a zombie
 
 
 def _private(folder: str) -> bool:
