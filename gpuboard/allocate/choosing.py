@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from gpuboard.allocate.allocator import Allocator
+from gpuboard.allocate.common import known_rank_map
 from gpuboard.allocate.scope import Scope
 from gpuboard.cluster.inventory import Node
 from gpuboard.config import Settings
@@ -155,6 +156,9 @@ class Ledgers(msgspec.Struct, frozen=True):
         Raises NoSuchLease and the like.
         """
         scheduler = self.scheduler()
+        if scheduler is not None and not self._may_be_job(text):
+            scheduler.close()
+            scheduler = None
         if scheduler is None:
             found = self.nodes()
         else:
@@ -167,6 +171,13 @@ class Ledgers(msgspec.Struct, frozen=True):
                         raise
         with Allocator(found, self.settings, self.env, said=True) as allocator:
             return allocator.existing(text, n)
+
+    def _may_be_job(self, text: str) -> bool:
+        """Tell whether a lease may be a job. Inside a job nearly none is, and Slurm need not answer there."""
+        if not any(node.job is not None for node in self.nodes()):
+            return True
+        known = known_rank_map(self.env, text)
+        return known is not None and known.job is not None
 
     def _of(self, lease: Lease) -> AnyAllocator:
         scheduler = self.scheduler() if lease.job is not None else None

@@ -34,6 +34,7 @@ from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeRea
 from gpuboard.ledger import keeper
 from gpuboard.ledger.holder import identify
 from gpuboard.ledger.keeper import Handover, KeeperError, KeptJob, KeptNode
+from gpuboard.ledger.keeper_jobs import SECRETS
 from gpuboard.ledger.nodes import LONGEST_S, new_id
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.request import Choice, Refusal, Request
@@ -229,7 +230,7 @@ class SlurmAllocator:
             touch_s=min(30.0, parse_duration(self._settings.slurm.silence) / 6),
             cancel=self._jobs.cancel_command(lease),
             look=self._jobs.look_command(),
-            environ=self._jobs.environ,
+            environ={name: value for name, value in self._jobs.environ.items() if name not in SECRETS},
             taker=identify(os.getpid()),
         )
         place = KeptNode(_PLACE, [], None, "", None)

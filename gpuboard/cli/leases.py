@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         fleet.start()
         snapshot = settled(fleet, context)
         found = leases(fleet, snapshot)
-        if fleet.schedule is not None:
+        if fleet.schedule is not None and context.job is None:
             found = _with_ours(found, context)
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")

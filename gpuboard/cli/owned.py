@@ -29,7 +29,7 @@ def owned(ids: Sequence[str], context: Context) -> tuple[Owned, list[str]]:
 
     Raises NoSuchLease where one is nothing at all, NoNodeReached where Slurm does not answer.
     """
-    scheduler = context.new_scheduler()
+    scheduler = context.lease_scheduler()
     if scheduler is None:
         return Owned(None, [], context.scope()), list(ids)
     from gpuboard.allocate.choosing import without_slurm  # only where there is a Slurm

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LOOK_S = 60.0  # between two questions whether jobs still run, at least
 LOOK_SHARE = 50  # and at least so many times what the last one took
 COMMAND_S = 30.0
+SECRETS = ("SLURM_JWT",)  # variables that no record holds: the keeper has them from the command that started it
 _SETTLE_S = 4.0  # from one look that finds no job to the next, where its number was never learned
 _SUBMIT_S = 60.0  # that the command which submits a job is waited for
 
@@ -34,7 +35,7 @@ _IN_TIME = "its time limit has come"
 _ENDED = {
     "BOOT_FAIL": "a node of it did not start",
     "CANCELLED": "it was cancelled",
-    "COMPLETED": "no sign of life has reached it for 3 minutes",
+    "COMPLETED": "it ended by itself, as it does without a sign of life of its keeper",
     "COMPLETING": "it was cancelled",
     "DEADLINE": "its deadline has come",
     "FAILED": "it failed",
@@ -199,7 +200,8 @@ def _submitting(lease: str) -> bool:
 def _run(command: Sequence[str], environ: Mapping[str, str]) -> Ran | None:
     from gpuboard.transport.command import run  # late: most keepers keep no jobs
 
-    return run(command, environ, COMMAND_S)
+    secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
+    return run(command, {**environ, **secrets}, COMMAND_S)
 
 
 def _words(ran: Ran | None) -> str:
