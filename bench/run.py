@@ -43,6 +43,10 @@ BENCHES = {
         "when keys are answered."
     ),
     "board-long": "The same board for ten minutes: its memory. Goal: at most 5 % more than after the first minute.",
+    "slurm": (
+        "One cycle of questions to Slurm, on 1,000 nodes of 8 GPUs with 2,000 jobs, in the form of a real controller's "
+        "output: this process's own CPU, Slurm's commands not counted. Goal: at most 60 ms."
+    ),
     "agent": "CPU and memory of the agent on its node, 8 GPUs at 1 Hz. Goal: at most 0.5 % of a core.",
 }
 WORDS = {"board-long": ["board.py", "--minutes", "10"]}  # what is run, where it is not the script of that name

@@ -10,6 +10,7 @@ from gpuboard.errors import UsageError
 
 NODES_MAX = 65536  # `n[0-999999999]` would be written out in memory
 _LISTED = re.compile(r"[A-Za-z0-9_.,\[\]-]{1,65536}", re.ASCII)
+_SIMPLE = re.compile(r"([^\[\],]*)\[(\d{1,9})-(\d{1,9})\]([^\[\],]*)", re.ASCII)  # nearly all
 _PART = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")  # between commas outside brackets
 
 
@@ -38,6 +39,10 @@ def listed(text: str) -> tuple[str, ...]:
         raise ValueError(f"{text[:80]!r} is no list of nodes")
     if "[" not in text and "," not in text and "]" not in text:
         return (text,)
+    if simple := _SIMPLE.fullmatch(text):
+        before, first, last, after = simple.groups()
+        if len(first) <= len(last) and 0 <= int(last) - int(first) < NODES_MAX:
+            return tuple(f"{before}{number:0{len(first)}}{after}" for number in range(int(first), int(last) + 1))
     from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
     if _is_vast(text) or sum(map(_size, _PART.findall(text))) > NODES_MAX:

@@ -66,20 +66,16 @@ class Cache:
     def load(self) -> Record | None:
         """Return what was stored last, the same object as long as it is the same; None where there is nothing."""
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            return None
-        with open(fd, "rb") as file:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-                return None
-            mark = (status.st_ino, status.st_mtime_ns, status.st_size)
-            if self._read is not None and self._read[0] == mark:
-                return self._read[1]
-            try:
+            with open(self._path, "rb", opener=_open) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                    return None
+                mark = (status.st_ino, status.st_mtime_ns, status.st_size)
+                if self._read is not None and self._read[0] == mark:
+                    return self._read[1]
                 record = msgspec.msgpack.decode(file.read(_BYTES_MAX), type=Record)
-            except (OSError, ValueError, msgspec.MsgspecError):
-                return None
+        except (OSError, ValueError, msgspec.MsgspecError):
+            return None
         if not self.boot or record.boot != self.boot or max(record.asked, record.answered) > now():
             return None
         self._read = (mark, record)
@@ -131,3 +127,8 @@ class Cache:
                 with contextlib.suppress(OSError):
                     if time.time() - path.stat().st_mtime > _KEPT_S:
                         path.unlink()
+
+
+def _open(path: str, flags: int) -> int:
+    """Open a file that may be anything by now: not through a link, and without waiting for a writer."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import subprocess
+from gpuboard.transport.spawn import SLURM_SETUP
 
-# Variables that say where Slurm is and who we are for it; all others of Slurm's change what its commands do or print.
-_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"})
+# Variables that change what Slurm's commands do or print; those that say where Slurm is are kept.
 _PREFIXES = ("SLURM_", "SLURMD_", "SCONTROL_", "SQUEUE_", "SINFO_", "SRUN_", "SBATCH_", "SALLOC_", "SCANCEL_", "SACCT_")
+_SLICE_S = 0.05  # so soon a command is ended after ``stopped`` was set
 
 
 class Done(NamedTuple):
@@ -38,59 +35,24 @@ def which(name: str, env: Mapping[str, str]) -> str | None:
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a command whose output is read: English, times in seconds, nothing else changed."""
-    kept = {key: value for key, value in env.items() if key in _KEPT or not key.startswith(_PREFIXES)}
+    kept = {key: value for key, value in env.items() if key in SLURM_SETUP or not key.startswith(_PREFIXES)}
     return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 
 
-def run(argv: list[str], env: Mapping[str, str], timeout_s: float, running: Running) -> Done:
-    """Run a command to its end, or kill it and all it started after ``timeout_s``. Raises OSError when it cannot start.
+def run(argv: list[str], env: Mapping[str, str], timeout_s: float, stopped: threading.Event) -> Done:
+    """Run a command to its end, or kill it and what it started after ``timeout_s`` or when ``stopped`` is set.
 
-    It has a process group of its own, so that ctrl-C at the terminal does not end a question that others wait for.
+    Raises OSError when it cannot be started.
     """
-    import subprocess  # 19 ms
+    from gpuboard.transport.command import Command  # late: `find` is called by every command
 
     begun = time.monotonic()
-    with running.lock:
-        if running.stopped:
-            raise InterruptedError("stopped")
-        child = running.child = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(env),
-            cwd="/",
-            process_group=0,
-        )
-    code: int | None = None
+    command = Command(argv, env)
     try:
-        stdout, stderr = child.communicate(timeout=timeout_s)
-        code = child.returncode
-    except subprocess.TimeoutExpired:
-        stdout = stderr = b""
+        while (left_s := begun + timeout_s - time.monotonic()) > 0 and not stopped.is_set():
+            if (ran := command.wait(min(left_s, _SLICE_S))) is not None:
+                code = 0 if ran.code is None and not ran.err else ran.code  # nobody knows it where SIGCHLD is ignored
+                return Done(1 if code is None else code, ran.out, ran.err, time.monotonic() - begun)
     finally:
-        running.kill()
-    with running.lock:
-        running.child = None
-    return Done(code, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"), time.monotonic() - begun)
-
-
-class Running:
-    """The command that runs now, for whoever has to end it from another thread."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.child: subprocess.Popen[bytes] | None = None
-        self.stopped = False
-
-    def stop(self) -> None:
-        """Kill what runs, and let nothing be started any more."""
-        self.stopped = True
-        self.kill()
-
-    def kill(self) -> None:
-        """Kill the command and all of its process group; one that hangs in the kernel is left behind."""
-        with self.lock:
-            if self.child is not None and self.child.poll() is None:  # else the number may be another's by now
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.child.pid, signal.SIGKILL)
+        command.kill()
+    return Done(None, "", "", time.monotonic() - begun)

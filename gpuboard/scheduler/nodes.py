@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import lru_cache
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -69,7 +70,7 @@ def _node(record: str) -> SchedulerNode:
     words = _state(state)
     if not _STATES.issuperset(words):
         doubts.append(f"Slurm says that its state is {clean(state, 64)!r}, which is not known here")
-        words = [word for word in words if word in _STATES]
+        words = tuple(word for word in words if word in _STATES)
     have = _resources(value(record, " Gres=") or "?", doubts)  # none is "(null)"
     field = value(record, " GresUsed=")
     used = _resources(field, doubts)
@@ -126,14 +127,15 @@ def _placed(shards: tuple[Gres, ...]) -> tuple[Gres, ...]:
     return shards if len(shards) == 1 else tuple(replace(gres, indexes=None) for gres in shards if gres.count)
 
 
-def _state(text: str) -> list[str]:
+@lru_cache(maxsize=1024)  # few different ones, of many nodes
+def _state(text: str) -> tuple[str, ...]:
     """Return ``mixed``, ``drain`` for ``MIXED+DRAIN``, ``idle``, ``not_responding`` for ``IDLE*``."""
     found: list[str] = []
     for word in text.split("+"):
         found.append(word.rstrip("".join(_SIGNS)).lower())
         if word and word[-1] in _SIGNS:
             found.append(_SIGNS[word[-1]])
-    return list(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found))
 
 
 def _reason(record: str) -> str:
@@ -165,5 +167,6 @@ def reservations(text: str) -> list[Reservation]:
     return found
 
 
+@lru_cache(maxsize=1024)
 def _words(text: str | None) -> tuple[str, ...]:
     return tuple(clean(word, 96) for word in text.split(",") if word) if text and text != "(null)" else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,13 +10,14 @@ from typing import NamedTuple
 from gpuboard.model.schedule import Schedule
 from gpuboard.model.text import clean
 from gpuboard.scheduler import checks, words
-from gpuboard.scheduler.commands import Done, Running, environment, run, which
+from gpuboard.scheduler.commands import Done, environment, run, which
 from gpuboard.scheduler.jobs import TRUE_JOB, jobs, true_jobs
 from gpuboard.scheduler.nodes import Reservation, nodes, reservations
 from gpuboard.scheduler.records import Unreadable
 from gpuboard.scheduler.site import Site, settings
 
 PROBE_S = 2.0  # for `scontrol ping`, which takes 6 ms
+STOP_S = 0.15
 # All partitions, hidden ones and those that are not for us too; this cluster's, of a federation's; one record a line.
 _SHOW = ("--all", "--local", "--oneliner", "--details", "show")
 
@@ -43,11 +45,14 @@ class Questions:
         self.took_s = 0.0  # in Slurm's commands, in the newest cycle
         self._site = site
         self._env = environment(env)
-        self._running = Running()
+        self._stopped = threading.Event()
+        self._running = threading.Lock()  # held while a command runs
 
     def stop(self) -> None:
-        """End the question that is being asked, and let there be no other."""
-        self._running.stop()
+        """End the question that is being asked, and let there be no other; waits a moment for its end."""
+        self._stopped.set()
+        if self._running.acquire(timeout=STOP_S):
+            self._running.release()
 
     def ask(self, timeout_s: float, *, probe: bool, before: Schedule | None) -> Answer:
         """Ask, for at most ``timeout_s`` in all. ``probe``: only if the controller answers to its name.
@@ -110,9 +115,9 @@ class Questions:
         return done.stdout
 
     def _done(self, argv: list[str], until: float, program: str) -> Done:
-        left_s = max(0.05, until - time.monotonic())
         try:
-            done = run([program, *argv], self._env, left_s, self._running)
+            with self._running:
+                done = run([program, *argv], self._env, max(0.05, until - time.monotonic()), self._stopped)
         except OSError as error:
             raise _FailedError(f"{program} cannot be run: {error.strerror or error}") from None
         self.took_s += done.took_s

@@ -13,7 +13,7 @@ from gpuboard.config import Settings
 from gpuboard.model.schedule import Seen
 from gpuboard.model.units import parse_duration
 from gpuboard.scheduler.cache import Cache, Record, now
-from gpuboard.scheduler.questions import Questions
+from gpuboard.scheduler.questions import Answer, Questions
 from gpuboard.scheduler.site import Site, here, key
 
 ROUND_S = 12.0  # one cycle's commands together; Slurm's own wait for ten
@@ -22,7 +22,7 @@ CREDIT_S = 15.0  # at once: what the share makes of five minutes
 CURRENT_S = 30.0  # so long, at least, an answer says something about now
 BACK_OFF_S = 300.0  # at most, between two tries
 REFUSED_S = 60.0  # the same where the try costs next to nothing: nobody listens there
-STUCK_S = 20.0  # so long a process that asks is waited for
+STUCK_S = ROUND_S + 1.0  # so long a process that asks is waited for
 NEWS_S = 2.0  # between two looks for what other processes have learnt, or changed
 _CHEAP_S = 0.5
 _PAUSE_S = 0.05  # between two looks for what another process has learnt
@@ -53,8 +53,7 @@ class Slurm:
     def seen(self) -> Seen:
         """What is known now; from any thread, without waiting."""
         known = self._known
-        pause_s = max(self._interval_s, -known.credit_s / SHARE)
-        current_s = max(CURRENT_S, 3 * self._interval_s, pause_s + ROUND_S)
+        current_s = max(CURRENT_S, 3 * self._interval_s, _rest_s(known) + ROUND_S)
         return Seen(known.schedule, time.monotonic() - (now() - known.answered), known.error, current_s)
 
     def start(self, changed: Callable[[], None]) -> None:
@@ -116,16 +115,8 @@ class Slurm:
         if known.asked == 0:
             return -1.0
         if known.outdated:
-            return known.asked + known.took_s + max(0.0, -known.credit_s / SHARE) - now()
-        return known.asked + known.took_s + self._pause_s(known) - now()
-
-    def _pause_s(self, known: Record) -> float:
-        """Return how long Slurm is left alone after a try."""
-        pause_s = self._interval_s
-        if known.failures:
-            most_s = REFUSED_S if known.took_s < _CHEAP_S else BACK_OFF_S
-            pause_s = max(pause_s, min(most_s, pause_s * 2.0 ** min(known.failures - 1, 16))) * self._jitter
-        return max(pause_s, -known.credit_s / SHARE)
+            return known.asked + known.took_s + _rest_s(known) - now()
+        return known.asked + known.took_s + pause_s(known, self._interval_s, self._jitter) - now()
 
     def _ask(self, timeout_s: float) -> None:
         """Ask Slurm and let the others know."""
@@ -134,19 +125,35 @@ class Slurm:
         answer = self._questions.ask(timeout_s, probe=known.failures > 0 and known.contact, before=known.schedule)
         if self._ended.is_set():
             return  # the command was killed by us
-        took_s = self._questions.took_s
-        credit_s = min(CREDIT_S, known.credit_s + SHARE * (asked - known.asked)) if known.asked else CREDIT_S
-        known = replace(
-            known,
-            asked=asked,
-            error=answer.error,
-            contact=answer.contact,
-            failures=known.failures + 1 if answer.error is not None else 0,
-            took_s=took_s,
-            credit_s=credit_s - took_s,
-            outdated=False,
-        )
-        if answer.schedule is not None:
-            known = replace(known, schedule=answer.schedule, answered=asked)
-        self._known = known
-        self._cache.store(known)
+        self._known = after(known, answer, asked, self._questions.took_s)
+        self._cache.store(self._known)
+
+
+def after(known: Record, answer: Answer, asked: float, took_s: float) -> Record:
+    """Return what is known after a try that began at ``asked`` and took ``took_s`` in Slurm's commands."""
+    credit_s = min(CREDIT_S, known.credit_s + SHARE * (asked - known.asked)) if known.asked else CREDIT_S
+    known = replace(
+        known,
+        asked=asked,
+        error=answer.error,
+        contact=answer.contact,
+        failures=known.failures + 1 if answer.error is not None else 0,
+        took_s=took_s,
+        credit_s=credit_s - took_s,
+        outdated=False,
+    )
+    return known if answer.schedule is None else replace(known, schedule=answer.schedule, answered=asked)
+
+
+def pause_s(known: Record, interval_s: float, jitter: float) -> float:
+    """Return how long Slurm is left alone after a try."""
+    found_s = interval_s
+    if known.failures:
+        most_s = REFUSED_S if known.took_s < _CHEAP_S else BACK_OFF_S
+        found_s = max(found_s, min(most_s, found_s * 2.0 ** min(known.failures - 1, 16))) * jitter
+    return max(found_s, _rest_s(known))
+
+
+def _rest_s(known: Record) -> float:
+    """Return how long it takes until what Slurm's commands took is no more than their share."""
+    return max(0.0, -known.credit_s / SHARE)

@@ -39,7 +39,8 @@ def failure(done: Done, site: Site) -> str:
     name = clean(conf.get("slurmctldhost", conf.get("controlmachine", "")).partition("(")[0], 64)
     controller = f"slurmctld on {name}" if name else "slurmctld"
     # munge's silence is a connect failure to Slurm's programs, or one of authentication
-    if (refused := _munge_refuses(munge_socket(conf))) is not None:
+    silent = done.code is None or any(text in said for text in (*_CONTACT, "authentication", "credential"))
+    if silent and (refused := _munge_refuses(munge_socket(conf))) is not None:
         return refused
     if done.code is None:
         return f"{controller} gave no answer in {done.took_s:.0f} s; is it stopped or overloaded? see `scontrol ping`"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from gpuboard.transport.spawn import Child, readable, spawn
 
 _CHUNK = 65536
-_MOST = 64 << 20  # bytes kept of its output
+_MOST = 512 << 20  # bytes kept of its output; what Slurm says of 100,000 jobs is a fifth of that
 _KILL_S = 2.0  # in an uninterruptible call of a file system it stays; init will reap it
 _HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -62,10 +62,10 @@ class Command:
         return Ran(self._code, out, err)
 
     def kill(self) -> None:
-        """End it at once, without learning what it did."""
+        """End it and what it has started in its session, at once, without learning what it did."""
         if not self._ended:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._child.pid, signal.SIGKILL)
+                os.killpg(self._child.pid, signal.SIGKILL)
             self.wait(_KILL_S)
 
     def _step(self, seconds: float) -> None:

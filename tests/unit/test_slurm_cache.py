@@ -1,0 +1,312 @@
+"""What is learnt of Slurm is shared safely, and asked for rarely."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from gpuboard.config import Settings
+from gpuboard.model.schedule import Schedule, SchedulerNode
+from gpuboard.scheduler import slurm
+from gpuboard.scheduler.cache import Cache, Record, now
+from gpuboard.scheduler.find import find
+from gpuboard.scheduler.questions import Answer
+from tests.slurmtext import FOLDER
+from tests.waiting import until
+
+SCHEDULE = Schedule(1.0, "lab", {"gpu01": SchedulerNode("gpu01", "gpu01", "", "idle")})
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": os.environ["PATH"]}
+
+
+def stored(env: Mapping[str, str], key: str = "k") -> tuple[Cache, Record, Path]:
+    """Return a cache with a record in it, that record, and the file."""
+    cache = Cache(env, key)
+    record = Record(cache.boot, asked=now() - 5, schedule=SCHEDULE, answered=now() - 5, credit_s=15.0)
+    cache.store(record)
+    (path,) = [path for path in Path(env["XDG_CACHE_HOME"]).rglob("slurm-*") if path.name.endswith(f"-{key}")]
+    return cache, record, path
+
+
+def test_what_one_stores_another_loads(env: dict[str, str]) -> None:
+    _, record, path = stored(env)
+    other = Cache(env, "k")
+    assert other.load() == record
+    assert other.load() is other.load()
+    assert (path.stat().st_mode & 0o7777, path.parent.stat().st_mode & 0o7777) == (0o600, 0o700)
+    assert Cache(env, "another").load() is None
+
+
+def test_what_was_not_written_by_us_whole_is_not_there(env: dict[str, str], tmp_path: Path) -> None:
+    cache, record, path = stored(env)
+    whole = path.read_bytes()
+    for text in (
+        b"",
+        whole[:-1],
+        whole[: len(whole) // 2],
+        os.urandom(200),
+        b"\xff" * 50,
+        msgspec.msgpack.encode([1, 2]),
+    ):
+        path.write_bytes(text)
+        assert Cache(env, "k").load() is None
+    path.write_bytes(whole)
+    assert Cache(env, "k").load() == record
+    path.chmod(0o622)
+    assert Cache(env, "k").load() is None
+    path.chmod(0o600)
+    aside = tmp_path / "aside"
+    path.rename(aside)
+    path.symlink_to(aside)
+    assert Cache(env, "k").load() is None
+    path.unlink()
+    os.mkfifo(path)
+    assert Cache(env, "k").load() is None
+    path.unlink()
+    path.mkdir()
+    cache.store(record)
+    assert Cache(env, "k").load() is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
+def test_a_file_of_somebody_else_is_not_there(env: dict[str, str]) -> None:
+    _, _, path = stored(env)
+    os.chown(path, 12345, 12345)
+    assert Cache(env, "k").load() is None
+
+
+def test_an_earlier_start_of_this_host_and_the_future_are_not_believed(env: dict[str, str]) -> None:
+    cache, record, _ = stored(env)
+    cache.store(replace(record, boot="b4b1a6c4-another-boot"))
+    assert Cache(env, "k").load() is None
+    cache.store(replace(record, asked=now() + 60))
+    assert Cache(env, "k").load() is None
+
+
+def test_files_of_older_configurations_go_after_a_day(env: dict[str, str]) -> None:
+    _, _, old = stored(env, "old")
+    _, _, young = stored(env, "young")
+    os.utime(old, (time.time() - 90000,) * 2)
+    cache, record, _ = stored(env)
+    cache.store(record)
+    assert (old.exists(), young.exists()) == (False, True)
+    assert [path.name for path in young.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_without_a_place_for_it_everybody_has_the_turn(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    cache = Cache(env, "k")
+    cache.store(Record(cache.boot))
+    assert cache.load() is None
+    with cache.turn() as one, Cache(env, "k").turn() as other:
+        assert (one, other) == (True, True)
+
+
+def test_one_at_a_time_has_the_turn(env: dict[str, str]) -> None:
+    cache = Cache(env, "k")
+    with cache.turn() as ours:
+        assert ours
+        with Cache(env, "k").turn() as theirs:
+            assert not theirs
+    with Cache(env, "k").turn() as theirs:
+        assert theirs
+
+
+def play(minutes: float, took_s: float, error: str | None = None, interval_s: float = 30.0) -> list[float]:
+    """Return when Slurm is asked in so many minutes, when each try takes ``took_s``."""
+    rng = random.Random(1)
+    known = Record("", credit_s=slurm.CREDIT_S)
+    at, found = 1000.0, []
+    while at < 1000.0 + 60 * minutes:
+        found.append(at)
+        known = slurm.after(known, Answer(None if error else SCHEDULE, error), at, took_s)
+        at += took_s + slurm.pause_s(known, interval_s, rng.uniform(0.8, 1.2))
+    return found
+
+
+@pytest.mark.parametrize("interval_s", [1.0, 30.0])
+@pytest.mark.parametrize("error", [None, "hung"])
+@pytest.mark.parametrize("took_s", [0.02, 0.3, 4.0, 12.0])
+def test_slurm_is_asked_for_a_twentieth_of_the_time_at_most(
+    took_s: float, error: str | None, interval_s: float
+) -> None:
+    for minutes in (10, 60, 600):
+        asked = len(play(minutes, took_s, error, interval_s)) * took_s
+        assert asked <= 0.05 * 60 * minutes + slurm.CREDIT_S + took_s
+
+
+def test_a_quick_controller_is_asked_each_interval() -> None:
+    assert len(play(10, 0.1)) == 20
+    assert len(play(1, 0.02, interval_s=1.0)) == 59
+
+
+def test_a_slow_or_hung_one_is_left_alone_up_to_five_minutes() -> None:
+    at = play(120, 12.0, "hung")
+    gaps = [later - earlier for earlier, later in pairwise(at)]
+    assert gaps[0] < 60
+    assert 0.8 * 300 <= min(gaps[-5:]) <= max(gaps[-5:]) <= 1.2 * 300 + 12
+
+
+def test_one_that_refuses_at_once_is_tried_each_minute() -> None:
+    at = play(60, 0.01, "refused")
+    gaps = [later - earlier for earlier, later in pairwise(at)]
+    assert max(gaps) <= 1.2 * 60 + 1
+
+
+def test_an_answer_counts_while_no_newer_one_may_be_had() -> None:
+    known = slurm.after(Record("", credit_s=0.0), Answer(SCHEDULE), 1000.0, 20.0)
+    assert slurm.pause_s(known, 30.0, 1.0) == 100.0  # 5 s of credit are owed
+
+
+# --- a program in scontrol's place, where what counts is who starts it and when -------------------------------------
+
+
+@pytest.fixture
+def bench(tmp_path: Path, env: dict[str, str]) -> tuple[dict[str, str], Path]:
+    """An environment with a scontrol that prints recordings, and the file in which it counts; `wait` makes it hang."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    recorded = FOLDER / "shapes"
+    (folder / "scontrol").write_text(
+        f"#!/bin/sh\nfor what; do :; done\necho $what >>{folder}/log\nwhile [ -e {folder}/wait ]; do sleep 0.02; done\n"
+        f"exec cat {recorded}/$what-d-oneliner.txt\n"
+    )
+    (folder / "scontrol").chmod(0o755)
+    (folder / "slurm.conf").write_text("ClusterName=lab\n")
+    (folder / "log").touch()
+    return env | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_CONF": str(folder / "slurm.conf")}, folder
+
+
+def client(env: Mapping[str, str]) -> slurm.Slurm:
+    found = find(Settings(), env)
+    assert found is not None
+    return found
+
+
+def test_a_later_look_takes_the_answer_of_an_earlier_one(bench: tuple[dict[str, str], Path]) -> None:
+    env, folder = bench
+    first = client(env).look(10.0)
+    second = client(env).look(10.0)
+    assert first.schedule == second.schedule
+    assert first.schedule is not None
+    assert abs(second.arrived - first.arrived) < 0.1
+    assert (folder / "log").read_text().split() == ["job", "node"]
+
+
+def test_the_clock_on_the_wall_plays_no_part(
+    bench: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env, folder = bench
+    client(env).look(10.0)
+    real = time.time()
+    for shift in (-86400, 86400):
+        monkeypatch.setattr(time, "time", lambda shift=shift: real + shift)
+        seen = client(env).look(10.0)
+        assert seen.schedule is not None
+        assert 0 <= time.monotonic() - seen.arrived < 10
+    assert (folder / "log").read_text().split() == ["job", "node"]
+
+
+def test_who_was_stopped_while_asking_keeps_nobody_waiting_for_ever(
+    bench: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env, _ = bench
+    monkeypatch.setattr(slurm, "STUCK_S", 0.3)
+    one = client(env)
+    with one._cache.turn() as ours:  # and then ctrl-Z
+        assert ours
+        begun = time.monotonic()
+        assert client(env).look(10.0).schedule is not None
+        assert 0.3 <= time.monotonic() - begun < 5
+
+
+def test_who_may_wait_no_longer_says_whom_he_waits_for(bench: tuple[dict[str, str], Path]) -> None:
+    env, _ = bench
+    with client(env)._cache.turn():
+        seen = client(env).look(0.2)
+    assert (seen.schedule, seen.error) == (
+        None,
+        "it is being asked by another gpuboard of yours, and has not answered yet",
+    )
+
+
+def test_closing_ends_what_runs_and_nothing_is_said_of_it(bench: tuple[dict[str, str], Path]) -> None:
+    env, folder = bench
+    (folder / "wait").touch()
+    told: list[None] = []
+    asking = client(env)
+    asking.start(lambda: told.append(None))
+    until((folder / "log").read_text, "it asks")
+    begun = time.monotonic()
+    asking.close()
+    assert time.monotonic() - begun < 0.3
+    until(lambda: not any(thread.name == "slurm" for thread in threading.enumerate()), "the thread ends")
+    assert (told, Cache(env, "").load()) == ([], None)
+    (folder / "wait").unlink()
+    assert client(env).look(10.0).error is None
+
+
+def test_what_another_process_learns_reaches_a_watch(
+    bench: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env, folder = bench
+    monkeypatch.setattr(slurm, "NEWS_S", 0.1)
+    changes = threading.Semaphore(0)
+    watching = client(env)
+    watching.start(changes.release)
+    try:
+        assert changes.acquire(timeout=10)
+        slurm.outdate(env)
+        assert changes.acquire(timeout=10)
+        until(lambda: (folder / "log").read_text().split() == ["job", "node"] * 2, "it has asked anew")
+    finally:
+        watching.close()
+
+
+def test_an_answer_that_cannot_be_read_is_an_error_and_the_earlier_one_stays(
+    bench: tuple[dict[str, str], Path],
+) -> None:
+    env, folder = bench
+    asking = client(env)
+    before = asking.look(10.0).schedule
+    script = (folder / "scontrol").read_text()
+    for words in ("exit 0", "echo no jobs today", f"head -c 700 {FOLDER}/shapes/job-d-oneliner.txt"):
+        (folder / "scontrol").write_text(f"#!/bin/sh\n{words}\n")
+        asking._ask(5.0)
+        assert asking.seen.schedule is before
+        assert (asking.seen.error or "").startswith("Slurm's answer cannot be read: ")
+    (folder / "scontrol").write_text("#!/bin/sh\necho 'slurm_load_jobs error: \x1b[31mnew words' >&2\nexit 1\n")
+    asking._ask(5.0)
+    assert asking.seen.error == "`scontrol` ended with exit code 1: slurm_load_jobs error: [31mnew words"
+    (folder / "scontrol").write_text(script)
+    asking._ask(5.0)
+    assert asking.seen.error is None
+
+
+def test_auto_finds_slurm_only_where_it_is_set_up(tmp_path: Path) -> None:
+    folder = tmp_path / "opt/slurm/bin"
+    folder.mkdir(parents=True)
+    (folder / "scontrol").write_text("#!/bin/sh\n")
+    (folder / "scontrol").chmod(0o755)
+    env = {"PATH": str(folder)}
+    assert find(Settings(), env) is None or Path("/etc/slurm/slurm.conf").exists()
+    assert find(Settings(scheduler="slurm"), env) is not None
+    assert find(Settings(), env | {"SLURM_CONF_SERVER": "ctld:6817"}) is not None
+    assert find(Settings(), env | {"SLURM_CONF": "/anywhere"}) is not None
+    (tmp_path / "opt/slurm/etc").mkdir()
+    (tmp_path / "opt/slurm/etc/slurm.conf").write_text("ClusterName=x\n")
+    assert find(Settings(), env) is not None
+    assert find(Settings(scheduler="none"), env) is None
+    assert find(Settings(), {"PATH": "relative:"}) is None
