@@ -1,10 +1,11 @@
 """What 100 real ssh sessions at 1 Hz cost the client: CPU of the feed per node and poll, beside a bare asyncssh stream.
 
-    python bench/feed.py [--nodes 100] [--seconds 15] [--rounds 3]
+    python bench/feed.py [--nodes 100] [--seconds 15] [--rounds 3] [--transports]
 
 One sshd on 127.0.0.1, a session and an agent of 8 scripted GPUs for every node. Feed and bare stream run as processes
 of their own, alternating. The bare stream does the least that asyncssh allows with the same lines, cipher and ticks:
-it reads them and counts them. CPU is user plus system time of the whole client process.
+it reads them and counts them. CPU is user plus system time of the whole client process. With ``--transports`` it is
+the feed over each of the transports, the ssh processes of `openssh` counted with it.
 """
 
 from __future__ import annotations
@@ -44,14 +45,18 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--transports", action="store_true", help="the feed over each transport, one after the other")
+    parser.add_argument("--transport", default="asyncssh", help=argparse.SUPPRESS)
     parser.add_argument("--client", choices=("feed", "bare"), help=argparse.SUPPRESS)
     parser.add_argument("--ssh-config", help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = [f"node{number:03d}" for number in range(1, args.nodes + 1)]
     if args.client == "feed":
-        feed_client(names, args.ssh_config, args.seconds)
+        feed_client(names, args.ssh_config, args.seconds, args.transport)
     elif args.client == "bare":
         asyncio.run(bare_client(names, args.ssh_config, args.seconds))
+    elif args.transports:
+        transports(names, args.seconds, args.rounds)
     else:
         compare(names, args.seconds, args.rounds)
 
@@ -86,6 +91,54 @@ def compare(names: list[str], seconds: float, rounds: int) -> None:
     print(f"agent, a node: {percent:.2f} % of a core, {mib:.1f} MiB (PSS, its NVML process included)")
 
 
+def transports(names: list[str], seconds: float, rounds: int) -> None:
+    """Run the feed over each transport in turn and print what it took."""
+    found: dict[str, list[dict[str, float]]] = {"asyncssh": [], "openssh": [], "paramiko": []}
+    with tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as folder, server(Path(folder), names) as sshd:
+        state = str(Path(folder) / "state")  # where the sockets of shared connections lie, by which ssh is found
+        for _ in range(rounds):
+            for transport, results in found.items():
+                command = [sys.executable, __file__, "--client", "feed", "--ssh-config", str(sshd.ssh_config)]
+                command += ["--nodes", str(len(names)), "--seconds", str(seconds), "--transport", transport]
+                started = time.monotonic()
+                env = {**os.environ, "XDG_STATE_HOME": state}
+                with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as client:
+                    assert client.stdout is not None
+                    if client.stdout.readline() != "ready\n":
+                        sys.exit(f"{transport}: not all nodes came up")
+                    ready_s = time.monotonic() - started
+                    time.sleep(SETTLE_S)
+                    programs = ssh_programs(str(sshd.ssh_config), state)
+                    before = sum(map(cpu_ns, programs))
+                    time.sleep(seconds)
+                    polls = len(names) * seconds
+                    outside_ms = (sum(map(cpu_ns, programs)) - before) / 1e6 / polls
+                    memory = sum(map(pss_mib, programs))
+                    result = json.loads(client.stdout.readline())
+                    results.append({**result, "outside_ms": outside_ms, "ready_s": ready_s, "programs_mib": memory})
+                until_gone(sshd)
+    print(f"{len(names)} ssh sessions, 8 GPUs each, a reading a second; {rounds} rounds of {seconds:.0f} s, medians")
+    for transport, results in found.items():
+        each = {key: statistics.median(result[key] for result in results) for key in results[0]}
+        programs_words = f" and {each['outside_ms']:.3f} ms in ssh processes" if transport == "openssh" else ""
+        memory_words = f" and {each['programs_mib']:.0f} MiB of ssh processes (PSS)" if transport == "openssh" else ""
+        print(
+            f"{transport}: {each['ms']:.3f} ms of CPU a node and poll{programs_words}; "
+            f"{each['mib']:.0f} MiB{memory_words}; all nodes up after {each['ready_s']:.1f} s"
+        )
+
+
+def ssh_programs(*marks: str) -> list[int]:
+    """Return the pids of ssh processes whose command line has one of ``marks``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and (entry / "comm").read_text() == "ssh\n":
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                found += [int(entry.name)] if any(mark in command for mark in marks) else []
+    return found
+
+
 def verdict(ms: float) -> str:
     return "met" if ms <= GOAL_MS else "missed"
 
@@ -105,9 +158,9 @@ def server(folder: Path, names: list[str]) -> Iterator[Sshd]:
         sshd.stop()
 
 
-def feed_client(names: list[str], ssh_config: str, seconds: float) -> None:
+def feed_client(names: list[str], ssh_config: str, seconds: float, transport: str) -> None:
     """Keep a fleet open; measure its readings alone, then with a snapshot for every change."""
-    settings = Settings(ssh_config=ssh_config, python=sys.executable, connect_timeout="2m")
+    settings = Settings(ssh_config=ssh_config, python=sys.executable, connect_timeout="2m", transport=transport)
     fleet = Fleet([Node(name, name) for name in names], settings, interval_s=1.0, one_shot=False)
     fleet.start()
     fleet.wait(START_S)

@@ -128,6 +128,16 @@ def test_the_agent_of_keys_serves_here_and_is_not_forwarded(lab: Lab, nodes: Clu
         lab.here.run(["pkill", "ssh-agent"])
 
 
+def test_a_key_with_a_passphrase_is_passed_over(lab: Lab) -> None:
+    own(make_key(lab.ssh / "locked"))
+    subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "words", "-f", lab.ssh / "locked"], check=True)
+    own(lab.ssh / "locked")
+    lab.config("Host gpu0?\n  IdentityFile ~/.ssh/locked\n", key_for="* !gpu02")
+    seen = lab.status("gpu01", "gpu02")
+    assert seen["gpu01"]["error"] is None
+    assert (seen["gpu02"]["error"] or "").startswith("ssh: alice@gpu02 was refused: no key was accepted; ")
+
+
 @pytest.mark.parametrize("sessions", [1, 10])
 def test_three_sessions_at_once_on_one_node(lab: Lab, nodes: Cluster, sessions: int) -> None:
     nodes["gpu01"].sshd(f"MaxSessions {sessions}")
