@@ -42,6 +42,10 @@ BENCHES = {
         "0.6 s and 1.5 times nvitop's. gpuboard's first data is a frame drawn before textual is imported; `whole` is "
         "when keys are answered."
     ),
+    "transports": (
+        "The feed over each transport, on real ssh sessions at 1 Hz: CPU per node and poll and memory, the ssh processes "
+        "of `openssh` counted beside."
+    ),
     "board-long": "The same board for ten minutes: its memory. Goal: at most 5 % more than after the first minute.",
     "slurm": (
         "One cycle of questions to Slurm, on 1,000 nodes of 8 GPUs with 2,000 jobs, in the form of a real controller's "
@@ -49,8 +53,8 @@ BENCHES = {
     ),
     "agent": "CPU and memory of the agent on its node, 8 GPUs at 1 Hz. Goal: at most 0.5 % of a core.",
 }
-WORDS = {"board-long": ["board.py", "--minutes", "10"]}  # what is run, where it is not the script of that name
-LONG = {"board-long"}  # measured when named
+WORDS = {"board-long": ["board.py", "--minutes", "10"], "transports": ["feed.py", "--transports"]}  # what is run, where it is not the script of that name
+LONG = {"board-long", "transports"}  # measured when named
 PEERS = ("torch", "asyncssh", "textual", "nvitop", "gpustat", "nvidia-ml-py")
 
 
