@@ -43,8 +43,8 @@ BENCHES = {
         "when keys are answered."
     ),
     "transports": (
-        "The feed over each transport, on real ssh sessions at 1 Hz: CPU per node and poll and memory, the ssh processes "
-        "of `openssh` counted beside."
+        "The feed over each transport, on real ssh sessions at 1 Hz: CPU per node and poll and memory, the ssh "
+        "processes of `openssh` counted beside."
     ),
     "board-long": "The same board for ten minutes: its memory. Goal: at most 5 % more than after the first minute.",
     "slurm": (
@@ -53,7 +53,10 @@ BENCHES = {
     ),
     "agent": "CPU and memory of the agent on its node, 8 GPUs at 1 Hz. Goal: at most 0.5 % of a core.",
 }
-WORDS = {"board-long": ["board.py", "--minutes", "10"], "transports": ["feed.py", "--transports"]}  # what is run, where it is not the script of that name
+WORDS = {  # what is run, where it is not the script of that name
+    "board-long": ["board.py", "--minutes", "10"],
+    "transports": ["feed.py", "--transports"],
+}
 LONG = {"board-long", "transports"}  # measured when named
 PEERS = ("torch", "asyncssh", "textual", "nvitop", "gpustat", "nvidia-ml-py")
 
