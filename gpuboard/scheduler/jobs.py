@@ -108,11 +108,12 @@ def _job(record: str, named: int, number: int, shown: str) -> SchedulerJob | Non
     if not named <= owner.start() < end.start():
         raise ValueError("the parts of the record are not in Slurm's order")
     part = record[owner.end() : end.start()]
-    if any(part.count(key) != 1 for key in _ONCE):
-        raise ValueError("a key is there more than once, or not at all")
-    state = value(part, "JobState=") or ""
-    if state in _HOLDS_NOTHING:
+    state = value(part, " JobState=") or ""
+    if state in _HOLDS_NOTHING and part.count("JobState=") == 1:
         return None
+    for key in _ONCE:
+        if part.count(key) != 1:
+            raise ValueError(f"not one{key}")
     rest = part[part.index(" NodeList=") :]
     details = _HELD.findall(rest)
     if part.count(" Nodes=") != len(details) or part.count(" JOB_GRES=") > 1:
@@ -147,10 +148,12 @@ def _job(record: str, named: int, number: int, shown: str) -> SchedulerJob | Non
 
 def _only(pattern: re.Pattern[str], word: str, text: str) -> re.Match[str]:
     """Return the one match of ``pattern``, which begins with ``word``. Raises ValueError where there is not one."""
-    match = pattern.search(text)
-    if match is None or (text.count(word) > 1 and pattern.search(text, match.end()) is not None):
+    at = text.find(word)
+    once = at >= 0 and text.find(word, at + 1) < 0  # nearly always
+    found = [pattern.match(text, at)] if once else list(pattern.finditer(text))
+    if len(found) != 1 or found[0] is None:
         raise ValueError(f"not one{word}")
-    return match
+    return found[0]
 
 
 def _grants(names: str, field: str) -> list[Grant]:

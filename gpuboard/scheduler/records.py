@@ -40,7 +40,7 @@ def value(record: str, key: str) -> str | None:
         return None
     at += len(key)
     end = record.find(" ", at)
-    return record[at : end if end >= 0 else None].strip()
+    return record[at:end] if end >= 0 else record[at:].strip()
 
 
 def moment(text: str) -> float | None:

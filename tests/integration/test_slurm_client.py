@@ -392,7 +392,7 @@ def test_where_munge_does_not_run_that_is_said(slurm: SlurmCluster) -> None:
         "munged does not run on this host (/run/munge/munge.socket.2: No such file or directory), and Slurm needs it: "
         "`systemctl start munge`"
     )
-    assert look(slurm, host="login2", settings=QUICK).seen.error is None
+    until(lambda: look(slurm, host="login2", settings=QUICK).seen.error is None, "munge is there again")
 
 
 def test_where_the_cache_cannot_be_written_everybody_asks_for_himself(slurm: SlurmCluster) -> None:
