@@ -134,6 +134,23 @@ def alone(node: SchedulerNode) -> list[GpuStatic]:
     return found
 
 
+def whole(node: SchedulerNode, gpus: Sequence[GpuStatic]) -> list[GpuStatic]:
+    """Return all GPUs of a node that shows us those of a job of ours alone (device cgroups), by the device files.
+
+    NVML counts such GPUs from 0: they get the indexes that they have among all. Empty where that cannot be told.
+    """
+    own = {gpu.minor: gpu for gpu in gpus}
+    all_of_them = alone(node)
+    if None in own or len(own) < len(gpus) or not own.keys() < {gpu.minor for gpu in all_of_them}:
+        return []
+    seen = {
+        gpu.minor: msgspec.structs.replace(gpu, index=other.index)
+        for other in all_of_them
+        if (gpu := own.get(other.minor))
+    }
+    return [seen.get(gpu.minor, gpu) for gpu in all_of_them]
+
+
 def job_of(job: SchedulerJob) -> Job:
     """Return a job as it is shown beside a GPU, its text made inert."""
     words = "" if job.state == "running" else clean(job.state.replace("_", " "), 64)

@@ -79,8 +79,8 @@ class Join:
             return None
         gpus = in_order(facts)
         unseen = not gpus
-        if unseen:
-            gpus = jobs.alone(node)
+        shown = jobs.alone(node) if unseen else jobs.whole(node, gpus) if hello and hello.job else []
+        gpus = shown or gpus
         held = self._held.get(node.name, [])
         ruled = jobs.rule(node, held, gpus, {} if unseen else _evidence(facts))
         rulings = ruled.gpus if self._error is None else _aged(ruled.gpus, self._schedule.at)
@@ -89,7 +89,7 @@ class Join:
             reason=clean(node.reason, 300),
             reservation=clean(node.reservation, 96),
             gpus=rulings,
-            alone=gpus if unseen else [],
+            shown=shown,
             doubt=jobs.node_words(node)[1],
             error=self._error,
         )

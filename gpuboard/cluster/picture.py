@@ -49,7 +49,7 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     reason: str = ""
     reservation: str = ""
     gpus: dict[str, Ruling] = {}  # by UUID
-    alone: list[GpuStatic] = []  # its GPUs, where nothing else has ever shown them
+    shown: list[GpuStatic] = []  # its GPUs, where nothing else has shown all of them; []: those that the node lists
     doubt: str = ""  # why it is not known what is the case there
     error: str | None = None  # why there is no current answer
 
@@ -147,9 +147,9 @@ def stale_after_s(facts: NodeFacts, view: View) -> float:
 
 
 def in_order(facts: NodeFacts, scheduled: Scheduled | None = None) -> list[GpuStatic]:
-    """Return every GPU the node ever listed to us, by NVML's index; of one that never did, those of the scheduler."""
-    if not facts.known and scheduled is not None:
-        return scheduled.alone
+    """Return every GPU the node ever listed to us, by NVML's index, and those that only the scheduler shows."""
+    if scheduled is not None and scheduled.shown:
+        return scheduled.shown
     return sorted(facts.known.values(), key=lambda gpu: (gpu.index, gpu.uuid))
 
 
@@ -236,7 +236,7 @@ def gpu_view(
     """Return one GPU, judged; ``seen``: what its node's newest reading and the one before say of it."""
     now, before = seen
     scheduled = view.scheduled.get(facts.name)
-    unseen = is_unseen(facts, view)
+    unseen = is_unseen(facts, view) or (bool(facts.known) and static.uuid not in facts.known)
     reading = None if unseen else _reading_of(static, now, facts, facts.reading)
     previous = None if view.one_shot else _reading_of(static, before, facts, facts.previous)
     about = Facts(

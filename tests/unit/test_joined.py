@@ -83,7 +83,7 @@ def test_without_any_answer_every_node_is_in_doubt() -> None:
 def test_a_node_that_was_never_read_has_the_gpus_that_slurm_counts() -> None:
     found = joined(Seen(SCHEDULE, arrived=99.0)).of(NodeFacts(name="gpu01"))
     assert found is not None
-    assert [gpu.uuid for gpu in found.alone] == ["slurm-gpu01-0", "slurm-gpu01-1"]
+    assert [gpu.uuid for gpu in found.shown] == ["slurm-gpu01-0", "slurm-gpu01-1"]
     assert [job.id for job in found.gpus["slurm-gpu01-0"].jobs] == ["7"]
     assert found.reason == "a[31m b", "no control character is left"
 
@@ -100,3 +100,18 @@ def test_processes_tell_whose_a_gpu_is_where_numbers_do_not() -> None:
     assert seen is not None
     assert [[job.id for job in seen.gpus[uuid].jobs] for uuid in ("u0", "u1")] == [[], ["7"]]
     assert not seen.gpus["u0"].doubt
+
+
+def test_a_node_that_shows_the_gpus_of_our_job_alone_has_the_others_by_slurm() -> None:
+    confined = [replace(STATICS[0], index=0, uuid="mine", minor=1)]  # NVML counts from 0 there
+    hello = Hello(hostname="gpu01", boot_id="", uid=1, user="", pid=1, python="", job="7")
+    ours = replace(JOB, grants=(Grant("gpu01", (Gres("h100", 1, (1,)),)),))
+    join = joined(Seen(replace(SCHEDULE, jobs=(ours,)), arrived=99.0))
+    facts = NodeFacts(name="gpu01", hello=hello, known={gpu.uuid: gpu for gpu in confined})
+    found = join.of(facts)
+    assert found is not None
+    assert [(gpu.uuid, gpu.index) for gpu in found.shown] == [("slurm-gpu01-0", 0), ("mine", 1)]
+    assert [[job.id for job in found.gpus[gpu.uuid].jobs] for gpu in found.shown] == [[], ["7"]]
+    outside = join.of(replace(facts, name="10.0.0.1", hello=replace(hello, job=None)))
+    assert outside is not None
+    assert not outside.shown, "a GPU that is missing there is missing"

@@ -72,7 +72,7 @@ SCHEDULED = st.builds(
     Scheduled,
     state=st.sampled_from(["idle", "mixed+drain"]),
     gpus=st.dictionaries(st.sampled_from(["GPU-a", "GPU-b", "MIG-0"]), st.sampled_from(RULINGS)),
-    alone=st.sampled_from([[], STATICS[:1]]),
+    shown=st.sampled_from([[], STATICS[:1], [*STATICS, GpuStatic(3, "slurm-3", "h100", "", minor=3)]]),
     doubt=st.sampled_from(["", "Slurm: the node is down"]),
     error=st.sampled_from([None, None, "no answer"]),
 )
