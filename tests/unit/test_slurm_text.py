@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from gpuboard import nodesets
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
 from gpuboard.scheduler import checks
 from gpuboard.scheduler.gres import GresError, Resources, resources
@@ -321,3 +322,25 @@ def test_hidden_shards_make_a_node_doubtful() -> None:
     found = holding(recorded("untyped/job-d-oneliner"))
     assert checks.joined(found, nodes(text), [])["node1"].doubt == ""
     assert "shards of its GPUs" in checks.joined([], nodes(text), [])["node1"].doubt
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("node1", ["node1"]),
+        ("node[1-3]", ["node1", "node2", "node3"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("a-b[3-3].c", ["a-b3.c"]),
+        ("node[1,3-4],x7", ["node1", "node3", "node4", "x7"]),
+        ("rack[0-1]node[1-2]", ["rack0node1", "rack0node2", "rack1node1", "rack1node2"]),
+    ],
+)
+def test_lists_of_nodes(text: str, names: list[str]) -> None:
+    assert sorted(nodesets.listed(text)) == names
+    assert sorted(nodesets.expand(text)) == names
+
+
+@pytest.mark.parametrize("text", ["", "@all", "a b", "n[1", "n]", "n[3-1]", "n[a-b]", "n,", "a!b", "n*", "n[1-99999]"])
+def test_what_is_no_list_of_nodes(text: str) -> None:
+    with pytest.raises(ValueError, match="no list of nodes|more than"):
+        nodesets.listed(text)
