@@ -89,8 +89,13 @@ def test_asking_without_a_controller_is_refused_in_time(slurm: SlurmCluster, fau
     assert "slurmctld" in err
 
 
-@pytest.mark.parametrize(("fault", "cure"), [("kill", "restart"), ("stop", "continue"), ("restart", None)])
-def test_a_launch_goes_on_without_the_controller(slurm: SlurmCluster, fault: str, cure: str | None) -> None:
+@pytest.mark.parametrize(
+    ("fault", "before_its_end", "after_it"),
+    [("kill", None, "restart"), ("stop", "continue", None), ("restart", None, None)],
+)
+def test_a_launch_goes_on_without_the_controller(
+    slurm: SlurmCluster, fault: str, before_its_end: str | None, after_it: str | None
+) -> None:
     with opened(slurm) as lab:
         lab.put("script.py", WAIT)
         command = f"gpuboard launch --n 4 --per-node 2 {FAKE} script.py"
@@ -103,11 +108,13 @@ def test_a_launch_goes_on_without_the_controller(slurm: SlurmCluster, fault: str
             begun = time.monotonic()
             until(lambda: time.monotonic() - begun > 5, "it had time to notice")
             assert process.poll() is None, process.communicate()
+            if before_its_end:
+                slurm.controller(before_its_end)
             lab.put("stop", "")
             out, err = process.communicate(timeout=120)
             assert process.returncode == 0, (out, err)
             assert out.count("done") == 4
-        if cure:
-            slurm.controller(cure)
+        if after_it:
+            slurm.controller(after_it)
         until(lambda: slurm.jobs() == set(), f"no job is left; it said: {err}", 90)
         until(lambda: lab.processes() == [], "nothing of it is left on the nodes")
