@@ -357,7 +357,10 @@ class SlurmAllocator:
                         handed.started(number, LONGEST_S)
                 handed.abandon()
                 until = time.monotonic() + _CANCEL_S
-                while number and keeper.has(lease, self._env) and time.monotonic() < until:
+                while number and keeper.has(lease, self._env):
+                    if time.monotonic() > until:
+                        self._progress(f"Slurm has not cancelled job {number} yet: your keeper goes on trying")
+                        return
                     time.sleep(0.02)
 
     # --- in words

@@ -28,7 +28,7 @@ LOOK_SHARE = 50  # and at least so many times what the last one took
 COMMAND_S = 30.0
 SECRETS = ("SLURM_JWT",)  # variables that no record holds: the keeper has them from the command that started it
 _SETTLE_S = 4.0  # from one look that finds no job to the next, where its number was never learned
-_SUBMIT_S = 60.0  # that the command which submits a job is waited for
+_SUBMIT_S = 60.0  # that the end of the command which submits a job is waited for, before it is said that it lasts
 
 _IN_TIME = "its time limit has come"
 # States in which a job holds nothing (squeue(1), JOB STATE CODES), and what to say of them.
@@ -155,7 +155,9 @@ class JobCalls:
     def _release(self) -> Answer:
         """End the job. It counts as ended when it is seen no more, also one that a submission still brings."""
         until = time.monotonic() + _SUBMIT_S
-        while _submitting(self._lease) and time.monotonic() < until:
+        while _submitting(self._lease):
+            if time.monotonic() > until:
+                return Answer(None, "lost", "it is still being submitted")
             time.sleep(0.05)
         cancelled = _run(self._job.cancel, self._job.environ)
         if cancelled is None or cancelled.code != 0:

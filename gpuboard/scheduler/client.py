@@ -93,6 +93,8 @@ class Jobs:
         self._begun = True
         environ = self.environ | {SUBMITTING: lease}
         self._submitting = Command([_program("sbatch"), *arguments], environ, script.encode())
+        if self._submitting.wait(SUBMIT_S) is None:
+            self._submitting.kill()  # what it has asked for by now, the controller may do all the same
         return self._outcome(SUBMIT_S)
 
     def settle(self, timeout_s: float) -> int | None:

@@ -338,3 +338,29 @@ def test_the_python_interface(slurm: SlurmCluster) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:2] == ["1 [0, 1] gpu01", "RUNNING 10:00"]
     all_gone(slurm)
+
+
+def test_gpus_that_cannot_be_seen_or_are_broken_are_given_back(slurm: SlurmCluster) -> None:
+    gpu01 = slurm.nodes["gpu01"]
+    gpu01.hide_library()
+    words = refused(slurm, "--n", "1", "--nodes", "gpu01", code=1)
+    assert words.startswith("Slurm job 1 runs, but its GPUs on gpu01 cannot be seen: ")
+    gpu01.show_library()
+    gpu01.script([Gpu(remap=(0, 1)), *(Gpu() for _ in range(7))])
+    words = refused(slurm, "--n", "1", "--nodes", "gpu01", code=1)
+    assert "Slurm gave job 2 GPUs that are broken: gpu01:0: " in words
+    assert words.endswith("try --exclude gpu01")
+    gpu01.script([Gpu() for _ in range(3)])
+    words = refused(slurm, "--n", "5", "--nodes", "gpu01", code=1)
+    assert "cannot be seen" in words
+    assert "Slurm says that the job has 5 GPUs here, and NVML shows 3" in words
+    until(lambda: not slurm.jobs(), "no job is left")
+
+
+def test_a_full_home_is_said_before_anything_is_asked(slurm: SlurmCluster) -> None:
+    home = slurm.nodes.home("alice")
+    (home / ".local").write_text("in the way")
+    done = gpuboard(slurm, "allocate", "--n", "1", *DETACHED, "--format", "uuids")
+    assert done.returncode == 1
+    assert "/srv/home/alice/.local" in done.stderr
+    assert slurm.jobs() == set()
