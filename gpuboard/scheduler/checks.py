@@ -43,7 +43,7 @@ def contradictions(pieces: Sequence[Piece], nodes: Mapping[str, SchedulerNode]) 
 def _clash(node: SchedulerNode, grants: Sequence[tuple[SchedulerJob, Grant]]) -> str:
     """Return why jobs cannot all hold what they say on a node, "" where they can."""
     used = {index for gres in node.used for index in gres.indexes or ()}
-    told = all(gres.indexes is not None for gres in node.used)
+    told = bool(node.used) and all(gres.indexes is not None for gres in node.used)
     holders: dict[int, str] = {}
     count = 0
     for job, grant in grants:
@@ -55,7 +55,7 @@ def _clash(node: SchedulerNode, grants: Sequence[tuple[SchedulerJob, Grant]]) ->
                 if told and index not in used:
                     return f"GPU {index} of {node.name} is held by job {job.id} and not in use"
                 holders[index] = job.id
-    if not told and count > _count(node.used):
+    if node.used and not told and count > _count(node.used):
         return f"jobs hold {count} GPUs of {node.name}, of which {_count(node.used)} are in use"
     return ""
 
@@ -146,7 +146,7 @@ def _bears_out(true: TrueJob | None, job: SchedulerJob) -> bool:
     """Tell whether a job is what `squeue` says of it. One that is ending leaves its nodes one by one."""
     if true is None or true.uid != job.uid:
         return False
-    return true.ended or job.state == "completing" or {grant.node for grant in job.grants} <= set(true.nodes)
+    return true.ended or "completing" in {job.state, true.state} or {g.node for g in job.grants} <= set(true.nodes)
 
 
 def is_reserved(nodes: Mapping[str, SchedulerNode]) -> bool:

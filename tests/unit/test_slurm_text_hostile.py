@@ -336,6 +336,30 @@ def test_the_number_of_anothers_job_in_a_text_does_it_no_harm() -> None:
     assert notes == ["the text of one of these jobs imitates Slurm's own: 1 of alice"]
 
 
+@pytest.mark.parametrize(
+    ("now", "kept"),
+    [("RUNNING", [1, 2, 3]), ("COMPLETED", [1, 3]), ("CANCELLED", [1, 3]), ("COMPLETING", [1, 2, 3])],
+)
+def test_a_job_that_ends_between_two_questions_makes_nobody_a_liar(now: str, kept: list[int]) -> None:
+    cluster = [Job(1, "bob", 1002, "node1", 0), Job(2, "alice", 1001, "node1", 1), Job(3, "root", 0, "node2", 0)]
+    pieces = jobs("".join(job.printed() for job in cluster))
+    listed = nodes("".join(node_text(name, of, typed=True) for name, of in {"node1": {0}, "node2": {0}}.items()))
+    assert checks.contradictions(pieces, listed) == ["GPU 1 of node1 is held by job 2 and not in use"]
+    cluster[1].state = now
+    text = "".join(job.listed() for job in cluster)
+    held, notes = checks.corrected(
+        pieces, true_jobs(text.replace("node1|alice", "|alice") if now != "RUNNING" else text), listed
+    )
+    assert ([job.number for job in held], notes) == (kept, [])
+
+
+def test_a_suspended_job_shares_its_gpus_where_jobs_take_turns() -> None:
+    cluster = [Job(1, "bob", 1002, "node1", 0, state="SUSPENDED"), Job(2, "alice", 1001, "node1", 0)]
+    listed, held, notes = looked(cluster, typed=True, tell=True)
+    assert ([(job.number, job.state) for job in held], notes) == ([(1, "suspended"), (2, "running")], [])
+    assert free(listed, held)["node1"] == {1, 2, 3}
+
+
 def test_every_order_of_jobs_gives_the_same() -> None:
     liar = Job(1, "alice", 1001, "node1", 0, command=f"x\n{FAKE}")
     honest = [Job(2, "bob", 1002, "node1", 1), Job(3, "root", 0, "node2", 0)]
