@@ -174,7 +174,7 @@ class Ledgers(msgspec.Struct, frozen=True):
 
     def _may_be_job(self, text: str) -> bool:
         """Tell whether a lease may be a job. Inside a job nearly none is, and Slurm need not answer there."""
-        if not any(node.job is not None for node in self.nodes()):
+        if not self.env.get("SLURM_JOB_ID") or not any(node.job is not None for node in self.nodes()):
             return True
         known = known_rank_map(self.env, text)
         return known is not None and known.job is not None

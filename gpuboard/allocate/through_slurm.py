@@ -12,10 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import msgspec
+
 from gpuboard import paths
 from gpuboard.allocate.common import (
     Terms,
     as_allocated,
+    duration,
     keep_rank_map,
     known_rank_map,
     rank_map_file,
@@ -40,7 +43,7 @@ from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.request import Choice, Refusal, Request
 from gpuboard.model.schedule import Schedule
 from gpuboard.model.text import clean
-from gpuboard.model.units import format_duration, parse_duration
+from gpuboard.model.units import parse_duration
 from gpuboard.scheduler import submit
 from gpuboard.scheduler.client import Jobs, JobState, Uncertain
 from gpuboard.scheduler.jobscript import PAUSE_S, script
@@ -78,6 +81,7 @@ class SlurmAllocator:
     ) -> None:
         here = local_node(nodes)
         self._nodes = [here] if here is not None and not said else list(nodes)
+        self._left_out = folded([node.name for node in nodes]) if len(self._nodes) < len(nodes) else ""
         self._settings = settings
         self._env = env
         self._scheduler = scheduler
@@ -160,8 +164,8 @@ class SlurmAllocator:
         self.notes += gpus.notes
         if heartbeat and not self._is_home_shared(heartbeat):
             self.notes.append(
-                f"the nodes do not see {Path(heartbeat).parent}: lease {lease} lasts until its time limit, also when "
-                "this shell ends; `gpuboard release` ends it"
+                f"the nodes do not see {Path(heartbeat).parent}: should this host or the lease's keeper go down, "
+                f"lease {lease} lasts until its time limit"
             )
         held = terms.holder and LeaseHolder(terms.holder.pid, True)
         made = lease_of(lease, job, gpus.all(), purpose=terms.purpose, holder=held)
@@ -182,14 +186,15 @@ class SlurmAllocator:
         if {name for name, _, _ in partitions}.isdisjoint(wanted):
             wanted = []  # hidden from us, or not there: Slurm will say
         limits = [limit for name, _, limit in partitions if name in wanted and limit is not None]
-        longest_s = parse_duration(self._settings.max_lease)
         if for_s is None:
-            for_s = min(parse_duration(self._settings.slurm.time), longest_s, *limits)
-        elif for_s > longest_s:
-            raise UsageError(f"--for {format_duration(for_s)} is longer than max_lease = {self._settings.max_lease}")
+            for_s = min(parse_duration(self._settings.slurm.time), duration(None, self._settings), *limits)
+        for_s = duration(for_s, self._settings)
         within = Limits(self._scope(schedule), tuple(wanted), self._asked.reservation)
         answer = fit(request, schedule, within)
         if isinstance(answer, Refusal):
+            if self._left_out:
+                words = f"{answer.message}\n  only this machine was looked at; add --nodes '{self._left_out}' for all"
+                answer = msgspec.structs.replace(answer, message=words)
             raise NeverPossible(answer)
         return answer, for_s
 

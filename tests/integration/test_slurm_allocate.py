@@ -310,6 +310,9 @@ def test_a_node_with_slurm_asks_for_its_own_gpus(slurm: SlurmCluster) -> None:
     done = slurm.nodes["gpu02"].run(["gpuboard", "allocate", "--n", "1", "--detach", "--for", "5m", "--format", "json"])
     made = json.loads(done.stdout)
     assert held(slurm, made["lease"]["job"]) == {"gpu02": {0}}
+    done = slurm.nodes["gpu02"].run(["gpuboard", "allocate", "--n", "9", *DETACHED])
+    assert done.returncode == 3
+    assert "only this machine was looked at; add --nodes 'gpu[01-03]' for all" in done.stderr
 
 
 def test_somebody_on_a_gpu_that_slurm_gave_is_named(slurm: SlurmCluster) -> None:
