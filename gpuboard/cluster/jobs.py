@@ -24,7 +24,7 @@ _OTHER_COUNT = "Slurm counts other GPUs there than the node has"
 _WITHHELD = ("drain", "drained", "draining", "fail", "failing", "maint", "maintenance", "reserved", "planned",
              "blocked", "reboot", "reboot_issued", "reboot_requested")  # fmt: skip
 _DOUBTFUL = ("down", "not_responding", "unknown", "future", "error", "power_down", "powered_down", "powering_down",
-             "powering_up", "cloud", "no_respond", "invalid", "invalid_reg", "unregistered")  # fmt: skip
+             "powering_up", "no_respond", "invalid", "invalid_reg", "unregistered")  # fmt: skip
 _GPUS_MAX = 1024  # of one node that only the scheduler shows: beyond that its line is nonsense
 
 Held = tuple[SchedulerJob, Grant]

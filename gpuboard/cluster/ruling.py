@@ -15,6 +15,7 @@ from gpuboard.model.text import clean
 from gpuboard.scheduler.base import Scheduler
 
 _LOOK_S = 15.0  # for one question to a controller that may hang; the scheduler's own deadlines are shorter
+_NOTES = 20  # shown of what an answer leaves open
 
 Ways = Callable[[NodeFacts], tuple[bool, list[str]]]
 
@@ -61,7 +62,9 @@ class Ruling:
         """Return how current its answers are."""
         seen = self._scheduler.seen
         age_s = None if seen.schedule is None else max(0.0, round(now - seen.arrived, 1))
-        return SchedulerView("slurm", age_s, None if seen.error is None else clean(seen.error, 500), seen.current(now))
+        error = None if seen.error is None else clean(seen.error, 500)
+        notes = [clean(note, 300) for note in seen.schedule.notes[:_NOTES]] if seen.schedule is not None else []
+        return SchedulerView("slurm", age_s, error, seen.current(now), notes)
 
     def close(self) -> None:
         """Ask no more."""

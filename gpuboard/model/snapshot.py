@@ -128,6 +128,7 @@ class SchedulerView(msgspec.Struct, frozen=True, gc=False):
     age_s: float | None  # of its newest answer; None: it has given none
     error: str | None = None  # why there is no newer one
     current: bool = False  # whether that answer still says something about now
+    notes: list[str] = []  # what of that answer could not be read, or contradicts itself
 
 
 class Snapshot(msgspec.Struct, frozen=True, gc=False):
@@ -141,9 +142,11 @@ class Snapshot(msgspec.Struct, frozen=True, gc=False):
 
 
 def scheduler_words(seen: SchedulerView | None) -> str:
-    """Return what is to be said of a scheduler that does not answer, "" when it does."""
+    """Return what is to be said of a scheduler that does not answer, or not clearly; "" when it does."""
     if seen is None or (seen.error is None and (seen.current or seen.age_s is None)):
-        return ""
+        notes = seen.notes if seen is not None else []
+        more = f"; and {len(notes) - 1} more" if len(notes) > 1 else ""
+        return f"Slurm: {notes[0]}{more}" if notes else ""
     error = f": {seen.error}" if seen.error else ""
     if seen.age_s is None:
         return f"Slurm gives no answer{error}; nothing is called free meanwhile"

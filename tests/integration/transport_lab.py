@@ -104,10 +104,10 @@ class Driven:
     def received(self, number: int, size: int) -> dict[str, Any]:
         """Return what a channel has received, once it is so much."""
 
-        def enough() -> dict[str, Any] | None:
+        def enough() -> dict[str, Any]:
             self.tell(op="say", n=number)
             found = self.event("data")
-            return found if found["bytes"] >= size else None
+            return found if found["bytes"] >= size else {}
 
         return until(enough, f"{size} bytes on channel {number}", 30)
 

@@ -63,6 +63,8 @@ def test_banners(nodes: list[NodeView], running_s: float, words: tuple[str, ...]
     [
         (SchedulerView("slurm", 5.0, None, current=True), ()),
         (SchedulerView("slurm", None), ()),  # not asked yet
+        (SchedulerView("slurm", 5.0, None, current=True, notes=["job 7 twice", "x"]),
+         ("Slurm: job 7 twice; and 1 more",)),
         (SchedulerView("slurm", 70.0, "connect failure", current=True),
          ("Slurm's newest answer is 1m old: connect failure",)),
         (SchedulerView("slurm", 400.0, "connect failure"),
