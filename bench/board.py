@@ -1,6 +1,6 @@
 """The board on 1,000 nodes of 8 GPUs at 1 Hz: CPU, memory, and the time from a key to its frame.
 
-    python bench/board.py [--nodes 1000] [--seconds 20] [--keys 100] [--minutes 0]
+    python bench/board.py [--nodes 1000] [--seconds 20] [--keys 100] [--minutes 0] [--slurm]
 
 A process of its own (bench/feeder.py) sends every node's protocol lines; the board decodes them, makes scenes and
 draws. Measured once headless (textual's run_test) and once in a real terminal (tmux, 200x60, textual's own driver):
@@ -45,6 +45,9 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=0, help="watch the memory for so long, in tmux")
     parser.add_argument("--view", choices=("picture", "table"), default="picture")
+    parser.add_argument(
+        "--slurm", action="store_true", help="the same nodes in a Slurm with 2,000 jobs (bench/slurm.py)"
+    )
     parser.add_argument("--kind", choices=("headless", "tmux"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -72,7 +75,7 @@ def measure(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
             board = [sys.executable, __file__, "--kind", kind, "--folder", str(folder), "--nodes", str(args.nodes)]
             board += ["--seconds", str(args.seconds), "--keys", str(args.keys), "--view", args.view]
             minutes = args.minutes if kind == "tmux" else 0.0
-            board += ["--minutes", str(minutes)]
+            board += ["--minutes", str(minutes), *["--slurm"] * args.slurm]
             limit_s = START_S + SETTLE_S + args.seconds + args.keys + 60 * minutes
             if kind == "headless":
                 subprocess.run(board, env=environ(folder), timeout=limit_s, check=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from feeder import FeederConnector
+from slurm import stand_in
 from textual import events
 from textual.drivers.linux_driver import LinuxDriver
 
@@ -25,6 +26,7 @@ from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
 from gpuboard.cluster.inventory import Node
 from gpuboard.config import Settings
+from gpuboard.scheduler.find import find
 
 SETTLE_S = 8.0
 ALL_S = 60.0
@@ -113,7 +115,9 @@ class MeasuredApp(BoardApp):
 def run(args: argparse.Namespace, folder: Path) -> None:
     """Be the board; measure; write report.json into ``folder`` and leave."""
     nodes = [Node(name=f"gpu{number:04d}", host=None) for number in range(args.nodes)]
-    core = Core(nodes, Settings(interval="1s"), os.environ, FeederConnector(str(folder / "feed")))
+    settings = Settings(interval="1s", ssh="all")
+    scheduler = find(settings, stand_in(folder, args.nodes, 2 * args.nodes)) if args.slurm else None
+    core = Core(nodes, settings, os.environ, FeederConnector(str(folder / "feed")), scheduler)
     app = MeasuredApp(core)
     collector.calm()
     CLOCK.cursor = lambda: app.screen.grid.cursor if isinstance(app.screen, ClusterScreen) else None
