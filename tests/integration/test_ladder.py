@@ -197,12 +197,12 @@ def test_a_node_whose_nvidia_smi_hangs_delays_nobody_and_keeps_nothing(nodes: Cl
             since = len(watched.seen)
             until(lambda: all("old" in gpu.reason for gpu in watched.node("gpu02").gpus), "values grow old", 40)
             ages = [node.age_s or 0.0 for shot in watched.seen[since:] for node in shot.nodes if node.name == "gpu01"]
-            assert max(ages) < 2.5
+            assert max(ages) < 6  # where it waited for gpu02 it would be 30
             files = sorted(path.name for path in gpu02.path("/tmp").iterdir())
             assert files == ["smi"]
             killed = time.monotonic()
         until(lambda: not gpu02.processes(user="alice"), "nothing is left", 5)
-    assert time.monotonic() - killed < 3
+    assert time.monotonic() - killed < 6  # a busy machine takes its time; nvidia-smi itself would sleep on
 
 
 def test_python_that_comes_back_is_found_when_the_connection_is_made_anew(nodes: Cluster) -> None:

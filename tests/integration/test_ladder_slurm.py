@@ -87,11 +87,11 @@ def test_a_job_opens_the_way_and_its_end_closes_it(adopting: SlurmCluster) -> No
         assert asked(gpu01) == before
         number = adopting.submit(["--gres=gpu:2", "-w", "gpu01", "--wrap", "exec sleep 600"], running=True)
         watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way", 30)
-        watch.until(lambda line: states(line, "gpu01") == "aaffffff", "two readings have been made", 10)
+        watch.until(lambda line: states(line, "gpu01") == "aaffffff", "two readings have been made", 30)
         assert asked(gpu01) == before + 1
         adopting.run(["scancel", str(number)], check=True)
         watch.until(lambda line: source(line) == ("slurm", None), "the job's end closes it", 30)
-        until(lambda: not agents(gpu01), "nothing is left on the node", 10)
+        until(lambda: not agents(gpu01), "nothing is left on the node", 30)
     assert asked(gpu01) == before + 1
     assert denied(gpu01) == 0
 
@@ -123,13 +123,13 @@ def test_where_ssh_is_refused_a_step_of_ones_job_leads_there(slurm: SlurmCluster
     with watching(slurm) as watch:
         number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], running=True)
         watch.until(lambda line: source(line) == ("nvml", None), "a step reads it", 40)
-        watch.until(lambda line: states(line, "gpu01") == "aaffffff", "two readings have been made", 10)
+        watch.until(lambda line: states(line, "gpu01") == "aaffffff", "two readings have been made", 30)
         assert len(slurm.run(["squeue", "--steps", "-h", "-u", "alice"], check=True).stdout.splitlines()) == 2
         slurm.run(["scancel", str(number)], check=True)
         watch.until(lambda line: source(line) == ("slurm", None), "the way ends with its job", 30)
         errors = {node(line)["error"] for line in watch.lines} - {None}  # until Slurm has said that the job is over
         assert all("Slurm has ended job" in error or "refused" in error for error in errors), errors
-        until(lambda: not agents(gpu01), "nothing is left on the node", 10)
+        until(lambda: not agents(gpu01), "nothing is left on the node", 30)
 
 
 def test_without_python_and_without_ssh_nvidia_smi_is_asked_in_a_step(slurm: SlurmCluster) -> None:
@@ -140,4 +140,4 @@ def test_without_python_and_without_ssh_nvidia_smi_is_asked_in_a_step(slurm: Slu
     with without_python(gpu01), watching(slurm, 'python = "/usr/bin/python3"') as watch:
         read = watch.until(lambda line: source(line) == ("nvidia-smi", None), "it is read", 40)
         assert len(node(read)["gpus"]) == 2
-    until(lambda: not agents(gpu01), "nothing is left on the node", 10)
+    until(lambda: not agents(gpu01), "nothing is left on the node", 30)
