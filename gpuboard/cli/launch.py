@@ -297,7 +297,8 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
         yield found, "the reservation"
     finally:
         if held is not None:
-            context.ledgers.release(held)
+            for words in context.ledgers.release(held):
+                say(f"lease {held.id} was not given back, it ends by itself: {clean(words)}")
 
 
 def _scope(context: Context) -> list[Node]:
