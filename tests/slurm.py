@@ -117,6 +117,9 @@ rm -rf /dev/nvidia*
 _REMOVE = """
 grep -q " /dev overlay " /proc/mounts && umount -R -l /dev && umount -R -l /run/slurm/dev
 umount -l /etc/slurm
+for kind in devices freezer; do  # else the next module's would be mounted over folders that are gone
+    ! grep -q " /run/slurm/cgroup/$kind " /proc/mounts || umount -l "/run/slurm/cgroup/$kind"
+done
 rm -rf --one-file-system /run/slurm /run/munge
 """
 
