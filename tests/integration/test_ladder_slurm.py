@@ -128,7 +128,8 @@ def test_where_ssh_is_refused_a_step_of_ones_job_leads_there(slurm: SlurmCluster
         slurm.run(["scancel", str(number)], check=True)
         watch.until(lambda line: source(line) == ("slurm", None), "the way ends with its job", 30)
         errors = {node(line)["error"] for line in watch.lines} - {None}  # until Slurm has said that the job is over
-        assert all("Slurm has ended job" in error or "refused" in error for error in errors), errors
+        over = ("Slurm has ended job", f"Slurm job {number} is over", "refused")
+        assert all(any(words in error for words in over) for error in errors), errors
         until(lambda: not agents(gpu01), "nothing is left on the node", 30)
 
 
