@@ -31,6 +31,8 @@ _KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3  # a path that swallows packets is notice
 
 # What goes wrong arrives as a TransportError; log lines would only tear the screen.
 logging.getLogger("asyncssh").setLevel(logging.CRITICAL + 1)
+# asyncio's own, too: that a ProxyCommand was waited for by somebody else when its connection is dropped, for one.
+logging.getLogger("asyncio").setLevel(logging.CRITICAL + 1)
 
 
 class AsyncsshTransport:

@@ -46,7 +46,7 @@ class Lab:
         command = ["gpuboard", "status", "--json", "--nodes", ",".join(names)]
         done = self.here.run(command, env=settings, user=user)
         assert done.returncode in ({0} if check else {0, 6}), done.stderr
-        assert done.stderr == ""
+        assert done.stderr == "", done.stderr
         return {node["name"]: node for node in json.loads(done.stdout)["nodes"]}
 
     @contextmanager
