@@ -113,6 +113,7 @@ class _Asked:
 
     def run(self, *options: str) -> "Tuple[bytes, bytes]":
         """Return its standard output and error. Raises Bad when it cannot be started or does not end in time."""
+        own = os.getpid()
         try:
             process = self.process = subprocess.Popen(
                 [self.path] + list(options),
@@ -120,7 +121,7 @@ class _Asked:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=dict(os.environ, LC_ALL="C"),
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has one thread
+                preexec_fn=lambda: _end_with(own),  # noqa: PLW1509 - this process has one thread
             )
         except OSError as error:
             raise smi.Bad("%s cannot be started: %s" % (self.path, error.strerror))
@@ -158,10 +159,13 @@ class _Ended(smi.Bad):
     """It had to be killed: nothing else is asked of it."""
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
+    """Ask the kernel for our end when ``parent`` ends; end now where it has ended already."""
     import ctypes  # loaded already: the NVML process has tried NVML
 
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _placed(facts: "Dict[str, Any]") -> "Dict[str, Any]":
