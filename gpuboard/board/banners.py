@@ -20,10 +20,11 @@ def banners(snapshot: Snapshot, *, running_s: float) -> tuple[str, ...]:
     if silence and all(node.source == "slurm" for node in nodes):
         return (silence,)
     if all(node.state == "unreachable" for node in nodes):
-        waiting = sum(node.error == "no answer yet" for node in nodes)
-        if waiting == len(nodes) and running_s < _FIRST_S:
+        failed = [node.error for node in nodes if not node.connecting]
+        if not failed and running_s < _FIRST_S:
             return ()
-        found.append(f"no node answers{_reason(nodes, [node.error for node in nodes])}")
+        yet = " yet" if len(failed) < len(nodes) else ""
+        found.append(f"no node answers{yet}{_reason(nodes, failed)}")
     elif all(node.state != "up" for node in nodes):
         found.append(f"no node answers any more{_reason(nodes, [node.error for node in nodes])}")
     elif not any(node.gpus for node in nodes) and all(node.state == "up" for node in nodes):
@@ -44,6 +45,6 @@ def _reason(nodes: Sequence[NodeView], reasons: Sequence[str | None]) -> str:
     counts = Counter(reason for reason in reasons if reason)
     if not counts:
         return ""
-    (first, number), *others = counts.most_common()
-    of = f" ({number} of {len(nodes)})" if others else ""
+    first, number = counts.most_common(1)[0]
+    of = f" ({number} of {len(nodes)})" if number < len(nodes) else ""
     return f": {first}{of}"

@@ -15,7 +15,7 @@ from gpuboard.model.state import STATES
 from gpuboard.model.units import parse_duration, parse_size
 
 Predicate = Callable[[NodeView, GpuView | None, Scene], bool]
-NODE_STATES = ("up", "stale", "unreachable")
+NODE_STATES = ("up", "stale", "connecting", "unreachable")
 FLAGS = ("rogue", "idle", "overdue", "disputed", "sick", "mig")
 
 
@@ -242,7 +242,9 @@ def _percent(text: str) -> float:
 KEYS: Mapping[str, Key] = {
     "state": Key(
         f"one of {', '.join(STATES)}", 1,
-        _one_of((*STATES, *NODE_STATES), lambda node, gpu: ("unknown" if gpu is None else gpu.state, node.state)),
+        _one_of((*STATES, *NODE_STATES), lambda node, gpu: (
+            "unknown" if gpu is None else gpu.state, "connecting" if node.connecting else node.state,
+        )),
     ),
     "user": Key("a person, user:alice", 5, _text(lambda node, gpu, scene: _people(gpu, scene), begins=True)),
     "node": Key("a node or nodeset, node:gpu[01-04]", 2, _node),

@@ -84,6 +84,8 @@ def notice(known: Known, width: int) -> list[Runs]:
     node, gpu = known.now.node, known.now.gpu
     if node.state == "stale":
         return named("Silent", f"{node.name}: nothing heard.{age}", "warn", width)
+    if node.connecting:
+        return named("Connecting", f"{node.name}: {node.error or 'no answer yet'}.{age}", "unknown", width)
     if node.state != "up":
         return named("Down", f"{node.name}: {node.error or 'no answer'}.{age}", "warn", width)
     return named("Lost" if gpu.state == "broken" else "Not read", f"{gpu.error or gpu.reason}.{age}", "bad", width)

@@ -1,4 +1,4 @@
-"""The header: what is free, by model; nodes that are down; the age of the oldest reading (pure)."""
+"""The header: what is free, by model; nodes that are down or not heard from; the age of the oldest reading (pure)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Sums(NamedTuple):
 
     models: list[Count]  # most GPUs first
     nodes: int
-    down: int  # not reachable, or never read
+    down: int  # not reachable
+    connecting: int  # never heard from, and nothing has failed yet
     silent: int  # stale
     oldest_s: float | None  # age of the oldest reading, also of nodes that are silent or down; None: there is none
 
@@ -52,7 +53,7 @@ def sums(scene: Scene) -> Sums:
     states: Counter[str] = Counter()
     oldest_s: float | None = None
     for node in scene.snapshot.nodes:
-        states[node.state] += 1
+        states["connecting" if node.connecting else node.state] += 1
         if node.age_s is not None and (oldest_s is None or node.age_s > oldest_s):
             oldest_s = node.age_s
         for gpu in node.gpus:
@@ -68,7 +69,8 @@ def sums(scene: Scene) -> Sums:
         models.setdefault(short_model(name), Counter())[state] += count
     counts = [Count(model, states.total(), states) for model, states in models.items()]
     counts.sort(key=lambda count: (-count.total, count.model))
-    return Sums(counts, len(scene.snapshot.nodes), states["unreachable"], states["stale"], oldest_s)
+    nodes = len(scene.snapshot.nodes)
+    return Sums(counts, nodes, states["unreachable"], states["connecting"], states["stale"], oldest_s)
 
 
 def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
@@ -162,6 +164,8 @@ def _about(facts: Sums, *, words: bool) -> list[Runs]:
         parts.append(((f"{facts.nodes} nodes" if facts.nodes != 1 else "1 node", "dim"),))
     if facts.down:
         parts.append(((f"{facts.down} down" if words else f"{facts.down} node{'s' * (facts.down > 1)} down", "bad"),))
+    if facts.connecting:
+        parts.append(((f"{facts.connecting} connecting", "unknown"),))
     if facts.silent:
         parts.append(((f"{facts.silent} silent", "warn"),))
     oldest = age(facts.oldest_s)

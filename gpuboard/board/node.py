@@ -44,8 +44,9 @@ def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
     """Return what is known of a node beside its GPUs."""
     driver = f"driver {node.driver or '?'}   CUDA {node.cuda or '?'}   read through {node.source}"
     lines: list[Runs] = [[(node.name, "title"), (f"  {driver}", "")]]
-    lines += named("Connection", _connection(node), _STATE_ROLES.get(node.state, "unknown"), width)
-    if node.error is not None:
+    role = "unknown" if node.connecting else _STATE_ROLES.get(node.state, "unknown")
+    lines += named("Connection", _connection(node), role, width)
+    if node.error is not None and not node.connecting:
         lines += named("Error", node.error, "bad", width)
     if node.claims_error is not None:
         lines += named("Reservations", f"not possible here: {node.claims_error}", "bad", width)
@@ -54,7 +55,7 @@ def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
         words = "; ".join([node.scheduler_state, *filter(None, why)])
         lines += named("Scheduler", words, "warn" if any(why) else "", width)
     read = "never" if node.age_s is None else f"{age(node.age_s)} ago"
-    lines += named("Last reading", read, "" if node.state == "up" else "warn", width)
+    lines += named("Last reading", read, "" if node.state == "up" else role, width)
     old = node.state != "up"
     cpu = None if node.cpu_percent is None else node.cpu_percent / 100
     lines.append(_host("CPU", cpu, _cpu_words(node), glyphs, old))
@@ -67,6 +68,8 @@ def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
 
 
 def _connection(node: NodeView) -> str:
+    if node.connecting:
+        return f"connecting: {node.error or 'no answer yet'}"
     if node.source == "slurm":
         return "none: only Slurm shows it (docs/slurm.md, Ways to a node)"
     if node.state == "up":
@@ -176,7 +179,9 @@ class NodeScreen(ActingScreen):
         glyphs = self.board.look.glyphs
         self.query_one("#node", Pane).show(lambda width: [*above(scene, width), *node_lines(node, glyphs, width)])
         grid = self.query_one("#gpus", Grid)
-        empty = "no GPU is known: the node was never read" if node.age_s is None else "no GPU"
+        empty = "no GPU"
+        if node.age_s is None:
+            empty = f"no GPU is known{' yet' if node.connecting else ''}: the node was never read"
         if grid.empty != empty:
             grid.empty = empty
             grid.redraw()

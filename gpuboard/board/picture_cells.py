@@ -58,14 +58,14 @@ def cells_of(item: NodeRow, scene: Scene, focus: Focus, look: Look) -> tuple[Cel
     connection = _connection(node)
     if not node.gpus:
         words = node.error or "no GPU found"
-        return (name, connection, Cell(words, "bad" if node.state == "unreachable" else "warn", rest=True))
+        return (name, connection, Cell(words, trouble_role(node), rest=True))
     shown = [gpu for gpu in node.gpus if item.shown is None or gpu.uuid in item.shown]
     free, total = map(sum, zip(*(units(gpu) for gpu in shown), strict=True)) if shown else (0, 0)
     known = node.state == "up"
     count = Cell(f"{free if known else UNKNOWN}/{total}", ("free" if free else "dim") if known else "unknown")
     head = (name, connection, Cell(_gpus(item, focus, look)), count)
     if node.error:
-        return (*head, Cell(node.error, "bad" if node.state == "unreachable" else "warn", rest=True))
+        return (*head, Cell(node.error, trouble_role(node), rest=True))
     models = Counter(short_model(gpu.name) for gpu in node.gpus).most_common()
     model = models[0][0] + (f" +{len(models) - 1}" if len(models) > 1 else "")
     return (
@@ -136,8 +136,17 @@ def units(gpu: GpuView) -> tuple[int, int]:
 def _connection(node: NodeView) -> Cell:
     if node.state == "up":
         return Cell("up", "warn" if node.error else "dim")
+    if node.connecting:
+        return Cell("connecting", "unknown")
     word = "silent" if node.state == "stale" else "down"
-    return Cell(word if node.age_s is None else f"{word} {age(node.age_s)}", "warn" if word == "silent" else "bad")
+    return Cell(word if node.age_s is None else f"{word} {age(node.age_s)}", trouble_role(node))
+
+
+def trouble_role(node: NodeView) -> str:
+    """Return the style of what is said of a node whose newest reading is not all there is to say."""
+    if node.connecting:
+        return "unknown"
+    return "bad" if node.state == "unreachable" else "warn"
 
 
 def _maybe(words: str) -> Cell:

@@ -11,7 +11,7 @@ from gpuboard.board.arrange import Row as Item
 from gpuboard.board.cells import width
 from gpuboard.board.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.board.look import LETTERS
-from gpuboard.board.picture_cells import MIG, group_words, letter_of, units
+from gpuboard.board.picture_cells import MIG, group_words, letter_of, trouble_role, units
 from gpuboard.board.plots import bar, spark
 from gpuboard.board.rows import Runs
 from gpuboard.board.scene import Place, Scene
@@ -91,7 +91,8 @@ class GpuTable(Grid):
         if isinstance(item, Device):
             return Row(item.mig.uuid, partial(self._device, item), dim=item.place.node.state != "up")
         if isinstance(item, NodeView):
-            words = Cell(item.error or "no GPU found", "bad" if item.state == "unreachable" else "warn", rest=True)
+            said = item.error or "no GPU found"
+            words = Cell(f"connecting: {said}" if item.connecting else said, trouble_role(item), rest=True)
             return Row(key_of(item), (Cell(item.name), Cell(UNKNOWN, "unknown"), words))
         return Row(item.gpu.uuid, partial(self._gpu, item), dim=item.node.state != "up")
 

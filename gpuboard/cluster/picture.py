@@ -194,12 +194,18 @@ def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
         claims_error=_short(reading.claims_error, 512) if reading else None,
         load1=reading.load1 if reading else None,
         connected=hello is not None and facts.error is None,
+        connecting=state == "unreachable" and _is_awaited(facts),
     )
 
 
 def is_unseen(facts: NodeFacts, view: View) -> bool:
     """Return whether only the scheduler shows a node: nothing was ever read there, or no connection is wanted now."""
     return facts.name in view.scheduled and (facts.closed or facts.reading is None)
+
+
+def _is_awaited(facts: NodeFacts) -> bool:
+    """Return whether a node's first answer is still to come, with nothing that speaks against it."""
+    return facts.reading is None and facts.error is None and not facts.closed
 
 
 def _unseen_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
@@ -220,6 +226,7 @@ def _unseen_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
         age_s=view.scheduler.age_s if view.scheduler else None,
         source="slurm",
         gpus=gpus,
+        connecting=state == "unreachable" and not scheduled.doubt and _is_awaited(facts),
     )
 
 

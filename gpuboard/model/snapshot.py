@@ -119,6 +119,7 @@ class NodeView(msgspec.Struct, frozen=True, gc=False):
     connected: bool = False  # whether its agent is there now; ``error`` says why not
     scheduler_reason: str | None = None  # why it is drained or down, who said so, when
     scheduler_reservation: str | None = None
+    connecting: bool = False  # "unreachable" so far, but not known to be: its first answer is still to come
 
 
 class SchedulerView(msgspec.Struct, frozen=True, gc=False):

@@ -93,6 +93,11 @@ def unread(name: str, error: str = "ssh: no answer in 5 s") -> NodeView:
     return NodeView(name=name, state="unreachable", error=error)
 
 
+def awaited(name: str) -> NodeView:
+    """Return a node whose first answer is still to come."""
+    return NodeView(name=name, state="unreachable", error="no answer yet", connecting=True)
+
+
 def lease(name: str, owner: str, gpus: Sequence[tuple[str, int]], uid: int = 1001) -> Lease:
     """Return a lease on GPUs given by node and index."""
     return Lease(

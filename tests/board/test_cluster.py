@@ -21,7 +21,7 @@ from gpuboard.board.node import NodeScreen
 from gpuboard.board.picture import Picture
 from gpuboard.board.scene import Scene
 from tests.board.lab import screen, settle
-from tests.board.made import GIB, busy, gpu, lease, mig, next_scene, node, scene, still, unread
+from tests.board.made import GIB, awaited, busy, gpu, lease, mig, next_scene, node, scene, still, unread
 
 Check = Callable[[BoardApp, ClusterScreen, Pilot[int]], Awaitable[None]]
 
@@ -91,6 +91,21 @@ def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
         assert lines(shown.grid)[3].endswith("nothing heard for 12 s")
 
     run(tmp_path, check)
+
+
+def test_a_node_not_heard_from_yet_is_connecting_and_not_down(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        assert lines(shown.grid) == ["gpu1   connecting no answer yet", "gpu2   down       ssh: no route to host"]
+        assert "1 node down · 1 connecting" in screen(app) or "1 down · 1 connecting" in screen(app)
+        await pilot.press("t")
+        assert [line.split(None, 2)[2] for line in lines(shown.grid)] == [
+            "connecting: no answer yet", "ssh: no route to host",
+        ]  # fmt: skip
+        await pilot.press("t", "n")
+        assert "Connection   connecting: no answer yet" in screen(app)
+        assert "no GPU is known yet" in screen(app)
+
+    run(tmp_path, check, scene(awaited("gpu1"), unread("gpu2", "ssh: no route to host")))
 
 
 def test_the_table_shows_every_gpu_and_mig_device(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from gpuboard.board.header import header, sums
 from gpuboard.board.scene import Scene
 from gpuboard.board.words import age, gib, pair, short_model
-from tests.board.made import GIB, busy, gpu, mig, node, scene, unread
+from tests.board.made import GIB, awaited, busy, gpu, mig, node, scene, unread
 
 
 def cluster(**changes: str) -> Scene:
@@ -73,8 +73,11 @@ def test_the_header_never_wraps(columns: int) -> None:
 
 
 def test_before_anything_is_known_it_says_so() -> None:
-    (line,) = texts(scene(unread("gpu01", "no answer yet")), 80)
-    assert line.split() == ["no", "GPU", "seen", "1", "node", "·", "1", "down", "·", "oldest", "?", "·"]
+    (line,) = texts(scene(awaited("gpu01"), awaited("gpu02")), 80)
+    assert line.split() == ["no", "GPU", "seen", "2", "nodes", "·", "2", "connecting", "·", "oldest", "?", "·"]
+    (line,) = texts(scene(awaited("gpu01"), unread("gpu02")), 80)
+    assert " · 1 down · 1 connecting · " in line
+    assert (sums(scene(awaited("gpu01"), unread("gpu02"))).down, sums(cluster()).connecting) == (1, 0)
 
 
 def test_sums_count_mig_devices_and_not_their_parents() -> None:

@@ -178,6 +178,7 @@ def test_what_bad_agents_send_costs_their_own_node_only(sshd: Sshd) -> None:
             "run `ssh NODE true` and see what it prints"
         )
         assert (seen["silent"].state, seen["silent"].error) == ("unreachable", "no answer yet")
+        assert [name for name in names if seen[name].connecting] == ["silent"]
         until(lambda: it.snapshot().nodes[names.index("stops")].state == "stale", "stale after 5 s")
         stopped = it.snapshot().nodes[names.index("stops")]
         assert stopped.gpus[0].state == "unknown"

@@ -28,7 +28,7 @@ def away(reason: str, source: str = "nvml") -> NodeView:
 
 
 WITH_GPU = node(gpus=[gpu("gpu01", 0)])
-WAITING = away("no answer yet")
+WAITING = node(state="unreachable", error="no answer yet", age_s=None, connecting=True)
 LOST = node(claims_error="/var/tmp is on NFS", gpus=[gpu("gpu01", 0)])
 
 
@@ -41,7 +41,8 @@ LOST = node(claims_error="/var/tmp is on NFS", gpus=[gpu("gpu01", 0)])
         ([UP, away("no route")], 60, ()),
         ([], 0, ("no node to look at: name some with --nodes, or as `nodes` in the config",)),
         ([WAITING, WAITING], 3, ()),
-        ([WAITING, WAITING], 30, ("no node answers: no answer yet",)),
+        ([WAITING, WAITING], 30, ("no node answers yet",)),
+        ([WAITING, away("no route")], 3, ("no node answers yet: no route (1 of 2)",)),
         ([away("no route"), away("no route")], 0.5, ("no node answers: no route",)),
         ([away("no route"), away("refused"), away("no route")], 9, ("no node answers: no route (2 of 3)",)),
         ([node(state="stale", error="nothing heard for 9 s")], 9, ("no node answers any more: nothing heard for 9 s",)),

@@ -19,7 +19,7 @@ from gpuboard.board.look import ASCII, UNICODE
 from gpuboard.board.node import node_lines
 from gpuboard.board.scene import Place
 from gpuboard.model.snapshot import JobView, ProcessView
-from tests.board.made import GIB, busy, gpu, lease, mig, node, scene, unread
+from tests.board.made import GIB, awaited, busy, gpu, lease, mig, node, scene, unread
 
 
 def text(lines: list[Runs]) -> list[str]:
@@ -246,6 +246,16 @@ def test_a_node_that_never_answered() -> None:
         "Host name    ?",
         "Addresses    ?",
     ]
+
+
+def test_a_node_whose_first_answer_is_still_to_come_is_not_called_down() -> None:
+    assert node_lines(awaited("n"), ASCII, 60)[1:3] == [
+        [("Connection   ", "dim"), ("connecting: no answer yet", "unknown")],
+        [("Last reading ", "dim"), ("never", "unknown")],
+    ]
+    one = place(gpu("n", 0, "unknown", reason="no reading of this GPU yet", memory_used=None))
+    about = Place(msgspec.structs.replace(awaited("n"), gpus=[one.gpu]), one.gpu)
+    assert text(notice(Known(about, about, 1.0), 60)) == ["Connecting   n: no answer yet."]
 
 
 def test_a_node_without_reservations_and_one_that_fell_silent() -> None:

@@ -12,7 +12,7 @@ from gpuboard.board.conditions import KEYS
 from gpuboard.board.query import QueryError, parse
 from gpuboard.board.scene import Scene
 from gpuboard.model.snapshot import JobView, ProcessView
-from tests.board.made import GIB, busy, crowd, gpu, lease, mig, node, scene, unread
+from tests.board.made import GIB, awaited, busy, crowd, gpu, lease, mig, node, scene, unread
 
 SCENE = scene(
     node(
@@ -122,6 +122,17 @@ def test_what_a_query_finds(text: str, expected: list[str] | None) -> None:
         assert found(text) == expected
 
 
+def test_nodes_not_heard_from_yet_are_told_from_those_that_are_down() -> None:
+    shown = scene(unread("gpu01"), awaited("gpu02"))
+
+    def names(text: str) -> list[str]:
+        matches = parse(text).matches
+        return [node.name for node in shown.snapshot.nodes if matches is not None and matches(node, None, shown)]
+
+    assert (names("state:connecting"), names("state:unreachable")) == (["gpu02"], ["gpu01"])
+    assert names("state:unknown") == ["gpu01", "gpu02"]
+
+
 @pytest.mark.parametrize(
     ("text", "words", "position"),
     [
@@ -132,7 +143,7 @@ def test_what_a_query_finds(text: str, expected: list[str] | None) -> None:
         ("mem>40", "mem>40: write a size or a part, mem>40GiB or mem>50%", 0),
         ("age>5", "age>5: write age>5s", 0),
         ("state:fine", "no state begins with 'fine'; there are allocated, broken, unknown, reserved, busy, occupied, "
-         "free, up, stale, unreachable", 0),
+         "free, up, stale, connecting, unreachable", 0),
         ("user>alice", "user is no number; write user:alice", 0),
         ("x node:gpu[01-", "the bracket is not closed", 2),
         ('purpose:"night', "the quote is not closed", 0),

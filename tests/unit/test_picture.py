@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuboard.cluster.feed import backoff_s, next_tick_ms
-from gpuboard.cluster.picture import NodeFacts, View, inert_static, node_claims, snapshot
+from gpuboard.cluster.picture import NodeFacts, Scheduled, View, inert_static, node_claims, snapshot
 from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.snapshot import GpuView, NodeView
@@ -95,6 +95,20 @@ def test_node_states() -> None:
     assert state(facts("x", age_s=9.0, error="lost")) == ("unreachable", "lost")
     assert state(facts("x", reading={"nvml_error": "no driver"})) == ("up", "NVML: no driver")
     assert state(facts("x", age_s=-3.0)) == ("up", None)
+
+
+def test_a_node_is_awaited_until_it_answers_or_something_speaks_against_it() -> None:
+    def awaited(about: NodeFacts, said: Scheduled | None = None) -> bool:
+        return node(about, scheduled={} if said is None else {about.name: said}).connecting
+
+    assert awaited(NodeFacts(name="x"))
+    assert awaited(NodeFacts(name="x"), Scheduled(error="not asked yet"))
+    assert not awaited(NodeFacts(name="x", error="ssh: refused"))
+    assert not awaited(NodeFacts(name="x", closed=True))
+    assert not awaited(NodeFacts(name="x"), Scheduled(state="idle"))  # the scheduler shows it meanwhile
+    assert not awaited(NodeFacts(name="x"), Scheduled(state="down", doubt="Slurm has it down"))
+    for about in (facts("x"), facts("x", age_s=9.0), facts("x", age_s=9.0, error="lost")):
+        assert not awaited(about)
 
 
 def test_an_agent_that_reads_seldom_is_given_its_time_and_no_more_than_that() -> None:
