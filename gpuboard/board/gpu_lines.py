@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import NamedTuple
 
 from gpuboard.board.arrange import age_of
+from gpuboard.board.asking import local
 from gpuboard.board.cells import fit
 from gpuboard.board.health import evidence
 from gpuboard.board.history import SPAN_S, Samples
@@ -67,9 +69,13 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
         if lease is not None and lease.purpose:
             words += f": {lease.purpose}"
         lines += named("Lease", words, "mine" if lease is not None and scene.is_mine(lease) else "", width)
+    now = datetime.fromisoformat(scene.snapshot.at).timestamp() if gpu.jobs else 0.0
     for job in gpu.jobs:
-        until = f", until {job.until}" if job.until else ""
-        lines += named("Job", f"{job.id} of {job.user} in {job.partition or 'no partition'}{until}", "", width)
+        words = f"{job.id} of {job.user} in {job.partition or 'no partition'}"
+        if job.until is not None:
+            until = datetime.fromisoformat(job.until).timestamp()
+            words += f", {format_duration(max(0.0, until - now))} left, until {local(until, now)}"
+        lines += named("Job", words, "", width)
     for device in gpu.mig:
         used = f"{format_size(device.memory_used)} of {format_size(device.memory_total)}"
         words = f"{LETTERS.get(device.state, '?')} {device.state}: {device.reason}; {used}"

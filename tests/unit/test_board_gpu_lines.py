@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuboard.board import gpu_lines
+from gpuboard.board.asking import local
 from gpuboard.board.cells import width as cells_of
 from gpuboard.board.gpu import Known, Memory, notice
 from gpuboard.board.gpu_lines import Frame
@@ -19,7 +21,7 @@ from gpuboard.board.look import ASCII, UNICODE
 from gpuboard.board.node import node_lines
 from gpuboard.board.scene import Place
 from gpuboard.model.snapshot import JobView, ProcessView
-from tests.board.made import GIB, awaited, busy, gpu, lease, mig, node, scene, unread
+from tests.board.made import AT, GIB, awaited, busy, gpu, lease, mig, node, scene, unread
 
 
 def text(lines: list[Runs]) -> list[str]:
@@ -31,9 +33,16 @@ def place(one: Any, *others: Any, **changes: Any) -> Place:
     return Place(node("n", [one, *others], **changes), one)
 
 
+def here(hour: int, minute: int) -> str:
+    """Return a time of the scenes' day as the board says it where we are."""
+    now, then = datetime.fromisoformat(AT), datetime(2026, 1, 31, hour, minute, tzinfo=UTC)
+    return local(then.timestamp(), now.timestamp())
+
+
 def test_the_head_says_what_why_and_who() -> None:
     one = busy("n", 1, "eve", flags=["rogue"], leases=["k3f9", "gone"], numa_node=0,
-               jobs=[JobView("77", "dan", "gpu", "18:00")])  # fmt: skip
+               jobs=[JobView("77", "dan", "gpu", "2026-01-31T15:10:00.000Z"), JobView("78", "eve", "", None),
+                     JobView("79", "fay", "gpu", "2026-01-31T11:59:00.000Z")])  # fmt: skip
     held = lease("k3f9", "alice", [("n", 1)])
     seen = scene(node("n", [one]), leases=[held])
     assert text(gpu_lines.head(seen.places["GPU-n-1"], seen, 100)) == [
@@ -43,7 +52,9 @@ def test_the_head_says_what_why_and_who() -> None:
         "             rogue: a process of someone who does not hold it",
         "Lease        k3f9 of alice, 8h00m left",
         "Lease        gone",
-        "Job          77 of dan in gpu, until 18:00",
+        f"Job          77 of dan in gpu, 3h10m left, until {here(15, 10)}",
+        "Job          78 of eve in no partition",
+        f"Job          79 of fay in gpu, 0s left, until {here(11, 59)}",
     ]
 
 
