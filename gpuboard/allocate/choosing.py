@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpuboard.allocate.formats import Allocation
     from gpuboard.allocate.through_slurm import SlurmAllocator
     from gpuboard.model.lease import Lease
+    from gpuboard.model.schedule import Schedule
     from gpuboard.scheduler.base import Scheduler
 
     AnyAllocator: TypeAlias = Allocator | SlurmAllocator
@@ -58,7 +59,7 @@ def open_allocator(
     """
     if scheduler is not None and not isinstance(nodes, Scope):
         try:
-            if asks_slurm(nodes, scheduler, said=said):
+            if asks_slurm(nodes, scheduler, settings, said=said):
                 return slurm_allocator(nodes, settings, env, scheduler, flags=flags, said=said, progress=progress)
         except BaseException:
             scheduler.close()
@@ -90,17 +91,19 @@ def slurm_allocator(
     return SlurmAllocator(nodes, settings, env, scheduler=scheduler, asked=asked, said=said, progress=progress)
 
 
-def without_slurm(nodes: Sequence[Node], scheduler: Scheduler) -> list[Node]:
+def without_slurm(nodes: Sequence[Node], scheduler: Scheduler, settings: Settings) -> list[Node]:
     """Return those of ``nodes`` on which leases lie as claims. Raises NoNodeReached where Slurm does not answer."""
     if any(node.simulate is not None or node.job is not None for node in nodes):
         return list(nodes)  # simulated, or of the job that we are in: there claims tell several launches apart
-    known = _known(scheduler)
+    from gpuboard.cluster.aliases import scheduler_names  # only where there is a Slurm
+
+    known = scheduler_names(nodes, _schedule(scheduler), settings)
     return [node for node in nodes if node.name not in known]
 
 
-def asks_slurm(nodes: Sequence[Node], scheduler: Scheduler, *, said: bool) -> bool:
+def asks_slurm(nodes: Sequence[Node], scheduler: Scheduler, settings: Settings, *, said: bool) -> bool:
     """Tell whether ``nodes`` are had through Slurm. Raises UsageError and NoNodeReached, as :func:`open_allocator`."""
-    strangers = [node.name for node in without_slurm(nodes, scheduler)]
+    strangers = [node.name for node in without_slurm(nodes, scheduler, settings)]
     if strangers and said and len(strangers) < len(nodes):
         raise UsageError(
             f"Slurm has no node {strangers[0]!r}, but others of these; a lease is through Slurm or without it: "
@@ -109,17 +112,15 @@ def asks_slurm(nodes: Sequence[Node], scheduler: Scheduler, *, said: bool) -> bo
     return len(strangers) < len(nodes)
 
 
-def _known(scheduler: Scheduler) -> Collection[str]:
-    """Return every name that a node of Slurm's may have. Raises NoNodeReached."""
+def _schedule(scheduler: Scheduler) -> Schedule:
+    """Return what Slurm holds, as far as it can be known. Raises NoNodeReached."""
     seen = scheduler.look(_LOOK_S)
     if seen.schedule is None:
         raise NoNodeReached(
             f"Slurm gives no answer: {clean(seen.error or 'none at all', 400)}; "
             'without Slurm: scheduler = "none" in the config, or GPUBOARD_SCHEDULER=none'
         )
-    from gpuboard.cluster.jobs import names
-
-    return names(seen.schedule)
+    return seen.schedule
 
 
 def nodes_of(lease: Lease, nodes: Sequence[Node]) -> list[Node]:
@@ -167,7 +168,8 @@ class Ledgers(msgspec.Struct, frozen=True):
                     return through.existing(text, n)
                 except NoSuchLease:
                     found = self.nodes()
-                    if asks_slurm(found, scheduler, said=False):  # no claims to look for there, nor may ssh go there
+                    # where all are Slurm's there are no claims to look for, nor may ssh go there
+                    if asks_slurm(found, scheduler, self.settings, said=False):
                         raise
         with Allocator(found, self.settings, self.env, said=True) as allocator:
             return allocator.existing(text, n)

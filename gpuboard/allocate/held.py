@@ -49,7 +49,7 @@ def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
     if (schedule := fleet.schedule) is not None:
         from gpuboard.allocate import slurm_held  # only where there is a Slurm
 
-        found += slurm_held.leases(schedule, snapshot, now)
+        found += slurm_held.leases(schedule, snapshot, now, fleet.known_as)
     return LeaseList(schema=1, at=iso(now), leases=found, unread=unread)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from gpuboard.allocate.common import known_rank_map
 from gpuboard.allocate.slurm_lease import find, forget, known_holder, lease_of, renew, user_name
-from gpuboard.cluster.jobs import names
 from gpuboard.errors import GpuboardError, NoSuchLease
 from gpuboard.ledger.nodes import LONGEST_S
 from gpuboard.model.lease import Lease, LeaseGpu
@@ -34,19 +33,19 @@ class JobLease(msgspec.Struct, frozen=True):
     gpus: list[LeaseGpu]  # as far as they are known here
 
 
-def leases(schedule: Schedule, snapshot: Snapshot, now: float) -> list[Lease]:
-    """Return the leases that jobs of a schedule are, by their numbers. Pure.
+def leases(schedule: Schedule, snapshot: Snapshot, now: float, known_as: Callable[[str], str | None]) -> list[Lease]:
+    """Return the leases that jobs of a schedule are, by their numbers.
 
-    GPUs are those that the snapshot shows under the job; where it does not show all of them, they have no index.
+    ``known_as``: a node's name → Slurm's, None where it knows none. GPUs are those that the snapshot shows under the
+    job; where it does not show all of them, they have no index.
     """
     leased = [(job.number, lease, job) for job in schedule.jobs if (lease := lease_named(job.name)) is not None]
     if not leased:  # the board asks each second, and 8,000 GPUs take 10 ms to be looked at
         return []
-    slurm_names = names(schedule)
     where = {grant.node for _, _, job in leased for grant in job.grants}
     shown: dict[tuple[str, str], list[tuple[str, GpuView]]] = {}  # by Slurm's node and the job's id
     for node in snapshot.nodes:
-        name = slurm_names.get(node.name, node.name)
+        name = known_as(node.name) or ""
         for gpu in node.gpus if name in where else ():
             for view in gpu.jobs:
                 shown.setdefault((name, view.id), []).append((node.name, gpu))

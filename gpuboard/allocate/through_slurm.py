@@ -31,8 +31,8 @@ from gpuboard.allocate.slurm_fit import Fit, Limits, fit
 from gpuboard.allocate.slurm_job import JobGpus, look, nodes_of
 from gpuboard.allocate.slurm_lease import find, forget, known_holder, lease_of, renew
 from gpuboard.allocate.slurm_wait import Waiting
+from gpuboard.cluster.aliases import scheduler_names
 from gpuboard.cluster.inventory import folded, is_here, local_node
-from gpuboard.cluster.jobs import names
 from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
 from gpuboard.ledger import keeper
 from gpuboard.ledger.holder import identify
@@ -207,8 +207,7 @@ class SlurmAllocator:
 
     def _scope(self, schedule: Schedule) -> set[str]:
         """Return Slurm's names of the nodes in scope; what it does not know cannot be had through it."""
-        known = names(schedule)
-        return {known[node.name] for node in self._nodes if node.name in known}
+        return set(scheduler_names(self._nodes, schedule, self._settings).values())
 
     def _known_leases(self) -> set[str]:
         schedule = self._scheduler.seen.schedule

@@ -14,7 +14,6 @@ from gpuboard.allocate.choosing import slurm_allocator
 from gpuboard.allocate.common import Terms, duration, forget_file
 from gpuboard.allocate.policy import choose
 from gpuboard.allocate.scope import Scope
-from gpuboard.cluster.jobs import names
 from gpuboard.errors import GpuboardError, Interrupted
 from gpuboard.ledger.nodes import Mine
 from gpuboard.model.lease import LeaseList
@@ -99,19 +98,15 @@ class Operations:
         if schedule is not None and self.slurm_chooses(request):
             from gpuboard.allocate.slurm_fit import Limits, fit  # only where there is a Slurm
 
-            known = names(schedule)
-            scope = {known[node.name] for node in self._nodes if node.name in known}
+            scope = {name for node in self._nodes if (name := self._fleet.known_as(node.name)) is not None}
             answer = fit(request, schedule, Limits(scope))
             return answer if isinstance(answer, Refusal) else Choice((), answer.why)
         return choose(request, snapshot or self._fleet.snapshot())
 
     def slurm_chooses(self, request: Request) -> bool:
         """Tell whether Slurm has to be asked: for GPUs of its nodes, and for any where it has some of ours."""
-        schedule = self._fleet.schedule
-        if schedule is None:
-            return False
         asked = {pick.node for pick in request.picks} or {node.name for node in self._nodes}
-        return not asked.isdisjoint(names(schedule))
+        return any(name is not None and self._fleet.known_as(name) is not None for name in asked)
 
     def reserve(self, request: Request, for_s: float, purpose: str, attempt: Attempt | None = None) -> Allocation:
         """Reserve for ``for_s`` seconds, without a holder. The caller then shows it and calls :meth:`told`.

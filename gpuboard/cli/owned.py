@@ -39,7 +39,7 @@ def owned(ids: Sequence[str], context: Context) -> tuple[Owned, list[str]]:
     try:
         jobs = Jobs(context.env)
         in_slurm, rest = chosen(ids, jobs, context.env)
-        nodes = without_slurm(context.scope(), scheduler) if rest or not ids else []
+        nodes = without_slurm(context.scope(), scheduler, context.settings) if rest or not ids else []
     finally:
         scheduler.close()
     if rest and not nodes:

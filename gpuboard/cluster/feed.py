@@ -73,6 +73,7 @@ class NodeFeed:
         self._lock = threading.RLock()  # not held while ``changed`` is called
         self._ladder = Ladder(node.job, local=node.host is None)
         self._way = Way()  # the one taken last
+        self._known_as = ""  # its name for the scheduler, where the ways are the scheduler's
         self._number = 0  # of the link whose messages count
         self._anew = False  # what lists GPUs next may see those of its job alone: the others known are not lost
         self._no_python: TransportError | None = None
@@ -100,12 +101,15 @@ class NodeFeed:
         with self._lock:
             self._open()
 
-    def permit(self, *, ssh: bool, jobs: Sequence[str]) -> None:
+    def permit(self, *, ssh: bool, jobs: Sequence[str], known_as: str = "") -> None:
         """Take note in which ways the node may be reached from now on: by ssh, through these jobs of ours, or not.
+
+        ``known_as``: its name for the scheduler, by which those jobs have it.
 
         A connection that may stay does; any other one ends at once, and the next way is taken where there is one.
         """
         with self._lock:
+            self._known_as = known_as
             new_job = self._ladder.permit(ssh=ssh, jobs=jobs)
             alive = self.link is not None and self.link.over is None
             if self._ladder.closed:
@@ -160,16 +164,19 @@ class NodeFeed:
         self._opened_at = time.monotonic()
         self._waiting = True
         listener, ended = partial(self._message, self._number), partial(self._ended, self._number)
+        host = self.node.host
+        if host is not None and way.job is not None:
+            host = self._known_as or host
         if way.shell:
-            assert self.node.host is not None  # on this machine python3 is the one that runs us
+            assert host is not None  # on this machine python3 is the one that runs us
             why = str(self._no_python)
             self.link = self._connector.open_shell(
-                self.node.name, self.node.host, why, self._interval_s, listener=listener, ended=ended, job=way.job
+                self.node.name, host, why, self._interval_s, listener=listener, ended=ended, job=way.job
             )
             return
         self.link = self._connector.open(
             self.node.name,
-            self.node.host,
+            host,
             role="node",
             config=self._config,
             listener=listener,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gpuboard.cluster.feed import NodeFeed
-from gpuboard.cluster.picture import NodeFacts, View, node_claims, snapshot
+from gpuboard.cluster.picture import View, node_claims, snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 from gpuboard.transport.base import CallFailed, LinkLost
@@ -19,7 +19,7 @@ from gpuboard.transport.link import Pending
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
     from gpuboard.cluster.moving import Moving
-    from gpuboard.cluster.ruling import Ruling
+    from gpuboard.cluster.ruling import Ruling, Ways
     from gpuboard.config import Settings
     from gpuboard.model.reading import Claim
     from gpuboard.model.schedule import Schedule
@@ -62,7 +62,7 @@ class Fleet:
         if scheduler is not None:
             from gpuboard.cluster.ruling import Ruling  # only where there is one
 
-            self._ruling = Ruling(scheduler, settings.ssh, self._permit)
+            self._ruling = Ruling(scheduler, settings, self._permit)
         self._moving: Moving | None = None
         if interval_s is not None:
             from gpuboard.cluster.moving import Moving  # only where snapshots follow each other
@@ -96,6 +96,11 @@ class Fleet:
     def schedule(self) -> Schedule | None:
         """What the scheduler holds, as it said last; None: there is none, or it has not answered yet."""
         return self._ruling.schedule if self._ruling is not None else None
+
+    def known_as(self, name: str) -> str | None:
+        """Return the scheduler's name for a node in scope; None when there is no scheduler, or it does not know it."""
+        feed = self._feeds.get(name)
+        return self._ruling.known_as(feed.facts) if self._ruling is not None and feed is not None else None
 
     @property
     def names(self) -> list[str]:
@@ -249,11 +254,11 @@ class Fleet:
             return LinkLost(node, "no way leads there: ssh is not permitted, and no job of ours runs there")
         return link.submit(op, args)
 
-    def _permit(self, ways: Callable[[NodeFacts], tuple[bool, list[str]]]) -> None:
+    def _permit(self, ways: Ways) -> None:
         """Open and close connections as the scheduler's newest answer wants it."""
         for feed in self._feeds.values():
-            ssh, jobs = ways(feed.facts)
-            feed.permit(ssh=ssh or feed.node.host is None, jobs=jobs)
+            ssh, jobs, known_as = ways(feed.node, feed.facts)
+            feed.permit(ssh=ssh or feed.node.host is None, jobs=jobs, known_as=known_as)
         self._feed_changed()
 
     def _feed_changed(self) -> None:

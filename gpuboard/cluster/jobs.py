@@ -57,6 +57,11 @@ def names(schedule: Schedule) -> dict[str, str]:
     return found
 
 
+def known_as(names: Mapping[str, str], *said: str) -> str | None:
+    """Return the scheduler's name of a node that is called any of these, whole or without its domain."""
+    return next((names[name] for word in said for name in (word, word.partition(".")[0]) if name in names), None)
+
+
 def slots(gpus: Sequence[GpuStatic], total: int) -> Slots:
     """Return a node's GPUs (in NVML's order) as a scheduler counts them that has ``total`` there."""
     known = all(gpu.minor is not None for gpu in gpus)

@@ -29,6 +29,7 @@ class Join:
         self._schedule: Schedule | None = None
         self._held: dict[str, list[jobs.Held]] = {}
         self._names: dict[str, str] = {}
+        self._aliases: dict[str, str] = {}  # by a node's name: what ssh makes of it
         self._error: str | None = None
         self._made: dict[str, _Made] = {}
         self._strangers: dict[str, object] = {}  # nodes it does not know, by what they said of themselves
@@ -49,11 +50,19 @@ class Join:
         self._made.clear()
         self._strangers.clear()
 
-    def node(self, *names: str) -> SchedulerNode | None:
-        """Return the scheduler's node of any of these names; None when it knows none."""
+    def alias(self, name: str, alias: str) -> None:
+        """Take note of what ssh makes of a node's name."""
+        if self._aliases.get(name) != alias:
+            self._aliases[name] = alias
+            self._strangers.pop(name, None)
+
+    def node(self, facts: NodeFacts) -> SchedulerNode | None:
+        """Return the scheduler's node: by its name, by what it calls itself, by its alias; None where none is known."""
         if self._schedule is None:
             return None
-        found = next((self._names[name] for name in names if name in self._names), None)
+        hello = facts.hello
+        more = [*([hello.hostname] if hello else []), *filter(None, [self._aliases.get(facts.name)])]
+        found = jobs.known_as(self._names, facts.name, *more)
         return None if found is None else self._schedule.nodes[found]
 
     def of(self, facts: NodeFacts) -> Scheduled | None:
@@ -74,7 +83,7 @@ class Join:
         if self._schedule is None:
             return _Made(facts.known, None, Scheduled(error=self._error), sure=True)
         hello = facts.hello
-        node = self.node(facts.name, facts.name.partition(".")[0], *([hello.hostname] if hello else []))
+        node = self.node(facts)
         if node is None:
             return None
         gpus = in_order(facts)

@@ -6,10 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from gpuboard.cluster.aliases import Aliases
+from gpuboard.cluster.inventory import Node
 from gpuboard.cluster.joined import Join
 from gpuboard.cluster.picture import NodeFacts, Scheduled
-from gpuboard.model.schedule import Schedule
+from gpuboard.config import Settings
+from gpuboard.model.schedule import Schedule, SchedulerNode
 from gpuboard.model.snapshot import SchedulerView
 from gpuboard.model.text import clean
 from gpuboard.scheduler.base import Scheduler
@@ -17,21 +21,31 @@ from gpuboard.scheduler.base import Scheduler
 _LOOK_S = 15.0  # for one question to a controller that may hang; the scheduler's own deadlines are shorter
 _NOTES = 20  # shown of what an answer leaves open
 
-Ways = Callable[[NodeFacts], tuple[bool, list[str]]]
+
+class Permitted(NamedTuple):
+    """In which ways a node may be reached."""
+
+    ssh: bool = True
+    jobs: Sequence[str] = ()  # of ours, that run there
+    known_as: str = ""  # its name for the scheduler, which steps of these jobs are asked for by
+
+
+Ways = Callable[[Node, NodeFacts], Permitted]
 
 
 class Ruling:
     """Asks the scheduler, joins its answers with the nodes, and says which nodes may be reached in which way.
 
-    ``ssh`` is the setting: "own": ssh goes only to those of its nodes where we have a job. ``permit`` is called after
-    every answer, from another thread, with a function: a node's facts → whether ssh may go there, our jobs there.
+    The setting ``ssh`` "own": ssh goes only to those of its nodes where we have a job. ``permit`` is called after
+    every answer, from another thread, with what tells a node's ways.
     """
 
-    def __init__(self, scheduler: Scheduler, ssh: str, permit: Callable[[Ways], None]) -> None:
+    def __init__(self, scheduler: Scheduler, settings: Settings, permit: Callable[[Ways], None]) -> None:
         self.answered = False  # whether the scheduler has been heard, or has failed, once
         self._scheduler = scheduler
-        self._ssh = ssh
+        self._ssh = settings.ssh
         self._permit = permit
+        self._aliases = Aliases(settings)  # for the thread that permits
         self._lock = threading.Lock()
         self._join = Join()
         self._own: tuple[Schedule, dict[str, list[str]]] | None = None  # our jobs' numbers by Slurm's node name
@@ -39,7 +53,7 @@ class Ruling:
     def start(self, *, once: bool) -> None:
         """Ask; returns at once. ``once``: a single time, else again and again until closed."""
         if self._ssh == "all":
-            self._permit(lambda facts: (True, []))
+            self._permit(lambda node, facts: Permitted())
         if once:
             threading.Thread(target=self._look, name="scheduler", daemon=True).start()
         else:
@@ -57,6 +71,12 @@ class Ruling:
     def schedule(self) -> Schedule | None:
         """The newest answer, however old."""
         return self._scheduler.seen.schedule
+
+    def known_as(self, facts: NodeFacts) -> str | None:
+        """Return the scheduler's name for a node; None when it does not know it."""
+        with self._lock:
+            node = self._join.node(facts)
+        return None if node is None else node.name
 
     def view(self, now: float) -> SchedulerView:
         """Return how current its answers are."""
@@ -79,25 +99,35 @@ class Ruling:
             self._join.take(self._scheduler.seen, time.monotonic(), time.time())
             self.answered = True
         self._permit(self._ways)
+        self._aliases.save()
 
-    def _ways(self, facts: NodeFacts) -> tuple[bool, list[str]]:
-        """Return whether ssh may go to a node, and the jobs of ours that run there.
+    def _ways(self, node: Node, facts: NodeFacts) -> Permitted:
+        """Return in which ways a node may be reached.
 
         Where the scheduler has never answered it is not known whose the nodes are: those that a person has configured
         are connected to.
         """
         schedule = self._scheduler.seen.schedule
         if schedule is None:
-            return True, []
+            return Permitted()
+        found = self._find(node, facts)
+        if found is None:
+            return Permitted()
         with self._lock:
-            hello = facts.hello
-            node = self._join.node(facts.name, facts.name.partition(".")[0], *([hello.hostname] if hello else []))
-            if node is None:
-                return True, []
             if self._own is None or self._own[0] is not schedule:
                 self._own = (schedule, _jobs_of(schedule, os.geteuid()))
-            jobs = self._own[1].get(node.name, [])
-        return self._ssh == "all" or bool(jobs), jobs
+            jobs = self._own[1].get(found.name, [])
+        return Permitted(self._ssh == "all" or bool(jobs), jobs, found.name)
+
+    def _find(self, node: Node, facts: NodeFacts) -> SchedulerNode | None:
+        """Return the scheduler's node; what it does not know by name it may know by what ssh makes of that."""
+        with self._lock:
+            found = self._join.node(facts)
+        if found is not None or (alias := self._aliases.of(node)) is None:
+            return found
+        with self._lock:
+            self._join.alias(facts.name, alias)
+            return self._join.node(facts)
 
 
 def _jobs_of(schedule: Schedule, uid: int) -> dict[str, list[str]]:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.hosts import Host
-from tests.integration.slurm_truth import Status, configure, states
+from tests.integration.slurm_truth import Status, configure, states, status
 from tests.integration.test_ladder import give_smi, without_python
 from tests.integration.test_slurm_faults import Watch
+from tests.integration.test_sources_nodes import put
 from tests.slurm import SlurmCluster
 from tests.waiting import until
 
@@ -131,6 +132,22 @@ def test_where_ssh_is_refused_a_step_of_ones_job_leads_there(slurm: SlurmCluster
         over = ("Slurm has ended job", f"Slurm job {number} is over", "refused")
         assert all(any(words in error for words in over) for error in errors), errors
         until(lambda: not agents(gpu01), "nothing is left on the node", 30)
+
+
+@pytest.mark.parametrize("name", ["lab-a", "gpu01.lab.example", "alice@gpu01"])
+def test_a_step_leads_to_a_node_that_slurm_knows_by_another_name(slurm: SlurmCluster, name: str) -> None:
+    hosts = {"hosts": f"{name}\n"}  # the only source of nodes that says as whom to log in
+    alias = "Host lab-a\n    HostName gpu01\n\n"
+    own = (slurm.nodes.home("alice") / ".ssh" / "config").read_text()
+    put(slurm.nodes, "alice", {".ssh/config": alias + own, **hosts})
+    configure(slurm, "alice", nodes="hostfile:~/hosts")
+    slurm.nodes["gpu01"].stop_sshd()
+    number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], running=True)
+    found = status(slurm, "alice")
+    assert (node(found)["name"], source(found)) == (name.rpartition("@")[2], ("nvml", None))
+    assert [{job["id"] for job in gpu["jobs"]} for gpu in node(found)["gpus"][:3]] == [{str(number)}] * 2 + [set()]
+    asked = slurm.run(["gpuboard", "allocate", "--n", "1", "--dry-run"])
+    assert "sbatch" in asked.stderr + asked.stdout, "it is Slurm's: no claim may be made there"
 
 
 def test_without_python_and_without_ssh_nvidia_smi_is_asked_in_a_step(slurm: SlurmCluster) -> None:

@@ -46,14 +46,17 @@ class Ways:
 
     def __init__(self) -> None:
         self.links: list[Link] = []
+        self.hosts: list[str] = []
 
     def open(self, node: str, host: str, *, job: str | None, listener: Any, ended: Any, **rest: Any) -> Link:
+        self.hosts.append(host)
         self.links.append(Link(f"agent {job or 'ssh'}", listener, ended))
         return self.links[-1]
 
     def open_shell(
         self, node: str, host: str, why: str, interval_s: Any, *, job: Any, listener: Any, ended: Any
     ) -> Link:
+        self.hosts.append(host)
         self.links.append(Link(f"shell {job or 'ssh'}: {why}", listener, ended))
         return self.links[-1]
 
@@ -99,6 +102,18 @@ def test_nothing_is_tried_before_it_is_permitted_and_everything_ends_when_it_is_
     assert (it.facts.closed, it.facts.error, it.link, it.retry_at) == (True, None, None, None)
     it.look(time.monotonic() + 1000)
     assert len(ways.links) == 1
+
+
+def test_steps_are_asked_for_by_the_schedulers_name_of_the_node_and_ssh_by_ours(ways: Ways) -> None:
+    it = feed(ways)
+    it.permit(ssh=False, jobs=["7"], known_as="gpu01")
+    ways.links[0]._ended(NO_PYTHON)
+    it.permit(ssh=True, jobs=[], known_as="gpu01")
+    assert list(zip(ways.taken, ways.hosts, strict=True)) == [
+        ("agent 7", "gpu01"),
+        ("shell 7: python3 cannot be started there; install it", "gpu01"),
+        ("agent ssh", "n1"),
+    ]
 
 
 def test_what_a_link_says_after_it_was_left_is_not_heard(ways: Ways) -> None:

@@ -43,6 +43,10 @@ def test_a_node_is_found_by_its_name_its_address_and_what_it_calls_itself() -> N
         assert found is not None, facts.name
         assert [job.id for job in found.gpus["u0"].jobs] == ["7"]
     assert join.of(replace(GPU01, name="other")) is None
+    called = replace(GPU01, name="h1")
+    assert join.of(called) is None
+    join.alias("h1", "host-a.lab")
+    assert join.of(called) is not None, "ssh goes to that host for its name"
     late = replace(GPU01, name="y")
     assert join.of(late) is None
     assert join.of(replace(late, hello=hello)) is not None, "its name came with the first reading"

@@ -27,20 +27,25 @@ def gpu(index: int, job_id: str | None, uuid: str = "") -> GpuView:
     return GpuView(index, uuid or f"GPU-{index}", "H100", "", "allocated", "", jobs=jobs)
 
 
+def called(name: str) -> str | None:
+    """Return Slurm's name of a node; gpu01 has another one here."""
+    return "gpu01" if name == "lab-a" else name
+
+
 def found(jobs: list[SchedulerJob], *views: NodeView) -> list[tuple[str, list[LeaseGpu]]]:
     nodes = {name: SchedulerNode(name, name, name, "mixed") for name in ("gpu01", "gpu02")}
     schedule = Schedule(NOW, "lab", nodes, tuple(jobs))
-    return [(lease.id, lease.gpus) for lease in leases(schedule, Snapshot(1, "", "", list(views)), NOW)]
+    return [(lease.id, lease.gpus) for lease in leases(schedule, Snapshot(1, "", "", list(views)), NOW, called)]
 
 
 def test_gpus_are_those_that_the_picture_shows_under_the_job() -> None:
     grants = Grant("gpu01", (Gres("h100", 2, (1, 3)),)), Grant("gpu02", (Gres("h100", 1, (0,)),))
     views = [
-        NodeView("gpu01", "up", gpus=[gpu(0, None), gpu(1, "7"), gpu(3, "7"), gpu(4, "8")]),
+        NodeView("lab-a", "up", gpus=[gpu(0, None), gpu(1, "7"), gpu(3, "7"), gpu(4, "8")]),
         NodeView("gpu02", "up", gpus=[gpu(5, "7", "slurm-gpu02-5")]),
     ]
     assert found([job(7, "gpuboard-k3f9xy", *grants)], *views) == [
-        ("k3f9xy", [LeaseGpu("gpu01", 1, "GPU-1"), LeaseGpu("gpu01", 3, "GPU-3"), LeaseGpu("gpu02", 5, "")])
+        ("k3f9xy", [LeaseGpu("lab-a", 1, "GPU-1"), LeaseGpu("lab-a", 3, "GPU-3"), LeaseGpu("gpu02", 5, "")])
     ]
 
 
@@ -59,7 +64,7 @@ def test_other_jobs_and_those_that_are_ending_are_no_leases() -> None:
 def test_a_lease_tells_owner_times_job_and_purpose_and_hostile_text_is_inert() -> None:
     grant = Grant("gpu01", (Gres("h100", 1),))
     schedule = Schedule(NOW, "lab", {}, (job(7, "gpuboard-k3f9xy", grant, comment="a\x1b[31m\nb"),))
-    [lease] = leases(schedule, Snapshot(1, "", "", []), NOW)
+    [lease] = leases(schedule, Snapshot(1, "", "", []), NOW, called)
     assert (lease.owner, lease.uid, lease.job, lease.purpose, lease.remaining_s, lease.nodes) == (
         "alice", 2001, "7", "a[31m b", 600.0, ["gpu01"],
     )  # fmt: skip
@@ -71,7 +76,7 @@ def test_one_id_with_two_owners_is_two_leases() -> None:
     grant = Grant("gpu01", (Gres("h100", 1),))
     forged = msgspec.structs.replace(job(8, "gpuboard-k3f9xy", grant), user="mallory", uid=666)
     schedule = Schedule(NOW, "lab", {}, (forged, job(7, "gpuboard-k3f9xy", grant)))
-    assert [(lease.owner, lease.job) for lease in leases(schedule, Snapshot(1, "", "", []), NOW)] == [
+    assert [(lease.owner, lease.job) for lease in leases(schedule, Snapshot(1, "", "", []), NOW, called)] == [
         ("alice", "7"), ("mallory", "8"),
     ]  # fmt: skip
 
