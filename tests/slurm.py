@@ -339,8 +339,9 @@ def _killed(host: Host, daemons: set[str]) -> bool:
 
 
 def _in_job(process: NodeProcess) -> bool:
-    try:
-        return b"SLURM_JOB_ID=" in Path(f"/proc/{process.pid}/environ").read_bytes()
+    here = Path(f"/proc/{process.pid}")
+    try:  # an extern step's own process has no variables
+        return b"SLURM_JOB_ID=" in (here / "environ").read_bytes() or b"/job_" in (here / "cgroup").read_bytes()
     except OSError:
         return False  # it has ended
 

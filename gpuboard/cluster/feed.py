@@ -101,16 +101,16 @@ class NodeFeed:
         with self._lock:
             self._open()
 
-    def permit(self, *, ssh: bool, jobs: Sequence[str], known_as: str = "") -> None:
+    def permit(self, *, ssh: bool, jobs: Sequence[str], visits: Sequence[str] = (), known_as: str = "") -> None:
         """Take note in which ways the node may be reached from now on: by ssh, through these jobs of ours, or not.
 
-        ``known_as``: its name for the scheduler, by which those jobs have it.
+        ``visits``: jobs of ours there that are no way themselves. ``known_as``: its name for the scheduler, by which those jobs have it.
 
         A connection that may stay does; any other one ends at once, and the next way is taken where there is one.
         """
         with self._lock:
             self._known_as = known_as
-            new_job = self._ladder.permit(ssh=ssh, jobs=jobs)
+            new_job = self._ladder.permit(ssh=ssh, jobs=jobs, visits=visits)
             alive = self.link is not None and self.link.over is None
             if self._ladder.closed:
                 self._leave()

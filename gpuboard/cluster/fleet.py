@@ -257,8 +257,9 @@ class Fleet:
     def _permit(self, ways: Ways) -> None:
         """Open and close connections as the scheduler's newest answer wants it."""
         for feed in self._feeds.values():
-            ssh, jobs, known_as = ways(feed.node, feed.facts)
-            feed.permit(ssh=ssh or feed.node.host is None, jobs=jobs, known_as=known_as)
+            may = ways(feed.node, feed.facts)
+            ssh = may.ssh or feed.node.host is None
+            feed.permit(ssh=ssh, jobs=may.jobs, visits=may.visits, known_as=may.known_as)
         self._feed_changed()
 
     def _feed_changed(self) -> None:

@@ -32,6 +32,7 @@ class Ladder:
         self._local = local
         self._ssh = True
         self._jobs: tuple[str, ...] = ()
+        self._visits: tuple[str, ...] = ()
         self._ssh_at = 0.0  # not before, while there is another way
         self._agent_at: dict[str | None, float] = {}  # by job: a shell until then
 
@@ -40,10 +41,13 @@ class Ladder:
         """Whether no way is permitted."""
         return not self._ssh and not self._jobs and self._fixed is None
 
-    def permit(self, *, ssh: bool, jobs: Sequence[str]) -> bool:
-        """Take note of what is permitted from now on; return whether a job is among it that was not there before."""
-        new = not set(jobs) <= set(self._jobs)
-        self._ssh, self._jobs = ssh, tuple(jobs)
+    def permit(self, *, ssh: bool, jobs: Sequence[str], visits: Sequence[str] = ()) -> bool:
+        """Take note of what is permitted from now on; return whether a job of ours is there that was not before.
+
+        ``visits``: jobs of ours there that are no way themselves, but may open ssh's.
+        """
+        new = not {*jobs, *visits} <= {*self._jobs, *self._visits}
+        self._ssh, self._jobs, self._visits = ssh, tuple(jobs), tuple(visits)
         if new:
             self._ssh_at = 0.0
         return new

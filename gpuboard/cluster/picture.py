@@ -243,7 +243,7 @@ def gpu_view(
     """Return one GPU, judged; ``seen``: what its node's newest reading and the one before say of it."""
     now, before = seen
     scheduled = view.scheduled.get(facts.name)
-    unseen = is_unseen(facts, view) or (bool(facts.known) and static.uuid not in facts.known)
+    unseen = is_unseen(facts, view) or (static.uuid not in facts.known and _shows_others(facts))
     reading = None if unseen else _reading_of(static, now, facts, facts.reading)
     previous = None if view.one_shot else _reading_of(static, before, facts, facts.previous)
     about = Facts(
@@ -299,6 +299,16 @@ def gpu_view(
         recovery_action=_short(reading.recovery_action) if reading else None,
         xids=_xids(reading.xids, facts) if reading else None,
     )
+
+
+def _shows_others(facts: NodeFacts) -> bool:
+    """Return whether a node may have GPUs beside those that it lists: it lists some, or is confined to a job's, none.
+
+    One that lists none and says why, or is in no job, has lost them.
+    """
+    reading = facts.reading
+    confined = facts.hello is not None and facts.hello.job is not None
+    return bool(facts.known) or (confined and (reading is None or not reading.nvml_error))
 
 
 def idle_for_s(uuid: str, facts: NodeFacts, view: View) -> float | None:

@@ -26,7 +26,8 @@ class Permitted(NamedTuple):
     """In which ways a node may be reached."""
 
     ssh: bool = True
-    jobs: Sequence[str] = ()  # of ours, that run there
+    jobs: Sequence[str] = ()  # of ours, that hold GPUs there
+    visits: Sequence[str] = ()  # of ours, that run there without GPUs: they open ssh; a step of theirs may see none
     known_as: str = ""  # its name for the scheduler, which steps of these jobs are asked for by
 
 
@@ -117,7 +118,8 @@ class Ruling:
             if self._own is None or self._own[0] is not schedule:
                 self._own = (schedule, _jobs_of(schedule, os.geteuid()))
             jobs = self._own[1].get(found.name, [])
-        return Permitted(self._ssh == "all" or bool(jobs), jobs, found.name)
+        visits = [str(number) for number in schedule.visited.get(found.name, ())]
+        return Permitted(self._ssh == "all" or bool(jobs or visits), jobs, visits, found.name)
 
     def _find(self, node: Node, facts: NodeFacts) -> SchedulerNode | None:
         """Return the scheduler's node; what it does not know by name it may know by what ssh makes of that."""

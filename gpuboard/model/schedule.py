@@ -71,6 +71,7 @@ class Schedule(msgspec.Struct, frozen=True, gc=False):
     cluster: str
     nodes: dict[str, SchedulerNode]
     jobs: tuple[SchedulerJob, ...] = ()  # only those that hold GPUs or shards, or are ending
+    visited: dict[str, tuple[int, ...]] = {}  # node -> running jobs of the one who asks that hold no GPU there
     notes: tuple[str, ...] = ()  # what of the answer could not be read, or contradicts itself
 
 

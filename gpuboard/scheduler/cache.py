@@ -21,7 +21,7 @@ from gpuboard.model.schedule import Schedule
 from gpuboard.paths import cache_dir
 
 _BYTES_MAX = 2**28
-_FORMAT = 2  # of the file: one more with every change of Record or of what it holds
+_FORMAT = 3  # of the file: one more with every change of Record or of what it holds
 _KEPT_S = 86400.0  # files of other configurations, since they were written
 
 

@@ -6,11 +6,13 @@ been given back meanwhile, or was never theirs (jobs.py, *Forgery*). Either way 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from gpuboard import nodesets
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
 from gpuboard.scheduler.jobs import Piece, TrueJob
 from gpuboard.scheduler.nodes import Reservation
@@ -147,6 +149,31 @@ def _bears_out(true: TrueJob | None, job: SchedulerJob) -> bool:
     if true is None or true.uid != job.uid:
         return False
     return true.ended or "completing" in {job.state, true.state} or {g.node for g in job.grants} <= set(true.nodes)
+
+
+def visited(
+    pieces: Sequence[Piece], jobs: Iterable[SchedulerJob], truth: Mapping[int, TrueJob], uid: int
+) -> dict[str, tuple[int, ...]]:
+    """Return where running jobs of ``uid`` hold no GPU: node → their numbers.
+
+    ``truth``: what `squeue` says; empty where it was not asked. Then a text of somebody's can pass for such a job, and
+    all that comes of it is a login that is refused.
+    """
+    where: dict[int, tuple[str, ...]] = {}
+    if truth:
+        where = {number: true.nodes for number, true in truth.items() if true.uid == uid and true.state == "running"}
+    else:
+        for piece in pieces:
+            if piece.runs is not None and piece.runs.uid == uid:
+                with contextlib.suppress(ValueError):  # on no node
+                    where[piece.number] = nodesets.listed(piece.runs.nodes)
+    holds = {(job.number, grant.node) for job in jobs for grant in job.grants}
+    found: dict[str, tuple[int, ...]] = {}
+    for number, names in sorted(where.items()):
+        for name in names:
+            if (number, name) not in holds:
+                found[name] = (*found.get(name, ()), number)
+    return found
 
 
 def is_reserved(nodes: Mapping[str, SchedulerNode]) -> bool:

@@ -53,6 +53,13 @@ _TRUE_JOB = re.compile(
 )  # fmt: skip
 
 
+class Runs(NamedTuple):
+    """Where a running job runs, whatever it holds."""
+
+    uid: int
+    nodes: str  # as Slurm folds them
+
+
 class Piece(NamedTuple):
     """What looks like one record of `scontrol show job -d`."""
 
@@ -61,6 +68,7 @@ class Piece(NamedTuple):
     job: SchedulerJob | None = None  # None: it holds nothing, or that cannot be told
     clear: bool = True  # it can be read, and in one way only
     whole: bool = True  # it has all parts of a record, some perhaps twice
+    runs: Runs | None = None
 
 
 class TrueJob(NamedTuple):
@@ -91,15 +99,16 @@ def jobs(text: str) -> list[Piece]:
         number = int(head[1])
         shown = f"{head[2]}_{clean(head[3], 64)}" if head[2] else f"{head[4]}+{head[5]}" if head[4] else head[1]
         try:
-            found.append(Piece(number, shown, _job(record, head.end(), number, shown)))
+            job, runs = _job(record, head.end(), number, shown)
+            found.append(Piece(number, shown, job, runs=runs))
         except ValueError:
             whole = _OWNER.search(record) is not None and _END.search(record) is not None
             found.append(Piece(number, shown, clear=False, whole=whole))
     return found
 
 
-def _job(record: str, named: int, number: int, shown: str) -> SchedulerJob | None:
-    """Return a job, None where it holds nothing; its name begins at ``named``.
+def _job(record: str, named: int, number: int, shown: str) -> tuple[SchedulerJob | None, Runs | None]:
+    """Return a job, None where it holds nothing, and where it runs; its name begins at ``named``.
 
     Raises ValueError where the record can be read in two ways, or in none.
     """
@@ -110,7 +119,7 @@ def _job(record: str, named: int, number: int, shown: str) -> SchedulerJob | Non
     part = record[owner.end() : end.start()]
     state = value(part, " JobState=") or ""
     if state in _HOLDS_NOTHING and part.count("JobState=") == 1:
-        return None
+        return None, None
     for key in _ONCE:
         if part.count(key) != 1:
             raise ValueError(f"not one{key}")
@@ -125,13 +134,14 @@ def _job(record: str, named: int, number: int, shown: str) -> SchedulerJob | Non
             grants = [Grant(name) for name in nodesets.listed(value(rest, " NodeList=") or "")]
     else:
         grants = [grant for grant in grants if grant.gpus or grant.shards]
-    if not grants:
-        return None
     uid = int(owner[2])
+    runs = Runs(uid, value(rest, " NodeList=") or "") if state == "RUNNING" else None
+    if not grants:
+        return None, runs
     name = record[named : owner.start()]
     for word in _NAME_ENDS:
         name = name.partition(word)[0]
-    return SchedulerJob(
+    job = SchedulerJob(
         id=shown,
         number=number,
         user=user_name(owner[1], uid),
@@ -144,6 +154,7 @@ def _job(record: str, named: int, number: int, shown: str) -> SchedulerJob | Non
         until=moment(value(part, " EndTime=") or ""),
         comment=_comment(record[end.start() :]),
     )
+    return job, runs
 
 
 def _only(pattern: re.Pattern[str], word: str, text: str) -> re.Match[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from gpuboard.model.schedule import Schedule
 from gpuboard.model.text import clean
 from gpuboard.scheduler import checks, words
 from gpuboard.scheduler.commands import Done, environment, run, which
-from gpuboard.scheduler.jobs import TRUE_JOB, jobs, true_jobs
+from gpuboard.scheduler.jobs import TRUE_JOB, TrueJob, jobs, true_jobs
 from gpuboard.scheduler.nodes import Reservation, nodes, reservations
 from gpuboard.scheduler.records import Unreadable
 from gpuboard.scheduler.site import Site, settings
@@ -80,9 +81,11 @@ class Questions:
         held = [piece.job for piece in pieces if piece.job is not None]
         notes = checks.contradictions(pieces, listed)
         reserved: list[Reservation] | None = None
+        truth: dict[int, TrueJob] = {}
         try:
             if notes and third:
-                held, notes = checks.corrected(pieces, true_jobs(self._squeue(until)), listed)
+                truth = true_jobs(self._squeue(until))
+                held, notes = checks.corrected(pieces, truth, listed)
             elif third and checks.is_reserved(listed):
                 reserved = reservations(self._scontrol("reservation", until))
         except (_FailedError, Unreadable) as error:  # it is still an answer
@@ -90,7 +93,8 @@ class Questions:
         if reserved is None:
             reserved = checks.reserved_before(before, listed)
         cluster = clean(settings(self._site).get("clustername", ""), 64)
-        return Schedule(at, cluster, checks.joined(held, listed, reserved), tuple(held), tuple(notes))
+        visited = checks.visited(pieces, held, truth, os.geteuid())
+        return Schedule(at, cluster, checks.joined(held, listed, reserved), tuple(held), visited, tuple(notes))
 
     def _scontrol(self, what: str, until: float) -> str:
         return self._run([*_SHOW, what], until)

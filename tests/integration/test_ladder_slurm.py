@@ -97,6 +97,32 @@ def test_a_job_opens_the_way_and_its_end_closes_it(adopting: SlurmCluster) -> No
     assert denied(gpu01) == 0
 
 
+def test_a_job_without_gpus_opens_the_way_of_ssh(adopting: SlurmCluster) -> None:
+    gpu01 = adopting.nodes["gpu01"]
+    before = asked(gpu01)
+    with watching(adopting) as watch:
+        watch.until(lambda line: source(line) == ("slurm", None), "Slurm shows it")
+        number = adopting.submit(["-w", "gpu01", *SLEEP], running=True)
+        watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way", 30)
+        watch.until(lambda line: states(line, "gpu01") == "ffffffff", "two readings have been made", 30)
+        steps = adopting.run(["squeue", "--steps", "-h", "-u", "alice", "-o", "%j"], check=True).stdout
+        assert "gpuboard" not in steps
+        adopting.run(["scancel", str(number)], check=True)
+        watch.until(lambda line: source(line) == ("slurm", None), "the job's end closes it", 30)
+    assert (asked(gpu01), denied(gpu01)) == (before + 1, 0)
+
+
+def test_gpus_that_a_job_without_gpus_hides_stay_as_slurm_shows_them(adopting: SlurmCluster) -> None:
+    adopting.configure("PrologFlags=contain", cgroups=True)
+    adopting.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], user="bob", running=True)
+    with watching(adopting) as watch:
+        adopting.submit(["-w", "gpu01", *SLEEP], running=True)
+        shown = watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way", 30)
+        assert (states(shown, "gpu01"), {line["error"] for line in node(shown)["gpus"]}) == ("aaffffff", {None})
+        assert node(shown)["gpus"][2]["reason"] == "free for Slurm; NVML not seen"
+        assert all(states(line, "gpu01") in {"aaffffff", "ffffffff"} for line in watch.lines), "none was ever lost"
+
+
 @pytest.mark.parametrize("transport", ["asyncssh", "openssh", "paramiko"])
 def test_a_refusal_for_want_of_a_job_is_told_and_not_asked_for_again(adopting: SlurmCluster, transport: str) -> None:
     if transport == "paramiko":

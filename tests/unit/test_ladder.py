@@ -52,6 +52,15 @@ def test_where_nothing_is_permitted_nothing_is_tried() -> None:
     assert (it.closed, it.way(0.0), it.permits(SSH)) == (True, None, False)
 
 
+def test_a_job_of_ours_without_gpus_is_no_way_and_a_new_one_is_told() -> None:
+    it = ladder()
+    assert it.permit(ssh=True, jobs=[], visits=["7"]) is True
+    assert (it.way(0.0), it.permits(Way("7"))) == (SSH, False)
+    assert it.failed(SSH, "no-job", 0.0) == NO_JOB_S
+    assert it.permit(ssh=True, jobs=[], visits=["7"]) is False
+    assert it.permit(ssh=True, jobs=[], visits=["8"]) is True
+
+
 def test_a_job_of_ours_is_the_way_where_ssh_is_not_permitted() -> None:
     it = ladder()
     assert it.permit(ssh=False, jobs=["7", "9"]) is True

@@ -14,7 +14,7 @@ from gpuboard.cluster.picture import NodeFacts, Scheduled, View, inert_static, n
 from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.snapshot import GpuView, NodeView
-from gpuboard.model.state import Thresholds
+from gpuboard.model.state import Ruling, Thresholds
 
 NOW = 1000.0
 HELLO = Hello(hostname="gpu01", boot_id="b", uid=1, user="alice", pid=2, python="3.6.8", addresses=["10.0.0.1"])
@@ -140,6 +140,20 @@ def test_a_gpu_that_is_missing_is_not_forgotten() -> None:
     ]
     gone = facts("x", "GPU-a", reading={"gpus": [], "nvml_error": "driver reload"})
     assert (gpu(gone).state, gpu(gone).reason) == ("unknown", "NVML: driver reload")
+
+
+def test_gpus_that_a_session_in_a_job_without_gpus_does_not_show_are_not_lost() -> None:
+    """A device cgroup hides all of them then; Slurm has shown them."""
+    by_slurm = Scheduled(state="idle", gpus={"slurm-gpu01-0": Ruling()}, shown=[static("slurm-gpu01-0")])
+
+    def shown(hello: Hello, **reading: Any) -> tuple[str, str]:
+        found = gpu(facts(hello=hello, static=Static(), reading=reading), scheduled={"gpu01": by_slurm})
+        return found.state, found.reason
+
+    confined = msgspec.structs.replace(HELLO, job="7")
+    assert shown(confined) == ("free", "free for Slurm; NVML not seen")
+    assert shown(HELLO) == ("broken", "GPU lost: NVML no longer lists it")
+    assert shown(confined, nvml_error="driver not loaded") == ("unknown", "NVML: driver not loaded")
 
 
 def test_claims_are_joined_by_uuid_wherever_they_lie() -> None:

@@ -10,7 +10,7 @@ from gpuboard import nodesets
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
 from gpuboard.scheduler import checks
 from gpuboard.scheduler.gres import GresError, Resources, resources
-from gpuboard.scheduler.jobs import Piece, TrueJob, jobs, true_jobs
+from gpuboard.scheduler.jobs import Piece, Runs, TrueJob, jobs, true_jobs
 from gpuboard.scheduler.nodes import Reservation, nodes, reservations
 from gpuboard.scheduler.records import Unreadable, moment
 from tests.slurmtext import held, holding, recorded, recordings, used
@@ -102,7 +102,22 @@ def test_each_shape_of_job_has_its_gpus() -> None:
         "7": (1795282522.0, 1795283122.0),
         "12": (1795282523.0, None),  # no limit
     }
-    assert [piece for piece in pieces if piece.job is None] == [Piece(11, "11"), Piece(13, "13"), Piece(8, "8_2-3%2")]
+    assert [piece for piece in pieces if piece.job is None] == [
+        Piece(11, "11"),
+        Piece(13, "13", runs=Runs(0, "node3")),
+        Piece(8, "8_2-3%2"),
+    ]
+
+
+def test_a_person_visits_the_nodes_where_his_running_jobs_hold_no_gpu() -> None:
+    pieces = jobs(recorded("shapes/job-d-oneliner"))
+    held = [piece.job for piece in pieces if piece.job is not None]
+    assert checks.visited(pieces, held, {}, 0) == {"node3": (13,)}
+    assert checks.visited(pieces, held, {}, 4711) == {}
+    # what squeue says counts alone where it was asked
+    more = TrueJob(0, "root", "running", "gpu", None, None, ("node1", "node3"))
+    truth = {12: more, 13: more._replace(state="completed"), 14: more._replace(uid=4711)}
+    assert checks.visited(pieces, held, truth, 0) == {"node1": (12,)}
 
 
 def test_jobs_of_untyped_gpus_and_of_shards() -> None:
