@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.geometry import Region, Size
+from textual.geometry import Offset, Region, Size
 from textual.message import Message
-from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from gpuboard.board.cells import fit_runs
+from gpuboard.board.dragging import Dragging, row_at
 from gpuboard.board.rows import (
     GAP,
     MARK_WIDTH,
@@ -42,7 +42,7 @@ RIGHT = 3  # the mouse's button; some terminals keep ctrl and click to themselve
 HEADER = 1  # lines above the rows
 
 
-class Grid(ScrollView, can_focus=True):
+class Grid(Dragging, can_focus=True):
     """A table that stays calm while what it shows changes."""
 
     ROW_CURSOR = True  # draw the cursor over the whole row
@@ -244,11 +244,11 @@ class Grid(ScrollView, can_focus=True):
         self.virtual_size = Size(0, len(self._rows) + HEADER)
 
     def _measure(self) -> None:
-        """Share the width among the columns."""
         self._share()
         self.redraw()
 
     def _share(self) -> None:
+        """Share the width among the columns."""
         self._space = self.scrollable_content_region.width
         self._widths = share(self.columns, self._space - self._indent)
 
@@ -295,13 +295,7 @@ class Grid(ScrollView, can_focus=True):
             self._lines.clear()
         if y < HEADER:
             titles = header_runs(
-                self.columns,
-                self._widths,
-                self._sort,
-                indent=self._indent,
-                width=width,
-                base=base,
-                look=self._look,
+                self.columns, self._widths, self._sort, indent=self._indent, width=width, base=base, look=self._look
             )
             return strip(titles, base, width)
         index = y - HEADER + self.scroll_offset.y
@@ -379,11 +373,10 @@ class Grid(ScrollView, can_focus=True):
 
     def _reveal(self) -> None:
         """Scroll so far that the cursor is seen, with the heading above it when it is the first below one."""
-        first = self.scroll_offset.y
         top = self._at - 1 if self._at and self._rows[self._at - 1].group else self._at
-        if top < first:
+        if top < self.scroll_offset.y:
             self.scroll_to(y=top, animate=False, force=True)
-        elif self._at >= first + self._page:
+        elif self._at >= self.scroll_offset.y + self._page:
             self.scroll_to(y=self._at - self._page + 1, animate=False, force=True)
 
     def can_mark(self, key: str) -> bool:
@@ -402,7 +395,7 @@ class Grid(ScrollView, can_focus=True):
             new = {key for key in (before, self.cursor) if key is not None and self.can_mark(key)}
             self._set_marks(self._marks | new, {at, self._at})
 
-    def _set_marks(self, marks: frozenset[str], rows: Collection[int]) -> None:
+    def _set_marks(self, marks: frozenset[str], rows: Collection[int] | None) -> None:
         if marks != self._marks:
             self._marks = marks
             self._touch(rows)
@@ -460,10 +453,32 @@ class Grid(ScrollView, can_focus=True):
             left += size + GAP
         return None
 
+    def key_at(self, at: Offset) -> str | None:
+        """Return the key of the row at ``at`` if it can be marked."""
+        index = at.y - HEADER + self.scroll_offset.y
+        row = self._rows[index] if self._marking and at.y >= HEADER and index < len(self._rows) else None
+        return row.key if row is not None and not row.group and self.can_mark(row.key) else None
+
+    def drag(self, grip: str, at: Offset, before: frozenset[str]) -> bool:
+        """Mark the rows from ``grip`` to the one at ``at``."""
+        start = self.index_of(grip)
+        if start is None:
+            return False  # it is no longer there
+        beyond = self._drag_to(at.y, start)
+        rows = self._rows[min(start, self._at) : max(start, self._at) + 1]
+        self._set_marks(before.union(row.key for row in rows if not row.group and self.can_mark(row.key)), None)
+        return beyond
+
+    def _drag_to(self, y: int, start: int) -> bool:
+        """Put the cursor on the row at ``y``, or past the edge; return whether it is that."""
+        index, beyond = row_at(y - HEADER, self.scroll_offset.y, self._page, len(self._rows))
+        self._go(index, 1 if beyond == (index > start) else -1)  # a heading ends no drag past the edge
+        return beyond
+
     def on_click(self, event: events.Click) -> None:
         """A click on the header sorts, on a row moves there, twice opens; on its mark, with ctrl or right it marks."""
         at = event.get_content_offset(self)
-        if at is None:
+        if at is None or self.is_drag(event):
             return
         event.stop()
         if at.y < HEADER:

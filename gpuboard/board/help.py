@@ -42,6 +42,13 @@ FILTER_WORDS = (
     ("model:H100 node:gpu[01-04]", "part of a name; a nodeset"),
     ("flag:idle,rogue", "either; more in the docs"),
 )
+MOUSE_WORDS = (
+    ("click", "the cursor; in the footer a key"),
+    ("double click", "open it"),
+    ("ctrl-click", "select, or no longer; also the right button"),
+    ("drag", "select from there to here"),
+    ("click on a title", "sort by it; again: the other way"),
+)
 _COLUMN = 58  # cells of one column of the screen
 _KEYS = 16  # cells that a line gives to keys,
 _WORDS = 22  # and to what they do; the name to remap it by follows
@@ -89,7 +96,7 @@ class HelpScreen(BoardScreen):
 
     def draw(self) -> None:
         """Write the text, in the colours of now."""
-        sections = [self._legend(), *self._keys(), self._filters()]
+        sections = [self._legend(), *self._keys(), self._mouse(), self._filters()]
         self.query_one("#words", Static).update(_in_columns(sections, max(1, self._columns)))
 
     def action_close(self) -> None:
@@ -130,6 +137,9 @@ class HelpScreen(BoardScreen):
             role = "bad" if flag in {"rogue", "disputed", "sick"} else "warn"
             lines.append(Text(f"  {flag}".ljust(_KEYS), look.style(role)).append(words, look.style("")))
         return lines
+
+    def _mouse(self) -> list[Text]:
+        return [self._title("Mouse"), *(self._line(*pair, width=20) for pair in MOUSE_WORDS)]
 
     def _filters(self) -> list[Text]:
         return [self._title("Filter"), *(self._line(*pair, width=30) for pair in FILTER_WORDS)]

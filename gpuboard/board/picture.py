@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
+from textual.geometry import Offset
 
 from gpuboard.board.arrange import Group, NodeRow
 from gpuboard.board.grid import HEADER, RIGHT, Cell, Grid, LazyRows, Row
@@ -95,14 +96,7 @@ class Picture(Grid):
 
     def _reachable(self) -> list[tuple[int, str]]:
         """Return place and UUID of the GPUs in the cursor's row that the cursor can go to."""
-        item = self._items[self._at] if self._at < len(self._items) else None
-        if not isinstance(item, NodeRow):
-            return []
-        return [
-            (place, gpu.uuid)
-            for place, gpu in enumerate(item.node.gpus)
-            if item.shown is None or gpu.uuid in item.shown
-        ]
+        return _shown(self._items[self._at]) if self._at < len(self._items) else []
 
     def _settle(self) -> None:
         """Stay on the GPU the person chose, else on the one nearest to where it stood."""
@@ -164,7 +158,7 @@ class Picture(Grid):
         """A click on a GPU moves there, with ctrl or right marks, twice opens; on a node twice opens; a title sorts."""
         event.prevent_default()  # what Grid would do
         at = event.get_content_offset(self)
-        if at is None:
+        if at is None or self.is_drag(event):
             return
         event.stop()
         if at.y < HEADER:
@@ -176,9 +170,8 @@ class Picture(Grid):
         if not isinstance(item, NodeRow):
             return
         place = self._place_at(at.x)
-        gpus = item.node.gpus
-        if place is not None and place < len(gpus) and (item.shown is None or gpus[place].uuid in item.shown):
-            self._column, self._wish = place, gpus[place].uuid
+        if place is not None and (uuid := self.key_at(at)) is not None:
+            self._column, self._wish = place, uuid
             self._go(index)
             if event.ctrl or event.button == RIGHT:
                 self._toggle(self.cursor)
@@ -189,11 +182,34 @@ class Picture(Grid):
         if event.chain == 2:
             self.post_message(self.Chosen(self, f"node:{item.node.name}"))
 
-    def _place_at(self, x: int) -> int | None:
-        """Return which GPU of its row stands at ``x``."""
+    def key_at(self, at: Offset) -> str | None:
+        """Return the UUID of the GPU that stands at ``at``."""
+        index, place = at.y - HEADER + self.scroll_offset.y, self._place_at(at.x)
+        if at.y < HEADER or index >= len(self._items) or place is None:
+            return None
+        return dict(_shown(self._items[index])).get(place)
+
+    def drag(self, grip: str, at: Offset, before: frozenset[str]) -> bool:
+        """Mark the block of GPUs with ``grip`` in the one corner and what stands at ``at`` in the other."""
+        start = self._index_with(grip)
+        if start is None:
+            return False  # it is no longer there
+        begun = next(place for place, uuid in _shown(self._items[start]) if uuid == grip)
+        place = self._place_at(at.x, nearest=True) or 0
+        self._column, self._uuid, self._wish = place, None, None  # the nearest of the row that we go to
+        beyond = self._drag_to(at.y, start)
+        places = range(min(begun, place), max(begun, place) + 1)
+        rows = self._items[min(start, self._at) : max(start, self._at) + 1]
+        self._set_marks(before.union(uuid for item in rows for k, uuid in _shown(item) if k in places), None)
+        return beyond
+
+    def _place_at(self, x: int, *, nearest: bool = False) -> int | None:
+        """Return which GPU of its row stands at ``x``, or ``nearest`` to it."""
         left = 0
         for index, size in self._widths.items():
             if self.columns[index].key == "gpus":
+                if nearest:
+                    x = max(left, min(x, left + size - 1))
                 pack, inside = divmod(x - left, CELL * PACK + 1)
                 return pack * PACK + min(inside // CELL, PACK - 1) if left <= x < left + size else None
             left += size + GAP
@@ -214,3 +230,11 @@ class Picture(Grid):
         assert self._scene is not None  # rows come with their scene
         row = self._items[self._at].key if self._at < len(self._items) else None
         return cells_of(item, self._scene, Focus(row, self._uuid, self.marks), self._look)
+
+
+def _shown(item: Item) -> list[tuple[int, str]]:
+    """Return place and UUID of the GPUs in a row that the cursor can go to."""
+    if isinstance(item, Group):
+        return []
+    shown = item.shown
+    return [(place, gpu.uuid) for place, gpu in enumerate(item.node.gpus) if shown is None or gpu.uuid in shown]

@@ -7,8 +7,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+from textual.app import App
+from textual.events import MouseDown, MouseMove, MouseUp
 from textual.pilot import Pilot
+from textual.widget import Widget
 
 from gpuboard.allocate.formats import Allocation
 from gpuboard.board.app import BoardApp
@@ -92,7 +96,7 @@ def known(scene: Scene) -> bool:
     return all(node.gpus and all(gpu.state != "unknown" for gpu in node.gpus) for node in scene.snapshot.nodes)
 
 
-async def settle(pilot: Pilot[int], condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+async def settle(pilot: Pilot[Any], condition: Callable[[], object], timeout_s: float = 10.0) -> None:
     """Let the app go on until ``condition`` holds. Raises AssertionError with what is on the screen."""
     until = time.monotonic() + timeout_s
     while not condition():
@@ -103,7 +107,7 @@ async def settle(pilot: Pilot[int], condition: Callable[[], object], timeout_s: 
 
 def screen(app: object) -> str:
     """Return what is on the screen as text, a line a row."""
-    assert isinstance(app, BoardApp)
+    assert isinstance(app, App)
     strips = app.screen._compositor.render_strips()
     return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
 
@@ -120,3 +124,16 @@ async def reserved(app: BoardApp, core: Core, pilot: Pilot[int], n: int, model: 
     core.operations.told(taken)
     await settle(pilot, lambda: app.scene and app.scene.by_lease)
     return taken
+
+
+async def drag(pilot: Pilot[Any], widget: Widget, *points: tuple[int, int], release: bool = True) -> None:
+    """Press the left button at the first of these points of a widget, move over the others, and release it there.
+
+    The events go to the app as the terminal's do, which makes a click of them.
+    """
+    app: App[Any] = pilot.app
+    kinds = [MouseDown, *[MouseMove] * (len(points) - 1), *[MouseUp] * release]
+    for kind, point in zip(kinds, [*points, *points[-1:] * release], strict=True):
+        x, y = widget.region.x + point[0], widget.region.y + point[1]
+        app.post_message(kind(None, x, y, 0, 0, 1, False, False, False, screen_x=x, screen_y=y))
+        await pilot.pause()

@@ -10,10 +10,12 @@ from rich.cells import cell_len
 from textual import events
 from textual.app import App, ComposeResult
 from textual.pilot import Pilot
+from textual.screen import Screen
 
 from gpuboard.board import themes
 from gpuboard.board.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.board.look import UNICODE, Look
+from tests.board.lab import drag, settle
 
 COLUMNS = (
     Column("name", "Name", 8),
@@ -30,7 +32,7 @@ class GridApp(App[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[object] = []
+        self.said: list[tuple[str, object]] = []
 
     def compose(self) -> ComposeResult:
         """One grid."""
@@ -224,6 +226,82 @@ def test_the_mouse_does_all_of_it() -> None:
         await pilot.click(Grid, offset=(5, 1))
         await pilot.pause()
         assert app.said == [("moved", "k50")]
+
+    run(check)
+
+
+def test_dragging_selects_from_where_the_button_was_pressed_to_where_it_is() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows(many(100))
+        grid.marks = {"k7"}
+        await drag(pilot, grid, (5, 3), (5, 4), (9, 5), release=False)
+        assert (grid.cursor, sorted(grid.marks)) == ("k4", ["k2", "k3", "k4", "k7"])
+        await drag(pilot, grid, (5, 3), (5, 4), (9, 5), (5, 4), (5, 2))  # back, and to the other side
+        assert (grid.cursor, sorted(grid.marks)) == ("k1", ["k1", "k2", "k3", "k4", "k7"])
+        await pilot.hover(Grid, offset=(5, 8))
+        assert grid.cursor == "k1"  # it is over
+        assert app.mouse_captured is None
+        assert {"chosen", "sorted"}.isdisjoint(kind for kind, _ in app.said)
+
+    run(check)
+
+
+def test_a_click_stays_a_click_however_the_hand_trembles() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        grid.set_rows(many(20))
+        await drag(pilot, grid, (5, 3), (7, 3), (6, 3))
+        assert (grid.cursor, grid.marks) == ("k2", frozenset())
+        await drag(pilot, grid, (5, 0), (5, 1), (5, 4))  # a header is no row
+        assert grid.marks == frozenset()
+        await drag(pilot, grid, (5, 3), (5, 4))
+        await drag(pilot, grid, (5, 8))  # nor does the drag before keep a click from being one
+        assert (grid.cursor, sorted(grid.marks)) == ("k7", ["k2", "k3"])
+        plain = Grid(COLUMNS)
+        await app.mount(plain)
+        plain.set_rows(many(20))
+        await pilot.pause()
+        await drag(pilot, plain, (5, 1), (5, 3))
+        assert plain.marks == frozenset()  # nothing can be selected in it
+
+    run(check)
+
+
+def test_dragging_past_an_edge_scrolls_on_and_headings_are_passed() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        rows = many(40)
+        grid.styles.height = 11  # so that the pointer can be below it
+        grid.set_rows([*rows[:12], Row("heading", (Cell("G"),), group=True), *rows[12:]])
+        await drag(pilot, grid, (5, 9), (5, 10), release=False)
+        assert grid.scroll_offset.y == 0
+        await drag(pilot, grid, (5, 9), (5, 10), (5, 11), release=False)  # below the last line
+        await settle(pilot, lambda: grid.cursor == "k39" and grid.scroll_offset.y == 31)
+        assert grid.marks == {row.key for row in rows[8:]}
+        await drag(pilot, grid, (5, 10), (5, 0), release=False)  # where the header is
+        await settle(pilot, lambda: grid.cursor == "k0" and grid.scroll_offset.y == 0)
+        assert grid.marks == {row.key for row in rows}
+        await drag(pilot, grid, (5, 1))
+        assert app.mouse_captured is None
+
+    run(check, (40, 14))
+
+
+def test_a_drag_ends_when_its_row_goes_or_another_screen_comes() -> None:
+    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+        rows = many(20)
+        grid.set_rows(rows)
+        await drag(pilot, grid, (5, 3), (5, 4), release=False)
+        grid.set_rows(rows[5:])
+        await drag(pilot, grid, (5, 8), release=False)
+        await pilot.pause()
+        assert grid.marks == {"k2", "k3"}  # those that have gone stay selected
+        await drag(pilot, grid, (5, 1), (5, 2), release=False)
+        assert grid.app.mouse_captured is grid
+        await app.push_screen(Screen())
+        assert app.mouse_captured is None
+        await app.pop_screen()
+        await pilot.pause()
+        await drag(pilot, grid, (5, 8))
+        assert grid.marks == {"k2", "k3", "k5", "k6"}
 
     run(check)
 

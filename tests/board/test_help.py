@@ -14,7 +14,7 @@ from textual.widgets import OptionList
 from gpuboard.board import keys, query
 from gpuboard.board.app import BoardApp
 from gpuboard.board.cluster import ClusterScreen
-from gpuboard.board.help import FILTER_WORDS, FLAG_WORDS, STATE_WORDS, HelpScreen
+from gpuboard.board.help import FILTER_WORDS, FLAG_WORDS, MOUSE_WORDS, STATE_WORDS, HelpScreen
 from gpuboard.board.look import LETTERS
 from gpuboard.board.palette import Palette
 from gpuboard.model.state import STATES
@@ -39,6 +39,8 @@ def test_help_has_every_action_and_starts_with_the_screen_it_was_opened_from(tmp
             keys.load_screens()
             lacking = [a.id for a in keys.actions() if not any(a.description in line for line in words)]
             assert lacking == []
+            shown = {" ".join(line.split()) for line in words}
+            assert [pair for pair in MOUSE_WORDS if " ".join(pair) not in shown] == []
             for state, letter in LETTERS.items():
                 assert any(line.split()[:2] == [letter, state] for line in words), state
             await pilot.press("question_mark")
