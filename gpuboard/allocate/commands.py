@@ -64,11 +64,12 @@ def step_command(
 
     Raises TransportError where Slurm does not say what the job has.
     """
-    from gpuboard.transport.srun import counted, step
+    from gpuboard.transport.srun import binds_tasks, counted, step
 
     assert node.job is not None and node.host is not None
     timeout_s = parse_duration(settings.connect_timeout)
-    words = step(node.job, node.host, counted(node.job, timeout_s).get(node.host, 0), timeout_s)
+    gpus = counted(node.job, timeout_s).get(node.host, 0)
+    words = step(node.job, node.host, gpus, timeout_s, binds=binds_tasks(timeout_s))
     words += ["--pty"] if terminal else []
     runner = [settings.python, *_PYTHON_FLAGS, _source(), _config(argv, environ, cwd, remote=False)]
     return local_command([*words, *runner], {}, cwd)

@@ -104,7 +104,7 @@ class NodeFeed:
     def permit(self, *, ssh: bool, jobs: Sequence[str], visits: Sequence[str] = (), known_as: str = "") -> None:
         """Take note in which ways the node may be reached from now on: by ssh, through these jobs of ours, or not.
 
-        ``visits``: jobs of ours there that are no way themselves. ``known_as``: its name for the scheduler, by which those jobs have it.
+        ``visits``: jobs of ours there that are no way themselves. ``known_as``: the node's name for those jobs.
 
         A connection that may stay does; any other one ends at once, and the next way is taken where there is one.
         """

@@ -12,6 +12,7 @@ Found out with Slurm 22.05 (the pages of srun(1) say some of it):
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from gpuboard.nodesets import listed
 from gpuboard.transport import bundle
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.child import ChildChannel, Ending
+from gpuboard.transport.command import run
 from gpuboard.transport.spawn import SLURM_SETUP, spawn
 from gpuboard.transport.srunwords import explain_end, explain_no_nodes, explain_refusal, gpus_by_nodes
 
@@ -114,10 +116,10 @@ def counted(job: str, timeout_s: float) -> dict[str, int]:
         raise TransportError("exited", f"scontrol: {error}") from None
 
 
-def step(job: str, host: str, gpus: int, timeout_s: float) -> list[str]:
+def step(job: str, host: str, gpus: int, timeout_s: float, *, binds: bool = True) -> list[str]:
     """Return the command that runs in a step of ``job`` on ``host``, where it has ``gpus`` GPUs, what words follow it.
 
-    It gives up after ``timeout_s`` where Slurm starts no step now. Raises TransportError where there is no srun.
+    It gives up after ``timeout_s`` where Slurm starts no step now. ``binds``: see :func:`binds_tasks`. Raises TransportError where there is no srun.
     """
     number, _, component = job.partition("+")
     return [
@@ -130,13 +132,24 @@ def step(job: str, host: str, gpus: int, timeout_s: float) -> list[str]:
         f"--nodelist={host}",
         f"--gpus={gpus}" if gpus else "--gres=none",
         "--mem=0",  # of the job's memory on the node, all
-        "--cpu-bind=none",  # else all ranks would share the one core of the step's task
+        *(["--cpu-bind=none"] if binds else []),  # else all ranks would share the one core of the step's task
         "--mpi=none",
         "--chdir=/",  # what is started goes where it is told
         "--kill-on-bad-exit=0",
         f"--immediate={max(1, round(timeout_s))}",  # else srun tries for ever in a suspended job
         "--job-name=gpuboard",
     ]
+
+
+def binds_tasks(timeout_s: float) -> bool:
+    """Return whether Slurm binds tasks to cores; True where it does not say. Raises TransportError without scontrol.
+
+    srun tells a person, whatever --quiet is said, when it is given words about that in vain
+    (slurm_verify_cpu_bind, which looks for "affinity" in TaskPlugin).
+    """
+    ran = run([program("scontrol"), "show", "config"], slurm_environ(os.environ), timeout_s)
+    found = re.search(r"^TaskPlugin\s*= (\S+)", ran.out, re.MULTILINE) if ran is not None else None
+    return found is None or "affinity" in found[1]
 
 
 def show_job(job: str, timeout_s: float) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +50,22 @@ def test_run_works_where_the_gpus_are_with_its_exit_code(lab: Lab) -> None:
     assert (done.returncode, done.stdout) == (9, "gpu01 2,3 /srv/home/alice a  b ok\nline\n"), done.stderr
     until(lambda: len(lab.slurm.jobs()) == 1, "the job has ended with the command")
     assert left(lab.slurm) == []
+
+
+@pytest.mark.parametrize("plugin", ["task/none", "task/affinity"])
+def test_srun_says_nothing_and_binds_to_no_core(lab: Lab, plugin: str) -> None:
+    lab.slurm.configure(f"TaskPlugin={plugin}")
+    command = ["gpuboard", "run", "--n", "1", "--", "sh", "-c", "echo up; read line"]
+    with lab.login.popen(command, stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        runs = [p for p in lab.login.processes(user="alice") if p.name == "srun"]
+        words = [Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0") for p in runs]
+        assert [b"--cpu-bind=none" in argv for argv in words if b"--gpus=1" in argv] != []
+        assert {b"--cpu-bind=none" in argv for argv in words} == {plugin == "task/affinity"}
+        _, said = process.communicate("end\n", timeout=20)
+    assert (process.returncode, said) == (0, "")
+    all_gone(lab.slurm)
 
 
 def test_the_terminal_is_passed_on(lab: Lab) -> None:
