@@ -49,7 +49,7 @@ class Ruling:
         self._aliases = Aliases(settings)  # for the thread that permits
         self._lock = threading.Lock()
         self._join = Join()
-        self._own: tuple[Schedule, dict[str, list[str]]] | None = None  # our jobs' numbers by Slurm's node name
+        self._own: tuple[Schedule, dict[str, list[str]]] | None = None  # our jobs by Slurm's node name
 
     def start(self, *, once: bool) -> None:
         """Ask; returns at once. ``once``: a single time, else again and again until closed."""
@@ -133,10 +133,10 @@ class Ruling:
 
 
 def _jobs_of(schedule: Schedule, uid: int) -> dict[str, list[str]]:
-    """Return the numbers of a person's running jobs by node."""
+    """Return a person's running jobs by node, as srun is told them: ``123``, or ``123+1`` of a heterogeneous one."""
     found: dict[str, list[str]] = {}
     for job in schedule.jobs:
         if job.uid == uid and job.state == "running":
             for grant in job.grants:
-                found.setdefault(grant.node, []).append(str(job.number))
+                found.setdefault(grant.node, []).append(job.id if "+" in job.id else str(job.number))
     return found

@@ -119,7 +119,8 @@ def counted(job: str, timeout_s: float) -> dict[str, int]:
 def step(job: str, host: str, gpus: int, timeout_s: float, *, binds: bool = True) -> list[str]:
     """Return the command that runs in a step of ``job`` on ``host``, where it has ``gpus`` GPUs, what words follow it.
 
-    It gives up after ``timeout_s`` where Slurm starts no step now. ``binds``: see :func:`binds_tasks`. Raises TransportError where there is no srun.
+    It gives up after ``timeout_s`` where Slurm starts no step now. ``binds``: see :func:`binds_tasks`.
+    Raises TransportError where there is no srun.
     """
     number, _, component = job.partition("+")
     return [

@@ -176,6 +176,18 @@ def test_a_step_leads_to_a_node_that_slurm_knows_by_another_name(slurm: SlurmClu
     assert "sbatch" in asked.stderr + asked.stdout, "it is Slurm's: no claim may be made there"
 
 
+@pytest.mark.parametrize("other", ["before", "after"])
+def test_a_step_leads_to_any_component_of_a_heterogeneous_job(slurm: SlurmCluster, other: str) -> None:
+    configure(slurm, "alice", nodes="gpu01")
+    slurm.nodes["gpu01"].stop_sshd()
+    parts = [["--gres=gpu:2", "-w", "gpu01"], ["--gres=gpu:1", "-w", "gpu02"]]
+    first, second = parts if other == "after" else parts[::-1]
+    slurm.submit([*first, ":", *second, *SLEEP], running=True)
+    found = status(slurm, "alice")
+    assert source(found) == ("nvml", None)
+    assert [len(gpu["jobs"]) for gpu in node(found)["gpus"]] == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
 def test_without_python_and_without_ssh_nvidia_smi_is_asked_in_a_step(slurm: SlurmCluster) -> None:
     gpu01 = slurm.nodes["gpu01"]
     gpu01.sshd("DenyUsers alice")
