@@ -108,7 +108,7 @@ def _nearest(request: Request, snapshot: Snapshot, looked: Sequence[Candidate], 
     free = [len(gpus) for gpus in by_node([c for c in looked if c.why_not is None]).values()]
     options: list[str] = []
     without_limit = msgspec.structs.replace(request, max_nodes=None)
-    if request.max_nodes is not None and (needed := nodes_needed(without_limit, free)):
+    if request.max_nodes is not None and not request.one_node and (needed := nodes_needed(without_limit, free)):
         options.append(f"--max-nodes {needed}")
     if request.per_node is not None and nodes_needed(msgspec.structs.replace(request, per_node=None), free):
         options.append(f"--n {request.n} without --per-node")

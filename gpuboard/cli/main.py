@@ -133,8 +133,8 @@ def _dispatch(argv: list[str]) -> int:
         elif "--version" in rest or "-V" in rest:
             print(f"gpuboard {__version__}")
             return 0
-    command = load(name or "board")
-    args = parser_of(command).parse_args(rest)
+    command = load("board" if name is None else name)
+    args = parser_of(command).read(rest)
     context = Context(argv)
     context.said = args.nodes or []
     if args.config is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 from gpuboard.errors import UsageError
@@ -38,6 +38,15 @@ class Parser(argparse.ArgumentParser):
             message = f"{word}: no such {'option' if word.startswith('-') else 'argument'}"
             message += f"; did you mean {near}?" if near else ""
         raise UsageError(f"{message}\n  see: {self.prog} --help")
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Return the arguments. Raises UsageError also for an empty value: that of a variable which was never set."""
+        found = self.parse_args(words)
+        for action in self._actions:
+            if getattr(found, action.dest, None) == "" and action.default != "":
+                name = "/".join(action.option_strings) or action.metavar
+                self.error(f"argument {name}: nothing is written there; is a variable not set?")
+        return found
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

@@ -67,12 +67,13 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
     from gpuboard.model.request import Request
 
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
-    if not argv:
+    if not argv or not argv[0]:
         raise UsageError("run what? write the command after --\n  see: gpuboard run --help")
     request = Request(
         n=args.n,
         picks=args.gpus or (),
         max_nodes=None if args.gpus else 1,
+        one_node=True,
         model=args.model,
         gpu_mem=args.gpu_mem,
         topology=args.topology,

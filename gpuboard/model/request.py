@@ -20,6 +20,7 @@ class Request(msgspec.Struct, frozen=True):
     picks: tuple[Pick, ...] = ()
     per_node: int | None = None  # exactly this many on each node
     max_nodes: int | None = None
+    one_node: bool = False  # whoever asks can use one node only: several are no cure
     model: str | None = None  # case-insensitive part of the name; a glob if it has * ? or [
     gpu_mem: int | None = None  # bytes of free memory that each GPU must have
     topology: str = "best"  # "best" | "any"

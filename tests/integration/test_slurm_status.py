@@ -84,7 +84,7 @@ def test_nodes_without_ones_own_job_are_shown_by_slurm_alone(slurm: SlurmCluster
     begun = {name: path.stat().st_size for name, path in logs.items()}
 
     def log(name: str) -> str:
-        return logs[name].read_text()[begun[name] :]
+        return logs[name].read_bytes()[begun[name] :].decode(errors="replace")
 
     found = agreeing(slurm, as_user(slurm))
     assert [node["source"] for node in found["nodes"]] == ["nvml", "slurm", "slurm"]
@@ -93,8 +93,6 @@ def test_nodes_without_ones_own_job_are_shown_by_slurm_alone(slurm: SlurmCluster
     assert {gpu["reason"] for gpu in gpus(found, "gpu03")} == {"free for Slurm; NVML not seen"}
     [view] = [gpu for gpu in gpus(found, "gpu02") if gpu["index"] == 0]
     assert (view["memory_used"], view["utilization"], view["processes"]) == (None, None, None)
-    if "Accepted publickey for alice" not in log("gpu01"):  # a busy sshd: a step of the job was quicker that time
-        as_user(slurm)
     assert "Accepted publickey for alice" in log("gpu01")
     assert "alice" not in log("gpu02") + log("gpu03")  # no ssh even tried
 
