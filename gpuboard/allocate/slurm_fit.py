@@ -201,7 +201,8 @@ def _too_many(request: Request, scope: Sequence[SchedulerNode], out: set[str], t
         words += f", at most {max(total.values())} on one node"
     options = []
     without_limit = msgspec.structs.replace(request, max_nodes=None)
-    if request.max_nodes is not None and (needed := nodes_needed(without_limit, total.values())):
+    needed = nodes_needed(without_limit, total.values())
+    if request.max_nodes is not None and not request.one_node and needed:
         options.append(f"--max-nodes {needed}")
     step = request.per_node or 1
     for n in range(min((request.n or 0) - step, sum(total.values()) // step * step), 0, -step):

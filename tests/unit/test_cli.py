@@ -90,6 +90,11 @@ def test_version() -> None:
         (("renew", "k3f9", "--for", "3"), "argument --for: '3' is not a duration; write 30s, 15m"),
         (("release",), "which lease? name it, or --mine"),
         (("status", "--js"), "--js: no such option; did you mean --json?"),
+        (("",), "'' is not a command; commands are: board, "),
+        (("status", "--config", ""), "argument --config: nothing is written there; is a variable not set?"),
+        (("launch", "--rank-map", "", "train.py"), "argument --rank-map: nothing is written there"),
+        (("launch", "--lease", "", "train.py"), "argument --lease: nothing is written there"),
+        (("run", "--n", "1", "--", ""), "run what? write the command after --"),
     ],
 )
 def test_usage_errors_exit_2_with_the_cure(argv: tuple[str, ...], words: str) -> None:
@@ -97,6 +102,13 @@ def test_usage_errors_exit_2_with_the_cure(argv: tuple[str, ...], words: str) ->
     assert (code, out) == (2, "")
     assert err.startswith("gpuboard: ")
     assert words in err
+
+
+def test_an_empty_value_is_refused_where_eval_reads_us() -> None:
+    for argv in (("allocate", "--n", "1", "--rank-map", ""), ("allocate", "--n", "1", "--model="), ("env", "")):
+        code, out, err = gpuboard(*argv, env={"GPUBOARD_LEASE": "k3f9"})
+        assert (code, out.partition(";")[0]) == (2, "export CUDA_VISIBLE_DEVICES=''")
+        assert "nothing is written there; is a variable not set?" in err
 
 
 def test_a_bad_setting_stops_every_command_that_needs_settings(tmp_path: Path) -> None:

@@ -145,6 +145,12 @@ def test_free_memory_is_what_is_not_used() -> None:
     assert refused(Request(n=3, gpu_mem=40 * GIB), one).code == 4
 
 
+def test_several_nodes_are_no_cure_for_who_can_use_one_only() -> None:
+    nodes = node("gpu01", "fff"), node("gpu02", "ff")
+    assert refused(Request(n=4, max_nodes=1), *nodes).nearest == "--max-nodes 2 or --n 3"
+    assert refused(Request(n=4, max_nodes=1, one_node=True), *nodes).nearest == "--n 3"
+
+
 def test_excluded_gpus_and_nodes_are_not_taken() -> None:
     exclude = parse_picks("gpu01:0,2@gpu02", whole_nodes=True)
     assert got(Request(n=6, exclude=exclude), node("gpu01"), node("gpu02")) == {"gpu01": [1, 3, 4, 5, 6, 7]}
