@@ -17,7 +17,7 @@ from typing import Any
 from gpuboard import paths
 from gpuboard.ledger.holder import Holder
 from gpuboard.ledger.keeper_place import KeeperError, connect, folder_name, make_private, prune, receive, send
-from gpuboard.ledger.keeper_record import KeptJob, KeptNode, Record, decode
+from gpuboard.ledger.keeper_record import KeptJob, KeptNode, Record, decode, login_of
 from gpuboard.transport.spawn import SLURM_SETUP, readable
 
 __all__ = [
@@ -166,7 +166,7 @@ def hand_over(lease: Record, env: Mapping[str, str], started: Started | None = N
     Raises KeeperError when the keeper does not start, does not answer or refuses; the caller then drops the claims.
     """
     timeout_s = ADOPT_REMOTE_S if any(node.host is not None for node in lease.nodes) else ADOPT_S
-    message = {"op": "adopt", "record": lease.plain()}
+    message = {"op": "adopt", "record": lease.plain(), "login": login_of(env)}
     at = started or start_early(env)
     try:
         answer = _ask(at, message, timeout_s)

@@ -7,11 +7,14 @@ loaded for a remote node, and for the question who runs on the GPUs of a local o
 from __future__ import annotations
 
 import json
+import os
+import socket
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuboard.agent import claims
-from gpuboard.ledger.keeper_record import KeptNode
+from gpuboard.ledger.keeper_record import KeptNode, login_of
 
 if TYPE_CHECKING:
     import queue
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from gpuboard.transport.link import AgentLink
 
 CALL_S = 20.0  # for a call, the connection's set-up included
+_LOGINS = 8  # that are remembered
+_AGENT_S = 1.0  # for an ssh agent to take a connection
 _LINGER_S = 15.0  # that an agent of this machine is kept for the next question
 
 
@@ -41,10 +46,45 @@ def node_key(node: KeptNode, settings: dict[str, Any]) -> str:
     return json.dumps([node.name, node.host, node.claims_dir, node.simulate, node.job, reach], sort_keys=True)
 
 
-class Connectors:
-    """The ways out of this process, made when first asked for: one connector for all nodes with the same settings."""
+class Logins:
+    """The logins that leases were taken in. A keeper outlives the one it was started in; its ssh agent does not."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known = [login_of(os.environ)]
+
+    def add(self, login: dict[str, str]) -> None:
+        """Take the means of the newest login. One that has none, as a cron job, lives on those of others."""
+        if login:
+            with self._lock:
+                self._known = [*[other for other in self._known if other != login][-_LOGINS:], login]
+
+    def use(self) -> str:
+        """Make the means of the newest login whose agent answers ours; return what tells them from others."""
+        with self._lock:
+            login = next((known for known in reversed(self._known) if _answers(known)), self._known[-1])
+            os.environ.update(login)
+        return json.dumps(login, sort_keys=True)
+
+
+def _answers(login: dict[str, str]) -> bool:
+    """Tell whether the ssh agent of a login takes connections; without one there is nothing to ask."""
+    if "SSH_AUTH_SOCK" not in login:
+        return True
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.settimeout(_AGENT_S)
+        try:
+            agent.connect(login["SSH_AUTH_SOCK"])
+        except OSError:
+            return False
+    return True
+
+
+class Connectors:
+    """The ways out of this process, made when first asked for: one for all nodes with the same settings and login."""
+
+    def __init__(self, logins: Logins) -> None:
+        self._logins = logins
         self._known: dict[str, Connector] = {}
 
     def get(self, settings: dict[str, Any]) -> Connector:
@@ -54,7 +94,7 @@ class Connectors:
         from gpuboard.config import Settings
         from gpuboard.transport.connector import Connector
 
-        key = json.dumps(settings, sort_keys=True)
+        key = json.dumps(settings, sort_keys=True) + self._logins.use()
         if key not in self._known:
             try:
                 self._known.setdefault(key, Connector(msgspec.convert(settings, Settings)))
@@ -85,7 +125,6 @@ class NodeCalls:
             return
         if self._jobs is None:
             import queue
-            import threading
 
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=self._serve, args=(self._jobs,), name=self.name, daemon=True).start()

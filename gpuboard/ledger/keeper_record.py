@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gpuboard.ledger.holder import Holder
@@ -9,6 +10,14 @@ from gpuboard.ledger.holder import Holder
 LOOK_S = 60.0  # how long processes that may become carriers are waited for after the holder's end
 LOOK_EVERY_S = 2.0
 CARRIED_EVERY_S = 5.0  # between two looks while carriers live
+
+# What a login reaches other machines by, and what ends with it: its ssh agent, its Kerberos tickets.
+_LOGIN = ("SSH_AUTH_SOCK", "KRB5CCNAME")
+
+
+def login_of(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which the login that ``env`` is of reaches other machines."""
+    return {name: str(env[name]) for name in _LOGIN if env.get(name)}
 
 
 class KeptNode(NamedTuple):

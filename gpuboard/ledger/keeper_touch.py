@@ -7,7 +7,7 @@ from typing import Any
 
 from gpuboard.ledger.keeper_jobs import JobCalls, Watch
 from gpuboard.ledger.keeper_loop import Loop, boottime, log
-from gpuboard.ledger.keeper_nodes import Answer, Connectors, NodeCalls, node_key
+from gpuboard.ledger.keeper_nodes import Answer, Connectors, Logins, NodeCalls, node_key
 from gpuboard.ledger.keeper_record import KeptNode, Record
 
 TOUCH_S = 30.0
@@ -32,7 +32,8 @@ class Nodes:
         self._loop = loop
         self._touched = touched
         self._nodes: dict[str, _Node] = {}
-        self._connectors = Connectors()
+        self.logins = Logins()
+        self._connectors = Connectors(self.logins)
         self._watch = Watch()
 
     def attach(self, record: Record, node: KeptNode) -> None:

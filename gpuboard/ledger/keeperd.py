@@ -20,7 +20,7 @@ from gpuboard.ledger.holder import Holder, alive, read_process
 from gpuboard.ledger.keeper_loop import Loop, boottime, log
 from gpuboard.ledger.keeper_nodes import Answer
 from gpuboard.ledger.keeper_place import KeeperError, occupy, peer_uid, send, withdraw, write_file
-from gpuboard.ledger.keeper_record import Record, Seen, decode, files_of, judge
+from gpuboard.ledger.keeper_record import Record, Seen, decode, files_of, judge, login_of
 from gpuboard.ledger.keeper_touch import Nodes, key_of, retry_s
 
 RELEASE_S = 100.0  # after this a claim without life has lapsed (90 s): no use in trying on
@@ -133,6 +133,7 @@ class Keeper:
             message = json.loads(line)
             op = message["op"]
             if op == "adopt":
+                self.nodes.logins.add(login_of(message.get("login", {})))
                 self._adopt(client, decode(message["record"]))
                 return
             kept = self.kept.get(str(message["lease"]))
@@ -147,7 +148,7 @@ class Keeper:
             elif op == "forget" and kept is not None:
                 self._end(kept, "given back")
             client.reply()
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             client.reply(f"not understood: {error!r}")
         except OSError as error:
             client.reply(f"{self.folder}: {error.strerror}")

@@ -107,3 +107,42 @@ def test_node_lost_at_the_end_is_tried_again(lab: Lab, sshd: Sshd) -> None:
     until(lambda: not lab.held(), timeout_s=15)
     again.kill()
     again.wait()
+
+
+def agent(lab: Lab, sshd: Sshd, name: str) -> subprocess.Popen[str]:
+    """Start an ssh agent that has the key; leases are taken in its login from now on."""
+    path = str(lab.folder / name)
+    running = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL, text=True)
+    until(lambda: os.path.exists(path))
+    lab.env["SSH_AUTH_SOCK"] = path
+    subprocess.run(["ssh-add", "-q", str(sshd.key)], env=lab.env, check=True)
+    return running
+
+
+def test_keeper_outlives_the_login_whose_ssh_agent_it_was_started_with(lab: Lab, sshd: Sshd) -> None:
+    for host in ("one", "two", "three"):
+        sshd.host(host, IdentityFile="none", IdentitiesOnly="no")
+    scripts = []
+
+    def take(lease: str, gpu: int, host: str) -> None:
+        scripts.append(lab.bash(lab.take(lease, gpu, host=host) + "echo go; read"))
+        out = scripts[-1].stdout
+        assert out is not None
+        assert out.readline() == "go\n"
+
+    first = agent(lab, sshd, "first")
+    take("log1", 0, "one")
+    keeper_pid = lab.keeper_pid()
+    first.kill()
+    first.wait()
+    second = agent(lab, sshd, "second")
+    take("log2", 1, "two")
+    lab.env.pop("SSH_AUTH_SOCK")  # as for a cron job: what another login has serves it
+    take("log3", 2, "three")
+    assert lab.keeper_pid() == keeper_pid
+    assert lab.held() == {"log1", "log2", "log3"}
+    second.kill()
+    second.wait()
+    for script in scripts:
+        script.kill()
+        script.communicate()
