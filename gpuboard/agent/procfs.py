@@ -132,8 +132,9 @@ class Processes:
         key = (comm, start, uid)
         known = self._known.get(pid)
         if known is None or known[0] != key:
-            known = (key, self._facts(path, comm, start, uid))
-            if known[1]["command"]:  # a process in the middle of its exec has neither arguments nor environment yet
+            environ = self._environ(path)
+            known = (key, self._facts(path, comm, start, uid, environ))
+            if known[1]["command"] and environ != b"":  # in the middle of its exec a process has neither yet
                 self._known[pid] = known
         process.update(known[1])
         return process
@@ -143,9 +144,9 @@ class Processes:
         for pid in [pid for pid in self._known if pid not in alive]:
             del self._known[pid]
 
-    def _facts(self, path: str, comm: str, start: int, uid: int) -> "Dict[str, Any]":
+    def _facts(self, path: str, comm: str, start: int, uid: int, environ: "Optional[bytes]") -> "Dict[str, Any]":
         job, container = parse_cgroup(_text(path + "/cgroup"))
-        lease = self.lease(path)
+        lease = _lease(environ)
         hidden = uid == 0 and container is not None and lease is None
         return {
             "uid": uid,
@@ -160,14 +161,14 @@ class Processes:
 
     def lease(self, path: str) -> "Optional[str]":
         """Return GPUBOARD_LEASE in the environment of the process at ``path``; None where it cannot be read."""
+        return _lease(self._environ(path))
+
+    def _environ(self, path: str) -> "Optional[bytes]":
+        """Return the environment of the process at ``path``, None where it cannot be read."""
         try:
-            environ = read(path + "/environ", _ENVIRON_LIMIT)
+            return read(path + "/environ", _ENVIRON_LIMIT)
         except OSError:
             return None
-        for entry in environ.split(b"\0"):
-            if entry.startswith(_LEASE):
-                return entry[len(_LEASE) :].decode("utf-8", "replace")[:64] or None
-        return None
 
     def user(self, uid: int) -> str:
         """Return this node's name for a uid, its digits when it has none."""
@@ -254,6 +255,13 @@ class Host:
             return float(read(self.root + "/loadavg", 64).split()[0])
         except (OSError, ValueError, IndexError):
             return None
+
+
+def _lease(environ: "Optional[bytes]") -> "Optional[str]":
+    for entry in (environ or b"").split(b"\0"):
+        if entry.startswith(_LEASE):
+            return entry[len(_LEASE) :].decode("utf-8", "replace")[:64] or None
+    return None
 
 
 def _text(path: str, limit: int = 65536) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuboard.agent.procfs import COMMAND_LIMIT, Host, Processes, parse_cgroup, parse_stat
+from tests.waiting import until
 
 CONTAINER = "3f4c0d" + "ab" * 29
 
@@ -151,9 +152,9 @@ def test_this_process_and_a_real_child() -> None:
     env = {**os.environ, "GPUBOARD_LEASE": "abcd"}
     processes = Processes()
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=env) as child:
+        # in the middle of its exec it has neither arguments nor environment; what was seen then is not kept
+        until(lambda: processes.describe(child.pid, "compute", 0)["lease"], "it has its environment")
         seen = processes.describe(child.pid, "compute", 0)
-        while not seen["command"]:  # still in its exec
-            seen = processes.describe(child.pid, "compute", 0)
         assert child.stdin is not None
         child.stdin.close()
     assert (seen["uid"], seen["name"], seen["command"], seen["lease"]) == (os.getuid(), "cat", "cat", "abcd")
