@@ -3,6 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 VENV ?= .venv
+WORKERS ?= 3
 # The first interpreter that runs and is new enough (a version manager's shim may be on PATH and refuse to run).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -28,8 +29,9 @@ demo: $(RUN_STAMP)
 test: system-packages $(DEV_STAMP)
 	@$(MAKE) --no-print-directory check
 
+# Tests mostly wait. Side by side, each worker has test nodes of its own; a file's tests stay together, in their order.
 check: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

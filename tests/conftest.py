@@ -15,6 +15,9 @@ from tests import slurm as test_slurm
 # torch warns on stderr where an address has no name, as without a network: tests that compare stderr run there too.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+# pytest-xdist tells its workers how wide the terminal is: what tests start would take that for its own width.
+os.environ.pop("COLUMNS", None)
+
 # A run in the background, or under nohup, ignores these, and everything that tests start would inherit that.
 for _number, _handler in (
     (signal.SIGINT, signal.default_int_handler),
@@ -65,6 +68,18 @@ def slurm(started_slurm: test_slurm.SlurmCluster, nodes: test_nodes.Cluster) -> 
     """Slurm on the test nodes, which are in order too, with nothing in it: see tests/slurm.py."""
     started_slurm.configure()
     return started_slurm
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say what stays together where tests run side by side, and what begins first: what takes longest.
+
+    A file does, as its servers are started once, and so do all of the board's: one asks what the others have tried.
+    """
+    order = ("board", "integration", "gpu")
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "board" else item.path.stem))
+    items.sort(key=lambda item: order.index(item.path.parent.name) if item.path.parent.name in order else len(order))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

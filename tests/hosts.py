@@ -117,8 +117,8 @@ class Running(subprocess.Popen[str]):
 
     @property
     def process(self) -> NodeProcess:
-        """The process itself, once it runs the command. Raises TimeoutError when that takes more than 20 s."""
-        until = time.monotonic() + 20
+        """The process itself, once it runs the command. Raises TimeoutError when that takes more than 60 s."""
+        until = time.monotonic() + 60
         while time.monotonic() < until and self.poll() is None:
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
             found = _process(children[0]) if children else None
@@ -420,7 +420,7 @@ def _signal(pid: int, sig: int) -> None:
         return  # it has ended
 
 
-def _until(condition: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
+def _until(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > until:

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], what: str = "", timeout_s: float = 20.0) -> T:
+def until(condition: Callable[[], T], what: str = "", timeout_s: float = 60.0) -> T:
     """Wait until ``condition`` gives something true and return that; fail after ``timeout_s``, saying ``what`` is."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

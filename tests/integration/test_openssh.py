@@ -45,7 +45,7 @@ def test_a_second_session_shares_the_first_ones_connection(lab: Lab, nodes: Clus
 def test_the_socket_of_a_connection_that_died_is_in_nobodys_way(lab: Lab) -> None:
     with lab.channels("gpu01", command=ECHO) as driven:
         driven.event("connected")
-        shared = [process for process in lab.children() if process.argv[0].startswith("ssh: ")]
+        shared = until(lambda: [one for one in lab.children() if one.argv[0].startswith("ssh: ")], "it is named")
         lab.here.run(["kill", "-9", *(str(process.inner) for process in shared)], check=True)
         assert driven.event("ended")["kind"] == "lost"
     assert len(list(lab.here.path(STATE).iterdir())) == 1

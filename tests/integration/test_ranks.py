@@ -295,7 +295,7 @@ def test_workers_that_a_rank_forks_die_with_it_but_daemons_live_on(folder: Path)
 import multiprocessing, os, sys, threading, time
 def child(name):
     time.sleep(1)
-    print(name, "lives", flush=True)
+    os.write(1, f"{name} lives\\n".encode())  # in one piece: the lines of two processes must not mix
 fork = multiprocessing.get_context("fork")
 fork.Process(target=child, args=("worker",)).start()
 starter = threading.Thread(target=lambda: fork.Process(target=child, args=("of a thread",)).start())

@@ -41,11 +41,22 @@ def taking(slurm: SlurmCluster, options: str = "--n 4 --wait 5m") -> Running:
     return slurm.nodes["login1"].popen(["sh", "-c", TAKE.format(options=options)], user="alice", env=env)
 
 
+def queued(slurm: SlurmCluster, shell: Running, other: int) -> int:
+    """Return the job that ``shell`` waits for, once it is in the queue beside ``other``."""
+
+    def found() -> set[int]:
+        assert shell.poll() is None, shell.communicate()
+        return slurm.jobs() - {other}
+
+    [number] = until(found, "alice's job is in the queue")
+    return number
+
+
 @pytest.mark.parametrize(("fault", "cure"), [("kill", "restart"), ("stop", "continue")])
 def test_waiting_for_gpus_outlives_the_controller(slurm: SlurmCluster, fault: str, cure: str) -> None:
     other = full(slurm)
     with taking(slurm) as shell:
-        [number] = until(lambda: slurm.jobs() - {other}, "alice's job is in the queue")
+        number = queued(slurm, shell, other)
         slurm.save()
         slurm.controller(fault)
         begun = time.monotonic()
@@ -67,7 +78,7 @@ def test_waiting_for_gpus_outlives_the_controller(slurm: SlurmCluster, fault: st
 def test_giving_up_without_a_controller_leaves_no_job(slurm: SlurmCluster, fault: str, cure: str) -> None:
     other = full(slurm)
     with taking(slurm) as shell:
-        until(lambda: slurm.jobs() - {other}, "alice's job is in the queue")
+        queued(slurm, shell, other)
         slurm.save()
         slurm.controller(fault)
         [process] = slurm.nodes["login1"].processes(lambda p: "allocate" in p.argv and "keeper" not in p.name)
