@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gpuboard.cluster.feed import NodeFeed
-from gpuboard.cluster.picture import View, node_claims, snapshot
+from gpuboard.cluster.picture import View, node_claims, snapshot, standing
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 from gpuboard.transport.base import CallFailed, LinkLost
@@ -169,9 +169,13 @@ class Fleet:
     def claims(self) -> dict[str, list[Claim]]:
         """Return the claims in each node's newest reading; a node without a reading is left out."""
         users = self._settings.users
-        read = {name: facts for name, feed in self._feeds.items() if (facts := feed.facts).reading is not None}
+        read = [facts for feed in self._feeds.values() if (facts := feed.facts).reading is not None]
         of_node = node_claims if self._moving is None else self._moving.claims
-        return {name: of_node(facts, users) for name, facts in read.items()}
+        found = {facts.name: of_node(facts, users) for facts in read}
+        if self._ruling is not None:
+            scheduled = self._ruling.of(read, time.monotonic(), time.time())
+            found = {facts.name: standing(found[facts.name], facts, scheduled.get(facts.name)) for facts in read}
+        return found
 
     def uids(self) -> dict[str, int]:
         """Return who we are on each node that has answered, as its agent says: ids can differ between nodes."""

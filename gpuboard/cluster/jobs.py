@@ -57,6 +57,12 @@ def names(schedule: Schedule) -> dict[str, str]:
     return found
 
 
+def numbers(schedule: Schedule) -> frozenset[int]:
+    """Return the numbers of all jobs that hold something, and those by which heterogeneous ones call themselves."""
+    leaders = (job.id.partition("+") for job in schedule.jobs)
+    return frozenset({job.number for job in schedule.jobs} | {int(lead) for lead, plus, _ in leaders if plus})
+
+
 def known_as(names: Mapping[str, str], *said: str) -> str | None:
     """Return the scheduler's name of a node that is called any of these, whole or without its domain."""
     return next((names[name] for word in said for name in (word, word.partition(".")[0]) if name in names), None)

@@ -31,6 +31,8 @@ class Join:
         self._names: dict[str, str] = {}
         self._aliases: dict[str, str] = {}  # by a node's name: what ssh makes of it
         self._error: str | None = None
+        self._asked = 0.0
+        self._jobs: frozenset[int] = frozenset()
         self._made: dict[str, _Made] = {}
         self._strangers: dict[str, object] = {}  # nodes it does not know, by what they said of themselves
 
@@ -46,6 +48,8 @@ class Join:
         if schedule is not self._schedule and schedule is not None:
             self._held = jobs.by_node(schedule)
             self._names = jobs.names(schedule)
+            self._asked = seen.arrived
+            self._jobs = jobs.numbers(schedule)
         self._schedule, self._error = schedule, error
         self._made.clear()
         self._strangers.clear()
@@ -93,14 +97,18 @@ class Join:
         held = self._held.get(node.name, [])
         ruled = jobs.rule(node, held, gpus, {} if unseen else _evidence(facts))
         rulings = ruled.gpus if self._error is None else _aged(ruled.gpus, self._schedule.at)
+        doubt = jobs.node_words(node)[1]
+        sure = self._error is None and not doubt and not any(r.hidden or r.doubt for r in ruled.gpus.values())
         scheduled = Scheduled(
             state=clean(node.state, 96),
             reason=clean(node.reason, 300),
             reservation=clean(node.reservation, 96),
             gpus=rulings,
             shown=shown,
-            doubt=jobs.node_words(node)[1],
+            doubt=doubt,
             error=self._error,
+            asked=self._asked,
+            jobs=self._jobs if sure else None,
         )
         return _Made(facts.known, facts.reading, scheduled, ruled.sure)
 

@@ -18,7 +18,7 @@ from gpuboard.cluster import picture
 from gpuboard.cluster.picture import Held, NodeFacts, Scheduled, View
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Reading
-from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
+from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 from gpuboard.model.state import Thresholds, claims_words, counted, unused
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
@@ -46,6 +46,7 @@ class _Node:
         self.order: list[GpuStatic] = picture.in_order(facts, scheduled)
         self.uuids = [gpu.uuid for gpu in self.order]
         self.gpus: list[_Gpu | None] = [None] * len(self.order)
+        self.lined_up = False  # the newest reading has just these GPUs, in this order
         self.quiet: Reading | None = None
         self.view: NodeView | None = None  # None: not yet
         self.still = False  # until the next reading nothing about its GPUs changes, unless a claim comes
@@ -80,7 +81,10 @@ class Moving:
                 self._unseen.clear()
                 self._claims.clear()
                 self._settings = settings
-            held = picture.held_by(self._claims_of(facts, view.users) for facts in nodes)
+            claims = ((facts, self._claims_of(facts, view.users)) for facts in nodes)
+            held = picture.held_by(
+                picture.standing(found, facts, view.scheduled.get(facts.name)) for facts, found in claims
+            )
             same_leases = held.leases == self._leases
             self._leases = held.leases
             return Snapshot(
@@ -172,34 +176,35 @@ class Moving:
 
 
 def _gpus(node: _Node, facts: NodeFacts, held: Held, same_leases: bool, view: View) -> list[GpuView]:
-    reading, limits = facts.reading, view.thresholds
+    reading, limits, on_gpus = facts.reading, view.thresholds, held.claims
     assert reading is not None
-    now = _aligned(reading, node.uuids)
     # What the GPUs of ``node`` were compared with last time is not compared again.
     followed = facts.previous is node.facts.reading or facts is node.facts or view.one_shot
+    steady = facts is node.facts or (facts.steady and facts.previous is node.facts.reading)
     before = [] if followed else _aligned(facts.previous, node.uuids)
+    now = reading.gpus if steady and node.lined_up else _aligned(reading, node.uuids)
+    node.lined_up = now is reading.gpus
     drawn = []
-    for place, static in enumerate(node.order):
-        last, gpu = node.gpus[place], now[place]
-        claims = held.claims.get(static.uuid, _NO_CLAIMS)
+    for place, (uuid, last, gpu) in enumerate(zip(node.uuids, node.gpus, now, strict=True)):
+        claims = on_gpus.get(uuid, _NO_CLAIMS)
         if (
             last is not None
             and gpu is not None
-            and _decides_the_same(gpu, last, limits)
+            and (steady or _quiet(gpu) == last.quiet)
+            and _calm(gpu, last.in_use, limits)
             and (followed or ((other := before[place]) is not None and _decides_the_same(other, last, limits)))
             and (claims is last.claims or _same_claims(claims, last.claims))
             and (
-                (not claims and not last.given)
-                or unused(picture.idle_for_s(static.uuid, facts, view), limits) == last.unused
+                (not claims and not last.given) or unused(picture.idle_for_s(uuid, facts, view), limits) == last.unused
             )
             and (same_leases or not gpu.processes or all(p.lease is None for p in gpu.processes))
         ):
-            last.view = _with_numbers(last.view, gpu, claims, reading)
+            last.view = _with_numbers(last.view, gpu, claims, reading.at)
             last.claims = claims
             drawn.append(last.view)
         else:
             seen = (gpu, _aligned(facts.previous, node.uuids)[place])
-            drawn.append(picture.gpu_view(static, seen, facts, held, view))
+            drawn.append(picture.gpu_view(node.order[place], seen, facts, held, view))
             node.gpus[place] = _remembered(seen, facts, claims, drawn[-1], view)
     node.still = all(gpu is not None and not gpu.claims for gpu in node.gpus)
     return drawn
@@ -253,10 +258,16 @@ def _same_claims(some: Sequence[Claim], others: Sequence[Claim]) -> bool:
     )
 
 
-def _with_numbers(view: GpuView, gpu: GpuReading, held: list[Claim], reading: Reading) -> GpuView:
+def _with_numbers(view: GpuView, gpu: GpuReading, held: list[Claim], at: float) -> GpuView:
+    """Return a view with the numbers of now; ``at``: the node's clock."""
     processes = view.processes
-    if processes:
-        processes = [_at(process, reading) for process in processes]
+    if processes:  # picture.runtime_s, without its calls: there are thousands
+        processes = [
+            replace(process, runtime_s=round(at - started, 1) if at > started else 0.0)
+            if (started := process.started) is not None
+            else process
+            for process in processes
+        ]
     return replace(
         view,
         reason=clean(claims_words(held)) if view.state == "reserved" and held else view.reason,
@@ -267,10 +278,6 @@ def _with_numbers(view: GpuView, gpu: GpuReading, held: list[Claim], reading: Re
         pcie_generation=gpu.pcie_generation,
         processes=processes,
     )
-
-
-def _at(process: ProcessView, reading: Reading) -> ProcessView:
-    return replace(process, runtime_s=picture.runtime_s(process.started, reading))
 
 
 def _remembered(

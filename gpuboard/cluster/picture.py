@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,8 @@ from gpuboard.model.units import iso
 
 XIDS_MAX = 8  # shown of one GPU
 SLOWEST_S = 300.0  # an agent that asks nvidia-smi says how seldom; more than this is not believed
+_NOTHING: list[Any] = []  # one for all, never changed: 40,000 empty lists would push what is used out of the caches
+_MADE_S = 5.0  # so much later than a claim an answer of the scheduler's must be to speak of its job
 _LATEST = 4e9  # in 2096: later times are invented, and dates end somewhere
 
 
@@ -37,6 +40,7 @@ class NodeFacts(msgspec.Struct, frozen=True, gc=False):
     known: dict[str, GpuStatic] = {}  # by UUID: every GPU this node ever listed to us, made inert
     reading: Reading | None = None  # the newest
     previous: Reading | None = None  # the one before, where they follow each other
+    steady: bool = False  # from that one to the newest nothing about the GPUs has changed but numbers
     arrived: float = 0.0  # when the newest reading did
     last_busy: dict[str, float] = {}  # UUID -> when it was last seen in use, or first seen at all
     closed: bool = False  # no connection is wanted: only the scheduler shows it
@@ -52,6 +56,8 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     shown: list[GpuStatic] = []  # its GPUs, where nothing else has shown all of them; []: those that the node lists
     doubt: str = ""  # why it is not known what is the case there
     error: str | None = None  # why there is no current answer
+    asked: float = 0.0  # when it was asked for that answer, by our monotonic clock
+    jobs: frozenset[int] | None = None  # all that hold something, if it is sure that there are no others on the node
 
 
 class View(msgspec.Struct, frozen=True):
@@ -77,7 +83,8 @@ class Held(msgspec.Struct, frozen=True):
 
 def snapshot(nodes: Sequence[NodeFacts], view: View) -> Snapshot:
     """Return the cluster at one moment. Who takes one after the other uses :class:`gpuboard.cluster.moving.Moving`."""
-    held = held_by(node_claims(facts, view.users) for facts in nodes)
+    claims = ((facts, node_claims(facts, view.users)) for facts in nodes)
+    held = held_by(standing(found, facts, view.scheduled.get(facts.name)) for facts, found in claims)
     return Snapshot(
         schema=1,
         at=iso(view.at),
@@ -133,6 +140,30 @@ def node_claims(facts: NodeFacts, users: Mapping[str, str]) -> list[Claim]:
         )
         for claim in facts.reading.claims
     ]
+
+
+def standing(claims: list[Claim], facts: NodeFacts, scheduled: Scheduled | None) -> list[Claim]:
+    """Return the claims of a node without those made in jobs that are over by the scheduler's word.
+
+    Whoever is given those GPUs next is not kept from them; without that word they lapse. It counts where it was asked
+    for after the claim was made, and knows of all that is held on the node.
+    """
+    if scheduled is None or scheduled.jobs is None or not any(claim.job for claim in claims):
+        return claims
+    over = facts.arrived - (facts.reading.at if facts.reading else 0.0)  # the node's clock → ours, or later by the way
+    return [
+        claim
+        for claim in claims
+        if (number := job_number(claim.job)) is None
+        or number in scheduled.jobs
+        or scheduled.asked <= min(facts.arrived, over + claim.since) + _MADE_S
+    ]
+
+
+def job_number(tag: str | None) -> int | None:
+    """Return the number of the job that a claim was made in (``123``, ``123.1``), None where it names none."""
+    digits = (tag or "").partition(".")[0]
+    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 10 else None
 
 
 def interval_s(facts: NodeFacts, view: View) -> float:
@@ -270,7 +301,7 @@ def gpu_view(
         pci_bus_id=static.pci_bus_id,
         state=verdict.state,
         reason=clean(verdict.reason),
-        flags=list(verdict.flags),
+        flags=list(verdict.flags) or _NOTHING,
         memory_used=reading.memory_used if reading else None,
         memory_total=static.memory_total,
         utilization=reading.utilization if reading else None,
@@ -278,13 +309,13 @@ def gpu_view(
         power=reading.power if reading else None,
         power_limit=reading.power_limit if reading else None,
         processes=None if processes is None else [_process(p, facts, view.users) for p in processes],
-        leases=[claim.lease for claim in about.claims],
-        jobs=_jobs(about.ruling),
-        mig=[_mig(device, about, held.claims, scheduled, view) for device in static.mig or []],
+        leases=[claim.lease for claim in about.claims] or _NOTHING,
+        jobs=_jobs(about.ruling) or _NOTHING,
+        mig=[_mig(device, about, held.claims, scheduled, view) for device in static.mig or []] or _NOTHING,
         numa_node=static.numa_node,
         links=static.links,
         pci=static.pci,
-        throttle=[clean(word, 32) for word in reading.throttle] if reading else [],
+        throttle=([clean(word, 32) for word in reading.throttle] if reading else None) or _NOTHING,
         compute_mode=reading.compute_mode if reading else None,
         error=_short(reading.error, 512) if reading else None,
         delay_s=reading.delay_s if reading else 0.0,
@@ -297,7 +328,7 @@ def gpu_view(
         remap_pending=reading.remap_pending if reading else None,
         remap_failed=reading.remap_failed if reading else None,
         recovery_action=_short(reading.recovery_action) if reading else None,
-        xids=_xids(reading.xids, facts) if reading else None,
+        xids=(_xids(reading.xids, facts) or _NOTHING if reading.xids is not None else None) if reading else None,
     )
 
 

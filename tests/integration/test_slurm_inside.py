@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from tests.integration.launch_lab import FAMILY, SLEEP
 from tests.integration.slurm_lab import FAKE, HOME, NODES, Lab, opened
+from tests.integration.slurm_truth import configure, states, status
 from tests.slurm import SlurmCluster
 from tests.waiting import until
 
@@ -95,6 +98,25 @@ kill %1; wait"""
     assert f"only what Slurm job {job.number} has was looked at" in job.err
     assert "\n0 gpu02\n" in job.out, "the three have taken this node's"
     assert lab.claims() == []
+
+
+def test_what_a_killed_job_had_claimed_is_free_as_soon_as_slurm_says_that_it_is_over(lab: Lab) -> None:
+    lab.host("gpu01").resume_sshd()
+    configure(lab.slurm, "root", 'ssh = "all"', nodes="gpu01")
+    job = lab.submit("gpuboard allocate --n 1 --detach --for 1h; sleep 600", "--gpus=2", "--nodelist=gpu01")
+    until(lambda: len(lab.claims()) == 1, f"it has claimed one; it said: {job.err}")
+
+    def seen() -> tuple[str, int]:
+        listed = json.loads(lab.slurm.run(["gpuboard", "leases", "--json"], user="root", check=True).stdout)["leases"]
+        return states(status(lab.slurm, "root"), "gpu01"), len(listed)
+
+    until(lambda: seen() == ("aaffffff", 1), "Slurm and the claim are seen")
+    for process in lab.processes(["gpu01"]):  # the keeper, too, which would give the claim back
+        os.kill(process.pid, signal.SIGKILL)
+    job.wait()
+    claimed = lab.claims()
+    until(lambda: seen() == ("ffffffff", 0), "it is free", 20)
+    assert lab.claims() == claimed != [], "the claim itself is still there"
 
 
 def test_a_rank_that_fails_ends_both_nodes(lab: Lab) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec.structs import replace
 
 from gpuboard.cluster.joined import Join
@@ -50,6 +52,26 @@ def test_a_node_is_found_by_its_name_its_address_and_what_it_calls_itself() -> N
     late = replace(GPU01, name="y")
     assert join.of(late) is None
     assert join.of(replace(late, hello=hello)) is not None, "its name came with the first reading"
+
+
+def test_jobs_are_all_there_are_only_where_the_answer_is_current_and_hides_none() -> None:
+    def jobs(schedule: Schedule = SCHEDULE, **seen: Any) -> frozenset[int] | None:
+        found = joined(Seen(schedule, **({"arrived": 99.0} | seen))).of(GPU01)
+        assert found is not None
+        return found.jobs
+
+    het = replace(JOB, id="5+1", number=6)
+    assert jobs() == {7}
+    assert jobs(replace(SCHEDULE, jobs=(het,))) == {5, 6}, "each component may call itself by the first one's number"
+    assert jobs(arrived=9.0) is None
+    assert jobs(arrived=54.0, error="connect failure") is None
+
+    def gpu01(**changes: Any) -> Schedule:
+        return replace(SCHEDULE, nodes={"gpu01": replace(SCHEDULE.nodes["gpu01"], **changes)})
+
+    assert jobs(gpu01(used=(Gres("h100", 2, (0, 1)),))) is None, "PrivateData: somebody has the other one"
+    assert jobs(gpu01(doubt="cannot be read")) is None
+    assert jobs(gpu01(state="down")) is None
 
 
 def test_nothing_is_made_anew_while_nothing_has_changed() -> None:

@@ -173,6 +173,25 @@ def test_only_live_claims_reserve() -> None:
     assert seen.reason == "alice, 1m00s left; bob, 1m00s left"
 
 
+def test_a_claim_ends_with_its_job_when_slurm_says_so_after_it_was_made() -> None:
+    """The node's clock says 500 at the reading, which arrived here at 999.5; the claim was made 100 s before."""
+
+    def state(
+        job: str | None, asked: float = 990.0, jobs: frozenset[int] | None = frozenset({8}), at: float = 400.0
+    ) -> str:
+        about = facts("gpu01", "u0", reading={"claims": [claim("k3f9", "u0", job=job, since=at)]})
+        known = Scheduled(state="idle", gpus={"u0": Ruling()}, asked=asked, jobs=jobs)
+        return gpu(about, scheduled={"gpu01": known}).state
+
+    assert state("7") == state("7.1") == "free"
+    assert state("8") == state("8.2") == "reserved", "that job has something"
+    assert state(None) == state("") == state("x") == state("9" * 60) == "reserved", "no job of Slurm's"
+    assert state("7", asked=899.0) == state("7", asked=904.0) == "reserved", "an answer from before the claim"
+    assert state("7", at=489.0) == "reserved", "a claim from after the answer"
+    assert state("7", at=1e9) == "reserved", "one from the future"
+    assert state("7", jobs=None) == "reserved", "an old answer, or one that does not tell of all jobs"
+
+
 def test_a_node_that_cannot_hold_claims_has_no_free_gpu() -> None:
     seen = node(facts("x", "GPU-a", reading={"claims_error": "/var/tmp is on NFS"}))
     assert (seen.claims_error, seen.gpus[0].state) == ("/var/tmp is on NFS", "unknown")
