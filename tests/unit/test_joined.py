@@ -61,8 +61,10 @@ def test_jobs_are_all_there_are_only_where_the_answer_is_current_and_hides_none(
         return found.jobs
 
     het = replace(JOB, id="5+1", number=6)
-    assert jobs() == {7}
-    assert jobs(replace(SCHEDULE, jobs=(het,))) == {5, 6}, "each component may call itself by the first one's number"
+    assert jobs() == frozenset({7})
+    assert jobs(replace(SCHEDULE, jobs=(het,))) == frozenset({5, 6}), (
+        "each component may call itself by the first one's number"
+    )
     assert jobs(arrived=9.0) is None
     assert jobs(arrived=54.0, error="connect failure") is None
 
