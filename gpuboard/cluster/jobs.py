@@ -1,10 +1,12 @@
 """The scheduler's answer joined with what a node says of its GPUs: who was given which one. Pure.
 
-Slurm's numbers (IDX) are places in the list of device files that a site's gres.conf names for a node. Where the node
-tells the numbers of its device files, and the scheduler has as many GPUs there as the node, the n-th file is taken for
-number n, which is how Slurm counts. Else a number is NVML's index, by order, and that is said. Where both have
-different counts, device files tell, where they are known; a job without a number that fits is found by its processes,
-and what cannot be told makes GPUs doubtful, never free.
+Slurm's numbers (IDX) are places in its list of a node's GPUs: NVML's order where slurmd finds them by itself
+(AutoDetect=nvml), else the order in which gres.conf names device files. It hands them to jobs as CUDA's indexes, which
+are NVML's ("GPUs want it to match the order they enumerate on the PCI bus", common_gres_set_env); files count only in
+device cgroups. So the n-th GPU in NVML's order is number n, where the scheduler has as many there as the node. Where
+device files are numbered in another order that is said, and the processes of the jobs may show that files count. Where
+both have different counts, device files tell, where they are known; a job without a number that fits is found by its
+processes, and what cannot be told makes GPUs doubtful, never free.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from gpuboard.model.state import Job, Ruling
 from gpuboard.model.text import clean
 
 BY_ORDER = "by order: the node does not tell its device files"
+OTHER_ORDER = "by order: device files are numbered in another order there"
+BY_PROCESSES = "by device file: the job's processes are on these"
 _OTHER_COUNT = "Slurm counts other GPUs there than the node has"
 # What keeps a node's idle GPUs from everybody, and what leaves open what is the case there (Slurm's node states).
 _WITHHELD = ("drain", "drained", "draining", "fail", "failing", "maint", "maintenance", "reserved", "planned",
@@ -33,7 +37,7 @@ Held = tuple[SchedulerJob, Grant]
 class Slots(msgspec.Struct, frozen=True):
     """A node's GPUs as the scheduler may count them: UUIDs, MIG devices in place of the GPU they are of."""
 
-    uuids: tuple[str, ...]  # in the order of the device files
+    uuids: tuple[str, ...]  # in NVML's order
     minors: tuple[int | None, ...]
     note: str = ""
 
@@ -70,14 +74,13 @@ def known_as(names: Mapping[str, str], *said: str) -> str | None:
 
 def slots(gpus: Sequence[GpuStatic], total: int) -> Slots:
     """Return a node's GPUs (in NVML's order) as a scheduler counts them that has ``total`` there."""
-    known = all(gpu.minor is not None for gpu in gpus)
-    ordered = sorted(gpus, key=lambda gpu: gpu.minor or 0) if known else list(gpus)
-    note = "" if known else BY_ORDER
-    if any(gpu.mig for gpu in ordered) and total != len(ordered):
-        uuids = [[device.uuid for device in gpu.mig or []] or [gpu.uuid] for gpu in ordered]
-        minors = [gpu.minor for gpu, of in zip(ordered, uuids, strict=True) for _ in of]
+    files = [gpu.minor for gpu in gpus if gpu.minor is not None]
+    note = BY_ORDER if len(files) < len(gpus) else OTHER_ORDER if files != sorted(files) else ""
+    if any(gpu.mig for gpu in gpus) and total != len(gpus):
+        uuids = [[device.uuid for device in gpu.mig or []] or [gpu.uuid] for gpu in gpus]
+        minors = [gpu.minor for gpu, of in zip(gpus, uuids, strict=True) for _ in of]
         return Slots(tuple(uuid for of in uuids for uuid in of), tuple(minors), note)
-    return Slots(tuple(gpu.uuid for gpu in ordered), tuple(gpu.minor for gpu in ordered), note)
+    return Slots(tuple(gpu.uuid for gpu in gpus), tuple(gpu.minor for gpu in gpus), note)
 
 
 class Ruled(msgspec.Struct, frozen=True):
@@ -97,9 +100,13 @@ def rule(
     total = sum(gres.count for gres in node.gpus)
     own = slots(gpus, total)
     place, note = _places(own, total)
+    sure = note != OTHER_ORDER
+    if not sure:
+        by_file = dict(enumerate(slots(sorted(gpus, key=lambda gpu: gpu.minor or 0), total).uuids))
+        if _found(by_file, held, seen) > _found(place, held, seen):
+            place, note = by_file, BY_PROCESSES
     given: dict[str, dict[str, Job]] = {uuid: {} for uuid in own.uuids}
     adrift: list[Job] = []  # of each GPU that is held and cannot be told: who holds it
-    sure = True
     for job, grant in held:
         shown = job_of(job)
         for gres in grant.gpus:
@@ -145,21 +152,26 @@ def alone(node: SchedulerNode) -> list[GpuStatic]:
     return found
 
 
-def whole(node: SchedulerNode, gpus: Sequence[GpuStatic]) -> list[GpuStatic]:
-    """Return all GPUs of a node that shows us those of a job of ours alone (device cgroups), by the device files.
+def whole(node: SchedulerNode, gpus: Sequence[GpuStatic], held: Sequence[Held], number: str) -> list[GpuStatic]:
+    """Return all GPUs of a node that shows us those of job ``number`` alone (device cgroups).
 
-    NVML counts such GPUs from 0: they get the indexes that they have among all. Empty where that cannot be told.
+    NVML counts such GPUs from 0: they get the scheduler's numbers, those of the job where its answer has them (by
+    device file if files have just these numbers, else in NVML's order), else those of the device files. Empty where
+    that cannot be told.
     """
-    own = {gpu.minor: gpu for gpu in gpus}
+    given = [gres for job, grant in held if str(job.number) == number for gres in grant.gpus]
+    told = sorted(index for gres in given for index in gres.indexes or ())
+    files = [gpu.minor for gpu in gpus if gpu.minor is not None]
+    own = dict(zip(files, gpus, strict=False)) if len(files) == len(gpus) else {}
+    if len(told) == len(gpus) and sorted(own) != told:
+        own = dict(zip(told, gpus, strict=True))
     all_of_them = alone(node)
-    if None in own or len(own) < len(gpus) or not own.keys() < {gpu.minor for gpu in all_of_them}:
+    if len(own) < len(gpus) or not own.keys() < {gpu.index for gpu in all_of_them}:
         return []
-    seen = {
-        gpu.minor: msgspec.structs.replace(gpu, index=other.index)
-        for other in all_of_them
-        if (gpu := own.get(other.minor))
-    }
-    return [seen.get(gpu.minor, gpu) for gpu in all_of_them]
+    return [
+        msgspec.structs.replace(own[gpu.index], index=gpu.index, minor=gpu.index) if gpu.index in own else gpu
+        for gpu in all_of_them
+    ]
 
 
 def job_of(job: SchedulerJob) -> Job:
@@ -199,6 +211,16 @@ def _places(own: Slots, total: int) -> tuple[dict[int, str], str]:
     if total > len(own.uuids) and len(by_file) == len(own.uuids):  # some are gone, or hidden by a device cgroup
         return by_file, f"by device file: {_OTHER_COUNT} ({total}, {len(own.uuids)})"
     return {}, f"{_OTHER_COUNT} ({total}, {len(own.uuids)})"
+
+
+def _found(place: Mapping[int, str], held: Sequence[Held], seen: Mapping[str, Collection[str]]) -> int:
+    """Return on how many of the GPUs that jobs hold, if these are the places, their processes are."""
+    return sum(
+        str(job.number) in seen.get(place.get(index, ""), ())
+        for job, grant in held
+        for gres in grant.gpus
+        for index in gres.indexes or ()
+    )
 
 
 def _unnamed(node: SchedulerNode, held: Sequence[Held], place: Mapping[int, str]) -> tuple[set[str], int]:

@@ -92,9 +92,11 @@ class Join:
             return None
         gpus = in_order(facts)
         unseen = not gpus
-        shown = jobs.alone(node) if unseen else jobs.whole(node, gpus) if hello and hello.job else []
-        gpus = shown or gpus
         held = self._held.get(node.name, [])
+        shown = jobs.alone(node) if unseen else []
+        if not unseen and hello and hello.job:
+            shown = jobs.whole(node, gpus, held, hello.job)
+        gpus = shown or gpus
         ruled = jobs.rule(node, held, gpus, {} if unseen else _evidence(facts))
         rulings = ruled.gpus if self._error is None else _aged(ruled.gpus, self._schedule.at)
         doubt = jobs.node_words(node)[1]

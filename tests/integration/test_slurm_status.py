@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 
 import pytest
 
-from tests.integration.slurm_truth import Ask, agreeing, configure, differences, gpus, holders, states, status
+from tests.integration.slurm_truth import Ask, agreeing, configure, gpus, holders, states, status
 from tests.nvml import GIB, Gpu, Mig
 from tests.slurm import SlurmCluster
 from tests.waiting import until
@@ -239,13 +240,31 @@ def test_mig_devices_are_counted_one_by_one(slurm: SlurmCluster) -> None:
     assert [job["user"] for part in second["mig"] for job in part["jobs"]] == ["bob"]
 
 
-def test_numbers_are_those_of_device_files_where_nvml_counts_otherwise(slurm: SlurmCluster) -> None:
+def test_a_jobs_gpus_are_those_that_cuda_shows_it_where_device_files_count_otherwise(slurm: SlurmCluster) -> None:
     """NVML goes by PCI address, device files by the order in which the driver found the GPUs."""
-    slurm.nodes["gpu01"].script([Gpu(minor=7 - k) for k in range(8)])
+    listed = slurm.nodes["gpu01"].script([Gpu(minor=7 - k) for k in range(8)])
+    allocated = ["sh", "-c", "gpuboard allocate --n 3 --format uuids; echo; sleep 600"]
+    with slurm.nodes["login1"].popen(["srun", "--gres=gpu:3", "-w", "gpu01", *allocated]) as process:
+        assert process.stdout is not None
+        ours = process.stdout.readline().strip().split(",")
+        assert ours == [gpu.uuid for gpu in listed[:3]], "the indexes that Slurm gives to CUDA"
+        found = agreeing(slurm, as_root(slurm))
+        shown = gpus(found, "gpu01")
+        assert [gpu["uuid"] for gpu in shown if gpu["jobs"]] == ours
+        assert "by order: device files are numbered in another order there" in shown[0]["reason"]
+        process.send_signal(signal.SIGTERM)
+
+
+def test_a_jobs_gpus_are_its_device_files_where_cgroups_have_those(slurm: SlurmCluster) -> None:
+    slurm.configure(cgroups=True)
     slurm.submit(["--gres=gpu:3", "-w", "gpu01", *SLEEP], running=True)
+    gpu01 = slurm.nodes["gpu01"]
+    own = until(lambda: gpu01.processes(lambda p: p.name == "sleep", user="alice"), "the job's process is there")[0]
+    used = Gpu(used=GIB, minor=0, processes=(("compute", own.inner, GIB),))
+    gpu01.script([*[Gpu(minor=7 - k) for k in range(7)], used])
     found = agreeing(slurm, as_root(slurm), place={k: 7 - k for k in range(8)})
     assert states(found, "gpu01") == "fffffaaa"
-    assert differences(slurm, found) != []
+    assert "by device file" in gpus(found, "gpu01")[7]["reason"]
 
 
 def test_a_list_of_files_with_holes_frees_no_gpu_that_is_held(slurm: SlurmCluster) -> None:

@@ -43,6 +43,11 @@ def test_indexes(environ: dict[str, str], shown: int, indexes: list[int]) -> Non
     assert ([gpu["index"] for gpu in found], trouble) == (indexes, None)
 
 
+def test_device_files_of_other_numbers_change_nothing() -> None:
+    upside_down = [{**gpu, "minor": 7 - gpu["index"]} for gpu in gpus(8)]
+    assert [gpu["index"] for gpu in JobGpus(STEP).only(upside_down)[0]] == [1, 2]
+
+
 def test_what_does_not_fit_is_told_and_nothing_is_listed() -> None:
     found, trouble = JobGpus({**STEP, "SLURM_STEP_GPUS": "6,7", "CUDA_VISIBLE_DEVICES": "6,7"}).only(gpus(7))
     assert found == []

@@ -41,11 +41,51 @@ def said(found: dict[str, Ruling]) -> dict[str, str]:
     return {uuid: word for uuid, word in words.items() if word}
 
 
-def test_numbers_are_places_in_the_list_of_device_files() -> None:
-    ruled = jobs.rule(node(), [held(1, Gres("h100", 2, (0, 3)))], gpus(8, [7, 6, 5, 4, 3, 2, 1, 0]), {})
-    assert said(ruled.gpus) == {"u7": "1", "u4": "1"}
+def test_numbers_are_nvmls_indexes() -> None:
+    ruled = jobs.rule(node(), [held(1, Gres("h100", 2, (0, 3)))], gpus(8), {})
+    assert said(ruled.gpus) == {"u0": "1", "u3": "1"}
     assert ruled.sure
     assert {ruling.note for ruling in ruled.gpus.values()} == {""}
+
+
+def test_device_files_in_another_order_are_said_and_count_where_processes_show_it() -> None:
+    given = [held(1, Gres("h100", 2, (0, 3))), held(2, Gres("h100", 1, (6,)))]
+    upside_down = gpus(8, [7, 6, 5, 4, 3, 2, 1, 0])
+
+    def ruled(seen: dict[str, set[str]]) -> tuple[dict[str, str], set[str]]:
+        found = jobs.rule(node(), given, upside_down, seen)
+        assert not found.sure
+        return said(found.gpus), {ruling.note for ruling in found.gpus.values() if ruling.jobs}
+
+    by_order = ({"u0": "1", "u3": "1", "u6": "2"}, {jobs.OTHER_ORDER})
+    assert ruled({}) == ruled({"u3": {"1"}}) == ruled({"u5": {"1"}}) == by_order
+    # in device cgroups, where gres.conf lists the files by their numbers
+    assert ruled({"u4": {"1"}}) == ({"u7": "1", "u4": "1", "u1": "2"}, {jobs.BY_PROCESSES})
+    assert ruled({"u4": {"1"}, "u6": {"2"}}) == by_order, "they do not tell"
+
+
+@pytest.mark.parametrize(
+    ("minors", "told", "places"),
+    [
+        ([2, 3], (2, 3), {2: "u0", 3: "u1"}),
+        ([3, 2], (2, 3), {3: "u0", 2: "u1"}),  # gres.conf lists the files by their numbers
+        ([5, 4], (2, 3), {2: "u0", 3: "u1"}),  # AutoDetect: NVML's order, whatever the files are called
+        ([None, None], (2, 3), {2: "u0", 3: "u1"}),
+        ([2, 3], None, {2: "u0", 3: "u1"}),  # the answer is older than the job
+        ([None, None], None, {}),
+        ([2, 2], (), {}),
+        ([2, 9], (), {}),
+    ],
+)
+def test_gpus_that_a_device_cgroup_leaves_stand_where_slurm_has_them(
+    minors: list[int | None], told: tuple[int, ...] | None, places: dict[int, str]
+) -> None:
+    given = [] if told is None else [held(7, Gres("h100", 2, told))]
+    found = jobs.whole(node(Gres("h100", 4)), gpus(2, minors), given, "7")
+    assert {gpu.index: gpu.uuid for gpu in found if gpu.uuid.startswith("u")} == places
+    assert [gpu.index for gpu in found] == ([0, 1, 2, 3] if places else [])
+    if told:
+        assert set(said(jobs.rule(node(Gres("h100", 4)), given, found, {}).gpus)) == {"u0", "u1"}
 
 
 def test_without_device_files_they_are_taken_by_order_and_that_is_said() -> None:
