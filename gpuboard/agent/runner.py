@@ -3,7 +3,11 @@
 It keeps the caller's process group, so that ctrl-C and ctrl-Z at the terminal reach the command by themselves, adopts
 what the command leaves behind, and ends all of it when its parent or its connection is gone.
 
-    python3 -c '<this file>' <base64 of {"argv", "environ", "cwd", "remote"}>
+    python3 -c '<this file>' <base64 of {"argv", "environ", "cwd", "remote", "deaf"}>
+    python3 -c '<this file>' <base64 of {"signal", "lease"}>      sends the command that runs in a lease a signal
+
+``deaf``: the command is an ssh to another machine, which ends by SIGHUP alone: whoever started it hands all other
+signals on to what runs there, also those that a terminal, or timeout(1), sends to the whole process group.
 """
 
 import base64
@@ -30,6 +34,8 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells have it
 def main() -> None:
     """Run the command that argv describes and exit with its code, 128 + n when signal n ended it."""
     config = json.loads(base64.b64decode(sys.argv[1]).decode("utf-8"))
+    if "signal" in config:
+        os._exit(0 if tell(config["lease"], config["signal"]) else 1)
     parent = os.getppid()
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -47,7 +53,8 @@ def main() -> None:
         if os.getppid() != own:
             os._exit(1)
         become(config)
-    code = wait(pid, parent, watched, bool(config["remote"]))
+    handed = {signal.SIGHUP} if config["deaf"] else set(_FORWARDED)
+    code = wait(pid, parent, watched, handed, bool(config["remote"]))
     left = end_all(GRACE_S if code is not None else 0.0)
     if left and code is not None:
         say("%d processes that the command left behind were ended" % left)
@@ -59,7 +66,8 @@ def become(config: "Dict[str, Any]") -> None:
     for number in _FORWARDED + (signal.SIGCHLD, signal.SIGPIPE):
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN) or number == signal.SIGPIPE:
             signal.signal(number, signal.SIG_DFL)  # Python's own handlers for SIGINT and SIGPIPE
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # Blocked, not ignored: an ssh that shares a connection has a handler whatever it inherits.
+    signal.pthread_sigmask(signal.SIG_SETMASK, set(_FORWARDED) - {signal.SIGHUP} if config["deaf"] else ())
     os.environ.update(config["environ"])
     try:
         os.execvp(config["argv"][0], config["argv"])
@@ -68,8 +76,8 @@ def become(config: "Dict[str, Any]") -> None:
         fail("%s: %s" % (config["argv"][0], error.strerror), _NOT_FOUND if missing else _NOT_EXECUTABLE)
 
 
-def wait(pid: int, parent: int, watched: "Set[signal.Signals]", remote: bool) -> "Any":
-    """Return the command's exit code; None when we are alone: parent dead or connection gone."""
+def wait(pid: int, parent: int, watched: "Set[signal.Signals]", handed: "Set[signal.Signals]", remote: bool) -> "Any":
+    """Return the command's exit code; None when we are alone: parent dead or connection gone. ``handed``: on to it."""
     poller = select.poll()
     if remote:
         poller.register(2, 0)  # end-of-file of the connection shows on the stderr that sshd gave us, unless redirected
@@ -79,7 +87,7 @@ def wait(pid: int, parent: int, watched: "Set[signal.Signals]", remote: bool) ->
         info = signal.sigwaitinfo(watched)
         if os.getppid() != parent or (remote and poller.poll(0)):
             return None
-        if info.si_signo in _FORWARDED and info.si_code != SI_KERNEL:
+        if info.si_signo in handed and info.si_code != SI_KERNEL:
             os.kill(pid, info.si_signo)
         while True:
             try:
@@ -134,6 +142,24 @@ def descendants() -> "List[int]":
         level = {pid for pid, above in parents.items() if above in level}
         found += sorted(level)
     return found
+
+
+def tell(lease: str, number: int) -> bool:
+    """Send the command of a lease a signal; return whether there is one: the first process that carries the lease."""
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            with open("/proc/%s/environ" % name, "rb") as file:
+                if ("GPUBOARD_LEASE=%s" % lease).encode() not in file.read().split(b"\0"):
+                    continue
+            with open("/proc/%s/stat" % name, "rb") as file:
+                found.append((int(file.read().rpartition(b")")[2].split()[19]), int(name)))  # when it started
+        except OSError:
+            continue  # no process, somebody else's, or ended
+    if not found:
+        return False
+    send(min(found)[1], number)
+    return True
 
 
 def send(pid: int, number: int) -> None:

@@ -9,9 +9,9 @@ import signal
 import sys
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpuboard.ledger.keeper_processes import carriers
 from gpuboard.model.units import parse_duration
@@ -22,13 +22,19 @@ if TYPE_CHECKING:
 
 _SI_KERNEL = 128  # the terminal has sent it to the command as well
 _SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_CONNECTION = 255  # the exit code of an ssh that was ended
 _LOOK_S = 0.5
+_TELLERS = 2  # signals on their way; whoever sends one more has waited long enough
 _PYTHON_FLAGS = ("-I", "-S", "-c")
 
 
 def local_command(argv: Sequence[str], environ: Mapping[str, str], cwd: str) -> list[str]:
     """Return the command line that runs ``argv`` on this machine under the runner."""
-    config = _config(argv, environ, cwd, remote=False)
+    return _local(argv, environ, cwd, deaf=False)
+
+
+def _local(argv: Sequence[str], environ: Mapping[str, str], cwd: str, *, deaf: bool) -> list[str]:
+    config = _config(argv, environ, cwd, remote=False, deaf=deaf)
     return [sys.executable, *_PYTHON_FLAGS, _source(), config]
 
 
@@ -40,13 +46,29 @@ def remote_command(
     The system's ssh and not asyncssh: the terminal's size and modes, escapes and agent are handed on as the user is
     used to. What the node's shell reads is one python3 command of letters, digits and ``+/=`` in single quotes.
     """
+    ssh = _ssh(host, _config(argv, environ, cwd, remote=True), settings, terminal=terminal)
+    return _local(ssh, {}, cwd, deaf=True)
+
+
+def remote_signal(host: str, lease: str, number: int, settings: Settings) -> list[str]:
+    """Return the command line that sends the command that runs in ``lease`` on ``host`` a signal; 1: there is none.
+
+    An ssh does not hand signals on, and what it runs would be told of nothing but the connection's end.
+    """
+    wait_s = max(1, round(parse_duration(settings.connect_timeout)))
+    ssh = _ssh(host, _encoded({"signal": number, "lease": lease}), settings, terminal=False)
+    return [ssh[0], "-n", "-o", f"ConnectTimeout={wait_s}", *ssh[1:]]
+
+
+def _ssh(host: str, config: str, settings: Settings, *, terminal: bool) -> list[str]:
+    """Return the command line that runs the runner on ``host``, with an encoded ``config``."""
     packed = base64.b64encode(zlib.compress(_source().encode(), 9)).decode()
     loader = f'import zlib,base64;exec(zlib.decompress(base64.b64decode("{packed}")))'
-    words = f"{settings.python} {' '.join(_PYTHON_FLAGS)} '{loader}' {_config(argv, environ, cwd, remote=True)}"
+    words = f"{settings.python} {' '.join(_PYTHON_FLAGS)} '{loader}' {config}"
     ssh = ["ssh", "-t" if terminal else "-T", "-o", "ServerAliveInterval=15", "-o", "LogLevel=ERROR"]
-    config = os.path.expanduser(settings.ssh_config)
-    if config != os.path.expanduser("~/.ssh/config") and os.path.exists(config):
-        ssh += ["-F", config]
+    file = os.path.expanduser(settings.ssh_config)
+    if file != os.path.expanduser("~/.ssh/config") and os.path.exists(file):
+        ssh += ["-F", file]
     if settings.known_hosts != type(settings)().known_hosts:  # else ssh knows where to look
         hosts = [os.path.expanduser(name) for name in settings.known_hosts]
         ssh += ["-o", f"UserKnownHostsFile={' '.join(hosts)}"]
@@ -54,7 +76,7 @@ def remote_command(
         from gpuboard.transport.sshways import lead
 
         ssh += lead(host, settings, os.environ)  # over a connection for which a person has typed a password, say
-    return local_command([*ssh, "-o", "BatchMode=yes", "--", host, words], {}, cwd)
+    return [*ssh, "-o", "BatchMode=yes", "--", host, words]
 
 
 def step_command(
@@ -75,15 +97,24 @@ def step_command(
     return local_command([*words, *runner], {}, cwd)
 
 
-def run_command(command: Sequence[str], environ: Mapping[str, str], lease: str) -> int:
+def run_command(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    lease: str,
+    teller: Callable[[int], list[str]] | None = None,
+) -> int:
     """Run one of the above on our terminal and return its exit code, 128 + n for signal n.
 
-    Signals that come to us alone are handed on. Call from the main thread: its end is the runner's signal to end.
+    Signals that come to us alone are handed on. To another machine all are, by the command line that ``teller`` returns
+    for one; when that does not work, or takes too long, the connection is ended. Call from the main thread: its end is
+    the runner's signal to end.
     """
     watched = (*_SIGNALS, signal.SIGCHLD)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     over = threading.Event()
     threading.Thread(target=_tick, args=(threading.get_ident(), over), name="tick", daemon=True).start()
+    telling: dict[int, int] = {}  # by pid of a teller: the signal
+    cut = 0  # the signal for which the connection was ended
     try:
         pid = os.posix_spawn(command[0], list(command), dict(environ), setsigmask=mask)
         while True:
@@ -91,16 +122,39 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], lease: str) 
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 break
-            if info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
-                os.kill(pid, info.si_signo)
+            number, lost = info.si_signo, _reap(telling)
+            meant = number != signal.SIGCHLD and (info.si_code != _SI_KERNEL or teller is not None)
+            if meant and teller is None:
+                os.kill(pid, number)
+            elif lost or (meant and (number == signal.SIGHUP or len(telling) == _TELLERS)):
+                cut = cut or lost or number
+                os.kill(pid, signal.SIGHUP)
+            elif meant and teller is not None:
+                words = teller(number)
+                telling[os.posix_spawnp(words[0], words, dict(environ), setsigmask=_SIGNALS)] = number
     finally:
+        for other in telling:
+            os.kill(other, signal.SIGKILL)
+            os.waitpid(other, 0)
         over.set()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if os.WIFEXITED(status):
-        return os.WEXITSTATUS(status)
+        code = os.WEXITSTATUS(status)
+        return 128 + cut if cut and code == _CONNECTION else code
     for left in carriers(lease):  # the runner itself was killed
         os.kill(left, signal.SIGKILL)
     return 128 + os.WTERMSIG(status)
+
+
+def _reap(telling: dict[int, int]) -> int:
+    """Take the tellers that have ended out of ``telling``; return the signal of one that has failed, else 0."""
+    lost = 0
+    for pid in list(telling):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            number = telling.pop(pid)
+            lost = number if status else lost
+    return lost
 
 
 def _tick(thread: int, over: threading.Event) -> None:
@@ -116,6 +170,9 @@ def _source() -> str:
     return (Path(__file__).parents[1] / "agent" / "runner.py").read_text(encoding="utf-8")
 
 
-def _config(argv: Sequence[str], environ: Mapping[str, str], cwd: str, *, remote: bool) -> str:
-    value = {"argv": list(argv), "environ": dict(environ), "cwd": cwd, "remote": remote}
+def _config(argv: Sequence[str], environ: Mapping[str, str], cwd: str, *, remote: bool, deaf: bool = False) -> str:
+    return _encoded({"argv": list(argv), "environ": dict(environ), "cwd": cwd, "remote": remote, "deaf": deaf})
+
+
+def _encoded(value: dict[str, Any]) -> str:
     return base64.b64encode(json.dumps(value).encode()).decode()

@@ -109,12 +109,13 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
 
 
 def _start(argv: list[str], allocation: Allocation, node: Node, context: Context, *, uuids: bool) -> int:
-    from gpuboard.allocate.commands import local_command, remote_command, run_command, step_command
+    from gpuboard.allocate.commands import local_command, remote_command, remote_signal, run_command, step_command
     from gpuboard.allocate.formats import variables
 
     values = variables(allocation.on(node.name), uuids=uuids)
     cwd = os.getcwd()
-    environ = context.env
+    environ, lease = context.env, allocation.lease.id
+    teller = None
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if node.host is None:
         command = local_command(argv, values, cwd)
@@ -124,6 +125,11 @@ def _start(argv: list[str], allocation: Allocation, node: Node, context: Context
         command = step_command(node, argv, values, cwd, context.settings, terminal=terminal)
         environ = slurm_environ(environ)
     else:
-        command = remote_command(node.host, argv, values, cwd, context.settings, terminal=terminal)
+        host, settings = node.host, context.settings
+        command = remote_command(host, argv, values, cwd, settings, terminal=terminal)
+
+        def teller(number: int) -> list[str]:
+            return remote_signal(host, lease, number, settings)
+
     sys.stdout.flush()
-    return run_command(command, environ, allocation.lease.id)
+    return run_command(command, environ, lease, teller)
