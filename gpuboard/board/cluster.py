@@ -352,7 +352,7 @@ class ClusterScreen(ActingScreen):
 
 def _place(scene: Scene, uuid: str) -> Place | None:
     """Return where a GPU is; a MIG device is in the GPU that it is a part of."""
-    return scene.places.get(uuid) or scene.devices.get(uuid)
+    return scene.place(uuid) or scene.devices.get(uuid)
 
 
 def _places(scene: Scene, uuids: Iterable[str]) -> Iterator[tuple[str, Place]]:

@@ -60,7 +60,7 @@ class Memory:
 
     def look(self, scene: Scene, now: float) -> Known:
         """Return what can be said with the newest scene; ``now`` is a monotonic clock's."""
-        place = scene.places.get(self.uuid)
+        place = scene.place(self.uuid)
         if place is not None and tells(place.node, place.gpu):
             self._last, self._at = place, now
             return Known(place, place, None)

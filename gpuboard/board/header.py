@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.style import Style
@@ -24,6 +26,7 @@ _REST = (
     ("broken", "X", ("broken",)),
     ("unknown", "?", ("unknown",)),
 )
+_MODEL_AND_STATE = attrgetter("name", "state")  # with Counter in C: 8,000 GPUs a second are counted, most of them alike
 _WIDE = 100  # from here on two lines
 _SEPARATOR = " · "
 
@@ -49,23 +52,24 @@ class Sums(NamedTuple):
 
 def sums(scene: Scene) -> Sums:
     """Count the GPUs of a scene. A GPU in MIG mode counts as its devices, which are models of their own."""
-    pairs: Counter[tuple[str, str]] = Counter()
+    every = list(chain.from_iterable(node.gpus for node in scene.snapshot.nodes))
+    pairs: Counter[tuple[str, str]] = Counter(map(_MODEL_AND_STATE, every))
+    for gpu in [gpu for gpu in every if gpu.flags or gpu.mig]:
+        if not gpu.mig and not ("mig" in gpu.flags and gpu.state == "free"):
+            continue
+        pairs[gpu.name, gpu.state] -= 1
+        for device in gpu.mig:
+            pairs[f"{short_model(gpu.name)} {device.profile}", device.state] += 1
+        if not gpu.mig:
+            pairs[gpu.name, "mig"] += 1  # in MIG mode without devices: nothing there to be had
     states: Counter[str] = Counter()
     oldest_s: float | None = None
     for node in scene.snapshot.nodes:
         states["connecting" if node.connecting else node.state] += 1
         if node.age_s is not None and (oldest_s is None or node.age_s > oldest_s):
             oldest_s = node.age_s
-        for gpu in node.gpus:
-            if gpu.mig:
-                for device in gpu.mig:
-                    pairs[f"{short_model(gpu.name)} {device.profile}", device.state] += 1
-            elif "mig" in gpu.flags and gpu.state == "free":
-                pairs[gpu.name, "mig"] += 1  # in MIG mode without devices: nothing there to be had
-            else:
-                pairs[gpu.name, gpu.state] += 1
     models: dict[str, Counter[str]] = {}
-    for (name, state), count in pairs.items():
+    for (name, state), count in (+pairs).items():
         models.setdefault(short_model(name), Counter())[state] += count
     counts = [Count(model, states.total(), states) for model, states in models.items()]
     counts.sort(key=lambda count: (-count.total, count.model))

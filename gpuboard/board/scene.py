@@ -11,6 +11,8 @@ import msgspec
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 
+_ON: dict[str, int] = {}  # where the nodes stand in a snapshot on which single GPUs were found; they hardly ever move
+
 
 class Place(msgspec.Struct, frozen=True, gc=False):
     """A GPU and the node it is in. Not a tuple: 8,000 of those a second keep the cycle collector busy for 40 ms."""
@@ -40,6 +42,18 @@ class Scene:
     def places(self) -> dict[str, Place]:
         """Every GPU by its UUID. MIG devices are found under their parent."""
         return {gpu.uuid: Place(node, gpu) for node in self.snapshot.nodes for gpu in node.gpus}
+
+    def place(self, uuid: str) -> Place | None:
+        """Return where a GPU is; None: nowhere. One that was asked for before is looked for on its node alone."""
+        nodes = self.snapshot.nodes
+        for node in nodes[_ON.get(uuid, len(nodes)) :][:1]:
+            for gpu in node.gpus:
+                if gpu.uuid == uuid:
+                    return Place(node, gpu)
+        place = self.places.get(uuid)
+        if place is not None:
+            _ON[uuid] = next(at for at, node in enumerate(nodes) if node is place.node)
+        return place
 
     @cached_property
     def devices(self) -> dict[str, Place]:

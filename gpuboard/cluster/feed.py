@@ -82,6 +82,7 @@ class NodeFeed:
         self._waiting = False  # for the first reading of this link
         self._failures = 0
         self._last_busy: dict[str, float] = {}
+        self._busy: list[str] = []  # the UUIDs of those in use in the newest reading
         self._config = {
             "node": node.name,
             "interval_s": interval_s,
@@ -219,19 +220,26 @@ class NodeFeed:
             if number != self._number:
                 return
             self._waiting = False
-            for gpu in reading.gpus:
-                processes = gpu.processes
-                if processes is None or gpu.uuid not in self._last_busy or counted(processes, self._thresholds):
-                    self._last_busy[gpu.uuid] = now
             old = self.facts
+            reading, steady = shared(reading, old.reading)
+            if not steady:
+                self._busy = [
+                    gpu.uuid
+                    for gpu in reading.gpus
+                    if gpu.processes is None or counted(gpu.processes, self._thresholds)
+                ]
+                for gpu in reading.gpus:
+                    self._last_busy.setdefault(gpu.uuid, now)
+            self._last_busy |= dict.fromkeys(self._busy, now)
             followed = now - old.arrived <= self._thresholds.stale_min_s + reading.interval_s
             self.facts = NodeFacts(
                 name=old.name,
                 hello=old.hello,
                 static=old.static,
                 known=old.known,
-                reading=shared(reading, old.reading),
+                reading=reading,
                 previous=old.reading if followed else None,
+                steady=steady,
                 arrived=now,
                 last_busy=self._last_busy,
             )

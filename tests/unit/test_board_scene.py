@@ -48,3 +48,20 @@ def test_of_a_shared_gpu_no_holder_is_a_rogue() -> None:
     assert [[process.user for _, process in one.rogues] for one in found] == [["carol"], ["carol"]]
     calm = msgspec.structs.replace(gpu, flags=[])
     assert [one.rogues for one in held(made.scene(made.node("gpu01", [calm]), leases=leases))] == [[], []]
+
+
+def test_a_gpu_is_found_wherever_its_node_stands_now() -> None:
+    nodes = [made.node(name, [made.gpu(name, index) for index in range(2)]) for name in ("gpu01", "gpu02", "gpu03")]
+    uuid = nodes[1].gpus[1].uuid
+
+    def found(*order: int) -> tuple[str, int] | None:
+        scene = made.scene(*(nodes[at] for at in order))
+        place = scene.place(uuid)
+        assert place == scene.places.get(uuid)
+        return place and (place.node.name, place.gpu.index)
+
+    for order in ((0, 1, 2), (0, 1, 2), (1, 0), (2, 0, 1), (1,)):
+        assert found(*order) == ("gpu02", 1)
+    assert found(0, 2) is None
+    assert found() is None
+    assert found(0, 1, 2) == ("gpu02", 1)

@@ -114,7 +114,7 @@ class History:
         elif what == "node" and node.reading is not None:
             changes = {"claims_error": "NFS", "nvml_error": "driver reload", "interval_s": 2.0, "gpus": []}
             key = self.draw(st.sampled_from(sorted(changes)))
-            self.nodes[0] = replace(node, reading=replace(node.reading, **{key: changes[key]}))
+            self.nodes[0] = replace(node, reading=replace(node.reading, **{key: changes[key]}), steady=False)
         elif what == "frame":
             self.nodes[0] = self.draw(
                 st.sampled_from(
@@ -158,10 +158,10 @@ class History:
         reading = Reading(seq=seq, at=100.0 + seq, interval_s=1.0, gpus=gpus, claims=claims, load1=seq / 7)
         # As it comes: decoded, nothing in it shared with the one before.
         decoded = msgspec.json.decode(msgspec.json.encode(reading), type=Reading)
-        new = shared(decoded, old)
+        new, steady = shared(decoded, old)
         assert new == decoded
         self.nodes[0] = replace(
-            node, reading=new, previous=old, arrived=self.view.now - 0.1, last_busy=self.busy, error=None
+            node, reading=new, previous=old, steady=steady, arrived=self.view.now - 0.1, last_busy=self.busy, error=None
         )
 
 
@@ -290,9 +290,12 @@ def test_what_a_reading_shares_with_the_one_before() -> None:
     old = Reading(seq=1, at=1.0, interval_s=1.0, gpus=[replace(idle("GPU-a"), processes=PROCESSES[:1]), idle("GPU-b")])
     moved = [replace(old.gpus[0], processes=list(PROCESSES[:1]), power=99.0), replace(idle("GPU-b"), lost=True)]
     new = replace(old, seq=2, gpus=moved)
-    found = shared(new, old)
-    assert found == new
+    found, steady = shared(new, old)
+    assert (found, steady) == (new, False)
     assert found.gpus[0].processes is old.gpus[0].processes
     assert found.gpus[1] is moved[1]
-    assert shared(new, None) is new
-    assert shared(replace(new, gpus=moved[:1]), old).gpus == moved[:1]
+    assert shared(new, None) == (new, False)
+    fewer = replace(new, gpus=moved[:1])
+    assert shared(fewer, old) == (fewer, False)
+    assert shared(replace(old, seq=2, gpus=[moved[0], idle("GPU-b")]), old)[1]
+    assert not shared(replace(old, seq=2, gpus=[idle("GPU-b"), moved[0]]), old)[1]
