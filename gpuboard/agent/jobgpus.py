@@ -3,8 +3,9 @@
 SLURM_STEP_GPUS are Slurm's numbers of the GPUs that a step has on its node; a batch script has no step's variables but
 SLURM_JOB_GPUS, which is the same for the first node of the job and wrong on the others. The numbers are places in the
 list of devices of gres.conf (Slurm 22.05: `File=/dev/nvidia[2-5]` gives 0 to 3) or, with AutoDetect, in NVML's, never
-those of device files. CUDA takes them for its own indexes, and so does every program that Slurm starts: it sets CUDA_VISIBLE_DEVICES to them. Under device cgroups NVML shows the
-job's GPUs only, and CUDA_VISIBLE_DEVICES counts from 0; scripts may also have set it to what they like.
+those of device files. CUDA takes them for its own indexes, and so does every program that Slurm starts: it sets
+CUDA_VISIBLE_DEVICES to them. Under device cgroups NVML shows the job's GPUs only, and CUDA_VISIBLE_DEVICES counts from
+0; scripts may also have set it to what they like.
 """
 
 MYPY = False
