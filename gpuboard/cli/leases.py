@@ -73,7 +73,7 @@ def _with_ours(found: LeaseList, context: Context) -> LeaseList:
 
 def table(found: LeaseList, width: int | None, *, colour: bool) -> list[str]:
     """Return the lines to show. ``width`` in terminal cells; None: no limit."""
-    lines = ["no reservations"]
+    lines = ["no reservations" + (" that could be seen" if found.unread else "")]
     if found.leases:
         lines = render(COLUMNS, [_row(lease) for lease in found.leases], STEPS, width, colour=colour)
     if found.unread:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("ids", nargs="*", metavar="ID", help="a lease's id, or enough of its start")
     parser.add_argument("--mine", action="store_true", help="all leases of yours on the nodes in scope")
-    parser.add_argument("--json", action="store_true", help="print JSON (schema 1): released, failed")
+    parser.add_argument("--json", action="store_true", help="print JSON (schema 1): released, failed, unread")
     parser.epilog = (
         "examples:\n  gpuboard release k3f9\n  gpuboard release --mine\n\n"
         "Nothing is killed: what still runs on the GPUs is shown as overdue. But a lease that is a job of Slurm is\n"
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if args.mine == bool(args.ids):
         raise UsageError("which lease? name it, or --mine, not both\n  see: gpuboard leases")
     mine, rest = owned(args.ids, context)
-    ended = _claims(rest, mine, context) if mine.nodes else []
+    ended, unread = _claims(rest, mine, context) if mine.nodes else ([], [])
     for lease in mine.in_slurm:
         from gpuboard.allocate.slurm_held import end  # only where there is a Slurm
 
@@ -51,12 +51,15 @@ def run(args: argparse.Namespace, context: Context) -> int:
         {"id": each.lease, "node": node, "message": words} for each in ended for node, words in each.failed.items()
     ]
     if args.json:
-        sys.stdout.buffer.write(msgspec.json.encode({"schema": 1, "released": released, "failed": failed}) + b"\n")
+        told = {"schema": 1, "released": released, "failed": failed, "unread": unread}
+        sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
     else:
         for each in done:
             print(f"released {each.lease}: {gpus_words(each.gpus) or 'it had nothing yet'}")
         if not ended:
-            print("you have no leases here")
+            print(f"you have no leases here{' that could be seen' if unread else ''}")
+    if args.mine and unread:
+        say(f"not read, leases of yours may still lie there: {', '.join(clean(name, 64) for name in unread)}")
     for failure in failed:
         words = failure["message"]
         if failure["node"] != SLURM:
@@ -65,9 +68,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
     return 1 if failed else 0
 
 
-def _claims(ids: Sequence[str], mine: Owned, context: Context) -> list[Ended]:
-    """End the leases that lie on the nodes."""
+def _claims(ids: Sequence[str], mine: Owned, context: Context) -> tuple[list[Ended], list[str]]:
+    """End the leases that lie on the nodes; return also the nodes that were not read."""
     with reached(context, mine.nodes) as (fleet, snapshot):
         found = leases(fleet, snapshot)
         named = chosen(ids, fleet, found.unread)
-        return [release(lease, found.leases, fleet, context.env, say) for lease in named]
+        return [release(lease, found.leases, fleet, context.env, say) for lease in named], found.unread

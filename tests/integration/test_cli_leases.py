@@ -54,9 +54,9 @@ def test_renew_and_release_tell_programs_what_they_did(here: Here) -> None:
     name = os.uname().nodename.partition(".")[0]
     assert (set(renewed), renewed["id"], renewed["nodes"]) == ({"schema", "id", "until", "nodes"}, lease, [name])
     gpu = {"node": name, "index": 0, "uuid": here.now[0].uuid, "share": None}
-    released = {"schema": 1, "released": [{"id": lease, "gpus": [gpu]}], "failed": []}
+    released = {"schema": 1, "released": [{"id": lease, "gpus": [gpu]}], "failed": [], "unread": []}
     assert here.json("release", lease, "--json") == released
-    assert here.json("release", "--mine", "--json") == {"schema": 1, "released": [], "failed": []}
+    assert here.json("release", "--mine", "--json") == {"schema": 1, "released": [], "failed": [], "unread": []}
 
 
 def test_release_by_id_by_its_start_and_all(here: Here) -> None:
@@ -94,10 +94,17 @@ def test_a_node_that_was_not_read_is_said(here: Here) -> None:
     here.config('nodes = ["localhost", "gone"]\n')
     found = here.json("leases", "--json")
     assert (found["leases"], found["unread"]) == ([], ["gone"])
-    assert here.run("leases").stdout.splitlines()[-1] == "not read, their reservations are missing here: gone"
+    assert here.run("leases").stdout.splitlines() == [
+        "no reservations that could be seen",
+        "not read, their reservations are missing here: gone",
+    ]
     done = here.run("release", "zzzzzz")
     assert done.returncode == 5
     assert "not read, so it may lie there: gone" in done.stderr
+    done = here.run("release", "--mine")
+    assert done.stdout == "you have no leases here that could be seen\n"
+    assert done.stderr == "gpuboard: not read, leases of yours may still lie there: gone\n"
+    assert here.json("release", "--mine", "--json")["unread"] == ["gone"]
 
 
 def test_json_of_leases_is_one_line_of_schema_1(here: Here) -> None:
