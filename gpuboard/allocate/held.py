@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from gpuboard.model.units import iso
 if TYPE_CHECKING:
     from gpuboard.cluster.fleet import Fleet
     from gpuboard.model.reading import Holder
-    from gpuboard.model.snapshot import Snapshot
+    from gpuboard.model.snapshot import NodeView, Snapshot
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -38,19 +38,28 @@ def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
     down = set(unread)
     current = {node: claims for node, claims in fleet.claims().items() if node not in down}
     held = {claim.uuid for claims in current.values() for claim in claims}
-    index: dict[str, int] = {}
-    for node in snapshot.nodes:
-        for gpu in node.gpus:
-            if gpu.uuid in held:
-                index[gpu.uuid] = gpu.index
-            if gpu.mig:
-                index |= {device.uuid: gpu.index for device in gpu.mig}
+    index = _indexes((node for node in snapshot.nodes if current.get(node.name)), held)
+    if len(index) < len(held):  # a claim need not lie where its GPU is
+        index = _indexes(snapshot.nodes, held)
     found = ledger.leases_of(current, index, now, _alive)
     if (schedule := fleet.schedule) is not None:
         from gpuboard.allocate import slurm_held  # only where there is a Slurm
 
         found += slurm_held.leases(schedule, snapshot, now, fleet.known_as)
     return LeaseList(schema=1, at=iso(now), leases=found, unread=unread)
+
+
+def _indexes(nodes: Iterable[NodeView], uuids: Collection[str]) -> dict[str, int]:
+    """Return NVML's index of those of ``uuids`` that these nodes have; of a MIG device, that of its GPU."""
+    index: dict[str, int] = {}
+    for node in nodes:
+        for gpu in node.gpus:
+            if gpu.uuid in uuids:
+                index[gpu.uuid] = gpu.index
+            for device in gpu.mig:
+                if device.uuid in uuids:
+                    index[device.uuid] = gpu.index
+    return index
 
 
 def gpus_words(gpus: Sequence[LeaseGpu]) -> str:

@@ -58,7 +58,7 @@ def test_a_gpu_is_found_wherever_its_node_stands_now() -> None:
         scene = made.scene(*(nodes[at] for at in order))
         place = scene.place(uuid)
         assert place == scene.places.get(uuid)
-        return place and (place.node.name, place.gpu.index)
+        return None if place is None else (place.node.name, place.gpu.index)
 
     for order in ((0, 1, 2), (0, 1, 2), (1, 0), (2, 0, 1), (1,)):
         assert found(*order) == ("gpu02", 1)
