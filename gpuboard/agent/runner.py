@@ -6,8 +6,8 @@ what the command leaves behind, and ends all of it when its parent or its connec
     python3 -c '<this file>' <base64 of {"argv", "environ", "cwd", "remote", "deaf"}>
     python3 -c '<this file>' <base64 of {"signal", "lease"}>      sends the command that runs in a lease a signal
 
-``deaf``: the command is an ssh to another machine, which ends by SIGHUP alone: whoever started it hands all other
-signals on to what runs there, also those that a terminal, or timeout(1), sends to the whole process group.
+``deaf``: the command is an ssh or srun to another machine, which ends by SIGHUP alone: whoever started it hands all
+other signals on to what runs there, also those that a terminal, or timeout(1), sends to the whole process group.
 """
 
 import base64
@@ -66,7 +66,10 @@ def become(config: "Dict[str, Any]") -> None:
     for number in _FORWARDED + (signal.SIGCHLD, signal.SIGPIPE):
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN) or number == signal.SIGPIPE:
             signal.signal(number, signal.SIG_DFL)  # Python's own handlers for SIGINT and SIGPIPE
-    # Blocked, not ignored: an ssh that shares a connection has a handler whatever it inherits.
+    # Blocked, not ignored: an ssh that shares a connection has a handler whatever it inherits. srun waits for them all
+    # the same; in a group of its own it hears none, but a terminal lets only its foreground group read.
+    if config["deaf"] and not os.isatty(0):
+        os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, set(_FORWARDED) - {signal.SIGHUP} if config["deaf"] else ())
     os.environ.update(config["environ"])
     try:

@@ -50,7 +50,7 @@ def remote_command(
     return _local(ssh, {}, cwd, deaf=True)
 
 
-def remote_signal(host: str, lease: str, number: int, settings: Settings) -> list[str]:
+def remote_signal(host: str, lease: str, settings: Settings, number: int) -> list[str]:
     """Return the command line that sends the command that runs in ``lease`` on ``host`` a signal; 1: there is none.
 
     An ssh does not hand signals on, and what it runs would be told of nothing but the connection's end.
@@ -94,7 +94,17 @@ def step_command(
     words = step(node.job, node.host, gpus, timeout_s, binds=binds_tasks(timeout_s))
     words += ["--pty"] if terminal else []
     runner = [settings.python, *_PYTHON_FLAGS, _source(), _config(argv, environ, cwd, remote=False)]
-    return local_command([*words, *runner], {}, cwd)
+    return _local([*words, *runner], {}, cwd, deaf=True)
+
+
+def step_signal(node: Node, lease: str, settings: Settings, number: int) -> list[str]:
+    """Return the same as :func:`remote_signal`, for a step of a Slurm job: srun would abort it."""
+    from gpuboard.transport.srun import step
+
+    assert node.job is not None and node.host is not None
+    words = step(node.job, node.host, 0, parse_duration(settings.connect_timeout), binds=False)
+    config = _encoded({"signal": number, "lease": lease})
+    return [*words, "--input=none", settings.python, *_PYTHON_FLAGS, _source(), config]
 
 
 def run_command(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpuboard.allocate.picks import parse_picks
@@ -109,27 +110,24 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
 
 
 def _start(argv: list[str], allocation: Allocation, node: Node, context: Context, *, uuids: bool) -> int:
-    from gpuboard.allocate.commands import local_command, remote_command, remote_signal, run_command, step_command
+    from gpuboard.allocate import commands
     from gpuboard.allocate.formats import variables
 
     values = variables(allocation.on(node.name), uuids=uuids)
     cwd = os.getcwd()
-    environ, lease = context.env, allocation.lease.id
-    teller = None
+    environ, lease, settings = context.env, allocation.lease.id, context.settings
+    teller: partial[list[str]] | None = None
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if node.host is None:
-        command = local_command(argv, values, cwd)
+        command = commands.local_command(argv, values, cwd)
     elif node.job is not None:
         from gpuboard.transport.srun import slurm_environ
 
-        command = step_command(node, argv, values, cwd, context.settings, terminal=terminal)
+        command = commands.step_command(node, argv, values, cwd, settings, terminal=terminal)
         environ = slurm_environ(environ)
+        teller = partial(commands.step_signal, node, lease, settings)
     else:
-        host, settings = node.host, context.settings
-        command = remote_command(host, argv, values, cwd, settings, terminal=terminal)
-
-        def teller(number: int) -> list[str]:
-            return remote_signal(host, lease, number, settings)
-
+        command = commands.remote_command(node.host, argv, values, cwd, settings, terminal=terminal)
+        teller = partial(commands.remote_signal, node.host, lease, settings)
     sys.stdout.flush()
-    return run_command(command, environ, lease, teller)
+    return commands.run_command(command, environ, lease, teller)

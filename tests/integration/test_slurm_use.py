@@ -91,6 +91,23 @@ def test_the_terminal_is_passed_on(lab: Lab) -> None:
     all_gone(lab.slurm)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_the_command_and_its_exit_code_is_ours(lab: Lab, number: int) -> None:
+    words = "trap 'echo told; sleep 1; exit 7' INT TERM; trap 'echo noted' USR1; echo up; while :; do sleep 0.1; done"
+    alone = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+    command = ["python3", "-c", alone, "gpuboard", "run", "--n", "1", "--", "sh", "-c", words]
+    with lab.login.popen(command) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout.readline() == "noted\n"
+        group = f"-{process.process.inner}"  # as timeout(1) and a terminal do it
+        lab.login.run(["kill", f"-{number:d}", "--", group], user="alice", check=True)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (7, "told\n"), err
+    all_gone(lab.slurm)
+
+
 def test_nothing_of_a_command_outlives_gpuboard(lab: Lab) -> None:
     words = "setsid sleep 601 & echo up; trap '' TERM HUP; while :; do sleep 0.1; done"
     with lab.login.popen(["gpuboard", "run", "--n", "1", "--", "sh", "-c", words]) as process:
