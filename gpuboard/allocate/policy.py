@@ -259,14 +259,21 @@ def _spread(request: Request, free: dict[str, list[Candidate]]) -> list[_Set] | 
 
 
 class _Sets:
-    """The best group of each node; nodes with the same links are worked out once."""
+    """The best group of each node, whose free GPUs stay the same; nodes with the same links are worked out once."""
 
     def __init__(self, topology: str) -> None:
         self._links = topology == "best"
         self._known: dict[tuple[tuple[tuple[int, ...], ...], int], tuple[Group, tuple[int, ...]]] = {}
+        self._found: dict[tuple[str, int], _Set] = {}
 
     def best(self, name: str, free: list[Candidate], size: int) -> _Set:
         """Return the best ``size`` of ``free`` in rank order."""
+        found = self._found.get((name, size))  # whoever needs many nodes asks for all that are left each time
+        if found is None:
+            found = self._found[name, size] = self._best(name, free, size)
+        return found
+
+    def _best(self, name: str, free: list[Candidate], size: int) -> _Set:
         if not self._links:
             return _Set(name, tuple(free[:size]), 0, len(free) - size, True)
         scores = pair_scores(free)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpuboard.allocate import policy
 from gpuboard.allocate.picks import parse_picks
 from gpuboard.allocate.policy import check, choose
 from gpuboard.errors import UsageError
@@ -92,6 +95,25 @@ def test_per_node_takes_exactly_so_many_on_each() -> None:
     assert got(Request(n=8, per_node=4), *nodes) == {"gpu02": [0, 1, 2, 3], "gpu03": [0, 1, 2, 3]}
     answer = refused(Request(n=12, per_node=4), *nodes)
     assert (answer.code, answer.nearest) == (4, "--n 12 without --per-node, --n 8 or --wait")
+
+
+@pytest.mark.parametrize("request_", [Request(n=400), Request(n=80, per_node=2), Request(n=80, max_nodes=20)])
+def test_the_links_of_each_node_are_looked_at_once_however_many_are_needed(
+    request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[str] = []
+
+    def counted(free: Sequence[policy.Candidate]) -> list[list[int]]:
+        looked_at.append(free[0].node)
+        return pair_scores(free)
+
+    pair_scores = policy.pair_scores
+    monkeypatch.setattr(policy, "pair_scores", counted)
+    names = [f"gpu{number:03d}" for number in range(60)]
+    answer = choose(request_, cluster(*(node(name) for name in names)))
+    assert isinstance(answer, Choice)
+    assert len(answer.gpus) == request_.n
+    assert sorted(looked_at) == sorted(set(looked_at))
 
 
 def test_a_refusal_names_the_nearest_request_that_works() -> None:
