@@ -80,7 +80,7 @@ class Watch:
 def look(command: Sequence[str], environ: Mapping[str, str]) -> dict[str, str] | None:
     """Ask for the states of jobs, by name; of two with one name the one that has not ended. None: no answer."""
     ran = _run(command, environ)
-    if ran is None or ran.code != 0:
+    if not ran.ok:
         log(f"no answer about jobs: {_words(ran)}")
         return None
     found: dict[str, str] = {}
@@ -160,7 +160,7 @@ class JobCalls:
                 return Answer(None, "lost", "it is still being submitted")
             time.sleep(0.05)
         cancelled = _run(self._job.cancel, self._job.environ)
-        if cancelled is None or cancelled.code != 0:
+        if not cancelled.ok:
             self._clean_since = None
             return Answer(None, "lost", f"not cancelled: {_words(cancelled)}")
         states = look(self._job.look, self._job.environ)
@@ -199,14 +199,14 @@ def _submitting(lease: str) -> bool:
     return False
 
 
-def _run(command: Sequence[str], environ: Mapping[str, str]) -> Ran | None:
+def _run(command: Sequence[str], environ: Mapping[str, str]) -> Ran:
     from gpuboard.transport.command import run  # late: most keepers keep no jobs
 
     secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
     return run(command, {**environ, **secrets}, COMMAND_S)
 
 
-def _words(ran: Ran | None) -> str:
-    if ran is None:
+def _words(ran: Ran) -> str:
+    if not ran.ended:
         return f"no answer in {COMMAND_S:.0f} s"
     return " ".join(ran.err.split())[:300] or f"exit code {ran.code}"

@@ -129,7 +129,7 @@ class Jobs:
         """Return what Slurm says of a job without taking it: when and where it would start. Raises what it refuses."""
         command = [_program("sbatch"), *arguments, "--test-only"]
         ran = run(command, self.environ, COMMAND_S, script.encode())
-        if ran is None:
+        if not ran.ended:
             raise NoNodeReached(_silent("sbatch"))
         if ran.code != 0:
             raise submit.refusal(ran.err.replace("allocation failure: ", "sbatch: error: "), ran.code or 1)
@@ -207,7 +207,7 @@ class Jobs:
 
     def _run(self, command: Sequence[str], timeout_s: float) -> Ran:
         ran = run(command, self.environ, timeout_s)
-        if ran is None:
+        if not ran.ended:
             raise NoNodeReached(_silent(os.path.basename(command[0])))
         return ran
 
@@ -229,7 +229,7 @@ def _silent(name: str) -> str:
 
 def _answer(name: str, ran: Ran) -> str:
     """Return what a command printed. Raises NoNodeReached where the controller was not reached, else GpuboardError."""
-    if ran.code == 0:
+    if ran.ok:
         return ran.out
     words = _words(ran.err) or f"{name} ended with exit code {ran.code}"
     if submit.is_unreached(ran.err):

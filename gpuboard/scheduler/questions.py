@@ -11,11 +11,12 @@ from typing import NamedTuple
 from gpuboard.model.schedule import Schedule
 from gpuboard.model.text import clean
 from gpuboard.scheduler import checks, words
-from gpuboard.scheduler.commands import Done, environment, run, which
+from gpuboard.scheduler.commands import environment, which
 from gpuboard.scheduler.jobs import TRUE_JOB, TrueJob, jobs, true_jobs
 from gpuboard.scheduler.nodes import Reservation, nodes, reservations
 from gpuboard.scheduler.records import Unreadable
 from gpuboard.scheduler.site import Site, settings
+from gpuboard.transport.command import Ran, run
 
 PROBE_S = 2.0  # for `scontrol ping`, which takes 6 ms
 STOP_S = 0.15
@@ -107,21 +108,22 @@ class Questions:
 
     def _ping(self, until: float) -> None:
         done = self._done(["ping"], until, self._site.scontrol or "")
-        if " is UP" not in done.stdout:
-            failed = done._replace(stderr=words.DOWN) if done.code is not None else done
+        if " is UP" not in done.out:
+            failed = done._replace(err=words.DOWN) if done.ended else done
             raise _FailedError(words.failure(failed, self._site), contact=True)
 
     def _run(self, argv: list[str], until: float, program: str = "") -> str:
         """Return what a command prints; `scontrol` unless said otherwise. Raises _FailedError."""
         done = self._done(argv, until, program or self._site.scontrol or "")
-        if done.code != 0:
+        if not done.ok:
             raise _FailedError(words.failure(done, self._site), contact=words.is_contact(done))
-        return done.stdout
+        return done.out
 
-    def _done(self, argv: list[str], until: float, program: str) -> Done:
+    def _done(self, argv: list[str], until: float, program: str) -> Ran:
         try:
             with self._running:
-                done = run([program, *argv], self._env, max(0.05, until - time.monotonic()), self._stopped)
+                left_s = max(0.05, until - time.monotonic())
+                done = run([program, *argv], self._env, left_s, stopped=self._stopped)
         except OSError as error:
             raise _FailedError(f"{program} cannot be run: {error.strerror or error}") from None
         self.took_s += done.took_s

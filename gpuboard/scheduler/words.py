@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from gpuboard.model.text import clean
-from gpuboard.scheduler.commands import Done
 from gpuboard.scheduler.site import Site, munge_socket, settings
+from gpuboard.transport.command import Ran
 
 # A part of what Slurm says → what that means of the controller, and what to do.
 DOWN = "Unable to contact slurm controller"  # what other commands say when `scontrol ping` says DOWN
@@ -29,9 +29,9 @@ _LOCAL = {
 }
 
 
-def failure(done: Done, site: Site) -> str:
+def failure(done: Ran, site: Site) -> str:
     """Return why a command failed that ended with an error, or did not end."""
-    said = done.stderr
+    said = done.err
     for text, meaning in _LOCAL.items():
         if text in said:
             return meaning.format(clean(site.conf or "", 200))
@@ -39,21 +39,22 @@ def failure(done: Done, site: Site) -> str:
     name = clean(conf.get("slurmctldhost", conf.get("controlmachine", "")).partition("(")[0], 64)
     controller = f"slurmctld on {name}" if name else "slurmctld"
     # munge's silence is a connect failure to Slurm's programs, or one of authentication
-    silent = done.code is None or any(text in said for text in (*_CONTACT, "authentication", "credential"))
+    silent = not done.ended or any(text in said for text in (*_CONTACT, "authentication", "credential"))
     if silent and (refused := _munge_refuses(munge_socket(conf))) is not None:
         return refused
-    if done.code is None:
+    if not done.ended:
         return f"{controller} gave no answer in {done.took_s:.0f} s; is it stopped or overloaded? see `scontrol ping`"
     for text, meaning in (_CONTACT | _OTHERS).items():
         if text in said:
             return f"{controller} {meaning}"
     last = clean(next((line for line in reversed(said.splitlines()) if line.strip()), ""), 200)
-    return f"`scontrol` ended with exit code {done.code}" + (f": {last}" if last else " without a word")
+    code = "?" if done.code is None else done.code
+    return f"`scontrol` ended with exit code {code}" + (f": {last}" if last else " without a word")
 
 
-def is_contact(done: Done) -> bool:
+def is_contact(done: Ran) -> bool:
     """Tell whether a failure is one of reaching the controller, which `scontrol ping` tries at less cost."""
-    return done.code is None or any(text in done.stderr for text in _CONTACT)
+    return not done.ended or any(text in done.err for text in _CONTACT)
 
 
 def missing(site: Site) -> str | None:

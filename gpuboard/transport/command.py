@@ -10,6 +10,7 @@ import contextlib
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from gpuboard.transport.spawn import Child, readable, spawn
 
 _CHUNK = 65536
 _MOST = 512 << 20  # bytes kept of its output; what Slurm says of 100,000 jobs is a fifth of that
+_SLICE_S = 0.05  # so soon a command is ended after ``stopped`` was set
 _KILL_S = 2.0  # in an uninterruptible call of a file system it stays; init will reap it
 _HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -28,6 +30,13 @@ class Ran(NamedTuple):
     code: int | None  # exit code, negative for a signal; None: not known
     out: str
     err: str
+    took_s: float = 0.0
+    ended: bool = True  # by itself; else it was killed, and this is what it had printed by then
+
+    @property
+    def ok(self) -> bool:
+        """Whether it did what it was told, as far as anybody knows: where SIGCHLD is ignored its code is lost."""
+        return self.code == 0 or (self.code is None and self.ended and not self.err)
 
 
 class Command:
@@ -36,6 +45,8 @@ class Command:
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], data: bytes = b"") -> None:
         """Start it with ``data`` as its stdin. Raises OSError when the program cannot be started."""
         self._data = data
+        self._begun = time.monotonic()
+        self._took_s = 0.0
         self._code: int | None = None
         self._ended = False
         self._pidfd = -1
@@ -58,15 +69,20 @@ class Command:
             if left_s <= 0:
                 return None
             self._step(min(left_s, 0.2))
-        out, err = (bytes(text).decode("utf-8", "replace") for text in self._texts.values())
-        return Ran(self._code, out, err)
+        return self._ran()
 
-    def kill(self) -> None:
+    def kill(self) -> Ran:
         """End it and what it has started in its session, at once, without learning what it did."""
-        if not self._ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
-            self.wait(_KILL_S)
+        if self._ended:
+            return self._ran()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self.wait(_KILL_S)
+        return self._ran()._replace(code=None, ended=False)
+
+    def _ran(self) -> Ran:
+        out, err = (bytes(text).decode("utf-8", "replace") for text in self._texts.values())
+        return Ran(self._code, out, err, self._took_s if self._ended else time.monotonic() - self._begun)
 
     def _step(self, seconds: float) -> None:
         """Hand on what can be handed on; wait ``seconds`` at most for something to do."""
@@ -115,13 +131,27 @@ class Command:
         for fd in (self._child.stdin, *self._texts, self._pidfd):
             if fd >= 0:
                 os.close(fd)
+        self._took_s = time.monotonic() - self._begun
         self._ended = True
 
 
-def run(argv: Sequence[str], environ: Mapping[str, str], timeout_s: float, data: bytes = b"") -> Ran | None:
-    """Run a command and return what became of it; None when it had to be ended after ``timeout_s``. Raises OSError."""
+def run(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    timeout_s: float,
+    data: bytes = b"",
+    stopped: threading.Event | None = None,
+) -> Ran:
+    """Run a command with ``data`` as its stdin to its end, or kill it after ``timeout_s`` or when ``stopped`` is set.
+
+    Raises OSError when it cannot be started.
+    """
+    until = time.monotonic() + timeout_s
     command = Command(argv, environ, data)
     try:
-        return command.wait(timeout_s)
+        while (left_s := until - time.monotonic()) > 0 and not (stopped and stopped.is_set()):
+            if (ran := command.wait(left_s if stopped is None else min(left_s, _SLICE_S))) is not None:
+                return ran
+        return command.kill()
     finally:
         command.kill()

@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import threading
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from gpuboard.model.units import parse_duration
 from gpuboard.transport import sshmasters, sshwords
 from gpuboard.transport.attempts import Gates, again
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.command import Command
+from gpuboard.transport.command import run
 from gpuboard.transport.resolve import Resolved, Resolver, kept_answers, whole_chain
 from gpuboard.transport.sshstderr import explain_login
 
@@ -40,7 +39,6 @@ _ASKING = ("-n", "-o", "BatchMode=no", "-o", "LogLevel=INFO")
 _KEEPALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
 # Newer than some ssh that is in use: said only where ssh_config says otherwise.
 _USUAL = {"remotecommand": "none", "sessiontype": "default", "stdinnull": "no", "forkafterauthentication": "no"}
-_LOOK_S = 0.2
 _TARGET = "[%h]:%p"
 _NOTHING = "true"  # a command that every shell knows
 
@@ -196,17 +194,10 @@ class Ways:
         Without a code: it was ended, because the time of a connection is up or we are closed. Raises TransportError.
         """
         try:
-            command = Command(argv, self.environ)
+            ran = run(argv, self.environ, self.timeout_s, stopped=self._closed)
         except OSError as error:
             raise sshwords.by_error(error) from None
-        until = time.monotonic() + self.timeout_s
-        try:
-            while (left_s := until - time.monotonic()) > 0 and not self._closed.is_set():
-                if ran := command.wait(min(left_s, _LOOK_S)):
-                    return ran.code, ran.err
-            return None, ""
-        finally:
-            command.kill()
+        return (ran.code, ran.err) if ran.ended else (None, "")
 
     def keep(self) -> None:
         """End, but leave the shared connections to those who come next."""

@@ -1,0 +1,56 @@
+"""One command to its end, or to that of our patience: what is known of it then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from gpuboard.transport.command import run
+from tests.waiting import until
+
+
+def sh(script: str, timeout_s: float = 20.0, **more: object) -> tuple[int | None, str, str, bool, bool]:
+    ran = run(["/bin/sh", "-c", script], os.environ, timeout_s, **more)  # type: ignore[arg-type]
+    assert 0 <= ran.took_s < 20
+    return ran.code, ran.out, ran.err, ran.ended, ran.ok
+
+
+def test_what_it_prints_and_how_it_ends() -> None:
+    assert sh("echo out; echo err >&2") == (0, "out\n", "err\n", True, True)
+    assert sh("cat; exit 3", data=b"x" * 200_000) == (3, "x" * 200_000, "", True, False)
+    assert sh("kill -9 $$") == (-9, "", "", True, False)
+
+
+def test_after_its_time_it_is_killed_with_all_it_has_started_and_what_it_said_is_kept() -> None:
+    ran = run(["/bin/sh", "-c", "sleep 600 & echo $!; echo waiting >&2; wait"], os.environ, 0.5)
+    assert (ran.code, ran.err, ran.ended, ran.ok) == (None, "waiting\n", False, False)
+    until(lambda: not Path(f"/proc/{ran.out.strip()}/cmdline").exists(), "what it started has ended")
+
+
+def test_who_is_stopped_does_not_wait_for_it() -> None:
+    stopped = threading.Event()
+    threading.Timer(0.2, stopped.set).start()
+    begun = time.monotonic()
+    assert sh("sleep 600", 60.0, stopped=stopped) == (None, "", "", False, False)
+    assert time.monotonic() - begun < 10
+
+
+def test_where_sigchld_is_ignored_its_words_tell() -> None:
+    script = (
+        "import os; from gpuboard.transport.command import run\n"
+        "for text in ('echo x', 'echo no >&2; exit 1'):\n"
+        "    ran = run(['/bin/sh', '-c', text], os.environ, 20); print(ran.code, ran.ended, ran.ok)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "None True True\nNone True False\n"
