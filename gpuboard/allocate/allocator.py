@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,8 +18,8 @@ from gpuboard.allocate.formats import Allocation
 from gpuboard.allocate.policy import choose
 from gpuboard.allocate.ranks import LOOPBACK, rank_map, reachable_addresses
 from gpuboard.allocate.scope import Scope
-from gpuboard.cluster.inventory import folded
-from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree
+from gpuboard.cluster.inventory import folded, inventory
+from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
 from gpuboard.ledger import holder as processes
 from gpuboard.ledger import keeper
 from gpuboard.ledger import nodes as ledger
@@ -164,6 +164,7 @@ class Allocator:
 
         A fleet that runs is not waited for: it keeps trying its nodes, and what it shows is what the person goes by.
         """
+        _check_excluded(request, self._nodes, self._settings)
         limit_s = self._fleet.connect_s + _FIRST_READING_S
         wait = not self._scope.is_running
         if wait:
@@ -394,6 +395,16 @@ class Allocator:
                     keeper.forget(lease, self._env)
                 self._drop(lease)
                 forget_file(self._env, lease)
+
+
+def _check_excluded(request: Request, scope: Collection[str], settings: Settings) -> None:
+    """Raise UsageError where `--exclude` names a node that is not configured: a slip would leave out nothing."""
+    names = {pick.node for pick in request.exclude if pick.node is not None} - set(scope)
+    if not names or not settings.nodes or any(source.startswith("slurm:") for source in settings.nodes):
+        return  # no inventory, or one that Slurm alone knows
+    configured = [node.name for node in inventory(settings)]
+    if unknown := sorted(names.difference(configured)):
+        raise UsageError(f"--exclude: no node {unknown[0]!r} in the configured inventory; it has: {folded(configured)}")
 
 
 def _refuse_unreached(snapshot: Snapshot) -> None:

@@ -6,12 +6,14 @@ What the commands print: sbatch(1), squeue(1), scancel(1), scontrol(1) of Slurm 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from gpuboard.errors import GpuboardError, NoNodeReached
 from gpuboard.model.text import clean
+from gpuboard.model.units import day_time
 from gpuboard.scheduler import submit
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.command import Command, Ran, run
@@ -133,7 +135,8 @@ class Jobs:
             raise NoNodeReached(_silent("sbatch"))
         if ran.code != 0:
             raise submit.refusal(ran.err.replace("allocation failure: ", "sbatch: error: "), ran.code or 1)
-        return _words(ran.err).removeprefix("sbatch: ")
+        words = _words(ran.err).removeprefix("sbatch: ")
+        return re.sub(r"(?<= to start at )[0-9]{1,12}\b", lambda at: day_time(int(at[0])), words)
 
     def job(self, number: int) -> JobState | None:
         """Return a job, ended ones for some minutes too; None when Slurm knows it no more. Raises NoNodeReached."""

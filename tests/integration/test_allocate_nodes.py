@@ -114,3 +114,16 @@ def test_a_hung_node_delays_only_requests_that_need_it_and_is_named(small: Clust
     small["gpu02"].resume_sshd()
     assert gpuboard(small, *asked, "--n", "20", user="alice").returncode == 3
     assert gpuboard(small, "release", got["lease"]["id"], "--nodes", SCOPE, user="alice").returncode == 0
+
+
+def test_a_node_that_the_config_does_not_have_cannot_be_left_out(small: Cluster) -> None:
+    folder = small.home("alice") / ".config" / "gpuboard"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(f'nodes = ["{SCOPE}"]\n')
+    asked = ("allocate", "--n", "1", "--dry-run", "--nodes", "gpu01", "--exclude")
+    done = gpuboard(small, *asked, "gpu20", user="alice")
+    assert done.returncode == 2
+    assert done.stderr == (f"gpuboard: --exclude: no node 'gpu20' in the configured inventory; it has: {SCOPE}\n")
+    done = gpuboard(small, *asked, "gpu01:0,gpu03", user="alice")  # none of this command's, yet no slip
+    assert done.returncode == 0, done.stderr
+    assert "would take gpu01:1" in done.stderr

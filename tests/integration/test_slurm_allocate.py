@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 
@@ -285,7 +286,7 @@ def test_a_plan_shows_the_line_and_slurms_answer_and_takes_nothing(slurm: SlurmC
     line, why, answer = done.stdout.splitlines()[1:4]
     assert line.startswith("sbatch --time=60 --nodes=1-2 --gpus=h100:12 ")
     assert why == "12 GPUs: at most 2 nodes, the fewest; free for Slurm: gpu01 8, gpu02 8, gpu03 8; type h100"
-    assert answer.startswith("Slurm: Job 1 to start at ")
+    assert re.match(r"Slurm: Job 1 to start at [0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2} using ", answer)
     assert "on nodes gpu[01-02] in partition gpu" in answer
     assert slurm.jobs() == set()
 
