@@ -29,9 +29,9 @@ demo: $(RUN_STAMP)
 test: system-packages $(DEV_STAMP)
 	@$(MAKE) --no-print-directory check
 
-# Tests mostly wait. Side by side, each worker has test nodes of its own; a file's tests stay together, in their order.
+# Tests mostly wait, so files run side by side; each worker has test nodes of its own.
 check: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

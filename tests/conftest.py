@@ -8,12 +8,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests import nodes as test_nodes
 from tests import slurm as test_slurm
 
 # torch warns on stderr where an address has no name, as without a network: tests that compare stderr run there too.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+BOARD = "tests/board/"
 
 # pytest-xdist tells its workers how wide the terminal is: what tests start would take that for its own width.
 os.environ.pop("COLUMNS", None)
@@ -71,15 +74,17 @@ def slurm(started_slurm: test_slurm.SlurmCluster, nodes: test_nodes.Cluster) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what stays together where tests run side by side, and what begins first: what takes longest.
-
-    A file does, as its servers are started once, and so do all of the board's: one asks what the others have tried.
-    """
+    """Put first what takes longest, so that workers side by side end at much the same time."""
     order = ("board", "integration", "gpu")
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "board" else item.path.stem))
     items.sort(key=lambda item: order.index(item.path.parent.name) if item.path.parent.name in order else len(order))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
+    """Keep a file's tests together, whose servers are started once, and the board's: one asks what all others tried."""
+    scheduling = LoadFileScheduling(config, log)
+    file_of = scheduling._split_scope
+    scheduling._split_scope = lambda test: BOARD if test.startswith(BOARD) else file_of(test)
+    return scheduling
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

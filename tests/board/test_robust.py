@@ -199,7 +199,7 @@ def test_an_exception_that_nobody_expected_is_told_on_a_whole_terminal(here: Her
         file = here.folder / ".local" / "state" / "gpuboard" / "crash.txt"
         said = " ".join(terminal.text.split())
         assert "gpuboard: this is a bug: KeyError at <string>:3: '[/x] of nobody' please report it with" in said
-        assert file.name in said
+        assert file.name in said.replace(" ", "")  # a long path goes over the edge
         assert "Traceback" not in said
         assert "KeyError: '[/x] of nobody'" in file.read_text()
         assert file.stat().st_mode & 0o777 == 0o600
