@@ -41,12 +41,31 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Return the arguments. Raises UsageError also for an empty value: that of a variable which was never set."""
-        found = self.parse_args(words)
+        found = self.parse_args(self._parted(words))
         for action in self._actions:
             if getattr(found, action.dest, None) == "" and action.default != "":
                 name = "/".join(action.option_strings) or action.metavar
                 self.error(f"argument {name}: nothing is written there; is a variable not set?")
         return found
+
+    def _parted(self, words: Sequence[str]) -> Sequence[str]:
+        """Return ``words`` with ``--`` after a ``--wait`` that the first word of a command follows, and no duration.
+
+        Left to itself, argparse takes ``train.py`` of ``launch --n 4 --wait train.py`` for one.
+        """
+        if not any(action.nargs == argparse.REMAINDER and not action.option_strings for action in self._actions):
+            return words
+        position = 0
+        while position < len(words) and words[position].startswith("-") and words[position] != "--":
+            action = self._option_string_actions.get(words[position])
+            position += 1
+            follows = words[position] if position < len(words) else ""
+            if action is not None and action.nargs == "?" and follows and not follows[0].isdigit():
+                if not follows.startswith("-"):
+                    return [*words[:position], "--", *words[position:]]
+            elif action is not None and action.nargs in {None, "?"}:
+                position += 1
+        return words
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

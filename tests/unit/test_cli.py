@@ -104,6 +104,30 @@ def test_usage_errors_exit_2_with_the_cure(argv: tuple[str, ...], words: str) ->
     assert words in err
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "wait", "rest"),
+    [
+        ("launch", "--n 4 --wait train.py --wait 3", float("inf"), ["train.py", "--wait", "3"]),
+        ("launch", "--wait --n 4 train.py", float("inf"), ["train.py"]),
+        ("launch", "--wait 1h --n 4 train.py --wait a.py", 3600.0, ["train.py", "--wait", "a.py"]),
+        ("launch", "--n 4 --wait=2h -- train.py --wait a.py", 7200.0, ["train.py", "--wait", "a.py"]),
+        ("run", "--n 1 --wait bash -c x", float("inf"), ["bash", "-c", "x"]),
+    ],
+)
+def test_a_wait_without_a_duration_may_stand_before_the_command(
+    command: str, words: str, wait: float, rest: list[str]
+) -> None:
+    args = parser_of(load(command)).read(words.split())
+    found = args.target if command == "launch" else args.argv
+    assert (args.wait, found[1:] if found[0] == "--" else found) == (wait, rest)
+
+
+def test_a_duration_that_is_none_is_no_command() -> None:
+    for words in ("--n 4 --wait 30 train.py", "--n 4 --wait 8hh train.py"):
+        with pytest.raises(UsageError, match="is not a duration"):
+            parser_of(load("launch")).read(words.split())
+
+
 def test_an_empty_value_is_refused_where_eval_reads_us() -> None:
     for argv in (("allocate", "--n", "1", "--rank-map", ""), ("allocate", "--n", "1", "--model="), ("env", "")):
         code, out, err = gpuboard(*argv, env={"GPUBOARD_LEASE": "k3f9"})
