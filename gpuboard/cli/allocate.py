@@ -155,7 +155,7 @@ def _reserve(
 
     request = request_of(args)
     if args.rank_map:
-        path = args.rank_map = os.path.realpath(args.rank_map)
+        path = args.rank_map = os.path.realpath(os.path.join(context.folder(), args.rank_map))
         if not os.path.isdir(os.path.dirname(path)) or (os.path.exists(path) and not os.path.isfile(path)):
             raise UsageError(f"--rank-map {path}: it must be a file, in a folder that is there; for stdout: --format")
     duration(args.for_s, context.settings)

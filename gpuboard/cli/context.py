@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from gpuboard.errors import UsageError
 
 if TYPE_CHECKING:
     from gpuboard.allocate.choosing import Ledgers
@@ -51,6 +54,20 @@ class Context:
         if self.stdout_is_tty or self.env.get("COLUMNS", "").isdigit():
             return max(24, shutil.get_terminal_size().columns)
         return None
+
+    def folder(self) -> str:
+        """Return this folder as the shell names it: what links and automounts make of that may differ between nodes.
+
+        Raises UsageError.
+        """
+        named = self.env.get("PWD", "")
+        with contextlib.suppress(OSError):
+            if named.startswith("/") and os.path.samefile(named, "."):
+                return named
+        try:
+            return os.getcwd()
+        except FileNotFoundError:
+            raise UsageError("this folder was removed; cd to one that every node has") from None
 
     @cached_property
     def configuration(self) -> Configuration:

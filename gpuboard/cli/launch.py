@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,7 +125,7 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, objec
             what,
             run=args.run_id or runs.new_run_id(),
             secret=secrets.token_hex(16),
-            cwd=_folder(context.env),
+            cwd=context.folder(),
             environ=sent,
             options=options,
         )
@@ -311,18 +311,6 @@ def _scope(context: Context) -> list[Node]:
     if leased and not context.said and not context.settings.nodes:
         return context.reach(inventory(context.settings, [leased]))
     return context.reach(context.nodes())
-
-
-def _folder(env: Mapping[str, str]) -> str:
-    """Return this folder as the shell names it: what links and automounts make of that may differ between nodes."""
-    named = env.get("PWD", "")
-    with contextlib.suppress(OSError):
-        if named.startswith("/") and os.path.samefile(named, "."):
-            return named
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise UsageError("this folder was removed; cd to one that every node has") from None
 
 
 def _words(text: str) -> list[str]:

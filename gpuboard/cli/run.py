@@ -70,6 +70,7 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not argv or not argv[0]:
         raise UsageError("run what? write the command after --\n  see: gpuboard run --help")
+    cwd = context.folder()
     request = Request(
         n=args.n,
         picks=args.gpus or (),
@@ -103,18 +104,17 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
     outcome |= {"lease": allocation.lease.id, "node": node.name, "started": True}
     outcome["gpus"] = [{"index": rank.index, "uuid": rank.uuid} for rank in allocation.rank_map.ranks]
     try:
-        return _start(argv, allocation, node, context, uuids=args.uuid)
+        return _start(argv, cwd, allocation, node, context, uuids=args.uuid)
     finally:
         for words in context.ledgers.release(allocation.lease):
             say(f"lease {allocation.lease.id} lapses by itself: {clean(words)}")
 
 
-def _start(argv: list[str], allocation: Allocation, node: Node, context: Context, *, uuids: bool) -> int:
+def _start(argv: list[str], cwd: str, allocation: Allocation, node: Node, context: Context, *, uuids: bool) -> int:
     from gpuboard.allocate import commands
     from gpuboard.allocate.formats import variables
 
     values = variables(allocation.on(node.name), uuids=uuids)
-    cwd = os.getcwd()
     environ, lease, settings = context.env, allocation.lease.id, context.settings
     teller: partial[list[str]] | None = None
     terminal = sys.stdin.isatty() and sys.stdout.isatty()

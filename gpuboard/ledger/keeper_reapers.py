@@ -15,8 +15,7 @@ def reapers(env: Mapping[str, str], root: str = "") -> list[str]:
     """Return, in words for the user, what would kill this user's keeper; ``root`` is put before every path read."""
     found = []
     cgroup = _read(f"{root}/proc/self/cgroup")
-    user = pwd.getpwuid(os.geteuid()).pw_name if os.geteuid() else "root"
-    if "/session-" in cgroup and _kills_user_processes(root, user):
+    if "/session-" in cgroup and _kills_user_processes(root, _user()):
         found.append(
             "logind ends background processes at logout here (KillUserProcesses=yes): leases lapse 90 s later; "
             "run the session under `systemd-run --user --scope` with `loginctl enable-linger`"
@@ -28,6 +27,13 @@ def reapers(env: Mapping[str, str], root: str = "") -> list[str]:
             "your leases on this host lapse 90 s later, unless a gpuboard command runs by then"
         )
     return found
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name if os.geteuid() else "root"
+    except KeyError:
+        return ""  # in a container whose user database does not have us
 
 
 def _kills_user_processes(root: str, user: str) -> bool:

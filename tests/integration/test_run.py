@@ -134,3 +134,15 @@ def test_ctrl_z_and_fg_later_goes_on_as_before(here: Here) -> None:  # noqa: F81
     assert b"got word" in seen
     assert b"code 7" in seen
     until(lambda: not claims(here), "the claim lives on")
+
+
+def test_a_folder_that_was_removed_is_said_and_nothing_reserved(here: Here, tmp_path: Path) -> None:  # noqa: F811
+    for asked in ("run --n 1 -- pwd", "allocate --n 1 --rank-map map.json"):
+        command = " ".join(here.command(*asked.split()))
+        script = f"mkdir '{tmp_path}/gone'; cd '{tmp_path}/gone'; rmdir '{tmp_path}/gone'; exec {command}"
+        done = subprocess.run(["sh", "-c", script], env=here.env, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (
+            2,
+            "gpuboard: this folder was removed; cd to one that every node has\n",
+        )
+    assert claims(here) == []

@@ -77,3 +77,10 @@ def test_slurm_job(tmp_path: Path) -> None:
     root = host(tmp_path, {"proc/self/cgroup": "0::/system.slice/slurmstepd.scope/job_77/step_0/user/task_0\n"})
     assert [text.partition(",")[0] for text in reapers({}, root)] == ["Slurm ends every process of job 77"]
     assert reapers({"SLURM_JOB_ID": "77"}, root) == []
+
+
+def test_a_user_without_a_name_is_one_that_logind_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert reapers({}, host(tmp_path, {"proc/self/cgroup": "0::/"})) == []
+    root = host(tmp_path, {"proc/self/cgroup": SESSION, "etc/systemd/logind.conf": KILLS})
+    assert [words.partition(" ends")[0] for words in reapers({}, root)] == ["logind"]
