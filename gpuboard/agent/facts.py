@@ -79,6 +79,7 @@ def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, An
             "memlock": _limit(resource.RLIMIT_MEMLOCK),
             "nofile": _limit(resource.RLIMIT_NOFILE),
             "addresses": network.addresses(),
+            "loopback": network.loopback_is_up(),
             "hostname": socket.gethostname(),
             "resolves": _resolve([socket.gethostname(), config["master_addr"]]),
         }

@@ -5,6 +5,7 @@ run's secret. Who is something else, or of another run, cannot answer; the secre
 """
 
 import errno
+import fcntl
 import hashlib
 import hmac
 import os
@@ -21,6 +22,7 @@ if MYPY:
 _HELLO = b"gpuboard"
 _NONCE = 16
 _ANSWER = 32
+_SIOCGIFFLAGS, _IFF_UP = 0x8913, 1  # netdevice(7)
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.EACCES, errno.EPERM)
 
 
@@ -112,6 +114,16 @@ def addresses() -> "Dict[str, List[str]]":
                 if kind == 20:  # RTM_NEWADDR: struct ifaddrmsg, then attributes
                     _take_address(data[16:length], found)
                 data = data[(length + 3) & ~3 :]
+
+
+def loopback_is_up() -> bool:
+    """Return whether ``lo`` is up, which leads to a node's own addresses, too; True where that cannot be asked."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFFLAGS, struct.pack("=16s16x", b"lo"))
+        except OSError:
+            return True
+    return bool(struct.unpack_from("=16sH", answer)[1] & _IFF_UP)
 
 
 def _take_address(message: bytes, found: "Dict[str, List[str]]") -> None:

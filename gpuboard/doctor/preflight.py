@@ -39,6 +39,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     memlock: int | None = None  # bytes
     nofile: int | None = None
     addresses: dict[str, list[str]] = {}  # interface -> addresses
+    loopback: bool = True  # whether lo is up
     hostname: str | None = None
     resolves: dict[str, list[str]] = {}  # name -> addresses, by this node
 
@@ -79,6 +80,7 @@ def preflight(rank_map: RankMap, master_addr: str, device: str, answers: Answers
     checks += _torch(answers.facts, device)
     checks += _agree(answers)
     checks += _limits(rank_map, answers.facts, device)
+    checks += _loopbacks(answers.facts)
     checks += _master(rank_map, master_addr, answers)
     checks += _connections(rank_map, answers)
     if device == "cuda":
@@ -204,6 +206,15 @@ def _master(rank_map: RankMap, master_addr: str, answers: Answers) -> list[Check
             remedy = f"write the address itself as master_addr: {_addresses(answers.facts.get(first))}"
             checks.append(Check("master address", None, "warn", words, cause, remedy))
     return checks
+
+
+def _loopbacks(facts: Mapping[str, NodeFacts]) -> list[Check]:
+    cause = "ranks could not even reach those of their own node"
+    return [
+        Check("loopback", node, "fail", "its interface lo is down", cause, "as root there: ip link set lo up")
+        for node, seen in facts.items()
+        if not seen.loopback
+    ]
 
 
 def _addresses(facts: NodeFacts | None) -> str:

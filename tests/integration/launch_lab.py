@@ -80,8 +80,12 @@ class Launch:
         env: Mapping[str, str] | None = None,
         torch: bool = False,
         terminal: int | None = None,
+        before: Sequence[str] = (),
     ) -> None:
-        """``script``: text of what the ranks run. ``torch``: the real one. ``terminal``: fd for stdout and stderr."""
+        """``script``: text of what the ranks run. ``torch``: the real one. ``terminal``: fd for stdout and stderr.
+
+        ``before``: what runs the command (``unshare -n``).
+        """
         self.folder = folder
         self.env = {**os.environ, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state"), **(env or {})}
         for stale in ("RANK", "WORLD_SIZE", "GPUBOARD_LEASE", "VIRTUAL_ENV"):
@@ -94,7 +98,7 @@ class Launch:
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "gpuboard", "launch", "--device", "cpu", "--rank-map", "map.json"),
+                *(*before, sys.executable, "-m", "gpuboard", "launch", "--device", "cpu", "--rank-map", "map.json"),
                 *("--python", sys.executable, *stand_in, *options, "script.py", *args),
             ],
             cwd=folder,

@@ -41,6 +41,15 @@ def test_an_exception_without_a_module_is_told(tmp_path: Path) -> None:
         assert "<gpuboard>" not in run.text["err"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a network of its own")
+def test_a_loopback_that_is_down_is_told_before_anything_runs(tmp_path: Path) -> None:
+    with Launch(tmp_path, "print('up')", n=1, before=("unshare", "-n")) as run:
+        assert run.wait() == 7
+        assert "its interface lo is down" in run.text["err"]
+        assert "ip link set lo up" in run.text["err"]
+        assert "up" not in run.text["out"]
+
+
 def test_helpers_that_end_by_themselves_are_no_news(tmp_path: Path) -> None:
     script = "import multiprocessing as mp\nif __name__ == '__main__':\n    p = mp.get_context('spawn').Pool(1)"
     with Launch(tmp_path, script, n=1) as run:

@@ -98,6 +98,7 @@ def test_all_in_order() -> None:
         ({"shm_free": 64 * 2**20}, "/dev/shm", "warn", "may die of a bus error"),
         ({"nofile": 64}, "open files", "fail", "limit 64"),
         ({"nofile": 512}, "open files", "warn", "limit 512"),
+        ({"loopback": False}, "loopback", "fail", "lo is down"),
         ({"memlock": 65536}, "locked memory", "warn", "limit 64 KiB"),
     ],
 )
