@@ -250,9 +250,10 @@ class SlurmCluster:
         """Return what `scontrol show node -d` says of a node."""
         return _pairs(self._show("node", name))
 
-    def jobs(self) -> set[int]:
-        """Return the numbers of everybody's jobs that have not ended."""
-        listed = self.run(["squeue", "-h", "-a", "-o", "%A"], user="root", check=True)
+    def jobs(self, *, ending: bool = True) -> set[int]:
+        """Return the numbers of everybody's jobs that have not ended; ``ending``: with those that are about to."""
+        only = () if ending else ("-t", "PENDING,CONFIGURING,RUNNING,SUSPENDED")
+        listed = self.run(["squeue", "-h", "-a", "-o", "%A", *only], user="root", check=True)
         return {int(line) for line in listed.stdout.split()}
 
     def update(self, kind: str, name: str, **values: str) -> None:

@@ -28,6 +28,7 @@ LOOK_SHARE = 50  # and at least so many times what the last one took
 COMMAND_S = 30.0
 SECRETS = ("SLURM_JWT",)  # variables that no record holds: the keeper has them from the command that started it
 _SETTLE_S = 4.0  # from one look that finds no job to the next, where its number was never learned
+_SHOWING_S = 0.2  # waited for a file's server that answers slowly; the file may be left behind then
 _SUBMIT_S = 60.0  # that the end of the command which submits a job is waited for, before it is said that it lasts
 
 _IN_TIME = "its time limit has come"
@@ -103,6 +104,8 @@ class JobCalls:
         self._watch = watch
         self._jobs: queue.SimpleQueue[_Job | None] | None = None
         self._since = boottime()
+        self._showing = threading.Lock()
+        self._over = False  # no life is shown any more: whoever ends the lease removes the heartbeat file
         self._shown = False  # life, once: whoever hands us the lease waits for that, and for no command
         self._clean_since: float | None = None  # since when no job of that name was seen
 
@@ -116,7 +119,10 @@ class JobCalls:
         self._jobs.put((op, args, report))
 
     def close(self) -> None:
-        """Do nothing more, once what is on its way is done."""
+        """Do nothing more, once what is on its way is done; from now on the heartbeat file stays as it is."""
+        self._over = True
+        if self._showing.acquire(timeout=_SHOWING_S):
+            self._showing.release()
         if self._jobs is not None:
             self._jobs.put(None)
             self._jobs = None
@@ -136,8 +142,9 @@ class JobCalls:
                 report(Answer(None, "lost", f"{error.strerror or error}"))
 
     def _touch(self) -> Answer:
-        if self._job.heartbeat:
-            show_life(self._job.heartbeat)
+        with self._showing:
+            if self._job.heartbeat and not self._over:
+                show_life(self._job.heartbeat)
         words = self._ended() if self._job.number is not None and self._shown else ""
         self._shown = True
         if not words:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -375,18 +376,18 @@ class Keeper:
 
     def _end(self, kept: Kept, words: str) -> None:
         """Let go of a lease that has ended, and of the rank map that `allocate` wrote for it."""
-        self._drop(kept, words)
-        for path in files_of(kept.record, os.path.dirname(os.path.dirname(self.folder))):
-            with suppress(OSError):  # only a lease that was allocated whole has all of them
-                os.unlink(path)
+        self._drop(kept, words, files_of(kept.record, os.path.dirname(os.path.dirname(self.folder))))
 
-    def _drop(self, kept: Kept, words: str) -> None:
+    def _drop(self, kept: Kept, words: str, files: Sequence[str] = ()) -> None:
         log(f"{kept.lease}: {words}")
         self._unwatch_processes(kept)
         self.kept.pop(kept.lease, None)
         for node in kept.record.nodes:
             self.nodes.detach(kept.record, node)
         self._close_unused()
+        for path in files:
+            with suppress(OSError):  # only a lease that was allocated whole has all of them
+                os.unlink(path)
         try:
             os.unlink(f"{self.folder}/{kept.lease}.json")
         except OSError as error:

@@ -339,7 +339,7 @@ def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp) -> None:
             await lab.settle(pilot, lambda: bool(core.starter.started))
             (started,) = core.starter.started
             await pilot.press("escape")
-            await lab.settle(pilot, lambda: started.over, 20.0)
+            await lab.settle(pilot, lambda: started.over, 60.0)
             await lab.settle(pilot, lambda: not core.starter.started)
             assert exp.claims() == []
             assert [entry.view.id for entry in exp.entries() if entry.live] == []
