@@ -96,7 +96,7 @@ def known(scene: Scene) -> bool:
     return all(node.gpus and all(gpu.state != "unknown" for gpu in node.gpus) for node in scene.snapshot.nodes)
 
 
-async def settle(pilot: Pilot[Any], condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+async def settle(pilot: Pilot[Any], condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Let the app go on until ``condition`` holds. Raises AssertionError with what is on the screen."""
     until = time.monotonic() + timeout_s
     while not condition():

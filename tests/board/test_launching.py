@@ -198,7 +198,7 @@ def test_marked_gpus_are_launched_on_and_given_back(exp: Exp) -> None:
             await fill_all(pilot, exp, "sleep.py")
             await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0"))
             await pilot.press("enter")
-            await lab.settle(pilot, lambda: state(app) == "running", 20.0)
+            await lab.settle(pilot, lambda: state(app) == "running")
             assert exp.claims() == ["sim01-0"]
             await lab.settle(pilot, lambda: shown(app, "1 running", "1 GPU, 23h", "up"))
             await pilot.press("s")
@@ -223,7 +223,7 @@ def test_a_lease_of_mine_is_launched_on_and_stays(exp: Exp) -> None:
             await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog) and shown(app, f"Lease {lease}"))
             await fill_all(pilot, exp, "end.py")
             await pilot.click("#commit")
-            await lab.settle(pilot, lambda: state(app) == "done", 20.0)
+            await lab.settle(pilot, lambda: state(app) == "done")
             await lab.settle(pilot, lambda: told(app, "is done", "end.py ran", "2 ranks"))
             assert shown(app, "sim01", "sim02", f"{lease}, 2 GPUs")
             assert exp.claims() == ["sim01-2", "sim02-0"]
@@ -240,10 +240,10 @@ def test_the_best_are_launched_on_and_a_failure_is_said_wherever_one_is(exp: Exp
             await fill_all(pilot, exp, "fail.py", gpus="2", model="h100")
             await lab.settle(pilot, lambda: shown(app, "Reserves sim01:2,3"))
             await pilot.press("enter")
-            await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen), 20.0)
+            await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen))
             await pilot.press("escape")
             await lab.settle(pilot, lambda: not isinstance(app.screen, RunsScreen))
-            await lab.settle(pilot, lambda: told(app, "failed", "exit code 1", "rank 1 (sim01:3) failed", "[/x]"), 20.0)
+            await lab.settle(pilot, lambda: told(app, "failed", "exit code 1", "rank 1 (sim01:3) failed", "[/x]"))
             await pilot.press("x")
             await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
             assert app.screen.query_one("#field-command", Input).value == "fail.py", "the next try begins with the last"
@@ -254,7 +254,7 @@ def test_the_best_are_launched_on_and_a_failure_is_said_wherever_one_is(exp: Exp
             await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
             await fill_all(pilot, exp, "end.py", gpus="1")
             await pilot.press("enter")
-            await lab.settle(pilot, lambda: state(app) == "done" and shown(app, "end.py"), 20.0)
+            await lab.settle(pilot, lambda: state(app) == "done" and shown(app, "end.py"))
             await pilot.press("o")
             await lab.settle(pilot, lambda: shown(app, "bye"))
             await pilot.press("u")
@@ -277,7 +277,7 @@ def test_what_cannot_be_launched_is_said_in_the_dialog(exp: Exp) -> None:
             await lab.settle(pilot, lambda: shown(app, "no such folder", "Not now: sim01:1 is busy"))
             await fill(pilot, folder=str(exp.work))
             await pilot.press("enter")
-            await lab.settle(pilot, lambda: shown(app, "Not launched: sim01:1 is busy: bob"), 20.0)
+            await lab.settle(pilot, lambda: shown(app, "Not launched: sim01:1 is busy: bob"))
             await pilot.pause(1.5)
             assert shown(app, "Not launched: sim01:1 is busy: bob"), "it stays until something is typed"
             await fill(pilot, gpus="zzzz")
@@ -286,7 +286,7 @@ def test_what_cannot_be_launched_is_said_in_the_dialog(exp: Exp) -> None:
             assert list(app._notifications) == [], "what the dialog says is no toast"
             await fill(pilot, gpus="1", python="/no/such/python")
             await pilot.press("enter")
-            await lab.settle(pilot, lambda: state(app) == "failed", 20.0)
+            await lab.settle(pilot, lambda: state(app) == "failed")
             await lab.settle(pilot, lambda: shown(app, "exit code 7", "/no/such/python"))
             await lab.settle(pilot, lambda: told(app, "failed", "/no/such/python"))
             assert exp.claims() == []
@@ -323,7 +323,7 @@ def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
             assert exp.entries() == []
             await fill(pilot, command="end.py")
             await pilot.press("enter")
-            await lab.settle(pilot, lambda: state(app) == "done", 20.0)
+            await lab.settle(pilot, lambda: state(app) == "done")
 
     asyncio.run(scenario())
 
@@ -339,7 +339,7 @@ def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp) -> None:
             await lab.settle(pilot, lambda: bool(core.starter.started))
             (started,) = core.starter.started
             await pilot.press("escape")
-            await lab.settle(pilot, lambda: started.over, 60.0)
+            await lab.settle(pilot, lambda: started.over)
             await lab.settle(pilot, lambda: not core.starter.started)
             assert exp.claims() == []
             assert [entry.view.id for entry in exp.entries() if entry.live] == []

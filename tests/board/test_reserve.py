@@ -224,7 +224,7 @@ async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int
     finally:
         with contextlib.suppress(ProcessLookupError):  # closing the core has ended it
             os.kill(pid, signal.SIGCONT)
-    await lab.settle(pilot, lambda: core.operations._taking == set(), 20)
+    await lab.settle(pilot, lambda: core.operations._taking == set())
     assert lab.claims(tmp_path) == []
 
 
