@@ -247,7 +247,7 @@ def test_quitting_gives_back_what_was_taken_at_once(tmp_path: Path) -> None:
             before = time.monotonic()
             core.close()
             assert time.monotonic() - before < 0.5
-            await lab.settle(pilot, lambda: lab.claims(tmp_path) == [], 2)
+            await lab.settle(pilot, lambda: lab.claims(tmp_path) == [], 10)
 
     asyncio.run(main())
 

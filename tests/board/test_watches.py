@@ -125,7 +125,7 @@ def test_a_reservation_that_hangs_holds_no_watch_up_and_is_given_back_when_its_w
                 app.watches.add(Watch(0, time.time(), Request(n=5), reserve_s=600.0))
                 await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
                 app.watches.add(Watch(0, time.time(), Request(n=1, model="L40S")))
-                await lab.settle(pilot, lambda: [watch.number for watch in app.watches.active] == [1], 3)
+                await lab.settle(pilot, lambda: [watch.number for watch in app.watches.active] == [1], 10)
                 app.watches.remove(1)
                 await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
             finally:
