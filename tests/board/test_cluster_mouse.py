@@ -1,0 +1,72 @@
+"""The mouse over the cluster: clicks and drags in the picture and the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from textual.pilot import Pilot
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.cluster import ClusterScreen
+from gpuboard.board.gpu import GpuScreen
+from gpuboard.board.node import NodeScreen
+from gpuboard.board.picture import Picture
+from tests.board.lab import drag, settle
+from tests.board.test_cluster import run, status
+
+
+def test_dragging_over_the_picture_selects_a_block_of_gpus(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        left = len(" gpu1   up         ")
+        grid = shown.grid
+        await drag(pilot, grid, (left + 2, 1), (left + 4, 1), (left + 4, 2))  # GPU 1 of gpu1, 2 of gpu2, which has none
+        assert shown.targets() == ["GPU-gpu1-1", "GPU-gpu1-2", "GPU-gpu2-1"]
+        assert shown.cursor_uuid == "GPU-gpu2-1"
+        assert status(app).startswith("3 selected")
+        await drag(pilot, grid, (left + 2 * 4 + 1, 1), (left + 2 * 4 + 1, 0), (left + 60, 1))  # more; as far as it goes
+        assert shown.targets() == ["GPU-gpu1-1", "GPU-gpu1-2", "GPU-gpu1-4", "GPU-gpu2-1"]
+        await drag(pilot, grid, (left + 1, 1), (left, 1))  # within one cell: a click
+        assert (len(shown.targets()), shown.cursor_uuid) == (4, "GPU-gpu1-0")
+        await drag(pilot, grid, (2, 1), (left, 3))  # it begins on no GPU
+        assert len(shown.targets()) == 4
+        await pilot.press("escape")
+        await drag(pilot, grid, (left, 3), (left, 5))  # over a node of which no GPU is known
+        assert [uuid for uuid in shown.targets() if "gpu4" not in uuid] == ["GPU-gpu3-0"]
+        assert shown.cursor_node == "gpu5"
+        await pilot.press("escape", "slash", *"state:free", "enter")
+        await drag(pilot, grid, (left + 2 * 3, 1), (left, 2))
+        assert shown.targets() == ["GPU-gpu1-3", "GPU-gpu2-0", "GPU-gpu2-1"]  # those that the filter leaves
+        assert isinstance(app.screen, ClusterScreen)
+
+    run(tmp_path, check)
+
+
+def test_dragging_over_the_table_selects_rows(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press("t")
+        await drag(pilot, shown.grid, (30, 5), (30, 6), (30, 7))
+        assert shown.targets() == ["GPU-gpu1-4", "GPU-gpu2-0", "GPU-gpu2-1"]
+
+    run(tmp_path, check)
+
+
+def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        left = len(" gpu1   up         ")
+        await pilot.click(Picture, offset=(left + 2 * 4 + 1, 1))  # beyond the gap after four
+        assert shown.cursor_uuid == "GPU-gpu1-4"
+        await pilot.click(Picture, offset=(left + 3, 2), control=True)
+        assert shown.targets() == ["GPU-gpu2-1"]
+        await pilot.click(Picture, offset=(left, 2), button=3)
+        assert shown.targets() == ["GPU-gpu2-0", "GPU-gpu2-1"]
+        await pilot.click(Picture, offset=(left, 5))
+        assert shown.cursor_node == "gpu5"
+        await pilot.click(Picture, offset=(2, 1))
+        assert shown.cursor_node == "gpu1"
+        await pilot.click(Picture, offset=(left + 2, 1), times=2)
+        await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and app.screen.uuid == "GPU-gpu1-1")
+        await pilot.press("escape")
+        await pilot.click(Picture, offset=(2, 2), times=2)
+        await settle(pilot, lambda: isinstance(app.screen, NodeScreen))
+
+    run(tmp_path, check)
