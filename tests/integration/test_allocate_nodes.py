@@ -127,3 +127,19 @@ def test_a_node_that_the_config_does_not_have_cannot_be_left_out(small: Cluster)
     done = gpuboard(small, *asked, "gpu01:0,gpu03", user="alice")  # none of this command's, yet no slip
     assert done.returncode == 0, done.stderr
     assert "would take gpu01:1" in done.stderr
+
+
+def test_a_user_whose_uid_has_no_name_gets_gpus_and_gives_them_back(small: Cluster) -> None:
+    gpu01 = small["gpu01"]
+    home = "/tmp/nameless"
+    gpu01.run(["install", "-d", "-o", "54321", home], user="root", check=True)
+    nameless = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "env", f"HOME={home}", "gpuboard"]
+    done = gpu01.run(
+        [*nameless, "allocate", "--n", "1", "--detach", "--for", "5m", "--format", "json"], user="root", cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+    lease = json.loads(done.stdout)["lease"]
+    assert (lease["owner"], lease["uid"]) == ("54321", 54321)
+    done = gpu01.run([*nameless, "release", lease["id"]], user="root", cwd="/")
+    assert (done.returncode, done.stdout.partition(":")[0]) == (0, f"released {lease['id']}"), done.stderr
+    assert list(gpu01.path("/var/tmp").glob("gpuboard.GPU-*")) == []
