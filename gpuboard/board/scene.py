@@ -11,8 +11,6 @@ import msgspec
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 
-_ON: dict[str, int] = {}  # where the nodes stand in a snapshot on which single GPUs were found; they hardly ever move
-
 
 class Place(msgspec.Struct, frozen=True, gc=False):
     """A GPU and the node it is in. Not a tuple: 8,000 of those a second keep the cycle collector busy for 40 ms."""
@@ -44,16 +42,14 @@ class Scene:
         return {gpu.uuid: Place(node, gpu) for node in self.snapshot.nodes for gpu in node.gpus}
 
     def place(self, uuid: str) -> Place | None:
-        """Return where a GPU is; None: nowhere. One that was asked for before is looked for on its node alone."""
-        nodes = self.snapshot.nodes
-        for node in nodes[_ON.get(uuid, len(nodes)) :][:1]:
-            for gpu in node.gpus:
+        """Return where one GPU is; None: nowhere. To look through all of them costs less than to make ``places``."""
+        if "places" in self.__dict__:
+            return self.places.get(uuid)
+        for node in reversed(self.snapshot.nodes):
+            for gpu in reversed(node.gpus):
                 if gpu.uuid == uuid:
                     return Place(node, gpu)
-        place = self.places.get(uuid)
-        if place is not None:
-            _ON[uuid] = next(at for at, node in enumerate(nodes) if node is place.node)
-        return place
+        return None
 
     @cached_property
     def devices(self) -> dict[str, Place]:
