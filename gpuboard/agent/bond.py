@@ -24,6 +24,7 @@ class Bond:
         self._fd = fd
         self._pid = os.getpid()
         self._forked_in_main = True
+        self._forked_by = self._pid
         os.set_inheritable(fd, False)
         self._identity = _identity(fd)
         self._libc = ctypes.CDLL(None)
@@ -74,12 +75,13 @@ class Bond:
 
     def _note_thread(self) -> None:
         self._forked_in_main = threading.current_thread() is threading.main_thread()
+        self._forked_by = os.getpid()
 
     def _in_child(self) -> None:
         parent = self._pid
         if _identity(self._fd) == self._identity:
             os.close(self._fd)
-        if self._forked_in_main and os.getppid() == parent:
+        if self._forked_in_main and self._forked_by == parent:  # by getppid a rank that has ended already is none
             self.die_with_parent(parent)
 
 
