@@ -17,6 +17,7 @@ import msgspec
 from gpuboard.model.reading import Event, Hello, Message, Reading, Reply, Static
 from gpuboard.transport import bundle, spawn
 from tests.nvml import library
+from tests.waiting import Clock, until
 
 NONCE = "0123456789abcdef"
 
@@ -66,20 +67,25 @@ class Agent:
         self.process.stdin.write(data)
         self.process.stdin.flush()
 
-    def end(self, timeout_s: float = 2.0) -> int:
-        """Close the connection and return the exit code. Raises TimeoutExpired."""
+    def end(self) -> int:
+        """Close the connection and return the exit code, which must come within 2 s."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        return self.process.wait(timeout_s)
+        until(lambda: self.process.poll() is not None, "it ends with its connection", 2.0)
+        return self.process.wait()
 
-    def message(self, timeout_s: float) -> Message | None:
+    def message(self, timeout_s: float = 60.0) -> Message | None:
         """Return the next message, None at the end. Raises TimeoutError, ValidationError, AssertionError for noise."""
+        return self._message(Clock(), timeout_s)
+
+    def _message(self, clock: Clock, timeout_s: float) -> Message | None:
         assert self.process.stdout is not None
-        until = time.monotonic() + timeout_s
         fd = self.process.stdout.fileno()
         while b"\n" not in self._data:
-            if not select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
-                raise TimeoutError(f"no message in {timeout_s} s; events so far: {self.events}")
+            if clock.spent_s() > timeout_s:
+                raise TimeoutError(f"no such message in {timeout_s} s; events so far: {self.events}")
+            if not select.select([fd], [], [], 0.02)[0]:
+                continue
             data = os.read(fd, 1 << 20)
             if not data:
                 return None
@@ -95,21 +101,21 @@ class Agent:
             self.events.append((message.kind, msgspec.json.decode(message.data)))
         return message
 
-    def reading(self, timeout_s: float = 5.0, when: Callable[[Reading], bool] = lambda _: True) -> Reading:
+    def reading(self, timeout_s: float = 60.0, when: Callable[[Reading], bool] = lambda _: True) -> Reading:
         """Return the next reading for which ``when`` holds. Raises TimeoutError."""
-        until = time.monotonic() + timeout_s
+        clock = Clock()
         while True:
-            message = self.message(until - time.monotonic())
+            message = self._message(clock, timeout_s)
             assert message is not None, f"the agent has ended: {self.events}"
             if isinstance(message, Reading) and when(message):
                 return message
 
-    def call(self, op: str, timeout_s: float = 5.0, **args: Any) -> Any:
+    def call(self, op: str, timeout_s: float = 60.0, **args: Any) -> Any:
         """Call and return the value, or the CallError. Raises TimeoutError."""
         self.write(json.dumps({"t": "call", "id": 7, "op": op, "args": args}).encode() + b"\n")
-        until = time.monotonic() + timeout_s
+        clock = Clock()
         while True:
-            message = self.message(until - time.monotonic())
+            message = self._message(clock, timeout_s)
             assert message is not None, f"the agent has ended: {self.events}"
             if isinstance(message, Reply) and message.id == 7:
                 return message.error if message.error is not None else msgspec.json.decode(message.value)
@@ -122,10 +128,10 @@ class Agent:
 
 def still_there(pids: list[int], timeout_s: float = 2.0) -> list[int]:
     """Return which processes still run after at most ``timeout_s``; one that waits to be reaped has ended."""
-    until = time.monotonic() + timeout_s
+    clock = Clock()
     while True:
         left = [pid for pid in pids if _runs(pid)]
-        if not left or time.monotonic() > until:
+        if not left or clock.spent_s() > timeout_s:
             return left
         time.sleep(0.01)
 

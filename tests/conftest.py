@@ -79,6 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.index(item.path.parent.name) if item.path.parent.name in order else len(order))
 
 
+@pytest.hookimpl(optionalhook=True)  # without xdist there is none
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
     """Keep a file's tests together, whose servers are started once, and the board's: one asks what all others tried."""
     scheduling = LoadFileScheduling(config, log)

@@ -75,7 +75,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_port(port: int, timeout_s: float = 10.0) -> None:
+def wait_port(port: int, timeout_s: float = 60.0) -> None:
     """Wait until somebody listens on ``port``."""
     until = time.monotonic() + timeout_s
     while True:

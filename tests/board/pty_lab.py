@@ -50,7 +50,7 @@ class Terminal:
         """Type."""
         os.write(self.master, keys)
 
-    def shows(self, words: str, timeout_s: float = 20.0, since: int = 0) -> None:
+    def shows(self, words: str, timeout_s: float = 60.0, since: int = 0) -> None:
         """Wait until ``words`` were written, in whatever colours, ``since`` so many bytes."""
 
         def seen() -> bool:
@@ -109,7 +109,7 @@ class Terminal:
         self._reader.join()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-            self.process.wait(5)
+            self.process.wait(60)
         for fd in (self.master, self.slave):
             if fd >= 0:
                 os.close(fd)

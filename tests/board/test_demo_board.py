@@ -48,7 +48,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[float], Core]]:
         assert demo_board.end(one) == []
 
 
-def until(core: Core, condition: Callable[[Scene], object], timeout_s: float = 15.0) -> Scene:
+def until(core: Core, condition: Callable[[Scene], object], timeout_s: float = 60.0) -> Scene:
     deadline = time.monotonic() + timeout_s
     while not condition(scene := core.scene()):
         assert time.monotonic() < deadline, [(n.name, n.state, n.error) for n in scene.snapshot.nodes]

@@ -168,7 +168,7 @@ def test_what_is_typed_meanwhile_waits_and_is_not_shown(held: Held) -> None:
 def test_ctrl_z_waits_and_gives_the_terminal_back(held: Held) -> None:
     held.press(b"\x1a")
     held.release()
-    until(lambda: held.restored, "the terminal is as it was", 10)
+    until(lambda: held.restored, "the terminal is as it was")
     assert held.process.poll() is None
 
 

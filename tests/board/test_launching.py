@@ -302,7 +302,7 @@ def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
 
     def hangs(command: str, folder: str) -> Files:
         asked.append(command)
-        answers.wait(20)
+        answers.wait(60)
         return check_files(command, folder)
 
     monkeypatch.setattr(launching, "check_files", hangs)

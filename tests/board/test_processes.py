@@ -82,7 +82,7 @@ def test_sends_a_signal_that_was_meant(tmp_path: Path, monkeypatch: pytest.Monke
             await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
             await pilot.press("y")
             await lab.settle(pilot, lambda: f"signal sent to process {process.pid} on gpu01" in notes(app))
-            assert process.wait(5) == -signal.SIGTERM
+            assert process.wait(60) == -signal.SIGTERM
 
     asyncio.run(main())
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from gpuboard.config import Settings
 from gpuboard.errors import Interrupted
 from gpuboard.model.request import Request
 from tests.board import lab, other
+from tests.waiting import Stopwatch, until
 
 
 def uuids(app: BoardApp, node: str, *indexes: int) -> list[str]:
@@ -244,19 +244,16 @@ def test_quitting_gives_back_what_was_taken_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         core = lab.make_core(tmp_path)
         async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot):
-            before = time.monotonic()
+            before = Stopwatch()
             core.close()
-            assert time.monotonic() - before < 0.5
-            await lab.settle(pilot, lambda: lab.claims(tmp_path) == [], 10)
+            assert before.stop() < 0.5
+            await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
 
     asyncio.run(main())
 
 
 def settled(core: Core) -> None:
-    until = time.monotonic() + 10
-    while not lab.known(core.scene()):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: lab.known(core.scene()), "all nodes are known")
 
 
 def test_a_lease_that_nobody_was_told_of_ends_with_the_board(tmp_path: Path) -> None:
@@ -268,9 +265,7 @@ def test_a_lease_that_nobody_was_told_of_ends_with_the_board(tmp_path: Path) -> 
     untold = core.operations.reserve(Request(n=1), 600, "untold")
     assert {claim.split(":")[0] for claim in lab.claims(tmp_path)} == {told.lease.id, untold.lease.id}
     core.close()
-    until = time.monotonic() + 5
-    while len(lab.claims(tmp_path)) > 1 and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: len(lab.claims(tmp_path)) <= 1, "one is given back")
     assert lab.claims(tmp_path) == [f"{told.lease.id}: sim02-0"]
     again = lab.make_core(tmp_path, list(core.nodes.values()))
     again.start(lambda _: None)
@@ -290,10 +285,7 @@ def test_what_was_given_up_a_moment_too_late_is_given_back_all_the_same(tmp_path
         attempt.give_up()
         core.operations.told(allocation)
         core.close()
-        until = time.monotonic() + 5
-        while lab.claims(tmp_path) and time.monotonic() < until:
-            time.sleep(0.02)
-        assert lab.claims(tmp_path) == []
+        until(lambda: lab.claims(tmp_path) == [], "it is given back")
     finally:
         core.close()
 

@@ -104,7 +104,7 @@ def test_a_terminal_that_takes_nothing_holds_nothing_up(opened: Terminal, how: s
     opened.stop_reading()
     for _ in range(40):
         opened.press(b"?\x1b")  # much to draw, nowhere to
-    until(lambda: blocked(opened.process.pid), "the terminal's buffer is full", 20)
+    until(lambda: blocked(opened.process.pid), "the terminal's buffer is full")
     if how == "SIGTERM":
         opened.process.send_signal(signal.SIGTERM)
     else:
@@ -139,8 +139,8 @@ def test_a_dropped_terminal_ends_it_under_nohup_too(here: Here) -> None:
 
 def test_ctrl_z_gives_the_terminal_back_and_the_board_comes_back_whole(opened: Terminal) -> None:
     opened.press(b"\x1a")
-    until(lambda: state(opened.process.pid) == "T", "it stops", 5)
-    until(lambda: opened.restored, "the terminal is as it was", 5)
+    until(lambda: state(opened.process.pid) == "T", "it stops")
+    until(lambda: opened.restored, "the terminal is as it was")
     seen = len(opened.written)
     opened.process.send_signal(signal.SIGCONT)
     opened.shows("Reserve", since=seen)
@@ -159,7 +159,7 @@ def test_bytes_that_are_no_utf_8_are_passed_over(opened: Terminal) -> None:
         opened.press(b"?")  # what is read together with such bytes is lost with them
         return "States" in plain(opened.written[seen:])
 
-    until(asked, "the help screen", 10)
+    until(asked, "the help screen")
     assert opened.process.poll() is None
 
 

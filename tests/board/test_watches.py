@@ -125,7 +125,7 @@ def test_a_reservation_that_hangs_holds_no_watch_up_and_is_given_back_when_its_w
                 app.watches.add(Watch(0, time.time(), Request(n=5), reserve_s=600.0))
                 await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
                 app.watches.add(Watch(0, time.time(), Request(n=1, model="L40S")))
-                await lab.settle(pilot, lambda: [watch.number for watch in app.watches.active] == [1], 10)
+                await lab.settle(pilot, lambda: [watch.number for watch in app.watches.active] == [1])
                 app.watches.remove(1)
                 await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
             finally:
@@ -202,8 +202,8 @@ def test_a_real_terminal_is_told(tmp_path: Path) -> None:
         terminal.shows("It is so now")
         terminal.press(b"\r")
         told = b"\x1b]9;gpuboard: It is so: 1 free GPU: "
-        until(lambda: told in terminal.written, "a notification", 10)
-        until(lambda: b"\x1b]777;notify;gpuboard: It is so;1 free GPU: " in terminal.written, "the other one", 10)
+        until(lambda: told in terminal.written, "a notification")
+        until(lambda: b"\x1b]777;notify;gpuboard: It is so;1 free GPU: " in terminal.written, "the other one")
         assert b"\x07" in terminal.written.partition(told)[0][-500:]
         terminal.press(b"q")
         terminal.ends(5)

@@ -139,7 +139,7 @@ class Launch:
         """Return the newest run of this test's state folder."""
         return read_runs(self.env)[-1]
 
-    def wait_view(self, condition: Callable[[RunView], bool], timeout_s: float = 10.0) -> RunView:
+    def wait_view(self, condition: Callable[[RunView], bool], timeout_s: float = 60.0) -> RunView:
         """Wait until the run's state is as ``condition`` asks, and return it."""
         until = time.monotonic() + timeout_s
         while not condition(view := self.view()):

@@ -16,6 +16,7 @@ from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.link import AgentLink
 from gpuboard.transport.local import LocalTransport
+from tests.waiting import Clock
 
 SECRET = "5ecre7" * 5
 
@@ -139,14 +140,14 @@ def carriers(run: str) -> list[int]:
 
 def wait_gone(run: str, timeout_s: float = 5.0) -> float:
     """Wait until no process carries the run's id; return the seconds it took."""
-    started = time.monotonic()
+    clock = Clock()
     while left := carriers(run):
-        if time.monotonic() - started > timeout_s:
+        if clock.spent_s() > timeout_s:
             raise AssertionError(
                 f"still alive after {timeout_s} s: {[(p, Path(f'/proc/{p}/cmdline').read_bytes()) for p in left]}"
             )
         time.sleep(0.05)
-    return time.monotonic() - started
+    return clock.spent_s()
 
 
 def with_fake_torch(folder: Path) -> Path:

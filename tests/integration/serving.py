@@ -36,7 +36,7 @@ class Serving:
     def stop(self, number: int = signal.SIGINT) -> int:
         """End it; return its exit code."""
         self.process.send_signal(number)
-        code = self.process.wait(10)
+        code = self.process.wait(60)
         self._listener.join(5)
         assert self.process.stdout is not None
         self.process.stdout.close()

@@ -67,7 +67,7 @@ def left(slurm: SlurmCluster, user: str = "alice") -> list[str]:
     return sorted(path.name for path in names if path.suffix in {".json", ".alive", ".seen", ".bad"})
 
 
-def all_gone(slurm: SlurmCluster, user: str = "alice", timeout_s: float = 20.0) -> None:
+def all_gone(slurm: SlurmCluster, user: str = "alice", timeout_s: float = 60.0) -> None:
     """Wait until no job is left, and no file of one."""
     until(lambda: not slurm.jobs(), "no job is left", timeout_s)
     until(lambda: not left(slurm, user), f"nothing is left: {left(slurm, user)}", timeout_s)

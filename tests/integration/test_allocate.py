@@ -108,7 +108,7 @@ def test_an_interrupted_wait_fails_closed_and_has_claimed_nothing(here: Here, nu
         assert "waiting" in process.stderr.readline()
         assert claims(here) == []
         process.send_signal(number)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (
         130, "export CUDA_VISIBLE_DEVICES=''; unset GPUBOARD_LEASE GPUBOARD_RANK_MAP GPUBOARD_NODES; (exit 130)\n",
     )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 from tests.integration.launch_lab import write_torch
 from tests.nodes import USERS, Cluster, Host
 from tests.nvml import GIB, Gpu
-from tests.waiting import until
+from tests.waiting import Stopwatch, until
 
 pytestmark = pytest.mark.nodes
 
@@ -59,7 +58,7 @@ class Pane:
         """Return what is on the screen."""
         return self.tmux("capture-pane", "-p")
 
-    def wait(self, right: Callable[[str], object], what: str, timeout_s: float = 15) -> str:
+    def wait(self, right: Callable[[str], object], what: str, timeout_s: float = 60) -> str:
         """Wait until the screen is ``right``; return it."""
         seen = [""]
 
@@ -73,11 +72,11 @@ class Pane:
             raise AssertionError(f"{error}; the screen:\n{seen[0]}") from None
         return seen[0]
 
-    def shows(self, *words: str, timeout_s: float = 15) -> str:
+    def shows(self, *words: str, timeout_s: float = 60) -> str:
         """Wait until the screen shows all ``words``; return it."""
         return self.wait(lambda text: all(word in text for word in words), f"the screen shows {words}", timeout_s)
 
-    def states(self, wanted: dict[str, str], timeout_s: float = 15) -> str:
+    def states(self, wanted: dict[str, str], timeout_s: float = 60) -> str:
         """Wait until the picture has these letters in the rows of these nodes; return the screen."""
         return self.wait(lambda text: wanted.items() <= letters(text).items(), f"states {wanted}", timeout_s)
 
@@ -129,7 +128,7 @@ def screen(pane: Pane, started_nodes: Cluster) -> Iterator[Pane]:
     """The board, at the picture of all three nodes as they usually are, its cursor on the first GPU."""
     if pane.boards():
         try:
-            pane.states(USUAL, timeout_s=10)
+            pane.states(USUAL)
         except AssertionError:  # left behind by a test that failed
             pane.end()
             pane.host.run(["gpuboard", "release", "--mine"])
@@ -289,9 +288,9 @@ def test_leaving_takes_no_time_though_a_node_hangs(screen: Pane, started_nodes: 
     started_nodes["gpu02"].pause_sshd()
     screen.states({"gpu01": "???X????", "gpu02": "????????"})
     screen.keys("q")
-    pressed = time.monotonic()
+    pressed = Stopwatch()
     until(lambda: not alive(board), "the board ends")
-    assert time.monotonic() - pressed < 1.5  # 0.2 s; promised is half a second, where nothing else keeps all busy
+    assert pressed.stop() < 1.5  # 0.2 s; promised is half a second, where nothing else keeps all busy
     screen.type("echo back to $((6 * 7))\n")
     text = screen.shows("back to 42", "shell$")
     assert "Filter" not in text  # the terminal is the shell's again

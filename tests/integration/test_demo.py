@@ -81,7 +81,7 @@ def test_an_ordinary_user_sees_the_same_in_the_machines_own_folder_of_claims(nod
     assert list(login.path("/var/tmp").glob("gpuboard.*")) == []
 
 
-def read_until(fd: int, text: bytes, timeout_s: float = 30.0) -> bytes:
+def read_until(fd: int, text: bytes, timeout_s: float = 60.0) -> bytes:
     """Read from a terminal until ``text`` has come or nobody writes any more; return all of it."""
     found = b""
     until = time.monotonic() + timeout_s
@@ -109,7 +109,7 @@ def test_the_board_opens_on_a_terminal_and_leaves_nothing(here: Here, signalled:
         else:
             process.send_signal(signalled)
         said = read_until(ours, b"nothing of the demo is left running")
-        assert process.wait(10) == (128 + signalled if signalled else 0)
+        assert process.wait(60) == (128 + signalled if signalled else 0)
     finally:
         process.kill()
         process.wait()

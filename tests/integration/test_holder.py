@@ -7,13 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from gpuboard.errors import UsageError
 from gpuboard.ledger import holder
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 STUB = f"{sys.executable} {Path(__file__).with_name('holder_stub.py')}"
@@ -137,10 +137,7 @@ def test_cron(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 30
-        while not out.exists():
-            assert time.monotonic() < deadline, "cron did not run the job"
-            time.sleep(0.05)
+        until(out.exists, "cron runs the job")
         pid, *found = out.read_text().split()
         assert found == [pid, "shell", "not", "a", "tty"]
     finally:
@@ -155,10 +152,7 @@ def test_interactive_bash_in_tmux(tmp_path: Path) -> None:
     try:
         line = f'eval "set -- $($STUB)"; echo $$ $1 $2 > {out}.new; mv {out}.new {out}'
         subprocess.run([*tmux, "send-keys", line, "Enter"], env=ENV, check=True)
-        deadline = time.monotonic() + 15
-        while not out.exists():
-            assert time.monotonic() < deadline, "the shell in tmux did not answer"
-            time.sleep(0.05)
+        until(out.exists, "the shell in tmux answers")
         pid, *found = out.read_text().split()
         assert found == [pid, "shell"]
     finally:

@@ -128,7 +128,7 @@ def test_nobody_was_told_of_it(lab: Lab) -> None:
 def test_a_job_without_a_number_is_looked_for_twice(lab: Lab) -> None:
     lab.jobs("PENDING")
     lab.hand_over().abandon()
-    until(lambda: not lab.kept, "the keeper lets go of it", 30)
+    until(lambda: not lab.kept, "the keeper lets go of it")
     assert lab.asked() == ["cancel", "look", "cancel", "look"]
     assert "looking once more" in lab.log
 
@@ -160,7 +160,7 @@ def test_while_the_scheduler_is_away_it_is_tried_again(lab: Lab) -> None:
     until(lambda: "not cancelled: no controller" in lab.log, "it was tried")
     assert lab.kept
     (lab.folder / "away").unlink()
-    until(lambda: not lab.kept, "the keeper lets go of it", 30)
+    until(lambda: not lab.kept, "the keeper lets go of it")
 
 
 def test_a_job_that_does_not_end_is_not_let_go_of(lab: Lab) -> None:

@@ -68,7 +68,7 @@ def test_process_on_the_far_gpu_keeps_the_lease(lab: Lab) -> None:
     train.kill()
     train.wait()
     lab.gpus()
-    until(lambda: not lab.held(), timeout_s=10)
+    until(lambda: not lab.held())
 
 
 def test_node_that_cannot_be_reached_is_refused(lab: Lab, sshd: Sshd) -> None:
@@ -104,7 +104,7 @@ def test_node_lost_at_the_end_is_tried_again(lab: Lab, sshd: Sshd) -> None:
     until(lambda: "who carries it cannot be seen" in lab.log())
     assert lab.held() == {"far5"}
     again = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(sshd.folder / "sshd_config")])
-    until(lambda: not lab.held(), timeout_s=15)
+    until(lambda: not lab.held())
     again.kill()
     again.wait()
 

@@ -155,7 +155,7 @@ class Watched:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 @contextmanager
@@ -172,13 +172,13 @@ def test_the_way_is_remembered_and_its_readings_follow_each_other(nodes: Cluster
     fake = give_smi(gpu02)
     before = logins(gpu02)
     with without_python(gpu02), watching(nodes, "gpu01", "gpu02") as watched:
-        until(lambda: [gpu.state for gpu in watched.node("gpu02").gpus] == ["unknown", "unknown"], "it is shown", 30)
+        until(lambda: [gpu.state for gpu in watched.node("gpu02").gpus] == ["unknown", "unknown"], "it is shown")
         assert "reservations" in watched.node("gpu02").gpus[0].reason
         fake.says("v12-lost-535")
-        until(lambda: len(watched.node("gpu02").gpus) > 2, "another listing is read", 20)
+        until(lambda: len(watched.node("gpu02").gpus) > 2, "another listing is read")
         since = len(watched.seen)
         calls = len(fake.calls())
-        until(lambda: len(fake.calls()) >= calls + 2, "two more", 30)
+        until(lambda: len(fake.calls()) >= calls + 2, "two more")
         shown = [node for shot in watched.seen[since:] for node in shot.nodes if node.name == "gpu02"]
         assert {(node.state, node.error, node.source) for node in shown} == {("up", None, "nvidia-smi")}
         assert logins(gpu02) - before == 2  # the agent's, once, and the shell's
@@ -191,17 +191,17 @@ def test_a_node_whose_nvidia_smi_hangs_delays_nobody_and_keeps_nothing(nodes: Cl
     fake = give_smi(gpu02)
     with without_python(gpu02):
         with watching(nodes, "gpu01", "gpu02") as watched:
-            until(lambda: len(watched.node("gpu02").gpus) == 2, "it is shown", 30)
+            until(lambda: len(watched.node("gpu02").gpus) == 2, "it is shown")
             fake.hangs()
-            until(lambda: len(fake.calls()) > 1, "it hangs", 20)
+            until(lambda: len(fake.calls()) > 1, "it hangs")
             until(lambda: [p.name for p in gpu02.processes(user="alice")].count("sleep") == 1, "it runs")
             since = len(watched.seen)
-            until(lambda: all("old" in gpu.reason for gpu in watched.node("gpu02").gpus), "values grow old", 40)
+            until(lambda: all("old" in gpu.reason for gpu in watched.node("gpu02").gpus), "values grow old")
             ages = [node.age_s or 0.0 for shot in watched.seen[since:] for node in shot.nodes if node.name == "gpu01"]
             assert max(ages) < 6  # where it waited for gpu02 it would be 30
             assert {path.name for path in gpu02.path("/tmp").iterdir()} - before == {"smi"}
             killed = time.monotonic()
-        until(lambda: not gpu02.processes(user="alice"), "nothing is left", 5)
+        until(lambda: not gpu02.processes(user="alice"), "nothing is left")
     assert time.monotonic() - killed < 6  # a busy machine takes its time; nvidia-smi itself would sleep on
 
 
@@ -209,9 +209,9 @@ def test_python_that_comes_back_is_found_when_the_connection_is_made_anew(nodes:
     gpu02 = nodes["gpu02"]
     give_smi(gpu02)
     with watching(nodes, "gpu02") as watched:
-        until(lambda: watched.node("gpu02").source == "nvml" and watched.node("gpu02").gpus, "with python3", 30)
+        until(lambda: watched.node("gpu02").source == "nvml" and watched.node("gpu02").gpus, "with python3")
         with without_python(gpu02):
             for process in gpu02.processes(lambda p: p.name.startswith("python"), user="alice"):
                 gpu02.run(["kill", "-9", str(process.inner)])
-            until(lambda: watched.node("gpu02").source == "nvidia-smi", "without", 30)
+            until(lambda: watched.node("gpu02").source == "nvidia-smi", "without")
             assert watched.node("gpu02").error is None

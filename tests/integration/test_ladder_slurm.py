@@ -53,7 +53,7 @@ def watching(slurm: SlurmCluster, *settings: str) -> Iterator[Watch]:
     with slurm.nodes["login1"].popen(["gpuboard", "status", "--watch", "0.5", "--json"], user="alice") as process:
         yield Watch(process)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def node(line: Status) -> dict[str, Any]:
@@ -87,12 +87,12 @@ def test_a_job_opens_the_way_and_its_end_closes_it(adopting: SlurmCluster) -> No
         assert states(shown, "gpu01") == "ffffffff"
         assert asked(gpu01) == before
         number = adopting.submit(["--gres=gpu:2", "-w", "gpu01", "--wrap", "exec sleep 600"], running=True)
-        watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way", 30)
-        watch.until(lambda line: states(line, "gpu01") == "aaffffff", "two readings have been made", 30)
+        watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way")
+        watch.until(lambda line: states(line, "gpu01") == "aaffffff", "two readings have been made")
         assert asked(gpu01) == before + 1
         adopting.run(["scancel", str(number)], check=True)
-        watch.until(lambda line: source(line) == ("slurm", None), "the job's end closes it", 30)
-        until(lambda: not agents(gpu01), "nothing is left on the node", 30)
+        watch.until(lambda line: source(line) == ("slurm", None), "the job's end closes it")
+        until(lambda: not agents(gpu01), "nothing is left on the node")
     assert asked(gpu01) == before + 1
     assert denied(gpu01) == 0
 
@@ -103,12 +103,12 @@ def test_a_job_without_gpus_opens_the_way_of_ssh(adopting: SlurmCluster) -> None
     with watching(adopting) as watch:
         watch.until(lambda line: source(line) == ("slurm", None), "Slurm shows it")
         number = adopting.submit(["-w", "gpu01", *SLEEP], running=True)
-        watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way", 30)
-        watch.until(lambda line: states(line, "gpu01") == "ffffffff", "two readings have been made", 30)
+        watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way")
+        watch.until(lambda line: states(line, "gpu01") == "ffffffff", "two readings have been made")
         steps = adopting.run(["squeue", "--steps", "-h", "-u", "alice", "-o", "%j"], check=True).stdout
         assert "gpuboard" not in steps
         adopting.run(["scancel", str(number)], check=True)
-        watch.until(lambda line: source(line) == ("slurm", None), "the job's end closes it", 30)
+        watch.until(lambda line: source(line) == ("slurm", None), "the job's end closes it")
     assert (asked(gpu01), denied(gpu01)) == (before + 1, 0)
 
 
@@ -117,7 +117,7 @@ def test_gpus_that_a_job_without_gpus_hides_stay_as_slurm_shows_them(adopting: S
     adopting.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], user="bob", running=True)
     with watching(adopting) as watch:
         adopting.submit(["-w", "gpu01", *SLEEP], running=True)
-        shown = watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way", 30)
+        shown = watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way")
         assert (states(shown, "gpu01"), {line["error"] for line in node(shown)["gpus"]}) == ("aaffffff", {None})
         assert node(shown)["gpus"][2]["reason"] == "free for Slurm; NVML not seen"
         assert all(states(line, "gpu01") in {"aaffffff", "ffffffff"} for line in watch.lines), "none was ever lost"
@@ -140,7 +140,7 @@ def test_a_refusal_for_want_of_a_job_is_told_and_not_asked_for_again(adopting: S
         watch.until(lambda line: len(watch.lines) > seen + 12, "six seconds have passed")
         assert (asked(gpu01) - before, denied(gpu01) - refused) == (1, 1)
         adopting.submit(["--gres=gpu:1", "-w", "gpu01", *SLEEP], running=True)
-        watch.until(lambda line: source(line) == ("nvml", None), "it is let in with a job", 30)
+        watch.until(lambda line: source(line) == ("nvml", None), "it is let in with a job")
         assert denied(gpu01) - refused == 1
 
 
@@ -149,15 +149,15 @@ def test_where_ssh_is_refused_a_step_of_ones_job_leads_there(slurm: SlurmCluster
     gpu01.sshd("DenyUsers alice")
     with watching(slurm) as watch:
         number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], running=True)
-        watch.until(lambda line: source(line) == ("nvml", None), "a step reads it", 40)
-        watch.until(lambda line: states(line, "gpu01") == "aaffffff", "two readings have been made", 30)
+        watch.until(lambda line: source(line) == ("nvml", None), "a step reads it")
+        watch.until(lambda line: states(line, "gpu01") == "aaffffff", "two readings have been made")
         assert len(slurm.run(["squeue", "--steps", "-h", "-u", "alice"], check=True).stdout.splitlines()) == 2
         slurm.run(["scancel", str(number)], check=True)
-        watch.until(lambda line: source(line) == ("slurm", None), "the way ends with its job", 30)
+        watch.until(lambda line: source(line) == ("slurm", None), "the way ends with its job")
         errors = {node(line)["error"] for line in watch.lines} - {None}  # until Slurm has said that the job is over
         over = ("Slurm has ended job", f"Slurm job {number} is over", "refused")
         assert all(any(words in error for words in over) for error in errors), errors
-        until(lambda: not agents(gpu01), "nothing is left on the node", 30)
+        until(lambda: not agents(gpu01), "nothing is left on the node")
 
 
 @pytest.mark.parametrize("name", ["lab-a", "gpu01.lab.example", "alice@gpu01"])
@@ -194,6 +194,6 @@ def test_without_python_and_without_ssh_nvidia_smi_is_asked_in_a_step(slurm: Slu
     give_smi(gpu01)
     slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], running=True)
     with without_python(gpu01), watching(slurm, 'python = "/usr/bin/python3"') as watch:
-        read = watch.until(lambda line: source(line) == ("nvidia-smi", None), "it is read", 40)
+        read = watch.until(lambda line: source(line) == ("nvidia-smi", None), "it is read")
         assert len(node(read)["gpus"]) == 2
-    until(lambda: not agents(gpu01), "nothing is left on the node", 30)
+    until(lambda: not agents(gpu01), "nothing is left on the node")

@@ -18,6 +18,7 @@ import pytest
 
 from tests.integration.launch_lab import FAMILY, SLEEP, STUBBORN, Launch, kill, parent
 from tests.integration.ranks_driver import wait_gone
+from tests.waiting import Stopwatch, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -110,9 +111,10 @@ def test_a_rank_that_ignores_sigterm_is_gone_after_the_grace(tmp_path: Path) -> 
     with Launch(tmp_path, STUBBORN, "--grace", "1s") as run:
         run.wait_for("up", times=2)
         (tmp_path / "fail").touch()
-        at = time.monotonic()
+        took, at = Stopwatch(), time.monotonic()
         assert run.wait() == 5
-        assert 1.0 <= time.monotonic() - at <= 3.0
+        assert time.monotonic() - at >= 1.0
+        assert took.stop() <= 3.0
         assert run.carriers() == []
 
 
@@ -121,10 +123,7 @@ def test_whoever_is_killed_nothing_of_the_run_is_left(tmp_path: Path, who: str) 
     with Launch(tmp_path, FAMILY) as run:
         run.wait_for("up", times=2)
         view = run.view()
-        until = time.monotonic() + 10
-        while len(run.carriers()) < 8:  # two ranks, each with three helpers
-            assert time.monotonic() < until, run.carriers()
-            time.sleep(0.02)
+        until(lambda: len(run.carriers()) >= 8, "two ranks, each with three helpers")
         assert view.ranks[0].pid is not None
         supervisor = parent(view.ranks[0].pid)
         pids = {"head": run.process.pid, "supervisor": supervisor, "guard": parent(supervisor)}
@@ -148,9 +147,10 @@ def test_ctrl_c_stops_and_twice_stops_at_once(tmp_path: Path) -> None:
         run.signal(signal.SIGINT)
         run.wait_for("ctrl-C; stopping ranks 0-1: SIGTERM now, SIGKILL in 60 s", "err")
         assert len(run.carriers()) >= 2
-        at = run.signal(signal.SIGINT)
+        took = Stopwatch()
+        run.signal(signal.SIGINT)
         assert run.wait() == 130
-        assert time.monotonic() - at <= 3.0
+        assert took.stop() <= 3.0
         assert (run.carriers(), run.view().state) == ([], "stopped")
 
 
@@ -251,7 +251,7 @@ for step in range(100000):
         assert re.search(r"\r\x1b\[K\[rank 0 \S+:0\] +[0-9]+ steps", text)
         run.signal(signal.SIGINT)
         text = _read_until(ours, "rank 0 still running: SIGKILL in 1 s (ctrl-C: now)", 1)
-        assert run.process.wait(10) == 130
+        assert run.process.wait(60) == 130
     os.close(ours)
 
 

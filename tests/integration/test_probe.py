@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.agent import Agent, still_there
 from tests.nodes import old_python
 from tests.nvml import GIB, Gpu, Mig, library, write_script
 from tests.nvml.direct import DIRECT
+from tests.waiting import Stopwatch, until
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_equals_what_nvidia_ml_py_reads(script: Path, python: str | None) -> Non
     )
     expected = direct(script)
     with Agent(script, python=python) as agent:
-        reading = agent.reading(10)
+        reading = agent.reading()
         static = agent.static
         assert agent.events == []
     assert static is not None
@@ -292,14 +292,14 @@ def test_a_hung_gpu_ages_alone_and_comes_back(script: Path) -> None:
     with Agent(script, interval_s=0.2) as agent:
         agent.reading()
         write_script(script, hung)
-        started = time.monotonic()
-        reading = agent.reading(8, when=lambda r: [g.delay_s == 0 for g in r.gpus] == [True, True, False, True])
-        assert time.monotonic() - started < 5.0  # sooner than a reading is called stale
+        started = Stopwatch()
+        reading = agent.reading(when=lambda r: [g.delay_s == 0 for g in r.gpus] == [True, True, False, True])
+        assert started.stop() < 5.0  # sooner than a reading is called stale
         assert (reading.gpus[2].temperature, reading.gpus[2].error, reading.nvml_error) == (32, None, None)
-        later = agent.reading(8, when=lambda r: r.gpus[2].delay_s > reading.gpus[2].delay_s + 0.5)
+        later = agent.reading(when=lambda r: r.gpus[2].delay_s > reading.gpus[2].delay_s + 0.5)
         assert [g.delay_s for k, g in enumerate(later.gpus) if k != 2] == [0.0] * 3
         write_script(script, good)
-        back = agent.reading(15, when=lambda r: r.gpus[2].delay_s == 0)
+        back = agent.reading(when=lambda r: r.gpus[2].delay_s == 0)
         assert [g.temperature for g in back.gpus] == [30, 31, 32, 33]
 
 
@@ -313,9 +313,7 @@ def freezer() -> Iterator[Path]:
         pytest.skip("needs root and the freezer of control groups, version 1")
     yield folder
     (folder / "freezer.state").write_text("THAWED")
-    until = time.monotonic() + 10
-    while (folder / "cgroup.procs").read_text() and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: not (folder / "cgroup.procs").read_text(), "its processes have ended")
     folder.rmdir()
 
 
@@ -330,17 +328,17 @@ def test_a_process_that_cannot_be_killed_is_left_alone(script: Path, freezer: Pa
         agent.reading(when=lambda r: r.gpus[1].delay_s > 0.5)
         (freezer / "cgroup.procs").write_text(str(stuck))
         (freezer / "freezer.state").write_text("FROZEN")
-        agent.reading(8, when=lambda r: [g.delay_s > 0 for g in r.gpus] == [False, True, False])
+        agent.reading(when=lambda r: [g.delay_s > 0 for g in r.gpus] == [False, True, False])
         write_script(script, good)  # the GPU would answer again, but nobody may ask while the old call is under way
-        agent.reading(15, when=lambda r: r.gpus[1].delay_s > 9.0)
+        agent.reading(when=lambda r: r.gpus[1].delay_s > 9.0)
         assert len(agent.children()) == 2
         assert stuck in agent.children()
         (freezer / "freezer.state").write_text("THAWED")
-        agent.reading(8, when=lambda r: r.gpus[1].delay_s == 0)
+        agent.reading(when=lambda r: r.gpus[1].delay_s == 0)
         (now,) = agent.children()
         (freezer / "cgroup.procs").write_text(str(now))
         (freezer / "freezer.state").write_text("FROZEN")
-        assert agent.end(2.0) == 0
+        assert agent.end() == 0
 
 
 def test_a_gpu_that_hangs_from_the_start_is_shown_and_the_first_reading_is_in_time(script: Path) -> None:
@@ -385,9 +383,9 @@ def test_slow_calls_delay_readings_but_lose_nothing(script: Path) -> None:
 def test_claims_are_answered_while_nvml_hangs(script: Path) -> None:
     write_script(script, [Gpu()], trouble=["hang nvmlInitWithFlags"])
     with Agent(script) as agent:
-        asked = time.monotonic()
+        asked = Stopwatch()
         assert agent.call("claims")["error"] is None
-        assert time.monotonic() - asked < 1.0
+        assert asked.stop() < 1.0
 
 
 @pytest.mark.parametrize("trouble", ["", "hang *"])
@@ -395,19 +393,19 @@ def test_ends_with_its_connection_within_two_seconds_and_leaves_nothing(script: 
     write_script(script, [Gpu(trouble=(trouble,) if trouble else ())])
     with Agent(script, now=not trouble) as agent:
         if trouble:
-            agent.message(5)  # the hello: NVML's process is at work
+            agent.message()  # the hello: NVML's process is at work
         else:
             agent.reading()
         children = agent.children()
         assert children
-        assert agent.end(2.0) == 0
+        assert agent.end() == 0
     assert still_there(children) == []
 
 
 def test_the_nvml_process_ends_with_a_killed_agent_and_holds_no_connection(script: Path) -> None:
     write_script(script, [Gpu(trouble=("hang *",))])
     with Agent(script) as agent:
-        agent.message(5)
+        agent.message()
         (child,) = agent.children()
         links = {os.readlink(f"/proc/{child}/fd/{fd}") for fd in os.listdir(f"/proc/{child}/fd")}
         ours = {os.readlink(f"/proc/{agent.process.pid}/fd/{fd}") for fd in (10, 11)}
@@ -430,9 +428,9 @@ def test_ticks_follow_the_client_and_keep_their_interval(script: Path) -> None:
     write_script(script, [Gpu()])
     with Agent(script, interval_s=0.5, now=False) as agent:
         agent.write(b'{"t":"tick","in_ms":50}\n')
-        asked = time.monotonic()
+        asked = Stopwatch()
         agent.reading()
-        assert time.monotonic() - asked < 0.45
+        assert asked.stop() < 0.45
         readings = [agent.reading() for _ in range(3)]
         assert [reading.seq for reading in readings] == [2, 3, 4]
         assert 0.9 < readings[2].at - readings[0].at < 1.5
@@ -447,7 +445,7 @@ def test_read_answers_with_a_reading_that_started_after_the_call(script: Path) -
             agent.write(b'{"t":"call","id":1,"op":"read"}\n')
             reading = agent.reading()
             assert reading.gpus[0].memory_used == used
-            reply = agent.message(5)
+            reply = agent.message()
             assert msgspec.to_builtins(reply, enc_hook=bytes)["id"] == 1
 
 
@@ -491,5 +489,5 @@ def test_what_is_printed_in_the_agent_travels_as_an_event(script: Path) -> None:
         with open(f"/proc/{agent.process.pid}/fd/1", "w") as noise:
             noise.write("a library says hello\n")
         while not agent.events:
-            agent.message(5)
+            agent.message()
     assert agent.events == [("stderr", {"text": "a library says hello\n"})]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from tests import nvml
 from tests.agent import Agent
 from tests.nodes import old_python
 from tests.nvml import Gpu, write_script
+from tests.waiting import until
 
 
 def next_reading(agent: Agent) -> Reading:
@@ -32,7 +32,7 @@ def test_errors_are_told_newest_first_with_the_nodes_time(tmp_path: Path, python
     script = tmp_path / "script"
     write_script(script, [Gpu(xids=(13,)), Gpu()])
     with Agent(script, python=python) as agent:
-        first = agent.reading(10)
+        first = agent.reading()
         second = next_reading(agent)
         write_script(script, [Gpu(xids=(13,)), Gpu(xids=(79, 48))])
         third = next_reading(agent)
@@ -103,9 +103,11 @@ def test_listening_that_hangs_or_crashes_is_given_up(tmp_path: Path, trouble: st
     write_script(script, [Gpu(), Gpu()], trouble=[f"{trouble} nvmlEventSetWait_v2"])
     with Agent(script) as agent:
         agent.reading()
-        until = time.monotonic() + 15
-        late = next_reading(agent)
-        while (late.seq < 3 or any(gpu.delay_s > 0.5 for gpu in late.gpus)) and time.monotonic() < until:
-            late = next_reading(agent)
+
+        def fresh() -> Reading | None:
+            reading = next_reading(agent)
+            return reading if reading.seq >= 3 and all(gpu.delay_s <= 0.5 for gpu in reading.gpus) else None
+
+        late = until(fresh, "a reading without old values")
+        assert late is not None
     assert (codes(late), [gpu.error for gpu in late.gpus], late.nvml_error) == ([None, None], [None, None], None)
-    assert [gpu.delay_s <= 0.5 for gpu in late.gpus] == [True, True]

@@ -18,6 +18,7 @@ import pytest
 
 from gpuboard.transport.base import CallFailed
 from tests.integration.ranks_driver import Node, carriers, go, launch_config, node, wait_gone, with_fake_torch
+from tests.waiting import Stopwatch, until
 
 # A helper with its own session, one that was handed over to init's place, a stopped one, and one without our variables.
 FAMILY = """
@@ -70,10 +71,7 @@ def below(root: int) -> set[int]:
 
 
 def wait_dead(pids: set[int], timeout_s: float = 5.0) -> None:
-    until = time.monotonic() + timeout_s
-    while left := {pid for pid in pids if alive(pid)}:
-        assert time.monotonic() < until, f"alive after {timeout_s} s: {left}"
-        time.sleep(0.05)
+    until(lambda: not any(map(alive, pids)), "the processes end", timeout_s)
 
 
 def alive(pid: int) -> bool:
@@ -134,7 +132,7 @@ node.wait(lambda n: False)
 def test_silence_of_the_head_ends_the_run(folder: Path) -> None:
     with node(folder, FAMILY, lost_head_s=1) as here:
         family(here)
-        here.wait_ended(10)
+        here.wait_ended()
         assert "nothing heard from the head" in here.data("stopping")[-1]["reason"]
         assert carriers(here.run) == []
 
@@ -164,12 +162,12 @@ while True:
         pids = go(here)
         here.wait(lambda n: "ready" in n.text(rank=0) and "ready" in n.text(rank=1))
         os.kill(pids["0"], signal.SIGSTOP)
-        asked = time.monotonic()
+        asked = Stopwatch()
         here.call("stop", grace_s=1, reason="test")
         ends = here.wait_ended()
         assert [(e["code"], e["signal"]) for e in ends] == [(7, None), (None, signal.SIGKILL)]
         assert "saved" in here.text()
-        assert time.monotonic() - asked < 3
+        assert asked.stop() < 3
 
 
 def test_stop_before_the_gate(folder: Path) -> None:
@@ -200,7 +198,7 @@ def test_helpers_do_not_outlive_their_grace(folder: Path) -> None:
     script = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     with node(folder, script, helper_grace_s=0.5) as here:
         go(here)
-        here.wait_ended(10)
+        here.wait_ended()
         assert carriers(here.run) == []
 
 
@@ -208,7 +206,7 @@ def test_helpers_of_a_failed_rank_are_ended(folder: Path) -> None:
     script = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True); raise SystemExit(2)"
     with node(folder, script) as here:
         go(here)
-        assert here.wait_ended(10)[0]["code"] == 2
+        assert here.wait_ended()[0]["code"] == 2
 
 
 def test_signals_are_passed_to_the_ranks_alone(folder: Path) -> None:
@@ -308,8 +306,27 @@ os._exit(0)
 """
     with node(folder, script) as here:
         go(here)
-        assert here.wait_ended(10)[0]["code"] == 0
+        assert here.wait_ended()[0]["code"] == 0
         assert sorted(here.text().splitlines()) == ["daemon lives", "of a thread lives"]
+
+
+def test_a_worker_that_starts_late_finds_its_rank_gone_and_ends(folder: Path) -> None:
+    script = """
+import multiprocessing, os, time
+rank = os.getpid()
+def rank_is_gone():
+    while os.getppid() == rank:
+        time.sleep(0.01)
+def child():
+    os.write(1, b"worker lives\\n")
+os.register_at_fork(after_in_child=rank_is_gone)
+multiprocessing.get_context("fork").Process(target=child).start()
+os._exit(0)
+"""
+    with node(folder, script) as here:
+        go(here)
+        assert here.wait_ended()[0]["code"] == 0
+        assert here.text() == ""
 
 
 @pytest.mark.parametrize("script", ["x = (\n", "def broken(:\n    pass\n", "1/0 # é\n"])

@@ -135,7 +135,7 @@ def test_the_death_of_the_store_ends_the_run(tmp_path: Path) -> None:
         store = [pid for pid in carriers(node.run) if pid != rank]
         assert len(store) == 1
         os.kill(store[0], signal.SIGKILL)
-        assert node.wait_ended(10)[0]["signal"] == signal.SIGTERM
+        assert node.wait_ended()[0]["signal"] == signal.SIGTERM
         assert node.data("store")[-1]["state"] == "died"
         assert node.data("store")[-1]["code"] == -signal.SIGKILL
 

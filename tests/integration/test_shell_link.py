@@ -24,7 +24,7 @@ from gpuboard.transport.shelllink import ShellLink
 from tests.agent import still_there
 from tests.smi import FakeSmi
 from tests.sshd import children
-from tests.waiting import until
+from tests.waiting import Stopwatch, until
 
 WHY = "python3 cannot be started there; install python3 (3.6 or later) or set `python` in the config"
 
@@ -100,11 +100,11 @@ def test_every_login_shell_starts_it_and_it_ends_with_the_connection(login: str,
         until(fake.calls, "nvidia-smi runs")
         running = children(child.pid)
         assert running
-        closed = time.monotonic()
+        closed = Stopwatch()
         child.stdin.close()
-        assert child.wait(5) == 0
+        assert child.wait(60) == 0
         assert still_there(running) == []
-    assert time.monotonic() - closed < 2
+    assert closed.stop() < 2
 
 
 @pytest.mark.parametrize("shell", ["dash", "bash", "zsh", "busybox"])

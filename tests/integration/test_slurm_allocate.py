@@ -14,7 +14,7 @@ from gpuboard.model.rankmap import RankMap, problems
 from tests.integration.slurm_leases import DETACHED, all_gone, allocate, do, gpuboard, left, refused, says, shell
 from tests.nvml import Gpu
 from tests.slurm import SlurmCluster
-from tests.waiting import until
+from tests.waiting import Stopwatch, until
 
 pytestmark = pytest.mark.nodes
 
@@ -46,9 +46,9 @@ def test_a_shell_evaluates_it_and_the_job_ends_with_the_shell(slurm: SlurmCluste
         assert slurm.held(number) == {"gpu01": {rank.index for rank in found.ranks}} == {"gpu01": {0, 1}}
         assert left(slurm) == [f"{lease}.alive", f"{lease}.alive.seen", f"{lease}.json", f"{lease}.json"]
         process.send_signal(signal.SIGKILL)
-        started = time.monotonic()
+        started = Stopwatch()
         until(lambda: not slurm.jobs(), "the job ends")
-        assert time.monotonic() - started < 5.0
+        assert started.stop() < 5.0
     all_gone(slurm)
 
 
@@ -207,9 +207,9 @@ def test_waiting_shows_reason_place_and_estimate_and_gets_them_in_the_end(slurm:
 def test_a_wait_that_runs_out_leaves_no_job(slurm: SlurmCluster) -> None:
     occupy(slurm, gpu01=8, gpu02=8, gpu03=8)
     for args, words in (((), "not free now: Slurm job"), (("--wait", "3s"), "not free within 3s: Slurm job")):
-        started = time.monotonic()
+        started = Stopwatch()
         error = allocate(slurm, "--n", "2", *args, code=4)["error"]
-        assert time.monotonic() - started < 8.0
+        assert started.stop() < 8.0
         assert error["message"].startswith(words)
         assert "pending (Resources)" in error["message"]
         assert error["nearest"] == "--wait"

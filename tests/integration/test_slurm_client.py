@@ -289,7 +289,7 @@ def test_a_watch_sees_the_controller_go_and_come_back(slurm: SlurmCluster) -> No
         until(lambda: next_line(process).seen.error is None, "the watch hears the controller again", 60)
         second = slurm.submit(["--gres=gpu:1", "--wrap", "sleep 600"], running=True)
         until(lambda: set(next_line(process).jobs) == {number, second}, "the watch sees a new job", 60)
-        process.communicate("", 10)
+        process.communicate("", 60)
 
 
 def test_a_watch_outlives_a_controller_that_hangs_for_a_while(slurm: SlurmCluster) -> None:
@@ -299,7 +299,7 @@ def test_a_watch_outlives_a_controller_that_hangs_for_a_while(slurm: SlurmCluste
         until(lambda: next_line(process).seen.error is not None, "the watch misses the controller", 60)
         slurm.controller("continue")
         until(lambda: next_line(process).seen.error is None, "the watch hears the controller again", 60)
-        process.communicate("", 10)
+        process.communicate("", 60)
 
 
 def test_a_watch_closes_at_once_whatever_hangs(slurm: SlurmCluster) -> None:
@@ -307,7 +307,7 @@ def test_a_watch_closes_at_once_whatever_hangs(slurm: SlurmCluster) -> None:
     host = slurm.nodes["login1"]
     with watch(slurm) as process:
         until(lambda: host.processes(lambda p: p.name == "scontrol", user="alice"), "scontrol waits")
-        out, _ = process.communicate("", 10)
+        out, _ = process.communicate("", 60)
         assert msgspec.json.decode(out.splitlines()[-1], type=Told).took_s < 0.2
     until(lambda: not host.processes(user="alice"), "nothing is left behind", 3)
 

@@ -32,7 +32,7 @@ class Watch:
         """Return the next line."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the watch has ended with {self.process.wait(10)}"
+        assert line, f"the watch has ended with {self.process.wait(60)}"
         self.lines.append(json.loads(line))
         return self.lines[-1]
 
@@ -54,7 +54,7 @@ def watching(slurm: SlurmCluster, user: str = "root") -> Iterator[Watch]:
         watch = Watch(process)
         yield watch
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
         assert process.returncode == 130
 
 
@@ -91,7 +91,7 @@ def test_without_a_controller_nothing_is_called_free(slurm: SlurmCluster, fault:
             assert all_states(line)[0].startswith("aa")
 
         slurm.nodes["gpu02"].script([Gpu(temperature=77)] * 8)  # NVML goes on, at its pace
-        warm = watch.until(lambda line: gpus(line, "gpu02")[0]["temperature"] == 77, "NVML is read", timeout_s=10)
+        warm = watch.until(lambda line: gpus(line, "gpu02")[0]["temperature"] == 77, "NVML is read")
         assert max(node["age_s"] for node in warm["nodes"]) < 5
 
         slurm.controller(cure)
@@ -113,7 +113,7 @@ def test_nodes_that_only_slurm_shows_are_unknown_without_it(slurm: SlurmCluster)
         assert all_states(late) == ["aauuuuuu", "aaauuuuu", "uuuuuuuu"]
         assert [job["id"] for job in gpus(late, "gpu02")[0]["jobs"]] == [str(other)]
         slurm.nodes["gpu01"].script([Gpu(temperature=77)] * 8)
-        watch.until(lambda line: gpus(line, "gpu01")[0]["temperature"] == 77, "its node is read on", timeout_s=10)
+        watch.until(lambda line: gpus(line, "gpu01")[0]["temperature"] == 77, "its node is read on")
         slurm.controller("restart")
         watch.until(lambda line: all_states(line) == before, "it recovers by itself")
 

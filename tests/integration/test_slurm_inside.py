@@ -115,7 +115,7 @@ def test_what_a_killed_job_had_claimed_is_free_as_soon_as_slurm_says_that_it_is_
         os.kill(process.pid, signal.SIGKILL)
     job.wait()
     claimed = lab.claims()
-    until(lambda: seen() == ("ffffffff", 0), "it is free", 20)
+    until(lambda: seen() == ("ffffffff", 0), "it is free")
     assert lab.claims() == claimed != [], "the claim itself is still there"
 
 
@@ -136,7 +136,7 @@ def test_scancel_ends_all_of_it(lab: Lab, cgroups: bool) -> None:
     job.wait_out("up", 4)
     job.cancel()
     job.wait()
-    until(lambda: not lab.processes(), "nothing of it is left", 30)
+    until(lambda: not lab.processes(), "nothing of it is left")
     assert f"Slurm ends job {job.number}: it was cancelled, or its time is up" in job.err
 
 
@@ -243,7 +243,7 @@ def test_a_lease_and_its_keeper_end_with_the_job(lab: Lab, cgroups: bool) -> Non
     nodes, _, ended = job.out.split()[0], None, float(job.out.split()[-1])
     assert nodes == "gpu[01-02]", job.err
     assert time.time() - ended < 15.0, "nothing that was left behind keeps the job"
-    until(lambda: not lab.processes(), "nothing is left on the nodes", 30)
+    until(lambda: not lab.processes(), "nothing is left on the nodes")
 
 
 def test_this_node_is_preferred_and_others_are_run_on_over_steps(lab: Lab) -> None:

@@ -91,7 +91,7 @@ def test_no_job_is_left(slurm: SlurmCluster, home: Path, point: tuple[str, str, 
                     assert process.poll() is None, process.communicate()
                     process.send_signal(number)
                     if number == signal.SIGKILL:
-                        process.wait(10)
+                        process.wait(60)
                     (stop / "go").touch()
                     out, _ = process.communicate(timeout=60)
                 code = -9 if number == signal.SIGKILL else 130
@@ -99,8 +99,8 @@ def test_no_job_is_left(slurm: SlurmCluster, home: Path, point: tuple[str, str, 
                 if number != signal.SIGKILL:
                     assert out.startswith("export CUDA_VISIBLE_DEVICES=''; ")
                     assert slurm.jobs(ending=False) == {blocker} - {0}  # ended when the command has
-                until(lambda: slurm.jobs() == {blocker} - {0}, f"no job is left after {number.name}", 30)
-                until(lambda: not left(slurm), f"no file is left after {number.name}: {left(slurm)}", 30)
+                until(lambda: slurm.jobs() == {blocker} - {0}, f"no job is left after {number.name}")
+                until(lambda: not left(slurm), f"no file is left after {number.name}: {left(slurm)}")
         finally:
             holder.kill()
 

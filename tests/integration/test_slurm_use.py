@@ -63,7 +63,7 @@ def test_srun_says_nothing_and_binds_to_no_core(lab: Lab, plugin: str) -> None:
         words = [Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0") for p in runs]
         assert [b"--cpu-bind=none" in argv for argv in words if b"--gpus=1" in argv] != []
         assert {b"--cpu-bind=none" in argv for argv in words} == {plugin == "task/affinity"}
-        _, said = process.communicate("end\n", timeout=20)
+        _, said = process.communicate("end\n", timeout=60)
     assert (process.returncode, said) == (0, "")
     all_gone(lab.slurm)
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from gpuboard.cluster.inventory import Node
 from gpuboard.config import Settings
 from gpuboard.model.snapshot import NodeView
 from tests.sshd import SSHD, Sshd, children, free_port, make_key
-from tests.waiting import until
+from tests.waiting import Stopwatch, until
 
 pytestmark = pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="needs sshd (openssh-server) and root")
 
@@ -224,9 +223,9 @@ def test_a_stopped_sshd_delays_itself_alone_and_not_the_end(sshd: Sshd, tmp_path
         node = it.snapshot().nodes[0]
         assert (node.state, node.error) == ("unreachable", "ssh: no answer in 1 s; is the node hung or overloaded?")
         assert oldest < 0.4  # two intervals
-        start = time.monotonic()
+        start = Stopwatch()
         it.close()
-        assert time.monotonic() - start < 0.5
+        assert start.stop() < 0.5
     finally:
         hung.stop()
 
@@ -235,7 +234,7 @@ def test_agents_end_with_the_connection(sshd: Sshd) -> None:
     sshd.host("one")
     it = fleet(sshd, "one", interval_s=0.2)
     it.start()
-    it.wait(10)
+    it.wait(60)
     assert agents(sshd)
     it.close()
     until(lambda: not agents(sshd), "the agent ended after close", 2)
@@ -250,7 +249,7 @@ def test_agents_end_when_the_client_is_killed(sshd: Sshd) -> None:
         "from gpuboard.config import Settings\n"
         f"settings = Settings(ssh_config={str(sshd.ssh_config)!r}, python={sys.executable!r})\n"
         "fleet = Fleet([Node('one', 'one')], settings, interval_s=0.2)\n"
-        "fleet.start(); fleet.wait(10); print(fleet.snapshot().nodes[0].state, flush=True); time.sleep(60)\n"
+        "fleet.start(); fleet.wait(60); print(fleet.snapshot().nodes[0].state, flush=True); time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None
@@ -265,12 +264,12 @@ def test_a_killed_agent_comes_back_and_so_do_its_readings(sshd: Sshd) -> None:
     it = fleet(sshd, "one", interval_s=0.2)
     try:
         it.start()
-        it.wait(10)
+        it.wait(60)
         first = agents(sshd)
         for pid in first:
             os.kill(pid, signal.SIGKILL)
         until(lambda: "killed" in (it.snapshot().nodes[0].error or ""), "its end is seen", 2)
-        until(lambda: it.snapshot().nodes[0].error in {None, NO_DRIVER}, "a reading of the next one", 10)
+        until(lambda: it.snapshot().nodes[0].error in {None, NO_DRIVER}, "a reading of the next one")
         assert set(agents(sshd)).isdisjoint(first)
     finally:
         it.close()
@@ -284,7 +283,7 @@ def test_a_one_shot_fleet_connects_again_for_a_call(sshd: Sshd) -> None:
     it = fleet(sshd, "one")
     try:
         it.start()
-        it.wait(10)
+        it.wait(60)
         assert it.call("one", "touch", {"leases": []}, 5) == {"alive": [], "lapsed": [], "missing": []}
         for pid in agents(sshd):
             os.kill(pid, signal.SIGKILL)

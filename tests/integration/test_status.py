@@ -115,7 +115,7 @@ def test_watch_json_prints_a_line_per_snapshot_until_ctrl_c(here: Here) -> None:
         assert child.stdout is not None
         lines = [json.loads(child.stdout.readline()) for _ in range(4)]
         child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=20)
+        _, err = child.communicate(timeout=60)
     assert (child.returncode, err) == (130, b"")
     assert len({line["at"] for line in lines}) == 4
     assert [line["schema"] for line in lines] == [1, 1, 1, 1]

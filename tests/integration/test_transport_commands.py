@@ -56,7 +56,7 @@ def test_a_lease_on_two_nodes_lives_with_its_holder(home: Lab, nodes: Cluster) -
         ]
         if home.transport == "openssh":  # every 30 s
             first = {path: path.stat().st_mtime for name in NODES for path in nodes[name].path("/var/tmp").glob("gpu*")}
-            until(lambda: all(path.stat().st_mtime > at for path, at in first.items()), "it shows life", 40)
+            until(lambda: all(path.stat().st_mtime > at for path, at in first.items()), "it shows life")
         shell.send_signal(signal.SIGKILL)
         until(lambda: not claims(nodes), "the keeper has released it")
 

@@ -131,7 +131,7 @@ def test_a_reservation_keeps_its_way_through_the_keeper(lab: Lab, nodes: Cluster
         screen.shows("got  of gpu01")
         assert len(claims(nodes["gpu01"])) == 1
         screen.process.send_signal(signal.SIGKILL)
-        until(lambda: not claims(nodes["gpu01"]), "the keeper has released it", 20)
+        until(lambda: not claims(nodes["gpu01"]), "the keeper has released it")
     lab.here.run(["pkill", "-f", "gpuboard.ledger.keeperd"], user="root")
 
 
@@ -156,7 +156,7 @@ def test_a_key_with_a_passphrase_and_a_person_who_has_had_enough(lab: Lab, nodes
     with terminal(lab, "sh", "-c", "trap : INT; gpuboard status --nodes gpu01; echo code $?") as screen:
         screen.shows("Enter passphrase for key")
         screen.press(b"\x03")
-        until(lambda: "code 130" in screen.text, "its end", 5)
+        until(lambda: "code 130" in screen.text, "its end")
         assert "Traceback" not in screen.text
 
 

@@ -109,7 +109,7 @@ class Driven:
             found = self.event("data")
             return found if found["bytes"] >= size else {}
 
-        return until(enough, f"{size} bytes on channel {number}", 30)
+        return until(enough, f"{size} bytes on channel {number}")
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def ask(command: list[str], data: bytes, **options: Any) -> tuple[bytes, int]:
         child.stdin.write(data)
         child.stdin.flush()
         line = child.stdout.readline()
-    return line, child.wait(10)
+    return line, child.wait(60)
 
 
 def end(command: list[str], data: bytes) -> subprocess.CompletedProcess[bytes]:
@@ -84,7 +84,7 @@ def test_bytes_that_trickle_in_are_read_whole_and_no_further() -> None:
         child.stdin.flush()
     assert b"no role 'none'" in child.stdout.readline()
     child.stdin.close()
-    assert child.wait(10) == 2
+    assert child.wait(60) == 2
 
 
 def test_a_connection_that_ends_early_ends_the_loader_in_silence() -> None:
