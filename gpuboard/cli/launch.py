@@ -130,8 +130,8 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, objec
             options=options,
         )
         if args.dry_run:
-            text = json.dumps(plan.shown(decided), indent=1) if args.json else plan.plan_text(decided)
-            print(text)
+            shown = {"schema": 1, "dry_run": True, **plan.shown(decided)}
+            print(json.dumps(shown, indent=1) if args.json else plan.plan_text(decided))
             return 0
         used = [nodes[config.node] for config in decided.nodes]
         if (stale := environ.stale(context.env)) and all(node.host is not None for node in used):

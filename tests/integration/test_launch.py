@@ -327,6 +327,7 @@ def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
     with Launch(tmp_path, SLEEP, "--dry-run", "--json") as run:
         assert run.wait() == 0
         plan = json.loads(run.text["out"])
+        assert (plan["schema"], plan["dry_run"]) == (1, True)
         assert [rank["rank"] for rank in plan["nodes"][0]["ranks"]] == [0, 1]
         assert plan["nodes"][0]["secret"] == "(not shown)"
         assert not (tmp_path / "state").exists()
