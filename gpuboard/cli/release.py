@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
     else:
         for each in done:
-            print(f"released {each.lease}: {gpus_words(each.gpus) or 'it had nothing yet'}")
+            print(f"released {each.lease}: {gpus_words(each.gpus) or 'it held nothing'}")
         if not ended:
             print(f"you have no leases here{' that could be seen' if unread else ''}")
     if args.mine and unread:

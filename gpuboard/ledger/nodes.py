@@ -164,13 +164,8 @@ def _drop(call: Call, lease: str, nodes: Iterable[str]) -> list[str]:
     """Release a part; return the nodes that gave no answer, each asked twice: a feed connects again meanwhile."""
     failed = list(nodes)
     for _ in range(2):
-        outcome = release(call, lease, failed)
-        failed = [node for node, error in outcome.failed.items() if not _gone(error)]
+        failed = list(release(call, lease, failed).failed)
     return failed
-
-
-def _gone(error: CallFailed | LinkLost) -> bool:
-    return isinstance(error, CallFailed) and error.kind == "not-found"
 
 
 def _claims(detail: object) -> list[Claim]:
@@ -182,8 +177,16 @@ def _claims(detail: object) -> list[Claim]:
 
 
 def release(call: Call, lease: str, nodes: Iterable[str]) -> Outcome:
-    """End our lease on each of ``nodes``; ``done`` maps a node to the UUIDs that were released."""
-    return _each(call, "release", {"lease": lease}, nodes, "released")
+    """End our lease on each of ``nodes``; ``done`` maps a node to the UUIDs that were released.
+
+    None where it was not: it may have ended by itself a moment ago, and that is no failure.
+    """
+    outcome = _each(call, "release", {"lease": lease}, nodes, "released")
+    gone = [n for n, error in outcome.failed.items() if isinstance(error, CallFailed) and error.kind == "not-found"]
+    for node in gone:
+        del outcome.failed[node]
+        outcome.done[node] = []
+    return outcome
 
 
 def renew(call: Call, lease: str, nodes: Iterable[str], for_s: float) -> Outcome:

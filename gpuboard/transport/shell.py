@@ -41,7 +41,7 @@ say p stats; grep "" $t /dev/null /dev/null; say p args; [ "$a" ] && ps -ww -o p
 say p users; u=$(sed -n 's/^Uid:[^0-9]*\([0-9]*\).*/\1/p' $s /dev/null | sort -u); [ "$u" ] && getent passwd $u;
 say p host; echo "at $(date +%s)"; echo "hz $(getconf CLK_TCK)"; grep "" /proc/loadavg;
 grep -E "^(cpu|btime) " /proc/stat; grep -E "^Mem(Total|Available):" /proc/meminfo; say p end 0; };
-stop() { [ "$p" ] && grep -q "^PPid:.$$\$" /proc/$p/status 2>/dev/null && kill $p; };
+stop() { [ "$p" ] && grep -q "^PPid:.$$\$" /proc/$p/status 2>/dev/null && kill $p 2>/dev/null; };
 p=; while read -r c a; do case $c in
 q) ( say q xml; run -q -x 2>/dev/null; say q end $r ) & p=$! ;;
 e) ( say e messages; run -q -x 2>&1 >/dev/null; say e end $r ) & p=$! ;;

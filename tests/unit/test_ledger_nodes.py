@@ -88,6 +88,13 @@ def test_a_lease_over_three_nodes(nodes: Nodes) -> None:
     assert nodes.lying() == set()
 
 
+def test_releasing_what_has_ended_already_is_no_failure(nodes: Nodes) -> None:
+    taken = ledger.take(nodes.call, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
+    ledger.release(nodes.call, taken.lease, ["gpu02"])
+    outcome = ledger.release(nodes.call, taken.lease, ["gpu01", "gpu02"])
+    assert (outcome.done, outcome.failed) == ({"gpu01": ["GPU-a"], "gpu02": []}, {})
+
+
 def test_a_conflict_on_the_last_node_drops_all(nodes: Nodes) -> None:
     first = ledger.take(nodes.call, wanted(gpu03=["GPU-e"]))
     with pytest.raises(ledger.Conflict) as caught:
