@@ -200,10 +200,10 @@ def test_lease_ends_when_its_time_is_up(lab: Lab) -> None:
 
 
 def test_renewed_lease_goes_on(lab: Lab) -> None:
-    script = started(lab, lab.take("more1", seconds=3) + "echo go; read")
+    script = started(lab, lab.take("more1", seconds=6) + "echo go; read")
     claims.handle("renew", {"lease": "more1", "for_s": 3600.0}, claims.Folder(str(lab.claims)))
     keeper.renew("more1", 3600.0, lab.env)
-    time.sleep(4.0)
+    time.sleep(7.0)
     assert lab.held() == lab.records() == {"more1"}
     script.kill()
     script.communicate()
