@@ -265,7 +265,7 @@ def warn(env: Mapping[str, str]) -> list[str]:
     """Return what on this host would kill the keeper before its leases end, in words for the user."""
     from gpuboard.ledger.keeper_reapers import reapers  # late: read after the lease stands
 
-    return reapers(env)
+    return reapers(env, os.geteuid())
 
 
 def _folder(env: Mapping[str, str]) -> str:

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 _FOLDERS = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")
 
 
-def reapers(env: Mapping[str, str], root: str = "") -> list[str]:
-    """Return, in words for the user, what would kill this user's keeper; ``root`` is put before every path read."""
+def reapers(env: Mapping[str, str], uid: int, root: str = "") -> list[str]:
+    """Return, in words for the user ``uid``, what would kill their keeper; ``root`` is put before every path read."""
     found = []
     cgroup = _read(f"{root}/proc/self/cgroup")
-    if "/session-" in cgroup and _kills_user_processes(root, _user()):
+    if "/session-" in cgroup and _kills_user_processes(root, _user(uid)):
         found.append(
             "logind ends background processes at logout here (KillUserProcesses=yes): leases lapse 90 s later; "
             "run the session under `systemd-run --user --scope` with `loginctl enable-linger`"
@@ -29,9 +29,9 @@ def reapers(env: Mapping[str, str], root: str = "") -> list[str]:
     return found
 
 
-def _user() -> str:
+def _user(uid: int) -> str:
     try:
-        return pwd.getpwuid(os.geteuid()).pw_name if os.geteuid() else "root"
+        return pwd.getpwuid(uid).pw_name if uid else "root"
     except KeyError:
         return ""  # in a container whose user database does not have us
 

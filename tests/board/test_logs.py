@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import subprocess
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -431,12 +432,16 @@ def test_a_log_that_is_cut_or_removed_while_it_is_watched_is_told(tmp_path: Path
     asyncio.run(scenario())
 
 
-def test_a_full_disk_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert log_trouble(tmp_path) == ""
-    real = os.statvfs(tmp_path)
-    full = os.statvfs_result([*real[:4], 0, *real[5:10]])
-    monkeypatch.setattr(os, "statvfs", lambda _: full)
-    assert log_trouble(tmp_path) == f"the disk of {tmp_path} is full: what the ranks write is lost"
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
+def test_a_full_disk_is_known(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", tmp_path], check=True)
+    try:
+        assert log_trouble(tmp_path) == ""
+        with pytest.raises(OSError, match="No space left on device"):
+            (tmp_path / "rank-0.out").write_bytes(bytes(2**16))
+        assert log_trouble(tmp_path) == f"the disk of {tmp_path} is full: what the ranks write is lost"
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_at_80_by_24_there_is_room_for_all(tmp_path: Path) -> None:

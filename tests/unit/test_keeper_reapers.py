@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from gpuboard.ledger.keeper_reapers import reapers
 
+SOMEBODY, NAMELESS = 1, 54321  # uids; root is not killed by default
 SESSION = "0::/user.slice/user-1001.slice/session-4.scope\n"
-
-
-@pytest.fixture
-def as_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root is not killed by default; ask for somebody else."""
-    monkeypatch.setattr(os, "geteuid", lambda: 1)
 
 
 def host(root: Path, files: dict[str, str]) -> str:
@@ -29,7 +23,6 @@ def host(root: Path, files: dict[str, str]) -> str:
 KILLS = "[Login]\n#KillUserProcesses=no\nKillUserProcesses=yes\n"
 
 
-@pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize(
     ("files", "warned"),
     [
@@ -64,23 +57,21 @@ KILLS = "[Login]\n#KillUserProcesses=no\nKillUserProcesses=yes\n"
     ],
 )
 def test_logind(tmp_path: Path, files: dict[str, str], warned: bool) -> None:
-    words = reapers({}, host(tmp_path, files))
+    words = reapers({}, SOMEBODY, host(tmp_path, files))
     assert [text.partition(" ends")[0] for text in words] == (["logind"] if warned else [])
 
 
-def test_root_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert reapers({}, host(tmp_path, {"proc/self/cgroup": SESSION, "etc/systemd/logind.conf": KILLS})) == []
+def test_root_is_left_alone(tmp_path: Path) -> None:
+    assert reapers({}, 0, host(tmp_path, {"proc/self/cgroup": SESSION, "etc/systemd/logind.conf": KILLS})) == []
 
 
 def test_slurm_job(tmp_path: Path) -> None:
     root = host(tmp_path, {"proc/self/cgroup": "0::/system.slice/slurmstepd.scope/job_77/step_0/user/task_0\n"})
-    assert [text.partition(",")[0] for text in reapers({}, root)] == ["Slurm ends every process of job 77"]
-    assert reapers({"SLURM_JOB_ID": "77"}, root) == []
+    assert [text.partition(",")[0] for text in reapers({}, SOMEBODY, root)] == ["Slurm ends every process of job 77"]
+    assert reapers({"SLURM_JOB_ID": "77"}, SOMEBODY, root) == []
 
 
-def test_a_user_without_a_name_is_one_that_logind_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    assert reapers({}, host(tmp_path, {"proc/self/cgroup": "0::/"})) == []
+def test_a_user_without_a_name_is_one_that_logind_ends_too(tmp_path: Path) -> None:
+    assert reapers({}, NAMELESS, host(tmp_path, {"proc/self/cgroup": "0::/"})) == []
     root = host(tmp_path, {"proc/self/cgroup": SESSION, "etc/systemd/logind.conf": KILLS})
-    assert [words.partition(" ends")[0] for words in reapers({}, root)] == ["logind"]
+    assert [words.partition(" ends")[0] for words in reapers({}, NAMELESS, root)] == ["logind"]
