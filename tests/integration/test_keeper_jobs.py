@@ -135,10 +135,11 @@ def test_a_job_without_a_number_is_looked_for_twice(lab: Lab) -> None:
 
 def test_a_submission_on_its_way_is_waited_for(lab: Lab) -> None:
     env = {"GPUBOARD_SUBMIT": "k3f9xy", "PATH": os.environ["PATH"]}
-    with subprocess.Popen(["sleep", "2"], env=env) as submission:
+    with subprocess.Popen(["sleep", "600"], env=env) as submission:
         lab.hand_over().abandon()
-        submission.wait()
+        time.sleep(2.0)  # nothing must happen now
         assert "cancel" not in lab.asked()
+        submission.kill()
     until(lambda: "cancel" in lab.asked(), "then it is cancelled")
 
 

@@ -120,7 +120,7 @@ def test_another_page_cannot_reach_the_board_through_the_browser(here: Here, bro
         browser.call("Page.reload")
         browser.wait_text("free of 2")
         assert browser.evaluate(opened % page.replace("http", "ws")) == "refused"
-        assert any("the page that asks is not the board's own" in line for line in serving.said)
+        until(lambda: any("the page that asks is not the board's own" in line for line in serving.said), "it says why")
         framed = "new Promise(done => { const f = document.createElement('iframe'); f.onload = () => done(1); "
         browser.evaluate(framed + f"f.src = '{page}'; document.body.append(f); }})")
         assert serving.boards() == []

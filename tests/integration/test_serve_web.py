@@ -92,7 +92,7 @@ def test_the_token_becomes_a_cookie_and_shows_up_nowhere(serving: Serving) -> No
     command = Path(f"/proc/{serving.process.pid}/cmdline").read_text()
     serving.stop()
     assert serving.token not in environ + command + "".join(serving.said)
-    assert any("refused GET from 127.0.0.1" in line for line in serving.said)
+    until(lambda: any("refused GET from 127.0.0.1" in line for line in serving.said), "that is said")
 
 
 @contextlib.asynccontextmanager
@@ -144,7 +144,7 @@ def test_a_board_ends_with_its_page(serving: Serving) -> None:
     board = asyncio.run(look())
     until(lambda: gone(board), "the board ends with its page", 3)
     until(lambda: any("board 2 closed" in line for line in serving.said), "its end is told")
-    assert any("board 2 opened from 127.0.0.1, 100x30" in line for line in serving.said)
+    until(lambda: any("board 2 opened from 127.0.0.1, 100x30" in line for line in serving.said), "so was its beginning")
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,11 @@ def running(slurm: SlurmCluster) -> int:
     return number
 
 
-def kill_all(slurm: SlurmCluster, process: Running) -> Stopwatch:
-    """Kill keeper and holder at once; return a watch that runs since."""
+def kill_all(slurm: SlurmCluster, process: Running) -> None:
+    """Kill keeper and holder at once."""
     until(lambda: keepers(slurm), "a keeper runs")
     for pid in [*keepers(slurm), process.inner]:
         os.kill(pid, signal.SIGKILL)
-    return Stopwatch()
 
 
 def test_a_keeper_shows_life_and_without_it_the_job_ends_itself(slurm: SlurmCluster) -> None:
@@ -58,7 +57,8 @@ def test_a_keeper_shows_life_and_without_it_the_job_ends_itself(slurm: SlurmClus
         started = time.monotonic()
         until(lambda: time.monotonic() - started > 12, "twice the time of silence has gone")
         number = running(slurm)
-        killed = kill_all(slurm, process)
+        kill_all(slurm, process)
+        killed = Stopwatch()
         until(lambda: not slurm.jobs(), "the job has ended itself")
         assert killed.stop() < 12.0
         assert slurm.job(number)["JobState"] == "COMPLETED"
@@ -73,7 +73,8 @@ def test_with_keeper_and_holder_killed_the_job_ends_within_four_minutes(slurm: S
     with shell(slurm, "--n", "1") as process:
         assert says(process) == "code 0"
         number = running(slurm)
-        killed = kill_all(slurm, process)
+        kill_all(slurm, process)
+        killed = Stopwatch()
         until(lambda: not slurm.jobs(), "the job has ended itself", 300)
         assert 120 < killed.stop() < 240  # 195 s were measured
         assert slurm.job(number)["JobState"] == "COMPLETED"
