@@ -13,14 +13,14 @@ import struct
 import subprocess
 import termios
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.waiting import until
+from tests.waiting import Clock, until
 
 ROOT = Path(__file__).parents[2]
+_LAST = b"\x1b[0m\x1b[0m-last-"  # nothing that is tested here writes this
 
 
 class Terminal:
@@ -81,14 +81,16 @@ class Terminal:
 
     def ends(self, within_s: float) -> float:
         """Wait for the program's end, which must come in time; return how long it took."""
-        began = time.monotonic()
-        try:
-            self.process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {within_s} s; on the terminal: {self.text[-2000:]}") from None
-        took = time.monotonic() - began
-        if self._reading:
-            time.sleep(0.05)  # the reader's turn: what was written last is in the terminal's buffer
+        clock = Clock()
+        while self.process.poll() is None:
+            took = clock.spent_s()
+            assert took < within_s, f"still there after {within_s} s; on the terminal: {self.text[-2000:]}"
+            clock.sleep()
+        took = clock.spent_s()
+        if self._reading:  # what was written last may still be on its way: it has come when what follows it has
+            os.write(self.slave, _LAST)
+            until(lambda: self.written.endswith(_LAST), "the last of what was written")
+            self.written = self.written.removesuffix(_LAST)
         return took
 
     def children(self) -> list[int]:
