@@ -133,7 +133,7 @@ def still_there(pids: list[int], timeout_s: float = 2.0) -> list[int]:
         left = [pid for pid in pids if _runs(pid)]
         if not left or clock.spent_s() > timeout_s:
             return left
-        time.sleep(0.01)
+        clock.sleep()
 
 
 def _runs(pid: int) -> bool:

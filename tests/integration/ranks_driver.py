@@ -87,7 +87,7 @@ class Node:
             self.over = error
             self._changed.notify_all()
 
-    def call(self, op: str, wait_s: float = 20.0, **args: Any) -> Any:
+    def call(self, op: str, wait_s: float = 60.0, **args: Any) -> Any:
         """Call the supervisor."""
         return self.link.call(op, args, wait_s)
 
@@ -146,7 +146,7 @@ def wait_gone(run: str, timeout_s: float = 5.0) -> float:
             raise AssertionError(
                 f"still alive after {timeout_s} s: {[(p, Path(f'/proc/{p}/cmdline').read_bytes()) for p in left]}"
             )
-        time.sleep(0.05)
+        clock.sleep()
     return clock.spent_s()
 
 

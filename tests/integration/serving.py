@@ -37,7 +37,7 @@ class Serving:
         """End it; return its exit code."""
         self.process.send_signal(number)
         code = self.process.wait(60)
-        self._listener.join(5)
+        self._listener.join(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code
@@ -45,7 +45,7 @@ class Serving:
     def get(self, path: str, **headers: str) -> tuple[int, dict[str, str], str]:
         """Ask for a path, with ``headers`` added (or replaced); return status, headers in small letters, and text."""
         name, _, port = self.host.partition(":")
-        connection = http.client.HTTPConnection(name, int(port), timeout=10)
+        connection = http.client.HTTPConnection(name, int(port), timeout=60)
         connection.putrequest("GET", path, skip_host=True)
         for key, value in {"Host": self.host, **{k.replace("_", "-"): v for k, v in headers.items()}}.items():
             connection.putheader(key, value)
