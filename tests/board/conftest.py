@@ -1,6 +1,6 @@
 """Takes note of the actions that tests of the board try, so that none is left out (test_every_action.py).
 
-And ends the keepers of leases that a test has left to their own end.
+And remembers toasts, and ends the keepers of leases that a test has left to their own end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from textual.dom import DOMNode
+from textual.notifications import Notification, Notifications
 
 from gpuboard.board.app import BoardApp
 
@@ -45,6 +46,20 @@ def take_note(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(BoardApp, "_check_bindings", check_bindings)
     monkeypatch.setattr(BoardApp, "run_action", run_action)
     return iter(())
+
+
+@pytest.fixture(autouse=True)
+def toasts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep account of every toast: one that has gone from the screen before a test looks was there all the same."""
+
+    def kept(toasts: Notifications) -> Notifications:
+        return toasts
+
+    def forget(_: Notifications, toast: Notification) -> None:
+        """Keep it; what is on the screen goes by itself."""
+
+    monkeypatch.setattr(Notifications, "_reap", kept)
+    monkeypatch.setattr(Notifications, "__delitem__", forget)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from textual.app import App
 from textual.events import MouseDown, MouseMove, MouseUp
 from textual.pilot import Pilot
@@ -21,8 +22,11 @@ from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
 from gpuboard.cluster.inventory import Node
 from gpuboard.cluster.simulated import demo_nodes
-from gpuboard.config import Settings
+from gpuboard.config import Settings, StateSettings
 from gpuboard.model.request import Request
+
+# A machine that stands still for some seconds makes no GPU unknown where a test is about something else.
+PATIENT = Settings(state=StateSettings(stale_min="1m"))
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -52,7 +56,10 @@ def make_core(folder: Path, nodes: Sequence[Node] | None = None, settings: Setti
     """Return a core over the demo's two nodes (sim01: 4 GPUs, one of them busy; sim02: 2), not yet started."""
     claims = claims_folder(folder)
     found = demo_nodes(claims_dir=str(claims)) if nodes is None else list(nodes)
-    return Core(found, settings or Settings(), environment(folder))
+    chosen = settings or PATIENT
+    if chosen.state == StateSettings():
+        chosen = msgspec.structs.replace(chosen, state=PATIENT.state)
+    return Core(found, chosen, environment(folder))
 
 
 @asynccontextmanager
@@ -76,7 +83,7 @@ async def seen_twice(core: Core, size: tuple[int, int] = (120, 40)) -> AsyncIter
     try:
         async with app.run_test(size=size) as pilot:
             await settle(pilot, lambda: app.scene is not None and all(node.gpus for node in app.scene.snapshot.nodes))
-            core.fleet.refresh(core.fleet.names, 5)
+            core.fleet.refresh(core.fleet.names, 60)
             await settle(pilot, lambda: ready(app))
             yield app, pilot
             core.close()

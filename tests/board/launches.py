@@ -14,7 +14,6 @@ from typing import Any
 from gpuboard.board.core import Core
 from gpuboard.board.starting import LaunchForm
 from gpuboard.cluster.simulated import demo_nodes
-from gpuboard.config import Settings
 from gpuboard.launch.runbook import Entry, Runbook
 from tests.board import lab
 from tests.integration.launch_lab import SLEEP, write_torch
@@ -47,7 +46,7 @@ class Exp:
             self.env.pop(stale, None)
 
     def core(self) -> Core:
-        return Core(self.nodes, Settings(), self.env)
+        return Core(self.nodes, lab.PATIENT, self.env)
 
     def form(self, command: str, **changes: Any) -> LaunchForm:
         values: dict[str, Any] = {

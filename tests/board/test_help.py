@@ -140,4 +140,4 @@ async def _read(app: BoardApp, pilot: Pilot[int]) -> list[str]:
             return lines
         at = box.scroll_y
         await pilot.press("pagedown")
-        await settle(pilot, lambda at=at: box.scroll_y > at)  # type: ignore[misc]
+        await settle(pilot, lambda at=at: at < box.scroll_y == box.scroll_target_y)  # type: ignore[misc]

@@ -137,7 +137,7 @@ def test_why_a_launch_came_to_nothing_is_said(exp: Exp, changes: dict[str, Any],
 
 def test_one_that_is_killed_before_it_could_say_anything_is_said_to_be(exp: Exp) -> None:
     starter = Starter(exp.nodes, exp.env)
-    started = starter.start(exp.form("end.py", n=1))
+    started = starter.start(exp.form("sleep.py", n=1))  # however late it is killed, it is still there
     started.process.kill()
     until(lambda: started.over, "the launch to end")
     assert started.failure().endswith("gpuboard launch was killed by SIGKILL")

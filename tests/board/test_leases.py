@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,6 +22,7 @@ from gpuboard.board.leases import LeasesScreen, RenewDialog
 from gpuboard.board.reserve import ReserveDialog
 from gpuboard.board.scene import Scene
 from gpuboard.cluster.simulated import demo_nodes
+from gpuboard.errors import NoSuchLease
 from gpuboard.model.lease import LeaseHolder
 from gpuboard.model.request import Request
 from gpuboard.model.units import iso
@@ -46,7 +48,8 @@ def with_leases(folder: Path, wanted: Sequence[tuple[int, float, str]], test: Te
                 await test(app, pilot, core)
             finally:
                 for lease in core.scene().by_lease:
-                    core.operations.release(lease)
+                    with contextlib.suppress(NoSuchLease):  # the test has just released it
+                        core.operations.release(lease)
 
     asyncio.run(main())
 
@@ -109,7 +112,7 @@ def test_releases_when_that_is_meant(tmp_path: Path) -> None:
         await pilot.press("y")
         await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
         await lab.settle(pilot, lambda: "Nobody holds a GPU." in lab.screen(app))
-        assert any(note.startswith(f"Released: {lease}: sim01:") for note in notes(app))
+        await lab.settle(pilot, lambda: any(note.startswith(f"Released: {lease}: sim01:") for note in notes(app)))
 
     with_leases(tmp_path, [(2, 3600, "")], test, (80, 24))
 
@@ -140,7 +143,7 @@ def test_renews(tmp_path: Path) -> None:
         await pilot.press("enter")
         await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
         await lab.settle(pilot, lambda: app.scene and next(iter(app.scene.by_lease.values())).remaining_s > 10700)
-        assert any(note.startswith("Renewed: ") for note in notes(app))
+        await lab.settle(pilot, lambda: any(note.startswith("Renewed: ") for note in notes(app)))
 
     with_leases(tmp_path, [(1, 3600, "")], test, (80, 24))
 
@@ -153,7 +156,7 @@ def test_jumps_to_the_gpus_and_copies_the_line(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: isinstance(app.screen, Choose) and app.screen.is_mounted)
         assert app.screen.query_one(OptionList).option_count == 4
         await pilot.press("enter")
-        await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
+        await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen) and app.clipboard)
         assert app.clipboard == f'eval "$(gpuboard env {lease.id} --node sim01)"'
         await pilot.press("enter")
         await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
@@ -167,7 +170,7 @@ def test_without_leases_it_says_how_to_get_one(tmp_path: Path) -> None:
     async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
         for key in ("d", "n", "y"):
             await pilot.press(key)
-        await pilot.pause()
+        await lab.settle(pilot, lambda: len(notes(app)) == 3)
         assert set(notes(app)) == {": there is no lease; r reserves"}
         await pilot.press("r")
         await lab.settle(pilot, lambda: isinstance(app.screen, ReserveDialog))
@@ -228,7 +231,7 @@ def test_idle_and_rogue_ones_are_marked_with_names_and_others_are_left_alone(tmp
             await lab.settle(pilot, lambda: (grid(app) or "").startswith("bbbbbb"))
             assert "rogue on gpu01:1: eve's process 4001  python train.py" in lab.screen(app)
             await pilot.press("d", "n")
-            await pilot.pause()
+            await lab.settle(pilot, lambda: len(notes(app)) == 2)
             assert isinstance(app.screen, LeasesScreen)
             assert notes(app) == [
                 ": bbbbbb is bob's; only its owner can end it, or root",

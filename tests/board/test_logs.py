@@ -344,7 +344,7 @@ def test_ranks_and_streams_change_by_key(tmp_path: Path) -> None:
             await log.until(lambda: "zero out" in log.rows() and "zero err" in log.rows(log.err))
             await log.press("right_square_bracket")
             await log.until(lambda: "one out" in log.rows() and "nothing was written here" in log.title(log.err))
-            assert log.err.size.height == 1, "what has nothing to show takes one line"
+            await log.until(lambda: log.err.size.height == 1)  # what has nothing to show takes one line
             await log.press("left_square_bracket", "left_square_bracket")
             await log.until(lambda: "two err" in log.rows(log.err) and "Rank 2 of 3" in lab.screen(log.app))
             await log.press("s")
@@ -387,9 +387,9 @@ def test_the_mouse_scrolls_jumps_and_chooses_a_stream(tmp_path: Path) -> None:
             await log.pilot.click(log.out, offset=(log.out.size.width - 1, 1 + (height - 1) // 2))
             await log.until(lambda: log.rows()[0].startswith("line 4") or log.rows()[0].startswith("line 5"))
             await log.pilot.click(log.err, offset=(5, 1))
-            assert log.err.active
+            await log.until(lambda: log.err.active)
             await log.pilot.click(log.out, offset=(5, 1))
-            assert log.out.active
+            await log.until(lambda: log.out.active)
 
     asyncio.run(scenario())
 

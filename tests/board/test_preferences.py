@@ -15,6 +15,7 @@ from gpuboard.board import preferences
 from gpuboard.board.arrange import ViewState
 from gpuboard.board.preferences import Preferences
 from tests.board.lab import board, make_core, settle
+from tests.waiting import until
 
 OTHER = Preferences(
     theme="light", view=ViewState(view="table", sort="power", reverse=True, group="model", filter="a b")
@@ -117,7 +118,10 @@ def test_a_board_looks_as_it_did_when_it_was_left(tmp_path: Path) -> None:
             left = app.preferences
             app.use_theme("light")
             await pilot.press("q")  # sooner than it is written by itself
-        assert preferences.load(app.core.env) == (Preferences(theme="light", view=left.view), None)
+        until(
+            lambda: preferences.load(app.core.env) == (Preferences(theme="light", view=left.view), None),
+            "what was chosen last is kept",
+        )
         async with board(make_core(tmp_path)) as (again, _):
             assert (again.theme, again.preferences.view) == ("light", left.view)
 
@@ -132,6 +136,7 @@ def test_a_state_folder_that_takes_nothing_is_told_once(tmp_path: Path) -> None:
             for theme in ("light", "dark"):
                 app.use_theme(theme)
                 await settle(pilot, lambda: app._keeping is not None and not app._keeping.is_alive())
+            await settle(pilot, lambda: app._notifications)
             told = [toast.message for toast in app._notifications if "not kept" in toast.message]
             assert told == [f"{preferences.path(core.env)}: Not a directory; sort, filter and theme are not kept"]
 

@@ -137,7 +137,7 @@ def test_other_peoples_are_named_and_left_alone(
         async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
             await lab.settle(pilot, lambda: "nobody" in lab.screen(app))
             await pilot.press("k")
-            await pilot.pause()
+            await lab.settle(pilot, lambda: notes(app))
             assert notes(app) == [f"process {process.pid} on gpu01 is nobody's; nothing was sent"]
             assert len(app.screen_stack) == 2
             assert process.poll() is None
@@ -165,7 +165,7 @@ def test_without_processes_it_says_so(tmp_path: Path) -> None:
     async def main() -> None:
         async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
             await pilot.press("k")
-            await pilot.pause()
+            await lab.settle(pilot, lambda: notes(app))
             assert notes(app) == ["no process is seen on this GPU"]
 
     asyncio.run(main())
@@ -189,10 +189,10 @@ def test_copies_with_keys_and_shows_what(tmp_path: Path) -> None:
             for key, text in expected.items():
                 await pilot.press("y")
                 await choose(app, pilot, key)
-                await lab.settle(pilot, lambda: len(notes(app)) > 0)
-                assert (app.clipboard, notes(app)[-1]) == (text, text)
+                await lab.settle(pilot, lambda text=text: notes(app)[-1:] == [text])  # type: ignore[misc]
+                assert app.clipboard == text
             await pilot.press("y")
             await choose(app, pilot, "ssh sim01")
-            assert notes(app)[-1] == "sim01 is this machine; there is nowhere to go"
+            await lab.settle(pilot, lambda: notes(app)[-1] == "sim01 is this machine; there is nowhere to go")
 
     asyncio.run(main())

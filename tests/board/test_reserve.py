@@ -74,7 +74,7 @@ def test_reserves_the_selected_gpus(tmp_path: Path) -> None:
             [lease] = app.scene.leases.leases
             assert (lease.holder, lease.purpose) == (None, "a [b]test[/b]")
             assert ([gpu.index for gpu in lease.gpus], app.scene.is_mine(lease)) == ([0], True)
-            assert 5390 < lease.remaining_s <= 5400
+            assert 5300 < lease.remaining_s <= 5400
             assert lab.claims(tmp_path) == [f"{lease.id}: sim01-0"]
             [note] = [note for note in app._notifications if note.title == f"Reserved: {lease.id}"]
             assert note.message.endswith(f'eval "$(gpuboard env {lease.id} --node sim01)"')
@@ -174,6 +174,7 @@ def test_somebody_was_quicker_and_the_next_best_set_is_offered(tmp_path: Path) -
                 await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
                 assert {claim.split()[1] for claim in lab.claims(tmp_path)} == {"sim01-0", "sim01-2", "sim01-3"}
                 await lab.settle(pilot, lambda: not isinstance(app.screen, ReserveDialog))
+            core.fleet.refresh(core.fleet.names, 60)
             [mine] = [lease for lease in core.scene().leases.leases if lease.id != "abcdef"]
             core.operations.release(mine.id)
 
@@ -224,8 +225,7 @@ async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int
     finally:
         with contextlib.suppress(ProcessLookupError):  # closing the core has ended it
             os.kill(pid, signal.SIGCONT)
-    await lab.settle(pilot, lambda: core.operations._taking == set())
-    assert lab.claims(tmp_path) == []
+    await lab.settle(pilot, lambda: core.operations._taking == set() and lab.claims(tmp_path) == [])
 
 
 def test_closing_the_dialog_gives_back_what_was_taken(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ PLACES = {
     "watches": ("w",), "reserve": ("r",), "launch": ("x",), "copy": ("y",), "filter": ("slash", "a"),
     "help": ("question_mark",), "palette": ("ctrl+p",), "themes": ("ctrl+t",),
 }  # fmt: skip
+VIEWS = {"picture", "table", "filter"}  # of the cluster view itself
 SIZES = [(80, 24), (200, 60)]
 ODD_SIZES = [(1, 1), (20, 5), (200, 2), (300, 90)]
 HOSTILE = "[/x]\u202e\u0301äß漢字💥é" * 3
@@ -56,6 +57,7 @@ def test_every_screen_at_every_size_with_all_characters(tmp_path: Path) -> None:
         async with board(make_core(tmp_path)) as (app, pilot):
             for place, keys in PLACES.items():
                 await pilot.press(*keys)
+                await settle(pilot, lambda place=place: len(app.screen_stack) > 2 or place in VIEWS)  # type: ignore[misc]
                 opened = app.screen
                 for size in ODD_SIZES:
                     await pilot.resize_terminal(*size)
