@@ -6,7 +6,6 @@ import json
 import os
 import select
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
