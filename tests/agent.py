@@ -101,12 +101,16 @@ class Agent:
         return message
 
     def reading(self, timeout_s: float = 60.0, when: Callable[[Reading], bool] = lambda _: True) -> Reading:
-        """Return the next reading for which ``when`` holds. Raises TimeoutError."""
+        """Return the next reading for which ``when`` holds, and for which NVML has answered. Raises TimeoutError."""
         clock = Clock()
         while True:
             message = self._message(clock, timeout_s)
             assert message is not None, f"the agent has ended: {self.events}"
-            if isinstance(message, Reading) and when(message):
+            if not isinstance(message, Reading):
+                continue
+            if str(message.nvml_error).endswith(" has not answered yet"):  # a machine that stood still: ask once more
+                self.write(b'{"t":"call","id":8,"op":"read"}\n')
+            elif when(message):
                 return message
 
     def call(self, op: str, timeout_s: float = 60.0, **args: Any) -> Any:

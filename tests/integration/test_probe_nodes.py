@@ -92,7 +92,7 @@ def test_processes_of_others_are_named_and_those_of_other_namespaces_are_hidden(
     with gpu01.popen(["sleep", "100"], user="bob", env={"GPUBOARD_LEASE": "k3f9"}) as sleeper:
         gpu01.script([Gpu(used=GIB, processes=(("compute", sleeper.process.inner, GIB), ("compute", 999999, GIB)))])
         with over_ssh(nodes, "gpu01") as alices, over_ssh(nodes, "gpu01", "bob") as bobs:
-            seen = [[(p.user, p.name, p.lease) for p in a.reading(15).gpus[0].processes or []] for a in (alices, bobs)]
+            seen = [[(p.user, p.name, p.lease) for p in a.reading().gpus[0].processes or []] for a in (alices, bobs)]
         sleeper.kill()
     assert seen == [  # alice may not read the environment of bob's process
         [("bob", "sleep", None), (None, "", None)],

@@ -45,7 +45,7 @@ def test_errors_are_told_newest_first_with_the_nodes_time(tmp_path: Path, python
     ]
     xids = fourth.gpus[1].xids
     assert xids is not None
-    assert all(abs(xid.at - third.at) < 5 for xid in xids)
+    assert all(abs(xid.at - third.at) < 60 for xid in xids)
     assert [xid.at for xid in third.gpus[1].xids or []] == [xid.at for xid in xids]
 
 
