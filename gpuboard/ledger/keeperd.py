@@ -246,12 +246,15 @@ class Keeper:
         if kept.unconfirmed:
             self._disown(kept, f"{name}: the claims of lease {kept.lease} have {'lapsed' if lapsed else 'gone'}")
             return
+        words = ""
         if why and not lapsed:
-            self._tell_of_loss(f"lease {kept.lease} has ended: of {name} job {record.job and record.job.number}: {why}")
+            words = f"has ended: of {name} job {record.job and record.job.number}: {why}"
         elif lapsed and not why and boottime() < record.until:
-            self._tell_of_loss(f"lease {kept.lease} has lapsed on {name}: its keeper could show no life there for 90 s")
+            words = f"has lapsed on {name}: its keeper could show no life there for 90 s"
         elif not lapsed:
-            self._tell_of_loss(f"lease {kept.lease} is gone from {name}: released elsewhere, or its claim was removed")
+            words = f"is gone from {name}: released elsewhere, or its claim was removed"
+        if words:
+            tell_of_loss(self.folder, f"lease {kept.lease} {words}")
         rest = [node for node in record.nodes if node.name != name]
         if not rest:
             self._end(kept, why or ("its time is up" if lapsed else "released"))
@@ -262,15 +265,6 @@ class Keeper:
         kept.record = record._replace(nodes=rest)
         with suppress(OSError):  # a disk that is full: a keeper after us finds the claim missing there
             self._rewrite(kept, kept.record)
-
-    def _tell_of_loss(self, words: str) -> None:
-        """Leave words that the next gpuboard command shows."""
-        log(words)
-        try:
-            with open(f"{self.folder}/lost", "a", encoding="utf-8") as file:
-                file.write(words + "\n")
-        except OSError as error:
-            log(f"lost: {error.strerror}")
 
     # --- the end of a lease
 
@@ -426,6 +420,18 @@ class Keeper:
     def _rewrite(self, kept: Kept, record: Record) -> None:
         kept.record = record
         write_file(f"{self.folder}/{record.lease}.json", json.dumps(record.plain()))
+
+
+def tell_of_loss(folder: str, words: str) -> None:
+    """Leave words that the next gpuboard command shows: whole at once, for it takes away what it finds."""
+    log(words)
+    path, told = f"{folder}/lost", ""
+    try:
+        with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+            told = file.read()
+        write_file(path, f"{told}{words}\n")
+    except OSError as error:
+        log(f"lost: {error.strerror}")
 
 
 def _lives(holder: Holder | None) -> bool:

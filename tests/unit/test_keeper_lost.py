@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 from gpuboard.ledger.keeper import restart_if_needed
 from gpuboard.ledger.keeper_place import folder_name
+from gpuboard.ledger.keeperd import tell_of_loss
 
 ROUNDS, COMMANDS = 50, 6
 
@@ -23,6 +25,23 @@ def _command(state: str, gate: Barrier, told: multiprocessing.SimpleQueue[list[s
 
 def _lost(state: str) -> Path:
     return Path(state, "gpuboard", "keeper", folder_name({}), "lost")
+
+
+def test_what_is_being_written_is_not_taken_away_empty(tmp_path: Path) -> None:
+    lost = _lost(str(tmp_path))
+    lost.parent.mkdir(parents=True)
+    wanted = {f"lease {number} has lapsed" for number in range(2000)}
+
+    def write() -> None:
+        for words in wanted:
+            tell_of_loss(str(lost.parent), words)
+
+    keeper = threading.Thread(target=write)
+    keeper.start()
+    told: set[str] = set()
+    while keeper.is_alive() or lost.exists():
+        told.update(restart_if_needed({"XDG_STATE_HOME": str(tmp_path)}))
+    assert told == wanted
 
 
 def test_one_of_many_commands_tells_what_was_lost(tmp_path: Path) -> None:
