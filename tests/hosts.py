@@ -198,24 +198,20 @@ class Host:
 
     def stop_sshd(self) -> None:
         """End sshd and its sessions."""
-        for process in self.processes():
-            if process.name.startswith("sshd"):
-                _signal(process.pid, signal.SIGKILL)
+        _until(lambda: not self._signal_sshd(signal.SIGKILL), f"no sshd is left on {self.name}")
         if self._sshd is not None:
-            self._sshd.wait(10)
+            _until(self._sshd_has_ended, f"the sshd of {self.name} is reaped")
             self._sshd = None
 
     def pause_sshd(self) -> None:
         """SIGSTOP to sshd and its sessions: connections stay open and nobody answers."""
-        for process in self.processes():
-            if process.name.startswith("sshd"):
-                _signal(process.pid, signal.SIGSTOP)
+        stopped: set[int] = set()
+        while new := self._signal_sshd(signal.SIGSTOP) - stopped:  # one may have taken a connection meanwhile
+            stopped |= new
 
     def resume_sshd(self) -> None:
         """Undo ``pause_sshd``."""
-        for process in self.processes():
-            if process.name.startswith("sshd"):
-                _signal(process.pid, signal.SIGCONT)
+        self._signal_sshd(signal.SIGCONT)
         if self._sshd is not None:
             self._sshd.send_signal(signal.SIGCONT)
 
@@ -361,8 +357,20 @@ class Host:
             assert self._init.stdout is not None
             self._init.stdout.close()
         if self._sshd is not None:
-            _signal(self._sshd.pid, signal.SIGCONT)  # nsenter stands still where a test has left sshd paused
-            self._sshd.wait(10)
+            _until(self._sshd_has_ended, f"the sshd of {self.name} is reaped")
+
+    def _signal_sshd(self, number: int) -> set[int]:
+        """Send a signal to sshd and its sessions; return which processes those are."""
+        found = {process.pid for process in self.processes() if process.name.startswith("sshd")}
+        for pid in found:
+            _signal(pid, number)
+        return found
+
+    def _sshd_has_ended(self) -> bool:
+        assert self._sshd is not None
+        if self._sshd.poll() is None:
+            _signal(self._sshd.pid, signal.SIGCONT)  # nsenter stood still with a paused sshd, if only since just now
+        return self._sshd.poll() is not None
 
     def _listens(self) -> bool:
         done = self.run(["sh", "-c", "cat /proc/net/tcp"], user="root")

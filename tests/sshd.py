@@ -21,7 +21,10 @@ class Sshd:
         folder.mkdir(parents=True, exist_ok=True)
         self.ssh_config = folder / "ssh_config"
         self.known_hosts = folder / "known_hosts"
-        self.port = free_port()
+        self._held = socket.socket()  # keeps the port ours: bound as sshd binds it, yet nobody listens here
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self.port = int(self._held.getsockname()[1])
         self.key = make_key(folder / "user_key")
         host_key = make_key(folder / "host_key")
         shutil.copy(f"{self.key}.pub", folder / "authorized_keys")
@@ -34,7 +37,11 @@ class Sshd:
         )
         self.ssh_config.write_text("")
         Path("/run/sshd").mkdir(exist_ok=True)  # Debian's sshd asks for it; its service makes it too
-        self.process = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")])
+        self.start()
+
+    def start(self) -> None:
+        """Start the server, at first and after ``stop``."""
+        self.process = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(self.folder / "sshd_config")])
         wait_port(self.port)
 
     def host(self, alias: str, **options: object) -> None:
@@ -52,7 +59,9 @@ class Sshd:
             file.write(f"Host {alias}\n" + "".join(f"    {key} {value}\n" for key, value in lines.items()))
 
     def stop(self) -> None:
-        """End the server and every session of it."""
+        """End the server and every session of it; it may have ended already."""
+        if self.process.poll() is not None:
+            return  # its number may be somebody else's by now
         for pid in [*children(self.process.pid), self.process.pid]:
             try:
                 os.kill(pid, signal.SIGCONT)
@@ -66,13 +75,6 @@ def make_key(path: Path) -> Path:
     """Make an ed25519 key without a passphrase at ``path``."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
     return path
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_port(port: int, timeout_s: float = 60.0) -> None:

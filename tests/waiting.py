@@ -67,10 +67,12 @@ class Stopwatch:
 def until(condition: Callable[[], T], what: str = "", timeout_s: float = 60.0) -> T:
     """Wait until ``condition`` gives something true and return that; fail after ``timeout_s``, saying ``what`` is."""
     clock = Clock()
-    while not (value := condition()):
-        assert clock.spent_s() < timeout_s, f"not in {timeout_s} s: {what or 'it did not happen'}"
+    while True:
+        over = clock.spent_s() >= timeout_s  # read before the last look, for we may stand still between the two
+        if value := condition():
+            return value
+        assert not over, f"not in {timeout_s} s: {what or 'it did not happen'}"
         clock.sleep()
-    return value
 
 
 def _share() -> float:

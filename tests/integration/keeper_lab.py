@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -102,4 +103,5 @@ class Lab:
     def close(self) -> None:
         """End every keeper of this lab."""
         for pid in self.keepers():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # without a lease they end by themselves
+                os.kill(pid, signal.SIGKILL)

