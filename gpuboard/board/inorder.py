@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from textual.message_pump import MessagePump
     from textual.timer import Timer
 
-_MOST_S = 2.0  # what a key may take before the next one goes on, should a widget have gone with what was sent after it
+# What a key may take before the next one goes on, should a widget have gone with what was sent after it. In steps: when
+# the machine stands still for seconds (a laptop that slept, a hung disk) one of them passes, and no key passes another.
+_MOST_STEPS, _STEP_S = 4, 0.5
 
 
 class InOrder:
@@ -81,7 +83,8 @@ class InOrder:
 
     def _be_patient(self, event: Event) -> None:
         if self._watch is None:
-            self._watch = self._app.set_timer(_MOST_S, lambda: self._next(event))
+            steps = iter(range(1, _MOST_STEPS))
+            self._watch = self._app.set_interval(_STEP_S, lambda: None if next(steps, None) else self._next(event))
 
 
 def _is_text(event: Event) -> TypeGuard[Key]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 from textual.events import Key, Paste
@@ -68,5 +69,20 @@ def test_page_keys_before_a_list_is_drawn(tmp_path: Path) -> None:
             burst(app, "<ctrl+p>", "<pagedown>", "<pageup>", "<escape>", "<ctrl+t>", "<pagedown>", "<escape>")
             burst(app, "y", "<pagedown>", "<pageup>", "<escape>", "l")
             await settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
+
+    asyncio.run(main())
+
+
+def test_a_machine_that_stands_still_lets_no_key_pass_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with board(make_core(tmp_path)) as (app, pilot):
+            typed, lost = app._typed, Key("a", "a")
+            typed._now = lost  # sent to a widget that has gone since
+            burst(app, "l")
+            await settle(pilot, lambda: typed._waiting)
+            time.sleep(2.5)  # nothing here goes on meanwhile
+            await asyncio.sleep(0.2)
+            assert isinstance(app.screen, ClusterScreen)
+            await settle(pilot, lambda: isinstance(app.screen, LeasesScreen))  # some time later it is given up
 
     asyncio.run(main())
