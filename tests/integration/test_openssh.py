@@ -36,12 +36,12 @@ def test_a_second_session_shares_the_first_ones_connection(lab: Lab, nodes: Clus
             # Whoever opened it ends: the other one's session goes on, and nobody new comes over it.
             first.tell(op="close")
             first.event("closed")
-            until(lambda: not list(folder.iterdir()), "no new sessions", 3)
+            until(lambda: not list(folder.iterdir()), "no new sessions")
             second.tell(op="write", text="still here\n")
             second.received(0, 17)
             second.tell(op="close")
             second.event("closed")
-            until(lambda: not lab.children(), "nothing is left of it", 3)
+            until(lambda: not lab.children(), "nothing is left of it", 8)  # of 10 s that it would wait
 
 
 def test_the_socket_of_a_connection_that_died_is_in_nobodys_way(lab: Lab) -> None:
@@ -57,7 +57,7 @@ def test_the_socket_of_a_connection_that_died_is_in_nobodys_way(lab: Lab) -> Non
 def test_connections_that_the_user_shares_are_used_and_left_alone(lab: Lab, nodes: Cluster) -> None:
     gpu01, gpu02 = nodes["gpu01"], nodes["gpu02"]
     lab.config(
-        "Host gpu0?\n  ControlMaster auto\n  ControlPath ~/.ssh/own-%n\nHost gpu01\n  ControlPersist 30\n"
+        "Host gpu0?\n  ControlMaster auto\n  ControlPath ~/.ssh/own-%n\nHost gpu01\n  ControlPersist 300\n"
         "Host other\n  HostName gpu02\n  ControlPath ~/.ssh/own-gpu02\n"
     )
     before = logins(gpu01), logins(gpu02)

@@ -25,7 +25,7 @@ GROUP = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 def start(nodes: Cluster, *argv: str, before: tuple[str, ...] = ()) -> Running:
     """Run a command on gpu02 from login1; return once it has said that it is up."""
     words = [*before, "gpuboard", "run", "--nodes", "gpu02", "--n", "1", "--", *argv]
-    process = nodes["login1"].popen(words, env={"GPUBOARD_CONNECT_TIMEOUT": "2s"})
+    process = nodes["login1"].popen(words, env={"GPUBOARD_CONNECT_TIMEOUT": "10s"})
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
@@ -43,7 +43,7 @@ def test_a_signal_to_us_alone_reaches_the_command(nodes: Cluster) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "noted\n"
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (5, "told\nsaved\n", "")
     until(lambda: not left(nodes), "nothing is left")
 
@@ -53,14 +53,14 @@ def test_a_signal_to_all_of_us_reaches_the_command_once(nodes: Cluster, number: 
     with start(nodes, "sh", "-c", HANDLING, before=("python3", "-c", GROUP)) as process:
         group = str(process.process.inner)
         nodes["login1"].run(["kill", f"-{int(number)}", "--", f"-{group}"], user="alice", check=True)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, "told\nsaved\n" if code == 5 else "")
 
 
 def test_what_dies_of_a_signal_is_128_and_its_number(nodes: Cluster) -> None:
     with start(nodes, "sh", "-c", "echo up; exec sleep 300") as process:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
 
 

@@ -75,7 +75,7 @@ def test_a_launch_on_two_nodes_runs_and_ends_with_its_head(home: Lab, nodes: Clu
         wait_up(process, 4)
         assert all(len(ranks(nodes[name])) >= 4 for name in NODES)
         process.send_signal(signal.SIGKILL)
-        until(lambda: not any(ranks(nodes[name]) for name in NODES), "both nodes are empty", 5)
+        until(lambda: not any(ranks(nodes[name]) for name in NODES), "both nodes are empty", 10)
 
 
 def test_a_command_runs_where_its_gpus_are(home: Lab) -> None:

@@ -27,7 +27,7 @@ HASHED = (  # crypt(3), SHA-512
     "$6$gpuboardtest$6uekedCVRA0tUvLbEggoRgkbkihPPYNU8fUtLeZEAoZvvEigWOem6tyNzWe3Ibytj2sN4ljBewbLHRaA1X9jV/"
 )
 KEY_AND_PASSWORD = "AuthenticationMethods publickey,password\nPasswordAuthentication yes"
-ENV = {"GPUBOARD_TRANSPORT": "openssh", "TERM": "xterm-256color", "GPUBOARD_CONNECT_TIMEOUT": "8s"}
+ENV = {"GPUBOARD_TRANSPORT": "openssh", "TERM": "xterm-256color", "GPUBOARD_CONNECT_TIMEOUT": "30s"}
 
 
 @contextmanager
@@ -55,6 +55,12 @@ def terminal(lab: Lab, *argv: str, size: tuple[int, int] = (120, 40)) -> Iterato
         screen.close()
 
 
+def end_connections(lab: Lab) -> None:
+    """End the connections that are kept open for the next command."""
+    lab.here.run(["pkill", "-x", "ssh"], user="root")
+    until(lambda: not lab.children(), "no connection is left")
+
+
 def test_status_asks_once_and_every_command_after_it_goes_the_same_way(lab: Lab, nodes: Cluster) -> None:
     gpu01 = nodes["gpu01"]
     gpu01.sshd(KEY_AND_PASSWORD)
@@ -63,7 +69,7 @@ def test_status_asks_once_and_every_command_after_it_goes_the_same_way(lab: Lab,
         screen.shows("gpu01 wants a password, a passphrase or a code:")
         screen.shows("alice@gpu01's password:")
         screen.press(PASSWORD.encode() + b"\r")
-        screen.ends(20)
+        screen.ends(60)
         assert screen.process.returncode == 0
         assert screen.text.count("password:") == 1
         assert PASSWORD not in screen.text
@@ -74,9 +80,9 @@ def test_status_asks_once_and_every_command_after_it_goes_the_same_way(lab: Lab,
         done = lab.here.run(["gpuboard", "status", "--nodes", "gpu01"], env=ENV)
         assert (done.returncode, done.stdout.count("no process, no reservation")) == (0, 8)
         with terminal(lab, "gpuboard", "run", "--n", "1", "--nodes", "gpu01", "--", "hostname") as command:
-            command.ends(20)
+            command.ends(60)
             assert (command.process.returncode, command.text.splitlines()) == (0, ["gpu01"])
-        lab.here.run(["pkill", "-x", "ssh"], user="root")
+        end_connections(lab)
         done = lab.here.run(["gpuboard", "status", "--nodes", "gpu01"], env=ENV)
         assert done.returncode == 6
         assert "asks for a password or a code" in done.stdout
@@ -97,7 +103,7 @@ def test_a_jump_host_that_asks_is_asked_for_once(lab: Lab, nodes: Cluster) -> No
             screen.shows("login2 wants a password, a passphrase or a code:")
             screen.shows("Password:")
             screen.press(PASSWORD.encode() + b"\r")
-            screen.ends(20)
+            screen.ends(60)
             assert screen.process.returncode == 0, screen.text
             assert screen.text.count("no process, no reservation") == 16
             assert screen.text.count("Password:") == 1
@@ -115,7 +121,7 @@ def test_the_board_asks_before_it_draws(lab: Lab, nodes: Cluster) -> None:
         screen.press(PASSWORD.encode() + b"\r")
         screen.shows("16 free of 16")
         screen.press(b"q")
-        screen.ends(10)
+        screen.ends(60)
         assert screen.restored
 
 
@@ -150,9 +156,9 @@ def test_a_key_with_a_passphrase_and_a_person_who_has_had_enough(lab: Lab, nodes
     with terminal(lab, "gpuboard", "status", "--nodes", "gpu01") as screen:
         screen.shows("Enter passphrase for key")
         screen.press(PASSWORD.encode() + b"\r")
-        screen.ends(20)
+        screen.ends(60)
         assert (screen.process.returncode, screen.text.count("no process, no reservation")) == (0, 8)
-    lab.here.run(["pkill", "-x", "ssh"], user="root")
+    end_connections(lab)
     with terminal(lab, "sh", "-c", "trap : INT; gpuboard status --nodes gpu01; echo code $?") as screen:
         screen.shows("Enter passphrase for key")
         screen.press(b"\x03")
@@ -167,7 +173,7 @@ def test_wrong_answers_leave_the_node_unreachable_and_the_others_shown(lab: Lab,
             until(lambda n=number: screen.text.count("password:") == n + 1, "the next question")  # type: ignore[misc]
             screen.press(b"wrong\r")
         screen.shows("gpu01: not logged in: no answer was accepted")
-        screen.ends(20)
+        screen.ends(60)
         assert screen.process.returncode == 0
         assert screen.text.count("no process, no reservation") == 8
 
@@ -183,7 +189,7 @@ def test_without_a_terminal_nobody_is_asked(lab: Lab, nodes: Cluster) -> None:
     with password(nodes["gpu01"]):
         command = lab.here.command(["gpuboard", "status", "--nodes", "gpu01"], user="alice", env=env)
         for stdin in (subprocess.DEVNULL, subprocess.PIPE):
-            done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, timeout=30)
+            done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, timeout=60)
             assert (done.returncode, done.stderr) == (6, "")
             assert "asks for a password or a code" in done.stdout
     assert not asked.exists()
@@ -194,7 +200,7 @@ def test_other_transports_never_ask(lab: Lab, nodes: Cluster) -> None:
     for transport in ("asyncssh", "paramiko"):
         words = ["sh", "-c", f"GPUBOARD_TRANSPORT={transport} {sys.executable} -m gpuboard status --nodes gpu01"]
         with password(nodes["gpu01"]), terminal(lab, *words) as screen:
-            screen.ends(20)
+            screen.ends(60)
             assert screen.process.returncode == 6
             assert "asks for a password or a code" in screen.text
             assert "assword:" not in screen.text

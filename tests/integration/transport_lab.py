@@ -42,7 +42,7 @@ class Lab:
 
     def status(self, *names: str, check: bool = True, user: str = "alice", **env: str) -> dict[str, dict[str, Any]]:
         """Return what `gpuboard status` says of ``names``, by name."""
-        settings = {"GPUBOARD_TRANSPORT": self.transport, "GPUBOARD_CONNECT_TIMEOUT": "5s", **env}
+        settings = {"GPUBOARD_TRANSPORT": self.transport, "GPUBOARD_CONNECT_TIMEOUT": "30s", **env}
         command = ["gpuboard", "status", "--json", "--nodes", ",".join(names)]
         done = self.here.run(command, env=settings, user=user)
         assert done.returncode in ({0} if check else {0, 6}), done.stderr
@@ -52,7 +52,7 @@ class Lab:
     @contextmanager
     def channels(self, *hosts: str, command: str | None, env: dict[str, str] | None = None) -> Iterator[Driven]:
         """Channels to ``hosts`` with ``command`` running at their ends; None: agents."""
-        settings = {"transport": self.transport, "connect_timeout": "5s"}
+        settings = {"transport": self.transport, "connect_timeout": "30s"}
         words = json.dumps({"settings": settings, "hosts": hosts, "command": command})
         with self.here.popen([sys.executable, DRIVER, words], stdin=subprocess.PIPE, env=env) as process:
             driven = Driven(process)
