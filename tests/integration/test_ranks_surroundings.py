@@ -6,14 +6,15 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from gpuboard.transport.spawn import agent_command
 from tests.integration.ranks_driver import Node, go, launch_config, node, with_fake_torch
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -75,6 +76,10 @@ def test_a_supervisor_of_an_old_interpreter(folder: Path, version: str) -> None:
         assert here.link.hello.python.startswith(version)
 
 
+def empty(group: Path) -> bool:
+    return not (group / "cgroup.procs").read_text()
+
+
 @pytest.fixture
 def memory_cgroup() -> Iterator[Path]:
     """A memory cgroup with a limit of 300 MB, of either version."""
@@ -94,9 +99,7 @@ def memory_cgroup() -> Iterator[Path]:
         if limit and (group / limit).exists():
             (group / limit).write_text("0")
         yield group
-        until = time.monotonic() + 5
-        while time.monotonic() < until and (group / "cgroup.procs").read_text():
-            time.sleep(0.05)
+        until(partial(empty, group), "its processes have ended")
         group.rmdir()
         return
     pytest.skip("needs a memory cgroup that this user may make")
