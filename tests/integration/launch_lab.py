@@ -81,10 +81,11 @@ class Launch:
         torch: bool = False,
         terminal: int | None = None,
         before: Sequence[str] = (),
+        port: int = 0,
     ) -> None:
         """``script``: text of what the ranks run. ``torch``: the real one. ``terminal``: fd for stdout and stderr.
 
-        ``before``: what runs the command (``unshare -n``).
+        ``before``: what runs the command (``unshare -n``). ``port``: the rank map's master_port.
         """
         self.folder = folder
         self.env = {**os.environ, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state"), **(env or {})}
@@ -93,7 +94,8 @@ class Launch:
                 self.env.pop(stale, None)
         (folder / "script.py").write_text(script)
         nodes = [Node(os.uname().nodename.partition(".")[0], None)]
-        (folder / "map.json").write_bytes(msgspec.json.encode(cpu_rank_map(n, nodes, spread=False)))
+        rank_map = msgspec.structs.replace(cpu_rank_map(n, nodes, spread=False), master_port=port)
+        (folder / "map.json").write_bytes(msgspec.json.encode(rank_map))
         stand_in = [] if torch else ["--env", f"PYTHONPATH={write_torch(folder / 'fake')}"]
         self.started = time.monotonic()
         self.process = subprocess.Popen(

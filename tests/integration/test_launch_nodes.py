@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tests.hosts import ADDRESSES, Host, Running
 from tests.integration.launch_lab import FAMILY, SLEEP, write_torch
 from tests.nodes import Cluster
 from tests.nvml import Gpu
-from tests.waiting import until
+from tests.waiting import Stopwatch, until
 
 pytestmark = pytest.mark.nodes
 
@@ -39,7 +38,7 @@ def lab(nodes: Cluster) -> Iterator[Cluster]:
     write_torch(home / "fake")
     login.run(["chown", "-R", "alice:", f"{HOME}/fake"], user="root", check=True)
     yield nodes
-    login.run(["rm", "-rf", ".local/state/gpuboard/runs", "fake", "map.json", "script.py"], check=True)
+    login.run(["rm", "-rf", ".local/state/gpuboard/runs", "fake", "map.json", "script.py"])
 
 
 def put(host: Host, name: str, text: str) -> None:
@@ -115,18 +114,20 @@ def test_an_exception_on_one_node_ends_both_within_two_seconds(lab: Cluster) -> 
 import os, time
 from torch.distributed import meet
 meet()
-if os.environ["RANK"] == "2":
-    time.sleep(0.5)
-    raise ValueError(f"at {time.time()}")
-time.sleep(600)
+print("up", flush=True)
+while os.environ["RANK"] != "2" or not os.path.exists("fail"):
+    time.sleep(0.02)
+raise ValueError("as told")
 """
     with launched(lab, script, first=2) as process:
+        wait_up(process, 3)
+        put(lab["login1"], "fail", "")
+        took = Stopwatch()
         out, err = process.communicate(timeout=60)
-        took = time.time() - float(re.findall(r"ValueError: at ([0-9.]+)", err)[0])
         assert process.returncode == 1
-        assert took <= 2.0
-        assert re.match(rf"gpuboard: rank 2 \(gpu02:0\) failed: ValueError: at \S+ at {HOME}/script.py:7", err)
-        assert left(lab) == []
+        assert took.stop() <= 2.0
+        assert re.match(rf"gpuboard: rank 2 \(gpu02:0\) failed: ValueError: as told at {HOME}/script.py:8", err)
+        wait_left(lab, 2.0)
         assert out == ""
 
 
@@ -149,13 +150,13 @@ def test_whoever_is_killed_both_nodes_are_empty_within_five_seconds(lab: Cluster
 
 
 def test_a_cut_network_is_told_to_the_rest_and_both_nodes_end(lab: Cluster) -> None:
-    with launched(lab, SLEEP, "--lost-head", "2s") as process:
+    with launched(lab, SLEEP, "--lost-head", "8s") as process:
         wait_up(process, 2)
         lab["gpu02"].unplug()
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert "gpu02: the connection is gone: nothing heard for 2 s" in err
-        wait_left(lab, 10.0)  # the node that hears nothing of the head ends its ranks by itself
+        assert "gpu02: the connection is gone: nothing heard for 8 s" in err
+        wait_left(lab, 20.0)  # the node that hears nothing of the head ends its ranks by itself
         lab["gpu02"].plug()
 
 
@@ -172,7 +173,7 @@ def test_a_cut_network_is_told_to_the_rest_and_both_nodes_end(lab: Cluster) -> N
 def test_a_firewall_is_found_before_the_ranks_hang(lab: Cluster, rule: str, words: str) -> None:
     lab["gpu01"].firewall(rule)
     with launched(lab, SLEEP) as process:
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == 7
         assert "gpu02 cannot reach gpu01 at 10.88.0.11, port" in err
         assert words in err
@@ -182,7 +183,7 @@ def test_a_firewall_is_found_before_the_ranks_hang(lab: Cluster, rule: str, word
 
 def test_nodes_that_differ_are_refused(lab: Cluster) -> None:
     with launched(lab, SLEEP, "--python", "/opt/python") as process:
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == 7
         assert err.count("there is no interpreter /opt/python on this node") == 2
 
@@ -216,7 +217,7 @@ def test_launch_reserves_for_itself_and_releases(lab: Cluster) -> None:
         leases = json.loads(login.run(look, user="bob", check=True).stdout)["leases"]
         assert [(found["owner"], len(found["gpus"]), found["purpose"]) for found in leases] == [("alice", 10, "sweep")]
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
         assert process.returncode == 130
     assert json.loads(login.run(look, check=True).stdout)["leases"] == []
 

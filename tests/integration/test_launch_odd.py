@@ -144,13 +144,13 @@ def test_a_terminal_that_hangs_up_twice_leaves_the_ranks_their_grace(tmp_path: P
 
 
 def test_a_head_that_is_stopped_for_too_long_tells_what_that_did(tmp_path: Path) -> None:
-    with Launch(tmp_path, SLEEP, "--lost-head", "1s") as run:
+    with Launch(tmp_path, SLEEP, "--lost-head", "8s") as run:
         run.wait_for("up", times=2)
         run.signal(signal.SIGSTOP)
-        wait_gone(run.view().id)
+        wait_gone(run.view().id, 60.0)
         run.signal(signal.SIGCONT)
         assert run.wait() == 1
-        assert ": nothing heard from the head for 1 s; this node is stopped" in run.view().verdicts[0].text
+        assert ": nothing heard from the head for 8 s; this node is stopped" in run.view().verdicts[0].text
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:
