@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import subprocess
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,15 +14,18 @@ from gpuboard.agent.procfs import Processes
 
 @pytest.fixture
 def sleeping() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
 
 
 @pytest.mark.parametrize("wrong_by", [5.0, -5.0, math.nan, math.inf])
 def test_another_start_is_another_process(sleeping: subprocess.Popen[bytes], wrong_by: float) -> None:
+    processes = Processes()
+    started = processes.started(sleeping.pid)
+    assert started is not None
     with pytest.raises(signals.Refuse) as refused:
-        signals.send({"pid": sleeping.pid, "started": time.time() + wrong_by, "signal": "TERM"}, Processes())
+        signals.send({"pid": sleeping.pid, "started": started + wrong_by, "signal": "TERM"}, processes)
     assert refused.value.kind == "not-found"
     assert sleeping.poll() is None
 
@@ -32,7 +34,7 @@ def test_the_one_that_was_meant_gets_it(sleeping: subprocess.Popen[bytes]) -> No
     processes = Processes()
     started = processes.started(sleeping.pid)
     assert signals.send({"pid": sleeping.pid, "started": started, "signal": "TERM"}, processes) == {"pid": sleeping.pid}
-    assert sleeping.wait(5) == -15
+    assert sleeping.wait(60) == -15
 
 
 @pytest.mark.parametrize("pid", [0, 1, -1, True, "1"])

@@ -28,11 +28,11 @@ def test_a_bug_is_shown_instead_of_an_old_picture_and_the_next_scene_comes(tmp_p
     scenes: queue.Queue[Scene] = queue.Queue()
     core.start(scenes.put)
     try:
-        first = scenes.get(timeout=10)
+        first = scenes.get(timeout=60)
         assert first.snapshot.nodes == []
         assert "this is a bug: ValueError" in first.banners[0]
         assert first.banners[0].isprintable()
-        while not (scene := scenes.get(timeout=10)).places:
+        while not (scene := scenes.get(timeout=60)).places:
             continue
         assert [node.name for node in scene.snapshot.nodes] == ["sim"]
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import multiprocessing
@@ -15,17 +16,18 @@ import pytest
 
 from gpuboard.agent import claims, claims_files, claims_protocol
 from tests.unit.claims_help import ALICE, BOB, ask, claims_folder, root, take
+from tests.waiting import until
 
 __all__ = ["claims_folder"]
 
 
-def racer(path: str, uid: int, seed: int, until: float, log: int) -> None:
+def racer(path: str, uid: int, seed: int, over: ctypes.c_byte, log: int) -> None:
     """Take 1 to 4 of 24 GPUs and release them, again and again; write what we hold, from when to when."""
     os.setgroups([])
     os.setresuid(uid, uid, uid)
     rng = random.Random(seed)
     number = 0
-    while time.monotonic() < until:
+    while not over.value:
         number += 1
         lease = f"r{seed}x{number}"
         gpus = [f"GPU-{i:02}" for i in rng.sample(range(24), rng.randint(1, 4))]
@@ -70,8 +72,8 @@ def test_two_users_race_and_die(lock: str, folder: str, tmp_path: Path) -> None:
         no_lock = pytest.MonkeyPatch()
         no_lock.setattr(claims_files.Files, "lock", lambda self, wait_s: False)
     context = multiprocessing.get_context("fork")
-    until = time.monotonic() + 2.5
-    processes = [context.Process(target=racer, args=(folder, (ALICE, BOB)[i % 2], i, until, fd)) for i in range(24)]
+    over = context.RawValue(ctypes.c_byte, 0)  # it has no lock that one who is killed would keep
+    processes = [context.Process(target=racer, args=(folder, (ALICE, BOB)[i % 2], i, over, fd)) for i in range(24)]
     try:
         for process in processes:
             process.start()
@@ -81,9 +83,13 @@ def test_two_users_race_and_die(lock: str, folder: str, tmp_path: Path) -> None:
             time.sleep(0.05)  # the pace of the killing, not a wait for anything
             processes[victim].kill()
             killed.add(victim)
+        until(lambda: log.read_bytes().count(b"\n") > 24, "they hold some, and others after them")
+        time.sleep(1.5)  # the living go on racing
+        over.value = 1
         for process in processes:
-            process.join(30)
+            process.join(120)
     finally:
+        over.value = 1
         os.close(fd)
         if lock != "honoured":
             no_lock.undo()

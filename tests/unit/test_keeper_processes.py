@@ -80,8 +80,9 @@ def test_older_process_is_no_heir(started: list[int]) -> None:
 
 def test_process_in_a_session_of_its_own_is_no_heir(started: list[int]) -> None:
     born = boottime()
-    session, group, pids = holder_with("setsid sleep 60 >/dev/null & echo $!; sleep 0.3")
+    session, group, pids = holder_with("setsid sleep 60 >/dev/null & echo $!")
     started += pids
+    until(lambda: os.getsid(pids[0]) == pids[0], "it is in a session of its own")
     assert processes.heirs(session, group, born) == []
 
 
@@ -115,9 +116,10 @@ def test_what_the_terminals_shell_starts_is_no_heir_of_a_job(started: list[int])
 
 def test_descendants_of_an_heir_are_heirs(started: list[int]) -> None:
     born = boottime()
-    program = "import os,time; p=os.fork(); print(os.getpid() if not p else '', end=' ', flush=True); time.sleep(60)"
-    session, group, pids = holder_with(f'{sys.executable} -c "{program}" & echo $!; sleep 0.5; exec >&-')
+    program = "import os,time; os.fork(); time.sleep(60)"
+    session, group, pids = holder_with(f'{sys.executable} -c "{program}" >/dev/null & echo $!')
     started += pids
+    until(lambda: len(processes.heirs(session, group, born)) == 2, "it and its child are heirs")
     found = processes.heirs(session, group, born)
     started += found
-    assert len(found) == 2 and set(pids) <= set(found)
+    assert set(pids) < set(found)

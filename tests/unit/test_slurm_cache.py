@@ -21,7 +21,7 @@ from gpuboard.scheduler.cache import Cache, Record, now
 from gpuboard.scheduler.find import find
 from gpuboard.scheduler.questions import Answer
 from tests.slurmtext import FOLDER
-from tests.waiting import until
+from tests.waiting import Stopwatch, until
 
 SCHEDULE = Schedule(1.0, "lab", {"gpu01": SchedulerNode("gpu01", "gpu01", "", "idle")})
 
@@ -197,8 +197,8 @@ def client(env: Mapping[str, str]) -> slurm.Slurm:
 
 def test_a_later_look_takes_the_answer_of_an_earlier_one(bench: tuple[dict[str, str], Path]) -> None:
     env, folder = bench
-    first = client(env).look(10.0)
-    second = client(env).look(10.0)
+    first = client(env).look(60.0)
+    second = client(env).look(60.0)
     assert first.schedule == second.schedule
     assert first.schedule is not None
     assert abs(second.arrived - first.arrived) < 0.1
@@ -209,11 +209,11 @@ def test_the_clock_on_the_wall_plays_no_part(
     bench: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env, folder = bench
-    client(env).look(10.0)
+    client(env).look(60.0)
     real = time.time()
     for shift in (-86400, 86400):
         monkeypatch.setattr(time, "time", lambda shift=shift: real + shift)
-        seen = client(env).look(10.0)
+        seen = client(env).look(60.0)
         assert seen.schedule is not None
         assert 0 <= time.monotonic() - seen.arrived < 10
     assert (folder / "log").read_text().split() == ["job", "node"]
@@ -227,9 +227,10 @@ def test_who_was_stopped_while_asking_keeps_nobody_waiting_for_ever(
     one = client(env)
     with one._cache.turn() as ours:  # and then ctrl-Z
         assert ours
-        begun = time.monotonic()
-        assert client(env).look(10.0).schedule is not None
-        assert 0.3 <= time.monotonic() - begun < 5
+        begun, watch = time.monotonic(), Stopwatch()
+        assert client(env).look(60.0).schedule is not None
+        assert time.monotonic() - begun >= 0.3
+        assert watch.stop() < 5
 
 
 def test_who_may_wait_no_longer_says_whom_he_waits_for(bench: tuple[dict[str, str], Path]) -> None:
@@ -249,13 +250,13 @@ def test_closing_ends_what_runs_and_nothing_is_said_of_it(bench: tuple[dict[str,
     asking = client(env)
     asking.start(lambda: told.append(None))
     until((folder / "log").read_text, "it asks")
-    begun = time.monotonic()
+    watch = Stopwatch()
     asking.close()
-    assert time.monotonic() - begun < 0.3
+    assert watch.stop() < 0.3
     until(lambda: not any(thread.name == "slurm" for thread in threading.enumerate()), "the thread ends")
     assert (told, Cache(env, "").load()) == ([], None)
     (folder / "wait").unlink()
-    assert client(env).look(10.0).error is None
+    assert client(env).look(60.0).error is None
 
 
 def test_what_another_process_learns_reaches_a_watch(
@@ -267,9 +268,9 @@ def test_what_another_process_learns_reaches_a_watch(
     watching = client(env)
     watching.start(changes.release)
     try:
-        assert changes.acquire(timeout=10)
+        assert changes.acquire(timeout=60)
         slurm.outdate(env)
-        assert changes.acquire(timeout=10)
+        assert changes.acquire(timeout=60)
         until(lambda: (folder / "log").read_text().split() == ["job", "node"] * 2, "it has asked anew")
     finally:
         watching.close()
@@ -280,18 +281,18 @@ def test_an_answer_that_cannot_be_read_is_an_error_and_the_earlier_one_stays(
 ) -> None:
     env, folder = bench
     asking = client(env)
-    before = asking.look(10.0).schedule
+    before = asking.look(60.0).schedule
     script = (folder / "scontrol").read_text()
     for words in ("exit 0", "echo no jobs today", f"head -c 700 {FOLDER}/shapes/job-d-oneliner.txt"):
         (folder / "scontrol").write_text(f"#!/bin/sh\n{words}\n")
-        asking._ask(5.0)
+        asking._ask(60.0)
         assert asking.seen.schedule is before
         assert (asking.seen.error or "").startswith("Slurm's answer cannot be read: ")
     (folder / "scontrol").write_text("#!/bin/sh\necho 'slurm_load_jobs error: \x1b[31mnew words' >&2\nexit 1\n")
-    asking._ask(5.0)
+    asking._ask(60.0)
     assert asking.seen.error == "`scontrol` ended with exit code 1: slurm_load_jobs error: [31mnew words"
     (folder / "scontrol").write_text(script)
-    asking._ask(5.0)
+    asking._ask(60.0)
     assert asking.seen.error is None
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
+
+import pytest
 
 from gpuboard.agent.loop import IN, Loop
 
 
-def test_timers_fire_in_their_order_and_once() -> None:
+def test_timers_fire_in_their_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop()
     seen: list[str] = []
-    loop.after(0.02, lambda: seen.append("late"))
-    loop.after(0.0, lambda: seen.append("first"))
-    loop.after(0.0, lambda: seen.append("second"))
-    loop.cancel(loop.after(0.0, lambda: seen.append("cancelled")))
+    now = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now)  # all of them are set at one moment
+        loop.after(0.02, lambda: seen.append("late"))
+        loop.after(0.0, lambda: seen.append("first"))
+        loop.after(0.0, lambda: seen.append("second"))
+        loop.cancel(loop.after(0.0, lambda: seen.append("cancelled")))
     while len(seen) < 3:
         loop.turn()
     assert seen == ["first", "second", "late"]

@@ -58,7 +58,7 @@ def test_descendants_and_carriers_are_found() -> None:
     assert of_bare < found  # below bare, without its environment
     assert dressed.pid in found  # by its environment, though not below
     assert bare.pid not in found
-    assert teardown.kill_all(run, bare.pid, [dressed.pid], nothing_to_reap, 5.0) == 0
+    assert teardown.kill_all(run, bare.pid, [dressed.pid], nothing_to_reap, 60.0) == 0
     assert dressed.poll() is None
     assert teardown.living(run, bare.pid, [dressed.pid]) == []
     for child in (bare, dressed):
@@ -70,7 +70,7 @@ def test_a_stopped_process_is_ended() -> None:
     run = f"s{os.getpid()}"
     child = start(run, "dressed")
     os.kill(child.pid, signal.SIGSTOP)
-    assert teardown.kill_all(run, os.getpid(), (), nothing_to_reap, 5.0) == 0
+    assert teardown.kill_all(run, os.getpid(), (), nothing_to_reap, 60.0) == 0
     assert child.wait() == -signal.SIGKILL
     child.communicate()
 
