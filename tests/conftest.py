@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests import nodes as test_nodes
@@ -15,6 +16,10 @@ from tests import slurm as test_slurm
 
 # torch warns on stderr where an address has no name, as without a network: tests that compare stderr run there too.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+# By default an example may take 200 ms, and of drawing some it counts the seconds: that is up to the machine.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 BOARD = "tests/board/"
 

@@ -17,7 +17,7 @@ from gpuboard.ledger.holder import boot_id
 def test_one_of_two_occupies(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert place.connect(folder) is None
-    first = place.occupy(folder, 0.1)
+    first = place.occupy(folder, 10.0)
     assert first is not None
     assert place.occupy(folder, 0.1) is None
     assert (tmp_path / "lock").read_text() == str(os.getpid())
@@ -25,7 +25,7 @@ def test_one_of_two_occupies(tmp_path: Path) -> None:
     assert place.connect(folder) is None
     first[1].close()
     os.close(first[0])
-    second = place.occupy(folder, 0.1)
+    second = place.occupy(folder, 10.0)
     assert second is not None
     second[1].close()
     os.close(second[0])
@@ -37,7 +37,7 @@ def test_socket_of_a_dead_keeper_is_replaced(tmp_path: Path) -> None:
         dead.bind(f"{path}/socket")
     dead.close()
     assert place.connect(str(tmp_path)) is None
-    occupied = place.occupy(str(tmp_path), 0.1)
+    occupied = place.occupy(str(tmp_path), 10.0)
     assert occupied is not None
     connection = place.connect(str(tmp_path))
     assert connection is not None
@@ -58,7 +58,7 @@ def test_lock_kept_by_one_that_does_not_answer(tmp_path: Path) -> None:
 def test_path_longer_than_a_socket_address(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 200)
     folder.mkdir()
-    occupied = place.occupy(str(folder), 0.1)
+    occupied = place.occupy(str(folder), 10.0)
     assert occupied is not None
     connection = place.connect(str(folder))
     assert connection is not None
@@ -77,7 +77,7 @@ def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         real(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", no_locks_here)
-    occupied = place.occupy(str(tmp_path), 0.1)
+    occupied = place.occupy(str(tmp_path), 10.0)
     assert occupied is not None
     connection = place.connect(str(tmp_path))
     assert connection is not None
@@ -128,7 +128,7 @@ def test_what_keepers_of_old_jobs_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / name / "log").touch()
         os.utime(tmp_path / name, (1e9, 1e9))
     os.utime(tmp_path / names[1])  # written to lately
-    occupied = place.occupy(str(tmp_path / names[2]), patience_s=1.0)
+    occupied = place.occupy(str(tmp_path / names[2]), patience_s=10.0)
     os.utime(tmp_path / names[2], (1e9, 1e9))  # old, but its keeper runs
     place.prune(str(tmp_path / f"{host}-b00t"))
     assert sorted(os.listdir(tmp_path)) == sorted(names), "only in a job"

@@ -37,15 +37,8 @@ def test_each_way_a_connection_can_fail_has_its_word() -> None:
     refused = closed.getsockname()[1]
     closed.close()
     mute = socket.create_server(("127.0.0.1", 0))
-    results = attempt(
-        loop,
-        [
-            ("127.0.0.1", port),
-            ("127.0.0.1", refused),
-            ("127.0.0.1", mute.getsockname()[1]),
-            ("no-such-host.invalid", 9),
-        ],
-    )
+    targets = [("127.0.0.1", port), ("127.0.0.1", refused), ("no-such-host.invalid", 9)]
+    results = attempt(loop, targets, timeout_s=60.0) | attempt(loop, [("127.0.0.1", mute.getsockname()[1])])
     words = [results[p]["result"] for p in (port, refused, mute.getsockname()[1], 9)]
     assert words == ["ok", "refused", "stranger", "unreachable"]
     assert (results[port]["local_address"], results[port]["interface"]) == ("127.0.0.1", "lo")
