@@ -197,7 +197,7 @@ def _run_function(namespace: "Dict[str, Any]", config: "Dict[str, Any]") -> None
         torch.cuda.set_device(config["local_rank"])
         if config["backend"] == "nccl":
             options["device_id"] = torch.device("cuda", config["local_rank"])
-    distributed.init_process_group(config["backend"], **options)
+    _init_process_group(distributed, config["backend"], options)
     try:
         inspect.signature(function).bind(*args)
     except TypeError:
@@ -205,6 +205,19 @@ def _run_function(namespace: "Dict[str, Any]", config: "Dict[str, Any]") -> None
     function(*args)
     if distributed.is_initialized():  # the function may have ended it itself
         distributed.destroy_process_group()
+
+
+def _init_process_group(distributed: "Any", backend: str, options: "Dict[str, Any]") -> None:
+    """Return when every rank is in: one whose function is quick would leave while another still connects to it.
+
+    torch waits for all where this variable says so (since 2.1; the older ones always do).
+    """
+    name = "TORCH_DIST_INIT_BARRIER"
+    unset = name not in os.environ
+    os.environ.setdefault(name, "1")
+    distributed.init_process_group(backend, **options)
+    if unset:
+        del os.environ[name]  # what the function does about it is its own affair
 
 
 def _strip(trace: "Optional[TracebackType]") -> "Optional[TracebackType]":
