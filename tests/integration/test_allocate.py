@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,7 @@ import pytest
 
 from gpuboard.model.rankmap import RankMap, problems
 from tests.integration.here import Here, here  # noqa: F401
-from tests.nvml import GIB, Gpu
+from tests.nvml import GIB, Gpu, write_script
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("_claims")
@@ -118,28 +117,22 @@ def test_waiting_ends_when_the_gpu_becomes_free(here: Here) -> None:  # noqa: F8
     here.gpus([Gpu(utilization=90)])
     assert here.run("allocate", "--n", "1", "--wait", "1s").returncode == 4
     with subprocess.Popen(
-        here.command("allocate", "--n", "1", "--wait", "30s", "--format", "uuids"),
+        here.command("allocate", "--n", "1", "--wait", "60s", "--format", "uuids"),
         env=here.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
     ) as process:  # fmt: skip
         assert process.stderr is not None
         assert "none is free (1 busy)" in process.stderr.readline()
         free = here.gpus([Gpu()])
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, f"{free[0].uuid}\n")
 
 
 def test_what_moves_in_after_the_claim_makes_us_take_the_next_set(here: Here) -> None:  # noqa: F811
-    here.gpus([Gpu(trouble=("slow nvmlDeviceGetMemoryInfo_v2 800",)), Gpu()])
-    folder = here.needs_claims()
-
-    def move_in() -> None:
-        until(lambda: any("-000000000000." in path.name for path in folder.glob("gpuboard.GPU-*")), "no claim came")
-        here.gpus([Gpu(used=3 * GIB, processes=(("compute", os.getpid(), 3 * GIB),)), Gpu()])
-
-    stranger = threading.Thread(target=move_in)
-    stranger.start()
+    stranger = here.folder / "stranger"
+    write_script(stranger, [Gpu(used=3 * GIB, processes=(("compute", os.getpid(), 3 * GIB),)), Gpu()], seed=here.seed)
+    claimed = here.needs_claims() / "gpuboard.GPU-*-000000000000.*"
+    write_script(here.script, [Gpu(), Gpu()], seed=here.seed, trouble=[f"then {claimed} {stranger}"])
     got = here.json("allocate", "--n", "1", "--format", "json")
-    stranger.join()
     assert [gpu["index"] for gpu in got["lease"]["gpus"]] == [1]
     assert "moved in" in got["why"]
     assert [name for name in claims(here) if "-000000000000." in name] == []

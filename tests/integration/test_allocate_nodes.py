@@ -91,7 +91,7 @@ def test_nothing_of_a_remote_command_outlives_gpuboard(small: Cluster) -> None:
 
 def test_a_hung_node_delays_only_requests_that_need_it_and_is_named(small: Cluster) -> None:
     small["gpu02"].pause_sshd()
-    asked = ["allocate", "--nodes", SCOPE, "--format", "json", "--detach", "--for", "1m"]
+    asked = ["allocate", "--nodes", SCOPE, "--format", "json", "--detach", "--for", "10m"]
     started = Stopwatch()
     got = json.loads(gpuboard(small, *asked, "--n", "4", user="alice").stdout)
     assert {gpu["node"] for gpu in got["lease"]["gpus"]} == {"gpu01"}
@@ -105,7 +105,7 @@ def test_a_hung_node_delays_only_requests_that_need_it_and_is_named(small: Clust
     seen = small["login1"].run(["gpuboard", "status", "--nodes", SCOPE, "--json"], env=patience)
     ages = {node["name"]: node["age_s"] for node in json.loads(seen.stdout)["nodes"]}
     assert ages.pop("gpu02") is None
-    assert max(ages.values()) < 2.0
+    assert max(ages.values()) < 5.0  # gpu02 was waited for for 6 s, and they were read again after that
     env = ["env", got["lease"]["id"], "--nodes", SCOPE]
     started = Stopwatch()
     assert gpuboard(small, *env, user="alice").returncode == 0

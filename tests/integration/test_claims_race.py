@@ -7,12 +7,14 @@ In the suite a small round; the whole of it, 20 rounds of 50 processes (some 15 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import time
 from collections.abc import Set
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ import pytest
 
 from tests.hosts import USERS, Running
 from tests.nodes import Cluster
+from tests.waiting import until
 
 pytestmark = pytest.mark.nodes
 
@@ -53,10 +56,23 @@ def lying(nodes: Cluster) -> dict[tuple[str, str, str], tuple[int, dict[str, Any
     """Return the claims as they lie on the nodes: (node, UUID, lease) → (uid, content)."""
     found = {}
     for name in NODES:
-        for path in nodes[name].path("/var/tmp").glob("gpuboard.GPU-*"):
-            content = json.loads(path.read_text())
-            found[name, content["uuid"], content["lease"]] = (path.lstat().st_uid, content)
+        for path in names(nodes, name):
+            with contextlib.suppress(FileNotFoundError):  # its keeper releases what a killed one had been given
+                content = json.loads(path.read_text())
+                found[name, content["uuid"], content["lease"]] = (path.lstat().st_uid, content)
     return found
+
+
+def names(nodes: Cluster, name: str) -> list[Path]:
+    """Return the files of the claims on a node."""
+    return list(nodes[name].path("/var/tmp").glob("gpuboard.GPU-*"))
+
+
+def release_all(nodes: Cluster) -> bool:
+    """Release everything from one host; tell whether nothing is left."""
+    for user in ("alice", "bob"):
+        nodes["login1"].run(["gpuboard", "release", "--mine", "--nodes", "gpu[01-03]"], user=user, timeout=120)
+    return not lying(nodes)
 
 
 def start(nodes: Cluster, rng: random.Random, purpose: str) -> Asker:
@@ -75,7 +91,8 @@ def start(nodes: Cluster, rng: random.Random, purpose: str) -> Asker:
         "30m",
     ]
     host = nodes[rng.choice(("login1", "login2"))]
-    return Asker(purpose, user, n, host.popen([*argv, "--purpose", purpose], user=user))
+    patience = {"GPUBOARD_CONNECT_TIMEOUT": "60s"}
+    return Asker(purpose, user, n, host.popen([*argv, "--purpose", purpose], user=user, env=patience))
 
 
 def kill_some(askers: list[Asker], rng: random.Random, busy: Any) -> None:
@@ -135,15 +152,15 @@ def refusal_is_true(asker: Asker, by_purpose: dict[str, Asker], claimed: Set[tup
     assert asker.n > free or "quicker" in error["message"], f"{free} free, {asker.n} refused: {error}"
 
 
-@pytest.mark.timeout(ROUNDS * PROCESSES * 6 + 120)
+@pytest.mark.timeout(ROUNDS * PROCESSES * 12 + 120)
 def test_no_gpu_twice_no_part_left_every_refusal_true(nodes: Cluster) -> None:
     rng = random.Random(int(os.environ.get("GPUBOARD_RACE_SEED", "11")))
     for number in range(ROUNDS):
         began = time.monotonic()
         askers = [start(nodes, rng, f"r{number}p{i}") for i in range(PROCESSES)]
-        kill_some(askers, rng, lambda: bool(lying(nodes)))
+        kill_some(askers, rng, lambda: any(names(nodes, name) for name in NODES))
         for asker in askers:
-            out, asker.errors = asker.process.communicate(timeout=PROCESSES * 5)
+            out, asker.errors = asker.process.communicate(timeout=PROCESSES * 10)
             asker.answer = json.loads(out) if out.strip() and not asker.killed else None
         left = lying(nodes)
         history_is_sound(askers, left)
@@ -152,6 +169,5 @@ def test_no_gpu_twice_no_part_left_every_refusal_true(nodes: Cluster) -> None:
             f"round {number}: {won} got GPUs, {PROCESSES - won - killed} refused, {killed} killed, "
             f"{len(left)} of 24 GPUs claimed, {time.monotonic() - began:.0f} s"
         )
-        for user in ("alice", "bob"):
-            nodes["login1"].run(["gpuboard", "release", "--mine", "--nodes", "gpu[01-03]"], user=user, timeout=120)
-        assert lying(nodes) == {}, "all can be released from any host"
+        # Again where the agent of one that was killed has only now come to its turn.
+        until(lambda: release_all(nodes), "all can be released from any host")

@@ -91,7 +91,8 @@ def write_script(
 ) -> list[Gpu]:
     """Write a script (in one step, for readers that are running) and return its GPUs with nothing left to default.
 
-    ``record=32`` is what drivers 535.43 to 535.86 answer; ``trouble`` is for calls that name no GPU.
+    ``record=32`` is what drivers 535.43 to 535.86 answer; ``trouble`` is for calls that name no GPU, and for
+    "then PATTERN FILE": another script in place of this one as soon as there is such a file.
     """
     unique = hashlib.sha256(seed.encode()).hexdigest()[:8]
     full = [

@@ -4,11 +4,13 @@
  * changes. One "key value..." a line; "gpu" starts a GPU, what stands before the first one holds for the whole library.
  * tests/nvml/__init__.py writes scripts and documents the keys. A fault or a hang is looked at before every call:
  * "fault FUNCTION CODE", "hang FUNCTION" (until the script changes), "slow FUNCTION MILLISECONDS", "crash FUNCTION"; FUNCTION may be "*".
+ * "then PATTERN FILE", before the first GPU: as soon as there is a file of that pattern (glob), FILE is the script.
  *
  * Built with -DOLD_DRIVER the library lacks the symbols that drivers before 450 to 555 lack.
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <glob.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -45,6 +47,7 @@ typedef struct {
 
 static struct { char driver[TEXT]; int cuda, record, gpus, troubles; Gpu gpu[MAX_GPUS]; Trouble trouble[MAX_ITEMS]; } S;
 static struct stat seen;
+static char awaited[512], following[512]; /* of "then"; once it has come about there is only what follows */
 static int initialized;
 /* Handles outlive a reread: a device is the address of its slot. Slot 16 * gpu is the GPU, 16 * gpu + 1 + k its MIG device k. */
 static char slots[MAX_GPUS * 16];
@@ -121,9 +124,18 @@ static void hide(void) {
     S.gpus = kept;
 }
 
-static void load(void) {
+static const char *script(void) {
     const char *path = getenv("FAKE_NVML");
-    if (!path) path = "/run/fake-nvml/script";
+    glob_t found;
+    if (awaited[0] && !glob(awaited, 0, NULL, &found)) {
+        globfree(&found);
+        awaited[0] = 0;
+    }
+    return following[0] && !awaited[0] ? following : path ? path : "/run/fake-nvml/script";
+}
+
+static void load(void) {
+    const char *path = script();
     struct stat st;
     if (stat(path, &st)) { memset(&S, 0, sizeof S); S.gpus = -1; seen.st_ino = 0; return; }
     if (st.st_ino == seen.st_ino && st.st_size == seen.st_size && st.st_mtim.tv_sec == seen.st_mtim.tv_sec &&
@@ -154,6 +166,7 @@ static void load(void) {
         else if (!strcmp(key, "driver")) copy(S.driver, TEXT, rest);
         else if (!strcmp(key, "cuda")) S.cuda = atoi(rest);
         else if (!strcmp(key, "record")) S.record = atoi(rest);
+        else if (!strcmp(key, "then")) sscanf(rest, "%511s %511s", awaited, following);
     }
     fclose(f);
     hide();
