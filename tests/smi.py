@@ -4,7 +4,7 @@ fake = FakeSmi(folder)                         # folder/nvidia-smi; put the fold
 fake.says("v13-h100-590")                      # -q -x from now on; messages from a .err beside it
 fake.answers("csv-h100-580")                   # the queries; APPS from a .apps beside it
 fake.lacks("memory.reserved")                  # a field that this driver does not know
-fake.hangs(); fake.calls()
+fake.hangs(); fake.holds(); fake.calls()
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _SCRIPT = """#!/bin/sh
 cd {folder} || exit 9
 echo "$*" >> calls
 [ -e hang ] && exec sleep 1000
+while [ -e hold ]; do sleep 0.02; done
 sleep "$(cat takes)"
 case $1 in
 -q) cat messages >&2; cat listing; exit "$(cat code)" ;;
@@ -80,6 +81,13 @@ class FakeSmi:
             (self.folder / "hang").touch()
         else:
             (self.folder / "hang").unlink(missing_ok=True)
+
+    def holds(self, yes: bool = True) -> None:
+        """Wait with every answer from now on until this is undone."""
+        if yes:
+            (self.folder / "hold").touch()
+        else:
+            (self.folder / "hold").unlink()
 
     def calls(self) -> list[str]:
         """Return the arguments of every run so far."""

@@ -76,7 +76,7 @@ class Browser:
             raise
 
     def _do(self, what: Awaitable[T]) -> T:
-        return self._loop.run_until_complete(asyncio.wait_for(what, 30))
+        return self._loop.run_until_complete(asyncio.wait_for(what, 60))
 
     async def _connect(self, port: str) -> tuple[aiohttp.ClientSession, aiohttp.ClientWebSocketResponse]:
         session = aiohttp.ClientSession()
@@ -120,7 +120,7 @@ class Browser:
         """Return what the page's terminal shows, or the text of a page without one."""
         return str(self.evaluate(_TEXT) or self.evaluate("document.body?.innerText ?? ''"))
 
-    def wait_text(self, *words: str, timeout_s: float = 30) -> str:
+    def wait_text(self, *words: str, timeout_s: float = 60) -> str:
         """Wait until the terminal shows all ``words``; return what it shows then."""
         try:
             until(lambda: all(word in self.text() for word in words), f"the page shows {words}", timeout_s)

@@ -44,7 +44,7 @@ def test_the_board_in_a_browser(here: Here, browser: Browser) -> None:
         browser.keys("?")  # keys work, and without a click into the page first
         browser.wait_text("Flags", "disputed      claims contradict each other")
         browser.keys("Escape")
-        browser.wait_text("2 free of 3")
+        until(lambda: "claims contradict each other" not in browser.text(), "the help is closed")
 
         browser.keys("r")
         browser.wait_text(f"Takes {host}:0")

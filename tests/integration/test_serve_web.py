@@ -21,7 +21,7 @@ from gpuboard.board.webguard import COOKIE, Guard, new_token
 from gpuboard.board.weblisten import listen
 from tests.integration.here import Here, here
 from tests.integration.serving import Serving
-from tests.waiting import until
+from tests.waiting import Stopwatch, until
 
 __all__ = ["here"]
 
@@ -106,9 +106,9 @@ async def opened(serving: Serving) -> AsyncIterator[aiohttp.ClientWebSocketRespo
 
 
 async def seen(websocket: aiohttp.ClientWebSocketResponse, words: bytes) -> None:
-    """Read what the board draws until ``words`` are in it; gives up after 20 s."""
+    """Read what the board draws until ``words`` are in it; gives up after 60 s."""
     text = b""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while words not in text:
             message = await websocket.receive()
             assert message.type in {aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT}, (message, text)
@@ -142,7 +142,7 @@ def test_a_board_ends_with_its_page(serving: Serving) -> None:
     asyncio.run(visit())
     until(lambda: serving.boards() == [], "the board of a page that lies ends")
     board = asyncio.run(look())
-    until(lambda: gone(board), "the board ends with its page", 3)
+    until(lambda: gone(board), "the board ends with its page")
     until(lambda: any("board 2 closed" in line for line in serving.said), "its end is told")
     until(lambda: any("board 2 opened from 127.0.0.1, 100x30" in line for line in serving.said), "so was its beginning")
 
@@ -168,7 +168,7 @@ def test_boards_end_with_the_server(serving: Serving, number: int, code: int, be
             return board
 
     board = asyncio.run(visit())
-    until(lambda: gone(board), "the board ends", 5)
+    until(lambda: gone(board), "the board ends")
     assert serving.process.returncode == code
 
 
@@ -187,10 +187,10 @@ async def serve_here(command: list[str], said: list[str], visit: Visit) -> None:
         serving = asyncio.create_task(Server(guard, command, {}, said.append).serve(listener))
         async with aiohttp.ClientSession(headers={"Cookie": f"{COOKIE}={guard.cookie}"}) as session:
             await visit(session, base, f"{base}{guard.path}/")
-            began = asyncio.get_running_loop().time()
+            ending = Stopwatch()
             os.kill(os.getpid(), signal.SIGTERM)
             assert await serving == signal.SIGTERM
-            assert asyncio.get_running_loop().time() - began < 3
+            assert ending.stop() < 3.0
 
 
 def test_boards_that_do_not_end_are_killed_and_the_ninth_is_refused() -> None:
@@ -219,10 +219,10 @@ def test_a_board_that_fails_says_why_in_the_page_and_in_the_log() -> None:
 
     async def visit(session: aiohttp.ClientSession, base: str, page: str) -> None:
         async with session.ws_connect(f"{page}ws", origin=base) as websocket:
-            assert (await websocket.receive(10)).json() == ["log", "here"]
-            shown = (await websocket.receive(10)).data.decode()
+            assert (await websocket.receive(60)).json() == ["log", "here"]
+            shown = (await websocket.receive(60)).data.decode()
             assert shown.splitlines()[1:] == ["no such ]0;thing", "at all"]
-            assert (await websocket.receive(10)).type is aiohttp.WSMsgType.CLOSE
+            assert (await websocket.receive(60)).type is aiohttp.WSMsgType.CLOSE
         while len(said) < 2:
             await asyncio.sleep(0.01)
 
@@ -253,7 +253,7 @@ def test_a_board_opens_web_pages_alone_and_saves_its_files_here(tmp_path: Path) 
     async def visit(session: aiohttp.ClientSession, base: str, page: str) -> None:
         text = b""
         messages: list[object] = []
-        async with session.ws_connect(f"{page}ws", origin=base) as websocket, asyncio.timeout(20):
+        async with session.ws_connect(f"{page}ws", origin=base) as websocket, asyncio.timeout(60):
             await websocket.send_json(["ping", "7"])
             while b"\x1b]52;c;Y29waWVk\x07" not in text or len(messages) < 2:
                 message = await websocket.receive()

@@ -117,7 +117,7 @@ def test_the_lines_are_posix(shell: str, fake: FakeSmi) -> None:
         [*program.get(shell, [shell]), "-c", line],
         input=SCRIPT + b"00ff\nq\n",
         capture_output=True,
-        timeout=20,
+        timeout=60,
     )
     assert b"@00ff hello start\nhostname " in done.stdout
     assert b"@00ff hello end 0\n" in done.stdout
@@ -156,16 +156,18 @@ def test_it_says_what_an_agent_says(fake: FakeSmi, links: list[Listening]) -> No
 def test_it_reads_when_asked_and_refuses_all_else(fake: FakeSmi, links: list[Listening]) -> None:
     here = open_link(links)
     here.reading()
-    assert here.link.submit("read", {}).result(10) == {"seq": 2}
+    assert here.link.submit("read", {}).result(60) == {"seq": 2}
+    fake.holds()
     answers = [here.link.submit("read", {}) for _ in range(3)]
-    assert [answer.result(10)["seq"] >= 3 for answer in answers] == [True] * 3
+    fake.holds(False)
+    assert [answer.result(60)["seq"] >= 3 for answer in answers] == [True] * 3
     assert len(fake.calls()) <= 4
     with pytest.raises(CallFailed, match="python3 cannot be started there") as failed:
-        here.link.submit("take", {"lease": "x"}).result(10)
+        here.link.submit("take", {"lease": "x"}).result(60)
     assert failed.value.kind == "no-python"
     here.link.close()
     with pytest.raises(LinkLost, match="closed"):
-        here.link.submit("read", {}).result(10)
+        here.link.submit("read", {}).result(60)
 
 
 def test_a_lost_gpu_is_named_by_the_messages(fake: FakeSmi, links: list[Listening]) -> None:
@@ -192,7 +194,7 @@ def test_what_nvidia_smi_says_in_place_of_a_listing_is_told(fake: FakeSmi, links
     reading = here.reading()
     assert reading.nvml_error == "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
     with pytest.raises(CallFailed, match="version mismatch"):
-        here.link.submit("read", {}).result(10)
+        here.link.submit("read", {}).result(60)
 
 
 def test_a_host_without_nvidia_smi_says_so_and_ends(
@@ -212,11 +214,11 @@ def test_it_is_asked_seldom_and_says_so(fake: FakeSmi, links: list[Listening]) -
     here = open_link(links, interval_s=0.2)
     began = time.monotonic()
     first, second = here.reading(), here.reading(1)
-    assert 5.5 < time.monotonic() - began < 9
-    assert 0.5 < first.gpus[0].delay_s < 3
+    assert len(fake.calls()) == 2
+    assert 5.5 < time.monotonic() - began < second.interval_s + 20
+    assert 0.5 < first.gpus[0].delay_s < 10
     assert second.interval_s > 5.9
     assert (second.cpu_percent or 0) >= 0
-    assert len(fake.calls()) == 2
 
 
 @pytest.mark.slow
@@ -229,16 +231,19 @@ def test_one_that_hangs_is_killed_and_the_last_values_go_on_with_their_age(
     here.reading()
     fake.hangs()
     here.until(lambda: len(fake.calls()) > 1, "it hangs")
-    count = len(here.readings())
-    late = here.reading(count)
-    assert (late.nvml_error, late.gpus[0].utilization) == (None, 0)
     here.until(lambda: here.readings()[-1].nvml_error, "it was given up")
     dead = here.readings()[-1]
     assert dead.nvml_error == "nvidia-smi: it has not ended for 30 s"
     assert dead.gpus[0].delay_s > 3
+    late = [reading for reading in here.readings() if reading.gpus[0].delay_s > 1 and not reading.nvml_error]
+    assert {reading.gpus[0].utilization for reading in late} == {0}
     fake.hangs(False)
-    here.until(lambda: not here.readings()[-1].nvml_error, "it is back")
-    assert here.readings()[-1].gpus[0].delay_s < 2
+
+    def fresh() -> bool:
+        newest = here.readings()[-1]
+        return not newest.nvml_error and newest.gpus[0].delay_s < 2
+
+    here.until(fresh, "it is back")
 
 
 def test_what_does_not_begin_is_told_as_noise_and_what_never_ends_as_malformed(links: list[Listening]) -> None:
@@ -252,6 +257,6 @@ def test_readings_come_from_one_thread(fake: FakeSmi, links: list[Listening]) ->
     here = open_link(links, interval_s=0.2)
     threads: set[int] = set()
     here.link._listener = lambda message: threads.add(threading.get_ident())
-    here.link.submit("read", {}).result(10)
-    here.link.submit("read", {}).result(10)
+    here.link.submit("read", {}).result(60)
+    here.link.submit("read", {}).result(60)
     assert len(threads) == 1
