@@ -32,7 +32,7 @@ def interpreter(version: str) -> str | None:
     for candidate in candidates:
         if candidate is None:
             continue
-        done = subprocess.run([candidate, "-c", "pass"], capture_output=True, timeout=20)
+        done = subprocess.run([candidate, "-c", "pass"], capture_output=True, timeout=60)
         if done.returncode == 0:  # a version manager's shim exists and refuses to run
             return candidate
     return None

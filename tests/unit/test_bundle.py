@@ -33,7 +33,7 @@ def ask(command: list[str], data: bytes, **options: Any) -> tuple[bytes, int]:
 
 def end(command: list[str], data: bytes) -> subprocess.CompletedProcess[bytes]:
     """Send ``data`` and end-of-file, return what came of it."""
-    return subprocess.run(command, input=data, capture_output=True, timeout=30)
+    return subprocess.run(command, input=data, capture_output=True, timeout=60)
 
 
 def start_line(role: str = "none") -> bytes:
@@ -144,7 +144,7 @@ def test_a_traceback_out_of_the_bundle_shows_the_source_line() -> None:
         f"try: bundled.run({parts!r})\n"
         "except OSError: traceback.print_exc()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert 'File "<bundle>/gpuboard/agent/main.py", line 2, in main' in done.stderr
     assert "    raise OSError('here')" in done.stderr
 

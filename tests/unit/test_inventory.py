@@ -67,7 +67,7 @@ def test_a_single_name_needs_no_clustershell() -> None:
         "nodes = inventory(Settings(nodes=['gpu01', 'gpu-2.example.org'])); "
         "print([n.name for n in nodes], 'ClusterShell' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "['gpu01', 'gpu-2.example.org'] False\n"
 
 

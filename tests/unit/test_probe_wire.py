@@ -125,7 +125,7 @@ def test_text_outside_ascii_and_line_ends_stay_in_one_line(pipes: Pipes) -> None
 
 
 def agent(data: bytes) -> tuple[int, list[bytes]]:
-    done = subprocess.run(spawn.agent_command(), input=data, capture_output=True, timeout=20)
+    done = subprocess.run(spawn.agent_command(), input=data, capture_output=True, timeout=60)
     assert done.stderr == b""
     return done.returncode, done.stdout.splitlines()
 

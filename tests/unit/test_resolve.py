@@ -40,7 +40,7 @@ def test_includes_are_read_as_ssh_reads_them(folder: Path, name: str) -> None:
     user, host, port = split(name)
     flags = [*(["-l", user] if user else []), *(["-p", str(port)] if port else [])]
     command = ["ssh", "-F", str(folder / "config"), *flags, "-G", host]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, stdin=subprocess.DEVNULL)
     said = dict(line.split(" ", 1) for line in reversed(done.stdout.splitlines()) if " " in line)
     found = HostConfig(str(folder / "config"), ["/none"]).host(name)
     assert (found.user, str(found.port), ",".join(found.jumps)) == (

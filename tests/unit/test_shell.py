@@ -40,7 +40,7 @@ def evaluate(shell: str, text: str, folder: Path) -> tuple[int, dict[str, str]]:
         env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8", **stale},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
     )
     assert done.stderr == ""
     code, _, rest = done.stdout.partition("\n")

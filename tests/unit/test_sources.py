@@ -272,7 +272,7 @@ def test_groups_of_clustershell_are_nodesets(tmp_path: Path) -> None:
     )
     words = ["@rack3", "@*", "@rack3!gpu10", "@rack3,gpu01", "@site:old"]
     env = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=30, env=env)
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, env=env)
     assert (done.stdout.splitlines(), done.stderr) == (
         ["gpu09 gpu10 gpu11", "big1 gpu09 gpu10 gpu11", "gpu09 gpu11", "gpu01 gpu09 gpu10 gpu11", "big1 x"],
         "",

@@ -58,7 +58,7 @@ def test_hosts_are_read_as_ssh_reads_them(config: HostConfig, tmp_path: Path, na
     if shutil.which("ssh") is None:
         pytest.skip("needs ssh (openssh-client)")
     done = subprocess.run(
-        ["ssh", "-G", "-F", str(tmp_path / "config"), name], capture_output=True, text=True, timeout=10, check=True
+        ["ssh", "-G", "-F", str(tmp_path / "config"), name], capture_output=True, text=True, timeout=60, check=True
     )
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
     host = config.host(name)
