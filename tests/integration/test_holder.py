@@ -29,7 +29,7 @@ def need(program: str) -> str:
 
 def output(*command: str, cwd: Path | None = None) -> list[str]:
     """Run a command and return the words it prints."""
-    done = subprocess.run(command, env=ENV, text=True, capture_output=True, timeout=30, check=True, cwd=cwd)
+    done = subprocess.run(command, env=ENV, text=True, capture_output=True, timeout=60, check=True, cwd=cwd)
     return done.stdout.split()
 
 
@@ -179,8 +179,9 @@ def test_parent_that_has_gone(tmp_path: Path) -> None:
     shutil.copy(need("bash"), init)
     wait = "while read -r _ _ _ parent _ < /proc/$BASHPID/stat; [ $parent != 1 ]; do sleep 0.02; done"
     orphan = f"{{ {wait}; exec $STUB > {out} 2>&1; }} &"
-    script = f"bash -c '{orphan}'; while [ ! -s {out} ]; do sleep 0.05; done; sleep 0.5"
-    subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", init, "-c", script], env=ENV, timeout=30, check=True)
+    alone = "p=(/proc/[0-9]*); [ ${#p[@]} = 1 ]"  # all that it has to say is said
+    script = f"bash -c '{orphan}'; until [ -s {out} ] && {{ {alone}; }}; do sleep 0.05; done"
+    subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", init, "-c", script], env=ENV, timeout=60, check=True)
     assert "has gone, so there is none that the lease could live with" in out.read_text()
 
 

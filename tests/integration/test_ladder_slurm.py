@@ -51,9 +51,11 @@ def watching(slurm: SlurmCluster, *settings: str) -> Iterator[Watch]:
     """What alice sees of gpu01, each half second; Slurm is asked each second."""
     configure(slurm, "alice", *settings, nodes="gpu01")
     with slurm.nodes["login1"].popen(["gpuboard", "status", "--watch", "0.5", "--json"], user="alice") as process:
-        yield Watch(process)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        try:
+            yield Watch(process)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
 
 
 def node(line: Status) -> dict[str, Any]:
