@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from textual.message_pump import MessagePump
     from textual.timer import Timer
 
-# What a key may take before the next one goes on, should a widget have gone with what was sent after it. In steps: when
-# the machine stands still for seconds (a laptop that slept, a hung disk) one of them passes, and no key passes another.
-_MOST_STEPS, _STEP_S = 4, 0.5
+# How often it is looked whether what follows a key went with its widget, and how often at most: then something hangs.
+# In looks, not seconds: on a machine that is slow, or stands still as a laptop that sleeps, no key passes another.
+_LOOK_S, _MOST_LOOKS = 0.5, 20
 
 
 class InOrder:
@@ -31,7 +31,9 @@ class InOrder:
         self._app = app
         self._waiting: deque[Event] = deque()
         self._now: Event | None = None  # what is being dealt with
+        self._at: MessagePump = app  # who has to do with it now, or has what follows it
         self._watch: Timer | None = None  # there while something waits
+        self._looks = 0
 
     async def pass_on(self, event: Event, handle: Callable[[Event], Awaitable[None]]) -> None:
         """Handle an event that has come to the app; what was typed maybe later."""
@@ -42,7 +44,7 @@ class InOrder:
             self._waiting.append(event)
             self._be_patient(self._now)
             return
-        self._now = event
+        self._now, self._at = event, self._app
         target = self._app.focused or self._app.screen
         await handle(event)
         # The way that an unhandled key takes up to the app; and once more, for the messages that it has caused
@@ -52,9 +54,11 @@ class InOrder:
     def _follow(self, event: Event, way: deque[MessagePump]) -> None:
         """Go the way of the event, behind it."""
         while way:
-            if way.popleft().call_later(self._follow, event, way):
+            self._at = way.popleft()
+            if self._at.call_later(self._follow, event, way):
                 return
-        if not self._app.screen.call_later(self._next, event):  # one that opens: not before it is there
+        self._at = self._app.screen
+        if not self._at.call_later(self._next, event):  # one that opens: not before it is there
             self._next(event)
 
     def _next(self, event: Event) -> None:
@@ -64,7 +68,7 @@ class InOrder:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        self._now = self._take() if self._waiting else None
+        self._now, self._at = self._take() if self._waiting else None, self._app
         if self._now is not None:
             self._app.post_message(self._now)
             if self._waiting:
@@ -83,8 +87,14 @@ class InOrder:
 
     def _be_patient(self, event: Event) -> None:
         if self._watch is None:
-            steps = iter(range(1, _MOST_STEPS))
-            self._watch = self._app.set_interval(_STEP_S, lambda: None if next(steps, None) else self._next(event))
+            self._looks = 0
+            self._watch = self._app.set_interval(_LOOK_S, lambda: self._look(event))
+
+    def _look(self, event: Event) -> None:
+        """Go on where nobody is left who could."""
+        self._looks += 1
+        if self._at._closing or self._looks >= _MOST_LOOKS:
+            self._next(event)
 
 
 def _is_text(event: Event) -> TypeGuard[Key]:
