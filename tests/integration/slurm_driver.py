@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,10 @@ import msgspec
 from gpuboard.config import Settings
 from gpuboard.scheduler.find import find
 from gpuboard.scheduler.slurm import Slurm
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.waiting import Stopwatch
 
 
 def main(how: str, options: dict[str, Any]) -> None:
@@ -32,9 +37,9 @@ def main(how: str, options: dict[str, Any]) -> None:
         return
     slurm.start(lambda: _print(slurm, 0.0))
     sys.stdin.read()
-    begun = time.monotonic()
+    closing = Stopwatch()
     slurm.close()
-    _print(slurm, time.monotonic() - begun)
+    _print(slurm, closing.stop())
 
 
 def _print(slurm: Slurm, took_s: float) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +59,13 @@ class Lab:
     def processes(self, names: Sequence[str] = NODES) -> list[NodeProcess]:
         """Return what runs as alice on these nodes."""
         return [process for name in names for process in self.host(name).processes(user="alice")]
+
+    def kill_all(self, name: str) -> None:
+        """Kill whatever runs as alice on a node at one stroke: nobody there sees anybody else end."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in self.processes([name]):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     def claims(self) -> list[str]:
         """Return the names of all claims on the nodes."""

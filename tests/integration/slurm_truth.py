@@ -74,7 +74,7 @@ def differences(
 
 def agreeing(slurm: SlurmCluster, ask: Ask, place: Mapping[int, int] | None = None) -> Status:
     """Return the first status that agrees with Slurm: answers are shared for a second, so the first one may be old."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while wrong := differences(slurm, found := ask(), place):
         assert time.monotonic() < deadline, "\n".join(wrong)
     return found

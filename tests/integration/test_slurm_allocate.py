@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -48,7 +49,7 @@ def test_a_shell_evaluates_it_and_the_job_ends_with_the_shell(slurm: SlurmCluste
         process.send_signal(signal.SIGKILL)
         started = Stopwatch()
         until(lambda: not slurm.jobs(), "the job ends")
-        assert started.stop() < 5.0
+        assert started.stop() < 30.0  # without a keeper it would take minutes
     all_gone(slurm)
 
 
@@ -91,7 +92,7 @@ def test_uneven_nodes_give_their_true_gpus(slurm: SlurmCluster, user: str, cgrou
     assert (made["lease"]["owner"], made["lease"]["holder"]) == (user, None)
     assert gpuboard(slurm, "release", "--mine", user=user).returncode == 0
     until(lambda: len(slurm.jobs()) == 3, "the job has ended")
-    assert left(slurm, user) == []
+    until(lambda: not left(slurm, user), "nothing is left of it")
 
 
 def test_per_node_and_max_nodes(slurm: SlurmCluster) -> None:
@@ -171,7 +172,8 @@ def test_settings_and_flags_reach_the_job(slurm: SlurmCluster) -> None:
     with shell(slurm, "--n", "1") as process:  # without --for: the setting, but not longer than the partition allows
         assert says(process) == "code 0"
         assert slurm.job(max(slurm.jobs()))["TimeLimit"] == "00:05:00"
-    script = slurm.run(["scontrol", "write", "batch_script", str(max(slurm.jobs())), "-"], check=True).stdout
+    number = json.loads(done.stdout)["lease"]["job"]
+    script = slurm.run(["scontrol", "write", "batch_script", number, "-"], check=True).stdout
     assert script.startswith("#!/bin/sh\n# gpuboard")
 
 
@@ -181,8 +183,8 @@ def test_variables_of_the_shell_stay_there(slurm: SlurmCluster) -> None:
         assert says(process) == "code 0"
         [number] = slurm.jobs()
         scripts = slurm.nodes["gpu01"].processes(lambda p: p.name == "slurm_script", user="alice")
-        [environ] = [open(f"/proc/{p.pid}/environ", "rb").read() for p in scripts]  # noqa: SIM115
-        assert b"s3cret" not in environ
+        script = min(scripts, key=lambda p: p.inner)  # another one is about to become what it starts
+        assert b"s3cret" not in Path(f"/proc/{script.pid}/environ").read_bytes()
         assert slurm.job(number)["NumNodes"] == "1"
     all_gone(slurm)
 
@@ -209,12 +211,12 @@ def test_a_wait_that_runs_out_leaves_no_job(slurm: SlurmCluster) -> None:
     for args, words in (((), "not free now: Slurm job"), (("--wait", "3s"), "not free within 3s: Slurm job")):
         started = Stopwatch()
         error = allocate(slurm, "--n", "2", *args, code=4)["error"]
-        assert started.stop() < 8.0
+        assert started.stop() < 25.0
         assert error["message"].startswith(words)
         assert "pending (Resources)" in error["message"]
         assert error["nearest"] == "--wait"
         assert len(slurm.jobs()) == 3
-        assert left(slurm) == []
+        until(lambda: not left(slurm), "nothing is left of it")
 
 
 def test_two_that_want_the_same_never_both_get_it(slurm: SlurmCluster) -> None:
@@ -251,7 +253,7 @@ def test_leases_of_everybody_and_their_end(slurm: SlurmCluster) -> None:
     assert gpuboard(slurm, "release", "nosuch").returncode == 5
     assert gpuboard(slurm, "release", mine["id"][:4]).stdout == f"released {mine['id']}: gpu03:2,3\n"
     until(lambda: slurm.jobs() == {1}, "both have ended")
-    assert left(slurm) == []
+    until(lambda: not left(slurm), "nothing is left of them")
 
 
 def test_renewing_shortens_and_is_not_granted_more(slurm: SlurmCluster) -> None:

@@ -31,7 +31,11 @@ def test_a_job_runs_on_its_node_as_its_user_with_its_gpus(slurm: SlurmCluster) -
     assert slurm.node("gpu02")["GresUsed"] == "gpu:h100:5(IDX:0-4)"
     given = variables(slurm, number)
     assert given["SLURM_JOB_GPUS"] == given["CUDA_VISIBLE_DEVICES"] == "2,3,4"
-    assert {p.name for p in slurm.nodes["gpu02"].processes(user="alice")} == {"slurm_script", "sleep"}
+
+    def runs() -> set[str]:
+        return {p.name for p in slurm.nodes["gpu02"].processes(user="alice")}
+
+    until(lambda: runs() == {"slurm_script", "sleep"}, "both scripts sleep")
     assert slurm.jobs() == {first, number}
 
 
@@ -114,12 +118,14 @@ def test_nodes_can_have_shards_and_none_at_all(slurm: SlurmCluster) -> None:
 def test_device_cgroups_hide_the_gpus_of_others(slurm: SlurmCluster) -> None:
     slurm.configure(cgroups=True)
     slurm.submit(["--gres=gpu:2", "-w", "gpu01", "--wrap", "sleep 600"], user="bob", running=True)
-    look = "env | sort; for f in /dev/nvidia?; do test -r $f && echo $f; done; sleep 600"
+    look = "env | sort; for f in /dev/nvidia?; do test -r $f && echo $f; done; echo looked; sleep 600"
     number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", "--wrap", look], running=True)
     given = variables(slurm, number)
     assert (given["SLURM_JOB_GPUS"], given["CUDA_VISIBLE_DEVICES"]) == ("2,3", "0,1")
-    output = (slurm.nodes.home("alice") / f"slurm-{number}.out").read_text()
-    assert [line for line in output.splitlines() if line.startswith("/dev")] == ["/dev/nvidia2", "/dev/nvidia3"]
+    output = slurm.nodes.home("alice") / f"slurm-{number}.out"
+    until(lambda: "looked\n" in output.read_text(), "it has looked at the files")
+    seen = [line for line in output.read_text().splitlines() if line.startswith("/dev")]
+    assert seen == ["/dev/nvidia2", "/dev/nvidia3"]
 
 
 NVML = """

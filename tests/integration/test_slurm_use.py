@@ -7,7 +7,6 @@ import pty
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -49,7 +48,7 @@ def test_run_works_where_the_gpus_are_with_its_exit_code(lab: Lab) -> None:
     done = lab.login.run(["gpuboard", "run", "--n", "2", "--nodes", "gpu01", "--", "sh", "-c", command], stdin="line\n")
     assert (done.returncode, done.stdout) == (9, "gpu01 2,3 /srv/home/alice a  b ok\nline\n"), done.stderr
     until(lambda: len(lab.slurm.jobs()) == 1, "the job has ended with the command")
-    assert left(lab.slurm) == []
+    until(lambda: not left(lab.slurm), "nothing is left of it")
 
 
 @pytest.mark.parametrize("plugin", ["task/none", "task/affinity"])
@@ -60,9 +59,8 @@ def test_srun_says_nothing_and_binds_to_no_core(lab: Lab, plugin: str) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         runs = [p for p in lab.login.processes(user="alice") if p.name == "srun"]
-        words = [Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0") for p in runs]
-        assert [b"--cpu-bind=none" in argv for argv in words if b"--gpus=1" in argv] != []
-        assert {b"--cpu-bind=none" in argv for argv in words} == {plugin == "task/affinity"}
+        assert ["--gpus=1" in p.argv for p in runs].count(True) > 0
+        assert {"--cpu-bind=none" in p.argv for p in runs} == {plugin == "task/affinity"}
         _, said = process.communicate("end\n", timeout=60)
     assert (process.returncode, said) == (0, "")
     all_gone(lab.slurm)
@@ -103,7 +101,7 @@ def test_signals_reach_the_command_and_its_exit_code_is_ours(lab: Lab, number: i
         assert process.stdout.readline() == "noted\n"
         group = f"-{process.process.inner}"  # as timeout(1) and a terminal do it
         lab.login.run(["kill", f"-{number:d}", "--", group], user="alice", check=True)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (7, "told\n"), err
     all_gone(lab.slurm)
 
@@ -125,7 +123,7 @@ def test_launch_reserves_starts_and_releases(lab: Lab) -> None:
     first = [f"{k} {k} 0,1,2,3,4,5,6,7 10.88.0.11 gpu01" for k in range(8)]
     assert ranks(done.stdout) == [*first, "8 0 0,1 10.88.0.11 gpu02", "9 1 0,1 10.88.0.11 gpu02"]
     all_gone(lab.slurm)
-    assert lab.processes() == []
+    until(lambda: not lab.processes(), "nothing runs on the nodes")
 
 
 def test_launch_on_a_lease_there_is_leaves_it(lab: Lab) -> None:

@@ -31,9 +31,11 @@ def lab(slurm: SlurmCluster) -> Iterator[Lab]:
 
 
 @contextmanager
-def channels(lab: Lab, job: int | str, *hosts: str, command: str | None = None, **env: str) -> Iterator[Driven]:
+def channels(
+    lab: Lab, job: int | str, *hosts: str, command: str | None = None, timeout: str = "30s", **env: str
+) -> Iterator[Driven]:
     """Open channels to ``hosts`` in a job from login1, with ``command`` at their ends; None: agents."""
-    words = {"settings": {"connect_timeout": "3s"}, "hosts": hosts, "command": command, "job": str(job)}
+    words = {"settings": {"connect_timeout": timeout}, "hosts": hosts, "command": command, "job": str(job)}
     driver = [sys.executable, DRIVER, json.dumps(words)]
     with lab.login.popen(driver, user="alice", stdin=subprocess.PIPE, env=env) as process:
         try:
@@ -42,9 +44,9 @@ def channels(lab: Lab, job: int | str, *hosts: str, command: str | None = None, 
             process.kill()
 
 
-def ended(lab: Lab, job: int | str, host: str = "gpu01", **env: str) -> tuple[str, str]:
+def ended(lab: Lab, job: int | str, host: str = "gpu01", timeout: str = "30s", **env: str) -> tuple[str, str]:
     """Return kind and words of the end of a channel that comes to nothing."""
-    with channels(lab, job, host, **env) as driven:
+    with channels(lab, job, host, timeout=timeout, **env) as driven:
         found = driven.event("ended")
     return found["kind"], found["words"]
 
@@ -109,7 +111,7 @@ def test_what_slurm_refuses_is_told_with_its_cure(lab: Lab) -> None:
     kind, words = ended(lab, job, SLURM_CONF="/nowhere/slurm.conf")
     assert kind == "resolve", words
     lab.slurm.run(["scontrol", "suspend", str(job)], user="root", check=True)
-    kind, words = ended(lab, job)
+    kind, words = ended(lab, job, timeout="3s")
     assert (kind, words) == ("timeout", f"Slurm starts no step in job {job} now; is it suspended? see `squeue --me`")
 
 
@@ -137,7 +139,7 @@ def test_a_controller_that_does_not_answer_is_told_in_time(lab: Lab, fault: str)
         before.start_agents("gpu01")
         lab.slurm.controller(fault)
         started = Stopwatch()
-        with channels(lab, job, "gpu01") as driven:
+        with channels(lab, job, "gpu01", timeout="3s") as driven:
             found = driven.event("ended")
         assert started.stop() < 15.0
         assert (found["kind"], found["words"].partition("; ")[0]) in {
@@ -153,7 +155,7 @@ def test_a_controller_that_does_not_answer_is_told_in_time(lab: Lab, fault: str)
 def test_a_node_whose_daemon_hangs_is_told(lab: Lab) -> None:
     job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
     lab.slurm.daemon("gpu01", "stop")
-    kind, words = ended(lab, job)
+    kind, words = ended(lab, job, timeout="3s")
     lab.slurm.daemon("gpu01", "continue")
     assert kind == "timeout", words
     assert words.startswith(f"Slurm has started no step of job {job} on gpu01 in time")

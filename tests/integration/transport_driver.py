@@ -14,13 +14,17 @@ import hashlib
 import json
 import sys
 import threading
-import time
+from pathlib import Path
 from typing import Any
 
 from gpuboard.config import Settings
 from gpuboard.transport.base import Channel, Transport, TransportError
 from gpuboard.transport.connector import ssh_transport
 from gpuboard.transport.srun import SrunTransport
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.waiting import Stopwatch
 
 _lock = threading.Lock()
 
@@ -82,9 +86,9 @@ def main() -> None:
             listeners[number].report()
         elif what["op"] == "close":
             break
-    started = time.monotonic()
+    closing = Stopwatch()
     transport.close()
-    say(event="closed", s=time.monotonic() - started)
+    say(event="closed", s=closing.stop())
     if asked.get("linger"):
         sys.stdin.read()
 
