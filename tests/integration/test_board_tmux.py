@@ -154,9 +154,11 @@ def test_every_gpu_of_every_node_is_there_with_its_state(screen: Pane) -> None:
 
 def test_the_filter_works_while_it_is_typed_and_the_table_says_why(screen: Pane) -> None:
     screen.keys("/")
+    screen.shows("^p Palette")  # keys go to the filter
     screen.type("node:gpu01 state:bro")
     screen.wait(lambda text: "gpu02" not in text.split("\n", 1)[1], "the filter leaves gpu01 alone")
     screen.keys("Enter")
+    screen.shows("t View")  # and to the rows again
     screen.keys("t")
     text = screen.shows("Reason", "row remapping")
     assert row(text, "gpu01 3 H100").split()[:2] == ["gpu01", "3"]
