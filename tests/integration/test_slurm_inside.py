@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,8 +109,7 @@ def test_what_a_killed_job_had_claimed_is_free_as_soon_as_slurm_says_that_it_is_
         return states(status(lab.slurm, "root"), "gpu01"), len(listed)
 
     until(lambda: seen() == ("aaffffff", 1), "Slurm and the claim are seen")
-    for process in lab.processes(["gpu01"]):  # the keeper, too, which would give the claim back
-        os.kill(process.pid, signal.SIGKILL)
+    lab.kill_all("gpu01")  # the keeper, too, which would give the claim back
     job.wait()
     claimed = lab.claims()
     until(lambda: seen() == ("ffffffff", 0), "it is free")
@@ -150,7 +147,7 @@ def test_usr1_reaches_the_ranks(lab: Lab) -> None:
     job.wait_out("up", 3)
     job.cancel("--signal=USR1", "--batch")  # what --signal=B: makes Slurm do a minute before the end
     job.wait_out("saved", 3)
-    assert "SIGUSR1 is passed on to ranks 0-2" in job.err
+    until(lambda: "SIGUSR1 is passed on to ranks 0-2" in job.err, "it says so")
     job.cancel("--signal=USR1")  # to all steps: to the ranks on the other node, past the supervisor there
     job.wait_out("saved", 4)
     lab.put("stop", "")
@@ -177,8 +174,7 @@ def test_what_a_killed_job_left_behind_keeps_nobody_from_his_gpus(lab: Lab) -> N
     lab.put("quick.py", WHO % "RANK")
     job = lab.submit(f"gpuboard launch {FAKE} script.py", "--gpus=2", "--nodelist=gpu01")
     job.wait_out("up", 2)
-    for process in lab.processes():
-        lab.host("gpu01").run(["kill", "-9", str(process.inner)], user="root")
+    lab.kill_all("gpu01")
     job.wait()
     assert len(lab.claims()) == 2
     again = lab.run(f"gpuboard launch {FAKE} quick.py; gpuboard leases", "--gpus=2", "--nodelist=gpu01")
@@ -242,7 +238,7 @@ def test_a_lease_and_its_keeper_end_with_the_job(lab: Lab, cgroups: bool) -> Non
     job = lab.run(script, "--gpus=3", "--nodes=2", "--nodelist=gpu0[1-2]")
     nodes, _, ended = job.out.split()[0], None, float(job.out.split()[-1])
     assert nodes == "gpu[01-02]", job.err
-    assert time.time() - ended < 15.0, "nothing that was left behind keeps the job"
+    assert time.time() - ended < 30.0, "nothing that was left behind keeps the job"
     until(lambda: not lab.processes(), "nothing is left on the nodes")
 
 
@@ -263,10 +259,11 @@ def test_a_keeper_outside_the_job_and_one_inside(lab: Lab) -> None:
     no_slurm = {"GPUBOARD_SCHEDULER": "none"}
     gpu01.run(["gpuboard", "allocate", "--gpus", "gpu01:7", "--for", "10m", "--detach"], check=True, env=no_slurm)
     lab.slurm.configure(cgroups=True)
+    until(lambda: len(lab.processes(["gpu01"])) == 1, "only the keeper is left")
     [outside] = lab.processes(["gpu01"])
     job = lab.run('eval "$(gpuboard allocate --n 1)"; gpuboard leases', "--gpus=1", "--nodelist=gpu01")
     assert (job.err, len(job.out.splitlines())) == ("", 3), job.out
-    assert lab.processes(["gpu01"]) == [outside], "the job's own has ended with it"
+    until(lambda: lab.processes(["gpu01"]) == [outside], "the job's own has ended with it")
     assert "gpu01:7 " in gpu01.run(look, env=no_slurm, check=True).stdout
     gpu01.run(["gpuboard", "release", "--mine"], check=True, env=no_slurm)
 
