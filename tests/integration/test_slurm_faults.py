@@ -91,8 +91,12 @@ def test_without_a_controller_nothing_is_called_free(slurm: SlurmCluster, fault:
             assert all_states(line)[0].startswith("aa")
 
         slurm.nodes["gpu02"].script([Gpu(temperature=77)] * 8)  # NVML goes on, at its pace
-        warm = watch.until(lambda line: gpus(line, "gpu02")[0]["temperature"] == 77, "NVML is read")
-        assert max(node["age_s"] for node in warm["nodes"]) < 5
+
+        def read_on(line: Status) -> bool:
+            warm = bool(gpus(line, "gpu02")[0]["temperature"] == 77)
+            return warm and all(node["age_s"] < 5 for node in line["nodes"])
+
+        watch.until(read_on, "NVML is read")
 
         slurm.controller(cure)
         after = watch.until(lambda line: all_states(line) == BEFORE, "it recovers by itself")
@@ -137,7 +141,7 @@ def test_status_once_without_a_controller(slurm: SlurmCluster, fault: str) -> No
     configure(slurm, "root", 'ssh = "all"')
     begun = time.monotonic()
     found = status(slurm, "root")
-    assert time.monotonic() - begun < 25
+    assert time.monotonic() - begun < 40
     assert all_states(found) == ["u" * 8] * 3
     assert found["scheduler"]["error"]
     assert found["scheduler"]["age_s"] is None
