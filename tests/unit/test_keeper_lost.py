@@ -54,7 +54,7 @@ def test_one_of_many_commands_tells_what_was_lost(tmp_path: Path) -> None:
         command.start()
     answers = [told.get() for _ in range(ROUNDS * COMMANDS)]
     for command in commands:
-        command.join(20)
+        command.join(60)
     assert [command.exitcode for command in commands] == [0] * COMMANDS
     assert sorted(word for words in answers for word in words) == sorted(f"lease {n} has lapsed" for n in range(ROUNDS))
     assert list(_lost(state).parent.iterdir()) == []
