@@ -71,8 +71,8 @@ def below(root: int) -> set[int]:
     return found
 
 
-def wait_dead(pids: set[int], timeout_s: float = 5.0) -> None:
-    until(lambda: not any(map(alive, pids)), "the processes end", timeout_s)
+def wait_dead(pids: set[int]) -> None:
+    until(lambda: not any(map(alive, pids)), "the processes end", 20)  # and not after ten minutes
 
 
 def alive(pid: int) -> bool:
