@@ -142,8 +142,14 @@ class Running(subprocess.Popen[str]):
                     raise
                 return  # it has ended meanwhile
             _signal(target, sig)
-            if sig != signal.SIGSTOP:
-                _signal(self.pid, signal.SIGCONT)  # nsenter stops itself when its child is stopped
+            if sig == signal.SIGSTOP:
+                self.stands_still()
+            else:
+                _signal(self.pid, signal.SIGCONT)
+
+    def stands_still(self) -> None:
+        """Wait until nsenter has stopped itself, as it does when its child is stopped: only then can it be woken."""
+        _until(lambda: self.poll() is not None or _stopped(self.pid), f"nsenter stops with {self.args!r}")
 
 
 class Host:
@@ -208,6 +214,8 @@ class Host:
         stopped: set[int] = set()
         while new := self._signal_sshd(signal.SIGSTOP) - stopped:  # one may have taken a connection meanwhile
             stopped |= new
+        if self._sshd is not None:
+            self._sshd.stands_still()
 
     def resume_sshd(self) -> None:
         """Undo ``pause_sshd``."""
@@ -419,6 +427,10 @@ def _process(pid: str) -> NodeProcess | None:
 
 def inside(pid: int, ip: str) -> None:
     subprocess.run(["nsenter", "-t", str(pid), "-n", "ip", *ip.split()], check=True)
+
+
+def _stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _signal(pid: int, sig: int) -> None:
