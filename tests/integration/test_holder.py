@@ -67,7 +67,7 @@ IN_BASH = {
     "a file": "$STUB > out; x=$(<out)",
     "a file, from a subshell": "( $STUB > out; true ); x=$(<out)",
     "a file, under timeout": "timeout 20 $STUB > out; x=$(<out)",
-    "a file, through tee": "$STUB | tee out > /dev/null; x=$(<out)",
+    "a file, through tee": "{ until pgrep -xP $$ tee >&2; do :; done; exec $STUB; } | tee out > /dev/null; x=$(<out)",
     "stderr beside it": "x=$($STUB 2>&1)",
 }
 
@@ -85,14 +85,19 @@ def test_subshell_that_uses_it_is_the_holder() -> None:
     assert pid == mine
 
 
-def test_loop_that_reads_it_is_the_holder() -> None:
-    mine, pid = output("bash", "-c", "$STUB | while read -r pid kind; do echo $BASHPID $pid; done; true")
+# A reader that has not been started yet cannot be found.
+ONCE_READ = "{ until [ -e up ]; do sleep 0.02; done; exec $STUB; }"
+
+
+def test_loop_that_reads_it_is_the_holder(tmp_path: Path) -> None:
+    loop = "{ : > up; while read -r pid kind; do echo $BASHPID $pid; done; }"
+    mine, pid = output("bash", "-c", f"{ONCE_READ} | {loop}; true", cwd=tmp_path)
     assert pid == mine
 
 
-def test_consumer_in_a_pipeline_is_the_holder() -> None:
-    reader = f"{sys.executable} -c 'import os; print(os.getpid(), input())'"
-    mine, pid, _ = output("bash", "-c", f"$STUB | {reader}; true")
+def test_consumer_in_a_pipeline_is_the_holder(tmp_path: Path) -> None:
+    reader = f'{sys.executable} -c \'import os; open("up", "w"); print(os.getpid(), input())\''
+    mine, pid, _ = output("bash", "-c", f"{ONCE_READ} | {reader}; true", cwd=tmp_path)
     assert pid == mine
 
 
