@@ -80,8 +80,12 @@ def slurm(started_slurm: test_slurm.SlurmCluster, nodes: test_nodes.Cluster) -> 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put first what takes longest, so that workers side by side end at much the same time."""
-    order = ("board", "integration", "gpu")
-    items.sort(key=lambda item: order.index(item.path.parent.name) if item.path.parent.name in order else len(order))
+    order = ("board", "test_transport_conformance.py", "integration", "gpu")
+
+    def place(item: pytest.Item) -> int:
+        return next((k for k, name in enumerate(order) if name in item.path.parts[-2:]), len(order))
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is none
