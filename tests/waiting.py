@@ -43,11 +43,11 @@ class Clock:
 
 
 class Stopwatch:
-    """Such a clock that reads itself from now on until it is stopped."""
+    """Such a clock that reads itself from now on until it is stopped; ``seconds`` have passed so far."""
 
     def __init__(self) -> None:
+        self.seconds = 0.0
         self._over = threading.Event()
-        self._spent_s = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -55,13 +55,13 @@ class Stopwatch:
         """Return the seconds since it was made."""
         self._over.set()
         self._thread.join()
-        return self._spent_s
+        return self.seconds
 
     def _run(self) -> None:
         clock = Clock()
         while not self._over.is_set():
             clock.sleep()
-        self._spent_s = clock.spent_s()
+            self.seconds = clock.spent_s()
 
 
 def until(condition: Callable[[], T], what: str = "", timeout_s: float = 60.0) -> T:
