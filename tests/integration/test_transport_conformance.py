@@ -61,15 +61,18 @@ def test_what_behind_a_jump_host_does_not_answer_is_told(lab: Lab, nodes: Cluste
 
 def test_ipv6_on_another_port(lab: Lab, nodes: Cluster) -> None:
     gpu03 = nodes["gpu03"]
-    for host, address in ((gpu03, "fd88::13"), (lab.here, "fd88::21"), (nodes["gpu01"], "fd88::11")):
-        inside(host.pid, f"-6 addr replace {address}/64 dev eth0 nodad")
     gpu03.sshd("Port 2222")
     gpu03.firewall("add rule inet t in tcp dport 22 drop", "add rule inet t in ip protocol tcp tcp dport 2222 drop")
     with (lab.ssh / "known_hosts").open("a") as file:
         file.write(f"[fd88::13]:2222 {(nodes.root / 'keys' / 'gpu03.pub').read_text()}")
     six = "  HostName fd88::13\n  Port 2222\n"
     lab.config(f"Host six\n{six}Host behind\n{six}  ProxyJump gpu01\n")
-    assert {name: node["error"] for name, node in lab.status("six", "behind").items()} == {"six": None, "behind": None}
+    with ExitStack() as addresses:
+        for host, address in ((gpu03, "fd88::13"), (lab.here, "fd88::21"), (nodes["gpu01"], "fd88::11")):
+            inside(host.pid, f"-6 addr add {address}/64 dev eth0 nodad")
+            addresses.callback(inside, host.pid, f"-6 addr del {address}/64 dev eth0")
+        seen = lab.status("six", "behind")
+    assert {name: node["error"] for name, node in seen.items()} == {"six": None, "behind": None}
 
 
 def test_includes_and_wildcards_are_read_as_ssh_reads_them(lab: Lab, nodes: Cluster) -> None:
