@@ -141,15 +141,24 @@ class Running(subprocess.Popen[str]):
                 if self.poll() is None:
                     raise
                 return  # it has ended meanwhile
-            _signal(target, sig)
             if sig == signal.SIGSTOP:
-                self.stands_still()
+                self._stop(target)
             else:
+                _signal(target, sig)
                 _signal(self.pid, signal.SIGCONT)
 
-    def stands_still(self) -> None:
-        """Wait until nsenter has stopped itself, as it does when its child is stopped: only then can it be woken."""
-        _until(lambda: self.poll() is not None or _stopped(self.pid), f"nsenter stops with {self.args!r}")
+    def _stop(self, pid: int) -> None:
+        """Stop the process itself, ``pid``, and wait until nsenter stands still too: only then can it be woken.
+
+        nsenter stops itself when its child is stopped, and lets its child go on when it is woken; where it is late
+        with the latter, the child is stopped once more.
+        """
+
+        def still() -> bool:
+            _signal(pid, signal.SIGSTOP)
+            return self.poll() is not None or _stopped(self.pid)
+
+        _until(still, f"nsenter stops with {self.args!r}")
 
 
 class Host:
@@ -215,7 +224,7 @@ class Host:
         while new := self._signal_sshd(signal.SIGSTOP) - stopped:  # one may have taken a connection meanwhile
             stopped |= new
         if self._sshd is not None:
-            self._sshd.stands_still()
+            self._sshd.send_signal(signal.SIGSTOP)
 
     def resume_sshd(self) -> None:
         """Undo ``pause_sshd``."""
