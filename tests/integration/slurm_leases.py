@@ -20,8 +20,14 @@ def gpuboard(
     return slurm.nodes[host].run(["gpuboard", *args], user=user, env=env)
 
 
+def settled(slurm: SlurmCluster) -> None:
+    """Wait until no job is about to end: until then Slurm keeps its GPUs, and mostly all of its nodes, from others."""
+    until(lambda: slurm.jobs() == slurm.jobs(ending=False), "Slurm has done with the jobs that end")
+
+
 def allocate(slurm: SlurmCluster, *args: str, user: str = "alice", code: int = 0) -> Any:
     """Reserve without a holder and return the JSON that was printed."""
+    settled(slurm)
     done = gpuboard(slurm, "allocate", *DETACHED, "--format", "json", *args, user=user)
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout)
@@ -37,6 +43,7 @@ def refused(slurm: SlurmCluster, *args: str, code: int) -> str:
 
 def shell(slurm: SlurmCluster, *args: str, user: str = "alice", env: dict[str, str] | None = None) -> Running:
     """Start a shell on the login node that evaluates `allocate`, says how that went, and then does what it is told."""
+    settled(slurm)
     words = " ".join(f"'{arg}'" for arg in args)
     script = f"""
         export CUDA_VISIBLE_DEVICES=stale
