@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +19,17 @@ from tests.waiting import Stopwatch, until
 SHELLS = [shell for shell in ("sh", "bash", "busybox") if shutil.which(shell)]
 
 
-def start(tmp_path: Path, text: str, shell: str = "sh") -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def start(tmp_path: Path, text: str, shell: str = "sh") -> Iterator[subprocess.Popen[bytes]]:
     file = tmp_path / "script"
     file.write_text(text)
     command = ["busybox", "sh", str(file)] if shell == "busybox" else [shell, str(file)]
-    return subprocess.Popen(command, env={"PATH": os.environ["PATH"]}, start_new_session=True)
+    with subprocess.Popen(command, env={"PATH": os.environ["PATH"]}, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nothing of it lives any more
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def heartbeat(tmp_path: Path, name: str = "k3f9xy.alive") -> Path:
@@ -36,59 +45,47 @@ def heartbeat(tmp_path: Path, name: str = "k3f9xy.alive") -> Path:
 def test_it_lives_while_life_is_shown_and_ends_soon_after(tmp_path: Path, shell: str) -> None:
     file = heartbeat(tmp_path, "it's $(odd) `name`.alive")
     with start(tmp_path, script(str(file), 4.0, 0.1), shell) as process:
-        try:
-            until(lambda: (tmp_path / f"{file.name}.seen").stat().st_mtime > 1, "it has seen the file")
-            for _ in range(50):  # longer than it lives without
-                os.utime(file)
-                time.sleep(0.1)
-                assert process.poll() is None
-            ended = Stopwatch()
-            assert process.wait(60) == 0
-            assert ended.stop() < 7.0
-        finally:
-            process.kill()
+        until(lambda: (tmp_path / f"{file.name}.seen").stat().st_mtime > 1, "it has seen the file")
+        for _ in range(50):  # longer than it lives without
+            os.utime(file)
+            time.sleep(0.1)
+            assert process.poll() is None
+        ended = Stopwatch()
+        assert process.wait(60) == 0
+        assert ended.stop() < 7.0
 
 
 def test_what_it_cannot_look_at_for_a_while_counts_as_silence_and_no_more(tmp_path: Path) -> None:
     file = heartbeat(tmp_path)
     with start(tmp_path, script(str(file), 4.0, 0.1)) as process:
-        try:
-            until(lambda: (tmp_path / f"{file.name}.seen").stat().st_mtime > 1, "it has seen the file")
-            file.rename(tmp_path / "away")
-            time.sleep(0.5)
-            (tmp_path / "away").rename(file)
-            for _ in range(45):
-                os.utime(file)
-                time.sleep(0.1)
-            assert process.poll() is None
-        finally:
-            process.kill()
+        until(lambda: (tmp_path / f"{file.name}.seen").stat().st_mtime > 1, "it has seen the file")
+        file.rename(tmp_path / "away")
+        time.sleep(0.5)
+        (tmp_path / "away").rename(file)
+        for _ in range(45):
+            os.utime(file)
+            time.sleep(0.1)
+        assert process.poll() is None
 
 
 def test_a_suspended_job_does_not_find_that_hours_have_passed(tmp_path: Path) -> None:
     file = heartbeat(tmp_path)
     with start(tmp_path, script(str(file), 4.0, 0.1)) as process:
-        try:
-            until(lambda: (tmp_path / f"{file.name}.seen").stat().st_mtime > 1, "it has seen the file")
-            process.send_signal(19)
-            time.sleep(5.0)
-            process.send_signal(18)
-            for _ in range(20):
-                os.utime(file)
-                time.sleep(0.1)
-            assert process.poll() is None
-        finally:
-            process.kill()
+        until(lambda: (tmp_path / f"{file.name}.seen").stat().st_mtime > 1, "it has seen the file")
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(5.0)
+        process.send_signal(signal.SIGCONT)
+        for _ in range(20):
+            os.utime(file)
+            time.sleep(0.1)
+        assert process.poll() is None
 
 
 def test_where_the_home_is_not_shared_it_stays(tmp_path: Path) -> None:
     with start(tmp_path, script(str(tmp_path / "nowhere" / "x.alive"), 0.2, 0.01)) as process:
-        try:
-            time.sleep(2.0)
-            assert process.poll() is None
-            assert not (tmp_path / "nowhere").exists()
-        finally:
-            process.kill()
+        time.sleep(2.0)
+        assert process.poll() is None
+        assert not (tmp_path / "nowhere").exists()
 
 
 def test_detached_it_looks_at_nothing() -> None:
