@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,7 +21,7 @@ from gpuboard.cli.allocate import add_request, add_slurm, add_terms, progress, r
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.options import patience, typed
-from gpuboard.cli.statusfile import recorded
+from gpuboard.cli.statusfile import OPTION, outcome_of, recorded
 from gpuboard.errors import NoSuchLease, Refused, UsageError
 from gpuboard.launch.lifeline import LifeLine
 from gpuboard.model.text import clean
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="end the ranks when this command is silent for so long; default 60s")  # fmt: skip
     run.add_argument("--dry-run", action="store_true", help="print what would be done; reserve and start nothing")
     run.add_argument("--json", action="store_true", help="with --dry-run: print the plan as JSON")
-    run.add_argument("--status-file", metavar="FILE", help="write what happened as JSON, however it ends")
+    run.add_argument(OPTION, metavar="FILE", help="write what happened as JSON, however it ends")
     # How the board starts a run: under an id it knows, its words in the run's folder alone, ended when the board ends.
     run.add_argument("--run-id", help=argparse.SUPPRESS)
     run.add_argument("--life-line", type=int, metavar="FD", help=argparse.SUPPRESS)
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     ):  # until the head takes over they end us as ctrl-C does: all given back
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
-    outcome: dict[str, object] = {"schema": 1, "command": "launch", "exit_code": 1, "error": None, "run": None}
+    outcome = outcome_of(NAME)
     line = None
     if args.life_line is not None:
         try:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     return code
 
 
-def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, object], line: LifeLine | None) -> int:
+def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any], line: LifeLine | None) -> int:
     from gpuboard.launch import environ, plan, runs, source, target
 
     what = target.parse_target(args.target, args.module)
@@ -154,7 +154,7 @@ def _head(
     nodes: Sequence[Node],
     context: Context,
     screen: Screen,
-    outcome: dict[str, object],
+    outcome: dict[str, Any],
     *,
     line: LifeLine | None,
 ) -> int:

@@ -134,7 +134,7 @@ def _dispatch(argv: list[str]) -> int:
             print(f"gpuboard {__version__}")
             return 0
     command = load("board" if name is None else name)
-    args = parser_of(command).read(rest)
+    args = _read(command, rest)
     context = Context(argv)
     context.said = args.nodes or []
     if args.config is not None:
@@ -142,6 +142,20 @@ def _dispatch(argv: list[str]) -> int:
     if command.NAME not in {"board", *GROUPS["set up"]}:  # the board does it beside the UI: a hung keeper takes 3 s
         mind_leases(context)
     return command.run(args, context)
+
+
+def _read(command: Command, words: list[str]) -> argparse.Namespace:
+    """Return a command's arguments. Raises UsageError, which is in the command's status file, too, if it has one."""
+    parser = parser_of(command)
+    try:
+        return parser.read(words)
+    except UsageError:
+        from gpuboard.cli.statusfile import OPTION, outcome_of, recorded
+
+        if file := parser.said(OPTION, words):
+            with recorded(outcome_of(command.NAME), file):
+                raise
+        raise
 
 
 def mind_leases(context: Context) -> None:

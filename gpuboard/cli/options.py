@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Sequence
+import string
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
 from gpuboard.errors import UsageError
 from gpuboard.model.units import parse_duration
 
 T = TypeVar("T")
+
+_NO_WORD = ("-", *string.digits)  # how an option or a duration begins, and nothing that is to run
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,17 +58,35 @@ class Parser(argparse.ArgumentParser):
         """
         if not any(action.nargs == argparse.REMAINDER and not action.option_strings for action in self._actions):
             return words
+        for position, action in self._leading(words):
+            follows = words[position + 1] if position + 1 < len(words) else ""
+            if action is not None and action.nargs == "?" and follows and not follows.startswith(_NO_WORD):
+                return [*words[: position + 1], "--", *words[position + 1 :]]
+        return words
+
+    def said(self, option: str, words: Sequence[str]) -> str | None:
+        """Return the value of ``option`` in a command line that may be wrong otherwise; None: it has none.
+
+        Nothing behind the first word that may be what is to run is read; also the value of an unknown option may.
+        """
+        found = None
+        for position, _ in self._leading(words):
+            name, equals, value = words[position].partition("=")
+            if name == option and name in self._option_string_actions:
+                follows = words[position + 1] if position + 1 < len(words) else ""
+                found = value if equals else "" if follows.startswith("-") else follows
+        return found or None
+
+    def _leading(self, words: Sequence[str]) -> Iterator[tuple[int, argparse.Action | None]]:
+        """Yield where the options stand that are the command's own, before the words of what it is to run."""
         position = 0
         while position < len(words) and words[position].startswith("-") and words[position] != "--":
             action = self._option_string_actions.get(words[position])
+            yield position, action
             position += 1
             follows = words[position] if position < len(words) else ""
-            if action is not None and action.nargs == "?" and follows and not follows[0].isdigit():
-                if not follows.startswith("-"):
-                    return [*words[:position], "--", *words[position:]]
-            elif action is not None and action.nargs in {None, "?"}:
+            if action is not None and (action.nargs is None or (action.nargs == "?" and follows[:1].isdigit())):
                 position += 1
-        return words
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

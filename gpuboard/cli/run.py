@@ -13,7 +13,7 @@ from gpuboard.cli.allocate import add_filters, add_slurm, add_terms, progress, s
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.options import natural, typed
-from gpuboard.cli.statusfile import recorded
+from gpuboard.cli.statusfile import OPTION, outcome_of, recorded
 from gpuboard.errors import UsageError
 from gpuboard.model.text import clean
 
@@ -44,17 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_terms(held)
     add_slurm(parser)
     held.add_argument("--uuid", action="store_true", help="UUIDs, not indexes, in CUDA_VISIBLE_DEVICES")
-    held.add_argument("--status-file", metavar="FILE", help="write what happened as JSON, however it ends")
+    held.add_argument(OPTION, metavar="FILE", help="write what happened as JSON, however it ends")
     parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- CMD …", help="the command and its arguments")
     parser.epilog = _EPILOG
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Reserve, run, release; return the command's exit code."""
-    outcome: dict[str, Any] = {
-        "schema": 1, "command": "run", "exit_code": 1, "error": None, "started": False, "lease": None, "node": None,
-        "gpus": [],
-    }  # fmt: skip
+    outcome = outcome_of(NAME)
     with recorded(outcome, args.status_file):
         code = _run(args, context, outcome)
         outcome["exit_code"] = code

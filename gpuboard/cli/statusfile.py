@@ -12,6 +12,17 @@ import msgspec
 from gpuboard.cli.main import say
 from gpuboard.errors import GpuboardError
 
+OPTION = "--status-file"
+_MORE: dict[str, dict[str, Any]] = {
+    "run": {"started": False, "lease": None, "node": None, "gpus": []},
+    "launch": {"run": None},
+}
+
+
+def outcome_of(command: str) -> dict[str, Any]:
+    """Return what the file says of ``run`` or ``launch`` while nothing has become of it (docs/commands.md)."""
+    return {"schema": 1, "command": command, "exit_code": 1, "error": None} | _MORE[command]
+
 
 @contextlib.contextmanager
 def recorded(outcome: dict[str, Any], file: str | None) -> Iterator[None]:
@@ -27,9 +38,12 @@ def recorded(outcome: dict[str, Any], file: str | None) -> Iterator[None]:
     except KeyboardInterrupt:
         outcome |= {"exit_code": 130, "error": "interrupted"}
         raise
+    except Exception as error:
+        outcome |= {"exit_code": 1, "error": f"{type(error).__name__}: {error}"}
+        raise
     finally:
         if file:
             try:
                 Path(file).write_bytes(msgspec.json.encode(outcome) + b"\n")
             except OSError as error:
-                say(f"--status-file {file}: {error.strerror}")
+                say(f"{OPTION} {file}: {error.strerror}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -102,6 +103,44 @@ def test_usage_errors_exit_2_with_the_cure(argv: tuple[str, ...], words: str) ->
     assert (code, out) == (2, "")
     assert err.startswith("gpuboard: ")
     assert words in err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("launch", "--n", "x", "--status-file", "told", "train.py"),
+        ("launch", "--status-file=told", "--n", "1"),
+        ("launch", "--n", "2", "--wait", "--status-file", "told"),
+        ("run", "--status-file", "told", "--n", "0", "--", "true"),
+        ("run", "--status-file", "told", "--bogus", "--", "true"),
+    ],
+)
+def test_what_cannot_be_understood_is_in_the_status_file_too(
+    argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    told = json.loads((tmp_path / "told").read_text())
+    assert (told["schema"], told["command"], told["exit_code"]) == (1, argv[0], 2)
+    assert capsys.readouterr().err == f"gpuboard: {told['error']}\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("launch", "--n", "x", "train.py", "--status-file", "its"),
+        ("run", "--n", "0", "--", "sh", "--status-file", "its"),
+        ("launch", "--bogus", "train.py", "--status-file", "its"),
+        ("launch", "--status-file", "--n", "1"),
+        ("status", "--status-file", "its"),
+    ],
+)
+def test_no_other_file_is_taken_for_the_status_file(
+    argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
