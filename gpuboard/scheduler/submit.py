@@ -83,6 +83,7 @@ _REFUSALS = (
     ("Memory specification can not be satisfied", 3),
     ("Invalid generic resource (gres) specification", 3),
     ("Requested partition configuration not available now", 4),
+    ("Required partition not available (inactive or drain)", 4),
     ("Requested nodes are busy", 4),
     ("Required node not available (down, drained or reserved)", 4),
     ("Requested reservation not usable now", 4),
@@ -115,14 +116,28 @@ _UNCERTAIN = ("Socket timed out", "Zero Bytes", "Communication connection failur
 # Reasons of pending jobs that the job, as it was asked for, never gets beyond, with what helps.
 _NEVER = {
     "BadConstraints": "no node can ever have all of it",
-    "PartitionNodeLimit": "it is more nodes than the partition gives one job; see `scontrol show partition`",
+    "PartitionNodeLimit": "it is more or fewer nodes than the partition gives one job; see `scontrol show partition`",
     "PartitionTimeLimit": "it is longer than the partition allows; try a shorter --for",
+    "MaxMemPerLimit": "it is more memory than the partition gives one job; see `scontrol show partition`",
+    "ReservationDeleted": "that reservation is over; see `scontrol show reservation`",
+    "AccountNotAllowed": "the partition is not for that account; try --account or --partition",
     "InvalidAccount": "see `sacctmgr show associations user=$USER`; try --account",
     "InvalidQOS": "see `sacctmgr show associations user=$USER`; try --qos",
+    "QOSNotAllowed": "the partition is not for that QOS; try --qos or --partition",
     "JobHeldAdmin": "an administrator holds it",
     "JobHeldUser": "it is held: `scontrol release` lets it go on",
     "DependencyNeverSatisfied": "what it depends on has failed",
 }
+# The same of those that come in many: limits on what one job may have, which is not what others have at the moment.
+_NEVER_LIKE = (
+    (re.compile(r"AssocMax\w+Per(?:Job|Node)(?:Limit)?", re.ASCII),
+     "it is more than your account gives one job; see `sacctmgr show associations user=$USER`, try less, or --account"),
+    (re.compile(r"QOSMax\w+Per(?:Job|Node)(?:Limit)?", re.ASCII),
+     "it is more than that QOS gives one job; see `sacctmgr show qos`, try less, or --qos"),
+    (re.compile(r"QOSMin\w+", re.ASCII), "it is less than that QOS wants of a job; see `sacctmgr show qos`, try --qos"),
+    (re.compile(r"Job's (?:account|QOS) not (?:known|permitted)\b.*"),
+     "see `scontrol show partition`; try --account, --qos or --partition"),
+)  # fmt: skip
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -196,7 +211,8 @@ def check_option(text: str, where: str) -> None:
         return
     name = text[2:].partition("=")[0]
     for ours, words in _OURS.items():
-        if ours.startswith(name):  # sbatch takes what is left of an option's name where it is the only one
+        # sbatch takes what is left of an option's name where it is the only one, and is none itself
+        if ours.startswith(name) and name != "ntasks":
             raise UsageError(f"{where}: --{ours} is gpuboard's to say: {words}")
 
 
@@ -261,6 +277,8 @@ def refusal(stderr: str, code: int) -> GpuboardError:
     lines = [line for line in map(str.strip, stderr.splitlines()) if line and not line.startswith("Try ")]
     words = "; ".join(dict.fromkeys(clean(_said(line), 300) for line in lines)) or f"sbatch ended with exit code {code}"
     meaning = next((number for text, number in _REFUSALS if text in stderr), 2 if code == 255 else 1)
+    if meaning == 4 and any(map(never_reason, re.findall(r"\w+", stderr))):  # sbatch names the limit that is in the way
+        meaning = 3
     if meaning == 3:
         return NeverPossible(Refusal(3, f"Slurm refuses: {words}"))
     if meaning == 4:
@@ -280,7 +298,7 @@ def _said(line: str) -> str:
 
 def never_reason(reason: str) -> str | None:
     """Return why a job that is pending for ``reason`` will never start as it is; None when it may."""
-    return next((words for name, words in _NEVER.items() if reason == name), None)
+    return _NEVER.get(reason) or next((words for like, words in _NEVER_LIKE if like.fullmatch(reason)), None)
 
 
 def is_undecided(reason: str) -> bool:

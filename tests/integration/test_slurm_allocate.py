@@ -148,6 +148,25 @@ def test_what_can_never_be_is_told_from_what_is_not_now_and_from_slips(slurm: Sl
     assert slurm.jobs() == set()
 
 
+def test_limits_of_a_partition_are_told_from_a_partition_that_is_closed(slurm: SlurmCluster) -> None:
+    slurm.configure(
+        "PartitionName=small Nodes=ALL MaxMemPerNode=1000 State=UP\n"
+        "PartitionName=pairs Nodes=ALL MinNodes=2 State=UP\n"
+        "PartitionName=theirs Nodes=ALL AllowAccounts=physics State=UP\n"
+        "PartitionName=closed Nodes=ALL State=INACTIVE\n"
+        "PartitionName=down Nodes=ALL State=DOWN"
+    )
+
+    def words(partition: str, code: int, *more: str) -> str:
+        return refused(slurm, "--n", "1", "--partition", partition, *more, code=code)
+
+    assert "never start it: MaxMemPerLimit: it is more memory" in words("small", 3, "--slurm=--mem=200000")
+    assert "never start it: PartitionNodeLimit: it is more or fewer nodes" in words("pairs", 3)
+    assert "try --account, --qos or --partition" in words("theirs", 3, "--account", "chemistry")
+    assert "Required partition not available (inactive or drain)" in words("closed", 4)
+    assert "is pending (PartitionDown); try --wait" in words("down", 4)
+
+
 def test_the_kind_that_was_asked_for(slurm: SlurmCluster) -> None:
     slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[0-3]\nName=gpu Type=a100 File=/dev/nvidia[4-7]")
     assert held(slurm, allocate(slurm, "--n", "2", "--model", "A100")["lease"]["job"]) == {"gpu01": {4, 5}}

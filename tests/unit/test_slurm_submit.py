@@ -48,7 +48,7 @@ def test_a_flag_goes_before_the_setting() -> None:
     ["--array=1-3", "--arr=1-3", "-a1-3", "--wait", "-W", "--wrap=x", "--nodes=2", "-N2", "--gpus=2", "--gres=gpu:1",
      "--time=5", "-t5", "--job-name=x", "-Jx", "--output=x", "--parsable", "--test-only", "--uid=0", "--export=NONE",
      "--partition=x", "-px", "--nodelist=gpu01", "-wgpu01", "--exclude=x", "-xgpu01", "--hold", "-H", "--g",
-     "--requeue", "--clusters=all", "-Mall"],
+     "--requeue", "--clusters=all", "-Mall", "--ntask=8", "--ntasks-per-gpu=1"],
 )  # fmt: skip
 def test_options_that_are_ours_are_refused(option: str) -> None:
     with pytest.raises(UsageError, match="is gpuboard's to say"):
@@ -63,7 +63,8 @@ def test_what_is_not_one_option_is_refused(option: str) -> None:
 
 @pytest.mark.parametrize("option", ["--constraint=a100&ib", "-Ca100", "--exclusive", "--mem=0", "--nice=10",
                                     "--gres-flags=enforce-binding", "--gpu-bind=none", "--licenses=x:2",
-                                    "--mail-type=ALL", "--wait-all-nodes=1", "--time-min=10", "-c8"])  # fmt: skip
+                                    "--mail-type=ALL", "--wait-all-nodes=1", "--time-min=10", "-c8",
+                                    "--ntasks=8"])  # fmt: skip
 def test_other_options_pass(option: str) -> None:
     submit.check_option(option, "--slurm")
 
@@ -95,6 +96,10 @@ def test_minutes_are_rounded_up() -> None:
         ("sbatch: error: Batch job submission failed: Invalid qos specification", 1, UsageError),
         ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates "
          "accounting/QOS policy (job submit limit, user's size and/or time limits)", 1, NotFree),
+        ("sbatch: error: QOSMaxGRESPerJob\nsbatch: error: Batch job submission failed: Job violates "
+         "accounting/QOS policy (job submit limit, user's size and/or time limits)", 1, NeverPossible),
+        ("sbatch: error: Batch job submission failed: Required partition not available (inactive or drain)", 1,
+         NotFree),
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", 1,
          NoNodeReached),
         ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", 1, NoNodeReached),
@@ -133,7 +138,19 @@ def test_only_names_of_ours_are_leases() -> None:
 def test_reasons_that_no_waiting_cures_are_told_from_those_that_pass() -> None:
     assert submit.never_reason("PartitionTimeLimit") is not None
     assert submit.never_reason("Resources") is None
-    assert submit.never_reason("QOSMaxGRESPerUser") is None
+    for reason in (
+        "QOSMaxGRESPerUser", "MaxGRESPerAccount", "QOSGrpGRES", "AssocGrpGRESRunMinutes", "AssocMaxJobsLimit",
+        "ReqNodeNotAvail, UnavailableNodes:gpu01", "PartitionDown", "PartitionConfig", "BeginTime", "Reservation", "",
+    ):  # fmt: skip
+        assert submit.never_reason(reason) is None, reason
+    for reason in (
+        "MaxMemPerLimit", "AccountNotAllowed", "QOSNotAllowed", "ReservationDeleted",
+        "QOSMaxGRESPerJob", "QOSMaxGRESPerNode", "QOSMaxWallDurationPerJobLimit", "QOSMinGRES", "QOSMaxCpuPerNode",
+        "AssocMaxGRESPerJob", "AssocMaxNodePerJobLimit", "AssocMaxGRESMinutesPerJob",
+        "Job's account not known, so it can't use this partition (gpu allows physics)",
+        "Job's QOS not permitted to use this partition (gpu denies low including low)",
+    ):  # fmt: skip
+        assert submit.never_reason(reason) is not None, reason
     assert [submit.is_undecided(r) for r in ("None", "Priority", "Resources", "QOSMaxGRESPerUser")] == [
         True, True, False, False,
     ]  # fmt: skip
