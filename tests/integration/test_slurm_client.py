@@ -282,6 +282,7 @@ def test_a_watch_sees_the_controller_go_and_come_back(slurm: SlurmCluster) -> No
     number = slurm.submit(["--gres=gpu:1", "--wrap", "sleep 600"], running=True)
     with watch(slurm) as process:
         assert set(next_line(process).jobs) == {number}
+        slurm.save()
         slurm.controller("kill")
         until(lambda: next_line(process).seen.error is not None, "the watch misses the controller", 60)
         told = next_line(process)
