@@ -7,6 +7,9 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -21,12 +24,12 @@ pytestmark = pytest.mark.usefixtures("_claims")
 
 # How people call us in each shell; {command} is gpuboard's command line.
 EVALUATE = {
-    "sh": 'eval "$({command})"; echo $?; env',
-    "dash": 'eval "$({command})"; echo $?; env',
-    "bash": 'eval "$({command})"; echo $?; env',
-    "zsh": 'eval "$({command})"; echo $?; env',
-    "tcsh": 'eval "`{command}`"; echo $status; env',
-    "fish": "{command} | source; echo $status; env",
+    "sh": 'eval "$({command})"; echo $?',
+    "dash": 'eval "$({command})"; echo $?',
+    "bash": 'eval "$({command})"; echo $?',
+    "zsh": 'eval "$({command})"; echo $?',
+    "tcsh": 'eval "`{command}`"; echo $status',
+    "fish": "{command} | source; echo $status",
 }
 
 
@@ -35,22 +38,34 @@ def _claims(here: Here) -> None:  # noqa: F811
     here.needs_claims()
 
 
-def shell(here: Here, name: str, *args: str) -> tuple[int, dict[str, str], str]:  # noqa: F811
-    """Evaluate `gpuboard allocate` in a shell; return the status of eval, the environment after it, and stderr."""
+@contextmanager
+def shell(here: Here, name: str, *args: str) -> Iterator[tuple[int, dict[str, str], str]]:  # noqa: F811
+    """Evaluate `gpuboard allocate` in a shell; yield the status of eval, the environment after it, and stderr.
+
+    The shell lives until the block ends.
+    """
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed")
     flags = {"tcsh": ["-f"], "fish": ["--no-config"], "zsh": ["-f"]}.get(name, [])
-    script = EVALUATE[name].format(command=" ".join(here.command("allocate", *args)))
-    done = subprocess.run(
-        [name, *flags, "-c", script],
-        env=here.env | {"CUDA_VISIBLE_DEVICES": "stale", "GPUBOARD_LEASE": "stale"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).parents[2],
-    )
-    code, _, rest = done.stdout.partition("\n")
-    return int(code), dict(line.split("=", 1) for line in rest.splitlines() if "=" in line), done.stderr
+    script = EVALUATE[name].format(command=" ".join(here.command("allocate", *args))) + "; env; echo; cat"
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(
+            [name, *flags, "-c", script],
+            env=here.env | {"CUDA_VISIBLE_DEVICES": "stale", "GPUBOARD_LEASE": "stale"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        ) as process,
+    ):
+        assert process.stdout is not None
+        code = int(process.stdout.readline())
+        found = dict(line.rstrip("\n").split("=", 1) for line in iter(process.stdout.readline, "\n") if "=" in line)
+        said.seek(0)
+        yield code, found, said.read()
+        process.communicate(timeout=60)
 
 
 def claims(here: Here) -> list[str]:  # noqa: F811
@@ -60,13 +75,14 @@ def claims(here: Here) -> list[str]:  # noqa: F811
 
 @pytest.mark.parametrize("name", EVALUATE)
 def test_every_shell_gets_its_gpus_and_loses_them_at_its_end(here: Here, name: str) -> None:  # noqa: F811
-    code, found, errors = shell(here, name, "--n", "2")
-    assert (code, found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == (0, "0,1", "PCI_BUS_ID"), errors
-    assert found["GPUBOARD_NODES"] == os.uname().nodename.partition(".")[0]
-    rank_map = msgspec.json.decode(Path(found["GPUBOARD_RANK_MAP"]).read_bytes(), type=RankMap)
-    assert (rank_map.lease, rank_map.world_size, problems(rank_map)) == (found["GPUBOARD_LEASE"], 2, [])
-    assert Path(found["GPUBOARD_RANK_MAP"]).stat().st_mode & 0o777 == 0o600
-    assert not {"MASTER_ADDR", "WORLD_SIZE", "RANK"} & set(found)
+    with shell(here, name, "--n", "2") as (code, found, errors):
+        assert (code, found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == (0, "0,1", "PCI_BUS_ID"), errors
+        assert found["GPUBOARD_NODES"] == os.uname().nodename.partition(".")[0]
+        rank_map = msgspec.json.decode(Path(found["GPUBOARD_RANK_MAP"]).read_bytes(), type=RankMap)
+        assert (rank_map.lease, rank_map.world_size, problems(rank_map)) == (found["GPUBOARD_LEASE"], 2, [])
+        assert Path(found["GPUBOARD_RANK_MAP"]).stat().st_mode & 0o777 == 0o600
+        assert not {"MASTER_ADDR", "WORLD_SIZE", "RANK"} & set(found)
+        assert len(claims(here)) == 2
     until(lambda: not claims(here), "the shell has ended, its claims have not")
 
 
@@ -78,11 +94,11 @@ WRONG = [(["--n", "two"], 2), ([], 2), (["--n", "1", "--format", "yaml"], 2), ([
     [*((name, ["--n", "3"], 3) for name in EVALUATE), *(("sh", args, code) for args, code in WRONG)],
 )
 def test_every_shell_fails_closed(here: Here, name: str, args: list[str], code: int) -> None:  # noqa: F811
-    returned, found, errors = shell(here, name, *args)
-    assert (returned, found["CUDA_VISIBLE_DEVICES"]) == (code, "")
-    assert "GPUBOARD_LEASE" not in found
-    assert errors.startswith("gpuboard: ")
-    assert claims(here) == []
+    with shell(here, name, *args) as (returned, found, errors):
+        assert (returned, found["CUDA_VISIBLE_DEVICES"]) == (code, "")
+        assert "GPUBOARD_LEASE" not in found
+        assert errors.startswith("gpuboard: ")
+        assert claims(here) == []
 
 
 def test_an_import_error_fails_closed(here: Here, tmp_path: Path) -> None:  # noqa: F811
@@ -90,10 +106,10 @@ def test_an_import_error_fails_closed(here: Here, tmp_path: Path) -> None:  # no
     broken.mkdir()
     (broken / "msgspec.py").write_text("raise ImportError('no such thing')\n")
     here.env["PYTHONPATH"] = str(broken)
-    code, found, errors = shell(here, "sh", "--n", "1")
-    del here.env["PYTHONPATH"]
-    assert (code, found["CUDA_VISIBLE_DEVICES"]) == (1, "")
-    assert "no such thing" in errors
+    with shell(here, "sh", "--n", "1") as (code, found, errors):
+        del here.env["PYTHONPATH"]
+        assert (code, found["CUDA_VISIBLE_DEVICES"]) == (1, "")
+        assert "no such thing" in errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
