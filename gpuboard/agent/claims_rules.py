@@ -6,7 +6,6 @@ forward or back since then shows, and neither frees a claim that is kept nor pro
 """
 
 import json
-import math
 import re
 from collections import namedtuple
 
@@ -21,6 +20,7 @@ LONGEST_S = 366 * 86400.0
 MAX_BYTES = 65536  # of a claim file; a larger one is not read
 OWNER_BYTES = 262144  # of all claims of one user on a node: beyond it they are garbage, or one user could flood readers
 OWNER_FILES = 512
+NUMBER_MOST = 1e18  # of a time in a claim: JSON has larger ones, whose sums are infinite or no float at all
 PREFIX = "gpuboard."
 SIMULATED = "SIM-"
 
@@ -187,7 +187,7 @@ def _whole(value: "Any") -> bool:
 
 
 def _number(value: "Any") -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= NUMBER_MOST
 
 
 def picture(judged: "Iterable[Judged]", clock: "Clock", owners: "Any") -> "List[Dict[str, Any]]":

@@ -184,6 +184,8 @@ def forged(uuid: str, **changes: Any) -> bytes:
         pytest.param(lambda _: b"[" * 4000, id="nested"),
         pytest.param(lambda uuid: forged(uuid) + b" " * 10_000_000, id="huge"),
         pytest.param(lambda uuid: forged(uuid, up=time.clock_gettime(time.CLOCK_BOOTTIME) + 7200), id="future"),
+        pytest.param(lambda uuid: forged(uuid, until=10**400), id="no-float"),
+        pytest.param(lambda uuid: forged(uuid, **{"from": 10**308, "until": 10**308 + 9, "up": -1e308}), id="infinite"),
         pytest.param(lambda uuid: forged("GPU-of-another-name"), id="another-gpu"),
         pytest.param(lambda uuid: forged(uuid, boot="another boot"), id="another-boot"),
     ],
