@@ -13,6 +13,7 @@ from gpuboard.errors import UsageError
 from gpuboard.launch.environ import redacted
 from gpuboard.launch.target import Target
 from gpuboard.model.rankmap import RankMap, RankNode, problems
+from gpuboard.model.text import clean
 
 LOOPBACK = "127.0.0.1"
 # What ssh, a hostfile and a shell all take as it stands; a leading dash would be an option to all three.
@@ -102,7 +103,7 @@ def check_rank_map(rank_map: RankMap, known: Collection[str], where: str, device
     if not _host_or_address(rank_map.master_addr):
         wrong.append(f"master_addr {rank_map.master_addr!r} is neither a host name nor an address")
     if wrong:
-        raise UsageError(f"{where}:\n" + "\n".join(f"  {line}" for line in wrong))
+        raise UsageError(f"{where}:\n" + "\n".join(f"  {clean(line)}" for line in wrong))
 
 
 def _about_gpus(problem: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from gpuboard.model.text import clean
 def read_rank_map(path: Path) -> RankMap:
     """Return the rank map in a file, typed but not yet checked. Raises UsageError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RankMap)
+        return msgspec.json.decode(path.read_bytes().removeprefix(BOM_UTF8), type=RankMap)  # some editors write one
     except OSError as error:
         raise UsageError(f"{path}: the rank map cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -13,6 +13,7 @@ from gpuboard.errors import UsageError
 from gpuboard.launch.plan import check_rank_map
 from gpuboard.launch.source import nodes_of, read_rank_map
 from gpuboard.model.rankmap import Rank, RankMap, RankNode
+from gpuboard.model.text import clean
 from tests.unit.test_plan import MAP
 
 KNOWN = ("gpu01", "gpu02")
@@ -50,6 +51,14 @@ def test_every_problem_is_named() -> None:
         assert part in words
 
 
+def test_what_a_map_says_is_shown_without_its_escapes() -> None:
+    named = "gpu01\x1b[31m\nx"
+    ranks = [Rank(rank, named, rank, 0, "GPU-\x1b]0;owned\x07") for rank in range(2)]
+    words = refusal(RankMap(1, None, "10.0.0.1", 0, 2, [RankNode(named, "10.0.0.1", 0, 2, "0,0")], ranks))
+    assert "node gpu01[31m x: GPU GPU-]0;owned is given to 2 ranks" in words
+    assert [c for c in words if c != "\n" and clean(c) != c] == []
+
+
 def test_without_gpus_only_the_numbering_counts() -> None:
     nodes = [RankNode("gpu01", "10.0.0.1", 0, 2, ""), RankNode("gpu02", "10.0.0.2", 1, 1, "")]
     ranks = [Rank(0, "gpu01", 0, 0, ""), Rank(1, "gpu01", 1, 0, ""), Rank(2, "gpu02", 0, 0, "")]
@@ -77,6 +86,11 @@ def test_a_file_that_is_no_rank_map_is_a_usage_error(tmp_path: Path, content: by
     with pytest.raises(UsageError) as caught:
         read_rank_map(tmp_path / "map.json")
     assert words in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_map(tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_bytes(b"\xef\xbb\xbf" + msgspec.json.encode(MAP))
+    assert read_rank_map(tmp_path / "map.json") == MAP
 
 
 def test_a_file_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
