@@ -83,6 +83,7 @@ class NodeFeed:
         self._failures = 0
         self._last_busy: dict[str, float] = {}
         self._busy: list[str] = []  # the UUIDs of those in use in the newest reading
+        self._held: frozenset[tuple[str, str]] = frozenset()  # UUIDs with the leases on them, as last read
         self._config = {
             "node": node.name,
             "interval_s": interval_s,
@@ -231,6 +232,10 @@ class NodeFeed:
                 for gpu in reading.gpus:
                     self._last_busy.setdefault(gpu.uuid, now)
             self._last_busy |= dict.fromkeys(self._busy, now)
+            if reading.claims_error is None:
+                held = frozenset((claim.uuid, claim.lease) for claim in reading.claims if claim.state == "live")
+                self._last_busy |= dict.fromkeys((uuid for uuid, _ in held - self._held), now)
+                self._held = held
             followed = now - old.arrived <= self._thresholds.stale_min_s + reading.interval_s
             self.facts = NodeFacts(
                 name=old.name,

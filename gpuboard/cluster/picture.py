@@ -43,7 +43,7 @@ class NodeFacts(msgspec.Struct, frozen=True, gc=False):
     previous: Reading | None = None  # the one before, where they follow each other
     steady: bool = False  # from that one to the newest nothing about the GPUs has changed but numbers
     arrived: float = 0.0  # when the newest reading did
-    last_busy: dict[str, float] = {}  # UUID -> when it was last seen in use, or first seen at all
+    last_busy: dict[str, float] = {}  # UUID -> when it was last seen in use, newly reserved, or first seen at all
     closed: bool = False  # no connection is wanted: only the scheduler shows it
 
 
@@ -344,7 +344,7 @@ def _shows_others(facts: NodeFacts) -> bool:
 
 
 def idle_for_s(uuid: str, facts: NodeFacts, view: View) -> float | None:
-    """Return how long nothing has run on a GPU, as far as we have watched."""
+    """Return how long nothing has run on a GPU, as far as we have watched; a new lease starts it anew."""
     busy_at = facts.last_busy.get(uuid)
     return None if busy_at is None else max(0.0, view.now - busy_at)
 

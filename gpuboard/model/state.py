@@ -72,7 +72,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     scheduler_error: str | None = None  # a configured scheduler that gives no current answer
     unseen: bool = False  # only the scheduler shows this GPU; there is no connection that could read it
     leases: frozenset[str] = frozenset()  # the ids of all that live, on whatever GPU
-    idle_for_s: float | None = None  # how long nothing has run on it, as far as we have watched
+    idle_for_s: float | None = None  # how long nothing has run on it and no lease was new, as far as we have watched
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):

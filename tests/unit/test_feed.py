@@ -13,8 +13,8 @@ import pytest
 from gpuboard.cluster.feed import NodeFeed
 from gpuboard.cluster.inventory import Node
 from gpuboard.cluster.ladder import AGENT_AGAIN_S, NO_JOB_S
-from gpuboard.model.gpu import GpuStatic
-from gpuboard.model.reading import Hello, Reading, Static
+from gpuboard.model.gpu import GpuReading, GpuStatic
+from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.state import Thresholds
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.link import AgentLink
@@ -195,6 +195,28 @@ def test_refused_ssh_leads_through_a_job_at_once_without_a_word(ways: Ways) -> N
     it.permit(ssh=False, jobs=[])
     assert it.facts.closed
     assert it.facts.error is None
+
+
+def test_how_long_a_gpu_is_unused_begins_anew_with_a_lease_that_was_not_there(ways: Ways) -> None:
+    def say(*leases: str, **more: Any) -> float:
+        """Read the node with these leases on its GPU; return for how long it is unused, an hour ago being the first."""
+        claims = [Claim(lease, "GPU-a", 7, "alice", "live", since=0.0, until=9.0) for lease in leases]
+        ways.links[0].says(Reading(2, 0.0, 1.0, gpus=[GpuReading("GPU-a", processes=[])], claims=claims, **more))
+        unused_s = time.monotonic() - it.facts.last_busy["GPU-a"]
+        it.facts.last_busy["GPU-a"] = time.monotonic() - 3600
+        return unused_s
+
+    it = feed(ways)
+    it.open()
+    ways.links[0].says(HELLO, STATIC)
+    say()
+    assert say() > 3000
+    assert say("k1") < 3000
+    assert say("k1") > 3000
+    assert say(claims_error="no answer") > 3000  # nothing was read of it
+    assert say("k1") > 3000
+    assert say("k1", "k2") < 3000
+    assert say("k2") > 3000
 
 
 def test_a_closed_feed_opens_nothing_more(ways: Ways) -> None:
