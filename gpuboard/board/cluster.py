@@ -15,10 +15,11 @@ from textual.widgets import Input
 
 from gpuboard.board.acting import ActingScreen
 from gpuboard.board.arrange import GROUPS, NodeRow, ViewState, arrange, arrange_nodes, natural
-from gpuboard.board.cells import width
+from gpuboard.board.cells import fit, width
 from gpuboard.board.footer import Footer
 from gpuboard.board.gpu import GpuPanel, GpuScreen
 from gpuboard.board.grid import Grid
+from gpuboard.board.lines import wrapped
 from gpuboard.board.look import LETTERS
 from gpuboard.board.node import NodeScreen
 from gpuboard.board.picture import Picture
@@ -34,6 +35,7 @@ _DOWN_FIRST = frozenset({"memory", "utilization", "power", "temperature", "age"}
 _HINT = "user:alice state:free mem>40G model:H100 node:gpu[01-04], or any word"
 _NO_MATCH = "No GPU matches the filter.\nEscape takes it away."
 _NO_NODES = "There are no nodes.\nName some: gpuboard --nodes gpu[01-04], or in the config file."
+_NAME_MOST = 24  # cells of a filter's text below the rows
 _NODE = "node:"  # what keys of nodes begin with
 
 
@@ -164,6 +166,8 @@ class ClusterScreen(ActingScreen):
 
     def on_resize(self) -> None:
         """Say as much as there is room for."""
+        if self.query_one("#wrong", Lines).display:
+            self._filter_by(self.query_one("#filter", Input).value)
         self.call_after_refresh(self.on_screen_resume)  # the newest scene by then, not the one of now
 
     def restyle(self) -> None:
@@ -201,7 +205,10 @@ class ClusterScreen(ActingScreen):
             gone = len(self._marks) - len(self._selected())
             said.append((f"{len(self._marks)} selected" + (f", {gone} gone" if gone else ""), "marked"))
         if self._matching is not None:
-            said.append(("1 GPU matches" if self._matching == 1 else f"{self._matching} GPUs match", "title"))
+            words = "1 GPU matches" if self._matching == 1 else f"{self._matching} GPUs match"
+            if self.query_one("#wrong", Lines).display:  # what stands there is not what it is filtered by
+                words += f" {fit(self._query.text, min(width(self._query.text), _NAME_MOST))}"
+            said.append((words, "title"))
         if view.sort:
             said.append((f"by {view.sort} {glyphs.down if view.reverse else glyphs.up}", ""))
         if view.group != "none":
@@ -301,6 +308,11 @@ class ClusterScreen(ActingScreen):
         box.disabled = False
         self.set_focus(box)
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """While a filter is typed ``/`` is a part of it, and no key for the footer."""
+        typing = self.focused is not None and self.focused.id == "filter"
+        return not (action == "filter" and typing) and super().check_action(action, parameters)
+
     def action_rows(self) -> None:
         """Go from the filter to the rows."""
         self.set_focus(self.grid)
@@ -342,9 +354,12 @@ class ClusterScreen(ActingScreen):
         try:
             query = parse(text)
         except QueryError as error:
-            wrong.set_lines([((f"  {error.words}", "warn"),)])
+            lines = wrapped(error.words, self.size.width - 3, most=4)
+            wrong.set_lines([((f"  {line}", "warn"),) for line in lines])
+            self._show_status()
             return
         wrong.set_lines(())
+        self._show_status()
         if text != self._query.text:
             self._query = query
             self._change(filter=text)

@@ -15,6 +15,7 @@ from textual.widgets import Input
 from gpuboard.board.app import BoardApp
 from gpuboard.board.arrange import ViewState
 from gpuboard.board.cluster import ClusterScreen
+from gpuboard.board.conditions import KEYS
 from gpuboard.board.gpu import GpuPanel, GpuScreen
 from gpuboard.board.grid import Grid
 from gpuboard.board.node import NodeScreen
@@ -270,7 +271,8 @@ def test_the_filter_looks_through_what_is_typed(tmp_path: Path) -> None:
         await pilot.press(*' "')
         await pilot.pause()
         assert "the quote is not closed" in screen(app)
-        assert len(lines(shown.grid)) == 1  # the last filter that could be understood
+        assert len(lines(shown.grid)) == 1  # the last filter that could be understood,
+        assert status(app).startswith("1 GPU matches user:carol ")  # which is another than the one above the rows
         await pilot.press("backspace", "enter", "down")
         await pilot.pause()
         assert "the quote" not in screen(app)
@@ -285,6 +287,23 @@ def test_the_filter_looks_through_what_is_typed(tmp_path: Path) -> None:
         assert not shown.query_one("#filter", Input).display
 
     run(tmp_path, check)
+
+
+def test_what_a_filter_can_ask_is_said_whole_and_slash_is_a_part_of_it(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        assert " / Filter " in screen(app)
+        await pilot.press("slash", *"what:x")
+        await pilot.pause()
+        assert "Filter" not in screen(app).splitlines()[-1]
+        for size in ((80, 24), (60, 24), (120, 40)):
+            await pilot.resize_terminal(*size)
+            await settle(pilot, lambda: all(f" {key}" in screen(app) for key in KEYS))
+        await pilot.press("slash", "enter")
+        await pilot.pause()
+        assert shown.query_one("#filter", Input).value == "what:x/"
+        assert " / Filter " in screen(app)
+
+    run(tmp_path, check, size=(80, 24))
 
 
 def test_down_leads_from_the_filter_to_the_rows(tmp_path: Path) -> None:
