@@ -44,7 +44,7 @@ def which(text: str) -> str:
     try:
         parse_picks(text)
     except ValueError:
-        return "a number, or gpu01:0,3"
+        return "write 2 or gpu01:0,3@gpu02:1"
     return ""
 
 

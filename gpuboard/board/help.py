@@ -15,8 +15,10 @@ from textual.widgets import Static
 from gpuboard.board import keys
 from gpuboard.board.footer import Footer
 from gpuboard.board.look import LETTERS
+from gpuboard.board.picture_cells import MIG
 from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
+from gpuboard.board.words import FLAG_MARKS
 
 STATE_WORDS = {
     "free": "no process, no reservation",
@@ -135,7 +137,8 @@ class HelpScreen(BoardScreen):
         lines += [Text(), self._title("Flags")]
         for flag, words in FLAG_WORDS.items():
             role = "bad" if flag in {"rogue", "disputed", "sick"} else "warn"
-            lines.append(Text(f"  {flag}".ljust(_KEYS), look.style(role)).append(words, look.style("")))
+            sign = MIG if flag == "mig" else FLAG_MARKS[flag]
+            lines.append(Text(f"  {sign} {flag}".ljust(_KEYS), look.style(role)).append(words, look.style("")))
         return lines
 
     def _mouse(self) -> list[Text]:

@@ -145,7 +145,7 @@ class LaunchDialog(Dialog[str]):
         if self._lease(text) is not None:
             return ""
         wrong = asking.which(text)
-        return wrong if not wrong or text.isdigit() else "a number, gpu01:0,3 or a lease of yours"
+        return wrong if not wrong or text.isdigit() else "write 2, gpu01:0,3 or your lease"
 
     def _lease(self, text: str) -> Lease | None:
         lease = self._scene.by_lease.get(text)

@@ -42,7 +42,7 @@ _LIST = (
     Column("left", "Left", 6, right=True),
     Column("until", "Until", 12),
     Column("marks", "Marks", 14, weight=1, least=12),
-    Column("holder", "Holder", 12, drop=2),
+    Column("holder", "Holder", 17, drop=2),
     Column("host", "From", 12, drop=3),
     Column("purpose", "Purpose", 12, weight=2, least=8, drop=1),
 )
@@ -379,7 +379,7 @@ def _text(one: Held, key: str, now: float) -> str:
 def _holder(lease: Lease) -> str:
     if lease.holder is None:
         return "detached" if lease.job is None else f"job {lease.job}"
-    alive = {True: "", False: " gone", None: " ?"}[lease.holder.alive]
+    alive = {True: "", False: " gone", None: " there"}[lease.holder.alive]
     return f"pid {lease.holder.pid}{alive}"
 
 

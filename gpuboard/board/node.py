@@ -42,7 +42,9 @@ GPU_COLUMNS = (
 
 def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
     """Return what is known of a node beside its GPUs."""
-    driver = f"driver {node.driver or '?'}   CUDA {node.cuda or '?'}   read through {node.source}"
+    driver = f"driver {node.driver or '?'}   CUDA {node.cuda or '?'}"
+    if node.age_s is not None or node.source != "nvml":  # nvml is assumed until it was read
+        driver += f"   read through {node.source}"
     lines: list[Runs] = [[(node.name, "title"), (f"  {driver}", "")]]
     role = "unknown" if node.connecting else _STATE_ROLES.get(node.state, "unknown")
     lines += named("Connection", _connection(node), role, width)

@@ -188,7 +188,10 @@ def row_runs(
             runs += ((text, style + over) for text, style in parts)
             runs.append((" " * GAP, row + over))
     else:
-        runs.append((_rest(widths, MARK_WIDTH if marking else 0, width), row + over))
+        indent = MARK_WIDTH if marking else 0
+        if indent + sum(widths.values()) + GAP * (len(widths) - 1) > width:  # a number that lacks digits must show it
+            return fit_runs(runs[:-1], width, row, ellipsis=cut)
+        runs.append((_rest(widths, indent, width), row + over))
     return runs
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _POLL_S = 1.0
 _REASON = "stopped from the board"
 _EMPTY = """No runs yet.
-x launches one: on the selected GPUs, on a lease, or on the best that are free.
+x launches one: on selected GPUs, on a lease, or on the best that are free.
 `gpuboard launch --n 2 train.py` in a shell does the same."""
 _LIST = (
     Column("run", "Run", 8),

@@ -117,6 +117,11 @@ def test_a_narrow_grid_drops_columns_and_a_wide_one_shares_what_is_left() -> Non
         await pilot.resize_terminal(25, 11)
         await pilot.pause()
         assert lines(grid)[1] == "  alpha          5"
+        grid.set_rows([Row("alpha", (Cell("alpha"), Cell("11/16"), Cell("")))])
+        for size, shown in ((20, "      11/16"), (18, "      11/…"), (15, "      …")):
+            await pilot.resize_terminal(size, 11)
+            await pilot.pause()
+            assert lines(grid)[1] == "  alpha" + shown
 
     run(check)
 

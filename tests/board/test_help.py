@@ -17,6 +17,8 @@ from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.help import FILTER_WORDS, FLAG_WORDS, MOUSE_WORDS, STATE_WORDS, HelpScreen
 from gpuboard.board.look import LETTERS
 from gpuboard.board.palette import Palette
+from gpuboard.board.picture_cells import MIG
+from gpuboard.board.words import FLAG_MARKS
 from gpuboard.model.state import STATES
 from tests.board.lab import board, make_core, screen, settle
 
@@ -43,6 +45,8 @@ def test_help_has_every_action_and_starts_with_the_screen_it_was_opened_from(tmp
             assert [pair for pair in MOUSE_WORDS if " ".join(pair) not in shown] == []
             for state, letter in LETTERS.items():
                 assert any(line.split()[:2] == [letter, state] for line in words), state
+            for flag, mark in {**FLAG_MARKS, "mig": MIG}.items():
+                assert any(line.split()[:2] == [mark, flag] for line in words), flag
             await pilot.press("question_mark")
             await settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
 

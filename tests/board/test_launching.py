@@ -282,7 +282,7 @@ def test_what_cannot_be_launched_is_said_in_the_dialog(exp: Exp) -> None:
             await pilot.pause(1.5)
             assert shown(app, "Not launched: sim01:1 is busy: bob"), "it stays until something is typed"
             await fill(pilot, gpus="zzzz")
-            assert shown(app, "a number, gpu01:0,3 or a lease")
+            assert shown(app, "write 2, gpu01:0,3 or your lease")
             assert not shown(app, "Not launched")
             assert list(app._notifications) == [], "what the dialog says is no toast"
             await fill(pilot, gpus="1", python="/no/such/python")

@@ -200,9 +200,9 @@ def crowd() -> Scene:
                 lease, since=iso(now - 1800), until=iso(now + 5400), remaining_s=5400.0, nodes=["gpu01"]
             )
             for lease in (
-                made.lease("aaaaaa", "alice", [("gpu01", 0)]),
+                msgspec.structs.replace(made.lease("aaaaaa", "alice", [("gpu01", 0)]), holder=LeaseHolder(9, None)),
                 msgspec.structs.replace(
-                    made.lease("bbbbbb", "bob", [("gpu01", 1)], 1002), holder=LeaseHolder(7, False)
+                    made.lease("bbbbbb", "bob", [("gpu01", 1)], 1002), holder=LeaseHolder(4194304, False)
                 ),
             )
         ],
@@ -225,7 +225,8 @@ def test_idle_and_rogue_ones_are_marked_with_names_and_others_are_left_alone(tmp
             text = lab.screen(app)
             assert "Not read, so leases there are missing: gpu02" in text
             assert "idle" in row(app, "aaaaaa")
-            assert all(words in row(app, "bbbbbb") for words in ("rogue: eve", "pid 7 gone"))
+            assert "alice from login1, pid 9 there; " in text
+            assert all(words in row(app, "bbbbbb") for words in ("rogue: eve", "pid 4194304 gone"))
             assert "2 leases · 2 GPUs · 1 yours · 1 idle · 1 with a rogue process" in text
             await pilot.press("end")
             await lab.settle(pilot, lambda: (grid(app) or "").startswith("bbbbbb"))

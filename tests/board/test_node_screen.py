@@ -92,6 +92,7 @@ def test_a_node_that_never_answered_says_why_and_the_cure(tmp_path: Path) -> Non
         for words in (f"Error        {CURE}", "Connection   none", "Last reading never", "load ?", "Host name    ?"):
             assert words in shown, f"{words}\n{shown}"
         assert "no GPU is known: the node was never read" in shown
+        assert "read through" not in shown
 
     run(tmp_path, "gpu10", check)
 

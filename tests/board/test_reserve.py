@@ -129,7 +129,7 @@ def test_checks_what_is_typed(tmp_path: Path) -> None:
             dialog = await open_for(app, pilot, uuids(app, "sim01", 0))
             assert value(app, "for") == "2h"
             wrong = {
-                "gpus": {"": "a number, or gpu01:0,3", "0": "from 1 to", "x:y": "a number, or gpu01:0,3"},
+                "gpus": {"": "write 2 or gpu01:0,3", "0": "from 1 to", "x:y": "write 2 or gpu01:0,3"},
                 "memory": {"40": "write 40GiB"},
                 "nodes": {"0": "a number from 1", "two": "a number from 1"},
                 "for": {"": "write 30m", "8": "write 30m", "3h": "longer than the 2h"},

@@ -236,7 +236,7 @@ def told(app: BoardApp, *words: str) -> bool:
 def test_without_runs_it_says_how_to_make_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(tmp_path, (80, 24)) as (app, pilot, _):
-            assert shown(app, "No runs yet.", "x launches one", "gpuboard launch --n 2 train.py")
+            assert shown(app, "No runs yet.", "x launches", "the best that are free.", "gpuboard launch --n 2 train.py")
             await pilot.press("s", "o", "enter")
             assert isinstance(app.screen, RunsScreen)
             await pilot.press("escape")
