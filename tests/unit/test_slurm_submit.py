@@ -98,6 +98,9 @@ def test_minutes_are_rounded_up() -> None:
          "accounting/QOS policy (job submit limit, user's size and/or time limits)", 1, NotFree),
         ("sbatch: error: QOSMaxGRESPerJob\nsbatch: error: Batch job submission failed: Job violates "
          "accounting/QOS policy (job submit limit, user's size and/or time limits)", 1, NeverPossible),
+        ("sbatch: error: Batch job submission failed: Memory required by task is not available", 1, NeverPossible),
+        ("sbatch: error: Batch job submission failed: No partition specified or system default partition", 1,
+         UsageError),
         ("sbatch: error: Batch job submission failed: Required partition not available (inactive or drain)", 1,
          NotFree),
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", 1,
