@@ -7,6 +7,7 @@ import contextlib
 import logging
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -107,11 +108,12 @@ class AsyncsshTransport:
 
     async def _log_in(self, host: Host, tunnel: asyncssh.SSHClientConnection | None) -> asyncssh.SSHClientConnection:
         """Return a connection. A server that drops newcomers (MaxStartups: many ask at once) is asked again."""
+        until = time.monotonic() + self._timeout_s
         for wait_s in AGAIN_S:
             try:
                 return await self._log_in_once(host, tunnel)
             except (asyncssh.ConnectionLost, ConnectionResetError, BrokenPipeError):
-                if sshwords.wants_a_job(host.name, host.said):
+                if sshwords.wants_a_job(host.name, host.said) or time.monotonic() + wait_s > until:
                     raise
                 await asyncio.sleep(random.uniform(0.5, 1.0) * wait_s)
         return await self._log_in_once(host, tunnel)

@@ -82,6 +82,7 @@ class AgentLink:
         self._buffer = bytearray()
         self._scanned = 0  # bytes of the buffer known to hold no line end
         self._noise = 0
+        self._said = ""  # the last line of that
         self._lock = threading.Lock()
         self._calls: dict[int, Pending] = {}
         self._last_id = 0
@@ -159,11 +160,17 @@ class AgentLink:
         if self.stderr and error.kind in {"exited", "lost"}:
             last = [clean(line) for line in self.stderr.splitlines() if line.strip()][-1:]
             error = TransportError(error.kind, f"{error.words}: {last[0]}" if last else error.words, error.cure)
+        if self.hello is None and error.kind == "exited" and ": " not in error.words:
+            # without a word on stderr: nologin, a ForceCommand
+            said = clean(self._buffer.decode("utf-8", "replace").strip(), 200) or self._said
+            words = f"{error.words}: {said}" if said else error.words
+            cure = error.cure or f"it did not begin: does `python3 --version` work on {self.node} without a terminal?"
+            error = TransportError(error.kind, words, cure)
         self._finish(error, told=True)
 
     def _line(self, line: bytes) -> None:
         if not line.startswith(self._prefix):
-            self._noisy(len(line) + 1)
+            self._noisy(line)
             return
         if len(line) > LINE_LIMIT:
             self._malformed(f"a line of {len(line)} bytes")
@@ -205,9 +212,11 @@ class AgentLink:
             return
         self.stderr = (self.stderr + text)[-_STDERR_KEPT:]
 
-    def _noisy(self, size: int) -> None:
+    def _noisy(self, line: bytes) -> None:
         """Count output that is none of ours; after the hello nothing but frames comes from an agent."""
-        self._noise += size
+        self._noise += len(line) + 1
+        if self.hello is None:
+            self._said = clean(line[-800:].decode("utf-8", "replace").strip(), 200) or self._said
         if self._noise > NOISE_LIMIT:
             words = "the node's shell start-up files print more than 64 kB" if self.hello is None else "no frames"
             self._malformed(words)

@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncssh.config import SSHClientConfig, SSHConfig
 from asyncssh.known_hosts import SSHKnownHosts
+from asyncssh.public_key import KeyImportError, read_private_key
 
 from gpuboard.transport import resolve
 
@@ -133,8 +134,9 @@ class HostConfig:
             if value:
                 options[option] = value
         if keys:
-            # ssh goes on without an IdentityFile that is missing or encrypted; asyncssh would give up
-            options["client_keys"] = [key for key in keys if os.access(os.path.expanduser(key), os.R_OK)]
+            # ssh goes on without an IdentityFile that is missing, encrypted or no key; asyncssh would give up
+            only = bool(files) and bool(config.get("IdentitiesOnly"))  # then public ones pick keys of the agent
+            options["client_keys"] = [key for key in keys if _is_key(os.path.expanduser(key), public=only)]
             options["ignore_encrypted"] = True
         # As ssh does it: through a shell. asyncssh would split the words itself, and knows no quoting of its own.
         options["proxy_command"] = None if proxy is None or jumps else ["/bin/sh", "-c", f"exec {proxy}"]
@@ -152,6 +154,19 @@ class HostConfig:
         if key not in self._cache:
             self._cache[key] = KnownHosts(files)
         return self._cache[key]
+
+
+def _is_key(path: str, *, public: bool) -> bool:
+    """Tell whether asyncssh goes on with an IdentityFile; ``public``: also with one that is no private key."""
+    if public:
+        return os.access(path, os.R_OK)
+    try:
+        read_private_key(path)
+    except OSError:
+        return False
+    except KeyImportError as error:
+        return str(error).startswith("Passphrase")  # passed over: ignore_encrypted
+    return True
 
 
 def _text(value: object) -> str | None:

@@ -33,6 +33,7 @@ _TIMED_OUT = re.compile(r"timed out|Timeout before authentication")
 _DROPPED = re.compile(
     r"(?:kex|ssh)_exchange_identification: (.*)|banner exchange: (.*)|(Connection (?:closed|reset) by .*)"
 )
+_KILLED = "the agent was killed by a signal there"
 _BROKEN = re.compile(
     r"Timeout, server |client_loop: |Connection to .* closed by |Connection reset |Read from remote host "
 )
@@ -61,9 +62,11 @@ def explain_ssh(
     if connected:
         said = next((line for line in reversed(lines) if _BROKEN.match(line)), "")
         if stands and not said:  # ssh tells of no signal; it is the one way to end like this
-            return TransportError("exited", "the agent was killed by a signal there")
+            return TransportError("exited", _KILLED)
         # a session ends without a word together with the connection that it shares
         return TransportError("lost", f"the connection was lost: {said or 'ssh does not say why'}")
+    if stands and not lines:
+        return TransportError("exited", _KILLED)
     return explain_login(text, host, hop=hop, timeout_s=timeout_s)
 
 

@@ -142,6 +142,53 @@ def test_a_key_with_a_passphrase_is_passed_over(lab: Lab) -> None:
     assert (seen["gpu02"]["error"] or "").startswith("ssh: alice@gpu02 was refused: no key was accepted; ")
 
 
+def test_a_file_that_is_no_key_is_passed_over(lab: Lab) -> None:
+    lab.config("not a key\n", "junk")
+    (lab.ssh / "junk").chmod(0o600)
+    lab.config("Host gpu0?\n  IdentityFile ~/.ssh/junk\n  IdentityFile ~/.ssh/id_ed25519.pub\n")
+    assert lab.status("gpu01")["gpu01"]["error"] is None
+
+
+@pytest.mark.parametrize("shell", ["nologin", "ForceCommand"])
+def test_a_shell_that_starts_nothing_is_told_with_its_words(lab: Lab, nodes: Cluster, shell: str) -> None:
+    with ExitStack() as shells:
+        if shell == "nologin":
+            shells.enter_context(login_shell(nodes["gpu01"], "nologin"))
+            said = "the agent ended with exit code 1: This account is currently not available."
+        else:
+            nodes["gpu01"].sshd("ForceCommand echo For transfers only")
+            said = "the agent ended with exit code 0: For transfers only"
+        error = lab.status("gpu01", check=False)["gpu01"]["error"]
+    assert error == f"{said}; it did not begin: does `python3 --version` work on gpu01 without a terminal?"
+
+
+def test_a_python_that_crashes_is_told_from_a_login_that_fails(lab: Lab) -> None:
+    python = lab.ssh.parent / "crashes"
+    python.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    python.chmod(0o755)
+    error = lab.status("gpu01", check=False, GPUBOARD_PYTHON=f"/srv/home/alice/{python.name}")["gpu01"]["error"]
+    assert "killed by" in error
+
+
+def test_a_server_that_only_hangs_up_is_told_from_one_that_is_silent(lab: Lab, nodes: Cluster) -> None:
+    serve = """if True:
+        import socket
+        server = socket.create_server(("", 2200))
+        print("ready", flush=True)
+        while True:
+            server.accept()[0].close()
+    """
+    lab.config("Host gpu01\n  Port 2200\n")
+    with nodes["gpu01"].popen(["python3", "-c", serve], user="bob") as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "ready\n"
+            error = lab.status("gpu01", check=False, GPUBOARD_CONNECT_TIMEOUT="3s")["gpu01"]["error"]
+        finally:
+            server.kill()
+    assert error.startswith("ssh: ") and "no answer" not in error, error
+
+
 @pytest.mark.parametrize("sessions", [1, 10])
 def test_three_sessions_at_once_on_one_node(lab: Lab, nodes: Cluster, sessions: int) -> None:
     nodes["gpu01"].sshd(f"MaxSessions {sessions}")

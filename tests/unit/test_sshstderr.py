@@ -81,6 +81,8 @@ def test_a_proxy_command_without_a_connection_is_shown() -> None:
          "exited",
          "the agent ended with exit code 3: oops"),
         (255, "", (True, True), "exited", "the agent was killed by a signal there"),
+        (255, "debug1: x\n", (False, True), "exited", "the agent was killed by a signal there"),
+        (255, "", (False, False), "lost", "ssh: disconnected while logging in"),
         (255, "", (True, False), "lost", "the connection was lost: ssh does not say why"),
         (255, "Timeout, server 10.0.0.1 not responding.\r\n", (True, False), "lost",
          "the connection was lost: Timeout, server 10.0.0.1 not responding."),
