@@ -127,8 +127,8 @@ class Allocator:
         """Reserve what ``request`` asks for and return it, kept alive by the keeper.
 
         ``wait_s``: how long to wait for it to become free (inf: for ever), None: not at all.
-        Raises UsageError, Refused, NoNodeReached, KeeperError; whatever is raised, also an interrupt, no claim outlives
-        the ``with`` block of the allocator.
+        Raises UsageError, Refused, NoNodeReached, KeeperError, and GpuboardError when the holder ends while it waits;
+        whatever is raised, also an interrupt, no claim outlives the ``with`` block of the allocator.
         """
         for_s = duration(terms.for_s, self._settings)
         self._keeper = keeper.start_early(self._env)
@@ -145,6 +145,10 @@ class Allocator:
                 words = answer.message.removesuffix(f"; try {answer.nearest}")
                 self._progress(f"waiting {format_duration(time.monotonic() - started)}: {words}")
                 time.sleep(min(left_s, _jittered(pause_s)))
+                if terms.holder is not None and processes.alive(terms.holder) is False:
+                    raise GpuboardError(
+                        f"process {terms.holder.pid}, for which this waited, has ended: nothing is reserved"
+                    )
                 pause_s = min(pause_s * 1.3, _POLL_MAX_S)
                 self._failed.clear()
                 self._fleet.refresh(self._nodes, _READ_S)

@@ -143,6 +143,28 @@ def test_waiting_ends_when_the_gpu_becomes_free(here: Here) -> None:  # noqa: F8
     assert (process.returncode, out) == (0, f"{free[0].uuid}\n")
 
 
+def test_waiting_ends_with_the_process_it_is_for(here: Here) -> None:  # noqa: F811
+    here.gpus([Gpu(utilization=90)])
+    with (
+        subprocess.Popen(["sleep", "600"]) as script,
+        subprocess.Popen(
+            here.command("allocate", "--n", "1", "--wait", "--holder", str(script.pid)),
+            env=here.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        ) as process,
+    ):  # fmt: skip
+        assert process.stderr is not None
+        assert "none is free (1 busy)" in process.stderr.readline()
+        script.kill()
+        script.wait()
+        try:
+            out, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out.startswith("export CUDA_VISIBLE_DEVICES='';")) == (1, True)
+    assert errors == f"gpuboard: process {script.pid}, for which this waited, has ended: nothing is reserved\n"
+    assert claims(here) == []
+
+
 def test_what_moves_in_after_the_claim_makes_us_take_the_next_set(here: Here) -> None:  # noqa: F811
     stranger = here.folder / "stranger"
     write_script(stranger, [Gpu(used=3 * GIB, processes=(("compute", os.getpid(), 3 * GIB),)), Gpu()], seed=here.seed)
