@@ -57,7 +57,8 @@ def main() -> None:
     code = wait(pid, parent, watched, handed, bool(config["remote"]))
     left = end_all(GRACE_S if code is not None else 0.0)
     if left and code is not None:
-        say("%d processes that the command left behind were ended" % left)
+        several = left > 1
+        say("%d process%s that the command left behind %s ended" % (left, "es" * several, "were" if several else "was"))
     os._exit(128 + signal.SIGHUP if code is None else code)
 
 

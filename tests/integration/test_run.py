@@ -89,7 +89,7 @@ def test_killed_gpuboard_takes_its_command_along_and_the_gpus_are_free(here: Her
 def test_what_the_command_leaves_behind_is_ended_and_said(here: Here) -> None:  # noqa: F811
     done = here.run("run", "--n", "1", "--", "sh", "-c", "setsid sleep 300 >/dev/null 2>&1 & echo $!")
     assert gone(int(done.stdout))
-    assert "1 processes that the command left behind were ended" in done.stderr
+    assert "1 process that the command left behind was ended" in done.stderr
 
 
 def test_the_terminal_is_passed_on_and_ctrl_c_ends_the_command(here: Here) -> None:  # noqa: F811
