@@ -20,6 +20,7 @@ from gpuboard.allocate.policy import check
 from gpuboard.errors import UsageError
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.request import Request
+from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Lease:
             flags=self._flags,
             said=bool(self._said) or job is not None,
         ) as allocator:
-            terms = Terms(self._for_s, identify(os.getpid()), self._purpose)
+            terms = Terms(self._for_s, identify(os.getpid()), clean(self._purpose, 200))
             self._allocation = allocator.allocate(self._request, terms, self._wait_s)
             allocator.published(self._allocation.lease)
             for words in allocator.notes:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuboard.model.text import clean
 from tests.integration.here import Here, here  # noqa: F401
 from tests.integration.test_allocate import claims
 from tests.waiting import until
@@ -65,6 +66,14 @@ os._exit(0)
     )
     assert said == [["free", "free"]]
     until(lambda: not claims(here), "the process has ended, its claim has not")
+
+
+@pytest.mark.parametrize("purpose", ["\x1b[31mred", "\ud800lost", "x" * 600])
+def test_a_purpose_is_any_text(here: Here, purpose: str) -> None:  # noqa: F811
+    [said] = python(
+        here, f"with gpuboard.lease(n=1, purpose={purpose!a}) as lease: say(lease.allocation.lease.purpose)"
+    )
+    assert said == clean(purpose, 200)
 
 
 def test_refusals_and_slips_are_exceptions_with_reasons(here: Here) -> None:  # noqa: F811
