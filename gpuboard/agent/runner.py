@@ -26,6 +26,7 @@ if MYPY:
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 SI_KERNEL = 128  # asm-generic/siginfo.h: sent by the terminal, so the command has had it too
 GRACE_S = 2.0
+_MOMENT_S = 0.5  # helpers that end with what they help: srun's second process, multiprocessing's resource tracker
 _LOOK_S = 0.5
 _FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells have it
@@ -56,7 +57,7 @@ def main() -> None:
     handed = {signal.SIGHUP} if config["deaf"] else set(_FORWARDED)
     code = wait(pid, parent, watched, handed, bool(config["remote"]))
     left = end_all(GRACE_S if code is not None else 0.0)
-    if left and code is not None:
+    if left and code is not None and not config["deaf"]:  # helpers of ssh and srun; what runs there is told from there
         several = left > 1
         say("%d process%s that the command left behind %s ended" % (left, "es" * several, "were" if several else "was"))
     os._exit(128 + signal.SIGHUP if code is None else code)
@@ -105,8 +106,16 @@ def wait(pid: int, parent: int, watched: "Set[signal.Signals]", handed: "Set[sig
 
 
 def end_all(grace_s: float) -> int:
-    """End everything below us, SIGTERM first; return how many there were. ``grace_s`` after which SIGKILL is sent."""
+    """End everything below us, SIGTERM first; return how many there were. ``grace_s`` after which SIGKILL is sent.
+
+    With a grace, what ends by itself in a moment is let alone and does not count.
+    """
     found = descendants()
+    moment = time.monotonic() + (_MOMENT_S if grace_s > 0 else 0.0)
+    while found and time.monotonic() < moment:
+        time.sleep(0.01)
+        reap()
+        found = descendants()
     count = len(found)
     for pid in found:
         send(pid, signal.SIGTERM)
@@ -116,16 +125,21 @@ def end_all(grace_s: float) -> int:
         if time.monotonic() >= until:
             for pid in found:
                 send(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return count
+        reap()
         time.sleep(0.01)
         found = descendants()
         if time.monotonic() > until + 3.0:
             break  # in the kernel's hands (D state): they die when it lets go
     return count
+
+
+def reap() -> None:
+    """Take leave of every child that has ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
 
 
 def descendants() -> "List[int]":

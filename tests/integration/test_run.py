@@ -92,6 +92,15 @@ def test_what_the_command_leaves_behind_is_ended_and_said(here: Here) -> None:  
     assert "1 process that the command left behind was ended" in done.stderr
 
 
+def test_a_helper_that_ends_with_the_command_is_none_left_behind(here: Here, tmp_path: Path) -> None:  # noqa: F811
+    fifo = tmp_path / "life"
+    os.mkfifo(fifo)  # the helper hears the end of the command, and then takes a little while, as interpreters do
+    helper = f"import time; open({str(fifo)!r}).read(); time.sleep(0.05); print('ended by itself')"
+    script = f'setsid python3 -S -c "{helper}" & exec 3>{fifo}; exit 3'
+    done = here.run("run", "--n", "1", "--", "sh", "-c", script)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "ended by itself\n", "")
+
+
 def test_the_terminal_is_passed_on_and_ctrl_c_ends_the_command(here: Here) -> None:  # noqa: F811
     pid, terminal = pty.fork()
     if pid == 0:
