@@ -24,6 +24,7 @@ from gpuboard.ledger.keeper_place import KeeperError, occupy, peer_uid, send, wi
 from gpuboard.ledger.keeper_record import Record, Seen, decode, files_of, judge, login_of
 from gpuboard.ledger.keeper_touch import Nodes, key_of, retry_s
 
+ENDING_S = 5.0  # a claim that has lapsed this near its end has ended: nodes tell its owner 2 s early (MARGIN_S there)
 RELEASE_S = 100.0  # after this a claim without life has lapsed (90 s): no use in trying on
 LINGER_S = 5.0
 POLL_S = 1.0  # where the kernel has no pidfd (before 5.3)
@@ -249,7 +250,7 @@ class Keeper:
         words = ""
         if why and not lapsed:
             words = f"has ended: of {name} job {record.job and record.job.number}: {why}"
-        elif lapsed and not why and boottime() < record.until:
+        elif lapsed and not why and boottime() + ENDING_S < record.until:
             words = f"has lapsed on {name}: its keeper could show no life there for 90 s"
         elif not lapsed:
             words = f"is gone from {name}: released elsewhere, or its claim was removed"

@@ -9,6 +9,7 @@ from datetime import datetime
 
 from tests.integration.here import Here, here
 from tests.nvml import Gpu
+from tests.waiting import until
 
 __all__ = ["here"]
 
@@ -46,6 +47,19 @@ def test_renew_moves_the_end(here: Here) -> None:
     assert done.stdout.startswith(f"{lease} now ends ")
     [found] = here.json("leases", "--json")["leases"]
     assert 7100 < found["remaining_s"] <= 7200
+
+
+def test_a_lease_that_is_about_to_end_has_lost_no_keeper(here: Here) -> None:
+    assert here.run("renew", take(here), "--for", "1s").returncode == 0  # shows life at once, and hears it is over
+    said: list[str] = []
+
+    def over() -> bool:
+        done = here.run("leases", "--json")
+        said.append(done.stderr)
+        return json.loads(done.stdout)["leases"] == []
+
+    until(over, "the lease ends")
+    assert set(said) == {""}
 
 
 def test_renew_and_release_tell_programs_what_they_did(here: Here) -> None:
