@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,8 @@ def _check(values: dict[str, Any], origin: str) -> None:
             section: type[msgspec.Struct] = _SECTIONS.get(name, Settings)
             known = ", ".join(sorted(field.name for field in msgspec.structs.fields(section)))
             message += f"; keys {f'of [{name}] ' if name in _SECTIONS else ''}are: {known}"
+        elif "[...]" in message:  # a key of [keys] or [users]: any is possible
+            message = f"{message.partition(' - at ')[0]} - at `$.{_wrong_key(values)}`"
         raise ConfigError(f"{origin}: {message}") from None
     found = dict(flat(values))
     for key in _DURATIONS:
@@ -217,6 +220,22 @@ def _check(values: dict[str, Any], origin: str) -> None:
             raise ConfigError(f"{origin}: nodes holds an empty nodeset; write gpu01 or gpu[01-16,20]")
         if text.startswith("hostfile:") and origin not in _BY_HAND and not text[9:].startswith(("/", "~")):
             raise ConfigError(f"{origin}: nodes: {text!r} needs the whole path: commands run in any folder")
+
+
+def _wrong_key(table: Mapping[str, Any], around: Callable[[Any], Any] = lambda inner: inner) -> str:
+    """Return the dotted name of the first key of ``table`` that is no setting with all that is ``around`` it."""
+    for key, value in table.items():
+        alone = partial(_within, around, key)
+        try:
+            msgspec.convert(alone(value), Settings)
+        except msgspec.ValidationError:
+            inner = _wrong_key(value, alone) if isinstance(value, dict) else ""
+            return f"{key}.{inner}" if inner else key
+    return ""
+
+
+def _within(around: Callable[[Any], Any], key: str, inner: Any) -> Any:
+    return around({key: inner})
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

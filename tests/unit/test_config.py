@@ -73,6 +73,9 @@ def test_inside_a_lease_gpuboard_nodes_describes_the_lease_and_sets_nothing() ->
         ('ledger = "sqlite"', "ledger = 'sqlite' is not one of: nodes"),
         ("nodes = [", "not valid TOML"),
         ("state = 3", "Expected `object`, got `int` - at `$.state`"),
+        ("[keys]\napp.quit = 'q'\ncluster.sort = 3", "Expected `str | array`, got `int` - at `$.keys.cluster.sort`"),
+        ("[keys.app]\nquit = ['q', 4]", "Expected `str`, got `int` - at `$.keys.app.quit`"),
+        ("[users]\n'a.b' = 'A'\nroot = 1", "Expected `str`, got `int` - at `$.users.root`"),
     ],
 )
 def test_a_bad_file_is_refused_with_file_key_and_cure(tmp_path: Path, text: str, words: str) -> None:
