@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 VENV ?= .venv
-WORKERS ?= 3
+WORKERS ?= 5
 # The first interpreter that runs and is new enough (a version manager's shim may be on PATH and refuse to run).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
