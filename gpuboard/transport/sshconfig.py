@@ -13,10 +13,10 @@ from typing import Any
 
 from asyncssh.config import SSHClientConfig, SSHConfig
 from asyncssh.known_hosts import SSHKnownHosts
-from asyncssh.public_key import KeyImportError, read_private_key
 
 from gpuboard.transport import resolve
 
+_BEGINNING = 4096  # bytes of a key file that are read
 _CIPHER = "aes128-gcm@openssh.com"  # half the cost of asyncssh's default; FACTS of polling: 0.10 ms against 0.17
 
 
@@ -157,16 +157,15 @@ class HostConfig:
 
 
 def _is_key(path: str, *, public: bool) -> bool:
-    """Tell whether asyncssh goes on with an IdentityFile; ``public``: also with one that is no private key."""
-    if public:
-        return os.access(path, os.R_OK)
+    """Tell by its beginning whether asyncssh goes on with an IdentityFile; ``public``: also with a public one.
+
+    To read one whole would take too long here, once a host: 0.2 s for RSA of 4096 bits.
+    """
     try:
-        read_private_key(path)
+        with open(path, "rb") as file:
+            return public or b"PRIVATE KEY-----" in file.read(_BEGINNING)
     except OSError:
         return False
-    except KeyImportError as error:
-        return str(error).startswith("Passphrase")  # passed over: ignore_encrypted
-    return True
 
 
 def _text(value: object) -> str | None:
