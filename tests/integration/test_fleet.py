@@ -34,7 +34,8 @@ SIMULATED = {"cluster": "test", "model": "NVIDIA H100 80GB HBM3", "count": 2}
 
 @contextlib.contextmanager
 def local(*names: str, interval_s: float | None = None, one_shot: bool = True) -> Iterator[Fleet]:
-    """A started fleet of simulated nodes on this machine."""
+    """A started fleet of simulated nodes on this machine, whose agents are the only ones below us."""
+    until(lambda: not own_agents(), "the agents of the fleet before have ended")
     nodes = [Node(name, None, simulate={**SIMULATED, "cluster": f"test-{os.getpid()}"}) for name in names]
     fleet = Fleet(nodes, Settings(), interval_s=interval_s, one_shot=one_shot)
     try:

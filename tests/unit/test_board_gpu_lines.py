@@ -247,7 +247,7 @@ def test_a_node_in_lines() -> None:
 def test_a_node_that_never_answered() -> None:
     cure = "ssh: host key unknown; run: ssh-keyscan gpu07 >> ~/.ssh/known_hosts"
     assert text(node_lines(unread("n", cure), ASCII, 60)) == [
-        "n  driver ?   CUDA ?   read through nvml",
+        "n  driver ?   CUDA ?",
         "Connection   none",
         "Error        ssh: host key unknown; run: ssh-keyscan gpu07",
         "             >> ~/.ssh/known_hosts",
