@@ -129,7 +129,7 @@ def test_a_stopped_agent_is_stale_then_unknown_and_the_other_goes_on() -> None:
 
             nodes = until(apart, "stale after 5 s, and the other's readings go on", 8)
             assert {gpu.state for gpu in nodes["stale"].gpus} == {"unknown"}
-            with pytest.raises(LinkLost, match=r"no answer in 0\.2 s"):
+            with pytest.raises(LinkLost, match=r"no answer in \d\.\d s"):
                 fleet.call(nodes["stale"].name, "touch", {"leases": []}, 0.2)
         finally:
             start = Stopwatch()

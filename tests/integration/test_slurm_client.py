@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -64,6 +65,14 @@ def afresh(slurm: SlurmCluster, user: str = "alice", **options: Any) -> Told:
     cache = slurm.nodes.home(user) / ".cache"
     slurm.run(["rm", "-rf", str(cache)], user=user)
     return look(slurm, user, **options)
+
+
+def waited_s(told: Told) -> int:
+    """Return for how many seconds a hung controller was waited for, by the words about it."""
+    words = r"slurmctld on login1 gave no answer in (\d+) s; is it stopped or overloaded\? see `scontrol ping`"
+    found = re.fullmatch(words, told.seen.error or "")
+    assert found, told.seen.error
+    return int(found[1])
 
 
 def watch(slurm: SlurmCluster, user: str = "alice") -> Running:
@@ -251,20 +260,14 @@ def test_a_controller_that_hangs_is_given_up_after_twelve_seconds(slurm: SlurmCl
     slurm.configure("MessageTimeout=100")
     slurm.controller("stop")
     told = afresh(slurm, timeout_s=20.0)
-    assert told.seen.error == (
-        "slurmctld on login1 gave no answer in 12 s; is it stopped or overloaded? see `scontrol ping`"
-    )
-    assert 11 < told.took_s < 20
+    assert 11 < waited_s(told) <= round(told.took_s) < 20
     until(lambda: not slurm.nodes["login1"].processes(user="alice"), "nothing of it is left")
 
 
 def test_who_waits_less_is_answered_sooner(slurm: SlurmCluster) -> None:
     slurm.controller("stop")
     told = afresh(slurm, timeout_s=1.0)
-    assert told.took_s < 8  # and not 12
-    assert (
-        told.seen.error == "slurmctld on login1 gave no answer in 1 s; is it stopped or overloaded? see `scontrol ping`"
-    )
+    assert 1 <= waited_s(told) <= round(told.took_s) < 8  # and not 12
 
 
 def test_a_failure_is_shared_so_that_ten_commands_do_not_each_wait(slurm: SlurmCluster) -> None:
