@@ -128,8 +128,11 @@ def test_a_job_that_ends_ends_its_channels(lab: Lab) -> None:
         driven.start_agents("gpu01", "gpu02")
         lab.slurm.run(["scancel", str(job)], check=True)
         found = [driven.event("ended") for _ in range(2)]
-    assert {end["kind"] for end in found} == {"no-job"}
-    assert all(f"Slurm has ended job {job}, or its step on " in end["words"] for end in found), found
+    # Under load a step's processes may be gone before Slurm's own word about it: then who asks again is told.
+    assert {end["kind"] for end in found} <= {"no-job", "exited"}, found
+    told = [end["words"] for end in found if end["kind"] == "no-job"]
+    assert all(f"Slurm has ended job {job}, or its step on " in words for words in told), found
+    assert ended(lab, job) == ("no-job", f"Slurm job {job} is over; is it still in `squeue --me`?")
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])
