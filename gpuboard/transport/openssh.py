@@ -189,5 +189,6 @@ class _Attempt:
             python=self._transport.python,
             timeout_s=self._transport.ways.timeout_s,
             connected=self.connected_yet,
+            stood=self._told,
             stands=self._way.alive(),
         )

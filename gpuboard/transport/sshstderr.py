@@ -36,6 +36,7 @@ _DROPPED = re.compile(
 _KILLED = "the agent was killed by a signal there"
 _BROKEN = re.compile(
     r"Timeout, server |client_loop: |Connection to .* closed by |Connection reset |Read from remote host "
+    r"|Failed to connect to new control master|mux_client_\w+: (?:read from master failed|.*: Broken pipe)"
 )
 
 
@@ -48,18 +49,19 @@ def explain_ssh(
     python: str,
     timeout_s: float,
     connected: bool,
+    stood: bool,
     stands: bool,
 ) -> TransportError:
     """Return why a session over ssh is over.
 
     ``hop``: the jump host before it, or empty; ``connected``: the agent has spoken before; ``python``: its interpreter;
-    ``stands``: the connection itself, which it shared, does.
+    ``stands``: the connection itself, which it shared, does; ``stood``: it was seen to.
     """
     text = stderr.decode("utf-8", "replace")
     lines = [clean(line) for line in text.splitlines() if line.strip() and not _CHATTER.match(line)]
     if code != SSH_FAILED:
         return explain_exit(code, "\n".join(lines).encode(), python)
-    if connected:
+    if connected or (stood and not stands and all(map(_BROKEN.match, lines))):
         said = next((line for line in reversed(lines) if _BROKEN.match(line)), "")
         if stands and not said:  # ssh tells of no signal; it is the one way to end like this
             return TransportError("exited", _KILLED)

@@ -75,27 +75,43 @@ def test_a_proxy_command_without_a_connection_is_shown() -> None:
 @pytest.mark.parametrize(
     ("code", "stderr", "seen", "kind", "words"),
     [
-        (127, "debug1: Exit status 127\nbash: line 1: python3: command not found\n", (False, True), "no-python",
+        (127, "debug1: Exit status 127\nbash: line 1: python3: command not found\n", (False, True, True), "no-python",
          "python3 cannot be started there (bash: line 1: python3: command not found)"),
-        (3, "oops\ndebug1: Exit status 3\nTransferred: sent 1, received 2 bytes, in 0.1 seconds\n", (True, True),
+        (3, "oops\ndebug1: Exit status 3\nTransferred: sent 1, received 2 bytes, in 0.1 seconds\n", (True, True, True),
          "exited",
          "the agent ended with exit code 3: oops"),
-        (255, "", (True, True), "exited", "the agent was killed by a signal there"),
-        (255, "debug1: x\n", (False, True), "exited", "the agent was killed by a signal there"),
-        (255, "", (False, False), "lost", "ssh: disconnected while logging in"),
-        (255, "", (True, False), "lost", "the connection was lost: ssh does not say why"),
-        (255, "Timeout, server 10.0.0.1 not responding.\r\n", (True, False), "lost",
+        (255, "", (True, True, True), "exited", "the agent was killed by a signal there"),
+        (255, "debug1: x\n", (False, True, True), "exited", "the agent was killed by a signal there"),
+        (255, "", (False, False, False), "lost", "ssh: disconnected while logging in"),
+        (255, "", (True, True, False), "lost", "the connection was lost: ssh does not say why"),
+        (255, "Timeout, server 10.0.0.1 not responding.\r\n", (True, True, False), "lost",
          "the connection was lost: Timeout, server 10.0.0.1 not responding."),
-        (255, "client_loop: send disconnect: Broken pipe\r\n", (True, True), "lost",
+        (255, "client_loop: send disconnect: Broken pipe\r\n", (True, True, True), "lost",
          "the connection was lost: client_loop: send disconnect: Broken pipe"),
-        (255, "Permission denied (publickey).\r\n", (False, False), "auth",
+        (255, "Permission denied (publickey).\r\n", (False, False, False), "auth",
          "ssh: alice@gpu01 was refused: no key was accepted"),
-        (-9, "", (True, True), "exited", "the agent was killed by signal 9"),
+        (255, "debug1: x\n", (False, True, False), "lost", "the connection was lost: ssh does not say why"),
+        (255, "Timeout, server gpu01 not responding.\r\n", (False, True, False), "lost",
+         "the connection was lost: Timeout, server gpu01 not responding."),
+        (255, "mux_client_request_session: read from master failed: Broken pipe\r\n"
+         "Failed to connect to new control master\r\n", (False, True, False), "lost",
+         "the connection was lost: Failed to connect to new control master"),
+        (255, "Permission denied (publickey).\r\n", (False, True, False), "auth",
+         "ssh: alice@gpu01 was refused: no key was accepted"),
+        (-9, "", (True, True, True), "exited", "the agent was killed by signal 9"),
     ],
 )  # fmt: skip
-def test_why_a_session_is_over(code: int, stderr: str, seen: tuple[bool, bool], kind: str, words: str) -> None:
-    connected, stands = seen
+def test_why_a_session_is_over(code: int, stderr: str, seen: tuple[bool, bool, bool], kind: str, words: str) -> None:
+    connected, stood, stands = seen
     found = explain_ssh(
-        stderr.encode(), code, HOST, hop="", python="python3", timeout_s=5.0, connected=connected, stands=stands
+        stderr.encode(),
+        code,
+        HOST,
+        hop="",
+        python="python3",
+        timeout_s=5.0,
+        connected=connected,
+        stood=stood,
+        stands=stands,
     )
     assert (found.kind, found.words.strip()) == (kind, words)
