@@ -18,6 +18,7 @@ from gpuboard.scheduler import submit
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.command import Command, Ran, run
 from gpuboard.transport.srun import program
+from gpuboard.transport.srunwords import ENDING
 
 COMMAND_S = 25.0  # Slurm's commands give up after 10 to 20 s by themselves
 SUBMIT_S = 60.0  # sbatch tries again where the controller is too busy to take a job
@@ -30,10 +31,6 @@ _KEPT = (
     "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET",
     "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CONSTRAINT",
 )  # fmt: skip
-_ENDED = frozenset({
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
-    "PREEMPTED", "REVOKED", "TIMEOUT",
-})  # fmt: skip
 # The job's name, which is its owner's to choose, last. Of our own jobs the comment too, and of nobody else's: a line
 # end in it begins a line that looks like any job's.
 _FORMAT = "%A|%T|%r|%S|%L|%M|%P|%U|%N|%j"
@@ -59,7 +56,7 @@ class JobState(msgspec.Struct, frozen=True):
     @property
     def ended(self) -> bool:
         """Whether it holds nothing any more, or is about to give it back."""
-        return self.state in _ENDED
+        return self.state in ENDING
 
     @property
     def lease(self) -> str | None:

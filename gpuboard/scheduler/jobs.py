@@ -24,6 +24,7 @@ from gpuboard.model.schedule import Grant, SchedulerJob
 from gpuboard.model.text import clean
 from gpuboard.scheduler.gres import resources
 from gpuboard.scheduler.records import Unreadable, moment, records, user_name, value
+from gpuboard.transport.srunwords import ENDED
 
 _HEAD = re.compile(
     r"(\d{1,10}) (?:ArrayJobId=(\d{1,10}) ArrayTaskId=(\S+) (?:ArrayTaskThrottle=\d+ )?"
@@ -41,11 +42,6 @@ _COMMENT = re.compile(
     re.DOTALL,
 )
 _HOLDS_NOTHING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "REVOKED"})
-
-_ENDED = frozenset({
-    "completed", "cancelled", "failed", "timeout", "node_fail", "preempted", "boot_fail", "deadline", "out_of_memory",
-    "revoked",
-})  # fmt: skip
 
 TRUE_JOB = "%A|%U|%T|%P|%S|%e|%N|%u"  # format for `squeue`
 _TRUE_JOB = re.compile(
@@ -85,7 +81,7 @@ class TrueJob(NamedTuple):
     @property
     def ended(self) -> bool:
         """Whether it holds nothing any more; Slurm tells of such jobs for some minutes."""
-        return self.state in _ENDED
+        return self.state.upper() in ENDED
 
 
 def jobs(text: str) -> list[Piece]:

@@ -26,7 +26,14 @@ from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.child import ChildChannel, Ending
 from gpuboard.transport.command import run
 from gpuboard.transport.spawn import SLURM_SETUP, spawn
-from gpuboard.transport.srunwords import explain_end, explain_no_nodes, explain_refusal, gpus_by_nodes
+from gpuboard.transport.srunwords import (
+    ending,
+    explain_end,
+    explain_no_nodes,
+    explain_over,
+    explain_refusal,
+    gpus_by_nodes,
+)
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
@@ -99,8 +106,18 @@ class SrunTransport:
                 raise TransportError("no-job", f"{host} is not a node of Slurm job {self._job}", f"its nodes: {has}")
             return self._gpus[host]
 
-    def _explain(self, host: str, ending: Ending) -> TransportError:
-        return explain_end(ending, self._job, host, self._python)
+    def _explain(self, host: str, how: Ending) -> TransportError:
+        error = explain_end(how, self._job, host, self._python)
+        if error.kind == "exited" and self._over():
+            # Slurm's own word about a step is lost where its processes are gone first.
+            return explain_over(self._job, host)
+        return error
+
+    def _over(self) -> bool:
+        try:
+            return ending(show_job(self._job.partition("+")[0], self._connect_s))
+        except TransportError as error:
+            return error.kind == "no-job"
 
 
 def counted(job: str, timeout_s: float) -> dict[str, int]:

@@ -15,6 +15,13 @@ _OF_THE_END = re.compile(r"^(Force )?Terminat|: tasks? 0: |^Job step aborted")
 _BY_SIGNAL = 128  # srun's exit code for a task that was killed, plus the signal's number
 _OURS = "is it still in `squeue --me`?"
 
+# States in which a job holds nothing (squeue(1), JOB STATE CODES).
+ENDED = frozenset({
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+})  # fmt: skip
+ENDING = ENDED | {"COMPLETING"}  # or is about to give it back
+
 # Words of srun and scontrol (slurm_errno.c and srun's own) → kind, what it means, what to do.
 _REFUSALS = (
     ("unge ", "auth", "Slurm's authentication fails here", "is munged running? tell the administrator"),
@@ -49,6 +56,12 @@ def gpus_by_nodes(text: str, job: str, component: str) -> list[tuple[str, int]]:
     return []
 
 
+def ending(text: str) -> bool:
+    """Return whether the job that ``scontrol show job`` shows has ended, or is about to."""
+    state = re.search(r"^ +JobState=(\w+)", text, re.MULTILINE)
+    return state is not None and state[1] in ENDING
+
+
 def explain_no_nodes(text: str, job: str) -> TransportError:
     """Return what `scontrol show job` means that shows no nodes of ``job``."""
     if "JobState=PENDING" in text:
@@ -74,13 +87,17 @@ def explain_refusal(stderr: bytes, job: str, node: str = "") -> TransportError:
     return TransportError("exited", f"srun: {lines[-1]}" if lines else "srun ended without a word")
 
 
+def explain_over(job: str, node: str, because: str = "") -> TransportError:
+    """Return what it means that Slurm has ended a step."""
+    return TransportError("no-job", f"Slurm has ended job {job}, or its step on {node}{because}", _OURS)
+
+
 def explain_end(ending: Ending, job: str, node: str, python: str) -> TransportError:
     """Return why the step of an agent is over."""
     lines = _lines(ending.stderr)
     if cancelled := [line for line in lines if "CANCELLED" in line or "NODE FAILURE" in line]:
         why = re.search(r"DUE TO ([A-Z ]+)", cancelled[-1])
-        because = f" ({why[1].strip().lower()})" if why else ""
-        return TransportError("no-job", f"Slurm has ended job {job}, or its step on {node}{because}", _OURS)
+        return explain_over(job, node, f" ({why[1].strip().lower()})" if why else "")
     if ending.late and not any(words in line for line in lines for words, *_ in _REFUSALS):
         return TransportError("timeout", f"Slurm has started no step of job {job} on {node} in time", "try again")
     code = ending.code

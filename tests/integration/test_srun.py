@@ -128,11 +128,24 @@ def test_a_job_that_ends_ends_its_channels(lab: Lab) -> None:
         driven.start_agents("gpu01", "gpu02")
         lab.slurm.run(["scancel", str(job)], check=True)
         found = [driven.event("ended") for _ in range(2)]
-    # Under load a step's processes may be gone before Slurm's own word about it: then who asks again is told.
-    assert {end["kind"] for end in found} <= {"no-job", "exited"}, found
-    told = [end["words"] for end in found if end["kind"] == "no-job"]
-    assert all(f"Slurm has ended job {job}, or its step on " in words for words in told), found
-    assert ended(lab, job) == ("no-job", f"Slurm job {job} is over; is it still in `squeue --me`?")
+    assert {end["kind"] for end in found} == {"no-job"}, found
+    assert all(f"Slurm has ended job {job}, or its step on " in end["words"] for end in found), found
+
+
+def test_a_job_whose_end_srun_does_not_tell_has_ended_its_channel(lab: Lab) -> None:
+    job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
+    with channels(lab, job, "gpu01") as driven:
+        driven.start_agents("gpu01")
+        sruns = [str(process.inner) for process in clients(lab)]
+        lab.login.run(["kill", "-STOP", *sruns], user="root")
+        lab.host("gpu01").run(["pkill", "-9", "-f", "gpuboard.agent.bundled"], user="root")
+        until(lambda: not agents(lab.host("gpu01")), "the agent has ended first")
+        lab.slurm.run(["scancel", str(job)], check=True)
+        until(lambda: lab.slurm.job(job)["JobState"] == "CANCELLED", "then its job")
+        lab.login.run(["kill", "-CONT", *sruns], user="root")
+        end = driven.event("ended")
+    words = f"Slurm has ended job {job}, or its step on gpu01; is it still in `squeue --me`?"
+    assert (end["kind"], end["words"]) == ("no-job", words)
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])
