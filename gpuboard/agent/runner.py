@@ -26,7 +26,9 @@ if MYPY:
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 SI_KERNEL = 128  # asm-generic/siginfo.h: sent by the terminal, so the command has had it too
 GRACE_S = 2.0
-_MOMENT_S = 0.5  # helpers that end with what they help: srun's second process, multiprocessing's resource tracker
+# Helpers may end with what they help: srun's second process, multiprocessing's resource tracker. So many looks, and not
+# a time: on a busy machine these take longer, as the helpers do.
+_LOOKS, _BETWEEN_S = 50, 0.01
 _LOOK_S = 0.5
 _FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells have it
@@ -111,11 +113,12 @@ def end_all(grace_s: float) -> int:
     With a grace, what ends by itself in a moment is let alone and does not count.
     """
     found = descendants()
-    moment = time.monotonic() + (_MOMENT_S if grace_s > 0 else 0.0)
-    while found and time.monotonic() < moment:
-        time.sleep(0.01)
+    looks = _LOOKS if grace_s > 0 else 0
+    while found and looks:
+        time.sleep(_BETWEEN_S)
         reap()
         found = descendants()
+        looks -= 1
     count = len(found)
     for pid in found:
         send(pid, signal.SIGTERM)
@@ -126,7 +129,7 @@ def end_all(grace_s: float) -> int:
             for pid in found:
                 send(pid, signal.SIGKILL)
         reap()
-        time.sleep(0.01)
+        time.sleep(_BETWEEN_S)
         found = descendants()
         if time.monotonic() > until + 3.0:
             break  # in the kernel's hands (D state): they die when it lets go
