@@ -19,9 +19,7 @@ if MYPY:
     from gpuboard.agent.wire import Channel
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_PATIENCE_S = (
-    1.6  # what a supervisor gets to empty the node itself after the end of the connection; local heads wait 2 s
-)
+_PATIENCE_S = 1.6  # what a supervisor gets to empty the node itself after the end of the connection
 _POLLRDHUP = 0x2000  # select.POLLRDHUP came with Python 3.7
 
 

@@ -19,7 +19,7 @@ from gpuboard.transport.spawn import Child, readable
 
 _CHUNK = 262144
 _STDERR_KEPT = 65536
-_END_WAIT_S = 2.0  # an agent ends within this after its connection, whatever NVML does
+_KILLED_S = 2.0  # what is killed is gone by then, or in an uninterruptible call of the driver
 
 
 class Ending(NamedTuple):
@@ -35,14 +35,21 @@ class ChildChannel:
 
     ``patience_s`` None: the child is the agent, so the node is reached as soon as it has started. Else it is a program
     that must get there first: the first byte of output says that it has, and without one it is given up after so long.
+    ``end_s``: so long it may take to end after its connection; then it is killed.
     """
 
     def __init__(
-        self, handler: Handler, explain: Callable[[Ending], TransportError], *, patience_s: float | None = None
+        self,
+        handler: Handler,
+        explain: Callable[[Ending], TransportError],
+        *,
+        patience_s: float | None = None,
+        end_s: float = 2.0,
     ) -> None:
         self._handler = handler
         self._explain = explain
         self._patience_s = patience_s
+        self._end_s = end_s
         self._connected = False
         self._lock = threading.Lock()
         self._unsent = bytearray()
@@ -135,7 +142,7 @@ class ChildChannel:
                     reading = reading and fd != child.stdout
         with self._lock:
             closed_by_us, self.over = self.over, True
-        code, rest = _end(child)
+        code, rest = _end(child, self._end_s)
         os.close(self._wake)
         if not closed_by_us:
             self._handler.ended(self._explain(Ending(code, (stderr + rest)[-_STDERR_KEPT:], late)))
@@ -164,29 +171,29 @@ def _terminate(child: Child) -> None:
         os.kill(child.pid, signal.SIGTERM)
 
 
-def _end(child: Child) -> tuple[int | None, bytes]:
-    """Close the pipes, wait for the child, kill it when it stays.
+def _end(child: Child, wait_s: float) -> tuple[int | None, bytes]:
+    """Close the pipes, wait for the child, kill it when it stays for ``wait_s``.
 
     Return its exit code (negative: a signal; None: not known) and what was left in its stderr.
     """
     os.close(child.stdin)
     os.close(child.stdout)
-    code = _wait(child)
+    code = _wait(child, wait_s)
     rest = _read(child.stderr)
     os.close(child.stderr)
     return code, rest
 
 
-def _wait(child: Child) -> int | None:
+def _wait(child: Child, wait_s: float) -> int | None:
     try:
         pidfd = os.pidfd_open(child.pid)
     except ProcessLookupError:
         return None  # this process ignores SIGCHLD, so the kernel has reaped the child
     try:
-        if not readable(pidfd, _END_WAIT_S):
+        if not readable(pidfd, wait_s):
             os.kill(child.pid, signal.SIGKILL)
-            if not readable(pidfd, _END_WAIT_S):
-                return None  # in an uninterruptible call of the driver: init will reap it
+            if not readable(pidfd, _KILLED_S):
+                return None  # init will reap it
         return os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
     except ChildProcessError:
         return None  # somebody else in this process has waited for it

@@ -8,6 +8,9 @@ from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.child import ChildChannel, Ending
 from gpuboard.transport.spawn import agent_command, spawn, take_prestarted
 
+_END_S = 2.0  # within this an agent ends after its connection, whatever NVML does
+_LAUNCH_END_S = 10.0  # a guard killed sooner may leave what it was about to end: 1.6 s of patience, 4 s of killing
+
 
 class LocalTransport:
     """Starts agents as children. ``command`` makes the command line (tests replace it)."""
@@ -18,7 +21,7 @@ class LocalTransport:
 
     def open(self, host: str, role: str, handler: Handler, command: str | None = None) -> ChildChannel:
         """Start an agent. A program that cannot be started ends the channel with kind ``no-python``."""
-        channel = ChildChannel(handler, _explain)
+        channel = ChildChannel(handler, _explain, end_s=_LAUNCH_END_S if role == "launch" else _END_S)
         self._channels = [c for c in self._channels if not c.over] + [channel]
         try:
             ours = command is None and role == "node" and self._command is agent_command

@@ -115,6 +115,16 @@ def test_a_stopped_supervisor_does_not_keep_ranks_alive(folder: Path) -> None:
     wait_dead(pids | {guard, supervisor})
 
 
+def test_a_guard_that_is_slow_still_ends_the_ranks_of_a_stopped_supervisor(folder: Path) -> None:
+    with node(folder, FAMILY) as here:
+        guard, supervisor, pids = family(here)
+        for each in (guard, supervisor):
+            os.kill(each, signal.SIGSTOP)
+    time.sleep(3.0)  # longer than other agents may take to end
+    os.kill(guard, signal.SIGCONT)
+    wait_dead(pids | {guard, supervisor})
+
+
 def test_a_killed_head_takes_the_node_with_it(folder: Path) -> None:
     (folder / "script.py").write_text(FAMILY)
     config = launch_config(folder, "script.py", listen=False, environ={"PYTHONPATH": str(folder / "fake")})
