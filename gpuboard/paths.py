@@ -1,4 +1,4 @@
-"""Where gpuboard keeps files: the XDG folders, computed from an environment (no I/O but for a missing HOME)."""
+"""Where gpuboard keeps files: the XDG folders, computed from an environment and made."""
 
 from __future__ import annotations
 
@@ -39,3 +39,11 @@ def state_dir(env: Mapping[str, str]) -> Path:
 def cache_dir(env: Mapping[str, str]) -> Path:
     """Return the folder of what can be had again at any time; it may be on a shared home."""
     return _base(env, "XDG_CACHE_HOME", ".cache")
+
+
+def make_private(folder: str | Path) -> None:
+    """Make a folder and all that is missing above it with mode 0700, also where the umask is 0. Raises OSError."""
+    path = Path(folder)
+    missing = [each for each in path.parents if not each.exists()]
+    for each in (*reversed(missing), path):
+        each.mkdir(mode=0o700, exist_ok=True)

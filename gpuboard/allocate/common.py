@@ -73,7 +73,7 @@ def write_private(path: str, data: bytes) -> None:
     """Write a file that only its owner can read, whole or not at all. Raises GpuboardError."""
     temporary = f"{path}.{os.getpid()}"
     try:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        paths.make_private(os.path.dirname(path))
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
         os.replace(temporary, path)

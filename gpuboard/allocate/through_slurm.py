@@ -218,7 +218,7 @@ class SlurmAllocator:
         """Return a new heartbeat file, and beside it the one by which the job says that it sees it."""
         path = f"{paths.state_dir(self._env)}/leases/{lease}.alive"
         try:
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            paths.make_private(os.path.dirname(path))
             for name in (path, f"{path}.seen"):
                 os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
             os.utime(f"{path}.seen", (1, 1))

@@ -23,7 +23,7 @@ def report(error: BaseException, env: Mapping[str, str]) -> str:
     text = f"{about}\n{''.join(traceback.format_exception(error))}"
     wrote = False
     with contextlib.suppress(OSError):
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        paths.make_private(file.parent)
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as stream:
             stream.write(text)

@@ -56,7 +56,7 @@ def save(env: Mapping[str, str], kept: Preferences) -> str | None:
     file = path(env)
     temporary = ""
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        paths.make_private(file.parent)
         handle, temporary = tempfile.mkstemp(prefix=".board-", dir=file.parent)  # of mode 0600
         with os.fdopen(handle, "wb") as stream:
             stream.write(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")

@@ -208,7 +208,7 @@ class Starter:
         words = ["--nodes", self._scope(form.nodes), *words]
         env = self._environment(folder)
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            paths.make_private(self._folder)
             self._sweep()
             if self.simulated:
                 env[VARIABLE] = str(self._folder / f"{run}.nodes")

@@ -109,7 +109,7 @@ class RunFolder:
         """Create the folder. Raises GpuboardError when it cannot be made or is not ours."""
         self.path = runs_dir(env) / run
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            paths.make_private(self.path.parent)
             self.path.mkdir(mode=0o700)
         except OSError as error:
             raise GpuboardError(

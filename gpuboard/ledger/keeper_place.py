@@ -54,8 +54,10 @@ def folder_name(env: Mapping[str, str]) -> str:
 
 def make_private(folder: str) -> None:
     """Make ``folder`` with mode 0700. Raises KeeperError when it is somebody else's or cannot be made."""
+    from gpuboard import paths  # late: pathlib takes 10 ms, and the keeper itself makes no folder
+
     try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        paths.make_private(folder)
         found = os.lstat(folder)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise KeeperError(f"{folder} is not a folder of yours, so no keeper can run there; remove it")

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from gpuboard.model.schedule import Schedule
-from gpuboard.paths import cache_dir
+from gpuboard.paths import cache_dir, make_private
 
 _BYTES_MAX = 2**28
 _FORMAT = 3  # of the file: one more with every change of Record or of what it holds
@@ -85,7 +85,7 @@ class Cache:
         """Replace what is there."""
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}-{id(record):x}")
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self._folder)
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 with open(fd, "wb") as file:
@@ -102,7 +102,7 @@ class Cache:
     def turn(self) -> Iterator[bool]:
         """Hold the lock of those who ask; gives False at once where another process has it."""
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self._folder)
             lock = self._path.with_name(f"{self._name}lock")
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError:

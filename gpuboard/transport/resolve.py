@@ -147,7 +147,7 @@ class Resolver:
             self._new = False
         beside = self._kept.with_name(f"{self._kept.name}.{os.getpid()}")
         try:
-            self._kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            paths.make_private(self._kept.parent)
             fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             with open(fd, "w", encoding="utf-8") as file:
                 file.write(text)

@@ -64,7 +64,7 @@ def _private(folder: str) -> bool:
     try:
         if folder.startswith("/run/user/") and os.stat(os.path.dirname(folder)).st_uid != os.geteuid():
             return False
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        paths.make_private(folder)
         found = os.lstat(folder)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             return False

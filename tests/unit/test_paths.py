@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.paths import state_dir, user_config
+from gpuboard.paths import make_private, state_dir, user_config
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,16 @@ def test_state_folder(env: dict[str, str], state: str) -> None:
 def test_without_home_the_user_database_knows_it(env: dict[str, str]) -> None:
     home = Path(pwd.getpwuid(os.geteuid()).pw_dir)
     assert user_config(env) == home / ".config" / "gpuboard" / "config.toml"
+
+
+def test_folders_are_private_under_any_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        make_private(tmp_path / "a" / "b" / "c")
+        make_private(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b", "a/b/c")] == [0o700] * 3
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        make_private(tmp_path / "file")
