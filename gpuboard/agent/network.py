@@ -23,6 +23,7 @@ _HELLO = b"gpuboard"
 _NONCE = 16
 _ANSWER = 32
 _SIOCGIFFLAGS, _IFF_UP = 0x8913, 1  # netdevice(7)
+_MUTE = 3  # times the limit of an attempt, for the answer of who has taken the connection: a process that may be slow
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.EACCES, errno.EPERM)
 
 
@@ -192,7 +193,10 @@ class Answering:
 
 
 class Attempts:
-    """Connections to other nodes' answering sockets, all at once; ``done`` gets one result for each."""
+    """Connections to other nodes' answering sockets, all at once; ``done`` gets one result for each.
+
+    Who has not taken the connection in ``timeout_s`` drops it: their kernel does that at once, however busy they are.
+    """
 
     def __init__(
         self,
@@ -206,6 +210,8 @@ class Attempts:
         self._secret = secret.encode("utf-8")
         self._done = done
         self._started = time.monotonic()
+        self._mute_s = _MUTE * timeout_s
+        self._asked: "Dict[int, float]" = {}  # when the handshake was sent, of those that took the connection
         self._results: "List[Dict[str, Any]]" = [
             {"node": t["node"], "address": t["address"], "port": t["port"], "result": None} for t in targets
         ]
@@ -248,6 +254,7 @@ class Attempts:
         except OSError:
             self._settle(number, "stranger")
             return
+        self._asked[number] = time.monotonic()
         self._loop.watch(caller.fileno(), IN, lambda: self._answered(number, nonce))
 
     def _answered(self, number: int, nonce: bytes) -> None:
@@ -284,9 +291,19 @@ class Attempts:
             done(self._results)
 
     def _time_up(self) -> None:
-        for number, result in enumerate(self._results):
-            if result["result"] is None:  # connected but mute: something else answers there
-                self._settle(number, "stranger" if "local_address" in result else "dropped")
+        self._timer = self._loop.after(0.0, self._give_up)  # we may be late ourselves: first what is there by now
+
+    def _give_up(self) -> None:
+        """Settle what has had its time, and wait for the rest: it is connected but mute."""
+        now = time.monotonic()
+        for number in sorted(self._sockets):
+            if number not in self._asked:
+                self._settle(number, "dropped")
+            elif now - self._asked[number] >= self._mute_s:
+                self._settle(number, "stranger")
+        if self._sockets:
+            first = min(self._asked[number] for number in self._sockets)
+            self._timer = self._loop.after(max(0.0, first + self._mute_s - now), self._time_up)
 
 
 def _mac(secret: bytes, nonce: bytes) -> bytes:

@@ -152,21 +152,20 @@ class Head:
     # preflight
 
     def _preflight(self) -> bool:
-        """Ask every node all there is to ask; return whether the gate may open."""
+        """Ask every node all there is to ask; return whether the gate may open. No answer in its time is a failure."""
         asked = self._questions
         first = self._plan.nodes[0]
         if self._read_gpus is not None:
             self._read_gpus(self._inbox.put)
         asked.start()
         self._pump(lambda: self._stopping() or asked.started(), None)
-        until = time.monotonic() + PROBE_S
         if len(self._plan.nodes) > 1 and not asked.failures and not self._stopping():
             asked.probe_listen()
-            self._pump(lambda: self._stopping() or asked.listening(), until)
+            self._pump(lambda: self._stopping() or asked.listening(), None)
             asked.probe_connect()
-            self._pump(lambda: self._stopping() or asked.probed(), until)
+            self._pump(lambda: self._stopping() or asked.probed(), None)
         read = self._read_gpus is None
-        self._pump(lambda: self._stopping() or read or asked.snapshot is not None, until + PROBE_S)
+        self._pump(lambda: self._stopping() or read or asked.snapshot is not None, time.monotonic() + PROBE_S)
         if self._stopping():
             return False
         answers = asked.collect()

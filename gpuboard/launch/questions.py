@@ -13,8 +13,8 @@ from gpuboard.model.snapshot import Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost
 
 START_S = 20.0  # from the start of a connection to a checked node: interpreters on a cold network home
-PROBE_S = 3.0  # what finding out who reaches whom may take
-_ATTEMPT_S = 2.0  # after which a connection without an answer counts as dropped
+PROBE_S = 10.0  # for a node's word on who reaches whom: 10 ms as a rule, 2 s behind a firewall, more where it is busy
+_ATTEMPT_S = 2.0  # after which a connection that nobody takes counts as dropped
 _PEERS = 16  # nodes that a node tries to reach: all of a small run, a ring of neighbours in a large one
 
 

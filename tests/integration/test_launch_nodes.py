@@ -181,6 +181,26 @@ def test_a_firewall_is_found_before_the_ranks_hang(lab: Cluster, rule: str, word
         wait_left(lab, 5.0)
 
 
+# An interpreter; on gpu02 whoever asks it something about itself stands still for a while soon afterwards.
+HINDERED = """#!/bin/sh
+case "$(hostname)$1" in
+gpu02-c) (sleep 0.3; kill -STOP $PPID; sleep 4; kill -CONT $PPID) >/dev/null 2>&1 & ;;
+esac
+exec python3 "$@"
+"""
+
+
+def test_a_firewall_is_found_by_a_node_that_stands_still_meanwhile(lab: Cluster) -> None:
+    lab["gpu01"].firewall("add rule inet t in iif eth0 tcp dport 1024-65535 ct state new drop")
+    put(lab["login1"], "python", HINDERED)
+    lab["login1"].run(["chmod", "+x", "python"], check=True)
+    with launched(lab, SLEEP, "--python", f"{HOME}/python") as process:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 7
+        assert "gpu02 cannot reach gpu01 at 10.88.0.11, port" in err
+        assert "no answer: a firewall drops it" in err
+
+
 def test_nodes_that_differ_are_refused(lab: Cluster) -> None:
     with launched(lab, SLEEP, "--python", "/opt/python") as process:
         _, err = process.communicate(timeout=60)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -46,6 +47,31 @@ def test_each_way_a_connection_can_fail_has_its_word() -> None:
     answering.stop()
     mute.close()
     assert attempt(loop, [("127.0.0.1", port)])[port]["result"] == "refused"
+
+
+def test_who_takes_the_connection_and_answers_late_is_no_stranger() -> None:
+    loop = Loop()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        caller, _ = listener.accept()
+        caller.send(network._mac(SECRET.encode(), caller.recv(64)[-16:]))
+        caller.close()
+
+    loop.after(0.3, answer)
+    port = listener.getsockname()[1]
+    assert attempt(loop, [("127.0.0.1", port)], timeout_s=0.2)[port]["result"] == "ok"
+    listener.close()
+
+
+def test_who_stood_still_until_the_time_was_up_looks_at_what_has_come() -> None:
+    loop = Loop()
+    answering = network.Answering(loop, SECRET)
+    answering.add(network.listen("127.0.0.1", 0))
+    port = answering._listeners[0].getsockname()[1]
+    loop.after(0.0, lambda: time.sleep(0.3))
+    assert attempt(loop, [("127.0.0.1", port)], timeout_s=0.2)[port]["result"] == "ok"
+    answering.stop()
 
 
 def test_a_full_backlog_is_dropped() -> None:
