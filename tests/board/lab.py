@@ -27,6 +27,8 @@ from gpuboard.model.request import Request
 
 # A machine that stands still for some seconds makes no GPU unknown where a test is about something else.
 PATIENT = Settings(state=StateSettings(stale_min="1m"))
+# Readings come when the test wants them. They are due at multiples of it since 1970: at 1m one may come at any moment.
+SELDOM = Settings(interval="13d")
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -78,7 +80,7 @@ async def board(core: Core, size: tuple[int, int] = (120, 40)) -> AsyncIterator[
 
 @asynccontextmanager
 async def seen_twice(core: Core, size: tuple[int, int] = (120, 40)) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
-    """Run the app over a core with a long interval, after a second reading of every node; no other comes by itself."""
+    """Run the app over a core of ``SELDOM``, after a second reading of every node; no other comes by itself."""
     app = BoardApp(core)
     try:
         async with app.run_test(size=size) as pilot:

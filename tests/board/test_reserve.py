@@ -159,7 +159,7 @@ def test_somebody_was_quicker_and_the_next_best_set_is_offered(tmp_path: Path) -
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
 
     async def main() -> None:
-        core = lab.make_core(tmp_path, nodes, Settings(interval="60s"))  # what the board shows is older than the race
+        core = lab.make_core(tmp_path, nodes, lab.SELDOM)  # what the board shows is older than the race
         async with lab.seen_twice(core) as (app, pilot):
             with other.somebody(tmp_path, nodes[0]) as agent:
                 await open_for(app, pilot, uuids(app, "sim01", 0, 2))
@@ -187,7 +187,7 @@ def test_when_no_other_set_is_left_it_says_so(tmp_path: Path) -> None:
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
 
     async def main() -> None:
-        core = lab.make_core(tmp_path, nodes, Settings(interval="60s"))
+        core = lab.make_core(tmp_path, nodes, lab.SELDOM)
         async with lab.seen_twice(core) as (app, pilot):
             with other.somebody(tmp_path, nodes[0]) as agent:
                 await open_for(app, pilot, [])

@@ -13,7 +13,6 @@ import pytest
 from gpuboard.board.app import BoardApp
 from gpuboard.board.reserve import ReserveDialog, open_reserve
 from gpuboard.cluster.inventory import Node
-from gpuboard.config import Settings
 from tests.board import lab
 from tests.nvml import GIB, Gpu, library, write_script
 
@@ -51,7 +50,7 @@ def picks(app: BoardApp, *indexes: int) -> list[str]:
 
 def test_another_gpuboard_was_quicker(tmp_path: Path, script: Path) -> None:
     async def main() -> None:
-        core = lab.make_core(tmp_path, nodes(tmp_path), Settings(interval="60s"))
+        core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
         async with lab.seen_twice(core) as (app, pilot):
             open_reserve(app, picks(app, 0, 1))
             await lab.settle(pilot, lambda: shown(app, "Takes gpu01:0,1"))
@@ -71,7 +70,7 @@ def test_another_gpuboard_was_quicker(tmp_path: Path, script: Path) -> None:
 
 def test_a_process_moved_in(tmp_path: Path, script: Path) -> None:
     async def main() -> None:
-        core = lab.make_core(tmp_path, nodes(tmp_path), Settings(interval="60s"))
+        core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
         async with lab.seen_twice(core) as (app, pilot):
             open_reserve(app, picks(app, 2))
             await lab.settle(pilot, lambda: shown(app, "Takes gpu01:2"))

@@ -19,7 +19,6 @@ from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.dialogs import Tick
 from gpuboard.board.watches import Watch, WatchDialog, WatchesScreen, holds
 from gpuboard.cluster.simulated import demo_nodes
-from gpuboard.config import Settings
 from gpuboard.launch.runs import RunFolder, RunView, this_head
 from gpuboard.model.request import Request
 from tests.board import lab, made, other
@@ -96,7 +95,7 @@ def test_goes_on_when_somebody_was_quicker(tmp_path: Path) -> None:
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
 
     async def main() -> None:
-        core = lab.make_core(tmp_path, nodes, Settings(interval="60s"))  # readings come when the test wants them
+        core = lab.make_core(tmp_path, nodes, lab.SELDOM)  # readings come when the test wants them
         async with lab.seen_twice(core) as (app, pilot):
             assert app.scene is not None
             with other.somebody(tmp_path, nodes[0]) as agent:
