@@ -47,6 +47,7 @@ class Supervisor:
         self._answering = network.Answering(self._loop, config["secret"])
         self._master: "Optional[socket.socket]" = None
         self._spawned = False
+        self._opened = False  # the gate
         self._gone = False  # the connection to the head has ended, and that was acted upon
         self._held = False  # the head asked for no output
         self._heard_at = time.monotonic()
@@ -238,6 +239,8 @@ class Supervisor:
             self._answering.leave(self._master)
         self._answering.stop()
         self._gang.open_gate(environ)
+        self._opened = True
+        self._loop.after(0.0, self._reap)  # they may all have ended before
         return {}
 
     def _hold(self, _call: int, args: "Dict[str, Any]") -> "Any":
@@ -292,7 +295,9 @@ class Supervisor:
             self._gang.ended(pid, os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status))
         if self._gang.store_lost and self._gang.running():
             self._end("the store died", _LIFE_LINE_GRACE_S)
-        if self._spawned and not self._finished and not self._gang.running() and self._helpers_until is None:
+        asked_all = self._opened or self._ending_at is not None  # before, the head has questions yet, also about this
+        over = self._spawned and not self._finished and not self._gang.running()
+        if over and asked_all and self._helpers_until is None:
             self._ranks_ended()
 
     def _ranks_ended(self) -> None:

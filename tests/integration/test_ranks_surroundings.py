@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuboard.transport.base import CallFailed
 from gpuboard.transport.spawn import agent_command
 from tests.integration.ranks_driver import Node, go, launch_config, node, with_fake_torch
 from tests.waiting import until
@@ -74,6 +75,16 @@ def test_a_supervisor_of_an_old_interpreter(folder: Path, version: str) -> None:
         assert here.text() == "True\n"
         assert here.link.hello is not None
         assert here.link.hello.python.startswith(version)
+
+
+def test_a_node_whose_ranks_have_ended_at_once_still_says_why(folder: Path) -> None:
+    with node(folder, "pass", python="/bin/false") as here:
+        here.call("spawn")
+        here.wait(lambda n: n.data("exited"))
+        with pytest.raises(CallFailed, match="/bin/false ended with code 1"):
+            here.call("check")
+        here.call("go", master_addr="127.0.0.1", master_port=1, environ={})
+        assert here.wait_ended()[0]["code"] == 1
 
 
 def empty(group: Path) -> bool:
