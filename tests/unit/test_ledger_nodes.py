@@ -77,7 +77,7 @@ def test_a_lease_over_three_nodes(nodes: Nodes) -> None:
     taken = ledger.take(nodes.call, wanted(gpu03=["GPU-e"], gpu01=["GPU-a", "GPU-b"], gpu02=["GPU-c"]))
     assert nodes.calls == [("gpu01", "take"), ("gpu02", "take"), ("gpu03", "take")]  # sorted
     assert taken.gpus == {"gpu01": ["GPU-a", "GPU-b"], "gpu02": ["GPU-c"], "gpu03": ["GPU-e"]}
-    assert taken.remaining_s == pytest.approx(600, abs=1)
+    assert taken.remaining_s == pytest.approx(600, abs=30)
     found = nodes.claims()["gpu02"][0]
     assert (found.lease, found.gpus, found.nodes, found.purpose) == (taken.lease, 4, list(NODES), "training")
     outcome = ledger.renew(nodes.call, taken.lease, NODES, 6000.0)
