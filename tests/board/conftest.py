@@ -5,6 +5,7 @@ And remembers toasts, and ends the keepers of leases that a test has left to the
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import textual.app
+import textual.pilot
 from textual.dom import DOMNode
 from textual.notifications import Notification, Notifications
 
@@ -20,6 +23,7 @@ from gpuboard.board.app import BoardApp
 
 HERE = Path(__file__).parent
 LAST = "test_every_action_was_tried"
+FRAME_S = 0.02  # longer than textual waits before it draws what has changed
 TRIED: set[str] = set()  # ids of bindings whose action was run, by whatever test of this session
 
 
@@ -46,6 +50,24 @@ def take_note(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(BoardApp, "_check_bindings", check_bindings)
     monkeypatch.setattr(BoardApp, "run_action", run_action)
     return iter(())
+
+
+@pytest.fixture(autouse=True)
+def whatever_is_done_has_taken_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a pilot go on when nothing is left to do in the app, nor a moment later, when what has changed was drawn.
+
+    textual's own takes a process that gets no processor for one that has nothing to do, and goes on before the key.
+    """
+
+    async def idle(*_: float) -> None:
+        ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]  # what would run in the next turn
+        for wait_s in (0.0, FRAME_S):
+            await asyncio.sleep(wait_s)
+            while ready:
+                await asyncio.sleep(0)
+
+    for module in (textual.app, textual.pilot):
+        monkeypatch.setattr(module, "wait_for_idle", idle)
 
 
 @pytest.fixture(autouse=True)
