@@ -20,7 +20,7 @@ _FULL = 1024 * 1024  # bytes waiting for the head above which the ranks' pipes a
 _EMPTY = 256 * 1024  # and below which they are again
 _LIFE_LINE_GRACE_S = 1.0  # between SIGTERM and SIGKILL when the head is gone
 _KILL_S = 4.0
-_HELPERS_TOLD_S = 0.5  # multiprocessing's own helpers end by themselves sooner
+_HELPERS_TOLD_S = 3.0  # multiprocessing's own helpers end by themselves sooner, also on a machine that is busy
 _LATER = object()  # a call that is answered when its work is done
 
 
