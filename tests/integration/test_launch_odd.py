@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -150,7 +151,9 @@ def test_a_head_that_is_stopped_for_too_long_tells_what_that_did(tmp_path: Path)
         wait_gone(run.view().id, 60.0)
         run.signal(signal.SIGCONT)
         assert run.wait() == 1
-        assert ": nothing heard from the head for 8 s; this node is stopped" in run.view().verdicts[0].text
+        text = run.view().verdicts[0].text
+        told = re.search(r": nothing heard from the head for (\d+) s; this node is stopped", text)
+        assert told and int(told[1]) >= 8, text  # it looks each second, and later where it is kept from that
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:
