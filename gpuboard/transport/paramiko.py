@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _STDERR_KEPT = 65536
 _CHUNK = 262144
-_PATIENCE_S = 2.0  # for the exit code, once the output has ended
+_PATIENCE_S = 30.0  # for the exit code, once the output has ended: the end of the session or connection comes, too
 
 # What goes wrong arrives as a TransportError; log lines would only tear the screen.
 logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)
@@ -134,13 +134,14 @@ class ParamikoChannel:
         stderr = b""
         while not self.over:
             poller.poll()
+            done = session.eof_received or session.closed  # asked first: what came before that is there now
             while session.recv_stderr_ready():
                 stderr = (stderr + session.recv_stderr(_CHUNK))[-_STDERR_KEPT:]
             if session.recv_ready():
                 data = session.recv(_CHUNK)
                 if not self.over:
                     self._handler.received(data)
-            elif session.eof_received or session.closed:
+            elif done:
                 break
         if session.status_event.wait(_PATIENCE_S) and session.exit_status >= 0:
             return explain_exit(session.exit_status, stderr, self._transport.python)
@@ -152,9 +153,10 @@ class ParamikoChannel:
     def _lost(self) -> str | None:
         """Return why the connection is over, None while it stands."""
         connection = self._connection
-        if connection is None or connection.is_active():
+        # paramiko's thread keeps what ended the connection, then closes its sessions, and is active until it is done
+        error = connection.get_exception() if connection is not None else None
+        if connection is None or (error is None and connection.is_active()):
             return None
-        error = connection.get_exception()
         return str(error or "") or (type(error).__name__ if error else "closed by the other side")
 
     def _send(self, session: paramiko.Channel) -> None:

@@ -325,6 +325,7 @@ def test_how_a_command_ended_is_told(lab: Lab) -> None:
         ("echo so; exit 7", "exited", "the agent ended with exit code 7"),
         ("echo so; echo 'no [31m luck' >&2; exit 3", "exited", "the agent ended with exit code 3: no [31m luck"),
         ("echo so; kill -9 $$", "exited", "killed"),
+        ("echo so; exec >&- 2>&-; sleep 3; exit 9", "exited", "the agent ended with exit code 9"),  # silent, then ends
         ("no-such-program", "no-python", "python3 cannot be started there ("),
     ):
         with lab.channels("gpu01", command=command) as driven:
