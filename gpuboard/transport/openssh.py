@@ -148,6 +148,7 @@ class _Attempt:
         self.settled = threading.Event()  # the agent has spoken, or it is over
         self.error: TransportError | None = None
         self.connected_yet = False
+        self._telling = threading.Lock()  # while the handler is told that it is connected: once, and before all else
         self._told = False
         self._session = session
         self._way = way
@@ -158,14 +159,12 @@ class _Attempt:
     def logged_in(self) -> None:
         """Tell that the connection stands, so that now the node's shell is waited for; without words from it yet."""
         if not self.settled.is_set():
-            self._session.handler.connected()
-            self._told = True
+            self._tell()
 
     def connected(self) -> None:
         self.connected_yet = True
         self._session.spoke()
-        if not self._told:
-            self._session.handler.connected()
+        self._tell()
         self.settled.set()
 
     def received(self, data: bytes) -> None:
@@ -176,6 +175,12 @@ class _Attempt:
         if self.connected_yet:
             self._session.fail(error)
         self.settled.set()
+
+    def _tell(self) -> None:
+        with self._telling:
+            if not self._told:
+                self._told = True
+                self._session.handler.connected()
 
     def _explain(self, ending: Ending) -> TransportError:
         if ending.late:

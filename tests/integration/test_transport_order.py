@@ -71,6 +71,25 @@ def settings(server: Sshd, transport: str) -> Settings:
     return Settings(ssh_config=str(server.ssh_config), transport=transport, connect_timeout="30s")
 
 
+def test_connected_is_told_once_and_first_also_while_the_far_end_speaks(sshd: Sshd) -> None:
+    class Slow(Listener):
+        def stand_still(self) -> None:
+            self.go()  # it speaks while we are still being told
+            spoke.wait(STILL_S)
+
+        def received(self, data: bytes) -> None:
+            super().received(data)
+            spoke.set()
+
+    spoke = threading.Event()
+    slow = Slow()
+    with closing(ssh_transport(settings(sshd, "openssh"))) as transport:
+        slow.open(transport, "read first; echo ready; exec cat")
+        assert spoke.wait(60)
+        until(lambda: len(slow.told) >= 2, "both are told")
+    assert slow.told == ["connected", "received"]
+
+
 def test_a_lost_connection_is_lost_before_paramikos_thread_is_through(
     sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
