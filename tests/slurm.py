@@ -207,12 +207,17 @@ class SlurmCluster:
             self._start_controller()
 
     def save(self) -> None:
-        """Wait until the controller has written down all jobs as they are; it does so seconds after a change."""
+        """Wait until the controller has written down all jobs as they are, one at least; it does so seconds later."""
+        mark = f"saved-{os.urandom(8).hex()}"  # its file as it is may hold jobs as they were, and be written only now
+        self.update("jobid", str(max(self.jobs())), AdminComment=mark)
         file = self.nodes[CONTROLLER].path("/run/slurm/state/job_state")
-        before = file.stat().st_mtime_ns if file.exists() else 0
-        for number in self.jobs():
-            self.update("jobid", str(number), AdminComment="saved")
-        until(lambda: file.exists() and file.stat().st_mtime_ns > before, "slurmctld saves its jobs")
+
+        def saved() -> bool:
+            with contextlib.suppress(FileNotFoundError):  # there is none yet, or it is being replaced
+                return mark.encode() in file.read_bytes()
+            return False
+
+        until(saved, "slurmctld saves its jobs")
 
     def daemon(self, node: str, what: str) -> None:
         """Do to the slurmd of ``node`` what ``controller`` does to the controller; jobs there live on."""
