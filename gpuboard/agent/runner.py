@@ -3,11 +3,12 @@
 It keeps the caller's process group, so that ctrl-C and ctrl-Z at the terminal reach the command by themselves, adopts
 what the command leaves behind, and ends all of it when its parent or its connection is gone.
 
-    python3 -c '<this file>' <base64 of {"argv", "environ", "cwd", "remote", "deaf"}>
+    python3 -c '<this file>' <base64 of {"argv", "environ", "cwd", "remote", "deaf", "parent"}>
     python3 -c '<this file>' <base64 of {"signal", "lease"}>      sends the command that runs in a lease a signal
 
 ``deaf``: the command is an ssh or srun to another machine, which ends by SIGHUP alone: whoever started it hands all
 other signals on to what runs there, also those that a terminal, or timeout(1), sends to the whole process group.
+``parent``: pid of the gpuboard that starts us, which may have been killed before we look; null on another machine.
 """
 
 import base64
@@ -39,12 +40,14 @@ def main() -> None:
     config = json.loads(base64.b64decode(sys.argv[1]).decode("utf-8"))
     if "signal" in config:
         os._exit(0 if tell(config["lease"], config["signal"]) else 1)
-    parent = os.getppid()
+    parent = config["parent"] or os.getppid()
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     watched = set(_FORWARDED) | {signal.SIGCHLD, signal.SIGALRM}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGHUP)
     try:
         os.chdir(config["cwd"])
     except OSError as error:

@@ -29,12 +29,12 @@ _PYTHON_FLAGS = ("-I", "-S", "-c")
 
 
 def local_command(argv: Sequence[str], environ: Mapping[str, str], cwd: str) -> list[str]:
-    """Return the command line that runs ``argv`` on this machine under the runner."""
+    """Return the command line that runs ``argv`` on this machine under the runner, for this process to start."""
     return _local(argv, environ, cwd, deaf=False)
 
 
 def _local(argv: Sequence[str], environ: Mapping[str, str], cwd: str, *, deaf: bool) -> list[str]:
-    config = _config(argv, environ, cwd, remote=False, deaf=deaf)
+    config = _config(argv, environ, cwd, remote=False, deaf=deaf, parent=os.getpid())
     return [sys.executable, *_PYTHON_FLAGS, _source(), config]
 
 
@@ -180,8 +180,17 @@ def _source() -> str:
     return (Path(__file__).parents[1] / "agent" / "runner.py").read_text(encoding="utf-8")
 
 
-def _config(argv: Sequence[str], environ: Mapping[str, str], cwd: str, *, remote: bool, deaf: bool = False) -> str:
-    return _encoded({"argv": list(argv), "environ": dict(environ), "cwd": cwd, "remote": remote, "deaf": deaf})
+def _config(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    cwd: str,
+    *,
+    remote: bool,
+    deaf: bool = False,
+    parent: int | None = None,
+) -> str:
+    config = {"argv": list(argv), "environ": dict(environ), "cwd": cwd, "remote": remote, "deaf": deaf}
+    return _encoded(config | {"parent": parent})
 
 
 def _encoded(value: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,23 @@ def test_killed_gpuboard_takes_its_command_along_and_the_gpus_are_free(here: Her
         until(lambda: all(map(gone, pids)), "processes of the command live on")
         assert started.stop() < 5.0
         until(lambda: not claims(here), "the claim lives on")
+
+
+def test_nothing_is_started_for_a_gpuboard_that_was_killed_meanwhile(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "late")
+    gpuboard = """
+import os
+from gpuboard.allocate import commands
+runner = commands.local_command(["touch", "started"], {}, os.getcwd())
+os.posix_spawn("/bin/sh", ["sh", "-c", 'read line < late; exec "$@"', "sh", *runner], os.environ)
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", gpuboard], cwd=tmp_path, env=env, stdout=subprocess.PIPE) as process:
+        assert process.wait(60) == 0
+        (tmp_path / "late").write_text("\n")
+        assert process.stdout is not None
+        assert process.stdout.read() == b"", "the runner has ended"
+    assert not (tmp_path / "started").exists()
 
 
 def test_what_the_command_leaves_behind_is_ended_and_said(here: Here) -> None:  # noqa: F811
