@@ -52,7 +52,7 @@ def test_it_lives_while_life_is_shown_and_ends_soon_after(tmp_path: Path, shell:
             assert process.poll() is None
         ended = Stopwatch()
         assert process.wait(60) == 0
-        assert ended.stop() < 7.0
+        assert ended.stop() < 20.0  # it counts forty looks, each late on a busy machine
 
 
 def test_what_it_cannot_look_at_for_a_while_counts_as_silence_and_no_more(tmp_path: Path) -> None:
