@@ -22,6 +22,7 @@ from gpuboard.agent import smi, smi_child
 COMMAND = "exec sh -c 'IFS= read -r s && eval \"$s\"'"
 
 # `wait` ends at a signal that is trapped; the second one waits for a process that even SIGKILL does not end at once.
+# The signal may come before the trap knows whom to kill, and after it nothing else is started: so k is looked at, too.
 # What has ended may have left its number to somebody else's process: only a child of ours is signalled.
 # grep names the files whose lines it prints when there are two of them or more.
 _LINES = r"""
@@ -32,7 +33,8 @@ case $m in /*) w=hello ;; *) w=none ;; esac;
 say $w start; echo "hostname $(uname -n)"; echo "uid $(id -u)"; echo "user $(id -un 2>/dev/null)"; echo "pid $$";
 echo "boot $(cat /proc/sys/kernel/random/boot_id)"; cat /proc/self/cgroup; say $w end 0;
 [ $w = none ] && exit 0;
-run() { "$m" "$@" & q=$!; trap 'kill -9 $q 2>/dev/null; wait $q; r=137' TERM; wait $q; r=${r:-$?}; };
+run() { q=; trap 'k=137; [ "$q" ] && { kill -9 $q 2>/dev/null; wait $q; q=; }' TERM;
+[ "$k" ] || { "$m" "$@" & q=$!; [ "$k" ] && [ "$q" ] && kill -9 $q 2>/dev/null; wait $q; r=$?; q=; }; r=${k:-$r}; };
 csv() { run "--query-$1" --format=csv,noheader,nounits; };
 facts() { a=; s=; g=; t=; for i in "$@"; do
 a=$a,$i; s="$s /proc/$i/status"; g="$g /proc/$i/cgroup"; t="$t /proc/$i/stat"; done;
@@ -42,10 +44,10 @@ say p users; u=$(sed -n 's/^Uid:[^0-9]*\([0-9]*\).*/\1/p' $s /dev/null | sort -u
 say p host; echo "at $(date +%s)"; echo "hz $(getconf CLK_TCK)"; grep "" /proc/loadavg;
 grep -E "^(cpu|btime) " /proc/stat; grep -E "^Mem(Total|Available):" /proc/meminfo; say p end 0; };
 stop() { [ "$p" ] && grep -q "^PPid:.$$\$" /proc/$p/status 2>/dev/null && kill $p 2>/dev/null; };
-p=; while read -r c a; do case $c in
+p=; k=; while read -r c a; do case $c in
 q) ( say q xml; run -q -x 2>/dev/null; say q end $r ) & p=$! ;;
 e) ( say e messages; run -q -x 2>&1 >/dev/null; say e end $r ) & p=$! ;;
-c) ( say c rows; csv "gpu=$a" 2>&1; say c apps; r=; csv "compute-apps=@APPS@" 2>/dev/null; say c end $r ) & p=$! ;;
+c) ( say c rows; csv "gpu=$a" 2>&1; say c apps; csv "compute-apps=@APPS@" 2>/dev/null; say c end $r ) & p=$! ;;
 p) facts $a 2>/dev/null & ;;
 k) stop ;;
 esac; done; stop; exit 0

@@ -107,6 +107,26 @@ def test_every_login_shell_starts_it_and_it_ends_with_the_connection(login: str,
     assert closed.stop() < 2
 
 
+@pytest.mark.parametrize("asked", [b"q\n", b"c index\n"], ids=["listing", "queries"])
+@pytest.mark.parametrize("still", [b"& sleep 1; q=$!;", b"& q=$!; sleep 1;"], ids=["unknown", "known"])
+def test_it_ends_with_the_connection_also_while_nvidia_smi_is_being_started(
+    fake: FakeSmi, still: bytes, asked: bytes
+) -> None:
+    fake.hangs()
+    assert SCRIPT.count(b"& q=$!;") == 1
+    script = SCRIPT.replace(b"& q=$!;", still)  # the shell stands still there
+    with subprocess.Popen(["sh", "-c", COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        child.stdin.write(script + b"00ff\n" + asked)
+        child.stdin.flush()
+        until(fake.calls, "nvidia-smi runs")
+        running = children(child.pid)
+        child.stdin.close()
+        assert child.wait(60) == 0
+        assert still_there(running, 10.0) == []
+    assert len(fake.calls()) == 1  # nothing else was started
+
+
 @pytest.mark.parametrize("shell", ["dash", "bash", "zsh", "busybox"])
 def test_the_lines_are_posix(shell: str, fake: FakeSmi) -> None:
     if not shutil.which(shell):
