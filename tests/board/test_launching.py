@@ -315,7 +315,7 @@ def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
             await fill_all(pilot, exp, "sleep.py")
             await fill(pilot, command="nothere.py")
             await pilot.press("enter")
-            await lab.settle(pilot, lambda: shown(app, "Reserves sim02:0"))
+            await lab.settle(pilot, lambda: asked and shown(app, "Reserves sim02:0"))
             assert isinstance(app.screen, LaunchDialog)
             assert len(asked) == 1, "one look at a time"
             answers.set()

@@ -87,21 +87,11 @@ class OnPty:
         self.type("sleep.py")
         self.wait("train.py --lr")  # the hint takes the place of what is wrong
         if not keep:
-            for text in (_UP, _UP, _UP, " "):  # over the buttons to the last field
-                self.quiet()  # what is typed before the focus has moved goes to the field before
-                self.type(text)
+            self.type(f"{_UP}{_UP}{_UP} ")  # over the buttons to the last field
             self.wait("[ ] no")
         self.type("\r")
         self.wait("Last line")  # the runs, in place of the dialog
         return self.exp.running()
-
-    def quiet(self) -> None:
-        """Wait until nothing more is drawn."""
-        size, since = len(self.seen), time.monotonic()
-        while time.monotonic() - since < 0.1:
-            time.sleep(0.02)
-            if len(self.seen) != size:
-                size, since = len(self.seen), time.monotonic()
 
     def close(self) -> None:
         self.process.kill()
