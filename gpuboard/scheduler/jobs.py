@@ -41,6 +41,8 @@ _COMMENT = re.compile(
     r"\w+PerTres|\w+PerTRES|Tres\w+|MailUser|Container|SELinuxContext|ResvPorts)=",
     re.DOTALL,
 )
+# No step of it begins there and pam_slurm_adopt lets nobody in for it: Slurm's other word for that is CONFIGURING.
+_IN_PROLOG = " JobState=RUNNING Reason=Prolog "
 _HOLDS_NOTHING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "REVOKED"})
 
 TRUE_JOB = "%A|%U|%T|%P|%S|%e|%N|%u"  # format for `squeue`
@@ -130,6 +132,8 @@ def _job(record: str, named: int, number: int, shown: str) -> tuple[SchedulerJob
             grants = [Grant(name) for name in nodesets.listed(value(rest, " NodeList=") or "")]
     else:
         grants = [grant for grant in grants if grant.gpus or grant.shards]
+    if _IN_PROLOG in part:
+        state = "CONFIGURING"
     uid = int(owner[2])
     runs = Runs(uid, value(rest, " NodeList=") or "") if state == "RUNNING" else None
     if not grants:

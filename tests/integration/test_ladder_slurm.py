@@ -119,6 +119,24 @@ def test_a_job_without_gpus_opens_the_way_of_ssh(adopting: SlurmCluster) -> None
     assert_left_alone(gpu01, before, refused)
 
 
+@pytest.mark.parametrize("gpus", [[], ["--gres=gpu:2"]], ids=["without GPUs", "with GPUs"])
+def test_a_job_opens_the_way_when_its_node_is_ready_for_it(adopting: SlurmCluster, gpus: list[str]) -> None:
+    """Until Slurm's prolog has run there, pam_slurm_adopt finds no job to let her into."""
+    gpu01 = adopting.nodes["gpu01"]
+    before, refused = asked(gpu01), denied(gpu01)
+    with watching(adopting) as watch:
+        watch.until(lambda line: source(line) == ("slurm", None), "Slurm shows it")
+        adopting.daemon("gpu01", "stop")
+        number = adopting.submit([*gpus, "-w", "gpu01", *SLEEP], running=True)
+        assert adopting.job(number)["Reason"] == "Prolog"
+        seen = len(watch.lines)
+        watch.until(lambda line: len(watch.lines) > seen + 6, "three seconds have passed, and Slurm was asked thrice")
+        assert (source(watch.lines[-1]), asked(gpu01)) == (("slurm", None), before)
+        adopting.daemon("gpu01", "continue")
+        watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way")
+        assert (asked(gpu01), denied(gpu01)) == (before + 1, refused)
+
+
 def test_gpus_that_a_job_without_gpus_hides_stay_as_slurm_shows_them(adopting: SlurmCluster) -> None:
     adopting.configure("PrologFlags=contain", cgroups=True)
     adopting.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], user="bob", running=True)

@@ -109,6 +109,15 @@ def test_each_shape_of_job_has_its_gpus() -> None:
     ]
 
 
+def test_a_job_whose_prolog_runs_is_being_made_ready_and_runs_nowhere_yet() -> None:
+    text = recorded("shapes/job-d-oneliner").replace("JobState=RUNNING Reason=None", "JobState=RUNNING Reason=Prolog")
+    pieces = {piece.number: piece for piece in jobs(text)}
+    (merged, visiting) = pieces[12].job, pieces[13]
+    assert merged is not None
+    assert (merged.state, held(merged)) == ("configuring", {"node2": {3, 4}, "node3": {2, 3}})
+    assert visiting == Piece(13, "13")
+
+
 def test_a_person_visits_the_nodes_where_his_running_jobs_hold_no_gpu() -> None:
     pieces = jobs(recorded("shapes/job-d-oneliner"))
     held = [piece.job for piece in pieces if piece.job is not None]
