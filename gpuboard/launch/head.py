@@ -5,6 +5,7 @@ One loop in the main thread over one inbox; it never waits for a node, the perso
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import time
@@ -90,6 +91,7 @@ class Head:
         self._sweeping: set[str] = set()  # lost nodes that another supervisor is emptying
         self._spared: list[int] = []  # ranks that may end by themselves for a moment before they are told to
         self._pinged = self._saved = float("-inf")
+        self._heard_to = time.monotonic()  # what came until then has been taken in
         self._holding = False
         self._view: RunView | None = None
         self._caused_at = 0.0  # epoch seconds of the verdict
@@ -196,22 +198,20 @@ class Head:
         return self._watch.stop_reason is not None
 
     def _pump(self, done: Callable[[], bool], until: float | None) -> bool:
-        """Handle what comes in until ``done()`` or the time ``until``; return whether it is done."""
+        """Handle what comes in until ``done()`` or the time ``until``; return whether it is done.
+
+        Time in which we stood still is no silence of others: what they said meanwhile is heard first.
+        """
         while not done():
-            now = time.monotonic()
-            if until is not None and now >= until:
+            if until is not None and self._heard_to >= until:
                 return False
+            now = time.monotonic()
             self._periodic(now)
-            try:
-                item = self._inbox.get(timeout=0.1 if until is None else min(0.1, until - now))
-            except queue.Empty:
-                continue
-            self._take(item)
-            for _ in range(1000):  # a burst of output is one round; the rest of the loop must not starve
-                try:
+            with contextlib.suppress(queue.Empty):
+                self._take(self._inbox.get(timeout=0.1))
+                for _ in range(1000):  # a burst of output is one round; the rest of the loop must not starve
                     self._take(self._inbox.get_nowait())
-                except queue.Empty:
-                    break
+            self._heard_to = now
         return True
 
     def _take(self, item: object) -> None:
@@ -247,7 +247,7 @@ class Head:
         self._watch.event(item.node, event, now)
         if self._gone:
             self._watch.opened()
-            self._judge(now)  # at once: the cause is said before the traceback, which follows in the same burst
+            self._judge()  # at once: the cause is said before the traceback, which follows in the same burst
             self._stop_if_asked(now)
 
     def _answered(self, item: Answer) -> None:
@@ -268,15 +268,15 @@ class Head:
             self._questions.lost(node, words)
             self._watch.ended_nodes.add(node)
 
-    def _judge(self, now: float) -> None:
+    def _judge(self) -> None:
         if self._gone:
-            self._watch.tick(now)
+            self._watch.tick(self._heard_to)
         for line in self._watch.said:
             self._say(line)
         self._watch.said.clear()
 
     def _periodic(self, now: float) -> None:
-        self._judge(now)
+        self._judge()
         if self._state == "starting" and all(
             v.state not in {"waiting", "importing"} for v in self._watch.ranks.values()
         ):
@@ -290,7 +290,7 @@ class Head:
             options = self._plan.options
             self._crew.tell("stop", {"grace_s": options.helper_grace_s, "reason": "all ranks ended"})
         if self._stop_at is not None:
-            self._count_down(now)
+            self._count_down(self._heard_to)
         if now - self._pinged >= _PING_S:
             self._pinged = now
             for node in self._crew.ping():
