@@ -23,6 +23,7 @@ RETRY_S = (5.0, 60.0)  # first and longest wait before another attempt
 RELAPSE_S = 120.0  # a GPU that hangs again so soon goes on where its back-off was
 FRESH_S = 60.0  # a GPU that fails is looked at with a newly started NVML so often
 XIDS_KEPT = 8  # of a GPU, the newest
+HANGING_S = 3.0  # so much longer may a first answer take where NVML has begun: one GPU may hang, and the node be busy
 SMI_S = 5.0  # nvidia-smi may take so much longer than NVML to a first answer
 _EARLY_S = 0.25  # ticks are aligned to the clock; a pass may come so much before its time to keep to them
 _POLL_S = 0.25  # how often a busy process is looked at for progress
@@ -57,7 +58,7 @@ class Probe:
     def __init__(self, keep_out: "Tuple[int, ...]" = ()) -> None:
         self.keep_out = keep_out  # descriptors that no NVML process may hold: the connection
         self.source = "nvml"  # or "nvidia-smi"
-        self.slow_s = 0.0  # how much longer than NVML the source may take
+        self.slow_s = 0.0  # how much longer than usual an answer may take
         self.period_s = 0.0  # how far apart its passes are, at least, but those that somebody asks for
         self.driver: "Optional[str]" = None
         self.cuda: "Optional[str]" = None
@@ -198,6 +199,8 @@ class Probe:
                 self.driver, self.cuda = message[2], message[3]
                 self._paced(message[5])
                 self._counted(message[4])
+                if self.source == "nvml" and not self.done:
+                    self.slow_s = HANGING_S
         elif message[0] == "slow":
             self._paced(message[1])
         elif message[0] == "again":
@@ -209,7 +212,9 @@ class Probe:
                 self._values[k] = (values, now - message[3])
             self._hear(message[2])
             self._main.busy = False
-            if self.source != "nvml":
+            if self.source == "nvml":
+                self.slow_s = 0.0
+            else:
                 self.period_s = pause_s(message[3])
             self.done = self._started
             self._retry_s = RETRY_S[0]
