@@ -240,10 +240,11 @@ class SlurmAllocator:
         place = KeptNode(_PLACE, [], None, "", None)
         return keeper.record(lease, [place], {}, terms.holder, LONGEST_S, job=job)
 
-    def _hand_over(self, record: keeper.Record) -> None:
+    def _hand_over(self, record: keeper.Record) -> Handover:
         self._record = record
-        self._handed = keeper.hand_over(record, self._env, self._keeper)
+        self._handed = handed = keeper.hand_over(record, self._env, self._keeper)
         self._keeper = None
+        return handed
 
     def _tell_keeper(self, for_s: float) -> None:
         """Let the keeper know the job's number and how long it lasts yet; one that was killed has a successor."""
@@ -320,10 +321,19 @@ class SlurmAllocator:
     # --- who knows of it
 
     def telling(self, lease: Lease) -> None:
-        """Take note that its owner is about to be told of the lease. Until then the keeper ends it if we are killed."""
+        """Take note that its owner is about to be told of the lease. Until then the keeper ends it if we are killed.
+
+        Raises KeeperError.
+        """
         handed, self._handed = self._handed, None
-        if handed is not None:
+        if handed is None:
+            return
+        try:
             handed.known()
+        except KeeperError:  # killed, and a successor that finds us gone would take the lease for one nobody knows of
+            assert self._record is not None
+            again, self._handed = self._hand_over(self._record), None
+            again.known()
 
     def published(self, lease: Lease) -> None:
         """Take note that its owner knows of the lease: until then it is dropped when we leave by an exception."""

@@ -124,16 +124,26 @@ def start_early(env: Mapping[str, str]) -> Started:
 class Handover:
     """A lease that the keeper has. Until :meth:`known`, it is released when this process ends, by whatever."""
 
-    def __init__(self, started: Started, lease: str) -> None:
+    def __init__(self, started: Started, lease: Record) -> None:
         self._started = started
-        self._lease = lease
+        self._lease = lease.lease
+        self._is_job = lease.job is not None
 
     def known(self) -> None:
-        """Tell the keeper that the lease's owner knows of it: from now on it lives with its holder alone."""
+        """Tell the keeper that the lease's owner knows of it: from now on it lives with its holder alone.
+
+        The record of a lease that is a job has to say so, too, for a keeper that takes over: then this returns when it
+        does. Raises KeeperError when the keeper has ended instead, or does not answer.
+        """
+        message = {"op": "known", "lease": self._lease}
         try:
+            if self._is_job:
+                if _ask(self._started, message, ADOPT_S) is None:
+                    raise KeeperError(f"the keeper has ended; its log is {self._started.folder}/log")
+                return
             link = self._started.link()
             if link is not None:
-                send(link, {"op": "known", "lease": self._lease})
+                send(link, message)
         except OSError:
             return  # the keeper was killed since: the one that takes over finds a record, and knows no better
         finally:
@@ -183,7 +193,7 @@ def hand_over(lease: Record, env: Mapping[str, str], started: Started | None = N
     except BaseException:
         at.close()
         raise
-    return Handover(at, lease.lease)
+    return Handover(at, lease)
 
 
 def adopt(lease: Record, env: Mapping[str, str], started: Started | None = None) -> None:

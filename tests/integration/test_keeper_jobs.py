@@ -12,7 +12,7 @@ import pytest
 
 from gpuboard.ledger import keeper, keeper_place
 from gpuboard.ledger.holder import Holder, identify
-from gpuboard.ledger.keeper import Handover, KeptJob, KeptNode
+from gpuboard.ledger.keeper import Handover, KeeperError, KeptJob, KeptNode
 from tests.waiting import until
 
 NAME = "gpuboard-k3f9xy"
@@ -193,6 +193,14 @@ def test_what_others_did_to_it_is_told_once(lab: Lab, state: str, words: str | N
     assert keeper.mind(lab.env) == told
     assert keeper.mind(lab.env) == []
     assert not lab.heartbeat.exists()
+
+
+def test_who_tells_the_owner_learns_that_the_keeper_ended_before_it_knew(lab: Lab) -> None:
+    handed = lab.hand_over()
+    handed.started(12, 3600.0)
+    lab.kill_keeper()
+    with pytest.raises(KeeperError, match="the keeper has ended"):
+        handed.known()
 
 
 def test_a_successor_keeps_it_and_releases_what_nobody_was_told_of(lab: Lab) -> None:

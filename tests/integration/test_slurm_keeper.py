@@ -96,6 +96,26 @@ def test_a_keeper_that_was_killed_has_a_successor(slurm: SlurmCluster) -> None:
         all_gone(slurm)
 
 
+def test_a_keeper_killed_just_before_the_owner_is_told(slurm: SlurmCluster) -> None:
+    """Its record says that the lease is being taken: a successor would take it for one that nobody knows of."""
+    folder = slurm.nodes.home("alice") / "bin"
+    folder.mkdir()
+    (folder / "srun").write_text('#!/bin/sh\npkill -9 -f ledger.keeperd\nexec /usr/bin/srun "$@"\n')
+    (folder / "srun").chmod(0o755)
+    with shell(slurm, "--n", "1", env={"PATH": f"/srv/home/alice/bin:{PATH}"}) as process:
+        assert says(process) == "code 0"
+        if keepers(slurm):
+            kill_keeper(slurm)
+        [log] = (slurm.nodes.home("alice") / ".local/state/gpuboard/keeper").glob("*/log")
+        read = len(log.read_text())
+        do(process, "gpuboard leases >/dev/null 2>&1; echo ok")
+        until(lambda: ": taken over\n" in log.read_text()[read:], "a successor has read the record")
+        assert "before anybody knew of it" not in log.read_text()
+        running(slurm)
+        process.kill()
+    all_gone(slurm)
+
+
 @pytest.mark.parametrize("ends", ["it is granted", "it is killed", "both are killed"])
 def test_a_keeper_killed_while_one_waits(slurm: SlurmCluster, ends: str) -> None:
     blocker = slurm.submit(["-N3", "--gpus-per-node=8", "--wrap", "sleep 600"], user="bob", running=True)
