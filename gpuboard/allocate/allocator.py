@@ -18,6 +18,7 @@ from gpuboard.allocate.formats import Allocation
 from gpuboard.allocate.policy import choose
 from gpuboard.allocate.ranks import LOOPBACK, rank_map, reachable_addresses
 from gpuboard.allocate.scope import Scope
+from gpuboard.cluster.fleet import FIRST_READING_S
 from gpuboard.cluster.inventory import folded, inventory
 from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
 from gpuboard.ledger import holder as processes
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from gpuboard.config import Settings
 
 _GRACE_S = 3.0  # a node that takes longer than this to answer is waited for only when the others do not suffice
-_FIRST_READING_S = 12.0  # beyond the connect timeout: start of the agent and NVML without persistence mode
 _READ_S = 6.0  # the agent gives up after 5
 _ROUNDS = 40  # sets tried before it is said that there is too much going on
 _POLL_S = 2.0  # between two looks while waiting; grows to _POLL_MAX_S
@@ -107,7 +107,7 @@ class Allocator:
     def count(self) -> int:
         """Return how many GPUs there are in scope, whatever their state. Raises NoNodeReached, and Refused where there
         are none or a node could not be read."""
-        self._fleet.wait(self._fleet.connect_s + _FIRST_READING_S)
+        self._fleet.wait(self._fleet.connect_s + FIRST_READING_S)
         snapshot = self._snapshot()
         _refuse_unreached(snapshot)
         if unread := [f"{node.name} ({node.error})" for node in snapshot.nodes if node.age_s is None]:
@@ -169,7 +169,7 @@ class Allocator:
         A fleet that runs is not waited for: it keeps trying its nodes, and what it shows is what the person goes by.
         """
         _check_excluded(request, self._nodes, self._settings)
-        limit_s = self._fleet.connect_s + _FIRST_READING_S
+        limit_s = self._fleet.connect_s + FIRST_READING_S
         wait = not self._scope.is_running
         if wait:
             self._fleet.wait(min(_GRACE_S, limit_s))
@@ -295,7 +295,7 @@ class Allocator:
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of ours as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease and the like."""
-        limit_s = self._fleet.connect_s + _FIRST_READING_S
+        limit_s = self._fleet.connect_s + FIRST_READING_S
         self._fleet.wait(min(_GRACE_S, limit_s))
         if not self._seen_whole(text):
             self._fleet.wait(limit_s - _GRACE_S)

@@ -186,10 +186,10 @@ def _head(
 
 
 def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[Snapshot], None]], None]:
-    """Return what starts one reading of ``nodes`` in the background."""
+    """Return what starts one reading of ``nodes`` in the background; it is handed over whatever answers."""
 
     def start(done: Callable[[Snapshot], None]) -> None:
-        from gpuboard.cluster.fleet import Fleet
+        from gpuboard.cluster.fleet import FIRST_READING_S, Fleet
 
         # To the scheduler a job's GPUs are all given away, whatever of the job uses them.
         inside = all(node.job is not None for node in nodes)
@@ -197,7 +197,8 @@ def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[
         fleet.start()
 
         def read() -> None:
-            fleet.wait(parse_duration(context.settings.connect_timeout))
+            fleet.wait(fleet.connect_s + FIRST_READING_S)
+            fleet.freshen()
             done(fleet.snapshot())
             fleet.close()
 

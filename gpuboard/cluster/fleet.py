@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.base import Scheduler
 
+FIRST_READING_S = 12.0  # beyond connect_s: start of the agent, and of NVML without persistence mode
 _LOOK_S = 0.25  # how often somebody who waits looks at deadlines
 _PACE_S = 1.0  # how often deadlines and retries of a picture that is kept open are looked at
 _TICK_S = 10.0  # how often agents are told the time of the next tick

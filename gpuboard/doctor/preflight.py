@@ -308,7 +308,7 @@ def gpu_checks(rank_map: RankMap, snapshot: Snapshot | None) -> list[Check]:
     for node in rank_map.nodes:
         view = views.get(node.name)
         ranks = [r for r in rank_map.ranks if r.node == node.name]
-        if view is None or view.state != "up":
+        if view is None or view.state != "up" or (view.error is not None and not view.gpus):
             reason = clean(view.error or view.state) if view else "not asked"
             remedy = "`gpuboard status` shows more"
             checks.append(Check("GPU", node.name, "fail", "its GPUs could not be read", reason, remedy))

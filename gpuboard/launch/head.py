@@ -23,7 +23,7 @@ from gpuboard.launch.control import ControlServer, Request
 from gpuboard.launch.crew import Answer, Crew, Heard, Lost
 from gpuboard.launch.output import Logs, Relay, Screen
 from gpuboard.launch.plan import LaunchPlan, shown
-from gpuboard.launch.questions import PROBE_S, START_S, Questions
+from gpuboard.launch.questions import START_S, Questions
 from gpuboard.launch.runs import RunFolder, RunView, VerdictView, this_head
 from gpuboard.launch.watch import EXIT_WAIT_S, Watch, rank_words, signal_name
 from gpuboard.model.snapshot import Snapshot
@@ -167,7 +167,7 @@ class Head:
             asked.probe_connect()
             self._pump(lambda: self._stopping() or asked.probed(), None)
         read = self._read_gpus is None
-        self._pump(lambda: self._stopping() or read or asked.snapshot is not None, time.monotonic() + PROBE_S)
+        self._pump(lambda: self._stopping() or read or asked.snapshot is not None, None)
         if self._stopping():
             return False
         answers = asked.collect()

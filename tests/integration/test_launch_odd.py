@@ -9,10 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from tests.integration.launch_lab import SLEEP, STUBBORN, Launch
+from gpuboard.allocate.ranks import rank_map as rank_map_of
+from gpuboard.model.request import Chosen
+from tests.integration.here import Here, here
+from tests.integration.launch_lab import SLEEP, STUBBORN, Launch, write_torch
 from tests.integration.ranks_driver import wait_gone
+from tests.nvml import Gpu, write_script
+
+__all__ = ["here"]
 
 # Ranks that take their time after SIGTERM
 SLOW = """
@@ -56,6 +63,19 @@ def test_helpers_that_end_by_themselves_are_no_news(tmp_path: Path) -> None:
     with Launch(tmp_path, script, n=1) as run:
         assert run.wait() == 0
         assert "left behind" not in run.text["err"]
+
+
+def test_gpus_are_read_however_long_nvml_takes_to_start(here: Here) -> None:
+    write_script(here.script, [Gpu()], seed=here.seed, trouble=["slow nvmlInitWithFlags 3000"])
+    name, path = os.uname().nodename.partition(".")[0], here.folder / "script.py"
+    path.write_text("print('ran')\n")
+    rank_map = rank_map_of(None, [Chosen(name, 0, here.now[0].uuid)], {name: "127.0.0.1"})
+    (here.folder / "map.json").write_bytes(msgspec.json.encode(rank_map))
+    torch = f"PYTHONPATH={write_torch(here.folder / 'fake')}"
+    words = ["--rank-map", str(here.folder / "map.json"), "--python", sys.executable, "--env", torch, str(path)]
+    done = here.run("launch", *words, GPUBOARD_CONNECT_TIMEOUT="2s")
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+    assert "GPU 0 is not reserved; others may take it" in done.stderr
 
 
 @pytest.mark.parametrize("first", ["", "os.closerange(3, 256)", "linecache.clearcache()"])

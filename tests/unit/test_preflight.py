@@ -265,12 +265,13 @@ def test_a_gpu_of_a_slurm_job_is_held_by_that(changes: dict[str, Any], status: s
     assert words in check_text(check)
 
 
-def test_a_node_that_was_not_read_is_no_proof() -> None:
-    dark = Snapshot(
-        1, "", "lab", [snapshot().nodes[0], NodeView("gpu02", "unreachable", error="ssh: no answer in 5 s")]
-    )
+@pytest.mark.parametrize(
+    ("state", "error"), [("unreachable", "ssh: no answer in 5 s"), ("up", "NVML: NVML has not answered yet")]
+)
+def test_a_node_that_was_not_read_is_no_proof(state: str, error: str) -> None:
+    dark = Snapshot(1, "", "lab", [snapshot().nodes[0], NodeView("gpu02", state, error=error)])
     check = only([c for c in gpu_checks(MAP, dark) if c.status != "ok"])
-    assert (check.status, check.cause) == ("fail", "ssh: no answer in 5 s")
+    assert (check.status, check.evidence, check.cause) == ("fail", "its GPUs could not be read", error)
 
 
 def test_checks_that_differ_in_their_evidence_alone_are_one_line() -> None:
