@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -17,6 +18,16 @@ from tests import nvml
 ROOT = Path(__file__).parents[2]
 TAKER = Path(__file__).with_name("keeper_taker.py")
 UUIDS = tuple(f"GPU-0000000{number}" for number in range(4))
+
+
+def unlocked(lock: Path) -> bool:
+    """Tell whether nobody holds a keeper's lock: of a killed one its command line goes first, then what it had open."""
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 class Lab:
