@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 from typing import TYPE_CHECKING, cast
 
 from textual.drivers.linux_driver import LinuxDriver
@@ -25,6 +28,25 @@ class TerminalDriver(LinuxDriver):
         if guard is not None and self._inside:
             self.attrs_before = guard.attributes  # the ones that textual found were ours
         self._inside = False
+
+    def _sigcont_application(self, *words: object) -> None:
+        """Come back. textual's takes whoever was stopped for somebody who had given the terminal back before."""
+        if self._must_signal_resume:
+            super()._sigcont_application(*words)
+        else:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended meanwhile
+                self._loop.call_soon_threadsafe(self._begin_again)
+
+    def _begin_again(self) -> None:
+        """Take the terminal anew after a SIGSTOP, of which nobody is told: its settings may be a shell's by now."""
+        leaving = self._key_thread is None or not self._key_thread.is_alive()
+        try:
+            ours = os.tcgetpgrp(self.fileno) == os.getpgrp()  # not in the background
+        except OSError as error:  # one that controls no session has no background either; else it has hung up
+            ours = error.errno == errno.ENOTTY
+        if ours and not leaving:
+            self.suspend_application_mode()
+            self.resume_application_mode()
 
     def write(self, data: str) -> None:
         """Write, but do not enter the alternate screen twice: most terminals blank it then."""

@@ -151,6 +151,20 @@ def test_ctrl_z_gives_the_terminal_back_and_the_board_comes_back_whole(opened: T
     assert (opened.process.returncode, opened.restored) == (0, True)
 
 
+def test_stopped_without_notice_it_comes_back_whole_and_leaves_the_terminal_as_it_was(opened: Terminal) -> None:
+    opened.process.send_signal(signal.SIGSTOP)
+    until(lambda: state(opened.process.pid) == "T", "it stops")
+    seen = len(opened.written)
+    opened.process.send_signal(signal.SIGCONT)
+    opened.shows("Reserve", since=seen)
+    opened.process.send_signal(signal.SIGSTOP)
+    until(lambda: state(opened.process.pid) == "T", "it stops again")
+    opened.process.send_signal(signal.SIGTERM)
+    opened.process.send_signal(signal.SIGCONT)
+    assert opened.ends(LEAVE_S) < LEAVE_S
+    assert (opened.process.returncode, opened.restored) == (128 + signal.SIGTERM, True)
+
+
 def test_bytes_that_are_no_utf_8_are_passed_over(opened: Terminal) -> None:
     opened.press(b"\xff\xfe")
     opened.press(b"\xe9")  # é in Latin 1; in UTF-8 the beginning of a character: the next byte shows that it is none
