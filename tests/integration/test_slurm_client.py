@@ -156,6 +156,7 @@ def test_a_job_that_is_ending_is_shown_where_it_ran(slurm: SlurmCluster) -> None
     number = slurm.submit(
         ["--gres=gpu:1", "-w", "gpu01", "--wrap", "trap '' TERM; sleep 600 & wait; sleep 600"], running=True
     )
+    until(lambda: slurm.nodes["gpu01"].processes(lambda p: p.name == "sleep", user="alice"), "it minds no SIGTERM")
     slurm.run(["scancel", str(number)], check=True)
     until(lambda: slurm.job(number)["JobState"] == "COMPLETING", "the job is completing")
     job = afresh(slurm).jobs[number]
