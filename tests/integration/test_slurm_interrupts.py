@@ -106,6 +106,11 @@ def test_no_job_is_left(slurm: SlurmCluster, home: Path, point: tuple[str, str, 
 
 
 def test_nobody_reads_what_was_allocated(slurm: SlurmCluster) -> None:
-    done = slurm.run(["bash", "-c", "gpuboard allocate --n 2 --detach --for 5m | true; exit ${PIPESTATUS[0]}"])
-    assert done.returncode == 141
+    read, write = os.pipe()
+    os.close(read)
+    command = ["gpuboard", "allocate", "--n", "2", "--detach", "--for", "5m"]
+    with slurm.nodes["login1"].popen(command, stdout=write) as process:
+        os.close(write)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 141, err
     all_gone(slurm)
