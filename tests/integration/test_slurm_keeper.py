@@ -46,8 +46,8 @@ def configured(slurm: SlurmCluster, text: str) -> None:
 
 
 def running(slurm: SlurmCluster) -> int:
-    """The one job, which runs."""
-    [number] = slurm.jobs()
+    """The one job that is not about to end, which runs."""
+    [number] = slurm.jobs(ending=False)
     assert slurm.job(number)["JobState"] == "RUNNING"
     return number
 
