@@ -199,7 +199,7 @@ def test_one_node_needs_no_controller(lab: Lab) -> None:
     lab.put("script.py", WHO % "RANK")
     script = f"until [ -e go ]; do sleep 0.1; done; gpuboard launch {FAKE} script.py; date +%s.%N"
     job = lab.submit(script, "--gpus=2", "--nodelist=gpu01")
-    until(lambda: job.state == "RUNNING")
+    until(lambda: lab.processes(["gpu01"]), "the controller has had its script started")
     lab.slurm.controller("stop")
     started = time.time()
     lab.put("go", "")
