@@ -261,14 +261,16 @@ def test_a_controller_that_hangs_is_given_up_after_twelve_seconds(slurm: SlurmCl
     slurm.configure("MessageTimeout=100")
     slurm.controller("stop")
     told = afresh(slurm, timeout_s=20.0)
-    assert 11 < waited_s(told) <= round(told.took_s) < 20
+    assert waited_s(told) <= round(told.took_s)  # and less where it came late to asking
+    assert 12 <= told.took_s < 20
     until(lambda: not slurm.nodes["login1"].processes(user="alice"), "nothing of it is left")
 
 
 def test_who_waits_less_is_answered_sooner(slurm: SlurmCluster) -> None:
     slurm.controller("stop")
     told = afresh(slurm, timeout_s=1.0)
-    assert 1 <= waited_s(told) <= round(told.took_s) < 8  # and not 12
+    assert waited_s(told) <= round(told.took_s)
+    assert 1 <= told.took_s < 8  # and not 12
 
 
 def test_a_failure_is_shared_so_that_ten_commands_do_not_each_wait(slurm: SlurmCluster) -> None:
