@@ -63,9 +63,8 @@ def test_what_behind_a_jump_host_does_not_answer_is_told(lab: Lab, nodes: Cluste
 def test_ipv6_on_another_port(lab: Lab, nodes: Cluster) -> None:
     gpu03 = nodes["gpu03"]
     gpu03.sshd("Port 2222")
-    sockets = Path(f"/proc/{gpu03.pid}/net/tcp6")
-    # sshd listens on this one last; 08AE is 2222, 0A is LISTEN
-    until(lambda: [x.split()[3] for x in sockets.read_text().splitlines() if ":08AE " in x] == ["0A"], "it listens")
+    sockets, listens = Path(f"/proc/{gpu03.pid}/net/tcp6"), f"{0:032}:08AE {0:032}:0000 0A "
+    until(lambda: listens in sockets.read_text(), "sshd listens on the last one, 2222")
     gpu03.firewall("add rule inet t in tcp dport 22 drop", "add rule inet t in ip protocol tcp tcp dport 2222 drop")
     with (lab.ssh / "known_hosts").open("a") as file:
         file.write(f"[fd88::13]:2222 {(nodes.root / 'keys' / 'gpu03.pub').read_text()}")
