@@ -175,7 +175,7 @@ class Allocator:
             self._fleet.wait(min(_GRACE_S, limit_s))
         snapshot = self._snapshot()
         answer = self._choose(request, snapshot)
-        if wait and isinstance(answer, Refusal) and any(node.state == "unreachable" for node in snapshot.nodes):
+        if wait and isinstance(answer, Refusal) and any(node.state != "up" for node in snapshot.nodes):
             self._fleet.wait(limit_s - _GRACE_S)
             self._fleet.freshen()
             snapshot = self._snapshot()

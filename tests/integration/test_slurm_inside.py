@@ -209,6 +209,15 @@ def test_one_node_needs_no_controller(lab: Lab) -> None:
     job.wait()
 
 
+def test_a_node_that_is_reached_late_makes_no_other_one_unknown(lab: Lab) -> None:
+    """A reading counts for 5 s; a job's other nodes are looked at again."""
+    lab.login.run(["mkdir", "bin"], check=True)
+    lab.put("bin/srun", '#!/bin/sh\nsleep 6\nexec /usr/bin/srun "$@"\n')
+    lab.put("script.py", WHO % "RANK")
+    job = lab.run(f"PATH={HOME}/bin:$PATH gpuboard launch {FAKE} script.py", "--gpus=3", "--nodes=2")
+    assert ranks(job.out) == ["0 gpu01", "1 gpu01", "2 gpu02"], job.err
+
+
 def test_a_shell_that_outlived_its_job_is_outside(lab: Lab) -> None:
     job = lab.run("export -p > env; env | grep -c ^SLURM", "--gpus=1", "--nodelist=gpu01")
     assert int(job.out) > 10
