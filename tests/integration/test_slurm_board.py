@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.integration.test_board_tmux import Pane, letters, row
+from tests.integration.test_board_tmux import Pane, row
 from tests.slurm import SlurmCluster
 from tests.waiting import until
 
@@ -21,8 +21,8 @@ def test_reserving_and_releasing_through_slurm(slurm: SlurmCluster) -> None:
     try:
         pane.type("gpuboard board\n")
         pane.shows("h100  8 free of 24  8 reserved  8 allocated")
-        assert letters(pane.text()) == {"gpu01": "FFFFFFFF", "gpu02": "AAAAAAAA", "gpu03": "RRRRRRRR"}
-        assert "bob 8" in row(pane.text(), "gpu02 up")
+        pane.states({"gpu01": "FFFFFFFF", "gpu02": "AAAAAAAA", "gpu03": "RRRRRRRR"})  # drawn after what stands above
+        pane.wait(lambda text: "bob 8" in row(text, "gpu02 up"), "whose job it is")
         pane.keys("r")
         pane.shows("Asks Slurm, which chooses the GPUs")
         pane.keys("BSpace")
