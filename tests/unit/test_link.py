@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.link import LINE_LIMIT, NOISE_LIMIT, AgentLink
+from tests.waiting import until
 
 HELLO = {"t": "hello", "hostname": "gpu01", "boot_id": "b", "uid": 1, "user": "alice", "pid": 2, "python": "3.6.8"}
 READING = {"t": "reading", "seq": 1, "at": 1.5, "interval_s": 1.0}
@@ -102,7 +103,7 @@ def test_a_waiting_call_ends_with_the_link() -> None:
     threading.Timer(0.05, it.link.close).start()
     with pytest.raises(LinkLost, match="closed"):
         it.link.call("take", {}, 10)
-    assert it.wire.closed
+    until(lambda: it.wire.closed, "the connection is closed, too")
     assert it.end() is None  # we closed it ourselves
 
 
