@@ -97,9 +97,16 @@ class Configuration(msgspec.Struct, frozen=True):
 _SECTIONS: dict[str, type[msgspec.Struct]] = {"state": StateSettings, "slurm": SlurmSettings}
 _BY_HAND = ("environment", "command line")  # origins that are not files
 _DURATIONS = (
-    "connect_timeout", "max_lease", "state.stale_min", "state.idle_after", "slurm.interval", "slurm.time",
+    "interval", "connect_timeout", "max_lease", "state.stale_min", "state.idle_after", "slurm.interval", "slurm.time",
     "slurm.patience", "slurm.silence",
 )  # fmt: skip
+_SPANS = {  # of those that nodes and Slurm feel, or that no poll() could wait for
+    "interval": ("0.2s", "1d"),
+    "connect_timeout": ("0.1s", "1h"),
+    "slurm.interval": ("1s", "1d"),
+    "slurm.patience": ("0.1s", "1d"),
+}
+_ANY = ("0.001s", "366d")
 _SIZES = ("slurm.mem_per_gpu",)
 _RANGES = {
     "max_connections": (1, 4096),
@@ -191,22 +198,20 @@ def _check(values: dict[str, Any], origin: str) -> None:
         raise ConfigError(f"{origin}: {message}") from None
     found = dict(flat(values))
     for key in _DURATIONS:
-        if key in found:
+        if key in found and (key, found[key]) != ("interval", "auto"):
             try:
-                parse_duration(found[key])
+                seconds = parse_duration(found[key])
             except ValueError as error:
-                raise ConfigError(f"{origin}: {key}: {error}") from None
+                raise ConfigError(f"{origin}: {key}: {error}{', or auto' * (key == 'interval')}") from None
+            least, most = _SPANS.get(key, _ANY)
+            if not parse_duration(least) <= seconds <= parse_duration(most):
+                raise ConfigError(f"{origin}: {key} = {found[key]!r} is not between {least} and {most}")
     for key in _SIZES:
         if found.get(key):
             try:
                 parse_size(found[key])
             except ValueError as error:
                 raise ConfigError(f"{origin}: {key}: {error}") from None
-    if found.get("interval", "auto") != "auto":
-        try:
-            parse_duration(found["interval"])
-        except ValueError as error:
-            raise ConfigError(f"{origin}: interval: {error}, or auto") from None
     for key, choices in _CHOICES.items():
         if key in found and found[key] not in choices:
             raise ConfigError(f"{origin}: {key} = {found[key]!r} is not one of: {', '.join(choices)}")

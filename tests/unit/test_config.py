@@ -64,6 +64,9 @@ def test_inside_a_lease_gpuboard_nodes_describes_the_lease_and_sets_nothing() ->
         ('node = ["gpu01"]', "unknown key `node`"),
         ("[state]\nbusy = 3", "unknown key `busy` - at `$.state`"),
         ('interval = "3"', "interval: '3' is not a duration"),
+        ('interval = "30d"', "interval = '30d' is not between 0.2s and 1d"),
+        ('connect_timeout = "2h"', "connect_timeout = '2h' is not between 0.1s and 1h"),
+        ('[slurm]\ninterval = "0.5s"', "slurm.interval = '0.5s' is not between 1s and 1d"),
         ('max_lease = "never"', "max_lease: 'never' is not a duration"),
         ('[state]\nidle_after = "15"', "state.idle_after: '15' is not a duration"),
         ("max_connections = 0", "max_connections = 0 is not between 1 and 4096"),
@@ -89,7 +92,7 @@ def test_a_bad_file_is_refused_with_file_key_and_cure(tmp_path: Path, text: str,
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({"GPUBOARD_INTERVAL": "x"}, "environment: interval: 'x' is not a duration"),
+        ({"GPUBOARD_INTERVAL": "x"}, "environment: interval: 'x' is not a duration, or auto"),
         ({"GPUBOARD_MAX_CONNECTIONS": "many"}, "GPUBOARD_MAX_CONNECTIONS='many': a number is needed"),
         ({"GPUBOARD_MAX_CONNECTIONS": "0"}, "environment: max_connections = 0"),
         ({"GPUBOARD_LEDGER": "x"}, "environment: ledger = 'x'"),
