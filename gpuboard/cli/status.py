@@ -98,9 +98,9 @@ def settled(fleet: Fleet, context: Context) -> Snapshot:
         fleet.wait(min(look_s, limit_s - passed_s))
         if time.monotonic() - started < passed_s + look_s - 0.01:
             break  # back before its time: everybody has answered
-        if context.stderr_is_tty:
+        silent = [node.name for node in fleet.snapshot().nodes if node.age_s is None]
+        if context.stderr_is_tty and silent:
             said = True
-            silent = [node.name for node in fleet.snapshot().nodes if node.age_s is None]
             words = f"waiting {passed_s + look_s:.0f} s; no reading yet from {', '.join(silent)}"
             width = shutil.get_terminal_size().columns
             print(f"\r{elide(clean(words), width - 1)}\x1b[K", end="", file=sys.stderr, flush=True)
