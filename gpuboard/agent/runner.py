@@ -22,15 +22,17 @@ import time
 
 MYPY = False
 if MYPY:
-    from typing import Any, Dict, List, Set
+    from typing import Any, Dict, Set
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 SI_KERNEL = 128  # asm-generic/siginfo.h: sent by the terminal, so the command has had it too
 GRACE_S = 2.0
-# Helpers may end with what they help: srun's second process, multiprocessing's resource tracker. So many looks, and not
-# a time: on a busy machine these take longer, as the helpers do.
+# Helpers may end with what they help: srun's second process, multiprocessing's resource tracker. Looks count, and not
+# time, and only those at which all sleep: on a busy machine one may have to wait for a processor.
 _LOOKS, _BETWEEN_S = 50, 0.01
+_HELPERS_S = 3.0  # but no longer
 _LOOK_S = 0.5
+_AWAKE = frozenset((b"R", b"D"))  # states of proc(5)
 _FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells have it
 
@@ -117,11 +119,12 @@ def end_all(grace_s: float) -> int:
     """
     found = descendants()
     looks = _LOOKS if grace_s > 0 else 0
-    while found and looks:
+    until = time.monotonic() + _HELPERS_S
+    while found and looks and time.monotonic() < until:
         time.sleep(_BETWEEN_S)
         reap()
         found = descendants()
-        looks -= 1
+        looks -= not _AWAKE.intersection(found.values())
     count = len(found)
     for pid in found:
         send(pid, signal.SIGTERM)
@@ -148,9 +151,9 @@ def reap() -> None:
         return
 
 
-def descendants() -> "List[int]":
-    """Return the pids below us that are not zombies; orphans come to us, so one walk down finds all."""
-    parents = {}
+def descendants() -> "Dict[int, bytes]":
+    """Return pid and state of what is below us, zombies left out; orphans come to us, so one walk down finds all."""
+    parents, states = {}, {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -159,12 +162,12 @@ def descendants() -> "List[int]":
             except OSError:
                 continue
             if fields and fields[0] not in (b"Z", b"X"):
-                parents[int(name)] = int(fields[1])
-    found = []  # type: List[int]
+                parents[int(name)], states[int(name)] = int(fields[1]), fields[0]
+    found = {}  # type: Dict[int, bytes]
     level = {os.getpid()}
     while level:
         level = {pid for pid, above in parents.items() if above in level}
-        found += sorted(level)
+        found.update((pid, states[pid]) for pid in sorted(level))
     return found
 
 
