@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 from typing import TYPE_CHECKING, cast
 
 from textual.drivers.linux_driver import LinuxDriver
@@ -44,9 +45,13 @@ class TerminalDriver(LinuxDriver):
             ours = os.tcgetpgrp(self.fileno) == os.getpgrp()  # not in the background
         except OSError as error:  # one that controls no session has no background either; else it has hung up
             ours = error.errno == errno.ENOTTY
-        if ours and not leaving:
+        if leaving:
+            return
+        if ours:
             self.suspend_application_mode()
             self.resume_application_mode()
+        else:  # the terminal is a shell's, whose `fg` tells us only when we are stopped, and which has its prompt there
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def write(self, data: str) -> None:
         """Write, but do not enter the alternate screen twice: most terminals blank it then."""

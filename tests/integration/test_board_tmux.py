@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -286,6 +287,22 @@ def test_ctrl_z_and_back(screen: Pane) -> None:
     assert "Stopped" not in text
 
 
+def test_stopped_by_somebody_it_waits_until_the_shell_lets_it_come_back(screen: Pane) -> None:
+    (board,) = screen.boards()
+    os.kill(board, signal.SIGSTOP)
+    screen.shows("Stopped", "shell$")
+    os.kill(board, signal.SIGCONT)
+    until(lambda: state(board) == "T", "in the background it stops again")
+    screen.type("echo mine: $((6 * 7))\n")
+    screen.shows("mine: 42")
+    screen.type("fg\n")
+    assert "mine" not in screen.states(USUAL)
+    screen.keys("t")
+    screen.shows("GPU", "Util")
+    screen.keys("t")
+    screen.states(USUAL)
+
+
 def test_leaving_takes_no_time_though_a_node_hangs(screen: Pane, started_nodes: Cluster) -> None:
     (board,) = screen.boards()
     started_nodes["gpu01"].unplug()
@@ -318,6 +335,11 @@ def uuids(host: Host) -> list[str]:
 def alive(pid: int) -> bool:
     """Return whether a process runs."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return state(pid) != "Z"
     except OSError:
         return False
+
+
+def state(pid: int) -> str:
+    """Return the state of a process, a letter of proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
