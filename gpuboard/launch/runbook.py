@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -101,6 +102,9 @@ class Runbook:
                 return None
             kept = self._kept[name] = (stamp, view)
         view = judged(kept[1])
+        if view is not kept[1]:
+            with contextlib.suppress(OSError):
+                status = os.stat(folder / "state.json")  # it may have ended since
         entry = Entry(view, status.st_mtime, view.state not in FINAL and alive(view.head) is None)
         if entry.unreadable:
             del self._kept[name]  # it may be readable the next time: a network file system has its moments

@@ -186,6 +186,9 @@ def judged(view: RunView) -> RunView:
     """Return the run as it is: ``failed``, with a verdict that says so, when its head has died before the end."""
     if view.state in FINAL or alive(view.head) is not False:
         return view
+    last = read_state(Path(view.folder))  # it may have ended, as runs do, since it was read
+    if last is not None and last.state in FINAL:
+        return last
     where = f"pid {view.head.pid} on {view.head.host}"
     text = f"the head ({where}) died before the run ended; its ranks ended with it"
     died = VerdictView("", "head-died", None, view.head.host, text)

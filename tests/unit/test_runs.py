@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.launch import runs
 from gpuboard.launch.control import ControlServer, Request, ask
+from gpuboard.launch.runbook import Runbook
 from gpuboard.launch.runs import Head, RankView, RunFolder, RunView, find_run, read_runs
 from gpuboard.ledger import holder
 
@@ -57,6 +59,33 @@ def test_a_run_whose_head_has_died_says_so(env: dict[str, str]) -> None:
     died = read_runs(env)[0]
     assert (died.state, died.verdicts[-1].kind, died.exit_code) == ("failed", "head-died", None)
     assert f"pid {child.pid}" in died.verdicts[-1].text
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda env: read_runs(env)[0], lambda env: next(e.view for e in Runbook(env).read() if e.written > 1)],
+)
+def test_a_run_that_ends_while_it_is_looked_at_has_ended_well(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch, read: Callable[[dict[str, str]], RunView]
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    start = holder.identify(child.pid)
+    assert start is not None
+    folder = RunFolder(env, "rabc")
+    folder.keep("state.json", view("rabc", Head(*start)))
+    os.utime(folder.path / "state.json", (1, 1))  # it has been quiet for long
+    real = runs.alive
+
+    def alive(head: Head) -> bool | None:
+        """Look a moment later, when the head has said how the run went, and is no more."""
+        folder.keep("state.json", view("rabc", Head(*start), "done"))
+        child.kill()
+        child.wait()
+        return real(head)
+
+    monkeypatch.setattr(runs, "alive", alive)
+    found = read(env)
+    assert (found.state, found.verdicts) == ("done", [])
 
 
 def test_another_boot_means_the_head_is_dead_and_another_host_that_nobody_knows(env: dict[str, str]) -> None:
