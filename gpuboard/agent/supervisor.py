@@ -12,7 +12,7 @@ from gpuboard.agent.loop import IN, OUT, Loop
 
 MYPY = False
 if MYPY:
-    from typing import Any, Callable, Collection, Dict, Optional
+    from typing import Any, Callable, Collection, Dict, List, Optional
 
     from gpuboard.agent.wire import Channel
 
@@ -20,6 +20,7 @@ _FULL = 1024 * 1024  # bytes waiting for the head above which the ranks' pipes a
 _EMPTY = 256 * 1024  # and below which they are again
 _LIFE_LINE_GRACE_S = 1.0  # between SIGTERM and SIGKILL when the head is gone
 _KILL_S = 4.0
+_LAST_WORDS_S = 2.0  # for what is still to be sent when the head is gone, and may be read by who carries it
 _HELPERS_TOLD_S = 3.0  # multiprocessing's own helpers end by themselves sooner, also on a machine that is busy
 _LATER = object()  # a call that is answered when its work is done
 
@@ -57,6 +58,7 @@ class Supervisor:
         self._helpers_until: "Optional[float]" = None
         self._helpers_timer = 0
         self._finished = False
+        self._signals: "List[int]" = []  # that have come, each an end of this node
         self._calls: "Dict[str, Callable[[int, Dict[str, Any]], Any]]" = {
             "check": self._check,
             "listen": self._listen,
@@ -151,13 +153,16 @@ class Supervisor:
             os.read(wake, 4096)
         except BlockingIOError:
             pass  # another call-back of this turn has read it
+        self._heed()  # before the ends of ranks that the same signal has ended
         self._reap()
 
     def _signalled(self, number: int, _frame: "Any") -> None:
-        words = "the supervisor got signal %d" % number
-        if number == signal.SIGTERM and os.environ.get("SLURM_JOB_ID"):
-            words = "Slurm ends job %s: it was cancelled, or its time is up" % os.environ["SLURM_JOB_ID"]
-        self._loop.after(0.0, lambda: self._end(words, _LIFE_LINE_GRACE_S))
+        self._signals.append(number)
+        self._loop.after(0.0, self._heed)
+
+    def _heed(self) -> None:
+        if self._signals:
+            self._end(guard.signal_words(self._signals[0]), _LIFE_LINE_GRACE_S)
 
     def _guard_died(self) -> None:
         self._loop.unwatch(self._guard_life)
@@ -370,8 +375,12 @@ class Supervisor:
         left = teardown.kill_all(self._config["run"], os.getpid(), [self._guard_pid], self._reap, _KILL_S)
         self._reap()
         self._gang.close()
+        if self._signals and self._ending_at is None and not self._gang.all_well():  # it came to the ranks first
+            self._channel.event("stopping", {"reason": guard.signal_words(self._signals[0])})
         self._channel.event("ended", {"left": left})
-        self._channel.drain(2.0)
+        # Nothing runs here any more: a head that is stopped (ctrl-Z) or far away gets as long as it may be silent.
+        silence_s = float("inf") if self._config["lost_head_s"] is None else float(self._config["lost_head_s"])
+        self._channel.drain(_LAST_WORDS_S if self._channel.closed else max(_LAST_WORDS_S, silence_s))
 
     def _notice(self, text: str) -> None:
         self._channel.event("notice", {"text": text})

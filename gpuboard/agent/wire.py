@@ -106,14 +106,14 @@ class Channel:
             del self._out[:count]
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until everything queued is written, at most ``timeout_s``."""
+        """Wait until everything queued is written or nobody reads any more, at most ``timeout_s``."""
         import time
 
         until = time.monotonic() + timeout_s
         while self._out and not self._deaf and time.monotonic() < until:
             poller = select.poll()
             poller.register(self.fd_out, select.POLLOUT)
-            poller.poll(max(1, int((until - time.monotonic()) * 1000)))
+            poller.poll(max(1, int(min(1.0, until - time.monotonic()) * 1000)))  # in turns: no time may be without end
             self.flush()
 
     def pass_noise(self) -> None:

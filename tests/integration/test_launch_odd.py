@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -15,9 +16,10 @@ import pytest
 from gpuboard.allocate.ranks import rank_map as rank_map_of
 from gpuboard.model.request import Chosen
 from tests.integration.here import Here, here
-from tests.integration.launch_lab import SLEEP, STUBBORN, Launch, write_torch
+from tests.integration.launch_lab import SLEEP, STUBBORN, Launch, parent, write_torch
 from tests.integration.ranks_driver import wait_gone
 from tests.nvml import Gpu, write_script
+from tests.waiting import until
 
 __all__ = ["here"]
 
@@ -174,6 +176,30 @@ def test_a_head_that_is_stopped_for_too_long_tells_what_that_did(tmp_path: Path)
         text = run.view().verdicts[0].text
         told = re.search(r": nothing heard from the head for (\d+) s; this node is stopped", text)
         assert told and int(told[1]) >= 8, text  # it looks each second, and later where it is kept from that
+
+
+def test_a_head_that_is_stopped_while_its_run_ends_well_hears_all_of_it(tmp_path: Path) -> None:
+    script = """
+import os, time
+print("up", flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.02)
+for line in range(700):  # more than pipes hold, and less than a supervisor takes from its ranks
+    print("%0999d" % line)
+"""
+    with Launch(tmp_path, script, n=1) as run:
+        run.wait_for("up")
+        rank = run.view().ranks[0].pid
+        assert rank is not None
+        supervisor = parent(rank)
+        run.signal(signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        until(lambda: not Path(f"/proc/{rank}").exists(), "the rank ends")
+        since = time.monotonic()
+        until(lambda: time.monotonic() > since + 5 or not Path(f"/proc/{supervisor}").exists(), "some seconds pass")
+        run.signal(signal.SIGCONT)
+        assert run.wait() == 0, run.text["err"]
+        assert run.text["out"].endswith(f"{699:0999}\n")
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:
