@@ -66,15 +66,18 @@ class Command:
         until = time.monotonic() + timeout_s
         while not self._ended:
             left_s = until - time.monotonic()
-            if left_s <= 0:
+            self._step(max(0.0, min(left_s, 0.2)))
+            if left_s <= 0 and not self._ended:  # that was a last look: we may have stood still since it ended
                 return None
-            self._step(min(left_s, 0.2))
         return self._ran()
 
     def kill(self) -> Ran:
-        """End it and what it has started in its session, at once, without learning what it did."""
-        if self._ended:
-            return self._ran()
+        """End it and what it has started in its session, at once, without learning what it did.
+
+        One that has ended by itself is as it was.
+        """
+        if (ran := self.wait(0.0)) is not None:
+            return ran
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self.wait(_KILL_S)

@@ -10,7 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from gpuboard.transport.command import run
+from gpuboard.transport.command import Command, run
+from tests.agent import still_there
 from tests.waiting import until
 
 
@@ -33,6 +34,17 @@ def test_after_its_time_it_is_killed_with_all_it_has_started_and_what_it_said_is
             break
     assert (ran.code, ran.err, ran.ended, ran.ok) == (None, "waiting\n", False, False)
     until(lambda: not Path(f"/proc/{ran.out.strip()}/cmdline").exists(), "what it started has ended")
+
+
+def test_one_that_ended_while_we_stood_still_is_as_it_was(tmp_path: Path) -> None:
+    for learn in (lambda command: command.wait(0.0), Command.kill):
+        command = Command(["/bin/sh", "-c", f"echo $$ >{tmp_path}/pid; echo out; exit 3"], os.environ)
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "it says who it is")
+        assert still_there([int((tmp_path / "pid").read_text())], 60.0) == []
+        ran = learn(command)
+        assert ran is not None
+        assert (ran.code, ran.out, ran.ended) == (3, "out\n", True)
+        (tmp_path / "pid").unlink()
 
 
 def test_who_is_stopped_does_not_wait_for_it() -> None:
