@@ -100,12 +100,12 @@ class Head:
 
     def run(self) -> int:
         """Run it all; return the exit code. To be called in the main thread."""
-        self._keep("plan.json", shown(self._plan))
-        self._keep("rank_map.json", self._plan.rank_map)
-        self._save()
         restore = self._catch_signals()
-        control = self._listen()
+        control = self._listen()  # both before anybody can know of the run: it can be ended as soon as it is seen
         try:
+            self._keep("plan.json", shown(self._plan))
+            self._keep("rank_map.json", self._plan.rank_map)
+            self._save()
             self._crew.open()
             if self._preflight():
                 self._go()

@@ -1,14 +1,21 @@
-"""The head's loop: what it concludes from silence when it could not listen."""
+"""The head's loop: what it concludes from silence when it could not listen, and how soon it can be ended."""
 
 from __future__ import annotations
 
 import io
+import os
 import queue
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gpuboard.cluster.inventory import Node
 from gpuboard.config import Settings
+from gpuboard.launch.control import Request, ask
 from gpuboard.launch.crew import Heard
 from gpuboard.launch.head import Head
 from gpuboard.launch.output import Screen
@@ -33,6 +40,45 @@ class Inbox(queue.SimpleQueue[Any]):
         self.put(self._meanwhile)
         self._meanwhile = None
         raise queue.Empty
+
+
+class Seen(RunFolder):
+    """A folder whose run is asked to stop, or gets a signal, in the moment in which its state is first seen."""
+
+    end: Callable[[Path], object] | None = None
+
+    def keep(self, name: str, value: object) -> str | None:
+        words = super().keep(name, value)
+        if name == "state.json" and self.end is not None:
+            end, self.end = self.end, None
+            end(self.path)
+        return words
+
+
+@pytest.mark.parametrize(
+    "end",
+    [lambda path: ask(path, Request("stop", 0.0, "seen")), lambda _: os.kill(os.getpid(), signal.SIGTERM)],
+    ids=["stop", "SIGTERM"],
+)
+def test_a_run_can_be_stopped_as_soon_as_it_is_seen(tmp_path: Path, end: Callable[[Path], object]) -> None:
+    env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    folder = Seen(env, "rabc")
+    folder.end = end
+    screen = Screen(io.StringIO(), io.StringIO())
+    plan = planned()
+    nodes = {config.node: Node(config.node, None) for config in plan.nodes}
+    head = Head(plan, folder, screen, connector=Connector(Settings()), nodes=nodes, read_gpus=None)
+
+    def unheard(number: int, _frame: object) -> None:
+        raise AssertionError(f"the head left signal {number} to others")
+
+    usual = signal.signal(signal.SIGTERM, unheard)
+    try:
+        head.run()
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+        screen.close()
+    assert [verdict.kind for verdict in head.view().verdicts] == ["stopped"]
 
 
 def test_a_head_that_stood_still_hears_the_cause_before_it_takes_the_echo_for_it(tmp_path: Path) -> None:
