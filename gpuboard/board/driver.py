@@ -40,13 +40,14 @@ class TerminalDriver(LinuxDriver):
 
     def _begin_again(self) -> None:
         """Take the terminal anew after a SIGSTOP, of which nobody is told: its settings may be a shell's by now."""
-        leaving = self._key_thread is None or not self._key_thread.is_alive()
+        if self._key_thread is None or not self._key_thread.is_alive():
+            return  # it is leaving
         try:
             ours = os.tcgetpgrp(self.fileno) == os.getpgrp()  # not in the background
-        except OSError as error:  # one that controls no session has no background either; else it has hung up
-            ours = error.errno == errno.ENOTTY
-        if leaving:
-            return
+        except OSError as error:
+            if error.errno != errno.ENOTTY:
+                return  # it has hung up
+            ours = True  # one that controls no session has no background either
         if ours:
             self.suspend_application_mode()
             self.resume_application_mode()

@@ -296,7 +296,7 @@ def test_stopped_by_somebody_it_waits_until_the_shell_lets_it_come_back(screen: 
     screen.type("echo mine: $((6 * 7))\n")
     screen.shows("mine: 42")
     screen.type("fg\n")
-    assert "mine" not in screen.states(USUAL)
+    screen.wait(lambda text: "mine" not in text and letters(text) == USUAL, "the board is back, and all of it")
     screen.keys("t")
     screen.shows("GPU", "Util")
     screen.keys("t")
