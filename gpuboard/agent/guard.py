@@ -46,8 +46,16 @@ def run(channel: "Channel", config: "Dict[str, Any]") -> None:
         _supervise(supervisor.Supervisor(channel, config, guard_life, guard_pid), channel)
     os.close(supervisor_end)
     os.close(guard_life)
-    _watch(channel.fd_in, supervisor_life, pid)
+    if _watch(channel.fd_in, supervisor_life, pid):
+        channel.event("stopping", {"reason": signal_words(signal.SIGTERM)})
     teardown.kill_all(str(config.get("run")), os.getpid(), (), _reap, 4.0)
+
+
+def signal_words(number: int) -> str:
+    """Return what it means that a signal has come to the supervisor or its guard."""
+    if number == signal.SIGTERM and os.environ.get("SLURM_JOB_ID"):
+        return "Slurm ends job %s: it was cancelled, or its time is up" % os.environ["SLURM_JOB_ID"]
+    return "the supervisor got signal %d" % number
 
 
 def _supervise(supervisor: "Any", channel: "Channel") -> None:
@@ -65,8 +73,11 @@ def _supervise(supervisor: "Any", channel: "Channel") -> None:
         os._exit(code)
 
 
-def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> None:
-    """Return when the supervisor is dead, or, killed by us, when it did not act on the end of the connection."""
+def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> bool:
+    """Return when the supervisor is dead, or, killed by us, when it did not act on the end of the connection.
+
+    True: a SIGTERM came that it did not act upon, so that nobody has told the head.
+    """
     # Handlers, not SIG_IGN: an ignored signal would be inherited by every rank.
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -87,7 +98,7 @@ def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> None:
             os.read(wake_read, 4096)
             _reap()
         if supervisor_life in ready:
-            return
+            return False
         if connection in ready:
             poller.unregister(connection)
         if (connection in ready or ending) and deadline is None:
@@ -96,7 +107,7 @@ def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> None:
             deadline = time.monotonic() + _PATIENCE_S
         if deadline is not None and time.monotonic() >= deadline:
             teardown.send_signal(supervisor_pid, signal.SIGKILL)
-            return
+            return bool(ending)
 
 
 def _reap() -> None:

@@ -12,7 +12,7 @@ from gpuboard.agent.loop import IN, OUT, Loop
 
 MYPY = False
 if MYPY:
-    from typing import Any, Callable, Collection, Dict, List, Optional
+    from typing import Any, Callable, Collection, Dict, Optional
 
     from gpuboard.agent.wire import Channel
 
@@ -58,7 +58,6 @@ class Supervisor:
         self._helpers_until: "Optional[float]" = None
         self._helpers_timer = 0
         self._finished = False
-        self._signals: "List[int]" = []  # that have come, each an end of this node
         self._calls: "Dict[str, Callable[[int, Dict[str, Any]], Any]]" = {
             "check": self._check,
             "listen": self._listen,
@@ -153,16 +152,10 @@ class Supervisor:
             os.read(wake, 4096)
         except BlockingIOError:
             pass  # another call-back of this turn has read it
-        self._heed()  # before the ends of ranks that the same signal has ended
         self._reap()
 
     def _signalled(self, number: int, _frame: "Any") -> None:
-        self._signals.append(number)
-        self._loop.after(0.0, self._heed)
-
-    def _heed(self) -> None:
-        if self._signals:
-            self._end(guard.signal_words(self._signals[0]), _LIFE_LINE_GRACE_S)
+        self._loop.after(0.0, lambda: self._end(guard.signal_words(number), _LIFE_LINE_GRACE_S))
 
     def _guard_died(self) -> None:
         self._loop.unwatch(self._guard_life)
@@ -375,8 +368,6 @@ class Supervisor:
         left = teardown.kill_all(self._config["run"], os.getpid(), [self._guard_pid], self._reap, _KILL_S)
         self._reap()
         self._gang.close()
-        if self._signals and self._ending_at is None and not self._gang.all_well():  # it came to the ranks first
-            self._channel.event("stopping", {"reason": guard.signal_words(self._signals[0])})
         self._channel.event("ended", {"left": left})
         # Nothing runs here any more: a head that is stopped (ctrl-Z) or far away gets as long as it may be silent.
         silence_s = float("inf") if self._config["lost_head_s"] is None else float(self._config["lost_head_s"])

@@ -133,9 +133,8 @@ class Watch:
         """Judge what has happened up to ``now``; sets ``cause``, ``stop_reason`` and adds to ``said``."""
         self._absent(now)
         if self.cause is None and self._candidates:
-            real = [c for c in self._candidates if not c.echo]
-            if real or self.finished or now - self._candidates[0].at >= ECHO_WAIT_S:
-                self.cause = (real or self._candidates)[0]
+            self.cause = self._first(now)
+            if self.cause is not None:
                 self.said.append(self.cause.text)
                 if self.cause.evidence:
                     self.said += [f"  {line}" for line in self.cause.evidence.splitlines()]
@@ -213,6 +212,17 @@ class Watch:
 
     def _candidate(self, cause: Cause) -> None:
         self._candidates.append(cause)
+
+    def _first(self, now: float) -> Cause | None:
+        """Return what came first; None while that is still waited for."""
+        real = [c for c in self._candidates if not c.echo]
+        first = (real or self._candidates)[0]
+        waited = now - first.at >= ECHO_WAIT_S
+        if first.kind == "signal" and first.rank is not None and self.exits[first.rank].signal == signal.SIGTERM:
+            # Who ends a node (Slurm, a shutdown) sends it to the ranks and to their supervisor, in any order.
+            ends = [c for c in real if c.kind in {"node-stopped", "node-lost"}]
+            return ends[0] if ends else first if self.emptied or waited else None
+        return first if real or self.finished or waited else None
 
     def _take_raised(self, event: events.Raised, now: float) -> None:
         self._raised[event.rank] = event

@@ -168,8 +168,26 @@ def test_a_signal_that_was_passed_on_is_named_as_such() -> None:
     failed = watch()
     failed.forwarded(signal.SIGTERM)
     feed(failed, Exited(0, signal=15))
+    assert failed.said == [], "it may be the node that ends"
+    failed.tick(10.0 + ECHO_WAIT_S)
     assert failed.said == ["rank 0 (gpu01:0) was killed by SIGTERM (passed on from the head)"]
     assert failed.exit_code() == 143
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_ranks_that_get_the_sigterm_of_their_node_first_are_not_the_cause(all_of_them: bool) -> None:
+    failed = feed(watch(), *(Exited(rank, signal=15) for rank in ((0, 1, 2) if all_of_them else (0,))))
+    failed.event("gpu02", Stopping("Slurm ends job 7"), 10.5)
+    failed.tick(10.5)
+    assert failed.said == ["gpu02: Slurm ends job 7; this node is stopped"]
+
+
+def test_what_sigterm_ended_is_the_cause_when_all_nodes_are_empty() -> None:
+    failed = feed(watch(), *(Exited(rank, signal=15) for rank in range(3)))
+    failed.event("gpu01", Ended(0), 10.1)
+    failed.event("gpu02", Ended(0), 10.1)
+    failed.tick(10.1)
+    assert failed.said == ["rank 0 (gpu01:0) was killed by SIGTERM"]
 
 
 def test_a_node_speaks_for_its_own_ranks_only() -> None:
