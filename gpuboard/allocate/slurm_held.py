@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
+from gpuboard.allocate import slurm_lease
 from gpuboard.allocate.common import known_rank_map
-from gpuboard.allocate.slurm_lease import find, forget, known_holder, lease_of, renew, user_name
+from gpuboard.allocate.slurm_lease import find, known_holder, lease_of, renew, user_name
 from gpuboard.errors import GpuboardError, NoSuchLease
 from gpuboard.ledger.nodes import LONGEST_S
 from gpuboard.model.lease import Lease, LeaseGpu
@@ -159,12 +161,14 @@ def _chosen(lease: str, job: JobState, env: Mapping[str, str]) -> JobLease:
 
 def end(lease: JobLease, jobs: Jobs, env: Mapping[str, str]) -> str:
     """End a lease; return why not, "" when it has ended."""
+    cancel = partial(jobs.cancel_number, lease.job.number)
     try:
-        jobs.cancel_number(lease.job.number)
+        if lease.job.uid == os.geteuid():
+            slurm_lease.end(lease.lease, cancel, env)
+        else:
+            cancel()
     except GpuboardError as error:
         return str(error)
-    if lease.job.uid == os.geteuid():
-        forget(lease.lease, env)
     return ""
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import pwd
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gpuboard import paths
 from gpuboard.allocate.common import forget_file
@@ -67,6 +67,13 @@ def renew(jobs: Jobs, job: JobState, for_s: float, env: Mapping[str, str]) -> No
     jobs.set_limit(job.number, submit.minutes(job.used_s + for_s))
     if job.lease is not None:
         keeper.renew(job.lease, for_s, env)
+
+
+def end(lease: str, cancel: Callable[[], None], env: Mapping[str, str]) -> None:
+    """End a lease of ours: ``cancel`` its job, and forget it. Raises what that raises; then the lease is kept on."""
+    keeper.ending(lease, env)
+    cancel()
+    forget(lease, env)
 
 
 def forget(lease: str, env: Mapping[str, str]) -> None:

@@ -29,7 +29,7 @@ from gpuboard.allocate.policy import arranged, check
 from gpuboard.allocate.ranks import rank_map, reachable_addresses
 from gpuboard.allocate.slurm_fit import Fit, Limits, fit
 from gpuboard.allocate.slurm_job import JobGpus, look, nodes_of
-from gpuboard.allocate.slurm_lease import find, forget, known_holder, lease_of, renew
+from gpuboard.allocate.slurm_lease import end, find, forget, known_holder, lease_of, renew
 from gpuboard.allocate.slurm_wait import Waiting
 from gpuboard.cluster.aliases import scheduler_names
 from gpuboard.cluster.inventory import folded, is_here, local_node
@@ -308,10 +308,9 @@ class SlurmAllocator:
         """End a lease at once; return why not where that failed."""
         with uninterrupted():
             try:
-                self._jobs.cancel(lease.id)
+                end(lease.id, lambda: self._jobs.cancel(lease.id), self._env)
             except GpuboardError as error:
                 return [str(error)]
-            forget(lease.id, self._env)
         return []
 
     def renew(self, lease: Lease, for_s: float) -> None:
@@ -363,8 +362,7 @@ class SlurmAllocator:
                 forget(lease, self._env)
             elif handed is None or handed.lost:  # the owner was about to be told; or the keeper was killed
                 with contextlib.suppress(GpuboardError):
-                    self._jobs.cancel(lease)
-                    forget(lease, self._env)
+                    end(lease, lambda: self._jobs.cancel(lease), self._env)
             else:
                 with contextlib.suppress(KeeperError):
                     if number:

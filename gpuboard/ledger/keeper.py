@@ -28,6 +28,7 @@ __all__ = [
     "Record",
     "Started",
     "adopt",
+    "ending",
     "forget",
     "hand_over",
     "record",
@@ -203,10 +204,20 @@ def adopt(lease: Record, env: Mapping[str, str], started: Started | None = None)
 
 def forget(lease: str, env: Mapping[str, str]) -> None:
     """Tell the keeper that ``lease`` is released: it shows no more life. Without a keeper the record is removed."""
-    if not _tell({"op": "forget", "lease": lease}, env, FORGET_S):
+    message = {"op": "forget", "lease": lease}
+    if not _tell(message, env, FORGET_S):
         path = f"{_folder(env)}/{lease}.json"
         if os.path.exists(path):
             os.unlink(path)
+            _tell(message, env, FORGET_S)  # one that has started since may have read it before
+
+
+def ending(lease: str, env: Mapping[str, str]) -> None:
+    """Tell the keeper that its owner is about to end ``lease``: should the keeper see it first, it is no loss."""
+    try:
+        _tell({"op": "ending", "lease": lease}, env, FORGET_S)
+    except KeeperError:
+        return  # it is stopped, and sees nothing
 
 
 def renew(lease: str, for_s: float, env: Mapping[str, str]) -> None:
@@ -296,6 +307,8 @@ def _tell(message: dict[str, Any], env: Mapping[str, str], timeout_s: float) -> 
         try:
             send(connection, message)
             return receive(connection, timeout_s) is not None
+        except (BrokenPipeError, ConnectionResetError):
+            return False  # it has ended before it heard us
         except OSError as error:
             raise KeeperError(
                 f"the keeper does not answer: {error}; is it stopped? see `ps -ef | grep keeper`"

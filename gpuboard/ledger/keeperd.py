@@ -27,6 +27,7 @@ from gpuboard.ledger.keeper_touch import Nodes, key_of, retry_s
 ENDING_S = 5.0  # a claim that has lapsed this near its end has ended: nodes tell its owner 2 s early (MARGIN_S there)
 RELEASE_S = 100.0  # after this a claim without life has lapsed (90 s): no use in trying on
 LINGER_S = 5.0
+OWN_END_S = 60.0  # so long a lease's end is no loss after its owner said that he is about to end it
 POLL_S = 1.0  # where the kernel has no pidfd (before 5.3)
 _WATCHED = 32  # carriers watched for their end; of more, looking every few seconds is enough
 _LOG_LIMIT = 1 << 20  # bytes
@@ -48,6 +49,7 @@ class Kept:
         self.found: bool | None = False
         self.tries = 0
         self.released_at = 0.0
+        self.no_loss_until = 0.0
 
 
 class Client:
@@ -147,6 +149,8 @@ class Keeper:
                 if kept is None:
                     raise ValueError(f"no lease {message['lease']} is kept here")
                 self._started(kept, int(message["number"]), float(message["for_s"]))
+            elif op == "ending" and kept is not None:
+                kept.no_loss_until = boottime() + OWN_END_S
             elif op == "forget" and kept is not None:
                 self._end(kept, "given back")
             client.reply()
@@ -254,7 +258,7 @@ class Keeper:
             words = f"has lapsed on {name}: its keeper could show no life there for 90 s"
         elif not lapsed:
             words = f"is gone from {name}: released elsewhere, or its claim was removed"
-        if words:
+        if words and boottime() >= kept.no_loss_until:
             tell_of_loss(self.folder, f"lease {kept.lease} {words}")
         rest = [node for node in record.nodes if node.name != name]
         if not rest:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuboard.agent import claims
-from gpuboard.ledger import holder, keeper
+from gpuboard.ledger import holder, keeper, keeper_place
 from tests import nvml
 from tests.integration.keeper_lab import UUIDS, Lab
 from tests.waiting import until
@@ -226,6 +228,45 @@ def test_forgotten_lease_is_not_touched(lab: Lab) -> None:
     keeper.forget("free1", lab.env)
     assert lab.records() == set()
     assert lab.held() == {"free1"}
+    script.kill()
+    script.communicate()
+
+
+def test_lease_forgotten_while_its_keeper_is_killed_is_no_loss(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = started(lab, lab.take("free2") + "echo go; read")
+    pid = lab.keeper_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+
+    def kill(connection: socket.socket, message: dict[str, Any]) -> None:
+        keeper_place.send(connection, message)
+        os.kill(pid, signal.SIGKILL)
+
+    monkeypatch.setattr(keeper, "send", kill)
+    keeper.forget("free2", lab.env)
+    assert lab.records() == set()
+    assert keeper.mind(lab.env) == []
+    script.kill()
+    script.communicate()
+
+
+def test_lease_forgotten_while_its_keeper_starts_is_given_back(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = started(lab, lab.take("free3") + "echo go; read")
+    pid = lab.keeper_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not lab.keepers())
+
+    def late(folder: str) -> None:
+        """Find no keeper, and stand still while one starts."""
+        monkeypatch.undo()
+        assert keeper.mind(lab.env) == []
+        until(lambda: "free3: taken over" in lab.log())
+
+    monkeypatch.setattr(keeper, "connect", late)
+    keeper.forget("free3", lab.env)
+    until(lambda: "free3: given back" in lab.log())
+    assert lab.records() == set()
     script.kill()
     script.communicate()
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from gpuboard.allocate import slurm_held
 from gpuboard.ledger import keeper, keeper_place
 from gpuboard.ledger.holder import Holder, identify
 from gpuboard.ledger.keeper import Handover, KeeperError, KeptJob, KeptNode
+from gpuboard.scheduler.client import Jobs, JobState
 from tests.integration.keeper_lab import unlocked
 from tests.waiting import until
 
@@ -194,6 +196,26 @@ def test_what_others_did_to_it_is_told_once(lab: Lab, state: str, words: str | N
     assert keeper.mind(lab.env) == told
     assert keeper.mind(lab.env) == []
     assert not lab.heartbeat.exists()
+
+
+def test_what_its_owner_does_to_it_is_no_news(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper's question is answered when scancel has done its work, and scancel ends when the keeper knows."""
+    answers_late = LOOK.replace("cat jobs", "until [ -e cancelled ]; do sleep 0.05; done; cat jobs")
+    scancel = """#!/bin/sh
+        cd {folder}; until [ -e asked ]; do sleep 0.05; done
+        echo '12|CANCELLED|{name}' >jobs; : >cancelled; while [ -e {record} ]; do sleep 0.05; done
+    """
+    (lab.folder / "look").write_text(answers_late.format(folder=lab.folder))
+    (lab.folder / "scancel").write_text(scancel.format(folder=lab.folder, name=NAME, record=lab.place / "k3f9xy.json"))
+    (lab.folder / "scancel").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{lab.folder}:{os.environ['PATH']}")
+    handed = lab.hand_over()
+    handed.started(12, 3600.0)
+    handed.known()
+    lease = slurm_held.JobLease("k3f9xy", JobState(12, "RUNNING", uid=os.geteuid()), [])
+    assert slurm_held.end(lease, Jobs(lab.env), lab.env) == ""
+    assert "it was cancelled" in lab.log
+    assert keeper.mind(lab.env) == []
 
 
 def test_who_tells_the_owner_learns_that_the_keeper_ended_before_it_knew(lab: Lab) -> None:
