@@ -17,7 +17,7 @@ from gpuboard.launch.plan import LaunchPlan
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.connector import Connector
-from gpuboard.transport.link import AgentLink
+from gpuboard.transport.link import AgentLink, Pending
 
 
 class Heard(msgspec.Struct, frozen=True):
@@ -55,6 +55,8 @@ class Crew:
         self._inbox = inbox
         self._links: dict[str, AgentLink] = {}
         self._unanswered: dict[str, int] = {}
+        self._asked: dict[str, tuple[float, Pending]] = {}  # the ping that is on its way to a node, and since when
+        self._heard: dict[str, float] = {}  # when the last one was sent that was answered
         self._pinged = 0.0
 
     def open(self) -> None:
@@ -109,9 +111,25 @@ class Crew:
                 silent.append(node)
                 link.close()
             else:
-                link.submit("ping", {})
+                now, asked = time.monotonic(), link.submit("ping", {})
+                if node not in self._asked or self._asked[node][1].settled:
+                    self._asked[node] = now, asked
         self._pinged = time.monotonic()
         return silent
+
+    def heard_to(self) -> float:
+        """Return until when (monotonic) every supervisor that can be reached has said all: it is on the inbox by now.
+
+        Each says things in order, so all that came before its answer to a ping was said before. Now where nobody is.
+        """
+        heard = [time.monotonic()]
+        for node, link in self._links.items():
+            if link.over is None and link.hello is not None:
+                sent, asked = self._asked.get(node, (0.0, None))
+                if asked is not None and asked.settled:
+                    self._heard[node] = sent
+                heard.append(self._heard.get(node, 0.0))
+        return min(heard)
 
     def close(self) -> None:
         """End every connection: what is left on a node ends with it."""

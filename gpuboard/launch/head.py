@@ -25,7 +25,7 @@ from gpuboard.launch.output import Logs, Relay, Screen
 from gpuboard.launch.plan import LaunchPlan, shown
 from gpuboard.launch.questions import START_S, Questions
 from gpuboard.launch.runs import RunFolder, RunView, VerdictView, this_head
-from gpuboard.launch.watch import EXIT_WAIT_S, Watch, rank_words, signal_name
+from gpuboard.launch.watch import ECHO_WAIT_S, EXIT_WAIT_S, Watch, rank_words, signal_name
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, iso
@@ -38,6 +38,7 @@ LOST_GRACE_S = (
 )
 SWEEP_S = 2.0  # for looking after a node whose supervisor was lost; longer only if its network is gone, too
 REFUSED_GRACE_S = 2.0  # ranks that have not passed their gate have nothing to save
+MUTE_S = 4.0  # for which a node's word on a failure elsewhere is waited for
 _PING_S = 1.0
 _SAVE_S = 2.0
 _HOLD_ABOVE, _HOLD_BELOW = 8 * 2**20, 2**20  # characters the person's side has not read
@@ -92,6 +93,7 @@ class Head:
         self._spared: list[int] = []  # ranks that may end by themselves for a moment before they are told to
         self._pinged = self._saved = float("-inf")
         self._heard_to = time.monotonic()  # what came until then has been taken in
+        self._told_to = 0.0  # and what any supervisor had to say until then
         self._holding = False
         self._view: RunView | None = None
         self._caused_at = 0.0  # epoch seconds of the verdict
@@ -207,11 +209,12 @@ class Head:
                 return False
             now = time.monotonic()
             self._periodic(now)
+            told_to = self._crew.heard_to()
             with contextlib.suppress(queue.Empty):
                 self._take(self._inbox.get(timeout=0.1))
                 for _ in range(1000):  # a burst of output is one round; the rest of the loop must not starve
                     self._take(self._inbox.get_nowait())
-            self._heard_to = now
+            self._heard_to, self._told_to = now, told_to
         return True
 
     def _take(self, item: object) -> None:
@@ -270,7 +273,9 @@ class Head:
 
     def _judge(self) -> None:
         if self._gone:
-            self._watch.tick(self._heard_to)
+            # A supervisor may stand still for a while: the cause may be with it, and the echo come from another node.
+            told_to = max(self._told_to, self._heard_to - MUTE_S)
+            self._watch.tick(min(self._heard_to, told_to + ECHO_WAIT_S))
         for line in self._watch.said:
             self._say(line)
         self._watch.said.clear()

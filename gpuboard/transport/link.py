@@ -38,6 +38,11 @@ class Pending:
         self._value: msgspec.Raw | None = None
         self._error: CallFailed | LinkLost | None = None
 
+    @property
+    def settled(self) -> bool:
+        """Whether there is an answer, or there will be none."""
+        return self._done.is_set()
+
     def settle(self, value: msgspec.Raw | None, error: CallFailed | LinkLost | None) -> None:
         """Take the answer, once."""
         self._value, self._error = value, error

@@ -7,7 +7,8 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from gpuboard.launch.watch import ECHO_WAIT_S
 from gpuboard.transport.connector import Connector
 from tests.unit.test_plan import planned
 from tests.unit.test_watch import BOOM, RESET
+from tests.waiting import until
 
 
 class Inbox(queue.SimpleQueue[Any]):
@@ -91,3 +93,45 @@ def test_a_head_that_stood_still_hears_the_cause_before_it_takes_the_echo_for_it
     head._pump(lambda: head._watch.cause is not None, None)
     assert [(verdict.rank, verdict.kind) for verdict in head.view().verdicts] == [(1, "raised")]
     screen.close()
+
+
+@contextmanager
+def two_nodes(tmp_path: Path) -> Iterator[tuple[Head, int]]:
+    """Yield the head of an open launch whose supervisors both have begun, and the pid of that of gpu01."""
+    env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    screen = Screen(io.StringIO(), io.StringIO())
+    plan, connector = planned(), Connector(Settings())
+    nodes = {config.node: Node(config.node, None) for config in plan.nodes}
+    head = Head(plan, RunFolder(env, "rabc"), screen, connector=connector, nodes=nodes, read_gpus=None)
+    head._gone = True
+    try:
+        head._crew.open()
+        links = head._crew._links
+        until(lambda: all(link.hello is not None for link in links.values()), "the supervisors begin")
+        hello = links["gpu01"].hello
+        assert hello is not None
+        yield head, hello.pid
+    finally:
+        head._crew.close()
+        connector.close()
+        screen.close()
+
+
+def test_the_cause_is_waited_for_while_its_supervisor_stands_still(tmp_path: Path) -> None:
+    with two_nodes(tmp_path) as (head, supervisor):
+        os.kill(supervisor, signal.SIGSTOP)
+        head._inbox.put(Heard("gpu02", RESET))
+        assert not head._pump(lambda: head._watch.cause is not None, time.monotonic() + 2 * ECHO_WAIT_S)
+        os.kill(supervisor, signal.SIGCONT)
+        head._inbox.put(Heard("gpu01", BOOM))  # what it has not come to say
+        head._pump(lambda: head._watch.cause is not None, None)
+        assert [(verdict.rank, verdict.kind) for verdict in head.view().verdicts] == [(1, "raised")]
+
+
+def test_a_supervisor_that_says_nothing_for_long_is_not_waited_for(tmp_path: Path) -> None:
+    with two_nodes(tmp_path) as (head, supervisor):
+        os.kill(supervisor, signal.SIGSTOP)
+        head._inbox.put(Heard("gpu02", RESET))
+        assert head._pump(lambda: head._watch.cause is not None, time.monotonic() + 60)
+        assert [verdict.rank for verdict in head.view().verdicts] == [RESET.rank]
+        os.kill(supervisor, signal.SIGCONT)
