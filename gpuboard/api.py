@@ -206,6 +206,7 @@ def status(nodes: str | None = None) -> Snapshot:
     fleet.start()
     try:
         fleet.wait(fleet.connect_s + 5)
+        fleet.freshen()
         return fleet.snapshot()
     finally:
         fleet.close()

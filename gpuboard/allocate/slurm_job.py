@@ -56,6 +56,7 @@ def look(number: int, counts: Mapping[str, int], settings: Settings) -> JobGpus:
     try:
         fleet.start()
         fleet.wait(2 * fleet.connect_s + _FIRST_READING_S)
+        fleet.freshen()
         snapshot = fleet.snapshot()
     finally:
         fleet.close()

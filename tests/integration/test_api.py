@@ -12,6 +12,7 @@ import pytest
 from gpuboard.model.text import clean
 from tests.integration.here import Here, here  # noqa: F401
 from tests.integration.test_allocate import claims
+from tests.nodes import Cluster
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -94,3 +95,15 @@ for wrong in ({"n": 0}, {}, {"n": 1, "gpu_mem": "lots"}, {"gpus": "x"}, {"n": 1,
 """,
     )
     assert said == [[3, ["could be had", "could be had"]], True, True, True, True, True]
+
+
+@pytest.mark.nodes
+def test_a_node_that_is_reached_late_makes_no_other_one_stale(nodes: Cluster) -> None:
+    """A reading counts for 5 s; the other nodes are looked at again."""
+    slow = nodes.home("alice") / "slow"
+    slow.write_text('#!/bin/sh\nsleep 6\nexec /usr/bin/python3 "$@"\n')
+    slow.chmod(0o755)
+    nodes["gpu02"].use_python("/srv/home/alice/slow")
+    script = "import gpuboard; print([node.state for node in gpuboard.status('gpu0[1-2]').nodes])"
+    done = nodes["login1"].run([sys.executable, "-c", script], user="alice")
+    assert done.stdout == "['up', 'up']\n", done.stderr

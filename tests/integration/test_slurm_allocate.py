@@ -367,6 +367,17 @@ def test_the_python_interface(slurm: SlurmCluster) -> None:
     all_gone(slurm)
 
 
+def test_a_node_that_is_reached_late_makes_no_other_one_unseen(slurm: SlurmCluster) -> None:
+    """A reading counts for 5 s; the job's other nodes are looked at again."""
+    folder = slurm.nodes.home("alice") / "bin"
+    folder.mkdir()
+    (folder / "srun").write_text('#!/bin/sh\ncase "$*" in *=gpu02*) sleep 6 ;; esac\nexec /usr/bin/srun "$@"\n')
+    (folder / "srun").chmod(0o755)
+    command = f"PATH=/srv/home/alice/bin:$PATH gpuboard allocate --n 2 --per-node 1 {' '.join(DETACHED)} --format uuids"
+    done = slurm.run(["sh", "-c", command])
+    assert (done.returncode, done.stdout.count("GPU-")) == (0, 2), done.stderr
+
+
 def test_gpus_that_cannot_be_seen_or_are_broken_are_given_back(slurm: SlurmCluster) -> None:
     gpu01 = slurm.nodes["gpu01"]
     gpu01.hide_library()
