@@ -46,6 +46,7 @@ def look(server: Sshd, *names: str, timeout_s: float = 60, **settings: Any) -> d
     it.start()
     try:
         it.wait(timeout_s)
+        it.freshen()
         return {node.name: node for node in it.snapshot().nodes}
     finally:
         it.close()
@@ -273,7 +274,7 @@ def test_agents_end_when_the_client_is_killed(sshd: Sshd) -> None:
         "from gpuboard.cluster.fleet import Fleet\n"
         "from gpuboard.cluster.inventory import Node\n"
         "from gpuboard.config import Settings\n"
-        f"settings = Settings(ssh_config={str(sshd.ssh_config)!r}, python={sys.executable!r})\n"
+        f"settings = Settings(ssh_config={str(sshd.ssh_config)!r}, python={sys.executable!r}, connect_timeout='30s')\n"
         "fleet = Fleet([Node('one', 'one')], settings, interval_s=0.2)\n"
         "fleet.start(); fleet.wait(60); print(fleet.snapshot().nodes[0].state, flush=True); time.sleep(60)\n"
     )
