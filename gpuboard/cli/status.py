@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import shutil
 import sys
 import time
@@ -269,12 +270,17 @@ def _watch(fleet: Fleet, context: Context, interval_s: float, *, json: bool) -> 
                 _show(snapshot, context, json=json)
                 if not json:
                     print(flush=True)
-            due = max(due + interval_s, time.monotonic())
+            due = next_due(due, interval_s, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
     except KeyboardInterrupt:
         if in_place:
             print()  # the shell's prompt comes below the picture, not beside its last line
         raise
+
+
+def next_due(due: float, interval_s: float, now: float) -> float:
+    """Return the next moment after ``due`` in steps of ``interval_s``: whoever stood still shows nothing twice."""
+    return due + interval_s * max(1, math.ceil((now - due) / interval_s))
 
 
 def _frame(snapshot: Snapshot, context: Context, interval_s: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuboard.cli.status import sums, table
+from gpuboard.cli.status import next_due, sums, table
 from gpuboard.cli.table import Step, elide, fit, pad, width_of, wrap
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot
 from gpuboard.model.text import clean
@@ -141,3 +141,9 @@ def test_fit_takes_steps_in_order_and_gives_the_rest_to_the_last_column() -> Non
     assert fit([5, 10, 20], [Step(2, 15), Step(1, 0)], 39) == [5, 10, 20]
     assert fit([5, 10, 20], [Step(2, 15), Step(1, 0)], 36) == [5, 10, 17]
     assert fit([5, 10, 20], [Step(2, 15), Step(1, 0)], 30) == [5, 0, 20]
+
+
+def test_who_stood_still_watches_on_in_step_and_shows_nothing_twice() -> None:
+    assert next_due(10.0, 2.0, 10.5) == 12.0
+    assert next_due(10.0, 2.0, 12.5) == 14.0
+    assert next_due(10.0, 2.0, 31.0) == 32.0
