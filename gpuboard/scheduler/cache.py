@@ -21,7 +21,7 @@ from gpuboard.model.schedule import Schedule
 from gpuboard.paths import cache_dir, make_private
 
 _BYTES_MAX = 2**28
-_FORMAT = 3  # of the file: one more with every change of Record or of what it holds
+_FORMAT = 4  # of the file: one more with every change of Record or of what it holds
 _KEPT_S = 86400.0  # files of other configurations, since they were written
 
 
@@ -37,7 +37,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     failures: int = 0  # tries in a row
     took_s: float = 0.0  # Slurm's part of the newest try
     credit_s: float = 0.0  # how much time Slurm's commands may take now; below 0: so much more was taken
-    outdated: bool = False  # one of us has changed since what Slurm holds
+    outdated: float = 0.0  # when one of us changed what Slurm holds
 
 
 def now() -> float:

@@ -34,7 +34,7 @@ def outdate(env: Mapping[str, str]) -> None:
     cache = Cache(env, key(here(env), env))
     stored = cache.load()
     if stored is not None and stored.schedule is not None and not stored.failures:
-        cache.store(replace(stored, outdated=True))
+        cache.store(replace(stored, outdated=now()))
 
 
 class Slurm:
@@ -103,7 +103,7 @@ class Slurm:
         """Take over what is newer in the file; return for how long the next try is overdue."""
         stored = self._cache.load()
         known = self._known
-        if stored is not None and (stored.asked > known.asked or (stored.outdated and stored.asked == known.asked)):
+        if stored is not None and (stored.asked, stored.outdated) > (known.asked, known.outdated):
             if stored.schedule is None:
                 stored = replace(stored, schedule=self._known.schedule, answered=self._known.answered)
             self._known = stored
@@ -114,7 +114,7 @@ class Slurm:
         known = self._known
         if known.asked == 0:
             return -1.0
-        if known.outdated:
+        if known.outdated > known.asked:
             return known.asked + known.took_s + _rest_s(known) - now()
         return known.asked + known.took_s + pause_s(known, self._interval_s, self._jitter) - now()
 
@@ -125,6 +125,9 @@ class Slurm:
         answer = self._questions.ask(timeout_s, probe=known.failures > 0 and known.contact, before=known.schedule)
         if self._ended.is_set():
             return  # the command was killed by us
+        stored = self._cache.load()
+        if stored is not None and stored.outdated > known.outdated:  # meanwhile: the answer may be of before
+            known = replace(known, outdated=stored.outdated)
         self._known = after(known, answer, asked, self._questions.took_s)
         self._cache.store(self._known)
 
@@ -140,7 +143,6 @@ def after(known: Record, answer: Answer, asked: float, took_s: float) -> Record:
         failures=known.failures + 1 if answer.error is not None else 0,
         took_s=took_s,
         credit_s=credit_s - took_s,
-        outdated=False,
     )
     return known if answer.schedule is None else replace(known, schedule=answer.schedule, answered=asked)
 

@@ -276,6 +276,24 @@ def test_what_another_process_learns_reaches_a_watch(
         watching.close()
 
 
+def test_what_changes_while_slurm_is_asked_is_asked_for_anew(bench: tuple[dict[str, str], Path]) -> None:
+    env, folder = bench
+    asking = client(env)
+    asking.look(60.0)
+    slurm.outdate(env)
+    (folder / "wait").touch()
+    thread = threading.Thread(target=asking.look, args=(60.0,))
+    thread.start()
+    until(lambda: len((folder / "log").read_text().split()) == 3, "it asks for the second time")
+    slurm.outdate(env)
+    (folder / "wait").unlink()
+    thread.join()
+    client(env).look(60.0)
+    assert (folder / "log").read_text().split() == ["job", "node"] * 3
+    client(env).look(60.0)
+    assert (folder / "log").read_text().split() == ["job", "node"] * 3, "and then no more"
+
+
 def test_an_answer_that_cannot_be_read_is_an_error_and_the_earlier_one_stays(
     bench: tuple[dict[str, str], Path],
 ) -> None:
