@@ -54,6 +54,10 @@ def main() -> None:
         os.chdir(config["cwd"])
     except OSError as error:
         fail("%s: no folder %s here: %s" % (os.uname()[1], config["cwd"], error.strerror), 1)
+    handed = {signal.SIGHUP} if config["deaf"] else set(_FORWARDED)
+    early = [number for number in signal.sigpending() & handed if signal.getsignal(number) != signal.SIG_IGN]
+    if early:  # the command would never hear of what a terminal sent before it was there
+        os._exit(128 + min(early))
     own = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -61,7 +65,6 @@ def main() -> None:
         if os.getppid() != own:
             os._exit(1)
         become(config)
-    handed = {signal.SIGHUP} if config["deaf"] else set(_FORWARDED)
     code = wait(pid, parent, watched, handed, bool(config["remote"]))
     left = end_all(GRACE_S if code is not None else 0.0)
     if left and code is not None and not config["deaf"]:  # helpers of ssh and srun; what runs there is told from there

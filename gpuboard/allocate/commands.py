@@ -126,7 +126,7 @@ def run_command(
     telling: dict[int, int] = {}  # by pid of a teller: the signal
     cut = 0  # the signal for which the connection was ended
     try:
-        pid = os.posix_spawn(command[0], list(command), dict(environ), setsigmask=mask)
+        pid = os.posix_spawn(command[0], list(command), dict(environ), setsigmask=watched)  # until it heeds them itself
         while True:
             info = signal.sigwaitinfo(watched)
             ended, status = os.waitpid(pid, os.WNOHANG)

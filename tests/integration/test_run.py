@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
 
+from gpuboard.allocate.commands import local_command
 from tests.integration.here import Here, here  # noqa: F401
 from tests.integration.test_allocate import claims
 from tests.waiting import Stopwatch, until
@@ -171,3 +175,43 @@ def test_a_folder_that_was_removed_is_said_and_nothing_reserved(here: Here, tmp_
             "gpuboard: this folder was removed; cd to one that every node has\n",
         )
     assert claims(here) == []
+
+
+def test_ctrl_c_before_the_command_is_there_starts_none(tmp_path: Path) -> None:
+    master, terminal = pty.openpty()
+
+    def typed() -> None:  # while the runner itself begins
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        os.write(master, b"\x03")
+        while signal.SIGINT not in signal.sigpending():
+            time.sleep(0.01)
+
+    command = local_command(["touch", "there"], {}, str(tmp_path))
+    with subprocess.Popen(command, stdin=terminal, start_new_session=True, preexec_fn=typed) as runner:  # noqa: PLW1509
+        assert runner.wait(60) == 128 + signal.SIGINT
+    assert not (tmp_path / "there").exists()
+    os.close(master)
+    os.close(terminal)
+
+
+def test_a_signal_while_the_runner_begins_is_no_error_of_python() -> None:
+    script = """
+import os, signal, sys
+from gpuboard.allocate import commands
+spawn = os.posix_spawn
+
+def hasty(*args, **options):
+    pid = spawn(*args, **options)
+    caught = 0
+    while not caught & 1 << signal.SIGINT - 1:  # until Python has its handler
+        with open(f"/proc/{pid}/status") as file:
+            caught = int(next(line for line in file if line.startswith("SigCgt")).split()[1], 16)
+    os.kill(pid, signal.SIGINT)
+    return pid
+
+os.posix_spawn = hasty
+sys.exit(commands.run_command(commands.local_command(["sleep", "600"], {}, "/"), os.environ, "none"))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
