@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 FIRST_READING_S = 12.0  # beyond connect_s: start of the agent, and of NVML without persistence mode
 _LOOK_S = 0.25  # how often somebody who waits looks at deadlines
 _PACE_S = 1.0  # how often deadlines and retries of a picture that is kept open are looked at
+_STOOD_S = 3.0  # not looked for so long: this process was stopped (ctrl-Z), and what came meanwhile is still to be read
 _TICK_S = 10.0  # how often agents are told the time of the next tick
 _SETTLE_S = 0.02  # ticks are aligned: what arrives with pauses shorter than this is one change…
 _SETTLE_MOST_S = 0.3  # …if it takes no longer: 1,000 lines need 50 to 200 ms to come in and be decoded
@@ -280,9 +281,12 @@ class Fleet:
 
     def _pace(self) -> None:
         """Watch deadlines, connect again, and send ticks until the fleet is closed."""
-        tick_at = time.monotonic() + _TICK_S
+        looked_at = time.monotonic()
+        tick_at = looked_at + _TICK_S
         while not self._closed.wait(_PACE_S):
-            self._look(self._feeds.values())
+            before, looked_at = looked_at, time.monotonic()
+            if looked_at - before < _STOOD_S:
+                self._look(self._feeds.values())
             if time.monotonic() >= tick_at:
                 tick_at += _TICK_S
                 for feed in self._feeds.values():

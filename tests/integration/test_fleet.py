@@ -190,6 +190,42 @@ def test_an_agent_started_ahead_is_taken_and_holds_nothing_of_ours() -> None:
     assert done.stdout == "[True, 'up', True, False, []]\n", done.stderr
 
 
+STOPPED = """
+import sys, time
+from gpuboard.cluster import feed
+feed.SILENCE_S = 4.0
+from gpuboard.cluster.fleet import Fleet
+from gpuboard.cluster.inventory import Node
+from gpuboard.config import Settings
+simulate = {"cluster": f"test-{sys.argv[1]}", "model": "NVIDIA H100 80GB HBM3", "count": 2}
+fleet = Fleet([Node(f"n{k}", None, simulate=simulate) for k in range(9)], Settings(), interval_s=0.3)
+fleet.start()
+while True:
+    print(f"{time.monotonic()}", sorted({node.error or node.state for node in fleet.snapshot().nodes}), flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_a_client_that_was_stopped_takes_no_agent_for_silent() -> None:
+    """As by ctrl-Z and fg: what its agents said meanwhile is still to be read when it goes on."""
+    command = [sys.executable, "-c", STOPPED, str(os.getpid())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        try:
+            while "['up']" not in client.stdout.readline():
+                pass
+            client.send_signal(signal.SIGSTOP)
+            time.sleep(6.0)
+            over = time.monotonic() + 3.5  # the deadlines have been looked at twice
+            client.send_signal(signal.SIGCONT)
+            lines = [client.stdout.readline()]
+            while float(lines[-1].split()[0]) < over:
+                lines.append(client.stdout.readline())
+        finally:
+            client.kill()
+    assert [line for line in lines if "said nothing" in line] == []
+
+
 class Watched:
     """A fleet that is kept open on login1; what it said, by arrival."""
 
