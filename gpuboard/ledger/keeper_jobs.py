@@ -37,7 +37,7 @@ _ENDED = {
     "BOOT_FAIL": "a node of it did not start",
     "CANCELLED": "it was cancelled",
     "COMPLETED": "it ended by itself, as it does without a sign of life of its keeper",
-    "COMPLETING": "it was cancelled",
+    "COMPLETING": "",  # why, Slurm says when its epilogs have run
     "DEADLINE": "its deadline has come",
     "FAILED": "it failed",
     "NODE_FAIL": "a node of it failed",

@@ -198,6 +198,19 @@ def test_what_others_did_to_it_is_told_once(lab: Lab, state: str, words: str | N
     assert not lab.heartbeat.exists()
 
 
+def test_a_job_that_is_still_ending_does_not_say_yet_why(lab: Lab) -> None:
+    lab.jobs("COMPLETING")
+    handed = lab.hand_over()
+    handed.started(12, 3600.0)
+    handed.known()
+    until(lambda: "look" in lab.asked(), "it is asked for")
+    for _ in range(3):
+        before = lab.heartbeat.stat().st_mtime_ns
+        until(lambda at=before: lab.heartbeat.stat().st_mtime_ns != at, "life is shown")  # type: ignore[misc]
+    assert keeper.mind(lab.env) == []
+    assert lab.kept
+
+
 def test_what_its_owner_does_to_it_is_no_news(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper's question is answered when scancel has done its work, and scancel ends when the keeper knows."""
     answers_late = LOOK.replace("cat jobs", "until [ -e cancelled ]; do sleep 0.05; done; cat jobs")

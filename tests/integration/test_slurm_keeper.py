@@ -180,6 +180,7 @@ def test_a_job_that_others_ended_is_told_of(slurm: SlurmCluster) -> None:
         lease = do(process, "echo $GPUBOARD_LEASE")
         number = running(slurm)
         slurm.run(["scancel", str(number)], user="root", check=True)
+        until(lambda: slurm.job(number)["JobState"] == "CANCELLED", "Slurm has ended it")
         kill_keeper(slurm)  # its successor asks at once, and not after a minute
         do(process, "gpuboard leases >/dev/null 2>&1; echo ok")
         until(lambda: not left(slurm), "its keeper has found out", 90)
