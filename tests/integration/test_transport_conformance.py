@@ -186,7 +186,7 @@ def test_a_server_that_only_hangs_up_is_told_from_one_that_is_silent(lab: Lab, n
         try:
             assert server.stdout is not None
             assert server.stdout.readline() == "ready\n"
-            error = lab.status("gpu01", check=False, GPUBOARD_CONNECT_TIMEOUT="3s")["gpu01"]["error"]
+            error = lab.status("gpu01", check=False, GPUBOARD_CONNECT_TIMEOUT="10s")["gpu01"]["error"]
         finally:
             server.kill()
     assert error.startswith("ssh: ") and "no answer" not in error, error
