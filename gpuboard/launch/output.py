@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import re
+import select
 import shutil
 import threading
 import time
@@ -85,12 +87,28 @@ class Writer:
             try:
                 if stream not in self._gone:
                     encoding = stream.encoding or "utf-8"  # a rank may print what the person's terminal has no sign for
-                    stream.write(text.encode(encoding, "replace").decode(encoding))
-                    stream.flush()
+                    _write(stream, text.encode(encoding, "replace"), encoding)
             except (OSError, ValueError):  # the reader has left (`| head`); the run and its logs go on
                 self._gone.add(stream)
             with self._lock:
                 self.backlog -= len(text)
+
+
+def _write(stream: TextIO, data: bytes, encoding: str) -> None:
+    """Write all of it. Not through Python's buffers, which lose the rest of a write that ctrl-Z broke off."""
+    try:
+        fd = stream.fileno()
+    except OSError:  # no file
+        stream.write(data.decode(encoding))
+        stream.flush()
+        return
+    stream.flush()
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(fd, rest) :]
+        except BlockingIOError:  # whoever shares it with us wants it so
+            select.select([], [fd], [])
 
 
 class Screen:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import TextIO
 
@@ -124,6 +128,27 @@ def test_a_reader_that_left_costs_nothing_but_the_words(tmp_path: Path) -> None:
     screen.close()
     assert (tmp_path / "rank-0.out").read_text() == "a\n"
     assert screen.backlog == 0
+
+
+def test_nothing_is_lost_where_a_stop_breaks_off_what_is_being_written() -> None:
+    program = """
+import sys
+from gpuboard.launch.output import Writer
+writer = Writer()
+lines = [f"{number:06d} {'x' * 80}\\n" for number in range(20000)]
+for first in range(0, len(lines), 500):
+    writer.write(sys.stdout, "".join(lines[first : first + 500]))
+writer.finish()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        read = b""
+        while part := os.read(process.stdout.fileno(), 8192):
+            read += part
+            process.send_signal(signal.SIGSTOP)  # the pipe is full: it stands in the middle of a write
+            if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT):
+                process.send_signal(signal.SIGCONT)
+    assert read.decode().splitlines() == [f"{number:06d} {'x' * 80}" for number in range(20000)]
 
 
 def test_signs_that_the_terminal_lacks_are_replaced(tmp_path: Path) -> None:
