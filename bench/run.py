@@ -58,6 +58,7 @@ WORDS = {  # what is run, where it is not the script of that name
     "transports": ["feed.py", "--transports"],
 }
 LONG = {"board-long", "transports"}  # measured when named
+_FENCE = "```text\n"
 PEERS = ("torch", "asyncssh", "textual", "nvitop", "gpustat", "nvidia-ml-py")
 
 
@@ -67,8 +68,7 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"no measurement {unknown[0]!r}; there are: {', '.join(BENCHES)}", file=sys.stderr)
         return 2
-    kept = _read()
-    sections = {name: text for name, text in kept.items() if names or name in LONG}
+    measured = {}
     failed = []
     for name in names or (name for name in BENCHES if name not in LONG):
         print(f"== {name}", flush=True)
@@ -76,8 +76,8 @@ def main(names: list[str]) -> int:
         if code:
             failed.append(name)
             text += f"failed with exit code {code}\n"
-        sections[name] = f"measured {time.strftime('%Y-%m-%d')} on {_machine()}\n{text}"
-    _write(sections)
+        measured[name] = f"measured {time.strftime('%Y-%m-%d')} on {_machine()}\n{text}"
+    _write(measured)
     print(f"written to {RESULTS.relative_to(HERE.parent)}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
@@ -117,24 +117,18 @@ def _machine() -> str:
     )
 
 
-def _read() -> dict[str, str]:
-    """Return the sections of the last results, so that measuring one again keeps the others."""
-    if not RESULTS.exists():
-        return {}
-    parts = RESULTS.read_text(encoding="utf-8").split("\n## ")[1:]
-    return {part.partition("\n")[0]: part.split("```")[1].removeprefix("text\n") for part in parts if "```" in part}
-
-
-def _write(sections: dict[str, str]) -> None:
-    """Write the page; what a person has written above the first section stays."""
-    head = "# Measurements\n\n`make bench` writes this page; run it on an idle machine. Figures are medians.\n"
+def _write(measured: dict[str, str]) -> None:
+    """Put what was measured in the place of its last figures; what a person has written around them stays."""
+    page = "# Measurements\n\n`make bench` writes this page; run it on an idle machine. Figures are medians.\n"
     if RESULTS.exists():
-        head = RESULTS.read_text(encoding="utf-8").split("\n## ")[0].rstrip() + "\n"
-    text = [head]
-    for name, what in BENCHES.items():
-        if name in sections:
-            text.append(f"## {name}\n\n{what}\n\n```text\n{sections[name].rstrip()}\n```\n")
-    RESULTS.write_text("\n".join(text), encoding="utf-8")
+        page = RESULTS.read_text(encoding="utf-8")
+    head, *sections = page.split("\n## ")
+    parts = {section.partition("\n")[0]: section for section in sections}
+    for name, figures in measured.items():
+        section = parts.get(name, f"{name}\n\n{BENCHES[name]}\n\n{_FENCE}```\n")
+        before, _, rest = section.partition(_FENCE)
+        parts[name] = f"{before}{_FENCE}{figures.rstrip()}\n```{rest.partition('```')[2]}"
+    RESULTS.write_text("\n## ".join([head, *parts.values()]), encoding="utf-8")
 
 
 if __name__ == "__main__":
