@@ -11,6 +11,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 KEY := $(shell cat constraints.txt pyproject.toml | sha256sum | cut -c1-16)
 RUN_STAMP := $(VENV)/.installed-run-$(KEY)
 DEV_STAMP := $(VENV)/.installed-dev-$(KEY)
+BENCH_STAMP := $(VENV)/.installed-bench-$(KEY)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
@@ -40,7 +41,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/vermin --target=3.6- --no-tips --violations gpuboard/agent
 
-bench: $(DEV_STAMP)
+bench: system-packages $(BENCH_STAMP)
 	$(BIN)/python bench/run.py
 
 system-packages:
@@ -65,6 +66,12 @@ $(RUN_STAMP): | $(BIN)/python
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP)
-	@$(PIP) --no-build-isolation --editable '.[dev,bench]'
+	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@rm -f $(VENV)/.installed-dev-*
+	@touch $@
+
+# The peers come without --no-build-isolation: gpustat is a source package that brings its own build requirements.
+$(BENCH_STAMP): $(DEV_STAMP)
+	@$(PIP) --editable '.[bench]'
+	@rm -f $(VENV)/.installed-bench-*
 	@touch $@
