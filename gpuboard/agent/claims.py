@@ -10,24 +10,34 @@ import time
 
 from gpuboard.agent import claims_protocol as protocol
 from gpuboard.agent import claims_rules as rules
-from gpuboard.agent.claims_files import Files, boot_id
+from gpuboard.agent.claims_files import SITE_CONFIG, Files, Unreadable, boot_id
 from gpuboard.agent.claims_protocol import Refuse
 
 MYPY = False
 if MYPY:
-    from typing import Any, Dict, List, Optional, Tuple
+    from typing import Any, Dict, List, Optional, Set, Tuple
+
+    Seen = Tuple[Any, rules.Entry, rules.Decoded]  # key of Files.look, what it gave, what rules.decode made of it
 
 __all__ = ["OPS", "Folder", "Refuse", "handle"]
 
 OPS = ("take", "release", "renew", "touch", "claims")
 _GRAIN_S = 0.05  # a folder's mtime moves in steps of up to 10 ms: a list read so soon after one is read again
+_REST = 30.0  # background readings look for new names for at most a part in so many of the time, each way of looking
+_CHEAP_S = 0.01  # of CPU time: what costs less is done each time
+_MARKS_MOST = 250000  # names of garbage that are remembered, 60 bytes each
+_NAMED_MOST = 8  # claims that a refusal's message names; its detail has more
 
 
 class Folder:
-    """A folder of claims, read each tick at the price of a few stats.
+    """A folder of claims, read each tick at the price of a few system calls per claim.
 
     ``sim_prefix``: look at claims on simulated GPUs whose UUIDs start so (``SIM-…``), and only at those.
     ``job``: set inside a Slurm job: claims are made as this job's, and those of other jobs are not looked at.
+
+    The claims that are known are looked at in every reading. New ones are looked for when the folder has changed: of
+    all names, or of those that were not garbage when last seen. In a folder full of garbage that changes all the time
+    both take turns with rests; ``refresh`` ends them, as does each call.
     """
 
     def __init__(self, path: str, sim_prefix: "Optional[str]" = None) -> None:
@@ -36,9 +46,11 @@ class Folder:
         self.job: "Optional[str]" = None
         self.boot_id = boot_id()
         self._good: "Any" = None
-        self._names: "List[str]" = []
-        self._names_key: "Any" = None
-        self._entries: "Dict[str, Tuple[Any, rules.Entry]]" = {}
+        self._known: "Dict[str, Seen]" = {}  # what travels: bounded by rules.CLAIMS_BYTES and GARBAGE_BYTES
+        self._garbage: "Set[int]" = set()  # hashes of (name, inode)
+        self._left_out: "Tuple[Dict[int, int], Dict[int, int]]" = ({}, {})  # claims, garbage
+        self._listed_key: "Any" = None
+        self._rest_until = {"all": 0.0, "new": 0.0}
         self._owners: "Dict[int, str]" = {}
 
     def open(self) -> "Files":
@@ -55,14 +67,24 @@ class Folder:
             return [], refused.message
         try:
             clock = files.clock()
-            names = self._list(files)
-            judged = [rules.judge(entry, clock, self.boot_id) for entry in self._read_all(files, names)]
-            found = [one for one in judged if self._concerns(one)]
-            return rules.picture(found, clock, self.owner), None
+            self._look_again(files)
+            self._look_for_more(files, clock)
+            seen = [self._judge(self._known[name], clock) for name in sorted(self._known)]
+            if any(rules.skipped(one, clock) for one in seen):
+                stamps = files.stamps() + [one.entry.ctime for one in seen]
+                seen = [rules.without_step(one, clock, stamps) for one in seen]
+            claims = rules.picture([one for one in seen if self._concerns(one)], clock, self.owner)
+            claims += rules.left_out(self._left_out[0], "%d more claims are not shown", self.owner)
+            claims += rules.left_out(self._left_out[1], "%d more files are no claims", self.owner)
+            return claims, None
         except OSError as error:
             return [], "%s cannot be read: %s" % (self.path, error.strerror or error)
         finally:
             files.close()
+
+    def refresh(self) -> None:
+        """Let the next reading look for new claims, whatever that costs."""
+        self._rest_until = {"all": 0.0, "new": 0.0}
 
     def veto(self, op: str, args: "Dict[str, Any]") -> None:
         """Refuse a call for what no file says: nothing here, other people's claims where they are simulated."""
@@ -81,49 +103,72 @@ class Folder:
     def _concerns(self, one: "rules.Judged") -> bool:
         return self.job is None or one.content is None or one.content.get("job") in (None, self.job)
 
-    def _list(self, files: "Files") -> "List[str]":
-        """Return the claims' names; the folder, in which thousands of other files may lie, is read when it changed."""
+    def _judge(self, seen: "Seen", clock: "rules.Clock") -> "rules.Judged":
+        key, entry, decoded = seen
+        if key is None:
+            return rules.unreadable(entry, clock, self.boot_id)
+        return rules.judge(entry, clock, self.boot_id, decoded=decoded)
+
+    def _look(self, files: "Files", name: str) -> "Optional[Seen]":
+        """Return what lies under ``name``, read again only when it changed; None when it is gone."""
+        known = self._known.get(name)
+        try:
+            key, entry = files.look(name, known and known[0])
+        except Unreadable as error:
+            return None, error.entry, (None, "")
+        if entry is None:
+            return None if key is None else known
+        return key, entry, rules.decode(entry)
+
+    def _look_again(self, files: "Files") -> None:
+        """Look at what is known."""
+        seen = ((name, self._look(files, name)) for name in list(self._known))
+        self._known = {name: one for name, one in seen if one is not None}
+
+    def _look_for_more(self, files: "Files", clock: "rules.Clock") -> None:
+        """Look for claims that are not known yet, when the folder has changed."""
         found = os.fstat(files.fd)
         key = (found.st_dev, found.st_ino, found.st_mtime_ns)
-        if key != self._names_key:
-            fresh = abs(time.time() - found.st_mtime) < _GRAIN_S
-            self._names = files.names()
-            self._names_key = None if fresh else key
-        return self._names
+        now = time.monotonic()
+        way = next((way for way in ("all", "new") if now >= self._rest_until[way]), None)
+        if key == self._listed_key or way is None:
+            return
+        began = time.process_time()
+        self._list(files, clock, way == "all")
+        spent_s = time.process_time() - began
+        self._rest_until[way] = time.monotonic() + _REST * spent_s if spent_s > _CHEAP_S else 0.0
+        fresh = abs(time.time() - found.st_mtime) < _GRAIN_S
+        self._listed_key = None if fresh or way != "all" else key
 
-    def _read_all(self, files: "Files", names: "List[str]") -> "List[rules.Entry]":
-        """Return the files under ``names``, each read again only when it changed; no user may fill our memory."""
-        known, self._entries = self._entries, {}
-        counts: "Dict[int, List[int]]" = {}  # uid: files, bytes, whether it was said that there are too many
-        entries = []
-        for name in names:
-            found = files.stat(name)
-            if found is None:
+    def _list(self, files: "Files", clock: "rules.Clock", everything: bool) -> None:
+        """Go through the folder, one name at a time; keep what may travel.
+
+        Unless ``everything``, leave out what was garbage under this name and inode. A claim that took the place of such
+        a file within one tick of its inode's reuse is then seen by the next that goes through everything.
+        """
+        shelves = rules.Shelf(rules.CLAIMS_BYTES), rules.Shelf(rules.GARBAGE_BYTES)
+        garbage: "Set[int]" = set() if everything else self._garbage
+        for name, inode in files.names():
+            mark = hash((name, inode))
+            if not everything and mark in garbage and name not in self._known:
                 continue
-            count = counts.setdefault(found.st_uid, [0, 0, 0])
-            count[0] += 1
-            key = (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
-            if name in known and known[name][0] == key:
-                entry = known[name][1]
-            elif count[0] > rules.OWNER_FILES or count[1] > rules.OWNER_BYTES:
-                if not count[2]:
-                    trouble = "uid %d has more claims here than are looked at" % found.st_uid
-                    entries.append(rules.Entry(name, found.st_uid, found.st_ino, 0.0, 0.0, None, trouble))
-                count[2] = 1
+            seen = self._known[name] if name in self._known else self._look(files, name)
+            if seen is None:
                 continue
-            else:
-                read = files.read(name)
-                if read is None:
-                    continue
-                entry = read
-            count[1] += len(entry.data or b"")
-            self._entries[name] = (key, entry)
-            entries.append(entry)
-        return entries
+            one = self._judge(seen, clock)
+            if one.content is None and len(garbage) < _MARKS_MOST:
+                garbage.add(mark)
+            size = len(one.entry.data or b"")
+            shelves[one.content is None].add(one.entry.uid, rules.rank(one), size, (name, seen))
+        self._known = dict(shelves[0].kept() + shelves[1].kept())
+        self._garbage = garbage
+        if everything:
+            self._left_out = shelves[0].left_out, shelves[1].left_out
 
 
 def handle(op: str, args: "Dict[str, Any]", folder: "Folder") -> "Any":
     """Answer one call of role ``node`` (docs/architecture.md). Raises Refuse."""
+    folder.refresh()
     if op == "claims":
         claims, error = folder.read()
         return {"claims": claims, "error": error}
@@ -139,6 +184,10 @@ def handle(op: str, args: "Dict[str, Any]", folder: "Folder") -> "Any":
 
 def _answer(op: str, args: "Dict[str, Any]", folder: "Folder", files: "Files") -> "Any":
     uid = os.geteuid()
+    longest_s = files.clock().longest_s
+    if longest_s < args.get("for_s", 0.0) <= rules.LONGEST_S:
+        hours = longest_s / 3600.0
+        raise Refuse("invalid", "this node allows leases of at most %.4g h (max_lease in %s)" % (hours, SITE_CONFIG))
     if op == "take":
         return _take(args, folder, files)
     if op == "touch":
@@ -155,17 +204,19 @@ def _take(args: "Dict[str, Any]", folder: "Folder", files: "Files") -> "Dict[str
     content.update(purpose=args.get("purpose") or "", host=args.get("host") or "", job=folder.job)
     files.sweep_temporaries()
     uid = os.geteuid()
-    protocol.drive(protocol.sweep(uid, folder.boot_id, lambda name: files.owner(name) == uid), files)
+    protocol.drive(protocol.sweep(uid, folder.boot_id), files)
     steps = protocol.take(content, list(args["uuids"]), args["for_s"], folder.boot_id, _jitter)
     try:
         taken = protocol.drive(steps, files)
     except Refuse as refused:
         if refused.kind == "conflict":
-            claims = rules.picture(refused.detail, files.clock(), folder.owner)
-            words = ", ".join(sorted({"%s by %s (%s)" % (c["uuid"], c["owner"], c["lease"]) for c in claims}))
-            raise Refuse(
-                "conflict", "claimed already: %s" % (words or "others take at the same time"), {"claims": claims}
-            )
+            found = ((x.entry.uid, rules.rank(x), len(x.entry.data or b""), x) for x in refused.detail)
+            kept, _ = rules.fair(found, rules.CONFLICT_BYTES)
+            claims = rules.picture([x for _, _, _, x in kept], files.clock(), folder.owner)
+            words = sorted({"%s by %s (%s)" % (c["uuid"], c["owner"], c["lease"]) for c in claims})
+            more = ["%d more" % (len(refused.detail) - _NAMED_MOST)] if len(refused.detail) > _NAMED_MOST else []
+            message = ", ".join(words[:_NAMED_MOST] + more) or "others take at the same time"
+            raise Refuse("conflict", "claimed already: %s" % message, {"claims": claims})
         raise
     return {"until": taken.wall + args["for_s"], "now": taken.wall}
 

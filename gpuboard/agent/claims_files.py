@@ -1,12 +1,16 @@
 """The claim protocol's steps on a real folder, and which folders can hold claims at all.
 
 Every step is one system call that matters to others, relative to one descriptor of the folder, follows no link and
-blocks on nothing: not on a FIFO, not on a lock that somebody keeps.
+blocks on nothing: not on a FIFO, not on a lock that somebody keeps, not on a file system of a user.
+
+What lies under a name is first pinned by an O_PATH descriptor, which asks neither the file nor its file system, and is
+looked at through that alone. Where another file system is mounted, even stat(2) may never return.
 """
 
 import errno
 import fcntl
 import os
+import re
 import stat
 import time
 
@@ -15,11 +19,18 @@ from gpuboard.agent.claims_protocol import Refuse
 
 MYPY = False
 if MYPY:
-    from typing import Any, Callable, Dict, List, Optional, Tuple
+    from typing import Any, Callable, Iterator, List, Optional, Tuple
 
+SITE_CONFIG = "/etc/gpuboard/config.toml"
 TEMPORARY = ".gpuboard-claim."
 STALE_S = 60.0  # an own temporary file older than this was left by a process that died
 _CLOCK_BOOTTIME = 7  # time.CLOCK_BOOTTIME came with Python 3.7; the kernel has had it since 2.6.39
+
+# What a file's owner can make of reading it: no permission, a lease of fcntl(2), a key that others lack (fscrypt).
+_BY_OWNER = frozenset((errno.EACCES, errno.EPERM, errno.EAGAIN, errno.ENOKEY, errno.ETXTBSY))
+_READERS_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR))  # tell nothing about a file
+# Root's files, of which some are written all the time: the kernel stamps each such change with the wall clock's time.
+_STAMPED = ("/run", "/var/log", "/dev/pts")
 
 # File systems that other machines share or whose links and times are not this kernel's: what a claim rests on is
 # not given there.
@@ -38,6 +49,31 @@ def boot_id() -> str:
         return file.read().strip()
 
 
+def max_lease() -> float:
+    """Return how long a claim may last on this node: the site's ``max_lease``, where root alone can have written it."""
+    try:
+        fd = os.open(SITE_CONFIG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return rules.LONGEST_S
+    try:
+        found = os.fstat(fd)
+        if found.st_uid != 0 or rules.no_claim(found.st_mode, found.st_size):
+            return rules.LONGEST_S
+        return rules.max_lease(os.read(fd, rules.MAX_BYTES).decode("utf-8", "replace"))
+    except OSError:
+        return rules.LONGEST_S
+    finally:
+        os.close(fd)
+
+
+class Unreadable(OSError):
+    """The system cannot read a file that may be a claim; ``entry`` is what is known of it."""
+
+    def __init__(self, why: OSError, entry: "rules.Entry") -> None:
+        OSError.__init__(self, why.errno, why.strerror)
+        self.entry = entry
+
+
 class Files:
     """One opened folder of claims. Raises Refuse ``folder`` when it cannot hold claims.
 
@@ -48,8 +84,9 @@ class Files:
     def __init__(self, path: str, sim_prefix: "Optional[str]" = None, good: "Any" = None) -> None:
         self.path = path
         self._sim_prefix = sim_prefix
-        self.fd, self.identity = _open_folder(path, good)
+        self.fd, self.identity, self._mount = _open_folder(path, good)
         self._locked = False
+        self._longest_s = max_lease()
 
     def close(self) -> None:
         """Give the descriptor back; that also drops the lock."""
@@ -78,65 +115,117 @@ class Files:
 
     def clock(self) -> "rules.Clock":
         """Return the node's clocks."""
-        return rules.Clock(time.time(), time.clock_gettime(_CLOCK_BOOTTIME))
+        return rules.Clock(time.time(), time.clock_gettime(_CLOCK_BOOTTIME), self._longest_s)
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
         time.sleep(seconds)
 
-    def names(self) -> "List[str]":
-        """Return the names of claims in the folder, of real GPUs or of one simulation, sorted."""
-        return sorted(name for name in os.listdir(self.fd) if rules.relevant(name, self._sim_prefix))
+    def names(self) -> "Iterator[Tuple[str, int]]":
+        """Yield (name, inode) of the claims in the folder, of real GPUs or of one simulation."""
+        for one in self._entries():
+            if rules.relevant(one.name, self._sim_prefix):
+                yield one.name, one.inode()
+
+    def _entries(self) -> "Iterator[os.DirEntry[str]]":
+        """Go through the folder without holding all of its names."""
+        with os.scandir("/proc/self/fd/%d" % self.fd) as found:  # by fd it can since Python 3.7
+            yield from found
 
     def list(self, wanted: "Callable[[str], bool]") -> "List[str]":
-        """Return the wanted ones of ``names``, of each user as many as a reader looks at."""
-        counts: "Dict[Optional[int], int]" = {}
-        found = []
-        for name in self.names():
-            if wanted(name):
-                uid = self.owner(name)
-                counts[uid] = counts.get(uid, 0) + 1
-                if counts[uid] <= rules.OWNER_FILES:
-                    found.append(name)
-        return found
+        """Return the wanted ones of ``names``."""
+        return sorted(name for name, _ in self.names() if wanted(name))
 
-    def read(self, name: str) -> "Optional[rules.Entry]":
-        """Return a claim's file as it is now, None when it is gone."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    def read(self, name: str, uid: "Optional[int]" = None) -> "Optional[rules.Entry]":
+        """Return a claim's file as it is now, None when it is gone, or is not ``uid``'s."""
+        return self.look(name, uid=uid)[1]
+
+    def look(self, name: str, known: "Any" = None, uid: "Optional[int]" = None) -> "Tuple[Any, Optional[rules.Entry]]":
+        """Return (a key that changes with the file, the file); (None, None) when it is gone, or is not ``uid``'s.
+
+        It is not read, and None in its place, when its key is still ``known``. Raises Unreadable, or OSError for what
+        is wrong with this process.
+        """
         try:
-            fd = os.open(name, flags, dir_fd=self.fd)
+            fd = self._pin(name)
+            if fd is None:
+                return None, None
+            try:
+                return self._pinned(name, fd, known, uid)
+            finally:
+                os.close(fd)
         except OSError as error:
-            if error.errno == errno.ENOENT:
-                return None
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO, errno.EISDIR):
-                raise  # a failing disk must not make a claim look like garbage, which blocks nobody
-            return self._unread(name, error)
-        try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                return _entry(name, found, None, "not a regular file")
-            if found.st_size > rules.MAX_BYTES:
-                return _entry(name, found, None, "larger than %d bytes" % rules.MAX_BYTES)
-            return _entry(name, found, os.read(fd, rules.MAX_BYTES), "")
-        finally:
-            os.close(fd)
+            if isinstance(error, Unreadable) or error.errno in _READERS_OWN:
+                raise
+            raise Unreadable(error, rules.Entry(name, 0, 0, 0.0, 0.0, None, "not readable: %s" % error.strerror))
 
-    def _unread(self, name: str, why: OSError) -> "Optional[rules.Entry]":
-        found = self.stat(name)
-        trouble = "a symbolic link" if why.errno == errno.ELOOP else "not readable: %s" % why.strerror
-        return found and _entry(name, found, None, trouble)
+    def _pinned(self, name: str, fd: int, known: "Any", uid: "Optional[int]") -> "Tuple[Any, Optional[rules.Entry]]":
+        mount = _mount_id(fd)
+        if mount != self._mount:
+            key: "Any" = ("mounted", mount)
+            return key, None if key == known or uid is not None else _mounted(name, mount)
+        found = os.fstat(fd)
+        if uid is not None and found.st_uid != uid:
+            return None, None
+        key = (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_uid, found.st_mode)
+        return key, None if key == known else self._content(name, fd, found)
 
-    def stat(self, name: str) -> "Optional[os.stat_result]":
-        """Return what lies under ``name`` itself, None when it is gone."""
+    def _pin(self, name: str) -> "Optional[int]":
         try:
-            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            return os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
         except FileNotFoundError:
             return None
 
+    def _content(self, name: str, pinned: int, found: "os.stat_result") -> "rules.Entry":
+        trouble = rules.no_claim(found.st_mode, found.st_size)
+        if trouble:
+            return _entry(name, found, None, trouble)
+        try:
+            return _entry(name, found, self._bytes(pinned), "")
+        except OSError as error:
+            if error.errno in _READERS_OWN:
+                raise
+            entry = _entry(name, found, None, "not readable: %s" % error.strerror)
+            if error.errno in _BY_OWNER:
+                return entry
+            raise Unreadable(
+                error, entry
+            )  # a failing disk must not make a claim look like garbage, which blocks nobody
+
+    def _bytes(self, pinned: int) -> bytes:
+        fd = os.open("/proc/self/fd/%d" % pinned, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            return os.read(fd, rules.MAX_BYTES)
+        finally:
+            os.close(fd)
+
+    def stat(self, name: str) -> "Optional[os.stat_result]":
+        """Return what lies under ``name`` itself, None when it is gone or another file system is mounted there."""
+        fd = self._pin(name)
+        if fd is None:
+            return None
+        try:
+            return os.fstat(fd) if _mount_id(fd) == self._mount else None
+        finally:
+            os.close(fd)
+
     def owner(self, name: str) -> "Optional[int]":
-        """Return the uid that owns a file, None when it is gone."""
+        """Return the uid that owns a file, None when that cannot be known."""
         found = self.stat(name)
         return found and found.st_uid
+
+    def stamps(self) -> "List[float]":
+        """Return wall times at which the kernel has stamped files of this node, of root's for the most part."""
+        found = []
+        for path in _STAMPED:
+            try:
+                with os.scandir(path) as entries:
+                    for one in entries:
+                        if not one.is_dir(follow_symlinks=False):  # where file systems are mounted, which may hang
+                            found.append(one.stat(follow_symlinks=False).st_ctime)
+            except OSError:
+                continue  # not there, or a file that has gone meanwhile
+        return found
 
     def create(self, data: bytes) -> str:
         """Write a temporary file that everybody may read; return its name. Nobody else looks at such names."""
@@ -171,7 +260,7 @@ class Files:
         try:
             os.unlink(name, dir_fd=self.fd)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.EPERM, errno.EACCES, errno.EISDIR):
+            if error.errno in (errno.ENOENT, errno.EPERM, errno.EACCES, errno.EISDIR, errno.EBUSY):
                 return False
             raise
         return True
@@ -188,11 +277,11 @@ class Files:
     def sweep_temporaries(self) -> None:
         """Remove temporary files that a dead process of ours left behind."""
         now = time.time()
-        for name in os.listdir(self.fd):
-            if name.startswith(TEMPORARY):
-                found = self.stat(name)
+        for one in self._entries():
+            if one.name.startswith(TEMPORARY):
+                found = self.stat(one.name)
                 if found is not None and found.st_uid == os.geteuid() and abs(now - found.st_ctime) > STALE_S:
-                    self.unlink(name)
+                    self.unlink(one.name)
 
 
 def _entry(name: str, found: "os.stat_result", data: "Optional[bytes]", trouble: str) -> "rules.Entry":
@@ -201,7 +290,25 @@ def _entry(name: str, found: "os.stat_result", data: "Optional[bytes]", trouble:
     )
 
 
-def _open_folder(path: str, good: "Any") -> "Tuple[int, Any]":
+def _mount_id(fd: int) -> "Optional[int]":
+    """Return the id of the mount that a descriptor is on, None on kernels before 3.15, which do not tell it."""
+    info = os.open("/proc/self/fdinfo/%d" % fd, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = re.search(b"mnt_id:\\s*([0-9]+)", os.read(info, 1024))
+    finally:
+        os.close(info)
+    return int(found.group(1)) if found else None
+
+
+def _mounted(name: str, mount: "Optional[int]") -> "rules.Entry":
+    """Return what is known of a name that another file system is mounted on: who mounted it."""
+    with open("/proc/self/mountinfo", errors="replace") as file:
+        line = next((line for line in file if line.startswith("%s " % mount)), "")
+    user = re.search(r"\buser_id=([0-9]+)", line.partition(" - ")[2])  # FUSE's; only root mounts others
+    return rules.Entry(name, int(user.group(1)) if user else 0, 0, 0.0, 0.0, None, "a file system is mounted on it")
+
+
+def _open_folder(path: str, good: "Any") -> "Tuple[int, Any, Optional[int]]":
     try:
         real = os.path.realpath(path)
         fd = os.open(real, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -210,6 +317,7 @@ def _open_folder(path: str, good: "Any") -> "Tuple[int, Any]":
     try:
         found = os.fstat(fd)
         identity = (real, found.st_dev, found.st_ino)
+        mount = _mount_id(fd)
         trouble = _trouble(real, found)
         if trouble is None and identity != good:
             with open("/proc/self/mountinfo", errors="replace") as file:
@@ -219,7 +327,7 @@ def _open_folder(path: str, good: "Any") -> "Tuple[int, Any]":
     if trouble is not None:
         os.close(fd)
         raise _refuse(path, trouble)
-    return fd, identity
+    return fd, identity, mount
 
 
 def _refuse(path: str, why: str) -> "Refuse":

@@ -17,7 +17,7 @@ from gpuboard.agent import claims_rules as rules
 
 MYPY = False
 if MYPY:
-    from typing import Any, Callable, Dict, Generator, List, Tuple
+    from typing import Any, Callable, Dict, Generator, List, Optional, Tuple
 
     from gpuboard.agent.claims_rules import Clock, Judged
 
@@ -26,7 +26,7 @@ if MYPY:
 LOCK_WAIT_S = 2.0  # whoever keeps the lock longer is ignored
 HURRY_S = 30.0  # a taker held up for longer starts over: who is told of a lease has a minute to show its life
 ATTEMPTS = 8
-TOOK_AT_MOST = 16  # a claim names the latest; somebody may leave so many that all of them would make it unreadable
+OWNERS_ASKED = 16  # names that are looked at for whose a lease is that is not ours
 
 
 class Refuse(Exception):
@@ -55,15 +55,26 @@ def drive(protocol: "Steps", files: "Any") -> "Any":
             failed = error
 
 
-def survey(wanted: "Callable[[str], bool]", boot_id: str, margin_s: float = 0.0) -> "Steps":
-    """Read the claims whose names are ``wanted``; return (clock from before, judged claims)."""
+def survey(
+    wanted: "Callable[[str], bool]", boot_id: str, margin_s: float = 0.0, uid: "Optional[int]" = None
+) -> "Steps":
+    """Read the claims whose names are ``wanted``, of ``uid`` alone if given; return (clock from before, judged claims).
+
+    Left out is garbage, which blocks nobody, and what does not fit into a reading (rules.fair).
+    """
     clock = yield ("clock",)
     names = yield ("list", wanted)
-    found = []
-    for name in sorted(names):
-        entry = yield ("read", name)
+    shelf = rules.Shelf(rules.CLAIMS_BYTES)
+    for name in names:
+        entry = yield ("read", name, uid)
         if entry is not None:
-            found.append(rules.judge(entry, clock, boot_id, margin_s))
+            one = rules.judge(entry, clock, boot_id, margin_s)
+            if one.state != "garbage":
+                shelf.add(entry.uid, rules.rank(one), len(entry.data or b""), one)
+    found = sorted(shelf.kept(), key=lambda one: one.entry.name)
+    if any(rules.skipped(one, clock) for one in found):
+        stamps = yield ("stamps",)
+        found = [rules.without_step(one, clock, stamps) for one in found]
     return clock, found
 
 
@@ -92,7 +103,7 @@ def take(
         except OSError as error:
             yield from withdraw(published)
             yield ("unlock",)
-            raise Refuse("disk", "the claims could not be written: %s" % (error.strerror or error))
+            raise Refuse("disk", "the claims could not be read or written: %s" % (error.strerror or error))
         yield ("unlock",)
         if taken is not None:
             return taken
@@ -117,14 +128,15 @@ def _attempt(
         lapsed = [x for x in before if x.state == "lapsed" and x.content["uuid"] == uuid]
         took = [
             {"name": x.entry.name, "ino": x.entry.ino, "ctime": x.entry.ctime}
-            for x in sorted(lapsed, key=lambda x: x.entry.ctime)[-TOOK_AT_MOST:]
+            for x in sorted(lapsed, key=lambda x: x.entry.ctime)[-rules.TOOK_MOST :]
         ]
         claim = dict(content, uuid=uuid, up=clock.up, until=clock.wall + for_s, boot=boot_id, took=took)
         claim["from"] = clock.wall
         name = rules.file_name(uuid, content["lease"])
         if not (yield from _publish(name, rules.encode(claim), published)):
             # A file of this very name: somebody guessed the lease id, or the lease was taken here already.
-            return None, [x for x in before if x.entry.name == name], True
+            entry = yield ("read", name, None)
+            return None, [rules.judge(entry, clock, boot_id)] if entry is not None else [], True
     _, after = yield from survey(lambda name: name[: name.rfind(".") + 1] in stems, boot_id)
     mine = [x for x in after if x.entry.name in published and x.state == "live"]
     in_the_way = [x for x in after if any(rules.contradicts(x, y) for y in mine)]
@@ -161,9 +173,13 @@ def withdraw(names: "List[str]") -> "Steps":
         yield ("unlink", name)
 
 
-def _own(found: "List[Judged]", lease: str, uid: int) -> "List[Judged]":
-    """Return what of ``found`` is a well-formed claim of ours for ``lease``."""
-    return [x for x in found if x.entry.uid == uid and x.content is not None and x.content["lease"] == lease]
+def _own(found: "List[Judged]", lease: str) -> "List[Judged]":
+    """Return what of our ``found`` is a well-formed claim for ``lease``."""
+    return [x for x in found if x.content is not None and x.content["lease"] == lease]
+
+
+def _names_of(lease: str) -> "Callable[[str], bool]":
+    return lambda name: name.endswith("." + lease)
 
 
 def touch(leases: "List[str]", uid: int, boot_id: str) -> "Steps":
@@ -174,9 +190,9 @@ def touch(leases: "List[str]", uid: int, boot_id: str) -> "Steps":
     suffixes = {"." + lease for lease in leases}
     result: "Dict[str, List[str]]" = {"alive": [], "lapsed": [], "missing": []}
     yield ("lock", LOCK_WAIT_S)
-    _, found = yield from survey(lambda name: name[name.rfind(".") :] in suffixes, boot_id, rules.MARGIN_S)
+    _, found = yield from survey(lambda name: name[name.rfind(".") :] in suffixes, boot_id, rules.MARGIN_S, uid)
     for lease in leases:
-        own = _own(found, lease, uid)
+        own = _own(found, lease)
         if not own:
             result["missing"].append(lease)
             continue
@@ -210,11 +226,11 @@ def renew(lease: str, for_s: float, uid: int, boot_id: str) -> "Steps":
     Raises Refuse: not-found, not-yours, lapsed, disk, invalid.
     """
     yield ("lock", LOCK_WAIT_S)
-    _, found = yield from survey(lambda name: name.endswith("." + lease), boot_id, rules.MARGIN_S)
-    own = _own(found, lease, uid)
+    _, found = yield from survey(_names_of(lease), boot_id, rules.MARGIN_S, uid)
+    own = _own(found, lease)
     if not own:
         yield ("unlock",)
-        raise _not_ours(lease, found)
+        raise (yield from _not_ours(lease))
     alive = all(x.state == "live" for x in own)
     clock = yield ("clock",)
     try:
@@ -235,7 +251,7 @@ def renew(lease: str, for_s: float, uid: int, boot_id: str) -> "Steps":
 
 
 def _until(one: "Judged", for_s: float, clock: "Clock") -> "Dict[str, Any]":
-    return dict(one.content, until=rules.stamp(one.content, clock.up) + for_s)
+    return dict(one.content, until=rules.stamp(one.content, clock.up) + for_s, renewed=clock.up)
 
 
 def _prolong(one: "Judged", for_s: float, clock: "Clock") -> "Steps":
@@ -251,21 +267,37 @@ def _prolong(one: "Judged", for_s: float, clock: "Clock") -> "Steps":
 
 def release(lease: str, uid: int, boot_id: str) -> "Steps":
     """Remove our claims of ``lease`` (root: anybody's); return their UUIDs. Raises Refuse: not-found, not-yours."""
-    _, found = yield from survey(lambda name: name.endswith("." + lease), boot_id)
-    own = [x for x in found if uid in (0, x.entry.uid)]  # garbage too: what is ours we may clear away
+    clock = yield ("clock",)
+    names = yield ("list", _names_of(lease))
+    own = []
+    for name in names:
+        entry = yield ("read", name, uid or None)
+        if entry is not None:
+            own.append(rules.judge(entry, clock, boot_id))  # garbage too: what is ours we may clear away
     if not own:
-        raise _not_ours(lease, found)
+        raise (yield from _not_ours(lease))
     yield from withdraw([x.entry.name for x in own])
     return [x.content["uuid"] for x in own if x.content is not None]
 
 
-def _not_ours(lease: str, found: "List[Judged]") -> "Refuse":
-    if found:
-        return Refuse("not-yours", "lease %s belongs to uid %d" % (lease, found[0].entry.uid))
+def _not_ours(lease: str) -> "Steps":
+    """Return the refusal of a lease that we have no claim of."""
+    names = yield ("list", _names_of(lease))
+    for name in names[:OWNERS_ASKED]:
+        owner = yield ("owner", name)
+        if owner is not None:
+            return Refuse("not-yours", "lease %s belongs to uid %d" % (lease, owner))
     return Refuse("not-found", "no lease %s on this node" % lease)
 
 
-def sweep(uid: int, boot_id: str, wanted: "Callable[[str], bool]") -> "Steps":
+def sweep(uid: int, boot_id: str) -> "Steps":
     """Remove our own lapsed claims: in a sticky folder nobody else could."""
-    _, found = yield from survey(wanted, boot_id)
-    yield from withdraw([x.entry.name for x in found if x.state == "lapsed" and x.entry.uid == uid])
+    clock = yield ("clock",)
+    names = yield ("list", lambda name: True)
+    for name in names:
+        try:
+            entry = yield ("read", name, uid)
+        except OSError:
+            continue  # whatever it is, it is in the way of its own GPU alone
+        if entry is not None and rules.judge(entry, clock, boot_id).state == "lapsed":
+            yield ("unlink", name)

@@ -127,6 +127,7 @@ class _Node:
 
     def _call(self, call_id: int, op: str, args: "Dict[str, Any]") -> None:
         if op == "read":
+            self.folder.refresh()
             self.reads.append((call_id, self.probe.ask(), time.monotonic() + READ_S))
         elif op == "carriers":
             uuids = set(args.get("uuids") or ())

@@ -149,7 +149,7 @@ class Machine:
             "touch": lambda: self._protocol.touch([script.lease], who + 1, BOOT),
             "renew": lambda: self._protocol.renew(script.lease, 9999.0, who + 1, BOOT),
             "release": lambda: self._protocol.release(script.lease, who + 1, BOOT),
-            "sweep": lambda: self._protocol.sweep(who + 1, BOOT, lambda name: name.endswith("." + script.lease)),
+            "sweep": lambda: self._protocol.sweep(who + 1, BOOT),
         }
         steps: Generator[tuple[Any, ...], Any, Any] = calls[kind]()
         return steps
@@ -295,7 +295,11 @@ class Checker:
             return bool(step[1].startswith("temporary"))
         if kind in _TIMED:
             return state.passed == len(self.world.ticks) and not (kind == "create" and state.faults)
-        seen = {"read": step[1:], "list": [name for name in self._writer if kind == "list" and step[1](name)]}
+        seen = {
+            "read": step[1:2],
+            "owner": step[1:],
+            "list": [name for name in self._writer if kind == "list" and step[1](name)],
+        }
         return kind in seen and all(
             self._writer[name] == who or state.processes[self._writer[name]].node < 0 for name in seen[kind]
         )
@@ -311,8 +315,10 @@ class Checker:
                 answer = rules.Clock(wall, now)
             case ("list", wanted):
                 answer = tuple(name for name in files if name in self._writer and wanted(name))
-            case ("read", name):
-                if name in files:
+            case ("owner", name):
+                answer = files[name][0] if name in files else None
+            case ("read", name, wanted):
+                if name in files and wanted in (None, files[name][0]):
                     uid, mtime, ctime, data = files[name]
                     answer = rules.Entry(name, uid, 0, mtime, ctime, data, "")
             case ("create", data):
@@ -340,7 +346,7 @@ class Checker:
                 state = state._replace(lock=who if answer else state.lock)
             case ("unlock",):
                 state = state._replace(lock=-1 if state.lock == who else state.lock)
-        if step[0] not in {"clock", "list", "read", "lock", "unlock"}:
+        if step[0] not in {"clock", "list", "read", "owner", "lock", "unlock"}:
             state = state._replace(files=tuple(sorted(files.items())))
         return self._go_on(state, who, answer)
 

@@ -88,7 +88,7 @@ def test_what_is_no_file_neither_blocks_nor_hangs(kind: str, folder: str) -> Non
     assert found["error"] is None
     [claim] = [c for c in found["claims"] if c["state"] == "garbage"]
     reasons = {
-        "link": "a symbolic link", "fifo": "not a regular file", "socket": "not readable: No such device or address",
+        "link": "a symbolic link", "fifo": "not a regular file", "socket": "not a regular file",
         "folder": "not a regular file", "unreadable": "not readable: Permission denied",
         "hard link": "its content belongs to another name", "odd name": "not a claim's name",
     }  # fmt: skip
