@@ -1,4 +1,4 @@
-"""Whatever lies in a folder of claims beside alice's: they are seen and kept, their GPUs are not free, looking is cheap.
+"""Whatever lies in a folder of claims beside alice's: they are seen and kept, their GPUs not free, looking is cheap.
 
 Entries of a real folder with real owners, of every kind, mode and content; errors that no real file gives are injected
 into the steps of claims_files on bob's files.
@@ -168,7 +168,7 @@ def _not_free(folder: str) -> None:
 
 
 def _kept(folder: str, without_names: bool) -> None:
-    """She does not open bob's files. Only what fails before their owner is known, which he cannot cause, concerns her."""
+    """She does not open bob's files. What fails before their owner is known, which he cannot cause, concerns her."""
     answer = become(ALICE, lambda: ask("touch", folder, leases=["k3f9"]))
     if without_names and isinstance(answer, list):
         assert answer[0] == "disk"
