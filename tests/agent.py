@@ -90,6 +90,8 @@ class Agent:
                 return None
             self._data += data
         line, self._data = self._data.split(b"\n", 1)
+        if not line and self.hello is None:
+            return self._message(clock, timeout_s)  # before the first frame
         assert line.startswith(b"@" + NONCE.encode()), line
         message: Message = self._decoder.decode(line[1 + len(NONCE) :])
         if isinstance(message, Hello):

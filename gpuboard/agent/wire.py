@@ -55,6 +55,7 @@ class Channel:
             if line is not None:
                 start = _decode(line)
                 self.nonce = str(start.get("nonce", ""))
+                self._out += b"\n"  # what a start-up file of the login shell has printed may have no line end
                 return start
         return None
 

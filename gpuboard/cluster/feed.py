@@ -142,8 +142,7 @@ class NodeFeed:
         if link is not None and link.over is None:
             silent_s = max(SILENCE_S, 10 * (self._interval_s or 0.0))
             if self._waiting and link.connected_at is not None and now - link.connected_at > self._answer_s:
-                what = "its shell or python3 did not start the agent" if link.hello is None else "no reading came"
-                link.drop(TransportError("timeout", f"connected, but {what} in {self._answer_s:.0f} s"))
+                link.drop(link.late(self._answer_s))
             elif self._interval_s is not None and link.hello is not None and now - link.last_line > silent_s:
                 link.drop(TransportError("lost", f"the agent said nothing for {silent_s:.0f} s"))
             elif not isinstance(link, AgentLink):

@@ -9,15 +9,23 @@ import zlib
 from importlib import resources
 from pathlib import Path
 
+from gpuboard.transport.exits import STDIN_READ
+
+# What goes first to a shell that is to start something. A start-up file that reads standard input takes some of it; a
+# shell that a start-up file starts in its place reads it as a command, and none of what follows.
+GUARD = b"exit %d\n" % STDIN_READ
+
 # One line in single quotes without ! $ \ backquote or newline, so that sh, csh and fish take it alike; statements that
-# Python 2 can compile, so that an old interpreter says what it is. Reads 8 digits and exactly that many bytes from fd
-# 0, unbuffered: what follows is the agent's. The current folder must not be on the path (-c puts it there).
+# Python 2 can compile, so that an old interpreter says what it is. Reads GUARD, 8 digits and exactly that many bytes
+# from fd 0, unbuffered: what follows is the agent's. The current folder must not be on the path (-c puts it there).
 _LOADER = (
     "import sys;sys.path[:]=[p for p in sys.path if p];"
     'sys.version_info>=(3,6) or sys.exit("gpuboard: python 3.6 or later is needed, this is "+sys.version.split()[0]);'
     "import os,zlib;"
     "r=lambda n,b:[b.extend(os.read(0,n-len(b)) or sys.exit(0)) for _ in iter(lambda:len(b)<n,False)] and b;"
-    'p=zlib.decompress(r(int(r(8,bytearray())),bytearray())).decode("utf-8").split(chr(0));'
+    f"h=bytes(r({len(GUARD) + 8},bytearray()));"
+    f'h[:{len(GUARD) - 1}]==b"{GUARD.decode().strip()}" and h[{len(GUARD)}:].isdigit() or sys.exit({STDIN_READ});'
+    f'p=zlib.decompress(r(int(h[{len(GUARD)}:]),bytearray())).decode("utf-8").split(chr(0));'
     'g={"__name__":"gpuboard.agent.bundled"};'
     'exec(compile(p[0],"<bundle>/gpuboard/agent/bundled.py","exec"),g);g["run"](p[1:])'
 )
@@ -32,7 +40,7 @@ def command_line(python: str) -> str:
 
 @functools.cache
 def bundle(role: str) -> bytes:
-    """Return what the loader reads: 8 digits, then so many bytes of zlib.
+    """Return what the loader reads: GUARD, 8 digits, then so many bytes of zlib.
 
     Inside: texts with NUL between them: gpuboard.agent.bundled, then pairs of module name and source. pynvml travels
     with role ``node`` only.
@@ -43,7 +51,7 @@ def bundle(role: str) -> bytes:
     if any("\0" in text for text in parts):
         raise ValueError("a module of the agent has a NUL in its source")
     packed = zlib.compress("\0".join(parts).encode(), 9)
-    return b"%08d" % len(packed) + packed
+    return GUARD + b"%08d" % len(packed) + packed
 
 
 def sources(role: str) -> dict[str, str]:

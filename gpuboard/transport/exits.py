@@ -5,6 +5,9 @@ from __future__ import annotations
 from gpuboard.model.text import clean
 from gpuboard.transport.base import TransportError
 
+STDIN_READ = 93  # exit code of the loader, and of any shell that reads what is meant for it (bundle.GUARD)
+
+_CURE = "see that ~/.bashrc (~/.zshenv, ~/.cshrc, config.fish) there does so on a terminal only: `[ -t 0 ] || return`"
 _NOT_FOUND = ("not found", "no such file", "unknown command", "cannot execute", "could not find")
 
 
@@ -14,6 +17,9 @@ def explain_exit(code: int | None, stderr: bytes, python: str) -> TransportError
     ``code``: exit code, negative for a signal, None when it is not known; ``stderr``: what was written there last.
     sh answers 127 for a missing program, csh 1 and fish 127, each with words of its own.
     """
+    if code == STDIN_READ:
+        words = "a start-up file of the login shell there reads standard input, or starts another shell"
+        return TransportError("exited", words, _CURE)
     text = stderr.decode("utf-8", "replace")
     lines = [clean(line) for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
@@ -30,3 +36,10 @@ def explain_exit(code: int | None, stderr: bytes, python: str) -> TransportError
         return TransportError("exited", f"the agent was killed by signal {-code}" + (f" ({last})" if last else ""))
     said = f": {last}" if last else ""
     return TransportError("exited", f"the agent ended{'' if code is None else f' with exit code {code}'}{said}")
+
+
+def not_started(timeout_s: float, printed: str) -> TransportError:
+    """Return what it means that a connection stands and no agent has begun; ``printed``: what start-up files did."""
+    said = f" (it printed: {printed})" if printed else ""
+    words = f"connected, but its shell or python3 did not start the agent in {timeout_s:.0f} s{said}"
+    return TransportError("timeout", words, f"if a start-up file of the login shell reads standard input, {_CURE}")

@@ -31,8 +31,10 @@ _encoder = msgspec.json.Encoder()
 class Pending:
     """A call on its way. Wait for it with :meth:`result`."""
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, no_answer: Callable[[float], str] = "no answer in {:.1f} s".format) -> None:
+        """``no_answer``: what it is called when none has come for so many seconds."""
         self._node = node
+        self._no_answer = no_answer
         self._done = threading.Event()
         self._sent = time.monotonic()
         self._value: msgspec.Raw | None = None
@@ -51,7 +53,7 @@ class Pending:
     def result(self, timeout_s: float) -> Any:
         """Return the reply's value as plain dicts and lists. Raises CallFailed and LinkLost."""
         if not self._done.wait(max(0.0, timeout_s)):
-            raise LinkLost(self._node, f"no answer in {time.monotonic() - self._sent:.1f} s")
+            raise LinkLost(self._node, self._no_answer(time.monotonic() - self._sent))
         if self._error is not None:
             raise self._error
         assert self._value is not None
@@ -107,7 +109,7 @@ class AgentLink:
 
     def submit(self, op: str, args: dict[str, Any]) -> Pending:
         """Send a call and return at once. On a link that is over the call fails with LinkLost."""
-        pending = Pending(self.node)
+        pending = Pending(self.node, self._no_answer)
         with self._lock:
             if self._over is None:
                 self._last_id += 1
@@ -126,6 +128,10 @@ class AgentLink:
     def tick(self, in_ms: int) -> None:
         """Tell the agent when its next reading is due; also the sign that we are there."""
         self._send({"t": "tick", "in_ms": in_ms})
+
+    def late(self, seconds: float) -> TransportError:
+        """Return what it means that no answer, or no first reading, has come for ``seconds``."""
+        return late(self.hello, seconds, self._printed)
 
     def close(self) -> None:
         """End the connection at once; calls on their way fail with LinkLost."""
@@ -167,16 +173,28 @@ class AgentLink:
             error = TransportError(error.kind, f"{error.words}: {last[0]}" if last else error.words, error.cure)
         if self.hello is None and error.kind == "exited" and ": " not in error.words:
             # without a word on stderr: nologin, a ForceCommand
-            said = clean(self._buffer.decode("utf-8", "replace").strip(), 200) or self._said
+            said = self._printed
             words = f"{error.words}: {said}" if said else error.words
             cure = error.cure or f"it did not begin: does `python3 --version` work on {self.node} without a terminal?"
             error = TransportError(error.kind, words, cure)
         self._finish(error, told=True)
 
+    @property
+    def _printed(self) -> str:
+        """The last line of what start-up files have printed."""
+        return clean(self._buffer.decode("utf-8", "replace").strip(), 200) or self._said
+
+    def _no_answer(self, seconds: float) -> str:
+        starting = self.hello is None and self.connected_at is not None
+        return str(self.late(seconds)) if starting else f"no answer in {seconds:.1f} s"
+
     def _line(self, line: bytes) -> None:
-        if not line.startswith(self._prefix):
-            self._noisy(line)
-            return
+        at = line.find(self._prefix)
+        if at:  # a job that a start-up file has left behind may print a piece of a line at any time
+            self._noisy(line if at < 0 else line[:at])
+            if at < 0 or self._over is not None:
+                return
+            line = line[at:]
         if len(line) > LINE_LIMIT:
             self._malformed(f"a line of {len(line)} bytes")
             return
@@ -190,6 +208,9 @@ class AgentLink:
             return
         self.last_line = time.monotonic()
         kind = type(message)
+        if (self.hello is None) != (kind is Hello) and kind is not Event:
+            self._malformed("a second hello" if kind is Hello else "the first message is no hello")
+            return
         if kind is Reply:
             self._reply(message)
             return
@@ -252,3 +273,12 @@ class AgentLink:
             pending.settle(None, LinkLost(self.node, error.words))
         if told:
             self._ended(error)
+
+
+def late(hello: Hello | None, seconds: float, printed: str) -> TransportError:
+    """Return what it means that no reading has come for ``seconds``; ``printed``: by start-up files, before a hello."""
+    if hello is not None:
+        return TransportError("timeout", f"connected, but no reading came in {seconds:.0f} s")
+    from gpuboard.transport.exits import not_started  # only when something is wrong
+
+    return not_started(seconds, printed)

@@ -17,6 +17,7 @@ from gpuboard.transport import bundle, sshwords
 from gpuboard.transport.attempts import Dropped, again
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.child import ChildChannel, Ending
+from gpuboard.transport.exits import not_started
 from gpuboard.transport.spawn import spawn
 from gpuboard.transport.sshstderr import explain_ssh
 from gpuboard.transport.sshways import Way, Ways
@@ -184,8 +185,7 @@ class _Attempt:
 
     def _explain(self, ending: Ending) -> TransportError:
         if ending.late:
-            words = f"connected, but its shell or python3 did not start the agent in {self._answer_s:.0f} s"
-            return TransportError("timeout", words)
+            return not_started(self._answer_s, "")
         return explain_ssh(
             ending.stderr,
             ending.code,

@@ -1,7 +1,8 @@
 """What stands in for the agent on a node without python3: a few lines of POSIX shell that ask nvidia-smi and /proc.
 
 The login shell, whatever it is, starts ``sh``, which reads these lines from its stdin, so that they need no quoting and
-are in nobody's list of processes. Next comes the nonce, then one request a line; end-of-file ends all of it. Answers:
+are in nobody's list of processes. Before them goes GUARD (bundle.py), after them the nonce, then one request a line;
+end-of-file ends all of it. Answers:
 
     @NONCE hello start         lines ``hostname …, uid …, user …, pid …, boot …``, its cgroups, ``@NONCE hello end 0``
     q                          @NONCE q xml, what ``nvidia-smi -q -x`` prints, @NONCE q end CODE
@@ -17,9 +18,12 @@ nvidia-smi the hello is ``@NONCE none start``. Nothing is written to any file.
 from __future__ import annotations
 
 from gpuboard.agent import smi, smi_child
+from gpuboard.transport.bundle import GUARD
+from gpuboard.transport.exits import STDIN_READ
 
 # One line in single quotes, of characters that mean nothing to sh, csh and fish alike.
-COMMAND = "exec sh -c 'IFS= read -r s && eval \"$s\"'"
+_CHECK = f'read -r g; [ "$g" = "{GUARD.decode().strip()}" ] || exit {STDIN_READ}'
+COMMAND = f"exec sh -c '{_CHECK}; IFS= read -r s && eval \"$s\"'"
 
 # `wait` ends at a signal that is trapped; the second one waits for a process that even SIGKILL does not end at once.
 # The signal may come before the trap knows whom to kill, and after it nothing else is started: so k is looked at, too.
@@ -53,4 +57,4 @@ k) stop ;;
 esac; done; stop; exit 0
 """
 _ALL = _LINES.replace("@FOLDERS@", " ".join(smi_child.FOLDERS)).replace("@APPS@", ",".join(smi.APPS))
-SCRIPT = " ".join(_ALL.split("\n")).strip().encode() + b"\n"
+SCRIPT = GUARD + " ".join(_ALL.split("\n")).strip().encode() + b"\n"

@@ -19,7 +19,7 @@ from gpuboard.model.reading import Hello, Message, Reading, Static
 from gpuboard.model.text import clean
 from gpuboard.transport import shell, shellfacts
 from gpuboard.transport.base import CallFailed, Channel, LinkLost, TransportError
-from gpuboard.transport.link import Listener, Pending
+from gpuboard.transport.link import Listener, Pending, late
 from gpuboard.transport.shellframes import Answer, Frames, Malformed
 from gpuboard.transport.shellgpus import Gpus
 
@@ -121,6 +121,10 @@ class ShellLink:
             patience_s = OLD_S if self._told_at else FIRST_S
             if now - (self._told_at or self.connected_at or now) > patience_s and not self._describing:
                 self._describe()
+
+    def late(self, seconds: float) -> TransportError:
+        """Return what it means that no reading has come for ``seconds``."""
+        return late(self.hello, seconds, "")
 
     def close(self) -> None:
         """End the connection at once; calls on their way fail with LinkLost."""

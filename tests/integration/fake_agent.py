@@ -29,6 +29,7 @@ def _read(count: int) -> bytes:
     return data
 
 
+line()  # the guard
 exactly(int(exactly(8)))
 start = json.loads(line())
 prefix = b"@" + start["nonce"].encode()

@@ -20,13 +20,14 @@ PYTHONS = [sys.executable, *map(str, OLD[:1])]
 
 
 def ask(command: list[str], data: bytes, **options: Any) -> tuple[bytes, int]:
-    """Send ``data``, return the first line that comes back and, once our end is closed, the exit code."""
+    """Send ``data``, return the first frame that comes back and, once our end is closed, the exit code."""
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
     assert child.stdin is not None
     assert child.stdout is not None
     with child.stdin, child.stdout:
         child.stdin.write(data)
         child.stdin.flush()
+        assert child.stdout.readline() == b"\n"
         line = child.stdout.readline()
     return line, child.wait(60)
 
@@ -82,6 +83,7 @@ def test_bytes_that_trickle_in_are_read_whole_and_no_further() -> None:
     for at in range(0, len(data), 997):
         child.stdin.write(data[at : at + 997])
         child.stdin.flush()
+    assert child.stdout.readline() == b"\n"
     assert b"no role 'none'" in child.stdout.readline()
     child.stdin.close()
     assert child.wait(60) == 2

@@ -77,6 +77,7 @@ def test_however_the_bytes_are_cut_the_messages_are_the_same(cuts: list[int]) ->
 
 def test_replies_find_their_calls_in_any_order() -> None:
     it = Setup()
+    it.link.received(it.frame(HELLO))
     first, second, third = (it.link.submit(op, {"x": 1}) for op in ("claims", "take", "touch"))
     sent = it.wire.lines()[1:]
     assert sent[0] == {"t": "call", "id": 1, "op": "claims", "args": {"x": 1}}
@@ -199,3 +200,29 @@ def test_nothing_goes_out_after_the_end() -> None:
     it.link.submit("claims", {})
     assert it.wire.written == written
     assert it.end() == ("timeout", "no reading")
+
+
+def test_a_frame_behind_output_without_a_line_end_is_read() -> None:
+    it = Setup()
+    it.link.received(b"\x1b]0;gpu01\x07" + it.frame(HELLO) + b"later " + it.frame(READING) + b"noise\n")
+    assert [type(m).__name__ for m in it.messages] == ["Hello", "Reading"]
+    assert it.end() is None
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([READING], "the first message is no hello"),
+        ([{"t": "static"}], "the first message is no hello"),
+        ([{"t": "reply", "id": 1}], "the first message is no hello"),
+        ([HELLO, {**HELLO, "uid": 0}], "a second hello"),
+    ],
+)
+def test_a_link_has_one_hello_and_it_comes_first(frames: list[dict[str, Any]], words: str) -> None:
+    it = Setup()
+    it.link.submit("read", {})
+    for frame in frames:
+        it.link.received(it.frame(frame))
+    end = it.end()
+    assert end is not None
+    assert end[1] == f"malformed answer: {words}"

@@ -133,7 +133,8 @@ def agent(data: bytes) -> tuple[int, list[bytes]]:
 def test_an_unknown_role_is_said_and_exits_2() -> None:
     code, lines = agent(b'{"t":"start","nonce":"0f","role":"cook","config":{}}\n')
     assert code == 2
-    assert [json.loads(line[3:])["data"]["text"] for line in lines] == [
+    assert lines[0] == b""
+    assert [json.loads(line[3:])["data"]["text"] for line in lines[1:]] == [
         "gpuboard agent: no role 'cook'; this agent knows node, launch\n"
     ]
 

@@ -69,7 +69,7 @@ def free(said: list[Hello | Static | Reading | Event]) -> set[str]:
 def test_the_command_line_has_no_character_that_a_shell_would_read() -> None:
     inside = COMMAND.removeprefix("exec sh -c '").removesuffix("'")
     assert not set(inside) & set("!\\`\n'")
-    assert SCRIPT.count(b"\n") == 1
+    assert SCRIPT.count(b"\n") == 2
 
 
 def test_processes_are_described_as_the_agent_does() -> None:
