@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
     from gpuboard.config import Settings
 
+T = TypeVar("T")
 _GRACE_S = 3.0  # a node that takes longer than this to answer is waited for only when the others do not suffice
 _READ_S = 6.0  # the agent gives up after 5
 _ROUNDS = 40  # sets tried before it is said that there is too much going on
@@ -260,12 +261,12 @@ class Allocator:
         """Count nodes that did not answer as nodes that cannot be reserved in this round."""
         self._failed.update(silent)
 
-    def _call(self, node: str, op: str, args: dict[str, Any], timeout_s: float) -> Any:
+    def _call(self, node: str, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T:
         """Call an agent, and note beforehand where a claim may come to lie: an interrupt can strike at any line."""
         if op == "take":
             self._go_on()
             self._asked.setdefault(args["lease"], []).append(node)
-        return self._fleet.call(node, op, args, timeout_s)
+        return self._fleet.call(node, op, args, timeout_s, kind)
 
     def _adopt(self, taken: ledger.Taken, terms: Terms) -> None:
         settings = msgspec.to_builtins(self._settings)

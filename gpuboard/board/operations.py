@@ -17,6 +17,7 @@ from gpuboard.allocate.scope import Scope
 from gpuboard.errors import GpuboardError, Interrupted
 from gpuboard.ledger.nodes import Mine
 from gpuboard.model.lease import LeaseList
+from gpuboard.model.replies import Signalled
 from gpuboard.model.request import Choice, Refusal
 from gpuboard.model.text import clean
 
@@ -177,7 +178,7 @@ class Operations:
 
     def signal(self, node: str, pid: int, started: float, name: str) -> None:
         """Send a signal (one of SIGNALS) to exactly the process that was started then. Raises CallFailed, LinkLost."""
-        self._fleet.call(node, "signal", {"pid": pid, "started": started, "signal": name}, _SIGNAL_S)
+        self._fleet.call(node, "signal", {"pid": pid, "started": started, "signal": name}, _SIGNAL_S, Signalled)
 
     def close(self) -> None:
         """Give back what is being taken and what nobody was told of, in a quarter of a second at most.

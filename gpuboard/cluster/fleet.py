@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpuboard.cluster.feed import NodeFeed
 from gpuboard.cluster.picture import View, node_claims, snapshot, standing
+from gpuboard.model.replies import Read
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 from gpuboard.transport.base import CallFailed, LinkLost
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.base import Scheduler
 
+T = TypeVar("T")
 FIRST_READING_S = 12.0  # beyond connect_s: start of the agent, and of NVML without persistence mode
 _LOOK_S = 0.25  # how often somebody who waits looks at deadlines
 _PACE_S = 1.0  # how often deadlines and retries of a picture that is kept open are looked at
@@ -183,25 +185,25 @@ class Fleet:
         """Return who we are on each node that has answered, as its agent says: ids can differ between nodes."""
         return {name: feed.facts.hello.uid for name, feed in self._feeds.items() if feed.facts.hello is not None}
 
-    def call(self, node: str, op: str, args: dict[str, Any], timeout_s: float) -> Any:
-        """Ask one agent and return its answer, text cleaned. Raises CallFailed and LinkLost."""
-        answer = self.call_all({node: (op, args)}, timeout_s)[node]
+    def call(self, node: str, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T:
+        """Ask one agent and return its answer, a ``kind``. Raises CallFailed and LinkLost."""
+        answer = self.call_all({node: (op, args)}, timeout_s, kind)[node]
         if isinstance(answer, (CallFailed, LinkLost)):
             raise answer
         return answer
 
-    def call_all(self, calls: Mapping[str, tuple[str, dict[str, Any]]], timeout_s: float) -> dict[str, Any]:
+    def call_all(
+        self, calls: Mapping[str, tuple[str, dict[str, Any]]], timeout_s: float, kind: type[T]
+    ) -> dict[str, T | CallFailed | LinkLost]:
         """Ask several agents at once; return each node's answer, or its CallFailed or LinkLost as the value."""
         until = time.monotonic() + timeout_s
         pending = {node: self._submit(node, op, args) for node, (op, args) in calls.items()}
-        answers: dict[str, Any] = {}
+        answers: dict[str, T | CallFailed | LinkLost] = {}
         for node, sent in pending.items():
             try:
-                answers[node] = _inert(sent if isinstance(sent, LinkLost) else sent.result(until - time.monotonic()))
-            except LinkLost as error:
+                answers[node] = sent if isinstance(sent, LinkLost) else sent.result(until - time.monotonic(), kind)
+            except (CallFailed, LinkLost) as error:
                 answers[node] = error
-            except CallFailed as error:
-                answers[node] = CallFailed(clean(error.kind, 64), clean(error.message), _inert(error.detail))
         return answers
 
     def tell(self, node: str, op: str, args: dict[str, Any]) -> None:
@@ -212,7 +214,7 @@ class Fleet:
 
     def refresh(self, names: Collection[str], timeout_s: float) -> dict[str, str]:
         """Get a reading that started after this call from each node; return why not, by node, where that failed."""
-        answers = self.call_all({name: ("read", {}) for name in names}, timeout_s)
+        answers = self.call_all({name: ("read", {}) for name in names}, timeout_s, Read)
         return {name: str(answer) for name, answer in answers.items() if isinstance(answer, (CallFailed, LinkLost))}
 
     def freshen(self) -> None:
@@ -291,14 +293,3 @@ class Fleet:
                 tick_at += _TICK_S
                 for feed in self._feeds.values():
                     feed.tick()
-
-
-def _inert(value: Any) -> Any:
-    """Return an agent's answer with every string in it cleaned."""
-    if isinstance(value, str):
-        return clean(value, 4096)
-    if isinstance(value, list):
-        return [_inert(item) for item in value]
-    if isinstance(value, dict):
-        return {clean(str(key), 256): _inert(item) for key, item in value.items()}
-    return value

@@ -13,6 +13,7 @@ import msgspec
 
 from gpuboard.doctor.check import Check
 from gpuboard.model.rankmap import Rank, RankMap
+from gpuboard.model.replies import LaunchFacts, ProbeResult
 from gpuboard.model.snapshot import NodeView, Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_size
@@ -23,37 +24,6 @@ SHM_COMFORT = 1024 * _MIB  # below, DataLoader workers with tensors of some size
 OCCUPIED = 1024 * _MIB  # of GPU memory: a driver and an idle context take less
 NOFILE_MIN = 256
 NOFILE_COMFORT = 1024
-
-
-class NodeFacts(msgspec.Struct, frozen=True):
-    """A supervisor's answer to ``check``. None: not known; a limit of -1 or None is no limit."""
-
-    python: str
-    python_version: str | None = None
-    torch: str | None = None
-    torch_cuda: str | None = None
-    nccl: str | None = None
-    cwd_exists: bool = True
-    target_sha256: str | None = None
-    shm_free: int | None = None  # bytes
-    memlock: int | None = None  # bytes
-    nofile: int | None = None
-    addresses: dict[str, list[str]] = {}  # interface -> addresses
-    loopback: bool = True  # whether lo is up
-    hostname: str | None = None
-    resolves: dict[str, list[str]] = {}  # name -> addresses, by this node
-
-
-class ProbeResult(msgspec.Struct, frozen=True):
-    """One attempt to reach ``node`` at ``address:port``; ``result``: ok, refused, unreachable, dropped or stranger."""
-
-    node: str
-    address: str
-    port: int
-    result: str
-    ms: float | None = None
-    local_address: str | None = None
-    interface: str | None = None
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -67,7 +37,7 @@ class Failure(msgspec.Struct, frozen=True):
 class Answers(msgspec.Struct, frozen=True):
     """Everything the nodes answered, by node name in the order of the node ranks."""
 
-    facts: dict[str, NodeFacts]
+    facts: dict[str, LaunchFacts]
     failures: dict[str, Failure]  # of check, spawn or the connection itself
     listen: Failure | None  # None: the master port is bound
     probes: dict[str, list[ProbeResult]]
@@ -105,7 +75,7 @@ def _started(node: str, failure: Failure | None) -> Check:
     return Check("start", node, "fail", clean(failure.message, 400), "", remedy)
 
 
-def _torch(facts: Mapping[str, NodeFacts], device: str) -> list[Check]:
+def _torch(facts: Mapping[str, LaunchFacts], device: str) -> list[Check]:
     checks = []
     for node, seen in facts.items():
         if seen.torch is None:
@@ -157,7 +127,7 @@ def _same(name: str, values: Mapping[str, str | None], status: str, remedy: str)
     return Check(name, None, "ok", f"{clean(next(iter(counts)))} on every node")
 
 
-def _limits(rank_map: RankMap, facts: Mapping[str, NodeFacts], device: str) -> list[Check]:
+def _limits(rank_map: RankMap, facts: Mapping[str, LaunchFacts], device: str) -> list[Check]:
     checks = []
     ranks = {node.name: node.local_world_size for node in rank_map.nodes}
     for node, seen in facts.items():
@@ -208,7 +178,7 @@ def _master(rank_map: RankMap, master_addr: str, answers: Answers) -> list[Check
     return checks
 
 
-def _loopbacks(facts: Mapping[str, NodeFacts]) -> list[Check]:
+def _loopbacks(facts: Mapping[str, LaunchFacts]) -> list[Check]:
     cause = "ranks could not even reach those of their own node"
     return [
         Check("loopback", node, "fail", "its interface lo is down", cause, "as root there: ip link set lo up")
@@ -217,7 +187,7 @@ def _loopbacks(facts: Mapping[str, NodeFacts]) -> list[Check]:
     ]
 
 
-def _addresses(facts: NodeFacts | None) -> str:
+def _addresses(facts: LaunchFacts | None) -> str:
     """Return the addresses of a node at which others may reach it, in words."""
     listed = [a for found in (facts.addresses.values() if facts else []) for a in found]
     found = [a for a in listed if not _loopback(a) and not a.lower().startswith("fe80:")]  # link-local: of no use alone
@@ -259,7 +229,7 @@ def _connections(rank_map: RankMap, answers: Answers) -> list[Check]:
     return checks
 
 
-def _own_loopback(bad: ProbeResult, source: str, facts: Mapping[str, NodeFacts]) -> tuple[str, str] | None:
+def _own_loopback(bad: ProbeResult, source: str, facts: Mapping[str, LaunchFacts]) -> tuple[str, str] | None:
     """Return cause and remedy where the name leads the target (Debian's 127.0.1.1) or the source back to itself."""
     for node in (bad.node, source):
         seen = facts.get(node)
@@ -271,7 +241,7 @@ def _own_loopback(bad: ProbeResult, source: str, facts: Mapping[str, NodeFacts])
     return None
 
 
-def _rule(bad: ProbeResult, source: str, facts: Mapping[str, NodeFacts]) -> str:
+def _rule(bad: ProbeResult, source: str, facts: Mapping[str, LaunchFacts]) -> str:
     """Return the firewall rule that is missing, or what else to do about an attempt that failed."""
     if bad.result not in {"refused", "dropped"}:
         return (

@@ -15,6 +15,7 @@ from gpuboard.launch import events
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.model.replies import Malformed
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink, Pending
@@ -28,11 +29,11 @@ class Heard(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The answer to a call: plain dicts and lists, or why there is none."""
+    """The answer to a call, of the kind that was asked for, or why there is none."""
 
     node: str
     op: str
-    value: Any
+    value: object
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -75,13 +76,14 @@ class Crew:
         self._links[node] = self._open(node, msgspec.to_builtins(config))
         self._links[node].submit("stop", {"grace_s": 0.0})
 
-    def ask(self, node: str, op: str, args: Mapping[str, Any], timeout_s: float) -> None:
+    def ask(self, node: str, op: str, args: Mapping[str, Any], timeout_s: float, kind: type) -> None:
         """Call a supervisor; an :class:`Answer` follows on the inbox whatever happens."""
         pending = self._links[node].submit(op, dict(args))
 
         def wait() -> None:
+            value: object
             try:
-                value = pending.result(timeout_s)
+                value = pending.result(timeout_s, kind)
             except (CallFailed, LinkLost) as error:
                 value = error
             self._inbox.put(Answer(node, op, value))
@@ -142,7 +144,7 @@ class Crew:
                 return
             try:
                 event = events.decode(message.kind, message.data)
-            except msgspec.DecodeError as error:
+            except Malformed as error:
                 event = events.Notice(f"malformed event {message.kind}: {error}")
             if event is not None:
                 self._inbox.put(Heard(node, event))

@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+from gpuboard.model.gpu import Count, Number
+from gpuboard.model.replies import parse
 
 
 class Spawned(msgspec.Struct, frozen=True):
     """A rank's process exists."""
 
-    rank: int
-    pid: int
+    rank: Count
+    pid: Count
 
 
 class Gate(msgspec.Struct, frozen=True):
     """A rank has imported torch and waits for go (or passes at once when go has come)."""
 
-    rank: int
-    import_s: float | None = None
+    rank: Count
+    import_s: Number | None = None
 
 
 class Joined(msgspec.Struct, frozen=True):
     """A rank has reached the store: from now on others depend on it, and it on them."""
 
-    rank: int
+    rank: Count
 
 
 class Store(msgspec.Struct, frozen=True):
     """The store is ``ready`` or has ``died``."""
 
     state: str
-    port: int | None = None
-    code: int | None = None
+    port: Count | None = None
+    code: Count | None = None
 
 
 class Output(msgspec.Struct, frozen=True):
     """A piece of a rank's output; ``stream`` is ``out`` or ``err``."""
 
-    rank: int
+    rank: Count
     stream: str
     text: str
 
@@ -44,11 +49,11 @@ class Output(msgspec.Struct, frozen=True):
 class Raised(msgspec.Struct, frozen=True):
     """An exception that will end the rank. ``phase``: import, init or train."""
 
-    rank: int
+    rank: Count
     type: str
     message: str = ""
     file: str | None = None
-    line: int | None = None
+    line: Count | None = None
     function: str | None = None
     traceback: str = ""
     phase: str = "train"
@@ -57,18 +62,18 @@ class Raised(msgspec.Struct, frozen=True):
 class Exited(msgspec.Struct, frozen=True):
     """A rank's process has ended, with a code or by a signal. ``joined``: it had reached the store."""
 
-    rank: int
-    code: int | None = None
-    signal: int | None = None
+    rank: Count
+    code: Annotated[int, msgspec.Meta(ge=0, le=255)] | None = None
+    signal: Annotated[int, msgspec.Meta(ge=1, le=127)] | None = None
     oom: str | None = None
-    ran_s: float | None = None
+    ran_s: Number | None = None
     joined: bool = False
 
 
 class Ended(msgspec.Struct, frozen=True):
     """No process of the run is left on the node; the supervisor ends next."""
 
-    left: int = 0
+    left: Count = 0
 
 
 class Stopping(msgspec.Struct, frozen=True):
@@ -100,6 +105,6 @@ _TYPES: dict[str, type[LaunchEvent]] = {
 
 
 def decode(kind: str, data: bytes | msgspec.Raw) -> LaunchEvent | None:
-    """Return the event; None for a kind that this version does not know. Raises msgspec.DecodeError."""
+    """Return the event; None for a kind that this version does not know. Raises Malformed."""
     known = _TYPES.get(kind)
-    return None if known is None else msgspec.json.decode(data, type=known)
+    return None if known is None else parse(data, known)

@@ -26,6 +26,7 @@ from gpuboard.launch.plan import LaunchPlan, shown
 from gpuboard.launch.questions import START_S, Questions
 from gpuboard.launch.runs import RunFolder, RunView, VerdictView, this_head
 from gpuboard.launch.watch import ECHO_WAIT_S, EXIT_WAIT_S, Watch, rank_words, signal_name
+from gpuboard.model.replies import Done
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, iso
@@ -188,7 +189,7 @@ class Head:
             names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - config.environ.keys()
             environ = {name: self._owners[config.node] for name in sorted(names) if config.node in self._owners}
             args = {"master_addr": first.master_addr, "master_port": self._questions.port, "environ": environ}
-            self._crew.ask(config.node, "go", args, START_S)
+            self._crew.ask(config.node, "go", args, START_S, Done)
         self._gone = True
         self._watch.opened()
         self._state = "starting"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
-from gpuboard.doctor.preflight import Answers, Failure, NodeFacts, ProbeResult
+from gpuboard.doctor.preflight import Answers, Failure
 from gpuboard.launch.crew import Answer, Crew
 from gpuboard.launch.plan import LaunchPlan
+from gpuboard.model.replies import LaunchFacts, Listening, Ports, Probed, ProbeResult, Started
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost
 
 START_S = 20.0  # from the start of a connection to a checked node: interpreters on a cold network home
 PROBE_S = 10.0  # for a node's word on who reaches whom: 10 ms as a rule, 2 s behind a firewall, more where it is busy
 _ATTEMPT_S = 2.0  # after which a connection that nobody takes counts as dropped
+_PORTS = 2  # that every node opens for the others to try
 _PEERS = 16  # nodes that a node tries to reach: all of a small run, a ring of neighbours in a large one
 
 
@@ -26,23 +24,23 @@ class Questions:
         self._crew = crew
         self._nodes = [config.node for config in plan.nodes]
         self._first = plan.nodes[0]
-        self._answers: dict[tuple[str, str], Any] = {}
-        self._facts: dict[str, NodeFacts] = {}
+        self._answers: dict[tuple[str, str], object] = {}
+        self._facts: dict[str, LaunchFacts] = {}
         self.failures: dict[str, Failure] = {}
         self.snapshot: Snapshot | None = None
 
     def start(self) -> None:
         """Start store and ranks, and ask what a node is like; the ranks' import of torch overlaps all that follows."""
         port = self._plan.rank_map.master_port
-        self._crew.ask(self._first.node, "listen", {"host": self._first.master_addr, "port": port}, START_S)
+        self._crew.ask(self._first.node, "listen", {"host": self._first.master_addr, "port": port}, START_S, Listening)
         for node in self._nodes:
-            self._crew.ask(node, "spawn", {}, START_S)
-            self._crew.ask(node, "check", {}, START_S)
+            self._crew.ask(node, "spawn", {}, START_S, Started)
+            self._crew.ask(node, "check", {}, START_S, LaunchFacts)
 
     def probe_listen(self) -> None:
         """Let every node open high ports for the others to try."""
         for node in self._nodes:
-            self._crew.ask(node, "probe-listen", {"count": 2}, PROBE_S)
+            self._crew.ask(node, "probe-listen", {"count": _PORTS}, PROBE_S, Ports)
 
     def probe_connect(self) -> None:
         """Let every node try to reach the others on those, and the first one on the master port."""
@@ -51,14 +49,12 @@ class Questions:
         for at, node in enumerate(self._nodes):
             peers = [self._nodes[(at + step) % count] for step in range(1, min(count, _PEERS + 1))]
             targets = [
-                {"node": peer, "address": addresses[peer], "port": port}
-                for peer in peers
-                for port in self._value(peer, "probe-listen").get("ports", [])
+                {"node": peer, "address": addresses[peer], "port": port} for peer in peers for port in self._ports(peer)
             ]
             port = self.port
             if node != self._first.node and port is not None:
                 targets.insert(0, {"node": self._first.node, "address": self._first.master_addr, "port": port})
-            self._crew.ask(node, "probe-connect", {"targets": targets, "timeout_s": _ATTEMPT_S}, PROBE_S)
+            self._crew.ask(node, "probe-connect", {"targets": targets, "timeout_s": _ATTEMPT_S}, PROBE_S, Probed)
 
     def take(self, answer: Answer) -> None:
         """Take an answer in."""
@@ -67,11 +63,8 @@ class Questions:
         if isinstance(value, (CallFailed, LinkLost)):
             if answer.op != "listen":  # which has its own check: the port's holder, the addresses there are
                 self.failures.setdefault(answer.node, failure(value))
-        elif answer.op == "check":
-            try:
-                self._facts[answer.node] = msgspec.convert(value, NodeFacts)
-            except msgspec.ValidationError as error:
-                self.failures.setdefault(answer.node, Failure("answer", f"malformed answer to check: {error}"))
+        elif isinstance(value, LaunchFacts):
+            self._facts[answer.node] = value
 
     def lost(self, node: str, words: str) -> None:
         """Take in that the connection to a node is gone."""
@@ -92,18 +85,15 @@ class Questions:
     @property
     def port(self) -> int | None:
         """The master port; None when it is not bound."""
-        port = self._value(self._first.node, "listen").get("port")
-        return port if isinstance(port, int) else None
+        bound = self._answers.get((self._first.node, "listen"))
+        return bound.port if isinstance(bound, Listening) else None
 
     def collect(self) -> Answers:
         """Return all that is known by now."""
         probes: dict[str, list[ProbeResult]] = {}
         for node in self._nodes:
-            try:
-                found = self._value(node, "probe-connect").get("results", [])
-                probes[node] = msgspec.convert(found, list[ProbeResult])
-            except msgspec.ValidationError as error:
-                self.failures.setdefault(node, Failure("answer", f"malformed answer to probe-connect: {error}"))
+            tried = self._answers.get((node, "probe-connect"))
+            probes[node] = tried.results if isinstance(tried, Probed) else []
         listen = self._answers.get((self._first.node, "listen"))
         refused = failure(listen) if isinstance(listen, (CallFailed, LinkLost)) else None
         return Answers(self._facts, self.failures, refused, probes, self.snapshot)
@@ -114,14 +104,14 @@ class Questions:
     def _has(self, node: str, op: str) -> bool:
         return (node, op) in self._answers or node in self.failures
 
-    def _value(self, node: str, op: str) -> dict[str, Any]:
-        value = self._answers.get((node, op))
-        return value if isinstance(value, dict) else {}
+    def _ports(self, node: str) -> list[int]:
+        """Return the ports that a node has opened, no more than it was asked for."""
+        opened = self._answers.get((node, "probe-listen"))
+        return opened.ports[:_PORTS] if isinstance(opened, Ports) else []
 
 
 def failure(error: CallFailed | LinkLost) -> Failure:
     """Return a refused or unanswered call as preflight takes it."""
     if isinstance(error, LinkLost):
         return Failure("connection", str(error))
-    detail = error.detail if isinstance(error.detail, dict) else {}
-    return Failure(error.kind, error.message, str(detail.get("holder") or ""))
+    return Failure(error.kind, error.message, (error.detail.holder or "") if error.detail else "")

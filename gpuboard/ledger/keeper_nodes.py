@@ -159,16 +159,25 @@ class NodeCalls:
                 return
 
     def _ask(self, link: AgentLink | None, op: str, args: dict[str, Any]) -> tuple[AgentLink | None, Answer]:
-        from gpuboard.errors import GpuboardError
         from gpuboard.transport.base import CallFailed
 
         try:
+            import msgspec
+
+            from gpuboard.model.replies import Carriers, Read, Released, Touched
+
+            kinds: dict[str, type[msgspec.Struct]] = {
+                "touch": Touched,
+                "release": Released,
+                "read": Read,
+                "carriers": Carriers,
+            }
             if link is None or link.over is not None:
                 link = self._connect()
-            return link, Answer(link.call(op, args, CALL_S))
+            return link, Answer(msgspec.to_builtins(link.call(op, args, CALL_S, kinds[op])))
         except CallFailed as error:
             return link, Answer(None, error.kind, error.message)
-        except (GpuboardError, OSError, ImportError, ValueError) as error:
+        except Exception as error:  # whatever a node or a library brings about ends here: this thread serves on
             if link is not None and link.over is not None and link.over.kind == "no-job" and self._node.job is not None:
                 return link, _without_job(op, args, str(error))
             return link, Answer(None, "lost", str(error))

@@ -144,7 +144,10 @@ def receive(connection: socket.socket, timeout_s: float) -> dict[str, Any] | Non
         if not chunk:
             return None
         data += chunk
-    message = json.loads(data)
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
+        raise OSError("its answer is malformed") from None
     return message if isinstance(message, dict) else None
 
 

@@ -95,7 +95,7 @@ def decode(values: Any) -> Record:
             float(values["until"]),
             _job(values.get("job")),
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:  # the last: int of a number like 1e999
         raise ValueError(f"not a keeper's record: {error!r}") from None
     if not record.lease.isalnum() or not record.lease.isascii() or not nodes:
         raise ValueError("not a keeper's record: no lease id, or no nodes")

@@ -1,7 +1,7 @@
 """Leases over several nodes: all of it or nothing; and the claims that lie on the nodes as leases (pure).
 
-Everything that travels goes through a ``call`` that is handed in: ``call(node, op, args, timeout_s)`` returns the
-agent's value and raises CallFailed or LinkLost (``Fleet.call`` has that shape).
+Everything that travels goes through a ``call`` that is handed in: ``call(node, op, args, timeout_s, kind)`` returns the
+agent's value, a ``kind``, and raises CallFailed or LinkLost (``Fleet.call`` has that shape).
 """
 
 from __future__ import annotations
@@ -10,17 +10,25 @@ import os
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from gpuboard.errors import GpuboardError, NoSuchLease
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.reading import Claim, Holder
+from gpuboard.model.replies import Ends, Released
 from gpuboard.model.units import iso
 from gpuboard.transport.base import CallFailed, LinkLost
 
-Call = Callable[[str, str, dict[str, Any], float], Any]
+T = TypeVar("T")
+
+
+class Call(Protocol):
+    """See the module's docstring."""
+
+    def __call__(self, node: str, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T: ...
+
 
 # Read aloud and typed by people: none of 0 o 1 l i u.
 _LETTERS = "abcdefghjkmnpqrstvwxyz"
@@ -143,13 +151,13 @@ def _take_once(call: Call, wanted: Wanted, lease: str) -> Taken:
     try:
         for node in sorted(wanted.gpus):
             asked.append(node)
-            value = call(node, "take", {**args, "uuids": list(wanted.gpus[node])}, TAKE_S)
-            remaining_s = min(remaining_s, float(value["until"]) - float(value["now"]))
+            ends = call(node, "take", {**args, "uuids": list(wanted.gpus[node])}, TAKE_S, Ends)
+            remaining_s = min(remaining_s, ends.until - ends.now)
     except CallFailed as error:
         # The agent that said no has withdrawn its part itself.
         left = _drop(call, lease, asked[:-1])
         if error.kind == "conflict":
-            raise Conflict(asked[-1], error.message, _claims(error.detail), left) from None
+            raise Conflict(asked[-1], error.message, error.detail.claims if error.detail else (), left) from None
         raise NodeFailed(asked[-1], error.kind, error.message, left) from None
     except LinkLost as error:
         left = _drop(call, lease, asked)  # it may have been taken there before the connection went
@@ -168,41 +176,37 @@ def _drop(call: Call, lease: str, nodes: Iterable[str]) -> list[str]:
     return failed
 
 
-def _claims(detail: object) -> list[Claim]:
-    """Return the claims in a conflict's detail; none when what the node sent is malformed."""
-    try:
-        return msgspec.convert(detail, dict[str, list[Claim]]).get("claims", [])
-    except msgspec.ValidationError:
-        return []
-
-
 def release(call: Call, lease: str, nodes: Iterable[str]) -> Outcome:
     """End our lease on each of ``nodes``; ``done`` maps a node to the UUIDs that were released.
 
     None where it was not: it may have ended by itself a moment ago, and that is no failure.
     """
-    outcome = _each(call, "release", {"lease": lease}, nodes, "released")
-    gone = [n for n, error in outcome.failed.items() if isinstance(error, CallFailed) and error.kind == "not-found"]
-    for node in gone:
-        del outcome.failed[node]
-        outcome.done[node] = []
-    return outcome
+    done, failed = _each(call, "release", {"lease": lease}, nodes, Released)
+    released = {node: answer.released for node, answer in done.items()}
+    for node, error in list(failed.items()):
+        if isinstance(error, CallFailed) and error.kind == "not-found":
+            del failed[node]
+            released[node] = []
+    return Outcome(released, failed)
 
 
 def renew(call: Call, lease: str, nodes: Iterable[str], for_s: float) -> Outcome:
     """Let our lease end ``for_s`` from now on each of ``nodes``; ``done`` maps a node to its own epoch time of it."""
-    return _each(call, "renew", {"lease": lease, "for_s": for_s}, nodes, "until")
+    done, failed = _each(call, "renew", {"lease": lease, "for_s": for_s}, nodes, Ends)
+    return Outcome({node: ends.until for node, ends in done.items()}, failed)
 
 
-def _each(call: Call, op: str, args: dict[str, Any], nodes: Iterable[str], key: str) -> Outcome:
-    done: dict[str, Any] = {}
+def _each(
+    call: Call, op: str, args: dict[str, Any], nodes: Iterable[str], kind: type[T]
+) -> tuple[dict[str, T], dict[str, CallFailed | LinkLost]]:
+    done: dict[str, T] = {}
     failed: dict[str, CallFailed | LinkLost] = {}
     for node in sorted(nodes):
         try:
-            done[node] = call(node, op, dict(args), DROP_S)[key]
+            done[node] = call(node, op, dict(args), DROP_S, kind)
         except (CallFailed, LinkLost) as error:
             failed[node] = error
-    return Outcome(done, failed)
+    return done, failed
 
 
 class Mine(msgspec.Struct, frozen=True):

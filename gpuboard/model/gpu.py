@@ -6,20 +6,27 @@ what a node sends is untrusted. Unknown is None, never 0. Memory in bytes, tempe
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+# Numbers of a node, within what an agent passes on of claims (agent/claims_rules.py) and file times, which any user of
+# the node may choose. Beyond it sums, divisions and dates would raise: there the message is malformed.
+Count = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Number = Annotated[float, msgspec.Meta(ge=-1e20, le=1e20)]
 
 
 class Process(msgspec.Struct, frozen=True, gc=False):
     """A process on a GPU. ``user`` is None when its owner is hidden: PID namespace, permission, root in a container."""
 
-    pid: int
+    pid: Count
     type: str  # "compute" | "graphics"
-    memory: int | None = None  # bytes on this GPU; None where the driver does not say (MIG, some containers)
-    uid: int | None = None
+    memory: Count | None = None  # bytes on this GPU; None where the driver does not say (MIG, some containers)
+    uid: Count | None = None
     user: str | None = None
     name: str = ""  # the executable's comm
     command: str = ""  # the command line, at most 512 characters
-    started: float | None = None  # epoch seconds by the node's clock
+    started: Number | None = None  # epoch seconds by the node's clock
     lease: str | None = None  # its GPUBOARD_LEASE, where its environment can be read
     job: str | None = None  # Slurm job id from its cgroup
     container: str | None = None  # container id (12 hex digits) from its cgroup
@@ -35,35 +42,35 @@ class MigStatic(msgspec.Struct, frozen=True, gc=False):
 
     uuid: str
     profile: str  # "3g.40gb"
-    memory_total: int | None = None
-    gpu_instance: int | None = None
-    compute_instance: int | None = None
+    memory_total: Count | None = None
+    gpu_instance: Count | None = None
+    compute_instance: Count | None = None
 
 
 class GpuStatic(msgspec.Struct, frozen=True, gc=False):
     """Facts about a GPU that do not change while the driver stays loaded."""
 
-    index: int
+    index: Count
     uuid: str
     name: str
     pci_bus_id: str
-    memory_total: int | None = None  # bytes, reserved memory not counted out
-    memory_reserved: int | None = None  # bytes
-    pcie_generation_max: int | None = None
-    pcie_width_max: int | None = None
-    numa_node: int | None = None
+    memory_total: Count | None = None  # bytes, reserved memory not counted out
+    memory_reserved: Count | None = None  # bytes
+    pcie_generation_max: Count | None = None
+    pcie_width_max: Count | None = None
+    numa_node: Count | None = None
     cpus: str | None = None  # "0-15,32-47"
-    links: dict[str, int] = {}  # peer UUID -> number of active NVLinks (through a switch: of either GPU's)
-    pci: dict[str, int] = {}  # peer UUID -> 10 SYS, 20 NODE, 30 PHB, 40 PXB, 50 PIX, 60 PSB
+    links: dict[str, Count] = {}  # peer UUID -> number of active NVLinks (through a switch: of either GPU's)
+    pci: dict[str, Count] = {}  # peer UUID -> 10 SYS, 20 NODE, 30 PHB, 40 PXB, 50 PIX, 60 PSB
     mig: list[MigStatic] | None = None  # None: MIG not enabled; []: enabled, no devices
-    minor: int | None = None  # the number of its device file, /dev/nvidia0
+    minor: Count | None = None  # the number of its device file, /dev/nvidia0
 
 
 class MigReading(msgspec.Struct, frozen=True, gc=False):
     """What one MIG device does."""
 
     uuid: str
-    memory_used: int | None = None
+    memory_used: Count | None = None
     processes: list[Process] | None = None
     error: str | None = None
 
@@ -71,8 +78,8 @@ class MigReading(msgspec.Struct, frozen=True, gc=False):
 class Xid(msgspec.Struct, frozen=True, gc=False):
     """An error that the driver reported of a GPU (NVIDIA's XID)."""
 
-    code: int
-    at: float  # epoch seconds by the node's clock: when the agent was told
+    code: Count
+    at: Number  # epoch seconds by the node's clock: when the agent was told
 
 
 class GpuReading(msgspec.Struct, frozen=True, gc=False):
@@ -81,18 +88,18 @@ class GpuReading(msgspec.Struct, frozen=True, gc=False):
     uuid: str
     error: str | None = None  # NVML's words for a failure of this GPU
     lost: bool = False  # GPU is lost or has fallen off the bus
-    delay_s: float = 0.0  # how old the values are, beyond the age of the line that carries them (a hung call)
-    memory_used: int | None = None  # bytes, without reserved memory
-    utilization: int | None = None  # percent of the last sample period in which a kernel ran
-    temperature: int | None = None
-    power: float | None = None
-    power_limit: float | None = None
-    compute_mode: int | None = None  # 0 default, 1 exclusive thread, 2 prohibited, 3 exclusive process
+    delay_s: Number = 0.0  # how old the values are, beyond the age of the line that carries them (a hung call)
+    memory_used: Count | None = None  # bytes, without reserved memory
+    utilization: Count | None = None  # percent of the last sample period in which a kernel ran
+    temperature: Count | None = None
+    power: Number | None = None
+    power_limit: Number | None = None
+    compute_mode: Count | None = None  # 0 default, 1 exclusive thread, 2 prohibited, 3 exclusive process
     processes: list[Process] | None = None  # None: the list could not be read
     throttle: list[str] = []  # "hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal", "sw_power_cap"
-    pcie_generation: int | None = None
-    pcie_width: int | None = None
-    ecc_uncorrected: int | None = None  # volatile, since the driver was loaded
+    pcie_generation: Count | None = None
+    pcie_width: Count | None = None
+    ecc_uncorrected: Count | None = None  # volatile, since the driver was loaded
     remap_pending: bool | None = None  # a row remap (or page retirement) waits for a reset
     remap_failed: bool | None = None
     recovery_action: str | None = None  # None or "none": nothing to do; else NVML's recommended action

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
-from gpuboard.model.gpu import GpuReading, GpuStatic
+from gpuboard.model.gpu import Count, GpuReading, GpuStatic, Number
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):
@@ -13,8 +13,8 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
     host: str
     boot_id: str
-    pid: int
-    start: int  # field 22 of /proc/PID/stat, clock ticks since boot
+    pid: Count
+    start: Count  # field 22 of /proc/PID/stat, clock ticks since boot
 
 
 class Claim(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
@@ -22,20 +22,20 @@ class Claim(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
 
     lease: str
     uuid: str
-    uid: int
+    uid: Count
     owner: str  # the node's name for uid, or its digits
     state: str  # "live" | "lapsed" | "garbage"
-    since: float  # epoch seconds
-    until: float
-    remaining_s: float = 0.0  # until it ends, by the node's clock (clocks of two hosts are never subtracted)
-    age_s: float = 0.0  # since its keeper last showed life
-    share: int | None = None  # bytes of the GPU's memory; None: the whole GPU
+    since: Number  # epoch seconds
+    until: Number
+    remaining_s: Number = 0.0  # until it ends, by the node's clock (clocks of two hosts are never subtracted)
+    age_s: Number = 0.0  # since its keeper last showed life
+    share: Count | None = None  # bytes of the GPU's memory; None: the whole GPU
     holder: Holder | None = None  # None: detached
     purpose: str = ""
     host: str = ""  # where the owner typed
     job: str | None = None  # the Slurm job in which it was made; "123.1": restarted once
     nodes: list[str] = []  # every node of the lease
-    gpus: int = 0  # how many GPUs the lease has in all, so that a reader can see a part of it missing
+    gpus: Count = 0  # how many GPUs the lease has in all, so that a reader can see a part of it missing
     disputed_with: list[str] = []  # lease ids it contradicts
     reason: str = ""  # why garbage, lapsed or disputed
 
@@ -45,9 +45,9 @@ class Hello(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="hello"):
 
     hostname: str
     boot_id: str
-    uid: int
+    uid: Count
     user: str
-    pid: int
+    pid: Count
     python: str
     addresses: list[str] = []  # the node's own, loopback left out
     job: str | None = None  # the Slurm job whose cgroup it is in; where devices are confined NVML shows that one's GPUs
@@ -65,17 +65,17 @@ class Static(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="static")
 class Reading(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="reading"):
     """One tick of one node."""
 
-    seq: int
-    at: float  # the node's clock, epoch seconds (shown, never compared with ours)
-    interval_s: float  # between two readings; 0: only when asked
+    seq: Count
+    at: Number  # the node's clock, epoch seconds (shown, never compared with ours)
+    interval_s: Number  # between two readings; 0: only when asked
     gpus: list[GpuReading] = []
     nvml_error: str | None = None  # NVML as a whole: not installed, driver mismatch, hung
     claims: list[Claim] = []
     claims_error: str | None = None  # why this node cannot hold claims
-    cpu_percent: float | None = None
-    memory_used: int | None = None
-    memory_total: int | None = None
-    load1: float | None = None
+    cpu_percent: Number | None = None
+    memory_used: Count | None = None
+    memory_total: Count | None = None
+    load1: Number | None = None
 
 
 def shared(new: Reading, old: Reading | None) -> tuple[Reading, bool]:
@@ -117,7 +117,7 @@ class CallError(msgspec.Struct, frozen=True, gc=False):
 class Reply(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="reply"):
     """The answer to call ``id``: either ``value`` or ``error``."""
 
-    id: int
+    id: Count
     value: msgspec.Raw = msgspec.Raw(b"null")
     error: CallError | None = None
 

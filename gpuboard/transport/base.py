@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gpuboard.errors import GpuboardError
+
+if TYPE_CHECKING:
+    from gpuboard.model.replies import Detail
 
 KINDS = ("refused", "unreachable", "timeout", "resolve", "auth", "host-key", "no-job", "no-python", "exited", "lost")
 
@@ -20,7 +23,7 @@ class TransportError(GpuboardError):
 
 
 class LinkLost(GpuboardError):
-    """A call without an answer: the connection is gone, or the time is up."""
+    """A call without an answer: the connection is gone, the time is up, or what came is malformed."""
 
     def __init__(self, node: str, words: str) -> None:
         super().__init__(f"{node}: {words}")
@@ -29,9 +32,9 @@ class LinkLost(GpuboardError):
 
 
 class CallFailed(GpuboardError):
-    """The agent says no. ``kind`` is for programs, ``message`` for people, ``detail`` depends on the kind."""
+    """The agent says no. ``kind`` is for programs, ``message`` for people; ``detail``: what more it gives, if any."""
 
-    def __init__(self, kind: str, message: str, detail: object = None) -> None:
+    def __init__(self, kind: str, message: str, detail: Detail | None = None) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message

@@ -1,7 +1,7 @@
 """AgentLink: the client's end of the protocol (docs/architecture.md). Nonce, frames, replies; no I/O of its own.
 
 Messages are checked against gpuboard.model.reading and handed on as they are; text in them is hostile until
-gpuboard.cluster.picture (readings, claims) or gpuboard.cluster.fleet (replies) has cleaned it.
+gpuboard.cluster.picture has cleaned it. Answers to calls come out typed and clean (gpuboard.model.replies).
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from gpuboard.model import replies
 from gpuboard.model.reading import Event, Hello, Message, Reading, Reply, Static
 from gpuboard.model.text import clean
 from gpuboard.transport.base import CallFailed, Channel, LinkLost, TransportError
@@ -22,6 +23,7 @@ NOISE_LIMIT = 64 * 1024  # bytes of shell start-up files' output before the hell
 LINE_LIMIT = 4 * 1024 * 1024  # bytes of one protocol line
 _STDERR_KEPT = 65536
 
+T = TypeVar("T")
 Listener = Callable[[Hello | Static | Reading | Event], None]
 
 _decoder = msgspec.json.Decoder(Message)
@@ -31,33 +33,40 @@ _encoder = msgspec.json.Encoder()
 class Pending:
     """A call on its way. Wait for it with :meth:`result`."""
 
-    def __init__(self, node: str, no_answer: Callable[[float], str] = "no answer in {:.1f} s".format) -> None:
+    def __init__(self, node: str, op: str, no_answer: Callable[[float], str] = "no answer in {:.1f} s".format) -> None:
         """``no_answer``: what it is called when none has come for so many seconds."""
         self._node = node
+        self._op = op
         self._no_answer = no_answer
         self._done = threading.Event()
         self._sent = time.monotonic()
-        self._value: msgspec.Raw | None = None
-        self._error: CallFailed | LinkLost | None = None
+        self._answer: Reply | CallFailed | LinkLost | None = None
 
     @property
     def settled(self) -> bool:
         """Whether there is an answer, or there will be none."""
         return self._done.is_set()
 
-    def settle(self, value: msgspec.Raw | None, error: CallFailed | LinkLost | None) -> None:
+    def settle(self, answer: Reply | CallFailed | LinkLost) -> None:
         """Take the answer, once."""
-        self._value, self._error = value, error
+        self._answer = answer
         self._done.set()
 
-    def result(self, timeout_s: float) -> Any:
-        """Return the reply's value as plain dicts and lists. Raises CallFailed and LinkLost."""
+    def result(self, timeout_s: float, kind: type[T]) -> T:
+        """Return the reply's value as a ``kind``, its text cleaned. Raises CallFailed and LinkLost."""
         if not self._done.wait(max(0.0, timeout_s)):
             raise LinkLost(self._node, self._no_answer(time.monotonic() - self._sent))
-        if self._error is not None:
-            raise self._error
-        assert self._value is not None
-        return msgspec.json.decode(self._value)
+        assert self._answer is not None
+        if not isinstance(self._answer, Reply):
+            raise self._answer
+        error = self._answer.error
+        try:
+            if error is None:
+                return replies.decode(self._answer.value, kind)
+            detail = None if bytes(error.detail) == b"null" else replies.decode(error.detail, replies.Detail)
+        except replies.Malformed as malformed:
+            raise LinkLost(self._node, f"malformed answer to {self._op}: {malformed}") from None
+        raise CallFailed(clean(error.kind, 64), clean(error.message), detail)
 
 
 class AgentLink:
@@ -109,21 +118,21 @@ class AgentLink:
 
     def submit(self, op: str, args: dict[str, Any]) -> Pending:
         """Send a call and return at once. On a link that is over the call fails with LinkLost."""
-        pending = Pending(self.node, self._no_answer)
+        pending = Pending(self.node, op, self._no_answer)
         with self._lock:
             if self._over is None:
                 self._last_id += 1
                 number = self._last_id
                 self._calls[number] = pending
         if self._over is not None:
-            pending.settle(None, LinkLost(self.node, self._over.words))
+            pending.settle(LinkLost(self.node, self._over.words))
         else:
             self._send({"t": "call", "id": number, "op": op, "args": args})
         return pending
 
-    def call(self, op: str, args: dict[str, Any], timeout_s: float) -> Any:
-        """Send a call and wait for its value. Raises CallFailed and LinkLost."""
-        return self.submit(op, args).result(timeout_s)
+    def call(self, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T:
+        """Send a call and wait for its value, a ``kind``. Raises CallFailed and LinkLost."""
+        return self.submit(op, args).result(timeout_s, kind)
 
     def tick(self, in_ms: int) -> None:
         """Tell the agent when its next reading is due; also the sign that we are there."""
@@ -223,18 +232,13 @@ class AgentLink:
     def _reply(self, reply: Reply) -> None:
         with self._lock:
             pending = self._calls.pop(reply.id, None)
-        if pending is None:
-            return  # its caller has stopped waiting long ago, or the node invents answers: nothing to do with either
-        if reply.error is None:
-            pending.settle(reply.value, None)
-            return
-        error = reply.error
-        pending.settle(None, CallFailed(error.kind, error.message, msgspec.json.decode(error.detail)))
+        if pending is not None:  # else its caller has stopped waiting long ago, or the node invents answers
+            pending.settle(reply)
 
     def _keep_stderr(self, event: Event) -> None:
         try:
-            text = msgspec.json.decode(event.data, type=dict[str, str]).get("text", "")
-        except msgspec.ValidationError:
+            text = replies.parse(event.data, dict[str, str]).get("text", "")
+        except replies.Malformed:
             return
         self.stderr = (self.stderr + text)[-_STDERR_KEPT:]
 
@@ -270,7 +274,7 @@ class AgentLink:
         if self._channel is not None:
             self._channel.close()
         for pending in calls.values():
-            pending.settle(None, LinkLost(self.node, error.words))
+            pending.settle(LinkLost(self.node, error.words))
         if told:
             self._ended(error)
 

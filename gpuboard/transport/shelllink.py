@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from gpuboard.agent import nvml_terms, procfs, smi, smi_child, smi_xml
-from gpuboard.model.reading import Hello, Message, Reading, Static
+from gpuboard.model.reading import Hello, Message, Reading, Reply, Static
 from gpuboard.model.text import clean
 from gpuboard.transport import shell, shellfacts
 from gpuboard.transport.base import CallFailed, Channel, LinkLost, TransportError
@@ -90,7 +90,7 @@ class ShellLink:
 
     def submit(self, op: str, args: dict[str, Any]) -> Pending:
         """Take a call and return at once; only ``read`` can be answered here."""
-        pending = Pending(self.node)
+        pending = Pending(self.node, op)
         with self._lock:
             over = self._over
             reads = over is None and op == "read"
@@ -99,9 +99,9 @@ class ShellLink:
                 if self.hello is not None and not self._running and not self._describing:
                     self._begin(time.monotonic())
         if over is not None:
-            pending.settle(None, LinkLost(self.node, over.words))
+            pending.settle(LinkLost(self.node, over.words))
         elif not reads:
-            pending.settle(None, CallFailed("no-python", self._why))
+            pending.settle(CallFailed("no-python", self._why))
         return pending
 
     def tick(self, in_ms: int) -> None:
@@ -239,7 +239,7 @@ class ShellLink:
             self._describe()
         self._retry_s = min(2 * self._retry_s, RETRY_S[1])
         for pending in reads:
-            pending.settle(None, CallFailed("nvml", self._error))
+            pending.settle(CallFailed("nvml", self._error))
 
     def _described(self, hostname: str, said: dict[str, str]) -> None:
         """Send the reading for which processes and host were the last things missing."""
@@ -270,7 +270,7 @@ class ShellLink:
         self._listener(reading)
         if self._error is None and not self._running:
             for pending in self._taken(self._passes):
-                pending.settle(msgspec.Raw(b'{"seq":%d}' % self._seq), None)
+                pending.settle(Reply(0, msgspec.Raw(b'{"seq":%d}' % self._seq)))
         with self._lock:
             if self._reads and not self._running:
                 self._begin(time.monotonic())
@@ -314,7 +314,7 @@ class ShellLink:
         if self._channel is not None:
             self._channel.close()
         for pending, _ in reads:
-            pending.settle(None, LinkLost(self.node, error.words))
+            pending.settle(LinkLost(self.node, error.words))
         if told:
             self._ended(error)
 

@@ -25,6 +25,7 @@ from gpuboard.cli import demo_board
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
 from gpuboard.ledger import keeper_processes
+from gpuboard.model.replies import Ends
 from gpuboard.model.request import Pick, Refusal, Request
 from gpuboard.transport.base import CallFailed
 from tests.board import lab
@@ -107,7 +108,7 @@ def test_who_is_simulated_is_in_the_way_and_what_is_his_stays_his(make: Callable
     carols = gpu(scene, "sim01", 5).gpu.uuid
     args: dict[str, Any] = {"lease": "mm22mm", "uuids": [carols], "for_s": 60.0, "nodes": ["sim01"], "gpus": 1}
     with pytest.raises(CallFailed, match="by carol") as failed:
-        core.fleet.call("sim01", "take", args, 60.0)
+        core.fleet.call("sim01", "take", args, 60.0, Ends)
     assert failed.value.kind == "conflict"
     with pytest.raises(GpuboardError, match="alice"):
         core.operations.release("h4t9wd")

@@ -1,4 +1,9 @@
-"""A node's `python3` for tests: takes the loader's place and behaves as the node's name asks for."""
+"""A node's `python3` for tests: takes the loader's place and behaves as the node's name asks for.
+
+With a file as its argument it is a lying agent: one of two GPUs, whose claims are kept in ``<file>.state``, and which
+lies where the file, JSON, has it: ``hello`` and ``reading`` have fields to replace, ``replies`` by op the raw bytes
+behind the reply's id, one text a call (null: the honest answer; the last one goes on).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 
 def exactly(count: int) -> bytes:
@@ -51,6 +57,88 @@ def reading(seq: int) -> None:
     say({"t": "reading", "seq": seq, "at": time.time(), "interval_s": 0.2, "gpus": [gpu]})
 
 
+class Liar:
+    """See the module's docstring."""
+
+    def __init__(self, file: str) -> None:
+        with open(file) as text:
+            self.lies = json.load(text)
+        self.state = file + ".state"
+        self.answered: dict[str, int] = {}
+        self.seq = 0
+        self.uid = os.getuid()
+        self.gpus = [f"GPU-{node}-{index}" for index in range(2)]
+
+    def run(self) -> None:
+        """Serve until the connection ends."""
+        first = {"hostname": node, "boot_id": "b", "uid": self.uid, "user": "liar", "pid": os.getpid(), "python": "3"}
+        say({"t": "hello", **first, **self.lies.get("hello", {})})
+        facts = [{"index": k, "uuid": uuid, "name": "H100", "pci_bus_id": str(k)} for k, uuid in enumerate(self.gpus)]
+        say({"t": "static", "gpus": facts})
+        if start["config"].get("now"):
+            self.reading()
+        while True:
+            message = json.loads(line())
+            if message["t"] == "call":
+                self.answer(message["id"], message["op"], message["args"])
+
+    def answer(self, number: int, op: str, args: dict[str, Any]) -> None:
+        told = self.lies.get("replies", {}).get(op, [None])
+        count = self.answered[op] = self.answered.get(op, -1) + 1
+        raw = told[min(count, len(told) - 1)] or '"value":' + json.dumps(self.honest(op, args))
+        os.write(1, prefix + b'{"t":"reply","id":%d,' % number + raw.encode("utf-8", "surrogateescape") + b"}\n")
+
+    def honest(self, op: str, args: dict[str, Any]) -> object:
+        now = time.time()
+        claims = self.claims()
+        if op == "take":
+            self.keep({**claims, args["lease"]: args})
+        elif op == "release":
+            self.keep({lease: took for lease, took in claims.items() if lease != args["lease"]})
+            return {"released": claims.get(args["lease"], {}).get("uuids", [])}
+        elif op == "touch":
+            alive = [lease for lease in args["leases"] if lease in claims]
+            return {"alive": alive, "lapsed": [], "missing": [x for x in args["leases"] if x not in claims]}
+        elif op == "carriers":
+            return {"processes": []}
+        elif op == "read":
+            self.reading()
+            return {"seq": self.seq}
+        return {"until": now + float(args.get("for_s", 0)), "now": now}
+
+    def reading(self) -> None:
+        self.seq += 1
+        now = time.time()
+        gpus = [
+            {"uuid": uuid, "memory_used": 0, "utilization": 0, "compute_mode": 0, "processes": []} for uuid in self.gpus
+        ]
+        claims = [
+            {
+                "lease": lease, "uuid": uuid, "uid": self.uid, "owner": "alice", "state": "live", "since": now,
+                "from": now, "until": now + 600, "remaining_s": 600, "nodes": took["nodes"], "gpus": took["gpus"],
+            }
+            for lease, took in self.claims().items()
+            for uuid in took["uuids"]
+        ]  # fmt: skip
+        message = {"t": "reading", "seq": self.seq, "at": now, "interval_s": 0, "gpus": gpus, "claims": claims}
+        say({**message, **self.lies.get("reading", {})})
+
+    def claims(self) -> dict[str, Any]:
+        try:
+            with open(self.state) as file:
+                found: dict[str, Any] = json.load(file)
+                return found
+        except FileNotFoundError:
+            return {}
+
+    def keep(self, claims: dict[str, Any]) -> None:
+        with open(self.state + ".new", "w") as file:
+            json.dump(claims, file)
+        os.replace(self.state + ".new", self.state)
+
+
+if len(sys.argv) > 1:
+    Liar(sys.argv[1]).run()
 if node.startswith("silent"):
     time.sleep(60)
 if node.startswith("dies"):

@@ -89,7 +89,7 @@ class Node:
 
     def call(self, op: str, wait_s: float = 60.0, **args: Any) -> Any:
         """Call the supervisor."""
-        return self.link.call(op, args, wait_s)
+        return self.link.call(op, args, wait_s, dict)
 
     def start(self, **environ: str) -> dict[str, int]:
         """Bind a port, start the ranks and open the gate; return pids by rank."""

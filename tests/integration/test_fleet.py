@@ -22,6 +22,7 @@ import pytest
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory import Node
 from gpuboard.config import Settings
+from gpuboard.model.replies import Released, Touched
 from gpuboard.model.snapshot import NodeView, Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost
 from tests.nodes import Cluster, eight
@@ -74,14 +75,14 @@ def test_a_one_shot_fleet_reads_each_node_once_and_when_asked() -> None:
 
 def test_calls_answer_refuse_or_are_lost_each_in_its_way() -> None:
     with local("a", "b") as fleet:
-        assert fleet.call("a", "touch", {"leases": ["x"]}, 60) == {"alive": [], "lapsed": [], "missing": ["x"]}
+        assert fleet.call("a", "touch", {"leases": ["x"]}, 60, Touched) == Touched([], [], ["x"])
         with pytest.raises(CallFailed) as refused:
-            fleet.call("a", "release", {"lease": "nosuch"}, 60)
+            fleet.call("a", "release", {"lease": "nosuch"}, 60, Released)
         assert refused.value.kind == "not-found"
         with pytest.raises(LinkLost, match="c: not one of the nodes in scope"):
-            fleet.call("c", "claims", {}, 5)
-        both = fleet.call_all({"a": ("touch", {"leases": []}), "b": ("nonsense", {})}, 60)
-        assert both["a"] == {"alive": [], "lapsed": [], "missing": []}
+            fleet.call("c", "touch", {}, 5, Touched)
+        both = fleet.call_all({"a": ("touch", {"leases": []}), "b": ("nonsense", {})}, 60, Touched)
+        assert both["a"] == Touched([], [], [])
         assert isinstance(both["b"], CallFailed)
         assert fleet.claims() == {"a": [], "b": []}
 
@@ -131,7 +132,7 @@ def test_a_stopped_agent_is_stale_then_unknown_and_the_other_goes_on() -> None:
             nodes = until(apart, "stale after 5 s, and the other's readings go on", 8)
             assert {gpu.state for gpu in nodes["stale"].gpus} == {"unknown"}
             with pytest.raises(LinkLost, match=r"no answer in \d\.\d s"):
-                fleet.call(nodes["stale"].name, "touch", {"leases": []}, 0.2)
+                fleet.call(nodes["stale"].name, "touch", {"leases": []}, 0.2, Touched)
         finally:
             start = Stopwatch()
             fleet.close()
@@ -141,8 +142,8 @@ def test_a_stopped_agent_is_stale_then_unknown_and_the_other_goes_on() -> None:
 
 def test_a_big_write_goes_out_piece_by_piece() -> None:
     with local("a") as fleet:
-        answer = fleet.call("a", "touch", {"leases": ["x" * 2000] * 1000}, 60)
-        assert len(answer["missing"]) in {1, 1000}
+        answer = fleet.call("a", "touch", {"leases": ["x" * 2000] * 1000}, 60, Touched)
+        assert len(answer.missing) in {1, 1000}
 
 
 def test_many_threads_may_call_at_once() -> None:
@@ -150,9 +151,8 @@ def test_many_threads_may_call_at_once() -> None:
         answers: list[Any] = []
 
         def work(node: str, number: int) -> None:
-            answers.append(fleet.call(node, "touch", {"leases": [f"l{number}"]}, 60) == {
-                "alive": [], "lapsed": [], "missing": [f"l{number}"],
-            })  # fmt: skip
+            answer = fleet.call(node, "touch", {"leases": [f"l{number}"]}, 60, Touched)
+            answers.append(answer == Touched([], [], [f"l{number}"]))
 
         threads = [threading.Thread(target=work, args=("ab"[k % 2], k)) for k in range(40)]
         for thread in threads:

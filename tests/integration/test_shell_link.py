@@ -16,6 +16,7 @@ import pytest
 from gpuboard.agent import smi_child
 from gpuboard.agent.procfs import COMMAND_LIMIT
 from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.model.replies import Read
 from gpuboard.transport import shelllink
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.local import LocalTransport
@@ -176,18 +177,18 @@ def test_it_says_what_an_agent_says(fake: FakeSmi, links: list[Listening]) -> No
 def test_it_reads_when_asked_and_refuses_all_else(fake: FakeSmi, links: list[Listening]) -> None:
     here = open_link(links)
     here.reading()
-    assert here.link.submit("read", {}).result(60) == {"seq": 2}
+    assert here.link.submit("read", {}).result(60, Read) == Read(2)
     fake.holds()
     answers = [here.link.submit("read", {}) for _ in range(3)]
     fake.holds(False)
-    assert [answer.result(60)["seq"] >= 3 for answer in answers] == [True] * 3
+    assert [answer.result(60, Read).seq >= 3 for answer in answers] == [True] * 3
     assert len(fake.calls()) <= 4
     with pytest.raises(CallFailed, match="python3 cannot be started there") as failed:
-        here.link.submit("take", {"lease": "x"}).result(60)
+        here.link.submit("take", {"lease": "x"}).result(60, Read)
     assert failed.value.kind == "no-python"
     here.link.close()
     with pytest.raises(LinkLost, match="closed"):
-        here.link.submit("read", {}).result(60)
+        here.link.submit("read", {}).result(60, Read)
 
 
 def test_a_lost_gpu_is_named_by_the_messages(fake: FakeSmi, links: list[Listening]) -> None:
@@ -214,7 +215,7 @@ def test_what_nvidia_smi_says_in_place_of_a_listing_is_told(fake: FakeSmi, links
     reading = here.reading()
     assert reading.nvml_error == "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
     with pytest.raises(CallFailed, match="version mismatch"):
-        here.link.submit("read", {}).result(60)
+        here.link.submit("read", {}).result(60, Read)
 
 
 def test_a_host_without_nvidia_smi_says_so_and_ends(
@@ -277,6 +278,6 @@ def test_readings_come_from_one_thread(fake: FakeSmi, links: list[Listening]) ->
     here = open_link(links, interval_s=0.2)
     threads: set[int] = set()
     here.link._listener = lambda message: threads.add(threading.get_ident())
-    here.link.submit("read", {}).result(60)
-    here.link.submit("read", {}).result(60)
+    here.link.submit("read", {}).result(60, Read)
+    here.link.submit("read", {}).result(60, Read)
     assert len(threads) == 1

@@ -17,6 +17,7 @@ import pytest
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory import Node
 from gpuboard.config import Settings
+from gpuboard.model.replies import Touched
 from gpuboard.model.snapshot import NodeView
 from tests.sshd import SSHD, Sshd, children, make_key
 from tests.waiting import Stopwatch, until
@@ -313,10 +314,11 @@ def test_a_one_shot_fleet_connects_again_for_a_call(sshd: Sshd) -> None:
     try:
         it.start()
         it.wait(60)
-        assert it.call("one", "touch", {"leases": []}, 60) == {"alive": [], "lapsed": [], "missing": []}
+        assert it.call("one", "touch", {"leases": []}, 60, Touched) == Touched([], [], [])
         kill(agents(sshd))
         until(lambda: it.snapshot().nodes[0].error not in {None, NO_DRIVER}, "its end is seen")
-        until(lambda: isinstance(it.call_all({"one": ("touch", {"leases": []})}, 60)["one"], dict), "an answer again")
+        calls: dict[str, Any] = {"one": ("touch", {"leases": []})}
+        until(lambda: isinstance(it.call_all(calls, 60, Touched)["one"], Touched), "an answer again")
     finally:
         it.close()
 

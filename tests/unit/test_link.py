@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.model.replies import Detail, Ends, Read, Touched
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.link import LINE_LIMIT, NOISE_LIMIT, AgentLink
 from tests.waiting import until
@@ -78,32 +79,32 @@ def test_however_the_bytes_are_cut_the_messages_are_the_same(cuts: list[int]) ->
 def test_replies_find_their_calls_in_any_order() -> None:
     it = Setup()
     it.link.received(it.frame(HELLO))
-    first, second, third = (it.link.submit(op, {"x": 1}) for op in ("claims", "take", "touch"))
+    first, second, third = (it.link.submit(op, {"x": 1}) for op in ("touch", "take", "read"))
     sent = it.wire.lines()[1:]
-    assert sent[0] == {"t": "call", "id": 1, "op": "claims", "args": {"x": 1}}
+    assert sent[0] == {"t": "call", "id": 1, "op": "touch", "args": {"x": 1}}
     it.link.received(
-        it.frame({"t": "reply", "id": 2, "error": {"kind": "conflict", "message": "no", "detail": {"a": 1}}})
+        it.frame({"t": "reply", "id": 2, "error": {"kind": "conflict", "message": "no", "detail": {"holder": "x"}}})
     )
     it.link.received(it.frame({"t": "reply", "id": 99, "value": 1}))
-    it.link.received(it.frame({"t": "reply", "id": 1, "value": {"claims": []}}))
-    assert first.result(1) == {"claims": []}
+    it.link.received(it.frame({"t": "reply", "id": 1, "value": {"alive": ["a\x1b"], "lapsed": [], "missing": []}}))
+    assert first.result(1, Touched) == Touched(["a"], [], [])
     with pytest.raises(CallFailed) as caught:
-        second.result(1)
-    assert (caught.value.kind, caught.value.message, caught.value.detail) == ("conflict", "no", {"a": 1})
+        second.result(1, Ends)
+    assert (caught.value.kind, caught.value.message, caught.value.detail) == ("conflict", "no", Detail(holder="x"))
     with pytest.raises(LinkLost, match=r"gpu01: no answer in 0\.\d s"):
-        third.result(0.01)
+        third.result(0.01, Read)
     it.link.ended(TransportError("lost", "gone"))
     with pytest.raises(LinkLost, match="gpu01: gone"):
-        third.result(1)
+        third.result(1, Read)
     with pytest.raises(LinkLost, match="gpu01: gone"):
-        it.link.call("claims", {}, 1)
+        it.link.call("read", {}, 1, Read)
 
 
 def test_a_waiting_call_ends_with_the_link() -> None:
     it = Setup()
     threading.Timer(0.05, it.link.close).start()
     with pytest.raises(LinkLost, match="closed"):
-        it.link.call("take", {}, 10)
+        it.link.call("take", {}, 10, Ends)
     until(lambda: it.wire.closed, "the connection is closed, too")
     assert it.end() is None  # we closed it ourselves
 

@@ -11,8 +11,6 @@ from gpuboard.doctor.check import Check, check_text, grouped
 from gpuboard.doctor.preflight import (
     Answers,
     Failure,
-    NodeFacts,
-    ProbeResult,
     failed,
     gpu_checks,
     interfaces,
@@ -20,11 +18,12 @@ from gpuboard.doctor.preflight import (
 )
 from gpuboard.launch.questions import failure
 from gpuboard.model.rankmap import RankMap
+from gpuboard.model.replies import Detail, LaunchFacts, ProbeResult
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
 from gpuboard.transport.base import CallFailed
 from tests.unit.test_plan import MAP
 
-FACTS = NodeFacts(
+FACTS = LaunchFacts(
     python="/venv/bin/python",
     python_version="3.11.7",
     torch="2.13.0+cu128",
@@ -161,7 +160,7 @@ def test_a_taken_port_names_its_holder() -> None:
 
 
 def test_a_master_address_of_no_interface_names_those_that_are() -> None:
-    said = failure(CallFailed("address", "10.9.9.9 is not an address of this node", {"holder": None}))
+    said = failure(CallFailed("address", "10.9.9.9 is not an address of this node", Detail()))
     check = only(problems(answers(listen=said)))
     assert check.cause == ""
     assert check.remedy.endswith("in the rank map: 10.0.0.1")  # not the link-local one

@@ -1,0 +1,163 @@
+"""What agents answer to calls, by type (docs/architecture.md, docs/launch-protocol.md): a node's word is untrusted.
+
+:func:`decode` is the one way from bytes to these values: a field of another type or beyond its bounds, bytes that are
+no UTF-8 and nesting without end are :class:`Malformed`; text comes out cleaned.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from gpuboard.model.gpu import Count, Number
+from gpuboard.model.reading import Claim
+from gpuboard.model.text import clean
+
+T = TypeVar("T")
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+TEXT_LIMIT = 4096  # characters of one text
+
+
+class Malformed(Exception):
+    """What a node sent is not of the type that was asked for; its words are inert."""
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The answer to a call that only does something: ``go``, ``hold``, ``stop``, ``ping``."""
+
+
+class Read(msgspec.Struct, frozen=True):
+    """The answer to ``read``: the number of the reading that was sent just before."""
+
+    seq: Count
+
+
+class Ends(msgspec.Struct, frozen=True):
+    """The answer to ``take`` and ``renew``: when the lease ends there and what time it is, by the node's clock."""
+
+    until: Number
+    now: Number
+
+
+class Released(msgspec.Struct, frozen=True):
+    """The answer to ``release``: the UUIDs of the claims that were removed."""
+
+    released: list[str]
+
+
+class Touched(msgspec.Struct, frozen=True):
+    """The answer to ``touch``: the leases asked for, by what has become of their claims."""
+
+    alive: list[str]
+    lapsed: list[str]
+    missing: list[str]
+
+
+class Carrier(msgspec.Struct, frozen=True):
+    """A process of ours that carries a lease or runs on its GPUs."""
+
+    pid: Count
+    start: Count
+    name: str
+    why: str
+
+
+class Carriers(msgspec.Struct, frozen=True):
+    """The answer to ``carriers``."""
+
+    processes: list[Carrier]
+
+
+class Signalled(msgspec.Struct, frozen=True):
+    """The answer to ``signal`` of role ``node``."""
+
+    pid: Count
+
+
+class LaunchFacts(msgspec.Struct, frozen=True):
+    """A supervisor's answer to ``check``. None: not known; a limit of -1 or None is no limit."""
+
+    python: str
+    python_version: str | None = None
+    torch: str | None = None
+    torch_cuda: str | None = None
+    nccl: str | None = None
+    cwd_exists: bool = True
+    target_sha256: str | None = None
+    shm_free: Count | None = None  # bytes
+    memlock: Count | None = None  # bytes
+    nofile: Count | None = None
+    addresses: dict[str, list[str]] = {}  # interface -> addresses
+    loopback: bool = True  # whether lo is up
+    hostname: str | None = None
+    resolves: dict[str, list[str]] = {}  # name -> addresses, by this node
+
+
+class Listening(msgspec.Struct, frozen=True):
+    """A supervisor's answer to ``listen``: the master port, bound."""
+
+    port: Port
+    address: str
+
+
+class Ports(msgspec.Struct, frozen=True):
+    """A supervisor's answer to ``probe-listen``."""
+
+    ports: list[Port]
+
+
+class ProbeResult(msgspec.Struct, frozen=True):
+    """One attempt to reach ``node`` at ``address:port``; ``result``: ok, refused, unreachable, dropped or stranger."""
+
+    node: str
+    address: str
+    port: Port
+    result: str
+    ms: Number | None = None
+    local_address: str | None = None
+    interface: str | None = None
+
+
+class Probed(msgspec.Struct, frozen=True):
+    """A supervisor's answer to ``probe-connect``."""
+
+    results: list[ProbeResult]
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A supervisor's answer to ``spawn``: rank -> pid."""
+
+    pids: dict[str, Count]
+
+
+class Detail(msgspec.Struct, frozen=True):
+    """What a refused call says beyond its message."""
+
+    claims: list[Claim] = []  # ``conflict``: those in the way
+    holder: str | None = None  # ``port-in-use``: who has the port
+
+
+def decode(data: msgspec.Raw | bytes, kind: type[T]) -> T:
+    """Return ``data``, JSON of a node, as a ``kind``, its text cleaned. Raises Malformed."""
+    return msgspec.convert(_inert(msgspec.to_builtins(parse(data, kind))), kind)
+
+
+def parse(data: msgspec.Raw | bytes, kind: type[T]) -> T:
+    """Return the same with its text as it came. Raises Malformed."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # a ValueError: bytes that are no UTF-8
+        raise Malformed(clean(str(error), 200)) from None
+
+
+def _inert(value: Any) -> Any:
+    """Return plain values with every string in them cleaned."""
+    if isinstance(value, str):
+        return clean(value, TEXT_LIMIT)
+    if isinstance(value, list):
+        return [_inert(item) for item in value]
+    if isinstance(value, dict):
+        return {clean(key, TEXT_LIMIT): _inert(item) for key, item in value.items()}
+    return value
