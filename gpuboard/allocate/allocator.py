@@ -20,7 +20,7 @@ from gpuboard.allocate.ranks import LOOPBACK, rank_map, reachable_addresses
 from gpuboard.allocate.scope import Scope
 from gpuboard.cluster.fleet import FIRST_READING_S
 from gpuboard.cluster.inventory import folded, inventory
-from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
+from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NoSuchLease, NotFree, UsageError
 from gpuboard.ledger import holder as processes
 from gpuboard.ledger import keeper
 from gpuboard.ledger import nodes as ledger
@@ -29,6 +29,7 @@ from gpuboard.model.lease import Lease
 from gpuboard.model.reading import Holder
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
 from gpuboard.model.snapshot import NodeView, Snapshot
+from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
 if TYPE_CHECKING:
@@ -80,8 +81,9 @@ class Allocator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._drop_all()
+        if error is not None:
+            for words in [*self.notes, *self._drop_all()]:
+                error.add_note(words)
         self.close()
 
     def close(self) -> None:
@@ -246,14 +248,20 @@ class Allocator:
         moved = moved_in(before, after, taken, self._settings.state.occupied_memory)
         if silent or moved:
             notes.append(moved)
-            self._drop(taken.lease)
+            self.notes += self._drop(taken.lease)
             self._settle(silent)
             self._settle(self._fleet.refresh([name for name in uuids if name not in silent], _READ_S))
             return None
         self._go_on()
         self._adopt(taken, terms)
         self._go_on()
-        lease = self._lease(taken.lease, after)
+        lease = self._seen(taken.lease, after)
+        if lease is None or len(lease.gpus) < len(choice.gpus):
+            with uninterrupted():
+                left = self._give_up(taken.lease)
+            words = "; ".join(left) or "it was released again, on all of them"
+            names = ", ".join(uuids)
+            raise GpuboardError(f"lease {taken.lease}, taken on {names}, is not in the readings that followed: {words}")
         notes_words = "".join(f"; before: {note}" for note in notes if note)
         return self._allocation(lease, choice.gpus, choice.why + notes_words, after)
 
@@ -280,8 +288,8 @@ class Allocator:
         self._handed[taken.lease] = keeper.hand_over(record, self._env, self._keeper)
         self._adopting, self._keeper = "", None
 
-    def _lease(self, lease: str, snapshot: Snapshot) -> Lease:
-        """Return the lease as the nodes' claims have it. Raises NoSuchLease's kin when it is not there any more."""
+    def _seen(self, lease: str, snapshot: Snapshot) -> Lease | None:
+        """Return the lease as the nodes' claims have it; None when none of them is there."""
         index = {gpu.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus}
         index |= {mig.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus for mig in gpu.mig}
         uids = self._fleet.uids()
@@ -289,10 +297,7 @@ class Allocator:
             node: [claim for claim in found if claim.lease == lease and claim.uid == uids.get(node)]
             for node, found in self._fleet.claims().items()
         }
-        found = ledger.leases_of(claims, index, time.time(), _alive)
-        if not found:
-            raise GpuboardError(f"lease {lease} was taken, but its claims are not there any more; was it released?")
-        return found[0]
+        return next(iter(ledger.leases_of(claims, index, time.time(), _alive)), None)
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of ours as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease and the like."""
@@ -316,7 +321,10 @@ class Allocator:
         if isinstance(answer, Refusal):
             raise self._refused(answer)
         gpus = answer.gpus if n is not None else as_allocated(self._env, mine.lease, answer.gpus)
-        return self._allocation(self._lease(mine.lease, snapshot), gpus, answer.why, snapshot)
+        lease = self._seen(mine.lease, snapshot)
+        if lease is None:
+            raise NoSuchLease(f"lease {mine.lease} has just ended")
+        return self._allocation(lease, gpus, answer.why, snapshot)
 
     def _seen_whole(self, lease: str) -> bool:
         """Tell whether every node of a lease of ours has been read: a hung one elsewhere does not matter to it."""
@@ -387,19 +395,31 @@ class Allocator:
         forget_file(self._env, lease)
         return True
 
-    def _drop(self, lease: str) -> None:
+    def _drop(self, lease: str) -> list[str]:
+        """Release what may lie on nodes; return what is left, in words."""
         with uninterrupted():
-            ledger.release(self._fleet.call, lease, self._asked.pop(lease, []))
+            outcome = ledger.release(self._fleet.call, lease, self._asked.pop(lease, []))
+        return [
+            f"lease {lease} was not released on {node}: {clean(str(error))}; it expires there by itself within 90 s"
+            for node, error in outcome.failed.items()
+        ]
 
-    def _drop_all(self) -> None:
+    def _give_up(self, lease: str) -> list[str]:
+        """Release a lease that the keeper may have, and nobody was told of; return what is left, in words."""
+        with contextlib.suppress(KeeperError, OSError):
+            keeper.forget(lease, self._env)
+        left = self._drop(lease)
+        forget_file(self._env, lease)
+        return left
+
+    def _drop_all(self) -> list[str]:
+        left: list[str] = []
         with uninterrupted():
             for lease in list(self._asked):
                 if self._abandoned.is_set() and self._leave_to_keeper(lease):
                     continue  # our own connections may be closed by now
-                with contextlib.suppress(KeeperError, OSError):
-                    keeper.forget(lease, self._env)
-                self._drop(lease)
-                forget_file(self._env, lease)
+                left += self._give_up(lease)
+        return left
 
 
 def _check_excluded(request: Request, scope: Collection[str], settings: Settings) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gpuboard.errors import NoSuchLease
+from gpuboard.errors import GpuboardError, NoSuchLease
 from gpuboard.ledger import holder as processes
 from gpuboard.ledger import keeper
 from gpuboard.ledger import nodes as ledger
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """A lease that was ended: the GPUs that were released, and by node why not, elsewhere."""
+    """A lease that was ended: the GPUs that were released; by node, elsewhere, why not and when it expires there."""
 
     lease: str
     gpus: list[LeaseGpu]
@@ -71,7 +71,8 @@ def gpus_words(gpus: Sequence[LeaseGpu]) -> str:
 
 
 def chosen(ids: Sequence[str], fleet: Fleet, unread: Sequence[str]) -> list[ledger.Mine]:
-    """Return the leases that ``ids`` name, all of ours without ids. Raises NoSuchLease before anything is changed."""
+    """Return the leases that ``ids`` name, all of ours without ids. Raises before anything is changed: NoSuchLease,
+    or GpuboardError where one may lie on a node that was not read: then nobody knows that it has ended."""
     claims, uids = fleet.claims(), fleet.uids()
     if not ids:
         return list(ledger.mine(claims, uids).values())
@@ -86,8 +87,8 @@ def chosen(ids: Sequence[str], fleet: Fleet, unread: Sequence[str]) -> list[ledg
             ended = {node: uuids for node, uuids in theirs.items() if uuids and uids.get(node) == 0}
             if ended:  # root may end anybody's
                 mine = ledger.Mine(text, ended, sorted(ended))
-            elif unread:
-                raise NoSuchLease(f"{error}; not read, so it may lie there: {', '.join(unread)}") from None
+            elif unread and not any(theirs.values()):
+                raise GpuboardError(f"{error}; not read, so it may lie there: {', '.join(unread)}") from None
             else:
                 raise
         found[mine.lease] = mine
@@ -97,15 +98,22 @@ def chosen(ids: Sequence[str], fleet: Fleet, unread: Sequence[str]) -> list[ledg
 def release(
     mine: ledger.Mine, known: Sequence[Lease], fleet: Fleet, env: Mapping[str, str], warn: Callable[[str], None]
 ) -> Ended:
-    """End one lease on all its nodes. ``known``: the leases as they were read, for the GPUs' indexes."""
+    """End one lease on all its nodes. ``known``: the leases as they were read, for GPUs' indexes and their end."""
+    kept_here = keeper.has(mine.lease, env)
     try:
         keeper.forget(mine.lease, env)  # first, so that it does not take the release for a loss
     except (keeper.KeeperError, OSError) as error:
+        kept_here = False  # it may go on
         warn(f"warning: {error}; {mine.lease} is released all the same, the keeper may report it as lost")
     outcome = ledger.release(fleet.call, mine.lease, mine.nodes)
     index = {gpu.uuid: gpu.index for lease in known for gpu in lease.gpus}
     gpus = [LeaseGpu(node, index.get(uuid), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
-    return Ended(mine.lease, gpus, {node: clean(str(error)) for node, error in outcome.failed.items()})
+    until = max((lease.until for lease in known if lease.id == mine.lease), default="the end of its time")
+    when = "within 90 s" if kept_here else f"when its holder ends, at the latest at {until}"
+    failed = {node: f"not released on {node}: {clean(str(error))}" for node, error in outcome.failed.items()}
+    return Ended(
+        mine.lease, gpus, {node: f"{words}; it expires there by itself {when}" for node, words in failed.items()}
+    )
 
 
 def renew(mine: ledger.Mine, for_s: float, fleet: Fleet, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

@@ -156,8 +156,8 @@ class Operations:
         ended = held.release(mine, found.leases, self._fleet, self._env, lambda _: None)
         forget_file(self._env, mine.lease)
         self._fleet.refresh(mine.nodes, _REFRESH_S)
-        if not ended.gpus and ended.failed:
-            raise GpuboardError(f"{lease} was not released: {_by_node(ended.failed)}")
+        if ended.failed:
+            raise GpuboardError(f"{lease}: {'; '.join(ended.failed.values())}")
         return ended
 
     def renew(self, lease: str, for_s: float) -> None:

@@ -59,10 +59,12 @@ def main(argv: Sequence[str]) -> int:
         code = _dispatch(list(argv))
         sys.stdout.flush()
     except GpuboardError as error:
-        say(str(error))
+        say("\n  ".join([str(error), *_notes(error)]))
         code = error.exit_code
         _refuse_as_json(argv, error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        for words in _notes(error):
+            say(words)
         code = 128 + signal.SIGINT
         _refuse_as_json(argv, Interrupted("interrupted"))
     except BrokenPipeError:
@@ -74,6 +76,11 @@ def main(argv: Sequence[str]) -> int:
         code = _unexpected(error)
         _refuse_as_json(argv, GpuboardError(f"{type(error).__name__}: {error}"))
     return code
+
+
+def _notes(error: BaseException) -> list[str]:
+    """Return what is left behind by what failed (Allocator), and must be known."""
+    return getattr(error, "__notes__", [])
 
 
 def _refuse_as_json(argv: Sequence[str], error: GpuboardError) -> None:

@@ -13,7 +13,7 @@ from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.owned import SLURM, Owned, owned
 from gpuboard.cli.status import reached
-from gpuboard.errors import UsageError
+from gpuboard.errors import NoNodeReached, UsageError
 from gpuboard.model.text import clean
 
 NAME = "release"
@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "examples:\n  gpuboard release k3f9\n  gpuboard release --mine\n\n"
         "Nothing is killed: what still runs on the GPUs is shown as overdue. But a lease that is a job of Slurm is\n"
         "cancelled, and Slurm ends what runs in it.\n"
-        "exit code 5: no such lease, or not yours (root may release anybody's)"
+        "exit code 0: all of it was seen to be gone; 1: something was not released, or lies on a node that was not\n"
+        "read; 5: no such lease, or not yours (root may release anybody's); 6: no node could be reached"
     )
 
 
@@ -38,13 +39,20 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if args.mine == bool(args.ids):
         raise UsageError("which lease? name it, or --mine, not both\n  see: gpuboard leases")
     mine, rest = owned(args.ids, context)
-    ended, unread = _claims(rest, mine, context) if mine.nodes else ([], [])
+    ended: list[Ended] = []
+    unread: list[str] = []
+    unreached: NoNodeReached | None = None
+    if mine.nodes:
+        try:
+            ended, unread = _claims(rest, mine, context)
+        except NoNodeReached as error:
+            unreached = error  # what is Slurm's is ended all the same
     for lease in mine.in_slurm:
         from gpuboard.allocate.slurm_held import end  # only where there is a Slurm
 
         assert mine.jobs is not None
-        error = end(lease, mine.jobs, context.env)
-        ended.append(Ended(lease.lease, [] if error else lease.gpus, {SLURM: clean(error)} if error else {}))
+        words = end(lease, mine.jobs, context.env)
+        ended.append(Ended(lease.lease, [] if words else lease.gpus, {SLURM: clean(words)} if words else {}))
     done = [each for each in ended if each.gpus or not each.failed]
     released = [{"id": each.lease, "gpus": each.gpus} for each in done]
     failed = [
@@ -56,16 +64,16 @@ def run(args: argparse.Namespace, context: Context) -> int:
     else:
         for each in done:
             print(f"released {each.lease}: {gpus_words(each.gpus) or 'it held nothing'}")
-        if not ended:
+        if not ended and unreached is None:
             print(f"you have no leases here{' that could be seen' if unread else ''}")
     if args.mine and unread:
-        say(f"not read, leases of yours may still lie there: {', '.join(clean(name, 64) for name in unread)}")
+        names = ", ".join(clean(name, 64) for name in unread)
+        say(f"not read, leases of yours may still lie there and expire when their holders end: {names}")
     for failure in failed:
-        words = failure["message"]
-        if failure["node"] != SLURM:
-            words += f"; without its keeper what lies on {failure['node']} lapses within 90 s"
-        say(f"{failure['id']}: {words}")
-    return 1 if failed else 0
+        say(f"{failure['id']}: {failure['message']}")
+    if unreached is not None:
+        raise unreached
+    return 1 if failed or (args.mine and unread) else 0
 
 
 def _claims(ids: Sequence[str], mine: Owned, context: Context) -> tuple[list[Ended], list[str]]:

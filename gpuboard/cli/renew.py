@@ -27,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--for", dest="for_s", required=True, type=typed(parse_duration), metavar="D", help="from now: 30m, 8h, 2d"
     )
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1): id, until, nodes")
-    parser.epilog = "example:\n  gpuboard renew k3f9 --for 8h\n\nexit code 5: no such lease, or not yours"
+    parser.epilog = (
+        "example:\n  gpuboard renew k3f9 --for 8h\n\n"
+        "exit code 1: not renewed on each of its nodes, or it may lie on one that was not read; 5: no such lease,\n"
+        "or not yours; 6: no node could be reached"
+    )
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
