@@ -27,6 +27,7 @@ COOKIE = "gpuboard"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _LEAST = 24  # characters of a token of one's own: 144 bits when they are random
 _TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
+_PORT = re.compile(r"[0-9]{1,5}")
 
 
 class Guard:
@@ -65,7 +66,9 @@ class Guard:
         name, colon, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
         if not colon:
             name, port = host, "80"
-        return name in LOOPBACK and port.isdecimal() and (self._port is None or int(port) == self._port)
+        return name in LOOPBACK and (
+            _PORT.fullmatch(port) is not None if self._port is None else port == str(self._port)
+        )
 
     def is_our_origin(self, origin: str | None, host: str | None) -> bool:
         """Return whether a websocket was opened by our own page; without an Origin it was not."""

@@ -28,6 +28,8 @@ TOKEN = "t" * 43
         ("127.0.0.1:8000:8000", False),
         ("localhost:", False),
         ("localhost:²", False),
+        ("localhost:08000", False),
+        ("localhost:" + "9" * 5000, False),
         ("", False),
         (None, False),
     ],
@@ -45,6 +47,8 @@ def test_a_socket_is_forwarded_from_any_port_but_not_from_any_name() -> None:
     guard = Guard(TOKEN, None)
     assert guard.is_our_host("localhost:9123")
     assert not guard.is_our_host("evil.example.org:9123")
+    assert not guard.is_our_host("localhost:" + "9" * 5000)
+    assert not guard.is_our_host("localhost:٨٠٠٠")
 
 
 def test_behind_a_proxy_its_name_is_ours_too() -> None:
