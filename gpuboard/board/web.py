@@ -3,13 +3,14 @@
 textual-serve brings the terminal for the page (xterm.js and its font; nothing comes from elsewhere). Its own server is
 not used: that one asks nobody who he is and runs a shell command. websession.py speaks what its script speaks.
 
-This module and websession.py are the only importers of aiohttp.
+This module, webclients.py and websession.py are the only importers of aiohttp.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import time
@@ -21,6 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from gpuboard.board import webpage
+from gpuboard.board.webclients import Client, Clients, Log, LogHandler
 from gpuboard.board.webguard import COOKIE, Guard
 from gpuboard.board.websession import WebBoard, terminal_size
 from gpuboard.errors import GpuboardError
@@ -30,7 +32,7 @@ _TITLE = "gpuboard"
 
 
 class Server:
-    """Serves boards until it is told to stop. ``log`` gets a line for every connection, never the token.
+    """Serves boards until it is told to stop. ``log`` gets a line for every page and for refusals, never the token.
 
     Raises GpuboardError where textual-serve is missing.
     """
@@ -41,7 +43,7 @@ class Server:
         self._guard = guard
         self._command = list(command)
         self._env = dict(env)
-        self._log = log
+        self._log = Log(log)
         self._assets = _assets()
         self._boards: set[WebBoard] = set()
         self._last = 0
@@ -54,17 +56,31 @@ class Server:
             if not stopped.done():
                 stopped.set_result(number)
 
+        def failed(accepting: asyncio.Task[None]) -> None:
+            error = None if accepting.cancelled() else accepting.exception()
+            if error is not None and not stopped.done():
+                stopped.set_exception(error)
+
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays ignored
                 asyncio.get_running_loop().add_signal_handler(number, stop, number)
-        runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=0.1)
+        handler = LogHandler(self._log)
+        libraries = [logging.getLogger(name) for name in ("aiohttp", "asyncio")]
+        for library in libraries:
+            library.addHandler(handler)
+        runner = web.AppRunner(self._application(), shutdown_timeout=0.1)
         await runner.setup()
-        await web.SockSite(runner, listener).start()
+        assert runner.server is not None
+        accepting = asyncio.create_task(Clients(runner.server, self._log).accept(listener))
+        accepting.add_done_callback(failed)
         try:
             return await stopped
         finally:
+            accepting.cancel()
             await asyncio.gather(*(board.stop() for board in self._boards))
             await runner.cleanup()
+            for library in libraries:
+                library.removeHandler(handler)
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[self._admit])
@@ -85,14 +101,16 @@ class Server:
     async def _admit(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
         """Let nobody pass who is not known; a token becomes a cookie."""
         guard = self._guard
-        if not guard.is_our_host(request.headers.get("Host")):
+        if not guard.is_our_host(request.headers.get("Host")) or not request.raw_path.startswith("/"):
             return self._refuse(request, "this is not the name and port that it is served under")
         if request.path == "/" and "token" in request.query:
             if not guard.knows_token(request.query["token"]):
                 return self._refuse(request, "that is not the token: open the URL that `gpuboard serve` printed")
+            _admit_client(request)
             return self._welcome(request)
         if not guard.knows_cookie(request.cookies.get(COOKIE)):
             return self._refuse(request, "no valid token: open the URL that `gpuboard serve` printed")
+        _admit_client(request)
         response: web.StreamResponse = await handler(request)
         return response
 
@@ -111,8 +129,10 @@ class Server:
         return response
 
     def _refuse(self, request: web.Request, why: str) -> web.Response:
-        self._log(f"refused {request.method} from {_origin_words(request)}: {why}")
-        return _words(403, why)
+        self._log.limited(why, f"refused {request.method} from {_origin_words(request)}: {why}")
+        response = _words(403, why)
+        response.force_close()  # one request for who has no token
+        return response
 
     async def _page(self, request: web.Request) -> web.Response:
         if len(self._boards) >= MOST_BOARDS:
@@ -135,13 +155,15 @@ class Server:
         try:
             await websocket.prepare(request)
             await board.start(self._command, self._env, size)
-            self._log(f"{name} opened from {_origin_words(request)}, {size[0]}x{size[1]}; open: {len(self._boards)}")
+            self._log.line(
+                f"{name} opened from {_origin_words(request)}, {size[0]}x{size[1]}; open: {len(self._boards)}"
+            )
             await board.run(websocket)
         finally:
             await board.stop()
             self._boards.discard(board)
             said = "".join(f"\n    {line}" for line in board.said)
-            self._log(f"{name} closed after {time.monotonic() - began:.0f} s; open: {len(self._boards)}{said}")
+            self._log.line(f"{name} closed after {time.monotonic() - began:.0f} s; open: {len(self._boards)}{said}")
             with contextlib.suppress(ConnectionError):
                 await websocket.close()
         return websocket
@@ -172,6 +194,11 @@ async def _script(_: web.Request) -> web.Response:
 
 def _words(status: int, text: str, link: str = "") -> web.Response:
     return web.Response(status=status, text=webpage.words(_TITLE, text, link), content_type="text/html")
+
+
+def _admit_client(request: web.Request) -> None:
+    assert isinstance(request.protocol, Client)
+    request.protocol.admit()
 
 
 def _origin_words(request: web.Request) -> str:

@@ -15,7 +15,7 @@ def listen(port: int, host: str = "127.0.0.1") -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(64)
+        listener.listen(1024)  # a flood must not fill the queue before it is read
     except OSError as error:
         listener.close()
         raise GpuboardError(
@@ -36,7 +36,7 @@ def listen_at(path: Path) -> socket.socket:
         if _is_left_over(path):
             path.unlink()
         listener.bind(str(path))
-        listener.listen(64)
+        listener.listen(1024)  # a flood must not fill the queue before it is read
     except OSError as error:
         listener.close()
         raise GpuboardError(f"{path} cannot be served on: {(error.strerror or str(error)).lower()}") from error

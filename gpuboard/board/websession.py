@@ -33,19 +33,24 @@ class WebBoard:
         self.said: list[str] = []  # its last lines on stderr, cleaned
 
     async def start(self, command: Sequence[str], env: Mapping[str, str], size: tuple[int, int]) -> None:
-        """Start the process with a terminal of ``size`` (columns, rows)."""
+        """Start the process with a terminal of ``size`` (columns, rows). Where it cannot start, ``run`` shows why."""
         own = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
         locale = env.get("LC_ALL") or env.get("LC_CTYPE") or env.get("LANG") or ""
         if not locale.lower().replace("-", "").endswith("utf8"):
             own["LC_ALL"] = "C.UTF-8"  # of a service without a locale; the browser has Unicode anyway
-        self._process = await asyncio.create_subprocess_exec(
-            *command, "--browser", *map(str, size), stdin=PIPE, stdout=PIPE, stderr=PIPE, env={**env, **own},
-            start_new_session=True,  # ctrl-c in the server's terminal is the server's
-        )  # fmt: skip
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, "--browser", *map(str, size), stdin=PIPE, stdout=PIPE, stderr=PIPE, env={**env, **own},
+                start_new_session=True,  # ctrl-c in the server's terminal is the server's
+            )  # fmt: skip
+        except OSError as error:  # no process, memory or file descriptor is left
+            self.said = [f"a board cannot be started: {error.strerror}"]
 
     async def run(self, websocket: web.WebSocketResponse) -> None:
         """Carry input and output until one side ends."""
-        assert self._process is not None
+        if self._process is None:
+            await self._show_last_words(websocket)
+            return
         reader = asyncio.create_task(self._listen(websocket))
         writer = asyncio.create_task(self._show(websocket))
         pulse = asyncio.create_task(_beat(websocket))
@@ -59,8 +64,7 @@ class WebBoard:
             await asyncio.wait({errors}, timeout=_END_S)
             errors.cancel()
         if self._process.returncode and self.said and not websocket.closed:
-            with contextlib.suppress(ConnectionError):  # it failed: its words stand where it was, off the other screen
-                await websocket.send_bytes("\r\n".join(["\x1b[?1049l\x1b[0m\x1b[2J\x1b[H", *self.said]).encode())
+            await self._show_last_words(websocket)
 
     async def stop(self) -> None:
         """End the process; takes half a second at most. Its connections, agents and all, end with it."""
@@ -73,6 +77,11 @@ class WebBoard:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _END_S)
                 return
+
+    async def _show_last_words(self, websocket: web.WebSocketResponse) -> None:
+        """It failed: its words stand where it was, off the other screen."""
+        with contextlib.suppress(ConnectionError):
+            await websocket.send_bytes("\r\n".join(["\x1b[?1049l\x1b[0m\x1b[2J\x1b[H", *self.said]).encode())
 
     async def _show(self, websocket: web.WebSocketResponse) -> None:
         """Pass the board's output to the browser until it ends."""
@@ -114,7 +123,7 @@ class WebBoard:
                         await websocket.send_json(["pong", said])
                     case ["focus" | "blur" as what, *_]:
                         await self._tell({"type": what})
-            except (ValueError, ConnectionError):
+            except (ValueError, RecursionError, ConnectionError):
                 return
 
     async def _tell(self, message: dict[str, object]) -> None:
