@@ -16,7 +16,18 @@ from typing import Any
 
 from gpuboard import paths
 from gpuboard.ledger.holder import Holder
-from gpuboard.ledger.keeper_place import KeeperError, connect, folder_name, make_private, prune, receive, send
+from gpuboard.ledger.keeper_place import (
+    KeeperError,
+    check_owner,
+    connect,
+    folder_name,
+    make_private,
+    peer_pid,
+    prune,
+    receive,
+    send,
+    unresponsive,
+)
 from gpuboard.ledger.keeper_record import KeptJob, KeptNode, Record, decode, login_of
 from gpuboard.transport.spawn import SLURM_SETUP, readable
 
@@ -233,6 +244,7 @@ def restart_if_needed(env: Mapping[str, str]) -> list[str]:
     folder = f"{paths.state_dir(env)}/keeper/{folder_name(env)}"
     try:
         names = os.listdir(folder)
+        check_owner(folder)
     except OSError:
         return []  # no lease was ever taken here
     if any(name.endswith(".json") for name in names):
@@ -269,8 +281,9 @@ def holders(env: Mapping[str, str]) -> dict[str, Holder | None]:
     found: dict[str, Holder | None] = {}
     try:
         names = os.listdir(folder)
-    except OSError:
-        return found  # no lease was ever taken here
+        check_owner(folder)
+    except (OSError, KeeperError):
+        return found  # no lease was ever taken here, or it is not our folder
     for name in names:
         if name.endswith(".json"):
             try:
@@ -309,28 +322,29 @@ def _tell(message: dict[str, Any], env: Mapping[str, str], timeout_s: float) -> 
             return receive(connection, timeout_s) is not None
         except (BrokenPipeError, ConnectionResetError):
             return False  # it has ended before it heard us
+        except TimeoutError:
+            raise KeeperError(unresponsive(peer_pid(connection))) from None
         except OSError as error:
-            raise KeeperError(
-                f"the keeper does not answer: {error}; is it stopped? see `ps -ef | grep keeper`"
-            ) from error
+            raise KeeperError(f"cannot connect to the keeper: {error}") from error
 
 
 def _ask(started: Started, message: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
     """Return the keeper's answer; None when it ended instead."""
+    connection = started.link()
+    if connection is None:
+        return None
     try:
-        connection = started.link()
-        if connection is None:
-            return None
         send(connection, message)
         return receive(connection, timeout_s)
     except TimeoutError:
         raise KeeperError(
-            f"the keeper has not taken the lease within {timeout_s:.0f} s; its log is {started.folder}/log"
+            f"the keeper has not taken the lease within {timeout_s:.0f} s, its log is {started.folder}/log; "
+            f"{unresponsive(peer_pid(connection))}"
         ) from None
     except (BrokenPipeError, ConnectionResetError):
         return None
     except OSError as error:
-        raise KeeperError(f"the keeper cannot be spoken to: {error}") from error
+        raise KeeperError(f"cannot connect to the keeper: {error}") from error
 
 
 def _spawn(folder: str, env: Mapping[str, str]) -> tuple[int, int]:

@@ -20,13 +20,24 @@ from gpuboard.ledger import keeper_processes as processes
 from gpuboard.ledger.holder import Holder, alive, read_process
 from gpuboard.ledger.keeper_loop import Loop, boottime, log
 from gpuboard.ledger.keeper_nodes import Answer
-from gpuboard.ledger.keeper_place import KeeperError, occupy, peer_uid, send, withdraw, write_file
+from gpuboard.ledger.keeper_place import (
+    KeeperError,
+    Place,
+    connect,
+    occupy,
+    peer_pid,
+    peer_uid,
+    receive,
+    send,
+    write_file,
+)
 from gpuboard.ledger.keeper_record import Record, Seen, decode, files_of, judge, login_of
 from gpuboard.ledger.keeper_touch import Nodes, key_of, retry_s
 
 ENDING_S = 5.0  # a claim that has lapsed this near its end has ended: nodes tell its owner 2 s early (MARGIN_S there)
 RELEASE_S = 100.0  # after this a claim without life has lapsed (90 s): no use in trying on
 LINGER_S = 5.0
+PLACE_S = 2.0  # between two looks whether commands still find us; a command waits 5 s for a keeper that has the lock
 OWN_END_S = 60.0  # so long a lease's end is no loss after its owner said that he is about to end it
 POLL_S = 1.0  # where the kernel has no pidfd (before 5.3)
 _WATCHED = 32  # carriers watched for their end; of more, looking every few seconds is enough
@@ -70,15 +81,15 @@ class Client:
 class Keeper:
     """What is kept, and what happens to it."""
 
-    def __init__(self, folder: str, listener: socket.socket) -> None:
+    def __init__(self, folder: str, place: Place) -> None:
         self.folder = folder
-        self.listener = listener
+        self.place = place
+        self.place_error = ""
         self.loop = Loop()
         self.kept: dict[str, Kept] = {}
         self.nodes = Nodes(self.loop, self._touched)
         self.clients: set[Client] = set()
-        listener.setblocking(False)
-        self.loop.watch(listener.fileno(), self._accept)
+        self._listen()
 
     def run(self) -> None:
         """Keep leases until there has been none for a while."""
@@ -88,18 +99,75 @@ class Keeper:
             now = boottime()
             if self.kept or self.clients:
                 idle_since = now
-            elif now - idle_since >= LINGER_S:
+            elif now - idle_since >= LINGER_S or not self.place.reachable:
                 return
+            self._hold_place()
             self.nodes.touch(now)
             self._timers(now)
             dues = [kept.due for kept in self.kept.values() if kept.due is not None]
-            self.loop.wait(min([*dues, self.nodes.next_due(), idle_since + LINGER_S]) - boottime())
+            self.loop.wait(min([*dues, self.nodes.next_due(), idle_since + LINGER_S, now + PLACE_S]) - boottime())
+
+    # --- where commands find us
+
+    def _listen(self) -> None:
+        self.place.listener.setblocking(False)
+        self.loop.watch(self.place.listener.fileno(), self._accept)
+
+    def _hold_place(self) -> None:
+        """Stay where commands look for us, for folder, lock or socket may have been removed or replaced.
+
+        What we keep is in our memory: it is written again, or handed to the keeper that has our place by now.
+        """
+        if self.place.reachable:
+            return
+        self.loop.unwatch(self.place.listener.fileno())
+        try:
+            place = self.place.restore()
+            if place is not None:
+                self.place = place
+                with suppress(OSError):
+                    _write_log_to(f"{self.folder}/log")
+                log("the folder, lock or socket was gone: restored")
+                self._rewrite_all()
+            else:
+                self._hand_over()
+            self.place_error = ""
+        except (KeeperError, OSError, ValueError) as error:
+            if str(error) != self.place_error:
+                log(f"commands cannot find this keeper: {error}")
+            self.place_error = str(error)
+        self._listen()
+
+    def _rewrite_all(self) -> None:
+        for kept in self.kept.values():
+            try:
+                self._rewrite(kept, kept.record)
+            except OSError as error:
+                log(f"{kept.lease}.json: {error.strerror}")
+
+    def _hand_over(self) -> None:
+        """Let the keeper that has our place take all leases but those that are being taken or released right now."""
+        leases = [kept for kept in self.kept.values() if kept.client is None and kept.phase != "releasing"]
+        connection = connect(self.folder) if leases else None
+        if connection is None:
+            return
+        with connection:
+            if peer_pid(connection) == os.getpid():
+                return  # the other one has the lock and not yet the socket
+            for kept in leases:
+                self._rewrite(kept, kept.record)
+            send(connection, {"op": "readopt"})
+            if receive(connection, 1.0) != {"ok": True}:
+                return
+            for kept in leases:
+                log(f"{kept.lease}: handed to the keeper with pid {peer_pid(connection)}")
+                self._let_go(kept)
 
     # --- talking to commands
 
     def _accept(self) -> None:
         try:
-            connection, _ = self.listener.accept()
+            connection, _ = self.place.listener.accept()
         except OSError:
             return  # whoever knocked has gone again
         if peer_uid(connection) != os.geteuid():
@@ -136,6 +204,11 @@ class Keeper:
         try:
             message = json.loads(line)
             op = message["op"]
+            self._hold_place()
+            if op == "readopt":
+                self._readopt()
+                client.reply()
+                return
             if op == "adopt":
                 self.nodes.logins.add(login_of(message.get("login", {})))
                 self._adopt(client, decode(message["record"]))
@@ -201,9 +274,9 @@ class Keeper:
     # --- keeping
 
     def _readopt(self) -> None:
-        """Take the leases of a keeper that was killed."""
+        """Take the leases of a keeper that was killed, or that hands them to us."""
         for name in sorted(os.listdir(self.folder)):
-            if not name.endswith(".json"):
+            if not name.endswith(".json") or name[:-5] in self.kept:
                 continue
             path = f"{self.folder}/{name}"
             try:
@@ -379,11 +452,7 @@ class Keeper:
 
     def _drop(self, kept: Kept, words: str, files: Sequence[str] = ()) -> None:
         log(f"{kept.lease}: {words}")
-        self._unwatch_processes(kept)
-        self.kept.pop(kept.lease, None)
-        for node in kept.record.nodes:
-            self.nodes.detach(kept.record, node)
-        self._close_unused()
+        self._let_go(kept)
         for path in files:
             with suppress(OSError):  # only a lease that was allocated whole has all of them
                 os.unlink(path)
@@ -391,6 +460,13 @@ class Keeper:
             os.unlink(f"{self.folder}/{kept.lease}.json")
         except OSError as error:
             log(f"{kept.lease}.json: {error.strerror}")
+
+    def _let_go(self, kept: Kept) -> None:
+        self._unwatch_processes(kept)
+        self.kept.pop(kept.lease, None)
+        for node in kept.record.nodes:
+            self.nodes.detach(kept.record, node)
+        self._close_unused()
 
     def _close_unused(self) -> None:
         self.nodes.close({key_of(kept.record, node) for kept in self.kept.values() for node in kept.record.nodes})
@@ -456,23 +532,22 @@ def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     starter = os.dup(1)
     try:
-        occupied = occupy(folder, patience_s=5.0)
+        place = occupy(folder, patience_s=5.0)
         _write_log_to(f"{folder}/log")
     except (KeeperError, OSError) as error:
         _tell(starter, str(error))
         sys.exit(1)
     _tell(starter, "ready")
-    if occupied is None:
+    if place is None:
         return
-    lock, listener = occupied
+    keeper = Keeper(folder, place)
     try:
-        Keeper(folder, listener).run()
+        keeper.run()
     except Exception:
         import traceback  # late: 4 ms of every start
 
         log(traceback.format_exc())
-    withdraw(folder)
-    os.close(lock)
+    keeper.place.close()
 
 
 def _tell(starter: int, words: str) -> None:

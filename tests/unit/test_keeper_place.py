@@ -21,14 +21,11 @@ def test_one_of_two_occupies(tmp_path: Path) -> None:
     assert first is not None
     assert place.occupy(folder, 0.1) is None
     assert (tmp_path / "lock").read_text() == str(os.getpid())
-    place.withdraw(folder)
+    first.close()
     assert place.connect(folder) is None
-    first[1].close()
-    os.close(first[0])
     second = place.occupy(folder, 10.0)
     assert second is not None
-    second[1].close()
-    os.close(second[0])
+    second.close()
 
 
 def test_socket_of_a_dead_keeper_is_replaced(tmp_path: Path) -> None:
@@ -42,15 +39,16 @@ def test_socket_of_a_dead_keeper_is_replaced(tmp_path: Path) -> None:
     connection = place.connect(str(tmp_path))
     assert connection is not None
     connection.close()
-    occupied[1].close()
-    os.close(occupied[0])
+    occupied.close()
 
 
 def test_lock_kept_by_one_that_does_not_answer(tmp_path: Path) -> None:
     lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     os.write(lock, b"4242")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(place.KeeperError, match="pid 4242, holds its lock but does not answer; end it: kill 4242"):
+    with pytest.raises(
+        place.KeeperError, match=r"is locked, .*the keeper, pid 4242, does not respond: end it with `kill 4242`"
+    ):
         place.occupy(str(tmp_path), 0.05)
     os.close(lock)
 
@@ -63,8 +61,7 @@ def test_path_longer_than_a_socket_address(tmp_path: Path) -> None:
     connection = place.connect(str(folder))
     assert connection is not None
     connection.close()
-    occupied[1].close()
-    os.close(occupied[0])
+    occupied.close()
 
 
 def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +80,8 @@ def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert connection is not None
     assert os.stat(f"/tmp/gpuboard-{os.geteuid()}").st_mode & 0o777 == 0o700
     connection.close()
-    place.withdraw(str(tmp_path))
+    occupied.close()
     assert place.connect(str(tmp_path)) is None
-    occupied[1].close()
-    os.close(occupied[0])
 
 
 def test_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
@@ -135,5 +130,4 @@ def test_what_keepers_of_old_jobs_left_is_removed(tmp_path: Path) -> None:
     place.prune(str(tmp_path / f"{host}-b00t-job10"))
     assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
     assert occupied is not None
-    os.close(occupied[0])
-    occupied[1].close()
+    occupied.close()

@@ -1,0 +1,256 @@
+"""The keeper's folder, lock or socket is removed, replaced or closed while a keeper runs. Real keepers and claims."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuboard.ledger import keeper
+from tests import nvml
+from tests.integration.keeper_lab import UUIDS, Lab
+from tests.waiting import until
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a claims folder must belong to root")
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    return nvml.library()
+
+
+@pytest.fixture
+def lab(tmp_path: Path, library: Path) -> Iterator[Lab]:
+    lab = Lab(tmp_path, library)
+    yield lab
+    lab.close()
+
+
+def started(lab: Lab, script: str) -> subprocess.Popen[str]:
+    """Run ``script`` and wait until it says ``go``."""
+    process = lab.bash(script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "go\n"
+    return process
+
+
+def remove_all(lab: Lab) -> None:
+    shutil.rmtree(lab.folder / "state", ignore_errors=True)
+
+
+def remove_folder(lab: Lab) -> None:
+    shutil.rmtree(lab.place, ignore_errors=True)
+
+
+def remove_lock(lab: Lab) -> None:
+    (lab.place / "lock").unlink(missing_ok=True)
+
+
+def remove_socket(lab: Lab) -> None:
+    (lab.place / "socket").unlink(missing_ok=True)
+
+
+def remove_both(lab: Lab) -> None:
+    remove_lock(lab)
+    remove_socket(lab)
+
+
+REMOVALS = [remove_all, remove_folder, remove_lock, remove_socket, remove_both]
+Remove = Callable[[Lab], None]
+
+
+def take_and_release(lab: Lab, lease: str, gpu: int) -> None:
+    """Take a lease in a shell that ends then; its keeper releases it."""
+    script = started(lab, lab.take(lease, gpu) + "echo go; read")
+    assert lease in lab.held()
+    script.communicate("\n", timeout=60)
+    until(lambda: lease not in lab.held(), f"{lease} is released")
+
+
+def found(lab: Lab) -> int | None:
+    """Return the pid of the keeper that commands find, with its lock in place."""
+    return lab.keeper_pid() if (lab.place / "lock").exists() else None
+
+
+def end(lab: Lab, script: subprocess.Popen[str]) -> None:
+    """End a holder; its lease is released, the keeper ends, and nothing was called a loss."""
+    script.communicate("\n", timeout=60)
+    until(lambda: not lab.held(), "the lease ends with its holder")
+    until(lambda: not lab.keepers(), "the keeper ends")
+    assert keeper.restart_if_needed(lab.env) == []
+    assert lab.records() == set()
+
+
+@pytest.mark.parametrize("remove", REMOVALS)
+def test_a_keeper_with_leases_is_found_again(lab: Lab, remove: Remove) -> None:
+    script = started(lab, lab.take("kept1") + "echo go; read")
+    first = lab.keepers()
+    remove(lab)
+    until(lambda: lab.records() == {"kept1"} and found(lab) in first, "it is where commands look for it")
+    assert list(keeper.holders(lab.env)) == ["kept1"]
+    keeper.renew("kept1", 7200, lab.env)
+    assert "kept1" in (lab.place / "kept1.json").read_text()
+    take_and_release(lab, "next1", 1)
+    assert lab.keepers() == first
+    end(lab, script)
+
+
+@pytest.mark.parametrize("remove", REMOVALS)
+def test_a_lease_taken_at_once_after_the_removal(lab: Lab, remove: Remove) -> None:
+    """Two keepers may run then; one of them has both leases in the end."""
+    script = started(lab, lab.take("kept2") + "echo go; read")
+    remove(lab)
+    second = started(lab, lab.take("next2", 1) + "echo go; read")
+    assert lab.held() == {"kept2", "next2"}
+    until(lambda: lab.records() == {"kept2", "next2"}, "both have records")
+    until(lambda: len(lab.keepers()) == 1, "one keeper is left")
+    assert until(lambda: found(lab)) in lab.keepers()
+    second.communicate("\n", timeout=60)
+    until(lambda: lab.held() == {"kept2"}, "one ends with its holder, the other stays")
+    end(lab, script)
+
+
+@pytest.mark.parametrize("remove", REMOVALS)
+def test_a_keeper_that_lingers_is_in_nobodys_way(lab: Lab, remove: Remove) -> None:
+    take_and_release(lab, "gone3", 0)
+    assert lab.keepers()
+    remove(lab)
+    script = started(lab, lab.take("next3", 1) + "echo go; read")
+    lingering = set(lab.keepers())
+    until(lambda: len(lab.keepers()) == 1, "the lingering one ends, if it was not taken")
+    mine = until(lambda: found(lab), "the next one is found after the end of the first")
+    assert [mine] == lab.keepers()
+    assert mine in lingering
+    take_and_release(lab, "last3", 2)
+    end(lab, script)
+
+
+@pytest.mark.parametrize("remove", [remove_all, remove_socket])
+def test_removed_again_and_again_while_keepers_start_and_end(lab: Lab, remove: Remove) -> None:
+    for number in range(6):
+        take_and_release(lab, f"round{number}", number % 4)
+        remove(lab)
+        early = keeper.start_early(lab.env)
+        remove(lab)
+        early.close()
+    take_and_release(lab, "after", 0)
+    until(lambda: not lab.keepers(), "all end")
+    assert lab.held() == set()
+
+
+def test_a_folder_removed_while_a_lease_is_handed_over(lab: Lab) -> None:
+    """The keeper has been started and the claims are taken when the folder goes."""
+    early = keeper.start_early(lab.env)
+    until(lambda: found(lab), "it runs")
+    assert early.link() is not None
+    remove_all(lab)
+    script = started(lab, lab.take("over4") + "echo go; read")
+    until(lambda: lab.records() == {"over4"})
+    early.close()
+    end(lab, script)
+
+
+@pytest.mark.parametrize("remove", REMOVALS)
+def test_a_stopped_keeper_is_told_apart(lab: Lab, remove: Remove, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = started(lab, lab.take("stop5") + "echo go; read")
+    pid = lab.keeper_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(keeper, "ADOPT_S", 0.5)
+    node = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
+    words = f"the keeper, pid {pid}, is stopped: continue it with `kill -CONT {pid}`"
+    with pytest.raises(keeper.KeeperError) as caught:
+        keeper.adopt(keeper.record("next5", [node], {}, None, 60.0), lab.env)
+    assert words in str(caught.value)
+    (lab.place / "socket").unlink()
+    with pytest.raises(keeper.KeeperError) as caught:
+        keeper.adopt(keeper.record("next5", [node], {}, None, 60.0), lab.env)
+    assert words in str(caught.value)
+    remove(lab)
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: found(lab) == pid, "it is found again")
+    end(lab, script)
+
+
+def test_a_folder_closed_by_its_owner_is_opened_again(lab: Lab) -> None:
+    script = started(lab, lab.take("closed6") + "echo go; read")
+    for mode in (0o000, 0o777):
+        lab.place.chmod(mode)
+        take_and_release(lab, f"mode{mode}", 1)
+        assert lab.place.stat().st_mode & 0o777 == 0o700
+    end(lab, script)
+
+
+def test_a_folder_of_another_user_is_refused(lab: Lab, tmp_path: Path) -> None:
+    script = started(lab, lab.take("link7") + "echo go; read")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o777)
+    (theirs / "lost").write_text("words of another user\n")
+    os.chown(theirs, 2002, 2002)
+    lab.place.rename(tmp_path / "aside")
+    lab.place.symlink_to(theirs)
+    for _ in range(2):
+        with pytest.raises(keeper.KeeperError, match="is not a folder of yours"):
+            keeper.start_early(lab.env)
+        with pytest.raises(keeper.KeeperError, match="is not a folder of yours"):
+            keeper.restart_if_needed(lab.env)
+    assert keeper.holders(lab.env) == {}
+    assert sorted(os.listdir(theirs)) == ["lost"]
+    lab.place.unlink()
+    until(lambda: lab.records() == {"link7"}, "the keeper is found again")
+    end(lab, script)
+
+
+@pytest.mark.parametrize("level", ["gpuboard", "keeper"])
+def test_a_folder_below_one_of_another_user_is_refused(lab: Lab, tmp_path: Path, level: str) -> None:
+    """Its owner could put another in its place at any time."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o777)
+    theirs.chmod(0o777)
+    os.chown(theirs, 2002, 2002)
+    link = next(path for path in (lab.place, *lab.place.parents) if path.name == level)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(theirs)
+    with pytest.raises(keeper.KeeperError, match="belongs to another user"):
+        keeper.start_early(lab.env)
+
+
+@pytest.fixture
+def small_disk(lab: Lab) -> Iterator[Path]:
+    """The state folder on a file system of its own."""
+    state = lab.folder / "state"
+    state.mkdir(mode=0o700)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", state]).returncode:
+        pytest.skip("cannot mount a file system")
+    yield state
+    lab.close()
+    subprocess.run(["umount", "-l", state], check=True)
+
+
+def test_a_read_only_file_system(lab: Lab, small_disk: Path) -> None:
+    take_and_release(lab, "first8", 0)
+    until(lambda: not lab.keepers())
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    node = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
+    with pytest.raises(keeper.KeeperError, match=f"{lab.place}: Read-only file system"):
+        keeper.adopt(keeper.record("next8", [node], {}, None, 60.0), lab.env)
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    take_and_release(lab, "after8", 2)
+
+
+def test_a_full_file_system(lab: Lab, small_disk: Path) -> None:
+    script = started(lab, lab.take("full9") + "echo go; read")
+    subprocess.run(["dd", "if=/dev/zero", f"of={small_disk}/filler", "bs=4096"], capture_output=True)
+    node = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
+    with pytest.raises(keeper.KeeperError, match="No space left on device"):
+        keeper.adopt(keeper.record("next9", [node], {}, None, 60.0), lab.env)
+    assert lab.records() == {"full9"}
+    (small_disk / "filler").unlink()
+    take_and_release(lab, "after9", 2)
+    assert lab.records() == {"full9"}
+    end(lab, script)
