@@ -16,7 +16,7 @@ import msgspec
 
 from tests.nvml import Gpu, library, write_script
 
-USERS = {"root": 0, "alice": 2001, "bob": 2002}
+USERS = {"root": 0, "alice": 2001, "bob": 2002, "carol": 2003}
 ADDRESSES = {
     "gpu01": "10.88.0.11",
     "gpu02": "10.88.0.12",

@@ -1,6 +1,7 @@
 """Test nodes: real hosts in namespaces, with real sshd, real users, and an NVML library that a script drives.
 
-    gpu01 gpu02 gpu03 (8 simulated-by-script H100s each), login1 login2 (no GPUs); users root, alice (2001), bob (2002)
+    gpu01 gpu02 gpu03 (8 simulated-by-script H100s each), login1 login2 (no GPUs)
+    users root, alice (2001), bob (2002), carol (2003)
 
 Each host has its own network namespace (eth0 on one bridge that nothing outside sees), hostname, process namespace,
 /etc (hosts, passwd, …), /tmp, /var/tmp, /run, /dev/shm; homes lie in /srv/home, shared by all hosts as on a cluster

@@ -7,20 +7,19 @@ In the suite a small round; the whole of it, 20 rounds of 50 processes (some 15 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import signal
 import time
 from collections.abc import Set
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from tests.hosts import USERS, Running
+from tests.integration.claims_on_nodes import NODES, SCOPE, Lying, claimed_by, lying, names, owners_of, release_all
 from tests.nodes import Cluster
 from tests.waiting import until
 
@@ -28,7 +27,6 @@ pytestmark = pytest.mark.nodes
 
 ROUNDS = int(os.environ.get("GPUBOARD_RACE_ROUNDS", "1"))
 PROCESSES = int(os.environ.get("GPUBOARD_RACE_PROCESSES", "18"))
-NODES = ("gpu01", "gpu02", "gpu03")
 
 
 class Asker(msgspec.Struct):
@@ -52,29 +50,6 @@ class Asker(msgspec.Struct):
         return not self.killed and self.process.returncode == 0
 
 
-def lying(nodes: Cluster) -> dict[tuple[str, str, str], tuple[int, dict[str, Any]]]:
-    """Return the claims as they lie on the nodes: (node, UUID, lease) → (uid, content)."""
-    found = {}
-    for name in NODES:
-        for path in names(nodes, name):
-            with contextlib.suppress(FileNotFoundError):  # its keeper releases what a killed one had been given
-                content = json.loads(path.read_text())
-                found[name, content["uuid"], content["lease"]] = (path.lstat().st_uid, content)
-    return found
-
-
-def names(nodes: Cluster, name: str) -> list[Path]:
-    """Return the files of the claims on a node."""
-    return list(nodes[name].path("/var/tmp").glob("gpuboard.GPU-*"))
-
-
-def release_all(nodes: Cluster) -> bool:
-    """Release everything from one host; tell whether nothing is left."""
-    for user in ("alice", "bob"):
-        nodes["login1"].run(["gpuboard", "release", "--mine", "--nodes", "gpu[01-03]"], user=user, timeout=120)
-    return not lying(nodes)
-
-
 def start(nodes: Cluster, rng: random.Random, purpose: str) -> Asker:
     user, n = rng.choice(("alice", "bob")), rng.randint(1, 4)
     argv = [
@@ -83,7 +58,7 @@ def start(nodes: Cluster, rng: random.Random, purpose: str) -> Asker:
         "--n",
         str(n),
         "--nodes",
-        "gpu[01-03]",
+        SCOPE,
         "--format",
         "json",
         "--detach",
@@ -114,16 +89,15 @@ def kill_some(askers: list[Asker], rng: random.Random, busy: Any) -> None:
             victim.killed = False
 
 
-def history_is_sound(askers: list[Asker], left: dict[tuple[str, str, str], tuple[int, dict[str, Any]]]) -> None:
+def history_is_sound(askers: list[Asker], left: Lying) -> None:
     """Check one round against what lies on the nodes at its end; nothing was released meanwhile."""
     by_gpu: dict[tuple[str, str], list[str]] = {}
     for node, uuid, lease in left:
         by_gpu.setdefault((node, uuid), []).append(lease)
     assert {gpu: leases for gpu, leases in by_gpu.items() if len(leases) > 1} == {}, "a GPU twice"
     for asker in askers:
-        mine = {(node, uuid) for (node, uuid, _), (_, claim) in left.items() if claim["purpose"] == asker.purpose}
-        owners = {uid for uid, claim in left.values() if claim["purpose"] == asker.purpose}
-        assert owners <= {USERS[asker.user]}
+        mine = claimed_by(left, asker.purpose)
+        assert owners_of(left, asker.purpose) <= {USERS[asker.user]}
         if asker.killed:
             continue  # what it left lapses
         assert asker.process.returncode in {0, 4}, (asker.process.returncode, asker.errors, asker.answer)
@@ -170,4 +144,4 @@ def test_no_gpu_twice_no_part_left_every_refusal_true(nodes: Cluster) -> None:
             f"{len(left)} of 24 GPUs claimed, {time.monotonic() - began:.0f} s"
         )
         # Again where the agent of one that was killed has only now come to its turn.
-        until(lambda: release_all(nodes), "all can be released from any host")
+        until(lambda: release_all(nodes, ("alice", "bob")), "all can be released from any host")
