@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpuboard.model.text import lines
+
 if TYPE_CHECKING:
     from gpuboard.model.request import Refusal
 
 
 class GpuboardError(Exception):
-    """Anything gpuboard says no to. ``exit_code`` is what the command exits with (DESIGN: exit codes)."""
+    """Anything gpuboard says no to. ``exit_code`` is what the command exits with (DESIGN: exit codes).
+
+    The message is safe to print and to encode, whatever it quotes: no control characters but line ends, no surrogates.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(lines(message))
 
 
 class UsageError(GpuboardError):

@@ -22,6 +22,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.model.text import quoted
 
 COOKIE = "gpuboard"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -77,11 +78,17 @@ class Guard:
 
 def check_public_url(text: str) -> str:
     """Return scheme and host of a URL at which a proxy shows us. Raises UsageError when it has more, or not these."""
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018  # raises ValueError, as a host in brackets that are not closed does
+    except ValueError as error:
+        raise UsageError(f"--public-url {quoted(text)}: {error}") from None
     if parts.scheme not in {"http", "https"} or not parts.netloc or "@" in parts.netloc:
-        raise UsageError(f"--public-url {text}: expected something like https://board.example.org")
+        raise UsageError(f"--public-url {quoted(text)}: expected something like https://board.example.org")
     if parts.path not in {"", "/"} or parts.query or parts.fragment:
-        raise UsageError(f"--public-url {text}: only scheme, host and port; the board is shown at the top of a host")
+        raise UsageError(
+            f"--public-url {quoted(text)}: only scheme, host and port; the board is shown at the top of a host"
+        )
     return f"{parts.scheme}://{parts.netloc}".lower()
 
 

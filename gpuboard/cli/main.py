@@ -19,6 +19,7 @@ from gpuboard import __version__
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import Parser, add_common, nearest
 from gpuboard.errors import GpuboardError, Interrupted, Refused, UsageError
+from gpuboard.model.text import lines, quoted
 
 GROUPS = {
     "see": ("board", "status", "serve"),
@@ -99,7 +100,7 @@ def _refuse_as_json(argv: Sequence[str], error: GpuboardError) -> None:
 def say(text: str) -> None:
     """Print words for people on stderr, the first line marked as ours; a stderr that is gone is no error."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"gpuboard: {text}", file=sys.stderr, flush=True)
+        print(f"gpuboard: {lines(text)}", file=sys.stderr, flush=True)
 
 
 def split(argv: list[str]) -> tuple[str | None, list[str]]:
@@ -117,7 +118,7 @@ def load(name: str) -> Command:
     if name not in COMMANDS:
         near = nearest(name, list(COMMANDS))
         cure = f"did you mean `gpuboard {near}`?" if near else f"commands are: {', '.join(COMMANDS)}"
-        raise UsageError(f"{name!r} is not a command; {cure}")
+        raise UsageError(f"{quoted(name)} is not a command; {cure}")
     return cast(Command, importlib.import_module(f"gpuboard.cli.{name}"))
 
 
@@ -174,11 +175,11 @@ def mind_leases(context: Context) -> None:
 
 
 def _help() -> str:
-    lines = ["usage: gpuboard [COMMAND] [--nodes NODESET] [--config FILE] …", "", _first_words()]
+    shown = ["usage: gpuboard [COMMAND] [--nodes NODESET] [--config FILE] …", "", _first_words()]
     for group, names in GROUPS.items():
-        lines.append(f"\n{group}:")
-        lines += [f"  {name:<10}{load(name).HELP.splitlines()[0]}" for name in names]
-    return "\n".join([*lines, "", _EPILOG])
+        shown.append(f"\n{group}:")
+        shown += [f"  {name:<10}{load(name).HELP.splitlines()[0]}" for name in names]
+    return "\n".join([*shown, "", _EPILOG])
 
 
 def _first_words() -> str:

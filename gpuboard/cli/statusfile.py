@@ -11,6 +11,7 @@ import msgspec
 
 from gpuboard.cli.main import say
 from gpuboard.errors import GpuboardError
+from gpuboard.model.text import lines
 
 OPTION = "--status-file"
 _MORE: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ def recorded(outcome: dict[str, Any], file: str | None) -> Iterator[None]:
         outcome |= {"exit_code": 130, "error": "interrupted"}
         raise
     except Exception as error:
-        outcome |= {"exit_code": 1, "error": f"{type(error).__name__}: {error}"}
+        outcome |= {"exit_code": 1, "error": lines(f"{type(error).__name__}: {error}")}
         raise
     finally:
         if file:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from gpuboard.errors import UsageError
+from gpuboard.model.text import quoted
 
 _SENT = frozenset({"PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS"})
 _SENT_PREFIXES = ("CONDA_", "NCCL_", "GLOO_", "TORCH_", "HF_", "WANDB_")
@@ -47,7 +48,7 @@ def sent(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UsageError(
-                f"--env {word}: {name!r} is not the name of a variable; write --env NAME=VALUE or --env NAME"
+                f"--env {quoted(name)} is not the name of a variable; write --env NAME=VALUE or --env NAME"
             )
         if name in _REFUSED:
             raise UsageError(f"--env {name}: launch itself sets {name} for every rank")
