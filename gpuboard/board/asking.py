@@ -11,7 +11,7 @@ from typing import Protocol
 from gpuboard.allocate.picks import parse_picks
 from gpuboard.board.scene import Scene
 from gpuboard.model.request import Chosen, Pick, Refusal, Request
-from gpuboard.model.units import format_duration, parse_size
+from gpuboard.model.units import format_duration, is_whole, parse_size
 
 MOST = 8192  # GPUs in one request: the largest clusters this is made for
 _INSTEAD = (  # the command line's words in a refusal → the board's
@@ -39,8 +39,8 @@ class _Placed(Protocol):
 def which(text: str) -> str:
     """Check what is asked for: a number, ``gpu01:0,3@gpu02:1`` or UUIDs; return what is wrong, "" for nothing."""
     text = text.strip()
-    if text.isdigit():
-        return "" if 1 <= int(text[:9]) <= MOST else f"a number from 1 to {MOST}"
+    if is_whole(text):
+        return "" if 1 <= int(text) <= MOST else f"a number from 1 to {MOST}"
     try:
         parse_picks(text)
     except ValueError:
@@ -56,7 +56,7 @@ def request_of(values: Mapping[str, str], marked: Mapping[str, Sequence[Pick]]) 
     text = values["gpus"]
     if text in marked:
         return Request(picks=tuple(marked[text]))
-    if not text.isdigit():
+    if not is_whole(text):
         return Request(picks=parse_picks(text))
     return Request(
         n=int(text),

@@ -23,7 +23,7 @@ from textual.widgets.option_list import Option
 from gpuboard.board.asking import lasting
 from gpuboard.board.look import ASCII
 from gpuboard.board.scene import Scene
-from gpuboard.model.units import parse_duration, parse_size
+from gpuboard.model.units import is_whole, parse_duration, parse_size
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -54,7 +54,7 @@ def number(least: int, most: int, *, needed: bool = True) -> Callable[[str], str
         text = text.strip()
         if not text and not needed:
             return ""
-        if not (text.isascii() and text.isdigit()) or not least <= int(text[:9]) <= most:
+        if not is_whole(text) or not least <= int(text) <= most:
             return f"a number from {least} to {most}"
         return ""
 

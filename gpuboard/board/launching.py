@@ -24,7 +24,7 @@ from gpuboard.board.starting import (
 from gpuboard.errors import GpuboardError
 from gpuboard.model.lease import Lease
 from gpuboard.model.request import Choice, Request
-from gpuboard.model.units import format_duration, parse_duration
+from gpuboard.model.units import format_duration, is_whole, parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -77,7 +77,7 @@ class LaunchDialog(Dialog[str]):
     def __init__(self, board: BoardApp, scene: Scene, gpus: str, uuids: Sequence[str]) -> None:
         """``gpus``: what stands in the field at first; ``uuids``: those that it means, if it means GPUs."""
         self._scene = scene
-        self._uuids = {gpus: tuple(uuids)} if not gpus.isdigit() else {}
+        self._uuids = {gpus: tuple(uuids)} if not is_whole(gpus) else {}
         starter = board.core.starter
         last = starter.last
         cpu = last.device == "cpu" if last else starter.simulated
@@ -145,7 +145,7 @@ class LaunchDialog(Dialog[str]):
         if self._lease(text) is not None:
             return ""
         wrong = asking.which(text)
-        return wrong if not wrong or text.isdigit() else "write 2, gpu01:0,3 or your lease"
+        return wrong if not wrong or is_whole(text) else "write 2, gpu01:0,3 or your lease"
 
     def _lease(self, text: str) -> Lease | None:
         lease = self._scene.by_lease.get(text)
@@ -210,7 +210,7 @@ class LaunchDialog(Dialog[str]):
         gpus = ""
         if lease is not None:
             nodes = tuple(lease.nodes)
-        elif not text.isdigit():
+        elif not is_whole(text):
             picks = self._request(values).picks
             gpus = "@".join(f"{pick.node}:{pick.uuid}" for pick in picks) if text in self._uuids else text
             if all(pick.node is not None for pick in picks):
@@ -220,8 +220,8 @@ class LaunchDialog(Dialog[str]):
             folder=absolute(values["folder"]),
             gpus=gpus,
             lease=lease.id if lease is not None else None,
-            n=int(text) if lease is None and text.isdigit() else None,
-            model=values["model"] if text.isdigit() else "",
+            n=int(text) if lease is None and is_whole(text) else None,
+            model=values["model"] if is_whole(text) else "",
             nodes=nodes,
             device="cpu" if values["cpu"] else "cuda",
             python=values["python"],

@@ -18,7 +18,7 @@ from gpuboard.board.planner import Answer, Planner, refused
 from gpuboard.board.scene import Scene
 from gpuboard.errors import GpuboardError, Refused
 from gpuboard.model.request import Choice, Pick, Refusal, Request
-from gpuboard.model.units import parse_duration
+from gpuboard.model.units import is_whole, parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -136,7 +136,7 @@ class ReserveDialog(Dialog[Allocation]):
         if self._attempt.given_up:
             return
         words = asking.refusal_words(error.refusal)[0] if isinstance(error, Refused) else str(error)
-        if choice.gpus and (self.values["gpus"] in self._marked or not self.values["gpus"].isdigit()):
+        if choice.gpus and (self.values["gpus"] in self._marked or not is_whole(self.values["gpus"])):
             self._offer(board, words, choice)
         else:
             self._again(words)

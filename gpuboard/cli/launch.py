@@ -20,7 +20,7 @@ import msgspec
 from gpuboard.cli.allocate import add_request, add_slurm, add_terms, progress, request_of, slurm_flags
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
-from gpuboard.cli.options import patience, typed
+from gpuboard.cli.options import patience, typed, whole
 from gpuboard.cli.statusfile import OPTION, outcome_of, recorded
 from gpuboard.errors import NoSuchLease, Refused, UsageError
 from gpuboard.launch.lifeline import LifeLine
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(OPTION, metavar="FILE", help="write what happened as JSON, however it ends")
     # How the board starts a run: under an id it knows, its words in the run's folder alone, ended when the board ends.
     run.add_argument("--run-id", help=argparse.SUPPRESS)
-    run.add_argument("--life-line", type=int, metavar="FD", help=argparse.SUPPRESS)
+    run.add_argument("--life-line", type=whole(0, 10**6), metavar="FD", help=argparse.SUPPRESS)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=None, help=argparse.SUPPRESS)
     parser.add_argument("target", nargs=argparse.REMAINDER, metavar="TARGET [ARGS …]", help="what each rank runs")
     parser.epilog = _EPILOG

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from gpuboard.cli.context import Context
+from gpuboard.cli.options import whole
 from gpuboard.errors import UsageError
 from gpuboard.launch.output import Lines
 from gpuboard.launch.runs import FINAL, RunView, find_run
@@ -22,7 +23,9 @@ _CHUNK = 1 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("run", metavar="RUN", help="its id, the start of it, or `last`")
-    parser.add_argument("--rank", type=int, metavar="R", help="of this rank alone, as it wrote it, without prefix")
+    parser.add_argument(
+        "--rank", type=whole(0, 10**6), metavar="R", help="of this rank alone, as it wrote it, without prefix"
+    )
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
     parser.epilog = "examples:\n  gpuboard logs last\n  gpuboard logs r7kq --rank 3 -f"
 

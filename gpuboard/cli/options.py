@@ -6,13 +6,16 @@ import argparse
 import difflib
 import string
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NoReturn, TypeVar
 
 from gpuboard.errors import UsageError
-from gpuboard.model.units import parse_duration
+from gpuboard.model.text import shown
+from gpuboard.model.units import parse_duration, parse_whole
 
 T = TypeVar("T")
 
+_COUNT_MAX = 10**9 - 1  # of GPUs, nodes and processes
 _NO_WORD = ("-", *string.digits)  # how an option or a duration begins, and nothing that is to run
 
 
@@ -36,9 +39,9 @@ class Parser(argparse.ArgumentParser):
         """Raise UsageError with ``message`` and where to look; never exits."""
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
-            word = unknown.split()[0]
-            near = nearest(word.split("=")[0], list(self._option_string_actions)) if word.startswith("-") else None
-            message = f"{word}: no such {'option' if word.startswith('-') else 'argument'}"
+            word = (unknown.split() or ["''"])[0]
+            near = nearest(word.split("=")[0][:100], list(self._option_string_actions)) if word[0] == "-" else None
+            message = f"{shown(word)}: no such {'option' if word.startswith('-') else 'argument'}"
             message += f"; did you mean {near}?" if near else ""
         raise UsageError(f"{message}\n  see: {self.prog} --help")
 
@@ -126,6 +129,9 @@ def patience(text: str) -> float:
 
 def natural(text: str) -> int:
     """Return a whole number of at least 1. Raises ArgumentTypeError."""
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+    return whole(1, _COUNT_MAX)(text)
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """Return what reads a whole number from ``least`` to ``most``, in place of int(), which reads ``٣`` and ``1_0``."""
+    return typed(partial(parse_whole, least=least, most=most))

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from gpuboard.cli.context import Context
+from gpuboard.cli.options import whole
 from gpuboard.errors import GpuboardError, UsageError
 
 NAME = "serve"
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--web", action="store_true", help="serve the board to browsers")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--port", type=int, help=f"the port on 127.0.0.1; 0: any free one; default {_PORT}")
+    where.add_argument("--port", type=whole(0, 65535), help=f"the port on 127.0.0.1; 0: any free one; default {_PORT}")
     where.add_argument(
         "--socket", metavar="PATH", type=Path, help="a unix socket, closed to others, in place of a port"
     )
@@ -46,8 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, context: Context) -> int:
     """Serve until stopped; return the exit code."""
     port = _PORT if args.port is None else args.port
-    if not 0 <= port < 1 << 16:
-        raise UsageError(f"--port {port}: a port is 0 to 65535")
     host = _loopback(args.host, port)
     context.nodes()  # what is wrong with the configuration is said here, not on each page
     try:

@@ -20,8 +20,8 @@ from gpuboard.cli.table import Cell, Column, Row, Step, elide, render
 from gpuboard.errors import NoNodeReached
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot, scheduler_words
 from gpuboard.model.state import STATES
-from gpuboard.model.text import clean
-from gpuboard.model.units import format_duration, parse_duration
+from gpuboard.model.text import clean, quoted
+from gpuboard.model.units import format_duration, parse_duration, parse_number
 
 if TYPE_CHECKING:
     from gpuboard.cluster.fleet import Fleet
@@ -238,11 +238,11 @@ def _age(age_s: float | None) -> str:
 def _seconds(text: str) -> float:
     """Return seconds of ``2``, ``0.5`` or ``30s``; at least 0.2, so that a slip does not load every node."""
     try:
-        seconds = float(text)
+        seconds = parse_number(text)
     except ValueError:
         seconds = parse_duration(text)
     if not 0.2 <= seconds <= 86400:
-        raise ValueError(f"{text!r} is not between 0.2 seconds and a day")
+        raise ValueError(f"{quoted(text)} is not between 0.2 seconds and a day")
     return seconds
 
 

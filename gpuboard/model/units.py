@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import re
 from datetime import UTC, datetime, timedelta
+
+from gpuboard.model.text import quoted
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _BYTES = {"b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BYTES |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE_MAX = 2**60  # bytes: no number of memory in any format is cut off by it
 _FIRST, _LAST = 0.0, 253370764799.0  # 1970 to 9998: in local time these have a year, too
+
+
+def is_whole(text: str) -> bool:
+    """Return whether ``text`` is a whole number in ASCII digits and nothing else: no sign, blank or underscore."""
+    return bool(re.fullmatch(r"[0-9]{1,18}", text, re.ASCII))
+
+
+def parse_whole(text: str, least: int, most: int) -> int:
+    """Return a whole number from ``least`` to ``most``. Raises ValueError for anything else."""
+    if not is_whole(text) or not least <= int(text) <= most:
+        raise ValueError(f"{quoted(text)} is not a whole number from {least} to {most}")
+    return int(text)
+
+
+def parse_number(text: str) -> float:
+    """Return a number in ASCII digits, perhaps with a decimal point. Raises ValueError, also for ``nan``, ``1e9``."""
+    if not re.fullmatch(r"-?[0-9]{1,18}(?:[.][0-9]{1,18})?", text, re.ASCII):
+        raise ValueError(f"{quoted(text)} is not a number")
+    return float(text)
 
 
 def parse_duration(text: str) -> float:
@@ -17,12 +40,12 @@ def parse_duration(text: str) -> float:
 
     Raises ValueError for anything else, a bare number too: 30 of what?
     """
-    parts = re.findall(r"([0-9]+(?:[.][0-9]+)?)([smhdw])", text.strip())
-    if not parts or "".join(a + b for a, b in parts) != text.strip():
-        raise ValueError(f"{text!r} is not a duration; write 30s, 15m, 8h, 2d or 1h30m")
+    if not re.fullmatch(r"(?:[0-9]{1,18}(?:[.][0-9]{1,18})?[smhdw]){1,16}", text.strip(), re.ASCII):
+        raise ValueError(f"{quoted(text)} is not a duration; write 30s, 15m, 8h, 2d or 1h30m")
+    parts = re.findall(r"([0-9.]+)([smhdw])", text)
     seconds = sum(float(amount) * _SECONDS[unit] for amount, unit in parts)
     if not 0 < seconds <= 366 * 86400:
-        raise ValueError(f"{text!r} is not between one second and a year")
+        raise ValueError(f"{quoted(text)} is not between one second and a year")
     return seconds
 
 
@@ -31,10 +54,11 @@ def parse_size(text: str) -> int:
 
     Raises ValueError for anything else, a bare number too: 40 of what?
     """
-    match = re.fullmatch(r"([0-9]+(?:[.][0-9]+)?)\s*([a-zA-Z]*)", text.strip())
-    if not match or match[2].lower() not in _BYTES:
-        raise ValueError(f"{text!r} is not a size; write 40GiB, 512MiB or 40GB")
-    return int(float(match[1]) * _BYTES[match[2].lower()])
+    match = re.fullmatch(r"([0-9]{1,18}(?:[.][0-9]{1,18})?)\s*([a-zA-Z]{1,3})", text.strip(), re.ASCII)
+    size = float(match[1]) * _BYTES.get(match[2].lower(), math.inf) if match else math.inf
+    if size > _SIZE_MAX:
+        raise ValueError(f"{quoted(text)} is not a size; write 40GiB, 512MiB or 40GB")
+    return int(size)
 
 
 def format_duration(seconds: float) -> str:
@@ -84,4 +108,4 @@ def parse_time(text: str, now: float) -> float:
             return (at if at > local else at + timedelta(days=1)).timestamp()
         return datetime.fromisoformat(text.strip()).astimezone().timestamp()
     except ValueError:
-        raise ValueError(f"{text!r} is not a time; write 14:00 or 2026-01-31T14:00") from None
+        raise ValueError(f"{quoted(text)} is not a time; write 14:00 or 2026-01-31T14:00") from None
