@@ -1,31 +1,47 @@
-"""Nodesets (``gpu[01-16,20]``, ``@group``) through ClusterShell; the only module that imports it (30 ms: late)."""
+"""Nodesets (``gpu[01-16,20]``, ``@group``) through ClusterShell; the only module that imports it (30 ms: late).
+
+ClusterShell writes every range out in memory and folds what has several numbers, in quadratic time. So each operand is
+measured before ClusterShell sees it, and operands are joined here.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from functools import lru_cache
+from math import prod
+from typing import Any
 
 from gpuboard.errors import UsageError
+from gpuboard.model.text import quoted, split_outside
 
-NODES_MAX = 65536  # `n[0-999999999]` would be written out in memory
+NODES_MAX = 16_384  # in a set that a person names, before `!` and `&`: more than the largest cluster with GPUs has
+_LISTED_MAX = 65_536  # in a list of a scheduler's
+_TEXT_MAX = 65_536  # characters: NODES_MAX short names, one by one
+_GROUPS_MAX = 1024  # looked up for one set, groups of groups too: each may start a command of the site's
+_MASKS_MAX = 64  # `gpu[1-4]*`: each is held against all nodes
+_OPERATORS = ",!&^"
 _LISTED = re.compile(r"[A-Za-z0-9_.,\[\]-]{1,65536}", re.ASCII)
 _SIMPLE = re.compile(r"([^\[\],]*)\[(\d{1,9})-(\d{1,9})\]([^\[\],]*)", re.ASCII)  # nearly all
-_PART = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")  # between commas outside brackets
+_RANGE = re.compile(r"\s*([0-9]{1,18})(?:\s*-\s*([0-9]{1,18})(?:/([0-9]{1,9}))?)?\s*", re.ASCII)
 
 
-def expand(nodeset: str) -> list[str]:
-    """Return the names in a nodeset, in its order. Raises UsageError for a syntax or a group that is not known."""
-    from ClusterShell.NodeSet import NodeSet, NodeSetException
+def expand(nodeset: str, most: int = NODES_MAX) -> list[str]:
+    """Return the names in a nodeset, sorted.
 
-    if _is_vast(nodeset):
-        raise UsageError(f"nodeset {nodeset!r} names too many nodes; at most {NODES_MAX} are possible")
+    Raises UsageError for what is none, a group that is not known, and more than ``most`` names.
+    """
+    from ClusterShell.NodeSet import std_group_resolver
+
+    if bad := sorted(set(re.findall(r"[^A-Za-z0-9_.,!&^@:*?/\[\]\s-]", nodeset, re.ASCII))):
+        signs = " ".join(map(repr, bad[:20]))
+        raise UsageError(f"nodeset {quoted(nodeset)} has {signs}, which no node's name can have")
     try:
-        names = [str(name) for name in NodeSet(nodeset)]
-    except NodeSetException as error:
-        raise UsageError(f"nodeset {nodeset!r} cannot be read: {error}; write gpu[01-16,20] or @group") from None
+        names = _names(nodeset, most, _Groups(std_group_resolver()))
+    except ValueError as error:
+        raise UsageError(f"nodeset {quoted(nodeset)} cannot be read: {error}; write gpu[01-16,20] or @group") from None
     if not names:
-        raise UsageError(f"nodeset {nodeset!r} names no node; is the group known here?")
+        raise UsageError(f"nodeset {quoted(nodeset)} names no node; is the group known here?")
     return names
 
 
@@ -33,24 +49,20 @@ def expand(nodeset: str) -> list[str]:
 def listed(text: str) -> tuple[str, ...]:
     """Return the names in a list that a scheduler printed, ``node[1-3],x7``: no groups, no operators, no look-ups.
 
-    Raises ValueError for anything else, and for more than NODES_MAX names.
+    Raises ValueError for anything else, and for more than _LISTED_MAX names.
     """
     if not _LISTED.fullmatch(text):
-        raise ValueError(f"{text[:80]!r} is no list of nodes")
+        raise ValueError(f"{quoted(text)} is no list of nodes")
     if "[" not in text and "," not in text and "]" not in text:
         return (text,)
     if simple := _SIMPLE.fullmatch(text):
         before, first, last, after = simple.groups()
-        if len(first) <= len(last) and 0 <= int(last) - int(first) < NODES_MAX:
+        if len(first) <= len(last) and 0 <= int(last) - int(first) < _LISTED_MAX:
             return tuple(f"{before}{number:0{len(first)}}{after}" for number in range(int(first), int(last) + 1))
-    from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
-
-    if _is_vast(text) or sum(map(_size, _PART.findall(text))) > NODES_MAX:
-        raise ValueError(f"{text[:80]!r} names more than {NODES_MAX} nodes")
     try:
-        return tuple(str(name) for name in NodeSet(text, resolver=RESOLVER_NOGROUP))
-    except NodeSetException as error:
-        raise ValueError(f"{text[:80]!r} is no list of nodes: {error}") from None
+        return tuple(_names(text, _LISTED_MAX, None))
+    except ValueError as error:
+        raise ValueError(f"{quoted(text)} is no list of nodes: {error}") from None
 
 
 def fold(names: Iterable[str]) -> str:
@@ -60,16 +72,124 @@ def fold(names: Iterable[str]) -> str:
     return str(NodeSet.fromlist(list(names)))
 
 
-def _is_vast(nodeset: str) -> bool:
-    """Tell whether one range of a nodeset alone is too long to be written out."""
-    spans = [int(last) - int(first) for first, last in re.findall(r"([0-9]{1,18})-([0-9]{1,18})", nodeset)]
-    return max(spans, default=0) >= NODES_MAX or re.search(r"[0-9]{19}", nodeset) is not None
+class _Groups:
+    """ClusterShell's group resolver with bounds on how often it is asked and how many names it answers with."""
+
+    def __init__(self, resolver: Any) -> None:
+        self._resolver = resolver
+        self._asked = 0
+        self._named = 0
+
+    def group_nodes(self, group: str, namespace: str | None = None) -> list[str]:
+        """Return the nodesets of a group."""
+        return self._bounded(self._resolver.group_nodes(self._counted(group), namespace))
+
+    def all_nodes(self, namespace: str | None = None) -> list[str]:
+        """Return the nodesets of all nodes."""
+        return self._bounded(self._resolver.all_nodes(self._counted(namespace)))
+
+    def grouplist(self, namespace: str | None = None) -> list[str]:
+        """Return the names of all groups."""
+        return self._bounded(self._resolver.grouplist(self._counted(namespace)))
+
+    def _counted(self, asked: str | None) -> str | None:
+        self._asked += 1
+        if self._asked > _GROUPS_MAX:
+            raise ValueError(f"it needs more than {_GROUPS_MAX} groups")
+        return asked
+
+    def _bounded(self, found: list[str]) -> list[str]:
+        for text in found:
+            self._named += _size_of(split_outside(text, _OPERATORS)[::2], NODES_MAX - self._named)
+        return found
 
 
-def _size(part: str) -> int:
-    """Return how many names ``rack[0-3]node[1-4]`` stands for: what each bracket stands for, multiplied."""
-    size = 1
-    for numbers in re.findall(r"\[([^\]]*)\]", part):
-        spans = re.findall(r"([0-9]{1,18})-([0-9]{1,18})", numbers)
-        size *= numbers.count(",") + 1 + sum(max(0, int(last) - int(first)) for first, last in spans)
-    return size
+def _names(text: str, most: int, groups: _Groups | None) -> list[str]:
+    """Return the names in ``text``, sorted as ClusterShell does. Raises ValueError, also for more than ``most``."""
+    if len(text) > _TEXT_MAX:
+        raise ValueError(f"it is longer than {_TEXT_MAX} characters")
+    parts = split_outside(text, _OPERATORS)
+    _size_of(parts[::2], most)
+    if len(parts) == 1:
+        return _operand(text.strip(), groups)
+    found: set[str] = set()
+    for operator, operand in zip((",", *parts[1::2]), parts[::2], strict=True):
+        names = set(_operand(operand.strip(), groups))
+        if operator == ",":
+            found |= names
+        elif operator == "!":
+            found -= names
+        elif operator == "&":
+            found &= names
+        else:
+            found ^= names
+    return sorted(found, key=_order)
+
+
+def _operand(text: str, groups: _Groups | None) -> list[str]:
+    if not re.search(r"[@*?\[\]]", text):
+        return [text]
+    from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
+    from ClusterShell.NodeUtils import GroupResolverSourceError
+
+    try:
+        return [str(name) for name in NodeSet(text, resolver=groups or RESOLVER_NOGROUP)]
+    except Exception as error:  # groups come from the site's files and commands: as many kinds as there are parsers
+        why = str(error)
+        if isinstance(error, GroupResolverSourceError):
+            why = f"ClusterShell's groups.conf has no source of groups {error}"
+        elif "recursion" in why:
+            why = "its groups name one another without end"
+    raise ValueError(why)
+
+
+def _size_of(operands: Iterable[str], most: int) -> int:
+    """Return how many names ``operands`` stand for at most. Raises ValueError for more than ``most``."""
+    total = 0
+    for operand in operands:
+        total += _size(operand.strip())
+        if total > most:
+            raise ValueError(f"too many nodes; at most {most} are possible")
+    return total
+
+
+def _size(operand: str) -> int:
+    """Return how many names ``rack[0-3]node[1-4]`` stands for at most: the sizes of the brackets, multiplied."""
+    before, *brackets = operand.split("[")
+    if not operand or "]" in before:
+        raise ValueError("a bracket is not opened" if operand else "nothing stands before or after an operator")
+    sizes = []
+    for bracket in brackets:
+        inside, closed, after = bracket.partition("]")
+        if not closed or "]" in after:
+            raise ValueError(f"a bracket is not {'opened' if closed else 'closed'}")
+        sizes.append(_bracket(inside, re.search(r"[0-9]*$", before)[0]))  # type: ignore[index]
+        before = after
+    if re.search(r"[0-9]{19}", operand):
+        raise ValueError("a number has more than 18 digits")
+    if sizes and re.search(r"[*?]", operand) and prod(sizes) > _MASKS_MAX:
+        raise ValueError(f"a bracket beside * or ? stands for more than {_MASKS_MAX} patterns")
+    return prod(sizes)
+
+
+def _bracket(inside: str, before: str) -> int:
+    """Return how many numbers ``1-4,7`` stands for; to ClusterShell ``1[1-16]`` is 11-116, so with digits ``before``
+    it may be all from the least to the greatest."""
+    ranges = []
+    for text in inside.split(","):
+        found = _RANGE.fullmatch(text)
+        if not found:
+            raise ValueError(f"{quoted(text)} is no range of numbers")
+        ranges.append((found[1], found[2] or found[1], int(found[3] or 1)))
+    if any(step < 1 for _, _, step in ranges):
+        raise ValueError("a step is 0")
+    if before:
+        bounds = sorted((len(end), end) for range_ in ranges for end in range_[:2])
+        return max(int(before + bounds[-1][1]) - int(before + bounds[0][1]) + 1, len(ranges))
+    return sum(max(0, int(last) - int(first)) // step + 1 for first, last, step in ranges)
+
+
+def _order(name: str) -> tuple[str, list[tuple[int, str]]]:
+    """Return by what names are sorted: their letters, then their numbers, padded ones by length first."""
+    parts = re.split(r"([0-9]+)", name)
+    return "%s".join(parts[::2]), [(len(digits), digits) for digits in parts[1::2]]

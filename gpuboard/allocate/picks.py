@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from gpuboard.errors import UsageError
 from gpuboard.model.request import Pick
+from gpuboard.model.text import quoted, split_outside
 
 _UUID = re.compile(r"(GPU|MIG|SIM)-[0-9A-Za-z/_-]{4,100}", re.ASCII)
 _NODE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*", re.ASCII)
-_COMMA = re.compile(r",(?![^\[]*\])")  # none within brackets: gpu[01,03]
 _MOST = 4096  # GPUs one node may be asked for: 0-999999999 is a slip
+PICKS_MAX = 16_384  # in all, as many as a nodeset may name nodes
 
 
 def parse_picks(text: str, *, whole_nodes: bool = False) -> tuple[Pick, ...]:
@@ -23,18 +25,26 @@ def parse_picks(text: str, *, whole_nodes: bool = False) -> tuple[Pick, ...]:
     for part in text.strip().split("@"):
         node, colon, rest = part.rpartition(":")
         if whole_nodes and colon:
-            *before, node = _COMMA.split(node)
-            found += [pick for word in before for pick in _nodes(word.strip())]
+            *before, node = split_outside(node, ",")[::2]
+            for word in before:
+                add(found, _nodes(word.strip()))
         if colon and not _NODE.fullmatch(node):
-            raise ValueError(f"{node!r} is not a node's name; write gpu01:0,3@gpu02:1")
-        for word in _COMMA.split(rest) if whole_nodes else rest.split(","):
+            raise ValueError(f"{quoted(node)} is not a node's name; write gpu01:0,3@gpu02:1")
+        for word in split_outside(rest, ",")[::2] if whole_nodes else rest.split(","):
             if whole_nodes and not re.match(r"[0-9-]*$|(GPU|MIG|SIM)-", word.strip()):
-                found += _nodes(word.strip())
+                add(found, _nodes(word.strip()))
             else:
-                found += _word(node or None, word.strip())
+                add(found, _word(node or None, word.strip()))
     if len(set(found)) < len(found):
-        raise ValueError(f"{text!r} names a GPU twice")
+        raise ValueError(f"{quoted(text)} names a GPU twice")
     return tuple(found)
+
+
+def add(found: list[Pick], more: Iterable[Pick]) -> None:
+    """Append ``more`` to ``found``. Raises ValueError for more than PICKS_MAX in all."""
+    found += more
+    if len(found) > PICKS_MAX:
+        raise ValueError(f"more than {PICKS_MAX} GPUs or nodes are named")
 
 
 def _nodes(word: str) -> list[Pick]:
@@ -54,7 +64,7 @@ def _word(node: str | None, word: str) -> list[Pick]:
         return [Pick(node, None, word)]
     span = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", word, re.ASCII)
     if not span:
-        raise ValueError(f"{word!r} is neither an index nor a GPU's UUID; write gpu01:0,3@gpu02:1 or GPU-…")
+        raise ValueError(f"{quoted(word)} is neither an index nor a GPU's UUID; write gpu01:0,3@gpu02:1 or GPU-…")
     first, last = int(span[1]), int(span[2] or span[1])
     if not first <= last < _MOST:
         raise ValueError(f"{word!r} is no range of indexes")

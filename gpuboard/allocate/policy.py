@@ -17,8 +17,10 @@ from gpuboard.errors import UsageError
 from gpuboard.model.gpu import is_mig
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
+from gpuboard.model.text import quoted
 from gpuboard.model.units import format_size
 
+_MODEL_MAX = 256  # characters: a driver's names have 96 at most (NVML_DEVICE_NAME_V2_BUFFER_SIZE)
 _NUMA = 1024  # a pair's score is links * _NUMA + 1 on one NUMA node: links first; 1024 > pairs of a node's 44 GPUs
 _LEVELS = {10: "SYS", 20: "NODE", 30: "PHB", 40: "PXB", 50: "PIX", 60: "PSB"}  # nvidia-smi topo's words
 _MIG_PROFILE = re.compile(r"[0-9]c?[.]?[0-9]*g[.]?", re.ASCII)
@@ -61,6 +63,8 @@ def check(request: Request) -> None:
     n, per_node, max_nodes = request.n, request.per_node, request.max_nodes
     if (n is None) == (not request.picks):
         raise UsageError("say how many GPUs (--n 4) or which (--gpus gpu01:0,3), one of the two")
+    if request.model is not None and len(request.model) > _MODEL_MAX:
+        raise UsageError(f"--model {quoted(request.model)} is longer than {_MODEL_MAX} characters")
     if len(set(request.picks)) < len(request.picks):
         raise UsageError("--gpus names a GPU twice")
     if request.picks and (per_node or max_nodes):

@@ -10,7 +10,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
-from gpuboard.allocate.picks import parse_picks
+from gpuboard.allocate import picks
 from gpuboard.allocate.shell import FORMATS, SHELLS, fail_closed
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
@@ -69,8 +69,8 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--n", type=natural, metavar="N", help="how many in all")
     which.add_argument(
         "--gpus",
-        action="extend",
-        type=typed(parse_picks),
+        action=_AddPicks,
+        type=typed(picks.parse_picks),
         metavar="GPUS",
         help="exactly these: gpu01:0,3@gpu02:1, UUIDs",
     )
@@ -86,7 +86,7 @@ def add_filters(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", metavar="NAME", help="a part of the GPU's name, or a glob: H100, '*A100*80GB*'")
     group.add_argument("--gpu-mem", type=typed(parse_size), metavar="SIZE", help="free memory each must have: 40GiB")
     group.add_argument("--topology", choices=("best", "any"), default="best", help="best: well linked (default)")
-    group.add_argument("--exclude", action="extend", type=typed(_exclude), default=[], metavar="GPUS",
+    group.add_argument("--exclude", action=_AddPicks, type=typed(_exclude), default=[], metavar="GPUS",
                        help="none of these: gpu01:0, gpu02 or gpu[02-04] (all of them), UUIDs")  # fmt: skip
 
 
@@ -292,5 +292,18 @@ def explain(refused: Refused) -> None:
         print(f"  {clean(gpu.node, 64)}:{gpu.index} {gpu.state}: {clean(gpu.reason)}", file=sys.stderr)
 
 
+class _AddPicks(argparse.Action):
+    """Takes what an option that may be given several times names, within the bounds of one."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        """Add what was named now to what was named before."""
+        found = list(getattr(namespace, self.dest) or ())
+        try:
+            picks.add(found, values)
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        setattr(namespace, self.dest, found)
+
+
 def _exclude(text: str):  # type: ignore[no-untyped-def]
-    return parse_picks(text, whole_nodes=True)
+    return picks.parse_picks(text, whole_nodes=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gpuboard.errors import UsageError
+from gpuboard.model.text import quoted
 
 if TYPE_CHECKING:
     from gpuboard.cluster.sources import Entry
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
 _SOURCE = re.compile(r"(hostfile|ssh_config|slurm):.*", re.DOTALL)
+_NAMES_MAX = 16_384  # in all nodesets and sources of a command together, as in one nodeset
 _LOCAL = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 
 
@@ -94,17 +96,23 @@ def _expand(texts: Iterable[str], find: Callable[[str], list[Entry]] | None) -> 
             names.setdefault(text, "")
         elif _SOURCE.fullmatch(text):
             if find is None:
-                raise UsageError(f"{text!r} cannot stand here, only nodesets can: gpu01, gpu[01-16], @group")
+                raise UsageError(f"{quoted(text)} cannot stand here, only nodesets can: gpu01, gpu[01-16], @group")
             for name, user, where in find(text):
                 _check_name(name, where)
                 names[name] = names.get(name) or user
         else:
-            _refuse_hostile(text)
+            if found := re.search(r"[\s,!&^](hostfile|ssh_config|slurm):", text):
+                alone = f"{found[1]}: stands alone: an entry of its own in nodes, a --nodes of its own"
+                raise UsageError(f"{quoted(text)}: {alone}")
+            if not text.strip():
+                raise UsageError("an empty nodeset names no node; write gpu01 or gpu[01-16]")
             from gpuboard.nodesets import expand
 
             for name in expand(text):
                 _check_name(name)
                 names.setdefault(name, "")
+        if len(names) > _NAMES_MAX:
+            raise UsageError(f"too many nodes are named; at most {_NAMES_MAX} are possible")
     return names
 
 
@@ -112,7 +120,21 @@ def _check_name(name: str, where: str = "") -> None:
     """Raise UsageError for what no host can be called."""
     if not _NAME.fullmatch(name) or any(not 0 < len(label) <= 63 for label in name.split(".")):
         at = f"{where}: " if where else ""
-        raise UsageError(f"{at}{name!r} cannot be a node's name: letters, digits, '.', '-' and '_' only")
+        raise UsageError(f"{at}{quoted(name)} cannot be a node's name: letters, digits, '.', '-' and '_' only")
+
+
+def check_node(node: Node, where: str) -> None:
+    """Raise UsageError for a node that no inventory can have."""
+    _check_name(node.name, where)
+    if node.host is not None:
+        user, at, host = node.host.rpartition("@")
+        _check_name(host, where)
+        if at:
+            _check_name(user, where)
+    if node.claims_dir is not None and not (node.claims_dir.startswith("/") and node.claims_dir.isprintable()):
+        raise UsageError(
+            f"{where}: {quoted(node.claims_dir)} cannot be a folder of claims: it must be an absolute path"
+        )
 
 
 def _host(name: str, user: str) -> str | None:
@@ -129,16 +151,6 @@ def folded(names: Sequence[str]) -> str:
     from gpuboard.nodesets import fold  # 30 ms: only for several nodes
 
     return fold(names)
-
-
-def _refuse_hostile(text: str) -> None:
-    """Raise UsageError for characters no nodeset has, before ClusterShell reads them: groups may run site commands."""
-    if found := re.search(r"[\s,!&^](hostfile|ssh_config|slurm):", text):
-        raise UsageError(f"{text!r}: {found[1]}: stands alone: an entry of its own in nodes, a --nodes of its own")
-    if bad := sorted(set(re.findall(r"[^A-Za-z0-9_.,!&^@:*?/\[\]\s-]", text))):
-        raise UsageError(f"nodeset {text!r} has {' '.join(map(repr, bad))}, which no node's name can have")
-    if not text.strip():
-        raise UsageError("an empty nodeset names no node; write gpu01 or gpu[01-16]")
 
 
 def is_here(name: str) -> bool:
