@@ -12,9 +12,11 @@ from gpuboard.board.scene import Scene
 from gpuboard.errors import UsageError
 from gpuboard.model.snapshot import GpuView, NodeView
 from gpuboard.model.state import STATES
-from gpuboard.model.units import parse_duration, parse_size
+from gpuboard.model.text import quoted, shown
+from gpuboard.model.units import parse_duration, parse_number, parse_size
 
 Predicate = Callable[[NodeView, GpuView | None, Scene], bool]
+_NODES_MAX = 4096  # in one nodeset of a filter
 NODE_STATES = ("up", "stale", "connecting", "unreachable")
 FLAGS = ("rogue", "idle", "overdue", "disputed", "sick", "mig")
 
@@ -101,7 +103,7 @@ def _text_test(wanted: str, sign: str, begins: bool) -> Callable[[list[str]], bo
 
 def _only_equal(term: Term) -> tuple[str, ...]:
     if term.operator not in ":=":
-        raise QueryError(f"{term.key} is no number; write {term.key}:{term.values[0]}", term.position)
+        raise QueryError(f"{term.key} is no number; write {term.key}:{shown(term.values[0])}", term.position)
     return term.values
 
 
@@ -126,7 +128,7 @@ def _number(
             try:
                 wanted.append(read(value))
             except ValueError:
-                raise QueryError(f"{term.key}{term.operator}{value}: write {example}", term.position) from None
+                raise QueryError(f"{term.key}{term.operator}{shown(value)}: write {example}", term.position) from None
 
         def holds(node: NodeView, gpu: GpuView | None, scene: Scene) -> bool:
             value = None if gpu is None else value_of(node, gpu)
@@ -147,7 +149,7 @@ def _memory(value_of: Callable[[GpuView], float | None], name: str) -> Callable[
         return None if value is None or not gpu.memory_total else 100 * value / gpu.memory_total
 
     sizes = _number(lambda node, gpu: value_of(gpu), parse_size, f"a size or a part, {name}>40GiB or {name}>50%")
-    parts = _number(percent_of, lambda text: float(text.removesuffix("%")), f"{name}>50%")
+    parts = _number(percent_of, _percent, f"{name}>50%")
     return lambda term: (parts if all(value.endswith("%") for value in term.values) else sizes)(term)
 
 
@@ -157,14 +159,19 @@ def _free_memory(gpu: GpuView) -> float | None:
     return gpu.memory_total - gpu.memory_used - (gpu.memory_reserved or 0)
 
 
+def is_nodeset(value: str) -> bool:
+    """Return whether a node's value has to be expanded."""
+    return "@" in value or "[" in value
+
+
 def _node(term: Term) -> Predicate:
     tests: list[Callable[[str], bool]] = []
     for value in _only_equal(term):
-        if "@" in value or "[" in value:
+        if is_nodeset(value):
             from gpuboard.nodesets import expand  # 30 ms: only where names need it
 
             try:
-                names = frozenset(name.casefold() for name in expand(value))
+                names = frozenset(name.casefold() for name in expand(value, _NODES_MAX))
             except UsageError as error:
                 raise QueryError(str(error), term.position) from None
             tests.append(lambda name, names=names: name in names)  # type: ignore[misc]
@@ -193,7 +200,9 @@ def _one_of(
         for value in _only_equal(term):
             found = {word for word in words if word.startswith(value.casefold())}
             if not found:
-                raise QueryError(f"no {term.key} begins with {value!r}; there are {', '.join(words)}", term.position)
+                raise QueryError(
+                    f"no {term.key} begins with {quoted(value)}; there are {', '.join(words)}", term.position
+                )
             wanted |= {value.casefold()} & found or found
 
         def holds(node: NodeView, gpu: GpuView | None, scene: Scene) -> bool:
@@ -232,11 +241,11 @@ def _jobs(gpu: GpuView) -> list[str | None]:
 
 
 def _watts(text: str) -> float:
-    return float(text.lower().removesuffix("w"))
+    return parse_number(text.lower().removesuffix("w"))
 
 
 def _percent(text: str) -> float:
-    return float(text.removesuffix("%"))
+    return parse_number(text.removesuffix("%"))
 
 
 KEYS: Mapping[str, Key] = {
@@ -248,13 +257,13 @@ KEYS: Mapping[str, Key] = {
     ),
     "user": Key("a person, user:alice", 5, _text(lambda node, gpu, scene: _people(gpu, scene), begins=True)),
     "node": Key("a node or nodeset, node:gpu[01-04]", 2, _node),
-    "gpu": Key("a GPU's index, gpu:0,3", 1, _number(lambda node, gpu: gpu.index, float, "gpu:0,3")),
+    "gpu": Key("a GPU's index, gpu:0,3", 1, _number(lambda node, gpu: gpu.index, parse_number, "gpu:0,3")),
     "model": Key("a part of the name, model:H100", 3, _text(lambda node, gpu, scene: (gpu.name,))),
     "mem": Key("the memory in use, mem>40GiB or mem>50%", 1, _memory(lambda gpu: gpu.memory_used, "mem")),
     "free": Key("the memory free, free>40GiB", 1, _memory(_free_memory, "free")),
     "total": Key("the memory in all, total>40GiB", 1, _memory(lambda gpu: gpu.memory_total, "total")),
     "util": Key("a percentage, util<10", 1, _number(lambda node, gpu: gpu.utilization, _percent, "util<10")),
-    "temp": Key("degrees Celsius, temp>80", 1, _number(lambda node, gpu: gpu.temperature, float, "temp>80")),
+    "temp": Key("degrees Celsius, temp>80", 1, _number(lambda node, gpu: gpu.temperature, parse_number, "temp>80")),
     "power": Key("watts, power>300", 1, _number(lambda node, gpu: gpu.power, _watts, "power>300")),
     "age": Key("how old the reading is, age>5s", 1, _number(age_of, parse_duration, "age>5s")),
     "flag": Key(f"one of {', '.join(FLAGS)}", 1, _one_of(FLAGS, lambda node, gpu: () if gpu is None else gpu.flags)),

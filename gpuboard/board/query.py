@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import re
 
-from gpuboard.board.conditions import ALIASES, KEYS, Predicate, QueryError, Term, compile_term
+from gpuboard.board.conditions import ALIASES, KEYS, Predicate, QueryError, Term, compile_term, is_nodeset
 from gpuboard.board.scene import Scene
 from gpuboard.model.snapshot import GpuView, NodeView
+from gpuboard.model.text import shown
+
+TEXT_MAX = 1000  # characters: each term is held against every GPU of every picture
+_SETS_MAX = 16  # each is written out
 
 __all__ = ["Query", "QueryError", "parse"]
 
@@ -37,7 +41,13 @@ class Query:
 
 def parse(text: str) -> Query:
     """Return the query. Raises QueryError, which says what is missing or wrong."""
-    compiled = [compile_term(term) for term in _terms(text)]
+    if len(text) > TEXT_MAX:
+        raise QueryError(f"longer than {TEXT_MAX} characters", TEXT_MAX)
+    terms = _terms(text)
+    sets = [term for term in terms if term.key == "node" for value in term.values if is_nodeset(value)]
+    if len(sets) > _SETS_MAX:
+        raise QueryError(f"more than {_SETS_MAX} nodesets; write several as one: gpu[1-4,7-9]", sets[-1].position)
+    compiled = [compile_term(term) for term in terms]
     compiled.sort(key=lambda pair: pair[0])  # what is cheap to look at first
     return Query(text, tuple(predicate for _, predicate in compiled))
 
@@ -63,7 +73,7 @@ def _terms(text: str) -> list[Term]:
             name = start[2].lower()
             key = ALIASES.get(name, name)
             if key not in KEYS:
-                raise QueryError(f"{start[2]} is not something to filter by; there are {', '.join(KEYS)}", at)
+                raise QueryError(f"{shown(start[2])} is not something to filter by; there are {', '.join(KEYS)}", at)
             negative = (start[1] == "-") != (start[3] == "!=")
             if not all(values):
                 raise QueryError(f"{start[2]}{start[3]} what? {KEYS[key].hint}", at)
