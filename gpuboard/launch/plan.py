@@ -15,6 +15,7 @@ from gpuboard.launch.target import Target
 from gpuboard.model.rankmap import RankMap, RankNode, problems
 from gpuboard.model.text import clean
 
+_SHOWN = 20  # of what is wrong with a rank map
 LOOPBACK = "127.0.0.1"
 # What ssh, a hostfile and a shell all take as it stands; a leading dash would be an option to all three.
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -86,12 +87,13 @@ def check_rank_map(rank_map: RankMap, known: Collection[str], where: str, device
     several ranks may name none, so only the numbering of ranks, nodes and local ranks must hold.
     """
     wrong = [p for p in problems(rank_map) if device == "cuda" or not _about_gpus(p)]
+    inventory = clean(", ".join(sorted(known)), 400) or "none"
     for node in rank_map.nodes:
         if not _HOST.fullmatch(node.name):
             wrong.append(f"node {node.name!r} is not a host name: letters, digits, dots, dashes and underscores only")
         elif node.name not in known:
             wrong.append(
-                f"node {node.name!r} is unknown; the inventory has {', '.join(sorted(known)) or 'none'} "
+                f"node {node.name!r} is unknown; the inventory has {inventory} "
                 "(add it to `nodes` of the config, or pass --nodes)"
             )
         if not _host_or_address(node.address):
@@ -103,7 +105,8 @@ def check_rank_map(rank_map: RankMap, known: Collection[str], where: str, device
     if not _host_or_address(rank_map.master_addr):
         wrong.append(f"master_addr {rank_map.master_addr!r} is neither a host name nor an address")
     if wrong:
-        raise UsageError(f"{where}:\n" + "\n".join(f"  {clean(line)}" for line in wrong))
+        more = [f"… and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        raise UsageError(f"{clean(where)}:\n" + "\n".join(f"  {clean(line)}" for line in [*wrong[:_SHOWN], *more]))
 
 
 def _about_gpus(problem: str) -> bool:

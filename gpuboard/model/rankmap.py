@@ -7,6 +7,8 @@ from collections import Counter
 
 import msgspec
 
+from gpuboard.model.text import shown
+
 
 class RankNode(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """One node of a rank map."""
@@ -60,16 +62,18 @@ def problems(rank_map: RankMap) -> list[str]:
     if rank_map.world_size != len(rank_map.ranks):
         found.append(f"world_size is {rank_map.world_size} but {len(rank_map.ranks)} ranks are listed")
     found += _numbering([r.rank for r in rank_map.ranks], "rank", "")
-    names = [n.name for n in rank_map.nodes]
-    found += [f"node {name!r} is listed {count} times" for name, count in Counter(names).items() if count > 1]
+    on_node: dict[str, list[Rank]] = {node.name: [] for node in rank_map.nodes}
+    listed = shown(", ".join(on_node), 400) or "none"
+    names = Counter(node.name for node in rank_map.nodes)
+    found += [f"node {name!r} is listed {count} times" for name, count in names.items() if count > 1]
     found += _numbering([n.node_rank for n in rank_map.nodes], "node_rank", "")
-    found += [
-        f"rank {r.rank} is on node {r.node!r}, which is not in nodes ({', '.join(names) or 'none'})"
-        for r in rank_map.ranks
-        if r.node not in names
-    ]
+    for rank in rank_map.ranks:
+        if rank.node in on_node:
+            on_node[rank.node].append(rank)
+        else:
+            found.append(f"rank {rank.rank} is on node {rank.node!r}, which is not in nodes ({listed})")
     for node in rank_map.nodes:
-        here = [r for r in rank_map.ranks if r.node == node.name]
+        here = on_node[node.name]
         if len(here) != node.local_world_size:
             found.append(f"node {node.name}: local_world_size is {node.local_world_size} but it has {len(here)} ranks")
         found += _numbering([r.local_rank for r in here], "local_rank", f"node {node.name}: ")
