@@ -145,13 +145,15 @@ def _names_others(argv: list[str], env: Mapping[str, str]) -> bool:
     if not said and not env.get("GPUBOARD_LEASE"):
         said = [env["GPUBOARD_NODES"]] if env.get("GPUBOARD_NODES") else []
     if not said:
+        from gpuboard import files
+
         home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
         for path in (env.get("GPUBOARD_CONFIG") or f"{home}/gpuboard/config.toml", "/etc/gpuboard/config.toml"):
             try:
-                with open(path, encoding="utf-8", errors="replace") as file:
-                    said += [line for line in file if line.lstrip().startswith("nodes")]
+                lines = files.read(path, files.CONFIG_MAX).decode("utf-8", "replace").splitlines()
             except OSError:
                 continue  # most have none; one that cannot be read is reported when it is loaded
+            said += [line for line in lines if line.lstrip().startswith("nodes")]
     name = os.uname().nodename.partition(".")[0]
     return bool(said) and not any(name in text or "localhost" in text for text in said)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,10 +12,11 @@ from typing import Any
 
 import msgspec
 
-from gpuboard import paths
+from gpuboard import files, paths
 from gpuboard.errors import ConfigError
 from gpuboard.model.state import Thresholds
-from gpuboard.model.units import parse_duration, parse_size
+from gpuboard.model.text import quoted, shown
+from gpuboard.model.units import parse_duration, parse_size, parse_whole
 
 
 class StateSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,6 +109,14 @@ _SPANS = {  # of those that nodes and Slurm feel, or that no poll() could wait f
     "slurm.interval": ("1s", "1d"),
     "slurm.patience": ("0.1s", "1d"),
 }
+_DEPTH_MAX = 16
+_QUOTED = re.compile(  # strings, closed or not, and comments
+    r'"""(?:[^"\\]|\\.|"(?!""))*+(?:""")?|\'\'\'(?:[^\']|\'(?!\'\'))*+(?:\'\'\')?'
+    r'|"(?:[^"\\\n]|\\.)*+"?|\'[^\'\n]*+\'?|#[^\n]*+',
+    re.DOTALL,
+)
+_LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_DEPTH_MAX}}}")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # but blanks and line ends
 _ANY = ("0.001s", "366d")
 _SIZES = ("slurm.mem_per_gpu",)
 _RANGES = {
@@ -133,7 +144,7 @@ def load(env: Mapping[str, str], flags: Mapping[str, Any], file: Path | None = N
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     sources = [
-        (str(path), _read(path, must_exist=path == file))
+        (shown(path), _read(path, must_exist=path == file))
         for path in (paths.SITE_CONFIG, file or paths.user_config(env))
     ]
     sources.append(("environment", _from_env(env)))
@@ -145,20 +156,46 @@ def load(env: Mapping[str, str], flags: Mapping[str, Any], file: Path | None = N
             _put(merged, key, value)
         origins |= {key: origin for key, _ in flat(values)}
     settings = msgspec.convert(merged, Settings)
+    for key, paths_of, most in (
+        ("ssh_config", (settings.ssh_config,), files.SSH_CONFIG_MAX),
+        ("known_hosts", settings.known_hosts, files.KNOWN_HOSTS_MAX),
+    ):
+        for file_of in paths_of:  # ssh, too, reads them, and would wait for a FIFO for ever
+            if why := files.trouble(os.path.expanduser(file_of), most):
+                raise ConfigError(f"{origins.get(key, 'default')}: {key} = {quoted(file_of)} cannot be read: {why}")
     return Configuration(settings, {key: origins.get(key, "default") for key, _ in flat(msgspec.to_builtins(settings))})
 
 
 def _read(path: Path, *, must_exist: bool) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(files.read(path, files.CONFIG_MAX))
     except FileNotFoundError:
         if must_exist:
-            raise ConfigError(f"{path}: no such config file; check --config or GPUBOARD_CONFIG") from None
+            raise ConfigError(f"{shown(path)}: no such config file; check --config or GPUBOARD_CONFIG") from None
         return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{shown(path)}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{shown(path)}: cannot be read: it is not UTF-8") from error
+    except ValueError as error:
+        raise ConfigError(f"{shown(path)}: not valid TOML: {error}") from error
+
+
+def parse_toml(data: bytes) -> dict[str, Any]:
+    """Return the tables in a TOML file. Raises ValueError, also for what is nested deeper than _DEPTH_MAX.
+
+    tomllib takes a stack frame for each bracket, and time and memory in the square of a key's length in dots.
+    """
+    text = data.decode("utf-8")
+    bare = _QUOTED.sub("_", text)
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", bare):
+        depth += 1 if bracket in "[{" else -1
+        if depth > _DEPTH_MAX:
+            raise ValueError(f"brackets nest deeper than {_DEPTH_MAX}")
+    if _LONG_KEY.search(bare):
+        raise ValueError(f"a key has more than {_DEPTH_MAX} parts")
+    return tomllib.loads(text)
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
@@ -172,9 +209,10 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
         if text is None or (field.name == "nodes" and env.get("GPUBOARD_LEASE")):
             continue
         if field.type is int:
-            if not text.isdigit():
-                raise ConfigError(f"GPUBOARD_{field.name.upper()}={text!r}: a number is needed")
-            values[field.name] = int(text)
+            try:
+                values[field.name] = parse_whole(text, *_RANGES[field.name])
+            except ValueError as error:
+                raise ConfigError(f"GPUBOARD_{field.name.upper()}: {error}") from None
         elif field.type is str:
             values[field.name] = text
         elif field.name in {"nodes", "known_hosts"}:
@@ -197,6 +235,12 @@ def _check(values: dict[str, Any], origin: str) -> None:
             message = f"{message.partition(' - at ')[0]} - at `$.{_wrong_key(values)}`"
         raise ConfigError(f"{origin}: {message}") from None
     found = dict(flat(values))
+    for key, value in found.items():
+        for text in (key, *(value if isinstance(value, (list, tuple)) else (value,))):
+            if isinstance(text, str) and _CONTROL.search(text):
+                raise ConfigError(f"{origin}: {shown(key)}: {quoted(text)} has a control character")
+        if isinstance(value, int) and value.bit_length() > 63:  # Python refuses to print one of 4,300 digits
+            raise ConfigError(f"{origin}: {key}: the number is too large")
     for key in _DURATIONS:
         if key in found and (key, found[key]) != ("interval", "auto"):
             try:
@@ -205,7 +249,7 @@ def _check(values: dict[str, Any], origin: str) -> None:
                 raise ConfigError(f"{origin}: {key}: {error}{', or auto' * (key == 'interval')}") from None
             least, most = _SPANS.get(key, _ANY)
             if not parse_duration(least) <= seconds <= parse_duration(most):
-                raise ConfigError(f"{origin}: {key} = {found[key]!r} is not between {least} and {most}")
+                raise ConfigError(f"{origin}: {key} = {quoted(found[key])} is not between {least} and {most}")
     for key in _SIZES:
         if found.get(key):
             try:
@@ -214,17 +258,17 @@ def _check(values: dict[str, Any], origin: str) -> None:
                 raise ConfigError(f"{origin}: {key}: {error}") from None
     for key, choices in _CHOICES.items():
         if key in found and found[key] not in choices:
-            raise ConfigError(f"{origin}: {key} = {found[key]!r} is not one of: {', '.join(choices)}")
+            raise ConfigError(f"{origin}: {key} = {quoted(found[key])} is not one of: {', '.join(choices)}")
     for key, (low, high) in _RANGES.items():
         if key in found and not low <= found[key] <= high:
             raise ConfigError(f"{origin}: {key} = {found[key]!r} is not between {low} and {high}")
     if not found.get("claims_dir", "/").startswith("/"):
-        raise ConfigError(f"{origin}: claims_dir = {found['claims_dir']!r} must be an absolute path")
+        raise ConfigError(f"{origin}: claims_dir = {quoted(found['claims_dir'])} must be an absolute path")
     for text in found.get("nodes", ()):
         if not text.strip():
             raise ConfigError(f"{origin}: nodes holds an empty nodeset; write gpu01 or gpu[01-16,20]")
         if text.startswith("hostfile:") and origin not in _BY_HAND and not text[9:].startswith(("/", "~")):
-            raise ConfigError(f"{origin}: nodes: {text!r} needs the whole path: commands run in any folder")
+            raise ConfigError(f"{origin}: nodes: {quoted(text)} needs the whole path: commands run in any folder")
 
 
 def _wrong_key(table: Mapping[str, Any], around: Callable[[Any], Any] = lambda inner: inner) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from gpuboard import paths
+from gpuboard import files, paths
 from gpuboard.board.arrange import GROUPS, SORTS, VIEWS, ViewState
+from gpuboard.board.query import TEXT_MAX
 
 _SIZE = 64 * 1024  # bytes: what is longer was not written by us
 
@@ -34,17 +35,20 @@ def load(env: Mapping[str, str]) -> tuple[Preferences, str | None]:
     """Return what was kept, and what is wrong with the file, if anything is."""
     file = path(env)
     try:
-        with file.open("rb") as stream:
-            text = stream.read(_SIZE)
-        kept = msgspec.json.decode(text, type=Preferences)
+        kept = msgspec.json.decode(files.read(file, _SIZE), type=Preferences)
     except FileNotFoundError:
         return Preferences(), None
     except OSError as error:
         return Preferences(), f"{file}: {error.strerror}; sort, filter and theme start anew"
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Preferences(), f"{file} cannot be understood; sort, filter and theme start anew"
     view = kept.view
-    if view.view not in VIEWS or view.group not in GROUPS or view.sort not in {"", *SORTS} or len(view.filter) > 1000:
+    if (
+        view.view not in VIEWS
+        or view.group not in GROUPS
+        or view.sort not in {"", *SORTS}
+        or len(view.filter) > TEXT_MAX
+    ):
         kept = msgspec.structs.replace(kept, view=ViewState())
     return kept, None
 

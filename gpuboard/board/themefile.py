@@ -7,7 +7,6 @@ variables), ``[states]`` and ``[roles]``: styles, written ``bold #ff7b7b on #000
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import msgspec
 from rich.color import Color
 from rich.style import Style
 
-from gpuboard import paths
+from gpuboard import files, paths
+from gpuboard.config import parse_toml
 
 ATTRIBUTES = ("bold", "dim", "italic", "reverse", "strike", "underline")
 _SIZE = 64 * 1024  # bytes: no theme is longer
@@ -69,18 +69,16 @@ def many_colors(env: Mapping[str, str]) -> bool:
 def read(path: Path) -> ThemeFile:
     """Return what a file says. Raises BadTheme."""
     try:
-        if path.stat().st_size > _SIZE:
-            raise BadTheme(f"{path.name}: larger than {_SIZE // 1024} kB")
-        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), ThemeFile)
+        return msgspec.convert(parse_toml(files.read(path, _SIZE)), ThemeFile)
     except OSError as error:
         raise BadTheme(f"{path.name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise BadTheme(f"{path.name}: not UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
-        raise BadTheme(f"{path.name}: not valid TOML: {error}") from error
     except msgspec.ValidationError as error:
         words = str(error).replace("Object contains unknown field", "unknown key").replace("`$.", "`")
         raise BadTheme(f"{path.name}: {words}") from error
+    except ValueError as error:
+        raise BadTheme(f"{path.name}: not valid TOML: {error}") from error
 
 
 def onto(base: ThemeFile, said: ThemeFile) -> ThemeFile:

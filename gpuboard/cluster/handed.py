@@ -10,10 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from gpuboard.cluster.inventory import Node, expand_names
+from gpuboard import files
+from gpuboard.cluster.inventory import Node, check_node, expand_names
 from gpuboard.errors import UsageError
+from gpuboard.model.text import shown
 
 VARIABLE = "GPUBOARD_INVENTORY"
+_BYTES_MAX = 4 << 20  # 10,000 nodes, simulated ones with their GPUs
 
 
 def write_nodes(path: Path, nodes: Sequence[Node]) -> None:
@@ -25,13 +28,17 @@ def write_nodes(path: Path, nodes: Sequence[Node]) -> None:
 def read_nodes(path: Path, said: Sequence[str] = ()) -> list[Node]:
     """Return the nodes in a file, or of them those that ``said`` (``--nodes``) names. Raises UsageError."""
     try:
-        nodes = msgspec.json.decode(path.read_bytes(), type=list[Node])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{VARIABLE}={path}: not an inventory: {error}") from error
+        nodes = msgspec.json.decode(files.read(path, _BYTES_MAX), type=list[Node])
+    except OSError as error:
+        raise UsageError(f"{VARIABLE}={shown(path)}: cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{VARIABLE}={shown(path)}: not an inventory: {error}") from error
+    for node in nodes:
+        check_node(node, f"{VARIABLE}={shown(path)}")
     if not said:
         return nodes
     by_name = {node.name: node for node in nodes}
     names = expand_names(said)
     if unknown := [name for name in names if name not in by_name]:
-        raise UsageError(f"no node {unknown[0]!r} in {VARIABLE}={path}; it has: {', '.join(by_name)}")
+        raise UsageError(f"no node {unknown[0]!r} in {VARIABLE}={shown(path)}; it has: {', '.join(by_name)}")
     return [by_name[name] for name in names]

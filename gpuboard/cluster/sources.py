@@ -9,12 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from glob import glob
 from typing import NamedTuple
 
+from gpuboard import files
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.model.schedule import Schedule, Seen
-from gpuboard.model.text import clean
+from gpuboard.model.text import clean, like, shown
+from gpuboard.model.units import is_whole
 
-_BYTES_MAX = 8 * 2**20  # of a file: 65,536 long lines; a device or the wrong file would never end
+_LINES_MAX = 65_536  # of a hostfile
 _DEPTH_MAX = 16  # of Include, as OpenSSH has it (READCONF_MAX_DEPTH)
+_FILES_MAX = 4096  # in all: files that include one another twice would be read 2^16 times
+_HELD_MAX = 1_000_000  # names against patterns: 1,000 of each on every line of a thousand
 
 # Open MPI's orte/util/hostfile/hostfile_lex.l; `ifname`, `binding` and `user` are those of MPICH's Hydra.
 _COUNTS = {"slots", "cpu", "count", "boards", "sockets", "sockets_per_board", "cores", "cores_per_socket"} | {
@@ -82,16 +86,16 @@ def _hostfile(path: str) -> list[Entry]:
         raise UsageError("hostfile: names no file; write hostfile:PATH")
     found = []
     users: dict[str, str] = {}
-    for number, line in enumerate(_read(path).splitlines(), 1):
-        words = re.sub(r"\s*=\s*", "=", re.sub(r"(#|//).*", "", line)).split()
+    for number, line in enumerate(_read(path), 1):
+        words = re.sub(r"(?<!\s)\s*+=\s*", "=", re.sub(r"(#|//).*", "", line)).split()
         if not words:
             continue
-        where = f"{path}:{number}"
+        where = f"{shown(path)}:{number}"
         entry = _host(words[0], where)
         for word in words[1:]:
             key, equals, value = word.partition("=")
             key = key.replace("-", "_").lower()
-            if not equals or key not in _COUNTS | _USERS | _WORDS or (key in _COUNTS and not value.isdecimal()):
+            if not equals or key not in _COUNTS | _USERS | _WORDS or (key in _COUNTS and not is_whole(value)):
                 raise UsageError(f"{where}: {clean(word, 60)!r} cannot be read; a line is: gpu01 slots=4 max_slots=8")
             if key in _USERS:
                 entry = entry._replace(user=value)
@@ -123,57 +127,79 @@ def _aliases(patterns: str, ssh_config: str) -> list[str]:
     if not patterns:
         raise UsageError("ssh_config: names no hosts; write ssh_config:gpu* for those of your ssh config")
     wanted = [pattern.strip() for pattern in patterns.split(",")]
-    found = [name for name in _hosts(ssh_config, (), 0) if _matches(name, wanted)]
+    found = _SshConfig(ssh_config).names(wanted)
     if not found:
-        raise UsageError(f"ssh_config:{patterns}: no Host of {ssh_config} and its Includes matches; patterns are none")
+        raise UsageError(
+            f"ssh_config:{shown(patterns)}: no Host of {shown(ssh_config)} and its Includes matches; patterns are none"
+        )
     return found
 
 
-def _hosts(path: str, within: tuple[Sequence[str], ...], depth: int) -> Iterator[str]:
-    """Yield the names that `Host` lines have. ``within``: the patterns of the Host lines around the Include."""
-    if depth > _DEPTH_MAX:
-        raise UsageError(f"{path}: Include goes deeper than {_DEPTH_MAX} files, as in a circle")
-    around = within
-    for number, line in enumerate(_read(path).splitlines(), 1):
-        parts = re.fullmatch(r"\s*(host|match|include)(?:\s*=\s*|\s+)(.*)", line, re.IGNORECASE)
-        if parts is None:
-            continue
-        try:
-            words = shlex.split(parts[2], comments=True)
-        except ValueError:
-            raise UsageError(f"{path}:{number}: a quote is not closed") from None
-        if parts[1].lower() == "match":
-            around = within  # what it asks (exec, user, …) is ssh's to decide; a name below it stays a name
-        elif parts[1].lower() == "host":
-            around = (*within, words)
-            for name in words:
-                if not re.search(r"[*?!]", name) and all(_matches(name, patterns) for patterns in around):
-                    yield name
-        else:
-            for word in words:
-                # what is relative lies in ~/.ssh, also for a file elsewhere (ssh_config(5), Include)
-                for file in sorted(glob(os.path.join(os.path.expanduser("~/.ssh"), os.path.expanduser(word)))):
-                    yield from _hosts(file, around, depth + 1)
+class _SshConfig:
+    """The names that the `Host` lines of a file and of its Includes have, with bounds on what reading them takes."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._files = 0
+        self._bytes = 0
+        self._held = 0
+
+    def names(self, wanted: Sequence[str]) -> list[str]:
+        """Return the names that ``wanted`` fits. Raises UsageError."""
+        return [name for name in self._hosts(self._path, (), 0) if self._fits(name, wanted)]
+
+    def _hosts(self, path: str, within: tuple[Sequence[str], ...], depth: int) -> Iterator[str]:
+        """Yield the names of one file. ``within``: the patterns of the Host lines around the Include."""
+        if depth > _DEPTH_MAX:
+            raise UsageError(f"{shown(path)}: Include goes deeper than {_DEPTH_MAX} files, as in a circle")
+        lines = _read(path)
+        self._files += 1
+        self._bytes += sum(map(len, lines))
+        if self._files > _FILES_MAX or self._bytes > files.SSH_CONFIG_MAX:
+            raise UsageError(
+                f"{shown(path)}: with all that is included, {shown(self._path)} has more than {_FILES_MAX} files or "
+                f"{files.SSH_CONFIG_MAX >> 20} MiB"
+            )
+        around = within
+        for number, line in enumerate(lines, 1):
+            parts = re.fullmatch(r"\s*(host|match|include)(?:\s*=\s*|\s+)(.*)", line, re.IGNORECASE)
+            if parts is None:
+                continue
+            try:
+                words = shlex.split(parts[2], comments=True)
+            except ValueError:
+                raise UsageError(f"{shown(path)}:{number}: a quote is not closed") from None
+            if parts[1].lower() == "match":
+                around = within  # what it asks (exec, user, …) is ssh's to decide; a name below it stays a name
+            elif parts[1].lower() == "host":
+                around = (*within, words)
+                for name in words:
+                    if not re.search(r"[*?!]", name) and all(self._fits(name, patterns) for patterns in around):
+                        yield name
+            else:
+                for word in words:
+                    # what is relative lies in ~/.ssh, also for a file elsewhere (ssh_config(5), Include)
+                    for file in sorted(glob(os.path.join(os.path.expanduser("~/.ssh"), os.path.expanduser(word)))):
+                        yield from self._hosts(file, around, depth + 1)
+
+    def _fits(self, name: str, patterns: Sequence[str]) -> bool:
+        """Return whether ssh takes ``patterns`` for ``name``: one fits, none with ``!`` (ssh_config(5), PATTERNS)."""
+        self._held += len(patterns)
+        if self._held > _HELD_MAX:
+            raise UsageError(f"{shown(self._path)}: its names and patterns need more than {_HELD_MAX} comparisons")
+        return any(like(name, p) for p in patterns if not p.startswith("!")) and not any(
+            like(name, p[1:]) for p in patterns if p.startswith("!")
+        )
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether ssh takes ``patterns`` for ``name``: one fits, and none with ``!`` (ssh_config(5), PATTERNS)."""
-
-    def fits(pattern: str) -> bool:
-        return bool(re.fullmatch(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."), name))
-
-    return any(fits(p) for p in patterns if not p.startswith("!")) and not any(
-        fits(p[1:]) for p in patterns if p.startswith("!")
-    )
-
-
-def _read(path: str) -> str:
-    """Return a text file. Raises UsageError."""
+def _read(path: str) -> list[str]:
+    """Return the lines of a text file. Raises UsageError."""
     try:
-        with open(os.path.expanduser(path), encoding="utf-8") as file:
-            text = file.read(_BYTES_MAX + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
-    if len(text) > _BYTES_MAX:
-        raise UsageError(f"{path}: more than {_BYTES_MAX // 2**20} MiB are no list of hosts")
-    return text
+        text = files.read(os.path.expanduser(path), files.SSH_CONFIG_MAX).decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"{shown(path)}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{shown(path)}: cannot be read: it is not UTF-8") from None
+    if text.count("\n") > _LINES_MAX:
+        raise UsageError(f"{shown(path)}: more than {_LINES_MAX} lines are no list of hosts")
+    return text.splitlines()

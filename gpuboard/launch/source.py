@@ -8,22 +8,27 @@ from pathlib import Path
 
 import msgspec
 
+from gpuboard import files
 from gpuboard.allocate.ranks import rank_map
 from gpuboard.cluster.inventory import Node, is_here, local_node
 from gpuboard.errors import UsageError
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.request import Chosen
-from gpuboard.model.text import clean
+from gpuboard.model.text import clean, shown
+
+_RANKS_MAX = 16_384
+_BYTES_MAX = 4 << 20  # 10,000 ranks with blanks and line ends
 
 
 def read_rank_map(path: Path) -> RankMap:
     """Return the rank map in a file, typed but not yet checked. Raises UsageError."""
     try:
-        return msgspec.json.decode(path.read_bytes().removeprefix(BOM_UTF8), type=RankMap)  # some editors write one
+        text = files.read(path, _BYTES_MAX).removeprefix(BOM_UTF8)  # some editors write one
+        return msgspec.json.decode(text, type=RankMap)
     except OSError as error:
-        raise UsageError(f"{path}: the rank map cannot be read: {error.strerror}") from error
+        raise UsageError(f"{shown(path)}: the rank map cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path}: not a rank map: {clean(str(error))}") from error
+        raise UsageError(f"{shown(path)}: not a rank map: {clean(str(error))}") from error
 
 
 def nodes_of(rank_map: RankMap, nodes: Sequence[Node]) -> dict[str, Node]:
@@ -47,8 +52,10 @@ def cpu_rank_map(n: int, nodes: Sequence[Node], *, spread: bool, addresses: Mapp
     """Return a map of ``n`` ranks without GPUs: on this machine (else the first node), or spread over all ``nodes``.
 
     Spread means evenly, the first nodes taking one more where it does not come out even. ``addresses``: where other
-    nodes reach a node, in place of its name.
+    nodes reach a node, in place of its name. Raises UsageError for more than _RANKS_MAX.
     """
+    if n > _RANKS_MAX:
+        raise UsageError(f"--n {n}: at most {_RANKS_MAX} ranks are possible without GPUs")
     used = list(nodes)[:n] if spread else [local_node(nodes) or nodes[0]]
     chosen = [
         Chosen(node.name, index, f"CPU-{index}")

@@ -7,10 +7,11 @@ import binascii
 import hashlib
 import hmac
 import os
-import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
+
+from gpuboard import files
+from gpuboard.model.text import like
 
 
 class _Line(NamedTuple):
@@ -50,7 +51,7 @@ class KnownHosts:
 
 def _read(file: str) -> Iterator[_Line]:
     try:
-        text = Path(os.path.expanduser(file)).read_text(encoding="utf-8", errors="replace")
+        text = files.read(os.path.expanduser(file), files.KNOWN_HOSTS_MAX).decode("utf-8", "replace")
     except OSError:
         return  # no such file: nobody is known by it
     for line in text.splitlines():
@@ -68,9 +69,9 @@ def _fits(names: str, target: str) -> bool:
     if names.startswith("|1|"):
         return _hashed(names, target)
     patterns = names.lower().split(",")
-    if any(_glob(pattern[1:], target) for pattern in patterns if pattern.startswith("!")):
+    if any(like(target, pattern[1:]) for pattern in patterns if pattern.startswith("!")):
         return False
-    return any(_glob(pattern, target) for pattern in patterns if not pattern.startswith("!"))
+    return any(like(target, pattern) for pattern in patterns if not pattern.startswith("!"))
 
 
 def _hashed(names: str, target: str) -> bool:
@@ -79,7 +80,3 @@ def _hashed(names: str, target: str) -> bool:
     except ValueError:
         return False
     return hmac.compare_digest(hmac.new(salt, target.encode(), hashlib.sha1).digest(), digest)
-
-
-def _glob(pattern: str, text: str) -> bool:
-    return bool(re.fullmatch(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."), text))

@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import paramiko
 
+from gpuboard.files import KEY_MAX, SSH_CONFIG_MAX, read
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 from gpuboard.transport import resolve, sshwords
@@ -148,7 +148,7 @@ class OwnConfig:
         config = paramiko.SSHConfig()
         for file in self._files:
             try:
-                lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+                lines = read(file, SSH_CONFIG_MAX).decode("utf-8", "replace").splitlines()
                 config.parse(lines)
             except (OSError, paramiko.SSHException) as error:
                 raise TransportError("resolve", f"ssh_config: {file}: {error}", "correct that file") from None
@@ -301,6 +301,6 @@ def _keys(host: resolve.Resolved, files: list[str]) -> Iterator[Any]:
 
 def _public(file: str) -> bytes | None:
     try:
-        return base64.b64decode(Path(file).read_text(encoding="ascii").split()[1])
+        return base64.b64decode(read(file, KEY_MAX).split()[1])
     except (OSError, ValueError, IndexError):
         return None

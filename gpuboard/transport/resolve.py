@@ -22,8 +22,9 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from gpuboard import paths
+from gpuboard import files, paths
 from gpuboard.model.text import clean
+from gpuboard.model.units import is_whole
 from gpuboard.transport import sshwords
 from gpuboard.transport.base import TransportError
 
@@ -32,6 +33,7 @@ _USER_CONFIG = "~/.ssh/config"
 _USER_KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")  # what ssh -G says where nothing is set
 _JUMPS_MAX = 8
 _DEPTH_MAX = 16  # of Include, as in OpenSSH's readconf.c
+_FILES_MAX = 4096  # in all: files that include one another twice would be read 2^16 times
 _LOOK_S = 1.0  # how often the files are looked at for changes
 _KEPT_MAX = 10_000  # hosts in the file of answers
 # What is remembered of an answer of a hundred keys.
@@ -52,12 +54,12 @@ class Resolved:
 
     def __init__(self, spec: str, values: dict[str, list[str]]) -> None:
         self.spec = spec
+        self.values = values
         self.spec_user, self.name, self.spec_port = split(spec)
         self.hostname = _first(values, "hostname") or self.name
         self.user = _first(values, "user") or _login()
-        self.port = int(_first(values, "port") or 22)
+        self.port = self.count("port") or 22
         self.jumps = parse_jumps(_first(values, "proxyjump"))
-        self.values = values
 
     def get(self, key: str) -> str | None:
         """Return the first value of ``key`` (in lower case), tokens expanded; None when it is not set or ``none``."""
@@ -76,7 +78,7 @@ class Resolved:
     def count(self, key: str) -> int:
         """Return the number that ``key`` is set to, 0 where it is not one."""
         value = _first(self.values, key) or ""
-        return int(value) if value.isdecimal() else 0
+        return int(value) if is_whole(value) else 0
 
     def known_hosts(self) -> list[str] | None:
         """Return the known_hosts files that ssh_config names; None where it names none for the user."""
@@ -165,7 +167,7 @@ class Resolver:
         seen: list[object] = [self.flags, _login(), os.uname().nodename, _stamp(_ssh())]
         self._steady = self.plain = True
         for number, file in enumerate(self.files):
-            for path, text in _read(file, include_folder(file), 0):
+            for path, text in _read(file, include_folder(file)):
                 seen += [path, _stamp(path)]
                 self._steady = self._steady and not _UNSTEADY.search(text)
                 self.plain = self.plain and path == file and not re.search(r"^\s*match\b", text, re.I | re.M)
@@ -237,7 +239,7 @@ def split(spec: str) -> tuple[str | None, str, int | None]:
     """Return user, host and port of ``[user@]host[:port]`` or ``ssh://…``; an IPv6 address may stand in brackets."""
     username, at, rest = spec.removeprefix("ssh://").rstrip("/").rpartition("@")
     name, colon, port = rest.rpartition(":")
-    if colon and port.isdecimal() and (":" not in name or name.endswith("]")):
+    if colon and is_whole(port) and (":" not in name or name.endswith("]")):
         return username if at else None, name.strip("[]"), int(port)
     return username if at else None, rest.strip("[]"), None
 
@@ -261,15 +263,20 @@ def whole_chain(name: str, jumps: tuple[str, ...], jumps_of: Callable[[str], tup
     raise TransportError("resolve", f"ssh: ProxyJump of {name} goes in circles", "check your ssh_config")
 
 
-def _read(file: str, folder: str, depth: int) -> Iterator[tuple[str, str]]:
+def _read(file: str, folder: str) -> Iterator[tuple[str, str]]:
     """Yield a configuration file and those it includes, each with its text. ``folder``: where relative names lie."""
-    try:
-        text = Path(file).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    yield file, text
-    for path in included(text, folder) if depth < _DEPTH_MAX else ():
-        yield from _read(path, folder, depth + 1)
+    waiting = [(file, 0)]
+    for _ in range(_FILES_MAX):
+        if not waiting:
+            return
+        path, depth = waiting.pop()
+        try:
+            text = files.read(path, files.SSH_CONFIG_MAX).decode("utf-8", "replace")
+        except OSError:
+            continue
+        yield path, text
+        if depth < _DEPTH_MAX:
+            waiting += [(inner, depth + 1) for inner in reversed(list(included(text, folder)))]
 
 
 def include_folder(file: str) -> str:

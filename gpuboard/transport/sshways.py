@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from gpuboard.errors import ConfigError
+from gpuboard.files import KEY_MAX, read
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 from gpuboard.transport import sshmasters, sshwords
@@ -266,8 +267,7 @@ def lead(spec: str, settings: Settings, env: Mapping[str, str]) -> list[str]:
 def _encrypted(path: str) -> bool:
     """Return whether a private key needs a passphrase (PROTOCOL.key of OpenSSH, and PEM)."""
     try:
-        with open(path, "rb") as file:
-            text = file.read(4096)
+        text = read(path, KEY_MAX)
     except OSError:
         return False
     if b"BEGIN OPENSSH PRIVATE KEY" not in text:

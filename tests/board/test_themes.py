@@ -107,7 +107,7 @@ def test_plain_has_no_colour() -> None:
         ("dark = 'yes'\n", "Expected `bool`"),
         ("colour = 1\n", "unknown key `colour`"),
         ("[states]\nfree = '#ffffff'\n", "lacks primary"),
-        ("x = '" + 70_000 * "x" + "'", "larger than 64 kB"),
+        ("x = '" + 70_000 * "x" + "'", "larger than 64 KiB"),
     ],
 )
 def test_a_bad_file_is_told_with_its_name_and_the_others_load(tmp_path: Path, text: str, words: str) -> None:

@@ -93,8 +93,8 @@ def test_a_bad_file_is_refused_with_file_key_and_cure(tmp_path: Path, text: str,
     ("env", "words"),
     [
         ({"GPUBOARD_INTERVAL": "x"}, "environment: interval: 'x' is not a duration, or auto"),
-        ({"GPUBOARD_MAX_CONNECTIONS": "many"}, "GPUBOARD_MAX_CONNECTIONS='many': a number is needed"),
-        ({"GPUBOARD_MAX_CONNECTIONS": "0"}, "environment: max_connections = 0"),
+        ({"GPUBOARD_MAX_CONNECTIONS": "many"}, "GPUBOARD_MAX_CONNECTIONS: 'many' is not a whole number from 1 to 4096"),
+        ({"GPUBOARD_MAX_CONNECTIONS": "0"}, "GPUBOARD_MAX_CONNECTIONS: '0' is not"),
         ({"GPUBOARD_LEDGER": "x"}, "environment: ledger = 'x'"),
     ],
 )

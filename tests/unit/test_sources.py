@@ -88,7 +88,7 @@ def test_a_line_that_names_no_host_is_refused_with_its_number(tmp_path: Path, te
         ("hostfile:", "hostfile: names no file; write hostfile:PATH"),
         ("hostfile:/no/such/file", "/no/such/file: cannot be read: No such file or directory"),
         ("hostfile:/usr", "/usr: cannot be read: Is a directory"),
-        ("hostfile:/dev/zero", "/dev/zero: more than 8 MiB are no list of hosts"),
+        ("hostfile:/dev/zero", "/dev/zero: cannot be read: not a regular file"),
         (f"hostfile:{sys.executable}", "cannot be read: it is not UTF-8"),
         ("ssh_config:", "ssh_config: names no hosts; write ssh_config:gpu* for those of your ssh config"),
         ("ssh_config:*", "/no/config: cannot be read: No such file or directory"),

@@ -1,0 +1,82 @@
+"""Reading the files that a person names: bounded in bytes, and in time where it is a pipe."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import stat
+import time
+
+PIPE_S = 30.0  # how long the command of a `<(command)` may take
+_NO_PATH = "no path can hold a NUL, or half of a surrogate pair"
+
+CONFIG_MAX = 256 << 10  # bytes: thousands of nodes, one by one; tomllib takes half a second for that
+SSH_CONFIG_MAX = 4 << 20  # bytes: 10,000 hosts with ten lines each
+KEY_MAX = 64 << 10  # bytes: a key of 16,384 bits has 12 KiB
+KNOWN_HOSTS_MAX = 32 << 20  # bytes: 10,000 hosts with keys of every kind, under two names
+
+Path = str | os.PathLike[str]
+
+
+def read(path: Path, most: int) -> bytes:
+    """Return what is in a regular file, ``/dev/null`` or an unnamed pipe (``/dev/stdin``, ``<(command)``).
+
+    Raises OSError, whose strerror says why, also for any other kind of file (a FIFO or a device may never end), for
+    more than ``most`` bytes, for a pipe that is still open after PIPE_S, and for a path that the system cannot have.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except ValueError:
+        raise OSError(errno.EINVAL, _NO_PATH) from None
+    try:
+        facts = os.fstat(fd)
+        if not (stat.S_ISFIFO(facts.st_mode) and os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:")):
+            _check(facts, most)
+        return _read(fd, most)
+    finally:
+        os.close(fd)
+
+
+def trouble(path: Path, most: int) -> str:
+    """Return why no program should be told to read ``path``; "" where nothing is wrong, or nothing can be seen."""
+    try:
+        facts = os.stat(path)
+    except (OSError, ValueError):
+        return ""
+    try:
+        _check(facts, most)
+    except OSError as error:
+        return str(error.strerror)
+    return ""
+
+
+def _check(facts: os.stat_result, most: int) -> None:
+    if stat.S_ISDIR(facts.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(facts.st_mode) and facts.st_rdev != os.stat(os.devnull).st_rdev:
+        raise OSError(errno.EINVAL, "not a regular file")
+    if facts.st_size > most:
+        raise _too_large(most)
+
+
+def _read(fd: int, most: int) -> bytes:
+    found = bytearray()
+    until = time.monotonic() + PIPE_S
+    while len(found) <= most:
+        try:
+            data = os.read(fd, min(1 << 16, most + 1 - len(found)))
+        except BlockingIOError:
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            if not poller.poll(max(0.0, until - time.monotonic()) * 1000):
+                raise TimeoutError(errno.ETIMEDOUT, f"the pipe was still open after {PIPE_S:.0f} s") from None
+            continue
+        if not data:
+            return bytes(found)
+        found += data
+    raise _too_large(most)
+
+
+def _too_large(most: int) -> OSError:
+    return OSError(errno.EFBIG, f"larger than {most >> 10} KiB")
