@@ -22,7 +22,7 @@ from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.state import Thresholds
 from gpuboard.model.text import clean
-from tests.integration.here import Here, here
+from tests.integration.here import Here, Measured, here
 from tests.nodes import Cluster
 from tests.nvml import GIB, Gpu
 
@@ -382,7 +382,7 @@ def _static(uuid: str) -> GpuStatic:
     return GpuStatic(int(uuid[-1]), uuid, "NVIDIA H100", f"00000000:1{uuid[-1]}:00.0", memory_total=80 * GIB)
 
 
-def check_no_gpu_given(command: str, done: subprocess.CompletedProcess[str]) -> None:
+def check_no_gpu_given(command: str, done: subprocess.CompletedProcess[str] | Measured) -> None:
     """Check that a command whose output a shell evaluates gave no GPU, and others printed nothing."""
     if command.startswith("allocate"):
         assert "CUDA_VISIBLE_DEVICES=''" in done.stdout
