@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -45,6 +45,14 @@ def recorded(outcome: dict[str, Any], file: str | None) -> Iterator[None]:
     finally:
         if file:
             try:
-                Path(file).write_bytes(msgspec.json.encode(outcome) + b"\n")
+                with open(file, "wb", opener=_opener) as stream:
+                    stream.write(msgspec.json.encode(outcome) + b"\n")
             except OSError as error:
                 say(f"{OPTION} {file}: {error.strerror}")
+
+
+def _opener(path: str, flags: int) -> int:
+    """Open for writing; a FIFO that nobody reads is an error (ENXIO) and no reason to wait."""
+    fd = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(fd, True)
+    return fd

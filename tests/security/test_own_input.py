@@ -134,6 +134,7 @@ ROWS = {
     "bytes-config": Row("status --config", "no such config file", {}, [b"/\xff"]),
     "bytes-hostfile": Row("status --nodes", "cannot be read", {}, [b"hostfile:/\xff"]),
     "bytes-status-file": Row("run --n 0 --status-file {}/out", "whole number", {}, [b"\xff"]),
+    "status-file": Row("run --n 0 --status-file {}/fifo -- true", "--status-file"),
     "bytes-rank-map": Row("launch --device cpu --rank-map", "cannot be read", {}, [b"/\xff", "train.py"]),
     "line-config": Row("status --config", "no such config file", {}, ["/a\nb\x1b[31m"]),
     "line-rank-map": Row("launch --device cpu --rank-map", "cannot be read", {}, ["/a\nb\x1b[31m", "train.py"]),
