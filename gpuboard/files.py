@@ -51,6 +51,16 @@ def trouble(path: Path, most: int) -> str:
     return ""
 
 
+def included(word: str, folder: str) -> list[str]:
+    """Return the files that a word of ssh's Include means, sorted; what is relative lies in ``folder``."""
+    from glob import glob  # late: only where there is an ssh_config
+
+    try:
+        return sorted(glob(os.path.join(os.path.expanduser(folder), os.path.expanduser(word))))
+    except ValueError:  # a NUL
+        return []
+
+
 def _check(facts: os.stat_result, most: int) -> None:
     if stat.S_ISDIR(facts.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from glob import glob
 from typing import NamedTuple
 
 from gpuboard import files
@@ -179,7 +178,7 @@ class _SshConfig:
             else:
                 for word in words:
                     # what is relative lies in ~/.ssh, also for a file elsewhere (ssh_config(5), Include)
-                    for file in sorted(glob(os.path.join(os.path.expanduser("~/.ssh"), os.path.expanduser(word)))):
+                    for file in files.included(word, "~/.ssh"):
                         yield from self._hosts(file, around, depth + 1)
 
     def _fits(self, name: str, patterns: Sequence[str]) -> bool:

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +291,7 @@ def included(text: str, folder: str = "~/.ssh") -> Iterator[str]:
         except ValueError:
             continue  # ssh will complain of the quote
         for word in words:
-            yield from sorted(glob(os.path.join(os.path.expanduser(folder), os.path.expanduser(word))))
+            yield from files.included(word, folder)
 
 
 def _stamp(path: str) -> Sequence[int]:
