@@ -16,7 +16,7 @@ from gpuboard.model.rankmap import RankMap
 from gpuboard.model.request import Chosen
 from gpuboard.model.text import clean, shown
 
-_RANKS_MAX = 16_384
+_RANKS_MAX = 16_384  # as many as a nodeset may name nodes
 _BYTES_MAX = 4 << 20  # 10,000 ranks with blanks and line ends
 
 
@@ -24,11 +24,14 @@ def read_rank_map(path: Path) -> RankMap:
     """Return the rank map in a file, typed but not yet checked. Raises UsageError."""
     try:
         text = files.read(path, _BYTES_MAX).removeprefix(BOM_UTF8)  # some editors write one
-        return msgspec.json.decode(text, type=RankMap)
+        found = msgspec.json.decode(text, type=RankMap)
     except OSError as error:
         raise UsageError(f"{shown(path)}: the rank map cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{shown(path)}: not a rank map: {clean(str(error))}") from error
+    if max(len(found.ranks), len(found.nodes)) > _RANKS_MAX:
+        raise UsageError(f"{shown(path)}: at most {_RANKS_MAX} ranks and nodes are possible")
+    return found
 
 
 def nodes_of(rank_map: RankMap, nodes: Sequence[Node]) -> dict[str, Node]:
