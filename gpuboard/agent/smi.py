@@ -46,7 +46,7 @@ FIELDS = (
 )
 APPS = ("gpu_uuid", "pid", "used_memory")
 
-MIG_UNSEEN = "in MIG mode, and nvidia-smi does not say which of its devices is which"
+MIG_UNSEEN = "nvidia-smi does not show its MIG devices one by one"
 _NO_HANDLE = re.compile(
     r"Unable to (?:determine|detect) the device handle for GPU\s*"
     r"(?:(?P<index>\d{1,3})(?::\s+|\s*$))?"

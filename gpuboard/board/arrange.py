@@ -7,7 +7,6 @@ A row is a :class:`Place` (a GPU, key: its UUID), a NodeView (a node of which no
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import msgspec
 
 from gpuboard.board.scene import Place, Scene
-from gpuboard.model.snapshot import GpuView, NodeView
+from gpuboard.model.snapshot import GpuView, NodeView, Tally, tally
 
 VIEWS = ("picture", "table")
 GROUPS = ("none", "node", "model", "user", "state")
-STATE_ORDER = ("free", "reserved", "allocated", "busy", "occupied", "unknown", "broken")
+STATE_ORDER = ("free", "reserved", "allocated", "busy", "occupied", "mig", "unknown", "broken")
 NOBODY = "no one"
 
 Matches = Callable[[NodeView, GpuView | None, Scene], bool]
@@ -40,13 +39,8 @@ class Group(msgspec.Struct, frozen=True):
 
     key: str
     name: str
-    states: Mapping[str, int]  # how many GPUs below it are in which state; "mig": free, but only its devices can be had
+    counts: Tally  # of the GPUs below it
     node: NodeView | None = None  # grouped by node: that one
-
-    @property
-    def total(self) -> int:
-        """How many GPUs are below it."""
-        return sum(self.states.values())
 
 
 class NodeRow(msgspec.Struct, frozen=True):
@@ -80,9 +74,9 @@ def arrange(scene: Scene, view: ViewState, matches: Matches | None = None) -> li
     arranged: list[Row] = []
     for name in names:
         below = members[name]
-        states = Counter(_counted_as(row.gpu) for row in below if isinstance(row, Place))
+        counts = tally(row.gpu for row in below if isinstance(row, Place))
         node = scene.nodes.get(name) if view.group == "node" else None
-        arranged.append(Group(f"group:{name}", name, states, node))
+        arranged.append(Group(f"group:{name}", name, counts, node))
         arranged += below
     return arranged
 
@@ -210,10 +204,6 @@ def _sorted(rows: list[Row], view: ViewState, scene: Scene) -> list[Row]:
 
 def _node_value(row: Row, sort: str) -> Any:
     return natural(row.name) if sort == "node" and isinstance(row, NodeView) else None
-
-
-def _counted_as(gpu: GpuView) -> str:
-    return "mig" if gpu.state == "free" and "mig" in gpu.flags else gpu.state
 
 
 def _group_of(row: Row, group: str, scene: Scene) -> str:

@@ -23,7 +23,6 @@ from gpuboard.board.lines import wrapped
 from gpuboard.board.look import LETTERS
 from gpuboard.board.node import NodeScreen
 from gpuboard.board.picture import Picture
-from gpuboard.board.picture_cells import MIG
 from gpuboard.board.query import Query, QueryError, parse
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.summary import Banners, Lines, Summary
@@ -218,8 +217,8 @@ class ClusterScreen(ActingScreen):
             runs += [(text, style), ("  ", "")]
         room = self.size.width - sum(width(text) for text, _ in runs)
         marks = [(mark, "warn", flag) for flag, mark in FLAG_MARKS.items()]
-        letters = [(letter, state, state) for state, letter in LETTERS.items()] if view.view == "picture" else []
-        letters.append((MIG, "dim", "MIG mode"))
+        every = view.view == "picture"
+        letters = [(letter, state, state) for state, letter in LETTERS.items() if every or state == "mig"]
         for sign, style, word in (*letters, *marks):
             room -= len(sign) + len(word) + 3
             if room < 0:

@@ -17,7 +17,7 @@ from gpuboard.board.plots import Values, plot, time_axis
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.topology import SELF, legend, matrix, neighbours, ranges
 from gpuboard.board.words import age
-from gpuboard.model.snapshot import GpuView, NodeView, ProcessView
+from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, shown_flags
 from gpuboard.model.units import format_duration, format_size
 
 FLAG_WORDS = {
@@ -60,7 +60,7 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
         lines += [[(gpu.uuid, "dim")], [("   ".join(place_words), "dim")]]
     state = f"{LETTERS.get(gpu.state, '?')} {gpu.state}"
     lines += named("State", f"{state}: {gpu.reason}", gpu.state, width)
-    for flag in gpu.flags:
+    for flag in shown_flags(gpu):
         role = "bad" if flag in {"rogue", "disputed"} else "dim" if flag == "mig" else "warn"
         lines += named("", f"{flag}: {FLAG_WORDS.get(flag, '')}", role, width)
     for lease_id in gpu.leases:

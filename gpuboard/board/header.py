@@ -23,6 +23,7 @@ _REST = (
     ("reserved", "R", ("reserved",)),
     ("allocated", "A", ("allocated",)),
     ("busy", "B", ("busy", "occupied")),
+    ("mig", "M", ("mig",)),
     ("broken", "X", ("broken",)),
     ("unknown", "?", ("unknown",)),
 )
@@ -54,14 +55,10 @@ def sums(scene: Scene) -> Sums:
     """Count the GPUs of a scene. A GPU in MIG mode counts as its devices, which are models of their own."""
     every = list(chain.from_iterable(node.gpus for node in scene.snapshot.nodes))
     pairs: Counter[tuple[str, str]] = Counter(map(_MODEL_AND_STATE, every))
-    for gpu in [gpu for gpu in every if gpu.flags or gpu.mig]:
-        if not gpu.mig and not ("mig" in gpu.flags and gpu.state == "free"):
-            continue
+    for gpu in [gpu for gpu in every if gpu.mig]:
         pairs[gpu.name, gpu.state] -= 1
         for device in gpu.mig:
             pairs[f"{short_model(gpu.name)} {device.profile}", device.state] += 1
-        if not gpu.mig:
-            pairs[gpu.name, "mig"] += 1  # in MIG mode without devices: nothing there to be had
     states: Counter[str] = Counter()
     oldest_s: float | None = None
     for node in scene.snapshot.nodes:

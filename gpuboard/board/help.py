@@ -15,7 +15,6 @@ from textual.widgets import Static
 from gpuboard.board import keys
 from gpuboard.board.footer import Footer
 from gpuboard.board.look import LETTERS
-from gpuboard.board.picture_cells import MIG
 from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
 from gpuboard.board.words import FLAG_MARKS
@@ -26,6 +25,7 @@ STATE_WORDS = {
     "allocated": "the scheduler gave it to a job",
     "busy": "in use without a reservation",
     "occupied": "memory in use, owner not visible",
+    "mig": "in MIG mode: see its devices",
     "unknown": "no current reading; never free",
     "broken": "lost, failed or needs recovery",
 }
@@ -35,7 +35,6 @@ FLAG_WORDS = {
     "overdue": "the lease ended, its processes did not",
     "disputed": "claims contradict each other",
     "sick": "ECC, row remap, throttled, narrow PCIe",
-    "mig": "split into MIG devices",
 }
 FILTER_WORDS = (
     ("alice", "whatever holds the word"),
@@ -137,8 +136,9 @@ class HelpScreen(BoardScreen):
         lines += [Text(), self._title("Flags")]
         for flag, words in FLAG_WORDS.items():
             role = "bad" if flag in {"rogue", "disputed", "sick"} else "warn"
-            sign = MIG if flag == "mig" else FLAG_MARKS[flag]
-            lines.append(Text(f"  {sign} {flag}".ljust(_KEYS), look.style(role)).append(words, look.style("")))
+            lines.append(
+                Text(f"  {FLAG_MARKS[flag]} {flag}".ljust(_KEYS), look.style(role)).append(words, look.style(""))
+            )
         return lines
 
     def _mouse(self) -> list[Text]:

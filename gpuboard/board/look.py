@@ -8,8 +8,10 @@ import msgspec
 from rich.style import Style
 
 LETTERS = {
-    "free": "F", "reserved": "R", "allocated": "A", "busy": "B", "occupied": "O", "unknown": "?", "broken": "X",
+    "free": "F", "reserved": "R", "allocated": "A", "busy": "B", "occupied": "O", "mig": "M",
+    "unknown": "?", "broken": "X",
 }  # fmt: skip
+THEMED = tuple(state for state in LETTERS if state != "mig")  # a GPU in MIG mode is drawn dim
 ROLES = ("dim", "title", "cursor", "marked", "good", "warn", "bad", "mine", "group")
 
 
@@ -35,14 +37,14 @@ ASCII = Glyphs(spark=" .:-=+*#@", bar=" -=#", line="-", ellipsis="~", marked="*"
 
 
 class Look(msgspec.Struct, frozen=True):
-    """Everything that widgets draw with. ``styles``: one for each of the seven states and of ``ROLES``."""
+    """Everything that widgets draw with. ``styles``: one for each of ``THEMED`` and of ``ROLES``."""
 
     styles: Mapping[str, Style]
     glyphs: Glyphs = UNICODE
 
     def style(self, role: str) -> Style:
         """Return the style of a state or role; an unknown one is drawn plain."""
-        return self.styles.get(role, _PLAIN)
+        return self.styles.get("dim" if role == "mig" else role, _PLAIN)
 
 
 _PLAIN = Style()

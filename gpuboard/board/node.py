@@ -20,7 +20,7 @@ from gpuboard.board.pane import Pane
 from gpuboard.board.plots import bar
 from gpuboard.board.scene import Scene
 from gpuboard.board.words import age, percent, short_model
-from gpuboard.model.snapshot import GpuView, MigView, NodeView
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, shown_flags
 from gpuboard.model.units import format_size
 
 _STATE_ROLES = {"up": "good", "stale": "warn", "unreachable": "bad"}
@@ -116,7 +116,7 @@ def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
 
 def _gpu_cells(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
     users = users_of(gpu, scene)
-    flags = "".join(f"[{flag}] " for flag in gpu.flags)
+    flags = "".join(f"[{flag}] " for flag in shown_flags(gpu))
     return (
         Cell(str(gpu.index)),
         Cell(f"{LETTERS.get(gpu.state, '?')} {gpu.state}", gpu.state),

@@ -18,7 +18,7 @@ from gpuboard.model.snapshot import GpuView, NodeView
 
 CELL = 2  # a letter and the mark of a flag
 PACK = 4  # so many cells stand together: eyes count them
-MIG = "M"
+MIG = LETTERS["mig"]
 _NAME_LEAST, _NAME_MOST = 6, 24
 _WORST = frozenset("!d")  # marks of what somebody has to look at
 
@@ -108,19 +108,16 @@ def _users(gpus: Sequence[GpuView], scene: Scene) -> str:
 def group_words(group: Group) -> Runs:
     """Return the heading of a group: its name, and how many GPUs it has in each state."""
     name = fit(group.name, min(width(group.name), _NAME_MOST))
-    count = f"{group.total} GPU{'s' * (group.total != 1)}"
-    runs: list[tuple[str, str | Style]] = [(f"{name}  ", "group"), (count, "dim")]
-    runs += ((f"  {group.states[state]} {state}", state) for state in STATE_ORDER if group.states.get(state))
-    if group.states.get("mig"):
-        runs.append((f"  {group.states['mig']} in MIG mode", "dim"))
+    runs: list[tuple[str, str | Style]] = [(name, "group")]
+    for what, states in group.counts.parts:
+        runs.append((f"  {what}", "dim"))
+        runs += ((f"  {states[state]} {state}", state) for state in STATE_ORDER if states[state])
     return tuple(runs)
 
 
 def letter_of(gpu: GpuView) -> tuple[str, str]:
     """Return the letter of a GPU and the state it is coloured by; in MIG mode that of its best device."""
-    if not gpu.mig or gpu.state in {"broken", "unknown"}:
-        if "mig" in gpu.flags and gpu.state == "free":
-            return MIG, "dim"  # without devices there is nothing to be had
+    if not gpu.mig or gpu.state == "broken":
         return LETTERS.get(gpu.state, UNKNOWN), gpu.state
     states = {device.state for device in gpu.mig}
     return MIG, next((state for state in STATE_ORDER if state in states), "unknown")
@@ -130,7 +127,7 @@ def units(gpu: GpuView) -> tuple[int, int]:
     """Return how many of what can be had of a GPU are free, and how many there are: itself, or its MIG devices."""
     if gpu.mig:
         return sum(device.state == "free" for device in gpu.mig), len(gpu.mig)
-    return int(gpu.state == "free" and "mig" not in gpu.flags), 1
+    return int(gpu.state == "free"), 1
 
 
 def _connection(node: NodeView) -> Cell:

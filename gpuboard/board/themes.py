@@ -13,9 +13,8 @@ from textual.color import Color, ColorParseError
 from textual.theme import Theme
 
 from gpuboard.board import themefile
-from gpuboard.board.look import ROLES, Glyphs, Look
+from gpuboard.board.look import ROLES, THEMED, Glyphs, Look
 from gpuboard.board.themefile import ATTRIBUTES, BadTheme, ThemeFile, choose
-from gpuboard.model.state import STATES
 from gpuboard.model.text import clean
 
 __all__ = ["BadTheme", "BoardTheme", "check", "choose", "load_all"]
@@ -68,7 +67,7 @@ def load_all(env: Mapping[str, str]) -> tuple[dict[str, BoardTheme], list[str]]:
 
 def check(name: str, said: ThemeFile, file: str) -> BoardTheme:
     """Return the theme that a file describes. Raises BadTheme for the first thing in it that is wrong."""
-    for table, known in (("colors", _COLORS), ("states", STATES), ("roles", ROLES)):
+    for table, known in (("colors", _COLORS), ("states", THEMED), ("roles", ROLES)):
         values: dict[str, str] = getattr(said, table)
         for key in values:
             if key not in known:

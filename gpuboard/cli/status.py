@@ -8,7 +8,6 @@ import math
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from gpuboard.cli.context import Context
 from gpuboard.cli.options import typed
 from gpuboard.cli.table import Cell, Column, Row, Step, elide, render
 from gpuboard.errors import NoNodeReached
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot, scheduler_words
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot, scheduler_words, shown_flags, tally
 from gpuboard.model.state import STATES
 from gpuboard.model.text import clean, quoted
 from gpuboard.model.units import format_duration, parse_duration, parse_number
@@ -141,27 +140,18 @@ def table(snapshot: Snapshot, width: int | None, *, colour: bool) -> list[str]:
 
 def sums(snapshot: Snapshot) -> str:
     """Return the last line: how many GPUs are in which state, and how many nodes did not answer."""
-    gpus = [gpu for node in snapshot.nodes for gpu in node.gpus]
-    split = [gpu for gpu in gpus if _is_split(gpu)]
-    states = Counter(gpu.state for gpu in gpus if not _is_split(gpu))
     silent = sum(node.state == "unreachable" for node in snapshot.nodes)
-    parts = [f"{states[state]} {state}" for state in reversed(STATES) if states[state]]
-    if split:
-        devices = [device.state for gpu in split for device in gpu.mig]
-        parts.append(f"{len(split)} in MIG mode ({devices.count('free')} of {len(devices)} devices free)")
-    words = f"{len(gpus)} GPU{'' if len(gpus) == 1 else 's'}"
-    words += f": {', '.join(parts)}" if parts else ""
+    counts: list[str] = []
+    for what, states in tally(gpu for node in snapshot.nodes for gpu in node.gpus).parts:
+        parts = [f"{states[state]} {state}" for state in reversed(STATES) if states[state]]
+        counts.append(f"{what}: {', '.join(parts)}" if parts else what)
+    words = "; ".join(counts)
     if silent:
         nodes = f"{silent} of {len(snapshot.nodes)} nodes" if len(snapshot.nodes) > 1 else "the node"
         words += f"; {nodes} unreachable, {'its' if silent == 1 else 'their'} GPUs are not counted"
     if any(node.source == "simulated" for node in snapshot.nodes):
         words += "; SIMULATED"
     return f"{clean(snapshot.cluster)}: {words}" if snapshot.cluster else words
-
-
-def _is_split(gpu: GpuView) -> bool:
-    """Return whether a GPU is in MIG mode with nothing against it: what can be free are its devices."""
-    return "mig" in gpu.flags and gpu.state == "free"
 
 
 def _node_rows(node: NodeView) -> list[Row]:
@@ -182,13 +172,13 @@ def _node_rows(node: NodeView) -> list[Row]:
 
 def _gpu_rows(name: Cell, gpu: GpuView, node: NodeView) -> list[Row]:
     why = clean(gpu.reason)
-    if flags := [flag for flag in gpu.flags if not (flag == "mig" and _is_split(gpu))]:
+    if flags := shown_flags(gpu):
         why = f"{'+'.join(flags)}; {why}"
     cells = (
         name,
         Cell(str(gpu.index)),
         Cell(short_model(clean(gpu.name, 64))),
-        Cell("mig") if _is_split(gpu) else Cell(gpu.state, _COLOURS.get(gpu.state, "")),
+        Cell(gpu.state, _COLOURS.get(gpu.state, "")),
         Cell(_who(gpu)),
         Cell(_memory(gpu.memory_used, gpu.memory_total)),
         Cell("?" if gpu.utilization is None else f"{gpu.utilization}%"),

@@ -14,7 +14,7 @@ import msgspec
 from gpuboard.doctor.check import Check
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.replies import LaunchFacts, ProbeResult
-from gpuboard.model.snapshot import NodeView, Snapshot
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_size
 
@@ -306,36 +306,37 @@ def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Chec
         return check(
             "fail", f"{clean(uuid)} is index {gpu.index} now", "a GPU came or went since the map was made", remedy
         )
-    leases = next((m.leases for m in gpu.mig if m.uuid == uuid), gpu.leases)
-    if gpu.state in {"broken", "unknown", "allocated"}:
-        return check("fail", f"is {gpu.state}", clean(gpu.reason), "choose another GPU: gpuboard status")
+    part: GpuView | MigView = next((m for m in gpu.mig if m.uuid == uuid), gpu)
+    leases = part.leases
+    if part.state in {"broken", "mig", "unknown", "allocated"}:
+        return check("fail", f"is {part.state}", clean(part.reason), "choose another GPU: gpuboard status")
     if "disputed" in gpu.flags:
-        return check("fail", "is disputed", clean(gpu.reason), "agree with the other holder, or allocate anew")
+        return check("fail", "is disputed", clean(part.reason), "agree with the other holder, or allocate anew")
     if job is not None:
         lease = f"Slurm job {job}"
     elif lease is not None and lease not in leases:
-        return check("fail", f"is no longer of lease {lease}", clean(gpu.reason), "the lease lapsed: allocate anew")
+        return check("fail", f"is no longer of lease {lease}", clean(part.reason), "the lease lapsed: allocate anew")
     elif lease is None and leases:
         remedy = "choose another GPU; if the lease is yours: --lease, or write it into the rank map"
-        return check("fail", f"is reserved by lease {', '.join(leases)}", clean(gpu.reason), remedy)
+        return check("fail", f"is reserved by lease {', '.join(leases)}", clean(part.reason), remedy)
     if "rogue" in gpu.flags and job is None:
         strangers = [p for p in gpu.processes or [] if p.lease is None or p.lease != lease]
         who = ", ".join(f"{clean(p.user or 'owner hidden')} (pid {p.pid}, {clean(p.command, 60)})" for p in strangers)
         return check("fail", "is used by somebody else", who, "talk to them, or allocate anew")
-    if lease is None and gpu.state != "free":
-        return check("fail", f"is {gpu.state}", clean(gpu.reason), "choose another GPU, or wait")
+    if lease is None and part.state != "free":
+        return check("fail", f"is {part.state}", clean(part.reason), "choose another GPU, or wait")
     if lease is None:
         return check(
             "warn", "is not reserved", "others may take it while the run lasts", "gpuboard launch --n N reserves"
         )
     if "sick" in gpu.flags:
-        return check("warn", "is sick", clean(gpu.reason), "gpuboard status shows what")
+        return check("warn", "is sick", clean(part.reason), "gpuboard status shows what")
     if gpu.processes:
         pids = ", ".join(str(p.pid) for p in gpu.processes)
         return check("warn", f"already runs pid {pids}", "memory and time are shared with it", "")
-    if gpu.memory_used is not None and gpu.memory_used >= OCCUPIED:
-        total = f"{format_size(gpu.memory_used)} of {format_size(gpu.memory_total)}"
-        full = gpu.memory_total is not None and gpu.memory_used > gpu.memory_total // 2
+    if part.memory_used is not None and part.memory_used >= OCCUPIED:
+        total = f"{format_size(part.memory_used)} of {format_size(part.memory_total)}"
+        full = part.memory_total is not None and part.memory_used > part.memory_total // 2
         remedy = "a run that has just ended? try again; else choose another GPU"
         return check("fail" if full else "warn", f"has {total} in use", "by no process that can be seen", remedy)
     return check("ok", f"is held by {lease if job is not None else f'lease {lease}'}")

@@ -5,6 +5,9 @@ Memory in bytes (used without reserved), temperature in °C, power in W, utiliza
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 import msgspec
 
 from gpuboard.model.units import format_duration
@@ -140,6 +143,37 @@ class Snapshot(msgspec.Struct, frozen=True, gc=False):
     cluster: str
     nodes: list[NodeView]
     scheduler: SchedulerView | None = None  # None: there is none
+
+
+class Tally(msgspec.Struct, frozen=True):
+    """How many of what can be had are in which state: a GPU as a whole, or each MIG device in its place."""
+
+    gpus: Counter[str]
+    devices: Counter[str]
+
+    @property
+    def parts(self) -> list[tuple[str, Counter[str]]]:
+        """``7 GPUs`` and ``2 MIG devices``, each with its states; GPUs also where there are none of either."""
+        gpus, devices = self.gpus.total(), self.devices.total()
+        parts = [(f"{gpus} GPU{'s' * (gpus != 1)}", self.gpus)] if gpus or not devices else []
+        return parts + ([(f"{devices} MIG device{'s' * (devices != 1)}", self.devices)] if devices else [])
+
+
+def tally(gpus: Iterable[GpuView]) -> Tally:
+    """Count GPUs. One in MIG mode counts as its devices; without any as itself, and it cannot be had."""
+    whole: Counter[str] = Counter()
+    devices: Counter[str] = Counter()
+    for gpu in gpus:
+        if gpu.mig:
+            devices.update(device.state for device in gpu.mig)
+        else:
+            whole[gpu.state] += 1
+    return Tally(whole, devices)
+
+
+def shown_flags(gpu: GpuView) -> list[str]:
+    """Return the flags that say more than the state does."""
+    return [flag for flag in gpu.flags if flag != gpu.state]
 
 
 def scheduler_words(seen: SchedulerView | None) -> str:

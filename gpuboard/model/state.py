@@ -13,7 +13,7 @@ from gpuboard.model.gpu import GpuReading, GpuStatic, Process
 from gpuboard.model.reading import Claim
 from gpuboard.model.units import day_time, format_duration
 
-STATES = ("allocated", "broken", "unknown", "reserved", "busy", "occupied", "free")
+STATES = ("allocated", "broken", "mig", "unknown", "reserved", "busy", "occupied", "free")
 
 _EXCLUSIVE = frozenset({1, 3})
 _PROHIBITED = 2
@@ -114,7 +114,10 @@ def _state(facts: Facts, limits: Thresholds) -> tuple[str, str]:
         return "allocated", _allocated(facts, ruling, limits)
     if reading is not None and (broken := _broken(reading)):
         return "broken", broken
-    if unknown := _unknown(facts, limits):
+    unknown = _unknown(facts, limits)
+    if facts.static.mig is not None:
+        return "mig", _mig(facts, unknown)
+    if unknown:
         return "unknown", unknown
     if facts.claims:
         return "reserved", claims_words(facts.claims)
@@ -136,9 +139,15 @@ def _state(facts: Facts, limits: Thresholds) -> tuple[str, str]:
             return "busy", f"a moment ago: {earlier}"
         if (facts.previous.memory_used or 0) > limits.occupied_memory:
             return "occupied", "a moment ago: memory in use by a process that cannot be seen from here"
-    if facts.static.mig is not None:
-        return "free", "in MIG mode: what can be reserved are its devices"
     return "free", noted("no process, no reservation", ruling)
+
+
+def _mig(facts: Facts, unknown: str | None) -> str:
+    """Return what is known of a GPU in MIG mode as a whole; its devices have states of their own."""
+    words = "in MIG mode: its devices can be reserved" if facts.static.mig else "in MIG mode"
+    if not facts.static.mig and not unknown:
+        words += ", without devices"
+    return "; ".join(filter(None, (words, unknown, claims_words(facts.claims))))
 
 
 def noted(words: str, ruling: Ruling | None) -> str:
@@ -236,7 +245,7 @@ def _unreadable(static: GpuStatic, reading: GpuReading) -> str | None:
     if reading.error:
         return f"NVML: {reading.error}"
     if static.mig is not None:
-        return None  # a MIG parent's own lists are empty by nature; its devices are judged instead
+        return None  # a MIG parent's own lists are empty by nature
     needed = {"memory": reading.memory_used, "processes": reading.processes, "compute mode": reading.compute_mode}
     missing = [word for word, value in needed.items() if value is None]
     return f"not readable: {', '.join(missing)}" if missing else None

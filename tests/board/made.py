@@ -69,7 +69,7 @@ def mig(node: str, index: int, *states: str) -> GpuView:
         )
         for number, state in enumerate(states)
     ]
-    return gpu(node, index, "free", reason="in MIG mode", flags=["mig"], utilization=None, mig=devices)
+    return gpu(node, index, "mig", reason="in MIG mode", flags=["mig"], utilization=None, mig=devices)
 
 
 def node(name: str, gpus: Sequence[GpuView] = (), **changes: Any) -> NodeView:

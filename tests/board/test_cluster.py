@@ -247,7 +247,7 @@ def test_the_selection_survives_sort_filter_group_and_what_vanishes(tmp_path: Pa
         for key in ("s", "s", "s", "S", "g", "g", "g", "g", "g", "t", "t"):
             await pilot.press(key)
             assert (shown.cursor_uuid, shown.targets()) == ("GPU-gpu1-4", selected)
-        await pilot.press("slash", *"state:busy")
+        await pilot.press("slash", *"state:busy node:gpu1")
         await pilot.pause()
         assert len(lines(shown.grid)) == 2
         assert shown.targets() == selected
@@ -346,7 +346,7 @@ def test_groups_have_headings_and_count(tmp_path: Path) -> None:
             "gpu1   up         b B!Rzf  x",
             "bob  1 GPU  1 busy",
             "gpu1   up         B b!rzf  x",
-            "no one  23 GPUs  5 free  16 unknown  1 broken  1 i",
+            "no one  22 GPUs  5 free  16 unknown  1 broken  2 M",
             "gpu1   up         b b!rzF  X",
         ]
         await pilot.press("home", "down")

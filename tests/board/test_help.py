@@ -17,7 +17,6 @@ from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.help import FILTER_WORDS, FLAG_WORDS, MOUSE_WORDS, STATE_WORDS, HelpScreen
 from gpuboard.board.look import LETTERS
 from gpuboard.board.palette import Palette
-from gpuboard.board.picture_cells import MIG
 from gpuboard.board.words import FLAG_MARKS
 from gpuboard.model.state import STATES
 from tests.board.lab import board, make_core, screen, settle
@@ -25,7 +24,7 @@ from tests.board.lab import board, make_core, screen, settle
 
 def test_states_and_flags_are_all_explained_and_the_filters_are_valid() -> None:
     assert set(STATE_WORDS) == set(STATES) == set(LETTERS)
-    assert set(FLAG_WORDS) == {"rogue", "idle", "overdue", "disputed", "sick", "mig"}
+    assert set(FLAG_WORDS) == {"rogue", "idle", "overdue", "disputed", "sick"}
     assert [query.parse(example).text for example, _ in FILTER_WORDS] == [example for example, _ in FILTER_WORDS]
 
 
@@ -45,7 +44,7 @@ def test_help_has_every_action_and_starts_with_the_screen_it_was_opened_from(tmp
             assert [pair for pair in MOUSE_WORDS if " ".join(pair) not in shown] == []
             for state, letter in LETTERS.items():
                 assert any(line.split()[:2] == [letter, state] for line in words), state
-            for flag, mark in {**FLAG_MARKS, "mig": MIG}.items():
+            for flag, mark in FLAG_MARKS.items():
                 assert any(line.split()[:2] == [mark, flag] for line in words), flag
             await pilot.press("question_mark")
             await settle(pilot, lambda: isinstance(app.screen, ClusterScreen))

@@ -78,7 +78,7 @@ def test_everything_is_said(tmp_path: Path) -> None:
             "GPU State Who Memory GiB Util Temp Power Model Why",
             "0 B busy bob ███████▌ 60.0/80 90% 64° 540 W H100 80GB [rogue] bob: python (pid 4000)",
             "1 R reserved alice 0.0/80 0% 31° 70 W H100 80GB no process, no reservation",
-            "2 F free - 0.0/80 ? 31° 70 W H100 80GB [mig] in MIG mode",
+            "2 M mig - 0.0/80 ? 31° 70 W H100 80GB in MIG mode",
             "MIG F free - 0.0/40 - - - 3g.40gb said to be free",
             "MIG B busy - 0.0/40 - - - 3g.40gb said to be busy",
         ]

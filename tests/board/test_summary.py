@@ -90,7 +90,7 @@ def test_sums_count_mig_devices_and_not_their_parents() -> None:
 
 
 def test_a_mig_gpu_without_devices_is_not_free() -> None:
-    empty = sums(scene(node("gpu01", [gpu("gpu01", 0, flags=["mig"])])))
+    empty = sums(scene(node("gpu01", [gpu("gpu01", 0, "mig", flags=["mig"])])))
     assert [(count.total, count.states["free"]) for count in empty.models] == [(1, 0)]
 
 

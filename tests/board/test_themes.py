@@ -15,10 +15,9 @@ from textual.command import CommandPalette
 
 from gpuboard.board import themes
 from gpuboard.board.app import BoardApp
-from gpuboard.board.look import ROLES, UNICODE
+from gpuboard.board.look import ROLES, THEMED, UNICODE
 from gpuboard.board.themes import BoardTheme
 from gpuboard.config import Settings
-from gpuboard.model.state import STATES
 from tests.board.lab import board, environment, make_core, screen, settle
 
 OKABE_ITO = {"#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#ffffff"}
@@ -46,7 +45,7 @@ def contrast(one: Color, other: Color) -> float:
 
 
 def test_ours_have_every_state_and_role() -> None:
-    assert {name: set(theme.styles) for name, theme in ours().items()} == {key: {*STATES, *ROLES} for key in ALL}
+    assert {name: set(theme.styles) for name, theme in ours().items()} == {key: {*THEMED, *ROLES} for key in ALL}
 
 
 @pytest.mark.parametrize("name", COLOURED)
@@ -70,20 +69,20 @@ def test_every_text_can_be_read_on_every_ground_and_in_rows_under_the_cursor_or_
 
 
 def test_the_colour_blind_theme_draws_states_in_the_colours_of_okabe_and_ito_alone() -> None:
-    styles = [ours()["colour-blind"].styles[state] for state in STATES]
+    styles = [ours()["colour-blind"].styles[state] for state in THEMED]
     used = [Color.from_rich_color(c).hex.lower() for style in styles for c in (style.color, style.bgcolor) if c]
     assert set(used) <= OKABE_ITO
-    assert len({(style.color, style.bgcolor) for style in styles}) == len(STATES)
+    assert len({(style.color, style.bgcolor) for style in styles}) == len(THEMED)
 
 
 @pytest.mark.parametrize("name", COLOURED)
 def test_no_two_states_look_the_same(name: str) -> None:
-    assert len({str(ours()[name].styles[state]) for state in STATES}) == len(STATES)
+    assert len({str(ours()[name].styles[state]) for state in THEMED}) == len(THEMED)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_states_have_no_ground_of_their_own_so_that_empty_bars_look_empty(name: str) -> None:
-    assert [state for state in STATES if ours()[name].styles[state].bgcolor or ours()[name].styles[state].reverse] == []
+    assert [state for state in THEMED if ours()[name].styles[state].bgcolor or ours()[name].styles[state].reverse] == []
 
 
 def test_plain_has_no_colour() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -19,10 +20,13 @@ from gpuboard.board.arrange import (
     natural,
     users_of,
 )
+from gpuboard.board.header import sums
+from gpuboard.board.picture_cells import group_words
 from gpuboard.board.query import parse
 from gpuboard.board.scene import Scene
-from gpuboard.model.snapshot import ProcessView
-from tests.board.made import GIB, busy, gpu, lease, node, scene, unread
+from gpuboard.cli import status
+from gpuboard.model.snapshot import ProcessView, Tally
+from tests.board.made import GIB, busy, gpu, lease, mig, node, scene, unread
 
 SCENE = scene(
     node("gpu10", [busy("gpu10", 0, "alice", name="L40S"), gpu("gpu10", 1, utilization=None, power=None)]),
@@ -73,16 +77,31 @@ def test_an_unknown_sort_or_group_of_an_older_version_changes_nothing() -> None:
     assert keys(ViewState(sort="fan", group="rack")) == keys(ViewState())
 
 
+def counts(**states: int) -> Tally:
+    return Tally(Counter(states), Counter())
+
+
+def test_mig_devices_are_counted_in_place_of_their_gpu_everywhere() -> None:
+    one = scene(node("n", [mig("n", 0, "free", "busy"), gpu("n", 1), gpu("n", 2, "mig", flags=["mig"])]))
+    (group,) = (row for row in arrange(one, ViewState(group="node")) if isinstance(row, Group))
+    assert group.counts == Tally(Counter(free=1, mig=1), Counter(free=1, busy=1))
+    words = "".join(text for text, _ in group_words(group))
+    assert words == "n  2 GPUs  1 free  1 mig  2 MIG devices  1 free  1 busy"
+    assert status.sums(one.snapshot).endswith("2 GPUs: 1 free, 1 mig; 2 MIG devices: 1 free, 1 busy")
+    assert sum(count.states["free"] for count in sums(one).models) == 2
+    assert sum(count.total for count in sums(one).models) == 4
+
+
 def test_groups_have_headers_with_counts() -> None:
     rows = arrange(SCENE, ViewState(group="user"))
     assert [row if isinstance(row, Group) else key_of(row) for row in rows] == [
-        Group("group:alice", "alice", {"reserved": 1, "busy": 1}),
+        Group("group:alice", "alice", counts(reserved=1, busy=1)),
         "GPU-gpu2-0", "GPU-gpu10-0",
-        Group("group:bob", "bob", {"busy": 1}),
+        Group("group:bob", "bob", counts(busy=1)),
         "GPU-gpu2-1",
-        Group("group:no one", "no one", {"free": 2}),
+        Group("group:no one", "no one", counts(free=2)),
         "GPU-gpu2-2", "GPU-gpu10-1",
-        Group("group:unknown", "unknown", {}),
+        Group("group:unknown", "unknown", counts()),
         "node:gpu3",
     ]  # fmt: skip
 
@@ -90,7 +109,7 @@ def test_groups_have_headers_with_counts() -> None:
 def test_groups_by_node_know_their_node_and_turn_with_the_sort() -> None:
     rows = arrange(SCENE, ViewState(group="node", sort="node", reverse=True))
     groups = [row for row in rows if isinstance(row, Group)]
-    assert [(g.name, g.node and g.node.name, g.total) for g in groups] == [
+    assert [(g.name, g.node and g.node.name, g.counts.gpus.total()) for g in groups] == [
         ("gpu10", "gpu10", 2), ("gpu3", "gpu3", 0), ("gpu2", "gpu2", 3),
     ]  # fmt: skip
 

@@ -62,6 +62,9 @@ def found(text: str, within: Scene = SCENE) -> list[str]:
         ("state:re", ["gpu02:0"]),
         ("state=reserved", ["gpu02:0"]),
         ("state:unreachable", ["gpu11"]),
+        ("state:mig", ["gpu10:0"]),
+        ("model:3g", ["gpu10:0"]),
+        ("uuid:MIG-gpu10", ["gpu10:0"]),
         ("state:unknown", ["gpu02:1", "gpu11"]),
         ("-state:free -state:unknown", ["gpu01:1", "gpu01:2", "gpu02:0"]),
         ("state!=free state:free,busy", ["gpu01:1"]),
@@ -138,12 +141,12 @@ def test_nodes_not_heard_from_yet_are_told_from_those_that_are_down() -> None:
     [
         ("mem>", "mem> what? the memory in use, mem>40GiB or mem>50%", 0),
         ("state:free  util<", "util< what? a percentage, util<10", 12),
-        ("state:free,", "state: what? one of allocated, broken, unknown, reserved, busy, occupied, free", 0),
+        ("state:free,", "state: what? one of allocated, broken, mig, unknown, reserved, busy, occupied, free", 0),
         ("alice -", "- what? a word or key:value to leave out", 6),
         ("mem>40", "mem>40: write a size or a part, mem>40GiB or mem>50%", 0),
         ("age>5", "age>5: write age>5s", 0),
-        ("state:fine", "no state begins with 'fine'; there are allocated, broken, unknown, reserved, busy, occupied, "
-         "free, up, stale, connecting, unreachable", 0),
+        ("state:fine", "no state begins with 'fine'; there are allocated, broken, mig, unknown, reserved, busy, "
+         "occupied, free, up, stale, connecting, unreachable", 0),
         ("user>alice", "user is no number; write user:alice", 0),
         ("x node:gpu[01-", "the bracket is not closed", 2),
         ('purpose:"night', "the quote is not closed", 0),

@@ -85,7 +85,7 @@ def test_the_newest_schema_is_read_field_by_field() -> None:
 def test_mig_devices_are_said_to_be_unknown() -> None:
     listing = xml("v12-a100-mig-535")
     assert gpu(listing, 0).facts["mig"] == []
-    assert state(gpu(listing, 0)) == ("unknown", f"NVML: {smi.MIG_UNSEEN}")
+    assert state(gpu(listing, 0)) == ("mig", f"in MIG mode; NVML: {smi.MIG_UNSEEN}")
     assert state(gpu(listing, 1)) == ("broken", "the driver asks for: GPU reset")
 
 
@@ -155,7 +155,7 @@ def test_the_queries_say_it_too_but_for_graphics_processes() -> None:
     assert [state(gpu(listing, k)) for k in (0, 2, 3)] == [
         ("free", "no process, no reservation"),
         ("unknown", "not readable: processes"),  # 4 MiB are in use, perhaps by a graphics process
-        ("unknown", f"NVML: {smi.MIG_UNSEEN}"),
+        ("mig", f"in MIG mode; NVML: {smi.MIG_UNSEEN}"),
     ]
 
 

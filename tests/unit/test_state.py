@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.model.gpu import GpuReading, GpuStatic, Process, Xid
+from gpuboard.model.gpu import GpuReading, GpuStatic, MigStatic, Process, Xid
 from gpuboard.model.reading import Claim
 from gpuboard.model.state import STATES, Facts, Job, Ruling, Thresholds, judge
 from gpuboard.model.units import day_time
@@ -17,6 +17,7 @@ from gpuboard.model.units import day_time
 GIB = 2**30
 UUID = "GPU-0"
 STATIC = GpuStatic(index=0, uuid=UUID, name="H100", pci_bus_id="0", memory_total=80 * GIB, pcie_width_max=16)
+SPLIT = msgspec.structs.replace(STATIC, mig=[MigStatic("MIG-0", "3g.40gb")])
 IDLE = GpuReading(uuid=UUID, memory_used=0, utilization=0, compute_mode=0, processes=[])
 CLAIM = Claim(lease="k3f9", uuid=UUID, uid=1, owner="alice", state="live", since=0, until=9, remaining_s=3725)
 BOB = Process(pid=7, type="compute", memory=GIB, user="bob", name="python")
@@ -140,8 +141,22 @@ TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("an error of a program", {"xids": [Xid(31, 1.0)]}, "free", "no process, no reservation", ()),
     ("power cap is no sickness", {"throttle": ["sw_power_cap"]}, "free", "no process, no reservation", ()),
     ("narrow", {"pcie_width": 8}, "free", "no process, no reservation", ("sick",)),
-    ("MIG parent", {"static": msgspec.structs.replace(STATIC, mig=[]), "memory_used": None, "processes": None},
-     "free", "in MIG mode: what can be reserved are its devices", ("mig",)),
+    ("MIG parent", {"static": SPLIT}, "mig", "in MIG mode: its devices can be reserved", ("mig",)),
+    ("MIG parent without devices", {"static": msgspec.structs.replace(STATIC, mig=[])},
+     "mig", "in MIG mode, without devices", ("mig",)),
+    ("MIG parent, first of two", {"static": SPLIT, "one_shot": False},
+     "mig", "in MIG mode: its devices can be reserved", ("mig",)),
+    ("MIG parent, unreadable", {"static": SPLIT, "memory_used": None, "processes": None, "compute_mode": None},
+     "mig", "in MIG mode: its devices can be reserved", ("mig",)),
+    ("MIG parent, a process", {"static": SPLIT, "processes": [BOB]},
+     "mig", "in MIG mode: its devices can be reserved", ("mig",)),
+    ("MIG parent, error", {"static": SPLIT, "error": "Timeout"},
+     "mig", "in MIG mode: its devices can be reserved; NVML: Timeout", ("mig",)),
+    ("MIG parent, reserved", {"static": SPLIT, "claims": (CLAIM,)},
+     "mig", "in MIG mode: its devices can be reserved; alice, 1h02m left", ("mig",)),
+    ("MIG parent, lost", {"static": SPLIT, "lost": True}, "broken", "GPU lost: fallen off the bus", ("mig",)),
+    ("MIG parent of a job", {"static": SPLIT, "ruling": Ruling((Job("12", "bob"),))},
+     "allocated", "job 12 of bob", ("mig",)),
 ]  # fmt: skip
 
 

@@ -105,11 +105,11 @@ def test_mig_devices_have_rows_of_their_own() -> None:
 def test_a_gpu_in_mig_mode_is_not_called_free_its_devices_are() -> None:
     devices = [MigView(f"MIG-{n}", "3g.40gb", state, "", 0, 40 * GIB, []) for n, state in enumerate(("free", "busy"))]
     parent = GpuView(
-        index=1, uuid="GPU-3", name="NVIDIA A100", pci_bus_id="0", state="free", reason="in MIG mode",
+        index=1, uuid="GPU-3", name="NVIDIA A100", pci_bus_id="0", state="mig", reason="in MIG mode",
         flags=["mig", "sick"], mig=devices,
     )  # fmt: skip
     one = snapshot(NodeView(name="gpu01", state="up", age_s=0.0, gpus=[parent, FREE]))
-    assert sums(one) == "lab: 2 GPUs: 1 free, 1 in MIG mode (1 of 2 devices free)"
+    assert sums(one) == "lab: 1 GPU: 1 free; 2 MIG devices: 1 free, 1 busy"
     assert " ".join(table(one, None, colour=False)[1].split()) == "gpu01 1 A100 mig ?/? ? ? ? 0.0s sick; in MIG mode"
 
 
