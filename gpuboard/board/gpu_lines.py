@@ -62,7 +62,8 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
     lines += named("State", f"{state}: {gpu.reason}", gpu.state, width)
     for flag in shown_flags(gpu):
         role = "bad" if flag in {"rogue", "disputed"} else "dim" if flag == "mig" else "warn"
-        lines += named("", f"{flag}: {FLAG_WORDS.get(flag, '')}", role, width)
+        words = "; ".join(gpu.sick) if flag == "sick" and gpu.sick else FLAG_WORDS.get(flag, "")
+        lines += named("", f"{flag}: {words}", role, width)
     for lease_id in gpu.leases:
         lease = next((one for one in scene.leases_on(gpu.uuid) if one.id == lease_id), None)
         words = lease_id if lease is None else f"{lease_id} of {lease.owner}, {format_duration(lease.remaining_s)} left"

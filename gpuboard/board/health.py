@@ -4,39 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gpuboard.model.gpu import SERIOUS_THROTTLE, THROTTLE_WORDS, xid_words
 from gpuboard.model.snapshot import GpuView, XidView
 from gpuboard.model.units import format_duration
 
 NOT_READABLE = "not readable"
-_THROTTLE = {
-    "hw_slowdown": "slowed down by the hardware",
-    "hw_thermal": "too hot, slowed down by the hardware",
-    "hw_power_brake": "power brake: the supply asked for less",
-    "sw_thermal": "too hot, slowed down by the driver",
-    "sw_power_cap": "at its power limit",
-}
-_SERIOUS = {"hw_thermal", "hw_power_brake", "sw_thermal"}
-# What NVIDIA's list of XID errors says of those that are met most.
-_XIDS = {
-    13: "exception in the graphics engine, mostly a program's fault",
-    31: "memory page fault, mostly a program's fault",
-    43: "stopped processing, a program's fault",
-    45: "cleaned up after an earlier error or a killed program",
-    48: "double-bit ECC error",
-    61: "internal microcontroller: breakpoint or warning",
-    62: "internal microcontroller halted",
-    63: "a row remap or page retirement was recorded",
-    64: "a row remap or page retirement could not be recorded",
-    68: "exception in the video engine, mostly a program's fault",
-    74: "NVLink error",
-    79: "fallen off the bus",
-    92: "many single-bit ECC errors",
-    94: "contained ECC error",
-    95: "uncontained ECC error",
-    109: "context switch timed out, mostly a program's fault",
-    119: "the GPU's system processor does not answer",
-    120: "the GPU's system processor has failed",
-}
 
 
 class Evidence(NamedTuple):
@@ -53,11 +25,6 @@ def evidence(gpu: GpuView) -> list[Evidence]:
     if gpu.error is not None:
         return [Evidence("NVML", gpu.error, "bad"), *found]
     return found
-
-
-def xid_words(code: int) -> str:
-    """Return what an XID error means, as far as known."""
-    return f"XID {code}: {_XIDS.get(code, 'see the list of XID errors in NVIDIA’s documentation')}"
 
 
 def _ecc(gpu: GpuView) -> Evidence:
@@ -90,8 +57,8 @@ def _throttle(gpu: GpuView) -> Evidence:
     if not gpu.throttle:
         silent = gpu.error is not None or gpu.utilization is gpu.temperature is gpu.power is None
         return Evidence("Clocks", NOT_READABLE if silent else "not slowed down", "unknown" if silent else "good")
-    words = "; ".join(_THROTTLE.get(word, word) for word in gpu.throttle)
-    return Evidence("Clocks", words, "warn" if _SERIOUS & set(gpu.throttle) else "dim")
+    words = "; ".join(THROTTLE_WORDS.get(word, word) for word in gpu.throttle)
+    return Evidence("Clocks", words, "warn" if SERIOUS_THROTTLE & set(gpu.throttle) else "dim")
 
 
 def _pcie(gpu: GpuView) -> Evidence:
@@ -99,10 +66,14 @@ def _pcie(gpu: GpuView) -> Evidence:
         return Evidence("PCIe", NOT_READABLE, "unknown")
     now = f"generation {_or_unknown(gpu.pcie_generation)}, x{_or_unknown(gpu.pcie_width)}"
     most = f"at most {_or_unknown(gpu.pcie_generation_max)}, x{_or_unknown(gpu.pcie_width_max)}"
-    narrow = gpu.pcie_width is not None and gpu.pcie_width_max is not None and 0 < gpu.pcie_width < gpu.pcie_width_max
+    below = gpu.pcie_width is not None and gpu.pcie_width_max is not None and 0 < gpu.pcie_width < gpu.pcie_width_max
     slow = (gpu.pcie_generation or 0) < (gpu.pcie_generation_max or 0)
-    note = " (it rises under load)" if slow and not narrow else ""
-    return Evidence("PCIe", f"{now} now; {most}{note}", "warn" if narrow else "good")
+    note = " (it rises under load)" if slow and not below else ""
+    if narrow := next((words for words in gpu.sick if words.startswith("PCIe")), ""):
+        return Evidence("PCIe", f"{now} now; {narrow.partition(': ')[2]}; {most}", "warn")
+    return Evidence(
+        "PCIe", f"{now} now; {most}{note}", "dim" if below else "good"
+    )  # many slots and boards have no more
 
 
 def _xids(gpu: GpuView) -> Evidence:

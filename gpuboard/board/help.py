@@ -34,7 +34,7 @@ FLAG_WORDS = {
     "idle": "held, but unused for a while",
     "overdue": "the lease ended, its processes did not",
     "disputed": "claims contradict each other",
-    "sick": "ECC, row remap, throttled, narrow PCIe",
+    "sick": "ECC, row remap, heat, PCIe, XID: see it",
 }
 FILTER_WORDS = (
     ("alice", "whatever holds the word"),

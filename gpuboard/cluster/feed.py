@@ -15,7 +15,7 @@ from gpuboard.cluster.inventory import Node
 from gpuboard.cluster.ladder import Ladder, Way
 from gpuboard.cluster.picture import NodeFacts, inert_static
 from gpuboard.model.reading import Event, Hello, Reading, Static, shared
-from gpuboard.model.state import Thresholds, counted
+from gpuboard.model.state import Thresholds, counted, narrow_links
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink
@@ -82,6 +82,9 @@ class NodeFeed:
         self._waiting = False  # for the first reading of this link
         self._failures = 0
         self._last_busy: dict[str, float] = {}
+        self._widths: list[tuple[str, int | None]] = []  # UUID and lanes of each GPU's PCIe link, as last read
+        self._widest: dict[str, int] = {}  # UUID -> lanes of its PCIe link at most since its node was booted
+        self._narrow: dict[str, str] = {}
         self._busy: list[str] = []  # the UUIDs of those in use in the newest reading
         self._held: frozenset[tuple[str, str]] = frozenset()  # UUIDs with the leases on them, as last read
         self._config = {
@@ -210,6 +213,8 @@ class NodeFeed:
                 self._anew = False
                 self.facts = msgspec.structs.replace(self.facts, static=message, known=known)
             elif isinstance(message, Hello):
+                if self.facts.hello is not None and self.facts.hello.boot_id != message.boot_id:
+                    self._widths, self._widest = [], {}  # cards may have changed their slots
                 self.facts = msgspec.structs.replace(self.facts, hello=message)
                 self._anew = message.job is not None
                 self.tick()
@@ -230,6 +235,11 @@ class NodeFeed:
                 ]
                 for gpu in reading.gpus:
                     self._last_busy.setdefault(gpu.uuid, now)
+                widths = [(gpu.uuid, gpu.pcie_width) for gpu in reading.gpus]
+                if widths != self._widths:
+                    self._widths = widths
+                    self._widest |= {uuid: max(self._widest.get(uuid, 0), width or 0) for uuid, width in widths}
+                    self._narrow = narrow_links(old.known.values(), reading.gpus, self._widest)
             self._last_busy |= dict.fromkeys(self._busy, now)
             if reading.claims_error is None:
                 held = frozenset((claim.uuid, claim.lease) for claim in reading.claims if claim.state == "live")
@@ -246,6 +256,7 @@ class NodeFeed:
                 steady=steady,
                 arrived=now,
                 last_busy=self._last_busy,
+                narrow=self._narrow,
             )
         self._changed()
 

@@ -226,6 +226,7 @@ def _same_frame(last: NodeFacts, facts: NodeFacts) -> bool:
         last.known is facts.known
         and last.static is facts.static
         and last.hello is facts.hello
+        and last.narrow == facts.narrow
         and last.error == facts.error
     )
 

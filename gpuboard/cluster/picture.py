@@ -44,6 +44,7 @@ class NodeFacts(msgspec.Struct, frozen=True, gc=False):
     steady: bool = False  # from that one to the newest nothing about the GPUs has changed but numbers
     arrived: float = 0.0  # when the newest reading did
     last_busy: dict[str, float] = {}  # UUID -> when it was last seen in use, newly reserved, or first seen at all
+    narrow: dict[str, str] = {}  # UUID -> in which way its PCIe link is too narrow, for the newest reading
     closed: bool = False  # no connection is wanted: only the scheduler shows it
 
 
@@ -291,6 +292,7 @@ def gpu_view(
         scheduler_error=scheduled.error if scheduled else None,
         unseen=unseen,
         leases=held.leases,
+        narrow=facts.narrow.get(static.uuid, ""),
         idle_for_s=idle_for_s(static.uuid, facts, view),
     )
     verdict = judge(about, view.thresholds)
@@ -303,6 +305,7 @@ def gpu_view(
         state=verdict.state,
         reason=clean(verdict.reason),
         flags=list(verdict.flags) or _NOTHING,
+        sick=list(verdict.sick) or _NOTHING,
         memory_used=reading.memory_used if reading else None,
         memory_total=static.memory_total,
         utilization=reading.utilization if reading else None,

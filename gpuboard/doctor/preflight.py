@@ -330,7 +330,7 @@ def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Chec
             "warn", "is not reserved", "others may take it while the run lasts", "gpuboard launch --n N reserves"
         )
     if "sick" in gpu.flags:
-        return check("warn", "is sick", clean(part.reason), "gpuboard status shows what")
+        return check("warn", "is sick", clean("; ".join(gpu.sick)), "gpuboard status shows what")
     if gpu.processes:
         pids = ", ".join(str(p.pid) for p in gpu.processes)
         return check("warn", f"already runs pid {pids}", "memory and time are shared with it", "")

@@ -37,6 +37,42 @@ def is_mig(uuid: str) -> bool:
     return uuid.startswith("MIG-") or (uuid.startswith("SIM-") and "-mig" in uuid)
 
 
+THROTTLE_WORDS = {
+    "hw_slowdown": "slowed down by the hardware",
+    "hw_thermal": "too hot, slowed down by the hardware",
+    "hw_power_brake": "power brake: the supply asked for less",
+    "sw_thermal": "too hot, slowed down by the driver",
+    "sw_power_cap": "at its power limit",
+}
+SERIOUS_THROTTLE = {"hw_thermal", "hw_power_brake", "sw_thermal"}
+# What NVIDIA's list of XID errors says of those that are met most.
+_XIDS = {
+    13: "exception in the graphics engine, mostly a program's fault",
+    31: "memory page fault, mostly a program's fault",
+    43: "stopped processing, a program's fault",
+    45: "cleaned up after an earlier error or a killed program",
+    48: "double-bit ECC error",
+    61: "internal microcontroller: breakpoint or warning",
+    62: "internal microcontroller halted",
+    63: "a row remap or page retirement was recorded",
+    64: "a row remap or page retirement could not be recorded",
+    68: "exception in the video engine, mostly a program's fault",
+    74: "NVLink error",
+    79: "fallen off the bus",
+    92: "many single-bit ECC errors",
+    94: "contained ECC error",
+    95: "uncontained ECC error",
+    109: "context switch timed out, mostly a program's fault",
+    119: "the GPU's system processor does not answer",
+    120: "the GPU's system processor has failed",
+}
+
+
+def xid_words(code: int) -> str:
+    """Return what an XID error means, as far as known."""
+    return f"XID {code}: {_XIDS.get(code, 'see the list of XID errors in NVIDIA’s documentation')}"
+
+
 class MigStatic(msgspec.Struct, frozen=True, gc=False):
     """A MIG device of a GPU."""
 

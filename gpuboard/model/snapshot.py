@@ -79,6 +79,7 @@ class GpuView(msgspec.Struct, frozen=True, gc=False):
     leases: list[str] = []
     jobs: list[JobView] = []
     mig: list[MigView] = []
+    sick: list[str] = []  # why it has the flag of that name, in words
     # For the allocator and the detail view; not in the contract's minimum.
     numa_node: int | None = None
     links: dict[str, int] = {}

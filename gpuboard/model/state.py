@@ -5,11 +5,18 @@ One pure function, :func:`judge`; the table it follows is DESIGN's: the first ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from gpuboard.model.gpu import GpuReading, GpuStatic, Process
+from gpuboard.model.gpu import (
+    SERIOUS_THROTTLE,
+    THROTTLE_WORDS,
+    GpuReading,
+    GpuStatic,
+    Process,
+    xid_words,
+)
 from gpuboard.model.reading import Claim
 from gpuboard.model.units import day_time, format_duration
 
@@ -72,6 +79,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     scheduler_error: str | None = None  # a configured scheduler that gives no current answer
     unseen: bool = False  # only the scheduler shows this GPU; there is no connection that could read it
     leases: frozenset[str] = frozenset()  # the ids of all that live, on whatever GPU
+    narrow: str = ""  # in which way its link is too narrow, as narrow_links returns it
     idle_for_s: float | None = None  # how long nothing has run on it and no lease was new, as far as we have watched
 
 
@@ -81,6 +89,7 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
     state: str
     reason: str
     flags: tuple[str, ...] = ()
+    sick: tuple[str, ...] = ()  # the reasons of the flag of that name
 
 
 def counted(processes: list[Process], thresholds: Thresholds) -> list[Process]:
@@ -105,7 +114,9 @@ def unused(idle_for_s: float | None, thresholds: Thresholds) -> bool:
 def judge(facts: Facts, thresholds: Thresholds) -> Verdict:
     """Return the state of a GPU with its reason and flags."""
     state, reason = _state(facts, thresholds)
-    return Verdict(state, reason, _flags(facts, thresholds, state))
+    sick = () if facts.reading is None or state == "broken" else tuple(_sick(facts.reading, facts.narrow))
+    flags = _flags(facts, thresholds) + ["sick"] * bool(sick) + ["mig"] * (facts.static.mig is not None)
+    return Verdict(state, reason, tuple(flags), sick)
 
 
 def _state(facts: Facts, limits: Thresholds) -> tuple[str, str]:
@@ -272,7 +283,7 @@ def _claim_words(claim: Claim) -> str:
     return f"{claim.owner}, {span} left" + (f": {claim.purpose}" if claim.purpose else "")
 
 
-def _flags(facts: Facts, limits: Thresholds, state: str) -> tuple[str, ...]:
+def _flags(facts: Facts, limits: Thresholds) -> list[str]:
     flags: list[str] = []
     reading = facts.reading
     processes = counted((reading.processes if reading else None) or [], limits)
@@ -285,19 +296,39 @@ def _flags(facts: Facts, limits: Thresholds, state: str) -> tuple[str, ...]:
         flags.append("overdue")
     if any(claim.disputed_with for claim in facts.claims) or _overlapping(facts):
         flags.append("disputed")
-    if reading is not None and state != "broken" and _sick(facts.static, reading):
-        flags.append("sick")
-    if facts.static.mig is not None:
-        flags.append("mig")
-    return tuple(flags)
+    return flags
 
 
-def _sick(static: GpuStatic, reading: GpuReading) -> bool:
-    narrow = (
-        reading.pcie_width is not None
-        and static.pcie_width_max is not None
-        and 0 < reading.pcie_width < static.pcie_width_max
-    )
-    throttled = any(word in {"hw_thermal", "hw_power_brake", "sw_thermal"} for word in reading.throttle)
-    errors = any(xid.code not in _PROGRAMS_XIDS for xid in reading.xids or ())
-    return bool(reading.ecc_uncorrected) or bool(reading.remap_pending) or throttled or narrow or errors
+def _sick(reading: GpuReading, narrow: str) -> Iterator[str]:
+    """Yield what is wrong with a GPU that still works."""
+    if errors := reading.ecc_uncorrected:
+        yield f"{errors} uncorrected ECC error{'s' * (errors != 1)} since the driver was loaded"
+    if reading.remap_pending:
+        yield "row remap pending; reset the GPU"
+    yield from (THROTTLE_WORDS[word] for word in reading.throttle if word in SERIOUS_THROTTLE)
+    if narrow:
+        yield narrow
+    codes = dict.fromkeys(xid.code for xid in reading.xids or () if xid.code not in _PROGRAMS_XIDS)
+    yield from map(xid_words, codes)
+
+
+def narrow_links(
+    gpus: Iterable[GpuStatic], readings: Iterable[GpuReading], widest: Mapping[str, int]
+) -> dict[str, str]:
+    """Return by UUID in which way a GPU's PCIe link is too narrow: than it was, or than most of its model have.
+
+    ``gpus``: those of one node; ``widest``: how wide each link has been. A width below the GPU's maximum alone tells
+    nothing: many boards and slots have no more lanes.
+    """
+    names = {gpu.uuid: gpu.name for gpu in gpus}
+    widths = {reading.uuid: reading.pcie_width for reading in readings if reading.pcie_width}
+    found: dict[str, str] = {}
+    for uuid, width in widths.items():
+        alike = [other for peer, other in widths.items() if names.get(peer) == names.get(uuid)]
+        wider = [other for other in alike if other > width]
+        if width < widest.get(uuid, 0):
+            found[uuid] = f"PCIe x{width} of x{widest[uuid]}: narrower than before"
+        elif len(alike) > 2 and 2 * len(wider) > len(alike):
+            usual = max(wider, key=wider.count)
+            found[uuid] = f"PCIe x{width} of x{usual}: narrower than most of its model on this node"
+    return found

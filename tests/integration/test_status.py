@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from tests.integration.here import Here, here
-from tests.nvml import GIB, Gpu
+from tests.nvml import GIB, Gpu, Mig
 
 __all__ = ["here"]
 
@@ -45,6 +45,30 @@ def test_json_has_what_the_library_says(here: Here) -> None:
     assert {key: second[key] for key in expected} == expected
     [process] = second["processes"]
     assert (process["pid"], process["memory"], process["type"]) == (pid, 8 * GIB, "compute")
+
+
+def test_a_gpu_in_mig_mode_is_never_free_also_where_nothing_of_it_can_be_read(here: Here) -> None:
+    unreadable = ("fault nvmlDeviceGetMemoryInfo_v2 4", "fault nvmlDeviceGetComputeRunningProcesses_v3 4")
+    here.gpus([Gpu(mig=(Mig("MIG-a"),)), Gpu(mig=(), trouble=unreadable)])
+    [node] = here.json("status", "--json")["nodes"]
+    assert [(gpu["state"], gpu["reason"], gpu["flags"]) for gpu in node["gpus"]] == [
+        ("mig", "in MIG mode: its devices can be reserved", ["mig"]),
+        ("mig", "in MIG mode, without devices", ["mig"]),
+    ]
+    assert [device["state"] for device in node["gpus"][0]["mig"]] == ["free"]
+
+
+def test_sick_comes_with_its_reasons(here: Here) -> None:
+    here.gpus([Gpu(remap=(1, 0)), Gpu(), Gpu(pcie=(5, 4, 5, 16)), Gpu(name="NVIDIA A10G", pcie=(4, 8, 4, 16))])
+    [node] = here.json("status", "--json")["nodes"]
+    assert [gpu["sick"] for gpu in node["gpus"]] == [
+        ["row remap pending; reset the GPU"],
+        [],
+        ["PCIe x4 of x16: narrower than most of its model on this node"],
+        [],  # x8 of x16: so by construction
+    ]
+    assert ["sick" in gpu["flags"] for gpu in node["gpus"]] == [True, False, True, False]
+    assert "sick (row remap pending; reset the GPU); no process" in here.run("status").stdout
 
 
 def test_without_a_terminal_the_table_is_plain_and_whole(here: Here) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpuboard.board.health import Evidence, evidence, xid_words
+from gpuboard.board.health import Evidence, evidence
+from gpuboard.model.gpu import xid_words
 from gpuboard.model.snapshot import XidView
 from tests.board.made import gpu
 
@@ -54,7 +55,9 @@ def test_nothing_read_is_nothing_known() -> None:
         ({"throttle": ["hw_thermal", "sw_power_cap"]},
          ("Clocks", "too hot, slowed down by the hardware; at its power limit", "warn")),
         ({"throttle": ["novel"]}, ("Clocks", "novel", "dim")),
-        ({"pcie_width": 8}, ("PCIe", "generation 5, x8 now; at most 5, x16", "warn")),
+        ({"pcie_width": 8}, ("PCIe", "generation 5, x8 now; at most 5, x16", "dim")),
+        ({"pcie_width": 8, "sick": ["PCIe x8 of x16: narrower than before"]},
+         ("PCIe", "generation 5, x8 now; narrower than before; at most 5, x16", "warn")),
         ({"pcie_generation": 1}, ("PCIe", "generation 1, x16 now; at most 5, x16 (it rises under load)", "good")),
         ({"pcie_generation_max": None, "pcie_width_max": None},
          ("PCIe", "generation 5, x16 now; at most ?, x?", "good")),

@@ -140,6 +140,27 @@ def test_gpus_that_a_job_does_not_show_are_not_lost_and_one_that_it_shows_no_mor
     assert it.facts.known.keys() == {"GPU-b", "GPU-c"}
 
 
+def test_a_link_that_becomes_narrower_is_noticed_and_remembered_over_connections(ways: Ways) -> None:
+    one = feed(ways)
+    one.open()
+    wide, narrow = (
+        [msgspec.structs.replace(reading(seq), gpus=[GpuReading("GPU-a", pcie_width=width)]) for seq in (1, 2)]
+        for width in (16, 4)
+    )
+    ways.links[0].says(HELLO, STATIC, *wide)
+    assert one.facts.narrow == {}
+    ways.links[0].says(narrow[0])
+    assert one.facts.narrow == {"GPU-a": "PCIe x4 of x16: narrower than before"}
+    ways.links[0].says(narrow[1])
+    assert one.facts.narrow == {"GPU-a": "PCIe x4 of x16: narrower than before"}
+    ways.links[0].says(HELLO, STATIC, narrow[0])  # a new agent there
+    assert one.facts.narrow == {"GPU-a": "PCIe x4 of x16: narrower than before"}
+    ways.links[0].says(msgspec.structs.replace(HELLO, boot_id="c"), STATIC, wide[0], *narrow)
+    ways.links[0].says(msgspec.structs.replace(HELLO, boot_id="d"), STATIC, narrow[0], wide[0], narrow[0])
+    assert list(one.facts.narrow) == ["GPU-a"]
+    one.close()
+
+
 def test_without_python_a_shell_is_opened_at_once_and_the_agent_tried_again_later(
     ways: Ways, monkeypatch: pytest.MonkeyPatch
 ) -> None:

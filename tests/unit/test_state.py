@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpuboard.model.gpu import GpuReading, GpuStatic, MigStatic, Process, Xid
 from gpuboard.model.reading import Claim
-from gpuboard.model.state import STATES, Facts, Job, Ruling, Thresholds, judge
+from gpuboard.model.state import STATES, Facts, Job, Ruling, Thresholds, judge, narrow_links
 from gpuboard.model.units import day_time
 
 GIB = 2**30
@@ -140,7 +140,9 @@ TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("an error of the GPU", {"xids": [Xid(94, 1.0)]}, "free", "no process, no reservation", ("sick",)),
     ("an error of a program", {"xids": [Xid(31, 1.0)]}, "free", "no process, no reservation", ()),
     ("power cap is no sickness", {"throttle": ["sw_power_cap"]}, "free", "no process, no reservation", ()),
-    ("narrow", {"pcie_width": 8}, "free", "no process, no reservation", ("sick",)),
+    ("narrower than it was", {"pcie_width": 8, "narrow": "PCIe x8 of x16: narrower than before"},
+     "free", "no process, no reservation", ("sick",)),
+    ("below its maximum, as ever", {"pcie_width": 8}, "free", "no process, no reservation", ()),
     ("MIG parent", {"static": SPLIT}, "mig", "in MIG mode: its devices can be reserved", ("mig",)),
     ("MIG parent without devices", {"static": msgspec.structs.replace(STATIC, mig=[])},
      "mig", "in MIG mode, without devices", ("mig",)),
@@ -164,6 +166,57 @@ TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
 def test_the_table(changes: dict[str, Any], state: str, reason: str, flags: tuple[str, ...]) -> None:
     verdict = judge(facts(**changes), Thresholds())
     assert (verdict.state, verdict.reason, verdict.flags) == (state, reason, flags)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"remap_pending": True}, ("row remap pending; reset the GPU",)),
+        ({"ecc_uncorrected": 1}, ("1 uncorrected ECC error since the driver was loaded",)),
+        ({"ecc_uncorrected": 3}, ("3 uncorrected ECC errors since the driver was loaded",)),
+        ({"throttle": ["sw_power_cap", "hw_thermal"]}, ("too hot, slowed down by the hardware",)),
+        ({"throttle": ["hw_power_brake"]}, ("power brake: the supply asked for less",)),
+        ({"xids": [Xid(94, 2.0), Xid(31, 1.5), Xid(94, 1.0), Xid(7, 0.5)]},
+         ("XID 94: contained ECC error", "XID 7: see the list of XID errors in NVIDIA’s documentation")),
+        ({"narrow": "PCIe x4 of x16: narrower than before", "remap_pending": True},
+         ("row remap pending; reset the GPU", "PCIe x4 of x16: narrower than before")),
+        ({"lost": True, "remap_pending": True}, ()),
+        ({"reading": None, "narrow": "PCIe x4 of x16: narrower than before"}, ()),
+    ],
+)  # fmt: skip
+def test_sick_comes_with_its_reasons_in_words(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    verdict = judge(facts(**changes), Thresholds())
+    assert verdict.sick == words
+    assert ("sick" in verdict.flags) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("widths", "widest", "narrow"),
+    [
+        ([8, 8, 8, 8], {}, {}),  # so by construction: T4 and A10G at x8 of x16
+        ([16, 16, 4], {}, {2: "PCIe x4 of x16: narrower than most of its model on this node"}),
+        ([16, 16, 16, 8, 8], {}, {3: "PCIe x8 of x16: narrower than most of its model on this node",
+                                  4: "PCIe x8 of x16: narrower than most of its model on this node"}),
+        ([16, 16, 8, 8], {}, {}),  # half are no majority
+        ([16, 8], {}, {}),
+        ([16], {}, {}),
+        ([16, 8, 4, 4], {}, {}),
+        ([16, 16, None, 8], {}, {3: "PCIe x8 of x16: narrower than most of its model on this node"}),
+        ([16, 16, 16, 0], {}, {}),  # no link seen: nothing is known of it
+        ([4], {0: 16}, {0: "PCIe x4 of x16: narrower than before"}),
+        ([16], {0: 8}, {}),
+        ([None], {0: 16}, {}),
+    ],
+)  # fmt: skip
+def test_a_link_is_narrow_by_what_it_was_or_what_most_of_its_model_have(
+    widths: list[int | None], widest: dict[int, int], narrow: dict[int, str]
+) -> None:
+    gpus = [GpuStatic(index=k, uuid=f"GPU-{k}", name="A10G", pci_bus_id="", pcie_width_max=16) for k in range(9)]
+    gpus[8] = msgspec.structs.replace(gpus[8], name="H100")
+    readings = [GpuReading(uuid=f"GPU-{k}", pcie_width=width) for k, width in enumerate(widths)]
+    others = [GpuReading(uuid="GPU-8", pcie_width=16)]  # of another model
+    found = narrow_links(gpus, [*readings, *others], {f"GPU-{k}": width for k, width in widest.items()})
+    assert found == {f"GPU-{k}": words for k, words in narrow.items()}
 
 
 processes = st.builds(
