@@ -151,6 +151,7 @@ def lease(
     model: str | None = None,
     gpu_mem: str | int | None = None,
     topology: str = "best",
+    allow_sick: bool = False,
     exclude: str = "",
     nodes: str | None = None,
     for_: str | float | None = None,
@@ -178,6 +179,7 @@ def lease(
             model=model,
             gpu_mem=parse_size(gpu_mem) if isinstance(gpu_mem, str) else gpu_mem,
             topology=topology,
+            allow_sick=allow_sick,
             exclude=parse_picks(exclude, whole_nodes=True) if exclude else (),
         )
         for_s = None if for_ is None else duration(_seconds(for_), settings)

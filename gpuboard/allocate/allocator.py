@@ -262,6 +262,7 @@ class Allocator:
             words = "; ".join(left) or "it was released again, on all of them"
             names = ", ".join(uuids)
             raise GpuboardError(f"lease {taken.lease}, taken on {names}, is not in the readings that followed: {words}")
+        self.notes += choice.notes
         notes_words = "".join(f"; before: {note}" for note in notes if note)
         return self._allocation(lease, choice.gpus, choice.why + notes_words, after)
 

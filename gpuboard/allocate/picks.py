@@ -1,4 +1,4 @@
-"""What people write for GPUs: ``gpu01:0,3@gpu02:1``, ``0,3`` on a single node, UUIDs."""
+"""What people write for GPUs: ``gpu01:0,3@gpu02:1``, ``0,3`` on a single node, MIG devices (``gpu01:2:1``), UUIDs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from gpuboard.errors import UsageError
 from gpuboard.model.request import Pick
 from gpuboard.model.text import quoted, split_outside
 
-_UUID = re.compile(r"(GPU|MIG|SIM)-[0-9A-Za-z/_-]{4,100}", re.ASCII)
+_UUID = re.compile(
+    r"(?:GPU|MIG|SIM)-[0-9A-Za-z/_-]{4,100}|[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}", re.ASCII
+)
+_INDEX = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+_MIG = re.compile(r"(0|[1-9]\d{0,3}):(\d{1,2})", re.ASCII)
 _NODE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*", re.ASCII)
 _MOST = 4096  # GPUs one node may be asked for: 0-999999999 is a slip
 PICKS_MAX = 16_384  # in all, as many as a nodeset may name nodes
@@ -18,23 +22,24 @@ PICKS_MAX = 16_384  # in all, as many as a nodeset may name nodes
 def parse_picks(text: str, *, whole_nodes: bool = False) -> tuple[Pick, ...]:
     """Return the GPUs that ``text`` names, in its order; ``whole_nodes``: a node's name alone means all its GPUs.
 
-    Parts are joined by ``@``; a part is ``node:indexes``, indexes (of the only node) or UUIDs; indexes are numbers and
-    ranges (``0,2-3``). With ``whole_nodes`` a nodeset may stand wherever a node's name may. Raises ValueError.
+    Parts are joined by ``@``; a part is ``node:indexes``, indexes (of the only node) or UUIDs; indexes are numbers,
+    ranges (``0,2-3``) and MIG devices (``2:1``). With ``whole_nodes`` a nodeset may stand wherever a node's name may.
+    Raises ValueError.
     """
     found: list[Pick] = []
     for part in text.strip().split("@"):
-        node, colon, rest = part.rpartition(":")
-        if whole_nodes and colon:
-            *before, node = split_outside(node, ",")[::2]
-            for word in before:
-                add(found, _nodes(word.strip()))
-        if colon and not _NODE.fullmatch(node):
-            raise ValueError(f"{quoted(node)} is not a node's name; write gpu01:0,3@gpu02:1")
-        for word in split_outside(rest, ",")[::2] if whole_nodes else rest.split(","):
-            if whole_nodes and not re.match(r"[0-9-]*$|(GPU|MIG|SIM)-", word.strip()):
-                add(found, _nodes(word.strip()))
+        node: str | None = None
+        for word in map(str.strip, split_outside(part, ",")[::2]):
+            name, colon, rest = word.partition(":")
+            if colon and not _MIG.fullmatch(word):
+                if not _NODE.fullmatch(name):
+                    raise ValueError(f"{quoted(name)} is not a node's name; write gpu01:0,3@gpu02:1")
+                node = name
+                add(found, _word(node, rest))
+            elif whole_nodes and not any(form.fullmatch(word) for form in (_MIG, _INDEX, _UUID)):
+                add(found, _nodes(word))
             else:
-                add(found, _word(node or None, word.strip()))
+                add(found, _word(node, word))
     if len(set(found)) < len(found):
         raise ValueError(f"{quoted(text)} names a GPU twice")
     return tuple(found)
@@ -62,7 +67,9 @@ def _nodes(word: str) -> list[Pick]:
 def _word(node: str | None, word: str) -> list[Pick]:
     if _UUID.fullmatch(word):
         return [Pick(node, None, word)]
-    span = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", word, re.ASCII)
+    if part := _MIG.fullmatch(word):
+        return [Pick(node, int(part[1]), None, int(part[2]))]
+    span = _INDEX.fullmatch(word)
     if not span:
         raise ValueError(f"{quoted(word)} is neither an index nor a GPU's UUID; write gpu01:0,3@gpu02:1 or GPU-…")
     first, last = int(span[1]), int(span[2] or span[1])

@@ -1,7 +1,8 @@
 """Request + snapshot → the GPUs to take, in rank order, or a refusal with a reason for every GPU. Pure.
 
 Fewest nodes; among nodes the best links, then NUMA, then the node with the fewest free GPUs left over (whole nodes stay
-free for others), then the first name. Never fewer GPUs than asked, never one that is not known to be free.
+free for others), then the first name. Never fewer GPUs than asked, never one that is not known to be free. Healthy GPUs
+come first; a sick one is taken where it is named, or where ``allow_sick`` allows it and healthy ones do not suffice.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import msgspec
 
 from gpuboard.allocate.topology import NVLINK, Group, best_group, matrix, ring_order
 from gpuboard.errors import UsageError
-from gpuboard.model.gpu import is_mig
-from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
+from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request, slot
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.text import quoted
 from gpuboard.model.units import format_size
@@ -37,6 +37,25 @@ class Candidate(msgspec.Struct, frozen=True):
     free_memory: int | None  # bytes
     why_not: str | None
     never: bool = False  # it could not serve this request if it were free, either
+    mig: int | None = None  # the number of the MIG device, None: the whole GPU
+
+    @property
+    def sick(self) -> bool:
+        return "sick" in self.gpu.flags
+
+    @property
+    def slot(self) -> str:
+        """Its index, as ``status`` prints it."""
+        return slot(self.index, self.mig)
+
+    @property
+    def place(self) -> str:
+        """Its node and index."""
+        return f"{self.node}:{self.slot}"
+
+    @property
+    def chosen(self) -> Chosen:
+        return Chosen(self.node, self.index, self.uuid, mig=self.mig)
 
 
 def choose(request: Request, snapshot: Snapshot, own: Collection[str] = ()) -> Choice | Refusal:
@@ -46,6 +65,7 @@ def choose(request: Request, snapshot: Snapshot, own: Collection[str] = ()) -> C
     Raises UsageError for a request that contradicts itself or names a node that is not there.
     """
     check(request)
+    request = _with_numbered_nodes(request, snapshot)
     looked = look(request, snapshot, own)
     if request.picks:
         return _picked(request, snapshot, looked)
@@ -56,6 +76,23 @@ def choose(request: Request, snapshot: Snapshot, own: Collection[str] = ()) -> C
 
         return refuse(request, snapshot, looked)
     return _choice(request, free, chosen)
+
+
+def _with_numbered_nodes(request: Request, snapshot: Snapshot) -> Request:
+    """Return the request with ``2:1`` meaning GPU 1 of node ``2`` where there is a node of that name."""
+    names = {node.name for node in snapshot.nodes}
+
+    def resolved(picks: tuple[Pick, ...]) -> tuple[Pick, ...]:
+        return tuple(
+            Pick(str(pick.index), pick.mig, None)
+            if pick.mig is not None and pick.node is None and str(pick.index) in names
+            else pick
+            for pick in picks
+        )
+
+    if all(pick.mig is None for pick in (*request.picks, *request.exclude)):
+        return request
+    return msgspec.structs.replace(request, picks=resolved(request.picks), exclude=resolved(request.exclude))
 
 
 def check(request: Request) -> None:
@@ -100,10 +137,10 @@ def look(request: Request, snapshot: Snapshot, own: Collection[str]) -> list[Can
     found: list[Candidate] = []
     for node, gpu, candidate in whole:
         found.append(candidate)
-        if request.n == 1 or any(_names(pick, node.name, gpu.index, mig.uuid) for mig in gpu.mig
-                                 for pick in request.picks):  # fmt: skip
+        if request.n == 1 or any(_names(pick, node.name, gpu.index, mig.uuid, number)
+                                 for number, mig in enumerate(gpu.mig) for pick in request.picks):  # fmt: skip
             fits = parts and (request.model is None or matches(gpu.name, request.model))
-            found += [_look_at_mig(request, node, gpu, mig, own, fits=fits) for mig in gpu.mig]
+            found += [_look_at_mig(request, node, gpu, number, own, fits=fits) for number in range(len(gpu.mig))]
     return found
 
 
@@ -120,52 +157,58 @@ def _each_once(whole: list[tuple[NodeView, GpuView, Candidate]]) -> list[tuple[N
 
 def _look_at(request: Request, node: NodeView, gpu: GpuView, own: Collection[str]) -> Candidate:
     total = None if gpu.memory_total is None or gpu.memory_used is None else gpu.memory_total - gpu.memory_used
-    never = _never(request, node, gpu.index, gpu.uuid, gpu.memory_total)
+    never = _never(request, node, gpu)
     if never is None and request.model is not None and not matches(gpu.name, request.model):
         never = f"is a {gpu.name}, not {request.model}"
     if never is None and "mig" in gpu.flags:
         devices = sorted({mig.profile for mig in gpu.mig})
         never = f"in MIG mode: {f'its devices can be had: --n 1 --model {devices[0]}' if devices else 'no devices'}"
-    now = never or _not_now(request, gpu, gpu.uuid, own, total)
+    now = never or _not_now(request, gpu, gpu, own, total)
     return Candidate(
         node.name, gpu.index, gpu.uuid, gpu, gpu.state, total, now or _unclaimable(node), never is not None
     )
 
 
 def _look_at_mig(
-    request: Request, node: NodeView, gpu: GpuView, mig: MigView, own: Collection[str], *, fits: bool
+    request: Request, node: NodeView, gpu: GpuView, number: int, own: Collection[str], *, fits: bool
 ) -> Candidate:
+    mig = gpu.mig[number]
     total = None if mig.memory_total is None or mig.memory_used is None else mig.memory_total - mig.memory_used
-    never = _never(request, node, gpu.index, mig.uuid, mig.memory_total)
+    never = _never(request, node, gpu, number)
     fits = fits or bool(request.picks) or bool(request.model and _is_profile(request.model, mig.profile))
     if never is None and not fits:
         never = f"MIG device {mig.profile}: ask for it with --model {mig.profile}"
-    now = never or _not_now(request, mig, mig.uuid, own, total)
+    now = never or _not_now(request, mig, gpu, own, total)
     return Candidate(
-        node.name, gpu.index, mig.uuid, gpu, mig.state, total, now or _unclaimable(node), never is not None
+        node.name, gpu.index, mig.uuid, gpu, mig.state, total, now or _unclaimable(node), never is not None, number
     )
 
 
-def _never(request: Request, node: NodeView, index: int, uuid: str, memory_total: int | None) -> str | None:
-    if request.picks and not any(_names(pick, node.name, index, uuid) for pick in request.picks):
+def _never(request: Request, node: NodeView, gpu: GpuView, mig: int | None = None) -> str | None:
+    part = gpu if mig is None else gpu.mig[mig]
+    if request.picks and not any(_names(pick, node.name, gpu.index, part.uuid, mig) for pick in request.picks):
         return "not named by --gpus"
-    if any(_names(pick, node.name, index, uuid) for pick in request.exclude):
+    if any(_names(pick, node.name, gpu.index, part.uuid, mig) for pick in request.exclude):
         return "excluded"
-    if request.within is not None and uuid not in request.within:
+    if request.within is not None and part.uuid not in request.within:
         return "not in the lease"
-    if request.gpu_mem is not None and memory_total is not None and memory_total < request.gpu_mem:
-        return f"has {format_size(memory_total)} in all, {format_size(request.gpu_mem)} were asked for"
+    if request.gpu_mem is not None and part.memory_total is not None and part.memory_total < request.gpu_mem:
+        return f"has {format_size(part.memory_total)} in all, {format_size(request.gpu_mem)} were asked for"
     return None
 
 
 def _not_now(
-    request: Request, gpu: GpuView | MigView, uuid: str, own: Collection[str], free_memory: int | None
+    request: Request, part: GpuView | MigView, gpu: GpuView, own: Collection[str], free_memory: int | None
 ) -> str | None:
-    held = request.within is not None and gpu.state == "reserved" and bool(gpu.leases) and set(gpu.leases) <= set(own)
-    if gpu.state != "free" and not held:
-        return gpu.reason or gpu.state
-    if isinstance(gpu, GpuView) and "disputed" in gpu.flags:
+    """Return why ``part``, all of ``gpu`` or one of its MIG devices, cannot be had now."""
+    inside = request.within is not None
+    held = inside and part.state == "reserved" and bool(part.leases) and set(part.leases) <= set(own)
+    if part.state != "free" and not held:
+        return part.reason or part.state
+    if part is gpu and "disputed" in gpu.flags:
         return "claims contradict each other"
+    if "sick" in gpu.flags and not (request.allow_sick or request.picks or inside):
+        return f"{_sick_words(gpu)} (--allow-sick takes it)"
     if request.gpu_mem is not None and (free_memory is None or free_memory < request.gpu_mem):
         return f"{format_size(free_memory)} free, {format_size(request.gpu_mem)} were asked for"
     return None
@@ -177,13 +220,17 @@ def _unclaimable(node: NodeView) -> str | None:
     return f"cannot be reserved: {node.claims_error}" if node.claims_error else None
 
 
-def _names(pick: Pick, node: str, index: int, uuid: str) -> bool:
-    """Tell whether ``pick`` means this GPU; one with neither index nor UUID means its whole node."""
+def _sick_words(gpu: GpuView) -> str:
+    return f"sick: {'; '.join(gpu.sick)}" if gpu.sick else "sick"
+
+
+def _names(pick: Pick, node: str, index: int, uuid: str, mig: int | None) -> bool:
+    """Tell whether ``pick`` means this GPU or MIG device; one with neither index nor UUID means its whole node."""
     if pick.node is not None and pick.node != node:
         return False
     if pick.uuid is not None:
         return uuid == pick.uuid
-    return (pick.index == index and not is_mig(uuid)) or (pick.index is None and pick.node is not None)
+    return (pick.index, pick.mig) == (index, mig) or (pick.index is None and pick.node is not None)
 
 
 def matches(name: str, model: str) -> bool:
@@ -230,12 +277,20 @@ class _Set(msgspec.Struct, frozen=True):
     exact: bool
 
     @property
-    def order(self) -> tuple[int, int, str]:
-        """Best first: links, NUMA, fewest free left over, name."""
-        return -self.score, self.left, self.node
+    def order(self) -> tuple[int, int, int, str]:
+        """Best first: fewest sick, links, NUMA, fewest free left over, name."""
+        return sum(gpu.sick for gpu in self.members), -self.score, self.left, self.node
 
 
 def _spread(request: Request, free: dict[str, list[Candidate]]) -> list[_Set] | None:
+    """Return the set of each node, or None when the request does not fit; with sick GPUs only where it must be."""
+    healthy = {name: well for name, gpus in free.items() if (well := [gpu for gpu in gpus if not gpu.sick])}
+    return _fill(request, healthy) or (
+        _fill(request, free) if any(gpu.sick for gpus in free.values() for gpu in gpus) else None
+    )
+
+
+def _fill(request: Request, free: dict[str, list[Candidate]]) -> list[_Set] | None:
     """Return the set of each node, or None when the request does not fit."""
     assert request.n is not None
     needed = nodes_needed(request, [len(gpus) for gpus in free.values()])
@@ -278,8 +333,13 @@ class _Sets:
         return found
 
     def _best(self, name: str, free: list[Candidate], size: int) -> _Set:
+        left = len(free) - size
+        healthy = sum(not gpu.sick for gpu in free)
+        if healthy < len(free):  # as few of the sick ones as it takes
+            sick = [gpu.uuid for gpu in free if gpu.sick][: max(0, size - healthy)]
+            free = [gpu for gpu in free if not gpu.sick or gpu.uuid in sick]
         if not self._links:
-            return _Set(name, tuple(free[:size]), 0, len(free) - size, True)
+            return _Set(name, tuple(free[:size]), 0, left, True)
         scores = pair_scores(free)
         key = (tuple(map(tuple, scores)), size)
         if key not in self._known:
@@ -287,7 +347,7 @@ class _Sets:
             inside = [[scores[a][b] for b in group.members] for a in group.members]
             self._known[key] = group, tuple(group.members[i] for i in ring_order(inside))
         group, order = self._known[key]
-        return _Set(name, tuple(free[i] for i in order), group.score, len(free) - size, group.exact)
+        return _Set(name, tuple(free[i] for i in order), group.score, left, group.exact)
 
 
 def pair_scores(gpus: Sequence[Candidate]) -> list[list[int]]:
@@ -310,15 +370,23 @@ def link(one: GpuView, two: GpuView) -> int:
 def _choice(request: Request, free: dict[str, list[Candidate]], chosen: list[_Set]) -> Choice:
     parts = []
     for found in chosen:
-        indexes = ",".join(str(gpu.index) for gpu in sorted(found.members, key=lambda gpu: gpu.index))
-        words = f"{found.node}: {indexes} ({len(found.members)} of {len(free[found.node])} free"
+        indexes = ",".join(gpu.slot for gpu in sorted(found.members, key=lambda gpu: gpu.index))
+        one = found.members[0]
+        what = "" if one.mig is None else f"MIG {one.gpu.mig[one.mig].profile}, "
+        words = f"{found.node}: {indexes} ({what}{len(found.members)} of {len(free[found.node])} free"
         if len(found.members) > 1 and request.topology == "best":
             words += f", {_joined(found.members)}" + ("" if found.exact else "; best found, the search was cut short")
         parts.append(words + ")")
     order = "best links" if request.topology == "best" and request.n != 1 else "lowest indexes"
     rule = f"{len(chosen)} node{'s' if len(chosen) > 1 else ''}, the fewest; {order}, then whole nodes left to others"
-    gpus = tuple(Chosen(gpu.node, gpu.index, gpu.uuid) for found in chosen for gpu in found.members)
-    return Choice(gpus, f"{'; '.join(parts)}; {rule}")
+    return _made(chosen, f"{'; '.join(parts)}; {rule}")
+
+
+def _made(chosen: Sequence[_Set], why: str) -> Choice:
+    """Return the choice of these sets; which of them are sick is said."""
+    gpus = [gpu for found in chosen for gpu in found.members]
+    notes = tuple(f"{gpu.place} is {_sick_words(gpu.gpu)}" for gpu in gpus if gpu.sick)
+    return Choice(tuple(gpu.chosen for gpu in gpus), "; ".join((why, *notes)), notes)
 
 
 def arranged(snapshot: Snapshot, n: int | None = None) -> tuple[Chosen, ...]:
@@ -329,11 +397,14 @@ def arranged(snapshot: Snapshot, n: int | None = None) -> tuple[Chosen, ...]:
     own: list[Candidate] = []
     for node in snapshot.nodes:
         for gpu in sorted(node.gpus, key=lambda gpu: gpu.index):
-            uuids = [mig.uuid for mig in gpu.mig] if "mig" in gpu.flags else [gpu.uuid]
-            own += [Candidate(node.name, gpu.index, uuid, gpu, gpu.state, None, None) for uuid in uuids]
+            parts = [(mig.uuid, number) for number, mig in enumerate(gpu.mig)]
+            own += [
+                Candidate(node.name, gpu.index, uuid, gpu, gpu.state, None, None, mig=number)
+                for uuid, number in (parts if "mig" in gpu.flags else [(gpu.uuid, None)])
+            ]
     wanted = min(n or len(own), len(own))
     chosen = (wanted and _spread(Request(n=wanted), by_node(own))) or []
-    return tuple(Chosen(gpu.node, gpu.index, gpu.uuid) for found in chosen for gpu in found.members)
+    return tuple(gpu.chosen for found in chosen for gpu in found.members)
 
 
 def _joined(members: Sequence[Candidate]) -> str:
@@ -351,17 +422,18 @@ def _picked(request: Request, snapshot: Snapshot, looked: list[Candidate]) -> Ch
         if pick.node is not None and pick.node not in names:
             raise UsageError(f"--gpus: {pick.node!r} is not among the nodes: {', '.join(names)}")
         if pick.node is None and pick.uuid is None and len(names) > 1:
-            raise UsageError(f"--gpus: {pick.index} of which node? write {names[0]}:{pick.index}")
-        found = [c for c in looked if _names(pick, c.node, c.index, c.uuid)]
+            where = slot(pick.index, pick.mig)
+            raise UsageError(f"--gpus: {where} of which node? write {names[0]}:{where}")
+        found = [c for c in looked if _names(pick, c.node, c.index, c.uuid, c.mig)]
         if len({c.uuid for c in found} & {c.uuid for c in named}):
-            raise UsageError(f"--gpus names {found[0].node}:{found[0].index} twice")
+            raise UsageError(f"--gpus names {found[0].place} twice")
         named += found
         missing += [] if found else [pick]
     if missing or any(c.why_not is not None for c in named):
         from gpuboard.allocate.refusal import refuse_picks  # late: only when the answer is no
 
         return refuse_picks(request, snapshot, named, missing)
-    if len(named) > 1 and any(is_mig(c.uuid) for c in named):
+    if len(named) > 1 and any(c.mig is not None for c in named):
         raise UsageError("--gpus: a MIG device goes alone, one process sees one MIG device")
     free = by_node(named)
     sets = _Sets(request.topology)
@@ -369,5 +441,5 @@ def _picked(request: Request, snapshot: Snapshot, looked: list[Candidate]) -> Ch
         (sets.best(name, gpus, len(gpus)) for name, gpus in free.items()),
         key=lambda found: (-len(found.members), found.node),
     )
-    gpus = tuple(Chosen(gpu.node, gpu.index, gpu.uuid) for found in chosen for gpu in found.members)
-    return Choice(gpus, f"{', '.join(f'{gpu.node}:{gpu.index}' for gpu in gpus)}: as named, all free")
+    places = ", ".join(gpu.place for found in chosen for gpu in found.members)
+    return _made(chosen, f"{places}: as named, all free")

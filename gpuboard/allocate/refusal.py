@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gpuboard.allocate.policy import Candidate, by_node, choose, look, nodes_needed, read
-from gpuboard.model.request import Choice, Pick, Refusal, RefusedGpu, Request
+from gpuboard.model.request import Choice, Pick, Refusal, RefusedGpu, Request, slot
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.units import format_size
 
@@ -38,7 +38,7 @@ def refuse_picks(request: Request, snapshot: Snapshot, named: Sequence[Candidate
     unread = _unread(snapshot)
     absent = [_pick_words(pick) for pick in missing]
     code = 3 if not unread and (missing or any(c.never for c in named)) else 4
-    words = [f"{c.node}:{c.index} is {c.state}: {c.why_not}" for c in named if c.why_not is not None]
+    words = [f"{c.place} is {c.state}: {c.why_not}" for c in named if c.why_not is not None]
     words += [f"there is no GPU {pick}" for pick in absent]
     words += unread
     options = [_instead(request, snapshot), "--wait" if code == 4 else ""]
@@ -47,7 +47,7 @@ def refuse_picks(request: Request, snapshot: Snapshot, named: Sequence[Candidate
 
 
 def _reasons(looked: Sequence[Candidate]) -> tuple[RefusedGpu, ...]:
-    return tuple(RefusedGpu(c.node, c.index, c.uuid, c.state, c.why_not or "could be had") for c in looked)
+    return tuple(RefusedGpu(c.node, c.index, c.uuid, c.state, c.why_not or "could be had", c.mig) for c in looked)
 
 
 def _unread(snapshot: Snapshot) -> list[str]:
@@ -65,7 +65,7 @@ def _some(words: Sequence[str]) -> str:
 
 def _pick_words(pick: Pick) -> str:
     where = f"{pick.node}:" if pick.node else ""
-    return where + (pick.uuid if pick.uuid is not None else str(pick.index))
+    return where + (pick.uuid if pick.uuid is not None else slot(pick.index, pick.mig))
 
 
 def asked_words(request: Request) -> str:
@@ -100,6 +100,8 @@ def _have(looked: Sequence[Candidate]) -> str:
 def _why_not(candidate: Candidate) -> str:
     if candidate.state != "free":
         return candidate.state
+    if (candidate.why_not or "").startswith("sick"):
+        return "free but sick"
     return "free but too full" if (candidate.why_not or "").endswith("were asked for") else "not reservable"
 
 
@@ -118,6 +120,8 @@ def _nearest(request: Request, snapshot: Snapshot, looked: Sequence[Candidate], 
         if nodes_needed(msgspec.structs.replace(request, n=n), free):
             options.append(f"--n {n}")
             break
+    if not request.allow_sick and _works(msgspec.structs.replace(request, allow_sick=True), snapshot):
+        options.append("--allow-sick")
     if request.gpu_mem is not None and (size := _memory_that_fits(request, snapshot)):
         options.append(f"--gpu-mem {size}")
     for name in ("model", "exclude"):
@@ -160,5 +164,5 @@ def _instead(request: Request, snapshot: Snapshot) -> str:
     assert isinstance(found, Choice)
     nodes: dict[str, list[str]] = {}
     for gpu in found.gpus:
-        nodes.setdefault(gpu.node, []).append(str(gpu.index))
+        nodes.setdefault(gpu.node, []).append(slot(gpu.index, gpu.mig))
     return "--gpus " + "@".join(f"{node}:{','.join(indexes)}" for node, indexes in nodes.items())

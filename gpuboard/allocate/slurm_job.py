@@ -62,7 +62,7 @@ def look(number: int, counts: Mapping[str, int], settings: Settings) -> JobGpus:
         fleet.close()
     for node in snapshot.nodes:
         _check(number, node, counts[node.name])
-    notes = tuple(words for node in snapshot.nodes for words in _intruders(number, node))
+    notes = tuple(words for node in snapshot.nodes for words in _cautions(number, node))
     here = next((name for name in nodes if is_here(name)), None)
     return JobGpus(nodes, snapshot, here, notes)
 
@@ -80,10 +80,11 @@ def _check(number: int, node: NodeView, count: int) -> None:
         raise GpuboardError(f"Slurm gave job {number} GPUs that are broken: {words}; try --exclude {node.name}")
 
 
-def _intruders(number: int, node: NodeView) -> list[str]:
-    """Return words about GPUs of the job that somebody else is on."""
-    return [
+def _cautions(number: int, node: NodeView) -> list[str]:
+    """Return words about GPUs of the job that somebody else is on, and about sick ones."""
+    used = [
         f"{node.name}:{gpu.index} is {gpu.state}: {gpu.reason}, though Slurm gave it to job {number}"
         for gpu in node.gpus
         if gpu.state in {"busy", "occupied", "reserved"}
     ]
+    return used + [f"{node.name}:{gpu.index} is sick: {'; '.join(gpu.sick)}" for gpu in node.gpus if gpu.sick]

@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import Protocol
 
 from gpuboard.allocate.picks import parse_picks
-from gpuboard.board.scene import Scene
-from gpuboard.model.request import Chosen, Pick, Refusal, Request
+from gpuboard.board.scene import Place, Scene
+from gpuboard.model.request import Chosen, Pick, Refusal, Request, slot
 from gpuboard.model.units import format_duration, is_whole, parse_size
 
 MOST = 8192  # GPUs in one request: the largest clusters this is made for
@@ -22,6 +22,8 @@ _INSTEAD = (  # the command line's words in a refusal → the board's
     (r"without --model", "any model"),
     (r"--model (\S+)", r"model \1"),
     (r"--gpus: ", ""),
+    (r" \(--allow-sick takes it\)", ""),
+    (r"--allow-sick", "a sick GPU that you select"),
     (r"named by --gpus", "named"),
     (r"--gpus names", "you named"),
     (r"--gpus (\S)", r"\1"),
@@ -80,7 +82,7 @@ def places_words(gpus: Iterable[_Placed]) -> str:
     """Return GPUs as ``gpu01:0,2@gpu02:1``, by node and index."""
     ordered = sorted(gpus, key=lambda gpu: (gpu.node, gpu.index is None, gpu.index or 0))
     return "@".join(
-        f"{node}:{','.join('?' if gpu.index is None else str(gpu.index) for gpu in on_node)}"
+        f"{node}:{','.join(slot(gpu.index, getattr(gpu, 'mig', None)) for gpu in on_node)}"
         for node, on_node in groupby(ordered, key=lambda gpu: gpu.node)
     )
 
@@ -88,8 +90,13 @@ def places_words(gpus: Iterable[_Placed]) -> str:
 def picks_of(uuids: Iterable[str], scene: Scene) -> tuple[str, tuple[Pick, ...]]:
     """Return GPUs and MIG devices that are in ``scene`` as words (``gpu01:0,2@gpu02:1``) and as picks by UUID."""
     found = [(scene.devices[uuid], uuid) for uuid in uuids if uuid in scene.devices]
-    words = places_words(Chosen(place.node.name, place.gpu.index, uuid) for place, uuid in found)
+    words = places_words(Chosen(place.node.name, place.gpu.index, uuid, mig=_mig(place, uuid)) for place, uuid in found)
     return words, tuple(Pick(place.node.name, None, uuid) for place, uuid in found)
+
+
+def _mig(place: Place, uuid: str) -> int | None:
+    """Return the number of the MIG device with this UUID; None: it is the GPU."""
+    return next((number for number, device in enumerate(place.gpu.mig) if device.uuid == uuid), None)
 
 
 def refusal_words(refusal: Refusal) -> tuple[str, str]:

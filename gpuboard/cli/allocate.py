@@ -72,7 +72,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
         action=_AddPicks,
         type=typed(picks.parse_picks),
         metavar="GPUS",
-        help="exactly these: gpu01:0,3@gpu02:1, UUIDs",
+        help="exactly these: gpu01:0,3@gpu02:1, a MIG device as gpu01:2:1, UUIDs",
     )
     which.add_argument("--per-node", type=natural, metavar="K", help="exactly K on each node")
     which.add_argument(
@@ -86,6 +86,11 @@ def add_filters(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", metavar="NAME", help="a part of the GPU's name, or a glob: H100, '*A100*80GB*'")
     group.add_argument("--gpu-mem", type=typed(parse_size), metavar="SIZE", help="free memory each must have: 40GiB")
     group.add_argument("--topology", choices=("best", "any"), default="best", help="best: well linked (default)")
+    group.add_argument(
+        "--allow-sick",
+        action="store_true",
+        help="take a sick GPU too (`gpuboard status` says why it is) where healthy ones do not suffice",
+    )
     group.add_argument("--exclude", action=_AddPicks, type=typed(_exclude), default=[], metavar="GPUS",
                        help="none of these: gpu01:0, gpu02 or gpu[02-04] (all of them), UUIDs")  # fmt: skip
 
@@ -200,6 +205,7 @@ def request_of(args: argparse.Namespace) -> Request:
         model=args.model,
         gpu_mem=args.gpu_mem,
         topology=args.topology,
+        allow_sick=args.allow_sick,
         exclude=tuple(args.exclude),
     )
     check(request)
@@ -267,8 +273,10 @@ def _comment(allocation: Allocation, form: str, context: Context, notes: Sequenc
 
 
 def _show_plan(choice: Choice, form: str, context: Context) -> int:
+    from gpuboard.model.request import slot
+
     nodes = dict.fromkeys(gpu.node for gpu in choice.gpus)
-    gpus = "@".join(f"{name}:{','.join(str(g.index) for g in choice.gpus if g.node == name)}" for name in nodes)
+    gpus = "@".join(f"{name}:{','.join(slot(g.index, g.mig) for g in choice.gpus if g.node == name)}" for name in nodes)
     what = f"take {clean(gpus, 2000)}" if gpus else "ask Slurm"
     why = "\n".join(clean(line, 4000) for line in choice.why.splitlines())
     words = f"would {what}\n{why}\nnothing was taken (--dry-run)"
@@ -288,8 +296,10 @@ def _show_plan(choice: Choice, form: str, context: Context) -> int:
 
 def explain(refused: Refused) -> None:
     """Print the reason for every GPU on stderr."""
+    from gpuboard.model.request import slot
+
     for gpu in refused.refusal.gpus:
-        print(f"  {clean(gpu.node, 64)}:{gpu.index} {gpu.state}: {clean(gpu.reason)}", file=sys.stderr)
+        print(f"  {clean(gpu.node, 64)}:{slot(gpu.index, gpu.mig)} {gpu.state}: {clean(gpu.reason)}", file=sys.stderr)
 
 
 class _AddPicks(argparse.Action):

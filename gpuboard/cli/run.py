@@ -76,6 +76,7 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
         model=args.model,
         gpu_mem=args.gpu_mem,
         topology=args.topology,
+        allow_sick=args.allow_sick,
         exclude=args.exclude,
     )
     duration(args.for_s, context.settings)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import msgspec
 
 
+def slot(index: int | None, mig: int | None) -> str:
+    """Return a GPU's index, or a MIG device as ``status`` prints it and ``--gpus`` takes it: ``2:1``."""
+    return f"{'?' if index is None else index}{'' if mig is None else f':{mig}'}"
+
+
 class Pick(msgspec.Struct, frozen=True):
     """One GPU named by the user: ``gpu01:3`` or a UUID (``node`` None: wherever it is)."""
 
     node: str | None
     index: int | None
     uuid: str | None
+    mig: int | None = None  # the number of a MIG device of that GPU
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -24,6 +30,7 @@ class Request(msgspec.Struct, frozen=True):
     model: str | None = None  # case-insensitive part of the name; a glob if it has * ? or [
     gpu_mem: int | None = None  # bytes of free memory that each GPU must have
     topology: str = "best"  # "best" | "any"
+    allow_sick: bool = False  # else a sick GPU is taken only where ``picks`` or ``within`` name it
     exclude: tuple[Pick, ...] = ()
     within: tuple[str, ...] | None = None  # UUIDs; pick only among these (inside a lease)
 
@@ -35,6 +42,7 @@ class Chosen(msgspec.Struct, frozen=True):
     index: int
     uuid: str
     memory_fraction: float | None = None
+    mig: int | None = None  # the number of a MIG device of that GPU
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -42,6 +50,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     gpus: tuple[Chosen, ...]
     why: str
+    notes: tuple[str, ...] = ()  # what to know of these GPUs
 
 
 class RefusedGpu(msgspec.Struct, frozen=True):
@@ -52,6 +61,7 @@ class RefusedGpu(msgspec.Struct, frozen=True):
     uuid: str
     state: str
     reason: str
+    mig: int | None = None  # the number of a MIG device of that GPU
 
 
 class Refusal(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ import pytest
 
 from gpuboard.model.rankmap import RankMap, problems
 from tests.integration.here import Here, here  # noqa: F401
-from tests.nvml import GIB, Gpu, write_script
+from tests.nvml import GIB, Gpu, Mig, write_script
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("_claims")
@@ -215,6 +215,34 @@ def test_a_dry_run_explains_and_takes_nothing(here: Here) -> None:  # noqa: F811
     assert refused.returncode == 4
     assert f"{name}:2 busy: 50 % utilization" in refused.stderr
     assert "try --n 2 or --wait" in refused.stderr
+
+
+def test_a_sick_gpu_is_left_alone_until_it_is_named_or_allowed_and_then_said(here: Here) -> None:  # noqa: F811
+    here.gpus([Gpu(remap=(1, 0)), Gpu()])
+    name = os.uname().nodename.partition(".")[0]
+    assert [gpu["index"] for gpu in here.json("allocate", "--n", "1", "--dry-run", "--json")["gpus"]] == [1]
+    refused = here.run("allocate", "--n", "2", "--dry-run")
+    assert refused.returncode == 4
+    assert f"{name}:0 free: sick: row remap pending; reset the GPU (--allow-sick takes it)" in refused.stderr
+    assert "try --n 1, --allow-sick or --wait" in refused.stderr
+    taken = here.run("allocate", "--n", "2", "--allow-sick", "--format", "uuids", "--detach", "--for", "1m")
+    assert taken.returncode == 0
+    assert f"{name}:0 is sick: row remap pending; reset the GPU" in taken.stderr
+    assert here.run("release", "--mine").returncode == 0
+    assert here.run("allocate", "--gpus", "0", "--dry-run").returncode == 0
+
+
+def test_a_mig_device_is_taken_by_the_name_that_status_prints(here: Here) -> None:  # noqa: F811
+    here.gpus([Gpu(), Gpu(mig=(Mig("MIG-a", "1g.10gb", 1), Mig("MIG-b", "1g.10gb", 2)))])
+    name = os.uname().nodename.partition(".")[0]
+    assert "1:1 1g.10gb free" in " ".join(here.run("status").stdout.split())
+    for words in (["--gpus", f"{name}:1:1"], ["--gpus", "1:1"]):
+        found = here.json("allocate", *words, "--dry-run", "--json")
+        assert [(gpu["index"], gpu["mig"], gpu["uuid"]) for gpu in found["gpus"]] == [(1, 1, "MIG-b")]
+    planned = here.run("allocate", "--n", "1", "--model", "1g.10gb", "--dry-run")
+    assert f"would take {name}:1:0\n{name}: 1:0 (MIG 1g.10gb, 1 of 2 free)" in planned.stderr
+    taken = here.run("allocate", "--gpus", "1:0", "--detach", "--for", "1m")
+    assert "CUDA_VISIBLE_DEVICES='MIG-a'" in taken.stdout
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,9 @@ def test_a_refusal_as_json_has_a_reason_for_every_gpu() -> None:
         "error": {
             "code": 4,
             "message": "not now",
-            "gpus": [{"node": "gpu01", "index": 0, "uuid": "GPU-a", "state": "busy", "reason": "bob: python"}],
+            "gpus": [
+                {"node": "gpu01", "index": 0, "uuid": "GPU-a", "state": "busy", "reason": "bob: python", "mig": None}
+            ],
             "nearest": "--wait",
         },
     }

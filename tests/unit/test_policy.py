@@ -227,14 +227,16 @@ def mig_node() -> NodeView:
         MigView(f"MIG-{i}", profile, "free", "", 0, total * GIB)
         for i, (profile, total) in enumerate([("1g.10gb", 10), ("3g.40gb", 40)])
     ]
-    return NodeView(name="gpu01", state="up", gpus=[gpu(0, flags=["mig"], mig=devices), gpu(1, state="busy")])
+    return NodeView(
+        name="gpu01", state="up", gpus=[gpu(0, state="mig", flags=["mig"], mig=devices), gpu(1, state="busy")]
+    )
 
 
 def test_mig_devices_go_alone_and_their_parent_never() -> None:
     one = mig_node()
     assert choose(Request(n=1, model="3g.40gb"), cluster(one)) == Choice(
-        (Chosen("gpu01", 0, "MIG-1"),),
-        "gpu01: 0 (1 of 1 free); 1 node, the fewest; lowest indexes, then whole nodes left to others",
+        (Chosen("gpu01", 0, "MIG-1", mig=1),),
+        "gpu01: 0:1 (MIG 3g.40gb, 1 of 1 free); 1 node, the fewest; lowest indexes, then whole nodes left to others",
     )
     named = choose(Request(picks=(Pick(None, None, "MIG-0"),)), cluster(one))
     assert isinstance(named, Choice)
@@ -256,6 +258,65 @@ def test_one_gpu_is_a_mig_device_where_no_whole_gpu_could_ever_serve() -> None:
     assert refused(Request(n=2), only).code == 3
     hung = NodeView(name="gpu02", state="unreachable", error="hung")
     assert refused(Request(n=1), only, hung).code == 4  # there may be whole GPUs
+
+
+def test_a_mig_device_is_named_as_status_prints_it() -> None:
+    one, other = mig_node(), node("gpu02")
+    for picks in (parse_picks("gpu01:0:1"), (Pick(None, None, "MIG-1"),)):
+        answer = choose(Request(picks=picks), cluster(one, other))
+        assert isinstance(answer, Choice)
+        assert answer.gpus == (Chosen("gpu01", 0, "MIG-1", mig=1),)
+        assert answer.why == "gpu01:0:1: as named, all free"
+    alone = choose(Request(picks=parse_picks("0:1")), cluster(one))
+    assert isinstance(alone, Choice)
+    assert [gpu.uuid for gpu in alone.gpus] == ["MIG-1"]
+    assert "there is no GPU gpu01:0:7" in refused(Request(picks=parse_picks("gpu01:0:7")), one).message
+    whole = refused(Request(picks=parse_picks("gpu01:0")), one)
+    assert whole.message.startswith("gpu01:0 is mig: in MIG mode: its devices can be had: --n 1 --model 1g.10gb")
+    assert got(Request(n=1, model="1g", exclude=parse_picks("gpu01:1:0", whole_nodes=True)), one) == {"gpu01": [0]}
+    excluded = refused(Request(n=1, model="1g", exclude=parse_picks("gpu01:0:0", whole_nodes=True)), one)
+    assert [(g.mig, g.reason) for g in excluded.gpus if g.mig == 0] == [(0, "excluded")]
+
+
+def test_a_node_whose_name_is_a_number_goes_before_a_mig_device() -> None:
+    assert got(Request(picks=parse_picks("2:1")), node("2"), node("3")) == {"2": [1]}
+    assert got(Request(picks=parse_picks("2:1@3:0")), node("2"), node("3")) == {"2": [1], "3": [0]}
+
+
+def sick_node(name: str, sick: str) -> NodeView:
+    """A node of free GPUs; those with a ``+`` are sick."""
+    words = ["row remap pending; reset the GPU"]
+    gpus = [gpu(i, name, flags=["sick"] * (c == "+"), sick=words * (c == "+")) for i, c in enumerate(sick)]
+    return NodeView(name=name, state="up", gpus=gpus)
+
+
+def test_a_sick_gpu_is_taken_only_by_name_or_when_allowed_and_healthy_ones_come_first() -> None:
+    nodes = sick_node("gpu01", "+++."), sick_node("gpu02", "+.+.")
+    assert got(Request(n=2), *nodes) == {"gpu02": [1, 3]}
+    assert got(Request(n=1), *nodes) == {"gpu01": [3]}
+    assert got(Request(n=3), *nodes) == {"gpu02": [1, 3], "gpu01": [3]}
+    answer = refused(Request(n=4), *nodes)
+    assert answer.code == 4
+    assert answer.nearest == "--n 3, --allow-sick or --wait"
+    assert "5 free but sick" in answer.message
+    assert answer.gpus[0].reason == "sick: row remap pending; reset the GPU (--allow-sick takes it)"
+    assert got(Request(n=2, allow_sick=True), *nodes) == {"gpu02": [1, 3]}
+    assert got(Request(n=3, max_nodes=1, allow_sick=True), *nodes) == {"gpu02": [0, 1, 3]}
+    taken = choose(Request(picks=parse_picks("gpu01:0,3")), cluster(*nodes))
+    assert isinstance(taken, Choice)
+    assert [gpu.index for gpu in taken.gpus] == [0, 3]
+    assert taken.notes == ("gpu01:0 is sick: row remap pending; reset the GPU",)
+    assert taken.why.endswith("; gpu01:0 is sick: row remap pending; reset the GPU")
+
+
+def test_links_never_prefer_a_sick_gpu() -> None:
+    links = {0: 1, 1: 0}
+    gpus = [
+        gpu(i, links={f"GPU-gpu01-{links[i]}": 18} if i in links else {}, flags=["sick"] if i == 0 else [])
+        for i in range(3)
+    ]
+    one = NodeView(name="gpu01", state="up", gpus=gpus)
+    assert got(Request(n=2, allow_sick=True), one) == {"gpu01": [1, 2]}
 
 
 def test_inside_a_lease_its_own_gpus_count_as_free_and_no_others() -> None:
@@ -340,6 +401,12 @@ def test_picks_are_read_and_slips_are_named() -> None:
         Pick("gpu01", 0, None), Pick("gpu01", 3, None), Pick("gpu02", 1, None), Pick("gpu02", 2, None),
     )  # fmt: skip
     assert parse_picks("GPU-aaaa-1,MIG-bbbb-2") == (Pick(None, None, "GPU-aaaa-1"), Pick(None, None, "MIG-bbbb-2"))
-    for slip in ("", "gpu01:", "gpu01:x", "gpu01:3-1", "gpu01:0,0", "$(reboot):0", "gpu01:0-999999", "-1", "gpu01"):
+    assert parse_picks("gpu01:2:1,3@0:7") == (
+        Pick("gpu01", 2, None, mig=1), Pick("gpu01", 3, None), Pick(None, 0, None, mig=7),
+    )  # fmt: skip
+    assert parse_picks("ddae9891-aaa8-5edd-bbf3-3a33c5adc75f")[0].uuid == "ddae9891-aaa8-5edd-bbf3-3a33c5adc75f"
+    slips = ["", "gpu01:", "gpu01:x", "gpu01:3-1", "gpu01:0,0", "$(reboot):0", "gpu01:0-999999", "-1", "gpu01"]
+    slips += ["gpu01:2:x", "gpu01:2:1:0", "gpu01:1-2:1", "gpu01:2:"]
+    for slip in slips:
         with pytest.raises(ValueError, match=r"."):
             parse_picks(slip)
