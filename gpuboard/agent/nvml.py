@@ -200,16 +200,19 @@ class _Reader:
             values["memory_used"] = self._memory(handle)[1]
             values["compute_mode"] = _need(pynvml.nvmlDeviceGetComputeMode, handle)
             values["processes"] = self._processes(handle)
-            utilization = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+            utilization = _sense(pynvml.nvmlDeviceGetUtilizationRates, handle)
             values["utilization"] = None if utilization is None else utilization.gpu
-            values["temperature"] = self._first(
+            values["temperature"] = _sense(
+                self._first_or_raise,
                 "temperature",
                 lambda: pynvml.nvmlDeviceGetTemperature(handle, 0),
                 lambda: pynvml.nvmlDeviceGetTemperatureV(handle, 0),
             )
+            _sense(pynvml.nvmlDeviceGetPerformanceState, handle)
             values["power"] = terms.watts(_ask(pynvml.nvmlDeviceGetPowerUsage, handle))
             values["power_limit"] = terms.watts(_ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))
-            reasons = self._first(
+            reasons = _ask(
+                self._first_or_raise,
                 "throttle",
                 lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
                 lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
@@ -309,12 +312,6 @@ class _Reader:
                     found[pid] = (pid, "graphics" if kind == "graphics" else "compute", memory)
         return list(found.values())
 
-    def _first(self, what: str, *calls: "Callable[[], Any]") -> "Any":
-        try:
-            return self._first_or_raise(what, *calls)
-        except pynvml.NVMLError as error:
-            return _unless_lost(error)
-
     def _first_or_raise(self, what: str, *calls: "Callable[[], Any]") -> "Any":
         """Return the answer of the first call that this driver has; which one that is is remembered."""
         start = self.chosen.get(what, 0)
@@ -406,6 +403,16 @@ def _ask(call: "Callable[..., Any]", *args: "Any") -> "Any":
     try:
         return call(*args)
     except pynvml.NVMLError as error:
+        return _unless_lost(error)
+
+
+def _sense(call: "Callable[..., Any]", *args: "Any") -> "Any":
+    """Return the answer as ``_ask`` does. An Unknown Error is raised too: a GPU whose sensors give it is failing."""
+    try:
+        return call(*args)
+    except pynvml.NVMLError as error:
+        if error.value == pynvml.NVML_ERROR_UNKNOWN:
+            raise
         return _unless_lost(error)
 
 

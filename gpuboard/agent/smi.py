@@ -42,6 +42,7 @@ FIELDS = (
     "remapped_rows.pending",
     "remapped_rows.failure",
     "mig.mode.current",
+    "pstate",
     "name",
 )
 APPS = ("gpu_uuid", "pid", "used_memory")
@@ -115,13 +116,14 @@ def make_gpu(
     facts: "Dict[str, Any]",
     values: "Dict[str, Any]",
     said_uuid: str,
-    needed: "Dict[str, str]",
+    needed: "Dict[str, Tuple[Any, str]]",
     texts: "List[str]",
 ) -> Gpu:
     """Return a GPU of what was read of it; ``said_uuid``: what stands where its UUID is due.
 
-    ``needed``: the texts that a decision needs, by the name of their value; one that says something else than "there is
-    no such value" makes the whole GPU fail, as in NVML. ``texts``: everywhere that a lost GPU is told of.
+    ``needed``: values that a decision needs, and those that only a failing GPU lacks, by name and each with its text;
+    one that is None though its text is not "there is no such value" makes the whole GPU fail, as in NVML. ``texts``:
+    everywhere that a lost GPU is told of.
     """
     telling = [text for text in texts if value.lost(text) or "requires reset" in text.lower()]
     if not facts["uuid"]:
@@ -133,9 +135,9 @@ def make_gpu(
     if telling:
         error = telling[0]
     else:
-        for name, text in needed.items():
-            if values.get(name) is None and not value.withheld(text):
-                error = "%s: %s" % (name.replace("_", " "), value.plain(text))
+        for name, (found, text) in needed.items():
+            if found is None and not value.withheld(text):
+                error = "%s: %s" % (name, value.plain(text))
                 break
     if error is None and facts.get("mig") is not None:
         error = MIG_UNSEEN
@@ -176,8 +178,8 @@ def with_failed(gpus: "List[Gpu]", said: str) -> "List[Gpu]":
 
 
 def nothing(said: str) -> "Optional[Listing]":
-    """Return an empty listing where nvidia-smi says that it works and finds no GPU."""
-    return Listing([], 0, None, None) if _NO_GPUS.search(said) else None
+    """Return the listing where nvidia-smi says that it works and finds no GPU, but for those that it cannot get."""
+    return Listing(with_failed([], said), 0, None, None) if _NO_GPUS.search(said) else None
 
 
 def complaint(said: str) -> str:
@@ -197,7 +199,8 @@ def read_csv(rows: bytes, apps: bytes, fields: "Tuple[str, ...]") -> Listing:
     """Return what ``--query-gpu=<fields>`` and ``--query-compute-apps=<APPS>`` said, both as csv,noheader,nounits.
 
     Graphics processes are in neither: a GPU without compute processes has a list only where no memory is in use at
-    all. Raises Bad when there is no GPU in it, and when one is in it twice.
+    all. A row without an index is a GPU of which nothing is sure. Raises Bad when there is no GPU in it, and when one
+    is in it twice.
     """
     said = _text(rows)
     gpus = []
@@ -205,7 +208,7 @@ def read_csv(rows: bytes, apps: bytes, fields: "Tuple[str, ...]") -> Listing:
     by_uuid = _apps(_text(apps))
     for line in said.splitlines()[: 4 * GPUS_LIMIT]:
         cells = [cell.strip() for cell in line.split(", ")]
-        if len(cells) < len(fields) or not (cells[0].isdigit() and len(cells[0]) <= 3):
+        if len(cells) < len(fields) or cells[0] == fields[0]:
             continue  # a heading, a warning, a message
         cells[len(fields) - 1 :] = [", ".join(cells[len(fields) - 1 :])]
         row = {field: cells[place] for place, field in enumerate(fields)}
@@ -256,8 +259,18 @@ def _row(row: "Dict[str, str]", by_uuid: "Optional[Dict[str, Any]]") -> Gpu:
         "remap_pending": retired if pending is None else pending,
         "remap_failed": value.unless_no(row.get("remapped_rows.failure")),
     }
-    needed = {"memory_used": row.get("memory.used", ""), "compute_mode": row.get("compute_mode", "")}
-    return make_gpu(facts, values, row.get("uuid", ""), needed, list(row.values()))
+    columns = {
+        "memory used": (used, "memory.used"),
+        "compute mode": (values["compute_mode"], "compute_mode"),
+        "utilization": (values["utilization"], "utilization.gpu"),
+        "temperature": (values["temperature"], "temperature.gpu"),
+        "performance state": (value.performance(row.get("pstate")), "pstate"),
+    }
+    needed = {name: (found, row.get(column, "")) for name, (found, column) in columns.items()}
+    gpu = make_gpu(facts, values, row.get("uuid", ""), needed, list(row.values()))
+    if index is None:
+        gpu.values.setdefault("error", "nvidia-smi gives it no index")
+    return gpu
 
 
 def _apps(said: str) -> "Optional[Dict[str, Any]]":

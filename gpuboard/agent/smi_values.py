@@ -114,6 +114,11 @@ def compute_mode(text: "Optional[str]") -> "Optional[int]":
     return _MODES.get(plain(text).lower().replace(" ", "_"))
 
 
+def performance(text: "Optional[str]") -> "Optional[str]":
+    """Return a performance state, ``P0`` to ``P15``."""
+    return plain(text) if re.fullmatch(r"P[0-9]{1,2}", plain(text)) else None
+
+
 def bitmask(text: "Optional[str]") -> "Optional[int]":
     """Return ``0x0000000000000044`` as a number."""
     found = re.fullmatch(r"0x([0-9a-fA-F]{1,16})", plain(text))

@@ -12,7 +12,7 @@ from gpuboard.agent import smi_values as value
 
 MYPY = False
 if MYPY:
-    from typing import Any, Dict, List, Optional, Tuple
+    from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 _DEPTH, _ELEMENTS = 32, 100000  # 16 GPUs have 6,000
 _START, _END = "<nvidia_smi_log", "</nvidia_smi_log>"
@@ -46,6 +46,13 @@ class _Element:
                 return None
             here = found[0]
         return here
+
+    def texts(self) -> "Iterator[str]":
+        """Yield the words of every element within."""
+        yield " ".join("".join(self.words).split())
+        for child in self.children:
+            for words in child.texts():
+                yield words
 
     def text(self, *paths: str) -> str:
         """Return the words at the first of ``paths`` that there is; "" when there is none."""
@@ -172,8 +179,16 @@ def _gpu(gpu: _Element) -> smi.Gpu:
         "remap_failed": value.unless_no(gpu.text("remapped_rows/remapped_row_failure")),
         "recovery_action": _recovery(gpu),
     }
-    needed = {"memory_used": text["memory_used"], "compute_mode": text["compute_mode"], "processes": hidden}
-    return smi.make_gpu(facts, values, text["uuid"], needed, [*text.values(), hidden])
+    performance = gpu.text("performance_state")
+    needed = {
+        "memory used": (values["memory_used"], text["memory_used"]),
+        "compute mode": (values["compute_mode"], text["compute_mode"]),
+        "processes": (processes, hidden),
+        "utilization": (values["utilization"], text["utilization"]),
+        "temperature": (values["temperature"], text["temperature"]),
+        "performance state": (value.performance(performance), performance),
+    }
+    return smi.make_gpu(facts, values, text["uuid"], needed, list(gpu.texts()))
 
 
 def _processes(gpu: _Element) -> "Tuple[Optional[value.Processes], str]":

@@ -70,7 +70,7 @@ def _pcie(gpu: GpuView) -> Evidence:
     slow = (gpu.pcie_generation or 0) < (gpu.pcie_generation_max or 0)
     note = " (it rises under load)" if slow and not below else ""
     if narrow := next((words for words in gpu.sick if words.startswith("PCIe")), ""):
-        return Evidence("PCIe", f"{now} now; {narrow.partition(': ')[2]}; {most}", "warn")
+        return Evidence("PCIe", f"{now} now; {most}; {narrow.partition(': ')[2]}", "warn")
     return Evidence(
         "PCIe", f"{now} now; {most}{note}", "dim" if below else "good"
     )  # many slots and boards have no more

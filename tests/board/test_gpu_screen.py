@@ -43,6 +43,7 @@ def lab() -> Scene:
         "xids": [XidView(48, AT, 65.0)],
         "pcie_width": 8,
         "pcie_width_max": 16,
+        "sick": ["PCIe x8 of x16: narrower than before"],
     }
     held = busy("gpu1", 1, processes=processes, leases=["k3f9"], flags=["rogue", "sick"], **health)
     links = {"GPU-gpu1-1": 18}
@@ -80,7 +81,7 @@ def test_everything_is_said(tmp_path: Path) -> None:
             "Temperature  64 °C",
             "1       NV18     X   SYS",
             "ECC          bad  2 uncorrected since the driver loaded",
-            "PCIe         warn generation ?, x8 now; at most ?, x16",
+            "PCIe         warn generation ?, x8 now; at most ?, x16;",
             "XID          warn 48, 1m ago: double-bit ECC error",
             "Recovery     ?    not readable",
         ):

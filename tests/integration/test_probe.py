@@ -181,13 +181,28 @@ def test_one_failing_gpu_hides_no_other_and_is_never_readable_as_free(script: Pa
     assert bad.lost == (code == nvml.LOST)
 
 
+@pytest.mark.parametrize(
+    "function", ["nvmlDeviceGetTemperature", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPerformanceState"]
+)
+def test_an_unknown_error_of_a_sensor_is_a_failing_gpu_and_one_without_the_sensor_is_well(
+    script: Path, function: str
+) -> None:
+    codes = (nvml.UNKNOWN, nvml.NOT_SUPPORTED)
+    write_script(script, [Gpu(trouble=(f"fault {function} {code}",)) for code in codes])
+    with Agent(script) as agent:
+        reading = agent.reading()
+    assert [gpu.error for gpu in reading.gpus] == ["Unknown Error", None]
+
+
 def test_failures_of_what_the_state_does_not_need_leave_only_that_unknown(script: Path) -> None:
+    sensors = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", "nvmlDeviceGetUtilizationRates")
     functions = (
-        "nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", "nvmlDeviceGetPowerUsage",
-        "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetRemappedRows", "nvmlDeviceGetFieldValues",
+        "nvmlDeviceGetPowerUsage", "nvmlDeviceGetRemappedRows", "nvmlDeviceGetFieldValues",
         "nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetName",
     )  # fmt: skip
-    write_script(script, [Gpu(trouble=tuple(f"fault {function} {nvml.UNKNOWN}" for function in functions))])
+    trouble = [f"fault {function} {nvml.UNKNOWN}" for function in functions]
+    trouble += [f"fault {function} {nvml.TIMEOUT}" for function in sensors]
+    write_script(script, [Gpu(trouble=tuple(trouble))])
     with Agent(script) as agent:
         gpu = agent.reading().gpus[0]
     assert (gpu.error, gpu.memory_used, gpu.processes, gpu.compute_mode) == (None, 0, [], 0)

@@ -97,6 +97,16 @@ def test_what_nvidia_smi_says_in_place_of_a_listing_is_told(script: Path, fake: 
     assert error.startswith("no NVIDIA driver here (libnvidia-ml.so.1 not found); nvidia-smi: NVIDIA-SMI has failed")
 
 
+def test_the_only_gpu_that_is_lost_is_shown_as_unknown(script: Path, fake: FakeSmi) -> None:
+    fake.says("says-only-gpu-lost", code=6)
+    with Agent(script) as agent:
+        reading = agent.reading()
+    assert reading.nvml_error is None
+    assert [gpu.error for gpu in reading.gpus] == ["Unknown Error"]
+    assert agent.static is not None
+    assert [gpu.name for gpu in agent.static.gpus] == ["GPU that cannot be read"]
+
+
 def test_xml_that_cannot_be_read_is_asked_for_again_by_queries_without_unknown_fields(
     script: Path, fake: FakeSmi
 ) -> None:

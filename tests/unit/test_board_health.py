@@ -57,7 +57,7 @@ def test_nothing_read_is_nothing_known() -> None:
         ({"throttle": ["novel"]}, ("Clocks", "novel", "dim")),
         ({"pcie_width": 8}, ("PCIe", "generation 5, x8 now; at most 5, x16", "dim")),
         ({"pcie_width": 8, "sick": ["PCIe x8 of x16: narrower than before"]},
-         ("PCIe", "generation 5, x8 now; narrower than before; at most 5, x16", "warn")),
+         ("PCIe", "generation 5, x8 now; at most 5, x16; narrower than before", "warn")),
         ({"pcie_generation": 1}, ("PCIe", "generation 1, x16 now; at most 5, x16 (it rises under load)", "good")),
         ({"pcie_generation_max": None, "pcie_width_max": None},
          ("PCIe", "generation 5, x16 now; at most ?, x?", "good")),

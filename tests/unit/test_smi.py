@@ -124,7 +124,7 @@ def test_older_schemas_say_less_under_other_names() -> None:
     assert volta["throttle"] == ["hw_slowdown", "hw_thermal"]
     geforce = gpu(xml("v10-geforce-418"), 0)
     assert "processes" not in geforce.values
-    assert state(geforce) == ("unknown", "not readable: processes")
+    assert state(geforce) == ("unknown", "NVML: utilization: Unknown Error")
     kepler = xml("v6-k20-331")
     assert kepler.cuda is None
     assert gpu(kepler, 0).facts["pci_bus_id"] == "00000000:02:00.0"
@@ -199,6 +199,68 @@ def test_no_gpus_is_an_answer_and_one_lost_gpu_is_too() -> None:
     assert [(found.values["lost"], found.facts["pci_bus_id"]) for found in lost.gpus] == [(True, "00000000:02:00.0")]
     assert smi.not_a_field((DATA / "says-not-a-field.txt").read_text()) == "memory.reserved"
     assert smi.not_a_field("Field is not a valid field to query") is None
+
+
+def test_the_only_gpu_of_a_node_that_is_lost_is_a_gpu_and_not_a_node_without_any() -> None:
+    said = (DATA / "says-only-gpu-lost.txt").read_bytes()
+    for listing in (smi_xml.read_xml(b"", said), smi_xml.read_xml(said), smi.read_csv(said, b"", smi.FIELDS)):
+        listing.number({})
+        [lost] = listing.gpus
+        assert (listing.count, lost.index, lost.facts["pci_bus_id"]) == (1, 0, "00000000:81:00.0")
+        assert state(lost) == ("unknown", "NVML: Unknown Error")
+
+
+ROW = (
+    "{index}, {uuid}, 00000000:{bus}:00.0, 550.127.05, 81559, 551, 0, Default, {use}, {heat}, 70.11, 700.00, 0x1, 5, "
+    "5, 16, 16, 0, [N/A], No, No, Disabled, {state}, NVIDIA H100 80GB HBM3\n"
+)
+
+
+def rows(**changes: str) -> smi.Listing:
+    """Read the rows of two GPUs, of which the second has ``changes``."""
+    values = {"use": "0", "heat": "31", "state": "P0"}
+    ids = [f"GPU-5eed000b-0000-4000-8000-{k:012d}" for k in range(2)]
+    first = ROW.format(index=0, uuid=ids[0], bus="1B", **values)
+    second = ROW.format(**({"index": "1", "uuid": ids[1], "bus": "43"} | values | changes))
+    listing = smi.read_csv((first + second).encode(), b"", smi.FIELDS)
+    listing.number({})
+    return listing
+
+
+@pytest.mark.parametrize("index", ["[Unknown Error]", "[N/A]", "", "ERR!"])
+@pytest.mark.parametrize("uuid", ["GPU-5eed000b-0000-4000-8000-000000000001", "[Unknown Error]"])
+def test_a_row_without_an_index_is_a_gpu_that_is_unknown(index: str, uuid: str) -> None:
+    listing = rows(index=index, uuid=uuid)
+    assert (listing.count, state(gpu(listing, 0))[0]) == (2, "free")
+    assert state(gpu(listing, 1))[0] == "unknown"
+
+
+@pytest.mark.parametrize("words", ["[Unknown Error]", "ERR!", "[GPU requires reset]"])
+@pytest.mark.parametrize("field", ["use", "heat", "state"])
+def test_a_gpu_of_which_a_sensor_fails_is_not_free(field: str, words: str) -> None:
+    assert state(gpu(rows(), 1)) == ("free", "no process, no reservation")
+    assert state(gpu(rows(**{field: "[N/A]"}), 1)) == ("free", "no process, no reservation")
+    assert state(gpu(rows(**{field: words}), 1))[0] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("<gpu_util>0 %", "Unknown Error"),
+        ("<gpu_temp>31 C", "Unknown Error"),
+        ("<performance_state>P0", "Unknown Error"),
+        ("<performance_state>P0", "ERR!"),
+        ("<current_ecc>Enabled", "GPU requires reset"),
+        ("<remapped_row_unc>0", "[GPU requires reset]"),
+    ],
+)
+def test_a_gpu_of_which_a_field_fails_in_the_xml_is_not_free(field: str, words: str) -> None:
+    text = (DATA / "v13-h100-590.xml").read_text()
+    assert field in text
+    listing = smi_xml.read_xml(text.replace(field, field.partition(">")[0] + ">" + words, 1).encode())
+    listing.number({})
+    assert state(gpu(listing, 0))[0] == "unknown"
+    assert words.strip("[]") in state(gpu(listing, 0))[1]
 
 
 @pytest.mark.parametrize(
