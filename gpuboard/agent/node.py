@@ -9,6 +9,7 @@ import select
 import sys
 import time
 
+from gpuboard.agent import nvml_terms as terms
 from gpuboard.agent import probe as probes
 from gpuboard.agent import wire
 
@@ -199,6 +200,8 @@ class _Node:
         statics, not_told = self.probe.statics(), None
         if self.job is not None:
             statics, not_told = self.job.only(statics)
+        host, shared = self.host.reading(), terms.sharing(statics)
+        statics = terms.lent(statics, shared, "memory_total", host["memory_total"])
         if self.probe.version != self.sent_version or self.seq == 0:
             self.sent_version = self.probe.version
             self.channel.send(
@@ -230,13 +233,13 @@ class _Node:
             "seq": self.seq,
             "at": time.time(),
             "interval_s": max(self.interval_s, self.probe.period_s) if self.interval_s else 0.0,
-            "gpus": gpus,
+            "gpus": terms.lent(gpus, shared, "memory_used", host["memory_used"]),
             "nvml_error": self.probe.error
             or (not_told if self.probe.done else "%s has not answered yet" % self._asked()),
             "claims": claims,
             "claims_error": claims_error,
         }
-        message.update(self.host.reading())
+        message.update(host)
         self.channel.send(message)
 
     def _asked(self) -> str:

@@ -98,6 +98,7 @@ class _Reader:
         self.uuids: "Dict[int, str]" = {}
         self.pci: "Dict[int, str]" = {}
         self.chosen: "Dict[str, Any]" = {}
+        self.shared: "Set[int]" = set()  # those that have no memory but the host's
         self.layout: "Dict[int, Optional[List[str]]]" = {}  # the MIG devices of each GPU, None: MIG is off
         pynvml.nvmlInit()
         self.driver = terms.text(_ask(pynvml.nvmlSystemGetDriverVersion))
@@ -117,8 +118,11 @@ class _Reader:
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(k)
                 self.uuids[k] = terms.text(pynvml.nvmlDeviceGetUUID(handle)) or ""
-                self.pci[k] = (terms.text(pynvml.nvmlDeviceGetPciInfo(handle).busId) or "").upper()
+                pci = _need(pynvml.nvmlDeviceGetPciInfo, handle)  # a Jetson's is on no bus
+                self.pci[k] = "" if pci is None else (terms.text(pci.busId) or "").upper()
                 self.handles[k] = handle
+                if terms.shares_memory(terms.text(_ask(pynvml.nvmlDeviceGetName, handle)) or ""):
+                    self.shared.add(k)
             except pynvml.NVMLError as error:
                 self.failed[k] = error
 
@@ -137,7 +141,10 @@ class _Reader:
             facts["numa_node"] = _numa_node(handle, self.pci[k])
             facts["cpus"] = terms.cpu_list(_ask(pynvml.nvmlDeviceGetCpuAffinity, handle, _AFFINITY_WORDS))
             facts["mig"] = self.mig_facts(k)
-            facts["memory_total"], _, facts["memory_reserved"] = self._memory(handle)
+            if k in self.shared:
+                facts["memory_shared"] = True
+            else:
+                facts["memory_total"], _, facts["memory_reserved"] = self._memory(handle)
         except pynvml.NVMLError:
             return facts  # its readings will say what is wrong with it
         return facts
@@ -145,7 +152,7 @@ class _Reader:
     def connections(self, facts: "Dict[int, Dict[str, Any]]") -> None:
         """Fill in ``links`` and ``pci``. Through a switch a pair has as many links as the one that has fewer."""
         good = [k for k in facts if "error" not in facts[k]]
-        by_pci = {terms.pci_key(self.pci[k]): k for k in good}
+        by_pci = {terms.pci_key(self.pci[k]): k for k in good if self.pci[k]}
         switched: "Dict[int, int]" = {}
         for k in good:
             self.at(k)
@@ -197,8 +204,10 @@ class _Reader:
         handle = self.handles[k]
         values: "Dict[str, Any]" = {}
         try:
-            values["memory_used"] = self._memory(handle)[1]
+            values["memory_used"] = None if k in self.shared else self._memory(handle)[1]
             values["compute_mode"] = _need(pynvml.nvmlDeviceGetComputeMode, handle)
+            if values["compute_mode"] is None and k in self.shared:
+                values["compute_mode"] = 0  # a Jetson has no modes
             values["processes"] = self._processes(handle)
             utilization = _sense(pynvml.nvmlDeviceGetUtilizationRates, handle)
             values["utilization"] = None if utilization is None else utilization.gpu

@@ -1,8 +1,10 @@
 """What NVML's numbers are called in readings (gpuboard/model/gpu.py); pure. The numbers are nvml.h's."""
 
+import re
+
 MYPY = False
 if MYPY:
-    from typing import Any, List, Optional, Tuple
+    from typing import Any, Dict, List, Optional, Set, Tuple
 
 # NVML_TOPOLOGY_* (INTERNAL 0 … SYSTEM 50) to the levels of NVIDIA's best-effort rule
 LEVELS = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}
@@ -24,6 +26,8 @@ _RECOVERY = {
     6: "bus reset",
     7: "system reboot",
 }
+# GPUs of a system on a chip, whose only memory is the host's. Those of Grace (GH200, GB200) have memory of their own.
+_UNIFIED = re.compile(r"\b(GB10|Orin|Thor|Xavier|Tegra)\b|\(nvgpu\)")
 _PAUSE_S, _PAUSES = 5.0, 10.0
 _WORDS = {
     9: "the NVIDIA driver is not loaded on this node",
@@ -44,6 +48,21 @@ def pause_s(took_s: float) -> float:
 def words(code: int, default: str) -> str:
     """Return what a return code means to a person."""
     return _WORDS.get(code, default)
+
+
+def shares_memory(name: str) -> bool:
+    """Return whether a GPU of this name has no memory but the host's, of which NVML tells nothing."""
+    return _UNIFIED.search(name) is not None
+
+
+def sharing(statics: "List[Dict[str, Any]]") -> "Set[str]":
+    """Return the UUIDs of the GPUs whose memory is the host's."""
+    return {gpu["uuid"] for gpu in statics if gpu.get("memory_shared")}
+
+
+def lent(found: "List[Dict[str, Any]]", shared: "Set[str]", name: str, size: "Optional[int]") -> "List[Dict[str, Any]]":
+    """Return GpuStatics or GpuReadings with a size of the host's memory as ``name`` of those that share it."""
+    return [dict(gpu, **{name: size}) if gpu["uuid"] in shared else gpu for gpu in found] if shared else found
 
 
 def throttle(reasons: int) -> "List[str]":

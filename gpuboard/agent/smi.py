@@ -131,6 +131,12 @@ def make_gpu(
         words = words if words and not value.withheld(words) else "nvidia-smi gives it no UUID"
         failed = {"error": words[:200], "lost": any(value.lost(text) for text in telling)}
         return Gpu(dict(failed, index=facts.get("index"), pci_bus_id=facts["pci_bus_id"]), failed)
+    if terms.shares_memory(facts["name"]):
+        facts["memory_shared"] = True
+        for table, name in ((facts, "memory_total"), (facts, "memory_reserved"), (values, "memory_used")):
+            table[name] = None  # the host's, whatever is said here
+        if values["compute_mode"] is None and value.withheld(needed["compute mode"][1]):
+            values["compute_mode"] = 0  # a Jetson has no modes
     error = None
     if telling:
         error = telling[0]

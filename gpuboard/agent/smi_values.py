@@ -147,9 +147,9 @@ def pci_address(text: "Optional[str]") -> str:
 
 
 def uuid(text: "Optional[str]") -> str:
-    """Return a GPU's UUID, "" for what is none."""
+    """Return a GPU's UUID, "" for what is none. A Jetson's has no ``GPU-`` before it."""
     word = plain(text)
-    return word if re.fullmatch(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", word) else ""
+    return word if re.fullmatch(r"(?:GPU-)?[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", word) else ""
 
 
 def processes(entries: "List[Tuple[str, str, str]]") -> "Optional[Processes]":

@@ -28,6 +28,8 @@ def moved_in(before: Snapshot, after: Snapshot, taken: Taken, occupied: int) -> 
                 for process in now.processes or []:
                     if process.pid not in known:
                         return f"{name}: pid {process.pid} of {process.user or 'somebody hidden'} moved in"
+            if gpu.memory_shared:
+                continue  # the host's memory is in use for other things too
             if now.memory_used is None or now.memory_used > max(occupied, was.memory_used or 0):
                 return f"{name}: memory came into use"
     return ""

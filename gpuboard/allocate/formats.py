@@ -6,7 +6,7 @@ import msgspec
 
 from gpuboard.allocate.shell import SHELLS, assignments
 from gpuboard.errors import UsageError
-from gpuboard.model.gpu import is_mig
+from gpuboard.model.gpu import cuda_name, is_mig
 from gpuboard.model.lease import Lease
 from gpuboard.model.rankmap import RankMap, RankNode
 from gpuboard.model.request import Refusal
@@ -66,7 +66,7 @@ def render(allocation: Allocation, form: str, *, uuids: bool = False) -> str:
         ]
         return "@".join(parts) + "\n"
     if form == "uuids":  # fits CUDA_VISIBLE_DEVICES as it is
-        return ",".join(rank.uuid for rank in rank_map.ranks) + "\n"
+        return ",".join(cuda_name(rank.index, rank.uuid) for rank in rank_map.ranks) + "\n"
     raise ValueError(f"no format {form!r}")
 
 
@@ -87,7 +87,7 @@ def variables(allocation: Allocation, *, uuids: bool = False) -> dict[str, str]:
 def visible_devices(rank_map: RankMap, node: str | None, *, uuids: bool = False) -> str:
     """Return CUDA_VISIBLE_DEVICES on ``node`` in the order of local ranks; "" when none of the GPUs is there."""
     if uuids:
-        return ",".join(rank.uuid for rank in rank_map.ranks if rank.node == node)
+        return ",".join(cuda_name(rank.index, rank.uuid) for rank in rank_map.ranks if rank.node == node)
     found: RankNode | None = next((entry for entry in rank_map.nodes if entry.name == node), None)
     return found.cuda_visible_devices if found else ""
 

@@ -105,7 +105,8 @@ def readings(gpu: GpuView, samples: Samples, frame: Frame) -> list[Runs]:
         _Reading("Utilization", _unit(gpu.utilization, "%"), samples.utilization, 100.0),
         _Reading(
             "Memory",
-            f"{format_size(gpu.memory_used)} of {format_size(gpu.memory_total)}",
+            f"{format_size(gpu.memory_used)} of {format_size(gpu.memory_total)}"
+            + (", the host's" if gpu.memory_shared else ""),
             [None if part is None else part * total_gib for part in samples.memory],
             total_gib or 1.0,
         ),

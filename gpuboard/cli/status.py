@@ -172,6 +172,8 @@ def _node_rows(node: NodeView) -> list[Row]:
 
 def _gpu_rows(name: Cell, gpu: GpuView, node: NodeView) -> list[Row]:
     why = clean(gpu.reason)
+    if gpu.memory_shared:
+        why += "; memory shared with the host"
     reasons = f"sick ({clean('; '.join(gpu.sick))})"
     if flags := [reasons if flag == "sick" and gpu.sick else flag for flag in shown_flags(gpu)]:
         why = f"{'+'.join(flags)}; {why}"

@@ -198,7 +198,7 @@ def own_uuids(root: str = "/proc/driver/nvidia/gpus") -> list[str]:
     for folder in folders:
         try:
             with open(f"{root}/{folder}/information", encoding="ascii", errors="replace") as file:
-                found += re.findall(r"^GPU UUID:\s*(GPU-[0-9a-f-]{36})\s*$", file.read(), re.MULTILINE)
+                found += re.findall(r"^GPU UUID:\s*((?:GPU-)?[0-9a-f-]{36})\s*$", file.read(), re.MULTILINE)
         except OSError:
             continue  # a GPU that falls off the bus takes its file with it
     return found

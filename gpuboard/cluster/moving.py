@@ -193,7 +193,7 @@ def _gpus(node: _Node, facts: NodeFacts, held: Held, same_leases: bool, view: Vi
             last is not None
             and gpu is not None
             and (steady or _quiet(gpu) == last.quiet)
-            and _calm(gpu, last.in_use, limits)
+            and _calm(gpu, last, limits)
             and (followed or ((other := before[place]) is not None and _decides_the_same(other, last, limits)))
             and (claims is last.claims or _same_claims(claims, last.claims))
             and (
@@ -242,14 +242,18 @@ def _quiet(gpu: GpuReading) -> GpuReading:
 
 
 def _decides_the_same(gpu: GpuReading, last: _Gpu, limits: Thresholds) -> bool:
-    return _quiet(gpu) == last.quiet and _calm(gpu, last.in_use, limits)
+    return _quiet(gpu) == last.quiet and _calm(gpu, last, limits)
 
 
-def _calm(gpu: GpuReading, in_use: bool, limits: Thresholds) -> bool:
+def _calm(gpu: GpuReading, last: _Gpu, limits: Thresholds) -> bool:
     """Return whether memory and utilization decide nothing: something else does, or they are as of an idle GPU."""
     memory, utilization = gpu.memory_used, gpu.utilization
     return memory is not None and (
-        in_use or (memory <= limits.occupied_memory and (utilization is None or utilization < limits.busy_utilization))
+        last.in_use
+        or (
+            (memory <= limits.occupied_memory or last.view.memory_shared)
+            and (utilization is None or utilization < limits.busy_utilization)
+        )
     )
 
 
@@ -298,7 +302,7 @@ def _remembered(
     idle_for_s = picture.idle_for_s(drawn.uuid, facts, view)
     given = drawn.state == "allocated"
     last = _Gpu(_quiet(gpu), in_use, claims, given, unused(idle_for_s, view.thresholds), drawn)
-    calm = _calm(gpu, in_use, view.thresholds)
+    calm = _calm(gpu, last, view.thresholds)
     if view.one_shot:
         return last if calm else None
     return last if calm and before is not None and _decides_the_same(before, last, view.thresholds) else None

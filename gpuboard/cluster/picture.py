@@ -308,6 +308,7 @@ def gpu_view(
         sick=list(verdict.sick) or _NOTHING,
         memory_used=reading.memory_used if reading else None,
         memory_total=static.memory_total,
+        memory_shared=static.memory_shared,
         utilization=reading.utilization if reading else None,
         temperature=reading.temperature if reading else None,
         power=reading.power if reading else None,

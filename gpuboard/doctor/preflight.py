@@ -334,7 +334,7 @@ def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Chec
     if gpu.processes:
         pids = ", ".join(str(p.pid) for p in gpu.processes)
         return check("warn", f"already runs pid {pids}", "memory and time are shared with it", "")
-    if part.memory_used is not None and part.memory_used >= OCCUPIED:
+    if part.memory_used is not None and part.memory_used >= OCCUPIED and not gpu.memory_shared:
         total = f"{format_size(part.memory_used)} of {format_size(part.memory_total)}"
         full = part.memory_total is not None and part.memory_used > part.memory_total // 2
         remedy = "a run that has just ended? try again; else choose another GPU"

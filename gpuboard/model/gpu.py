@@ -73,6 +73,11 @@ def xid_words(code: int) -> str:
     return f"XID {code}: {_XIDS.get(code, 'see the list of XID errors in NVIDIA’s documentation')}"
 
 
+def cuda_name(index: int, uuid: str) -> str:
+    """Return what CUDA_VISIBLE_DEVICES takes for a UUID: one without a prefix (a Jetson's) CUDA does not know."""
+    return uuid if uuid.startswith(("GPU-", "MIG-", "SIM-")) else str(index)
+
+
 class MigStatic(msgspec.Struct, frozen=True, gc=False):
     """A MIG device of a GPU."""
 
@@ -100,6 +105,7 @@ class GpuStatic(msgspec.Struct, frozen=True, gc=False):
     pci: dict[str, Count] = {}  # peer UUID -> 10 SYS, 20 NODE, 30 PHB, 40 PXB, 50 PIX, 60 PSB
     mig: list[MigStatic] | None = None  # None: MIG not enabled; []: enabled, no devices
     minor: Count | None = None  # the number of its device file, /dev/nvidia0
+    memory_shared: bool = False  # it has no memory but the host's, whose sizes are here and in its readings
 
 
 class MigReading(msgspec.Struct, frozen=True, gc=False):

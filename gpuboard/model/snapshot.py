@@ -79,6 +79,7 @@ class GpuView(msgspec.Struct, frozen=True, gc=False):
     leases: list[str] = []
     jobs: list[JobView] = []
     mig: list[MigView] = []
+    memory_shared: bool = False  # its memory is the host's, and so are memory_used and memory_total
     sick: list[str] = []  # why it has the flag of that name, in words
     # For the allocator and the detail view; not in the contract's minimum.
     numa_node: int | None = None

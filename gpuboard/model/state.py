@@ -138,9 +138,9 @@ def _state(facts: Facts, limits: Thresholds) -> tuple[str, str]:
         return "free", noted("free for Slurm; NVML not seen", ruling)
     if busy := _busy(reading, limits):
         return "busy", busy if ruling is None else _against(ruling, busy, reading)
-    used = reading.memory_used or 0
-    if used > limits.occupied_memory:
-        return "occupied", f"{used / 2**30:.1f} GiB in use by a process that cannot be seen from here"
+    if _occupied(facts.static, reading, limits):
+        used = (reading.memory_used or 0) / 2**30
+        return "occupied", f"{used:.1f} GiB in use by a process that cannot be seen from here"
     if not facts.one_shot:
         if facts.previous is None:
             return "unknown", "one reading so far; free is said after two"
@@ -148,7 +148,7 @@ def _state(facts: Facts, limits: Thresholds) -> tuple[str, str]:
             return "unknown", f"a moment ago: {earlier}"
         if earlier := _busy(facts.previous, limits):
             return "busy", f"a moment ago: {earlier}"
-        if (facts.previous.memory_used or 0) > limits.occupied_memory:
+        if _occupied(facts.static, facts.previous, limits):
             return "occupied", "a moment ago: memory in use by a process that cannot be seen from here"
     return "free", noted("no process, no reservation", ruling)
 
@@ -275,6 +275,11 @@ def _busy(reading: GpuReading, limits: Thresholds) -> str | None:
     if reading.compute_mode in _EXCLUSIVE and reading.processes:
         return "compute mode: exclusive, and a process holds it"
     return None
+
+
+def _occupied(static: GpuStatic, reading: GpuReading, limits: Thresholds) -> bool:
+    """Return whether memory in use shows that somebody is there; where it is the host's memory it shows nothing."""
+    return not static.memory_shared and (reading.memory_used or 0) > limits.occupied_memory
 
 
 def _claim_words(claim: Claim) -> str:

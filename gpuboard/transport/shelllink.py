@@ -247,9 +247,12 @@ class ShellLink:
             self._describing = False
             self._told_at = time.monotonic()
         host, self._cpu = shellfacts.host(said, self._cpu)
+        statics = self._gpus.statics(hostname)
+        readings = self._gpus.readings(hostname, shellfacts.processes(said))
+        shared = nvml_terms.sharing(statics)
         static = _checked(
             Static,
-            gpus=self._gpus.statics(hostname),
+            gpus=nvml_terms.lent(statics, shared, "memory_total", host.get("memory_total")),
             driver=self._gpus.driver,
             cuda=self._gpus.cuda,
             source="nvidia-smi",
@@ -262,7 +265,7 @@ class ShellLink:
             Reading,
             seq=self._seq,
             interval_s=max(self._interval_s, self._period_s) if self._interval_s else 0.0,
-            gpus=self._gpus.readings(hostname, shellfacts.processes(said)),
+            gpus=nvml_terms.lent(readings, shared, "memory_used", host.get("memory_used")),
             nvml_error=self._error or (_HANGS if self._killed else None),
             claims_error=self._why,
             **host,

@@ -97,6 +97,16 @@ def test_what_nvidia_smi_says_in_place_of_a_listing_is_told(script: Path, fake: 
     assert error.startswith("no NVIDIA driver here (libnvidia-ml.so.1 not found); nvidia-smi: NVIDIA-SMI has failed")
 
 
+@pytest.mark.parametrize("name", ["v13-gb10-580", "v12-orin-540"])
+def test_unified_memory_is_the_hosts(script: Path, fake: FakeSmi, name: str) -> None:
+    fake.says(name)
+    with Agent(script) as agent:
+        reading = agent.reading()
+    assert agent.static is not None
+    assert [(gpu.memory_shared, gpu.memory_total) for gpu in agent.static.gpus] == [(True, reading.memory_total)]
+    assert [(gpu.memory_used, gpu.error) for gpu in reading.gpus] == [(reading.memory_used, None)]
+
+
 def test_the_only_gpu_that_is_lost_is_shown_as_unknown(script: Path, fake: FakeSmi) -> None:
     fake.says("says-only-gpu-lost", code=6)
     with Agent(script) as agent:

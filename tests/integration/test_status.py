@@ -58,6 +58,42 @@ def test_a_gpu_in_mig_mode_is_never_free_also_where_nothing_of_it_can_be_read(he
     assert [device["state"] for device in node["gpus"][0]["mig"]] == ["free"]
 
 
+JETSON = "ddae9891-aaa8-5edd-bbf3-3a33c5adc75f"
+NO_MEMORY = ("fault nvmlDeviceGetMemoryInfo_v2 3", "fault nvmlDeviceGetMemoryInfo 3")
+INTEGRATED = tuple(
+    f"fault nvmlDevice{name} 3"
+    for name in ("GetPciInfo_v3", "GetComputeMode", "GetUtilizationRates", "GetTemperature", "GetMinorNumber")
+)
+
+
+def test_gpus_with_unified_memory_have_the_hosts_and_that_is_said(here: Here) -> None:
+    here.gpus(
+        [
+            Gpu(name="NVIDIA GB10", trouble=NO_MEMORY),
+            Gpu(name="Orin (nvgpu)", uuid=JETSON, trouble=(*NO_MEMORY, *INTEGRATED)),
+            Gpu(trouble=NO_MEMORY),  # a discrete one whose memory cannot be read
+            Gpu(name="NVIDIA GB10", trouble=NO_MEMORY, processes=(("compute", os.getpid(), 8 * GIB),)),
+        ]
+    )
+    [node] = here.json("status", "--json")["nodes"]
+    assert [gpu["state"] for gpu in node["gpus"]] == ["free", "free", "unknown", "busy"]
+    assert [gpu["memory_shared"] for gpu in node["gpus"]] == [True, True, False, True]
+    assert node["gpus"][2]["reason"] == "not readable: memory"
+    for gpu in node["gpus"][:2]:
+        assert (gpu["memory_used"], gpu["memory_total"]) == (node["memory_used"], node["memory_total"])
+    lines = [line for line in here.run("status").stdout.splitlines() if "memory shared with the host" in line]
+    assert len(lines) == 3
+
+
+def test_a_gpu_with_unified_memory_is_reserved_as_others_are(here: Here) -> None:
+    here.needs_claims()
+    here.gpus([Gpu(name="Orin (nvgpu)", uuid=JETSON, trouble=(*NO_MEMORY, *INTEGRATED))])
+    for words in (["--n", "1", "--gpu-mem", "64MiB"], ["--gpus", JETSON]):
+        taken = here.run("allocate", *words, "--uuid", "--detach", "--for", "1m")
+        assert (taken.returncode, "CUDA_VISIBLE_DEVICES='0'" in taken.stdout) == (0, True), taken.stderr
+        assert here.run("release", "--mine").returncode == 0
+
+
 def test_sick_comes_with_its_reasons(here: Here) -> None:
     here.gpus([Gpu(remap=(1, 0)), Gpu(), Gpu(pcie=(5, 4, 5, 16)), Gpu(name="NVIDIA A10G", pcie=(4, 8, 4, 16))])
     [node] = here.json("status", "--json")["nodes"]

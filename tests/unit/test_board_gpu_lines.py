@@ -86,6 +86,11 @@ def test_readings_stand_side_by_side_where_there_is_room() -> None:
     assert lines[6] == "     5 min ago ──────────────── now        5 min ago ──────────────── now"
 
 
+def test_memory_that_is_the_hosts_is_said_to_be() -> None:
+    lines = text(gpu_lines.readings(busy("n", 0, memory_shared=True), SAMPLES, Frame(90, 2, UNICODE)))
+    assert "60 GiB of 80 GiB, the host's" in lines[0]
+
+
 def test_readings_stand_below_each_other_where_there_is_not() -> None:
     lines = text(gpu_lines.readings(busy("n", 0), SAMPLES, Frame(50, 1, ASCII)))
     assert [line.split()[0] for line in lines] == [

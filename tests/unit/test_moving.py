@@ -21,7 +21,7 @@ USERS = {"al": "alice"}
 HELLO = Hello(hostname="gpu01", boot_id="b", uid=1, user="alice", pid=2, python="3.6.8", addresses=["10.0.0.1"])
 STATICS = [
     GpuStatic(index=0, uuid="GPU-a", name="H100", pci_bus_id="1", memory_total=80 * GIB, pcie_width_max=16),
-    GpuStatic(index=1, uuid="GPU-b", name="H100", pci_bus_id="2", memory_total=80 * GIB),
+    GpuStatic(index=1, uuid="GPU-b", name="GB10", pci_bus_id="2", memory_total=80 * GIB, memory_shared=True),
     GpuStatic(index=2, uuid="GPU-c", name="A100", pci_bus_id="3", mig=[MigStatic("MIG-0", "3g.40gb", 40 * GIB)]),
 ]
 PROCESSES = [

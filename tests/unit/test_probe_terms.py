@@ -34,6 +34,19 @@ def test_one_address_is_one_key_however_it_is_written() -> None:
     assert terms.pci_key("[N/A]") == terms.pci_key("") == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        ("NVIDIA GB10", True), ("NVIDIA-GB10", True), ("GB10", True), ("Orin (nvgpu)", True), ("NVIDIA Thor", True),
+        ("NVIDIA Tegra Orin (nvgpu)", True), ("Xavier", True),
+        ("NVIDIA GH200 480GB", False), ("NVIDIA GB200", False), ("NVIDIA GB100", False), ("NVIDIA GB300", False),
+        ("NVIDIA H100 80GB HBM3", False), ("NVIDIA GeForce RTX 4090", False), ("", False),
+    ],
+)  # fmt: skip
+def test_which_gpus_have_no_memory_but_the_hosts(name: str, shared: bool) -> None:
+    assert terms.shares_memory(name) is shared
+
+
 def test_numbers_that_nobody_has_named_yet_are_still_said() -> None:
     assert [terms.recovery(n) for n in (0, 1, 99)] == ["none", "GPU reset", "action 99"]
     assert terms.words(4711, "Something New") == "Something New"

@@ -89,6 +89,21 @@ def test_mig_devices_are_said_to_be_unknown() -> None:
     assert state(gpu(listing, 1)) == ("broken", "the driver asks for: GPU reset")
 
 
+def test_a_gpu_with_unified_memory_is_told_by_its_name_and_may_have_a_bare_uuid() -> None:
+    spark, jetson = gpu(xml("v13-gb10-580"), 0), gpu(xml("v12-orin-540"), 0)
+    assert (spark.facts["name"], spark.facts["memory_shared"]) == ("NVIDIA GB10", True)
+    assert (jetson.facts["uuid"], jetson.facts["memory_shared"]) == ("ddae9891-aaa8-5edd-bbf3-3a33c5adc75f", True)
+    for one in (spark, jetson):
+        assert state(one) == ("unknown", "not readable: memory")  # until it has the host's
+        one.values["memory_used"] = 7 * 2**30
+        assert state(one) == ("free", "no process, no reservation")
+    text = (DATA / "v13-gb10-580.xml").read_text()
+    listing = smi_xml.read_xml(text.replace("NVIDIA GB10", "NVIDIA H100").encode())
+    listing.number({})
+    assert "memory_shared" not in gpu(listing, 0).facts
+    assert state(gpu(listing, 0)) == ("unknown", "not readable: memory")
+
+
 def test_names_that_are_no_xml_and_clocks_closed_twice_are_read_past() -> None:
     listing = xml("v12-odd-names-545")
     assert gpu(listing, 0).values["processes"] == [

@@ -18,6 +18,7 @@ GIB = 2**30
 UUID = "GPU-0"
 STATIC = GpuStatic(index=0, uuid=UUID, name="H100", pci_bus_id="0", memory_total=80 * GIB, pcie_width_max=16)
 SPLIT = msgspec.structs.replace(STATIC, mig=[MigStatic("MIG-0", "3g.40gb")])
+SHARED = msgspec.structs.replace(STATIC, name="NVIDIA GB10", memory_shared=True)
 IDLE = GpuReading(uuid=UUID, memory_used=0, utilization=0, compute_mode=0, processes=[])
 CLAIM = Claim(lease="k3f9", uuid=UUID, uid=1, owner="alice", state="live", since=0, until=9, remaining_s=3725)
 BOB = Process(pid=7, type="compute", memory=GIB, user="bob", name="python")
@@ -143,6 +144,14 @@ TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("narrower than it was", {"pcie_width": 8, "narrow": "PCIe x8 of x16: narrower than before"},
      "free", "no process, no reservation", ("sick",)),
     ("below its maximum, as ever", {"pcie_width": 8}, "free", "no process, no reservation", ()),
+    ("the host's memory in use", {"static": SHARED, "memory_used": 60 * GIB},
+     "free", "no process, no reservation", ()),
+    ("the host's memory, a process", {"static": SHARED, "memory_used": 60 * GIB, "processes": [BOB]},
+     "busy", "bob: python (pid 7)", ()),
+    ("the host's memory in use before", {"static": SHARED, "one_shot": False,
+     "previous": msgspec.structs.replace(IDLE, memory_used=60 * GIB)}, "free", "no process, no reservation", ()),
+    ("the host's memory, no list", {"static": SHARED, "processes": None}, "unknown", "not readable: processes", ()),
+    ("the host's memory, unreadable", {"static": SHARED, "memory_used": None}, "unknown", "not readable: memory", ()),
     ("MIG parent", {"static": SPLIT}, "mig", "in MIG mode: its devices can be reserved", ("mig",)),
     ("MIG parent without devices", {"static": msgspec.structs.replace(STATIC, mig=[])},
      "mig", "in MIG mode, without devices", ("mig",)),
