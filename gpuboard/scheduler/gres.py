@@ -28,7 +28,7 @@ _NOTHING = frozenset({"", "(null)", "N/A", "n/a", "none"})
 _FIELD = re.compile(r"([A-Za-z][\w.-]*)((?::[^:(),\s]*)*)(?:\(([^()\s]*)\))?(?:,(?=.)|$)", re.ASCII)
 _COUNT = re.compile(r"(\d{1,9})([kKmMgG]?)", re.ASCII)
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
-_SHARED = re.compile(r"\d+/\d+(?:,\d+/\d+)*", re.ASCII)
+_SHARED = re.compile(r"\d{1,9}/\d{1,9}(?:,\d{1,9}/\d{1,9})*", re.ASCII)
 _SHARES = frozenset({"shard", "mps"})  # gres of which several jobs have some on one GPU
 
 
@@ -58,11 +58,12 @@ def resources(field: str) -> Resources:
         name, words, details = match.groups()
         at = match.end()
         if name == "gpu" or name in _SHARES:
-            found[name == "gpu"].append(_gres(field, words, details, whole=name == "gpu"))
+            found[name == "gpu"].append(_gres(field, name, words, details))
     return Resources(tuple(found[True]), tuple(found[False]))
 
 
-def _gres(field: str, words: str, details: str | None, *, whole: bool) -> Gres:
+def _gres(field: str, name: str, words: str, details: str | None) -> Gres:
+    whole = name == "gpu"
     parts = [part for part in words.split(":") if part and part != "no_consume"]
     counted = _COUNT.fullmatch(parts[-1]) if parts else None
     kind = parts[: len(parts) - (counted is not None)]
@@ -80,7 +81,10 @@ def _gres(field: str, words: str, details: str | None, *, whole: bool) -> Gres:
     elif label == "CNT" and count is None and value.isascii() and value.isdecimal() and len(value) < 10:
         count = int(value)
     elif details is not None and _SHARED.fullmatch(details) and not whole:
-        indexes = tuple(i for i, part in enumerate(details.split(",")) if not part.startswith("0/"))
+        given = [tuple(map(int, part.split("/"))) for part in details.split(",")]
+        if sum(taken for taken, _ in given) != count or any(taken > of for taken, of in given):
+            raise GresError(f"its {name}s contradict what each GPU has given: {clean(field, 80)!r}")
+        indexes = tuple(i for i, (taken, _) in enumerate(given) if taken)
     elif details is not None and label != "S":
         raise GresError(f"cannot read the GRES {clean(field, 80)!r}")
     if count is None:

@@ -7,6 +7,8 @@ import time
 import pytest
 
 from gpuboard import nodesets
+from gpuboard.cluster.jobs import rule
+from gpuboard.model.gpu import GpuStatic
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
 from gpuboard.scheduler import checks
 from gpuboard.scheduler.gres import GresError, Resources, resources
@@ -64,6 +66,9 @@ def test_each_form_of_gres(field: str, found: Resources) -> None:
         "gpu:2(IDX:3,1)",
         "gpu 2",
         "gpu:2(x)",
+        "shard:40(0/80)",
+        "shard:h100:4(1/4,0/4,2/4)",
+        "shard:5(5/4)",
     ],
 )
 def test_what_is_no_gres_is_said_to_be_none(field: str) -> None:
@@ -339,6 +344,17 @@ def test_a_node_that_only_a_job_names_is_there_and_doubtful() -> None:
         "unknown",
         "job 2 runs there, yet Slurm does not list the node",
     )
+
+
+@pytest.mark.parametrize("shards", ["40(0/80)", "h100:4(1/16,2/16)", "0(1/32)", "33(33/32)"])
+def test_a_node_whose_shards_contradict_their_parts_is_unknown(shards: str) -> None:
+    text = recorded("untyped/node-d-oneliner").replace("shard:32", "shard:80").replace("shard:(null):2(IDX:0-1)", "{}")
+    one = nodes(text.replace("{}", f"shard:{shards}"))["node1"]
+    assert "shards" in one.doubt
+    gpus = [GpuStatic(index=k, uuid=f"GPU-{k}", name="H100", pci_bus_id="", minor=k) for k in range(8)]
+    assert {bool(ruling.doubt) for ruling in rule(one, [], gpus, {}).gpus.values()} == {True}
+    sound = nodes(text.replace("{}", "shard:3(1/16,2/16,0/48)"))["node1"]
+    assert (sound.doubt, sound.used_shards[0].indexes) == ("", (0, 1))
 
 
 def test_hidden_shards_make_a_node_doubtful() -> None:
