@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import queue
-import socket
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from gpuboard.launch import crew, events, questions
 from gpuboard.launch.watch import Watch
 from gpuboard.ledger import nodes as ledger
 from gpuboard.ledger.keeper_nodes import Answer, Connectors, Logins, NodeCalls
+from gpuboard.ledger.keeper_place import Place as KeeperPlace
+from gpuboard.ledger.keeper_place import occupy
 from gpuboard.ledger.keeper_record import KeptNode, Record
 from gpuboard.ledger.keeperd import Keeper, Kept
 from gpuboard.model import replies
@@ -271,6 +273,12 @@ def test_a_picture_can_be_made_of_whatever_is_well_formed(data: st.DataObject) -
     assert there.ended == [] or there.ended[0].startswith("malformed answer: ")
 
 
+def occupied(folder: str) -> KeeperPlace:
+    place = occupy(folder, 0.0)
+    assert place is not None
+    return place
+
+
 @given(st.data())
 @settings(max_examples=50)
 def test_a_keeper_takes_whatever_a_node_answers(data: st.DataObject) -> None:
@@ -279,8 +287,8 @@ def test_a_keeper_takes_whatever_a_node_answers(data: st.DataObject) -> None:
     there = Answering("liar", b'"value":%s' % raw(data.draw(st.one_of(of(kind), junk))))
     node = KeptNode("liar", ["GPU-a"], "liar", "/var/tmp", None)
     calls = NodeCalls(node, {}, Connectors(Logins()))
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
-        keeper = Keeper(folder, listener)
+    with tempfile.TemporaryDirectory() as folder, closing(occupied(folder)) as place:
+        keeper = Keeper(folder, place)
         honest = KeptNode("honest", ["GPU-b"], None, folder, None)
         for lease, nodes in (("lease1", [node, honest]), ("lease2", [honest])):
             Path(folder, f"{lease}.json").write_text("{}")
