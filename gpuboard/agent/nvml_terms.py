@@ -29,9 +29,10 @@ _RECOVERY = {
 # GPUs of a system on a chip, whose only memory is the host's. Those of Grace (GH200, GB200) have memory of their own.
 _UNIFIED = re.compile(r"\b(GB10|Orin|Thor|Xavier|Tegra)\b|\(nvgpu\)")
 _PAUSE_S, _PAUSES = 5.0, 10.0
+NO_DRIVER = "no NVIDIA driver here (libnvidia-ml.so.1 not found)"
 _WORDS = {
     9: "the NVIDIA driver is not loaded on this node",
-    12: "no NVIDIA driver here (libnvidia-ml.so.1 not found)",
+    12: NO_DRIVER,
     15: "GPU is lost: it has fallen off the bus or cannot be reached",
     18: "driver/library version mismatch: the driver was updated; reload its kernel modules or reboot",
 }

@@ -117,7 +117,7 @@ class Allocator:
             raise self._refused(Refusal(4, f"not read: {', '.join(unread)}"))
         if total := sum(len(node.gpus) for node in snapshot.nodes):
             return total
-        raise self._refused(Refusal(3, "there are no GPUs"))
+        raise self._refused(self._bare(snapshot) or Refusal(3, "there are no GPUs"))
 
     def plan(self, request: Request, for_s: float | None = None) -> Choice:
         """Return what would be taken now (for however long); takes nothing. Raises Refused and NoNodeReached."""
@@ -177,6 +177,8 @@ class Allocator:
         if wait:
             self._fleet.wait(min(_GRACE_S, limit_s))
         snapshot = self._snapshot()
+        if bare := self._bare(snapshot):
+            return bare
         answer = self._choose(request, snapshot)
         if wait and isinstance(answer, Refusal) and any(node.state != "up" for node in snapshot.nodes):
             self._fleet.wait(limit_s - _GRACE_S)
@@ -185,6 +187,18 @@ class Allocator:
             answer = self._choose(request, snapshot)
         _refuse_unreached(snapshot)
         return answer
+
+    def _bare(self, snapshot: Snapshot) -> Refusal | None:
+        """Return the refusal of any request where no node is configured and this machine has no GPU."""
+        if any(node.gpus for node in snapshot.nodes):
+            return None
+        from gpuboard.cluster.bare import bare_machine, how_to_name, why_bare  # late: only when the answer is no
+
+        node = bare_machine(self._nodes.values(), self._settings, snapshot)
+        if node is None:
+            return None
+        why = f"no GPU on this machine ({node.name}): {why_bare(node)}, and no nodes are configured"
+        return Refusal(NeverPossible.exit_code, f"{why}; {how_to_name(self._env)}")
 
     def _choose(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
         """Return the policy's answer; inside a Slurm job this node is preferred: the script that asked runs here."""

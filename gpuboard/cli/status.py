@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpuboard.cli.context import Context
+from gpuboard.cli.main import say
 from gpuboard.cli.options import typed
 from gpuboard.cli.table import Cell, Column, Row, Step, elide, render
 from gpuboard.errors import NoNodeReached
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
             fleet.start()
             snapshot = settled(fleet, context)
         _show(snapshot, context, json=args.json)
+        _help_begin(nodes, snapshot, context)
         return NoNodeReached.exit_code if nobody_reached(snapshot) else 0
     interval_s = args.watch or context.settings.interval_s(len(nodes))
     with contextlib.closing(context.fleet(nodes, interval_s=interval_s, one_shot=False)) as fleet:
@@ -83,6 +85,16 @@ def run(args: argparse.Namespace, context: Context) -> int:
         settled(fleet, context)
         _watch(fleet, context, interval_s, json=args.json)
     return 0
+
+
+def _help_begin(nodes: Sequence[Node], snapshot: Snapshot, context: Context) -> None:
+    """Say on stderr how to go on where no node is configured and this machine has no GPU."""
+    if any(node.gpus for node in snapshot.nodes):
+        return
+    from gpuboard.cluster.bare import bare_machine, how_to_name  # late: a first run alone needs it
+
+    if bare_machine(nodes, context.settings, snapshot) is not None:
+        say(f"{how_to_name(context.env)}; or look at a simulated cluster: gpuboard demo --board")
 
 
 def settled(fleet: Fleet, context: Context) -> Snapshot:

@@ -321,3 +321,30 @@ def test_on_a_node_of_the_inventory_only_it_is_looked_at_and_that_is_said(here: 
     assert refused.returncode == 4
     assert "only this machine was looked at; add --nodes '" in refused.stderr
     assert "elsewhere" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "allocate --n 1",
+        "allocate --gpus gpu01:0",
+        "allocate --n 1 --wait 60s",
+        "run --n 1 -- true",
+        "launch --n 1 x.py",
+    ],
+)
+def test_a_machine_without_gpus_and_nodes_says_how_to_name_them(here: Here, command: str) -> None:  # noqa: F811
+    done = here.run(*command.split(), LD_LIBRARY_PATH="")
+    assert done.returncode == 3, done.stderr
+    assert "no GPU on this machine" in done.stderr
+    assert "no NVIDIA driver here" in done.stderr
+    assert "--nodes 'gpu[01-04]'" in done.stderr
+    assert f'{here.folder}/.config/gpuboard/config.toml: nodes = ["gpu[01-04]"]' in done.stderr
+    assert "--wait" not in done.stderr
+
+
+def test_a_driver_that_is_gone_from_a_configured_node_may_come_back(here: Here) -> None:  # noqa: F811
+    here.config('nodes = ["localhost"]\n')
+    done = here.run("allocate", "--n", "1", LD_LIBRARY_PATH="")
+    assert done.returncode == 4, done.stderr
+    assert "no NVIDIA driver here" in done.stderr
