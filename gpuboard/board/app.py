@@ -107,9 +107,7 @@ class BoardApp(App[int]):
         utf8 = is_utf8(env) if settings.glyphs == "auto" else settings.glyphs == "unicode"
         self._glyphs = UNICODE if utf8 else ASCII
         self.themes, bad = themes.load_all(env)
-        self._problems += bad
-        if settings.theme not in {"auto", *self.themes}:
-            self._problems.append(f"no theme {settings.theme!r}; there are: {', '.join(self.themes)}")
+        self._problems += [*bad, *themes.unknown(settings.theme, self.themes)]
         self.theme_in_use = themes.choose(env, settings.theme, self.preferences.theme, self.themes)
         self._colorless = bool(env.get("NO_COLOR"))
         self._keeping: threading.Timer | None = None

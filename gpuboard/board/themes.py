@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -17,7 +17,7 @@ from gpuboard.board.look import ROLES, THEMED, Glyphs, Look
 from gpuboard.board.themefile import ATTRIBUTES, BadTheme, ThemeFile, choose
 from gpuboard.model.text import clean
 
-__all__ = ["BadTheme", "BoardTheme", "check", "choose", "load_all"]
+__all__ = ["BadTheme", "BoardTheme", "check", "choose", "load_all", "unknown"]
 
 _COLORS = (
     "primary", "secondary", "accent", "success", "warning", "error", "foreground", "background", "surface", "panel",
@@ -63,6 +63,11 @@ def load_all(env: Mapping[str, str]) -> tuple[dict[str, BoardTheme], list[str]]:
             files.setdefault(path.stem, said)
             found[path.stem] = theme
     return found, problems
+
+
+def unknown(setting: str, found: Collection[str]) -> list[str]:
+    """Return what is wrong with the setting ``theme`` where these themes were found."""
+    return [] if setting in {"auto", *found} else [f"no theme {setting!r}; there are: {', '.join(found)}"]
 
 
 def check(name: str, said: ThemeFile, file: str) -> BoardTheme:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 
 import msgspec
 
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     rows = {key: {"value": value, "origin": configuration.origins.get(key, "default")} for key, value in values.items()}
     if context.said:
         rows["nodes"] = {"value": context.said, "origin": "command line"}
-    problems = _key_problems(configuration.settings)
+    problems = _key_problems(configuration.settings) + _theme_problems(configuration.settings, context.env)
     names: list[str] = []
     try:
         names = [node.name for node in context.nodes()]
@@ -63,3 +64,13 @@ def _key_problems(settings: Settings) -> list[str]:
     from gpuboard.board.keys import remap  # 400 ms: all of the board
 
     return remap(settings.keys).problems
+
+
+def _theme_problems(settings: Settings, env: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with the board's theme, and with the files of the user's own themes."""
+    if settings.theme == "auto" and not any((paths.user_config(env).parent / "themes").glob("*.toml")):
+        return []
+    from gpuboard.board import themes  # late: textual is needed to check one
+
+    found, problems = themes.load_all(env)
+    return problems + themes.unknown(settings.theme, found)

@@ -296,3 +296,18 @@ def test_an_interrupt_during_an_import_waits_for_its_end(tmp_path: Path) -> None
     )  # fmt: skip
     assert done.stdout == "whole\n"
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_config_checks_the_theme(tmp_path: Path) -> None:
+    own = tmp_path / "gpuboard" / "themes"
+    own.mkdir(parents=True)
+    env = {"XDG_CONFIG_HOME": str(tmp_path)}
+    known = "colour-blind, dark, high-contrast, light, plain, terminal"
+    assert json.loads(gpuboard("config", "--json", env=env | {"GPUBOARD_THEME": "drak"})[1])["problems"] == [
+        f"no theme 'drak'; there are: {known}"
+    ]
+    assert gpuboard("config", env=env | {"GPUBOARD_THEME": "dark"})[2] == ""
+    (own / "mine.toml").write_text('like = "dark"\n[colors]\nprimary = "no colour"\n')
+    broken = "mine.toml: colors.primary = 'no colour' is not a colour; write #57d38c, ansi_green or a CSS name"
+    code, _, err = gpuboard("config", env=env)
+    assert (code, err) == (0, f"gpuboard: {broken}\n")
