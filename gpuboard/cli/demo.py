@@ -53,7 +53,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if args.board:
         code = demo_board.run(context)
     else:
-        code = _story(args, context)
+        own = Context(context.argv, demo_board.environment(context.env))
+        own.config_file = context.config_file
+        code = _story(args, own)
         if code == 0 and demo_board.cannot_open(context) is None:
             print("\nNow the board, on a larger simulated cluster; q leaves it.", flush=True)
             if args.steps:
@@ -171,8 +173,7 @@ def _train(stage: _Stage, context: Context, nodes: Sequence[Node], allocation: A
         run=runs.new_run_id(),
         secret=secrets.token_hex(16),
         cwd=os.getcwd(),
-        # torch warns, once a rank, where the machine's own address has no name: offline, that is
-        environ=environ.sent({"TORCH_CPP_LOG_LEVEL": "ERROR", **context.env}, []),
+        environ=environ.sent(context.env, []),
         options=plan.LaunchOptions(device="cpu", python=sys.executable),
     )
     screen = Screen(sys.stdout, sys.stderr)

@@ -64,24 +64,31 @@ def cannot_open(context: Context) -> str | None:
 _ENDED = "everything is released; nothing of the demo is left running."
 
 
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a demo.
+
+    Its runs, leases and view are kept in a folder of its own (``<state>/demo``): the user's own are left alone.
+    """
+    return {
+        **env,
+        "XDG_STATE_HOME": str(paths.state_dir(env) / "demo"),
+        "VIRTUAL_ENV": sys.prefix,  # ranks run where PyTorch was installed for the demo
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns, once a rank, where the machine's own address has no name
+    }
+
+
 def make(settings: Settings, env: Mapping[str, str], *, seed: int = 7, epoch: float | None = None) -> Core:
     """Return the core of a demo's board.
 
-    Its runs, and how it was looked at, are kept in a folder of its own (``<state>/demo``), so that the user's own
-    ``runs`` and view are left alone. What demos left that were killed is released.
+    What demos left that were killed is released.
     """
     from gpuboard.board.core import Core
     from gpuboard.board.starting import LaunchForm
     from gpuboard.cluster.simulated import living_nodes
 
-    own = {
-        "XDG_STATE_HOME": str(paths.state_dir(env) / "demo"),
-        "VIRTUAL_ENV": sys.prefix,  # ranks run where PyTorch was installed for the demo
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns, once a rank, where the machine's own address has no name
-    }
     nodes = living_nodes(settings.claims_dir, seed=seed, epoch=epoch)
     _sweep(settings.claims_dir)
-    core = Core(nodes, msgspec.structs.replace(settings, state=STATE, cluster="demo"), {**env, **own})
+    core = Core(nodes, msgspec.structs.replace(settings, state=STATE, cluster="demo"), environment(env))
     core.starter.last = LaunchForm(_TRAINING, os.getcwd(), device="cpu", keep=False)  # what the dialog begins with
     return core
 

@@ -69,6 +69,15 @@ def test_the_whole_story_and_nothing_left(here: Here) -> None:
     assert carriers(f"GPUBOARD_LEASE={lease}") == []
 
 
+def test_what_the_demo_keeps_is_not_the_users_own(here: Here) -> None:
+    done = here.run("demo")
+    assert done.returncode == 0, done.stderr
+    state = here.folder / ".local" / "state" / "gpuboard"
+    assert [path.name for path in state.iterdir()] == ["demo"]
+    assert here.json("runs", "--json")["runs"] == []
+    assert here.json("leases", "--json")["leases"] == []
+
+
 @pytest.mark.torch
 def test_an_ordinary_user_sees_the_same_in_the_machines_own_folder_of_claims(nodes: Cluster) -> None:
     if find_spec("torch") is None:
