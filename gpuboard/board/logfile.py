@@ -8,8 +8,10 @@ blocks, and where one starts can be told from the two blocks before it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from rich.text import Text
@@ -88,21 +90,22 @@ class LogFile:
             start = file.start_of(min(max(0, offset), file.size) + 1)
         return self.page(Place(start), window, -above)
 
-    def find(self, words: str, start: int, *, backwards: bool, go_on: Callable[[int], bool]) -> int | None:
+    def find(
+        self, words: str, start: int | None, *, backwards: bool, go_on: Callable[[int], bool], rest: bool = False
+    ) -> int | None:
         """Return where the next line that shows ``words`` starts, after (before) the one at ``start``; None: nowhere.
 
-        Without capitals in ``words`` those of the log do not count; words that change colour within are not found.
-        What lies beyond the end (beginning) comes last. ``go_on`` hears which byte it has come to and says whether to.
-        Raises LogGone.
+        ``rest``: in what such a search leaves out, from the beginning (end) to the one at ``start``. ``start`` None: in
+        all of it. Without capitals in ``words`` those of the log do not count; words that change colour within are not
+        found. ``go_on`` gets the byte that was reached and returns whether to continue. Raises LogGone.
         """
         with _Reader(self.path) as file:
-            middle = start if backwards else file.next_start(start)
-            before, after = (0, middle), (middle, file.size)
-            for low, high in (before, after) if backwards else (after, before):
-                found = file.search(words, range(low, high), backwards, go_on)
-                if found is not None:
-                    return found
-        return None
+            if start is None:
+                middle = file.size if backwards else 0
+            else:
+                middle = start if backwards else file.next_start(start)
+            part = range(middle) if backwards != rest else range(middle, file.size)
+            return file.search(words, part, backwards, go_on)
 
     def _page(self, file: _Reader, place: Place, window: Window) -> Page:
         rows: list[tuple[int, Text]] = []
@@ -114,6 +117,33 @@ class LogFile:
         shrunk, self._size = file.size < self._size, file.size
         at_end = start >= file.size and len(rows) <= window.height
         return Page(rows[: window.height], place, file.size, at_end, shrunk)
+
+
+class Found(NamedTuple):
+    """A line that shows what was looked for."""
+
+    log: int  # which of the logs
+    start: int
+    wrapped: bool  # beyond the end (beginning) of all logs, from where the search began
+
+
+def find_in(
+    logs: Sequence[LogFile], words: str, start: int, *, backwards: bool, go_on: Callable[[int, int], bool]
+) -> Found | None:
+    """Return the next line that shows ``words``: on from ``start`` in the first log, in the others, in what is left.
+
+    ``go_on``: as of :meth:`LogFile.find`, with the log before the byte. Raises LogGone for the first log alone.
+    """
+    for log, begin, rest in [(0, start, False), *((k, None, False) for k in range(1, len(logs))), (0, start, True)]:
+        try:
+            found = logs[log].find(words, begin, backwards=backwards, go_on=partial(go_on, log), rest=rest)
+        except LogGone:
+            if log == 0:
+                raise
+            continue
+        if found is not None:
+            return Found(log, found, rest)
+    return None
 
 
 class _Reader:

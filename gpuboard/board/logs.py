@@ -176,8 +176,8 @@ class LogScreen(BoardScreen):
         if words.has_class("-shown"):
             words.remove_class("-shown")
             self.set_focus(None)
-        elif self.active.searching:
-            self.active.stop_search()
+        elif searching := [view for view in self.views if view.searching]:
+            searching[0].stop_search()
             self._say("the search was stopped")
         else:
             self.app.pop_screen()
@@ -203,10 +203,16 @@ class LogScreen(BoardScreen):
         self.set_focus(None)
         self._say("")
         page = self.active.page
-        for view in self.views:
-            if view is not self.active:
-                view.highlight(event.value)
-        self.active.search(event.value, backwards=page is not None and page.at_end)
+        self._search(event.value, backwards=page is not None and page.at_end)
+
+    def _search(self, words: str, *, backwards: bool) -> None:
+        """Look for ``words`` in the streams that are shown, from where we are in the active one if it has anything."""
+        first, *others = sorted(self.views, key=lambda view: (view.page is None, not view.active))
+        for view in (first, *others):
+            view.stop_search()
+        for view in others:
+            view.highlight(words)
+        first.search(words, backwards=backwards, others=others)
 
     def action_next(self) -> None:
         """Go to the next match below."""
@@ -218,7 +224,7 @@ class LogScreen(BoardScreen):
 
     def _find(self, *, backwards: bool) -> None:
         if self.active.words:
-            self.active.search(self.active.words, backwards=backwards)
+            self._search(self.active.words, backwards=backwards)
         else:
             self.action_search()
 

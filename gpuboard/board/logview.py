@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -15,7 +15,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from gpuboard.board.cells import fit_runs
-from gpuboard.board.logfile import LogFile, LogGone, Page, Place, Window
+from gpuboard.board.logfile import Found, LogFile, LogGone, Page, Place, Window, find_in
 from gpuboard.board.logtext import bytes_words, spans
 from gpuboard.errors import GpuboardError
 
@@ -187,8 +187,11 @@ class LogView(Widget):
 
     # Searching
 
-    def search(self, words: str, *, backwards: bool) -> None:
-        """Go to the next line that shows ``words``, below or above; first of all to one that is in sight."""
+    def search(self, words: str, *, backwards: bool, others: Sequence[LogView] = ()) -> None:
+        """Go to the next line that shows ``words``, below or above; first of all to one that is in sight.
+
+        After the end of this log come ``others``, then the beginning of this one; the one it is found in is picked.
+        """
         new = words != self.words
         self.words = words
         self.refresh()
@@ -204,34 +207,42 @@ class LogView(Widget):
                 return
         self.stop_search()
         self.searching = True
-        number, size = self._search, max(1, page.size)
+        number = self._search
+        found_in = {view: view._file for view in (self, *others) if view._file is not None}
+        views, files = list(found_in), list(found_in.values())
+        sizes = [max(1, view.page.size if view.page else 1) for view in views]
         start = self.hit if self.hit is not None else page.place.start
         steps = 0
 
-        def go_on(at: int) -> bool:
+        def go_on(log: int, at: int) -> bool:
             nonlocal steps
             steps += 1
             if steps % 16 == 2:
-                self.post_message(self.Told(f"looking for {words!r}: {100 * at // size} % (escape: stop)"))
+                words_of = f"looking for {words!r} in {views[log].title}: {min(100, 100 * at // sizes[log])} %"
+                self.post_message(self.Told(f"{words_of} (escape: stop)"))
             return self._search == number
 
-        def work() -> int | None:
+        def work() -> Found | None:
             try:
-                return file.find(words, start, backwards=backwards, go_on=go_on)
+                return find_in(files, words, start, backwards=backwards, go_on=go_on)
             except LogGone as error:
                 raise GpuboardError(str(error)) from error
 
-        def then(found: int | None) -> None:
+        def then(found: Found | None) -> None:
             if self._search != number:
                 return
             self.searching = False
             if found is None:
                 self.post_message(self.Told(f"{words!r} is not in this log"))
                 return
-            wrapped = found <= start if not backwards else found >= start
-            self.post_message(self.Told("found beyond the end, from the beginning on" if wrapped and not backwards else
-                                        "found beyond the beginning, from the end on" if wrapped else ""))  # fmt: skip
-            self._found(file, found)
+            view = views[found.log]
+            self.post_message(self.Told(
+                f"found in {view.title}" if not view.active else
+                "" if not found.wrapped else
+                "found beyond the beginning, from the end on" if backwards else
+                "found beyond the end, from the beginning on"
+            ))  # fmt: skip
+            view._found(files[found.log], found.start)
 
         def failed(error: GpuboardError) -> None:
             self.stop_search()
@@ -250,8 +261,12 @@ class LogView(Widget):
         self.refresh()
 
     def _found(self, file: LogFile, start: int) -> None:
+        if file is not self._file:
+            return
         self.hit = start
         self.follow = False
+        if not self.active:
+            self.post_message(self.Picked(self))
         page = self.page
         if page is None or start not in {at for at, _ in page.rows}:
             self._do(lambda file, place, window: file.at(start, window, window.height // 3))

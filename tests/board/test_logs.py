@@ -19,7 +19,7 @@ from textual.widgets import Input
 
 from gpuboard.board import logfile
 from gpuboard.board.app import BoardApp
-from gpuboard.board.logfile import LogFile, LogGone, Place, Window
+from gpuboard.board.logfile import Found, LogFile, LogGone, Place, Window, find_in
 from gpuboard.board.logs import LogScreen
 from gpuboard.board.logtext import bytes_words, drawn, matches, spans, visible
 from gpuboard.board.logview import LogView
@@ -136,14 +136,17 @@ def test_a_log_that_grows_is_cut_or_goes_is_told(tmp_path: Path) -> None:
         log.end(W)
 
 
-def test_a_search_goes_round_and_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_passes_every_log_goes_round_and_can_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "log"
     monkeypatch.setattr(logfile, "_SEARCH_STEP", 16)
     path.write_text("Loss 1\nstep\nloss 2\n\x1b[31mlo\x1b[0mss 3\nhidden loss\rshown\nlast")
     starts = {"Loss 1": 0, "loss 2": 12}
 
     def find(words: str, start: int, *, backwards: bool = False) -> int | None:
-        return LogFile(path).find(words, start, backwards=backwards, go_on=go_on)
+        found = find_in([LogFile(path)], words, start, backwards=backwards, go_on=lambda log, at: True)
+        return found and found.start
 
     assert [find("loss", 0), find("loss", 12)] == [starts["loss 2"], starts["Loss 1"]], "on from the beginning"
     assert find("Loss", 12) == 0, "a capital counts"
@@ -158,8 +161,26 @@ def test_a_search_goes_round_and_can_be_stopped(tmp_path: Path, monkeypatch: pyt
         seen.append(at)
         return len(seen) < 2
 
-    assert LogFile(path).find("last", 0, backwards=False, go_on=once) is None
+    assert find_in([LogFile(path)], "last", 0, backwards=False, go_on=lambda _, at: once(at)) is None
     assert len(seen) <= 3, "asked once more for the other part, and no more"
+
+
+def test_a_search_goes_from_the_end_of_one_log_to_the_other_and_round(tmp_path: Path) -> None:
+    out, err, gone = (LogFile(tmp_path / name) for name in ("out", "err", "gone"))
+    out.path.write_text("error A\nerror B\nlast\n")
+    err.path.write_text("first\nerror C\n")
+
+    def find(logs: list[LogFile], start: int, *, backwards: bool = False) -> Found | None:
+        return find_in(logs, "error", start, backwards=backwards, go_on=lambda log, at: True)
+
+    assert find([out, err], 0) == Found(0, 8, False)
+    assert find([out, err], 8) == Found(1, 6, False)
+    assert find([err, out], 6) == Found(1, 0, False), "the first line counts, too"
+    assert find([out, err], 0, backwards=True) == Found(1, 6, False)
+    assert find([err, out], 6, backwards=True) == Found(1, 8, False)
+    assert find([out, gone], 8) == Found(0, 0, True), "nothing was written to the other"
+    with pytest.raises(LogGone):
+        find([gone, out], 0)
 
 
 # Lines
@@ -257,7 +278,7 @@ class Lab:
 @asynccontextmanager
 async def opened(tmp_path: Path, size: tuple[int, int] = (100, 30), out: str = "", err: str = "") -> AsyncIterator[Lab]:
     folder = tmp_path / "run"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     ranks = [RankView(rank, "gpu01", rank, rank + 4, 100 + rank, "running") for rank in range(3)]
     view = RunView("rabc2345", None, "train.py", made.AT, "running", None, ranks, [], Head("h", "b", 1, 1), str(folder))
     async with made.still(tmp_path, made.scene(), size) as (app, pilot):
@@ -332,6 +353,26 @@ def test_what_is_looked_for_is_found_highlighted_and_gone_through(tmp_path: Path
             assert isinstance(log.app.screen, LogScreen), "the first escape closes the line alone"
             await log.press("escape")
             await log.until(lambda: not isinstance(log.app.screen, LogScreen))
+
+    asyncio.run(scenario())
+
+
+def test_what_is_in_the_other_stream_is_found_and_its_stream_picked(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        err = "".join(f"err {n}{' Traceback' if n == 40 else ''}\n" for n in range(900))
+        async with opened(tmp_path, out=numbered(0, 500), err=err) as log:
+            await log.until(lambda: "line 499" in log.rows() and "err 899" in log.rows(log.err))
+            assert log.out.active
+            await log.press("slash", *"traceback", "enter")
+            await log.until(lambda: "err 40 Traceback" in log.rows(log.err) and log.err.active)
+            assert "found in stderr" in lab.screen(log.app)
+            await log.press("slash", *(["backspace"] * 9), *"line 3", "enter")
+            await log.until(lambda: log.out.active and any(row.startswith("line 3") for row in log.rows()))
+        (tmp_path / "run" / "rank-0.out").unlink()
+        async with opened(tmp_path, err=err) as log:  # nothing was written to stdout, which the keys are for
+            await log.until(lambda: "err 899" in log.rows(log.err))
+            await log.press("slash", *"traceback", "enter")
+            await log.until(lambda: "err 40 Traceback" in log.rows(log.err) and log.err.active)
 
     asyncio.run(scenario())
 
