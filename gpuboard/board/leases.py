@@ -48,11 +48,11 @@ _LIST = (
 )
 _LINE = (
     Column("id", "Lease", 6),
-    Column("owner", "Owner", 10),
-    Column("gpus", "GPUs", 16),
+    Column("owner", "Owner", 10, drop=1),
+    Column("gpus", "GPUs", 16, drop=2),
     Column("left", "Left", 6, right=True),
 )
-_MARKS = Column("marks", "Marks", 12)  # beside the time line only where there are any
+_MARKS = Column("marks", "Marks", 12, drop=3)  # beside the time line only where there are any
 _ORDERS = ("left", "owner", "gpus")
 
 
@@ -128,7 +128,7 @@ class LeasesScreen(BoardScreen):
 
     def __init__(self) -> None:
         super().__init__()
-        self._line = False  # the time line in place of the list, where there is no room for both
+        self._line: bool | None = None  # whether the time line is shown; None: where there is room beside the list
         self._order = "left"
         self._held: dict[str, Held] = {}
 
@@ -171,8 +171,8 @@ class LeasesScreen(BoardScreen):
 
     def _columns(self, ordered: Sequence[Held], now: float) -> tuple[Column, ...]:
         """Return the columns that fit; the title of the time line is its ruler."""
-        wide = self.size.width >= _RICH
-        if not (wide or self._line):
+        wide = self._wide
+        if not self._lined:
             self._axis = timeline.axis([], now, 1)
             return _LIST
         marks = (_MARKS,) if any(one.marks for one in ordered) else ()
@@ -194,6 +194,16 @@ class LeasesScreen(BoardScreen):
                 role = "mine" if one.mine else ""
                 cells.append(Cell(_text(one, column.key, now), "dim" if column.key in {"host", "holder"} else role))
         return Row(one.key, tuple(cells))
+
+    @property
+    def _wide(self) -> bool:
+        """Whether list and time line stand side by side."""
+        return self.size.width >= _RICH
+
+    @property
+    def _lined(self) -> bool:
+        """Whether the time line is shown."""
+        return self._wide if self._line is None else self._line
 
     @staticmethod
     def _role(one: Held) -> str:
@@ -246,8 +256,8 @@ class LeasesScreen(BoardScreen):
         return one
 
     def action_timeline(self) -> None:
-        """Show the time line, or the list again."""
-        self._line = not self._line
+        """Show the time line, beside the list or in its place, or the list alone again."""
+        self._line = not self._lined
         self._again()
 
     def action_sort(self) -> None:

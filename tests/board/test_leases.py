@@ -83,6 +83,23 @@ def test_shows_every_lease(tmp_path: Path, size: tuple[int, int]) -> None:
     with_leases(tmp_path, [(1, 3600, "[b]grid[/b]"), (2, 8 * 3600, "")], test, size)
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 149, 150, 240])
+def test_the_time_line_comes_and_goes_by_its_key_at_every_width(tmp_path: Path, width: int) -> None:
+    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+        assert app.scene is not None
+        [lease] = app.scene.leases.leases
+        shown = width >= 150
+        for _ in range(3):
+            assert ("█" in row(app, lease.id)) == shown
+            if shown:
+                assert row(app, "Lease").rstrip()[-1].isdigit(), "its ruler is whole"
+            await pilot.press("t")
+            await pilot.pause()
+            shown = not shown
+
+    with_leases(tmp_path, [(1, 3600, "")], test, (width, 24))
+
+
 def test_the_time_line_in_place_of_the_list(tmp_path: Path) -> None:
     async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
         assert app.scene is not None
