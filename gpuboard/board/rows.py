@@ -140,17 +140,25 @@ def header_runs(
     base: Style,
     look: Look,
 ) -> Styled:
-    """Return the titles, at least ``width`` cells. ``sort``: by which column rows are sorted, and if downwards."""
+    """Return the titles, at least ``width`` cells. ``sort``: by which column rows are sorted, and if downwards.
+
+    Its mark stands on the side where titles of that column are not aligned, and covers no letter.
+    """
     style = base + look.style("title")
     runs: Styled = [(" " * indent, style)]
     for index, size in widths.items():
         column = columns[index]
-        mark = ""
+        title, after = column.title, " " * GAP
         if sort is not None and sort[0] == column.key:
             mark = look.glyphs.down if sort[1] else look.glyphs.up
-        title = column.title[: max(0, size - len(mark))] + mark
+            if len(title) < size:
+                title = mark + title if column.right else title + mark
+            elif column.right and runs[-1][0]:  # no room in the column: in the gap before or after it
+                runs[-1] = (runs[-1][0][:-1] + mark, style)
+            else:
+                after = mark
         runs += fit_runs([(title, style)], size, style, right=column.right, ellipsis="")
-        runs.append((" " * GAP, style))
+        runs.append((after, style))
     runs.append((_rest(widths, indent, width), style))
     return runs
 

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar
 
+import pytest
 from rich.cells import cell_len
+from rich.style import Style
 from textual import events
 from textual.app import App, ComposeResult
 from textual.pilot import Pilot
@@ -15,6 +17,7 @@ from textual.screen import Screen
 from gpuboard.board import themes
 from gpuboard.board.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.board.look import UNICODE, Look
+from gpuboard.board.rows import header_runs
 from tests.board.lab import drag, settle
 
 COLUMNS = (
@@ -22,6 +25,27 @@ COLUMNS = (
     Column("number", "Number", 7, right=True),
     Column("words", "Words", 0, weight=1, least=10, drop=1),
 )
+
+
+@pytest.mark.parametrize("indent", [0, 2])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("key", ["name", "util", "power", "user"])
+def test_the_mark_of_the_order_covers_no_letter(key: str, indent: int, reverse: bool) -> None:
+    columns = (
+        Column("power", "Power", 5, right=True), Column("name", "Name", 4), Column("util", "Util", 4, right=True),
+        Column("user", "User", 8),
+    )  # fmt: skip
+    widths = {index: column.width for index, column in enumerate(columns)}
+    look = Look({}, UNICODE)
+
+    def titles(sort: tuple[str, bool] | None) -> str:
+        runs = header_runs(columns, widths, sort, indent=indent, width=40, base=Style(), look=look)
+        return "".join(text for text, _ in runs)
+
+    mark = UNICODE.down if reverse else UNICODE.up
+    drawn = titles((key, reverse))
+    assert drawn.count(mark) == 1
+    assert drawn.replace(mark, " ") == titles(None)
 
 
 class GridApp(App[None]):
@@ -99,7 +123,7 @@ def test_rows_are_drawn_in_columns() -> None:
         grid.set_sort("number", reverse=True)
         await pilot.pause()
         assert lines(grid)[:5] == [
-            "  Name     Number▼ Words",
+            "  Name     ▼Number Words",
             "  alpha          5 some words",
             "  b              1 some words",
             "A group over all columns",
