@@ -13,28 +13,27 @@ _LABEL = 4  # cells of the numbers beside a plot
 _HELD = 2.5  # a value stands for the time until the next sample; a gap begins after so many periods without one
 
 
-def buckets(times: Sequence[float], values: Values, start: float, end: float, count: int) -> list[float | None]:
-    """Return the mean of the values in each of ``count`` equal parts of the time from ``start`` to ``end``.
+def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> list[float | None]:
+    """Return the highest value in each of the ``count`` newest bins of ``bin_s`` seconds, the last with the newest one.
 
-    ``times`` ascend. Where samples are rarer than parts, each holds until the next one is due; a sample without a value
-    ends that. A part without any value is None.
+    Bins begin at multiples of ``bin_s`` by the clock of ``times``, which ascend: what was drawn once only moves. Where
+    samples are rarer than bins, each holds until the next one is due; a sample without a value ends that. A bin without
+    any value is None.
     """
-    sums, counts = [0.0] * count, [0] * count
-    part_s = (end - start) / count
-    steps = [later - time for time, later in pairwise(times)]
-    period_s = median_low(steps) if steps else part_s
+    period_s = median_low([later - time for time, later in pairwise(times)]) if len(times) > 1 else bin_s
+    peaks: dict[int, float] = {}
+    held: dict[int, float] = {}
     for number, (time, value) in enumerate(zip(times, values, strict=True)):
         if value is None:
             continue
-        until = times[number + 1] if number + 1 < len(times) else end
+        until = times[number + 1] if number + 1 < len(times) else time
         if until - time > _HELD * period_s:
             until = time + period_s
-        first = int((time - start) // part_s)
-        last = max(first, -int(-(until - start) // part_s) - 1)
-        for k in range(max(0, first), min(count - 1, last) + 1):
-            sums[k] += value
-            counts[k] += 1
-    return [total / number if number else None for total, number in zip(sums, counts, strict=True)]
+        at = int(time // bin_s)
+        peaks[at] = max(peaks.get(at, value), value)
+        held |= dict.fromkeys(range(at + 1, -int(-until // bin_s)), value)
+    newest = int(times[-1] // bin_s) if times else 0
+    return [peaks.get(at, held.get(at)) for at in range(newest - count + 1, newest + 1)]
 
 
 def spark(values: Values, cells: int, glyphs: Glyphs, low: float = 0.0, high: float = 100.0) -> str:
@@ -76,9 +75,7 @@ def plot(
     The axis has numbers at its top and bottom; the newest sample is at the right.
     """
     cells = max(1, width - _LABEL - 1)
-    end = times[-1] if times else 0.0
-    step_s = times[-1] - times[-2] if len(times) > 1 else 0.0
-    lines = area(buckets(times, values, end - span_s, end + min(step_s, span_s), cells), height, glyphs, 0.0, high)
+    lines = area(bins(times, values, span_s / cells, cells), height, glyphs, 0.0, high)
     wall = "|" if glyphs.ascii else "│"
     labels = ["", *[""] * (height - 2), "0"][:height] if height > 1 else [""]
     labels[0] = f"{high:.0f}"

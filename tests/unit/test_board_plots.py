@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuboard.board.look import ASCII, UNICODE, Glyphs
-from gpuboard.board.plots import area, bar, buckets, plot, spark, time_axis
+from gpuboard.board.plots import area, bar, bins, plot, spark, time_axis
 
 GLYPHS = pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 values = st.lists(st.one_of(st.none(), st.floats(-50, 150)), max_size=60)
@@ -46,21 +46,47 @@ def test_the_axis_of_time_fits() -> None:
 
 
 def test_samples_that_are_rare_fill_their_time() -> None:
-    assert buckets([0.0, 5.0, 10.0], [1.0, 2.0, 3.0], 0.0, 15.0, 15) == [1.0] * 5 + [2.0] * 5 + [3.0] * 5
+    assert bins([0.0, 5.0, 10.0], [1.0, 2.0, 3.0], 1.0, 11) == [1.0] * 5 + [2.0] * 5 + [3.0]
 
 
 def test_a_pause_and_unknown_values_are_gaps() -> None:
-    assert buckets([0.0, 1.0, 2.0, 8.0, 9.0], [1.0, None, 3.0, 4.0, 5.0], 0.0, 10.0, 10) == [
+    assert bins([0.0, 1.0, 2.0, 8.0, 9.0], [1.0, None, 3.0, 4.0, 5.0], 1.0, 10) == [
         1.0, None, 3.0, None, None, None, None, None, 4.0, 5.0,
     ]  # fmt: skip
 
 
-def test_samples_that_are_many_become_their_mean() -> None:
-    assert buckets([0.0, 1.0, 2.0, 3.0], [0.0, 10.0, 20.0, None], 0.0, 4.0, 2) == [5.0, 20.0]
+def test_of_samples_that_are_many_the_peak_is_shown() -> None:
+    assert bins([0.0, 1.0, 2.0, 3.0], [0.0, 10.0, 20.0, None], 2.0, 2) == [10.0, 20.0]
+    assert bins([0.0, 1.0, 2.0, 3.0], [0.0, 100.0, 0.0, 0.0], 4.0, 1) == [100.0]
 
 
 def test_what_came_before_is_left_out() -> None:
-    assert buckets([0.0, 1.0, 2.0], [9.0, 8.0, 7.0], 1.0, 3.0, 2) == [8.0, 7.0]
+    assert bins([0.0, 1.0, 2.0], [9.0, 8.0, 7.0], 1.0, 2) == [8.0, 7.0]
+
+
+@GLYPHS
+def test_a_peak_keeps_its_shape_while_it_moves_through_the_plot(glyphs: Glyphs) -> None:
+    step_s, peak_s = (
+        1.07,
+        1000.0,
+    )  # samples come unevenly to the bins of 300 s in 60 cells, and the clock began long ago
+    drawn = []
+    for count in range(1, 260):
+        times = [peak_s + step_s * number for number in range(-20, count)]
+        lines = plot(times, [100.0 if time == peak_s else 3.0 for time in times], 65, 2, glyphs, span_s=300, high=100)
+        drawn.append([area for _, area in lines])
+    assert {top.strip() for top, _ in drawn} == {glyphs.spark[-1] if not glyphs.ascii else "#"}
+    ends = [len(top.rstrip()) for top, _ in drawn]
+    assert ends == sorted(ends, reverse=True)
+
+
+@given(st.lists(st.tuples(st.floats(0.5, 1.9), st.floats(0, 100)), min_size=2, max_size=40), st.integers(1, 60))
+def test_what_was_drawn_once_only_moves(samples: list[tuple[float, float]], count: int) -> None:
+    times = [1e6 + sum(step for step, _ in samples[: k + 1]) for k in range(len(samples))]
+    values = [value for _, value in samples]
+    before, after = bins(times[:-1], values[:-1], 5.0, count), bins(times, values, 5.0, count)
+    moved = int(times[-1] // 5.0) - int(times[-2] // 5.0)
+    assert after[: count - 1 - moved] == before[moved : count - 1]  # all but the newest bin, which is not over
 
 
 @GLYPHS
@@ -83,12 +109,12 @@ def test_areas_show_what_is_known(glyphs: Glyphs, values: list[float | None], he
 @given(
     st.lists(st.tuples(st.floats(0.1, 20), st.one_of(st.none(), st.floats(0, 100))), max_size=40), st.integers(1, 60)
 )
-def test_means_lie_between_the_values(samples: list[tuple[float, float | None]], count: int) -> None:
+def test_what_is_shown_lies_between_the_values(samples: list[tuple[float, float | None]], count: int) -> None:
     times, now = [], 0.0
     for step, _ in samples:
         now += step
         times.append(now)
     known = [value for _, value in samples if value is not None]
-    made = buckets(times, [value for _, value in samples], now - 300, now + 1, count)
+    made = bins(times, [value for _, value in samples], 300 / count, count)
     assert len(made) == count
-    assert all(min(known) - 1e-9 <= mean <= max(known) + 1e-9 for mean in made if mean is not None)
+    assert all(value in known for value in made if value is not None)
