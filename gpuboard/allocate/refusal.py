@@ -41,7 +41,7 @@ def refuse_picks(request: Request, snapshot: Snapshot, named: Sequence[Candidate
     words = [f"{c.place} is {c.state}: {c.why_not}" for c in named if c.why_not is not None]
     words += [f"there is no GPU {pick}" for pick in absent]
     words += unread
-    options = [_instead(request, snapshot), "--wait" if code == 4 else ""]
+    options = [_instead(request, snapshot, named), "--wait" if code == 4 else ""]
     nearest = " or ".join(option for option in options if option)
     return Refusal(code, "; ".join(words) + (f"; try {nearest}" if nearest else ""), _reasons(named), nearest)
 
@@ -124,13 +124,19 @@ def _nearest(request: Request, snapshot: Snapshot, looked: Sequence[Candidate], 
         options.append("--allow-sick")
     if request.gpu_mem is not None and (size := _memory_that_fits(request, snapshot)):
         options.append(f"--gpu-mem {size}")
-    for name in ("model", "exclude"):
-        empty = () if name == "exclude" else None
-        if getattr(request, name) and _works(msgspec.structs.replace(request, **{name: empty}), snapshot):
-            options.append(f"without --{name}")
+    if request.exclude and _works(msgspec.structs.replace(request, exclude=()), snapshot):
+        options.append("without --exclude")
+    if request.model is not None and not _model_is_free(request, snapshot):
+        if _works(msgspec.structs.replace(request, model=None), snapshot):
+            options.append("without --model")
     if code == 4:
         options.append("--wait")
     return " or ".join(filter(None, [", ".join(options[:-1]), *options[-1:]]))
+
+
+def _model_is_free(request: Request, snapshot: Snapshot) -> bool:
+    """Tell whether a GPU of the model asked for is free, too small or excluded ones included."""
+    return _works(Request(n=1, model=request.model), snapshot)
 
 
 def _works(request: Request, snapshot: Snapshot) -> bool:
@@ -155,14 +161,23 @@ def _memory_that_fits(request: Request, snapshot: Snapshot) -> str | None:
     return None
 
 
-def _instead(request: Request, snapshot: Snapshot) -> str:
-    """Return as many other GPUs that are free, as ``--gpus gpu01:4,5``."""
-    plain = msgspec.structs.replace(request, picks=(), n=len(request.picks))
-    if not _works(plain, snapshot):
-        return ""
-    found = choose(plain, snapshot)
-    assert isinstance(found, Choice)
-    nodes: dict[str, list[str]] = {}
-    for gpu in found.gpus:
-        nodes.setdefault(gpu.node, []).append(slot(gpu.index, gpu.mig))
-    return "--gpus " + "@".join(f"{node}:{','.join(indexes)}" for node, indexes in nodes.items())
+def _instead(request: Request, snapshot: Snapshot, named: Sequence[Candidate]) -> str:
+    """Return as many other GPUs that are free, as ``--gpus gpu01:4,5``; of the models that were named while any is.
+
+    Fewer of these where there are not so many.
+    """
+    models = {candidate.gpu.name for candidate in named}
+    nodes = [
+        msgspec.structs.replace(node, gpus=[gpu for gpu in node.gpus if gpu.name in models]) for node in snapshot.nodes
+    ]
+    alike = msgspec.structs.replace(snapshot, nodes=nodes)
+    for n, among in (*((n, alike) for n in range(len(request.picks), 0, -1)), (len(request.picks), snapshot)):
+        plain = msgspec.structs.replace(request, picks=(), n=n)
+        if _works(plain, among):
+            found = choose(plain, among)
+            assert isinstance(found, Choice)
+            places: dict[str, list[str]] = {}
+            for gpu in found.gpus:
+                places.setdefault(gpu.node, []).append(slot(gpu.index, gpu.mig))
+            return "--gpus " + "@".join(f"{node}:{','.join(indexes)}" for node, indexes in places.items())
+    return ""

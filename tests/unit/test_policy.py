@@ -116,6 +116,24 @@ def test_the_links_of_each_node_are_looked_at_once_however_many_are_needed(
     assert sorted(looked_at) == sorted(set(looked_at))
 
 
+def test_the_nearest_stays_with_the_model_while_one_is_free() -> None:
+    def small(name: str, states: str) -> NodeView:
+        found = node(name, states)
+        return msgspec.structs.replace(
+            found, gpus=[msgspec.structs.replace(gpu, name="NVIDIA A10", memory_total=24 * GIB) for gpu in found.gpus]
+        )
+
+    nodes = node("gpu02", "fbbb"), small("gpu01", "ffff")
+    assert refused(Request(n=2, model="H100"), *nodes).nearest == "--n 1 or --wait"
+    assert refused(Request(n=2, model="H100", exclude=(Pick("gpu02", 0, None),)), *nodes).nearest == "--wait"
+    busy = node("gpu02", "bbbb")
+    assert refused(Request(n=2, model="H100"), busy, nodes[1]).nearest == "without --model or --wait"
+    picks = (Pick("gpu02", 1, None), Pick("gpu02", 2, None))
+    assert refused(Request(n=None, picks=picks), *nodes).nearest == "--gpus gpu02:0 or --wait"
+    assert refused(Request(n=None, picks=picks), busy, nodes[1]).nearest == "--gpus gpu01:0,1 or --wait"
+    assert refused(Request(n=None, picks=picks[:1]), *nodes, node("gpu03")).nearest == "--gpus gpu02:0 or --wait"
+
+
 def test_a_refusal_names_the_nearest_request_that_works() -> None:
     answer = refused(Request(n=4, max_nodes=1), node("gpu01", "fffbb"), node("gpu02", "frr"))
     assert answer.code == 4
