@@ -126,9 +126,9 @@ def _nearest(request: Request, snapshot: Snapshot, looked: Sequence[Candidate], 
         options.append(f"--gpu-mem {size}")
     if request.exclude and _works(msgspec.structs.replace(request, exclude=()), snapshot):
         options.append("without --exclude")
-    if request.model is not None and not _model_is_free(request, snapshot):
-        if _works(msgspec.structs.replace(request, model=None), snapshot):
-            options.append("without --model")
+    leaves_model = request.model is not None and not _model_is_free(request, snapshot)
+    if leaves_model and _works(msgspec.structs.replace(request, model=None), snapshot):
+        options.append("without --model")
     if code == 4:
         options.append("--wait")
     return " or ".join(filter(None, [", ".join(options[:-1]), *options[-1:]]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -33,6 +34,7 @@ from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
 from gpuboard.board.terminal import Guard, is_utf8
 from gpuboard.board.watches import Watches, WatchesScreen, open_watch
+from gpuboard.board.welcome import welcome
 from gpuboard.errors import GpuboardError
 from gpuboard.ledger import keeper
 
@@ -111,6 +113,9 @@ class BoardApp(App[int]):
         self.theme_in_use = themes.choose(env, settings.theme, self.preferences.theme, self.themes)
         self._colorless = bool(env.get("NO_COLOR"))
         self._keeping: threading.Timer | None = None
+        self._began = False  # whether it is known that there is something to see, or was said that there is not
+        self.may_restart = False  # whether who runs this app starts gpuboard with ``next`` when it has ended
+        self.next: list[str] | None = None  # the command and arguments to go on with
         self._crashed = False
         self.look: Look = self.themes[self.theme_in_use].look(self._glyphs)
         for name, theme in self.themes.items():
@@ -141,6 +146,8 @@ class BoardApp(App[int]):
         """Hand the newest scene to what is seen: the screen on top, or a dialog and the screen below it."""
         self.scene = message.scene
         self.watches.look(message.scene)
+        if not self._began:
+            self._began = welcome(self, message.scene)
         for screen in reversed(self.screen_stack):
             if isinstance(screen, BoardScreen) and screen.is_mounted:
                 screen.notice(message.scene)
@@ -353,6 +360,14 @@ class BoardApp(App[int]):
             last.join(_LAST_S)
         self.core.close()
         self.exit(code, return_code=code)
+
+    def restart(self, *words: str) -> None:
+        """End the board and go on with another command of gpuboard in its place."""
+        if not self.may_restart:
+            self.notify(f"in a terminal: gpuboard {shlex.join(words)}", timeout=12, markup=False)
+            return
+        self.next = list(words)
+        self.exit(0)
 
     def _fatal_error(self) -> None:
         """End after an exception that nobody expected; textual would show a page of local variables."""

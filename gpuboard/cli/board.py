@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import mind_leases, say
@@ -50,13 +51,19 @@ def run(args: argparse.Namespace, context: Context) -> int:
                 first = FirstFrame(core, guard)
                 guard.cover()
                 first.start()
+        from gpuboard.board import starting
         from gpuboard.board.app import BoardApp  # 250 ms: only for the board
 
         app = BoardApp(core, guard)
         collector.calm()
         if args.browser is None:
             app.scene = first.end() if first else None
+            app.may_restart = True
             app.run()
+            if app.next is not None:
+                core.close()
+                command = [*starting.command(), *app.next]
+                os.execve(command[0], command, {**env})
         else:
             from gpuboard.board.webdriver import BrowserDriver
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuboard import paths
 from gpuboard.agent.nvml_terms import NO_DRIVER
 from gpuboard.cluster.inventory import local_node, own_uuids
+from gpuboard.errors import GpuboardError
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
@@ -37,5 +41,31 @@ def why_bare(node: NodeView) -> str:
 
 def how_to_name(env: Mapping[str, str]) -> str:
     """Return how to name the nodes that have GPUs."""
-    file = env.get("GPUBOARD_CONFIG") or paths.user_config(env)
-    return f"name the GPU nodes with --nodes '{EXAMPLE}', or in {file}: nodes = [\"{EXAMPLE}\"]"
+    return f"name the GPU nodes with --nodes '{EXAMPLE}', or in {config_of(env)}: nodes = [\"{EXAMPLE}\"]"
+
+
+def config_of(env: Mapping[str, str]) -> Path:
+    """Return the config file that is read for this person, whether it is there or not."""
+    return Path(env.get("GPUBOARD_CONFIG") or paths.user_config(env))
+
+
+def keep_nodes(env: Mapping[str, str], nodeset: str) -> Path:
+    """Write ``nodes`` into the config file, which names none, and return its path. Raises GpuboardError.
+
+    The line goes first: below a table's heading it would be that table's.
+    """
+    path = config_of(env)
+    try:
+        file = path.resolve()  # it may be a link into a folder of dotfiles
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        if "nodes" in tomllib.loads(before):
+            raise GpuboardError(f"{path} has `nodes` already; change it there")
+        paths.make_private(file.parent)
+        new = file.with_name(f"{file.name}.new")
+        new.write_text(f"nodes = {json.dumps([nodeset])}\n{before}", encoding="utf-8")
+        if before:
+            new.chmod(file.stat().st_mode & 0o777)
+        new.replace(file)
+    except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor TOML
+        raise GpuboardError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    return path

@@ -12,6 +12,7 @@ from textual.pilot import Pilot
 from gpuboard.board.app import BoardApp, SceneChanged
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
+from gpuboard.cluster.inventory import Node
 from gpuboard.config import Settings
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot
@@ -139,7 +140,7 @@ def crowd(nodes: int, each: int = 8, seed: int = 0) -> Scene:
 
 
 class _Still(Core):
-    """A core without nodes that makes no scenes: the test does."""
+    """A core that reads no node and makes no scenes: the test does."""
 
     def start(self, changed: Callable[[Scene], object]) -> None:
         """Watch nothing."""
@@ -147,10 +148,10 @@ class _Still(Core):
 
 @asynccontextmanager
 async def still(
-    folder: Path, first: Scene, size: tuple[int, int] = (120, 40)
+    folder: Path, first: Scene, size: tuple[int, int] = (120, 40), nodes: Sequence[Node] = ()
 ) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
     """Run the app on scenes that the test makes; it begins with ``first``."""
-    core = _Still([], Settings(), environment(folder))
+    core = _Still(nodes, Settings(), environment(folder))
     app = BoardApp(core)
     try:
         async with app.run_test(size=size) as pilot:

@@ -1,0 +1,139 @@
+"""A first start without any GPU: look at a simulated cluster, name the nodes, or see why this machine shows none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.content import Content
+from textual.widgets import Button, Static
+
+from gpuboard.board.dialogs import YES, Box, Choose, Dialog, Field
+from gpuboard.cluster.bare import EXAMPLE, bare_machine, config_of, keep_nodes, why_bare
+from gpuboard.cluster.inventory import inventory
+from gpuboard.model.text import clean
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
+    from gpuboard.board.scene import Scene
+    from gpuboard.errors import GpuboardError
+    from gpuboard.model.snapshot import NodeView
+
+_CHECKS = (
+    ("Has it an NVIDIA GPU?", "lspci -d 10de:   (AMD and Intel GPUs are not supported)"),
+    ("Is the driver installed?", "nvidia-smi lists the GPUs when it is; CUDA alone is not the driver"),
+    ("In a container?", "docker run --gpus all …, apptainer exec --nv …"),
+    ("In WSL?", "the driver belongs into Windows; its library is in /usr/lib/wsl/lib"),
+    ("After an update?", "a driver that was updated under a running system needs a reboot"),
+)
+
+
+def welcome(board: BoardApp, scene: Scene) -> bool:
+    """Offer what one can do where there is no GPU; return whether the first look at the nodes is over."""
+    core = board.core
+    node = bare_machine(core.nodes.values(), core.settings, scene.snapshot)
+    if node is not None:
+        _offer(board, node)
+    return node is not None or any(one.age_s is not None for one in scene.snapshot.nodes)
+
+
+def _offer(board: BoardApp, node: NodeView) -> None:
+    options = [
+        ("demo", _option("Look at a simulated cluster", "gpuboard demo --board; nothing to install or to break")),
+        ("nodes", _option("Name the nodes that have GPUs", "what you reach with ssh, as gpu01 or gpu[01-04]")),
+        ("here", _option("Why does this machine show none?", f"{clean(node.name, 40)}: {clean(why_bare(node))}")),
+    ]
+
+    def chosen(key: str | None) -> None:
+        if key == "demo":
+            board.restart("demo", "--board")
+        elif key == "nodes":
+            board.push_screen(NameNodes(), lambda done: None if done else _offer(board, node))
+        elif key == "here":
+            board.push_screen(WhyNone(node), lambda _: _offer(board, node))
+
+    board.push_screen(Choose("No GPU here, and no nodes are named yet. What now?", options), chosen)
+
+
+def _option(title: str, words: str) -> Text:
+    return Text.assemble((title, "bold"), f"\n  {words}")
+
+
+class NameNodes(Dialog[bool]):
+    """Asks for the nodes and starts the board again with them."""
+
+    def __init__(self) -> None:
+        fields = [
+            Field("nodes", "Nodes", "", "or ssh_config:gpu*", _some),
+            Field("keep", "Keep", YES, "", toggle=True),
+        ]
+        super().__init__("The nodes that have GPUs, by the names that ssh knows them by", fields, verb="Show them")
+
+    def changed(self) -> None:
+        """Say where they would be kept."""
+        self.say(f"kept in {config_of(self.board.core.env)}" if self.values["keep"] else "for this time alone", "dim")
+
+    def commit(self, values: dict[str, str]) -> None:
+        """Check the names, keep them, and start again."""
+        board, text, keep = self.board, values["nodes"], values["keep"]
+        self.busy = True
+
+        def work() -> None:
+            inventory(msgspec.structs.replace(board.core.settings, nodes=[]), [text])
+            if keep:
+                keep_nodes(board.core.env, text)
+
+        def done(_: None) -> None:
+            if self.is_attached:
+                self.dismiss(True)
+                board.restart("board", *(() if keep else ("--nodes", text)))
+
+        def failed(error: GpuboardError) -> None:
+            if self.is_attached:
+                self.busy = False
+                self.say(str(error), "bad")
+
+        board.ask(work, done, failed)
+
+
+def _some(text: str) -> str:
+    return "" if text else f"such as {EXAMPLE}"
+
+
+class WhyNone(Box[None]):
+    """What was looked for on this machine, and what to check."""
+
+    DEFAULT_CSS = """
+    WhyNone #words { height: auto; }
+    """
+
+    def __init__(self, node: NodeView) -> None:
+        super().__init__(f"Why {clean(node.name, 40)} shows no GPU")
+        self._node = node
+
+    def inside(self) -> ComposeResult:
+        """The reason and the checks."""
+        dim = self.board.look.style("dim")
+        text = Text(f"{clean(why_bare(self._node))}\n")
+        for question, words in _CHECKS:
+            text.append(f"\n{question}\n")
+            text.append(f"  {words}\n", dim)
+        text.append("\nThe board shows the GPUs as soon as the driver does.")
+        yield Static(text, id="words", markup=False)
+
+    def buttons(self) -> Iterator[Button]:
+        """The way back."""
+        yield Button(Content("Back"), id="back", compact=True)
+
+    def on_mount(self) -> None:
+        """Enter goes back."""
+        self.query_one("#back").focus()
+
+    @on(Button.Pressed)
+    def _pressed(self, event: Button.Pressed) -> None:
+        event.stop()
+        self.dismiss(None)
