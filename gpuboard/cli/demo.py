@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -158,7 +159,10 @@ def _train(stage: _Stage, context: Context, nodes: Sequence[Node], allocation: A
         f"gpuboard launch --lease {allocation.lease.id} --device cpu -m {_TRAINING} {' '.join(arguments)}",
     )
     if find_spec("torch") is None:
-        stage.say("PyTorch is not installed beside gpuboard, so this step is left out: pip install 'gpuboard[torch]'")
+        stage.say(
+            "PyTorch is not installed beside gpuboard, so this step is left out; to see it: "
+            f"{shlex.quote(sys.executable)} -m pip install torch"
+        )
         return 0
     from gpuboard.launch import environ, plan, runs, target
     from gpuboard.launch.head import Head
