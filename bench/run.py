@@ -42,6 +42,10 @@ BENCHES = {
         "0.6 s and 1.5 times nvitop's. gpuboard's first data is a frame drawn before textual is imported; `whole` is "
         "when keys are answered."
     ),
+    "cold": (
+        "`gpuboard status` of 8, 64 and 256 nodes that nothing is connected to yet, beside `clush true` on them, over "
+        "one sshd on this machine: both ends share it. Goals: at most 1.2 times clush's time; no node called unreachable."
+    ),
     "transports": (
         "The feed over each transport, on real ssh sessions at 1 Hz: CPU per node and poll and memory, the ssh "
         "processes of `openssh` counted beside."

@@ -207,7 +207,7 @@ def status(nodes: str | None = None) -> Snapshot:
     fleet = Fleet(found, settings, interval_s=None, scheduler=_scheduler(settings))
     fleet.start()
     try:
-        fleet.wait(fleet.connect_s + 5)
+        fleet.wait_all(fleet.connect_s + 5)
         fleet.freshen()
         return fleet.snapshot()
     finally:

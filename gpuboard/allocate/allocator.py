@@ -110,7 +110,7 @@ class Allocator:
     def count(self) -> int:
         """Return how many GPUs there are in scope, whatever their state. Raises NoNodeReached, and Refused where there
         are none or a node could not be read."""
-        self._fleet.wait(self._fleet.connect_s + FIRST_READING_S)
+        self._fleet.wait_all(self._fleet.connect_s + FIRST_READING_S)
         snapshot = self._snapshot()
         _refuse_unreached(snapshot)
         if unread := [f"{node.name} ({node.error})" for node in snapshot.nodes if node.age_s is None]:
@@ -181,7 +181,7 @@ class Allocator:
             return bare
         answer = self._choose(request, snapshot)
         if wait and isinstance(answer, Refusal) and any(node.state != "up" for node in snapshot.nodes):
-            self._fleet.wait(limit_s - _GRACE_S)
+            self._fleet.wait_all(limit_s - _GRACE_S)
             self._fleet.freshen()
             snapshot = self._snapshot()
             answer = self._choose(request, snapshot)
@@ -319,7 +319,7 @@ class Allocator:
         limit_s = self._fleet.connect_s + FIRST_READING_S
         self._fleet.wait(min(_GRACE_S, limit_s))
         if not self._seen_whole(text):
-            self._fleet.wait(limit_s - _GRACE_S)
+            self._fleet.wait_all(limit_s - _GRACE_S)
             self._fleet.freshen()
         snapshot = self._fleet.snapshot()
         if all(node.age_s is None for node in snapshot.nodes):

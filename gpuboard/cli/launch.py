@@ -197,7 +197,7 @@ def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[
         fleet.start()
 
         def read() -> None:
-            fleet.wait(fleet.connect_s + FIRST_READING_S)
+            fleet.wait_all(fleet.connect_s + FIRST_READING_S)
             fleet.freshen()
             done(fleet.snapshot())
             fleet.close()

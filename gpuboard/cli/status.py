@@ -98,24 +98,21 @@ def _help_begin(nodes: Sequence[Node], snapshot: Snapshot, context: Context) -> 
 
 
 def settled(fleet: Fleet, context: Context) -> Snapshot:
-    """Wait until every node has given a reading or an error, at most somewhat over the connect timeout.
+    """Wait until every node has given a reading or an error, at most somewhat over the connect timeout for the next.
 
     Who is waited for is said on stderr when that is a terminal and it takes longer than a second.
     """
-    started = time.monotonic()
-    limit_s = fleet.connect_s + 5
-    look_s = 1.0 if context.stderr_is_tty else limit_s
     said = False
-    while (passed_s := time.monotonic() - started) < limit_s:
-        fleet.wait(min(look_s, limit_s - passed_s))
-        if time.monotonic() - started < passed_s + look_s - 0.01:
-            break  # back before its time: everybody has answered
-        silent = [node.name for node in fleet.snapshot().nodes if node.age_s is None]
+
+    def tell(waited_s: float, silent: list[str]) -> None:
+        nonlocal said
         if context.stderr_is_tty and silent:
             said = True
-            words = f"waiting {passed_s + look_s:.0f} s; no reading yet from {', '.join(silent)}"
+            words = f"waiting {waited_s:.0f} s; no reading yet from {', '.join(silent)}"
             width = shutil.get_terminal_size().columns
             print(f"\r{elide(clean(words), width - 1)}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    fleet.wait_all(fleet.connect_s + 5, tell)
     if said:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     fleet.freshen()

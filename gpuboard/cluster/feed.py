@@ -79,6 +79,7 @@ class NodeFeed:
         self._no_python: TransportError | None = None
         self._over = False
         self._opened_at = 0.0
+        self._hello_at = 0.0  # when the newest link's agent began
         self._waiting = False  # for the first reading of this link
         self._failures = 0
         self._last_busy: dict[str, float] = {}
@@ -144,7 +145,8 @@ class NodeFeed:
         link = self.link
         if link is not None and link.over is None:
             silent_s = max(SILENCE_S, 10 * (self._interval_s or 0.0))
-            if self._waiting and link.connected_at is not None and now - link.connected_at > self._answer_s:
+            began = max(self._hello_at, link.connected_at or now)
+            if self._waiting and now - began > self._answer_s:
                 link.drop(link.late(self._answer_s))
             elif self._interval_s is not None and link.hello is not None and now - link.last_line > silent_s:
                 link.drop(TransportError("lost", f"the agent said nothing for {silent_s:.0f} s"))
@@ -217,6 +219,7 @@ class NodeFeed:
                     self._widths, self._widest = [], {}  # cards may have changed their slots
                 self.facts = msgspec.structs.replace(self.facts, hello=message)
                 self._anew = message.job is not None
+                self._hello_at = time.monotonic()
                 self.tick()
 
     def _reading(self, number: int, reading: Reading) -> None:

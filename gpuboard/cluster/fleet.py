@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -135,6 +135,24 @@ class Fleet:
                         self._look(feeds)
             finally:
                 self._waiting -= 1
+
+    def wait_all(
+        self, limit_s: float, told: Callable[[float, list[str]], None] = lambda waited_s, silent: None
+    ) -> None:
+        """Wait until each node has a reading or an error, at most ``limit_s`` longer than the last one took.
+
+        ``told`` is called each second with how long this has been waiting, and for which nodes.
+        """
+        began = latest = time.monotonic()
+        left = len(self._feeds)
+        while (rest_s := latest + limit_s - time.monotonic()) > 0:
+            self.wait(min(rest_s, _PACE_S))
+            silent = [name for name, feed in self._feeds.items() if not feed.answered]
+            if self._answered(self._feeds.values()):
+                return
+            if len(silent) < left:
+                left, latest = len(silent), time.monotonic()
+            told(time.monotonic() - began, silent)
 
     def _answered(self, feeds: Collection[NodeFeed]) -> bool:
         return (self._ruling is None or self._ruling.answered) and all(feed.answered for feed in feeds)

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import asyncssh
@@ -20,6 +21,7 @@ from gpuboard.transport import bundle, resolve, sshwords
 from gpuboard.transport.attempts import AGAIN_S
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.exits import explain_exit
+from gpuboard.transport.pace import Pace, Turn
 from gpuboard.transport.sshconfig import Host, HostConfig
 from gpuboard.transport.ssherrors import explain
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 _STDERR_KEPT = 65536
 _END_S = 0.3  # for the end of everything; what takes longer is left behind
+_PATIENCE = 4.0  # timeouts that a connection may take in all while its handshake makes progress
+_SLOW = 0.25  # timeouts after which a connection took long
 _KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3  # a path that swallows packets is noticed within a minute
 
 # What goes wrong arrives as a TransportError; log lines would only tear the screen.
@@ -46,7 +50,8 @@ class AsyncsshTransport:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(_DaemonExecutor())
         self._loop.set_exception_handler(lambda loop, context: None)  # of connections torn down half-way
-        self._slots = asyncio.Semaphore(settings.max_connections)
+        self._slots = asyncio.Semaphore(settings.max_connections)  # for questions to ssh
+        self._pace = Pace(settings.max_connections, _SLOW * self._timeout_s)
         self._jumps: dict[tuple[str, ...], asyncio.Task[asyncssh.SSHClientConnection]] = {}
         self._connections: set[asyncssh.SSHClientConnection] = set()
         self._lock = threading.Lock()
@@ -61,7 +66,7 @@ class AsyncsshTransport:
             self._channels.add(channel)
         if command is None:
             channel.write(bundle.bundle(role))
-        self._loop.call_soon_threadsafe(self._start, host, channel, command or bundle.command_line(self._python))
+        self._loop.call_soon_threadsafe(self._start, host, channel, command)
         return channel
 
     def close(self) -> None:
@@ -76,7 +81,7 @@ class AsyncsshTransport:
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _start(self, host: str, channel: SshChannel, command: str) -> None:
+    def _start(self, host: str, channel: SshChannel, command: str | None) -> None:
         channel.task = self._loop.create_task(self._connect(host, channel, command))
 
     async def _end(self) -> None:
@@ -90,36 +95,52 @@ class AsyncsshTransport:
         await asyncio.sleep(0)  # aborting a connection takes another turn of the loop
         self._loop.stop()
 
-    async def _connect(self, name: str, channel: SshChannel, command: str) -> None:
-        """Set one connection up, at most ``max_connections`` at a time, and start ``command`` on it."""
+    async def _connect(self, name: str, channel: SshChannel, command: str | None) -> None:
+        """Set one connection up, at most ``max_connections`` at a time, and start ``command`` or the agent on it."""
         host = None
         try:
             async with self._slots:  # in a thread: ssh may be asked, 8 ms a host
                 host = await self._loop.run_in_executor(None, self._config.host, name)
                 chain = await self._loop.run_in_executor(None, self._config.jumps, host) if host.jumps else ()
             tunnel = await self._jump(chain) if chain else None
-            async with self._slots, asyncio.timeout(self._timeout_s):
-                channel.connection = connection = await self._log_in(host, tunnel)
-                await connection.create_session(lambda: channel, command, encoding=None, request_pty=False)
+            await self._set_up(host, tunnel, channel, command or bundle.command_line(self._python), agent=not command)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # whatever a node, its keys or the user's ssh_config bring about ends here
             channel.fail(explain(error, name, host, self._timeout_s))
 
-    async def _log_in(self, host: Host, tunnel: asyncssh.SSHClientConnection | None) -> asyncssh.SSHClientConnection:
+    async def _set_up(
+        self, host: Host, tunnel: asyncssh.SSHClientConnection | None, channel: SshChannel, command: str, *, agent: bool
+    ) -> None:
+        """Set one connection up in its turn, which lasts until the agent has begun: to start it is most of the work."""
+        turn, begun = await self._pace.enter(), False
+        try:
+            async with _Deadline(self._timeout_s, turn) as deadline:
+                channel.connection = connection = await self._log_in(host, tunnel, deadline)
+                await connection.create_session(lambda: channel, command, encoding=None, request_pty=False)
+            if agent:
+                turn.starting = True
+                await channel.begun.wait()
+            begun = True
+        finally:
+            self._pace.leave(turn, succeeded=begun)
+
+    async def _log_in(
+        self, host: Host, tunnel: asyncssh.SSHClientConnection | None, deadline: _Deadline
+    ) -> asyncssh.SSHClientConnection:
         """Return a connection. A server that drops newcomers (MaxStartups: many ask at once) is asked again."""
         until = time.monotonic() + self._timeout_s
         for wait_s in AGAIN_S:
             try:
-                return await self._log_in_once(host, tunnel)
+                return await self._log_in_once(host, tunnel, deadline)
             except (asyncssh.ConnectionLost, ConnectionResetError, BrokenPipeError):
                 if sshwords.wants_a_job(host.name, host.said) or time.monotonic() + wait_s > until:
                     raise
                 await asyncio.sleep(random.uniform(0.5, 1.0) * wait_s)
-        return await self._log_in_once(host, tunnel)
+        return await self._log_in_once(host, tunnel, deadline)
 
     async def _log_in_once(
-        self, host: Host, tunnel: asyncssh.SSHClientConnection | None
+        self, host: Host, tunnel: asyncssh.SSHClientConnection | None, deadline: _Deadline
     ) -> asyncssh.SSHClientConnection:
         options: dict[str, Any] = dict(host.options)
         options.setdefault("keepalive_interval", _KEEPALIVE_S)
@@ -130,11 +151,11 @@ class AsyncsshTransport:
             config=host.files or None,
             known_hosts=host.known_hosts,
             tunnel=tunnel,
-            client_factory=lambda: _Client(host, self._connections),
+            client_factory=lambda: _Client(host, self._connections, deadline),
             agent_forwarding=False,
             x11_forwarding=False,
-            connect_timeout=self._timeout_s,
-            login_timeout=self._timeout_s,
+            connect_timeout=None,  # the deadline is ours
+            login_timeout=0,
         )
         self._connections.add(connection)
         return connection
@@ -150,22 +171,67 @@ class AsyncsshTransport:
         tunnel = await self._jump(chain[:-1]) if chain[:-1] else None
         host = await self._loop.run_in_executor(None, self._config.host, chain[-1])
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._log_in(host, tunnel)
+            async with _Deadline(self._timeout_s) as deadline:
+                return await self._log_in(host, tunnel, deadline)
         except Exception as error:  # told of the jump host, to all nodes behind it
             raise explain(error, host.name, host, self._timeout_s) from error
 
 
-class _Client(asyncssh.SSHClient):
-    """Notes what the words of an error need: the key of a server that cannot be verified, what it asks for."""
+class _Deadline:
+    """Ends the block with TimeoutError ``timeout_s`` after it began, or after the last ``progress`` in it.
 
-    def __init__(self, host: Host, connections: set[asyncssh.SSHClientConnection]) -> None:
+    A server that keeps sending without end has _PATIENCE times as long in all.
+    """
+
+    def __init__(self, timeout_s: float, turn: Turn | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._turn = turn
+        self._limit = asyncio.timeout(timeout_s)
+        self._latest = 0.0
+
+    async def __aenter__(self) -> _Deadline:
+        await self._limit.__aenter__()
+        self._latest = asyncio.get_running_loop().time() + _PATIENCE * self._timeout_s
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._limit.__aexit__(kind, error, trace)
+
+    def progress(self) -> bool:
+        """Take note that the server has answered something; return whether the block still goes on."""
+        if self._turn is not None:
+            self._turn.progress()
+        try:
+            self._limit.reschedule(min(self._latest, asyncio.get_running_loop().time() + self._timeout_s))
+        except RuntimeError:
+            return False
+        return True
+
+
+class _Client(asyncssh.SSHClient):
+    """Notes what the words of an error need: the key of a server that cannot be verified, what it asks for.
+
+    Until the deadline's block ends, what the server sends is progress.
+    """
+
+    def __init__(self, host: Host, connections: set[asyncssh.SSHClientConnection], deadline: _Deadline) -> None:
         self._host = host
         self._connections = connections
+        self._deadline = deadline
         self._connection: asyncssh.SSHClientConnection | None = None
 
     def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
         self._connection = conn
+        received = conn.data_received
+
+        def data_received(data: bytes, datatype: int | None = None) -> None:
+            if not self._deadline.progress():
+                del conn.data_received  # the class's own again
+            received(data, datatype)
+
+        conn.data_received = data_received  # type: ignore[method-assign]  # asyncssh has no hook for it
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._connection is not None:
@@ -193,6 +259,7 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
     ) -> None:
         self.task: asyncio.Task[None] | None = None
         self.connection: asyncssh.SSHClientConnection | None = None
+        self.begun = asyncio.Event()  # the other end has sent something, or has ended
         self._loop = loop
         self._thread = thread
         self._handler = handler
@@ -230,6 +297,7 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
             self._write(unsent)
 
     def data_received(self, data: bytes, datatype: int | None) -> None:
+        self.begun.set()
         if datatype is not None:
             self._stderr = (self._stderr + data)[-_STDERR_KEPT:]
         elif not self._over:
@@ -242,6 +310,7 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         self._stderr += f"\nkilled by SIG{signal}\n".encode()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.begun.set()
         if self._exit is not None or exc is None:
             self.fail(explain_exit(self._exit, self._stderr, self._python))
         else:

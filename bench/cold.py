@@ -1,0 +1,95 @@
+"""`gpuboard status` of nodes that nothing is connected to yet, beside `clush true`: time, and nodes called unreachable.
+
+    python bench/cold.py [--nodes 8 64 256] [--rounds 3] [--busy 0]
+
+One sshd on 127.0.0.1, an alias of it for every node, a session for each: both ends share this machine, so the more
+nodes there are the slower both are. ``--busy``: processes that want a processor all the while. The two run in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests' sshd and NVML library, not in the package
+
+from feed import server, until_gone
+
+GOAL_RATIO = 1.2
+LIMIT_S = 300.0
+CLUSH = shutil.which("clush", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="the status of cold nodes over ssh")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--busy", type=int, default=0, help="processes that want a processor all the while")
+    args = parser.parse_args()
+    print(f"load average before: {os.getloadavg()[0]:.1f}; {args.busy} more processes want a processor")
+    with busy(args.busy):
+        for count in args.nodes:
+            compare(count, args.rounds)
+
+
+def compare(count: int, rounds: int) -> None:
+    """Run both in turn on ``count`` nodes and print what they took."""
+    clush = CLUSH or sys.exit("clush (ClusterShell's) is not on PATH")
+    names = [f"node{number:03d}" for number in range(1, count + 1)]
+    status_s, clush_s, missing = [], [], []
+    with tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as path, server(Path(path), names) as sshd:
+        nodeset = f"node[001-{count:03d}]"
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("GPUBOARD_")}
+        ours |= {"HOME": path, "GPUBOARD_SSH_CONFIG": str(sshd.ssh_config), "GPUBOARD_PYTHON": sys.executable}
+        ours |= {"GPUBOARD_SCHEDULER": "none", "XDG_STATE_HOME": path, "XDG_CONFIG_HOME": path, "XDG_CACHE_HOME": path}
+        for _ in range(rounds):
+            started = time.monotonic()
+            done = run([sys.executable, "-m", "gpuboard", "status", "--json", "--nodes", nodeset], ours)
+            status_s.append(time.monotonic() - started)
+            missing.append(sum(node["age_s"] is None for node in json.loads(done.stdout)["nodes"]))
+            until_gone(sshd)
+            started = time.monotonic()
+            done = run([clush, "-S", "-w", nodeset, "-o", f"-F {sshd.ssh_config}", "true"], ours)
+            clush_s.append(time.monotonic() - started)
+            if done.returncode:
+                sys.exit(f"clush exits with {done.returncode}: {done.stderr[-500:]}")
+            until_gone(sshd)
+    status, beside = statistics.median(status_s), statistics.median(clush_s)
+    met = "met" if status <= GOAL_RATIO * beside and not any(missing) else "missed"
+    print(
+        f"{count} nodes: gpuboard status {status:.2f} s, clush true {beside:.2f} s, ratio {status / beside:.2f} "
+        f"(goal at most {GOAL_RATIO}); called unreachable: {', '.join(map(str, missing))} (goal 0): {met}",
+        flush=True,
+    )
+
+
+def run(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Keep ``count`` processes that do nothing but count."""
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    main()
