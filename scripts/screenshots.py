@@ -159,7 +159,7 @@ class Still(Core):
             reading = self._reading(probe, t)
             busy = dict(old.last_busy)
             for gpu in reading.gpus:
-                if gpu.processes is None or gpu.uuid not in busy or counted(gpu.processes, thresholds):
+                if gpu.processes is None or gpu.uuid not in busy or counted(gpu, thresholds):
                     busy[gpu.uuid] = t
             self._facts[name] = msgspec.structs.replace(
                 old, reading=reading, previous=old.reading, arrived=t - 0.4, last_busy=busy

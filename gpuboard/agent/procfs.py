@@ -12,6 +12,7 @@ if MYPY:
 COMMAND_LIMIT = 512  # characters of a command line that travel
 _ENVIRON_LIMIT = 1024 * 1024
 _LEASE = b"GPUBOARD_LEASE="
+FIRST_PERSON = 1000  # UID_MIN where login.defs does not set it
 
 
 def read(path: str, limit: int = 65536) -> bytes:
@@ -55,10 +56,13 @@ def activity(pid: int) -> "Tuple[str, float]":
 
 
 def parse_cgroup(text: str) -> "Tuple[Optional[str], Optional[str]]":
-    """Return (Slurm job id, container id of 12 digits) named by /proc/PID/cgroup."""
+    """Return (Slurm job id, container id of 12 digits) named by /proc/PID/cgroup.
+
+    Below user.slice systemd lets each user name cgroups as he likes: no job of Slurm's is there.
+    """
     import re  # json has loaded it by the time there is a process to look at
 
-    job = re.search(r"/job_(\d+)(?:/|$)", text, re.MULTILINE)
+    job = re.search(r"^(?!.*/user\.slice/).*?/job_(\d+)(?:/|$)", text, re.MULTILINE)
     container = re.search(r"(?:^|[/:-])([0-9a-f]{64})(?:\.scope)?(?:/|$)", text, re.MULTILINE)
     return job.group(1) if job else None, container.group(1)[:12] if container else None
 
@@ -90,6 +94,25 @@ def memory(text: str) -> "Tuple[Optional[int], Optional[int]]":
     return (None if total is None or available is None else total - available), total
 
 
+def first_person(login_defs: str) -> int:
+    """Return the lowest uid of a person, by /etc/login.defs (UID_MIN): those below are system accounts."""
+    for line in login_defs.splitlines():
+        words = line.split()
+        if len(words) == 2 and words[0] == "UID_MIN" and words[1].isdigit():
+            return int(words[1])
+    return FIRST_PERSON
+
+
+def delegated_to(uid: int, subuid: str) -> "Optional[str]":
+    """Return to whom /etc/subuid gives a uid, for his containers (subuid(5)); None: to nobody."""
+    for line in subuid.splitlines():
+        name, _, span = line.partition(":")
+        first, _, count = span.partition(":")
+        if first.isdigit() and count.isdigit() and int(first) <= uid < int(first) + int(count):
+            return name
+    return None
+
+
 def pci_slot(address: "Tuple[int, ...]") -> "Tuple[Optional[int], Optional[str]]":
     """Return (NUMA node, processors beside it as ``0-15,32-47``) of a PCI device (domain, bus, device), from sysfs.
 
@@ -112,6 +135,7 @@ class Processes:
         self.root = root
         self._known: "Dict[int, Tuple[Tuple[str, int, int], Dict[str, Any]]]" = {}
         self._names: "Dict[int, str]" = {}
+        self._people: "Optional[int]" = None  # the lowest uid of a person
         self._ticks = os.sysconf("SC_CLK_TCK")
         self._boot: "Optional[float]" = None
 
@@ -150,6 +174,7 @@ class Processes:
         hidden = uid == 0 and container is not None and lease is None
         return {
             "uid": uid,
+            "system": self._is_system(uid),
             "user": None if hidden else self.user(uid),
             "name": comm,
             "command": _text(path + "/cmdline", 4 * COMMAND_LIMIT).replace("\0", " ").strip()[:COMMAND_LIMIT],
@@ -171,15 +196,20 @@ class Processes:
             return None
 
     def user(self, uid: int) -> str:
-        """Return this node's name for a uid, its digits when it has none."""
+        """Return this node's name for a uid, or the name of who has it for his containers; else its digits."""
         if uid not in self._names:
             import pwd  # asks the directory service, which may be slow: once for everybody new
 
             try:
                 self._names[uid] = pwd.getpwuid(uid).pw_name
             except KeyError:
-                self._names[uid] = str(uid)
+                self._names[uid] = delegated_to(uid, _text("/etc/subuid", 1024 * 1024)) or str(uid)
         return self._names[uid]
+
+    def _is_system(self, uid: int) -> bool:
+        if self._people is None:
+            self._people = first_person(_text("/etc/login.defs"))
+        return uid < self._people
 
     def boot(self) -> float:
         """Return when the host was started, epoch seconds."""

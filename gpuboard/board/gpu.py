@@ -96,15 +96,14 @@ def process_key(process: ProcessView) -> str:
     return f"{process.pid}:{process.started}"
 
 
-def process_rows(place: Place, scene: Scene, *, dim: bool) -> list[Row]:
+def process_rows(place: Place, *, dim: bool) -> list[Row]:
     """Return the rows of a GPU's processes, most memory first; their keys are ``process_key``'s."""
     found = sorted(place.gpu.processes or (), key=lambda process: (-(process.memory or 0), process.pid))
-    return [Row(process_key(process), partial(_process_cells, process, place, scene), dim=dim) for process in found]
+    return [Row(process_key(process), partial(_process_cells, process), dim=dim) for process in found]
 
 
-def _process_cells(process: ProcessView, place: Place, scene: Scene) -> Sequence[Cell]:
-    rogue = gpu_lines.is_rogue(process, place.gpu, scene)
-    note = "rogue" if rogue else process.type if process.type != "compute" else ""
+def _process_cells(process: ProcessView) -> Sequence[Cell]:
+    note = "rogue" if process.rogue else process.type if process.type != "compute" else ""
     runtime = "?" if process.runtime_s is None else format_duration(process.runtime_s)
     return (
         Cell("hidden" if process.user is None else process.user, "unknown" if process.user is None else ""),
@@ -114,7 +113,7 @@ def _process_cells(process: ProcessView, place: Place, scene: Scene) -> Sequence
         Cell(process.job or "-", "" if process.job else "dim"),
         Cell(process.lease or "-", "" if process.lease else "dim"),
         Cell(process.container or "-", "" if process.container else "dim"),
-        Cell(note, "bad" if rogue else "dim"),
+        Cell(note, "bad" if process.rogue else "dim"),
         Cell(process.command),
     )
 
@@ -159,7 +158,7 @@ def _panel_lines(known: Known, scene: Scene, history: History, glyphs: Glyphs, w
     frame = gpu_lines.Frame(width, _PANEL_PLOT_LINES, glyphs, dim=old)
     lines += gpu_lines.head(place, scene, width)
     lines += [[], *gpu_lines.readings(known.values.gpu, history.of(place.gpu.uuid), frame)]
-    lines += [[], title("Processes"), *gpu_lines.processes(known.values, scene, _PANEL_PROCESSES)]
+    lines += [[], title("Processes"), *gpu_lines.processes(known.values, _PANEL_PROCESSES)]
     return [*lines, [], *gpu_lines.neighbour_line(place, width), *gpu_lines.health(place.gpu, width, only_bad=True)]
 
 
@@ -228,7 +227,7 @@ class GpuScreen(ActingScreen):
         self.query_one("#readings", Pane).show(
             lambda width: gpu_lines.readings(values.gpu, samples, gpu_lines.Frame(width, _PLOT_LINES, glyphs, dim=old))
         )
-        self._show_processes(process_rows(values, scene, dim=old), no_processes(values))
+        self._show_processes(process_rows(values, dim=old), no_processes(values))
         self.query_one("#links", Pane).show(lambda width: [title("Links"), *gpu_lines.links(place, width)])
         self.query_one("#health", Pane).show(lambda width: [title("Health"), *gpu_lines.health(place.gpu, width)])
 

@@ -17,7 +17,7 @@ from gpuboard.board.plots import Values, plot, time_axis
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.topology import SELF, legend, matrix, neighbours, ranges
 from gpuboard.board.words import age
-from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, shown_flags
+from gpuboard.model.snapshot import GpuView, NodeView, shown_flags
 from gpuboard.model.units import format_duration, format_size
 
 FLAG_WORDS = {
@@ -143,21 +143,7 @@ def _unit(value: float | None, unit: str) -> str:
     return f"? {unit}" if value is None else f"{value:.0f} {unit}"
 
 
-def is_rogue(process: ProcessView, gpu: GpuView, scene: Scene) -> bool:
-    """Return whether a process belongs to somebody who does not hold the GPU; one whose owner is hidden is not.
-
-    Only on a GPU that was judged to have one: there display servers and monitoring do not count.
-    """
-    holders = {lease.owner for lease in scene.leases_on(gpu.uuid)} | {job.user for job in gpu.jobs}
-    return (
-        "rogue" in gpu.flags
-        and process.user is not None
-        and process.user not in holders
-        and process.lease not in gpu.leases
-    )
-
-
-def processes(place: Place, scene: Scene, most: int) -> list[Runs]:
+def processes(place: Place, most: int) -> list[Runs]:
     """Return the processes in a line each: user, pid, memory, command."""
     found = place.gpu.processes
     if found is None:
@@ -167,12 +153,11 @@ def processes(place: Place, scene: Scene, most: int) -> list[Runs]:
     by_memory = sorted(found, key=lambda process: -(process.memory or 0))
     lines: list[Runs] = []
     for process in by_memory[:most]:
-        rogue = is_rogue(process, place.gpu, scene)
         user = process.user or "hidden"
-        role = "bad" if rogue else "unknown" if process.user is None else ""
+        role = "bad" if process.rogue else "unknown" if process.user is None else ""
         lines.append(
             [
-                (fit(f"{'!' if rogue else ' '}{user}", 10) + " ", role),
+                (fit(f"{'!' if process.rogue else ' '}{user}", 10) + " ", role),
                 (f"{process.pid:>7} {format_size(process.memory):>8} ", ""),
                 (process.command, "dim"),
             ]

@@ -15,7 +15,6 @@ from gpuboard.board import clipboard, timeline
 from gpuboard.board.asking import lasting, local, places_words
 from gpuboard.board.dialogs import Confirm, Dialog, Field, duration
 from gpuboard.board.footer import Footer
-from gpuboard.board.gpu_lines import is_rogue
 from gpuboard.board.grid import Cell, Column, Grid, Row
 from gpuboard.board.launching import open_launch
 from gpuboard.board.reserve import open_reserve
@@ -95,14 +94,15 @@ def held(scene: Scene) -> list[Held]:
 
 
 def _held(lease: Lease, scene: Scene) -> Held:
-    gpus = [scene.devices[gpu.uuid].gpu for gpu in lease.gpus if gpu.uuid in scene.devices]
+    places = [scene.devices[gpu.uuid] for gpu in lease.gpus if gpu.index is not None and gpu.uuid in scene.devices]
+    gpus = [place.gpu for place in places]
     return Held(
         lease,
         scene.is_mine(lease),
         datetime.fromisoformat(lease.since).timestamp(),
         datetime.fromisoformat(lease.until).timestamp(),
         gpus,
-        [(gpu, process) for gpu in gpus for process in gpu.processes or () if is_rogue(process, gpu, scene)],
+        [(gpu, process) for gpu in gpus for process in gpu.processes or () if process.rogue],
     )
 
 

@@ -15,7 +15,7 @@ from gpuboard.cluster.inventory import Node
 from gpuboard.cluster.ladder import Ladder, Way
 from gpuboard.cluster.picture import NodeFacts, inert_static
 from gpuboard.model.reading import Event, Hello, Reading, Static, shared
-from gpuboard.model.state import Thresholds, counted, narrow_links
+from gpuboard.model.state import Thresholds, counted, narrow_links, rests_on_memory
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink
@@ -87,6 +87,7 @@ class NodeFeed:
         self._widest: dict[str, int] = {}  # UUID -> lanes of its PCIe link at most since its node was booted
         self._narrow: dict[str, str] = {}
         self._busy: list[str] = []  # the UUIDs of those in use in the newest reading
+        self._rests_on_memory = False  # which these are may change with nothing but a number
         self._held: frozenset[tuple[str, str]] = frozenset()  # UUIDs with the leases on them, as last read
         self._config = {
             "node": node.name,
@@ -230,12 +231,10 @@ class NodeFeed:
             self._waiting = False
             old = self.facts
             reading, steady = shared(reading, old.reading)
-            if not steady:
-                self._busy = [
-                    gpu.uuid
-                    for gpu in reading.gpus
-                    if gpu.processes is None or counted(gpu.processes, self._thresholds)
-                ]
+            if not steady or self._rests_on_memory:
+                limits = self._thresholds
+                self._busy = [gpu.uuid for gpu in reading.gpus if gpu.processes is None or counted(gpu, limits)]
+                self._rests_on_memory = any(rests_on_memory(gpu, limits) for gpu in reading.gpus)
                 for gpu in reading.gpus:
                     self._last_busy.setdefault(gpu.uuid, now)
                 widths = [(gpu.uuid, gpu.pcie_width) for gpu in reading.gpus]

@@ -21,7 +21,7 @@ from gpuboard.cluster.picture import Held, NodeFacts, Scheduled, View
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Reading
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
-from gpuboard.model.state import Thresholds, claims_words, counted, unused
+from gpuboard.model.state import Thresholds, claims_words, counted, rests_on_memory, unused
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
 
@@ -296,9 +296,9 @@ def _remembered(
 ) -> _Gpu | None:
     """Return what the next view of a GPU can be made of; None where it must be judged anew."""
     gpu, before = seen
-    if gpu is None or gpu.delay_s or gpu.xids or "mig" in drawn.flags:
-        return None  # ages and MIG devices are more than numbers, and rare
-    in_use = bool(counted(gpu.processes or [], view.thresholds))
+    if gpu is None or gpu.delay_s or gpu.xids or "mig" in drawn.flags or rests_on_memory(gpu, view.thresholds):
+        return None  # ages, MIG devices and processes of unknown memory are more than numbers, and rare
+    in_use = bool(counted(gpu, view.thresholds))
     idle_for_s = picture.idle_for_s(drawn.uuid, facts, view)
     given = drawn.state == "allocated"
     last = _Gpu(_quiet(gpu), in_use, claims, given, unused(idle_for_s, view.thresholds), drawn)

@@ -313,7 +313,7 @@ def gpu_view(
         temperature=reading.temperature if reading else None,
         power=reading.power if reading else None,
         power_limit=reading.power_limit if reading else None,
-        processes=None if processes is None else [_process(p, facts, view.users) for p in processes],
+        processes=None if processes is None else [_process(p, p.pid in verdict.rogue, facts, view) for p in processes],
         leases=[claim.lease for claim in about.claims] or _NOTHING,
         jobs=_jobs(about.ruling) or _NOTHING,
         mig=[_mig(device, about, held.claims, scheduled, view) for device in static.mig or []] or _NOTHING,
@@ -440,10 +440,10 @@ def _named(reading: GpuReading | None, users: Mapping[str, str]) -> GpuReading |
     return msgspec.structs.replace(reading, processes=named)
 
 
-def _process(process: Process, facts: NodeFacts, users: Mapping[str, str]) -> ProcessView:
+def _process(process: Process, rogue: bool, facts: NodeFacts, view: View) -> ProcessView:
     return ProcessView(
         pid=process.pid,
-        user=None if process.user is None else _user(process.user, users),
+        user=None if process.user is None else _user(process.user, view.users),
         command=clean(process.command or process.name),
         memory=process.memory,
         type=clean(process.type, 16),
@@ -453,6 +453,7 @@ def _process(process: Process, facts: NodeFacts, users: Mapping[str, str]) -> Pr
         container=_short(process.container),
         started=process.started,
         uid=process.uid,
+        rogue=rogue,
     )
 
 

@@ -320,7 +320,7 @@ def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Chec
         remedy = "choose another GPU; if the lease is yours: --lease, or write it into the rank map"
         return check("fail", f"is reserved by lease {', '.join(leases)}", clean(part.reason), remedy)
     if "rogue" in gpu.flags and job is None:
-        strangers = [p for p in gpu.processes or [] if p.lease is None or p.lease != lease]
+        strangers = [p for p in gpu.processes or [] if p.rogue]
         who = ", ".join(f"{clean(p.user or 'owner hidden')} (pid {p.pid}, {clean(p.command, 60)})" for p in strangers)
         return check("fail", "is used by somebody else", who, "talk to them, or allocate anew")
     if lease is None and part.state != "free":

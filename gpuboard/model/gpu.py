@@ -23,6 +23,7 @@ class Process(msgspec.Struct, frozen=True, gc=False):
     type: str  # "compute" | "graphics"
     memory: Count | None = None  # bytes on this GPU; None where the driver does not say (MIG, some containers)
     uid: Count | None = None
+    system: bool = False  # its owner is a system account of the node, root included
     user: str | None = None
     name: str = ""  # the executable's comm
     command: str = ""  # the command line, at most 512 characters

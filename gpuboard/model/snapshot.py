@@ -27,6 +27,7 @@ class ProcessView(msgspec.Struct, frozen=True, gc=False):
     container: str | None = None
     started: float | None = None  # epoch seconds by the node's clock; with the pid it says which process is meant
     uid: int | None = None
+    rogue: bool = False  # of a person who holds the GPU neither by a lease nor by a job
 
 
 class XidView(msgspec.Struct, frozen=True, gc=False):

@@ -90,15 +90,37 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
     reason: str
     flags: tuple[str, ...] = ()
     sick: tuple[str, ...] = ()  # the reasons of the flag of that name
+    rogue: tuple[int, ...] = ()  # the pids for which it is flagged so
 
 
-def counted(processes: list[Process], thresholds: Thresholds) -> list[Process]:
-    """Return the processes that make a GPU busy: display servers and monitoring below the limit left out."""
+def counted(reading: GpuReading, limits: Thresholds) -> list[Process]:
+    """Return the processes that make a GPU busy: small display servers and monitoring left out.
+
+    Anybody can choose a process's name: it counts only for system accounts, and where NVML lists graphics alone.
+    """
     return [
         p
-        for p in processes
-        if p.name not in thresholds.ignore_processes or (p.memory is not None and p.memory >= thresholds.ignore_below)
+        for p in reading.processes or ()
+        if not ((p.system or p.type == "graphics") and _is_service(p, reading, limits))
     ]
+
+
+def rests_on_memory(reading: GpuReading, limits: Thresholds) -> bool:
+    """Return whether the memory used on a GPU decides which of its processes count."""
+    return any(p.memory is None and p.name in limits.ignore_processes for p in reading.processes or ())
+
+
+def _is_service(process: Process, reading: GpuReading, limits: Thresholds) -> bool:
+    """Return whether a process has the name and the size of a display server or of monitoring.
+
+    Where the driver does not report its memory, that of the whole GPU must be small or another process's.
+    """
+    if process.name not in limits.ignore_processes:
+        return False
+    if process.memory is not None:
+        return process.memory < limits.ignore_below
+    others = any(p.name not in limits.ignore_processes for p in reading.processes or ())
+    return others or (reading.memory_used is not None and reading.memory_used < limits.ignore_below)
 
 
 def claims_words(claims: Sequence[Claim]) -> str:
@@ -113,16 +135,17 @@ def unused(idle_for_s: float | None, thresholds: Thresholds) -> bool:
 
 def judge(facts: Facts, thresholds: Thresholds) -> Verdict:
     """Return the state of a GPU with its reason and flags."""
-    state, reason = _state(facts, thresholds)
+    strangers = _strangers(facts, thresholds)
+    state, reason = _state(facts, strangers, thresholds)
     sick = () if facts.reading is None or state == "broken" else tuple(_sick(facts.reading, facts.narrow))
-    flags = _flags(facts, thresholds) + ["sick"] * bool(sick) + ["mig"] * (facts.static.mig is not None)
-    return Verdict(state, reason, tuple(flags), sick)
+    flags = _flags(facts, strangers, thresholds) + ["sick"] * bool(sick) + ["mig"] * (facts.static.mig is not None)
+    return Verdict(state, reason, tuple(flags), sick, tuple(p.pid for p in strangers))
 
 
-def _state(facts: Facts, limits: Thresholds) -> tuple[str, str]:
+def _state(facts: Facts, strangers: Sequence[Process], limits: Thresholds) -> tuple[str, str]:
     reading, ruling = facts.reading, facts.ruling
     if ruling is not None and (ruling.jobs or ruling.hidden):
-        return "allocated", _allocated(facts, ruling, limits)
+        return "allocated", _allocated(facts, ruling, strangers, limits)
     if reading is not None and (broken := _broken(reading)):
         return "broken", broken
     unknown = _unknown(facts, limits)
@@ -166,17 +189,16 @@ def noted(words: str, ruling: Ruling | None) -> str:
     return f"{words}; {ruling.note}" if ruling is not None and ruling.note else words
 
 
-def _allocated(facts: Facts, ruling: Ruling, limits: Thresholds) -> str:
+def _allocated(facts: Facts, ruling: Ruling, strangers: Sequence[Process], limits: Thresholds) -> str:
     """Return who the scheduler gave a GPU to, and what speaks against it."""
     words = [_job_words(job) for job in ruling.jobs] or [ruling.hidden]
-    processes = counted((facts.reading.processes if facts.reading else None) or [], limits)
-    if strangers := _strangers(facts, processes):
+    if strangers:
         first = strangers[0]
         more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
         words.append(f"{first.user}: {first.name or 'process'} (pid {first.pid}){more} is none of that job's")
     if foreign := _overlapping(facts):
         words.append("also reserved: " + ", ".join(f"{claim.owner} ({claim.lease})" for claim in foreign))
-    if facts.reading is not None and not processes and unused(facts.idle_for_s, limits):
+    if facts.reading is not None and not counted(facts.reading, limits) and unused(facts.idle_for_s, limits):
         words.append(f"unused for {format_duration(limits.idle_after_s)} and more")
     return noted("; ".join(words), ruling)
 
@@ -201,18 +223,26 @@ def _overlapping(facts: Facts) -> list[Claim]:
     return [claim for claim in facts.claims if users and claim.owner not in users]
 
 
-def _strangers(facts: Facts, processes: Sequence[Process]) -> list[Process]:
-    """Return the processes of people who hold the GPU neither by a job nor by a lease; unknown owners are none."""
-    jobs = facts.ruling.jobs if facts.ruling else ()
+def _strangers(facts: Facts, limits: Thresholds) -> list[Process]:
+    """Return the processes of people who hold the GPU neither by a job nor by a lease; unknown owners are none.
+
+    A process is its uid's, whatever its environment has in GPUBOARD_LEASE: anybody can write that. Only root's in a
+    container may be the holder's, and is then no more known to be another's than one without the variable.
+    """
+    reading, jobs = facts.reading, facts.ruling.jobs if facts.ruling else ()
     holders = {claim.owner for claim in facts.claims} | {job.user for job in jobs}
-    ours = {claim.lease for claim in facts.claims}
-    ids = {name for job in jobs for name in (job.id, job.number)}
-    if not holders:
+    if reading is None or not holders:
         return []
+    leases = {claim.lease for claim in facts.claims}
+    ids = {name for job in jobs for name in (job.id, job.number)}
     return [
         p
-        for p in processes
-        if p.user is not None and p.user not in holders and p.lease not in ours and p.job not in ids
+        for p in reading.processes or ()
+        if p.user is not None
+        and p.user not in holders
+        and p.job not in ids
+        and not (p.uid == 0 and p.container is not None and p.lease in leases)
+        and not (p.system and _is_service(p, reading, limits))
     ]
 
 
@@ -263,7 +293,7 @@ def _unreadable(static: GpuStatic, reading: GpuReading) -> str | None:
 
 
 def _busy(reading: GpuReading, limits: Thresholds) -> str | None:
-    processes = counted(reading.processes or [], limits)
+    processes = counted(reading, limits)
     if processes:
         first = max(processes, key=lambda p: p.memory or 0)
         more = f" and {len(processes) - 1} more" if len(processes) > 1 else ""
@@ -288,12 +318,12 @@ def _claim_words(claim: Claim) -> str:
     return f"{claim.owner}, {span} left" + (f": {claim.purpose}" if claim.purpose else "")
 
 
-def _flags(facts: Facts, limits: Thresholds) -> list[str]:
+def _flags(facts: Facts, strangers: Sequence[Process], limits: Thresholds) -> list[str]:
     flags: list[str] = []
     reading = facts.reading
-    processes = counted((reading.processes if reading else None) or [], limits)
+    processes = counted(reading, limits) if reading is not None else []
     given = facts.ruling is not None and bool(facts.ruling.jobs or facts.ruling.hidden)
-    if _strangers(facts, processes):
+    if strangers:
         flags.append("rogue")
     if (facts.claims or given) and reading is not None and not processes and unused(facts.idle_for_s, limits):
         flags.append("idle")

@@ -40,6 +40,7 @@ def processes(said: Section) -> dict[int, dict[str, Any]]:
         job, container = procfs.parse_cgroup(groups.get(pid, ""))
         found[pid] = {
             "uid": int(uid[:10]),
+            "system": int(uid[:10]) < procfs.FIRST_PERSON,
             "user": None if uid == "0" and container else users.get(uid, uid[:10]),
             "name": status.get("Name", ""),
             "command": commands.get(pid, "")[: procfs.COMMAND_LIMIT],

@@ -45,7 +45,14 @@ def gpu(node: str, index: int, state: str = "free", **changes: Any) -> GpuView:
 
 def busy(node: str, index: int, user: str | None = "bob", **changes: Any) -> GpuView:
     """Return a GPU on which somebody trains."""
-    process = ProcessView(pid=4000 + index, user=user, command="python train.py", memory=60 * GIB, type="compute")
+    process = ProcessView(
+        pid=4000 + index,
+        user=user,
+        command="python train.py",
+        memory=60 * GIB,
+        type="compute",
+        rogue="rogue" in changes.get("flags", ()),
+    )
     values: dict[str, Any] = {
         "reason": f"{user}: python (pid {4000 + index})",
         "memory_used": 60 * GIB,

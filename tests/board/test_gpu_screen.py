@@ -35,7 +35,9 @@ def lab() -> Scene:
         ProcessView(
             41, "alice", "python train.py", 50 * GIB, "compute", runtime_s=3700.0, job="123", started=1.5, uid=7
         ),
-        ProcessView(42, "eve", "python steal.py", 9 * GIB, "compute", container="0123456789ab", started=2.5),
+        ProcessView(
+            42, "eve", "python steal.py", 9 * GIB, "compute", container="0123456789ab", started=2.5, rogue=True
+        ),
         ProcessView(43, None, "Xorg", None, "graphics"),
     ]
     health: dict[str, Any] = {

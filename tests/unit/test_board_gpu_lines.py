@@ -112,37 +112,19 @@ def test_old_readings_are_dim() -> None:
     assert {role for line in lines for run, role in line if run.strip()} == {"dim"}
 
 
-@pytest.mark.parametrize(
-    ("process", "expected"),
-    [
-        (ProcessView(1, "alice", "x", 1, "compute"), False),
-        (ProcessView(1, "dan", "x", 1, "compute"), False),
-        (ProcessView(1, "eve", "x", 1, "compute"), True),
-        (ProcessView(1, "eve", "x", 1, "compute", lease="k3f9"), False),
-        (ProcessView(1, None, "x", 1, "compute"), False),
-    ],
-)
-def test_who_is_rogue(process: ProcessView, expected: bool) -> None:
-    held = gpu("n", 0, leases=["k3f9"], jobs=[JobView("1", "dan", "gpu", None)], flags=["rogue"])
-    seen = scene(leases=[lease("k3f9", "alice", [("n", 0)])])
-    assert gpu_lines.is_rogue(process, held, seen) is expected
-    calm = msgspec.structs.replace(held, flags=[])
-    assert not gpu_lines.is_rogue(process, calm, seen)  # judged to have none: such as display servers do not count
-
-
 def test_processes_in_lines() -> None:
     found = [
         ProcessView(7, "bob", "python a.py", 1 * GIB, "compute"),
         ProcessView(8, None, "[/x]", None, "compute"),
-        ProcessView(9, "eve", "python b.py", 3 * GIB, "compute"),
+        ProcessView(9, "eve", "python b.py", 3 * GIB, "compute", rogue=True),
     ]
-    assert text(gpu_lines.processes(place(gpu("n", 0, processes=found)), scene(), 2)) == [
-        " eve             9  3.0 GiB python b.py",
+    assert text(gpu_lines.processes(place(gpu("n", 0, processes=found)), 2)) == [
+        "!eve             9  3.0 GiB python b.py",
         " bob             7  1.0 GiB python a.py",
         "and 1 more",
     ]
-    assert text(gpu_lines.processes(place(gpu("n", 0)), scene(), 2)) == ["none"]
-    assert text(gpu_lines.processes(place(gpu("n", 0, processes=None)), scene(), 2)) == ["could not be read"]
+    assert text(gpu_lines.processes(place(gpu("n", 0)), 2)) == ["none"]
+    assert text(gpu_lines.processes(place(gpu("n", 0, processes=None)), 2)) == ["could not be read"]
 
 
 def test_links_as_a_matrix_or_in_a_line() -> None:

@@ -213,7 +213,7 @@ def test_the_interface_is_the_one_of_the_address_or_of_the_route() -> None:
         ({"leases": [], "state": "free"}, "fail", "is no longer of lease k3f9"),
         ({"flags": ["disputed"]}, "fail", "GPU 7 is disputed"),
         (
-            {"flags": ["rogue"], "processes": [ProcessView(9, "bob", "python x", 1, "compute")]},
+            {"flags": ["rogue"], "processes": [ProcessView(9, "bob", "python x", 1, "compute", rogue=True)]},
             "fail",
             "used by somebody else; bob (pid 9, python x)",
         ),

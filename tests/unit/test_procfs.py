@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.procfs import COMMAND_LIMIT, Host, Processes, parse_cgroup, parse_stat
+from gpuboard.agent.procfs import COMMAND_LIMIT, Host, Processes, delegated_to, first_person, parse_cgroup, parse_stat
 from tests.waiting import until
 
 CONTAINER = "3f4c0d" + "ab" * 29
@@ -48,6 +48,7 @@ def test_comm_may_hold_brackets_and_blanks() -> None:
         (f"0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-{CONTAINER}.scope\n", (None, CONTAINER[:12])),
         (f"0::/machine.slice/libpod-{CONTAINER}.scope/container\n", (None, CONTAINER[:12])),
         (f"0::/job_7/docker-{CONTAINER}.scope\n", ("7", CONTAINER[:12])),
+        ("0::/user.slice/user-1001.slice/user@1001.service/slurm/uid_1/job_12/step_0\n", (None, None)),
         ("0::/home/job_x/" + "g" * 64 + "\n", (None, None)),
         ("", (None, None)),
     ],
@@ -69,6 +70,7 @@ def test_a_process_is_described_whole(root: Path) -> None:
         "type": "compute",
         "memory": 1024,
         "uid": os.getuid(),
+        "system": os.getuid() < first_person(Path("/etc/login.defs").read_text()),
         "user": Processes().user(os.getuid()),
         "name": "python",
         "command": "python train.py --lr 3e-4",
@@ -116,6 +118,17 @@ def test_a_command_line_is_cut_and_hostile_bytes_are_kept_decodable(root: Path) 
 
 def test_a_uid_without_a_name_is_its_digits() -> None:
     assert Processes().user(54321987) == "54321987"
+
+
+def test_the_uids_of_somebodys_containers_are_his() -> None:
+    subuid = "alice:100000:65536\n# nonsense\nbob:165536:65536\n:x\n"
+    assert [delegated_to(uid, subuid) for uid in (99999, 100000, 165535, 165536, 231071, 231072)] == [
+        None, "alice", "alice", "bob", "bob", None,
+    ]  # fmt: skip
+
+
+def test_people_begin_where_the_node_says() -> None:
+    assert [first_person(text) for text in ("", "#UID_MIN 5\nUID_MIN\t500\n", "UID_MIN x\n")] == [1000, 500, 1000]
 
 
 def test_carriers_leave_out_others_and_the_agent_itself(root: Path) -> None:

@@ -92,8 +92,14 @@ TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("used by its holder", {"claims": (CLAIM,), "processes": [msgspec.structs.replace(BOB, user="alice")]},
      "reserved", "alice, 1h02m left", ()),
     ("rogue", {"claims": (CLAIM,), "processes": [BOB]}, "reserved", "alice, 1h02m left", ("rogue",)),
-    ("bob within the lease", {"claims": (CLAIM,), "processes": [msgspec.structs.replace(BOB, lease="k3f9")]},
+    ("bob says he is within the lease", {"claims": (CLAIM,), "processes": [msgspec.structs.replace(BOB, lease="k3f9")]},
+     "reserved", "alice, 1h02m left", ("rogue",)),
+    ("root in a container, perhaps her", {"claims": (CLAIM,), "processes": [
+        msgspec.structs.replace(BOB, user="root", uid=0, container="3f4c0d", lease="k3f9")]},
      "reserved", "alice, 1h02m left", ()),
+    ("root in a container, by its own word another", {"claims": (CLAIM,), "processes": [
+        msgspec.structs.replace(BOB, user="root", uid=0, container="3f4c0d", lease="zzzz")]},
+     "reserved", "alice, 1h02m left", ("rogue",)),
     ("owner hidden is no rogue", {"claims": (CLAIM,), "processes": [msgspec.structs.replace(BOB, user=None)]},
      "reserved", "alice, 1h02m left", ()),
     ("unused", {"claims": (CLAIM,), "idle_for_s": 900.0}, "reserved", "alice, 1h02m left", ("idle",)),
@@ -111,6 +117,13 @@ TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
      "leases": frozenset({"k3f9"})}, "busy", "bob: python (pid 7)", ()),
     ("Xorg", {"processes": [Process(pid=1, type="graphics", memory=9, user="root", name="Xorg")]},
      "free", "no process, no reservation", ()),
+    ("an Xorg that computes", {"processes": [msgspec.structs.replace(BOB, memory=9, name="Xorg")]},
+     "busy", "bob: Xorg (pid 7)", ()),
+    ("an Xorg of bob's on her GPU", {"claims": (CLAIM,), "processes": [
+        msgspec.structs.replace(BOB, type="graphics", memory=9, name="Xorg")]},
+     "reserved", "alice, 1h02m left", ("rogue",)),
+    ("an Xorg of unknown memory", {"memory_used": GIB, "processes": [
+        Process(pid=1, type="graphics", user="root", name="Xorg", system=True)]}, "busy", "root: Xorg (pid 1)", ()),
     ("a big Xorg", {"processes": [Process(pid=1, type="graphics", memory=GIB, user="root", name="Xorg")]},
      "busy", "root: Xorg (pid 1)", ()),
     ("4 %", {"utilization": 4}, "free", "no process, no reservation", ()),
@@ -118,7 +131,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("prohibited", {"compute_mode": 2}, "busy", "compute mode: prohibited", ()),
     ("exclusive and idle", {"compute_mode": 3}, "free", "no process, no reservation", ()),
     ("exclusive with a context",
-     {"compute_mode": 3, "processes": [Process(pid=1, type="compute", memory=9, name="Xorg")]},
+     {"compute_mode": 3, "processes": [Process(pid=1, type="compute", memory=9, name="Xorg", system=True)]},
      "busy", "compute mode: exclusive, and a process holds it", ()),
     ("memory without a process", {"memory_used": 600 * 2**20},
      "occupied", "0.6 GiB in use by a process that cannot be seen from here", ()),
