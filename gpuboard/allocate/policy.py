@@ -145,12 +145,18 @@ def look(request: Request, snapshot: Snapshot, own: Collection[str]) -> list[Can
 
 
 def _each_once(whole: list[tuple[NodeView, GpuView, Candidate]]) -> list[tuple[NodeView, GpuView, Candidate]]:
-    """Return the same, a GPU that was read under two names of its node ruled out under the second."""
-    first: dict[str, str] = {}
+    """Return the same, a GPU that was read under two names of its node ruled out under all but one.
+
+    That is the first under which it can be had: a node that lists another's GPUs takes none of them away.
+    """
+    kept: dict[str, Candidate] = {}
+    for _, gpu, candidate in whole:
+        if kept.setdefault(gpu.uuid, candidate).why_not is not None and candidate.why_not is None:
+            kept[gpu.uuid] = candidate
     for at, (node, gpu, candidate) in enumerate(whole):
-        named = first.setdefault(gpu.uuid, node.name)
-        if named != node.name:
-            words = f"the same GPU as {named}:{gpu.index}"
+        named = kept[gpu.uuid]
+        if named.node != node.name:
+            words = f"the same GPU as {named.node}:{named.index}"
             whole[at] = (node, gpu, msgspec.structs.replace(candidate, why_not=words, never=True))
     return whole
 

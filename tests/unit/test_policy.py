@@ -208,6 +208,11 @@ def test_a_machine_that_is_read_under_two_names_has_its_gpus_once() -> None:
     assert answer.gpus[8].reason == "the same GPU as gpu01:0"
 
 
+def test_a_node_that_lists_the_gpus_of_another_takes_none_of_them_away() -> None:
+    liar = msgspec.structs.replace(node("gpu00", "rrr"), gpus=node("gpu01", "rrr").gpus)
+    assert got(Request(n=3), liar, node("gpu01", "fff")) == {"gpu01": [0, 1, 2]}
+
+
 def test_a_gpu_that_is_named_twice_is_a_slip() -> None:
     with pytest.raises(UsageError, match="twice"):
         check(Request(picks=(*parse_picks("gpu01:0"), *parse_picks("gpu01:0"))))
