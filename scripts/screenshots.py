@@ -24,6 +24,7 @@ import msgspec
 from textual.pilot import Pilot
 
 from gpuboard.agent.simulate import Simulated
+from gpuboard.allocate.held import indexes
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
@@ -131,10 +132,10 @@ class Still(Core):
             shown = self._look(_T - second)
             self.history.add(shown, _T - second)
         claims = {name: node_claims(facts, {}) for name, facts in self._facts.items()}
-        index = {gpu.uuid: gpu.index for node in shown.nodes for gpu in node.gpus}
-        index |= {device.uuid: gpu.index for node in shown.nodes for gpu in node.gpus for device in gpu.mig}
         unread = [node.name for node in shown.nodes if node.state != "up"]
-        leases = leases_of({n: c for n, c in claims.items() if n not in unread}, index, self._clock(), lambda _: None)
+        leases = leases_of(
+            {n: c for n, c in claims.items() if n not in unread}, indexes(shown.nodes), self._clock(), lambda _: None
+        )
         found = LeaseList(schema=1, at=iso(self._clock()), leases=leases, unread=unread)
         self._scene = Scene(shown, found, uids=dict.fromkeys(self._probes, uid(_VIEWER)))
         changed(self._scene)

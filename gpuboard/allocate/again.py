@@ -14,14 +14,14 @@ def moved_in(before: Snapshot, after: Snapshot, taken: Taken, occupied: int) -> 
     old, new = _views(before), _views(after)
     for node, uuids in taken.gpus.items():
         for uuid in uuids:
-            if uuid not in new or uuid not in old:
+            if (node, uuid) not in new or (node, uuid) not in old:
                 return f"{node}: {uuid} has gone"
-            gpu, now = new[uuid]
-            _, was = old[uuid]
+            gpu, now = new[node, uuid]
+            _, was = old[node, uuid]
             name = f"{node}:{gpu.index}"
             if now.state != "reserved":
                 return f"{name} became {now.state}: {now.reason}"
-            if set(now.leases) != {taken.lease} or "disputed" in gpu.flags:
+            if now.leases != [taken.lease] or "disputed" in gpu.flags:
                 return f"{name} is also claimed by others: {now.reason}"
             if isinstance(now, GpuView) and isinstance(was, GpuView):
                 known = {process.pid for process in was.processes or []}
@@ -35,8 +35,11 @@ def moved_in(before: Snapshot, after: Snapshot, taken: Taken, occupied: int) -> 
     return ""
 
 
-def _views(snapshot: Snapshot) -> dict[str, tuple[GpuView, GpuView | MigView]]:
-    """Return by UUID every GPU, as itself twice, and every MIG device with its parent."""
-    gpus = [gpu for node in snapshot.nodes for gpu in node.gpus]
-    found: dict[str, tuple[GpuView, GpuView | MigView]] = {gpu.uuid: (gpu, gpu) for gpu in gpus}
-    return found | {mig.uuid: (gpu, mig) for gpu in gpus for mig in gpu.mig}
+def _views(snapshot: Snapshot) -> dict[tuple[str, str], tuple[GpuView, GpuView | MigView]]:
+    """Return by node and UUID every GPU, as itself twice, and every MIG device with its parent."""
+    found: dict[tuple[str, str], tuple[GpuView, GpuView | MigView]] = {}
+    for node in snapshot.nodes:
+        for gpu in node.gpus:
+            found[node.name, gpu.uuid] = (gpu, gpu)
+            found.update({(node.name, mig.uuid): (gpu, mig) for mig in gpu.mig})
+    return found

@@ -15,6 +15,7 @@ import msgspec
 from gpuboard.allocate.again import moved_in
 from gpuboard.allocate.common import Terms, as_allocated, duration, forget_file, keep_rank_map, uninterrupted
 from gpuboard.allocate.formats import Allocation
+from gpuboard.allocate.held import indexes
 from gpuboard.allocate.policy import choose
 from gpuboard.allocate.ranks import LOOPBACK, rank_map, reachable_addresses
 from gpuboard.allocate.scope import Scope
@@ -305,14 +306,12 @@ class Allocator:
 
     def _seen(self, lease: str, snapshot: Snapshot) -> Lease | None:
         """Return the lease as the nodes' claims have it; None when none of them is there."""
-        index = {gpu.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus}
-        index |= {mig.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus for mig in gpu.mig}
         uids = self._fleet.uids()
         claims = {
             node: [claim for claim in found if claim.lease == lease and claim.uid == uids.get(node)]
             for node, found in self._fleet.claims().items()
         }
-        return next(iter(ledger.leases_of(claims, index, time.time(), _alive)), None)
+        return next(iter(ledger.leases_of(claims, indexes(snapshot.nodes), time.time(), _alive)), None)
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of ours as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease and the like."""
@@ -328,8 +327,8 @@ class Allocator:
         if unread := sorted(set(mine.nodes) - set(mine.gpus)):
             raise NotFree(Refusal(4, f"lease {mine.lease} also covers {', '.join(unread)}, which could not be read"))
         within = tuple(uuid for uuids in mine.gpus.values() for uuid in uuids)
-        index = {gpu.uuid: gpu.index for node in snapshot.nodes for gpu in node.gpus}  # claims come by their UUIDs
-        held = sorted((node, index.get(uuid, 0), uuid) for node, uuids in mine.gpus.items() for uuid in uuids)
+        index = indexes(snapshot.nodes)  # claims come by their UUIDs
+        held = sorted((node, index[node].get(uuid, 0), uuid) for node, uuids in mine.gpus.items() for uuid in uuids)
         picks = tuple(Pick(node, None, uuid) for node, _, uuid in held)
         request = Request(picks=picks, within=within) if n is None else Request(n=n, within=within)
         answer = choose(request, snapshot, {mine.lease})

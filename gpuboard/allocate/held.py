@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -37,10 +37,7 @@ def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
     unread = [node.name for node in snapshot.nodes if node.state != "up" or node.claims_error is not None]
     down = set(unread)
     current = {node: claims for node, claims in fleet.claims().items() if node not in down}
-    held = {claim.uuid for claims in current.values() for claim in claims}
-    index = _indexes((node for node in snapshot.nodes if current.get(node.name)), held)
-    if len(index) < len(held):  # a claim need not lie where its GPU is
-        index = _indexes(snapshot.nodes, held)
+    index = indexes(node for node in snapshot.nodes if current.get(node.name))
     found = ledger.leases_of(current, index, now, _alive)
     if (schedule := fleet.schedule) is not None:
         from gpuboard.allocate import slurm_held  # only where there is a Slurm
@@ -49,17 +46,13 @@ def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
     return LeaseList(schema=1, at=iso(now), leases=found, unread=unread)
 
 
-def _indexes(nodes: Iterable[NodeView], uuids: Collection[str]) -> dict[str, int]:
-    """Return NVML's index of those of ``uuids`` that these nodes have; of a MIG device, that of its GPU."""
-    index: dict[str, int] = {}
-    for node in nodes:
-        for gpu in node.gpus:
-            if gpu.uuid in uuids:
-                index[gpu.uuid] = gpu.index
-            for device in gpu.mig:
-                if device.uuid in uuids:
-                    index[device.uuid] = gpu.index
-    return index
+def indexes(nodes: Iterable[NodeView]) -> dict[str, dict[str, int]]:
+    """Return NVML's index of each GPU by its node and UUID; of a MIG device, that of its GPU."""
+    return {
+        node.name: {gpu.uuid: gpu.index for gpu in node.gpus}
+        | {device.uuid: gpu.index for gpu in node.gpus for device in gpu.mig}
+        for node in nodes
+    }
 
 
 def gpus_words(gpus: Sequence[LeaseGpu]) -> str:
@@ -106,9 +99,10 @@ def release(
         kept_here = False  # it may go on
         warn(f"warning: {error}; {mine.lease} is released all the same, the keeper may report it as lost")
     outcome = ledger.release(fleet.call, mine.lease, mine.nodes)
-    index = {gpu.uuid: gpu.index for lease in known for gpu in lease.gpus}
-    gpus = [LeaseGpu(node, index.get(uuid), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
-    until = max((lease.until for lease in known if lease.id == mine.lease), default="the end of its time")
+    index = {(gpu.node, gpu.uuid): gpu.index for lease in known for gpu in lease.gpus}
+    gpus = [LeaseGpu(node, index.get((node, uuid)), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
+    ours = [lease for lease in known if any(gpu.uuid in mine.gpus.get(gpu.node, ()) for gpu in lease.gpus)]
+    until = max((lease.until for lease in ours if lease.id == mine.lease), default="the end of its time")
     when = "within 90 s" if kept_here else f"when its holder ends, at the latest at {until}"
     failed = {node: f"not released on {node}: {clean(str(error))}" for node, error in outcome.failed.items()}
     return Ended(

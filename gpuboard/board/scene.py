@@ -69,11 +69,15 @@ class Scene:
 
     @cached_property
     def by_gpu(self) -> dict[str, list[Lease]]:
-        """The leases on every GPU and MIG device that has some, by its UUID: an id alone can be anybody's."""
+        """The leases on every GPU and MIG device that has some, by its UUID: an id alone can be anybody's.
+
+        A claim on a GPU that its node does not have (no index) is on nothing, whatever other node has that GPU.
+        """
         found: dict[str, list[Lease]] = {}
         for lease in self.leases.leases:
             for gpu in lease.gpus:
-                found.setdefault(gpu.uuid, []).append(lease)
+                if gpu.index is not None:
+                    found.setdefault(gpu.uuid, []).append(lease)
         return found
 
     def leases_on(self, uuid: str) -> Sequence[Lease]:

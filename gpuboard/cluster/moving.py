@@ -51,7 +51,7 @@ class _Node:
         self.lined_up = False  # the newest reading has just these GPUs, in this order
         self.quiet: Reading | None = None
         self.view: NodeView | None = None  # None: not yet
-        self.still = False  # until the next reading nothing about its GPUs changes, unless a claim comes
+        self.still = False  # until the next reading nothing about its GPUs changes
 
 
 class _Unseen(msgspec.Struct, gc=False):
@@ -71,7 +71,7 @@ class Moving:
         self._nodes: dict[str, _Node] = {}
         self._unseen: dict[str, _Unseen] = {}
         self._claims: dict[str, tuple[Reading, list[Claim]]] = {}
-        self._leases: frozenset[str] = frozenset()
+        self._leases: frozenset[tuple[str, str]] = frozenset()
         self._settings: object = None
 
     def snapshot(self, nodes: Sequence[NodeFacts], view: View) -> Snapshot:
@@ -85,7 +85,7 @@ class Moving:
                 self._settings = settings
             claims = ((facts, self._claims_of(facts, view.users)) for facts in nodes)
             held = picture.held_by(
-                picture.standing(found, facts, view.scheduled.get(facts.name)) for facts, found in claims
+                (facts.name, picture.standing(found, facts, view.scheduled.get(facts.name))) for facts, found in claims
             )
             same_leases = held.leases == self._leases
             self._leases = held.leases
@@ -132,13 +132,7 @@ class Moving:
         quiet = _quiet_node(reading)
         if node is None or node.scheduled is not scheduled or node.quiet != quiet or not _same_frame(node.facts, facts):
             node = self._nodes[facts.name] = _Node(facts, scheduled)
-        if (
-            node.view
-            and node.still
-            and same_leases
-            and facts is node.facts
-            and held.claims.keys().isdisjoint(node.uuids)
-        ):
+        if node.view and node.still and same_leases and facts is node.facts:
             gpus = node.view.gpus
         else:
             gpus = _gpus(node, facts, held, same_leases, view)
@@ -164,7 +158,7 @@ class Moving:
             last is not None
             and last.facts is facts
             and last.scheduled is scheduled
-            and held.claims.keys().isdisjoint(last.uuids)
+            and held.on(facts.name).keys().isdisjoint(last.uuids)
         ):
             last.view = replace(last.view, age_s=view.scheduler.age_s if view.scheduler else None)
             return last.view
@@ -172,13 +166,13 @@ class Moving:
         drawn = picture.node_view(facts, picture.gpu_views(facts, held, view), view)
         self._unseen.pop(facts.name, None)
         uuids = [uuid for gpu in drawn.gpus for uuid in (gpu.uuid, *(device.uuid for device in gpu.mig))]
-        if held.claims.keys().isdisjoint(uuids):
+        if held.on(facts.name).keys().isdisjoint(uuids):
             self._unseen[facts.name] = _Unseen(facts, scheduled, uuids, drawn)
         return drawn
 
 
 def _gpus(node: _Node, facts: NodeFacts, held: Held, same_leases: bool, view: View) -> list[GpuView]:
-    reading, limits, on_gpus = facts.reading, view.thresholds, held.claims
+    reading, limits, on_gpus = facts.reading, view.thresholds, held.on(facts.name)
     assert reading is not None
     # What the GPUs of ``node`` were compared with last time is not compared again.
     followed = facts.previous is node.facts.reading or facts is node.facts or view.one_shot

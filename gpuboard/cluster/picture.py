@@ -26,6 +26,7 @@ from gpuboard.model.units import iso
 
 XIDS_MAX = 8  # shown of one GPU
 SLOWEST_S = 300.0  # an agent that asks nvidia-smi says how seldom; more than this is not believed
+_NO_CLAIMS: dict[str, list[Claim]] = {}
 _NOTHING: list[Any] = []  # one for all, never changed: 40,000 empty lists would push what is used out of the caches
 _MADE_S = 5.0  # so much later than a claim an answer of the scheduler's must be to speak of its job
 _LATEST = 4e9  # in 2096: later times are invented, and dates end somewhere
@@ -79,14 +80,18 @@ class View(msgspec.Struct, frozen=True):
 class Held(msgspec.Struct, frozen=True):
     """What is reserved in the whole cluster."""
 
-    claims: dict[str, list[Claim]]  # by the GPU they name, wherever they lie; live ones, one of a lease
-    leases: frozenset[str]  # the ids of all that live
+    claims: dict[str, dict[str, list[Claim]]]  # by the node they lie on and the GPU they name; live ones
+    leases: frozenset[tuple[str, str]]  # the ids of all that live, each with its owner: an id alone can be anybody's
+
+    def on(self, node: str) -> dict[str, list[Claim]]:
+        """Return the claims on a node by GPU. They count there alone: elsewhere their owner may be nobody."""
+        return self.claims.get(node, _NO_CLAIMS)
 
 
 def snapshot(nodes: Sequence[NodeFacts], view: View) -> Snapshot:
     """Return the cluster at one moment. Who takes one after the other uses :class:`gpuboard.cluster.moving.Moving`."""
     claims = ((facts, node_claims(facts, view.users)) for facts in nodes)
-    held = held_by(standing(found, facts, view.scheduled.get(facts.name)) for facts, found in claims)
+    held = held_by((facts.name, standing(found, facts, view.scheduled.get(facts.name))) for facts, found in claims)
     return Snapshot(
         schema=1,
         at=iso(view.at),
@@ -96,15 +101,15 @@ def snapshot(nodes: Sequence[NodeFacts], view: View) -> Snapshot:
     )
 
 
-def held_by(on_nodes: Iterable[Sequence[Claim]]) -> Held:
-    """Return what the claims on all nodes hold."""
-    claims: dict[str, list[Claim]] = {}
-    for on_node in on_nodes:
+def held_by(on_nodes: Iterable[tuple[str, Sequence[Claim]]]) -> Held:
+    """Return what the claims on all nodes hold; ``on_nodes``: by name."""
+    claims: dict[str, dict[str, list[Claim]]] = {}
+    for node, on_node in on_nodes:
         for claim in on_node:
-            on_gpu = claims.setdefault(claim.uuid, [])
-            if claim.state == "live" and all(other.lease != claim.lease for other in on_gpu):
-                on_gpu.append(claim)
-    return Held(claims, frozenset(claim.lease for on_gpu in claims.values() for claim in on_gpu))
+            if claim.state == "live":
+                claims.setdefault(node, {}).setdefault(claim.uuid, []).append(claim)
+    live = (claim for on_node in claims.values() for on_gpu in on_node.values() for claim in on_gpu)
+    return Held(claims, frozenset((claim.lease, claim.owner) for claim in live))
 
 
 def inert_static(gpu: GpuStatic) -> GpuStatic:
@@ -286,7 +291,7 @@ def gpu_view(
         age_s=max(0.0, view.now - facts.arrived) if facts.reading else 0.0,
         interval_s=interval_s(facts, view) or 1.0,
         one_shot=view.one_shot,
-        claims=tuple(held.claims.get(static.uuid, ())),
+        claims=tuple(held.on(facts.name).get(static.uuid, ())),
         claims_error=facts.reading.claims_error if facts.reading else None,
         ruling=_ruling(scheduled, static.uuid, view.users),
         scheduler_error=scheduled.error if scheduled else None,
@@ -316,7 +321,7 @@ def gpu_view(
         processes=None if processes is None else [_process(p, p.pid in verdict.rogue, facts, view) for p in processes],
         leases=[claim.lease for claim in about.claims] or _NOTHING,
         jobs=_jobs(about.ruling) or _NOTHING,
-        mig=[_mig(device, about, held.claims, scheduled, view) for device in static.mig or []] or _NOTHING,
+        mig=[_mig(device, about, held.on(facts.name), scheduled, view) for device in static.mig or []] or _NOTHING,
         numa_node=static.numa_node,
         links=static.links,
         pci=static.pci,
@@ -400,7 +405,7 @@ def _mig(
         static=static,
         reading=_mig_reading(device.uuid, parent.reading),
         previous=_mig_reading(device.uuid, parent.previous),
-        claims=(*own, *(claim for claim in parent.claims if claim.lease not in {c.lease for c in own})),
+        claims=(*own, *parent.claims),
         ruling=_ruling(scheduled, device.uuid, view.users) or parent.ruling,
         idle_for_s=None,
     )

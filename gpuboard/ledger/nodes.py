@@ -38,6 +38,7 @@ _ID_LENGTH = 6  # 5e8 ids
 TAKE_S = 10.0  # an agent answers within 5 s, also while somebody keeps the folder's lock
 DROP_S = 5.0
 ATTEMPTS = 4
+_NOT_THERE = frozenset({"not-found", "not-yours"})  # why there was nothing of ours to release
 LONGEST_S = 366 * 86400.0  # what agents take for a claim (agent/claims_rules.py)
 # A claim younger than this, of a lease over several nodes, may be withdrawn yet: its taker is still on his way.
 _ON_ITS_WAY_S = 2.0
@@ -179,12 +180,13 @@ def _drop(call: Call, lease: str, nodes: Iterable[str]) -> list[str]:
 def release(call: Call, lease: str, nodes: Iterable[str]) -> Outcome:
     """End our lease on each of ``nodes``; ``done`` maps a node to the UUIDs that were released.
 
-    None where it was not: it may have ended by itself a moment ago, and that is no failure.
+    None where it was not: it may have ended by itself a moment ago, and that is no failure. Nor is it when only another
+    user has claims with this id there: they are another lease.
     """
     done, failed = _each(call, "release", {"lease": lease}, nodes, Released)
     released = {node: answer.released for node, answer in done.items()}
     for node, error in list(failed.items()):
-        if isinstance(error, CallFailed) and error.kind == "not-found":
+        if isinstance(error, CallFailed) and error.kind in _NOT_THERE:
             del failed[node]
             released[node] = []
     return Outcome(released, failed)
@@ -253,16 +255,20 @@ def find(text: str, claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, in
 
 def leases_of(
     claims: Mapping[str, Sequence[Claim]],
-    index: Mapping[str, int],
+    index: Mapping[str, Mapping[str, int]],
     now: float,
     alive: Callable[[Holder], bool | None] = lambda _: None,
 ) -> list[Lease]:
     """Return the leases that the live claims make, by node then id. Pure.
 
-    ``claims``: by node, only nodes that were read; ``index``: UUID → NVML index; ``now``: our epoch seconds, at which
-    the claims' remaining times hold; ``alive``: whether a holder still lives, None when it cannot be told from here.
-    One id with two owners is two leases: the second is somebody's forgery. Flags: ``disputed``; ``unread``: a node it
-    names was not read; ``partial``: all were read, yet GPUs of it are missing.
+    ``claims``: by node, only nodes that were read; ``index``: NVML's by node and UUID; ``now``: our epoch seconds, at
+    which the claims' remaining times hold; ``alive``: whether a holder lives, None when it cannot be told from here.
+
+    A lease is its id and its owner: one id with two owners is two leases, the second somebody's forgery. The owner is
+    the kernel's word on each node; over several nodes it is the name to show (`[users]` aliases applied), because one
+    person's uids may differ between servers. Which leases are ours is decided by uid, node by node (:func:`mine`).
+
+    Flags: ``disputed``; ``unread``: a node it names was not read; ``partial``: all were, yet GPUs of it are missing.
     """
     groups: dict[tuple[str, str], list[tuple[str, Claim]]] = {}
     for node in sorted(claims):
@@ -280,7 +286,7 @@ def _within(seconds: float) -> float:
 def _lease(
     found: list[tuple[str, Claim]],
     read: Collection[str],
-    index: Mapping[str, int],
+    index: Mapping[str, Mapping[str, int]],
     now: float,
     alive: Callable[[Holder], bool | None],
 ) -> Lease:
@@ -300,7 +306,7 @@ def _lease(
         uid=first.uid,
         host=first.host,
         gpus=sorted(
-            (LeaseGpu(node, index.get(claim.uuid), claim.uuid, claim.share) for node, claim in found),
+            (LeaseGpu(node, index.get(node, {}).get(claim.uuid), claim.uuid, claim.share) for node, claim in found),
             key=lambda gpu: (gpu.node, gpu.index is None, gpu.index, gpu.uuid),
         ),
         since=iso(until - _within(ends_first.until - ends_first.since)),

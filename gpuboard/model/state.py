@@ -78,7 +78,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     ruling: Ruling | None = None  # None: no scheduler knows its node
     scheduler_error: str | None = None  # a configured scheduler that gives no current answer
     unseen: bool = False  # only the scheduler shows this GPU; there is no connection that could read it
-    leases: frozenset[str] = frozenset()  # the ids of all that live, on whatever GPU
+    leases: frozenset[tuple[str, str]] = frozenset()  # (id, owner) of all that live, on whatever GPU
     narrow: str = ""  # in which way its link is too narrow, as narrow_links returns it
     idle_for_s: float | None = None  # how long nothing has run on it and no lease was new, as far as we have watched
 
@@ -327,11 +327,18 @@ def _flags(facts: Facts, strangers: Sequence[Process], limits: Thresholds) -> li
         flags.append("rogue")
     if (facts.claims or given) and reading is not None and not processes and unused(facts.idle_for_s, limits):
         flags.append("idle")
-    if not facts.claims and any(p.lease is not None and p.lease not in facts.leases for p in processes):
+    if not facts.claims and any(_is_overdue(p, facts.leases) for p in processes):
         flags.append("overdue")
     if any(claim.disputed_with for claim in facts.claims) or _overlapping(facts):
         flags.append("disputed")
     return flags
+
+
+def _is_overdue(process: Process, leases: frozenset[tuple[str, str]]) -> bool:
+    """Return whether the lease in a process's environment has ended; root in a container may be any owner's."""
+    if process.lease is None or (process.lease, process.user) in leases:
+        return False
+    return process.uid != 0 or all(process.lease != lease for lease, _ in leases)
 
 
 def _sick(reading: GpuReading, narrow: str) -> Iterator[str]:

@@ -38,16 +38,26 @@ def test_an_id_that_somebody_else_took_too_changes_nothing(ours_first: bool) -> 
     assert [users_of(gpu, scene) for gpu in gpus] == [("alice",), ("eve",)]
 
 
+def test_a_claim_on_a_gpu_of_another_node_is_on_nothing() -> None:
+    gpu = made.gpu("gpu01", 0)
+    foreign = made.lease("zzzz", "eve", [("gpu01", 0)], uid=1002)
+    elsewhere = [msgspec.structs.replace(part, node="gpu02", index=None) for part in foreign.gpus]
+    foreign = msgspec.structs.replace(foreign, gpus=elsewhere)
+    nodes = made.node("gpu01", [gpu]), made.node("gpu02", [made.gpu("gpu02", 0)])
+    scene = made.scene(*nodes, leases=[foreign])
+    assert users_of(gpu, scene) == ()
+    assert held(scene)[0].gpus == []
+
+
 def test_of_a_shared_gpu_no_holder_is_a_rogue() -> None:
     processes = [
         ProcessView(pid, user, "python", 1, "compute") for pid, user in enumerate(("alice", "bob", "carol", None))
     ]
+    processes[2] = msgspec.structs.replace(processes[2], rogue=True)
     gpu = made.gpu("gpu01", 0, "reserved", leases=["aaaa", "bbbb"], flags=["rogue"], processes=processes)
     leases = [made.lease("aaaa", "alice", [("gpu01", 0)]), made.lease("bbbb", "bob", [("gpu01", 0)], uid=1002)]
     found = held(made.scene(made.node("gpu01", [gpu]), leases=leases))
     assert [[process.user for _, process in one.rogues] for one in found] == [["carol"], ["carol"]]
-    calm = msgspec.structs.replace(gpu, flags=[])
-    assert [one.rogues for one in held(made.scene(made.node("gpu01", [calm]), leases=leases))] == [[], []]
 
 
 def test_a_gpu_is_found_wherever_its_node_stands_now() -> None:

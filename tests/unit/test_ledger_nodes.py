@@ -205,7 +205,7 @@ def claim(lease: str, uuid: str, **changes: Any) -> Claim:
     return Claim(lease=lease, uuid=uuid, **{**values, **changes})
 
 
-INDEX = {"GPU-a": 0, "GPU-b": 1, "GPU-c": 0}
+INDEX = {"gpu01": {"GPU-a": 0, "GPU-b": 1}, "gpu02": {"GPU-c": 0}}
 
 
 def test_claims_become_a_lease() -> None:

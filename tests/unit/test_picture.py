@@ -156,11 +156,13 @@ def test_gpus_that_a_session_in_a_job_without_gpus_does_not_show_are_not_lost() 
     assert shown(confined, nvml_error="driver not loaded") == ("unknown", "NVML: driver not loaded")
 
 
-def test_claims_are_joined_by_uuid_wherever_they_lie() -> None:
-    one = facts("gpu01", "GPU-a", "GPU-b", reading={"claims": [claim("k1", "GPU-a"), claim("k2", "GPU-c")]})
-    two = facts("gpu02", "GPU-c", reading={"claims": [claim("k2", "GPU-c"), claim("k3", "GPU-gone")]})
+def test_claims_are_joined_by_uuid_on_the_node_they_lie_on() -> None:
+    one = facts("gpu01", "GPU-a", "GPU-b", reading={"claims": [claim("k1", "GPU-a"), claim("k2", "GPU-d")]})
+    two = facts("gpu02", "GPU-c", "GPU-d", reading={"claims": [claim("k2", "GPU-c"), claim("k3", "GPU-gone")]})
     seen = {g.uuid: (g.state, g.leases) for n in snapshot([one, two], view()).nodes for g in n.gpus}
-    assert seen == {"GPU-a": ("reserved", ["k1"]), "GPU-b": ("free", []), "GPU-c": ("reserved", ["k2"])}
+    assert seen == {
+        "GPU-a": ("reserved", ["k1"]), "GPU-b": ("free", []), "GPU-c": ("reserved", ["k2"]), "GPU-d": ("free", []),
+    }  # fmt: skip
     assert [c.uuid for c in node_claims(two, {})] == ["GPU-c", "GPU-gone"]
 
 
