@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _GRACE_S = 3.0  # a node that takes longer than this to answer is waited for only when the others do not suffice
 _READ_S = 6.0  # the agent gives up after 5
+_LATE_S = 10.0  # for a node that has left a call unanswered, where no other can serve
 _ROUNDS = 40  # sets tried before it is said that there is too much going on
 _POLL_S = 2.0  # between two looks while waiting; grows to _POLL_MAX_S
 _POLL_MAX_S = 10.0
@@ -68,7 +69,9 @@ class Allocator:
         self._settings = settings
         self._env = env
         self._progress = progress
-        self._failed: dict[str, str] = {}  # nodes that could not hold a claim in this round
+        self._failed: dict[str, str] = {}  # nodes that could not hold a claim or left a call unanswered, and why
+        self._late: set[str] = set()  # those that get more time, once, if no other can serve
+        self._waited_for_late = False
         self._asked: dict[str, list[str]] = {}  # lease -> nodes a claim may lie on, as long as nobody keeps it
         self._keeper: keeper.Started | None = None
         self._handed: dict[str, keeper.Handover] = {}  # by lease: the keeper has it, its owner does not know of it yet
@@ -142,6 +145,9 @@ class Allocator:
         answer = self._first_answer(request)
         for _ in range(_ROUNDS):
             while isinstance(answer, Refusal):
+                if self._late and not self._waited_for_late and answer.code != NeverPossible.exit_code:
+                    answer = self._with_late(request)
+                    continue
                 left_s = -1.0 if wait_s is None else wait_s - (time.monotonic() - started)
                 if answer.code == NeverPossible.exit_code or left_s <= 0:
                     self._progress("")
@@ -154,8 +160,7 @@ class Allocator:
                         f"process {terms.holder.pid}, for which this waited, has ended: nothing is reserved"
                     )
                 pause_s = min(pause_s * 1.3, _POLL_MAX_S)
-                self._failed.clear()
-                self._fleet.refresh(self._nodes, _READ_S)
+                self._failed = self._refresh(self._nodes)
                 answer = self._choose(request, self._snapshot())
             self._progress("")
             taken = self._take(answer, terms, for_s, notes)
@@ -166,6 +171,21 @@ class Allocator:
         raise NotFree(
             Refusal(4, f"others were quicker {_ROUNDS} times in a row; try again, or --wait", nearest="--wait")
         )
+
+    def _with_late(self, request: Request) -> Choice | Refusal:
+        """Give nodes that have left a call unanswered more time; return the policy's answer with those that came."""
+        self._waited_for_late = True
+        silent = self._refresh(self._late, _LATE_S)
+        came = self._late.difference(silent)
+        self._failed = {name: why for name, why in self._failed.items() if name not in came}
+        return self._choose(request, self._snapshot())
+
+    def _refresh(self, names: Collection[str], timeout_s: float = _READ_S) -> dict[str, str]:
+        """Get new readings of ``names``, and of others that grew old meanwhile; return by node why there is none."""
+        silent = self._fleet.refresh(names, timeout_s)
+        if not self._scope.is_running:
+            self._fleet.freshen()
+        return silent
 
     def _first_answer(self, request: Request) -> Choice | Refusal:
         """Return the policy's answer as soon as it is sure: a hung node delays a request only when it is needed.
@@ -226,12 +246,14 @@ class Allocator:
         return NeverPossible(refusal) if refusal.code == NeverPossible.exit_code else NotFree(refusal)
 
     def _snapshot(self) -> Snapshot:
-        """Return the nodes in scope as they are now; nodes that just failed to hold a claim cannot be reserved."""
+        """Return the nodes in scope as they are now; those that failed to hold a claim, or to answer, say why."""
         found = self._scope.snapshot()
         if not self._failed:
             return found
         nodes = [
-            msgspec.structs.replace(node, claims_error=self._failed.get(node.name, node.claims_error))
+            msgspec.structs.replace(node, claims_error=why, error=node.error if node.state == "up" else why)
+            if (why := self._failed.get(node.name)) is not None
+            else node
             for node in found.nodes
         ]
         return msgspec.structs.replace(found, nodes=nodes)
@@ -252,11 +274,14 @@ class Allocator:
             taken = ledger.take(self._call, wanted, used)
         except ledger.Conflict as conflict:
             notes.append(str(conflict))
-            self._settle(self._fleet.refresh(uuids, _READ_S))
+            self._failed.update(self._refresh(uuids))
             return None
         except ledger.NodeFailed as failure:
             notes.append(str(failure))
             self._failed[failure.node] = str(failure).removeprefix(f"{failure.node}: ")
+            if failure.kind == "link":
+                self._late.add(failure.node)
+            self._refresh([])
             return None
         silent = self._fleet.refresh(uuids, _READ_S)
         after = self._snapshot()
@@ -264,8 +289,9 @@ class Allocator:
         if silent or moved:
             notes.append(moved)
             self.notes += self._drop(taken.lease)
-            self._settle(silent)
-            self._settle(self._fleet.refresh([name for name in uuids if name not in silent], _READ_S))
+            self._failed.update(silent)
+            self._late.update(silent)
+            self._failed.update(self._refresh([name for name in uuids if name not in silent]))
             return None
         self._go_on()
         self._adopt(taken, terms)
@@ -280,10 +306,6 @@ class Allocator:
         self.notes += choice.notes
         notes_words = "".join(f"; before: {note}" for note in notes if note)
         return self._allocation(lease, choice.gpus, choice.why + notes_words, after)
-
-    def _settle(self, silent: Mapping[str, str]) -> None:
-        """Count nodes that did not answer as nodes that cannot be reserved in this round."""
-        self._failed.update(silent)
 
     def _call(self, node: str, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T:
         """Call an agent, and note beforehand where a claim may come to lie: an interrupt can strike at any line."""

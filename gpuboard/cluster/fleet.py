@@ -37,6 +37,7 @@ _SETTLE_S = 0.02  # ticks are aligned: what arrives with pauses shorter than thi
 _SETTLE_MOST_S = 0.3  # …if it takes no longer: 1,000 lines need 50 to 200 ms to come in and be decoded
 _AGED_S = 1.0  # readings older than this are read again after a wait for others
 _AGAIN_S = 4.0  # for that: NVML alone may take 3.5 s
+_LEAST_S = 0.5  # for any call: a node that lives answers, and what came while this process was suspended is read
 _RETRY_S = 1.0  # a node that failed less than this ago is not tried again for a call
 
 
@@ -213,16 +214,33 @@ class Fleet:
     def call_all(
         self, calls: Mapping[str, tuple[str, dict[str, Any]]], timeout_s: float, kind: type[T]
     ) -> dict[str, T | CallFailed | LinkLost]:
-        """Ask several agents at once; return each node's answer, or its CallFailed or LinkLost as the value."""
-        until = time.monotonic() + timeout_s
+        """Ask several agents at once; return each node's answer, or its CallFailed or LinkLost as the value.
+
+        The time counts from when a node fell silent: one that has left earlier calls unanswered delays no later one.
+        """
+        started = time.monotonic()
         pending = {node: self._submit(node, op, args) for node, (op, args) in calls.items()}
         answers: dict[str, T | CallFailed | LinkLost] = {}
         for node, sent in pending.items():
             try:
-                answers[node] = sent if isinstance(sent, LinkLost) else sent.result(until - time.monotonic(), kind)
+                answers[node] = self._settled(node, sent, started, timeout_s).result(0.0, kind)
             except (CallFailed, LinkLost) as error:
                 answers[node] = error
         return answers
+
+    def _settled(self, node: str, sent: Pending | LinkLost, started: float, timeout_s: float) -> Pending:
+        """Return a call once it is answered. Raises LinkLost where it is not."""
+        if isinstance(sent, LinkLost):
+            raise sent
+        while not sent.settled:
+            now = time.monotonic()
+            link = self._feeds[node].link
+            since = min(started, (link.silent_since if link is not None else None) or started)
+            left_s = since + timeout_s - now
+            if left_s <= 0 and now >= started + _LEAST_S:
+                raise LinkLost(node, sent.no_answer(now - since))
+            sent.wait(min(max(left_s, _LEAST_S), _LOOK_S))
+        return sent
 
     def tell(self, node: str, op: str, args: dict[str, Any]) -> None:
         """Send a call to one agent and wait for no answer; nothing happens when it is not connected."""

@@ -35,8 +35,9 @@ _LETTERS = "abcdefghjkmnpqrstvwxyz"
 _SIGNS = _LETTERS + "23456789"
 _ID_LENGTH = 6  # 5e8 ids
 
-TAKE_S = 10.0  # an agent answers within 5 s, also while somebody keeps the folder's lock
-DROP_S = 5.0
+# A call takes less than 1 s over ssh, and a take 2 s more while a neighbour keeps the folder's lock. A node that has
+# not answered by then is set aside: others can serve.
+CALL_S = 4.0
 ATTEMPTS = 4
 _NOT_THERE = frozenset({"not-found", "not-yours"})  # why there was nothing of ours to release
 LONGEST_S = 366 * 86400.0  # what agents take for a claim (agent/claims_rules.py)
@@ -73,11 +74,13 @@ class Outcome(msgspec.Struct, frozen=True):
 class NotTaken(GpuboardError):
     """A lease could not be taken on ``node``; nothing of it is left.
 
-    ``left``: nodes that gave no answer when their part was dropped. Nobody keeps those claims, so they lapse in 90 s.
+    ``left``: nodes that gave no answer when their part was dropped. They drop it when they answer again; without a
+    keeper claims there expire within 90 s.
     """
 
     def __init__(self, node: str, words: str, left: Collection[str] = ()) -> None:
-        super().__init__(f"{node}: {words}")
+        may_stay = f"; a claim on {', '.join(left)} that was not withdrawn expires within 90 s" if left else ""
+        super().__init__(f"{node}: {words}{may_stay}")
         self.node = node
         self.left = tuple(left)
 
@@ -152,7 +155,7 @@ def _take_once(call: Call, wanted: Wanted, lease: str) -> Taken:
     try:
         for node in sorted(wanted.gpus):
             asked.append(node)
-            ends = call(node, "take", {**args, "uuids": list(wanted.gpus[node])}, TAKE_S, Ends)
+            ends = call(node, "take", {**args, "uuids": list(wanted.gpus[node])}, CALL_S, Ends)
             remaining_s = min(remaining_s, ends.until - ends.now)
     except CallFailed as error:
         # The agent that said no has withdrawn its part itself.
@@ -170,7 +173,10 @@ def _take_once(call: Call, wanted: Wanted, lease: str) -> Taken:
 
 
 def _drop(call: Call, lease: str, nodes: Iterable[str]) -> list[str]:
-    """Release a part; return the nodes that gave no answer, each asked twice: a feed connects again meanwhile."""
+    """Release a part; return the nodes that gave no answer, each asked twice: a feed connects again meanwhile.
+
+    One that hangs has the release behind the take in its queue, and answers both when it goes on.
+    """
     failed = list(nodes)
     for _ in range(2):
         failed = list(release(call, lease, failed).failed)
@@ -205,7 +211,7 @@ def _each(
     failed: dict[str, CallFailed | LinkLost] = {}
     for node in sorted(nodes):
         try:
-            done[node] = call(node, op, dict(args), DROP_S, kind)
+            done[node] = call(node, op, dict(args), CALL_S, kind)
         except (CallFailed, LinkLost) as error:
             failed[node] = error
     return done, failed

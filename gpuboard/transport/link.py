@@ -37,15 +37,19 @@ class Pending:
         """``no_answer``: what it is called when none has come for so many seconds."""
         self._node = node
         self._op = op
-        self._no_answer = no_answer
+        self.no_answer = no_answer
         self._done = threading.Event()
-        self._sent = time.monotonic()
+        self.sent = time.monotonic()
         self._answer: Reply | CallFailed | LinkLost | None = None
 
     @property
     def settled(self) -> bool:
         """Whether there is an answer, or there will be none."""
         return self._done.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is settled; return whether it is."""
+        return self._done.wait(max(0.0, timeout_s))
 
     def settle(self, answer: Reply | CallFailed | LinkLost) -> None:
         """Take the answer, once."""
@@ -54,8 +58,8 @@ class Pending:
 
     def result(self, timeout_s: float, kind: type[T]) -> T:
         """Return the reply's value as a ``kind``, its text cleaned. Raises CallFailed and LinkLost."""
-        if not self._done.wait(max(0.0, timeout_s)):
-            raise LinkLost(self._node, self._no_answer(time.monotonic() - self._sent))
+        if not self.wait(timeout_s):
+            raise LinkLost(self._node, self.no_answer(time.monotonic() - self.sent))
         assert self._answer is not None
         if not isinstance(self._answer, Reply):
             raise self._answer
@@ -115,6 +119,13 @@ class AgentLink:
     def over(self) -> TransportError | None:
         """Why the link has ended; None while it lives."""
         return self._over
+
+    @property
+    def silent_since(self) -> float | None:
+        """Since when calls wait for an answer and nothing at all has come; None: no call waits."""
+        with self._lock:
+            first = next(iter(self._calls.values()), None)
+        return None if first is None else max(first.sent, self.last_line)
 
     def submit(self, op: str, args: dict[str, Any]) -> Pending:
         """Send a call and return at once. On a link that is over the call fails with LinkLost."""

@@ -76,6 +76,8 @@ class ShellLink:
         self._static: Static | None = None
         self._cpu: tuple[int, int] | None = None
 
+    silent_since: None = None  # nvidia-smi takes its time
+
     @property
     def over(self) -> TransportError | None:
         """Why the link has ended; None while it lives."""
