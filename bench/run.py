@@ -59,6 +59,11 @@ BENCHES = {
         "The survey of a folder of claims with 100,000 files of another user in it, beside one with 16 claims alone. "
         "Goals: the first in at most 5 s of CPU; at most 10 % of a core while a file changes each second; 64 MiB."
     ),
+    "lying": (
+        "A client beside ten lying nodes of ten kinds, and the same client without them, alternating, over real ssh "
+        "sessions: its memory, and the age of honest nodes' readings in every snapshot. Goals: at most 100 MiB more; "
+        "99 % of ages within 2 intervals."
+    ),
     "agent": "CPU and memory of the agent on its node, 8 GPUs at 1 Hz. Goal: at most 0.5 % of a core.",
 }
 WORDS = {  # what is run, where it is not the script of that name

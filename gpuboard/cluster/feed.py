@@ -16,6 +16,7 @@ from gpuboard.cluster.ladder import Ladder, Way
 from gpuboard.cluster.picture import NodeFacts, inert_static
 from gpuboard.model.reading import Event, Hello, Reading, Static, shared
 from gpuboard.model.state import Thresholds, counted, narrow_links, rests_on_memory
+from gpuboard.transport import limits
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink
@@ -27,13 +28,15 @@ FIRST_ANSWER_S = 10.0  # from an open connection to the first reading, at least:
 SILENCE_S = 60.0  # a connected agent that says nothing for so long (and 10 intervals) is replaced
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
 BACKOFF_REFUSED_S = 30.0  # for keys: nothing gets better by itself, and sshd may ban who keeps trying
+_SLOW = frozenset({"auth", "host-key", "limits"})
+_LAST_BUSY = 8192  # GPUs of which it is remembered when they were last in use; real ones are far fewer
 _STEADY_S = 10.0  # a link that lived so long starts the back-off over
 
 
 def backoff_s(failures: int, kind: str) -> float:
     """Return how long to wait after the ``failures``-th failure in a row (from 1), jittered to spread many clients."""
-    first = BACKOFF_REFUSED_S if kind in {"auth", "host-key"} else BACKOFF_FIRST_S
-    most = 5 * BACKOFF_MAX_S if kind in {"auth", "host-key"} else BACKOFF_MAX_S
+    first = BACKOFF_REFUSED_S if kind in _SLOW else BACKOFF_FIRST_S
+    most = 5 * BACKOFF_MAX_S if kind in _SLOW else BACKOFF_MAX_S
     return min(most, first * 2.0 ** min(failures - 1, 10)) * random.uniform(0.5, 1.0)
 
 
@@ -206,6 +209,7 @@ class NodeFeed:
         if type(message) is Reading:  # nearly all; isinstance costs more
             self._reading(number, message)
             return
+        listed = 0
         with self._lock:
             if number != self._number:
                 return  # of a link that we have left
@@ -215,6 +219,7 @@ class NodeFeed:
                     known = self.facts.known | known
                 self._anew = False
                 self.facts = msgspec.structs.replace(self.facts, static=message, known=known)
+                listed = len(known)
             elif isinstance(message, Hello):
                 if self.facts.hello is not None and self.facts.hello.boot_id != message.boot_id:
                     self._widths, self._widest = [], {}  # cards may have changed their slots
@@ -222,6 +227,8 @@ class NodeFeed:
                 self._anew = message.job is not None
                 self._hello_at = time.monotonic()
                 self.tick()
+        if listed > limits.GPUS:
+            raise limits.Exceeded(f"has listed {listed} different GPUs by now; at most {limits.GPUS} are accepted")
 
     def _reading(self, number: int, reading: Reading) -> None:
         now = time.monotonic()
@@ -232,17 +239,19 @@ class NodeFeed:
             old = self.facts
             reading, steady = shared(reading, old.reading)
             if not steady or self._rests_on_memory:
-                limits = self._thresholds
-                self._busy = [gpu.uuid for gpu in reading.gpus if gpu.processes is None or counted(gpu, limits)]
-                self._rests_on_memory = any(rests_on_memory(gpu, limits) for gpu in reading.gpus)
+                thresholds = self._thresholds
+                self._busy = [gpu.uuid for gpu in reading.gpus if gpu.processes is None or counted(gpu, thresholds)]
+                self._rests_on_memory = any(rests_on_memory(gpu, thresholds) for gpu in reading.gpus)
                 for gpu in reading.gpus:
                     self._last_busy.setdefault(gpu.uuid, now)
-                widths = [(gpu.uuid, gpu.pcie_width) for gpu in reading.gpus]
+                widths = [(gpu.uuid, gpu.pcie_width) for gpu in reading.gpus if gpu.uuid in old.known]
                 if widths != self._widths:
                     self._widths = widths
                     self._widest |= {uuid: max(self._widest.get(uuid, 0), width or 0) for uuid, width in widths}
                     self._narrow = narrow_links(old.known.values(), reading.gpus, self._widest)
             self._last_busy |= dict.fromkeys(self._busy, now)
+            if len(self._last_busy) > _LAST_BUSY:
+                self._last_busy = {gpu.uuid: self._last_busy.get(gpu.uuid, now) for gpu in reading.gpus}
             if reading.claims_error is None:
                 held = frozenset((claim.uuid, claim.lease) for claim in reading.claims if claim.state == "live")
                 self._last_busy |= dict.fromkeys((uuid for uuid, _ in held - self._held), now)
@@ -276,6 +285,9 @@ class NodeFeed:
                 self._open()
                 return
             self._failures = 1 if now - self._opened_at > _STEADY_S else self._failures + 1
+            if error.kind == "limits":  # nothing that it has sent is believed
+                self.facts = NodeFacts(name=self.node.name)
+                self._last_busy, self._held = {}, frozenset()
             if self._ladder.closed:  # the only way has gone with its job
                 self.facts = msgspec.structs.replace(self.facts, closed=True, error=None)
             else:

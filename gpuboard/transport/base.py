@@ -9,7 +9,19 @@ from gpuboard.errors import GpuboardError
 if TYPE_CHECKING:
     from gpuboard.model.replies import Detail
 
-KINDS = ("refused", "unreachable", "timeout", "resolve", "auth", "host-key", "no-job", "no-python", "exited", "lost")
+KINDS = (
+    "refused",
+    "unreachable",
+    "timeout",
+    "resolve",
+    "auth",
+    "host-key",
+    "no-job",
+    "no-python",
+    "exited",
+    "lost",
+    "limits",
+)
 
 
 class TransportError(GpuboardError):

@@ -17,6 +17,7 @@ import msgspec
 from gpuboard.model import replies
 from gpuboard.model.reading import Event, Hello, Message, Reading, Reply, Static
 from gpuboard.model.text import clean
+from gpuboard.transport import limits
 from gpuboard.transport.base import CallFailed, Channel, LinkLost, TransportError
 
 NOISE_LIMIT = 64 * 1024  # bytes of shell start-up files' output before the hello
@@ -93,10 +94,12 @@ class AgentLink:
         self.connected_at: float | None = None  # when the agent's process was asked for; monotonic, as all times here
         self.last_line = 0.0  # when the last message arrived
         self.stderr = ""  # what the agent's own fds 1 and 2 said last
+        self._budget = limits.Budget() if role == "node" else None  # the output of ranks has no such limit
         self._listener = listener
         self._ended = ended
         self._nonce = os.urandom(8).hex()
         self._prefix = b"@" + self._nonce.encode()
+        self._reading = self._prefix + b'{"t":"reading"'
         self._start = _encoder.encode({"t": "start", "nonce": self._nonce, "role": role, "config": config}) + b"\n"
         self._channel: Channel | None = None
         self._buffer = bytearray()
@@ -167,6 +170,13 @@ class AgentLink:
 
     def received(self, data: bytes) -> None:
         """Take bytes from the transport."""
+        try:
+            self._received(data)
+        except limits.Exceeded as error:
+            self._finish(error, told=True)
+
+    def _received(self, data: bytes) -> None:
+        self._spend(len(data) + limits.PIECE)
         buffer = self._buffer
         if not buffer and data.endswith(b"\n"):  # the usual case: whole lines, nothing to keep
             lines = data.split(b"\n")
@@ -180,10 +190,11 @@ class AgentLink:
             lines = bytes(buffer).split(b"\n")
             self._buffer = bytearray(lines.pop())
             self._scanned = len(self._buffer)
-        for line in lines:
+        for line, after in zip(lines, [*lines[1:], b""], strict=True):
             if self._over is not None:
                 return
-            self._line(line)
+            if not (after.startswith(self._reading) and line.startswith(self._reading)):  # else there is a newer one
+                self._line(line)
         self._check_length()
 
     def ended(self, error: TransportError) -> None:
@@ -218,8 +229,10 @@ class AgentLink:
         if len(line) > LINE_LIMIT:
             self._malformed(f"a line of {len(line)} bytes")
             return
+        body = memoryview(line)[len(self._prefix) :]
         try:
-            message = _decoder.decode(memoryview(line)[len(self._prefix) :])
+            limits.check_line(body)
+            message = _decoder.decode(body)
         except msgspec.DecodeError as error:
             self._malformed(clean(str(error), 200))
             return
@@ -234,6 +247,9 @@ class AgentLink:
         if kind is Reply:
             self._reply(message)
             return
+        self._spend(limits.DECODED)
+        if self._budget is not None:
+            limits.check_message(message, len(line))
         if kind is Hello:
             self.hello = message
         elif kind is Event and message.kind == "stderr":
@@ -243,8 +259,14 @@ class AgentLink:
     def _reply(self, reply: Reply) -> None:
         with self._lock:
             pending = self._calls.pop(reply.id, None)
-        if pending is not None:  # else its caller has stopped waiting long ago, or the node invents answers
+        if pending is not None:
             pending.settle(reply)
+        else:  # its caller has stopped waiting long ago, or the node invents answers
+            self._spend(limits.DECODED)
+
+    def _spend(self, count: int) -> None:
+        if self._budget is not None:
+            self._budget.spend(count, time.monotonic())
 
     def _keep_stderr(self, event: Event) -> None:
         try:

@@ -76,6 +76,25 @@ def test_however_the_bytes_are_cut_the_messages_are_the_same(cuts: list[int]) ->
     assert it.end() is None
 
 
+def test_of_readings_that_arrive_together_the_newest_is_decoded() -> None:
+    it = Setup()
+    ticket = it.link.submit("read", {})
+    lines = [{**READING, "seq": 1}, {**READING, "seq": 2}, {"t": "reply", "id": 1, "value": {"seq": 2}},
+             {**READING, "seq": 3}, {**READING, "seq": 4}]  # fmt: skip
+    it.link.received(b"".join(f"@{it.nonce}{json.dumps(line, separators=(',', ':'))}\n".encode() for line in lines))
+    assert [message.seq for message in it.messages if isinstance(message, Reading)] == [2, 4]
+    assert ticket.settled
+
+
+def test_one_byte_at_a_time_is_a_flood_too() -> None:
+    it = Setup()
+    it.link.received(it.frame(HELLO))
+    for _ in range(5000):
+        it.link.received(b"x")
+    assert it.end() == ("limits", "sends more than any node has to say")
+    assert it.wire.closed
+
+
 def test_replies_find_their_calls_in_any_order() -> None:
     it = Setup()
     it.link.received(it.frame(HELLO))

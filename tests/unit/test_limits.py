@@ -1,0 +1,98 @@
+"""What one node may send: all that an agent ever says, also after hours in which nobody read, and no more."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from gpuboard.cluster.feed import backoff_s
+from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process
+from gpuboard.model.reading import Claim, Event, Hello, Reading, Static
+from gpuboard.transport import limits
+from gpuboard.transport.limits import Budget, Exceeded, check_line, check_message
+
+MIB = 2**20
+PIECE = 32 * 1024  # of an ssh channel
+
+
+def receive(budget: Budget, size: int, now: float) -> None:
+    """Spend what a message of this size costs, in the pieces in which it arrives."""
+    for start in range(0, size, PIECE):
+        budget.spend(min(PIECE, size - start) + limits.PIECE, now)
+    budget.spend(limits.DECODED, now)
+
+
+def test_the_largest_line_each_second_is_no_excess() -> None:
+    budget = Budget()
+    for second in range(100):
+        receive(budget, 4 * MIB - PIECE, float(second))
+
+
+def test_what_waited_for_a_suspended_client_is_no_excess() -> None:
+    budget = Budget()
+    receive(budget, 4096, 0.0)
+    receive(budget, 10 * MIB, 3600.0)
+    for _ in range(50):
+        receive(budget, 4096, 3600.1)
+
+
+@pytest.mark.parametrize(("size", "a_second"), [(4096, 1000), (MIB, 10), (1, 1000)])
+def test_a_flood_is_told_within_seconds(size: int, a_second: int) -> None:
+    budget = Budget()
+    with pytest.raises(Exceeded) as told:
+        for number in range(10 * a_second):
+            receive(budget, size, number / a_second)
+    assert told.value.kind == "limits"
+
+
+def gpu(**changes: object) -> GpuReading:
+    return msgspec.convert({"uuid": "GPU-0", **changes}, GpuReading)
+
+
+def reading(*gpus: GpuReading, claims: int = 0) -> Reading:
+    claim = Claim(lease="a", uuid="GPU-0", uid=1, owner="a", state="live", since=0.0, until=9.0)
+    return Reading(seq=1, at=0.0, interval_s=1.0, gpus=list(gpus), claims=[claim] * claims)
+
+
+PROCESSES = [Process(1, "compute")] * 4096
+PARTS = [MigReading("MIG-0")] * 64
+STATIC = GpuStatic(0, "GPU-0", "H100", "0")
+
+
+@pytest.mark.parametrize(
+    ("within", "beyond", "words"),
+    [
+        (reading(*[gpu()] * 256), reading(*[gpu()] * 257), "257 GPUs"),
+        (reading(claims=4096), reading(claims=4097), "4097 claims"),
+        (reading(gpu(processes=PROCESSES)), reading(gpu(processes=PROCESSES), gpu(processes=[Process(2, "compute")])),
+         "4097 processes"),
+        (reading(gpu(mig=PARTS)), reading(gpu(mig=[*PARTS, MigReading("MIG-1")])), "65 MIG devices of a GPU"),
+        (reading(*[gpu(mig=PARTS)] * 16), reading(*[gpu(mig=PARTS)] * 17), "1088 MIG devices"),
+        (Static([STATIC] * 256), Static([STATIC] * 257), "257 GPUs"),
+        (Static(), Static([msgspec.structs.replace(STATIC, mig=[MigStatic("MIG-0", "1g")] * 65)]), "65 MIG devices"),
+        (Static(), Static([msgspec.structs.replace(STATIC, links={f"GPU-{k}": 1 for k in range(1025)})]), "1025 links"),
+    ],
+)  # fmt: skip
+def test_what_no_node_has_is_refused(within: Reading | Static, beyond: Reading | Static, words: str) -> None:
+    check_message(within, 1000)
+    with pytest.raises(Exceeded, match=f"lists {words}"):
+        check_message(beyond, 1000)
+
+
+@pytest.mark.parametrize("message", [Static(), Hello("n", "b", 1, "a", 2, "3.11"), Event("stderr")])
+def test_facts_are_short(message: Static | Hello | Event) -> None:
+    check_message(message, MIB)
+    with pytest.raises(Exceeded, match="bytes of facts"):
+        check_message(message, MIB + 1)
+
+
+def test_a_long_line_is_counted_before_objects_are_made_of_it() -> None:
+    line = msgspec.json.encode({"t": "reading", "gpus": [{"uuid": "GPU-0"}] * 20_000})
+    with pytest.raises(Exceeded, match="20000 GPUs"):
+        check_line(memoryview(line))
+    check_line(memoryview(msgspec.json.encode({"t": "reply", "id": 1, "value": "x" * MIB})))
+
+
+def test_a_node_beyond_its_limits_is_tried_again_seldom() -> None:
+    assert 15.0 <= backoff_s(1, "limits") <= 30.0
+    assert 150.0 <= backoff_s(9, "limits") <= 300.0
