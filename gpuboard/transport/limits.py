@@ -34,7 +34,13 @@ class _Outline(msgspec.Struct, gc=False):
     claims: list[msgspec.Raw] = []
 
 
+class _GpuOutline(msgspec.Struct, gc=False):
+    processes: list[msgspec.Raw] | None = None
+    mig: list[msgspec.Raw] | None = None
+
+
 _outline = msgspec.json.Decoder(_Outline)
+_gpu_outline = msgspec.json.Decoder(_GpuOutline)
 
 
 class Exceeded(TransportError):
@@ -66,6 +72,9 @@ def check_line(line: memoryview) -> None:
         found = _outline.decode(line)
         _at_most(GPUS, len(found.gpus), "GPUs")
         _at_most(CLAIMS, len(found.claims), "claims")
+        for gpu in map(_gpu_outline.decode, found.gpus):
+            _at_most(PROCESSES, len(gpu.processes or ()), "processes")
+            _at_most(MIG_DEVICES, len(gpu.mig or ()), "MIG devices of a GPU")
 
 
 def check_message(message: object, size: int) -> None:
