@@ -16,7 +16,7 @@ from gpuboard.transport.base import TransportError
 GPUS = 256
 MIG_DEVICES = 64  # of a GPU
 MIG_DEVICES_IN_ALL = 1024
-PROCESSES = 4096  # in all
+PROCESSES = 8192  # in all; so many that one user can hardly start them
 CLAIMS = 4096
 ENTRIES = 1024  # of any other list: links, errors, addresses
 MESSAGE = 1024 * 1024  # bytes of a message that is neither reading nor reply

@@ -231,7 +231,8 @@ class AgentLink:
             return
         body = memoryview(line)[len(self._prefix) :]
         try:
-            limits.check_line(body)
+            if self._budget is not None:
+                limits.check_line(body)
             message = _decoder.decode(body)
         except msgspec.DecodeError as error:
             self._malformed(clean(str(error), 200))

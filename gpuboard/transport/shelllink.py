@@ -17,7 +17,7 @@ import msgspec
 from gpuboard.agent import nvml_terms, procfs, smi, smi_child, smi_xml
 from gpuboard.model.reading import Hello, Message, Reading, Reply, Static
 from gpuboard.model.text import clean
-from gpuboard.transport import shell, shellfacts
+from gpuboard.transport import limits, shell, shellfacts
 from gpuboard.transport.base import CallFailed, Channel, LinkLost, TransportError
 from gpuboard.transport.link import Listener, Pending, late
 from gpuboard.transport.shellframes import Answer, Frames, Malformed
@@ -52,6 +52,7 @@ class ShellLink:
         nonce = os.urandom(8).hex().encode()
         self._opening = shell.SCRIPT + nonce + b"\n"
         self._frames = Frames(nonce)
+        self._budget = limits.Budget()
         self._channel: Channel | None = None
         self._lock = threading.Lock()  # what follows is used by the transport's thread and by those who ask
         self._over: TransportError | None = None
@@ -143,10 +144,13 @@ class ShellLink:
     def received(self, data: bytes) -> None:
         """Take bytes from the transport."""
         try:
+            self._budget.spend(len(data) + limits.PIECE, time.monotonic())
             for answer in self._frames.take(data):
                 if self._over is None:
                     self.last_line = time.monotonic()
                     self._answered(answer)
+        except limits.Exceeded as error:
+            self._finish(error, told=True)
         except (Malformed, msgspec.MsgspecError, ValueError, OverflowError) as error:
             cure = "run `ssh NODE true` and see what it prints" if self.hello is None else ""
             self._finish(TransportError("lost", f"malformed answer: {clean(str(error), 200)}", cure), told=True)
@@ -261,6 +265,7 @@ class ShellLink:
         )
         if static != self._static:
             self._static = static
+            limits.check_message(static, 0)
             self._listener(static)
         self._seq += 1
         reading = _checked(
@@ -272,6 +277,7 @@ class ShellLink:
             claims_error=self._why,
             **host,
         )
+        limits.check_message(reading, 0)
         self._listener(reading)
         if self._error is None and not self._running:
             for pending in self._taken(self._passes):

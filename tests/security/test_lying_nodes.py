@@ -25,7 +25,7 @@ SAYS = {
     "bytes": "malformed answer",  # once there are 64 kB of it; until then nothing is heard
     "fast": "sends more than any node",
     "claims": "lists 40000 claims; at most 4096",
-    "processes": "lists 100000 processes; at most 4096",
+    "processes": "lists 100000 processes; at most 8192",
     "migs": "lists 1000 MIG devices of a GPU; at most 64",
     "replies": "sends more than any node",
 }

@@ -54,7 +54,7 @@ def reading(*gpus: GpuReading, claims: int = 0) -> Reading:
     return Reading(seq=1, at=0.0, interval_s=1.0, gpus=list(gpus), claims=[claim] * claims)
 
 
-PROCESSES = [Process(1, "compute")] * 4096
+PROCESSES = [Process(1, "compute")] * 8192
 PARTS = [MigReading("MIG-0")] * 64
 STATIC = GpuStatic(0, "GPU-0", "H100", "0")
 
@@ -65,7 +65,7 @@ STATIC = GpuStatic(0, "GPU-0", "H100", "0")
         (reading(*[gpu()] * 256), reading(*[gpu()] * 257), "257 GPUs"),
         (reading(claims=4096), reading(claims=4097), "4097 claims"),
         (reading(gpu(processes=PROCESSES)), reading(gpu(processes=PROCESSES), gpu(processes=[Process(2, "compute")])),
-         "4097 processes"),
+         "8193 processes"),
         (reading(gpu(mig=PARTS)), reading(gpu(mig=[*PARTS, MigReading("MIG-1")])), "65 MIG devices of a GPU"),
         (reading(*[gpu(mig=PARTS)] * 16), reading(*[gpu(mig=PARTS)] * 17), "1088 MIG devices"),
         (Static([STATIC] * 256), Static([STATIC] * 257), "257 GPUs"),

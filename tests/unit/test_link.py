@@ -78,6 +78,7 @@ def test_however_the_bytes_are_cut_the_messages_are_the_same(cuts: list[int]) ->
 
 def test_of_readings_that_arrive_together_the_newest_is_decoded() -> None:
     it = Setup()
+    it.link.received(it.frame(HELLO))
     ticket = it.link.submit("read", {})
     lines = [{**READING, "seq": 1}, {**READING, "seq": 2}, {"t": "reply", "id": 1, "value": {"seq": 2}},
              {**READING, "seq": 3}, {**READING, "seq": 4}]  # fmt: skip
