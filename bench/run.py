@@ -44,7 +44,7 @@ BENCHES = {
     ),
     "cold": (
         "`gpuboard status` of 8, 64 and 256 nodes that nothing is connected to yet, beside `clush true` on them, over "
-        "one sshd on this machine: both ends share it. Goals: at most 1.2 times clush's time; no node called unreachable."
+        "one sshd on this machine: both ends share it. Goals: at most 1.2 times clush's time; none called unreachable."
     ),
     "transports": (
         "The feed over each transport, on real ssh sessions at 1 Hz: CPU per node and poll and memory, the ssh "
