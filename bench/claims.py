@@ -20,7 +20,7 @@ from pathlib import Path
 
 from usage import pss
 
-from gpuboard.agent import claims
+from gpuboard.agent.claims import store as claims
 
 BOB = 20002
 HONEST = 16

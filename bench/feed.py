@@ -248,7 +248,7 @@ def agents(sshd: Sshd) -> list[int]:
     found = []
     for pid in children(sshd.process.pid):
         with contextlib.suppress(OSError):
-            if b"gpuboard.agent.bundled" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"gpuboard.agent.bundle_loader" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 

@@ -3,7 +3,7 @@
     python bench/feeder.py SOCKET NODES
 
 Every node is a connection that speaks as an agent does: the start line in, then hello, static and a reading a second,
-all nodes' together, as aligned agents do. The values are agent/simulate.py's and move; jobs come and go, every fourth
+all nodes' together, as aligned agents do. The values are agent/simulate/gpus.py's and move; jobs come and go, every fourth
 node holds a claim. `FeederConnector` is the client's end: it stands where transports would, so that everything from
 the bytes of a line on is the real thing.
 """
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gpuboard.agent.simulate import Simulated
+from gpuboard.agent.simulate.gpus import Simulated
 from gpuboard.config import Settings
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.connector import Connector

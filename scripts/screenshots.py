@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from textual.pilot import Pilot
 
-from gpuboard.agent.simulate import Simulated
+from gpuboard.agent.simulate.gpus import Simulated
 from gpuboard.allocate.held import indexes
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core

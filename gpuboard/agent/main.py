@@ -2,7 +2,7 @@
 
 import os
 
-from gpuboard.agent import wire
+from gpuboard.agent import protocol
 
 MYPY = False
 if MYPY:
@@ -16,12 +16,12 @@ def main() -> None:
 
     Exit codes: 0 the connection ended, 1 an error (sent to the client as a ``stderr`` event), 2 an unknown role.
     """
-    channel = wire.take_over()
+    channel = protocol.take_over()
     code = 1
     try:
         start = channel.read_start()
         code = 0 if start is None else _run(channel, str(start.get("role")), start.get("config") or {})
-    except wire.BadStream as error:
+    except protocol.BadStream as error:
         channel.event("stderr", {"text": "gpuboard agent: %s\n" % error})
     except Exception:
         import traceback  # late: only when something is wrong
@@ -31,14 +31,14 @@ def main() -> None:
     os._exit(code)  # no exit handlers: a forked child, a library or a thread must not hold the node's process back
 
 
-def _run(channel: wire.Channel, role: str, config: "Dict[str, Any]") -> int:
+def _run(channel: protocol.Channel, role: str, config: "Dict[str, Any]") -> int:
     if role == "node":
         from gpuboard.agent import node  # late: a supervisor needs no probe
 
         node.run(channel, config)
         return 0
     if role == "launch":
-        from gpuboard.agent import guard  # late: a probe needs no supervisor
+        from gpuboard.agent.launch import guard  # late: a probe needs no supervisor
 
         guard.run(channel, config)
         return 0

@@ -9,16 +9,16 @@ import select
 import sys
 import time
 
-from gpuboard.agent import nvml_terms as terms
-from gpuboard.agent import probe as probes
-from gpuboard.agent import wire
+from gpuboard.agent import protocol
+from gpuboard.agent.nvml import monitor as probes
+from gpuboard.agent.nvml import terms
 
 MYPY = False
 if MYPY:
     from typing import Any, Dict, List, Optional, Set, Tuple, Union
 
-    from gpuboard.agent.jobgpus import JobGpus
-    from gpuboard.agent.simulate import Simulated
+    from gpuboard.agent.simulate.gpus import Simulated
+    from gpuboard.agent.slurm_gpus import JobGpus
 
 FIRST_S = 3.5  # the first reading waits so long for NVML: longer than it takes to find out that one GPU hangs
 LATE_S = 1.0  # a later one goes out with what is there
@@ -27,11 +27,11 @@ OLD_S = 20.0  # a client that hears nothing for a minute believes that we are go
 BACKLOG = 1024 * 1024  # bytes: while a client does not read, it gets no new readings
 
 
-def run(channel: wire.Channel, config: "Dict[str, Any]") -> None:
+def run(channel: protocol.Channel, config: "Dict[str, Any]") -> None:
     """Serve until the connection ends. ``config`` as in docs/architecture.md."""
     probe: "Union[probes.Probe, Simulated]"
     if config.get("simulate"):
-        from gpuboard.agent.simulate import Simulated  # late: the demo's alone
+        from gpuboard.agent.simulate.gpus import Simulated  # late: the demo's alone
 
         probe = Simulated(config["simulate"], str(config.get("node")), channel.fd_in)
     else:
@@ -45,8 +45,9 @@ def run(channel: wire.Channel, config: "Dict[str, Any]") -> None:
 
 
 class _Node:
-    def __init__(self, channel: wire.Channel, config: "Dict[str, Any]", probe: "Any", first: int) -> None:
-        from gpuboard.agent import claims, procfs  # late: NVML's process is at work meanwhile
+    def __init__(self, channel: protocol.Channel, config: "Dict[str, Any]", probe: "Any", first: int) -> None:
+        from gpuboard.agent import proc  # late: NVML's process is at work meanwhile
+        from gpuboard.agent.claims import store as claims
 
         self.channel = channel
         self.probe = probe
@@ -54,7 +55,7 @@ class _Node:
         self.interval_s: "Optional[float]" = config.get("interval_s")
         self.job: "Optional[JobGpus]" = None  # where only a job's GPUs are listed
         if config.get("job"):
-            from gpuboard.agent.jobgpus import JobGpus  # late: only inside a job
+            from gpuboard.agent.slurm_gpus import JobGpus  # late: only inside a job
 
             self.job = JobGpus(os.environ)
         simulated = probe.source == "simulated"
@@ -62,9 +63,9 @@ class _Node:
         self.folder = (probe.folder if simulated else claims.Folder)(str(config.get("claims_dir") or "/var/tmp"))
         if self.job is not None:
             self.folder.job = self.job.tag
-        self.procfs = procfs
-        self.processes = procfs.Processes()
-        self.host = probe.host if simulated else procfs.Host()
+        self.procfs = proc
+        self.processes = proc.Processes()
+        self.host = probe.host if simulated else proc.Host()
         self.seq = 0
         self.sent_version = 0
         self.sent_done = 0  # the pass whose values went out last
@@ -265,10 +266,10 @@ def hello(user: str) -> "Dict[str, Any]":
 
 def job() -> "Optional[str]":
     """Return the Slurm job that this agent is a process of: a step's, or one that sshd was adopted into."""
-    from gpuboard.agent import procfs  # late: only when NVML's process is at work
+    from gpuboard.agent import proc  # late: only when NVML's process is at work
 
     try:
-        return procfs.parse_cgroup(procfs.read("/proc/self/cgroup").decode("utf-8", "replace"))[0]
+        return proc.parse_cgroup(proc.read("/proc/self/cgroup").decode("utf-8", "replace"))[0]
     except OSError:
         return None
 

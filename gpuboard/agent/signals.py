@@ -7,7 +7,7 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict
 
-    from gpuboard.agent.procfs import Processes
+    from gpuboard.agent.proc import Processes
 
 NAMES = ("TERM", "INT", "KILL", "USR1", "STOP", "CONT")
 SAME_S = 1.0  # readings round; a pid is not used again within so little time, and a clock set anew is no reason to kill

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpuboard import paths
-from gpuboard.agent import claims
+from gpuboard.agent.claims import store as claims
 from gpuboard.cli.context import Context
 from gpuboard.config import StateSettings
 from gpuboard.errors import GpuboardError, UsageError

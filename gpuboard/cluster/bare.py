@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuboard import paths
-from gpuboard.agent.nvml_terms import NO_DRIVER
+from gpuboard.agent.nvml.terms import NO_DRIVER
 from gpuboard.cluster.inventory import local_node, own_uuids
 from gpuboard.errors import GpuboardError
 

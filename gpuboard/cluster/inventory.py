@@ -33,7 +33,7 @@ class Node(msgspec.Struct, frozen=True):
 
     name: str
     host: str | None
-    simulate: dict[str, Any] | None = None  # the description of simulated GPUs (agent/simulate.py)
+    simulate: dict[str, Any] | None = None  # the description of simulated GPUs (agent/simulate/gpus.py)
     claims_dir: str | None = None  # where this node's claims lie; None: as the settings say
     job: str | None = None  # the Slurm job of ours through which it is reached (srun), in place of ssh
 

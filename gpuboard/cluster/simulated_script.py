@@ -1,6 +1,6 @@
 """The story of the demo's cluster: who runs what where and when, and what goes wrong. Pure: a seed → scripts.
 
-A script is what gpuboard/agent/simulate_life.py plays. Some of it is told by hand, so that everything the board can
+A script is what gpuboard/agent/simulate/life.py plays. Some of it is told by hand, so that everything the board can
 show is there to be seen within the first two minutes; the rest is drawn by lot.
 """
 
@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpuboard.agent.simulate_life import PIDS
+from gpuboard.agent.simulate.life import PIDS
 
 PERIOD_S = 900.0
 _GIB = 2**30

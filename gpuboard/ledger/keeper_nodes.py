@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpuboard.agent import claims
+from gpuboard.agent.claims import store as claims
 from gpuboard.ledger.keeper_record import KeptNode, login_of
 
 if TYPE_CHECKING:

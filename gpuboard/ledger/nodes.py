@@ -40,7 +40,7 @@ _ID_LENGTH = 6  # 5e8 ids
 CALL_S = 4.0
 ATTEMPTS = 4
 _NOT_THERE = frozenset({"not-found", "not-yours"})  # why there was nothing of ours to release
-LONGEST_S = 366 * 86400.0  # what agents take for a claim (agent/claims_rules.py)
+LONGEST_S = 366 * 86400.0  # what agents take for a claim (agent/claims/rules.py)
 # A claim younger than this, of a lease over several nodes, may be withdrawn yet: its taker is still on his way.
 _ON_ITS_WAY_S = 2.0
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-# Numbers of a node, within what an agent passes on of claims (agent/claims_rules.py) and file times, which any user of
+# Numbers of a node, within what an agent passes on of claims (agent/claims/rules.py) and file times, which any user of
 # the node may choose. Beyond it sums, divisions and dates would raise: there the message is malformed.
 Count = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Number = Annotated[float, msgspec.Meta(ge=-1e20, le=1e20)]

@@ -26,8 +26,8 @@ _LOADER = (
     f"h=bytes(r({len(GUARD) + 8},bytearray()));"
     f'h[:{len(GUARD) - 1}]==b"{GUARD.decode().strip()}" and h[{len(GUARD)}:].isdigit() or sys.exit({STDIN_READ});'
     f'p=zlib.decompress(r(int(h[{len(GUARD)}:]),bytearray())).decode("utf-8").split(chr(0));'
-    'g={"__name__":"gpuboard.agent.bundled"};'
-    'exec(compile(p[0],"<bundle>/gpuboard/agent/bundled.py","exec"),g);g["run"](p[1:])'
+    'g={"__name__":"gpuboard.agent.bundle_loader"};'
+    'exec(compile(p[0],"<bundle>/gpuboard/agent/bundle_loader.py","exec"),g);g["run"](p[1:])'
 )
 _BARE_WORD = re.compile(r"[A-Za-z0-9_@%+=:,./~-]+")
 
@@ -42,10 +42,10 @@ def command_line(python: str) -> str:
 def bundle(role: str) -> bytes:
     """Return what the loader reads: GUARD, 8 digits, then so many bytes of zlib.
 
-    Inside: texts with NUL between them: gpuboard.agent.bundled, then pairs of module name and source. pynvml travels
+    Inside: texts with NUL between them: gpuboard.agent.bundle_loader, then pairs of module name and source. pynvml travels
     with role ``node`` only.
     """
-    parts = [_agent_sources()["gpuboard.agent.bundled"]]
+    parts = [_agent_sources()["gpuboard.agent.bundle_loader"]]
     for name, text in sources(role).items():
         parts += [name, text]
     if any("\0" in text for text in parts):

@@ -17,7 +17,8 @@ nvidia-smi the hello is ``@NONCE none start``. Nothing is written to any file.
 
 from __future__ import annotations
 
-from gpuboard.agent import smi, smi_child
+from gpuboard.agent.smi import parse as smi
+from gpuboard.agent.smi import process as smi_child
 from gpuboard.transport.bundle import GUARD
 from gpuboard.transport.exits import STDIN_READ
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gpuboard.agent import procfs
+from gpuboard.agent import proc
 
 Section = Mapping[str, str]  # what stands below each heading of one answer
 
@@ -37,13 +37,13 @@ def processes(said: Section) -> dict[int, dict[str, Any]]:
         uid = status.get("Uid", "").split("\t")[0]
         if not uid.isdecimal():
             continue
-        job, container = procfs.parse_cgroup(groups.get(pid, ""))
+        job, container = proc.parse_cgroup(groups.get(pid, ""))
         found[pid] = {
             "uid": int(uid[:10]),
-            "system": int(uid[:10]) < procfs.FIRST_PERSON,
+            "system": int(uid[:10]) < proc.FIRST_PERSON,
             "user": None if uid == "0" and container else users.get(uid, uid[:10]),
             "name": status.get("Name", ""),
-            "command": commands.get(pid, "")[: procfs.COMMAND_LIMIT],
+            "command": commands.get(pid, "")[: proc.COMMAND_LIMIT],
             "started": _started(stats.get(pid, ""), host),
             "job": job,
             "container": container,
@@ -57,13 +57,13 @@ def host(said: Section, before: tuple[int, int] | None) -> tuple[dict[str, Any],
     ``before``: those of the answer before.
     """
     text = said.get("host", "")
-    times = next((procfs.cpu_times(line) for line in text.splitlines() if line.startswith("cpu ")), None)
-    used, total = procfs.memory(text)
+    times = next((proc.cpu_times(line) for line in text.splitlines() if line.startswith("cpu ")), None)
+    used, total = proc.memory(text)
     load = next((line.split()[0] for line in text.splitlines() if re.match(r"\d+\.\d+ \d+\.\d+ ", line)), None)
     at = words(text).get("at", "")
     return {
         "at": float(at) if re.fullmatch(r"\d{1,12}", at) else 0.0,
-        "cpu_percent": procfs.cpu_percent(before, times),
+        "cpu_percent": proc.cpu_percent(before, times),
         "memory_used": used,
         "memory_total": total,
         "load1": None if load is None else float(load),
@@ -83,7 +83,7 @@ def _by_process(text: str) -> dict[int, str]:
 def _started(stat: str, host: Mapping[str, str]) -> float | None:
     """Return when a process was started, epoch seconds."""
     try:
-        _, start = procfs.parse_stat(stat.encode())
+        _, start = proc.parse_stat(stat.encode())
         return round(float(host["btime"]) + start / float(host["hz"]), 2)
     except (KeyError, ValueError, IndexError, ArithmeticError):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpuboard.agent import smi
+from gpuboard.agent.smi import parse as smi
 
 NOISE_LIMIT = 64 * 1024  # bytes of shell start-up files' output before the hello
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from gpuboard.agent import smi
+from gpuboard.agent.smi import parse as smi
 
 
 class Gpus:

@@ -14,7 +14,11 @@ from typing import Any
 
 import msgspec
 
-from gpuboard.agent import nvml_terms, procfs, smi, smi_child, smi_xml
+from gpuboard.agent import proc
+from gpuboard.agent.nvml import terms
+from gpuboard.agent.smi import parse as smi
+from gpuboard.agent.smi import process as smi_child
+from gpuboard.agent.smi import xml as smi_xml
 from gpuboard.model.reading import Hello, Message, Reading, Reply, Static
 from gpuboard.model.text import clean
 from gpuboard.transport import limits, shell, shellfacts
@@ -71,7 +75,7 @@ class ShellLink:
         self._fields = list(smi.FIELDS)
         self._xml = b""
         self._bad = ""
-        self._period_s = nvml_terms.pause_s(0.0)
+        self._period_s = terms.pause_s(0.0)
         self._retry_s = RETRY_S[0]
         self._seq = 0
         self._static: Static | None = None
@@ -180,7 +184,7 @@ class ShellLink:
             user=said.get("user") or str(number.get("uid", "")),
             pid=number.get("pid", 0),
             python="",
-            job=procfs.parse_cgroup(text)[0],
+            job=proc.parse_cgroup(text)[0],
         )
         self._listener(hello)
         with self._lock:
@@ -231,7 +235,7 @@ class ShellLink:
         self._gpus.take(listing, self._began)
         self._error = None
         self._retry_s = RETRY_S[0]
-        self._period_s = nvml_terms.pause_s(now - self._began)
+        self._period_s = terms.pause_s(now - self._began)
         with self._lock:
             if self._interval_s is not None:
                 self._due = self._began + max(self._interval_s, self._period_s)
@@ -255,10 +259,10 @@ class ShellLink:
         host, self._cpu = shellfacts.host(said, self._cpu)
         statics = self._gpus.statics(hostname)
         readings = self._gpus.readings(hostname, shellfacts.processes(said))
-        shared = nvml_terms.sharing(statics)
+        shared = terms.sharing(statics)
         static = _checked(
             Static,
-            gpus=nvml_terms.lent(statics, shared, "memory_total", host.get("memory_total")),
+            gpus=terms.lent(statics, shared, "memory_total", host.get("memory_total")),
             driver=self._gpus.driver,
             cuda=self._gpus.cuda,
             source="nvidia-smi",
@@ -272,7 +276,7 @@ class ShellLink:
             Reading,
             seq=self._seq,
             interval_s=max(self._interval_s, self._period_s) if self._interval_s else 0.0,
-            gpus=nvml_terms.lent(readings, shared, "memory_used", host.get("memory_used")),
+            gpus=terms.lent(readings, shared, "memory_used", host.get("memory_used")),
             nvml_error=self._error or (_HANGS if self._killed else None),
             claims_error=self._why,
             **host,

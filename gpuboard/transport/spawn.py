@@ -18,7 +18,9 @@ _BOOT = (
     "{preload}from gpuboard.agent.main import main; main()"
 )
 # What role `node` imports, pynvml included: the NVML process is a fork and finds it loaded.
-_PRELOAD = "import json, gpuboard.agent.node, gpuboard.agent.nvml, gpuboard.agent.claims, gpuboard.agent.procfs; "
+_PRELOAD = (
+    "import json, gpuboard.agent.node, gpuboard.agent.nvml.reader, gpuboard.agent.claims.store, gpuboard.agent.proc; "
+)
 
 # Where Slurm's configuration lies and who we are for it; all its other variables describe a job, a step or a task.
 SLURM_SETUP = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"})

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpuboard.agent import claims
+from gpuboard.agent.claims import store as claims
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Place, Scene

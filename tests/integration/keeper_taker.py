@@ -9,7 +9,7 @@ import json
 import os
 import sys
 
-from gpuboard.agent import claims
+from gpuboard.agent.claims import store as claims
 from gpuboard.ledger import holder, keeper
 
 

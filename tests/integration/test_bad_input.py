@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from gpuboard.agent import claims_files, claims_rules
+from gpuboard.agent.claims import files, rules
 from gpuboard.cluster.picture import NodeFacts, View, snapshot
 from gpuboard.ledger.nodes import leases_of
 from gpuboard.model.gpu import GpuReading, GpuStatic
@@ -169,7 +169,7 @@ def forged(uuid: str, **changes: Any) -> bytes:
     now = time.time()
     content = {
         "lease": "zzzzzz", "uuid": uuid, "from": now, "until": now + 3600, "up": up,
-        "boot": claims_files.boot_id(), "share": None, "holder": None, "purpose": "", "host": "h", "nodes": [NAME],
+        "boot": files.boot_id(), "share": None, "holder": None, "purpose": "", "host": "h", "nodes": [NAME],
         "gpus": 1, "took": [],
     }  # fmt: skip
     return json.dumps(content | changes).encode()
@@ -294,10 +294,10 @@ def test_a_shared_file_system_is_refused_with_the_reason() -> None:
         "21 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw\n"
         "40 21 0:50 / /var/tmp rw,relatime shared:9 - nfs4 server:/tmp rw,vers=4.2\n"
     )
-    words = claims_files.mount_trouble("/var/tmp", mounts, 1001)
+    words = files.mount_trouble("/var/tmp", mounts, 1001)
     assert words is not None
     assert "nfs4" in words
-    assert claims_files.mount_trouble("/var/lib", mounts, 1001) is None
+    assert files.mount_trouble("/var/lib", mounts, 1001) is None
 
 
 @case("nfs")
@@ -368,9 +368,9 @@ def test_claims_on_a_node_whose_clock_is_set_while_they_live_stay_live(off_s: fl
     boot, up = "b", 5000.0
     content = forged("GPU-0", boot=boot, up=up, **{"from": 1000.0, "until": 4600.0})
     born_off = 1000.0 - up
-    entry = claims_rules.Entry("gpuboard.GPU-0.zzzzzz", 0, 1, born_off + up + 30, born_off + up + 30, content, "")
-    clock = claims_rules.Clock(born_off + up + 40 + off_s, up + 40)
-    judged = claims_rules.judge(entry, clock, boot)
+    entry = rules.Entry("gpuboard.GPU-0.zzzzzz", 0, 1, born_off + up + 30, born_off + up + 30, content, "")
+    clock = rules.Clock(born_off + up + 40 + off_s, up + 40)
+    judged = rules.judge(entry, clock, boot)
     assert (judged.state, judged.reason) == ("live", "")
 
 

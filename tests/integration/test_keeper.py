@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gpuboard.agent import claims
+from gpuboard.agent.claims import store as claims
 from gpuboard.ledger import holder, keeper, keeper_place
 from tests import nvml
 from tests.integration.keeper_lab import UUIDS, Lab

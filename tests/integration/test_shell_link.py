@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gpuboard.agent import smi_child
-from gpuboard.agent.procfs import COMMAND_LIMIT
+from gpuboard.agent.proc import COMMAND_LIMIT
+from gpuboard.agent.smi import process as smi_child
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.model.replies import Read
 from gpuboard.transport import shelllink

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.procfs import COMMAND_LIMIT
+from gpuboard.agent.proc import COMMAND_LIMIT
 from gpuboard.model.reading import Reading
 from tests.agent import Agent, still_there
 from tests.nodes import old_python

@@ -138,7 +138,7 @@ def test_a_job_whose_end_srun_does_not_tell_has_ended_its_channel(lab: Lab) -> N
         driven.start_agents("gpu01")
         sruns = [str(process.inner) for process in clients(lab)]
         lab.login.run(["kill", "-STOP", *sruns], user="root")
-        lab.host("gpu01").run(["pkill", "-9", "-f", "gpuboard.agent.bundled"], user="root")
+        lab.host("gpu01").run(["pkill", "-9", "-f", "gpuboard.agent.bundle_loader"], user="root")
         until(lambda: not agents(lab.host("gpu01")), "the agent has ended first")
         lab.slurm.run(["scancel", str(job)], check=True)
         until(lambda: lab.slurm.job(job)["JobState"] == "CANCELLED", "then its job")

@@ -61,7 +61,7 @@ def agents(server: Sshd) -> list[int]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"gpuboard.agent.bundled" in command or b"fake_agent" in command:
+        if b"gpuboard.agent.bundle_loader" in command or b"fake_agent" in command:
             found.append(pid)
     return found
 

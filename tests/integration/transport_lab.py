@@ -125,7 +125,7 @@ def own(path: Path, user: str = "alice") -> None:
 
 def agents(host: Host, user: str = "alice") -> list[NodeProcess]:
     """Return the agents of ``user`` on a node, their NVML processes included."""
-    return host.processes(lambda p: any("gpuboard.agent.bundled" in word for word in p.argv), user=user)
+    return host.processes(lambda p: any("gpuboard.agent.bundle_loader" in word for word in p.argv), user=user)
 
 
 def logins(host: Host) -> int:

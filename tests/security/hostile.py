@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from gpuboard.agent import claims, claims_files
+from gpuboard.agent.claims import files
+from gpuboard.agent.claims import store as claims
 from tests.unit.claims_help import BOB, become
 
 ANSWER_S = 15.0  # after so long a file system that never answers is taken away, so that a test fails and does not hang
@@ -92,10 +93,10 @@ def acl(path: str, kind: str, **permissions: int) -> None:
 
 def by_hand(folder: str, uid: int, *claimed: tuple[str, str], **changes: Any) -> None:
     """Write live claims as ``uid`` would without gpuboard: (GPU, lease) each."""
-    clock = claims_files.Files(folder).clock()
+    clock = files.Files(folder).clock()
     content = {
         "from": clock.wall, "until": clock.wall + 600.0, "up": clock.up, "share": None, "holder": None, "nodes": [],
-        "gpus": 1, "purpose": "", "host": "", "boot": claims_files.boot_id(), "took": [], **changes,
+        "gpus": 1, "purpose": "", "host": "", "boot": files.boot_id(), "took": [], **changes,
     }  # fmt: skip
     for uuid, lease in claimed:
         path = Path(folder, f"gpuboard.{uuid}.{lease}")

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from gpuboard.agent import claims, claims_files
-from gpuboard.agent import claims_rules as rules
+from gpuboard.agent.claims import files as claims_files
+from gpuboard.agent.claims import rules
+from gpuboard.agent.claims import store as claims
 from tests.security.hostile import Counted, acl, by_hand, fuse, names, states, write_lease
 from tests.unit.claims_help import ALICE, BOB, ask, become, claims_folder, read, refused, root, take
 

@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuboard.agent import claims, claims_files
-from gpuboard.agent import claims_rules as rules
+from gpuboard.agent.claims import files as claims_files
+from gpuboard.agent.claims import rules
+from gpuboard.agent.claims import store as claims
 from tests.security.hostile import Counted
 from tests.unit.claims_help import ALICE, BOB, ask, become, root, take
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpuboard.agent import claims
+from gpuboard.agent.claims import store as claims
 from gpuboard.model.reading import Claim
 
 ALICE, BOB = 20001, 20002

@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from gpuboard.agent import claims_rules as rules
+from gpuboard.agent.claims import rules
 
 WALL = 1_700_000_000.0
 BOOT = "boot"

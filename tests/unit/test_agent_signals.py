@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpuboard.agent import signals
-from gpuboard.agent.procfs import Processes
+from gpuboard.agent.proc import Processes
 
 
 @pytest.fixture

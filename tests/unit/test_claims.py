@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpuboard.agent import claims, claims_files
+from gpuboard.agent.claims import files
+from gpuboard.agent.claims import store as claims
 from gpuboard.model.reading import Claim
 from tests.unit.claims_help import ALICE, BOB, age, ask, become, claims_folder, read, refused, root, take
 from tests.waiting import Clock
@@ -229,7 +230,7 @@ def test_a_quiet_folder_full_of_other_files_is_not_read_again(folder: str) -> No
     clock = Clock()
     lists = 0
 
-    class Counting(claims_files.Files):
+    class Counting(files.Files):
         def names(self) -> Iterator[tuple[str, int]]:
             nonlocal lists
             lists += 1

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from gpuboard.agent import claims_protocol
+from gpuboard.agent.claims import protocol as claims_protocol
 from tests.unit.claims_model import Checker, Script, Violation, World
 
 TAKE, TAKE_RELEASE, WHOLE_LIFE = ("take",), ("take", "release"), ("take", "touch", "release")

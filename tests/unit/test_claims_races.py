@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent import claims, claims_files, claims_protocol
+from gpuboard.agent.claims import files, protocol
+from gpuboard.agent.claims import store as claims
 from tests.unit.claims_help import ALICE, BOB, ask, claims_folder, root, take
 from tests.waiting import until
 
@@ -68,9 +69,9 @@ def test_two_users_race_and_die(lock: str, folder: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # opened here: the users need no way to it
     if lock != "honoured":
-        claims_protocol.LOCK_WAIT_S = 0.0
+        protocol.LOCK_WAIT_S = 0.0
         no_lock = pytest.MonkeyPatch()
-        no_lock.setattr(claims_files.Files, "lock", lambda self, wait_s: False)
+        no_lock.setattr(files.Files, "lock", lambda self, wait_s: False)
     context = multiprocessing.get_context("fork")
     over = context.RawValue(ctypes.c_byte, 0)  # it has no lock that one who is killed would keep
     processes = [context.Process(target=racer, args=(folder, (ALICE, BOB)[i % 2], i, over, fd)) for i in range(24)]
@@ -93,7 +94,7 @@ def test_two_users_race_and_die(lock: str, folder: str, tmp_path: Path) -> None:
         os.close(fd)
         if lock != "honoured":
             no_lock.undo()
-            claims_protocol.LOCK_WAIT_S = 2.0
+            protocol.LOCK_WAIT_S = 2.0
     lines = log.read_text().splitlines()
     assert lines
     assert overlaps(lines, time.monotonic()) == []

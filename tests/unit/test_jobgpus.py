@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpuboard.agent.jobgpus import JobGpus
+from gpuboard.agent.slurm_gpus import JobGpus
 
 MIG = [{"uuid": "MIG-a"}, {"uuid": "MIG-b"}]
 STEP = {"SLURM_JOB_ID": "2", "SLURM_STEP_GPUS": "1,2", "SLURM_JOB_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "1,2"}

@@ -30,7 +30,7 @@ def test_the_agent_imports_the_standard_library_and_itself(path: Path) -> None:
 @pytest.mark.parametrize(
     ("library", "doors"),
     [
-        ("pynvml", {"agent/nvml.py"}),
+        ("pynvml", {"agent/nvml/reader.py"}),
         ("asyncssh", {f"transport/{name}.py" for name in ("asyncssh", "sshconfig", "ssherrors")}),
         ("paramiko", {f"transport/{name}.py" for name in ("paramiko", "paramikologin")}),
         ("ClusterShell", {"nodesets.py"}),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from gpuboard.agent import claims
+from gpuboard.agent.claims import store as claims
 from gpuboard.errors import NoSuchLease
 from gpuboard.ledger import nodes as ledger
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuboard.agent import nvml_terms as terms
+from gpuboard.agent.nvml import terms
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpuboard.agent.wire import LINE_LIMIT, BadStream, Channel
+from gpuboard.agent.protocol import LINE_LIMIT, BadStream, Channel
 from gpuboard.transport import spawn
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.procfs import COMMAND_LIMIT, Host, Processes, delegated_to, first_person, parse_cgroup, parse_stat
+from gpuboard.agent.proc import COMMAND_LIMIT, Host, Processes, delegated_to, first_person, parse_cgroup, parse_stat
 from tests.waiting import until
 
 CONTAINER = "3f4c0d" + "ab" * 29

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpuboard.agent import claims
-from gpuboard.agent import simulate_life as life
-from gpuboard.agent.simulate import Simulated
-from gpuboard.agent.simulate_ranks import ranks
+from gpuboard.agent.claims import store as claims
+from gpuboard.agent.simulate import life
+from gpuboard.agent.simulate.gpus import Simulated
+from gpuboard.agent.simulate.ranks import ranks
 from gpuboard.cluster.simulated import KINDS, living_nodes
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim

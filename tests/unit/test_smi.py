@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpuboard.agent import smi, smi_xml
-from gpuboard.agent import smi_values as value
+from gpuboard.agent.smi import parse as smi
+from gpuboard.agent.smi import values as value
+from gpuboard.agent.smi import xml as smi_xml
 from gpuboard.model.gpu import GpuReading, GpuStatic, Process
 from gpuboard.model.state import Facts, Thresholds, judge
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpuboard.agent import smi, smi_xml
-from gpuboard.agent import smi_values as value
+from gpuboard.agent.smi import parse as smi
+from gpuboard.agent.smi import values as value
+from gpuboard.agent.smi import xml as smi_xml
 from tests.unit.test_smi import FORGED, state
 
 DATA = Path(__file__).parent.parent / "data" / "nvidia-smi"

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gpuboard.agent.loop import IN, Loop
+from gpuboard.agent.event_loop import IN, Loop
 
 
 def test_timers_fire_in_their_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gpuboard.agent import network
-from gpuboard.agent.loop import Loop
+from gpuboard.agent.event_loop import Loop
+from gpuboard.agent.launch import network
 
 SECRET = "0123456789abcdef"
 

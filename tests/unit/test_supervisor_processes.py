@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent import evidence, ranks, teardown
+from gpuboard.agent.launch import oom, teardown
+from gpuboard.agent.launch import start as ranks
 
 # Says "up" when its own child runs; the child has the environment and the session it is told to have.
 PARENT = """
@@ -101,4 +102,4 @@ def test_the_interpreter_is_the_one_asked_for_then_the_environments_then_path(tm
 
 
 def test_no_evidence_without_a_kill() -> None:
-    assert evidence.oom_text(os.getpid(), evidence.oom_counts()) is None
+    assert oom.oom_text(os.getpid(), oom.oom_counts()) is None

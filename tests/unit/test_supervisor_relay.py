@@ -7,7 +7,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.agent.relay import PIECE, Stream
+from gpuboard.agent.launch.output import PIECE, Stream
 
 
 def pipe() -> tuple[Stream, int]:

@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 
-from gpuboard.agent.loop import IN, OUT, Loop
+from gpuboard.agent.event_loop import IN, OUT, Loop
 
 MYPY = False
 if MYPY:

@@ -6,15 +6,16 @@ import signal
 import socket
 import time
 
-from gpuboard.agent import facts, guard, network, ranks, teardown
-from gpuboard.agent.gang import Gang
-from gpuboard.agent.loop import IN, OUT, Loop
+from gpuboard.agent.event_loop import IN, OUT, Loop
+from gpuboard.agent.launch import guard, network, preflight, teardown
+from gpuboard.agent.launch import start as ranks
+from gpuboard.agent.launch.workers import Gang
 
 MYPY = False
 if MYPY:
     from typing import Any, Callable, Collection, Dict, Optional
 
-    from gpuboard.agent.wire import Channel
+    from gpuboard.agent.protocol import Channel
 
 _FULL = 1024 * 1024  # bytes waiting for the head above which the ranks' pipes are not read
 _EMPTY = 256 * 1024  # and below which they are again
@@ -118,11 +119,11 @@ class Supervisor:
     # what arrives
 
     def _hear(self) -> None:
-        from gpuboard.agent import wire  # late: only its exception is needed
+        from gpuboard.agent import protocol  # late: only its exception is needed
 
         try:
             messages = self._channel.read_available()
-        except wire.BadStream as error:
+        except protocol.BadStream as error:
             self._notice("%s; this node is stopped" % error)
             self._channel.closed = True
             return
@@ -171,7 +172,7 @@ class Supervisor:
     # calls
 
     def _check(self, _call: int, _args: "Dict[str, Any]") -> "Any":
-        return facts.gather(self._config, self._environ)
+        return preflight.gather(self._config, self._environ)
 
     def _listen(self, _call: int, args: "Dict[str, Any]") -> "Any":
         if self._master is not None:

@@ -7,7 +7,7 @@ marks.
 
 import re
 
-from gpuboard.agent import nvml_terms as terms
+from gpuboard.agent.nvml import terms
 
 MYPY = False
 if MYPY:

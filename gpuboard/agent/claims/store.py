@@ -1,17 +1,16 @@
 """Claims on the GPUs of this node: the folder they lie in and the calls of role ``node`` that work on it.
 
 A claim is the file ``gpuboard.<GPU uuid>.<lease id>`` in a root-owned sticky folder; its owner is the file's. The
-rules are in claims_rules.py, the protocol in claims_protocol.py, the system calls in claims_files.py.
+rules are in claims/rules.py, the protocol in claims/protocol.py, the system calls in claims/files.py.
 """
 
 import os
 import random
 import time
 
-from gpuboard.agent import claims_protocol as protocol
-from gpuboard.agent import claims_rules as rules
-from gpuboard.agent.claims_files import SITE_CONFIG, Files, Unreadable, boot_id
-from gpuboard.agent.claims_protocol import Refuse
+from gpuboard.agent.claims import protocol, rules
+from gpuboard.agent.claims.files import SITE_CONFIG, Files, Unreadable, boot_id
+from gpuboard.agent.claims.protocol import Refuse
 
 MYPY = False
 if MYPY:

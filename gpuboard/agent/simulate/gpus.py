@@ -4,7 +4,7 @@ The description: ``{"cluster": "demo-1000-4242", "model": "NVIDIA H100 80GB HBM3
 "power": [70, 700], "links": [18, 8], "mig": {"5": [["3g.40gb", 42949672960]]}, "epoch": 1767225600.0, "at": null,
 "script": {…}}``; all but ``cluster`` may be left out. ``power``: idle and limit in W; ``links``: so many NVLinks
 between GPUs of an island of so many; ``epoch``: when the script's time was 0, in epoch seconds; ``at``: where that
-time stands still. The script is that of gpuboard/agent/simulate_life.py, or in short ``"busy": {"2": {"user": "bob",
+time stands still. The script is that of gpuboard/agent/simulate/life.py, or in short ``"busy": {"2": {"user": "bob",
 "command": "python train.py", "memory": 34359738368, "utilization": 87}}``.
 
 Other people's claims on these GPUs come with the script: they are shown, and refused to whoever wants them, as real
@@ -16,9 +16,9 @@ import os
 import select
 import time
 
-from gpuboard.agent import claims
-from gpuboard.agent import simulate_life as life
-from gpuboard.agent.simulate_ranks import ranks
+from gpuboard.agent.claims import store as claims
+from gpuboard.agent.simulate import life
+from gpuboard.agent.simulate.ranks import ranks
 
 MYPY = False
 if MYPY:

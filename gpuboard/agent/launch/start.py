@@ -7,7 +7,8 @@ import socket
 import subprocess
 import time
 
-from gpuboard.agent import bundled, relay
+from gpuboard.agent import bundle_loader
+from gpuboard.agent.launch import output as relay
 
 MYPY = False
 if MYPY:
@@ -252,8 +253,8 @@ def start(  # noqa: PLR0917
     task = dict(task, supervisor=os.getpid(), wrapped=bool(config["wrap"]))
     payload = json.dumps(
         {
-            "bond": bundled.source("gpuboard.agent.bond"),
-            "body": bundled.source("gpuboard.agent." + body),
+            "bond": bundle_loader.source("gpuboard.agent.launch.worker_channel"),
+            "body": bundle_loader.source("gpuboard.agent." + body),
             "config": task,
         }
     ).encode("ascii")

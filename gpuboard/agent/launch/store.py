@@ -15,7 +15,7 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict
 
-    from gpuboard.agent.bond import Bond
+    from gpuboard.agent.launch.worker_channel import Bond
 
 
 def main(namespace: "Dict[str, Any]", bond: "Bond", config: "Dict[str, Any]") -> None:

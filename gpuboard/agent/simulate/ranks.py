@@ -2,7 +2,7 @@
 
 import os
 
-from gpuboard.agent import procfs
+from gpuboard.agent import proc
 
 MYPY = False
 if MYPY:
@@ -17,7 +17,7 @@ def ranks(ours: "List[Dict[str, Any]]", root: str = "/proc") -> "Dict[str, Dict[
     for one in ours:
         by_lease.setdefault(one["lease"], []).append(one)
     found: "Dict[str, Dict[str, Any]]" = {}
-    reader = procfs.Processes(root)
+    reader = proc.Processes(root)
     for pid in sorted(int(name) for name in os.listdir(root) if name.isdigit()):
         values = _variables("%s/%d/environ" % (root, pid))
         on_node = by_lease.get(values.get("GPUBOARD_LEASE", ""), [])
@@ -49,7 +49,7 @@ def _index(uuid: str) -> int:
 
 def _variables(path: str) -> "Dict[str, str]":
     try:
-        data = procfs.read(path, 262144)
+        data = proc.read(path, 262144)
     except OSError:
         return {}
     if b"GPUBOARD_LEASE=" not in data:

@@ -1,6 +1,6 @@
 """NVML's process: starts it, asks it, replaces it when a call hangs, and stamps what it said with its age.
 
-Where there is no NVML it is nvidia-smi that the process asks (gpuboard/agent/smi_child.py), less often.
+Where there is no NVML it is nvidia-smi that the process asks (gpuboard/agent/smi/process.py), less often.
 
 When a call on GPU k hangs, the process is killed and one without k is started, while GPU k is tried alone, with
 back-off; its last values go out with a growing age meanwhile. A process that cannot be killed (a call into the driver
@@ -10,8 +10,8 @@ that does not return) is not waited for, and no second one is started for the sa
 import os
 import time
 
-from gpuboard.agent.nvml_child import SIGKILL, XIDS, Child, spawn
-from gpuboard.agent.nvml_terms import pause_s
+from gpuboard.agent.nvml.process import SIGKILL, XIDS, Child, spawn
+from gpuboard.agent.nvml.terms import pause_s
 
 MYPY = False
 if MYPY:

@@ -7,7 +7,7 @@ import os
 import struct
 import sys
 
-from gpuboard.agent import procfs
+from gpuboard.agent import proc
 
 MYPY = False
 if MYPY:
@@ -45,7 +45,7 @@ class Child:
             self._seen, self.since, self._cpu_s = seen, now, None
         if now - self.since <= limit_s:
             return 0.0
-        state, cpu_s = procfs.activity(self.pid)
+        state, cpu_s = proc.activity(self.pid)
         if state == "R":
             if self._cpu_s is None:
                 self._cpu_s = cpu_s
@@ -126,7 +126,7 @@ def _serve(parent: int, fds: "Tuple[int, int]", mark: "Any", skip: "Set[int]", o
         if os.getppid() != parent:
             os._exit(0)
         _stand_in_for_ctypes_util()
-        from gpuboard.agent import nvml  # 30 ms; from its source, as it travels, 200
+        from gpuboard.agent.nvml import reader as nvml  # 30 ms; from its source, as it travels, 200
 
         nvml.serve(fds[0], fds[1], mark, skip, only)
         os._exit(0)

@@ -10,13 +10,13 @@ import select
 import signal
 import time
 
-from gpuboard.agent import teardown
+from gpuboard.agent.launch import teardown
 
 MYPY = False
 if MYPY:
     from typing import Any, Dict
 
-    from gpuboard.agent.wire import Channel
+    from gpuboard.agent.protocol import Channel
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _PATIENCE_S = 1.6  # what a supervisor gets to empty the node itself after the end of the connection
@@ -41,7 +41,7 @@ def run(channel: "Channel", config: "Dict[str, Any]") -> None:
         os.setsid()  # a terminal's ctrl-C and hang-up are the head's affair
         os.close(supervisor_life)
         os.close(guard_end)
-        from gpuboard.agent import supervisor  # late: the guard itself stays small
+        from gpuboard.agent.launch import supervisor  # late: the guard itself stays small
 
         _supervise(supervisor.Supervisor(channel, config, guard_life, guard_pid), channel)
     os.close(supervisor_end)

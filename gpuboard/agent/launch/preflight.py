@@ -7,7 +7,8 @@ import socket
 import subprocess
 import threading
 
-from gpuboard.agent import network, ranks
+from gpuboard.agent.launch import network
+from gpuboard.agent.launch import start as ranks
 
 MYPY = False
 if MYPY:

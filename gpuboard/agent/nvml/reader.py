@@ -1,6 +1,6 @@
 """NVML through nvidia-ml-py, in a process of its own; the only importer of pynvml. Reads, never sets.
 
-The parent (gpuboard.agent.probe) never loads NVML: a call can hang for minutes, and then this process is killed or left
+The parent (gpuboard.agent.nvml.monitor) never loads NVML: a call can hang for minutes, and then this process is killed or left
 behind. It talks with its parent through two pipes: messages are marshal with a 4-byte length (both ends are the same
 Python), a byte from the parent asks for one pass. Before it touches GPU k it writes k into shared memory, so that the
 parent knows who hangs.
@@ -8,7 +8,7 @@ parent knows who hangs.
 Messages: ``("init", error, driver, cuda, count, source)``, ``("static", {index: facts})``, ``("pass", {index: values},
 xids, took_s)``; facts and values have the keys of gpuboard/model/gpu.py, processes as ``(pid, type, memory)``. ``xids``
 are the errors told since the pass before, ``{index: [(code, at)]}``; a GPU whose driver does not tell of them is
-missing there. Where NVML cannot be started, gpuboard/agent/smi_child.py speaks in its place; it also has
+missing there. Where NVML cannot be started, gpuboard/agent/smi/process.py speaks in its place; it also has
 ``("slow", source)``: a pass takes its time, and ``("again",)``: a new process should be tried.
 """
 
@@ -20,9 +20,9 @@ import time
 
 import pynvml
 
-from gpuboard.agent import nvml_terms as terms
-from gpuboard.agent import procfs
-from gpuboard.agent.nvml_child import NO_GPU, XIDS
+from gpuboard.agent import proc
+from gpuboard.agent.nvml import terms
+from gpuboard.agent.nvml.process import NO_GPU, XIDS
 
 MYPY = False
 if MYPY:
@@ -50,7 +50,7 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
     try:
         reader = _Reader(mark)
     except pynvml.NVMLError as error:
-        from gpuboard.agent import smi_child  # late: only where there is no NVML
+        from gpuboard.agent.smi import process as smi_child  # late: only where there is no NVML
 
         def beat() -> None:
             mark[1] = (mark[1] + 1) % 256
@@ -80,7 +80,7 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
         _send(fd_out, ("pass", values, told, 0.0))
         if first:  # what is done now nobody waits for
             first = False
-            procfs.be_gentle()
+            proc.be_gentle()
             if only is None and XIDS not in skip:
                 xids = _Xids(reader)
                 mark[0] = NO_GPU
@@ -436,7 +436,7 @@ def _failure(error: "Any") -> "Dict[str, Any]":
 
 def _numa_node(handle: "Any", address: str) -> "Optional[int]":
     """Return the NUMA node of the GPU's PCI slot (not nvmlDeviceGetNumaNodeId: that is the GPU's own memory)."""
-    node, cpus = procfs.pci_slot(terms.pci_key(address))
+    node, cpus = proc.pci_slot(terms.pci_key(address))
     if cpus is None:  # no sysfs of it: in some containers
         return terms.lowest(_ask(pynvml.nvmlDeviceGetMemoryAffinity, handle, 1, _SCOPE_NODE))
     return node

@@ -13,13 +13,13 @@ Why the lapse is safe: a reader takes the time before it looks at a file, so it 
 is; an owner takes the time after he has touched it, and withdraws when others may have called it lapsed by then.
 """
 
-from gpuboard.agent import claims_rules as rules
+from gpuboard.agent.claims import rules
 
 MYPY = False
 if MYPY:
     from typing import Any, Callable, Dict, Generator, List, Optional, Tuple
 
-    from gpuboard.agent.claims_rules import Clock, Judged
+    from gpuboard.agent.claims.rules import Clock, Judged
 
     Steps = Generator[Tuple[Any, ...], Any, Any]
 

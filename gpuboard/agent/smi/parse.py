@@ -1,6 +1,6 @@
-"""nvidia-smi's output → the facts and values of GPUs that gpuboard/agent/nvml.py's passes have too; pure.
+"""nvidia-smi's output → the facts and values of GPUs that gpuboard/agent/nvml/reader.py's passes have too; pure.
 
-``nvidia-smi -q -x`` says everything at once, the types of processes too (gpuboard/agent/smi_xml.py). Where its XML
+``nvidia-smi -q -x`` says everything at once, the types of processes too (gpuboard/agent/smi/xml.py). Where its XML
 cannot be read, the two queries here say less: they know of no graphics processes. Both leave out processes' names: a
 name is whatever its owner likes, and nvidia-smi does not escape it. Forms of the output:
 ``nvidia-smi --help-query-gpu``, and what drivers from 340 to 590 write (tests/data/nvidia-smi).
@@ -8,8 +8,8 @@ name is whatever its owner likes, and nvidia-smi does not escape it. Forms of th
 
 import re
 
-from gpuboard.agent import nvml_terms as terms
-from gpuboard.agent import smi_values as value
+from gpuboard.agent.nvml import terms
+from gpuboard.agent.smi import values as value
 
 MYPY = False
 if MYPY:

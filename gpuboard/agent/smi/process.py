@@ -1,6 +1,6 @@
 """The NVML process's other self: where NVML cannot be loaded, it runs nvidia-smi and says what that says.
 
-It speaks to its parent as gpuboard/agent/nvml.py does, with ``nvidia-smi`` as the source. A run that takes too long is
+It speaks to its parent as gpuboard/agent/nvml/reader.py does, with ``nvidia-smi`` as the source. A run that takes too long is
 killed; one that cannot be killed (a call into the driver that does not return) is waited for, so that there is never
 a second one.
 """
@@ -10,8 +10,10 @@ import select
 import subprocess
 import time
 
-from gpuboard.agent import nvml_terms as terms
-from gpuboard.agent import procfs, smi, smi_xml
+from gpuboard.agent import proc
+from gpuboard.agent.nvml import terms
+from gpuboard.agent.smi import parse as smi
+from gpuboard.agent.smi import xml as smi_xml
 
 MYPY = False
 if MYPY:
@@ -60,7 +62,7 @@ def serve(fd_in: int, beat: "Callable[[], None]", send: "Send", nvml_words: str)
             send(("static", {gpu.index: _placed(gpu.facts) for gpu in listing.gpus}))
         values = {gpu.index: gpu.values for gpu in listing.gpus}
         send(("pass", values, {}, time.monotonic() - began))
-        procfs.be_gentle()
+        proc.be_gentle()
         if not os.read(fd_in, 1):
             return
         if time.monotonic() > until:
@@ -170,5 +172,5 @@ def _end_with(parent: int) -> None:
 
 def _placed(facts: "Dict[str, Any]") -> "Dict[str, Any]":
     """Return a GPU's facts with what the system knows of its slot."""
-    numa, cpus = procfs.pci_slot(terms.pci_key(facts.get("pci_bus_id", "")))
+    numa, cpus = proc.pci_slot(terms.pci_key(facts.get("pci_bus_id", "")))
     return dict(facts, links={}, pci={}, numa_node=numa, cpus=cpus) if "error" not in facts else facts

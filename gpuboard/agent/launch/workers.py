@@ -3,15 +3,16 @@
 import signal
 import time
 
-from gpuboard.agent import evidence, ranks, teardown
-from gpuboard.agent.loop import IN, OUT, Loop
+from gpuboard.agent.event_loop import IN, OUT, Loop
+from gpuboard.agent.launch import oom, teardown
+from gpuboard.agent.launch import start as ranks
 
 MYPY = False
 if MYPY:
     import socket
     from typing import Any, Callable, Collection, Dict, List, Optional
 
-    from gpuboard.agent.relay import Stream
+    from gpuboard.agent.launch.output import Stream
 
     Tell = Callable[[str, Dict[str, Any]], None]
 
@@ -54,7 +55,7 @@ class Gang:
 
     def start_ranks(self) -> "Dict[str, int]":
         """Start the workers; they import torch and wait. Returns pids by rank. Raises ranks.NotStarted."""
-        self._oom_before = evidence.oom_counts()
+        self._oom_before = oom.oom_counts()
         target = self._config["target"]
         shown = ["-m", target["name"]] if target["kind"] == "module" else [target["name"]]
         for rank in self._config["ranks"]:
@@ -256,7 +257,7 @@ class Gang:
                 "rank": child.rank,
                 "code": status if status >= 0 else None,
                 "signal": -status if status < 0 else None,
-                "oom": evidence.oom_text(child.pid, self._oom_before) if killed else None,
+                "oom": oom.oom_text(child.pid, self._oom_before) if killed else None,
                 "ran_s": round(time.monotonic() - child.started, 3),
                 "joined": child.joined,
             },

@@ -14,8 +14,8 @@ import re
 import stat
 import time
 
-from gpuboard.agent import claims_rules as rules
-from gpuboard.agent.claims_protocol import Refuse
+from gpuboard.agent.claims import rules
+from gpuboard.agent.claims.protocol import Refuse
 
 MYPY = False
 if MYPY:

@@ -1,0 +1,1 @@
+"""Claims on the GPUs of this node: small files in a sticky folder."""

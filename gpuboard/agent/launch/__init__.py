@@ -1,0 +1,1 @@
+"""The node's part of a launch: guard, supervisor, workers, store, preflight facts, teardown."""

@@ -1,0 +1,1 @@
+"""Simulated GPUs for the demo, in place of NVML."""
