@@ -73,7 +73,7 @@ def _ssh(host: str, config: str, settings: Settings, *, terminal: bool) -> list[
         hosts = [os.path.expanduser(name) for name in settings.known_hosts]
         ssh += ["-o", f"UserKnownHostsFile={' '.join(hosts)}"]
     if settings.transport == "openssh":
-        from gpuboard.transport.sshways import lead
+        from gpuboard.transport.ssh.command_line import lead
 
         ssh += lead(host, settings, os.environ)  # over a connection for which a person has typed a password, say
     return [*ssh, "-o", "BatchMode=yes", "--", host, words]
@@ -86,7 +86,7 @@ def step_command(
 
     Raises TransportError where Slurm does not say what the job has.
     """
-    from gpuboard.transport.srun import binds_tasks, counted, step
+    from gpuboard.transport.slurm.srun import binds_tasks, counted, step
 
     assert node.job is not None and node.host is not None
     timeout_s = parse_duration(settings.connect_timeout)
@@ -99,7 +99,7 @@ def step_command(
 
 def step_signal(node: Node, lease: str, settings: Settings, number: int) -> list[str]:
     """Return the same as :func:`remote_signal`, for a step of a Slurm job: srun would abort it."""
-    from gpuboard.transport.srun import step
+    from gpuboard.transport.slurm.srun import step
 
     assert node.job is not None and node.host is not None
     words = step(node.job, node.host, 0, parse_duration(settings.connect_timeout), binds=False)

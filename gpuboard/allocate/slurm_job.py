@@ -15,8 +15,8 @@ from gpuboard.model.snapshot import NodeView, Snapshot
 from gpuboard.model.units import parse_duration
 from gpuboard.nodesets import listed
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.srun import show_job
-from gpuboard.transport.srunwords import gpus_by_nodes
+from gpuboard.transport.slurm.srun import show_job
+from gpuboard.transport.slurm.srun_errors import gpus_by_nodes
 
 _FIRST_READING_S = 15.0  # beyond the steps' start: the agent's, and NVML's without persistence mode
 

@@ -122,7 +122,7 @@ class Context:
         if self.settings.ssh == "own" and self.new_scheduler() is not None:
             return nodes
         from gpuboard.cli.main import say
-        from gpuboard.transport.sshlogin import log_in
+        from gpuboard.transport.ssh.login import log_in
 
         log_in(hosts, self.settings, self.env, say)
         return nodes

@@ -119,7 +119,7 @@ def _start(argv: list[str], cwd: str, allocation: Allocation, node: Node, contex
     if node.host is None:
         command = commands.local_command(argv, values, cwd)
     elif node.job is not None:
-        from gpuboard.transport.srun import slurm_environ
+        from gpuboard.transport.slurm.srun import slurm_environ
 
         command = commands.step_command(node, argv, values, cwd, settings, terminal=terminal)
         environ = slurm_environ(environ)

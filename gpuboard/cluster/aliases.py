@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
     from gpuboard.config import Settings
     from gpuboard.model.schedule import Schedule
-    from gpuboard.transport.resolve import Resolver
+    from gpuboard.transport.ssh.resolve import Resolver
 
 
 class Aliases:
@@ -34,7 +34,9 @@ class Aliases:
         return self._found.get(spec)
 
     def _ask(self, spec: str, node: Node) -> str | None:
-        from gpuboard.transport import resolve  # late: only for nodes that the scheduler does not know by their names
+        from gpuboard.transport.ssh import (
+            resolve,  # late: only for nodes that the scheduler does not know by their names
+        )
 
         if self._resolver is None:
             self._over = not resolve.available()

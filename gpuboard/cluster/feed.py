@@ -22,7 +22,7 @@ from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink
 
 if TYPE_CHECKING:
-    from gpuboard.transport.shelllink import ShellLink
+    from gpuboard.shellprobe.link import ShellLink
 
 FIRST_ANSWER_S = 10.0  # from an open connection to the first reading, at least: NVML alone can take 3 s
 SILENCE_S = 60.0  # a connected agent that says nothing for so long (and 10 intervals) is replaced

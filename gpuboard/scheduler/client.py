@@ -17,8 +17,8 @@ from gpuboard.model.units import day_time
 from gpuboard.scheduler import submit
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.command import Command, Ran, run
-from gpuboard.transport.srun import program
-from gpuboard.transport.srunwords import ENDING
+from gpuboard.transport.slurm.srun import program
+from gpuboard.transport.slurm.srun_errors import ENDING
 
 COMMAND_S = 25.0  # Slurm's commands give up after 10 to 20 s by themselves
 SUBMIT_S = 60.0  # sbatch tries again where the controller is too busy to take a job

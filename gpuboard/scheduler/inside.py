@@ -148,6 +148,6 @@ def _expand(nodes: str) -> list[str]:
 
 
 def _ask(number: str) -> str:
-    from gpuboard.transport.srun import show_job  # late: most are told by the kernel
+    from gpuboard.transport.slurm.srun import show_job  # late: most are told by the kernel
 
     return show_job(number, _ASK_S)

@@ -24,7 +24,7 @@ from gpuboard.model.schedule import Grant, SchedulerJob
 from gpuboard.model.text import clean
 from gpuboard.scheduler.gres import resources
 from gpuboard.scheduler.records import Unreadable, moment, records, user_name, value
-from gpuboard.transport.srunwords import ENDED
+from gpuboard.transport.slurm.srun_errors import ENDED
 
 _HEAD = re.compile(
     r"(\d{1,10}) (?:ArrayJobId=(\d{1,10}) ArrayTaskId=(\S+) (?:ArrayTaskThrottle=\d+ )?"

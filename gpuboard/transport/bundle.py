@@ -9,7 +9,7 @@ import zlib
 from importlib import resources
 from pathlib import Path
 
-from gpuboard.transport.exits import STDIN_READ
+from gpuboard.transport.exit_errors import STDIN_READ
 
 # What goes first to a shell that is to start something. A start-up file that reads standard input takes some of it; a
 # shell that a start-up file starts in its place reads it as a command, and none of what follows.

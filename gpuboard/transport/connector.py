@@ -13,7 +13,7 @@ from gpuboard.transport.local import LocalTransport
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
-    from gpuboard.transport.shelllink import ShellLink
+    from gpuboard.shellprobe.link import ShellLink
 
 # A step does not notice that srun was killed together with the process that srun leaves to end it, or that its host has
 # crashed. An agent there that hears nothing for so long ends; feeds and the keeper say something more often.
@@ -66,8 +66,8 @@ class Connector:
         job: str | None = None,
     ) -> ShellLink:
         """Return a link to a shell on ``host``, where no agent can be started because of ``why`` (see ShellLink)."""
-        from gpuboard.transport.shell import COMMAND  # only where a node has no python3
-        from gpuboard.transport.shelllink import ShellLink
+        from gpuboard.shellprobe.link import ShellLink
+        from gpuboard.shellprobe.script import COMMAND  # only where a node has no python3
 
         link = ShellLink(node, why, interval_s, listener, ended)
         link.attach(self._to(host, job).open(host, "shell", link, COMMAND))
@@ -90,7 +90,7 @@ class Connector:
                 return self._local
             if job is not None:
                 if job not in self._steps:
-                    from gpuboard.transport.srun import SrunTransport  # 10 ms: only with Slurm
+                    from gpuboard.transport.slurm.srun import SrunTransport  # 10 ms: only with Slurm
 
                     self._steps[job] = SrunTransport(self._settings, job)
                 return self._steps[job]
@@ -101,18 +101,18 @@ class Connector:
 def ssh_transport(settings: Settings) -> Transport:
     """Return a transport to other machines, of the kind that the settings name. Raises ConfigError."""
     if settings.transport == "openssh":
-        from gpuboard.transport.openssh import OpensshTransport
+        from gpuboard.transport.ssh.openssh import OpensshTransport
 
         return OpensshTransport(settings)
     if settings.transport == "paramiko":
         try:
-            from gpuboard.transport.paramiko import ParamikoTransport  # 200 ms
+            from gpuboard.transport.ssh.paramiko import ParamikoTransport  # 200 ms
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f'transport = "paramiko" needs the library {error.name}, which is not installed here; '
                 "install it with `pip install 'gpuboard[paramiko]'`, or set transport = \"asyncssh\""
             ) from None
         return ParamikoTransport(settings)
-    from gpuboard.transport.asyncssh import AsyncsshTransport  # 240 ms: only for other machines
+    from gpuboard.transport.ssh.asyncssh import AsyncsshTransport  # 240 ms: only for other machines
 
     return AsyncsshTransport(settings)

@@ -317,6 +317,6 @@ def late(hello: Hello | None, seconds: float, printed: str) -> TransportError:
     """Return what it means that no reading has come for ``seconds``; ``printed``: by start-up files, before a hello."""
     if hello is not None:
         return TransportError("timeout", f"connected, but no reading came in {seconds:.0f} s")
-    from gpuboard.transport.exits import not_started  # only when something is wrong
+    from gpuboard.transport.exit_errors import not_started  # only when something is wrong
 
     return not_started(seconds, printed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpuboard.transport.base import Handler, TransportError
-from gpuboard.transport.child import ChildChannel, Ending
+from gpuboard.transport.process import ChildChannel, Ending
 from gpuboard.transport.spawn import agent_command, spawn, take_prestarted
 
 _END_S = 2.0  # within this an agent ends after its connection, whatever NVML does
@@ -40,6 +40,6 @@ class LocalTransport:
 
 
 def _explain(ending: Ending) -> TransportError:
-    from gpuboard.transport.exits import explain_exit  # late: only when something is wrong
+    from gpuboard.transport.exit_errors import explain_exit  # late: only when something is wrong
 
     return explain_exit(ending.code, ending.stderr, agent_command()[0])

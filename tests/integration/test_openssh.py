@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.transport import sshmasters
+from gpuboard.transport.ssh import control_sockets
 from tests.integration.transport_lab import Lab, agents, lab, logins, own
 from tests.nodes import Cluster
 from tests.waiting import until
@@ -63,7 +63,7 @@ def test_connections_that_the_user_shares_are_used_and_left_alone(lab: Lab, node
     before = logins(gpu01), logins(gpu02)
     lab.here.run(["ssh", "gpu01", "true"], check=True)
     with lab.here.popen(["ssh", "-N", "gpu02"]) as master:  # lasts as long as this
-        until(lambda: sshmasters.alive(str(lab.here.path("/srv/home/alice/.ssh/own-gpu02"))), "a connection")
+        until(lambda: control_sockets.alive(str(lab.here.path("/srv/home/alice/.ssh/own-gpu02"))), "a connection")
         seen = lab.status("gpu01", "gpu02", "other")
         assert [node["error"] for node in seen.values()] == [None] * 3
         assert (logins(gpu01) - before[0], logins(gpu02) - before[1]) == (1, 1)
@@ -109,7 +109,7 @@ def test_a_killed_agent_and_a_hung_shell_are_told_apart_from_a_hung_node(lab: La
 @pytest.mark.parametrize("length", [10, 120])
 def test_sockets_lie_where_their_paths_are_short_enough(transport: str, tmp_path: Path, length: int) -> None:
     state = tmp_path / ("x" * length)
-    folder = sshmasters.socket_folder({"XDG_STATE_HOME": str(state)})
+    folder = control_sockets.socket_folder({"XDG_STATE_HOME": str(state)})
     assert folder is not None
     assert len(folder) + len("/0123456789abcdefp") + 17 < 108
     assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
@@ -119,6 +119,6 @@ def test_sockets_lie_where_their_paths_are_short_enough(transport: str, tmp_path
 def test_a_folder_of_somebody_else_is_not_used(transport: str) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as state:  # pytest's folders are too long for a socket's path
         theirs = f"{state}/gpuboard/ssh"
-        assert sshmasters.socket_folder({"XDG_STATE_HOME": state}) == theirs
+        assert control_sockets.socket_folder({"XDG_STATE_HOME": state}) == theirs
         os.chown(theirs, 4711, 4711)
-        assert sshmasters.socket_folder({"XDG_STATE_HOME": state}) not in {None, theirs}
+        assert control_sockets.socket_folder({"XDG_STATE_HOME": state}) not in {None, theirs}

@@ -17,11 +17,11 @@ from gpuboard.agent.proc import COMMAND_LIMIT
 from gpuboard.agent.smi import process as smi_child
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.model.replies import Read
-from gpuboard.transport import shelllink
+from gpuboard.shellprobe import link as shelllink
+from gpuboard.shellprobe.link import ShellLink
+from gpuboard.shellprobe.script import COMMAND, SCRIPT
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.local import LocalTransport
-from gpuboard.transport.shell import COMMAND, SCRIPT
-from gpuboard.transport.shelllink import ShellLink
 from tests.agent import still_there
 from tests.smi import FakeSmi
 from tests.sshd import children

@@ -20,7 +20,7 @@ from typing import Any
 from gpuboard.config import Settings
 from gpuboard.transport.base import Channel, Transport, TransportError
 from gpuboard.transport.connector import ssh_transport
-from gpuboard.transport.srun import SrunTransport
+from gpuboard.transport.slurm.srun import SrunTransport
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

@@ -13,7 +13,7 @@ import pytest
 
 from gpuboard.agent import bundle_loader as bundled
 from gpuboard.transport import bundle
-from gpuboard.transport.exits import explain_exit
+from gpuboard.transport.exit_errors import explain_exit
 
 OLD = sorted(Path("/root/.pyenv/versions").glob("3.6.*/bin/python"))
 PYTHONS = [sys.executable, *map(str, OLD[:1])]

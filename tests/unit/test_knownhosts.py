@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.transport.knownhosts import KnownHosts
+from gpuboard.transport.ssh.known_hosts import KnownHosts
 
 ONE, TWO = (base64.b64encode(b"\0\0\0\x0bssh-ed25519" + bytes([n]) * 36).decode() for n in (1, 2))
 KEY, OTHER = base64.b64decode(ONE), base64.b64decode(TWO)

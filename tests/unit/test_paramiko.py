@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.transport.attempts import Dropped, Gates, again
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.paramikologin import OwnConfig
+from gpuboard.transport.ssh.paramiko_login import OwnConfig
+from gpuboard.transport.ssh.single_flight import Dropped, Gates, again
 from tests.waiting import until
 
 

@@ -11,8 +11,8 @@ import pytest
 from asyncssh.config import SSHClientConfig
 
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.resolve import Resolver, split, whole_chain
-from gpuboard.transport.sshconfig import HostConfig
+from gpuboard.transport.ssh.asyncssh_config import HostConfig
+from gpuboard.transport.ssh.resolve import Resolver, split, whole_chain
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh (openssh-client)")
 
@@ -105,7 +105,7 @@ def test_answers_outlive_the_process_and_end_with_a_change(folder: Path, monkeyp
 
 
 def test_a_change_is_seen_by_who_keeps_asking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuboard.transport.resolve._LOOK_S", 0.0)
+    monkeypatch.setattr("gpuboard.transport.ssh.resolve._LOOK_S", 0.0)
     asked = Resolver(str(folder / "config"))
     assert asked.get("plain").port == 22
     with (folder / "config").open("a") as file:

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuboard.model.reading import Event, Hello, Reading, Static
-from gpuboard.transport import shellfacts
+from gpuboard.shellprobe import facts
+from gpuboard.shellprobe.frames import Answer, Frames, Malformed
+from gpuboard.shellprobe.link import ShellLink
+from gpuboard.shellprobe.script import COMMAND, SCRIPT
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.shell import COMMAND, SCRIPT
-from gpuboard.transport.shellframes import Answer, Frames, Malformed
-from gpuboard.transport.shelllink import ShellLink
 from tests.unit.test_smi_properties import TEXT
 
 LISTING = (Path(__file__).parent.parent / "data/nvidia-smi/v13-h100-590.xml").read_bytes()
@@ -110,8 +110,8 @@ def test_text_put_in_anywhere_is_read_or_ends_the_link(at: int, text: str, ours:
 
 @given(st.dictionaries(st.sampled_from(["names", "groups", "stats", "args", "users", "host"]), TEXT))
 def test_no_text_makes_facts_raise(said: dict[str, str]) -> None:
-    shellfacts.processes(said)
-    shellfacts.host(said, (1, 100))
+    facts.processes(said)
+    facts.host(said, (1, 100))
 
 
 def test_frames_are_cut_at_our_own_lines_only() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.child import Ending
-from gpuboard.transport.srun import program, slurm_environ
-from gpuboard.transport.srunwords import explain_end, explain_refusal, gpu_count, gpus_by_nodes
+from gpuboard.transport.process import Ending
+from gpuboard.transport.slurm.srun import program, slurm_environ
+from gpuboard.transport.slurm.srun_errors import explain_end, explain_refusal, gpu_count, gpus_by_nodes
 from tests.slurmtext import holding, recorded, recordings
 
 NOISE = "srun: cluster configuration lacks support for cpu binding\n"

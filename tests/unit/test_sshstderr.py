@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gpuboard.transport.attempts import Dropped
-from gpuboard.transport.resolve import Resolved
-from gpuboard.transport.sshstderr import explain_login, explain_ssh
-from gpuboard.transport.sshwords import Asking
+from gpuboard.transport.ssh.errors import Asking
+from gpuboard.transport.ssh.openssh_errors import explain_login, explain_ssh
+from gpuboard.transport.ssh.resolve import Resolved
+from gpuboard.transport.ssh.single_flight import Dropped
 
 HOST = Resolved("gpu01", {"hostname": ["10.0.0.1"], "user": ["alice"], "port": ["2222"]})
 PROXIED = Resolved("gpu01", {"hostname": ["10.0.0.1"], "user": ["alice"], "proxycommand": ["nc \x1b[31m %h %p"]})

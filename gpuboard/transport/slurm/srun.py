@@ -23,10 +23,9 @@ from gpuboard.model.units import parse_duration
 from gpuboard.nodesets import listed
 from gpuboard.transport import bundle
 from gpuboard.transport.base import Handler, TransportError
-from gpuboard.transport.child import ChildChannel, Ending
 from gpuboard.transport.command import run
-from gpuboard.transport.spawn import SLURM_SETUP, spawn
-from gpuboard.transport.srunwords import (
+from gpuboard.transport.process import ChildChannel, Ending
+from gpuboard.transport.slurm.srun_errors import (
     ending,
     explain_end,
     explain_no_nodes,
@@ -34,6 +33,7 @@ from gpuboard.transport.srunwords import (
     explain_refusal,
     gpus_by_nodes,
 )
+from gpuboard.transport.spawn import SLURM_SETUP, spawn
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings

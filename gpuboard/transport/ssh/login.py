@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from gpuboard.model.text import clean
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.sshways import Way, Ways
-from gpuboard.transport.sshwords import Asking
+from gpuboard.transport.ssh.command_line import Way, Ways
+from gpuboard.transport.ssh.errors import Asking
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings

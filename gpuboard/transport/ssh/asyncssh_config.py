@@ -15,7 +15,7 @@ from asyncssh.config import SSHClientConfig, SSHConfig
 from asyncssh.known_hosts import SSHKnownHosts
 
 from gpuboard.files import KEY_MAX, KNOWN_HOSTS_MAX, read
-from gpuboard.transport import resolve
+from gpuboard.transport.ssh import resolve
 
 _CIPHER = "aes128-gcm@openssh.com"  # half the cost of asyncssh's default; FACTS of polling: 0.10 ms against 0.17
 

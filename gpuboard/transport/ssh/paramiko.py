@@ -1,4 +1,4 @@
-"""SSH through paramiko (200 ms to import), three threads for every agent; with paramikologin.py the door to it.
+"""SSH through paramiko (200 ms to import), three threads for every agent; with ssh/paramiko_login.py the door to it.
 
 For where neither asyncssh nor the system's ssh serves. docs/transports.md says what it cannot do.
 """
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import paramiko
 
-from gpuboard.transport import bundle, sshwords
+from gpuboard.transport import bundle
 from gpuboard.transport.base import Handler, TransportError
-from gpuboard.transport.exits import explain_exit
-from gpuboard.transport.paramikologin import Logins, drop, explain
+from gpuboard.transport.exit_errors import explain_exit
+from gpuboard.transport.ssh import errors
+from gpuboard.transport.ssh.paramiko_login import Logins, drop, explain
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
@@ -92,7 +93,7 @@ class ParamikoChannel:
             threading.Thread(target=self._send, args=(session,), name=f"to-{self._host}", daemon=True).start()
             error = self._read(session)
         except Exception as failed:  # no more files or threads to be had here, say
-            error = sshwords.any_error(failed)
+            error = errors.any_error(failed)
         with self._lock:
             told, self.over = not self.over, True
         self._unsent.put(None)

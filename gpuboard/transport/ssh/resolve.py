@@ -24,8 +24,8 @@ from typing import Any
 from gpuboard import files, paths
 from gpuboard.model.text import clean
 from gpuboard.model.units import is_whole
-from gpuboard.transport import sshwords
 from gpuboard.transport.base import TransportError
+from gpuboard.transport.ssh import errors
 
 SYSTEM_CONFIG = "/etc/ssh/ssh_config"
 _USER_CONFIG = "~/.ssh/config"
@@ -201,7 +201,7 @@ class Resolver:
             words = f"`ssh -G {clean(spec, 64)}` has not answered for {self._timeout_s:.0f} s"
             raise TransportError("resolve", words, "does a `Match exec` of your ssh_config hang?") from None
         except OSError as error:
-            raise sshwords.by_error(error) from None
+            raise errors.by_error(error) from None
         if done.returncode:
             lines = [clean(line) for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
             said = next((line for line in lines if "terminating" not in line and "Pseudo-term" not in line), "")

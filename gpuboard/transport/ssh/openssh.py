@@ -13,14 +13,15 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from gpuboard.transport import bundle, sshwords
-from gpuboard.transport.attempts import Dropped, again
+from gpuboard.transport import bundle
 from gpuboard.transport.base import Handler, TransportError
-from gpuboard.transport.child import ChildChannel, Ending
-from gpuboard.transport.exits import not_started
+from gpuboard.transport.exit_errors import not_started
+from gpuboard.transport.process import ChildChannel, Ending
 from gpuboard.transport.spawn import spawn
-from gpuboard.transport.sshstderr import explain_ssh
-from gpuboard.transport.sshways import Way, Ways
+from gpuboard.transport.ssh import errors
+from gpuboard.transport.ssh.command_line import Way, Ways
+from gpuboard.transport.ssh.openssh_errors import explain_ssh
+from gpuboard.transport.ssh.single_flight import Dropped, again
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
@@ -31,7 +32,7 @@ _FILES = 65536  # open files: four an agent
 
 
 class OpensshTransport:
-    """Opens agents through ssh processes. Nobody is asked for anything: see sshlogin.py."""
+    """Opens agents through ssh processes. Nobody is asked for anything: see ssh/login.py."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises ConfigError where there is no ssh."""
@@ -115,7 +116,7 @@ class SshProcess:
                 way = self._transport.ways.to(self._host)
             again(lambda: self._try(way), self._transport.ways.timeout_s, self._closed)
         except Exception as error:  # no more files or processes to be had here, say
-            self.fail(sshwords.any_error(error))
+            self.fail(errors.any_error(error))
 
     def _try(self, way: Way) -> None:
         """Start one process. Returns when it got in, or when nobody wants it any more. Raises TransportError."""
@@ -133,7 +134,7 @@ class SshProcess:
             while not attempt.settled.wait(_LOOK_S) and not way.alive():
                 if time.monotonic() > until:
                     attempt.child.close()
-                    raise sshwords.no_answer(ways.timeout_s)
+                    raise errors.no_answer(ways.timeout_s)
         attempt.logged_in()
         attempt.settled.wait()
         if isinstance(attempt.error, Dropped) and way.via is not None:

@@ -1,4 +1,4 @@
-"""ShellLink: a node without python3, read through nvidia-smi by the lines of gpuboard/transport/shell.py. No I/O.
+"""ShellLink: a node without python3, read through nvidia-smi by the lines of gpuboard/shellprobe/script.py. No I/O.
 
 It stands where an :class:`~gpuboard.transport.link.AgentLink` of role ``node`` would and says the same messages. It can
 do nothing else: hold no claims, send no signals, and it knows no leases of processes.
@@ -21,11 +21,12 @@ from gpuboard.agent.smi import process as smi_child
 from gpuboard.agent.smi import xml as smi_xml
 from gpuboard.model.reading import Hello, Message, Reading, Reply, Static
 from gpuboard.model.text import clean
-from gpuboard.transport import limits, shell, shellfacts
+from gpuboard.shellprobe import facts, script
+from gpuboard.shellprobe.frames import Answer, Frames, Malformed
+from gpuboard.shellprobe.gpus import Gpus
+from gpuboard.transport import limits
 from gpuboard.transport.base import CallFailed, Channel, LinkLost, TransportError
 from gpuboard.transport.link import Listener, Pending, late
-from gpuboard.transport.shellframes import Answer, Frames, Malformed
-from gpuboard.transport.shellgpus import Gpus
 
 FIRST_S = 8.0  # the first reading waits so long for nvidia-smi
 OLD_S = 20.0  # a later one goes out with what is there
@@ -54,7 +55,7 @@ class ShellLink:
         self._listener = listener
         self._ended = ended
         nonce = os.urandom(8).hex().encode()
-        self._opening = shell.SCRIPT + nonce + b"\n"
+        self._opening = script.SCRIPT + nonce + b"\n"
         self._frames = Frames(nonce)
         self._budget = limits.Budget()
         self._channel: Channel | None = None
@@ -174,7 +175,7 @@ class ShellLink:
             self._ran(answer)
 
     def _greeted(self, text: str) -> None:
-        said = shellfacts.words(text)
+        said = facts.words(text)
         number = {name: int(said[name]) for name in ("uid", "pid") if said.get(name, "").isdecimal()}
         self.hello = hello = _checked(
             Hello,
@@ -256,9 +257,9 @@ class ShellLink:
         with self._lock:
             self._describing = False
             self._told_at = time.monotonic()
-        host, self._cpu = shellfacts.host(said, self._cpu)
+        host, self._cpu = facts.host(said, self._cpu)
         statics = self._gpus.statics(hostname)
-        readings = self._gpus.readings(hostname, shellfacts.processes(said))
+        readings = self._gpus.readings(hostname, facts.processes(said))
         shared = terms.sharing(statics)
         static = _checked(
             Static,

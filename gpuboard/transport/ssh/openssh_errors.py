@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from gpuboard.model.text import clean
-from gpuboard.transport import sshwords
-from gpuboard.transport.attempts import Dropped
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.exits import explain_exit
-from gpuboard.transport.resolve import Resolved
+from gpuboard.transport.exit_errors import explain_exit
+from gpuboard.transport.ssh import errors
+from gpuboard.transport.ssh.resolve import Resolved
+from gpuboard.transport.ssh.single_flight import Dropped
 
 SSH_FAILED = 255  # ssh's own exit code; what it ran may end with it too, also when a signal has ended it there
 
@@ -78,16 +78,16 @@ def explain_login(text: str, host: Resolved, *, hop: str, timeout_s: float) -> T
     offered = found[-1] if (found := _OFFERED.findall(text)) else ""
     lines = [clean(line) for line in text.splitlines() if line.strip() and not _CHATTER.match(line)]
     last = lines[-1] if lines else ""
-    if refusal := sshwords.wants_a_job(name, text):
+    if refusal := errors.wants_a_job(name, text):
         return refusal
     if "REVOKED HOST KEY" in text or "is marked as revoked" in text:
-        return sshwords.revoked_key(name)
+        return errors.revoked_key(name)
     if "HOST IDENTIFICATION HAS CHANGED" in text:
-        return sshwords.changed_key(name, offered, host.key_name, host.port)
+        return errors.changed_key(name, offered, host.key_name, host.port)
     if "host key is known for" in text or "Host key verification failed" in text:
-        return sshwords.unknown_key(name, offered)
+        return errors.unknown_key(name, offered)
     if "Could not resolve hostname" in text:
-        return sshwords.no_address(name)
+        return errors.no_address(name)
     if "Bad configuration option" in text or "Bad owner or permissions" in text or "terminating, " in text:
         return TransportError("resolve", f"ssh_config: {lines[0]}", "correct the file that `ssh_config` names")
     if refused := re.search(r"Permission denied \(([^)]*)\)|Permission denied", text):
@@ -100,7 +100,7 @@ def explain_login(text: str, host: Resolved, *, hop: str, timeout_s: float) -> T
     if dropped := _DROPPED.search(text):
         why = next(clean(group).strip() for group in dropped.groups() if group)
         if _TIMED_OUT.search(why):
-            return sshwords.no_answer(timeout_s)
+            return errors.no_answer(timeout_s)
         if host.proxy_command is not None and not hop:
             words = f"ssh: the ProxyCommand of {name} ended without a connection ({clean(host.proxy_command, 120)})"
             return Dropped("unreachable", words, f"try `ssh {name}`, which shows what it says")
@@ -108,20 +108,20 @@ def explain_login(text: str, host: Resolved, *, hop: str, timeout_s: float) -> T
             "lost", f"ssh: {why[:1].lower()}{why[1:]}, while logging in", "see sshd's MaxStartups and its log"
         )
     if failed := re.search(r"open failed: (.*)", text):
-        return sshwords.not_through(name, hop, clean(failed[1]).strip())
+        return errors.not_through(name, hop, clean(failed[1]).strip())
     if _TIMED_OUT.search(text):
-        return sshwords.no_answer(timeout_s)
-    return sshwords.dropped(name, last)
+        return errors.no_answer(timeout_s)
+    return errors.dropped(name, last)
 
 
 def _refused(host: Resolved, methods: list[str]) -> TransportError:
     if {"password", "keyboard-interactive"} & set(methods):
-        return sshwords.asks(host.name, host.user, may_ask=True)
-    return sshwords.not_let_in(host.name, host.user)
+        return errors.asks(host.name, host.user, may_ask=True)
+    return errors.not_let_in(host.name, host.user)
 
 
 def _not_connected(why: str, timeout_s: float) -> TransportError:
     if _TIMED_OUT.search(why):
-        return sshwords.no_answer(timeout_s)
-    known = sshwords.by_errno(_ERRNO[why]) if why in _ERRNO else None
+        return errors.no_answer(timeout_s)
+    known = errors.by_errno(_ERRNO[why]) if why in _ERRNO else None
     return known or TransportError("unreachable", f"ssh: {why[:1].lower()}{why[1:]}")

@@ -18,12 +18,12 @@ from gpuboard.errors import ConfigError
 from gpuboard.files import KEY_MAX, read
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
-from gpuboard.transport import sshmasters, sshwords
-from gpuboard.transport.attempts import Gates, again
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.command import run
-from gpuboard.transport.resolve import Resolved, Resolver, kept_answers, whole_chain
-from gpuboard.transport.sshstderr import explain_login
+from gpuboard.transport.ssh import control_sockets, errors
+from gpuboard.transport.ssh.openssh_errors import explain_login
+from gpuboard.transport.ssh.resolve import Resolved, Resolver, kept_answers, whole_chain
+from gpuboard.transport.ssh.single_flight import Gates, again
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
@@ -103,7 +103,7 @@ class Way:
 
     def _master(self) -> str | None:
         paths = (self._asked, self.shared) if self._own else (self.shared,)
-        return next((path for path in paths if sshmasters.alive(path)), None)
+        return next((path for path in paths if control_sockets.alive(path)), None)
 
     @property
     def _asked(self) -> str | None:
@@ -118,7 +118,7 @@ class Way:
         path = self._asked if asked else self.shared
         if path is None:
             return ["-S", "none", "-o", "ControlMaster=no"]
-        persist_s = sshmasters.ASKED_PERSIST_S if asked else sshmasters.PERSIST_S
+        persist_s = control_sockets.ASKED_PERSIST_S if asked else control_sockets.PERSIST_S
         return ["-S", path, "-o", "ControlMaster=auto", "-o", f"ControlPersist={persist_s}"]
 
     def _proxy(self) -> list[str]:
@@ -151,7 +151,7 @@ class Ways:
         self._resolver = Resolver(settings.ssh_config, kept=kept_answers(), timeout_s=self.timeout_s)
         connect_s = max(1, math.ceil(self.timeout_s))
         self._words = (ssh, *self._resolver.flags, *_OPTIONS, "-o", f"ConnectTimeout={connect_s}")
-        self._folder = sshmasters.socket_folder(env)
+        self._folder = control_sockets.socket_folder(env)
         self._lock = threading.Lock()
         self._gates = Gates()
         self._used: set[str] = set()
@@ -187,7 +187,7 @@ class Ways:
             return None
         failed = re.search(r"open failed: (.*)", err)
         reason = clean(failed[1]) if failed else f"it gets no connection to {host.hostname} port {host.port}"
-        return sshwords.not_through(host.name, way.hop, reason)
+        return errors.not_through(host.name, way.hop, reason)
 
     def run(self, argv: list[str]) -> tuple[int | None, str]:
         """Run ssh to its end and return its exit code and stderr.
@@ -197,7 +197,7 @@ class Ways:
         try:
             ran = run(argv, self.environ, self.timeout_s, stopped=self._closed)
         except OSError as error:
-            raise sshwords.by_error(error) from None
+            raise errors.by_error(error) from None
         return (ran.code, ran.err) if ran.ended else (None, "")
 
     def keep(self) -> None:
@@ -208,7 +208,7 @@ class Ways:
     def close(self) -> None:
         """End what logs in, and let the shared connections that are ours end with their last session."""
         self.keep()
-        sshmasters.stop(self._used)
+        control_sockets.stop(self._used)
 
     def _pass(self, way: Way) -> None:
         """Log in to a jump host and those before it. Raises TransportError."""
@@ -221,7 +221,7 @@ class Ways:
         if code == 0 or way.alive():
             return True  # a host that only lets pass may refuse the command
         if code is None:
-            raise sshwords.no_answer(self.timeout_s)
+            raise errors.no_answer(self.timeout_s)
         raise explain_login(err, way.host, hop=way.hop, timeout_s=self.timeout_s)
 
     def _way(self, host: Resolved, via: Way | None) -> Way:
@@ -236,7 +236,7 @@ class Ways:
                 options += ["-o", f"{key}={usual}"]
         theirs = host.get("controlpath")
         lasts = host.get("controlmaster") in {"auto", "yes", "true"} and host.get("controlpersist") not in {None, "no"}
-        own = theirs is None or not (lasts or sshmasters.alive(theirs))
+        own = theirs is None or not (lasts or control_sockets.alive(theirs))
         shared = self._socket(host, via) if own else theirs
         if own and shared is not None:
             with self._lock:

@@ -6,8 +6,8 @@ import re
 
 from gpuboard.model.text import clean
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.child import Ending
-from gpuboard.transport.exits import explain_exit
+from gpuboard.transport.exit_errors import explain_exit
+from gpuboard.transport.process import Ending
 
 _DETAIL = re.compile(r"^ +Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(.*?) *$", re.MULTILINE)
 _NOISE = ("cluster configuration lacks support for cpu binding", "Check SLURM_JOB_ID environment variable")

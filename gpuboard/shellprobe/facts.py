@@ -1,4 +1,4 @@
-"""What the shell on a node without python3 says of processes and the host (gpuboard/transport/shell.py); pure.
+"""What the shell on a node without python3 says of processes and the host (gpuboard/shellprobe/script.py); pure.
 
 As untrusted as all that nodes send: whoever names a process can put line ends into what is said of it.
 """

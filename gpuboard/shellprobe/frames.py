@@ -1,4 +1,4 @@
-"""The bytes that the shell's lines send (gpuboard/transport/shell.py) → whole answers. No I/O."""
+"""The bytes that the shell's lines send (gpuboard/shellprobe/script.py) → whole answers. No I/O."""
 
 from __future__ import annotations
 

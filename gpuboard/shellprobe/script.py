@@ -20,7 +20,7 @@ from __future__ import annotations
 from gpuboard.agent.smi import parse as smi
 from gpuboard.agent.smi import process as smi_child
 from gpuboard.transport.bundle import GUARD
-from gpuboard.transport.exits import STDIN_READ
+from gpuboard.transport.exit_errors import STDIN_READ
 
 # One line in single quotes, of characters that mean nothing to sh, csh and fish alike.
 _CHECK = f'read -r g; [ "$g" = "{GUARD.decode().strip()}" ] || exit {STDIN_READ}'

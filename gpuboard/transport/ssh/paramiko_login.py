@@ -19,10 +19,10 @@ import paramiko
 from gpuboard.files import KEY_MAX, SSH_CONFIG_MAX, read
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
-from gpuboard.transport import resolve, sshwords
-from gpuboard.transport.attempts import Dropped, Gates, again
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.knownhosts import KnownHosts
+from gpuboard.transport.ssh import errors, resolve
+from gpuboard.transport.ssh.known_hosts import KnownHosts
+from gpuboard.transport.ssh.single_flight import Dropped, Gates, again
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
@@ -103,10 +103,10 @@ class Logins:
             if connection is not None:
                 said = _told(connection)
                 drop(connection)
-            if isinstance(error, Exception) and (refusal := sshwords.wants_a_job(host.name, said)):
+            if isinstance(error, Exception) and (refusal := errors.wants_a_job(host.name, said)):
                 raise refusal from error
             if isinstance(error, paramiko.SSHException | EOFError) and time.monotonic() > until:
-                raise sshwords.no_answer(self.timeout_s) from error  # it has many words for that
+                raise errors.no_answer(self.timeout_s) from error  # it has many words for that
             if isinstance(error, Exception):
                 raise explain(error, host, hop=host.jumps[-1] if via else "", timeout_s=self.timeout_s) from error
             raise
@@ -193,24 +193,24 @@ def explain(error: Exception, host: resolve.Resolved, *, hop: str, timeout_s: fl
     if isinstance(error, TransportError):
         return error
     if isinstance(error, socket.gaierror):
-        return sshwords.no_address(host.name)
+        return errors.no_address(host.name)
     if isinstance(error, TimeoutError):
-        return sshwords.no_answer(timeout_s)
+        return errors.no_answer(timeout_s)
     if isinstance(error, paramiko.ChannelException):
-        return sshwords.not_through(host.name, hop, error.text)
+        return errors.not_through(host.name, hop, error.text)
     if isinstance(error, paramiko.AuthenticationException):
-        return sshwords.not_let_in(host.name, host.user)
+        return errors.not_let_in(host.name, host.user)
     if isinstance(error, (EOFError, ConnectionResetError, BrokenPipeError)):
         return Dropped("lost", "ssh: the connection was closed while logging in", "see sshd's MaxStartups and its log")
     if isinstance(error, OSError):
-        return sshwords.by_error(error)
+        return errors.by_error(error)
     words = clean(str(error)) or type(error).__name__
     if "protocol banner" in words:
         if host.proxy_command is not None:
             said = f"ssh: the ProxyCommand of {host.name} ended without a connection ({clean(host.proxy_command, 120)})"
             return Dropped("unreachable", said, f"try `ssh {host.name}`, which shows what it says")
         return Dropped("lost", "ssh: the connection was closed while logging in", "see sshd's MaxStartups and its log")
-    return sshwords.dropped(host.name, words)
+    return errors.dropped(host.name, words)
 
 
 def _connected(name: str, port: int, family: int, timeout_s: float) -> socket.socket:
@@ -257,11 +257,11 @@ def _verify(connection: paramiko.Transport, host: resolve.Resolved, known: Known
     offered = f"{key.get_name()} {key.fingerprint}"
     verdict = known.judge(host.key_name, host.port, key.asbytes())
     if verdict == "revoked":
-        raise sshwords.revoked_key(host.name)
+        raise errors.revoked_key(host.name)
     if verdict == "changed":
-        raise sshwords.changed_key(host.name, offered, host.key_name, host.port)
+        raise errors.changed_key(host.name, offered, host.key_name, host.port)
     if verdict == "unknown":
-        raise sshwords.unknown_key(host.name, offered)
+        raise errors.unknown_key(host.name, offered)
 
 
 def _authenticate(connection: paramiko.Transport, host: resolve.Resolved) -> None:
@@ -283,8 +283,8 @@ def _authenticate(connection: paramiko.Transport, host: resolve.Resolved) -> Non
         methods = set(more)
         break
     if methods & {"password", "keyboard-interactive"}:
-        raise sshwords.asks(host.name, host.user)
-    raise sshwords.not_let_in(host.name, host.user)
+        raise errors.asks(host.name, host.user)
+    raise errors.not_let_in(host.name, host.user)
 
 
 def _keys(host: resolve.Resolved, files: list[str]) -> Iterator[Any]:

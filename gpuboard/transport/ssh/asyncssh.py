@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import asyncssh
 
 from gpuboard.model.units import parse_duration
-from gpuboard.transport import bundle, resolve, sshwords
-from gpuboard.transport.attempts import AGAIN_S
+from gpuboard.transport import bundle
 from gpuboard.transport.base import Handler, TransportError
-from gpuboard.transport.exits import explain_exit
+from gpuboard.transport.exit_errors import explain_exit
 from gpuboard.transport.pace import Pace, Turn
-from gpuboard.transport.sshconfig import Host, HostConfig
-from gpuboard.transport.ssherrors import explain
+from gpuboard.transport.ssh import errors, resolve
+from gpuboard.transport.ssh.asyncssh_config import Host, HostConfig
+from gpuboard.transport.ssh.asyncssh_errors import explain
+from gpuboard.transport.ssh.single_flight import AGAIN_S
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
@@ -134,7 +135,7 @@ class AsyncsshTransport:
             try:
                 return await self._log_in_once(host, tunnel, deadline)
             except (asyncssh.ConnectionLost, ConnectionResetError, BrokenPipeError):
-                if sshwords.wants_a_job(host.name, host.said) or time.monotonic() + wait_s > until:
+                if errors.wants_a_job(host.name, host.said) or time.monotonic() + wait_s > until:
                     raise
                 await asyncio.sleep(random.uniform(0.5, 1.0) * wait_s)
         return await self._log_in_once(host, tunnel, deadline)

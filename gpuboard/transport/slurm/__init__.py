@@ -1,0 +1,1 @@
+"""Agents as steps of a Slurm job."""
