@@ -20,7 +20,7 @@ from pathlib import Path
 
 from gpuboard.config import Settings
 from gpuboard.scheduler.find import find
-from gpuboard.scheduler.slurm import Slurm
+from gpuboard.scheduler.slurm.service import Slurm
 
 GOAL_MS = 60.0
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpuboard.config import Settings
     from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.base import Scheduler
-    from gpuboard.scheduler.inside import Inside
+    from gpuboard.scheduler.slurm.current_job import Inside
 
 __all__ = ["Lease", "lease", "status"]
 

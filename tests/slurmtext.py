@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpuboard.model.schedule import Gres, SchedulerJob, SchedulerNode
-from gpuboard.scheduler.jobs import jobs
+from gpuboard.scheduler.slurm.jobs import jobs
 
 FOLDER = Path(__file__).parent / "data" / "slurm"
 

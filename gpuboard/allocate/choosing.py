@@ -85,7 +85,7 @@ def slurm_allocator(
 ) -> SlurmAllocator:
     """Return what allocates through Slurm. Raises UsageError for flags that cannot be."""
     from gpuboard.allocate.through_slurm import SlurmAllocator  # late: only where there is a Slurm
-    from gpuboard.scheduler.submit import ask
+    from gpuboard.scheduler.slurm.sbatch_args import ask
 
     asked = ask(settings.slurm, **msgspec.structs.asdict(flags))
     return SlurmAllocator(nodes, settings, env, scheduler=scheduler, asked=asked, said=said, progress=progress)

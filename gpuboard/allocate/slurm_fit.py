@@ -18,7 +18,7 @@ from gpuboard.model.request import Refusal, RefusedGpu, Request
 from gpuboard.model.schedule import Gres, Schedule, SchedulerNode
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_size
-from gpuboard.scheduler.submit import Shape
+from gpuboard.scheduler.slurm.sbatch_args import Shape
 
 _MIG_TYPE = re.compile(r"[0-9]g[._]?[0-9]+gb", re.IGNORECASE)  # a100_3g.40gb, 1g.10gb
 _SIZE = re.compile(r"(?<![0-9a-z])(?:gpu|gpumem|mem|vram)?[_-]?([1-9][0-9]{0,3})gi?b?(?![0-9a-z])", re.IGNORECASE)

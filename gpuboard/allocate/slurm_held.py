@@ -19,9 +19,9 @@ from gpuboard.model.snapshot import GpuView, Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
 from gpuboard.nodesets import listed
-from gpuboard.scheduler.client import Jobs, JobState
-from gpuboard.scheduler.submit import job_name
-from gpuboard.scheduler.submit import lease_of as lease_named
+from gpuboard.scheduler.slurm.client import Jobs, JobState
+from gpuboard.scheduler.slurm.sbatch_args import job_name
+from gpuboard.scheduler.slurm.sbatch_args import lease_of as lease_named
 
 _GONE = frozenset({"completing"})
 _PLACEHOLDER = "slurm-"  # how the UUID of a GPU begins that nothing but Slurm shows

@@ -17,9 +17,9 @@ from gpuboard.ledger.keeper import KeeperError
 from gpuboard.ledger.nodes import LONGEST_S
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.units import iso
-from gpuboard.scheduler import submit
-from gpuboard.scheduler.client import Jobs, JobState
-from gpuboard.scheduler.slurm import outdate
+from gpuboard.scheduler.slurm import sbatch_args
+from gpuboard.scheduler.slurm.client import Jobs, JobState
+from gpuboard.scheduler.slurm.service import outdate
 
 
 def lease_of(
@@ -64,7 +64,7 @@ def find(text: str, mine: Sequence[JobState]) -> tuple[str, JobState]:
 
 def renew(jobs: Jobs, job: JobState, for_s: float, env: Mapping[str, str]) -> None:
     """Let a lease's job end ``for_s`` from now: its limit counts from its start. Raises GpuboardError."""
-    jobs.set_limit(job.number, submit.minutes(job.used_s + for_s))
+    jobs.set_limit(job.number, sbatch_args.minutes(job.used_s + for_s))
     if job.lease is not None:
         keeper.renew(job.lease, for_s, env)
 

@@ -9,8 +9,8 @@ from gpuboard.errors import GpuboardError, NeverPossible, NoNodeReached, NotFree
 from gpuboard.model.request import Refusal
 from gpuboard.model.text import clean
 from gpuboard.model.units import day_time, format_duration
-from gpuboard.scheduler.client import Jobs, JobState, Place
-from gpuboard.scheduler.submit import is_undecided, never_reason
+from gpuboard.scheduler.slurm.client import Jobs, JobState, Place
+from gpuboard.scheduler.slurm.sbatch_args import is_undecided, never_reason
 
 _FIRST_POLL_S = 0.1
 _POLL_MAX_S = 30.0

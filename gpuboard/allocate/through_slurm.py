@@ -44,10 +44,10 @@ from gpuboard.model.request import Choice, Refusal, Request
 from gpuboard.model.schedule import Schedule
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
-from gpuboard.scheduler import submit
-from gpuboard.scheduler.client import Jobs, JobState, Uncertain
-from gpuboard.scheduler.jobscript import PAUSE_S, script
-from gpuboard.scheduler.slurm import outdate
+from gpuboard.scheduler.slurm import sbatch_args
+from gpuboard.scheduler.slurm.client import Jobs, JobState, Uncertain
+from gpuboard.scheduler.slurm.job_script import PAUSE_S, script
+from gpuboard.scheduler.slurm.service import outdate
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
@@ -75,7 +75,7 @@ class SlurmAllocator:
         env: Mapping[str, str],
         *,
         scheduler: Scheduler,
-        asked: submit.Ask,
+        asked: sbatch_args.Ask,
         said: bool = True,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -130,7 +130,7 @@ class SlurmAllocator:
         Raises Refused, UsageError, NoNodeReached.
         """
         found, seconds = self._fit(request, for_s)
-        arguments = submit.arguments(found.shape, self._asked, submit.Lease("lease", seconds))
+        arguments = sbatch_args.arguments(found.shape, self._asked, sbatch_args.Lease("lease", seconds))
         words = self._jobs.test(arguments, script(""))
         line = shlex.join(["sbatch", *(word for word in arguments if not word.startswith("--job-name="))])
         return Choice((), f"{line}\n{found.why}\nSlurm: {words}")
@@ -150,7 +150,7 @@ class SlurmAllocator:
         heartbeat = self._heartbeat(lease) if terms.holder is not None else ""
         self._hand_over(self._new_record(lease, terms, heartbeat))
         self._go_on()
-        arguments = submit.arguments(found.shape, self._asked, submit.Lease(lease, for_s, terms.purpose))
+        arguments = sbatch_args.arguments(found.shape, self._asked, sbatch_args.Lease(lease, for_s, terms.purpose))
         silence_s = parse_duration(self._settings.slurm.silence)
         text = script(heartbeat, silence_s, min(PAUSE_S, silence_s / 12))
         self._number, words = self._jobs.submit(arguments, text, lease)
@@ -211,7 +211,7 @@ class SlurmAllocator:
 
     def _known_leases(self) -> set[str]:
         schedule = self._scheduler.seen.schedule
-        found = (submit.lease_of(job.name) for job in schedule.jobs) if schedule is not None else ()
+        found = (sbatch_args.lease_of(job.name) for job in schedule.jobs) if schedule is not None else ()
         return {lease for lease in found if lease}
 
     def _heartbeat(self, lease: str) -> str:
@@ -228,7 +228,7 @@ class SlurmAllocator:
 
     def _new_record(self, lease: str, terms: Terms, heartbeat: str) -> keeper.Record:
         job = KeptJob(
-            job_name=submit.job_name(lease),
+            job_name=sbatch_args.job_name(lease),
             number=None,
             heartbeat=heartbeat,
             touch_s=min(30.0, parse_duration(self._settings.slurm.silence) / 6),

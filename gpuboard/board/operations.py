@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gpuboard.model.request import Request
     from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.base import Scheduler
-    from gpuboard.scheduler.client import Jobs
+    from gpuboard.scheduler.slurm.client import Jobs
 
 SIGNALS = ("TERM", "INT", "KILL", "USR1", "STOP", "CONT")  # what the agent sends (agent/signals.py)
 _LEAVE_S = 0.25  # quitting takes under half a second in all
@@ -211,7 +211,7 @@ class Operations:
         if self._fleet.schedule is None:
             return None
         from gpuboard.allocate.slurm_held import chosen  # only where there is a Slurm
-        from gpuboard.scheduler.client import Jobs
+        from gpuboard.scheduler.slurm.client import Jobs
 
         jobs = Jobs(self._env)
         found, _ = chosen([lease], jobs, self._env)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory import Node
     from gpuboard.config import Configuration, Settings
     from gpuboard.scheduler.base import Scheduler
-    from gpuboard.scheduler.inside import Inside
+    from gpuboard.scheduler.slurm.current_job import Inside
 
 SCHEDULER_S = 15.0  # for an answer that says which nodes there are; commands to a dead controller take 10 s
 

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 def _with_ours(found: LeaseList, context: Context) -> LeaseList:
     """Return the same, our own leases in Slurm as they are now: what was shared may be half a minute old."""
     from gpuboard.allocate.slurm_held import up_to_date
-    from gpuboard.scheduler.client import Jobs
+    from gpuboard.scheduler.slurm.client import Jobs
 
     claims = [lease for lease in found.leases if lease.job is None]
     jobs = [lease for lease in found.leases if lease.job is not None]

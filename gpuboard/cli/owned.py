@@ -11,7 +11,7 @@ from gpuboard.errors import NoSuchLease
 if TYPE_CHECKING:
     from gpuboard.allocate.slurm_held import JobLease
     from gpuboard.cluster.inventory import Node
-    from gpuboard.scheduler.client import Jobs
+    from gpuboard.scheduler.slurm.client import Jobs
 
 SLURM = "Slurm"  # where a lease lies that is a job, in place of a node
 
@@ -34,7 +34,7 @@ def owned(ids: Sequence[str], context: Context) -> tuple[Owned, list[str]]:
         return Owned(None, [], context.scope()), list(ids)
     from gpuboard.allocate.choosing import without_slurm  # only where there is a Slurm
     from gpuboard.allocate.slurm_held import chosen
-    from gpuboard.scheduler.client import Jobs
+    from gpuboard.scheduler.slurm.client import Jobs
 
     try:
         jobs = Jobs(context.env)

@@ -10,7 +10,7 @@ from gpuboard.errors import UsageError
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
-    from gpuboard.scheduler.inside import Inside
+    from gpuboard.scheduler.slurm.current_job import Inside
 
 
 def current_job(settings: Settings, env: Mapping[str, str], say: Callable[[str], None]) -> Inside | None:
@@ -21,7 +21,7 @@ def current_job(settings: Settings, env: Mapping[str, str], say: Callable[[str],
     """
     if not env.get("SLURM_JOB_ID") or settings.scheduler == "none" or env.get("GPUBOARD_INVENTORY"):
         return None
-    from gpuboard.scheduler.inside import Outside, look  # hardly ever needed
+    from gpuboard.scheduler.slurm.current_job import Outside, look  # hardly ever needed
 
     found = look(env)
     if isinstance(found, Outside):

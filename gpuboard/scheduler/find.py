@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from gpuboard.scheduler.site import here
+from gpuboard.scheduler.slurm.site import here
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
-    from gpuboard.scheduler.slurm import Slurm
+    from gpuboard.scheduler.slurm.service import Slurm
 
 
 def find(settings: Settings, env: Mapping[str, str]) -> Slurm | None:
@@ -23,6 +23,6 @@ def find(settings: Settings, env: Mapping[str, str]) -> Slurm | None:
     known = site.scontrol is not None and (site.conf is not None or "SLURM_CONF_SERVER" in env)
     if not known and settings.scheduler != "slurm":
         return None
-    from gpuboard.scheduler.slurm import Slurm  # 12 ms: only where there is one
+    from gpuboard.scheduler.slurm.service import Slurm  # 12 ms: only where there is one
 
     return Slurm(settings, env, site)

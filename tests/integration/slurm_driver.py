@@ -17,7 +17,7 @@ import msgspec
 
 from gpuboard.config import Settings
 from gpuboard.scheduler.find import find
-from gpuboard.scheduler.slurm import Slurm
+from gpuboard.scheduler.slurm.service import Slurm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

@@ -14,7 +14,7 @@ from gpuboard.allocate import slurm_held
 from gpuboard.ledger import keeper, keeper_place
 from gpuboard.ledger.holder import Holder, identify
 from gpuboard.ledger.keeper import Handover, KeeperError, KeptJob, KeptNode
-from gpuboard.scheduler.client import Jobs, JobState
+from gpuboard.scheduler.slurm.client import Jobs, JobState
 from tests.integration.keeper_lab import unlocked
 from tests.waiting import until
 

@@ -10,7 +10,7 @@ from gpuboard.cluster.injob import current_job, job_nodes
 from gpuboard.cluster.inventory import Node
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError, UsageError
-from gpuboard.scheduler.inside import Inside, JobNode, Outside, is_child, judge, look, surroundings
+from gpuboard.scheduler.slurm.current_job import Inside, JobNode, Outside, is_child, judge, look, surroundings
 from gpuboard.transport.base import TransportError
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURMD_NODENAME": "gpu01"}

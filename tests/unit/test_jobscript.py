@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.scheduler.jobscript import script
+from gpuboard.scheduler.slurm.job_script import script
 from tests.waiting import Stopwatch, until
 
 SHELLS = [shell for shell in ("sh", "bash", "busybox") if shutil.which(shell)]

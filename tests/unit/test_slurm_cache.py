@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from gpuboard.config import Settings
 from gpuboard.model.schedule import Schedule, SchedulerNode
-from gpuboard.scheduler import slurm
-from gpuboard.scheduler.cache import Cache, Record, now
 from gpuboard.scheduler.find import find
-from gpuboard.scheduler.questions import Answer
+from gpuboard.scheduler.slurm import service as slurm
+from gpuboard.scheduler.slurm.cache import Cache, Record, now
+from gpuboard.scheduler.slurm.query_cycle import Answer
 from tests.slurmtext import FOLDER
 from tests.waiting import Stopwatch, until
 

@@ -11,7 +11,7 @@ from gpuboard.allocate.slurm_fit import Fit, Limits, fit
 from gpuboard.errors import UsageError
 from gpuboard.model.request import Refusal, Request
 from gpuboard.model.schedule import Gres, Schedule, SchedulerNode
-from gpuboard.scheduler.submit import Shape
+from gpuboard.scheduler.slurm.sbatch_args import Shape
 
 ALL = Limits()
 

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from gpuboard.config import SlurmSettings
 from gpuboard.errors import GpuboardError, NeverPossible, NoNodeReached, NotFree, UsageError
-from gpuboard.scheduler import submit
-from gpuboard.scheduler.client import Place, _jobs, _place, seconds
-from gpuboard.scheduler.submit import Ask, Lease, Shape
+from gpuboard.scheduler.slurm import sbatch_args
+from gpuboard.scheduler.slurm.client import Place, _jobs, _place, seconds
+from gpuboard.scheduler.slurm.sbatch_args import Ask, Lease, Shape
 
 FIXED = ["--no-requeue", "--output=/dev/null", "--chdir=/", "--export=ALL", "--parsable"]
 
 
 def told(shape: Shape, asked: Ask | None = None, lease: Lease | None = None) -> list[str]:
-    return submit.arguments(shape, asked or Ask(), lease or Lease("k3f9xy", 3600.0))
+    return sbatch_args.arguments(shape, asked or Ask(), lease or Lease("k3f9xy", 3600.0))
 
 
 def test_a_count_alone_asks_for_the_fewest_nodes_up_to_those_that_are_enough() -> None:
@@ -30,7 +30,7 @@ def test_a_count_per_node_fixes_the_nodes() -> None:
 
 def test_what_the_site_and_the_person_say_is_passed_on_in_this_order() -> None:
     settings = SlurmSettings(partition="gpu", cpus_per_gpu=8, mem_per_gpu="64GiB", args=["--constraint=ib"])
-    asked = submit.ask(settings, account="lab", qos="high", reservation="r1", more=["--exclusive"])
+    asked = sbatch_args.ask(settings, account="lab", qos="high", reservation="r1", more=["--exclusive"])
     found = told(Shape(2, 1, exclude="gpu[02-03]"), asked, Lease("k3f9xy", 90.0, "fine\ntuning"))
     assert found == [
         "--job-name=gpuboard-k3f9xy", "--time=2", "--nodes=1", "--gpus=2", "--exclude=gpu[02-03]", "--partition=gpu",
@@ -40,7 +40,7 @@ def test_what_the_site_and_the_person_say_is_passed_on_in_this_order() -> None:
 
 
 def test_a_flag_goes_before_the_setting() -> None:
-    assert submit.ask(SlurmSettings(partition="gpu"), partition="short").partition == "short"
+    assert sbatch_args.ask(SlurmSettings(partition="gpu"), partition="short").partition == "short"
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_a_flag_goes_before_the_setting() -> None:
 )  # fmt: skip
 def test_options_that_are_ours_are_refused(option: str) -> None:
     with pytest.raises(UsageError, match="is gpuboard's to say"):
-        submit.check_option(option, "--slurm")
+        sbatch_args.check_option(option, "--slurm")
 
 
 @pytest.mark.parametrize("option", ["train.sh", "-", "--", "--constraint a100", "-C a100", "--x\n--wrap=y", "", "--X"])
 def test_what_is_not_one_option_is_refused(option: str) -> None:
     with pytest.raises(UsageError, match="is not one option"):
-        submit.check_option(option, "--slurm")
+        sbatch_args.check_option(option, "--slurm")
 
 
 @pytest.mark.parametrize("option", ["--constraint=a100&ib", "-Ca100", "--exclusive", "--mem=0", "--nice=10",
@@ -66,22 +66,22 @@ def test_what_is_not_one_option_is_refused(option: str) -> None:
                                     "--mail-type=ALL", "--wait-all-nodes=1", "--time-min=10", "-c8",
                                     "--ntasks=8"])  # fmt: skip
 def test_other_options_pass(option: str) -> None:
-    submit.check_option(option, "--slurm")
+    sbatch_args.check_option(option, "--slurm")
 
 
 def test_options_of_the_config_are_held_to_the_same_rules() -> None:
     with pytest.raises(UsageError, match=r"slurm\.args: --array is gpuboard's to say"):
-        submit.ask(SlurmSettings(args=["--array=1-9"]))
+        sbatch_args.ask(SlurmSettings(args=["--array=1-9"]))
 
 
 @pytest.mark.parametrize("name", ["x y", "x;y", "$(x)", "x\n", "", "-x" * 200])
 def test_hostile_names_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="is not a name"):
-        submit.ask(SlurmSettings(), account=name)
+        sbatch_args.ask(SlurmSettings(), account=name)
 
 
 def test_minutes_are_rounded_up() -> None:
-    assert [submit.minutes(s) for s in (0.5, 60.0, 60.1, 3600.0)] == [1, 1, 2, 60]
+    assert [sbatch_args.minutes(s) for s in (0.5, 60.0, 60.1, 3600.0)] == [1, 1, 2, 60]
 
 
 @pytest.mark.parametrize(
@@ -114,38 +114,42 @@ def test_minutes_are_rounded_up() -> None:
 def test_refusals_have_slurms_words_and_the_exit_code_that_they_mean(
     stderr: str, code: int, error: type[GpuboardError]
 ) -> None:
-    found = submit.refusal(stderr, code)
+    found = sbatch_args.refusal(stderr, code)
     assert type(found) is error
     assert "sbatch: error" not in str(found) and "Try " not in str(found)
 
 
 def test_only_some_failures_may_have_left_a_job() -> None:
-    assert submit.is_uncertain("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
-    assert not submit.is_uncertain("sbatch: error: Batch job submission failed: Invalid qos specification")
+    assert sbatch_args.is_uncertain(
+        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    )
+    assert not sbatch_args.is_uncertain("sbatch: error: Batch job submission failed: Invalid qos specification")
     # nobody listened
-    assert not submit.is_uncertain("Batch job submission failed: Unable to contact slurm controller (connect failure)")
+    assert not sbatch_args.is_uncertain(
+        "Batch job submission failed: Unable to contact slurm controller (connect failure)"
+    )
 
 
 def test_the_number_is_found_among_what_a_site_prints_before_it() -> None:
-    assert submit.job_number("Welcome to the cluster\n1234;lab\n") == 1234
-    assert submit.job_number("1234\n") == 1234
-    assert submit.job_number("Submitted batch job\n") is None
+    assert sbatch_args.job_number("Welcome to the cluster\n1234;lab\n") == 1234
+    assert sbatch_args.job_number("1234\n") == 1234
+    assert sbatch_args.job_number("Submitted batch job\n") is None
 
 
 def test_only_names_of_ours_are_leases() -> None:
-    assert submit.lease_of(submit.job_name("k3f9xy")) == "k3f9xy"
+    assert sbatch_args.lease_of(sbatch_args.job_name("k3f9xy")) == "k3f9xy"
     for name in ("gpuboard-", "gpuboard-K3F9", "gpuboard-k3f9xy\n", "gpuboard-../x", "xgpuboard-k3f9xy", "wrap"):
-        assert submit.lease_of(name) is None
+        assert sbatch_args.lease_of(name) is None
 
 
 def test_reasons_that_no_waiting_cures_are_told_from_those_that_pass() -> None:
-    assert submit.never_reason("PartitionTimeLimit") is not None
-    assert submit.never_reason("Resources") is None
+    assert sbatch_args.never_reason("PartitionTimeLimit") is not None
+    assert sbatch_args.never_reason("Resources") is None
     for reason in (
         "QOSMaxGRESPerUser", "MaxGRESPerAccount", "QOSGrpGRES", "AssocGrpGRESRunMinutes", "AssocMaxJobsLimit",
         "ReqNodeNotAvail, UnavailableNodes:gpu01", "PartitionDown", "PartitionConfig", "BeginTime", "Reservation", "",
     ):  # fmt: skip
-        assert submit.never_reason(reason) is None, reason
+        assert sbatch_args.never_reason(reason) is None, reason
     for reason in (
         "MaxMemPerLimit", "AccountNotAllowed", "QOSNotAllowed", "ReservationDeleted",
         "QOSMaxGRESPerJob", "QOSMaxGRESPerNode", "QOSMaxWallDurationPerJobLimit", "QOSMinGRES", "QOSMaxCpuPerNode",
@@ -153,8 +157,8 @@ def test_reasons_that_no_waiting_cures_are_told_from_those_that_pass() -> None:
         "Job's account not known, so it can't use this partition (gpu allows physics)",
         "Job's QOS not permitted to use this partition (gpu denies low including low)",
     ):  # fmt: skip
-        assert submit.never_reason(reason) is not None, reason
-    assert [submit.is_undecided(r) for r in ("None", "Priority", "Resources", "QOSMaxGRESPerUser")] == [
+        assert sbatch_args.never_reason(reason) is not None, reason
+    assert [sbatch_args.is_undecided(r) for r in ("None", "Priority", "Resources", "QOSMaxGRESPerUser")] == [
         True, True, False, False,
     ]  # fmt: skip
 
@@ -206,6 +210,6 @@ def test_no_text_makes_the_readers_raise(text: str) -> None:
     _jobs(text)
     _place(text, 7)
     seconds(text)
-    submit.refusal(text, 1)
-    submit.job_number(text)
-    submit.lease_of(text)
+    sbatch_args.refusal(text, 1)
+    sbatch_args.job_number(text)
+    sbatch_args.lease_of(text)

@@ -10,11 +10,11 @@ from gpuboard import nodesets
 from gpuboard.cluster.jobs import rule
 from gpuboard.model.gpu import GpuStatic
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
-from gpuboard.scheduler import checks
-from gpuboard.scheduler.gres import GresError, Resources, resources
-from gpuboard.scheduler.jobs import Piece, Runs, TrueJob, jobs, true_jobs
-from gpuboard.scheduler.nodes import Reservation, nodes, reservations
-from gpuboard.scheduler.records import Unreadable, moment
+from gpuboard.scheduler.slurm import consistency
+from gpuboard.scheduler.slurm.gres import GresError, Resources, resources
+from gpuboard.scheduler.slurm.jobs import Piece, Runs, TrueJob, jobs, true_jobs
+from gpuboard.scheduler.slurm.nodes import Reservation, nodes, reservations
+from gpuboard.scheduler.slurm.records import Unreadable, moment
 from tests.slurmtext import held, holding, recorded, recordings, used
 
 
@@ -126,12 +126,12 @@ def test_a_job_whose_prolog_runs_is_being_made_ready_and_runs_nowhere_yet() -> N
 def test_a_person_visits_the_nodes_where_his_running_jobs_hold_no_gpu() -> None:
     pieces = jobs(recorded("shapes/job-d-oneliner"))
     held = [piece.job for piece in pieces if piece.job is not None]
-    assert checks.visited(pieces, held, {}, 0) == {"node3": (13,)}
-    assert checks.visited(pieces, held, {}, 4711) == {}
+    assert consistency.visited(pieces, held, {}, 0) == {"node3": (13,)}
+    assert consistency.visited(pieces, held, {}, 4711) == {}
     # what squeue says counts alone where it was asked
     more = TrueJob(0, "root", "running", "gpu", None, None, ("node1", "node3"))
     truth = {12: more, 13: more._replace(state="completed"), 14: more._replace(uid=4711)}
-    assert checks.visited(pieces, held, truth, 0) == {"node1": (12,)}
+    assert consistency.visited(pieces, held, truth, 0) == {"node1": (12,)}
 
 
 def test_jobs_of_untyped_gpus_and_of_shards() -> None:
@@ -175,7 +175,7 @@ def test_both_forms_of_the_output_say_the_same_of_nodes(name: str) -> None:
 def test_jobs_and_nodes_of_one_moment_fit(name: str) -> None:
     pieces = jobs(recorded(name.replace("node", "job")))
     listed = nodes(recorded(name))
-    assert checks.contradictions(pieces, listed) == []
+    assert consistency.contradictions(pieces, listed) == []
     claims: dict[str, set[int]] = {node: set() for node in listed}
     for job in holding(recorded(name.replace("node", "job"))):
         for node, indexes in held(job).items():
@@ -188,7 +188,7 @@ def test_with_private_data_a_node_has_more_in_use_than_one_sees_jobs() -> None:
     listed = nodes(recorded("private/alice-node-d"))
     assert {job.number: held(job) for job in holding(text)} == {2: {"node1": {3, 4}}}
     assert used(listed["node1"]) == {0, 1, 2, 3, 4}
-    assert checks.contradictions(jobs(text), listed) == []
+    assert consistency.contradictions(jobs(text), listed) == []
 
 
 def test_a_node_is_read_whole() -> None:
@@ -215,7 +215,7 @@ def test_states_and_reasons_of_nodes() -> None:
         "node7": ("mixed+reserved", ""),
         "node8": ("mixed", ""),
     }
-    assert checks.is_reserved(found)
+    assert consistency.is_reserved(found)
 
 
 @pytest.mark.parametrize(
@@ -250,14 +250,14 @@ def test_only_reservations_in_force_count() -> None:
 
 def test_nodes_get_the_names_of_their_reservations() -> None:
     listed = nodes(recorded("states/node-d-oneliner"))
-    found = checks.joined(
+    found = consistency.joined(
         [], listed, [*reservations(recorded("states/res-oneliner")), Reservation("b", ("node7", "x"))]
     )
     assert {node.name: node.reservation for node in found.values() if node.reservation} == {
         "node6": "maint",
         "node7": "course,b",
     }
-    again = checks.joined([], listed, checks.reserved_before(Schedule(0.0, "", found), listed))
+    again = consistency.joined([], listed, consistency.reserved_before(Schedule(0.0, "", found), listed))
     assert again == found
 
 
@@ -265,7 +265,7 @@ def test_a_node_that_names_its_reservation_itself_is_not_asked_about() -> None:
     text = recorded("states/node-d-oneliner").replace(" CapWatts", " ReservationName=own CapWatts")
     listed = nodes(text)
     assert listed["node6"].reservation == "own"
-    assert not checks.is_reserved(listed)
+    assert not consistency.is_reserved(listed)
 
 
 def test_squeue_tells_who_has_which_nodes() -> None:
@@ -339,7 +339,7 @@ def test_a_node_that_only_a_job_names_is_there_and_doubtful() -> None:
     found = holding(recorded("states/job-d-oneliner"))
     listed = nodes(recorded("states/node-d-oneliner"))
     del listed["node2"]
-    joined = checks.joined(found, listed, [])
+    joined = consistency.joined(found, listed, [])
     assert (joined["node2"].state, joined["node2"].doubt) == (
         "unknown",
         "job 2 runs there, yet Slurm does not list the node",
@@ -360,8 +360,8 @@ def test_a_node_whose_shards_contradict_their_parts_is_unknown(shards: str) -> N
 def test_hidden_shards_make_a_node_doubtful() -> None:
     text = recorded("untyped/node-d-oneliner").replace("shard:(null):2(IDX:0-1)", "shard:5")
     found = holding(recorded("untyped/job-d-oneliner"))
-    assert checks.joined(found, nodes(text), [])["node1"].doubt == ""
-    assert "shards of its GPUs" in checks.joined([], nodes(text), [])["node1"].doubt
+    assert consistency.joined(found, nodes(text), [])["node1"].doubt == ""
+    assert "shards of its GPUs" in consistency.joined([], nodes(text), [])["node1"].doubt
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from gpuboard import nodesets
 from gpuboard.cluster.jobs import alone, by_node, rule
 from gpuboard.model.schedule import Schedule, SchedulerJob, SchedulerNode
-from gpuboard.scheduler import checks
-from gpuboard.scheduler.gres import GresError, resources
-from gpuboard.scheduler.jobs import jobs, true_jobs
-from gpuboard.scheduler.nodes import nodes, reservations
-from gpuboard.scheduler.records import Unreadable
+from gpuboard.scheduler.slurm import consistency
+from gpuboard.scheduler.slurm.gres import GresError, resources
+from gpuboard.scheduler.slurm.jobs import jobs, true_jobs
+from gpuboard.scheduler.slurm.nodes import nodes, reservations
+from gpuboard.scheduler.slurm.records import Unreadable
 from tests.slurmtext import holding, recorded
 
 PIECES = [
@@ -56,7 +56,7 @@ CASES = ("base", "holes", "hetero", "mig", "states", "shapes", "untyped", "empty
 
 def free(listed: Mapping[str, SchedulerNode], held: Sequence[SchedulerJob]) -> dict[str, set[int]]:
     """Return what would be called free for Slurm on each node, by Slurm's numbers: as the picture does."""
-    schedule = Schedule(0.0, "", checks.joined(held, listed, []), tuple(held))
+    schedule = Schedule(0.0, "", consistency.joined(held, listed, []), tuple(held))
     holders = by_node(schedule)
     found: dict[str, set[int]] = {}
     for node in schedule.nodes.values():
@@ -217,10 +217,10 @@ def looked(
         used[job.node].add(job.index)
     listed = nodes("".join(node_text(name, of, typed=typed) for name, of in used.items()))
     pieces = jobs("".join(job.printed() for job in cluster))
-    notes = checks.contradictions(pieces, listed)
+    notes = consistency.contradictions(pieces, listed)
     held = [piece.job for piece in pieces if piece.job is not None]
     if notes and tell:
-        held, notes = checks.corrected(pieces, true_jobs("".join(job.listed() for job in cluster)), listed)
+        held, notes = consistency.corrected(pieces, true_jobs("".join(job.listed() for job in cluster)), listed)
     return listed, held, notes
 
 
@@ -344,10 +344,10 @@ def test_a_job_that_ends_between_two_questions_makes_nobody_a_liar(now: str, kep
     cluster = [Job(1, "bob", 1002, "node1", 0), Job(2, "alice", 1001, "node1", 1), Job(3, "root", 0, "node2", 0)]
     pieces = jobs("".join(job.printed() for job in cluster))
     listed = nodes("".join(node_text(name, of, typed=True) for name, of in {"node1": {0}, "node2": {0}}.items()))
-    assert checks.contradictions(pieces, listed) == ["GPU 1 of node1 is held by job 2 and not in use"]
+    assert consistency.contradictions(pieces, listed) == ["GPU 1 of node1 is held by job 2 and not in use"]
     cluster[1].state = now
     text = "".join(job.listed() for job in cluster)
-    held, notes = checks.corrected(
+    held, notes = consistency.corrected(
         pieces, true_jobs(text.replace("node1|alice", "|alice") if now != "RUNNING" else text), listed
     )
     assert ([job.number for job in held], notes) == (kept, [])

@@ -14,7 +14,7 @@ import msgspec
 from gpuboard.errors import GpuboardError, NoNodeReached
 from gpuboard.model.text import clean
 from gpuboard.model.units import day_time
-from gpuboard.scheduler import submit
+from gpuboard.scheduler.slurm import sbatch_args
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.command import Command, Ran, run
 from gpuboard.transport.slurm.srun import program
@@ -61,7 +61,7 @@ class JobState(msgspec.Struct, frozen=True):
     @property
     def lease(self) -> str | None:
         """The lease it was made for; None for a job of anybody's."""
-        return submit.lease_of(self.name)
+        return sbatch_args.lease_of(self.name)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -115,12 +115,12 @@ class Jobs:
         ran = self._submitting.wait(timeout_s) if self._submitting is not None else None
         if ran is None:
             raise Uncertain(f"sbatch has said nothing for {timeout_s:.0f} s; see `scontrol ping`")
-        number = submit.job_number(ran.out) if ran.code == 0 else None
+        number = sbatch_args.job_number(ran.out) if ran.code == 0 else None
         if number is not None:
             return number, _words(ran.err)
-        error = submit.refusal(ran.err, ran.code if ran.code is not None else 1)
+        error = sbatch_args.refusal(ran.err, ran.code if ran.code is not None else 1)
         # killed, or it printed a number that nobody can read, or the controller may have heard it
-        if ran.code is None or ran.code <= 0 or submit.is_uncertain(ran.err):
+        if ran.code is None or ran.code <= 0 or sbatch_args.is_uncertain(ran.err):
             raise Uncertain(str(error))
         raise error
 
@@ -131,7 +131,7 @@ class Jobs:
         if not ran.ended:
             raise NoNodeReached(_silent("sbatch"))
         if ran.code != 0:
-            raise submit.refusal(ran.err.replace("allocation failure: ", "sbatch: error: "), ran.code or 1)
+            raise sbatch_args.refusal(ran.err.replace("allocation failure: ", "sbatch: error: "), ran.code or 1)
         words = _words(ran.err).removeprefix("sbatch: ")
         return re.sub(r"(?<= to start at )[0-9]{1,12}\b", lambda at: day_time(int(at[0])), words)
 
@@ -145,7 +145,7 @@ class Jobs:
     def of_lease(self, lease: str, *, mine: bool = True) -> list[JobState]:
         """Return the jobs of a lease that have not ended; ``mine``: only ours. Raises NoNodeReached."""
         who = [f"--user={self.user}"] if mine else []
-        name = submit.job_name(lease)
+        name = sbatch_args.job_name(lease)
         ran = self._ask(["squeue", "--noheader", f"--name={name}", *who, f"--format={_FORMAT}"])
         return [job for job in _jobs(_answer("squeue", ran)) if job.name == name and not job.ended]
 
@@ -178,7 +178,7 @@ class Jobs:
 
     def cancel_command(self, lease: str) -> list[str]:
         """Return the command that ends a lease's job, also before its number is known."""
-        return [_program("scancel"), f"--name={submit.job_name(lease)}", f"--user={self.user}"]
+        return [_program("scancel"), f"--name={sbatch_args.job_name(lease)}", f"--user={self.user}"]
 
     def look_command(self) -> list[str]:
         """Return the command that says of every job of ours ``number|state|name``, of ended ones for some minutes."""
@@ -232,7 +232,7 @@ def _answer(name: str, ran: Ran) -> str:
     if ran.ok:
         return ran.out
     words = _words(ran.err) or f"{name} ended with exit code {ran.code}"
-    if submit.is_unreached(ran.err):
+    if sbatch_args.is_unreached(ran.err):
         raise NoNodeReached(f"Slurm's controller was not reached: {words}; see `scontrol ping`")
     raise GpuboardError(f"Slurm: {words}")
 

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from gpuboard import nodesets
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
-from gpuboard.scheduler.jobs import Piece, TrueJob
-from gpuboard.scheduler.nodes import Reservation
+from gpuboard.scheduler.slurm.jobs import Piece, TrueJob
+from gpuboard.scheduler.slurm.nodes import Reservation
 
 _RESERVED = frozenset({"reserved", "maint", "maintenance"})
 

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from gpuboard import nodesets
 from gpuboard.model.schedule import Gres, SchedulerNode
 from gpuboard.model.text import clean
-from gpuboard.scheduler.gres import GresError, Resources, resources
-from gpuboard.scheduler.records import Unreadable, moment, records, value
+from gpuboard.scheduler.slurm.gres import GresError, Resources, resources
+from gpuboard.scheduler.slurm.records import Unreadable, moment, records, value
 
 # sinfo(1), "NODE STATE CODES": what a sign behind a state means; before 21.08 scontrol printed it, too.
 _SIGNS = {"*": "not_responding", "~": "powered_down", "#": "powering_up", "!": "power_down", "%": "powering_down",

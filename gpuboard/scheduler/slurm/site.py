@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gpuboard.scheduler.commands import which
+from gpuboard.scheduler.slurm.environment import which
 
 _CONFS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")  # the last: configless
 _CONF_MAX = 2**22  # bytes

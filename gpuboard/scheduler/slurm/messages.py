@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from gpuboard.model.text import clean
-from gpuboard.scheduler.site import Site, munge_socket, settings
+from gpuboard.scheduler.slurm.site import Site, munge_socket, settings
 from gpuboard.transport.command import Ran
 
 # A part of what Slurm says → what that means of the controller, and what to do.

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from gpuboard.model.schedule import Schedule
 from gpuboard.model.text import clean
-from gpuboard.scheduler import checks, words
-from gpuboard.scheduler.commands import environment, which
-from gpuboard.scheduler.jobs import TRUE_JOB, TrueJob, jobs, true_jobs
-from gpuboard.scheduler.nodes import Reservation, nodes, reservations
-from gpuboard.scheduler.records import Unreadable
-from gpuboard.scheduler.site import Site, settings
+from gpuboard.scheduler.slurm import consistency, messages
+from gpuboard.scheduler.slurm.environment import environment, which
+from gpuboard.scheduler.slurm.jobs import TRUE_JOB, TrueJob, jobs, true_jobs
+from gpuboard.scheduler.slurm.nodes import Reservation, nodes, reservations
+from gpuboard.scheduler.slurm.records import Unreadable
+from gpuboard.scheduler.slurm.site import Site, settings
 from gpuboard.transport.command import Ran, run
 
 PROBE_S = 2.0  # for `scontrol ping`, which takes 6 ms
@@ -63,7 +63,7 @@ class Questions:
         """
         self.took_s = 0.0
         until = time.monotonic() + timeout_s
-        if missing := words.missing(self._site):
+        if missing := messages.missing(self._site):
             return Answer(None, missing)
         try:
             if probe:
@@ -80,22 +80,22 @@ class Questions:
         pieces = jobs(self._scontrol("job", until))
         listed = nodes(self._scontrol("node", until))
         held = [piece.job for piece in pieces if piece.job is not None]
-        notes = checks.contradictions(pieces, listed)
+        notes = consistency.contradictions(pieces, listed)
         reserved: list[Reservation] | None = None
         truth: dict[int, TrueJob] = {}
         try:
             if notes and third:
                 truth = true_jobs(self._squeue(until))
-                held, notes = checks.corrected(pieces, truth, listed)
-            elif third and checks.is_reserved(listed):
+                held, notes = consistency.corrected(pieces, truth, listed)
+            elif third and consistency.is_reserved(listed):
                 reserved = reservations(self._scontrol("reservation", until))
         except (_FailedError, Unreadable) as error:  # it is still an answer
             notes = [*notes, str(error)]
         if reserved is None:
-            reserved = checks.reserved_before(before, listed)
+            reserved = consistency.reserved_before(before, listed)
         cluster = clean(settings(self._site).get("clustername", ""), 64)
-        visited = checks.visited(pieces, held, truth, os.geteuid())
-        return Schedule(at, cluster, checks.joined(held, listed, reserved), tuple(held), visited, tuple(notes))
+        visited = consistency.visited(pieces, held, truth, os.geteuid())
+        return Schedule(at, cluster, consistency.joined(held, listed, reserved), tuple(held), visited, tuple(notes))
 
     def _scontrol(self, what: str, until: float) -> str:
         return self._run([*_SHOW, what], until)
@@ -109,14 +109,14 @@ class Questions:
     def _ping(self, until: float) -> None:
         done = self._done(["ping"], until, self._site.scontrol or "")
         if " is UP" not in done.out:
-            failed = done._replace(err=words.DOWN) if done.ended else done
-            raise _FailedError(words.failure(failed, self._site), contact=True)
+            failed = done._replace(err=messages.DOWN) if done.ended else done
+            raise _FailedError(messages.failure(failed, self._site), contact=True)
 
     def _run(self, argv: list[str], until: float, program: str = "") -> str:
         """Return what a command prints; `scontrol` unless said otherwise. Raises _FailedError."""
         done = self._done(argv, until, program or self._site.scontrol or "")
         if not done.ok:
-            raise _FailedError(words.failure(done, self._site), contact=words.is_contact(done))
+            raise _FailedError(messages.failure(done, self._site), contact=messages.is_contact(done))
         return done.out
 
     def _done(self, argv: list[str], until: float, program: str) -> Ran:

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from gpuboard.config import Settings
 from gpuboard.model.schedule import Seen
 from gpuboard.model.units import parse_duration
-from gpuboard.scheduler.cache import Cache, Record, now
-from gpuboard.scheduler.questions import Answer, Questions
-from gpuboard.scheduler.site import Site, here, key
+from gpuboard.scheduler.slurm.cache import Cache, Record, now
+from gpuboard.scheduler.slurm.query_cycle import Answer, Questions
+from gpuboard.scheduler.slurm.site import Site, here, key
 
 ROUND_S = 12.0  # one cycle's commands together; Slurm's own wait for ten
 SHARE = 0.05  # of the time may pass in Slurm's commands, in the long run

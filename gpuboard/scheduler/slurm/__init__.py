@@ -1,0 +1,1 @@
+"""Slurm, read and used through its own commands."""
