@@ -166,7 +166,7 @@ def _fail_closed(argv: list[str], code: int, words: str) -> None:
 
         said = said_format(argv)
         if said is None:
-            from gpuboard.ledger.holder import evaluator_kind
+            from gpuboard.keeper.holder import evaluator_kind
 
             said = evaluator_kind()
         form = said

@@ -98,7 +98,7 @@ class Lease:
 
     def __enter__(self) -> Self:
         """Reserve. Raises Refused, NoNodeReached and other GpuboardErrors; then nothing is reserved."""
-        from gpuboard.ledger.holder import identify
+        from gpuboard.keeper.holder import identify
 
         if self._allocation is not None:
             raise RuntimeError(f"this lease is in use already ({self.id}); make another with gpuboard.lease(…)")

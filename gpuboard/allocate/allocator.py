@@ -22,10 +22,10 @@ from gpuboard.allocate.scope import Scope
 from gpuboard.cluster.fleet import FIRST_READING_S
 from gpuboard.cluster.inventory import folded, inventory
 from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NoSuchLease, NotFree, UsageError
-from gpuboard.ledger import holder as processes
-from gpuboard.ledger import keeper
+from gpuboard.keeper import client as keeper
+from gpuboard.keeper import holder as processes
+from gpuboard.keeper.client import KeeperError, KeptNode
 from gpuboard.ledger import nodes as ledger
-from gpuboard.ledger.keeper import KeeperError, KeptNode
 from gpuboard.model.lease import Lease
 from gpuboard.model.reading import Holder
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpuboard.ledger.keeper_processes import carriers
+from gpuboard.keeper.processes import carriers
 from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import msgspec
 
 from gpuboard import paths
 from gpuboard.errors import GpuboardError, UsageError
-from gpuboard.ledger.holder import Holder
+from gpuboard.keeper.holder import Holder
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.units import format_duration, parse_duration
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpuboard.errors import GpuboardError, NoSuchLease
-from gpuboard.ledger import holder as processes
-from gpuboard.ledger import keeper
+from gpuboard.keeper import client as keeper
+from gpuboard.keeper import holder as processes
 from gpuboard.ledger import nodes as ledger
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.text import clean

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from gpuboard import paths
 from gpuboard.allocate.common import forget_file
 from gpuboard.errors import NoSuchLease
-from gpuboard.ledger import keeper
-from gpuboard.ledger.holder import alive
-from gpuboard.ledger.keeper import KeeperError
+from gpuboard.keeper import client as keeper
+from gpuboard.keeper.client import KeeperError
+from gpuboard.keeper.holder import alive
 from gpuboard.ledger.nodes import LONGEST_S
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.units import iso

@@ -34,10 +34,10 @@ from gpuboard.allocate.slurm_wait import Waiting
 from gpuboard.cluster.aliases import scheduler_names
 from gpuboard.cluster.inventory import folded, is_here, local_node
 from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
-from gpuboard.ledger import keeper
-from gpuboard.ledger.holder import identify
-from gpuboard.ledger.keeper import Handover, KeeperError, KeptJob, KeptNode
-from gpuboard.ledger.keeper_jobs import SECRETS
+from gpuboard.keeper import client as keeper
+from gpuboard.keeper.client import Handover, KeeperError, KeptJob, KeptNode
+from gpuboard.keeper.holder import identify
+from gpuboard.keeper.jobs import SECRETS
 from gpuboard.ledger.nodes import LONGEST_S, new_id
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.request import Choice, Refusal, Request

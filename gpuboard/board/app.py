@@ -36,7 +36,7 @@ from gpuboard.board.terminal import Guard, is_utf8
 from gpuboard.board.watches import Watches, WatchesScreen, open_watch
 from gpuboard.board.welcome import welcome
 from gpuboard.errors import GpuboardError
-from gpuboard.ledger import keeper
+from gpuboard.keeper import client as keeper
 
 if TYPE_CHECKING:
     from gpuboard.board.themes import BoardTheme

@@ -16,7 +16,7 @@ from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.options import natural, patience, typed
 from gpuboard.errors import GpuboardError, Refused, UsageError
-from gpuboard.ledger.holder import evaluator_kind, find_holder, shell_kind
+from gpuboard.keeper.holder import evaluator_kind, find_holder, shell_kind
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, parse_duration, parse_size
 
@@ -266,7 +266,7 @@ def _comment(allocation: Allocation, form: str, context: Context, notes: Sequenc
     elif context.stderr_is_tty:
         gpus = ", ".join(f"{rank.node}:{rank.index}" for rank in allocation.rank_map.ranks)
         say(f"{gpus} reserved as {lease.id}, for {format_duration(lease.remaining_s)} at most")
-    from gpuboard.ledger import keeper
+    from gpuboard.keeper import client as keeper
 
     for words in keeper.warn(context.env):
         say(f"warning: {words}")

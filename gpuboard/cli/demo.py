@@ -74,7 +74,7 @@ def _story(args: argparse.Namespace, context: Context) -> int:
     from gpuboard.allocate.allocator import Allocator
     from gpuboard.allocate.common import Terms
     from gpuboard.cluster.simulated import demo_nodes
-    from gpuboard.ledger import holder, keeper_processes
+    from gpuboard.keeper import holder, processes
     from gpuboard.model.request import Request
 
     stage = _Stage(context, waits=args.steps)
@@ -104,7 +104,7 @@ def _story(args: argparse.Namespace, context: Context) -> int:
             stage.step("4. Release", f"gpuboard release {allocation.lease.id}")
             allocator.release(allocation.lease)
     left = [str(path) for path in _claims(context, allocation.lease.id)]
-    left += [f"process {pid}" for pid in keeper_processes.carriers(allocation.lease.id)]
+    left += [f"process {pid}" for pid in processes.carriers(allocation.lease.id)]
     snapshot = _look(context, nodes)
     left += [f"{gpu.uuid} {gpu.state}" for node in snapshot.nodes for gpu in node.gpus if gpu.leases]
     if left:

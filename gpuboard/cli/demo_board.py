@@ -98,7 +98,7 @@ def end(core: Core) -> list[str]:
 
     Leases are released in the folder of claims itself: their node may be one that hangs.
     """
-    from gpuboard.ledger import keeper
+    from gpuboard.keeper import client as keeper
 
     left = _end_runs(core)
     [prefix] = {f"SIM-{node.simulate['cluster']}-" for node in core.nodes.values() if node.simulate}

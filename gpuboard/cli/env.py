@@ -10,7 +10,7 @@ from gpuboard.allocate.shell import FORMATS, SHELLS
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.errors import UsageError
-from gpuboard.ledger.holder import evaluator_kind
+from gpuboard.keeper.holder import evaluator_kind
 
 NAME = "env"
 HELP = "print the variables of a lease again, for a second shell"

@@ -254,8 +254,8 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
     from gpuboard.allocate.choosing import open_allocator
     from gpuboard.allocate.common import Terms, duration
     from gpuboard.allocate.ranks import rank_map
+    from gpuboard.keeper.holder import identify
     from gpuboard.launch.source import cpu_rank_map
-    from gpuboard.ledger.holder import identify
 
     request = request_of(args) if args.n is not None or args.gpus else None
     nodes = context.scope()

@@ -168,7 +168,7 @@ def _read(command: Command, words: list[str]) -> argparse.Namespace:
 
 def mind_leases(context: Context) -> None:
     """See to it that a keeper runs when there are leases to keep, and say what was lost meanwhile."""
-    from gpuboard.ledger import keeper
+    from gpuboard.keeper import client as keeper
 
     for words in keeper.mind(context.env):
         say(words)

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) -> int:
     from gpuboard.allocate.choosing import nodes_of, open_allocator
     from gpuboard.allocate.common import Terms, duration
-    from gpuboard.ledger.holder import identify
+    from gpuboard.keeper.holder import identify
     from gpuboard.model.request import Request
 
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv

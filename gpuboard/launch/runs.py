@@ -19,7 +19,7 @@ import msgspec
 
 from gpuboard import paths
 from gpuboard.errors import GpuboardError, UsageError
-from gpuboard.ledger import holder
+from gpuboard.keeper import holder
 from gpuboard.model.text import clean
 
 FINAL = frozenset({"done", "failed", "stopped"})

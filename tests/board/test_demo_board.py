@@ -24,7 +24,7 @@ from gpuboard.board.starting import LaunchForm
 from gpuboard.cli import demo_board
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
-from gpuboard.ledger import keeper_processes
+from gpuboard.keeper import processes
 from gpuboard.model.replies import Ends
 from gpuboard.model.request import Pick, Refusal, Request
 from gpuboard.transport.base import CallFailed
@@ -162,7 +162,7 @@ def test_runs_and_leases_of_the_board_end_with_it(make: Callable[[float], Core],
     assert demo_board.end(core) == []
     assert run.over
     assert lab.claims(tmp_path) == []
-    assert keeper_processes.carriers(lease) == []
+    assert processes.carriers(lease) == []
 
 
 def drawn(app: BoardApp) -> str:

@@ -24,10 +24,10 @@ from gpuboard.board.runs import RunsScreen, StopConfirm
 from gpuboard.board.runwords import Stop, about, countdown, ended_words, first_rank, state_of
 from gpuboard.board.watches import Watch, holds
 from gpuboard.doctor.check import Check
+from gpuboard.keeper import holder
 from gpuboard.launch import runbook, runs
 from gpuboard.launch.runbook import Detail, Entry, Runbook
 from gpuboard.launch.runs import Head, RankView, RunFolder, RunView, VerdictView, runs_dir, this_head
-from gpuboard.ledger import holder
 from gpuboard.model.units import iso
 from tests.board import lab, made
 from tests.integration.launch_lab import SLEEP, Launch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuboard.ledger import holder
+from gpuboard.keeper import holder
 
 found = holder.find_holder()
 print(found.pid, holder.shell_kind(found.pid))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpuboard.ledger import keeper_place
+from gpuboard.keeper import runtime_dir
 from tests import nvml
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ class Lab:
             "TAKE": f"{sys.executable} {TAKER}",
             "CLAIMS": str(self.claims),
         }
-        self.place = folder / "state" / "gpuboard" / "keeper" / keeper_place.folder_name({})
+        self.place = folder / "state" / "gpuboard" / "keeper" / runtime_dir.folder_name({})
 
     def gpus(self, processes: Mapping[int, int] | None = None) -> None:
         """Script four GPUs; ``processes``: by GPU, a pid that computes on it."""
@@ -93,7 +93,7 @@ class Lab:
 
     def keeper_pid(self) -> int | None:
         """Return the pid of the keeper that answers; None when none does."""
-        connection = keeper_place.connect(str(self.place))
+        connection = runtime_dir.connect(str(self.place))
         if connection is None:
             return None
         connection.close()

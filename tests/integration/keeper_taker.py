@@ -10,7 +10,8 @@ import os
 import sys
 
 from gpuboard.agent.claims import store as claims
-from gpuboard.ledger import holder, keeper
+from gpuboard.keeper import client as keeper
+from gpuboard.keeper import holder
 
 
 def main() -> None:

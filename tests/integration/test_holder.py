@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpuboard.errors import UsageError
-from gpuboard.ledger import holder
+from gpuboard.keeper import holder
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -167,7 +167,7 @@ def test_interactive_bash_in_tmux(tmp_path: Path) -> None:
 def test_notebook_kernel() -> None:
     """A Python process that runs the command, as `!gpuboard …` or subprocess does, and itself as ``--holder``."""
     code = (
-        "import json, os, subprocess; from gpuboard.ledger import holder; "
+        "import json, os, subprocess; from gpuboard.keeper import holder; "
         "out = subprocess.run(os.environ['STUB'].split(), stdout=subprocess.PIPE, text=True).stdout; "
         "print(json.dumps([os.getpid(), int(out.split()[0]), holder.find_holder(os.getpid()).pid]))"
     )

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from gpuboard.agent.claims import store as claims
-from gpuboard.ledger import holder, keeper, keeper_place
+from gpuboard.keeper import client as keeper
+from gpuboard.keeper import holder, runtime_dir
 from tests import nvml
 from tests.integration.keeper_lab import UUIDS, Lab
 from tests.waiting import until
@@ -239,7 +240,7 @@ def test_lease_forgotten_while_its_keeper_is_killed_is_no_loss(lab: Lab, monkeyp
     os.kill(pid, signal.SIGSTOP)
 
     def kill(connection: socket.socket, message: dict[str, Any]) -> None:
-        keeper_place.send(connection, message)
+        runtime_dir.send(connection, message)
         os.kill(pid, signal.SIGKILL)
 
     monkeypatch.setattr(keeper, "send", kill)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from gpuboard.allocate import slurm_held
-from gpuboard.ledger import keeper, keeper_place
-from gpuboard.ledger.holder import Holder, identify
-from gpuboard.ledger.keeper import Handover, KeeperError, KeptJob, KeptNode
+from gpuboard.keeper import client as keeper
+from gpuboard.keeper import runtime_dir
+from gpuboard.keeper.client import Handover, KeeperError, KeptJob, KeptNode
+from gpuboard.keeper.holder import Holder, identify
 from gpuboard.scheduler.slurm.client import Jobs, JobState
 from tests.integration.keeper_lab import unlocked
 from tests.waiting import until
@@ -82,7 +83,7 @@ class Lab:
     @property
     def place(self) -> Path:
         """The keeper's folder."""
-        return self.folder / "state" / "gpuboard" / "keeper" / keeper_place.folder_name(self.env)
+        return self.folder / "state" / "gpuboard" / "keeper" / runtime_dir.folder_name(self.env)
 
     def kill_keeper(self) -> None:
         """Kill the keeper."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.ledger import keeper
+from gpuboard.keeper import client as keeper
 from tests import nvml
 from tests.integration.keeper_lab import Lab
 from tests.sshd import SSHD, Sshd

@@ -31,7 +31,7 @@ def home(lab: Lab) -> Iterator[Lab]:
     write_torch(lab.ssh.parent / "fake")
     lab.here.run(["chown", "-R", "alice:", HOME], user="root", check=True)
     yield lab
-    lab.here.run(["pkill", "-f", "gpuboard.ledger.keeperd"], user="root")
+    lab.here.run(["pkill", "-f", "gpuboard.keeper.daemon"], user="root")
 
 
 def claims(nodes: Cluster) -> list[str]:

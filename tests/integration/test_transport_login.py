@@ -138,7 +138,7 @@ def test_a_reservation_keeps_its_way_through_the_keeper(lab: Lab, nodes: Cluster
         assert len(claims(nodes["gpu01"])) == 1
         screen.process.send_signal(signal.SIGKILL)
         until(lambda: not claims(nodes["gpu01"]), "the keeper has released it")
-    lab.here.run(["pkill", "-f", "gpuboard.ledger.keeperd"], user="root")
+    lab.here.run(["pkill", "-f", "gpuboard.keeper.daemon"], user="root")
 
 
 def claims(host: Host) -> list[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.ledger import keeper
+from gpuboard.keeper import client as keeper
 from tests import nvml
 from tests.integration.keeper_lab import UUIDS, Lab
 from tests.waiting import until

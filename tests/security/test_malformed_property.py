@@ -32,14 +32,14 @@ from gpuboard.config import Settings
 from gpuboard.doctor.check import check_text, grouped
 from gpuboard.doctor.preflight import interfaces, preflight
 from gpuboard.errors import GpuboardError
+from gpuboard.keeper.daemon import Keeper, Kept
+from gpuboard.keeper.nodes import Answer, Connectors, Logins, NodeCalls
+from gpuboard.keeper.record import KeptNode, Record
+from gpuboard.keeper.runtime_dir import Place as KeeperPlace
+from gpuboard.keeper.runtime_dir import occupy
 from gpuboard.launch import crew, events, questions
 from gpuboard.launch.watch import Watch
 from gpuboard.ledger import nodes as ledger
-from gpuboard.ledger.keeper_nodes import Answer, Connectors, Logins, NodeCalls
-from gpuboard.ledger.keeper_place import Place as KeeperPlace
-from gpuboard.ledger.keeper_place import occupy
-from gpuboard.ledger.keeper_record import KeptNode, Record
-from gpuboard.ledger.keeperd import Keeper, Kept
 from gpuboard.model import replies
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.reading import Claim, Event, Reading, Static

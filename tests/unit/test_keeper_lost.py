@@ -7,9 +7,9 @@ import threading
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
-from gpuboard.ledger.keeper import restart_if_needed
-from gpuboard.ledger.keeper_place import folder_name
-from gpuboard.ledger.keeperd import tell_of_loss
+from gpuboard.keeper.client import restart_if_needed
+from gpuboard.keeper.daemon import tell_of_loss
+from gpuboard.keeper.runtime_dir import folder_name
 
 ROUNDS, COMMANDS = 50, 6
 

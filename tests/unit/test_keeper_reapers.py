@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.ledger.keeper_reapers import reapers
+from gpuboard.keeper.logind import reapers
 
 SOMEBODY, NAMELESS = 1, 54321  # uids; root is not killed by default
 SESSION = "0::/user.slice/user-1001.slice/session-4.scope\n"

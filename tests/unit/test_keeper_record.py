@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.ledger.holder import Holder
-from gpuboard.ledger.keeper_record import LOOK_S, KeptNode, Record, Seen, Verdict, decode, judge
+from gpuboard.keeper.holder import Holder
+from gpuboard.keeper.record import LOOK_S, KeptNode, Record, Seen, Verdict, decode, judge
 
 RECORD = Record(
     lease="k3f9",

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.keeper import holder
 from gpuboard.launch import runs
 from gpuboard.launch.control import ControlServer, Request, ask
 from gpuboard.launch.runbook import Runbook
 from gpuboard.launch.runs import Head, RankView, RunFolder, RunView, find_run, read_runs
-from gpuboard.ledger import holder
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from gpuboard.allocate.slurm_held import leases
-from gpuboard.ledger.holder import Holder
-from gpuboard.ledger.keeper_record import KeptJob, KeptNode, Record, decode, files_of
+from gpuboard.keeper.holder import Holder
+from gpuboard.keeper.record import KeptJob, KeptNode, Record, decode, files_of
 from gpuboard.model.lease import LeaseGpu
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
 from gpuboard.model.snapshot import GpuView, JobView, NodeView, Snapshot

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gpuboard.ledger.holder import Holder
+from gpuboard.keeper.holder import Holder
 
 LOOK_S = 60.0  # how long processes that may become carriers are waited for after the holder's end
 LOOK_EVERY_S = 2.0

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpuboard import paths
-from gpuboard.ledger.holder import Holder
-from gpuboard.ledger.keeper_place import (
+from gpuboard.keeper.holder import Holder
+from gpuboard.keeper.record import KeptJob, KeptNode, Record, decode, login_of
+from gpuboard.keeper.runtime_dir import (
     KeeperError,
     check_owner,
     connect,
@@ -28,7 +29,6 @@ from gpuboard.ledger.keeper_place import (
     send,
     unresponsive,
 )
-from gpuboard.ledger.keeper_record import KeptJob, KeptNode, Record, decode, login_of
 from gpuboard.transport.spawn import SLURM_SETUP, readable
 
 __all__ = [
@@ -64,7 +64,7 @@ _JOB_VARIABLES = ("GPUBOARD_", "CUDA_", "SLURM_", "PBS_", "LSB_", "BUILD_", "JEN
 _BOOT = (
     "import os, sys; os.closerange(3, 65536); os.fork() and os._exit(0); sys.path += {path!r}; "
     "package = type(sys)('gpuboard'); package.__path__ = [{package!r}]; sys.modules['gpuboard'] = package; "
-    "from gpuboard.ledger.keeperd import main; main()"
+    "from gpuboard.keeper.daemon import main; main()"
 )
 
 
@@ -297,7 +297,7 @@ def holders(env: Mapping[str, str]) -> dict[str, Holder | None]:
 
 def warn(env: Mapping[str, str]) -> list[str]:
     """Return what on this host would kill the keeper before its leases end, in words for the user."""
-    from gpuboard.ledger.keeper_reapers import reapers  # late: read after the lease stands
+    from gpuboard.keeper.logind import reapers  # late: read after the lease stands
 
     return reapers(env, os.geteuid())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from gpuboard.ledger.holder import Process, own_pids, read_process
+from gpuboard.keeper.holder import Process, own_pids, read_process
 
 
 def carriers(lease: str) -> list[int]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpuboard.ledger.keeper_jobs import JobCalls, Watch
-from gpuboard.ledger.keeper_loop import Loop, boottime, log
-from gpuboard.ledger.keeper_nodes import Answer, Connectors, Logins, NodeCalls, node_key
-from gpuboard.ledger.keeper_record import KeptNode, Record
+from gpuboard.keeper.jobs import JobCalls, Watch
+from gpuboard.keeper.loop import Loop, boottime, log
+from gpuboard.keeper.nodes import Answer, Connectors, Logins, NodeCalls, node_key
+from gpuboard.keeper.record import KeptNode, Record
 
 TOUCH_S = 30.0
 RETRY_S = (5.0, 10.0, 20.0, 30.0)  # after a touch or a release that did not reach its node

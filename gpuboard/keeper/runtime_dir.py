@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from gpuboard.errors import GpuboardError
-from gpuboard.ledger.holder import boot_id, read_process
+from gpuboard.keeper.holder import boot_id, read_process
 
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # linux/proc_ns.h: PROC_PID_INIT_INO
 _LINE_LIMIT = 1 << 20

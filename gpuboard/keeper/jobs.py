@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpuboard.ledger.holder import own_pids
-from gpuboard.ledger.keeper_loop import boottime, log
-from gpuboard.ledger.keeper_nodes import Answer, Report
+from gpuboard.keeper.holder import own_pids
+from gpuboard.keeper.loop import boottime, log
+from gpuboard.keeper.nodes import Answer, Report
 
 if TYPE_CHECKING:
     import queue
 
-    from gpuboard.ledger.keeper_record import KeptJob
+    from gpuboard.keeper.record import KeptJob
     from gpuboard.transport.command import Ran
 
 LOOK_S = 60.0  # between two questions whether jobs still run, at least

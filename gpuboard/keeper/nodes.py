@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuboard.agent.claims import store as claims
-from gpuboard.ledger.keeper_record import KeptNode, login_of
+from gpuboard.keeper.record import KeptNode, login_of
 
 if TYPE_CHECKING:
     import queue

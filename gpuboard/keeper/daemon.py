@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from gpuboard.ledger import keeper_processes as processes
-from gpuboard.ledger.holder import Holder, alive, read_process
-from gpuboard.ledger.keeper_loop import Loop, boottime, log
-from gpuboard.ledger.keeper_nodes import Answer
-from gpuboard.ledger.keeper_place import (
+from gpuboard.keeper import processes
+from gpuboard.keeper.heartbeats import Nodes, key_of, retry_s
+from gpuboard.keeper.holder import Holder, alive, read_process
+from gpuboard.keeper.loop import Loop, boottime, log
+from gpuboard.keeper.nodes import Answer
+from gpuboard.keeper.record import Record, Seen, decode, files_of, judge, login_of
+from gpuboard.keeper.runtime_dir import (
     KeeperError,
     Place,
     connect,
@@ -31,8 +33,6 @@ from gpuboard.ledger.keeper_place import (
     send,
     write_file,
 )
-from gpuboard.ledger.keeper_record import Record, Seen, decode, files_of, judge, login_of
-from gpuboard.ledger.keeper_touch import Nodes, key_of, retry_s
 
 ENDING_S = 5.0  # a claim that has lapsed this near its end has ended: nodes tell its owner 2 s early (MARGIN_S there)
 RELEASE_S = 100.0  # after this a claim without life has lapsed (90 s): no use in trying on
@@ -520,7 +520,7 @@ def _lives(holder: Holder | None) -> bool:
 
 
 def main() -> None:
-    """Run the keeper of the folder named by the first argument, as keeper.py starts it.
+    """Run the keeper of the folder named by the first argument, as keeper/client.py starts it.
 
     fd 1 is a pipe to who started us: it gets ``ready``, also when another keeper runs already, or the reason why not.
     """

@@ -1,0 +1,1 @@
+"""The keeper keeps a user's leases alive while their holders live."""
