@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests' NVML librar
 from usage import cpu_ns, pss
 
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from tests.nvml import GIB, Gpu, library, write_script
 

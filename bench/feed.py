@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests' sshd and NV
 
 from gpuboard.cluster.feed import next_tick_ms
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from tests.nvml import GIB, Gpu, library, write_script
 from tests.sshd import Sshd, children

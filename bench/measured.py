@@ -24,7 +24,7 @@ from gpuboard.board.app import BoardApp
 from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.scheduler.find import find
 

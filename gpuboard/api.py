@@ -24,7 +24,7 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
     from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.base import Scheduler
@@ -225,7 +225,7 @@ def _settings() -> Settings:
 
 def _job(settings: Settings) -> Inside | None:
     """Return the Slurm job that this process is in."""
-    from gpuboard.cluster.injob import current_job
+    from gpuboard.cluster.inventory.slurm_job import current_job
 
     return current_job(settings, os.environ, lambda words: warnings.warn(words, stacklevel=4))
 
@@ -239,10 +239,10 @@ def _scheduler(settings: Settings) -> Scheduler | None:
 
 def _scope(settings: Settings, said: Sequence[str], job: Inside | None) -> list[Node]:
     """Return the nodes in scope: inside a job that job's, else those named, else all that are known."""
-    from gpuboard.cluster.inventory import inventory
+    from gpuboard.cluster.inventory.nodes import inventory
 
     if job is not None:
-        from gpuboard.cluster.injob import job_nodes
+        from gpuboard.cluster.inventory.slurm_job import job_nodes
 
         return job_nodes(job, said)
     scheduler = _scheduler(settings)

@@ -63,7 +63,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that can be set. Names are the keys of the TOML files; GPUBOARD_<NAME> sets one from outside."""
 
     cluster: str = ""  # the name shown; "" takes the nodeset
-    nodes: list[str] = []  # nodesets, and sources of nodes (cluster/sources.py); []: Slurm's, else this machine
+    nodes: list[
+        str
+    ] = []  # nodesets, and sources of nodes (cluster/inventory/sources.py); []: Slurm's, else this machine
     interval: str = "auto"  # "auto": 1 s up to 64 nodes, 5 s above
     connect_timeout: str = "10s"
     max_connections: int = 64  # ssh connections set up at a time

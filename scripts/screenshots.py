@@ -30,9 +30,9 @@ from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
 from gpuboard.board.starting import LaunchForm
 from gpuboard.cli import demo_board
-from gpuboard.cluster.picture import NodeFacts, View, inert_static, node_claims, snapshot
 from gpuboard.cluster.simulated import living_nodes
 from gpuboard.cluster.simulated_script import uid
+from gpuboard.cluster.snapshot.build import NodeFacts, View, inert_static, node_claims, snapshot
 from gpuboard.config import Settings
 from gpuboard.launch.runbook import Entry, Runbook
 from gpuboard.launch.runs import Head, RunView, runs_dir

@@ -20,7 +20,7 @@ from gpuboard.allocate.policy import choose
 from gpuboard.allocate.ranks import LOOPBACK, rank_map, reachable_addresses
 from gpuboard.allocate.scope import Scope
 from gpuboard.cluster.fleet import FIRST_READING_S
-from gpuboard.cluster.inventory import folded, inventory
+from gpuboard.cluster.inventory.nodes import folded, inventory
 from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NoSuchLease, NotFree, UsageError
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper import holder as processes
@@ -34,7 +34,7 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import msgspec
 from gpuboard.allocate.allocator import Allocator
 from gpuboard.allocate.common import known_rank_map
 from gpuboard.allocate.scope import Scope
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.errors import NoNodeReached, NoSuchLease, UsageError
 from gpuboard.model.text import clean
@@ -95,7 +95,7 @@ def without_slurm(nodes: Sequence[Node], scheduler: Scheduler, settings: Setting
     """Return those of ``nodes`` on which leases lie as claims. Raises NoNodeReached where Slurm does not answer."""
     if any(node.simulate is not None or node.job is not None for node in nodes):
         return list(nodes)  # simulated, or of the job that we are in: there claims tell several launches apart
-    from gpuboard.cluster.aliases import scheduler_names  # only where there is a Slurm
+    from gpuboard.cluster.inventory.ssh_aliases import scheduler_names  # only where there is a Slurm
 
     known = scheduler_names(nodes, _schedule(scheduler), settings)
     return [node for node in nodes if node.name not in known]

@@ -17,7 +17,7 @@ from gpuboard.keeper.processes import carriers
 from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
 
 _SI_KERNEL = 128  # the terminal has sent it to the command as well

@@ -56,7 +56,7 @@ def _nodes(word: str) -> list[Pick]:
     """Return all GPUs of a node, or of each in a nodeset."""
     if _NODE.fullmatch(word):
         return [Pick(word, None, None)]
-    from gpuboard.cluster.inventory import expand_names  # late: most commands exclude nothing
+    from gpuboard.cluster.inventory.nodes import expand_names  # late: most commands exclude nothing
 
     try:
         return [Pick(name, None, None) for name in expand_names([word])]

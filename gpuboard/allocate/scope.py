@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory import Node, local_node, node_by_uuids, own_uuids
+from gpuboard.cluster.inventory.nodes import Node, local_node, node_by_uuids, own_uuids
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory import Node, is_here
+from gpuboard.cluster.inventory.nodes import Node, is_here
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
 from gpuboard.model.lease import LeaseGpu

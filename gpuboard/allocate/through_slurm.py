@@ -31,8 +31,8 @@ from gpuboard.allocate.slurm_fit import Fit, Limits, fit
 from gpuboard.allocate.slurm_job import JobGpus, look, nodes_of
 from gpuboard.allocate.slurm_lease import end, find, forget, known_holder, lease_of, renew
 from gpuboard.allocate.slurm_wait import Waiting
-from gpuboard.cluster.aliases import scheduler_names
-from gpuboard.cluster.inventory import folded, is_here, local_node
+from gpuboard.cluster.inventory.nodes import folded, is_here, local_node
+from gpuboard.cluster.inventory.ssh_aliases import scheduler_names
 from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.client import Handover, KeeperError, KeptJob, KeptNode
@@ -50,7 +50,7 @@ from gpuboard.scheduler.slurm.job_script import PAUSE_S, script
 from gpuboard.scheduler.slurm.service import outdate
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
     from gpuboard.scheduler.base import Scheduler
 

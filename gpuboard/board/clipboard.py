@@ -15,7 +15,7 @@ from gpuboard.model.lease import Lease
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
 
 _SHOWN = 300  # characters of what was copied in the toast
 

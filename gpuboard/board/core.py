@@ -24,7 +24,7 @@ from gpuboard.model.units import iso
 from gpuboard.scheduler.find import find
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
     from gpuboard.scheduler.base import Scheduler
     from gpuboard.transport.connector import Connector

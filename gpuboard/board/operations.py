@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gpuboard.allocate.formats import Allocation
     from gpuboard.allocate.slurm_held import JobLease
     from gpuboard.cluster.fleet import Fleet
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
     from gpuboard.model.request import Request
     from gpuboard.model.snapshot import Snapshot

@@ -20,8 +20,8 @@ import msgspec
 
 import gpuboard
 from gpuboard import paths
-from gpuboard.cluster.handed import VARIABLE, write_nodes
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.file import VARIABLE, write_nodes
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.launch import environ
 from gpuboard.launch.runbook import Entry, Runbook

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gpuboard.allocate.choosing import SlurmFlags
     from gpuboard.allocate.formats import Allocation
     from gpuboard.allocate.scope import Scope
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.model.request import Choice, Request
     from gpuboard.scheduler.base import Scheduler
 

@@ -16,7 +16,7 @@ from gpuboard.errors import UsageError
 if TYPE_CHECKING:
     from gpuboard.allocate.choosing import Ledgers
     from gpuboard.cluster.fleet import Fleet
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Configuration, Settings
     from gpuboard.scheduler.base import Scheduler
     from gpuboard.scheduler.slurm.current_job import Inside
@@ -88,7 +88,7 @@ class Context:
     def job(self) -> Inside | None:
         """The Slurm job that this command runs in. Raises GpuboardError where that cannot be found out."""
         from gpuboard.cli.main import say
-        from gpuboard.cluster.injob import current_job
+        from gpuboard.cluster.inventory.slurm_job import current_job
 
         return current_job(self.settings, self.env, say)
 
@@ -96,17 +96,17 @@ class Context:
         """Return the nodes whose GPUs a command takes or handles: inside a Slurm job that job's, else all in scope."""
         if self.job is None:
             return self.reach(self.nodes())
-        from gpuboard.cluster.injob import job_nodes
+        from gpuboard.cluster.inventory.slurm_job import job_nodes
 
         return job_nodes(self.job, self.said)
 
     def nodes(self) -> list[Node]:
         """Return the nodes in scope. Raises UsageError for a nodeset that cannot be read or names an unknown node."""
         if handed := self.env.get("GPUBOARD_INVENTORY"):
-            from gpuboard.cluster.handed import read_nodes
+            from gpuboard.cluster.inventory.file import read_nodes
 
             return read_nodes(Path(handed), self.said)
-        from gpuboard.cluster.inventory import inventory
+        from gpuboard.cluster.inventory.nodes import inventory
 
         scheduler = self.new_scheduler()
         return inventory(self.settings, self.said, (lambda: scheduler.look(SCHEDULER_S)) if scheduler else None)

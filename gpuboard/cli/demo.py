@@ -22,7 +22,7 @@ from gpuboard.model.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from gpuboard.allocate.formats import Allocation
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
 
 NAME = "demo"
 HELP = "see the main job on simulated nodes, then the board: reserve, train with DDP on CPU, release"

@@ -28,7 +28,7 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.launch.output import Screen
     from gpuboard.launch.plan import LaunchPlan
     from gpuboard.launch.runs import RunView
@@ -306,7 +306,7 @@ def _scope(context: Context) -> list[Node]:
     """Return the nodes a run may use; inside a lease on a machine without configured nodes: those of the lease."""
     if context.job is not None:
         return context.scope()
-    from gpuboard.cluster.inventory import inventory
+    from gpuboard.cluster.inventory.nodes import inventory
 
     leased = context.env.get("GPUBOARD_NODES") if context.env.get("GPUBOARD_LEASE") else None
     if leased and not context.said and not context.settings.nodes:

@@ -10,7 +10,7 @@ from gpuboard.errors import NoSuchLease
 
 if TYPE_CHECKING:
     from gpuboard.allocate.slurm_held import JobLease
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.scheduler.slurm.client import Jobs
 
 SLURM = "Slurm"  # where a lease lies that is a job, in place of a node

@@ -19,7 +19,7 @@ from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
     from gpuboard.allocate.formats import Allocation
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
 
 NAME = "run"
 HELP = "reserve GPUs of one node, run a command there, release them at its end"

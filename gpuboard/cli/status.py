@@ -25,7 +25,7 @@ from gpuboard.model.units import format_duration, parse_duration, parse_number
 
 if TYPE_CHECKING:
     from gpuboard.cluster.fleet import Fleet
-    from gpuboard.cluster.inventory import Node
+    from gpuboard.cluster.inventory.nodes import Node
 
 NAME = "status"
 HELP = "show every GPU of every node: its state, why, memory, load, who has it"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gpuboard.cluster.inventory import Node
-from gpuboard.cluster.ladder import Ladder, Way
-from gpuboard.cluster.picture import NodeFacts, inert_static
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.cluster.routes import Ladder, Way
+from gpuboard.cluster.snapshot.build import NodeFacts, inert_static
 from gpuboard.model.reading import Event, Hello, Reading, Static, shared
 from gpuboard.model.state import Thresholds, counted, narrow_links, rests_on_memory
 from gpuboard.transport import limits

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpuboard.cluster.feed import NodeFeed
-from gpuboard.cluster.picture import View, node_claims, snapshot, standing
+from gpuboard.cluster.snapshot.build import View, node_claims, snapshot, standing
 from gpuboard.model.replies import Read
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
@@ -18,9 +18,9 @@ from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import Pending
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory import Node
-    from gpuboard.cluster.moving import Moving
-    from gpuboard.cluster.ruling import Ruling, Ways
+    from gpuboard.cluster.inventory.nodes import Node
+    from gpuboard.cluster.snapshot.incremental import Moving
+    from gpuboard.cluster.snapshot.scheduler_monitor import Ruling, Ways
     from gpuboard.config import Settings
     from gpuboard.model.reading import Claim
     from gpuboard.model.schedule import Schedule
@@ -65,12 +65,12 @@ class Fleet:
         self._connector = connector or Connector(settings)
         self._ruling: Ruling | None = None
         if scheduler is not None:
-            from gpuboard.cluster.ruling import Ruling  # only where there is one
+            from gpuboard.cluster.snapshot.scheduler_monitor import Ruling  # only where there is one
 
             self._ruling = Ruling(scheduler, settings, self._permit)
         self._moving: Moving | None = None
         if interval_s is not None:
-            from gpuboard.cluster.moving import Moving  # only where snapshots follow each other
+            from gpuboard.cluster.snapshot.incremental import Moving  # only where snapshots follow each other
 
             self._moving = Moving()
         self._condition = threading.Condition()

@@ -7,7 +7,7 @@ import time
 
 import msgspec
 
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.simulated_script import scripts
 
 _GIB = 2**30

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan

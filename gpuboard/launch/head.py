@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.doctor.check import Check, check_text, grouped
 from gpuboard.doctor.preflight import failed, interfaces, preflight
 from gpuboard.launch import events

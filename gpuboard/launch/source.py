@@ -10,7 +10,7 @@ import msgspec
 
 from gpuboard import files
 from gpuboard.allocate.ranks import rank_map
-from gpuboard.cluster.inventory import Node, is_here, local_node
+from gpuboard.cluster.inventory.nodes import Node, is_here, local_node
 from gpuboard.errors import UsageError
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.request import Chosen

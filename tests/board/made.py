@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 from gpuboard.board.app import BoardApp, SceneChanged
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from tests.agent import Agent
 
 UID = 65534  # nobody

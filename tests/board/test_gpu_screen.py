@@ -17,7 +17,7 @@ from gpuboard.board.grid import Grid
 from gpuboard.board.node import NodeScreen
 from gpuboard.board.pane import Pane
 from gpuboard.board.scene import Scene
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.model.snapshot import ProcessView, XidView
 from tests import nvml

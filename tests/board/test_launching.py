@@ -29,7 +29,7 @@ from gpuboard.board.starting import (
     check_variables,
     target_of,
 )
-from gpuboard.cluster.handed import VARIABLE, read_nodes, write_nodes
+from gpuboard.cluster.inventory.file import VARIABLE, read_nodes, write_nodes
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.errors import UsageError
 from gpuboard.launch.runbook import Runbook

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.cluster.handed import VARIABLE, write_nodes
+from gpuboard.cluster.inventory.file import VARIABLE, write_nodes
 from gpuboard.launch.runbook import Entry
 from gpuboard.launch.runs import FINAL
 from tests.board.launches import Exp, laboratory

@@ -17,7 +17,7 @@ from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs import Choose, Confirm
 from gpuboard.board.gpu import GpuScreen
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from tests.board import lab, other
 from tests.nvml import GIB, Gpu, library, write_script
 

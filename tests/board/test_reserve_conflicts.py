@@ -12,7 +12,7 @@ import pytest
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.reserve import ReserveDialog, open_reserve
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from tests.board import lab
 from tests.nvml import GIB, Gpu, library, write_script
 

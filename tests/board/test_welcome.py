@@ -17,7 +17,7 @@ from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.dialogs import Choose
 from gpuboard.board.welcome import NameNodes, WhyNone
 from gpuboard.cluster.bare import keep_nodes
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import GpuboardError
 from gpuboard.model.snapshot import NodeView
 from tests.board import lab, made

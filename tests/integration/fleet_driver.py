@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory import inventory
+from gpuboard.cluster.inventory.nodes import inventory
 from gpuboard.config import Settings
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch.runs import RunView, read_runs
 from gpuboard.launch.source import cpu_rank_map
 from tests.integration.ranks_driver import carriers

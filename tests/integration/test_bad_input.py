@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 
 from gpuboard.agent.claims import files, rules
-from gpuboard.cluster.picture import NodeFacts, View, snapshot
+from gpuboard.cluster.snapshot.build import NodeFacts, View, snapshot
 from gpuboard.ledger.nodes import leases_of
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Hello, Reading, Static

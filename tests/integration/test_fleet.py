@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.model.replies import Released, Touched
 from gpuboard.model.snapshot import NodeView, Snapshot
@@ -169,7 +169,7 @@ def test_an_agent_started_ahead_is_taken_and_holds_nothing_of_ours() -> None:
         "from gpuboard.transport import spawn\n"
         "spawn.prestart(); pid = spawn._prestarted[0].pid\n"
         "from gpuboard.cluster.fleet import Fleet\n"
-        "from gpuboard.cluster.inventory import Node\n"
+        "from gpuboard.cluster.inventory.nodes import Node\n"
         "from gpuboard.config import Settings\n"
         f"fleet = Fleet([Node('a', None, simulate={SIMULATED!r})], Settings(), interval_s=None)\n"
         "fleet.start(); fleet.wait(60)\n"
@@ -195,7 +195,7 @@ import sys, time
 from gpuboard.cluster import feed
 feed.SILENCE_S = 4.0
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 simulate = {"cluster": f"test-{sys.argv[1]}", "model": "NVIDIA H100 80GB HBM3", "count": 2}
 fleet = Fleet([Node(f"n{k}", None, simulate=simulate) for k in range(9)], Settings(), interval_s=0.3)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.model.replies import Touched
 from gpuboard.model.snapshot import NodeView
@@ -273,7 +273,7 @@ def test_agents_end_when_the_client_is_killed(sshd: Sshd) -> None:
     code = (
         "import sys, time\n"
         "from gpuboard.cluster.fleet import Fleet\n"
-        "from gpuboard.cluster.inventory import Node\n"
+        "from gpuboard.cluster.inventory.nodes import Node\n"
         "from gpuboard.config import Settings\n"
         f"settings = Settings(ssh_config={str(sshd.ssh_config)!r}, python={sys.executable!r}, connect_timeout='30s')\n"
         "fleet = Fleet([Node('one', 'one')], settings, interval_s=0.2)\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.model.snapshot import NodeView
 from tests.sshd import SSHD, Sshd

@@ -11,7 +11,7 @@ import sys
 import time
 
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 
 INTERVAL_S = 1.0

@@ -25,9 +25,9 @@ from gpuboard.board.scene import Place
 from gpuboard.cli.leases import table as lease_table
 from gpuboard.cli.status import table
 from gpuboard.cluster.feed import NodeFeed
-from gpuboard.cluster.inventory import Node
-from gpuboard.cluster.moving import Moving
-from gpuboard.cluster.picture import NodeFacts, node_claims, snapshot
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.cluster.snapshot.build import NodeFacts, node_claims, snapshot
+from gpuboard.cluster.snapshot.incremental import Moving
 from gpuboard.config import Settings
 from gpuboard.doctor.check import check_text, grouped
 from gpuboard.doctor.preflight import interfaces, preflight

@@ -18,9 +18,9 @@ from gpuboard import config, nodesets
 from gpuboard.allocate.picks import PICKS_MAX, parse_picks
 from gpuboard.board import asking, query
 from gpuboard.board.dialogs import number
-from gpuboard.cluster.handed import read_nodes
-from gpuboard.cluster.inventory import expand_names
-from gpuboard.cluster.sources import look_up
+from gpuboard.cluster.inventory.file import read_nodes
+from gpuboard.cluster.inventory.nodes import expand_names
+from gpuboard.cluster.inventory.sources import look_up
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.launch.plan import check_rank_map
 from gpuboard.launch.source import read_rank_map

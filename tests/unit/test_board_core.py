@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.model.snapshot import Snapshot
 

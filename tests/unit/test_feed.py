@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from gpuboard.cluster.feed import NodeFeed
-from gpuboard.cluster.inventory import Node
-from gpuboard.cluster.ladder import AGENT_AGAIN_S, NO_JOB_S
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.cluster.routes import AGENT_AGAIN_S, NO_JOB_S
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.state import Thresholds

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.launch.control import Request, ask
 from gpuboard.launch.crew import Heard

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gpuboard.cluster.injob import current_job, job_nodes
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.cluster.inventory.slurm_job import current_job, job_nodes
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.scheduler.slurm.current_job import Inside, JobNode, Outside, is_child, judge, look, surroundings

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.cluster.inventory import (
+from gpuboard.cluster.inventory.nodes import (
     Node,
     expand_names,
     inventory,
@@ -63,7 +63,7 @@ def test_what_no_node_can_be_called_is_refused_with_the_word(text: str) -> None:
 
 def test_a_single_name_needs_no_clustershell() -> None:
     code = (
-        "import sys; from gpuboard.cluster.inventory import inventory; from gpuboard.config import Settings; "
+        "import sys; from gpuboard.cluster.inventory.nodes import inventory; from gpuboard.config import Settings; "
         "nodes = inventory(Settings(nodes=['gpu01', 'gpu-2.example.org'])); "
         "print([n.name for n in nodes], 'ClusterShell' in sys.modules)"
     )

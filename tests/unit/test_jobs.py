@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.cluster import jobs
+from gpuboard.cluster.snapshot import scheduler_jobs
 from gpuboard.model.gpu import GpuStatic, MigStatic
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
 from gpuboard.model.state import Ruling
@@ -26,7 +26,7 @@ def node(*count: Gres, used: tuple[Gres, ...] = (), state: str = "mixed", **more
 
 def held(
     number: int, *gres: Gres, user: str = "bob", state: str = "running", shards: tuple[Gres, ...] = ()
-) -> jobs.Held:
+) -> scheduler_jobs.Held:
     grant = Grant("n1", gres, shards)
     return SchedulerJob(str(number), number, user, 1, "x", "gpu", state, (grant,)), grant
 
@@ -42,7 +42,7 @@ def said(found: dict[str, Ruling]) -> dict[str, str]:
 
 
 def test_numbers_are_nvmls_indexes() -> None:
-    ruled = jobs.rule(node(), [held(1, Gres("h100", 2, (0, 3)))], gpus(8), {})
+    ruled = scheduler_jobs.rule(node(), [held(1, Gres("h100", 2, (0, 3)))], gpus(8), {})
     assert said(ruled.gpus) == {"u0": "1", "u3": "1"}
     assert ruled.sure
     assert {ruling.note for ruling in ruled.gpus.values()} == {""}
@@ -53,14 +53,14 @@ def test_device_files_in_another_order_are_said_and_count_where_processes_show_i
     upside_down = gpus(8, [7, 6, 5, 4, 3, 2, 1, 0])
 
     def ruled(seen: dict[str, set[str]]) -> tuple[dict[str, str], set[str]]:
-        found = jobs.rule(node(), given, upside_down, seen)
+        found = scheduler_jobs.rule(node(), given, upside_down, seen)
         assert not found.sure
         return said(found.gpus), {ruling.note for ruling in found.gpus.values() if ruling.jobs}
 
-    by_order = ({"u0": "1", "u3": "1", "u6": "2"}, {jobs.OTHER_ORDER})
+    by_order = ({"u0": "1", "u3": "1", "u6": "2"}, {scheduler_jobs.OTHER_ORDER})
     assert ruled({}) == ruled({"u3": {"1"}}) == ruled({"u5": {"1"}}) == by_order
     # in device cgroups, where gres.conf lists the files by their numbers
-    assert ruled({"u4": {"1"}}) == ({"u7": "1", "u4": "1", "u1": "2"}, {jobs.BY_PROCESSES})
+    assert ruled({"u4": {"1"}}) == ({"u7": "1", "u4": "1", "u1": "2"}, {scheduler_jobs.BY_PROCESSES})
     assert ruled({"u4": {"1"}, "u6": {"2"}}) == by_order, "they do not tell"
 
 
@@ -81,30 +81,30 @@ def test_gpus_that_a_device_cgroup_leaves_stand_where_slurm_has_them(
     minors: list[int | None], told: tuple[int, ...] | None, places: dict[int, str]
 ) -> None:
     given = [] if told is None else [held(7, Gres("h100", 2, told))]
-    found = jobs.whole(node(Gres("h100", 4)), gpus(2, minors), given, "7")
+    found = scheduler_jobs.whole(node(Gres("h100", 4)), gpus(2, minors), given, "7")
     assert {gpu.index: gpu.uuid for gpu in found if gpu.uuid.startswith("u")} == places
     assert [gpu.index for gpu in found] == ([0, 1, 2, 3] if places else [])
     if told:
-        assert set(said(jobs.rule(node(Gres("h100", 4)), given, found, {}).gpus)) == {"u0", "u1"}
+        assert set(said(scheduler_jobs.rule(node(Gres("h100", 4)), given, found, {}).gpus)) == {"u0", "u1"}
 
 
 def test_without_device_files_they_are_taken_by_order_and_that_is_said() -> None:
-    ruled = jobs.rule(node(), [held(1, Gres("h100", 1, (2,)))], gpus(8, [None] * 8), {})
+    ruled = scheduler_jobs.rule(node(), [held(1, Gres("h100", 1, (2,)))], gpus(8, [None] * 8), {})
     assert said(ruled.gpus) == {"u2": "1"}
-    assert {ruling.note for ruling in ruled.gpus.values()} == {jobs.BY_ORDER}
-    free = jobs.rule(node(), [], gpus(8, [None] * 8), {})
+    assert {ruling.note for ruling in ruled.gpus.values()} == {scheduler_jobs.BY_ORDER}
+    free = scheduler_jobs.rule(node(), [], gpus(8, [None] * 8), {})
     assert {ruling.note for ruling in free.gpus.values()} == {""}, "where nobody holds anything no number matters"
 
 
 def test_two_types_on_a_node_are_numbered_together() -> None:
     both = (Gres("h100", 4), Gres("a100", 4))
-    ruled = jobs.rule(node(*both), [held(3, Gres("h100", 2, (2, 3)), Gres("a100", 1, (5,)))], gpus(8), {})
+    ruled = scheduler_jobs.rule(node(*both), [held(3, Gres("h100", 2, (2, 3)), Gres("a100", 1, (5,)))], gpus(8), {})
     assert said(ruled.gpus) == {"u2": "3", "u3": "3", "u5": "3"}
 
 
 def test_a_gpu_that_the_node_has_lost_shifts_no_number() -> None:
     there = [gpu for gpu in gpus(8) if gpu.uuid != "u2"]
-    ruled = jobs.rule(node(), [held(1, Gres("h100", 2, (2, 3)))], there, {})
+    ruled = scheduler_jobs.rule(node(), [held(1, Gres("h100", 2, (2, 3)))], there, {})
     assert said(ruled.gpus)["u3"] == "1"
     assert "u4" not in {uuid for uuid, word in said(ruled.gpus).items() if word == "1"}
     assert not ruled.sure
@@ -112,39 +112,41 @@ def test_a_gpu_that_the_node_has_lost_shifts_no_number() -> None:
 
 def test_a_node_with_more_gpus_than_slurm_has_is_told_by_processes() -> None:
     given = [held(1, Gres("h100", 2, (0, 1)))]
-    blind = jobs.rule(node(Gres("h100", 4)), given, gpus(8), {})
+    blind = scheduler_jobs.rule(node(Gres("h100", 4)), given, gpus(8), {})
     assert set(said(blind.gpus).values()) == {"doubt"}
     assert "2 of these 8 GPUs belong to job 1 of bob" in blind.gpus["u0"].doubt
-    seen = jobs.rule(node(Gres("h100", 4)), given, gpus(8), {"u4": {"1"}, "u5": {"1"}})
+    seen = scheduler_jobs.rule(node(Gres("h100", 4)), given, gpus(8), {"u4": {"1"}, "u5": {"1"}})
     assert said(seen.gpus) == {"u4": "1", "u5": "1"}
 
 
 def test_what_slurm_counts_without_showing_the_job_is_hidden() -> None:
     used = (Gres("h100", 5, (0, 1, 2, 3, 4)),)
-    ruled = jobs.rule(node(used=used), [held(2, Gres("h100", 2, (3, 4)))], gpus(8), {})
+    ruled = scheduler_jobs.rule(node(used=used), [held(2, Gres("h100", 2, (3, 4)))], gpus(8), {})
     assert said(ruled.gpus) == {"u0": "hidden", "u1": "hidden", "u2": "hidden", "u3": "2", "u4": "2"}
-    ending = jobs.rule(node(used=used[:1]), [held(9, state="completing")], gpus(8), {})
+    ending = scheduler_jobs.rule(node(used=used[:1]), [held(9, state="completing")], gpus(8), {})
     assert "job 9, which is ending" in ending.gpus["u0"].hidden
 
 
 def test_untyped_gpus_that_are_counted_only() -> None:
     whole = node(Gres("", 4), used=(Gres("", 3),))
-    ruled = jobs.rule(whole, [held(2, Gres("", 1, (0,)))], gpus(4), {})
+    ruled = scheduler_jobs.rule(whole, [held(2, Gres("", 1, (0,)))], gpus(4), {})
     assert said(ruled.gpus) == {"u0": "2", "u1": "doubt", "u2": "doubt", "u3": "doubt"}
-    full = jobs.rule(node(Gres("", 4), used=(Gres("", 4),)), [held(2, Gres("", 1, (0,)))], gpus(4), {})
+    full = scheduler_jobs.rule(node(Gres("", 4), used=(Gres("", 4),)), [held(2, Gres("", 1, (0,)))], gpus(4), {})
     assert said(full.gpus) == {"u0": "2", "u1": "hidden", "u2": "hidden", "u3": "hidden"}
 
 
 def test_a_count_without_numbers_makes_doubtful_what_is_left() -> None:
-    ruled = jobs.rule(node(), [held(1, Gres("h100", 2)), held(2, Gres("h100", 1, (0,)))], gpus(8), {})
+    ruled = scheduler_jobs.rule(node(), [held(1, Gres("h100", 2)), held(2, Gres("h100", 1, (0,)))], gpus(8), {})
     assert said(ruled.gpus)["u0"] == "2"
     assert set(said(ruled.gpus).values()) == {"2", "doubt"}
-    assert said(jobs.rule(node(), [held(1, Gres("h100", 8))], gpus(8), {}).gpus) == {f"u{i}": "1" for i in range(8)}
+    assert said(scheduler_jobs.rule(node(), [held(1, Gres("h100", 8))], gpus(8), {}).gpus) == {
+        f"u{i}": "1" for i in range(8)
+    }
 
 
 def test_shards_of_several_jobs_on_one_gpu() -> None:
     given = [held(1, shards=(Gres("", 3, (1,)),)), held(2, shards=(Gres("", 1, (1,)),), user="eve")]
-    ruled = jobs.rule(node(), given, gpus(8), {})
+    ruled = scheduler_jobs.rule(node(), given, gpus(8), {})
     assert said(ruled.gpus) == {"u1": "1+2"}
     assert [job.words for job in ruled.gpus["u1"].jobs] == ["3 shards", "1 shard"]
 
@@ -153,8 +155,10 @@ def test_mig_devices_are_counted_where_slurm_does() -> None:
     parts = [MigStatic("m0", "3g.40gb"), MigStatic("m1", "3g.40gb")]
     split = [GpuStatic(0, "u0", "H100", "", mig=parts, minor=0), GpuStatic(1, "u1", "H100", "", minor=1)]
     whole = node(Gres("h100_3g.40gb", 2), Gres("h100", 1))
-    assert said(jobs.rule(whole, [held(1, Gres("h100_3g.40gb", 1, (1,)))], split, {}).gpus) == {"m1": "1"}
-    assert said(jobs.rule(node(Gres("h100", 2)), [held(1, Gres("h100", 1, (1,)))], split, {}).gpus) == {"u1": "1"}
+    assert said(scheduler_jobs.rule(whole, [held(1, Gres("h100_3g.40gb", 1, (1,)))], split, {}).gpus) == {"m1": "1"}
+    assert said(scheduler_jobs.rule(node(Gres("h100", 2)), [held(1, Gres("h100", 1, (1,)))], split, {}).gpus) == {
+        "u1": "1"
+    }
 
 
 @pytest.mark.parametrize(
@@ -169,40 +173,40 @@ def test_mig_devices_are_counted_where_slurm_does() -> None:
 def test_what_a_nodes_state_means_for_its_idle_gpus(state: str, reason: str, words: tuple[str, str]) -> None:
     reservation = "maint" if "reserved" in state else ""
     there = node(state=state, reason=reason, reservation=reservation)
-    assert jobs.node_words(there) == words
-    ruled = jobs.rule(there, [held(1, Gres("h100", 1, (0,)))], gpus(8), {})
+    assert scheduler_jobs.node_words(there) == words
+    ruled = scheduler_jobs.rule(there, [held(1, Gres("h100", 1, (0,)))], gpus(8), {})
     assert said(ruled.gpus)["u0"] == "1", "what a job holds it holds"
     assert (ruled.gpus["u1"].withheld, ruled.gpus["u1"].doubt) == words
 
 
 def test_nothing_begins_on_a_node_where_a_job_is_ending() -> None:
     there = node(state="mixed+completing")
-    ruled = jobs.rule(there, [held(1, Gres("h100", 1, (0,))), held(9, state="completing")], gpus(2), {})
+    ruled = scheduler_jobs.rule(there, [held(1, Gres("h100", 1, (0,))), held(9, state="completing")], gpus(2), {})
     assert said(ruled.gpus)["u0"] == "1", "what a job holds it holds"
     assert ruled.gpus["u1"].withheld == "Slurm: job 9 is still ending there, and none begins before"
-    assert jobs.rule(there, [], gpus(2), {}).gpus["u1"].withheld.startswith("Slurm: a job is still ending")
+    assert scheduler_jobs.rule(there, [], gpus(2), {}).gpus["u1"].withheld.startswith("Slurm: a job is still ending")
 
 
 def test_a_node_whose_line_could_not_be_read_has_no_free_gpu() -> None:
-    ruled = jobs.rule(node(doubt="GresUsed=? cannot be read"), [held(1, Gres("h100", 1, (0,)))], gpus(8), {})
+    ruled = scheduler_jobs.rule(node(doubt="GresUsed=? cannot be read"), [held(1, Gres("h100", 1, (0,)))], gpus(8), {})
     assert said(ruled.gpus) == {"u0": "1"} | {f"u{i}": "doubt" for i in range(1, 8)}
     assert ruled.gpus["u1"].doubt == "Slurm: GresUsed=? cannot be read"
 
 
 def test_gpus_that_nothing_else_shows_have_slurms_numbers() -> None:
     both = node(Gres("h100", 2), Gres("", 1))
-    assert [(gpu.index, gpu.name, gpu.uuid) for gpu in jobs.alone(both)] == [
+    assert [(gpu.index, gpu.name, gpu.uuid) for gpu in scheduler_jobs.alone(both)] == [
         (0, "h100", "slurm-n1-0"),
         (1, "h100", "slurm-n1-1"),
         (2, "GPU", "slurm-n1-2"),
     ]
-    assert len(jobs.alone(node(Gres("h100", 10**12)))) == 1024
+    assert len(scheduler_jobs.alone(node(Gres("h100", 10**12)))) == 1024
 
 
 def test_a_node_is_known_by_its_other_names_but_its_own_comes_first() -> None:
     first = SchedulerNode("gpu01", "host-a", "10.0.0.1", "idle")
     second = SchedulerNode("host-a", "host-b.lab", "127.0.0.1", "idle")
-    found = jobs.names(Schedule(0.0, "c", {"gpu01": first, "host-a": second}))
+    found = scheduler_jobs.names(Schedule(0.0, "c", {"gpu01": first, "host-a": second}))
     assert found == {
         "gpu01": "gpu01",
         "host-a": "host-a",
@@ -233,7 +237,7 @@ def test_no_gpu_is_free_that_may_be_somebodys(data: st.DataObject, there: int, c
     if any(one.indexes is None for one in holders[:hidden]):
         used = (Gres("h100", sum(one.count for one in holders)),)
     parts = gpus(there, list(range(there)) if files else [None] * there)
-    found = jobs.rule(node(Gres("h100", counted), used=used), visible, parts, {}).gpus
+    found = scheduler_jobs.rule(node(Gres("h100", counted), used=used), visible, parts, {}).gpus
     plain = {uuid for uuid, ruling in found.items() if not (ruling.jobs or ruling.hidden or ruling.doubt)}
     assert set(found) == {gpu.uuid for gpu in parts}
     number = sum(one.count for one in holders)

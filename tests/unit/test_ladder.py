@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.cluster.ladder import AGENT_AGAIN_S, NO_JOB_S, SSH_AGAIN_S, Ladder, Way
+from gpuboard.cluster.routes import AGENT_AGAIN_S, NO_JOB_S, SSH_AGAIN_S, Ladder, Way
 from gpuboard.transport.base import KINDS
 
 SSH, SHELL = Way(), Way(shell=True)

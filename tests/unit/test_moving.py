@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuboard.cluster.moving import Moving
-from gpuboard.cluster.picture import NodeFacts, Scheduled, View, inert_static, node_claims, snapshot
+from gpuboard.cluster.snapshot.build import NodeFacts, Scheduled, View, inert_static, node_claims, snapshot
+from gpuboard.cluster.snapshot.incremental import Moving
 from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process, Xid
 from gpuboard.model.reading import Claim, Hello, Reading, Static, shared
 from gpuboard.model.snapshot import GpuView, SchedulerView

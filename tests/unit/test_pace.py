@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory import Node
-from gpuboard.cluster.picture import NodeFacts
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.cluster.snapshot.build import NodeFacts
 from gpuboard.config import Settings
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.pace import AT_ONCE, LEAST, Pace

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuboard.cluster.feed import backoff_s, next_tick_ms
-from gpuboard.cluster.picture import NodeFacts, Scheduled, View, inert_static, node_claims, snapshot
+from gpuboard.cluster.snapshot.build import NodeFacts, Scheduled, View, inert_static, node_claims, snapshot
 from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.snapshot import GpuView, NodeView

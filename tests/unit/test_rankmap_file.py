@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gpuboard.cluster.inventory import Node
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import UsageError
 from gpuboard.launch.plan import check_rank_map
 from gpuboard.launch.source import nodes_of, read_rank_map

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from gpuboard import nodesets
-from gpuboard.cluster.jobs import rule
+from gpuboard.cluster.snapshot.scheduler_jobs import rule
 from gpuboard.model.gpu import GpuStatic
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
 from gpuboard.scheduler.slurm import consistency

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpuboard import nodesets
-from gpuboard.cluster.jobs import alone, by_node, rule
+from gpuboard.cluster.snapshot.scheduler_jobs import alone, by_node, rule
 from gpuboard.model.schedule import Schedule, SchedulerJob, SchedulerNode
 from gpuboard.scheduler.slurm import consistency
 from gpuboard.scheduler.slurm.gres import GresError, resources

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpuboard.cluster.inventory import Node, expand_names, inventory
-from gpuboard.cluster.sources import look_up
+from gpuboard.cluster.inventory.nodes import Node, expand_names, inventory
+from gpuboard.cluster.inventory.sources import look_up
 from gpuboard.config import Settings, load
 from gpuboard.errors import ConfigError, GpuboardError, UsageError
 from gpuboard.model.schedule import Gres, Schedule, SchedulerNode, Seen
@@ -267,7 +267,7 @@ def test_groups_of_clustershell_are_nodesets(tmp_path: Path) -> None:
     (folder / "groups.conf").write_text("[Main]\ndefault: lab\nautodir: $CFGDIR/groups.d\n")
     (folder / "groups.d" / "lab.yaml").write_text("lab: {rack3: 'gpu[09-11]', big: big1}\nsite: {old: '@lab:big,x'}\n")
     code = (
-        "import sys; from gpuboard.cluster.inventory import expand_names\n"
+        "import sys; from gpuboard.cluster.inventory.nodes import expand_names\n"
         "for text in sys.argv[1:]: print(*expand_names([text]))"
     )
     words = ["@rack3", "@*", "@rack3!gpu10", "@rack3,gpu01", "@site:old"]

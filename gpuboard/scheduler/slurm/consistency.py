@@ -1,7 +1,7 @@
 """Jobs, nodes and reservations → one Schedule, held against each other. Pure.
 
 The jobs are asked for before the nodes, so what a node says is used is the newer truth: what jobs hold beyond it has
-been given back meanwhile, or was never theirs (jobs.py, *Forgery*). Either way `squeue` can tell.
+been given back meanwhile, or was never theirs (snapshot/scheduler_jobs.py, *Forgery*). Either way `squeue` can tell.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
-from gpuboard.cluster import jobs
-from gpuboard.cluster.picture import NodeFacts, Scheduled, in_order
+from gpuboard.cluster.snapshot import scheduler_jobs
+from gpuboard.cluster.snapshot.build import NodeFacts, Scheduled, in_order
 from gpuboard.model.schedule import Schedule, SchedulerNode, Seen
 from gpuboard.model.state import Ruling
 from gpuboard.model.text import clean
@@ -27,7 +27,7 @@ class Join:
 
     def __init__(self) -> None:
         self._schedule: Schedule | None = None
-        self._held: dict[str, list[jobs.Held]] = {}
+        self._held: dict[str, list[scheduler_jobs.Held]] = {}
         self._names: dict[str, str] = {}
         self._aliases: dict[str, str] = {}  # by a node's name: what ssh makes of it
         self._error: str | None = None
@@ -46,10 +46,10 @@ class Join:
         if schedule is self._schedule and error == self._error:
             return
         if schedule is not self._schedule and schedule is not None:
-            self._held = jobs.by_node(schedule)
-            self._names = jobs.names(schedule)
+            self._held = scheduler_jobs.by_node(schedule)
+            self._names = scheduler_jobs.names(schedule)
             self._asked = seen.arrived
-            self._jobs = jobs.numbers(schedule)
+            self._jobs = scheduler_jobs.numbers(schedule)
         self._schedule, self._error = schedule, error
         self._made.clear()
         self._strangers.clear()
@@ -66,7 +66,7 @@ class Join:
             return None
         hello = facts.hello
         more = [*([hello.hostname] if hello else []), *filter(None, [self._aliases.get(facts.name)])]
-        found = jobs.known_as(self._names, facts.name, *more)
+        found = scheduler_jobs.known_as(self._names, facts.name, *more)
         return None if found is None else self._schedule.nodes[found]
 
     def of(self, facts: NodeFacts) -> Scheduled | None:
@@ -93,13 +93,13 @@ class Join:
         gpus = in_order(facts)
         unseen = not gpus
         held = self._held.get(node.name, [])
-        shown = jobs.alone(node) if unseen else []
+        shown = scheduler_jobs.alone(node) if unseen else []
         if not unseen and hello and hello.job:
-            shown = jobs.whole(node, gpus, held, hello.job)
+            shown = scheduler_jobs.whole(node, gpus, held, hello.job)
         gpus = shown or gpus
-        ruled = jobs.rule(node, held, gpus, {} if unseen else _evidence(facts))
+        ruled = scheduler_jobs.rule(node, held, gpus, {} if unseen else _evidence(facts))
         rulings = ruled.gpus if self._error is None else _aged(ruled.gpus, self._schedule.at)
-        doubt = jobs.node_words(node)[1]
+        doubt = scheduler_jobs.node_words(node)[1]
         sure = self._error is None and not doubt and not any(r.hidden or r.doubt for r in ruled.gpus.values())
         scheduled = Scheduled(
             state=clean(node.state, 96),

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gpuboard.cluster.aliases import Aliases
-from gpuboard.cluster.inventory import Node
-from gpuboard.cluster.joined import Join
-from gpuboard.cluster.picture import NodeFacts, Scheduled
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.cluster.inventory.ssh_aliases import Aliases
+from gpuboard.cluster.snapshot.build import NodeFacts, Scheduled
+from gpuboard.cluster.snapshot.scheduler_join import Join
 from gpuboard.config import Settings
 from gpuboard.model.schedule import Schedule, SchedulerNode
 from gpuboard.model.snapshot import SchedulerView

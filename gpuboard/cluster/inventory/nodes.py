@@ -15,7 +15,7 @@ from gpuboard.errors import UsageError
 from gpuboard.model.text import quoted
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.sources import Entry
+    from gpuboard.cluster.inventory.sources import Entry
     from gpuboard.config import Settings
     from gpuboard.model.schedule import Seen
     from gpuboard.model.snapshot import Snapshot
@@ -53,7 +53,7 @@ def inventory(settings: Settings, said: Sequence[str] = (), schedule: Callable[[
     """
 
     def find(source: str) -> list[Entry]:
-        from gpuboard.cluster.sources import look_up  # most inventories are nodesets
+        from gpuboard.cluster.inventory.sources import look_up  # most inventories are nodesets
 
         return look_up(source, settings.ssh_config, schedule)
 
@@ -72,7 +72,7 @@ def inventory(settings: Settings, said: Sequence[str] = (), schedule: Callable[[
 
 def _slurms(seen: Seen) -> dict[str, str]:
     """Return Slurm's nodes with GPUs, none where this machine has to do. Raises GpuboardError where that is unknown."""
-    from gpuboard.cluster.sources import answered, slurm_nodes  # only where there is a Slurm
+    from gpuboard.cluster.inventory.sources import answered, slurm_nodes  # only where there is a Slurm
 
     if seen.schedule is None and own_uuids():
         return {}

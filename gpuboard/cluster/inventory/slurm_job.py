@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gpuboard.cluster.inventory import Node, expand_names
+from gpuboard.cluster.inventory.nodes import Node, expand_names
 from gpuboard.errors import UsageError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Snapshots one after the other: what :func:`gpuboard.cluster.picture.snapshot` returns, made of the last one.
+"""Snapshots one after the other: what :func:`gpuboard.cluster.snapshot.build.snapshot` returns, made of the last one.
 
 From one second to the next nearly every GPU changes in a few numbers alone: utilization, temperature, power, how long
 its processes run. All else that its view rests on is compared as a whole (msgspec compares and replaces in C, 0.1 µs
@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from gpuboard.cluster import picture
-from gpuboard.cluster.picture import Held, NodeFacts, Scheduled, View
+from gpuboard.cluster.snapshot import build as picture
+from gpuboard.cluster.snapshot.build import Held, NodeFacts, Scheduled, View
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Reading
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from gpuboard import files
-from gpuboard.cluster.inventory import Node, check_node, expand_names
+from gpuboard.cluster.inventory.nodes import Node, check_node, expand_names
 from gpuboard.errors import UsageError
 from gpuboard.model.text import shown
 

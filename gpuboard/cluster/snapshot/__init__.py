@@ -1,0 +1,1 @@
+"""Readings, claims and the scheduler's answer → one snapshot of the cluster."""
