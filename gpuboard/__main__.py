@@ -162,7 +162,7 @@ def _fail_closed(argv: list[str], code: int, words: str) -> None:
     """Write the lines for the shell that evaluates us, or ``words`` as JSON unless they are "" (said already)."""
     form = "shell"
     try:
-        from gpuboard.allocate.shell import fail_closed, said_format
+        from gpuboard.leases.output.shell import fail_closed, said_format
 
         said = said_format(argv)
         if said is None:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from gpuboard.allocate.choosing import Ledgers, SlurmFlags, open_allocator
-from gpuboard.allocate.common import Terms, duration
-from gpuboard.allocate.formats import Allocation, variables
-from gpuboard.allocate.picks import parse_picks
-from gpuboard.allocate.policy import check
 from gpuboard.errors import UsageError
+from gpuboard.leases.composite import Ledgers, SlurmFlags, open_allocator
+from gpuboard.leases.output.formats import Allocation, variables
+from gpuboard.leases.picks import parse_picks
+from gpuboard.leases.policy.choose import check
+from gpuboard.leases.terms import Terms, duration
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.request import Request
 from gpuboard.model.text import clean

@@ -24,7 +24,6 @@ import msgspec
 from textual.pilot import Pilot
 
 from gpuboard.agent.simulate.gpus import Simulated
-from gpuboard.allocate.held import indexes
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
@@ -36,7 +35,8 @@ from gpuboard.cluster.snapshot.build import NodeFacts, View, inert_static, node_
 from gpuboard.config import Settings
 from gpuboard.launch.runbook import Entry, Runbook
 from gpuboard.launch.runs import Head, RunView, runs_dir
-from gpuboard.ledger.nodes import leases_of
+from gpuboard.leases.claims.client import leases_of
+from gpuboard.leases.claims.queries import indexes
 from gpuboard.model.gpu import GpuStatic
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.reading import Hello, Reading, Static

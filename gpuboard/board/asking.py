@@ -8,8 +8,8 @@ from datetime import datetime
 from itertools import groupby
 from typing import Protocol
 
-from gpuboard.allocate.picks import parse_picks
 from gpuboard.board.scene import Place, Scene
+from gpuboard.leases.picks import parse_picks
 from gpuboard.model.request import Chosen, Pick, Refusal, Request, slot
 from gpuboard.model.units import format_duration, is_whole, parse_size
 

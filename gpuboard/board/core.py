@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpuboard.allocate.held import leases
 from gpuboard.board.banners import banners
 from gpuboard.board.crash import report
 from gpuboard.board.history import History
@@ -17,6 +16,7 @@ from gpuboard.board.scene import Scene
 from gpuboard.board.starting import Starter
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.launch.runbook import Runbook
+from gpuboard.leases.claims.queries import leases
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean

@@ -29,7 +29,7 @@ from gpuboard.model.units import format_duration, parse_duration
 if TYPE_CHECKING:
     from textual.notifications import SeverityLevel
 
-    from gpuboard.allocate.held import Ended
+    from gpuboard.leases.claims.queries import Ended
     from gpuboard.model.snapshot import GpuView, ProcessView
 
 _RICH = 150  # terminal cells from which list and time line stand side by side

@@ -8,26 +8,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gpuboard.allocate import held
-from gpuboard.allocate.allocator import Allocator
-from gpuboard.allocate.choosing import slurm_allocator
-from gpuboard.allocate.common import Terms, duration, forget_file
-from gpuboard.allocate.policy import choose
-from gpuboard.allocate.scope import Scope
 from gpuboard.errors import GpuboardError, Interrupted
-from gpuboard.ledger.nodes import Mine
+from gpuboard.leases.claims import queries as held
+from gpuboard.leases.claims.allocator import Allocator
+from gpuboard.leases.claims.client import Mine
+from gpuboard.leases.composite import slurm_allocator
+from gpuboard.leases.policy.choose import choose
+from gpuboard.leases.scope import Scope
+from gpuboard.leases.terms import Terms, duration, forget_file
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.replies import Signalled
 from gpuboard.model.request import Choice, Refusal
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
-    from gpuboard.allocate.choosing import AnyAllocator
-    from gpuboard.allocate.formats import Allocation
-    from gpuboard.allocate.slurm_held import JobLease
     from gpuboard.cluster.fleet import Fleet
     from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
+    from gpuboard.leases.composite import AnyAllocator
+    from gpuboard.leases.output.formats import Allocation
+    from gpuboard.leases.slurm.queries import JobLease
     from gpuboard.model.request import Request
     from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.base import Scheduler
@@ -97,7 +97,7 @@ class Operations:
         """
         schedule = self._fleet.schedule
         if schedule is not None and self.slurm_chooses(request):
-            from gpuboard.allocate.slurm_fit import Limits, fit  # only where there is a Slurm
+            from gpuboard.leases.slurm.fit import Limits, fit  # only where there is a Slurm
 
             scope = {name for node in self._nodes if (name := self._fleet.known_as(node.name)) is not None}
             answer = fit(request, schedule, Limits(scope))
@@ -146,7 +146,7 @@ class Operations:
     def release(self, lease: str) -> held.Ended:
         """End a lease at once. Raises NoSuchLease when it is gone or somebody else's (root may end anybody's)."""
         if (in_slurm := self._in_slurm(lease)) is not None:
-            from gpuboard.allocate.slurm_held import end  # only where there is a Slurm
+            from gpuboard.leases.slurm.queries import end  # only where there is a Slurm
 
             jobs, job = in_slurm
             if error := end(job, jobs, self._env):
@@ -164,7 +164,7 @@ class Operations:
         """Let a lease end ``for_s`` seconds from now. Raises NoSuchLease, UsageError above max_lease, GpuboardError."""
         seconds = duration(for_s, self._settings)
         if (in_slurm := self._in_slurm(lease)) is not None:
-            from gpuboard.allocate.slurm_held import prolong  # only where there is a Slurm
+            from gpuboard.leases.slurm.queries import prolong  # only where there is a Slurm
 
             jobs, job = in_slurm
             if error := prolong(job, seconds, jobs, self._env):
@@ -210,7 +210,7 @@ class Operations:
         """Return the job that a lease is; None when it lies on nodes. Raises NoSuchLease for somebody else's."""
         if self._fleet.schedule is None:
             return None
-        from gpuboard.allocate.slurm_held import chosen  # only where there is a Slurm
+        from gpuboard.leases.slurm.queries import chosen  # only where there is a Slurm
         from gpuboard.scheduler.slurm.client import Jobs
 
         jobs = Jobs(self._env)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 from textual.app import ComposeResult
 
-from gpuboard.allocate.formats import Allocation
 from gpuboard.board import asking
 from gpuboard.board.dialogs import Dialog, Field, duration, number, size
 from gpuboard.board.operations import Attempt
 from gpuboard.board.planner import Answer, Planner, refused
 from gpuboard.board.scene import Scene
 from gpuboard.errors import GpuboardError, Refused
+from gpuboard.leases.output.formats import Allocation
 from gpuboard.model.request import Choice, Pick, Refusal, Request
 from gpuboard.model.units import is_whole, parse_duration
 

@@ -10,7 +10,6 @@ import msgspec
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
-from gpuboard.allocate.policy import choose
 from gpuboard.board import asking
 from gpuboard.board.dialogs import YES, Dialog, Field, duration, number, size
 from gpuboard.board.footer import Footer
@@ -24,14 +23,15 @@ from gpuboard.board.scene import Scene
 from gpuboard.board.screen import BoardScreen
 from gpuboard.board.summary import Lines
 from gpuboard.errors import GpuboardError, Refused
+from gpuboard.leases.policy.choose import choose
 from gpuboard.model.lease import Lease
 from gpuboard.model.request import Choice, Request
 from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
-    from gpuboard.allocate.formats import Allocation
     from gpuboard.board.app import BoardApp
     from gpuboard.launch.runbook import Entry, Runbook
+    from gpuboard.leases.output.formats import Allocation
 
 
 class Watch(msgspec.Struct, frozen=True):

@@ -10,23 +10,23 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
-from gpuboard.allocate import picks
-from gpuboard.allocate.shell import FORMATS, SHELLS, fail_closed
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.options import natural, patience, typed
 from gpuboard.errors import GpuboardError, Refused, UsageError
 from gpuboard.keeper.holder import evaluator_kind, find_holder, shell_kind
+from gpuboard.leases import picks
+from gpuboard.leases.output.shell import FORMATS, SHELLS, fail_closed
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, parse_duration, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpuboard.allocate.choosing import SlurmFlags
-    from gpuboard.allocate.formats import Allocation
-    from gpuboard.allocate.scope import Scope
     from gpuboard.cluster.inventory.nodes import Node
+    from gpuboard.leases.composite import SlurmFlags
+    from gpuboard.leases.output.formats import Allocation
+    from gpuboard.leases.scope import Scope
     from gpuboard.model.request import Choice, Request
     from gpuboard.scheduler.base import Scheduler
 
@@ -122,7 +122,7 @@ def add_slurm(parser: argparse.ArgumentParser) -> None:
 
 def slurm_flags(args: argparse.Namespace) -> SlurmFlags:
     """Return what the arguments say of a job of Slurm."""
-    from gpuboard.allocate.choosing import SlurmFlags
+    from gpuboard.leases.composite import SlurmFlags
 
     return SlurmFlags(args.partition, args.account, args.qos, args.reservation, tuple(args.slurm))
 
@@ -145,7 +145,7 @@ def _run(args: argparse.Namespace, context: Context) -> int:
     scheduler = context.lease_scheduler()
     if scheduler is not None:
         return _reserve(args, context, context.scope(), scheduler)
-    from gpuboard.allocate.scope import Scope
+    from gpuboard.leases.scope import Scope
 
     whole = bool(context.said) or context.job is not None
     with contextlib.closing(Scope(context.scope(), context.settings, said=whole)) as scope:
@@ -155,8 +155,8 @@ def _run(args: argparse.Namespace, context: Context) -> int:
 def _reserve(
     args: argparse.Namespace, context: Context, nodes: Sequence[Node] | Scope, scheduler: Scheduler | None
 ) -> int:
-    from gpuboard.allocate.choosing import open_allocator  # late: see Scope
-    from gpuboard.allocate.common import Terms, duration, write_private
+    from gpuboard.leases.composite import open_allocator  # late: see Scope
+    from gpuboard.leases.terms import Terms, duration, write_private
 
     request = request_of(args)
     if args.rank_map:
@@ -194,7 +194,7 @@ def _reserve(
 
 def request_of(args: argparse.Namespace) -> Request:
     """Return what the arguments ask for. Raises UsageError when they contradict each other."""
-    from gpuboard.allocate.policy import check
+    from gpuboard.leases.policy.choose import check
     from gpuboard.model.request import Request
 
     request = Request(
@@ -235,7 +235,7 @@ def progress(context: Context):  # type: ignore[no-untyped-def]
 
 def _publish(allocation: Allocation, form: str, *, uuids: bool) -> None:
     """Write to stdout. A reader that has gone is an error here: nobody would know of the lease."""
-    from gpuboard.allocate.formats import render
+    from gpuboard.leases.output.formats import render
 
     data = render(allocation, form, uuids=uuids).encode("utf-8", "surrogateescape")
     try:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from gpuboard.errors import UsageError
 
 if TYPE_CHECKING:
-    from gpuboard.allocate.choosing import Ledgers
     from gpuboard.cluster.fleet import Fleet
     from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Configuration, Settings
+    from gpuboard.leases.composite import Ledgers
     from gpuboard.scheduler.base import Scheduler
     from gpuboard.scheduler.slurm.current_job import Inside
 
@@ -145,7 +145,7 @@ class Context:
     @property
     def ledgers(self) -> Ledgers:
         """Where a lease there is may lie, of the nodes in scope."""
-        from gpuboard.allocate.choosing import Ledgers
+        from gpuboard.leases.composite import Ledgers
 
         return Ledgers(self.scope, self.settings, self.env, self.new_scheduler)
 

@@ -14,15 +14,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuboard.allocate.held import gpus_words
 from gpuboard.cli import status as status_command
 from gpuboard.cli.context import Context
 from gpuboard.cli.table import paint, wrap
+from gpuboard.leases.claims.queries import gpus_words
 from gpuboard.model.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from gpuboard.allocate.formats import Allocation
     from gpuboard.cluster.inventory.nodes import Node
+    from gpuboard.leases.output.formats import Allocation
 
 NAME = "demo"
 HELP = "see the main job on simulated nodes, then the board: reserve, train with DDP on CPU, release"
@@ -71,10 +71,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _story(args: argparse.Namespace, context: Context) -> int:
     """Show the main job; return 0 when everything went well and nothing was left behind."""
-    from gpuboard.allocate.allocator import Allocator
-    from gpuboard.allocate.common import Terms
     from gpuboard.cluster.simulated import demo_nodes
     from gpuboard.keeper import holder, processes
+    from gpuboard.leases.claims.allocator import Allocator
+    from gpuboard.leases.terms import Terms
     from gpuboard.model.request import Request
 
     stage = _Stage(context, waits=args.steps)

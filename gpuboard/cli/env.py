@@ -6,11 +6,11 @@ import argparse
 import os
 import sys
 
-from gpuboard.allocate.shell import FORMATS, SHELLS
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.errors import UsageError
 from gpuboard.keeper.holder import evaluator_kind
+from gpuboard.leases.output.shell import FORMATS, SHELLS
 
 NAME = "env"
 HELP = "print the variables of a lease again, for a second shell"
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Print the variables; on a failure the caller prints the lines that fail closed."""
-    from gpuboard.allocate.formats import render
+    from gpuboard.leases.output.formats import render
 
     text = args.id or context.env.get("GPUBOARD_LEASE")
     if not text:

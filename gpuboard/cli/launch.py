@@ -250,12 +250,12 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
 @contextlib.contextmanager
 def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[RankMap, str]]:
     """Reserve for this process and yield the map; release at the end. With ``--dry-run`` nothing is taken."""
-    from gpuboard.allocate.allocator import Allocator
-    from gpuboard.allocate.choosing import open_allocator
-    from gpuboard.allocate.common import Terms, duration
-    from gpuboard.allocate.ranks import rank_map
     from gpuboard.keeper.holder import identify
     from gpuboard.launch.source import cpu_rank_map
+    from gpuboard.leases.claims.allocator import Allocator
+    from gpuboard.leases.composite import open_allocator
+    from gpuboard.leases.rank_map import rank_map
+    from gpuboard.leases.terms import Terms, duration
 
     request = request_of(args) if args.n is not None or args.gpus else None
     nodes = context.scope()

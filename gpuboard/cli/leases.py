@@ -8,12 +8,12 @@ import sys
 
 import msgspec
 
-from gpuboard.allocate.held import gpus_words, leases
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.status import nobody_reached, settled
 from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.errors import NoNodeReached
+from gpuboard.leases.claims.queries import gpus_words, leases
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _with_ours(found: LeaseList, context: Context) -> LeaseList:
     """Return the same, our own leases in Slurm as they are now: what was shared may be half a minute old."""
-    from gpuboard.allocate.slurm_held import up_to_date
+    from gpuboard.leases.slurm.queries import up_to_date
     from gpuboard.scheduler.slurm.client import Jobs
 
     claims = [lease for lease in found.leases if lease.job is None]

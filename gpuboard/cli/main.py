@@ -86,10 +86,10 @@ def _notes(error: BaseException) -> list[str]:
 
 def _refuse_as_json(argv: Sequence[str], error: GpuboardError) -> None:
     """Print what went wrong for the program that asked `allocate` or `env` for JSON."""
-    from gpuboard.allocate.shell import said_format
+    from gpuboard.leases.output.shell import said_format
 
     if split(list(argv))[0] in {"allocate", "env"} and said_format(argv) == "json":
-        from gpuboard.allocate.formats import render_error
+        from gpuboard.leases.output.formats import render_error
 
         refusal = error.refusal if isinstance(error, Refused) else None
         with contextlib.suppress(OSError, ValueError):

@@ -9,8 +9,8 @@ from gpuboard.cli.context import Context
 from gpuboard.errors import NoSuchLease
 
 if TYPE_CHECKING:
-    from gpuboard.allocate.slurm_held import JobLease
     from gpuboard.cluster.inventory.nodes import Node
+    from gpuboard.leases.slurm.queries import JobLease
     from gpuboard.scheduler.slurm.client import Jobs
 
 SLURM = "Slurm"  # where a lease lies that is a job, in place of a node
@@ -32,8 +32,8 @@ def owned(ids: Sequence[str], context: Context) -> tuple[Owned, list[str]]:
     scheduler = context.lease_scheduler()
     if scheduler is None:
         return Owned(None, [], context.scope()), list(ids)
-    from gpuboard.allocate.choosing import without_slurm  # only where there is a Slurm
-    from gpuboard.allocate.slurm_held import chosen
+    from gpuboard.leases.composite import without_slurm  # only where there is a Slurm
+    from gpuboard.leases.slurm.queries import chosen
     from gpuboard.scheduler.slurm.client import Jobs
 
     try:

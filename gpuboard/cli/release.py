@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gpuboard.allocate.held import Ended, chosen, gpus_words, leases, release
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.owned import SLURM, Owned, owned
 from gpuboard.cli.status import reached
 from gpuboard.errors import NoNodeReached, UsageError
+from gpuboard.leases.claims.queries import Ended, chosen, gpus_words, leases, release
 from gpuboard.model.text import clean
 
 NAME = "release"
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         except NoNodeReached as error:
             unreached = error  # what is Slurm's is ended all the same
     for lease in mine.in_slurm:
-        from gpuboard.allocate.slurm_held import end  # only where there is a Slurm
+        from gpuboard.leases.slurm.queries import end  # only where there is a Slurm
 
         assert mine.jobs is not None
         words = end(lease, mine.jobs, context.env)

@@ -6,13 +6,13 @@ import argparse
 import json
 import time
 
-from gpuboard.allocate.held import chosen, leases, renew
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.options import typed
 from gpuboard.cli.owned import SLURM, owned
 from gpuboard.cli.status import reached
 from gpuboard.errors import UsageError
+from gpuboard.leases.claims.queries import chosen, leases, renew
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, iso, parse_duration
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
             done, failed = renew(named, args.for_s, fleet, context.env)
         lease = named.lease
     else:
-        from gpuboard.allocate.slurm_held import prolong  # only where there is a Slurm
+        from gpuboard.leases.slurm.queries import prolong  # only where there is a Slurm
 
         [job], lease = mine.in_slurm, mine.in_slurm[0].lease
         assert mine.jobs is not None

@@ -8,18 +8,18 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpuboard.allocate.picks import parse_picks
 from gpuboard.cli.allocate import add_filters, add_slurm, add_terms, progress, slurm_flags
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
 from gpuboard.cli.options import natural, typed
 from gpuboard.cli.statusfile import OPTION, outcome_of, recorded
 from gpuboard.errors import UsageError
+from gpuboard.leases.picks import parse_picks
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
-    from gpuboard.allocate.formats import Allocation
     from gpuboard.cluster.inventory.nodes import Node
+    from gpuboard.leases.output.formats import Allocation
 
 NAME = "run"
 HELP = "reserve GPUs of one node, run a command there, release them at its end"
@@ -59,9 +59,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 
 def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) -> int:
-    from gpuboard.allocate.choosing import nodes_of, open_allocator
-    from gpuboard.allocate.common import Terms, duration
     from gpuboard.keeper.holder import identify
+    from gpuboard.leases.composite import nodes_of, open_allocator
+    from gpuboard.leases.terms import Terms, duration
     from gpuboard.model.request import Request
 
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
@@ -109,23 +109,23 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
 
 
 def _start(argv: list[str], cwd: str, allocation: Allocation, node: Node, context: Context, *, uuids: bool) -> int:
-    from gpuboard.allocate import commands
-    from gpuboard.allocate.formats import variables
+    from gpuboard.leases import remote_exec
+    from gpuboard.leases.output.formats import variables
 
     values = variables(allocation.on(node.name), uuids=uuids)
     environ, lease, settings = context.env, allocation.lease.id, context.settings
     teller: partial[list[str]] | None = None
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if node.host is None:
-        command = commands.local_command(argv, values, cwd)
+        command = remote_exec.local_command(argv, values, cwd)
     elif node.job is not None:
         from gpuboard.transport.slurm.srun import slurm_environ
 
-        command = commands.step_command(node, argv, values, cwd, settings, terminal=terminal)
+        command = remote_exec.step_command(node, argv, values, cwd, settings, terminal=terminal)
         environ = slurm_environ(environ)
-        teller = partial(commands.step_signal, node, lease, settings)
+        teller = partial(remote_exec.step_signal, node, lease, settings)
     else:
-        command = commands.remote_command(node.host, argv, values, cwd, settings, terminal=terminal)
-        teller = partial(commands.remote_signal, node.host, lease, settings)
+        command = remote_exec.remote_command(node.host, argv, values, cwd, settings, terminal=terminal)
+        teller = partial(remote_exec.remote_signal, node.host, lease, settings)
     sys.stdout.flush()
-    return commands.run_command(command, environ, lease, teller)
+    return remote_exec.run_command(command, environ, lease, teller)

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from gpuboard import files
-from gpuboard.allocate.ranks import rank_map
 from gpuboard.cluster.inventory.nodes import Node, is_here, local_node
 from gpuboard.errors import UsageError
+from gpuboard.leases.rank_map import rank_map
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.request import Chosen
 from gpuboard.model.text import clean, shown

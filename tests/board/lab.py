@@ -15,7 +15,6 @@ from textual.events import MouseDown, MouseMove, MouseUp
 from textual.pilot import Pilot
 from textual.widget import Widget
 
-from gpuboard.allocate.formats import Allocation
 from gpuboard.board.app import BoardApp
 from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.core import Core
@@ -23,6 +22,7 @@ from gpuboard.board.scene import Scene
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings, StateSettings
+from gpuboard.leases.output.formats import Allocation
 from gpuboard.model.request import Request
 
 # A machine that stands still for some seconds makes no GPU unknown where a test is about something else.

@@ -13,7 +13,6 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from gpuboard.allocate.formats import Allocation
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.operations import Attempt
@@ -21,6 +20,7 @@ from gpuboard.board.reserve import ReserveDialog, open_reserve
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings
 from gpuboard.errors import Interrupted
+from gpuboard.leases.output.formats import Allocation
 from gpuboard.model.request import Request
 from tests.board import lab, other
 from tests.waiting import Stopwatch, until

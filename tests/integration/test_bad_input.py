@@ -17,7 +17,7 @@ import pytest
 
 from gpuboard.agent.claims import files, rules
 from gpuboard.cluster.snapshot.build import NodeFacts, View, snapshot
-from gpuboard.ledger.nodes import leases_of
+from gpuboard.leases.claims.client import leases_of
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.state import Thresholds

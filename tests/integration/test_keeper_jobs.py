@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.allocate import slurm_held
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper import runtime_dir
 from gpuboard.keeper.client import Handover, KeeperError, KeptJob, KeptNode
 from gpuboard.keeper.holder import Holder, identify
+from gpuboard.leases.slurm import queries as slurm_held
 from gpuboard.scheduler.slurm.client import Jobs, JobState
 from tests.integration.keeper_lab import unlocked
 from tests.waiting import until

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gpuboard.allocate.ranks import rank_map as rank_map_of
+from gpuboard.leases.rank_map import rank_map as rank_map_of
 from gpuboard.model.request import Chosen
 from tests.integration.here import Here, here
 from tests.integration.launch_lab import SLEEP, STUBBORN, Launch, parent, write_torch

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.allocate.commands import local_command
+from gpuboard.leases.remote_exec import local_command
 from tests.integration.here import Here, here  # noqa: F401
 from tests.integration.test_allocate import claims
 from tests.waiting import Stopwatch, until
@@ -95,7 +95,7 @@ def test_nothing_is_started_for_a_gpuboard_that_was_killed_meanwhile(tmp_path: P
     os.mkfifo(tmp_path / "late")
     gpuboard = """
 import os
-from gpuboard.allocate import commands
+from gpuboard.leases import remote_exec as commands
 runner = commands.local_command(["touch", "started"], {}, os.getcwd())
 os.posix_spawn("/bin/sh", ["sh", "-c", 'read line < late; exec "$@"', "sh", *runner], os.environ)
 """
@@ -198,7 +198,7 @@ def test_ctrl_c_before_the_command_is_there_starts_none(tmp_path: Path) -> None:
 def test_a_signal_while_the_runner_begins_is_no_error_of_python() -> None:
     script = """
 import os, signal, sys
-from gpuboard.allocate import commands
+from gpuboard.leases import remote_exec as commands
 spawn = os.posix_spawn
 
 def hasty(*args, **options):

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect as types
 
-from gpuboard.allocate.ranks import reachable_addresses
 from gpuboard.board import gpu_lines
 from gpuboard.board.history import History
 from gpuboard.board.scene import Place
@@ -39,7 +38,8 @@ from gpuboard.keeper.runtime_dir import Place as KeeperPlace
 from gpuboard.keeper.runtime_dir import occupy
 from gpuboard.launch import crew, events, questions
 from gpuboard.launch.watch import Watch
-from gpuboard.ledger import nodes as ledger
+from gpuboard.leases.claims import client as ledger
+from gpuboard.leases.rank_map import reachable_addresses
 from gpuboard.model import replies
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.reading import Claim, Event, Reading, Static

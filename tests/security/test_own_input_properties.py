@@ -15,7 +15,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpuboard import config, nodesets
-from gpuboard.allocate.picks import PICKS_MAX, parse_picks
 from gpuboard.board import asking, query
 from gpuboard.board.dialogs import number
 from gpuboard.cluster.inventory.file import read_nodes
@@ -25,6 +24,7 @@ from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.launch.plan import check_rank_map
 from gpuboard.launch.source import read_rank_map
 from gpuboard.launch.target import parse_target
+from gpuboard.leases.picks import PICKS_MAX, parse_picks
 from gpuboard.model.text import clean, like, lines, split_outside
 from gpuboard.model.units import parse_duration, parse_number, parse_size, parse_time, parse_whole
 from tests.integration.test_bad_input import MAP

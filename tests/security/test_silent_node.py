@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpuboard.ledger.nodes import CALL_S
+from gpuboard.leases.claims.client import CALL_S
 from tests.hosts import Host, NodeProcess, Running
 from tests.nodes import Cluster
 from tests.nvml import Gpu

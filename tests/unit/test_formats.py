@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.allocate.formats import Allocation, render, render_error
-from gpuboard.allocate.ranks import rank_map, reachable_addresses
-from gpuboard.allocate.shell import FORMATS
 from gpuboard.errors import UsageError
+from gpuboard.leases.output.formats import Allocation, render, render_error
+from gpuboard.leases.output.shell import FORMATS
+from gpuboard.leases.rank_map import rank_map, reachable_addresses
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.rankmap import RankMap, problems
 from gpuboard.model.request import Chosen, Refusal, RefusedGpu

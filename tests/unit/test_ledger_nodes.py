@@ -14,7 +14,7 @@ import pytest
 
 from gpuboard.agent.claims import store as claims
 from gpuboard.errors import NoSuchLease
-from gpuboard.ledger import nodes as ledger
+from gpuboard.leases.claims import client as ledger
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.reading import Claim, Holder
 from gpuboard.model.replies import Detail, decode

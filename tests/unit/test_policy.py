@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuboard.allocate import policy
-from gpuboard.allocate.picks import parse_picks
-from gpuboard.allocate.policy import check, choose
 from gpuboard.errors import UsageError
+from gpuboard.leases.picks import parse_picks
+from gpuboard.leases.policy import choose as policy
+from gpuboard.leases.policy.choose import check, choose
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.state import STATES

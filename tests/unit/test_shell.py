@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.allocate.shell import VARIABLES, assignments, fail_closed, said_format
+from gpuboard.leases.output.shell import VARIABLES, assignments, fail_closed, said_format
 
 HOSTILE = "a  b'c\"d$HOME`id`!x;e&f|g\\h*?[i-j]{k,l}~#m<n>(o) ü"
 # How people evaluate in each shell; {file} holds our output.

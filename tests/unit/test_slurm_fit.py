@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.allocate.picks import parse_picks
-from gpuboard.allocate.slurm_fit import Fit, Limits, fit
 from gpuboard.errors import UsageError
+from gpuboard.leases.picks import parse_picks
+from gpuboard.leases.slurm.fit import Fit, Limits, fit
 from gpuboard.model.request import Refusal, Request
 from gpuboard.model.schedule import Gres, Schedule, SchedulerNode
 from gpuboard.scheduler.slurm.sbatch_args import Shape

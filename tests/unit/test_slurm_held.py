@@ -7,9 +7,9 @@ import json
 import msgspec
 import pytest
 
-from gpuboard.allocate.slurm_held import leases
 from gpuboard.keeper.holder import Holder
 from gpuboard.keeper.record import KeptJob, KeptNode, Record, decode, files_of
+from gpuboard.leases.slurm.queries import leases
 from gpuboard.model.lease import LeaseGpu
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
 from gpuboard.model.snapshot import GpuView, JobView, NodeView, Snapshot

@@ -27,9 +27,9 @@ def imported(folder: Path, *args: str) -> set[str]:
         cwd=Path(__file__).parents[2],
     )
     found = set(re.findall(r"^import time:\s+\d+ \|\s+\d+ \|\s*(\S+)$", done.stderr, re.MULTILINE))
-    assert {"gpuboard.allocate.allocator", "gpuboard.cluster.fleet", "gpuboard.ledger.nodes"} <= found, done.stderr[
-        -2000:
-    ]
+    assert {"gpuboard.leases.claims.allocator", "gpuboard.cluster.fleet", "gpuboard.leases.claims.client"} <= found, (
+        done.stderr[-2000:]
+    )
     return found
 
 

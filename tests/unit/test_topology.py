@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuboard.allocate.topology import Matrix, best_group, equal_rows, matrix, ring_order
+from gpuboard.leases.policy.topology import Matrix, best_group, equal_rows, matrix, ring_order
 
 LINKS = (0, 10, 20, 40, 50, 110, 210, 410)
 

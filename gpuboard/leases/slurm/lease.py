@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from gpuboard import paths
-from gpuboard.allocate.common import forget_file
 from gpuboard.errors import NoSuchLease
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.client import KeeperError
 from gpuboard.keeper.holder import alive
-from gpuboard.ledger.nodes import LONGEST_S
+from gpuboard.leases.claims.client import LONGEST_S
+from gpuboard.leases.terms import forget_file
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.units import iso
 from gpuboard.scheduler.slurm import sbatch_args

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from gpuboard.allocate.again import moved_in
-from gpuboard.allocate.common import Terms, as_allocated, duration, forget_file, keep_rank_map, uninterrupted
-from gpuboard.allocate.formats import Allocation
-from gpuboard.allocate.held import indexes
-from gpuboard.allocate.policy import choose
-from gpuboard.allocate.ranks import LOOPBACK, rank_map, reachable_addresses
-from gpuboard.allocate.scope import Scope
 from gpuboard.cluster.fleet import FIRST_READING_S
 from gpuboard.cluster.inventory.nodes import folded, inventory
 from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NoSuchLease, NotFree, UsageError
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper import holder as processes
 from gpuboard.keeper.client import KeeperError, KeptNode
-from gpuboard.ledger import nodes as ledger
+from gpuboard.leases.claims import client as ledger
+from gpuboard.leases.claims.queries import indexes
+from gpuboard.leases.output.formats import Allocation
+from gpuboard.leases.policy.choose import choose
+from gpuboard.leases.rank_map import LOOPBACK, rank_map, reachable_addresses
+from gpuboard.leases.recheck import moved_in
+from gpuboard.leases.scope import Scope
+from gpuboard.leases.terms import Terms, as_allocated, duration, forget_file, keep_rank_map, uninterrupted
 from gpuboard.model.lease import Lease
 from gpuboard.model.reading import Holder
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request

@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from gpuboard.allocate.topology import NVLINK, Group, best_group, matrix, ring_order
 from gpuboard.errors import UsageError
+from gpuboard.leases.policy.topology import NVLINK, Group, best_group, matrix, ring_order
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request, slot
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.text import quoted
@@ -72,7 +72,7 @@ def choose(request: Request, snapshot: Snapshot, own: Collection[str] = ()) -> C
     free = by_node([c for c in looked if c.why_not is None])
     chosen = _spread(request, free)
     if chosen is None:
-        from gpuboard.allocate.refusal import refuse  # late: only when the answer is no
+        from gpuboard.leases.policy.refusal import refuse  # late: only when the answer is no
 
         return refuse(request, snapshot, looked)
     return _choice(request, free, chosen)
@@ -436,7 +436,7 @@ def _picked(request: Request, snapshot: Snapshot, looked: list[Candidate]) -> Ch
         named += found
         missing += [] if found else [pick]
     if missing or any(c.why_not is not None for c in named):
-        from gpuboard.allocate.refusal import refuse_picks  # late: only when the answer is no
+        from gpuboard.leases.policy.refusal import refuse_picks  # late: only when the answer is no
 
         return refuse_picks(request, snapshot, named, missing)
     if len(named) > 1 and any(c.mig is not None for c in named):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuboard.ledger.nodes import Taken
+from gpuboard.leases.claims.client import Taken
 from gpuboard.model.snapshot import GpuView, MigView, Snapshot
 
 

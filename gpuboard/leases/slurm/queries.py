@@ -8,11 +8,11 @@ from functools import partial
 
 import msgspec
 
-from gpuboard.allocate import slurm_lease
-from gpuboard.allocate.common import known_rank_map
-from gpuboard.allocate.slurm_lease import find, known_holder, lease_of, renew, user_name
 from gpuboard.errors import GpuboardError, NoSuchLease
-from gpuboard.ledger.nodes import LONGEST_S
+from gpuboard.leases.claims.client import LONGEST_S
+from gpuboard.leases.slurm import lease as slurm_lease
+from gpuboard.leases.slurm.lease import find, known_holder, lease_of, renew, user_name
+from gpuboard.leases.terms import known_rank_map
 from gpuboard.model.lease import Lease, LeaseGpu
 from gpuboard.model.schedule import Schedule, SchedulerJob
 from gpuboard.model.snapshot import GpuView, Snapshot

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gpuboard.allocate.policy import Candidate, by_node, choose, look, nodes_needed, read
+from gpuboard.leases.policy.choose import Candidate, by_node, choose, look, nodes_needed, read
 from gpuboard.model.request import Choice, Pick, Refusal, RefusedGpu, Request, slot
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.units import format_size

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from gpuboard.allocate.shell import SHELLS, assignments
 from gpuboard.errors import UsageError
+from gpuboard.leases.output.shell import SHELLS, assignments
 from gpuboard.model.gpu import cuda_name, is_mig
 from gpuboard.model.lease import Lease
 from gpuboard.model.rankmap import RankMap, RankNode

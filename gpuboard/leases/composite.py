@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from gpuboard.allocate.allocator import Allocator
-from gpuboard.allocate.common import known_rank_map
-from gpuboard.allocate.scope import Scope
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.errors import NoNodeReached, NoSuchLease, UsageError
+from gpuboard.leases.claims.allocator import Allocator
+from gpuboard.leases.scope import Scope
+from gpuboard.leases.terms import known_rank_map
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
-    from gpuboard.allocate.formats import Allocation
-    from gpuboard.allocate.through_slurm import SlurmAllocator
+    from gpuboard.leases.output.formats import Allocation
+    from gpuboard.leases.slurm.allocator import SlurmAllocator
     from gpuboard.model.lease import Lease
     from gpuboard.model.schedule import Schedule
     from gpuboard.scheduler.base import Scheduler
@@ -84,7 +84,7 @@ def slurm_allocator(
     progress: Callable[[str], None] = lambda _: None,
 ) -> SlurmAllocator:
     """Return what allocates through Slurm. Raises UsageError for flags that cannot be."""
-    from gpuboard.allocate.through_slurm import SlurmAllocator  # late: only where there is a Slurm
+    from gpuboard.leases.slurm.allocator import SlurmAllocator  # late: only where there is a Slurm
     from gpuboard.scheduler.slurm.sbatch_args import ask
 
     asked = ask(settings.slurm, **msgspec.structs.asdict(flags))

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from gpuboard.allocate.policy import check, matches, nodes_needed
-from gpuboard.allocate.refusal import asked_words
 from gpuboard.errors import UsageError
+from gpuboard.leases.policy.choose import check, matches, nodes_needed
+from gpuboard.leases.policy.refusal import asked_words
 from gpuboard.model.request import Refusal, RefusedGpu, Request
 from gpuboard.model.schedule import Gres, Schedule, SchedulerNode
 from gpuboard.model.text import clean

@@ -15,7 +15,22 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from gpuboard import paths
-from gpuboard.allocate.common import (
+from gpuboard.cluster.inventory.nodes import folded, is_here, local_node
+from gpuboard.cluster.inventory.ssh_aliases import scheduler_names
+from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
+from gpuboard.keeper import client as keeper
+from gpuboard.keeper.client import Handover, KeeperError, KeptJob, KeptNode
+from gpuboard.keeper.holder import identify
+from gpuboard.keeper.jobs import SECRETS
+from gpuboard.leases.claims.client import LONGEST_S, new_id
+from gpuboard.leases.output.formats import Allocation
+from gpuboard.leases.policy.choose import arranged, check
+from gpuboard.leases.rank_map import rank_map, reachable_addresses
+from gpuboard.leases.slurm.fit import Fit, Limits, fit
+from gpuboard.leases.slurm.job import JobGpus, look, nodes_of
+from gpuboard.leases.slurm.lease import end, find, forget, known_holder, lease_of, renew
+from gpuboard.leases.slurm.wait import Waiting
+from gpuboard.leases.terms import (
     Terms,
     as_allocated,
     duration,
@@ -24,21 +39,6 @@ from gpuboard.allocate.common import (
     rank_map_file,
     uninterrupted,
 )
-from gpuboard.allocate.formats import Allocation
-from gpuboard.allocate.policy import arranged, check
-from gpuboard.allocate.ranks import rank_map, reachable_addresses
-from gpuboard.allocate.slurm_fit import Fit, Limits, fit
-from gpuboard.allocate.slurm_job import JobGpus, look, nodes_of
-from gpuboard.allocate.slurm_lease import end, find, forget, known_holder, lease_of, renew
-from gpuboard.allocate.slurm_wait import Waiting
-from gpuboard.cluster.inventory.nodes import folded, is_here, local_node
-from gpuboard.cluster.inventory.ssh_aliases import scheduler_names
-from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
-from gpuboard.keeper import client as keeper
-from gpuboard.keeper.client import Handover, KeeperError, KeptJob, KeptNode
-from gpuboard.keeper.holder import identify
-from gpuboard.keeper.jobs import SECRETS
-from gpuboard.ledger.nodes import LONGEST_S, new_id
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.request import Choice, Refusal, Request
 from gpuboard.model.schedule import Schedule
@@ -62,7 +62,7 @@ _PLACE = "Slurm"  # what stands for the scheduler among a lease's nodes
 
 
 class SlurmAllocator:
-    """Allocations through Slurm, with the methods of :class:`~gpuboard.allocate.allocator.Allocator`.
+    """Allocations through Slurm, with the methods of :class:`~gpuboard.leases.claims.allocator.Allocator`.
 
     ``nodes``: those in scope; ``said``: the user named them, else a machine that is one of them looks at itself alone.
     ``scheduler`` is closed with it.

@@ -12,7 +12,7 @@ import msgspec
 from gpuboard.errors import GpuboardError, NoSuchLease
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper import holder as processes
-from gpuboard.ledger import nodes as ledger
+from gpuboard.leases.claims import client as ledger
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
@@ -40,7 +40,7 @@ def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
     index = indexes(node for node in snapshot.nodes if current.get(node.name))
     found = ledger.leases_of(current, index, now, _alive)
     if (schedule := fleet.schedule) is not None:
-        from gpuboard.allocate import slurm_held  # only where there is a Slurm
+        from gpuboard.leases.slurm import queries as slurm_held  # only where there is a Slurm
 
         found += slurm_held.leases(schedule, snapshot, now, fleet.known_as)
     return LeaseList(schema=1, at=iso(now), leases=found, unread=unread)

@@ -1,0 +1,1 @@
+"""Leases made of claims on the nodes."""

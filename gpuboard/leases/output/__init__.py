@@ -1,0 +1,1 @@
+"""An allocation as text for shells, launchers and programs."""

@@ -1,0 +1,1 @@
+"""Request + snapshot → the GPUs to take, or a refusal. Pure."""

@@ -1,0 +1,1 @@
+"""Leases that are Slurm jobs."""

@@ -1,1 +1,0 @@
-"""Who reserved what, and the keeper that keeps leases alive while their holders live."""
