@@ -33,8 +33,8 @@ from gpuboard.cluster.simulated import living_nodes
 from gpuboard.cluster.simulated_script import uid
 from gpuboard.cluster.snapshot.build import NodeFacts, View, inert_static, node_claims, snapshot
 from gpuboard.config import Settings
-from gpuboard.launch.runbook import Entry, Runbook
-from gpuboard.launch.runs import Head, RunView, runs_dir
+from gpuboard.launch.run_folder import Head, RunView, runs_dir
+from gpuboard.launch.run_index import Entry, Runbook
 from gpuboard.leases.claims.client import leases_of
 from gpuboard.leases.claims.queries import indexes
 from gpuboard.model.gpu import GpuStatic

@@ -15,7 +15,7 @@ from gpuboard.board.operations import Operations
 from gpuboard.board.scene import Scene
 from gpuboard.board.starting import Starter
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.launch.runbook import Runbook
+from gpuboard.launch.run_index import Runbook
 from gpuboard.leases.claims.queries import leases
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.snapshot import Snapshot

@@ -9,8 +9,8 @@ from textual.timer import Timer
 from gpuboard.board.runwords import ended_words
 from gpuboard.board.starting import Started
 from gpuboard.errors import GpuboardError
-from gpuboard.launch.runbook import Entry
-from gpuboard.launch.runs import FINAL
+from gpuboard.launch.run_folder import FINAL
+from gpuboard.launch.run_index import Entry
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:

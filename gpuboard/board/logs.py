@@ -13,7 +13,7 @@ from textual.widgets import Input, Static
 from gpuboard.board.footer import Footer
 from gpuboard.board.logview import LogView
 from gpuboard.board.screen import BoardScreen
-from gpuboard.launch.runbook import Entry, log_trouble
+from gpuboard.launch.run_index import Entry, log_trouble
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:

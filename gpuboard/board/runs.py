@@ -21,9 +21,9 @@ from gpuboard.board.pane import Pane
 from gpuboard.board.rows import Cell, Column, Row
 from gpuboard.board.runwords import RANK_STYLES, RUN_STYLES, Stop, about, countdown, first_rank, state_of
 from gpuboard.board.screen import BoardScreen
-from gpuboard.launch.runbook import Detail, Entry
-from gpuboard.launch.runs import FINAL, RankView, lived_s, places
-from gpuboard.launch.stopping import ask_to_stop
+from gpuboard.launch.run_folder import FINAL, RankView, lived_s, places
+from gpuboard.launch.run_index import Detail, Entry
+from gpuboard.launch.stop import ask_to_stop
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 

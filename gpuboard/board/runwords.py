@@ -8,9 +8,9 @@ import msgspec
 
 from gpuboard.board.scene import Scene
 from gpuboard.board.words import UNKNOWN
-from gpuboard.launch.runbook import Detail, Entry
-from gpuboard.launch.runs import lived_s
-from gpuboard.launch.watch import rank_words
+from gpuboard.launch.failure import rank_words
+from gpuboard.launch.run_folder import lived_s
+from gpuboard.launch.run_index import Detail, Entry
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 

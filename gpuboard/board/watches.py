@@ -30,7 +30,7 @@ from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
-    from gpuboard.launch.runbook import Entry, Runbook
+    from gpuboard.launch.run_index import Entry, Runbook
     from gpuboard.leases.output.formats import Allocation
 
 

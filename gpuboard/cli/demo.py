@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NAME = "demo"
 HELP = "see the main job on simulated nodes, then the board: reserve, train with DDP on CPU, release"
 
-_TRAINING = "gpuboard.launch.demo_train"
+_TRAINING = "gpuboard.demo_train"
 _LEASE_S = 600.0
 _READ_S = 1.5  # for people: between two steps on a terminal
 
@@ -164,7 +164,7 @@ def _train(stage: _Stage, context: Context, nodes: Sequence[Node], allocation: A
             f"{shlex.quote(sys.executable)} -m pip install torch"
         )
         return 0
-    from gpuboard.launch import environ, plan, runs, target
+    from gpuboard.launch import environ, plan, run_folder, target
     from gpuboard.launch.head import Head
     from gpuboard.launch.output import Screen
     from gpuboard.transport.connector import Connector
@@ -174,7 +174,7 @@ def _train(stage: _Stage, context: Context, nodes: Sequence[Node], allocation: A
     decided = plan.launch_plan(
         allocation.rank_map,
         target.parse_target([], [_TRAINING, *arguments]),
-        run=runs.new_run_id(),
+        run=run_folder.new_run_id(),
         secret=secrets.token_hex(16),
         cwd=os.getcwd(),
         environ=environ.sent(context.env, []),
@@ -183,7 +183,7 @@ def _train(stage: _Stage, context: Context, nodes: Sequence[Node], allocation: A
     screen = Screen(sys.stdout, sys.stderr)
     connector = Connector(context.settings)
     try:
-        folder = runs.RunFolder(context.env, decided.run)
+        folder = run_folder.RunFolder(context.env, decided.run)
         return Head(decided, folder, screen, connector=connector, nodes=by_name, read_gpus=None).run()
     finally:
         connector.close()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpuboard.config import Settings
 
 STATE = StateSettings(idle_after="45s")  # a person looks at a demo for a few minutes
-_TRAINING = "-m gpuboard.launch.demo_train --steps 3000 --pause 0.1"
+_TRAINING = "-m gpuboard.demo_train --steps 3000 --pause 0.1"
 _GRACE_S = 2.0  # for runs that still go on when the board is closed
 _END_S = 15.0  # and until they must have ended
 
@@ -111,13 +111,13 @@ def end(core: Core) -> list[str]:
 
 
 def _end_runs(core: Core) -> list[str]:
-    from gpuboard.launch import control, runs
+    from gpuboard.launch import control, run_folder
 
     going = [started for started in core.starter.started if not started.over]
     until = time.monotonic() + _END_S
     for started in going:
         try:
-            folder = runs.runs_dir(core.env) / started.run
+            folder = run_folder.runs_dir(core.env) / started.run
             control.ask(folder, control.Request("stop", _GRACE_S, "the demo's board was closed"))
         except (GpuboardError, OSError):
             started.cancel()  # it has not come so far as to have a run

@@ -23,7 +23,7 @@ from gpuboard.cli.main import say
 from gpuboard.cli.options import patience, typed, whole
 from gpuboard.cli.statusfile import OPTION, outcome_of, recorded
 from gpuboard.errors import NoSuchLease, Refused, UsageError
-from gpuboard.launch.lifeline import LifeLine
+from gpuboard.launch.parent_watch import LifeLine
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.launch.output import Screen
     from gpuboard.launch.plan import LaunchPlan
-    from gpuboard.launch.runs import RunView
+    from gpuboard.launch.run_folder import RunView
     from gpuboard.model.rankmap import RankMap
     from gpuboard.model.snapshot import Snapshot
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 
 def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any], line: LifeLine | None) -> int:
-    from gpuboard.launch import environ, plan, runs, source, target
+    from gpuboard.launch import environ, plan, rank_map_source, run_folder, target
 
     what = target.parse_target(args.target, args.module)
     sent = environ.sent(context.env, args.env)
@@ -118,12 +118,12 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
     scope = _scope(context)
     sent |= environ.of_job(context.env) if context.job is not None else {}
     with _screen(quiet=args.run_id is not None) as screen, _rank_map(args, context) as (rank_map, where):
-        nodes = source.nodes_of(rank_map, scope)
+        nodes = rank_map_source.nodes_of(rank_map, scope)
         plan.check_rank_map(rank_map, nodes, where, args.device)
         decided = plan.launch_plan(
             rank_map,
             what,
-            run=args.run_id or runs.new_run_id(),
+            run=args.run_id or run_folder.new_run_id(),
             secret=secrets.token_hex(16),
             cwd=context.folder(),
             environ=sent,
@@ -159,7 +159,7 @@ def _head(
     line: LifeLine | None,
 ) -> int:
     from gpuboard.launch.head import Head
-    from gpuboard.launch.runs import RunFolder
+    from gpuboard.launch.run_folder import RunFolder
     from gpuboard.transport.connector import Connector
 
     folder = RunFolder(context.env, decided.run)
@@ -210,7 +210,7 @@ def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[
 @contextlib.contextmanager
 def _rank_map(args: argparse.Namespace, context: Context) -> Iterator[tuple[RankMap, str]]:
     """Yield the rank map and the words for where it comes from; gives back what it reserved itself."""
-    from gpuboard.launch.source import read_rank_map
+    from gpuboard.launch.rank_map_source import read_rank_map
 
     asked = args.n is not None or bool(args.gpus)
     inside = context.env.get("GPUBOARD_LEASE")
@@ -229,7 +229,7 @@ def _rank_map(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
 
 def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]:
     """Return the map of the lease named, else of the one this shell holds; with ``--n`` of a part of it."""
-    from gpuboard.launch.source import read_rank_map
+    from gpuboard.launch.rank_map_source import read_rank_map
 
     lease = args.lease or context.env["GPUBOARD_LEASE"]
     where = f"lease {lease}" if args.lease else f"GPUBOARD_LEASE={lease}"
@@ -251,7 +251,7 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
 def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[RankMap, str]]:
     """Reserve for this process and yield the map; release at the end. With ``--dry-run`` nothing is taken."""
     from gpuboard.keeper.holder import identify
-    from gpuboard.launch.source import cpu_rank_map
+    from gpuboard.launch.rank_map_source import cpu_rank_map
     from gpuboard.leases.claims.allocator import Allocator
     from gpuboard.leases.composite import open_allocator
     from gpuboard.leases.rank_map import rank_map

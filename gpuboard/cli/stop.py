@@ -8,8 +8,8 @@ import time
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import patience
 from gpuboard.errors import GpuboardError
-from gpuboard.launch import runs
-from gpuboard.launch.stopping import ask_to_stop
+from gpuboard.launch import run_folder
+from gpuboard.launch.stop import ask_to_stop
 
 NAME = "stop"
 HELP = "end a run: SIGTERM to its ranks, SIGKILL after the grace"
@@ -28,16 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Ask the run's head to stop it and wait until it has."""
-    view = ask_to_stop(context.env, runs.find_run(context.env, args.run), 0.0 if args.now else args.grace)
-    if view.state in runs.FINAL:
+    view = ask_to_stop(context.env, run_folder.find_run(context.env, args.run), 0.0 if args.now else args.grace)
+    if view.state in run_folder.FINAL:
         print(f"run {view.id} has ended already: {view.state}")
         return 0
     print(f"run {view.id} is stopping", flush=True)
     longest = (args.grace or 3600.0) + _PATIENCE_S  # without --grace the head knows the time, and counts it down
     until = time.monotonic() + longest
     while time.monotonic() < until:
-        view = runs.find_run(context.env, view.id)
-        if view.state in runs.FINAL:
+        view = run_folder.find_run(context.env, view.id)
+        if view.state in run_folder.FINAL:
             print(f"run {view.id} {view.state}")
             return 0
         time.sleep(0.1)

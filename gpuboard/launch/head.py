@@ -16,16 +16,16 @@ from typing import Any
 import msgspec
 
 from gpuboard.cluster.inventory.nodes import Node
-from gpuboard.doctor.check import Check, check_text, grouped
-from gpuboard.doctor.preflight import failed, interfaces, preflight
 from gpuboard.launch import events
 from gpuboard.launch.control import ControlServer, Request
-from gpuboard.launch.crew import Answer, Crew, Heard, Lost
+from gpuboard.launch.failure import ECHO_WAIT_S, EXIT_WAIT_S, Watch, rank_words, signal_name
 from gpuboard.launch.output import Logs, Relay, Screen
 from gpuboard.launch.plan import LaunchPlan, shown
-from gpuboard.launch.questions import START_S, Questions
-from gpuboard.launch.runs import RunFolder, RunView, VerdictView, this_head
-from gpuboard.launch.watch import ECHO_WAIT_S, EXIT_WAIT_S, Watch, rank_words, signal_name
+from gpuboard.launch.preflight.check import Check, check_text, grouped
+from gpuboard.launch.preflight.checks import failed, interfaces, preflight
+from gpuboard.launch.preflight.collect import START_S, Questions
+from gpuboard.launch.run_folder import RunFolder, RunView, VerdictView, this_head
+from gpuboard.launch.supervisors import Answer, Crew, Heard, Lost
 from gpuboard.model.replies import Done
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean

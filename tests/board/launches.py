@@ -14,7 +14,7 @@ from typing import Any
 from gpuboard.board.core import Core
 from gpuboard.board.starting import LaunchForm
 from gpuboard.cluster.simulated import demo_nodes
-from gpuboard.launch.runbook import Entry, Runbook
+from gpuboard.launch.run_index import Entry, Runbook
 from tests.board import lab
 from tests.integration.launch_lab import SLEEP, write_torch
 from tests.integration.ranks_driver import carriers

@@ -147,7 +147,7 @@ def test_runs_and_leases_of_the_board_end_with_it(make: Callable[[float], Core],
     allocation = core.operations.reserve(Request(n=2, model="H100"), 600.0, "mine")
     core.operations.told(allocation)
     lease = allocation.lease.id
-    command = "-m gpuboard.launch.demo_train --steps 100000 --pause 0.02"
+    command = "-m gpuboard.demo_train --steps 100000 --pause 0.02"
     run = core.starter.start(LaunchForm(command, str(tmp_path), lease=lease, device="cpu"))
 
     def trains(scene: Scene) -> bool:

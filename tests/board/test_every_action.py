@@ -24,8 +24,8 @@ from gpuboard.board.logview import LogView
 from gpuboard.board.palette import Palette
 from gpuboard.board.runs import StopConfirm
 from gpuboard.board.watches import WatchDialog, WatchesScreen
-from gpuboard.launch.runbook import Entry
-from gpuboard.launch.runs import RankView, RunFolder, RunView, this_head
+from gpuboard.launch.run_folder import RankView, RunFolder, RunView, this_head
+from gpuboard.launch.run_index import Entry
 from tests.board import lab, made
 from tests.board.conftest import TRIED
 from tests.board.test_help import choose

@@ -23,8 +23,8 @@ from gpuboard.board.logfile import Found, LogFile, LogGone, Place, Window, find_
 from gpuboard.board.logs import LogScreen
 from gpuboard.board.logtext import bytes_words, drawn, matches, spans, visible
 from gpuboard.board.logview import LogView
-from gpuboard.launch.runbook import Entry, log_trouble
-from gpuboard.launch.runs import Head, RankView, RunView
+from gpuboard.launch.run_folder import Head, RankView, RunView
+from gpuboard.launch.run_index import Entry, log_trouble
 from tests.board import lab, made
 
 W = Window(80, 10)

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from gpuboard.cluster.inventory.file import VARIABLE, write_nodes
-from gpuboard.launch.runbook import Entry
-from gpuboard.launch.runs import FINAL
+from gpuboard.launch.run_folder import FINAL
+from gpuboard.launch.run_index import Entry
 from tests.board.launches import Exp, laboratory
 from tests.integration.ranks_driver import carriers
 from tests.waiting import Stopwatch, until

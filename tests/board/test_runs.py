@@ -23,11 +23,12 @@ from gpuboard.board.logs import LogScreen
 from gpuboard.board.runs import RunsScreen, StopConfirm
 from gpuboard.board.runwords import Stop, about, countdown, ended_words, first_rank, state_of
 from gpuboard.board.watches import Watch, holds
-from gpuboard.doctor.check import Check
 from gpuboard.keeper import holder
-from gpuboard.launch import runbook, runs
-from gpuboard.launch.runbook import Detail, Entry, Runbook
-from gpuboard.launch.runs import Head, RankView, RunFolder, RunView, VerdictView, runs_dir, this_head
+from gpuboard.launch import run_folder as runs
+from gpuboard.launch import run_index
+from gpuboard.launch.preflight.check import Check
+from gpuboard.launch.run_folder import Head, RankView, RunFolder, RunView, VerdictView, runs_dir, this_head
+from gpuboard.launch.run_index import Detail, Entry, Runbook
 from gpuboard.model.units import iso
 from tests.board import lab, made
 from tests.integration.launch_lab import SLEEP, Launch
@@ -93,7 +94,7 @@ def test_what_has_not_changed_is_not_read_again(env: dict[str, str], monkeypatch
         read.append(folder.name)
         return real(folder)
 
-    monkeypatch.setattr(runbook, "read_state", counted)
+    monkeypatch.setattr(run_index, "read_state", counted)
     for number in range(50):
         old(keep(env, view(f"rold{number}", "done")))
     live = view("rnew")

@@ -19,7 +19,7 @@ from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.dialogs import Tick
 from gpuboard.board.watches import Watch, WatchDialog, WatchesScreen, holds
 from gpuboard.cluster.simulated import demo_nodes
-from gpuboard.launch.runs import RunFolder, RunView, this_head
+from gpuboard.launch.run_folder import RunFolder, RunView, this_head
 from gpuboard.model.request import Request
 from tests.board import lab, made, other
 from tests.board.pty_lab import Terminal

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from gpuboard.cluster.inventory.nodes import Node
-from gpuboard.launch.runs import RunView, read_runs
-from gpuboard.launch.source import cpu_rank_map
+from gpuboard.launch.rank_map_source import cpu_rank_map
+from gpuboard.launch.run_folder import RunView, read_runs
 from tests.integration.ranks_driver import carriers
 
 # As much of torch as the launch itself touches: 1.5 s less for every rank. `meet()` is what init_process_group is.

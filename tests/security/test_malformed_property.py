@@ -28,16 +28,17 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.snapshot.build import NodeFacts, node_claims, snapshot
 from gpuboard.cluster.snapshot.incremental import Moving
 from gpuboard.config import Settings
-from gpuboard.doctor.check import check_text, grouped
-from gpuboard.doctor.preflight import interfaces, preflight
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper.daemon import Keeper, Kept
 from gpuboard.keeper.nodes import Answer, Connectors, Logins, NodeCalls
 from gpuboard.keeper.record import KeptNode, Record
 from gpuboard.keeper.runtime_dir import Place as KeeperPlace
 from gpuboard.keeper.runtime_dir import occupy
-from gpuboard.launch import crew, events, questions
-from gpuboard.launch.watch import Watch
+from gpuboard.launch import events, supervisors
+from gpuboard.launch.failure import Watch
+from gpuboard.launch.preflight import collect
+from gpuboard.launch.preflight.check import check_text, grouped
+from gpuboard.launch.preflight.checks import interfaces, preflight
 from gpuboard.leases.claims import client as ledger
 from gpuboard.leases.rank_map import reachable_addresses
 from gpuboard.model import replies
@@ -315,7 +316,7 @@ def test_a_keeper_takes_whatever_a_node_answers(data: st.DataObject) -> None:
 def test_a_run_takes_whatever_a_supervisor_says(data: st.DataObject) -> None:
     plan = planned()
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    run = crew.Crew(plan, {}, Connector(Settings()), inbox)
+    run = supervisors.Crew(plan, {}, Connector(Settings()), inbox)
     watch = Watch(plan)
     listener: list[Any] = []
 
@@ -345,7 +346,7 @@ def test_a_run_takes_whatever_a_supervisor_says(data: st.DataObject) -> None:
 @settings(max_examples=60)
 def test_preflight_judges_whatever_was_answered(data: st.DataObject) -> None:
     plan = planned()
-    asked = questions.Questions(plan, crew.Crew(plan, {}, Connector(Settings()), queue.SimpleQueue()))
+    asked = collect.Questions(plan, supervisors.Crew(plan, {}, Connector(Settings()), queue.SimpleQueue()))
     for op, kind in (
         ("check", replies.LaunchFacts),
         ("listen", replies.Listening),
@@ -360,7 +361,7 @@ def test_preflight_judges_whatever_was_answered(data: st.DataObject) -> None:
                 value = there.link.call(op, {}, 1.0, kind)
             except LinkLost as error:
                 value = error
-            asked.take(crew.Answer(node, op, value))
+            asked.take(supervisors.Answer(node, op, value))
     answers = asked.collect()
     checks = preflight(plan.rank_map, plan.nodes[0].master_addr, "cuda", answers)
     for check in grouped(checks):

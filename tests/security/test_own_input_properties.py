@@ -22,7 +22,7 @@ from gpuboard.cluster.inventory.nodes import expand_names
 from gpuboard.cluster.inventory.sources import look_up
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.launch.plan import check_rank_map
-from gpuboard.launch.source import read_rank_map
+from gpuboard.launch.rank_map_source import read_rank_map
 from gpuboard.launch.target import parse_target
 from gpuboard.leases.picks import PICKS_MAX, parse_picks
 from gpuboard.model.text import clean, like, lines, split_outside

@@ -17,11 +17,11 @@ import pytest
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.launch.control import Request, ask
-from gpuboard.launch.crew import Heard
+from gpuboard.launch.failure import ECHO_WAIT_S
 from gpuboard.launch.head import Head
 from gpuboard.launch.output import Screen
-from gpuboard.launch.runs import RunFolder
-from gpuboard.launch.watch import ECHO_WAIT_S
+from gpuboard.launch.run_folder import RunFolder
+from gpuboard.launch.supervisors import Heard
 from gpuboard.transport.connector import Connector
 from tests.unit.test_plan import planned
 from tests.unit.test_watch import BOOM, RESET

@@ -7,16 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpuboard.doctor.check import Check, check_text, grouped
-from gpuboard.doctor.preflight import (
-    Answers,
-    Failure,
-    failed,
-    gpu_checks,
-    interfaces,
-    preflight,
-)
-from gpuboard.launch.questions import failure
+from gpuboard.launch.preflight.check import Check, check_text, grouped
+from gpuboard.launch.preflight.checks import Answers, Failure, failed, gpu_checks, interfaces, preflight
+from gpuboard.launch.preflight.collect import failure
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.replies import Detail, LaunchFacts, ProbeResult
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot

@@ -11,7 +11,7 @@ import pytest
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import UsageError
 from gpuboard.launch.plan import check_rank_map
-from gpuboard.launch.source import nodes_of, read_rank_map
+from gpuboard.launch.rank_map_source import nodes_of, read_rank_map
 from gpuboard.model.rankmap import Rank, RankMap, RankNode
 from gpuboard.model.text import clean
 from tests.unit.test_plan import MAP

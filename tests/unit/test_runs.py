@@ -13,10 +13,10 @@ import pytest
 
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
-from gpuboard.launch import runs
+from gpuboard.launch import run_folder
 from gpuboard.launch.control import ControlServer, Request, ask
-from gpuboard.launch.runbook import Runbook
-from gpuboard.launch.runs import Head, RankView, RunFolder, RunView, find_run, read_runs
+from gpuboard.launch.run_folder import Head, RankView, RunFolder, RunView, find_run, read_runs
+from gpuboard.launch.run_index import Runbook
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def view(run: str, head: Head, state: str = "running", started: str = "2026-01-3
 
 def test_a_run_is_private_and_found_again(env: dict[str, str]) -> None:
     folder = RunFolder(env, "rabc")
-    written = view("rabc", runs.this_head())
+    written = view("rabc", run_folder.this_head())
     assert folder.keep("state.json", written) is None
     assert read_runs(env) == [msgspec.structs.replace(written, folder=str(folder.path))]
     assert folder.path.stat().st_mode & 0o777 == 0o700
@@ -41,9 +41,9 @@ def test_a_run_is_private_and_found_again(env: dict[str, str]) -> None:
 
 def test_a_state_is_replaced_whole(env: dict[str, str]) -> None:
     folder = RunFolder(env, "rabc")
-    folder.keep("state.json", view("rabc", runs.this_head()))
+    folder.keep("state.json", view("rabc", run_folder.this_head()))
     with (folder.path / "state.json").open("rb") as before:
-        folder.keep("state.json", view("rabc", runs.this_head(), "done"))
+        folder.keep("state.json", view("rabc", run_folder.this_head(), "done"))
         assert b'"running"' in before.read(), "a reader of the old file sees the old state, whole"
     assert read_runs(env)[0].state == "done"
 
@@ -74,7 +74,7 @@ def test_a_run_that_ends_while_it_is_looked_at_has_ended_well(
     folder = RunFolder(env, "rabc")
     folder.keep("state.json", view("rabc", Head(*start)))
     os.utime(folder.path / "state.json", (1, 1))  # it has been quiet for long
-    real = runs.alive
+    real = run_folder.alive
 
     def alive(head: Head) -> bool | None:
         """Look a moment later, when the head has said how the run went, and is no more."""
@@ -83,18 +83,18 @@ def test_a_run_that_ends_while_it_is_looked_at_has_ended_well(
         child.wait()
         return real(head)
 
-    monkeypatch.setattr(runs, "alive", alive)
+    monkeypatch.setattr(run_folder, "alive", alive)
     found = read(env)
     assert (found.state, found.verdicts) == ("done", [])
 
 
 def test_another_boot_means_the_head_is_dead_and_another_host_that_nobody_knows(env: dict[str, str]) -> None:
-    me = runs.this_head()
-    assert runs.alive(me) is True
-    assert runs.alive(msgspec.structs.replace(me, boot_id="another")) is False
-    assert runs.alive(msgspec.structs.replace(me, start=me.start + 1)) is False
+    me = run_folder.this_head()
+    assert run_folder.alive(me) is True
+    assert run_folder.alive(msgspec.structs.replace(me, boot_id="another")) is False
+    assert run_folder.alive(msgspec.structs.replace(me, start=me.start + 1)) is False
     elsewhere = Head("login9", "another", 1, 1)
-    assert runs.alive(elsewhere) is None
+    assert run_folder.alive(elsewhere) is None
     RunFolder(env, "rabc").keep("state.json", view("rabc", elsewhere))
     assert read_runs(env)[0].state == "running"
 
@@ -110,7 +110,9 @@ def test_runs_are_found_by_their_beginning_and_by_last(env: dict[str, str]) -> N
     with pytest.raises(UsageError, match="there are no runs in"):
         find_run(env, "last")
     for minute, run in enumerate(("rbbb2", "raaa1", "rbba3")):
-        RunFolder(env, run).keep("state.json", view(run, runs.this_head(), "done", f"2026-01-31T12:0{minute}:00.000Z"))
+        RunFolder(env, run).keep(
+            "state.json", view(run, run_folder.this_head(), "done", f"2026-01-31T12:0{minute}:00.000Z")
+        )
     assert [find_run(env, name).id for name in ("last", "ra", "rbbb", "rbbb2")] == ["rbba3", "raaa1", "rbbb2", "rbbb2"]
     with pytest.raises(UsageError, match="several runs start with 'rbb': rbbb2, rbba3"):
         find_run(env, "rbb")
@@ -129,7 +131,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_its_cure(tmp_path: Path) 
 def test_a_full_disk_is_said_once(env: dict[str, str]) -> None:
     folder = RunFolder(env, "rabc")
     (folder.path / ".state.json.new").symlink_to("/dev/full")
-    said = [folder.keep("state.json", view("rabc", runs.this_head())) for _ in range(2)]
+    said = [folder.keep("state.json", view("rabc", run_folder.this_head())) for _ in range(2)]
     assert said[0] is not None
     assert "No space left on device" in said[0]
     assert said[1] is None
@@ -154,6 +156,6 @@ def test_the_control_socket_answers_also_under_a_long_path(tmp_path: Path) -> No
 
 
 def test_ids_differ() -> None:
-    ids = {runs.new_run_id() for _ in range(1000)}
+    ids = {run_folder.new_run_id() for _ in range(1000)}
     assert len(ids) == 1000
     assert all(len(run) == 8 and run[0] == "r" for run in ids)

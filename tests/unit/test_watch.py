@@ -8,7 +8,7 @@ import pytest
 
 from gpuboard.launch import events
 from gpuboard.launch.events import Ended, Exited, Gate, Joined, LaunchEvent, Notice, Raised, Spawned, Stopping, Store
-from gpuboard.launch.watch import ECHO_WAIT_S, Watch, rank_words
+from gpuboard.launch.failure import ECHO_WAIT_S, Watch, rank_words
 from tests.unit.test_plan import planned
 
 BOOM = Raised(1, "ValueError", "boom", "/exp/train.py", 41, "load_batch")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from gpuboard.doctor.check import Check, grouped
-from gpuboard.launch.runs import FINAL, RunView, alive, judged, read_state, runs_dir
+from gpuboard.launch.preflight.check import Check, grouped
+from gpuboard.launch.run_folder import FINAL, RunView, alive, judged, read_state, runs_dir
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.text import clean
 

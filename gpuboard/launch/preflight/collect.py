@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gpuboard.doctor.preflight import Answers, Failure
-from gpuboard.launch.crew import Answer, Crew
 from gpuboard.launch.plan import LaunchPlan
+from gpuboard.launch.preflight.checks import Answers, Failure
+from gpuboard.launch.supervisors import Answer, Crew
 from gpuboard.model.replies import LaunchFacts, Listening, Ports, Probed, ProbeResult, Started
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost

@@ -15,7 +15,7 @@ import msgspec
 from gpuboard.launch import events
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
-from gpuboard.launch.runs import RankView
+from gpuboard.launch.run_folder import RankView
 from gpuboard.model.text import clean
 
 # What a rank says when another one has gone: gloo, NCCL, the store's client, the socket layer under them.

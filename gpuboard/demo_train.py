@@ -1,6 +1,6 @@
 """What the demo trains: a small network learns a sine with DistributedDataParallel; it runs under torchrun as well.
 
-gpuboard launch --n 2 --device cpu -m gpuboard.launch.demo_train --steps 60
+gpuboard launch --n 2 --device cpu -m gpuboard.demo_train --steps 60
 With ``--fail-at 30`` its last rank fails in step 30, so that one sees what is said then.
 """
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from gpuboard.doctor.check import Check
+from gpuboard.launch.preflight.check import Check
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.replies import LaunchFacts, ProbeResult
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot

@@ -1,1 +1,0 @@
-"""Named checks, each with cause and remedy."""

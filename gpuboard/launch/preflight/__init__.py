@@ -1,0 +1,1 @@
+"""What must hold before ranks start: collected from the nodes, checked with cause and remedy."""
