@@ -19,11 +19,11 @@ from slurm import stand_in
 from textual import events
 from textual.drivers.linux_driver import LinuxDriver
 
-from gpuboard.board import collector
 from gpuboard.board.app import BoardApp
-from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
+from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.terminal import gc
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.scheduler.find import find
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     scheduler = find(settings, stand_in(folder, args.nodes, 2 * args.nodes)) if args.slurm else None
     core = Core(nodes, settings, os.environ, FeederConnector(str(folder / "feed")), scheduler)
     app = MeasuredApp(core)
-    collector.calm()
+    gc.calm()
     CLOCK.cursor = lambda: app.screen.grid.cursor if isinstance(app.screen, ClusterScreen) else None
     threading.Thread(target=_watch, args=(app, args, folder), name="measure", daemon=True).start()
     if args.kind == "tmux":

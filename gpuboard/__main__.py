@@ -31,7 +31,7 @@ def main() -> int:
                 _prestart(argv)
             _mind_interrupts()
             if command in _BOARD:
-                gc.disable()  # until all is imported (board/collector.py)
+                gc.disable()  # until all is imported (board/terminal/gc.py)
                 _load_msgspec()
             from gpuboard.cli.main import main as front_door
 

@@ -26,8 +26,8 @@ from textual.pilot import Pilot
 from gpuboard.agent.simulate.gpus import Simulated
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
+from gpuboard.board.dialogs.launch_process import LaunchForm
 from gpuboard.board.scene import Scene
-from gpuboard.board.starting import LaunchForm
 from gpuboard.cli import demo_board
 from gpuboard.cluster.simulated import living_nodes
 from gpuboard.cluster.simulated_script import uid

@@ -18,28 +18,29 @@ from textual.filter import LineFilter
 from textual.keys import KEY_DISPLAY_ALIASES
 from textual.message import Message
 
-from gpuboard.board import keys, preferences, themes
+from gpuboard.board import keys, preferences
 from gpuboard.board.arrange import ViewState
-from gpuboard.board.cluster import ClusterScreen
+from gpuboard.board.command_palette import Commands, Palette, Themes, UseTheme
 from gpuboard.board.core import Core
-from gpuboard.board.crash import report
-from gpuboard.board.dialogs import Box
-from gpuboard.board.filters import AsciiFilter, ColorlessFilter
+from gpuboard.board.dialogs.base import Box
 from gpuboard.board.following import Follower
-from gpuboard.board.inorder import InOrder
-from gpuboard.board.leases import LeasesScreen
-from gpuboard.board.look import ASCII, UNICODE, Look
-from gpuboard.board.palette import Commands, Palette, Themes, UseTheme
 from gpuboard.board.scene import Scene
-from gpuboard.board.screen import BoardScreen
-from gpuboard.board.terminal import Guard, is_utf8
-from gpuboard.board.watches import Watches, WatchesScreen, open_watch
+from gpuboard.board.screens.base import BoardScreen
+from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.screens.leases import LeasesScreen
+from gpuboard.board.screens.watches import Watches, WatchesScreen, open_watch
+from gpuboard.board.terminal.crash import report
+from gpuboard.board.terminal.guard import Guard, is_utf8
+from gpuboard.board.terminal.key_queue import InOrder
+from gpuboard.board.terminal.line_filters import AsciiFilter, ColorlessFilter
+from gpuboard.board.theme import themes
+from gpuboard.board.theme.styles import ASCII, UNICODE, Look
 from gpuboard.board.welcome import welcome
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper import client as keeper
 
 if TYPE_CHECKING:
-    from gpuboard.board.themes import BoardTheme
+    from gpuboard.board.theme.themes import BoardTheme
 
 T = TypeVar("T")
 _KEEP_S = 0.5  # preferences are written this long after the last of several changes
@@ -258,7 +259,7 @@ class BoardApp(App[int]):
         """Return what draws on the terminal: textual's choice, made sturdier where that is a plain terminal."""
         from textual.drivers.linux_driver import LinuxDriver
 
-        from gpuboard.board.driver import TerminalDriver
+        from gpuboard.board.terminal.driver import TerminalDriver
 
         usual = super().get_driver_class()
         return TerminalDriver if usual is LinuxDriver else usual
@@ -283,7 +284,7 @@ class BoardApp(App[int]):
 
     def action_help(self) -> None:
         """Open the help screen."""
-        from gpuboard.board.help import HelpScreen  # late: it loads the other screens
+        from gpuboard.board.screens.help import HelpScreen  # late: it loads the other screens
 
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(getattr(self.screen, "TITLE_WORDS", "")))
@@ -314,7 +315,7 @@ class BoardApp(App[int]):
 
     def action_runs(self) -> None:
         """Show the runs."""
-        from gpuboard.board.runs import open_runs
+        from gpuboard.board.screens.runs import open_runs
 
         open_runs(self)
 

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from gpuboard.board.asking import picks_of, places_words
-from gpuboard.board.dialogs import Choose
-from gpuboard.board.reserve import lines
+from gpuboard.board.dialogs.base import Choose
+from gpuboard.board.dialogs.request_form import picks_of, places_words
+from gpuboard.board.dialogs.reserve import lines
 from gpuboard.board.scene import Place, Scene
 from gpuboard.errors import GpuboardError
 from gpuboard.model.lease import Lease

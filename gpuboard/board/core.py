@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpuboard.board.banners import banners
-from gpuboard.board.crash import report
+from gpuboard.board.dialogs.launch_process import Starter
 from gpuboard.board.history import History
 from gpuboard.board.operations import Operations
 from gpuboard.board.scene import Scene
-from gpuboard.board.starting import Starter
+from gpuboard.board.terminal.crash import report
+from gpuboard.board.widgets.banners import banners
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.launch.run_index import Runbook
 from gpuboard.leases.claims.queries import leases

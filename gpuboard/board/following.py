@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from textual.timer import Timer
 
-from gpuboard.board.runwords import ended_words
-from gpuboard.board.starting import Started
+from gpuboard.board.dialogs.launch_process import Started
+from gpuboard.board.text.run import ended_words
 from gpuboard.errors import GpuboardError
 from gpuboard.launch.run_folder import FINAL
 from gpuboard.launch.run_index import Entry

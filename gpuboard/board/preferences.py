@@ -14,7 +14,7 @@ import msgspec
 
 from gpuboard import files, paths
 from gpuboard.board.arrange import GROUPS, SORTS, VIEWS, ViewState
-from gpuboard.board.query import TEXT_MAX
+from gpuboard.board.filter.query import TEXT_MAX
 
 _SIZE = 64 * 1024  # bytes: what is longer was not written by us
 

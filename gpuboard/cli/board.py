@@ -28,7 +28,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
     """Open the board; return the exit code."""
     if args.browser is None and not context.stdout_is_tty:
         return _status(context)
-    from gpuboard.board import collector, terminal
+    from gpuboard.board.terminal import gc
+    from gpuboard.board.terminal import guard as terminal
 
     if args.browser is None and (why := terminal.cannot_draw(context.env)):
         say(f"no board on this terminal: {why}. The status instead:")
@@ -46,26 +47,26 @@ def run(args: argparse.Namespace, context: Context) -> int:
         if all(node.host is None for node in nodes):
             core.connect()  # this machine's agent reads meanwhile; ssh would have to be imported first
             if args.browser is None and len(nodes) == 1:
-                from gpuboard.board.first import FirstFrame
+                from gpuboard.board.terminal.first_frame import FirstFrame
 
                 first = FirstFrame(core, guard)
                 guard.cover()
                 first.start()
-        from gpuboard.board import starting
         from gpuboard.board.app import BoardApp  # 250 ms: only for the board
+        from gpuboard.board.dialogs import launch_process
 
         app = BoardApp(core, guard)
-        collector.calm()
+        gc.calm()
         if args.browser is None:
             app.scene = first.end() if first else None
             app.may_restart = True
             app.run()
             if app.next is not None:
                 core.close()
-                command = [*starting.command(), *app.next]
+                command = [*launch_process.command(), *app.next]
                 os.execve(command[0], command, {**env})
         else:
-            from gpuboard.board.webdriver import BrowserDriver
+            from gpuboard.board.web.driver import BrowserDriver
 
             app.driver_class = BrowserDriver
             app.run(size=tuple(args.browser))

@@ -70,7 +70,7 @@ def _theme_problems(settings: Settings, env: Mapping[str, str]) -> list[str]:
     """Return what is wrong with the board's theme, and with the files of the user's own themes."""
     if settings.theme == "auto" and not any((paths.user_config(env).parent / "themes").glob("*.toml")):
         return []
-    from gpuboard.board import themes  # late: textual is needed to check one
+    from gpuboard.board.theme import themes  # late: textual is needed to check one
 
     found, problems = themes.load_all(env)
     return problems + themes.unknown(settings.theme, found)

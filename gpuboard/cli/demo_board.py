@@ -33,13 +33,14 @@ def run(context: Context) -> int:
     """Open the board on the living cluster; return 0 when nothing was left behind. Raises UsageError."""
     if why := cannot_open(context):
         raise UsageError(f"no board here: {why}; `gpuboard demo` tells the same story in words")
-    from gpuboard.board import collector, terminal
     from gpuboard.board.app import BoardApp  # 250 ms: only for the board
+    from gpuboard.board.terminal import gc
+    from gpuboard.board.terminal import guard as terminal
 
     core = make(context.settings, context.env)
     guard = terminal.Guard(leave_s=_END_S + 5.0)  # the board is gone at once; what it started is ended first
     app = BoardApp(core, guard)
-    collector.calm()
+    gc.calm()
     try:
         app.run()
     finally:
@@ -56,7 +57,7 @@ def cannot_open(context: Context) -> str | None:
     """Return why no board can be opened here, or None."""
     if not context.stdout_is_tty:
         return "stdout is no terminal"
-    from gpuboard.board import terminal
+    from gpuboard.board.terminal import guard as terminal
 
     return terminal.cannot_draw(context.env)
 
@@ -83,7 +84,7 @@ def make(settings: Settings, env: Mapping[str, str], *, seed: int = 7, epoch: fl
     What demos left that were killed is released.
     """
     from gpuboard.board.core import Core
-    from gpuboard.board.starting import LaunchForm
+    from gpuboard.board.dialogs.launch_process import LaunchForm
     from gpuboard.cluster.simulated import living_nodes
 
     nodes = living_nodes(settings.claims_dir, seed=seed, epoch=epoch)

@@ -50,16 +50,17 @@ def run(args: argparse.Namespace, context: Context) -> int:
     host = _loopback(args.host, port)
     context.nodes()  # what is wrong with the configuration is said here, not on each page
     try:
-        from gpuboard.board import web, webguard, weblisten  # aiohttp: 200 ms, and in the extra `web`
+        from gpuboard.board.web import auth, listen
+        from gpuboard.board.web import server as web  # aiohttp: 200 ms, and in the extra `web`
     except ModuleNotFoundError as error:
         raise GpuboardError(f"{error.name} is not installed: pip install 'gpuboard[web]'") from error
-    public = None if args.public_url is None else webguard.check_public_url(args.public_url)
-    token = webguard.new_token() if args.token_file is None else webguard.token_of(args.token_file)
-    listener = weblisten.listen_at(args.socket) if args.socket else weblisten.listen(port, host)
+    public = None if args.public_url is None else auth.check_public_url(args.public_url)
+    token = auth.new_token() if args.token_file is None else auth.token_of(args.token_file)
+    listener = listen.listen_at(args.socket) if args.socket else listen.listen(port, host)
     with listener:
         if args.socket is None:
             port = listener.getsockname()[1]
-        guard = webguard.Guard(token, None if args.socket else port, public)
+        guard = auth.Guard(token, None if args.socket else port, public)
         server = web.Server(guard, _command(context), context.env, _log)
         shown = token if args.token_file is None else f"$(cat {shlex.quote(str(args.token_file.absolute()))})"
         base = public or f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -16,9 +16,9 @@ from textual.pilot import Pilot
 from textual.widget import Widget
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
+from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings, StateSettings

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuboard.board.core import Core
-from gpuboard.board.starting import LaunchForm
+from gpuboard.board.dialogs.launch_process import LaunchForm
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.launch.run_index import Entry, Runbook
 from tests.board import lab

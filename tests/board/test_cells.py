@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from gpuboard.board.cells import fit, fit_runs, inert, width
+from gpuboard.board.text.cells import fit, fit_runs, inert, width
 
 FAMILY = "👨‍👩‍👧"
 PILE = "é" + "\u0301" * 30

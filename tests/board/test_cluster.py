@@ -14,12 +14,12 @@ from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.arrange import ViewState
-from gpuboard.board.cluster import ClusterScreen
-from gpuboard.board.conditions import KEYS
-from gpuboard.board.gpu import GpuPanel, GpuScreen
-from gpuboard.board.grid import Grid
-from gpuboard.board.node import NodeScreen
+from gpuboard.board.filter.conditions import KEYS
 from gpuboard.board.scene import Scene
+from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.screens.gpu import GpuPanel, GpuScreen
+from gpuboard.board.screens.node import NodeScreen
+from gpuboard.board.widgets.grid import Grid
 from tests.board.lab import screen, settle
 from tests.board.made import GIB, awaited, busy, gpu, lease, mig, next_scene, node, scene, still, unread
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from textual.pilot import Pilot
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.cluster import ClusterScreen
-from gpuboard.board.gpu import GpuScreen
-from gpuboard.board.node import NodeScreen
-from gpuboard.board.picture import Picture
+from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.screens.gpu import GpuScreen
+from gpuboard.board.screens.node import NodeScreen
+from gpuboard.board.widgets.picture import Picture
 from tests.board.lab import drag, settle
 from tests.board.test_cluster import run, status
 

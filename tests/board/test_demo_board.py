@@ -19,8 +19,8 @@ import pytest
 from gpuboard.agent.claims import store as claims
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
+from gpuboard.board.dialogs.launch_process import LaunchForm
 from gpuboard.board.scene import Place, Scene
-from gpuboard.board.starting import LaunchForm
 from gpuboard.cli import demo_board
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError

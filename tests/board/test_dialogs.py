@@ -11,8 +11,8 @@ from textual.events import Key
 from textual.pilot import Pilot
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.dialogs import Confirm
-from gpuboard.board.watches import WatchDialog
+from gpuboard.board.dialogs.base import Confirm
+from gpuboard.board.screens.watches import WatchDialog
 from gpuboard.errors import GpuboardError
 from tests.board.lab import board, make_core, settle
 

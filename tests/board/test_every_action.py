@@ -13,17 +13,17 @@ from textual.widgets import Input
 
 from gpuboard.board import keys
 from gpuboard.board.app import BoardApp
-from gpuboard.board.cluster import ClusterScreen
-from gpuboard.board.footer import Footer
-from gpuboard.board.grid import Grid
-from gpuboard.board.help import HelpScreen
-from gpuboard.board.launching import LaunchDialog
-from gpuboard.board.leases import LeasesScreen
-from gpuboard.board.logs import LogScreen
-from gpuboard.board.logview import LogView
-from gpuboard.board.palette import Palette
-from gpuboard.board.runs import StopConfirm
-from gpuboard.board.watches import WatchDialog, WatchesScreen
+from gpuboard.board.command_palette import Palette
+from gpuboard.board.dialogs.launch import LaunchDialog
+from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.screens.help import HelpScreen
+from gpuboard.board.screens.leases import LeasesScreen
+from gpuboard.board.screens.logs import LogScreen
+from gpuboard.board.screens.runs import StopConfirm
+from gpuboard.board.screens.watches import WatchDialog, WatchesScreen
+from gpuboard.board.widgets.footer import Footer
+from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.log_view import LogView
 from gpuboard.launch.run_folder import RankView, RunFolder, RunView, this_head
 from gpuboard.launch.run_index import Entry
 from tests.board import lab, made

@@ -12,11 +12,12 @@ from subprocess import run
 
 import pytest
 
-from gpuboard.board import preferences, themes
+from gpuboard.board import preferences
 from gpuboard.board.arrange import ViewState
 from gpuboard.board.core import Core
-from gpuboard.board.first import draw, look_for
-from gpuboard.board.look import UNICODE
+from gpuboard.board.terminal.first_frame import draw, look_for
+from gpuboard.board.theme import themes
+from gpuboard.board.theme.styles import UNICODE
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings
 from tests.board.lab import board, claims_folder, environment, make_core, screen
@@ -122,7 +123,7 @@ def test_of_other_views_it_is_the_header(tmp_path: Path, view: ViewState) -> Non
 
 
 def test_it_needs_no_textual() -> None:
-    program = "import sys, gpuboard.board.first; print({'textual', 'asyncio', 'rich.console'} & set(sys.modules))"
+    program = "import sys, gpuboard.board.terminal.first_frame; print({'textual', 'asyncio', 'rich.console'} & set(sys.modules))"
     assert run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gpuboard.board.footer import Footer
-from gpuboard.board.help import HelpScreen
+from gpuboard.board.screens.help import HelpScreen
+from gpuboard.board.widgets.footer import Footer
 from tests.board import lab
 
 

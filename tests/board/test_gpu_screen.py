@@ -12,11 +12,11 @@ import pytest
 from textual.pilot import Pilot
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.gpu import GpuPanel, GpuScreen
-from gpuboard.board.grid import Grid
-from gpuboard.board.node import NodeScreen
-from gpuboard.board.pane import Pane
 from gpuboard.board.scene import Scene
+from gpuboard.board.screens.gpu import GpuPanel, GpuScreen
+from gpuboard.board.screens.node import NodeScreen
+from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.pane import Pane
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.model.snapshot import ProcessView, XidView

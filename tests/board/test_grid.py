@@ -14,10 +14,10 @@ from textual.app import App, ComposeResult
 from textual.pilot import Pilot
 from textual.screen import Screen
 
-from gpuboard.board import themes
-from gpuboard.board.grid import Cell, Column, Grid, LazyRows, Row
-from gpuboard.board.look import UNICODE, Look
-from gpuboard.board.rows import header_runs
+from gpuboard.board.text.rows import header_runs
+from gpuboard.board.theme import themes
+from gpuboard.board.theme.styles import UNICODE, Look
+from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
 from tests.board.lab import drag, settle
 
 COLUMNS = (

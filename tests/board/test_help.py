@@ -11,13 +11,14 @@ from textual.events import MouseScrollDown
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 
-from gpuboard.board import keys, query
+from gpuboard.board import keys
 from gpuboard.board.app import BoardApp
-from gpuboard.board.cluster import ClusterScreen
-from gpuboard.board.help import FILTER_WORDS, FLAG_WORDS, MOUSE_WORDS, STATE_WORDS, HelpScreen
-from gpuboard.board.look import LETTERS
-from gpuboard.board.palette import Palette
-from gpuboard.board.words import FLAG_MARKS
+from gpuboard.board.command_palette import Palette
+from gpuboard.board.filter import query
+from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.screens.help import FILTER_WORDS, FLAG_WORDS, MOUSE_WORDS, STATE_WORDS, HelpScreen
+from gpuboard.board.text.format import FLAG_MARKS
+from gpuboard.board.theme.styles import LETTERS
 from gpuboard.model.state import STATES
 from tests.board.lab import board, make_core, screen, settle
 

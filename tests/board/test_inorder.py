@@ -10,9 +10,9 @@ from textual.events import Key, Paste
 from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.cluster import ClusterScreen
-from gpuboard.board.leases import LeasesScreen
-from gpuboard.board.reserve import ReserveDialog
+from gpuboard.board.dialogs.reserve import ReserveDialog
+from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.screens.leases import LeasesScreen
 from tests.board.lab import board, make_core, settle
 
 

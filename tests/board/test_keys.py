@@ -13,7 +13,7 @@ import pytest
 from textual.binding import Binding
 
 from gpuboard.board import keys
-from gpuboard.board.help import HelpScreen
+from gpuboard.board.screens.help import HelpScreen
 from gpuboard.config import Settings, load
 from gpuboard.errors import ConfigError
 from tests.board.lab import board, make_core, screen, settle

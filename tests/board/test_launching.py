@@ -13,13 +13,12 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from gpuboard.board import launching
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
-from gpuboard.board.dialogs import Tick
-from gpuboard.board.launching import LaunchDialog, open_launch
-from gpuboard.board.runs import RunsScreen
-from gpuboard.board.starting import (
+from gpuboard.board.dialogs import launch
+from gpuboard.board.dialogs.base import Tick
+from gpuboard.board.dialogs.launch import LaunchDialog, open_launch
+from gpuboard.board.dialogs.launch_process import (
     Files,
     LaunchForm,
     Starter,
@@ -29,6 +28,7 @@ from gpuboard.board.starting import (
     check_variables,
     target_of,
 )
+from gpuboard.board.screens.runs import RunsScreen
 from gpuboard.cluster.inventory.file import VARIABLE, read_nodes, write_nodes
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.errors import UsageError
@@ -306,7 +306,7 @@ def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
         answers.wait(60)
         return check_files(command, folder)
 
-    monkeypatch.setattr(launching, "check_files", hangs)
+    monkeypatch.setattr(launch, "check_files", hangs)
 
     async def scenario() -> None:
         async with lab.board(exp.core()) as (app, pilot):

@@ -15,12 +15,12 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
 from gpuboard.board.app import BoardApp, SceneChanged
-from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.core import Core
-from gpuboard.board.dialogs import Choose, Confirm
-from gpuboard.board.leases import LeasesScreen, RenewDialog
-from gpuboard.board.reserve import ReserveDialog
+from gpuboard.board.dialogs.base import Choose, Confirm
+from gpuboard.board.dialogs.reserve import ReserveDialog
 from gpuboard.board.scene import Scene
+from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.screens.leases import LeasesScreen, RenewDialog
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.errors import NoSuchLease
 from gpuboard.model.lease import LeaseHolder

@@ -17,12 +17,12 @@ from textual import events
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from gpuboard.board import logfile
 from gpuboard.board.app import BoardApp
-from gpuboard.board.logfile import Found, LogFile, LogGone, Place, Window, find_in
-from gpuboard.board.logs import LogScreen
-from gpuboard.board.logtext import bytes_words, drawn, matches, spans, visible
-from gpuboard.board.logview import LogView
+from gpuboard.board.screens.logs import LogScreen
+from gpuboard.board.text.log_line import bytes_words, drawn, matches, spans, visible
+from gpuboard.board.widgets import log_file
+from gpuboard.board.widgets.log_file import Found, LogFile, LogGone, Place, Window, find_in
+from gpuboard.board.widgets.log_view import LogView
 from gpuboard.launch.run_folder import Head, RankView, RunView
 from gpuboard.launch.run_index import Entry, log_trouble
 from tests.board import lab, made
@@ -30,7 +30,7 @@ from tests.board import lab, made
 W = Window(80, 10)
 
 
-def texts(page: logfile.Page) -> list[str]:
+def texts(page: log_file.Page) -> list[str]:
     return [row.plain for _, row in page.rows]
 
 
@@ -45,8 +45,8 @@ def test_lines_are_the_same_forwards_and_backwards_whatever_is_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = 8
-    monkeypatch.setattr(logfile, "BLOCK", block)
-    monkeypatch.setattr(logfile, "_STEP", 4 * block)
+    monkeypatch.setattr(log_file, "BLOCK", block)
+    monkeypatch.setattr(log_file, "_STEP", 4 * block)
     path = tmp_path / "log"
     rng = random.Random(1)
     for _ in range(400):
@@ -57,7 +57,7 @@ def test_lines_are_the_same_forwards_and_backwards_whatever_is_in_the_file(
             for at in range(len(data))
             if at == 0 or data[at - 1] == 10 or (at % block == 0 and 10 not in data[at - block : at])
         ]
-        with logfile._Reader(path) as file:
+        with log_file._Reader(path) as file:
             assert [file.next_start(start) for start in starts] == [*starts[1:], len(data)], data
             for offset in range(1, len(data) + 1):
                 assert file.start_of(offset) == max(start for start in starts if start < offset), (data, offset)
@@ -98,7 +98,7 @@ def test_two_gigabytes_open_at_once_and_cost_constant_memory(tmp_path: Path) -> 
     try:
         assert texts(log.end(W))[-1] == "line 999"
         assert log.page(Place(0), W).rows[0][0] == 0
-        assert log.at(10**9, W).rows[0][0] == 10**9 // logfile.BLOCK * logfile.BLOCK
+        assert log.at(10**9, W).rows[0][0] == 10**9 // log_file.BLOCK * log_file.BLOCK
         assert log.page(log.end(W).place, W, -500).rows[0][1].plain == "line 490"
         end = log.end(W).place.start
         assert log.find("LINE 1".lower(), end, backwards=True, go_on=go_on) == log.find(
@@ -140,7 +140,7 @@ def test_a_search_passes_every_log_goes_round_and_can_be_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "log"
-    monkeypatch.setattr(logfile, "_SEARCH_STEP", 16)
+    monkeypatch.setattr(log_file, "_SEARCH_STEP", 16)
     path.write_text("Loss 1\nstep\nloss 2\n\x1b[31mlo\x1b[0mss 3\nhidden loss\rshown\nlast")
     starts = {"Loss 1": 0, "loss 2": 12}
 

@@ -13,11 +13,11 @@ from textual.pilot import Pilot
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
-from gpuboard.board.gpu import GpuScreen
-from gpuboard.board.grid import Grid
-from gpuboard.board.node import NodeScreen
-from gpuboard.board.pane import Pane
 from gpuboard.board.scene import Scene
+from gpuboard.board.screens.gpu import GpuScreen
+from gpuboard.board.screens.node import NodeScreen
+from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.pane import Pane
 from gpuboard.config import Settings, StateSettings
 from tests.board.lab import board, make_core, screen, settle
 from tests.board.made import busy, gpu, lease, mig, next_scene, node, scene, still, unread

@@ -13,10 +13,10 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.cluster import ClusterScreen
 from gpuboard.board.core import Core
-from gpuboard.board.dialogs import Choose, Confirm
-from gpuboard.board.gpu import GpuScreen
+from gpuboard.board.dialogs.base import Choose, Confirm
+from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.screens.gpu import GpuScreen
 from gpuboard.cluster.inventory.nodes import Node
 from tests.board import lab, other
 from tests.nvml import GIB, Gpu, library, write_script

@@ -15,8 +15,8 @@ from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
+from gpuboard.board.dialogs.reserve import ReserveDialog, open_reserve
 from gpuboard.board.operations import Attempt
-from gpuboard.board.reserve import ReserveDialog, open_reserve
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings
 from gpuboard.errors import Interrupted

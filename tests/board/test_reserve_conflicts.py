@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.reserve import ReserveDialog, open_reserve
+from gpuboard.board.dialogs.reserve import ReserveDialog, open_reserve
 from gpuboard.cluster.inventory.nodes import Node
 from tests.board import lab
 from tests.nvml import GIB, Gpu, library, write_script

@@ -198,7 +198,7 @@ def test_a_terminal_that_cannot_place_text_gets_the_status(here: Here, term: str
 def test_an_exception_that_nobody_expected_is_told_on_a_whole_terminal(here: Here) -> None:
     program = (
         "import sys\n"
-        "from gpuboard.board.picture import Picture\n"
+        "from gpuboard.board.widgets.picture import Picture\n"
         "def broken(self, *_): raise KeyError('[/x] of nobody')\n"
         "Picture.on_key = broken\n"
         "from gpuboard.__main__ import main\n"

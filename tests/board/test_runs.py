@@ -18,11 +18,11 @@ import pytest
 from textual.pilot import Pilot
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.grid import Grid
-from gpuboard.board.logs import LogScreen
-from gpuboard.board.runs import RunsScreen, StopConfirm
-from gpuboard.board.runwords import Stop, about, countdown, ended_words, first_rank, state_of
-from gpuboard.board.watches import Watch, holds
+from gpuboard.board.screens.logs import LogScreen
+from gpuboard.board.screens.runs import RunsScreen, StopConfirm
+from gpuboard.board.screens.watches import Watch, holds
+from gpuboard.board.text.run import Stop, about, countdown, ended_words, first_rank, state_of
+from gpuboard.board.widgets.grid import Grid
 from gpuboard.keeper import holder
 from gpuboard.launch import run_folder as runs
 from gpuboard.launch import run_index

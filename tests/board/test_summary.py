@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpuboard.board.header import header, sums
 from gpuboard.board.scene import Scene
-from gpuboard.board.words import age, gib, pair, short_model
+from gpuboard.board.text.format import age, gib, pair, short_model
+from gpuboard.board.widgets.header import header, sums
 from tests.board.made import GIB, awaited, busy, gpu, mig, node, scene, unread
 
 

@@ -13,10 +13,10 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.command import CommandPalette
 
-from gpuboard.board import themes
 from gpuboard.board.app import BoardApp
-from gpuboard.board.look import ROLES, THEMED, UNICODE
-from gpuboard.board.themes import BoardTheme
+from gpuboard.board.theme import themes
+from gpuboard.board.theme.styles import ROLES, THEMED, UNICODE
+from gpuboard.board.theme.themes import BoardTheme
 from gpuboard.config import Settings
 from tests.board.lab import board, environment, make_core, screen, settle
 

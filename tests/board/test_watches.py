@@ -15,9 +15,9 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.cluster import ClusterScreen
-from gpuboard.board.dialogs import Tick
-from gpuboard.board.watches import Watch, WatchDialog, WatchesScreen, holds
+from gpuboard.board.dialogs.base import Tick
+from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.screens.watches import Watch, WatchDialog, WatchesScreen, holds
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.launch.run_folder import RunFolder, RunView, this_head
 from gpuboard.model.request import Request

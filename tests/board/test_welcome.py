@@ -13,8 +13,8 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.cluster import ClusterScreen
-from gpuboard.board.dialogs import Choose
+from gpuboard.board.dialogs.base import Choose
+from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.welcome import NameNodes, WhyNone
 from gpuboard.cluster.bare import keep_nodes
 from gpuboard.cluster.inventory.nodes import Node

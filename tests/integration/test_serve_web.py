@@ -16,9 +16,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpuboard.board.web import MOST_BOARDS, Server
-from gpuboard.board.webguard import COOKIE, Guard, new_token
-from gpuboard.board.weblisten import listen
+from gpuboard.board.web.auth import COOKIE, Guard, new_token
+from gpuboard.board.web.listen import listen
+from gpuboard.board.web.server import MOST_BOARDS, Server
 from tests.integration.here import Here, here
 from tests.integration.serving import Serving
 from tests.waiting import Stopwatch, until
@@ -234,7 +234,7 @@ _REACHES_OUT = """
 import sys
 from pathlib import Path
 from textual.app import App
-from gpuboard.board.webdriver import BrowserDriver
+from gpuboard.board.web.driver import BrowserDriver
 
 class Reaches(App):
     def on_mount(self):

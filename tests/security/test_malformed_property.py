@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect as types
 
-from gpuboard.board import gpu_lines
 from gpuboard.board.history import History
 from gpuboard.board.scene import Place
+from gpuboard.board.text import gpu as gpu_lines
 from gpuboard.cli.leases import table as lease_table
 from gpuboard.cli.status import table
 from gpuboard.cluster.feed import NodeFeed

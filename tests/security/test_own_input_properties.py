@@ -15,8 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpuboard import config, nodesets
-from gpuboard.board import asking, query
-from gpuboard.board.dialogs import number
+from gpuboard.board.dialogs import request_form
+from gpuboard.board.dialogs.base import number
+from gpuboard.board.filter import query
 from gpuboard.cluster.inventory.file import read_nodes
 from gpuboard.cluster.inventory.nodes import expand_names
 from gpuboard.cluster.inventory.sources import look_up
@@ -100,8 +101,8 @@ def test_a_nodeset_means_what_it_means_to_clustershell(text: str) -> None:
 def test_gpus(text: str, whole_nodes: bool) -> None:
     found = refused(lambda: parse_picks(text, whole_nodes=whole_nodes), ValueError)
     assert found is None or len(found) <= PICKS_MAX  # type: ignore[arg-type]
-    if not asking.which(text):
-        asking.request_of({"gpus": text.strip()}, {})
+    if not request_form.which(text):
+        request_form.request_of({"gpus": text.strip()}, {})
 
 
 @given(TEXT)

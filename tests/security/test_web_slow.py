@@ -14,8 +14,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpuboard.board.webclients import Log
-from gpuboard.board.webguard import COOKIE
+from gpuboard.board.web.auth import COOKIE
+from gpuboard.board.web.clients import Log
 from tests.integration.here import Here, here
 from tests.integration.serving import Serving
 from tests.waiting import until

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from gpuboard.board.clipboard import export_line, ssh_line, uuids_line
-from gpuboard.board.reserve import lines
+from gpuboard.board.dialogs.reserve import lines
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import GpuboardError
 from tests.board import made

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board import gpu_lines
-from gpuboard.board.asking import local
-from gpuboard.board.cells import width as cells_of
-from gpuboard.board.gpu import Known, Memory, notice
-from gpuboard.board.gpu_lines import Frame
+from gpuboard.board.dialogs.request_form import local
 from gpuboard.board.history import Samples
-from gpuboard.board.lines import Runs, named, wrapped
-from gpuboard.board.look import ASCII, UNICODE
-from gpuboard.board.node import node_lines
 from gpuboard.board.scene import Place
+from gpuboard.board.screens.gpu import Known, Memory, notice
+from gpuboard.board.screens.node import node_lines
+from gpuboard.board.text import gpu as gpu_lines
+from gpuboard.board.text.cells import width as cells_of
+from gpuboard.board.text.gpu import Frame
+from gpuboard.board.text.lines import Runs, named, wrapped
+from gpuboard.board.theme.styles import ASCII, UNICODE
 from gpuboard.model.snapshot import JobView, ProcessView
 from tests.board.made import AT, GIB, awaited, busy, gpu, lease, mig, node, scene, unread
 

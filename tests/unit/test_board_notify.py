@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuboard.board.notify import sequences
+from gpuboard.board.terminal.notify import sequences
 
 _SEVEN = "\x1b]777;notify;gpuboard: It is so;4 free\x1b\\"
 _NINE = "\x1b]9;gpuboard: It is so: 4 free\x07"

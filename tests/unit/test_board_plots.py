@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board.look import ASCII, UNICODE, Glyphs
-from gpuboard.board.plots import area, bar, bins, plot, spark, time_axis
+from gpuboard.board.text.plots import area, bar, bins, plot, spark, time_axis
+from gpuboard.board.theme.styles import ASCII, UNICODE, Glyphs
 
 GLYPHS = pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 values = st.lists(st.one_of(st.none(), st.floats(-50, 150)), max_size=60)

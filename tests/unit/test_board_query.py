@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board.conditions import KEYS
-from gpuboard.board.query import QueryError, parse
+from gpuboard.board.filter.conditions import KEYS
+from gpuboard.board.filter.query import QueryError, parse
 from gpuboard.board.scene import Scene
 from gpuboard.model.snapshot import JobView, ProcessView
 from tests.board.made import GIB, awaited, busy, crowd, gpu, lease, mig, node, scene, unread

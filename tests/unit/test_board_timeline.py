@@ -9,8 +9,8 @@ from datetime import datetime
 
 import pytest
 
-from gpuboard.board.look import ASCII, UNICODE
-from gpuboard.board.timeline import Axis, axis, bar, ruler
+from gpuboard.board.text.timeline import Axis, axis, bar, ruler
+from gpuboard.board.theme.styles import ASCII, UNICODE
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuboard.board.topology import legend, link, matrix, neighbours, ranges
+from gpuboard.board.text.topology import legend, link, matrix, neighbours, ranges
 from gpuboard.model.snapshot import GpuView, NodeView
 from tests.board.made import gpu, node
 

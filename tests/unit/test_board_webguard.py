@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.board.webguard import Guard, check_public_url, new_token, token_of
+from gpuboard.board.web.auth import Guard, check_public_url, new_token, token_of
 from gpuboard.errors import GpuboardError, UsageError
 
 TOKEN = "t" * 43

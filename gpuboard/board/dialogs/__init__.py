@@ -1,0 +1,1 @@
+"""Dialogs over a screen, and what they do."""

@@ -1,0 +1,423 @@
+"""Dialogs over a screen: fields that are checked while you type, a choice from a list, a question before what hurts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
+
+import msgspec
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.events import Click
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.widget import Widget
+from textual.widgets import Button, Input, Label, OptionList, Static
+from textual.widgets.option_list import Option
+
+from gpuboard.board.dialogs.request_form import lasting
+from gpuboard.board.scene import Scene
+from gpuboard.board.theme.styles import ASCII
+from gpuboard.model.units import is_whole, parse_duration, parse_size
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
+
+T = TypeVar("T")
+YES = "yes"  # the value of a toggle that is on; off: ""
+
+
+def _fine(_: str) -> str:
+    return ""
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One line of a dialog. ``check``: text → what is wrong with it, "" for nothing; shown beside the field."""
+
+    key: str
+    label: str
+    value: str = ""
+    hint: str = ""  # beside the field as long as nothing is wrong
+    check: Callable[[str], str] = _fine
+    toggle: bool = False  # a box to tick; its value is YES or ""
+
+
+def number(least: int, most: int, *, needed: bool = True) -> Callable[[str], str]:
+    """Return a check for a whole number from ``least`` to ``most``; not ``needed``: an empty field is fine, too."""
+
+    def check(text: str) -> str:
+        text = text.strip()
+        if not text and not needed:
+            return ""
+        if not is_whole(text) or not least <= int(text) <= most:
+            return f"a number from {least} to {most}"
+        return ""
+
+    return check
+
+
+def duration(most_s: float) -> Callable[[str], str]:
+    """Return a check for a duration (``30m``, ``8h``, ``2d``) of at most ``most_s`` seconds."""
+
+    def check(text: str) -> str:
+        try:
+            seconds = parse_duration(text)
+        except ValueError:
+            return "write 30m, 8h, 2d or 1h30m"
+        return f"longer than the {lasting(most_s)} allowed" if seconds > most_s else ""
+
+    return check
+
+
+def size(text: str) -> str:
+    """Check a size in memory (``40GiB``); empty is fine."""
+    try:
+        parse_size(text or "1GiB")
+    except ValueError:
+        return "write 40GiB or 512MiB"
+    return ""
+
+
+class Tick(Static, can_focus=True):
+    """A box to tick, told by its mark and not by colour alone: textual's own shows an X in both states."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "tick", "Tick", id="dialog.tick", show=False)]
+
+    class Changed(Message):
+        """It was ticked, or is no longer."""
+
+    def __init__(self, value: bool, name: str) -> None:
+        super().__init__(id=name, markup=False)
+        self.value = value
+
+    def render(self) -> Text:
+        """Draw the mark."""
+        return Text("[x] yes" if self.value else "[ ] no")
+
+    def action_tick(self) -> None:
+        """Change it."""
+        self.value = not self.value
+        self.refresh()
+        self.post_message(self.Changed())
+
+    def on_click(self, event: Click) -> None:
+        """Change it."""
+        event.stop()
+        self.action_tick()
+
+
+class Box(ModalScreen[T]):
+    """A box in the middle of the screen below it."""
+
+    DEFAULT_CSS = """
+    Box { align: center middle; }
+    Box #box {
+        width: 76; max-width: 100%; height: auto; max-height: 100%;
+        border: round $primary; padding: 0 1; background: $surface;
+    }
+    Box.-ascii #box { border: ascii $primary; }
+    Box #title { text-style: bold; margin-bottom: 1; width: 100%; }
+    Box #buttons { height: 1; margin-top: 1; align-horizontal: right; }
+    Box #buttons Button { margin-left: 2; min-width: 10; }
+    Box #buttons Button:focus { text-style: bold reverse; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "cancel", "Cancel", id="dialog.cancel"),
+        Binding("right", "app.focus_next", "Next", id="dialog.right", show=False),
+        Binding("left", "app.focus_previous", "Previous", id="dialog.left", show=False),
+        Binding("down", "app.focus_next", "Next field", id="dialog.next", show=False),
+        Binding("up", "app.focus_previous", "Field before", id="dialog.previous", show=False),
+    ]
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self._heading = title
+
+    @property
+    def board(self) -> BoardApp:
+        """The app, typed."""
+        return cast("BoardApp", self.app)
+
+    def compose(self) -> ComposeResult:
+        """Title, what the dialog asks, buttons."""
+        self.set_class(self.board.look.glyphs is ASCII, "-ascii")
+        with Vertical(id="box"):
+            yield Static(self._heading, id="title", markup=False)
+            yield from self.inside()
+            with Horizontal(id="buttons"):
+                yield from self.buttons()
+
+    def inside(self) -> ComposeResult:
+        """What stands between title and buttons."""
+        return iter(())
+
+    def buttons(self) -> Iterator[Button]:
+        """The buttons, from the left."""
+        return iter(())
+
+    def show(self, scene: Scene) -> None:
+        """Take note of a newer scene while the dialog is open."""
+
+    def dismiss(self, result: T | None = None) -> AwaitComplete:
+        """Close, with what covers it (the palette), and answer; once.
+
+        textual's own closes whatever is on top: a second click or enter would close the screen below.
+        """
+        if self not in self.app.screen_stack:
+            return AwaitComplete()
+        while self.app.screen is not self:
+            self.app.pop_screen()
+        return super().dismiss(result)
+
+    def action_cancel(self) -> None:
+        """Close without doing anything."""
+        self.dismiss(None)
+
+
+class Dialog(Box[T]):
+    """Labelled fields that are checked as you type, words below them, a verb and Cancel.
+
+    A subclass says what happens in ``commit`` and may follow the typing in ``changed``. Enter in a field commits.
+    """
+
+    DEFAULT_CSS = """
+    Dialog .field { height: 1; width: 100%; }
+    Dialog .field Label { width: 13; }
+    Dialog .field:focus-within Label { text-style: bold reverse; }
+    Dialog .field Input { width: 26; }
+    Dialog .field Tick { width: 26; }
+    Dialog .field .note { width: 1fr; padding-left: 2; height: 1; }
+    Dialog #fields { height: auto; max-height: 12; }
+    Dialog #said { height: auto; max-height: 8; margin-top: 1; }
+    Dialog #said.-empty { display: none; }
+    Dialog #words { width: 100%; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "commit", "Do it", id="dialog.commit", show=False)]
+
+    def __init__(self, title: str, fields: Sequence[Field], *, verb: str) -> None:
+        super().__init__(title)
+        self.fields = {field.key: field for field in fields}
+        self.verb = verb
+        self._busy = False
+        self._notes: dict[str, Text] = {}  # as they are drawn: drawing one again lays all of the dialog out again
+        self._said = Text()
+
+    def inside(self) -> ComposeResult:
+        """The fields, and the words below them."""
+        with VerticalScroll(id="fields", can_focus=False):
+            for field in self.fields.values():
+                with Horizontal(classes="field"):
+                    yield Label(field.label, markup=False)
+                    yield _entry(field)
+                    yield Static("", classes="note", id=f"note-{field.key}", markup=False)
+        with VerticalScroll(id="said", can_focus=False, classes="-empty"):
+            yield Static("", id="words", markup=False)
+
+    def buttons(self) -> Iterator[Button]:
+        """Cancel and the verb."""
+        yield Button(Content("Cancel"), id="cancel", compact=True)
+        yield Button(Content(self.verb), id="commit", variant="primary", compact=True)
+
+    def on_mount(self) -> None:
+        """Begin in the first field."""
+        self.check()
+
+    @property
+    def values(self) -> dict[str, str]:
+        """What stands in the fields now, without blanks around it."""
+        found = {}
+        for key, field in self.fields.items():
+            if field.toggle:
+                found[key] = YES if self.query_one(f"#field-{key}", Tick).value else ""
+            else:
+                found[key] = self.query_one(f"#field-{key}", Input).value.strip()
+        return found
+
+    def put(self, key: str, text: str) -> None:
+        """Put text into a field; ``changed`` is not called."""
+        entry = self.query_one(f"#field-{key}", Input)
+        with entry.prevent(Input.Changed):
+            entry.value = text
+        self._checked()
+
+    def wrong(self) -> dict[str, str]:
+        """Return what is wrong, by field."""
+        return {key: words for key, text in self.values.items() if (words := self.fields[key].check(text))}
+
+    def changed(self) -> None:
+        """Follow what is typed; also called when the dialog opens."""
+
+    def commit(self, values: dict[str, str]) -> None:
+        """Do it: every field is right. Ends with ``dismiss``, maybe later."""
+        raise NotImplementedError
+
+    def say(self, words: str | Text, role: str = "") -> None:
+        """Show words below the fields, in the style of ``role``; none: nothing."""
+        text = Text(words, self.board.look.style(role)) if isinstance(words, str) else words
+        if text == self._said:
+            return
+        self._said = text
+        self.query_one("#words", Static).update(text)
+        self.query_one("#said").set_class(not text.plain, "-empty")
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way: the fields and the verb wait for it, Cancel does not."""
+        return self._busy
+
+    @busy.setter
+    def busy(self, busy: bool) -> None:
+        self._busy = busy
+        self.query_one("#fields").disabled = busy
+        self._checked()
+
+    def action_commit(self) -> None:
+        """Commit when every field is right, else go to the first one that is not."""
+        if self._busy:
+            return
+        wrong = self.wrong()
+        if wrong:
+            self.set_focus(self.query_one(f"#field-{next(iter(wrong))}", Widget))
+        else:
+            self.commit(self.values)
+
+    def _checked(self) -> None:
+        wrong = self.wrong()
+        for key, field in self.fields.items():
+            words = wrong.get(key, "")
+            style = self.board.look.style("bad" if words else "dim")
+            text = Text(words or field.hint, style, no_wrap=True, overflow="ellipsis")
+            if text.plain != (before := self._notes.get(key, Text())).plain or text.style != before.style:
+                self._notes[key] = text
+                self.query_one(f"#note-{key}", Static).update(text)
+        self.query_one("#commit", Button).disabled = bool(wrong) or self._busy
+
+    def check(self) -> None:
+        """Look at all fields again: what they are checked against has changed."""
+        self._checked()
+        self.changed()
+
+    @on(Input.Changed)
+    @on(Tick.Changed)
+    def _typed(self) -> None:
+        self.check()
+
+    @on(Input.Submitted)
+    def _entered(self) -> None:
+        self.action_commit()
+
+    @on(Button.Pressed)
+    def _pressed(self, event: Button.Pressed) -> None:
+        event.stop()
+        if event.button.id == "cancel":
+            self.action_cancel()
+        elif event.button.id == "commit":
+            self.action_commit()
+
+
+def _entry(field: Field) -> Widget:
+    if field.toggle:
+        return Tick(field.value == YES, f"field-{field.key}")
+    return Input(field.value, id=f"field-{field.key}", compact=True, select_on_focus=False)
+
+
+class Confirm(Box[bool]):
+    """A question before something that hurts: yes takes its button or ``y``; enter and escape leave things be."""
+
+    DEFAULT_CSS = """
+    Confirm #box { width: 64; }
+    Confirm #detail { height: auto; max-height: 12; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "yes", "Yes", id="dialog.yes"),
+        Binding("n", "cancel", "No", id="dialog.no"),
+    ]
+
+    def __init__(self, question: str, detail: str | Text, *, verb: str) -> None:
+        super().__init__(question)
+        self._detail = detail
+        self._verb = verb
+
+    def inside(self) -> ComposeResult:
+        """What it is about."""
+        with VerticalScroll(id="detail", can_focus=False):
+            yield Static(self._detail, markup=False)
+
+    def buttons(self) -> Iterator[Button]:
+        """The harmless one has the focus."""
+        yield Button(Content("Cancel"), id="cancel", compact=True)
+        yield Button(Content(f"{self._verb} (y)"), id="yes", variant="error", compact=True)
+
+    def on_mount(self) -> None:
+        """Enter must not do it."""
+        self.query_one("#cancel").focus()
+
+    @on(Button.Pressed)
+    def _pressed(self, event: Button.Pressed) -> None:
+        event.stop()
+        self.dismiss(event.button.id == "yes")
+
+    def action_yes(self) -> None:
+        """Do it."""
+        self.dismiss(True)
+
+    def action_cancel(self) -> None:
+        """Leave things as they are."""
+        self.dismiss(False)
+
+
+class _Options(OptionList):
+    """A list that bears page keys before it is drawn."""
+
+    def action_page_up(self) -> None:
+        """Go up by a page."""
+        if self.scrollable_content_region:
+            super().action_page_up()  # type: ignore[no-untyped-call]
+
+    def action_page_down(self) -> None:
+        """Go down by a page."""
+        if self.scrollable_content_region:
+            super().action_page_down()  # type: ignore[no-untyped-call]
+
+
+class Choose(Box[str]):
+    """One of several: ``options`` are (key, words); the answer is the key, None when nothing was chosen."""
+
+    DEFAULT_CSS = """
+    Choose #box { width: 76; }
+    Choose OptionList { height: auto; max-height: 14; border: none; padding: 0; }
+    Choose OptionList:focus { border: none; }
+    """
+
+    def __init__(self, title: str, options: Sequence[tuple[str, str | Text]]) -> None:
+        super().__init__(title)
+        self._options = options
+
+    def inside(self) -> ComposeResult:
+        """The list."""
+        rows = [Option(Content(words) if isinstance(words, str) else words, id=key) for key, words in self._options]
+        yield _Options(*rows, id="options", markup=False)
+
+    def buttons(self) -> Iterator[Button]:
+        """The way out; a click or enter on a line chooses it."""
+        yield Button(Content("Cancel"), id="cancel", compact=True)
+
+    def on_mount(self) -> None:
+        """Begin in the list, on its first line."""
+        self.query_one(OptionList).focus()
+
+    @on(OptionList.OptionSelected)
+    def _chosen(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        self.dismiss(event.option.id)
+
+    @on(Button.Pressed)
+    def _pressed(self, event: Button.Pressed) -> None:
+        event.stop()
+        self.action_cancel()

@@ -1,0 +1,321 @@
+"""The dialog that launches: a target on these GPUs, on a lease, or on the best n; it waits until the run is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+from textual.app import ComposeResult
+
+from gpuboard.board.dialogs import request_form
+from gpuboard.board.dialogs.base import YES, Dialog, Field, duration
+from gpuboard.board.dialogs.launch_process import (
+    Files,
+    LaunchForm,
+    Started,
+    absolute,
+    check_command,
+    check_files,
+    check_variables,
+)
+from gpuboard.board.dialogs.planner import Answer, Planner, refused
+from gpuboard.board.scene import Scene
+from gpuboard.errors import GpuboardError
+from gpuboard.model.lease import Lease
+from gpuboard.model.request import Choice, Request
+from gpuboard.model.units import format_duration, is_whole, parse_duration
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
+    from gpuboard.launch.run_index import Entry
+
+_POLL_S = 0.2
+_GRACE = "30s"
+
+
+def open_launch(board: BoardApp, uuids: Sequence[str] = (), lease: str | None = None) -> None:
+    """Open the dialog for these GPUs, or for a lease; without either for the best one."""
+    scene = board.scene
+    if scene is None:
+        board.notify("nothing is known of the GPUs yet", markup=False)
+        return
+    if lease is None and uuids:
+        lease = _lease_of(uuids, scene)
+    words = lease or request_form.picks_of(uuids, scene)[0]
+    if len(uuids) == 1 and lease is None and uuids[0] in scene.places and scene.places[uuids[0]].gpu.state != "free":
+        words = ""  # the cursor is somewhere; nobody means a GPU that cannot be had
+
+    def launched(run: str | None) -> None:
+        if run is not None:
+            from gpuboard.board.screens.runs import open_runs  # late: runs and logs are not shown at the start
+
+            open_runs(board, run)
+
+    board.push_screen(LaunchDialog(board, scene, words or "1", uuids), launched)
+
+
+def _lease_of(uuids: Sequence[str], scene: Scene) -> str | None:
+    """Return the lease of ours that is meant: that of the one GPU, or the one that holds exactly these."""
+    for lease in scene.leases.leases:
+        held = {gpu.uuid for gpu in lease.gpus}
+        if scene.is_mine(lease) and (held == set(uuids) or (len(uuids) == 1 and uuids[0] in held)):
+            return lease.id
+    return None
+
+
+class LaunchDialog(Dialog[str]):
+    """Asks what to launch on which GPUs and how; its answer is the run's id."""
+
+    DEFAULT_CSS = """
+    LaunchDialog #box { width: 100; }
+    LaunchDialog .field Input, LaunchDialog .field Tick { width: 1fr; }
+    LaunchDialog .field .note { width: 35; }
+    LaunchDialog #note-command { width: auto; max-width: 35; }
+    """
+
+    def __init__(self, board: BoardApp, scene: Scene, gpus: str, uuids: Sequence[str]) -> None:
+        """``gpus``: what stands in the field at first; ``uuids``: those that it means, if it means GPUs."""
+        self._scene = scene
+        self._uuids = {gpus: tuple(uuids)} if not is_whole(gpus) else {}
+        starter = board.core.starter
+        last = starter.last
+        cpu = last.device == "cpu" if last else starter.simulated
+        settings = board.core.settings
+        most = parse_duration(settings.max_lease)
+        hint = "simulated: they cannot compute" if starter.simulated else "gloo; the GPUs stay unused"
+        super().__init__(
+            "Launch: one rank per GPU",
+            [
+                Field("command", "Command", last.command if last else "", "train.py --lr 3e-4", self._command),
+                Field("gpus", "GPUs", gpus, "a number, gpu01:0,3 or a lease", self._which),
+                Field("model", "Model", "", "with a number: H100"),
+                Field("folder", "Folder", last.folder if last else starter.here, "on every node", self._folder),
+                Field("python", "Python", last.python if last else "", "of VIRTUAL_ENV, CONDA or PATH"),
+                Field("variables", "Variables", last.variables if last else "", "K=V K2=V2", check_variables),
+                Field("cpu", "On the CPU", YES if cpu else "", hint, toggle=True),
+                Field("grace", "Grace", last.grace if last else _GRACE, "from SIGTERM to SIGKILL", _grace),
+                Field("for", "At most for", settings.max_lease, "the reservation, at most that", duration(most)),
+                Field("keep", "Keep running", YES, "when the board is closed", toggle=True),
+            ],
+            verb="Launch",
+        )  # fmt: skip
+        self._files = Files("", "")  # what the last look at them found
+        self._reading = False
+        self._wanted = False  # launch as soon as it is known whether the files are there
+        self._started: Started | None = None
+        self._looking = False  # for its run; one look at a time
+        self._before = Text()  # why the last try came to nothing, until something is typed
+
+    def compose(self) -> ComposeResult:
+        """The fields; what is typed into them is looked at from the first message on."""
+        self._planner = Planner(self.board, self._answered)
+        yield from super().compose()
+
+    def _command(self, text: str) -> str:
+        return check_command(text) or self._wrong_files().no_script
+
+    def _folder(self, _: str) -> str:
+        return self._wrong_files().no_folder
+
+    def _wrong_files(self) -> Files:
+        """Return what is known to be wrong with the files that are typed now."""
+        known, values = self._files, self.values
+        return known if (known.command, known.folder) == (values["command"], values["folder"]) else Files("", "")
+
+    def _look_at_files(self) -> None:
+        """Look beside the UI whether the files are there, one look at a time: their file system may hang."""
+        command, folder = self.values["command"], self.values["folder"]
+        if self._reading or check_command(command) or (self._files.command, self._files.folder) == (command, folder):
+            return
+        self._reading = True
+
+        def then(files: Files) -> None:
+            self._reading = False
+            if self.is_attached:
+                self._files = files
+                self._checked()
+                self._look_at_files()
+                if self._wanted and not self._reading:
+                    self.action_commit()
+
+        self.board.ask(lambda: check_files(command, folder), then)
+
+    def _which(self, text: str) -> str:
+        if self._lease(text) is not None:
+            return ""
+        wrong = request_form.which(text)
+        return wrong if not wrong or is_whole(text) else "write 2, gpu01:0,3 or your lease"
+
+    def _lease(self, text: str) -> Lease | None:
+        lease = self._scene.by_lease.get(text)
+        return lease if lease is not None and self._scene.is_mine(lease) else None
+
+    def show(self, scene: Scene) -> None:
+        """Look again: what is free has changed."""
+        self._scene = scene
+        if self.is_mounted:
+            self._plan(self._planner.look_again)
+
+    def changed(self) -> None:
+        """Say which GPUs are meant by what is typed now."""
+        self._before = Text()
+        self._wanted = False
+        self._look_at_files()
+        self._plan(self._planner.look)
+
+    def _plan(self, look: Callable[[Request | None], None]) -> None:
+        """Say what the lease is, or let ``look`` find out what the policy would take."""
+        if self.busy:
+            return
+        text = self.values["gpus"]
+        lease = self._lease(text)
+        if lease is not None:
+            held = f"{request_form.places_words(lease.gpus)}, {format_duration(lease.remaining_s)} left"
+            self.say(self._before + Text(f"Lease {lease.id}: {held}", self.board.look.style("good")))
+        elif self._which(text):
+            self.say(self._before)
+        else:
+            look(self._request(self.values))
+            return
+        look(None)
+
+    def _request(self, values: dict[str, str]) -> Request:
+        marked = {words: request_form.picks_of(uuids, self._scene)[1] for words, uuids in self._uuids.items()}
+        return request_form.request_of(values, marked)
+
+    def _answered(self, request: Request, answer: Answer) -> None:
+        if not self.is_attached or self.busy:
+            return
+        values = self.values
+        if not (self._which(values["gpus"]) or self._lease(values["gpus"])) and request == self._request(values):
+            self.say(self._before + self._words(request, answer))
+
+    def _words(self, request: Request, answer: Answer) -> Text:
+        look = self.board.look
+        if isinstance(answer, Choice):
+            why = "" if request.picks else f"; {answer.why}"
+            return Text.assemble(
+                (f"Reserves {request_form.places_words(answer.gpus)}", look.style("good")), (why, look.style("dim"))
+            )
+        return refused(answer, look)
+
+    # Launching
+
+    def form(self, values: dict[str, str]) -> LaunchForm:
+        """Return what the fields ask for."""
+        text = values["gpus"]
+        lease = self._lease(text)
+        nodes: tuple[str, ...] = ()
+        gpus = ""
+        if lease is not None:
+            nodes = tuple(lease.nodes)
+        elif not is_whole(text):
+            picks = self._request(values).picks
+            gpus = "@".join(f"{pick.node}:{pick.uuid}" for pick in picks) if text in self._uuids else text
+            if all(pick.node is not None for pick in picks):
+                nodes = tuple(dict.fromkeys(pick.node for pick in picks if pick.node is not None))
+        return LaunchForm(
+            command=values["command"],
+            folder=absolute(values["folder"]),
+            gpus=gpus,
+            lease=lease.id if lease is not None else None,
+            n=int(text) if lease is None and is_whole(text) else None,
+            model=values["model"] if is_whole(text) else "",
+            nodes=nodes,
+            device="cpu" if values["cpu"] else "cuda",
+            python=values["python"],
+            variables=values["variables"],
+            grace=values["grace"],
+            for_s=values["for"],
+            keep=bool(values["keep"]),
+        )
+
+    def commit(self, values: dict[str, str]) -> None:
+        """Start it, and wait for its run."""
+        self._wanted = self._reading
+        if self._reading:
+            return
+        board, form = self.board, self.form(values)
+        self.busy = True
+        self.say("Starting …")
+
+        def started(launch: Started) -> None:
+            board.follower.follow()
+            if not self.is_attached:
+                _give_up(launch)
+                return
+            self._started = launch
+            self._timer = self.set_interval(_POLL_S, self._wait)
+
+        board.ask(lambda: self._start(board, form), started, lambda error: self._failed(str(error)))
+
+    @staticmethod
+    def _start(board: BoardApp, form: LaunchForm) -> Started:
+        launch = board.core.starter.start(form)
+        launch.awaited = True
+        return launch
+
+    def _wait(self) -> None:
+        """See whether the run is there, or why there will be none."""
+        started = self._started
+        if started is None or self._looking:
+            return
+        self._looking = True
+        book = self.board.core.runbook
+
+        def work() -> tuple[bool, Entry | None, list[str], str]:
+            over = started.over  # before the run: it leaves its last state before it ends
+            entry = book.one(started.run)
+            return over, entry, started.said, started.failure() if over and entry is None else ""
+
+        def then(found: tuple[bool, Entry | None, list[str], str]) -> None:
+            self._looking = False
+            over, entry, said, failure = found
+            if not self.is_attached or self._started is not started:
+                return
+            if entry is not None:
+                self._leave()
+                started.awaited = False
+                self.dismiss(started.run)
+            elif over:
+                self._leave()
+                started.clear()
+                self._failed(failure)
+            else:
+                self.say(said[-1] if said else "Reserving and starting …", "dim")
+
+        def failed(error: GpuboardError) -> None:
+            self._looking = False
+            self.board.tell_once(error)
+
+        self.board.ask(work, then, failed)
+
+    def _leave(self) -> None:
+        self._timer.stop()
+        self._started = None
+
+    def _failed(self, words: str) -> None:
+        if self.is_attached:
+            self._before = Text.assemble(
+                ("Not launched: ", self.board.look.style("bad")), request_form.plain(words), "\n"
+            )
+            self.say(self._before)
+            self.busy = False
+
+    def action_cancel(self) -> None:
+        """Close; a launch that has not come so far as to have a run is given up, and gives back what it reserved."""
+        if self._started is not None:
+            started = self._started
+            self._leave()
+            _give_up(started)
+        self.dismiss(None)
+
+
+def _give_up(started: Started) -> None:
+    started.given_up, started.awaited = True, False
+    started.cancel()
+
+
+def _grace(text: str) -> str:
+    return "" if text in {"0", "0s"} else duration(86400.0)(text)

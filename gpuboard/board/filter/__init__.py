@@ -1,0 +1,1 @@
+"""The filter's language. Pure."""

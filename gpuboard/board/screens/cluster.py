@@ -1,0 +1,373 @@
+"""The cluster view: what is free, every node and GPU, as a picture or as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+import msgspec
+from rich.style import Style
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.widgets import Input
+
+from gpuboard.board.arrange import GROUPS, NodeRow, ViewState, arrange, arrange_nodes, natural
+from gpuboard.board.filter.query import Query, QueryError, parse
+from gpuboard.board.gpu_actions import ActingScreen
+from gpuboard.board.scene import Place, Scene
+from gpuboard.board.screens.gpu import GpuPanel, GpuScreen
+from gpuboard.board.screens.node import NodeScreen
+from gpuboard.board.text.cells import fit, width
+from gpuboard.board.text.format import FLAG_MARKS
+from gpuboard.board.text.lines import wrapped
+from gpuboard.board.theme.styles import LETTERS
+from gpuboard.board.widgets.footer import Footer
+from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.picture import Picture
+from gpuboard.board.widgets.summary import Banners, Lines, Summary
+from gpuboard.board.widgets.table import GpuTable
+
+_CYCLE = ("", "model", "memory", "utilization", "power", "temperature", "user", "age", "state", "reason")
+_DOWN_FIRST = frozenset({"memory", "utilization", "power", "temperature", "age"})  # the most is what one looks for
+_HINT = "user:alice state:free mem>40G model:H100 node:gpu[01-04], or any word"
+_NO_MATCH = "No GPU matches the filter.\nEscape takes it away."
+_NO_NODES = "There are no nodes.\nName some: gpuboard --nodes gpu[01-04], or in the config file."
+_NAME_MOST = 24  # cells of a filter's text below the rows
+_NODE = "node:"  # what keys of nodes begin with
+
+
+class ClusterScreen(ActingScreen):
+    """The first screen. One cursor and one selection, by UUID, for picture and table."""
+
+    TITLE_WORDS = "Cluster"
+    NOTICE = False
+    AUTO_FOCUS = ""  # the rows are, as soon as they are there
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (160, "-rich")]  # noqa: RUF012  # textual's own type
+    DEFAULT_CSS = """
+    ClusterScreen #filter { display: none; height: 1; border: none; padding: 0 1; }
+    ClusterScreen #filter.-open { display: block; }
+    ClusterScreen #body { height: 1fr; }
+    ClusterScreen #side { display: none; width: 64; }
+    ClusterScreen.-rich #side { display: block; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "filter", "Filter", id="cluster.filter"),
+        Binding("t", "view", "View", id="cluster.view"),
+        Binding("s", "sort", "Sort", id="cluster.sort"),
+        Binding("S", "reverse", "Sort the other way", id="cluster.reverse", show=False),
+        Binding("g", "group", "Group", id="cluster.group"),
+        Binding("n", "node", "Node", id="cluster.node", show=False),
+        Binding("escape", "clear", "No filter or selection", id="cluster.clear", show=False),
+        Binding("down", "rows", "To the rows", id="cluster.rows", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = ViewState()
+        self._query: Query = parse("")
+        self._marks: frozenset[str] = frozenset()
+        self._matching: int | None = None  # how many GPUs the filter leaves
+
+    def compose(self) -> ComposeResult:
+        """Header, filter, picture or table, the cursor's GPU, keys."""
+        yield Summary(id="summary")
+        yield Banners(id="banners")
+        yield Input(placeholder=_HINT, id="filter", compact=True, select_on_focus=False, disabled=True)
+        yield Lines(id="wrong")
+        with Horizontal(id="body"):
+            yield Picture(id="picture")
+            yield GpuTable(self.board.core.history.utilization, id="table")
+            yield GpuPanel(id="side")
+        yield Lines(id="status")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Look at the cluster as the last time."""
+        self.view = self.board.preferences.view
+        box = self.query_one("#filter", Input)
+        box.value = self.view.filter
+        box.set_class(bool(self.view.filter), "-open")
+        box.disabled = not self.view.filter  # else what is typed early lands in it
+        self._switch()
+        self.grid.say(f"Reading {len(self.board.core.nodes)} nodes")
+        self.set_focus(self.grid)
+
+    # For the actions on GPUs
+
+    @property
+    def cursor_uuid(self) -> str | None:
+        """The UUID of the GPU or MIG device under the cursor; None on a node of which no GPU is known."""
+        key = self.grid.cursor
+        return None if key is None or key.startswith(_NODE) else key
+
+    @property
+    def cursor_place(self) -> Place | None:
+        """The GPU under the cursor, with its node; for a MIG device the GPU that it is a part of."""
+        uuid = self.cursor_uuid
+        return None if uuid is None or self.board.scene is None else _place(self.board.scene, uuid)
+
+    @property
+    def cursor_node(self) -> str | None:
+        """The name of the node under the cursor."""
+        key = self.grid.cursor
+        if key is not None and key.startswith(_NODE):
+            return key.removeprefix(_NODE)
+        place = self.cursor_place
+        return place.node.name if place else None
+
+    def targets(self) -> list[str]:
+        """Return what an action is meant for: the selected GPUs that are there, in their order, else the cursor's.
+
+        Never the cursor's while others are selected, were they all gone: it would be another GPU than the person meant.
+        """
+        if self._marks:
+            return self._selected()
+        return [] if self.cursor_uuid is None else [self.cursor_uuid]
+
+    def _selected(self) -> list[str]:
+        """Return the selected GPUs and MIG devices that are there."""
+        scene = self.board.scene
+        if scene is None:
+            return []
+        found = [(natural(place.node.name), place.gpu.index, uuid) for uuid, place in _places(scene, self._marks)]
+        return [uuid for _, _, uuid in sorted(found)]
+
+    # Drawing
+
+    @property
+    def grid(self) -> Picture | GpuTable:
+        """The one of the two views that is shown."""
+        return (
+            self.query_one("#picture", Picture) if self.view.view == "picture" else self.query_one("#table", GpuTable)
+        )
+
+    def show(self, scene: Scene) -> None:
+        """Draw ``scene``: what is visible, and one pass for sums, filter and order."""
+        self.query_one("#summary", Summary).show(scene)
+        self.query_one("#banners", Banners).show(scene)
+        matches = self._query.matches if self._query else None
+        grid = self.grid
+        grid.say(_NO_MATCH if matches else _NO_NODES)
+        if isinstance(grid, Picture):
+            nodes = arrange_nodes(scene, self.view, matches)
+            grid.show(scene, nodes)
+            found = (item for item in nodes if isinstance(item, NodeRow)) if matches else ()
+            count = sum(len(item.node.gpus if item.shown is None else item.shown) for item in found)
+        else:
+            rows = arrange(scene, self.view, matches)
+            grid.show(scene, rows)
+            count = sum(isinstance(row, Place) for row in rows) if matches else 0
+        self._matching = count if matches else None
+        self._show_side()
+        self._show_status()
+
+    def on_resize(self) -> None:
+        """Say as much as there is room for."""
+        if self.query_one("#wrong", Lines).display:
+            self._filter_by(self.query_one("#filter", Input).value)
+        self.call_after_refresh(self.on_screen_resume)  # the newest scene by then, not the one of now
+
+    def restyle(self) -> None:
+        """Draw both views with the new look."""
+        self.query_one("#picture", Picture).redraw()
+        self.query_one("#table", GpuTable).redraw()
+        super().restyle()
+
+    def go_to(self, key: str) -> None:
+        """Put the cursor on a node or a GPU; a filter that hides it is taken away."""
+        scene = self.board.scene
+        if scene is None:
+            return
+        if key.startswith(_NODE) and (node := scene.nodes.get(key.removeprefix(_NODE))) is not None and node.gpus:
+            key = node.gpus[0].uuid
+        self.grid.cursor = key
+        if self.grid.cursor != key and self._query:
+            self._close_filter()
+            self.grid.cursor = key
+
+    def _show_side(self) -> None:
+        side = self.query_one("#side", GpuPanel)
+        if side.display and self.board.scene is not None:
+            place = self.cursor_place
+            uuid = place.gpu.uuid if place else self.cursor_uuid
+            side.show_gpu(self.board.scene, uuid, self.board.core.history, self.board.look.glyphs)
+
+    def _show_status(self) -> None:
+        """Say what is selected and how the view was changed; letters and marks are explained where room is left."""
+        view, said = self.view, []
+        glyphs = self.board.look.glyphs
+        if watched := self.board.watches.words:
+            said.append((watched, "title"))
+        if self._marks:
+            gone = len(self._marks) - len(self._selected())
+            said.append((f"{len(self._marks)} selected" + (f", {gone} gone" if gone else ""), "marked"))
+        if self._matching is not None:
+            words = "1 GPU matches" if self._matching == 1 else f"{self._matching} GPUs match"
+            if self.query_one("#wrong", Lines).display:  # what stands there is not what it is filtered by
+                words += f" {fit(self._query.text, min(width(self._query.text), _NAME_MOST))}"
+            said.append((words, "title"))
+        if view.sort:
+            said.append((f"by {view.sort} {glyphs.down if view.reverse else glyphs.up}", ""))
+        if view.group != "none":
+            said.append((f"grouped by {view.group}", ""))
+        runs: list[tuple[str, str | Style]] = [(" ", "")]
+        for text, style in said:
+            runs += [(text, style), ("  ", "")]
+        room = self.size.width - sum(width(text) for text, _ in runs)
+        marks = [(mark, "warn", flag) for flag, mark in FLAG_MARKS.items()]
+        every = view.view == "picture"
+        letters = [(letter, state, state) for state, letter in LETTERS.items() if every or state == "mig"]
+        for sign, style, word in (*letters, *marks):
+            room -= len(sign) + len(word) + 3
+            if room < 0:
+                break
+            runs += [(sign, style), (f" {word}  ", "dim")]
+        self.query_one("#status", Lines).set_lines([tuple(runs)])
+
+    # Cursor and selection
+
+    def on_grid_moved(self) -> None:
+        """Show the GPU that the cursor is on."""
+        self._show_side()
+
+    def on_grid_marked(self, message: Grid.Marked) -> None:
+        """Keep the selection; it holds for both views."""
+        self._marks = message.keys
+        self._show_status()
+
+    def on_grid_chosen(self, message: Grid.Chosen) -> None:
+        """Open a GPU or a node."""
+        if message.key.startswith(_NODE):
+            self.app.push_screen(NodeScreen(message.key.removeprefix(_NODE)))
+        elif self.board.scene is not None and (place := _place(self.board.scene, message.key)) is not None:
+            self.app.push_screen(GpuScreen(place.gpu.uuid))
+
+    def action_node(self) -> None:
+        """Open the node under the cursor."""
+        if self.cursor_node is not None:
+            self.app.push_screen(NodeScreen(self.cursor_node))
+
+    # Order and view
+
+    def on_grid_sorted(self, message: Grid.Sorted) -> None:
+        """Sort by a column: at first as one most likely wants it, then the other way."""
+        if self.view.sort == message.key:
+            self.action_reverse()
+        else:
+            self._change(sort=message.key, reverse=message.key in _DOWN_FIRST)
+
+    def action_sort(self) -> None:
+        """Sort by the next column."""
+        at = _CYCLE.index(self.view.sort) if self.view.sort in _CYCLE else 0
+        sort = _CYCLE[(at + 1) % len(_CYCLE)]
+        self._change(sort=sort, reverse=sort in _DOWN_FIRST)
+
+    def action_reverse(self) -> None:
+        """Sort the other way."""
+        self._change(sort=self.view.sort or "node", reverse=not self.view.reverse)
+
+    def action_group(self) -> None:
+        """Group by the next of node, model, user, state, or not at all."""
+        self._change(group=GROUPS[(GROUPS.index(self.view.group) + 1) % len(GROUPS)])
+
+    def action_view(self) -> None:
+        """Show the table instead of the picture, or the picture again."""
+        place, key = self.cursor_place, self.grid.cursor
+        focused = self.grid.has_focus
+        self._change(view="table" if self.view.view == "picture" else "picture")
+        self._switch()
+        self.grid.cursor = place.gpu.uuid if place and self.view.view == "picture" else key
+        if focused:
+            self.set_focus(self.grid)
+
+    def _switch(self) -> None:
+        """Show the view that was chosen, with the selection of the other."""
+        for grid in (self.query_one("#picture", Picture), self.query_one("#table", GpuTable)):
+            grid.display = grid is self.grid
+        self.grid.marks = self._marks
+        self.grid.set_sort(self.view.sort or None, self.view.reverse)
+        self.refresh_bindings()
+
+    def _change(self, **changes: str | bool) -> None:
+        """Look at the cluster in another way, also after the next start."""
+        self.view = msgspec.structs.replace(self.view, **changes)
+        self.board.remember(view=self.view)
+        self.grid.set_sort(self.view.sort or None, self.view.reverse)
+        if self.board.scene is not None:
+            self.show(self.board.scene)
+
+    # The filter
+
+    def action_filter(self) -> None:
+        """Type a filter."""
+        box = self.query_one("#filter", Input)
+        box.add_class("-open")
+        box.disabled = False
+        self.set_focus(box)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """While a filter is typed ``/`` is a part of it, and no key for the footer."""
+        typing = self.focused is not None and self.focused.id == "filter"
+        return not (action == "filter" and typing) and super().check_action(action, parameters)
+
+    def action_rows(self) -> None:
+        """Go from the filter to the rows."""
+        self.set_focus(self.grid)
+
+    def action_clear(self) -> None:
+        """Take the filter away, or, when there is none, the selection."""
+        box = self.query_one("#filter", Input)
+        if box.has_class("-open"):
+            self._close_filter()
+        elif self._marks:
+            self._marks = frozenset()
+            self.grid.marks = ()
+            self._show_status()
+
+    def _close_filter(self) -> None:
+        box = self.query_one("#filter", Input)
+        self.set_focus(self.grid)
+        box.remove_class("-open")
+        box.disabled = True
+        box.value = ""
+        self._filter_by("")
+
+    @on(Input.Changed, "#filter")
+    def typed(self, message: Input.Changed) -> None:
+        """Filter by what is typed so far; what cannot be understood is said, and the filter before it stays."""
+        self._filter_by(message.value)
+
+    @on(Input.Submitted, "#filter")
+    def submitted(self) -> None:
+        """Go on among the rows; an empty filter goes away."""
+        if self.query_one("#filter", Input).value.strip():
+            self.set_focus(self.grid)
+        else:
+            self._close_filter()
+
+    def _filter_by(self, text: str) -> None:
+        """Compile a filter and look through it."""
+        wrong = self.query_one("#wrong", Lines)
+        try:
+            query = parse(text)
+        except QueryError as error:
+            lines = wrapped(error.words, self.size.width - 3, most=4)
+            wrong.set_lines([((f"  {line}", "warn"),) for line in lines])
+            self._show_status()
+            return
+        wrong.set_lines(())
+        self._show_status()
+        if text != self._query.text:
+            self._query = query
+            self._change(filter=text)
+
+
+def _place(scene: Scene, uuid: str) -> Place | None:
+    """Return where a GPU is; a MIG device is in the GPU that it is a part of."""
+    return scene.place(uuid) or scene.devices.get(uuid)
+
+
+def _places(scene: Scene, uuids: Iterable[str]) -> Iterator[tuple[str, Place]]:
+    return ((uuid, place) for uuid in uuids if (place := _place(scene, uuid)) is not None)

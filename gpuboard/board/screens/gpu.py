@@ -1,0 +1,283 @@
+"""One GPU in detail: GpuScreen, and GpuPanel, which stands beside the cluster where there is room."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container, VerticalScroll
+
+from gpuboard.board.arrange import age_of, natural_nodes
+from gpuboard.board.gpu_actions import ActingScreen
+from gpuboard.board.history import History, tells
+from gpuboard.board.scene import Place, Scene
+from gpuboard.board.screens import processes
+from gpuboard.board.screens.node import NodeScreen
+from gpuboard.board.text import gpu as gpu_lines
+from gpuboard.board.text.lines import Runs, above, named, title
+from gpuboard.board.theme.styles import Glyphs
+from gpuboard.board.widgets.footer import Footer
+from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
+from gpuboard.board.widgets.pane import Pane
+from gpuboard.model.snapshot import ProcessView
+from gpuboard.model.units import format_duration, format_size
+
+_PLOT_LINES, _PANEL_PLOT_LINES = 4, 2
+_PROCESSES = 12  # rows shown at once; a GPU with more is scrolled
+_PANEL_PROCESSES = 6
+
+PROCESS_COLUMNS = (
+    Column("user", "User", 10),
+    Column("pid", "Pid", 8, right=True),
+    Column("memory", "Memory", 8, right=True, drop=2),
+    Column("runtime", "Runtime", 7, right=True, drop=3),
+    Column("job", "Job", 8, drop=5),
+    Column("lease", "Lease", 6, drop=4),
+    Column("container", "Container", 12, drop=6),
+    Column("note", "Note", 8, drop=1),
+    Column("command", "Command", 16, weight=1, least=16),
+)
+
+
+class Known(NamedTuple):
+    """What can be said of a GPU now. ``values``: where readings come from, None if there never were any."""
+
+    now: Place | None  # None: no node lists it any more
+    values: Place | None
+    old_s: float | None  # how old the values are when they are not of now; None: they are
+
+
+class Memory:
+    """The last values of one GPU, kept for when it vanishes."""
+
+    def __init__(self, uuid: str) -> None:
+        self.uuid = uuid
+        self._last: Place | None = None
+        self._at = 0.0
+
+    def look(self, scene: Scene, now: float) -> Known:
+        """Return what can be said with the newest scene; ``now`` is a monotonic clock's."""
+        place = scene.place(self.uuid)
+        if place is not None and tells(place.node, place.gpu):
+            self._last, self._at = place, now
+            return Known(place, place, None)
+        if self._last is None:
+            return Known(place, place, None if place is None else age_of(place.node, place.gpu))
+        old_s = now - self._at
+        if place is not None and (heard_s := age_of(place.node, place.gpu)) is not None and place.node.state != "up":
+            old_s = heard_s  # as it is said everywhere else
+        return Known(place, self._last, old_s)
+
+
+def notice(known: Known, width: int) -> list[Runs]:
+    """Return what keeps the values from being those of now, in words; no line when nothing does."""
+    if known.old_s is None and known.now is not None:
+        return []
+    nothing = known.values is None or known.values.gpu.memory_used is None
+    age = "" if nothing or known.old_s is None else f" What is shown is {format_duration(known.old_s)} old."
+    if known.now is None:
+        gone = "No node lists this GPU any more." if known.values is not None else "No node lists this GPU."
+        return named("Gone", f"{gone}{age}", "bad", width)
+    node, gpu = known.now.node, known.now.gpu
+    if node.state == "stale":
+        return named("Silent", f"{node.name}: nothing heard.{age}", "warn", width)
+    if node.connecting:
+        return named("Connecting", f"{node.name}: {node.error or 'no answer yet'}.{age}", "unknown", width)
+    if node.state != "up":
+        return named("Down", f"{node.name}: {node.error or 'no answer'}.{age}", "warn", width)
+    return named("Lost" if gpu.state == "broken" else "Not read", f"{gpu.error or gpu.reason}.{age}", "bad", width)
+
+
+def process_key(process: ProcessView) -> str:
+    """Return what tells a process from one that has its pid later."""
+    return f"{process.pid}:{process.started}"
+
+
+def process_rows(place: Place, *, dim: bool) -> list[Row]:
+    """Return the rows of a GPU's processes, most memory first; their keys are ``process_key``'s."""
+    found = sorted(place.gpu.processes or (), key=lambda process: (-(process.memory or 0), process.pid))
+    return [Row(process_key(process), partial(_process_cells, process), dim=dim) for process in found]
+
+
+def _process_cells(process: ProcessView) -> Sequence[Cell]:
+    note = "rogue" if process.rogue else process.type if process.type != "compute" else ""
+    runtime = "?" if process.runtime_s is None else format_duration(process.runtime_s)
+    return (
+        Cell("hidden" if process.user is None else process.user, "unknown" if process.user is None else ""),
+        Cell(str(process.pid)),
+        Cell(format_size(process.memory), "unknown" if process.memory is None else ""),
+        Cell(runtime, "unknown" if process.runtime_s is None else ""),
+        Cell(process.job or "-", "" if process.job else "dim"),
+        Cell(process.lease or "-", "" if process.lease else "dim"),
+        Cell(process.container or "-", "" if process.container else "dim"),
+        Cell(note, "bad" if process.rogue else "dim"),
+        Cell(process.command),
+    )
+
+
+def no_processes(place: Place) -> str:
+    """Return what is said where a GPU shows no processes."""
+    return "no process" if place.gpu.processes is not None else "? the processes could not be read"
+
+
+class GpuPanel(VerticalScroll, can_focus=False):
+    """A GPU in a column beside the cluster."""
+
+    DEFAULT_CSS = "GpuPanel { padding: 0 1; }"
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._memory: Memory | None = None
+
+    def compose(self) -> ComposeResult:
+        """One pane."""
+        yield Pane()
+
+    def show_gpu(self, scene: Scene, uuid: str | None, history: History, glyphs: Glyphs) -> None:
+        """Show a GPU, or what to do when none is chosen."""
+        pane = self.query_one(Pane)
+        if uuid is None:
+            self._memory = None
+            pane.show(lambda width: [[("Move to a GPU to see it here.", "dim")]])
+            return
+        if self._memory is None or self._memory.uuid != uuid:
+            self._memory = Memory(uuid)
+        known = self._memory.look(scene, time.monotonic())
+        pane.show(partial(_panel_lines, known, scene, history, glyphs))
+
+
+def _panel_lines(known: Known, scene: Scene, history: History, glyphs: Glyphs, width: int) -> list[Runs]:
+    lines = notice(known, width)
+    place = known.now or known.values
+    if place is None or known.values is None:
+        return lines
+    old = known.old_s is not None
+    frame = gpu_lines.Frame(width, _PANEL_PLOT_LINES, glyphs, dim=old)
+    lines += gpu_lines.head(place, scene, width)
+    lines += [[], *gpu_lines.readings(known.values.gpu, history.of(place.gpu.uuid), frame)]
+    lines += [[], title("Processes"), *gpu_lines.processes(known.values, _PANEL_PROCESSES)]
+    return [*lines, [], *gpu_lines.neighbour_line(place, width), *gpu_lines.health(place.gpu, width, only_bad=True)]
+
+
+class GpuScreen(ActingScreen):
+    """One GPU: state and owner, the last minutes, processes, links, health."""
+
+    TITLE_WORDS = "GPU"
+    NOTICE = False
+    AUTO_FOCUS = ""  # it would scroll to the processes
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012 - as textual declares it
+    DEFAULT_CSS = """
+    GpuScreen #body { padding: 0 1; }
+    GpuScreen Pane { margin-bottom: 1; }
+    GpuScreen #notice { margin-bottom: 0; }
+    GpuScreen #processes { margin-bottom: 1; }
+    GpuScreen #evidence { height: auto; layout: horizontal; }
+    GpuScreen #evidence Pane { width: 1fr; margin: 0 2 1 0; }
+    GpuScreen.-narrow #evidence { layout: vertical; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "back", "Back", id="gpu.back"),
+        Binding("left_square_bracket,left", "step(-1)", "Previous", id="gpu.previous", priority=True),
+        Binding("right_square_bracket,right", "step(1)", "Next", id="gpu.next", priority=True),
+        Binding("n", "node", "Node", id="gpu.node"),
+        Binding("pageup", "page(-1)", "Page up", id="gpu.page-up", show=False, priority=True),
+        Binding("pagedown", "page(1)", "Page down", id="gpu.page-down", show=False, priority=True),
+    ]
+
+    def __init__(self, uuid: str) -> None:
+        super().__init__()
+        self._memory = Memory(uuid)
+
+    @property
+    def uuid(self) -> str:
+        """The GPU on show."""
+        return self._memory.uuid
+
+    def compose(self) -> ComposeResult:
+        """What can be scrolled, and the keys."""
+        with VerticalScroll(id="body", can_focus=False):
+            yield Pane(id="notice")
+            yield Pane(id="head")
+            yield Pane(id="readings")
+            yield Grid(PROCESS_COLUMNS, id="processes")
+            with Container(id="evidence"):
+                yield Pane(id="links")
+                yield Pane(id="health")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Let the arrows move among the processes."""
+        self.query_one("#processes", Grid).focus(scroll_visible=False)
+
+    def show(self, scene: Scene) -> None:
+        """Draw the GPU as it is now, or as it was when it was last seen."""
+        known = self._memory.look(scene, time.monotonic())
+        self.query_one("#notice", Pane).show(lambda width: [*above(scene, width), *notice(known, width)])
+        place, values = known.now or known.values, known.values
+        if place is None or values is None:
+            return
+        old = known.old_s is not None
+        samples, glyphs = self.board.core.history.of(self.uuid), self.board.look.glyphs
+        self.query_one("#head", Pane).show(
+            lambda width: [*gpu_lines.head(place, scene, width), gpu_lines.age_line(place.node, place.gpu)]
+        )
+        self.query_one("#readings", Pane).show(
+            lambda width: gpu_lines.readings(values.gpu, samples, gpu_lines.Frame(width, _PLOT_LINES, glyphs, dim=old))
+        )
+        self._show_processes(process_rows(values, dim=old), no_processes(values))
+        self.query_one("#links", Pane).show(lambda width: [title("Links"), *gpu_lines.links(place, width)])
+        self.query_one("#health", Pane).show(lambda width: [title("Health"), *gpu_lines.health(place.gpu, width)])
+
+    def _show_processes(self, rows: list[Row], empty: str) -> None:
+        grid = self.query_one("#processes", Grid)
+        height = 1 + max(2, min(len(rows), _PROCESSES))
+        if grid.styles.height is None or grid.styles.height.value != height:
+            grid.styles.height = height
+        if grid.empty != empty:
+            grid.empty = empty
+            grid.redraw()
+        grid.set_rows(rows)
+
+    def targets(self) -> list[str]:
+        """The GPU on show."""
+        return [self.uuid]
+
+    def action_signal(self) -> None:
+        """Send a signal to the process under the cursor."""
+        cursor = self.query_one("#processes", Grid).cursor
+        found = [] if self.board.scene is None else processes.running(self.board.scene, [self.uuid])
+        for one in found:
+            if cursor == process_key(one.process):
+                processes.signal_one(self.board, one)
+                return
+        self.board.notify("no process is selected", markup=False)
+
+    def action_back(self) -> None:
+        """Return to the screen before."""
+        self.app.pop_screen()
+
+    def action_step(self, by: int) -> None:
+        """Show the GPU before or after this one, in the order of nodes and indexes."""
+        scene = self.board.scene
+        if scene is None:
+            return
+        uuids = [gpu.uuid for node in natural_nodes(scene) for gpu in node.gpus]
+        if self.uuid in uuids and 0 <= (at := uuids.index(self.uuid) + by) < len(uuids):
+            self._memory = Memory(uuids[at])
+            self.show(scene)
+
+    def action_node(self) -> None:
+        """Open the GPU's node."""
+        scene = self.board.scene
+        place = None if scene is None else self._memory.look(scene, time.monotonic()).values
+        if place is not None:
+            self.app.push_screen(NodeScreen(place.node.name))
+
+    def action_page(self, by: int) -> None:
+        """Scroll by a page."""
+        body = self.query_one("#body", VerticalScroll)
+        body.scroll_relative(y=by * max(1, body.size.height - 2), animate=False)

@@ -1,0 +1,175 @@
+"""The help screen: every key by screen, what letters and flags mean, how to filter. Made from the bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.events import Resize
+from textual.widgets import Static
+
+from gpuboard.board import keys
+from gpuboard.board.scene import Scene
+from gpuboard.board.screens.base import BoardScreen
+from gpuboard.board.text.format import FLAG_MARKS
+from gpuboard.board.theme.styles import LETTERS
+from gpuboard.board.widgets.footer import Footer
+
+STATE_WORDS = {
+    "free": "no process, no reservation",
+    "reserved": "a lease covers it",
+    "allocated": "the scheduler gave it to a job",
+    "busy": "in use without a reservation",
+    "occupied": "memory in use, owner not visible",
+    "mig": "in MIG mode: see its devices",
+    "unknown": "no current reading; never free",
+    "broken": "lost, failed or needs recovery",
+}
+FLAG_WORDS = {
+    "rogue": "a process of somebody else runs on it",
+    "idle": "held, but unused for a while",
+    "overdue": "the lease ended, its processes did not",
+    "disputed": "claims contradict each other",
+    "sick": "ECC, row remap, heat, PCIe, XID: see it",
+}
+FILTER_WORDS = (
+    ("alice", "whatever holds the word"),
+    ("user:alice -state:busy", "both must hold; - is not"),
+    ("mem>40G util<5 temp>=80", "numbers: < <= > >="),
+    ("model:H100 node:gpu[01-04]", "part of a name; a nodeset"),
+    ("flag:idle,rogue", "either; more in the docs"),
+)
+MOUSE_WORDS = (
+    ("click", "the cursor; in the footer a key"),
+    ("double click", "open it"),
+    ("ctrl-click", "select, or no longer; also the right button"),
+    ("drag", "select from there to here"),
+    ("click on a title", "sort by it; again: the other way"),
+)
+_COLUMN = 58  # cells of one column of the screen
+_KEYS = 16  # cells that a line gives to keys,
+_WORDS = 22  # and to what they do; the name to remap it by follows
+
+
+class HelpScreen(BoardScreen):
+    """All keys, grouped by screen; the one it was opened from comes first."""
+
+    TITLE_WORDS = "Help"
+    INSTEAD_OF = frozenset({"app.quit", "app.help"})
+    DEFAULT_CSS = """
+    HelpScreen #scroll { scrollbar-size-vertical: 1; padding: 0 1; }
+    HelpScreen #words { width: 1fr; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,question_mark,f1", "close", "Close", id="help.close"),
+        Binding("up,k", "scroll(-1)", "Up", id="help.up", show=False),
+        Binding("down,j", "scroll(1)", "Down", id="help.down", show=False),
+        Binding("pageup", "scroll(-20)", "Page up", id="help.page-up", show=False),
+        Binding("pagedown,space", "scroll(20)", "Page down", id="help.page-down", show=False),
+        Binding("home", "scroll(-9999)", "Top", id="help.top", show=False),
+        Binding("end", "scroll(9999)", "End", id="help.end", show=False),
+    ]
+
+    def __init__(self, opened_from: str) -> None:
+        super().__init__()
+        self._opened_from = opened_from
+        self._columns = 0
+
+    def compose(self) -> ComposeResult:
+        """The text and a footer."""
+        with VerticalScroll(id="scroll", can_focus=False):
+            yield Static(id="words", markup=False)
+        yield Footer()
+
+    def show(self, scene: Scene) -> None:
+        """Nothing here depends on the cluster."""
+
+    def on_resize(self, event: Resize) -> None:
+        """Lay the sections out in as many columns as fit."""
+        columns = max(1, (event.size.width - 3) // _COLUMN)
+        if columns != self._columns:
+            self._columns = columns
+            self.draw()
+
+    def draw(self) -> None:
+        """Write the text, in the colours of now."""
+        sections = [self._legend(), *self._keys(), self._mouse(), self._filters()]
+        self.query_one("#words", Static).update(_in_columns(sections, max(1, self._columns)))
+
+    def action_close(self) -> None:
+        """Go back."""
+        self.dismiss()
+
+    def action_scroll(self, lines: int) -> None:
+        """Scroll."""
+        self.query_one("#scroll").scroll_relative(y=lines, animate=False)
+
+    def _keys(self) -> list[list[Text]]:
+        keys.load_screens()
+        by_section: dict[str, list[Text]] = {}
+        for action in keys.actions():
+            if action.description:
+                line = self._line(self._shown(action), action.description.ljust(_WORDS))
+                by_section.setdefault(action.section, []).append(
+                    line.append(f" {action.id}", self.board.look.style("dim"))
+                )
+        first = [name for name in (self._opened_from, "Everywhere", "Lists") if name in by_section]
+        names = [*first, *(name for name in by_section if name not in {*first, "Dialogs", "Help"}), "Dialogs", "Help"]
+        return [[self._title(name), *by_section[name]] for name in names if name in by_section]
+
+    def _shown(self, action: keys.Action) -> str:
+        """Return the keys of an action as they are now, remapped or not."""
+        said = self.board.keymap.get(action.id)
+        found = said.split(",") if said else action.keys
+        return " ".join(self.board.get_key_display(Binding(key, "", "")) for key in found)
+
+    def _legend(self) -> list[Text]:
+        look = self.board.look
+        lines = [self._title("States")]
+        for state, words in STATE_WORDS.items():
+            line = Text(f"  {LETTERS[state]} {state}".ljust(_KEYS), look.style(state))
+            lines.append(line.append(words, look.style("")))
+        lines += [Text(), self._title("Flags")]
+        for flag, words in FLAG_WORDS.items():
+            role = "bad" if flag in {"rogue", "disputed", "sick"} else "warn"
+            lines.append(
+                Text(f"  {FLAG_MARKS[flag]} {flag}".ljust(_KEYS), look.style(role)).append(words, look.style(""))
+            )
+        return lines
+
+    def _mouse(self) -> list[Text]:
+        return [self._title("Mouse"), *(self._line(*pair, width=20) for pair in MOUSE_WORDS)]
+
+    def _filters(self) -> list[Text]:
+        return [self._title("Filter"), *(self._line(*pair, width=30) for pair in FILTER_WORDS)]
+
+    def _title(self, words: str) -> Text:
+        return Text(words, self.board.look.style("group"))
+
+    def _line(self, left: str, words: str, width: int = _KEYS) -> Text:
+        return Text(f"  {left}".ljust(width), self.board.look.style("title")).append(f" {words}", "not bold")
+
+
+def _in_columns(sections: Sequence[list[Text]], columns: int) -> Text:
+    """Lay sections side by side, each whole, in columns of about the same length."""
+    total = sum(len(section) + 1 for section in sections)
+    laid: list[list[Text]] = [[]]
+    for section in sections:
+        if len(laid) < columns and len(laid[-1]) + len(section) // 2 > total / columns:
+            laid.append([])
+        laid[-1] += [*section, Text()]
+    if len(laid) == 1:
+        return Text("\n").join(laid[0])
+    lines = []
+    for row in range(max(len(column) for column in laid)):
+        line = Text()
+        for column in laid:
+            cell = column[row].copy() if row < len(column) else Text()
+            cell.truncate(_COLUMN - 2, overflow="ellipsis", pad=True)
+            line.append_text(cell).append("  ")
+        lines.append(line)
+    return Text("\n").join(lines)

@@ -1,0 +1,274 @@
+"""What one rank writes: both streams, followed while they grow, searched, as large as they may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import Input, Static
+
+from gpuboard.board.screens.base import BoardScreen
+from gpuboard.board.widgets.footer import Footer
+from gpuboard.board.widgets.log_view import LogView
+from gpuboard.launch.run_index import Entry, log_trouble
+from gpuboard.model.text import clean
+
+if TYPE_CHECKING:
+    from gpuboard.board.scene import Scene
+    from gpuboard.errors import GpuboardError
+
+_POLL_S = 0.25
+_STATE_S = 1.0
+_STREAMS = ("both", "out", "err")
+_SIDE = 16  # cells that left and right move
+
+
+class LogScreen(BoardScreen):
+    """The logs of a rank of a run."""
+
+    TITLE_WORDS = "Log"
+    AUTO_FOCUS = ""
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "back", "Back", id="log.back"),
+        Binding("f", "follow", "Follow", id="log.follow"),
+        Binding("slash", "search", "Search", id="log.search"),
+        Binding("n", "next", "Next", id="log.next"),
+        Binding("N", "previous", "Previous", id="log.previous", show=False),
+        Binding("left_square_bracket", "rank(-1)", "Rank before", id="log.rank-before", show=False),
+        Binding("right_square_bracket", "rank(1)", "Next rank", id="log.rank-next"),
+        Binding("s", "streams", "Streams", id="log.streams"),
+        Binding("tab", "other", "Other stream", id="log.other", show=False),
+        Binding("z", "wrap", "Wrap", id="log.wrap"),
+        Binding("g,home", "top", "Top", id="log.top", show=False),
+        Binding("G,end", "bottom", "End", id="log.end"),
+        Binding("up,k", "rows(-1)", "Up", id="log.up", show=False),
+        Binding("down,j", "rows(1)", "Down", id="log.down", show=False),
+        Binding("pageup,b", "pages(-1)", "Page up", id="log.page-up", show=False),
+        Binding("pagedown,space", "pages(1)", "Page down", id="log.page-down", show=False),
+        Binding("left", "right(-1)", "Left", id="log.left", show=False),
+        Binding("right", "right(1)", "Right", id="log.right", show=False),
+    ]
+    CSS = """
+    LogScreen #head, LogScreen #trouble, LogScreen #said { height: 1; }
+    LogScreen #trouble, LogScreen #said, LogScreen #words { display: none; }
+    LogScreen #words { height: 1; }
+    LogScreen #trouble.-shown, LogScreen #said.-shown, LogScreen #words.-shown { display: block; }
+    """
+
+    def __init__(self, entry: Entry, rank: int) -> None:
+        super().__init__()
+        self._entry = entry
+        self._rank = rank
+        self._streams = _STREAMS[0]
+        self._asking = False
+
+    def compose(self) -> ComposeResult:
+        """Whose log it is, what is wrong, the streams, the line to search with, the footer."""
+        yield Static(id="head", markup=False)
+        yield Static(id="trouble", markup=False)
+        yield LogView("stdout", id="out")
+        yield LogView("stderr", id="err")
+        yield Static(id="said", markup=False)
+        yield Input(placeholder="look for … (capitals count if there are some)", id="words", compact=True)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Show the end of both streams and stay there."""
+        self._open()
+        self.set_interval(_POLL_S, self._poll)
+        self.set_interval(_STATE_S, self._look)
+
+    @property
+    def views(self) -> list[LogView]:
+        """The streams that are shown."""
+        return [view for view in self.query(LogView) if view.display]
+
+    @property
+    def active(self) -> LogView:
+        """The stream that the keys are for."""
+        return next((view for view in self.views if view.active), self.views[0])
+
+    def show(self, scene: Scene) -> None:
+        """Nothing here follows the cluster."""
+
+    def restyle(self) -> None:
+        """Draw anew."""
+        self._head()
+
+    def _open(self) -> None:
+        self._pick(self.active)
+        for stream in ("out", "err"):
+            self.query_one(f"#{stream}", LogView).open(Path(self._entry.view.folder) / f"rank-{self._rank}.{stream}")
+        self._say("")
+        self._head()
+        self._look()
+
+    def _head(self) -> None:
+        look, view = self.board.look, self._entry.view
+        rank = next((rank for rank in view.ranks if rank.rank == self._rank), None)
+        where = f"{clean(rank.node)}:{rank.index}" if rank is not None else "?"
+        state = clean(rank.state) if rank is not None else "?"
+        text = Text.assemble(
+            (f"Rank {self._rank}", look.style("title")),
+            f" of {len(view.ranks)}  {where}  ",
+            (state, look.style("bad" if state == "failed" else "good" if state in {"running", "done"} else "")),
+            (f"  run {view.id}, {clean(view.state)}  {clean(view.target)}", look.style("dim")),
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+        self.query_one("#head", Static).update(text)
+
+    def _poll(self) -> None:
+        if self.is_current:
+            for view in self.views:
+                view.poll()
+
+    def _look(self) -> None:
+        """See how the rank does, and whether its log is whole."""
+        if self._asking or not self.is_current:
+            return
+        self._asking = True
+        book, run, folder = self.board.core.runbook, self._entry.view.id, Path(self._entry.view.folder)
+
+        def then(found: tuple[Entry | None, str]) -> None:
+            self._asking = False
+            entry, trouble = found
+            if not self.is_attached:
+                return
+            self._entry = entry or self._entry
+            self._head()
+            bar = self.query_one("#trouble", Static)
+            bar.set_class(bool(trouble), "-shown")
+            bar.update(Text(trouble, self.board.look.style("warn"), no_wrap=True, overflow="ellipsis"))
+
+        def failed(error: GpuboardError) -> None:
+            self._asking = False
+            self.board.tell_once(error)
+
+        self.board.ask(lambda: (book.one(run), log_trouble(folder)), then, failed)
+
+    def _say(self, words: str) -> None:
+        said = self.query_one("#said", Static)
+        said.set_class(bool(words), "-shown")
+        said.update(Text(words, self.board.look.style("dim"), no_wrap=True, overflow="ellipsis"))
+
+    def _pick(self, view: LogView) -> None:
+        for other in self.query(LogView):
+            other.active = other is view
+            other.refresh()
+
+    def on_log_view_picked(self, message: LogView.Picked) -> None:
+        """The keys are for the stream that was clicked."""
+        self._pick(message.view)
+
+    def on_log_view_told(self, message: LogView.Told) -> None:
+        """Say what a stream has to say."""
+        self._say(message.words)
+
+    # Actions
+
+    def action_back(self) -> None:
+        """Close the search, stop one that runs, or leave."""
+        words = self.query_one("#words", Input)
+        if words.has_class("-shown"):
+            words.remove_class("-shown")
+            self.set_focus(None)
+        elif searching := [view for view in self.views if view.searching]:
+            searching[0].stop_search()
+            self._say("the search was stopped")
+        else:
+            self.app.pop_screen()
+
+    def action_follow(self) -> None:
+        """Stay at the end while the log grows, or no longer."""
+        if self.active.follow:
+            self.active.stay()
+        else:
+            self.active.bottom()
+
+    def action_search(self) -> None:
+        """Ask what to look for."""
+        words = self.query_one("#words", Input)
+        words.add_class("-shown")
+        words.value = self.active.words
+        self.set_focus(words)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Look for it: below, or above when we are at the end."""
+        event.stop()
+        self.query_one("#words", Input).remove_class("-shown")
+        self.set_focus(None)
+        self._say("")
+        page = self.active.page
+        self._search(event.value, backwards=page is not None and page.at_end)
+
+    def _search(self, words: str, *, backwards: bool) -> None:
+        """Look for ``words`` in the streams that are shown, from where we are in the active one if it has anything."""
+        first, *others = sorted(self.views, key=lambda view: (view.page is None, not view.active))
+        for view in (first, *others):
+            view.stop_search()
+        for view in others:
+            view.highlight(words)
+        first.search(words, backwards=backwards, others=others)
+
+    def action_next(self) -> None:
+        """Go to the next match below."""
+        self._find(backwards=False)
+
+    def action_previous(self) -> None:
+        """Go to the next match above."""
+        self._find(backwards=True)
+
+    def _find(self, *, backwards: bool) -> None:
+        if self.active.words:
+            self._search(self.active.words, backwards=backwards)
+        else:
+            self.action_search()
+
+    def action_rank(self, step: int) -> None:
+        """Show the log of another rank."""
+        ranks = [rank.rank for rank in self._entry.view.ranks]
+        if ranks:
+            at = ranks.index(self._rank) if self._rank in ranks else 0
+            self._rank = ranks[(at + step) % len(ranks)]
+            self._open()
+
+    def action_streams(self) -> None:
+        """Show both streams, stdout alone, stderr alone."""
+        self._streams = _STREAMS[(_STREAMS.index(self._streams) + 1) % len(_STREAMS)]
+        for view in self.query(LogView):
+            view.display = self._streams in {"both", view.id}
+        self._pick(self.active)
+
+    def action_other(self) -> None:
+        """Give the keys to the other stream."""
+        views = self.views
+        self._pick(views[(views.index(self.active) + 1) % len(views)])
+
+    def action_wrap(self) -> None:
+        """Break long lines, or cut them."""
+        for view in self.query(LogView):
+            view.toggle_wrap()
+
+    def action_top(self) -> None:
+        """Go to the beginning."""
+        self.active.top()
+
+    def action_bottom(self) -> None:
+        """Go to the end and stay there."""
+        self.active.bottom()
+
+    def action_rows(self, rows: int) -> None:
+        """Go up or down."""
+        self.active.move(rows)
+
+    def action_pages(self, pages: int) -> None:
+        """Go a screenful up or down."""
+        self.active.move_pages(pages)
+
+    def action_right(self, steps: int) -> None:
+        """Show what is further right, or left."""
+        self.active.move_right(steps * _SIDE)

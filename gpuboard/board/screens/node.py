@@ -1,0 +1,218 @@
+"""One node in detail: its host, its connection with the last error and its cure, and all its GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+
+from gpuboard.board.arrange import natural_nodes, users_of
+from gpuboard.board.gpu_actions import ActingScreen
+from gpuboard.board.scene import Scene
+from gpuboard.board.text.format import age, percent, short_model
+from gpuboard.board.text.lines import Runs, above, named
+from gpuboard.board.text.plots import bar
+from gpuboard.board.theme.styles import LETTERS, Glyphs
+from gpuboard.board.widgets.footer import Footer
+from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
+from gpuboard.board.widgets.pane import Pane
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, shown_flags
+from gpuboard.model.units import format_size
+
+_STATE_ROLES = {"up": "good", "stale": "warn", "unreachable": "bad"}
+_BAR = 10
+
+GPU_COLUMNS = (
+    Column("index", "GPU", 3, right=True),
+    Column("state", "State", 11),
+    Column("user", "Who", 10),
+    Column("memory", "Memory", _BAR, drop=2),
+    Column("gib", "GiB", 9, right=True),
+    Column("utilization", "Util", 5, right=True),
+    Column("temperature", "Temp", 5, right=True, drop=3),
+    Column("power", "Power", 6, right=True, drop=4),
+    Column("model", "Model", 14, drop=5),
+    Column("reason", "Why", 14, weight=1, least=14, drop=1),
+)
+
+
+def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
+    """Return what is known of a node beside its GPUs."""
+    driver = f"driver {node.driver or '?'}   CUDA {node.cuda or '?'}"
+    if node.age_s is not None or node.source != "nvml":  # nvml is assumed until it was read
+        driver += f"   read through {node.source}"
+    lines: list[Runs] = [[(node.name, "title"), (f"  {driver}", "")]]
+    role = "unknown" if node.connecting else _STATE_ROLES.get(node.state, "unknown")
+    lines += named("Connection", _connection(node), role, width)
+    if node.error is not None and not node.connecting:
+        lines += named("Error", node.error, "bad", width)
+    if node.claims_error is not None:
+        lines += named("Reservations", f"not possible here: {node.claims_error}", "bad", width)
+    if node.scheduler_state is not None:
+        why = [node.scheduler_reason, node.scheduler_reservation and f"reservation {node.scheduler_reservation}"]
+        words = "; ".join([node.scheduler_state, *filter(None, why)])
+        lines += named("Scheduler", words, "warn" if any(why) else "", width)
+    read = "never" if node.age_s is None else f"{age(node.age_s)} ago"
+    lines += named("Last reading", read, "" if node.state == "up" else role, width)
+    old = node.state != "up"
+    cpu = None if node.cpu_percent is None else node.cpu_percent / 100
+    lines.append(_host("CPU", cpu, _cpu_words(node), glyphs, old))
+    part = node.memory_used / node.memory_total if node.memory_used is not None and node.memory_total else None
+    words = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
+    lines.append(_host("Memory", part, words, glyphs, old))
+    lines += named("Host name", node.hostname or "?", "" if node.hostname else "unknown", width)
+    addresses = ", ".join(node.addresses)
+    return lines + named("Addresses", addresses or "?", "" if addresses else "unknown", width)
+
+
+def _connection(node: NodeView) -> str:
+    if node.connecting:
+        return f"connecting: {node.error or 'no answer yet'}"
+    if node.source == "slurm":
+        return "none: only Slurm shows it (docs/slurm.md, Ways to a node)"
+    if node.state == "up":
+        return "up" if node.connected else "lost; the newest reading is still fresh"
+    if node.state == "stale":
+        return "stale: connected, but silent"
+    return "none" if node.age_s is None else "lost"
+
+
+def _cpu_words(node: NodeView) -> str:
+    load = "?" if node.load1 is None else f"{node.load1:.2f}"
+    return f"{'?' if node.cpu_percent is None else f'{node.cpu_percent:.0f}'} %   load {load}"
+
+
+def _host(name: str, part: float | None, words: str, glyphs: Glyphs, old: bool) -> Runs:
+    role = "dim" if old else "unknown" if part is None else ""
+    return [(name.ljust(13), "dim"), (bar(part, 20, glyphs), role), (f"  {words}", role)]
+
+
+def gpu_rows(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> list[Row]:
+    """Return a GPU's row and one for each of its MIG devices; their keys are the UUIDs."""
+    old = node.state != "up"
+    rows = [Row(gpu.uuid, partial(_gpu_cells, node, gpu, scene, glyphs), dim=old)]
+    return rows + [Row(device.uuid, partial(_mig_cells, device, scene, glyphs), dim=old) for device in gpu.mig]
+
+
+def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
+    owners = [lease.owner for lease in scene.leases_on(device.uuid)]
+    none = Cell("-", "dim")  # not measured for MIG devices
+    return (
+        Cell("MIG", "dim"),
+        Cell(f"{LETTERS.get(device.state, '?')} {device.state}", device.state),
+        Cell(", ".join(owners) or "-", "" if owners else "dim"),
+        *_memory_cells(device, device.state, glyphs),
+        none,
+        none,
+        none,
+        Cell(device.profile),
+        Cell(device.reason),
+    )
+
+
+def _gpu_cells(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
+    users = users_of(gpu, scene)
+    flags = "".join(f"[{flag}] " for flag in shown_flags(gpu))
+    return (
+        Cell(str(gpu.index)),
+        Cell(f"{LETTERS.get(gpu.state, '?')} {gpu.state}", gpu.state),
+        Cell(", ".join(users) or "-", "" if users else "dim"),
+        *_memory_cells(gpu, gpu.state, glyphs),
+        Cell(percent(gpu.utilization), "unknown" if gpu.utilization is None else ""),
+        _number(gpu.temperature, "°"),
+        _number(gpu.power, " W"),
+        Cell(short_model(gpu.name)),
+        Cell(f"{flags}{gpu.reason}"),
+    )
+
+
+def _memory_cells(of: GpuView | MigView, state: str, glyphs: Glyphs) -> tuple[Cell, Cell]:
+    part = of.memory_used / of.memory_total if of.memory_used is not None and of.memory_total else None
+    used = "?" if of.memory_used is None else f"{of.memory_used / 2**30:.1f}"
+    total = "?" if of.memory_total is None else f"{of.memory_total / 2**30:.0f}"
+    return (
+        Cell(bar(part, _BAR, glyphs), state if part is not None else "unknown"),
+        Cell(f"{used}/{total}", "" if part is not None else "unknown"),
+    )
+
+
+def _number(value: float | None, unit: str) -> Cell:
+    return Cell("?", "unknown") if value is None else Cell(f"{value:.0f}{unit}")
+
+
+class NodeScreen(ActingScreen):
+    """One node: connection, host, GPUs."""
+
+    TITLE_WORDS = "Node"
+    NOTICE = False
+    DEFAULT_CSS = """
+    NodeScreen #node { padding: 0 1; margin-bottom: 1; max-height: 60%; }
+    NodeScreen #gpus { padding: 0 1; min-height: 4; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "back", "Back", id="node.back"),
+        Binding("left_square_bracket,left", "step(-1)", "Previous", id="node.previous", priority=True),
+        Binding("right_square_bracket,right", "step(1)", "Next", id="node.next", priority=True),
+    ]
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.node_name = name
+
+    def compose(self) -> ComposeResult:
+        """The node, its GPUs, the keys."""
+        yield Pane(id="node")
+        yield Grid(GPU_COLUMNS, id="gpus")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Let the arrows move among the GPUs."""
+        self.query_one("#gpus", Grid).focus()
+
+    def show(self, scene: Scene) -> None:
+        """Draw the node as it is now."""
+        node = scene.nodes.get(self.node_name)
+        if node is None:
+            return
+        glyphs = self.board.look.glyphs
+        self.query_one("#node", Pane).show(lambda width: [*above(scene, width), *node_lines(node, glyphs, width)])
+        grid = self.query_one("#gpus", Grid)
+        empty = "no GPU"
+        if node.age_s is None:
+            empty = f"no GPU is known{' yet' if node.connecting else ''}: the node was never read"
+        if grid.empty != empty:
+            grid.empty = empty
+            grid.redraw()
+        grid.set_rows([row for gpu in node.gpus for row in gpu_rows(node, gpu, scene, glyphs)])
+
+    @on(Grid.Chosen, "#gpus")
+    def open_gpu(self, event: Grid.Chosen) -> None:
+        """Open a GPU."""
+        from gpuboard.board.screens.gpu import GpuScreen  # it opens nodes, so it imports us
+
+        place = None if self.board.scene is None else self.board.scene.devices.get(event.key)
+        if place is not None:
+            self.app.push_screen(GpuScreen(place.gpu.uuid))
+
+    def targets(self) -> list[str]:
+        """The GPU under the cursor."""
+        cursor = self.query_one("#gpus", Grid).cursor
+        return [] if cursor is None else [cursor]
+
+    def action_back(self) -> None:
+        """Return to the screen before."""
+        self.app.pop_screen()
+
+    def action_step(self, by: int) -> None:
+        """Show the node before or after this one."""
+        scene = self.board.scene
+        if scene is None:
+            return
+        names = [node.name for node in natural_nodes(scene)]
+        if self.node_name in names and 0 <= (at := names.index(self.node_name) + by) < len(names):
+            self.node_name = names[at]
+            self.show(scene)

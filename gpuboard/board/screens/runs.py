@@ -1,0 +1,322 @@
+"""All runs of this user, and of the one under the cursor everything that is known: ranks, verdicts, what to do."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.widgets import Button
+
+from gpuboard.board.dialogs.base import Confirm
+from gpuboard.board.screens.base import BoardScreen
+from gpuboard.board.screens.logs import LogScreen
+from gpuboard.board.text.lines import named
+from gpuboard.board.text.rows import Cell, Column, Row
+from gpuboard.board.text.run import RANK_STYLES, RUN_STYLES, Stop, about, countdown, first_rank, state_of
+from gpuboard.board.widgets.footer import Footer
+from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.pane import Pane
+from gpuboard.launch.run_folder import FINAL, RankView, lived_s, places
+from gpuboard.launch.run_index import Detail, Entry
+from gpuboard.launch.stop import ask_to_stop
+from gpuboard.model.text import clean
+from gpuboard.model.units import format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpuboard.board.app import BoardApp
+    from gpuboard.board.scene import Scene
+    from gpuboard.errors import GpuboardError
+
+_POLL_S = 1.0
+_REASON = "stopped from the board"
+_EMPTY = """No runs yet.
+x launches one: on selected GPUs, on a lease, or on the best that are free.
+`gpuboard launch --n 2 train.py` in a shell does the same."""
+_LIST = (
+    Column("run", "Run", 8),
+    Column("state", "State", 9),
+    Column("age", "Ago", 7, right=True),
+    Column("ran", "Ran", 7, right=True),
+    Column("code", "Exit", 4, right=True),
+    Column("lease", "Lease", 6, drop=2),
+    Column("where", "Ranks", 16, weight=1, least=12),
+    Column("target", "Target", 16, weight=2, least=14),
+)
+_RANKS = (
+    Column("rank", "Rank", 4, right=True),
+    Column("state", "State", 9),
+    Column("node", "Node", 12),
+    Column("gpu", "GPU", 3, right=True),
+    Column("pid", "Pid", 7, right=True),
+    Column("line", "Last line", 20, weight=1, least=20),
+    Column("uuid", "UUID", 40, drop=1),
+)
+
+
+class StopConfirm(Confirm):
+    """Asks whether to stop a run: with its grace, or at once (``now`` is set then)."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("k", "kill", "Kill now", id="dialog.kill")]
+
+    def __init__(self, entry: Entry, grace_s: float | None) -> None:
+        self.now = False
+        grace = "its grace" if grace_s is None else format_duration(grace_s)
+        super().__init__(
+            f"Stop run {entry.view.id}?",
+            f"{clean(entry.view.target, 200)}\nRanks: {places(entry.view)}\n\n"
+            f"Stop: SIGTERM to every rank now, SIGKILL after {grace}.\nKill now: SIGKILL at once; nothing is saved.",
+            verb="Stop",
+        )
+
+    def buttons(self) -> Iterator[Button]:
+        """Cancel, which has the focus, and the two ways to stop."""
+        yield from super().buttons()
+        yield Button(Content("Kill now (k)"), id="kill", variant="error", compact=True)
+
+    @on(Button.Pressed, "#kill")
+    def _kill(self, event: Button.Pressed) -> None:
+        event.stop()
+        event.prevent_default()
+        self.action_kill()
+
+    def action_kill(self) -> None:
+        """Stop it without grace."""
+        self.now = True
+        self.dismiss(True)
+
+
+class RunsScreen(BoardScreen):
+    """Every run: a list, and the one under the cursor rank by rank."""
+
+    TITLE_WORDS = "Runs"
+    DEFAULT_CSS = """
+    RunsScreen #list { height: 2fr; min-height: 5; }
+    RunsScreen #detail { height: auto; max-height: 50%; padding: 0 1; overflow-y: auto; }
+    RunsScreen #ranks { height: 3fr; min-height: 4; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "app.pop_screen", "Back", id="runs.back"),
+        Binding("o", "log", "Log", id="runs.log"),
+        Binding("s", "stop", "Stop", id="runs.stop"),
+        Binding("x", "launch", "Launch", id="runs.launch"),
+        Binding("tab", "app.focus_next", "List or ranks", id="runs.other", show=False),
+    ]
+
+    def __init__(self, run: str | None = None) -> None:
+        """``run``: where the cursor is to be, as soon as it is there."""
+        super().__init__()
+        self._wanted = run
+        self._entries: dict[str, Entry] = {}
+        self._detail: tuple[str, Detail] | None = None
+        self._stopping: dict[str, Stop] = {}
+        self._asking = self._again = False
+
+    def compose(self) -> ComposeResult:
+        """The list, what is known of the run under its cursor, the ranks."""
+        yield Grid(_LIST, empty="Reading runs …", id="list")
+        yield Pane(id="detail")
+        yield Grid(_RANKS, id="ranks")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Look each second."""
+        self.query_one("#list", Grid).focus()
+        self._look()
+        self.set_interval(_POLL_S, self._look)
+
+    def show(self, scene: Scene) -> None:
+        """The cluster has changed; of it only whether the lease lasts is shown here."""
+
+    def restyle(self) -> None:
+        """Draw anew."""
+        self._draw()
+
+    def jump(self, run: str) -> None:
+        """Put the cursor on a run."""
+        self._wanted = run
+        self._look()
+
+    @property
+    def entry(self) -> Entry | None:
+        """The run under the cursor."""
+        key = self.query_one("#list", Grid).cursor
+        return None if key is None else self._entries.get(key)
+
+    def _look(self) -> None:
+        """Read beside the UI what has changed."""
+        if self._asking:
+            self._again = True
+            return
+        if not self.is_current:
+            return
+        self._asking, self._again = True, False
+        book, run = self.board.core.runbook, self._wanted or self.query_one("#list", Grid).cursor
+
+        def work() -> tuple[list[Entry], tuple[str, Detail] | None]:
+            entries = book.read()
+            known = [entry.view.id for entry in entries]
+            chosen = run if run in known else known[0] if known else None
+            return entries, None if chosen is None else (chosen, book.detail(chosen))
+
+        self.board.ask(work, lambda found: self._seen(*found), self._failed)
+
+    def _failed(self, error: GpuboardError) -> None:
+        self._asking = False
+        self.board.tell_once(error)
+
+    def _seen(self, entries: list[Entry], detail: tuple[str, Detail] | None) -> None:
+        self._asking = False
+        if not self.is_attached:
+            return
+        self._entries = {entry.view.id: entry for entry in entries}
+        self._detail = detail
+        going = {run for run, entry in self._entries.items() if entry.live}
+        self._stopping = {run: stop for run, stop in self._stopping.items() if run in going}
+        self._draw()
+        if self._again:
+            self._look()
+
+    def _draw(self) -> None:
+        grid = self.query_one("#list", Grid)
+        grid.say(_EMPTY)
+        now = time.time()
+        grid.set_rows([Row(run, partial(self._cells, entry, now)) for run, entry in self._entries.items()])
+        if self._wanted in self._entries:
+            grid.cursor = self._wanted
+            self._wanted = None
+        self._draw_detail()
+
+    def _cells(self, entry: Entry, now: float) -> list[Cell]:
+        view = entry.view
+        ago, ran = lived_s(view, now), lived_s(view, now if entry.live else entry.written)
+        state = state_of(entry, self._stopping.get(view.id))
+        return [
+            Cell(clean(view.id)),
+            Cell(state, RUN_STYLES.get(state, "")),
+            Cell("?" if ago is None else format_duration(ago)),
+            Cell("?" if ran is None else format_duration(ran)),
+            Cell("" if view.exit_code is None else str(view.exit_code)),
+            Cell(clean(view.lease or "-")),
+            Cell(places(view)),
+            Cell(clean(view.target)),
+        ]
+
+    # The run under the cursor
+
+    @on(Grid.Moved, "#list")
+    def _moved(self) -> None:
+        self._draw_detail()
+        self._look()
+
+    def _draw_detail(self) -> None:
+        entry, ranks = self.entry, self.query_one("#ranks", Grid)
+        ranks.display = entry is not None
+        if entry is None:
+            self.query_one("#detail", Pane).show(lambda cells: ())
+            ranks.set_rows(())
+            return
+        detail = self._detail[1] if self._detail and self._detail[0] == entry.view.id else None
+        stop = self._stopping.get(entry.view.id)
+        lines = about(entry, detail, stop, self.board.scene, time.time())
+        if stop is not None and entry.live:
+            lines.insert(1, countdown(entry, detail, stop, time.monotonic()))
+        self.query_one("#detail", Pane).show(lambda cells: [line for part in lines for line in named(*part, cells)])
+        uuids = detail.uuids if detail else {}
+        ranks.set_rows(
+            [Row(str(rank.rank), partial(_rank_cells, rank, uuids.get(rank.rank, ""))) for rank in entry.view.ranks]
+        )
+
+    # Actions
+
+    @on(Grid.Chosen, "#list")
+    def _chosen(self) -> None:
+        self.action_log()
+
+    @on(Grid.Chosen, "#ranks")
+    def _rank_chosen(self, event: Grid.Chosen) -> None:
+        if self.entry is not None:
+            self.app.push_screen(LogScreen(self.entry, int(event.key)))
+
+    def action_log(self) -> None:
+        """Open the log of the rank under the cursor; from the list that of the rank that failed first."""
+        entry = self.entry
+        if entry is None or not entry.view.ranks:
+            self.notify("there is no run with ranks under the cursor", markup=False)
+            return
+        ranks = self.query_one("#ranks", Grid)
+        chosen = int(ranks.cursor) if ranks.has_focus and ranks.cursor is not None else None
+        rank = chosen if chosen is not None else first_rank(entry) or 0
+        self.app.push_screen(LogScreen(entry, rank))
+
+    def action_stop(self) -> None:
+        """Ask, and stop the run under the cursor."""
+        entry = self.entry
+        if entry is None:
+            return
+        view = entry.view
+        if entry.unreadable:
+            self.notify(f"the state of run {view.id} cannot be read", severity="warning", markup=False)
+            return
+        if view.state in FINAL:
+            self.notify(f"run {view.id} has ended already: {view.state}", markup=False)
+            return
+        if entry.elsewhere:
+            words = f"run {view.id} is led from {clean(view.head.host)}; run `gpuboard stop {view.id}` there"
+            self.notify(words, severity="warning", timeout=12, markup=False)
+            return
+        grace_s = self._detail[1].grace_s if self._detail and self._detail[0] == view.id else None
+        dialog = StopConfirm(entry, grace_s)
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._stop(entry, 0.0 if dialog.now else None)
+
+        self.app.push_screen(dialog, answered)
+
+    def _stop(self, entry: Entry, grace_s: float | None) -> None:
+        run, board = entry.view.id, self.board
+        env = board.core.env
+
+        def asked(_: object) -> None:
+            self._stopping[run] = Stop(time.monotonic(), grace_s)
+            board.follower.follow(run)
+            self._look()
+
+        board.ask(lambda: ask_to_stop(env, entry.view, grace_s, _REASON), asked)
+
+    def action_launch(self) -> None:
+        """Open the dialog that launches."""
+        from gpuboard.board.dialogs.launch import open_launch  # it opens this screen
+
+        open_launch(self.board)
+
+
+def _rank_cells(rank: RankView, uuid: str) -> list[Cell]:
+    state = clean(rank.state)
+    return [
+        Cell(str(rank.rank)),
+        Cell(state, RANK_STYLES.get(state, "")),
+        Cell(clean(rank.node)),
+        Cell(str(rank.index)),
+        Cell("?" if rank.pid is None else str(rank.pid)),
+        Cell(clean(rank.last_line)),
+        Cell(clean(uuid), "dim"),
+    ]
+
+
+def open_runs(board: BoardApp, run: str | None = None) -> None:
+    """Show the runs, with the cursor on ``run``; where they are open already, go back to them."""
+    if not any(isinstance(screen, RunsScreen) for screen in board.screen_stack):
+        board.push_screen(RunsScreen(run))
+        return
+    while not isinstance(board.screen, RunsScreen):
+        board.pop_screen()
+    if run is not None:
+        board.screen.jump(run)

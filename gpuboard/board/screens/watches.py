@@ -1,0 +1,341 @@
+"""Conditions to be told of ("tell me when"), looked at in every new picture of the cluster; what follows when met."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+
+from gpuboard.board.dialogs import request_form
+from gpuboard.board.dialogs.base import YES, Dialog, Field, duration, number, size
+from gpuboard.board.dialogs.planner import REST, Answer, Planner
+from gpuboard.board.dialogs.reserve import taken_words
+from gpuboard.board.operations import Attempt
+from gpuboard.board.scene import Scene
+from gpuboard.board.screens.base import BoardScreen
+from gpuboard.board.terminal.notify import announce
+from gpuboard.board.text.run import ended_words
+from gpuboard.board.widgets.footer import Footer
+from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
+from gpuboard.board.widgets.summary import Lines
+from gpuboard.errors import GpuboardError, Refused
+from gpuboard.leases.policy.choose import choose
+from gpuboard.model.lease import Lease
+from gpuboard.model.request import Choice, Request
+from gpuboard.model.units import parse_duration
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
+    from gpuboard.launch.run_index import Entry, Runbook
+    from gpuboard.leases.output.formats import Allocation
+
+
+class Watch(msgspec.Struct, frozen=True):
+    """What is waited for: ``request`` can be had, or ``lease`` or ``run`` has ended; one of the three."""
+
+    number: int
+    since: float  # epoch seconds
+    request: Request | None = None
+    lease: Lease | None = None  # as it was when the watch was set
+    run: str | None = None
+    reserve_s: float | None = None  # reserve it at once for so long
+    purpose: str = ""
+    met_at: float | None = None
+    words: str = ""  # how it went
+
+    @property
+    def condition(self) -> str:
+        """What is waited for, in words."""
+        if self.lease is not None:
+            return f"lease {self.lease.id} ends ({self.lease.owner}, {request_form.places_words(self.lease.gpus)})"
+        if self.run is not None:
+            return f"run {self.run} ends"
+        assert self.request is not None
+        then = "" if self.reserve_s is None else f", then reserve for {request_form.lasting(self.reserve_s)}"
+        return request_form.request_words(self.request) + then
+
+
+def holds(watch: Watch, scene: Scene, run: Entry | None = None) -> str:
+    """Return how the condition is met in ``scene``, in words; "" when it is not, or cannot be known to be.
+
+    ``run``: the run of a watch for one, as it is now.
+    """
+    if watch.run is not None:
+        return "" if run is None or run.live else f"{run.view.state}: {ended_words(run).splitlines()[0]}"
+    if watch.lease is not None:
+        gone = (watch.lease.id, watch.lease.owner) not in {(one.id, one.owner) for one in scene.leases.leases}
+        unread = set(watch.lease.nodes) & set(scene.leases.unread)
+        return f"{request_form.places_words(watch.lease.gpus)} of {watch.lease.owner}" if gone and not unread else ""
+    assert watch.request is not None
+    answer = choose(watch.request, scene.snapshot)
+    return request_form.places_words(answer.gpus) if isinstance(answer, Choice) else ""
+
+
+class Watches:
+    """The watches of this session of the board."""
+
+    def __init__(self, board: BoardApp) -> None:
+        self._board = board
+        self.all: list[Watch] = []
+        self._last = 0
+        self._looking = False  # one look at a time, in a thread: the policy may take longer than a frame
+        self._taking: tuple[int, Attempt] | None = None  # a watch's number, and the reservation that it is making
+        self._rest_until = 0.0  # monotonic
+
+    @property
+    def active(self) -> list[Watch]:
+        """Those that have not been met yet."""
+        return [watch for watch in self.all if watch.met_at is None]
+
+    @property
+    def words(self) -> str:
+        """What is watched for, short; "" for nothing."""
+        active = self.active
+        return f"watching for {active[0].condition}" if len(active) == 1 else f"{len(active)} watches" if active else ""
+
+    def add(self, watch: Watch) -> None:
+        """Watch for this from now on."""
+        self._last += 1
+        self.all.append(msgspec.structs.replace(watch, number=self._last))
+        if self._board.scene is not None:
+            self.look(self._board.scene)
+
+    def remove(self, number: int) -> None:
+        """Watch for this no longer; what is being reserved for it is given back."""
+        self.all = [watch for watch in self.all if watch.number != number]
+        if self._taking is not None and self._taking[0] == number:
+            self._taking[1].give_up()
+
+    def look(self, scene: Scene) -> None:
+        """See which conditions hold in a new scene."""
+        active = self.active
+        began = time.monotonic()
+        if not active or self._looking or began < self._rest_until:
+            return
+        self._looking = True
+        runbook = self._board.core.runbook
+
+        def looked(met: list[tuple[Watch, str]]) -> None:
+            now = time.monotonic()
+            self._rest_until = now + REST * (now - began)
+            self._looked(met)
+
+        def failed(error: GpuboardError) -> None:
+            self._looking = False
+            self._board.tell_once(error)
+
+        def work() -> list[tuple[Watch, str]]:
+            return [(one, words) for one in active if (words := _holds(one, scene, runbook))]
+
+        self._board.ask(work, looked, failed)
+
+    def _looked(self, met: Sequence[tuple[Watch, str]]) -> None:
+        there = [(watch, words) for watch, words in met if watch in self.all]  # not removed meanwhile
+        for watch, words in there:
+            if watch.reserve_s is None:
+                announce(self._board, "It is so" if watch.request else "Ended", f"{watch.condition}: {words}")
+                self._put(watch, words, met=True)
+        # one after the other, those first for which nobody was quicker yet
+        reserve = sorted((watch for watch, _ in there if watch.reserve_s is not None), key=lambda watch: watch.words)
+        if reserve and self._taking is None:
+            self._reserve(reserve[0])
+        self._looking = False
+
+    def _reserve(self, watch: Watch) -> None:
+        """Reserve what was waited for; when somebody is quicker the watch goes on."""
+        request, for_s = watch.request, watch.reserve_s
+        assert request is not None and for_s is not None
+        operations, attempt = self._board.core.operations, Attempt()
+        self._taking = watch.number, attempt
+
+        def taken(allocation: Allocation) -> None:
+            self._taking = None
+            operations.told(allocation)
+            if attempt.given_up:  # removed a moment before we were told: it is being given back
+                return
+            announce(self._board, f"Reserved: {allocation.lease.id}", taken_words(allocation))
+            self._put(watch, f"reserved as {allocation.lease.id}", met=True)
+
+        def refused(error: GpuboardError) -> None:
+            self._taking = None
+            if isinstance(error, Refused) and error.refusal.code == 4:
+                now = time.time()
+                self._put(watch, f"somebody was quicker at {request_form.local(now, now)}", met=False)
+            elif watch in self.all:
+                self._board.tell(GpuboardError(f"{watch.condition}: {request_form.plain(str(error))}"))
+                self._put(watch, f"could not be reserved: {request_form.plain(str(error))}", met=True)
+
+        self._board.ask(lambda: operations.reserve(request, for_s, watch.purpose, attempt), taken, refused)
+
+    def _put(self, watch: Watch, words: str, *, met: bool) -> None:
+        new = msgspec.structs.replace(watch, words=words, met_at=time.time() if met else None)
+        self.all = [new if one.number == watch.number else one for one in self.all]
+
+
+def _holds(watch: Watch, scene: Scene, runbook: Runbook) -> str:
+    try:
+        return holds(watch, scene, runbook.one(watch.run) if watch.run is not None else None)
+    except GpuboardError:  # a node that was named has left the inventory: checked when the watch was set
+        return ""
+
+
+class WatchDialog(Dialog[Watch]):
+    """Asks what to wait for. ``ends``: the lease whose end is offered first."""
+
+    def __init__(self, scene: Scene, most_s: float, ends: str = "") -> None:
+        self._scene = scene
+        self._runs: frozenset[str] = frozenset()  # that go on
+
+        def what(text: str) -> str:
+            if text in self._scene.by_lease or text in self._runs:
+                return ""
+            return number(1, request_form.MOST)(text) and "a number, a lease or a run"
+
+        usual = request_form.lasting(min(8 * 3600.0, most_s))
+        super().__init__(
+            "Tell me when",
+            [
+                Field("what", "Wait for", ends or "1", "free GPUs, or a lease or run", what),
+                Field("model", "Model", "", "any; a part of its name: H100"),
+                Field("memory", "Free memory", "", "any; of each: 40GiB", size),
+                Field("nodes", "Nodes", "", "any number; at most 1, 2, …", number(1, 4096, needed=False)),
+                Field("reserve", "Reserve", "", "at once when it is so", toggle=True),
+                Field("for", "For", usual, f"at most {request_form.lasting(most_s)}", duration(most_s)),
+                Field("purpose", "Purpose", "", "shown to others"),
+            ],
+            verb="Watch",
+        )
+
+    def compose(self) -> ComposeResult:
+        """The fields; what is typed into them is looked at from the first message on."""
+        self._planner = Planner(self.board, self._answered)
+        yield from super().compose()
+
+    def on_mount(self) -> None:
+        """Ask which runs go on."""
+        super().on_mount()
+        runbook = self.board.core.runbook
+
+        def known(runs: frozenset[str]) -> None:
+            self._runs = runs
+            if self.is_attached:
+                self.check()
+
+        self.board.ask(lambda: frozenset(run.view.id for run in runbook.read() if run.live), known)
+
+    def show(self, scene: Scene) -> None:
+        """Look again: what is free has changed."""
+        self._scene = scene
+        if self.is_mounted and not self.wrong():
+            self._planner.look_again(self._watch(self.values).request)
+
+    def changed(self) -> None:
+        """Say whether it is so now."""
+        if self.wrong():
+            self.say("")
+            return
+        watch = self._watch(self.values)
+        if watch.request is None:
+            self.say(f"Tells you when {watch.condition}")
+            return
+        self._planner.look(watch.request)
+
+    def _answered(self, request: Request, answer: Answer) -> None:
+        if not self.is_attached or self.wrong() or request != self._watch(self.values).request:
+            return
+        if isinstance(answer, Choice):
+            self.say(f"It is so now: {request_form.places_words(answer.gpus)}", "good")
+        elif isinstance(answer, str):
+            self.say(answer, "bad")
+        else:
+            words, never = request_form.refusal_words(answer)[0], answer.code == 3
+            self.say(f"Never here: {words}" if never else f"Not now: {words}", "warn" if never else "")
+
+    def commit(self, values: dict[str, str]) -> None:
+        """Set the watch."""
+        self.dismiss(self._watch(values))
+
+    def _watch(self, values: dict[str, str]) -> Watch:
+        if values["what"] in self._runs:
+            return Watch(0, time.time(), run=values["what"])
+        if values["what"] in self._scene.by_lease:
+            return Watch(0, time.time(), lease=self._scene.by_lease[values["what"]])
+        request = request_form.request_of({**values, "gpus": values["what"]}, {})
+        reserve_s = parse_duration(values["for"]) if values["reserve"] == YES else None
+        return Watch(0, time.time(), request, reserve_s=reserve_s, purpose=values["purpose"])
+
+
+def open_watch(board: BoardApp, ends: str = "") -> None:
+    """Ask what to wait for, and wait for it. ``ends``: the lease whose end is offered first."""
+    if board.scene is None:
+        board.notify("nothing is known yet", markup=False)
+        return
+
+    def set_(watch: Watch | None) -> None:
+        if watch is not None:
+            board.watches.add(watch)
+            board.notify(watch.condition, title="Watching for", markup=False)
+
+    board.push_screen(WatchDialog(board.scene, parse_duration(board.core.settings.max_lease), ends), set_)
+
+
+class WatchesScreen(BoardScreen):
+    """What is watched, and what was met."""
+
+    TITLE_WORDS = "Watches"
+    DEFAULT_CSS = """
+    WatchesScreen #sums { margin: 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "app.pop_screen", "Back", id="watches.back"),
+        Binding("a", "add", "New", id="watches.add"),
+        Binding("d", "remove", "Remove", id="watches.remove"),
+    ]
+
+    def compose(self) -> ComposeResult:
+        """The list."""
+        yield Lines(id="sums")
+        yield Grid(
+            (
+                Column("since", "Since", 10),
+                Column("condition", "Tell me when", 30, weight=2, least=24),
+                Column("state", "State", 30, weight=2, least=16),
+            ),
+            empty="Nothing is watched.\n\na: be told when so many GPUs are free, or a lease or a run ends.",
+            id="watches",
+        )
+        yield Footer()
+
+    def show(self, scene: Scene) -> None:
+        """Draw the watches."""
+        watches, now = self.board.watches, time.time()
+        words = f"Watches: {len(watches.active)} active" if watches.all else "Watches: none"
+        self.query_one("#sums", Lines).set_lines([((words, "title"),)])
+        rows = []
+        for watch in watches.all:
+            state = watch.words if watch.met_at is None else f"{request_form.local(watch.met_at, now)}: {watch.words}"
+            cells = (
+                Cell(request_form.local(watch.since, now), "dim"),
+                Cell(watch.condition),
+                Cell(state or "watching", "good" if watch.met_at is not None else "dim"),
+            )
+            rows.append(Row(str(watch.number), cells, dim=watch.met_at is not None))
+        self.query_one(Grid).set_rows(rows)
+
+    def action_add(self) -> None:
+        """Set a watch."""
+        open_watch(self.board)
+
+    def action_remove(self) -> None:
+        """Forget the watch under the cursor."""
+        cursor = self.query_one(Grid).cursor
+        if cursor is None:
+            self.board.notify("nothing is watched; a sets a watch", markup=False)
+            return
+        self.board.watches.remove(int(cursor))
+        if self.board.scene is not None:
+            self.show(self.board.scene)

@@ -1,0 +1,1 @@
+"""What the board writes, as text and cells. Pure; no textual."""

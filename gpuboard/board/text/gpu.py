@@ -1,0 +1,219 @@
+"""One GPU in lines of text: what it is, who has it, its last minutes, its links and its health (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from gpuboard.board.arrange import age_of
+from gpuboard.board.dialogs.request_form import local
+from gpuboard.board.history import SPAN_S, Samples
+from gpuboard.board.scene import Place, Scene
+from gpuboard.board.text.cells import fit
+from gpuboard.board.text.format import age
+from gpuboard.board.text.health import evidence
+from gpuboard.board.text.lines import NAME, Runs, named, wrapped
+from gpuboard.board.text.plots import Values, plot, time_axis
+from gpuboard.board.text.topology import SELF, legend, matrix, neighbours, ranges
+from gpuboard.board.theme.styles import LETTERS, Glyphs
+from gpuboard.model.snapshot import GpuView, NodeView, shown_flags
+from gpuboard.model.units import format_duration, format_size
+
+FLAG_WORDS = {
+    "rogue": "a process of someone who does not hold it",
+    "idle": "held, but not used for a while",
+    "overdue": "its lease has ended, its owner's processes have not",
+    "disputed": "two leases claim it, or a job and a lease",
+    "sick": "see its health",
+    "mig": "split into MIG devices",
+}
+COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
+_CELL = 6  # of a matrix of links
+_TWO_COLUMNS = 72  # from this width two plots stand side by side
+
+
+class Frame(NamedTuple):
+    """How readings are drawn: in how many cells, each plot of how many lines, and with which glyphs."""
+
+    width: int
+    height: int
+    glyphs: Glyphs
+    dim: bool = False  # the values are old
+
+
+class _Reading(NamedTuple):
+    name: str
+    now: str
+    values: Values
+    high: float
+
+
+def head(place: Place, scene: Scene, width: int) -> list[Runs]:
+    """Return what a GPU is, its state with the reason, and who has it until when."""
+    node, gpu = place.node, place.gpu
+    lines: list[Runs] = [[(f"{node.name}  GPU {gpu.index}", "title"), (f"  {gpu.name}", "")]]
+    place_words = [gpu.pci_bus_id or "PCI ?", f"NUMA {'?' if gpu.numa_node is None else gpu.numa_node}"]
+    if len(gpu.uuid) + sum(map(len, place_words)) + 6 <= width:
+        lines.append([(f"{gpu.uuid}   {'   '.join(place_words)}", "dim")])
+    else:
+        lines += [[(gpu.uuid, "dim")], [("   ".join(place_words), "dim")]]
+    state = f"{LETTERS.get(gpu.state, '?')} {gpu.state}"
+    lines += named("State", f"{state}: {gpu.reason}", gpu.state, width)
+    for flag in shown_flags(gpu):
+        role = "bad" if flag in {"rogue", "disputed"} else "dim" if flag == "mig" else "warn"
+        words = "; ".join(gpu.sick) if flag == "sick" and gpu.sick else FLAG_WORDS.get(flag, "")
+        lines += named("", f"{flag}: {words}", role, width)
+    for lease_id in gpu.leases:
+        lease = next((one for one in scene.leases_on(gpu.uuid) if one.id == lease_id), None)
+        words = lease_id if lease is None else f"{lease_id} of {lease.owner}, {format_duration(lease.remaining_s)} left"
+        if lease is not None and lease.purpose:
+            words += f": {lease.purpose}"
+        lines += named("Lease", words, "mine" if lease is not None and scene.is_mine(lease) else "", width)
+    now = datetime.fromisoformat(scene.snapshot.at).timestamp() if gpu.jobs else 0.0
+    for job in gpu.jobs:
+        words = f"{job.id} of {job.user} in {job.partition or 'no partition'}"
+        if job.until is not None:
+            until = datetime.fromisoformat(job.until).timestamp()
+            words += f", {format_duration(max(0.0, until - now))} left, until {local(until, now)}"
+        lines += named("Job", words, "", width)
+    for device in gpu.mig:
+        used = f"{format_size(device.memory_used)} of {format_size(device.memory_total)}"
+        words = f"{LETTERS.get(device.state, '?')} {device.state}: {device.reason}; {used}"
+        lines += named(f"MIG {device.profile}"[: NAME - 1], words, device.state, width)
+    return lines
+
+
+def age_line(node: NodeView, gpu: GpuView) -> Runs:
+    """Return how old the values are, and the compute mode."""
+    mode = "?" if gpu.compute_mode is None else COMPUTE_MODES.get(gpu.compute_mode, "?")
+    return [
+        ("Age".ljust(NAME), "dim"),
+        (age(age_of(node, gpu)).ljust(12), ""),
+        ("compute mode ", "dim"),
+        (mode, ""),
+    ]
+
+
+def readings(gpu: GpuView, samples: Samples, frame: Frame) -> list[Runs]:
+    """Return the four readings, each with its plot; two stand side by side where there is room."""
+    total_gib = (gpu.memory_total or 0) / 2**30
+    limit = "?" if gpu.power_limit is None else f"{gpu.power_limit:.0f}"
+    power_top = gpu.power_limit or max((p for p in samples.power if p is not None), default=100)
+    power = "?" if gpu.power is None else f"{gpu.power:.0f}"
+    blocks = [
+        _Reading("Utilization", _unit(gpu.utilization, "%"), samples.utilization, 100.0),
+        _Reading(
+            "Memory",
+            f"{format_size(gpu.memory_used)} of {format_size(gpu.memory_total)}"
+            + (", the host's" if gpu.memory_shared else ""),
+            [None if part is None else part * total_gib for part in samples.memory],
+            total_gib or 1.0,
+        ),
+        _Reading("Power", f"{power} of {limit} W", samples.power, power_top),
+        _Reading("Temperature", _unit(gpu.temperature, "°C"), samples.temperature, 100.0),
+    ]
+    columns = 2 if frame.width >= _TWO_COLUMNS else 1
+    each = frame._replace(width=(frame.width - 3 * (columns - 1)) // columns)
+    drawn = [_block(block, gpu.state, samples.times, each) for block in blocks]
+    axis: Runs = [(time_axis(each.width, frame.glyphs, SPAN_S), "dim")]
+    for block in drawn[-columns:]:
+        block.append(axis)
+    lines: list[Runs] = []
+    for first in range(0, len(drawn), columns):
+        for parts in zip(*drawn[first : first + columns], strict=True):
+            line = list(parts[0])
+            for part in parts[1:]:
+                line += [("   ", ""), *part]
+            lines.append(line)
+    return lines
+
+
+def _block(reading: _Reading, state: str, times: Sequence[float], frame: Frame) -> list[Runs]:
+    """Return a reading: its name and value, and its plot below them; every line takes the whole width."""
+    role = "dim" if frame.dim else "unknown" if reading.now.startswith("?") else ""
+    lines: list[Runs] = [[(reading.name.ljust(NAME), "dim"), (fit(reading.now, frame.width - NAME), role)]]
+    rows = plot(times, reading.values, frame.width, frame.height, frame.glyphs, span_s=SPAN_S, high=reading.high)
+    for label, area in rows:
+        lines.append([(label, "dim"), (area.ljust(frame.width - len(label)), "dim" if frame.dim else state)])
+    return lines
+
+
+def _unit(value: float | None, unit: str) -> str:
+    return f"? {unit}" if value is None else f"{value:.0f} {unit}"
+
+
+def processes(place: Place, most: int) -> list[Runs]:
+    """Return the processes in a line each: user, pid, memory, command."""
+    found = place.gpu.processes
+    if found is None:
+        return [[("could not be read", "unknown")]]
+    if not found:
+        return [[("none", "dim")]]
+    by_memory = sorted(found, key=lambda process: -(process.memory or 0))
+    lines: list[Runs] = []
+    for process in by_memory[:most]:
+        user = process.user or "hidden"
+        role = "bad" if process.rogue else "unknown" if process.user is None else ""
+        lines.append(
+            [
+                (fit(f"{'!' if process.rogue else ' '}{user}", 10) + " ", role),
+                (f"{process.pid:>7} {format_size(process.memory):>8} ", ""),
+                (process.command, "dim"),
+            ]
+        )  # fmt: skip
+    if len(found) > most:
+        lines.append([(f"and {len(found) - most} more", "dim")])
+    return lines
+
+
+def links(place: Place, width: int) -> list[Runs]:
+    """Return the links to the node's other GPUs as a matrix, or its own row alone where that does not fit."""
+    node, gpu = place.node, place.gpu
+    if len(node.gpus) < 2:
+        return [[("the only GPU of its node", "dim")]]
+    table = matrix(node)
+    lines: list[Runs] = []
+    if _CELL * (len(table.indexes) + 1) <= width:
+        lines.append([("GPU".ljust(_CELL), "dim"), *((f"{index:>{_CELL}}", "dim") for index in table.indexes)])
+        for other, words in zip(node.gpus, table.words, strict=True):
+            own = other.uuid == gpu.uuid
+            row = [(f"{word:>{_CELL}}", "unknown" if word == "?" else "dim" if word == SELF else "") for word in words]
+            if own:
+                row = [(text, role or "mine") for text, role in row]
+            lines.append([(f"{other.index}".ljust(_CELL), "title" if own else "dim"), *row])
+    else:
+        lines += [
+            [(f"{word:<6}", "unknown" if word == "?" else ""), (f"GPU {ranges(indexes)}", "")]
+            for word, indexes in neighbours(gpu, node)
+        ]
+    explained = "; ".join(f"{word} {meaning}" for word, meaning in legend(node))
+    return lines + [[(line, "dim")] for line in wrapped(explained, width)]
+
+
+def neighbour_line(place: Place, width: int) -> list[Runs]:
+    """Return the links in one line: ``NV18 GPU 1-3; SYS GPU 4-7``."""
+    found = neighbours(place.gpu, place.node)
+    words = "; ".join(f"{word} GPU {ranges(indexes)}" for word, indexes in found)
+    return named("Links", words or "the only GPU of its node", "", width)
+
+
+def health(gpu: GpuView, width: int, *, only_bad: bool = False) -> list[Runs]:
+    """Return the evidence for a GPU's health; ``only_bad``: what speaks against it, or that nothing does."""
+    found = evidence(gpu)
+    if only_bad:
+        bad = [item for item in found if item.role in {"bad", "warn"}]
+        unread = [item.name for item in found if item.role == "unknown"]
+        lines = [line for item in bad for line in named(item.name, item.words, item.role, width)]
+        if unread:
+            lines += named("Not readable", ", ".join(unread), "unknown", width)
+        return lines or named("Health", "nothing against it", "good", width)
+    marks = {"good": "ok", "warn": "warn", "bad": "bad", "unknown": "?", "dim": ""}
+    lines = []
+    for item in found:
+        for number, line in enumerate(
+            named(item.name, item.words, item.role if item.role != "good" else "", width - 5)
+        ):
+            mark = marks[item.role] if not number else ""
+            lines.append([line[0], (f"{mark:<5}", item.role), *line[1:]])
+    return lines

@@ -1,0 +1,43 @@
+"""Lines of text in runs of one style each, and long words broken into them (pure)."""
+
+from __future__ import annotations
+
+from gpuboard.board.scene import Scene
+from gpuboard.board.text.cells import width
+
+Runs = list[tuple[str, str]]  # (text, role of Look; "" is plain)
+NAME = 13  # cells of the names that stand before values
+
+
+def title(text: str) -> Runs:
+    """Return the heading of a section."""
+    return [(text, "title")]
+
+
+def above(scene: Scene, cells: int) -> list[Runs]:
+    """Return what stands above everything: that it is invented, and what is wrong with the cluster as a whole."""
+    label: list[Runs] = [[(" SIMULATED ", "warn")]] if scene.simulated else []
+    return label + [[(line, "bad")] for banner in scene.banners for line in wrapped(banner, cells)]
+
+
+def named(name: str, words: str, role: str, cells: int) -> list[Runs]:
+    """Return a name and its words, broken into lines that stand below each other, ``cells`` wide in all."""
+    lines = wrapped(words, max(10, cells - NAME)) or [""]
+    return [[((name if not number else "").ljust(NAME), "dim"), (line, role)] for number, line in enumerate(lines)]
+
+
+def wrapped(text: str, cells: int, *, most: int = 6) -> list[str]:
+    """Return ``text`` broken at blanks into lines of at most ``cells``; beyond ``most`` lines the last one is cut."""
+    lines: list[str] = []
+    current, used = "", 0
+    words = text.split()
+    for number, word in enumerate(words):
+        size = width(word)
+        if current and used + 1 + size > cells:
+            if len(lines) == most - 1:
+                return [*lines, " ".join([current, *words[number:]])]
+            lines.append(current)
+            current, used = word, size
+        else:
+            current, used = (f"{current} {word}", used + 1 + size) if current else (word, size)
+    return [*lines, current] if current else lines

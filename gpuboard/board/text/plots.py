@@ -1,0 +1,99 @@
+"""Spark lines, bars and small plots as text (pure). What is unknown is a gap in a line, and ``?`` in a bar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median_low
+
+from gpuboard.board.theme.styles import Glyphs
+
+Values = Sequence[float | None]
+_LABEL = 4  # cells of the numbers beside a plot
+_HELD = 2.5  # a value stands for the time until the next sample; a gap begins after so many periods without one
+
+
+def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> list[float | None]:
+    """Return the highest value in each of the ``count`` newest bins of ``bin_s`` seconds, the last with the newest one.
+
+    Bins begin at multiples of ``bin_s`` by the clock of ``times``, which ascend: what was drawn once only moves. Where
+    samples are rarer than bins, each holds until the next one is due; a sample without a value ends that. A bin without
+    any value is None.
+    """
+    period_s = median_low([later - time for time, later in pairwise(times)]) if len(times) > 1 else bin_s
+    peaks: dict[int, float] = {}
+    held: dict[int, float] = {}
+    for number, (time, value) in enumerate(zip(times, values, strict=True)):
+        if value is None:
+            continue
+        until = times[number + 1] if number + 1 < len(times) else time
+        if until - time > _HELD * period_s:
+            until = time + period_s
+        at = int(time // bin_s)
+        peaks[at] = max(peaks.get(at, value), value)
+        held |= dict.fromkeys(range(at + 1, -int(-until // bin_s)), value)
+    newest = int(times[-1] // bin_s) if times else 0
+    return [peaks.get(at, held.get(at)) for at in range(newest - count + 1, newest + 1)]
+
+
+def spark(values: Values, cells: int, glyphs: Glyphs, low: float = 0.0, high: float = 100.0) -> str:
+    """Return the newest ``cells`` values as one line, the newest at its right end; 0 is a low mark, a gap is blank."""
+    newest = values[-cells:] if cells > 0 else ()
+    top = len(glyphs.spark) - 1
+    marks = [" " if value is None else glyphs.spark[1 + _level(value, low, high, top - 1)] for value in newest]
+    return "".join(marks).rjust(cells)
+
+
+def bar(part: float | None, cells: int, glyphs: Glyphs) -> str:
+    """Return a bar that is full to ``part`` (0 to 1) of ``cells``; what is little is never drawn as nothing."""
+    if part is None:
+        return "?".ljust(cells)[:cells]
+    steps = len(glyphs.bar) - 1
+    level = _level(part, 0.0, 1.0, cells * steps)
+    if part > 0:
+        level = max(1, level)
+    full, rest = divmod(level, steps)
+    return (glyphs.bar[-1] * full + (glyphs.bar[rest] if rest else "")).ljust(cells)
+
+
+def area(values: Values, height: int, glyphs: Glyphs, low: float, high: float) -> list[str]:
+    """Return ``height`` lines, from the top, with a column for each value, filled up to it; gaps are blank columns."""
+    blocks = " .:#" if glyphs.ascii else glyphs.spark
+    steps = len(blocks) - 1
+    levels = [None if value is None else max(1, _level(value, low, high, height * steps)) for value in values]
+    return [
+        "".join(" " if level is None else blocks[min(max(level - row * steps, 0), steps)] for level in levels)
+        for row in reversed(range(height))
+    ]
+
+
+def plot(
+    times: Sequence[float], values: Values, width: int, height: int, glyphs: Glyphs, *, span_s: float, high: float
+) -> list[tuple[str, str]]:
+    """Return a plot from 0 to ``high`` over the last ``span_s`` seconds: lines as (axis, area), each of fixed width.
+
+    The axis has numbers at its top and bottom; the newest sample is at the right.
+    """
+    cells = max(1, width - _LABEL - 1)
+    lines = area(bins(times, values, span_s / cells, cells), height, glyphs, 0.0, high)
+    wall = "|" if glyphs.ascii else "│"
+    labels = ["", *[""] * (height - 2), "0"][:height] if height > 1 else [""]
+    labels[0] = f"{high:.0f}"
+    return [(f"{label:>{_LABEL}}{wall}", line) for label, line in zip(labels, lines, strict=True)]
+
+
+def time_axis(width: int, glyphs: Glyphs, span_s: float) -> str:
+    """Return the line below a plot: how far back it goes, and now."""
+    cells = max(1, width - _LABEL - 1)
+    left, right = f"{span_s / 60:.0f} min ago", "now"
+    if cells < len(left) + len(right) + 3:
+        left = ""
+    rule = glyphs.line * max(0, cells - len(left) - len(right) - 2)
+    return " " * (_LABEL + 1) + f"{left} {rule} {right}"[-cells:].rjust(cells)
+
+
+def _level(value: float, low: float, high: float, top: int) -> int:
+    """Return which of the levels 0 to ``top`` a value is at."""
+    if high <= low:
+        return 0
+    return round(min(max((value - low) / (high - low), 0.0), 1.0) * top)

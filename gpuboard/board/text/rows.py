@@ -1,0 +1,239 @@
+"""Columns, rows and cells as values, and how a line of them is drawn (``grid.py`` is the widget). No textual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, overload
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from rich.style import Style
+
+from gpuboard.board.text.cells import fit_runs
+from gpuboard.board.theme.styles import Look
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from textual.strip import Strip
+
+T = TypeVar("T")
+Runs = tuple[tuple[str, str | Style], ...]
+Styled = list[tuple[str, Style]]
+
+MARK_WIDTH = 2  # of the column where marks stand
+GAP = 1  # between columns
+
+
+class Column(NamedTuple):
+    """A column. ``width`` in terminal cells; with a ``weight`` it has ``least`` at least and a part of what is left.
+
+    Where not all fit, the columns with the highest ``drop`` are left out first; those with 0 never are.
+    """
+
+    key: str
+    title: str
+    width: int
+    right: bool = False
+    weight: int = 0
+    least: int = 0
+    drop: int = 0
+
+
+class Cell(NamedTuple):
+    """What stands in one column of a row. ``style``: a role of Look or a Style.
+
+    ``text`` of several styles: runs, each a text and its style, or a Text. With ``rest`` it takes all columns from its
+    own on; cells after it are not drawn.
+    """
+
+    text: str | Runs | Text
+    style: str | Style = ""
+    rest: bool = False
+
+
+class Row(NamedTuple):
+    """A row. ``cells``: one for each column of the grid, or a callable that makes them when the row becomes visible.
+
+    A ``group`` is a heading: its first cell takes the whole width and the cursor skips it. Keys are unique.
+    """
+
+    key: str
+    cells: Sequence[Cell] | Callable[[], Sequence[Cell]]
+    group: bool = False
+    dim: bool = False
+
+
+class LazyRows(Sequence[Row], Generic[T]):
+    """Rows made of items one by one, when they are looked at: for thousands of rows of which few are visible."""
+
+    def __init__(self, items: Sequence[T], key: Callable[[T], str], make: Callable[[T], Row]) -> None:
+        """``make`` returns the row of an item; its key is ``key`` of the item."""
+        self.items = items
+        self._key = key
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return LazyRows(self.items[index], self._key, self._make)
+        return self._make(self.items[index])
+
+    def keys(self) -> Iterable[str]:
+        """Return all keys; no row is made."""
+        return map(self._key, self.items)
+
+
+def keys_of(rows: Sequence[Row]) -> Iterable[str]:
+    """Return the keys of rows."""
+    return rows.keys() if isinstance(rows, LazyRows) else (row.key for row in rows)
+
+
+class Line(NamedTuple):
+    """Everything that a line on the screen depends on beside columns and look."""
+
+    cells: tuple[Cell, ...]
+    group: bool
+    dim: bool
+    cursor: bool
+    marked: bool
+
+
+def share(columns: Sequence[Column], space: int) -> dict[int, int]:
+    """Return the width of each column that fits into ``space`` terminal cells, by its index."""
+    shown = list(enumerate(columns))
+
+    def needed() -> int:
+        least = (column.least or column.width if column.weight else column.width for _, column in shown)
+        return sum(least) + GAP * (len(shown) - 1)
+
+    while needed() > space:
+        first = max(shown, key=lambda item: item[1].drop)
+        if not first[1].drop:
+            break
+        shown.remove(first)
+    left = max(0, space - needed())
+    weights = sum(column.weight for _, column in shown)
+    widths = {}
+    for index, column in shown:
+        widths[index] = column.width
+        if column.weight:
+            part = left * column.weight // weights
+            left, weights = left - part, weights - column.weight
+            widths[index] = (column.least or column.width) + part
+    return widths
+
+
+def header_runs(
+    columns: Sequence[Column],
+    widths: Mapping[int, int],
+    sort: tuple[str, bool] | None,
+    *,
+    indent: int,
+    width: int,
+    base: Style,
+    look: Look,
+) -> Styled:
+    """Return the titles, at least ``width`` cells. ``sort``: by which column rows are sorted, and if downwards.
+
+    Its mark stands on the side where titles of that column are not aligned, and covers no letter.
+    """
+    style = base + look.style("title")
+    runs: Styled = [(" " * indent, style)]
+    for index, size in widths.items():
+        column = columns[index]
+        title, after = column.title, " " * GAP
+        if sort is not None and sort[0] == column.key:
+            mark = look.glyphs.down if sort[1] else look.glyphs.up
+            if len(title) < size:
+                title = mark + title if column.right else title + mark
+            elif column.right and runs[-1][0]:  # no room in the column: in the gap before or after it
+                runs[-1] = (runs[-1][0][:-1] + mark, style)
+            else:
+                after = mark
+        runs += fit_runs([(title, style)], size, style, right=column.right, ellipsis="")
+        runs.append((after, style))
+    runs.append((_rest(widths, indent, width), style))
+    return runs
+
+
+def row_runs(
+    line: Line,
+    columns: Sequence[Column],
+    widths: Mapping[int, int],
+    *,
+    marking: bool,
+    over: Style,
+    width: int,
+    base: Style,
+    look: Look,
+) -> Styled:
+    """Return a row as it is drawn, at least ``width`` cells. ``over``: a style laid over all of it (the cursor)."""
+    cut = look.glyphs.ellipsis
+    if line.group:
+        style = base + look.style("group")
+        return fit_runs(runs_of(line.cells[0], style, look), width, style, ellipsis=cut)
+    row = base + look.style("dim") if line.dim else base
+    runs: Styled = []
+    if marking:
+        runs.append(((look.glyphs.marked if line.marked else " ").ljust(MARK_WIDTH), row + over))
+    for index, cell in enumerate(line.cells):
+        if cell.rest:
+            room = width - sum(cell_len(text) for text, _ in runs)
+            runs += (
+                (text, style + over) for text, style in fit_runs(runs_of(cell, row, look), room, row, ellipsis=cut)
+            )
+            break
+        if index in widths:
+            right = columns[index].right
+            parts = fit_runs(runs_of(cell, row, look), widths[index], row, right=right, ellipsis=cut)
+            runs += ((text, style + over) for text, style in parts)
+            runs.append((" " * GAP, row + over))
+    else:
+        indent = MARK_WIDTH if marking else 0
+        if indent + sum(widths.values()) + GAP * (len(widths) - 1) > width:  # a number that lacks digits must show it
+            return fit_runs(runs[:-1], width, row, ellipsis=cut)
+        runs.append((_rest(widths, indent, width), row + over))
+    return runs
+
+
+def _rest(widths: Mapping[int, int], indent: int, width: int) -> str:
+    """Return the blanks that fill a line after its columns."""
+    return " " * (width - indent - sum(widths.values()) - GAP * len(widths))
+
+
+def runs_of(cell: Cell, base: Style, look: Look) -> Styled:
+    """Return what stands in a cell as texts with the styles they are drawn in, not yet cut."""
+    style = base + _style(cell.style, look)
+    if isinstance(cell.text, str):
+        return [(cell.text, style)]
+    if isinstance(cell.text, tuple):
+        return [(text, style + _style(own, look)) for text, own in cell.text]
+    text = cell.text
+    style += _style(text.style, look)
+    cuts = sorted({0, len(text), *(c for span in text.spans for c in (span.start, span.end) if 0 < c < len(text))})
+    runs = []
+    for start, end in pairwise(cuts):
+        over = style
+        for span in text.spans:
+            if span.start <= start < span.end:
+                over += _style(span.style, look)
+        runs.append((text.plain[start:end], over))
+    return runs
+
+
+def strip(runs: Iterable[tuple[str, Style]], pad: Style, width: int) -> Strip:
+    """Return runs as one line of exactly ``width`` terminal cells."""
+    from textual.strip import Strip  # late: the first frame is drawn before textual is there
+
+    return Strip(Segment(text, style) for text, style in runs).adjust_cell_length(width, pad).simplify()
+
+
+def _style(style: str | Style, look: Look) -> Style:
+    return style if isinstance(style, Style) else look.style(style)

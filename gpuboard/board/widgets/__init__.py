@@ -1,0 +1,1 @@
+"""Widgets on textual's Line API, and the text they draw above and below the rows."""

@@ -1,0 +1,116 @@
+"""The last line: the keys of what is on top, each whole or not at all; help at the right, which has all the others.
+
+textual's own footer is a widget per key: a fifth of the time to the first picture, and it cuts what does not fit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.screen import Screen
+from textual.strip import Strip
+from textual.widget import Widget
+
+from gpuboard.board.text.cells import width
+
+_HELP = "app.help"
+
+
+class Entry(NamedTuple):
+    """One key: where its words begin on the line, how many cells they take, what they are, what a click presses."""
+
+    x: int
+    cells: int
+    key: str
+    words: str
+    pressed: str
+    enabled: bool
+
+
+class Footer(Widget):
+    """The keys of the active screen's bindings. A click presses one."""
+
+    ALLOW_SELECT = False
+    COMPONENT_CLASSES = {"footer--key", "footer--words"}  # noqa: RUF012  # textual's own type
+    DEFAULT_CSS = """
+    Footer {
+        dock: bottom; height: 1; background: $footer-background;
+        .footer--key { color: $footer-key-foreground; background: $footer-background; text-style: bold; }
+        .footer--words { color: $footer-description-foreground; background: $footer-background; }
+    }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Entry] = []  # as drawn
+
+    def on_mount(self) -> None:
+        """Follow the bindings: they change with the focus and with remapped keys."""
+        self.screen.bindings_updated_signal.subscribe(self, self._changed)
+        self._arrange()
+
+    def on_resize(self) -> None:
+        """Another number of keys fits."""
+        self._arrange()
+
+    def _changed(self, screen: Screen[object]) -> None:
+        if screen is self.screen:
+            self._arrange()
+
+    def _arrange(self) -> None:
+        """Place what fits, in the order of the bindings, and help at the right edge."""
+        shown: dict[str, tuple[str, str, str, bool]] = {}  # by action: an action of several keys shows the first
+        help_entry: tuple[str, str, str, bool] | None = None
+        for _, binding, enabled, _ in self.screen.active_bindings.values():
+            entry = (self.app.get_key_display(binding), binding.description, binding.key, enabled)
+            if binding.id == _HELP:
+                help_entry = help_entry or entry
+            elif binding.show:
+                shown.setdefault(binding.action, entry)
+        room = self.size.width
+        entries: list[Entry] = []
+        if help_entry is not None:
+            cells = width(help_entry[0]) + 1 + width(help_entry[1])
+            room -= cells + 3
+            entries.append(Entry(self.size.width - cells - 1, cells, *help_entry))
+        x = 1
+        for entry in shown.values():
+            cells = width(entry[0]) + 1 + width(entry[1])
+            if x + cells > room:
+                break
+            entries.append(Entry(x, cells, *entry))
+            x += cells + 2
+        entries.sort()
+        if entries != self.entries:
+            self.entries = entries
+            self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """Return the line."""
+        base = self.rich_style
+        key, words = self.get_component_rich_style("footer--key"), self.get_component_rich_style("footer--words")
+        segments: list[Segment] = []
+        at = 0
+        for entry in self.entries:
+            plain = words if entry.enabled else words + Style(dim=True)
+            segments += [
+                Segment(" " * (entry.x - at), base),
+                Segment(entry.key, key if entry.enabled else plain),
+                Segment(f" {entry.words}", plain),
+            ]
+            at = entry.x + entry.cells
+        return Strip([*segments, Segment(" " * max(0, self.size.width - at), base)], max(at, self.size.width)).crop(
+            0, self.size.width
+        )
+
+    def on_click(self, event: events.Click) -> None:
+        """Press the key that was clicked."""
+        for entry in self.entries:
+            if entry.x <= event.x < entry.x + entry.cells:
+                if entry.enabled:
+                    self.app.simulate_key(entry.pressed)
+                else:
+                    self.app.bell()

@@ -1,0 +1,495 @@
+"""Rows on textual's Line API: only visible lines are made, only changed ones are drawn again.
+
+8,000 rows cost what 80 do. Cursor and marks are keys, so they stay where they belong when rows are sorted, come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from rich.style import Style
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.geometry import Offset, Region, Size
+from textual.message import Message
+from textual.strip import Strip
+
+from gpuboard.board.text.cells import fit_runs
+from gpuboard.board.text.rows import (
+    GAP,
+    MARK_WIDTH,
+    Cell,
+    Column,
+    LazyRows,
+    Line,
+    Row,
+    header_runs,
+    keys_of,
+    row_runs,
+    share,
+    strip,
+)
+from gpuboard.board.widgets.selection import Dragging, row_at
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
+    from gpuboard.board.theme.styles import Look
+
+__all__ = ["HEADER", "RIGHT", "Cell", "Column", "Grid", "LazyRows", "Row"]
+
+RIGHT = 3  # the mouse's button; some terminals keep ctrl and click to themselves
+HEADER = 1  # lines above the rows
+
+
+class Grid(Dragging, can_focus=True):
+    """A table that stays calm while what it shows changes."""
+
+    ROW_CURSOR = True  # draw the cursor over the whole row
+    DEFAULT_CSS = """
+    Grid { height: 1fr; overflow-x: hidden; overflow-y: auto; scrollbar-gutter: stable; scrollbar-size-vertical: 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "up", "Up", id="grid.up", show=False),
+        Binding("down", "down", "Down", id="grid.down", show=False),
+        Binding("pageup", "page_up", "Page up", id="grid.page-up", show=False),
+        Binding("pagedown", "page_down", "Page down", id="grid.page-down", show=False),
+        Binding("home", "first", "First row", id="grid.first", show=False),
+        Binding("end", "last", "Last row", id="grid.last", show=False),
+        Binding("enter", "choose", "Open", id="grid.choose", show=False),
+        Binding("space", "mark", "Select", id="grid.mark", show=False),
+        Binding("shift+up", "mark_up", "Select upwards", id="grid.mark-up", show=False),
+        Binding("shift+down", "mark_down", "Select downwards", id="grid.mark-down", show=False),
+    ]
+
+    class Event(Message):
+        """What all messages of a grid have in common."""
+
+        def __init__(self, grid: Grid) -> None:
+            super().__init__()
+            self.grid = grid
+
+        @property
+        def control(self) -> Grid:
+            """The grid, for ``@on(Grid.Moved, "#id")``."""
+            return self.grid
+
+    class Moved(Event):
+        """The cursor is on another row; ``key`` is None when there is none left."""
+
+        def __init__(self, grid: Grid, key: str | None) -> None:
+            super().__init__(grid)
+            self.key = key
+
+    class Chosen(Event):
+        """Enter or a double click on a row."""
+
+        def __init__(self, grid: Grid, key: str) -> None:
+            super().__init__(grid)
+            self.key = key
+
+    class Marked(Event):
+        """The marks have changed; ``keys`` are all of them, those of rows that are not shown now included."""
+
+        def __init__(self, grid: Grid, keys: frozenset[str]) -> None:
+            super().__init__(grid)
+            self.keys = keys
+
+    class Sorted(Event):
+        """The header of the column ``key`` was clicked."""
+
+        def __init__(self, grid: Grid, key: str) -> None:
+            super().__init__(grid)
+            self.key = key
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        *,
+        empty: str = "",
+        marks: bool = False,
+        mark_column: bool = True,
+        id: str | None = None,
+    ) -> None:
+        """``empty``: what to say while there are no rows; ``marks``: whether rows can be marked, in a column for it."""
+        super().__init__(id=id)
+        self.columns = tuple(columns)
+        self.empty = empty
+        self._marking = marks
+        self._indent = MARK_WIDTH if marks and mark_column else 0
+        self._rows: Sequence[Row] = ()
+        self._indexes: dict[str, int] | None = {}
+        self._cursor: str | None = None
+        self._wanted: str | None = None  # where the person put the cursor
+        self._told: str | None = None  # the cursor of the last message
+        self._at = 0  # index of the cursor's row
+        self._marks: frozenset[str] = frozenset()
+        self._sort: tuple[str, bool] | None = None
+        self._space = 0  # the width that the columns share
+        self._widths: dict[int, int] = {}  # by index of a column; those that do not fit are missing
+        self._lines: dict[int, tuple[Line, Strip | None]] = {}  # by index of a row: as drawn
+        self._drawn_with: Look | None = None
+
+    # What others use
+
+    @property
+    def cursor(self) -> str | None:
+        """The key of the row under the cursor; what is set and not there yet is gone to when it comes."""
+        return self._cursor
+
+    @cursor.setter
+    def cursor(self, key: str | None) -> None:
+        index = self.index_of(key)
+        if index is None:
+            self._wanted = key
+        else:
+            self._go(index)
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """The keys of all marked rows, also of those that are not shown now."""
+        return self._marks
+
+    @marks.setter
+    def marks(self, keys: Iterable[str]) -> None:
+        """Mark these and no others; no message is sent."""
+        self._marks = frozenset(keys)
+        self._touch()
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The rows in the order shown."""
+        return self._rows
+
+    def index_of(self, key: str | None) -> int | None:
+        """Return where the row of ``key`` is; None when there is none."""
+        if self._indexes is None:
+            self._indexes = {key: index for index, key in enumerate(keys_of(self._rows))}
+        return None if key is None else self._indexes.get(key)
+
+    def set_rows(self, rows: Sequence[Row]) -> None:
+        """Show ``rows``. Cursor, marks and place on the screen stay; only lines that changed are drawn again.
+
+        A cursor whose row has gone waits on the nearest one, and returns with it.
+        """
+        old, self._rows = self._rows, rows
+        self._indexes = None
+        calm = self._wanted == self._cursor and len(old) == len(rows) and self._at < len(rows)
+        if not (calm and rows[self._at].key == self._cursor):
+            before = self._at
+            at = self.index_of(self._wanted)
+            if at is None:
+                at = self.index_of(self._cursor)
+            if at is None:
+                at = self._neighbour(old, before)
+            visible = self.scroll_offset.y <= before < self.scroll_offset.y + self._page
+            if len(old) != len(rows):
+                self._resized()
+            self._cursor, self._at = None if at is None else rows[at].key, at or 0
+            self._wanted = self._wanted or self._cursor
+            if at is not None and visible and old:
+                self.scroll_to(y=max(0, self.scroll_offset.y + at - before), animate=False, force=True)
+        self._settle()
+        self._touch()
+        self._tell()
+
+    def set_columns(self, columns: Sequence[Column]) -> None:
+        """Show other columns; rows must fit them, so ``set_rows`` comes next."""
+        if tuple(columns) != self.columns:
+            self.columns = tuple(columns)
+            self._measure()
+
+    def set_sort(self, key: str | None, reverse: bool = False) -> None:
+        """Show in the header which column the rows are sorted by."""
+        sort = None if key is None else (key, reverse)
+        if sort != self._sort:
+            self._sort = sort
+            self.refresh(Region(0, 0, self.size.width, 1))
+
+    def say(self, empty: str) -> None:
+        """Say something else while there are no rows."""
+        if empty != self.empty:
+            self.empty = empty
+            if not self._rows:
+                self.refresh()
+
+    def redraw(self) -> None:
+        """Draw everything again, after the look has changed."""
+        self._lines.clear()
+        self.refresh()
+
+    # Drawing
+
+    @property
+    def _look(self) -> Look:
+        return cast("BoardApp", self.app).look
+
+    @property
+    def _page(self) -> int:
+        """How many rows fit."""
+        return max(1, self.scrollable_content_region.height - HEADER)
+
+    def on_mount(self) -> None:
+        """Take our size."""
+        self._resized()
+
+    def on_resize(self) -> None:
+        """Share the new width among the columns, and keep the cursor in sight."""
+        self._measure()
+        self._resized()
+        if self._rows:
+            self._reveal()
+
+    def _resized(self) -> None:
+        self.virtual_size = Size(0, len(self._rows) + HEADER)
+
+    def _measure(self) -> None:
+        self._share()
+        self.redraw()
+
+    def _share(self) -> None:
+        """Share the width among the columns."""
+        self._space = self.scrollable_content_region.width
+        self._widths = share(self.columns, self._space - self._indent)
+
+    def _line(self, index: int) -> Line:
+        row = self._rows[index]
+        cells = row.cells() if callable(row.cells) else row.cells
+        return Line(
+            tuple(cells), row.group, row.dim, index == self._at and row.key == self._cursor, row.key in self._marks
+        )
+
+    def _touch(self, only: Collection[int] | None = None) -> None:
+        """Draw those visible lines again that would look different now; ``only``: no others can."""
+        first = self.scroll_offset.y
+        last = min(len(self._rows), first + self._page)
+        width = self.size.width
+        lines = {} if only is None else self._lines
+        for index in range(first, last) if only is None else only:
+            if not first <= index < last:
+                self._lines.pop(index, None)
+                continue
+            line = self._line(index)
+            drawn = self._lines.get(index)
+            if drawn is not None and drawn[0] == line:
+                lines[index] = drawn
+            else:
+                lines[index] = (line, None)
+                self.refresh(Region(0, index - first + HEADER, width, 1))
+        if only is not None:
+            return
+        below = last - first
+        if len(self._lines) > below or not self._rows:  # rows have gone: blank what they leave
+            self.refresh(Region(0, below + HEADER, width, max(0, self._page - below)))
+        self._lines = lines
+
+    def render_line(self, y: int) -> Strip:
+        """Return a line of the widget: the header, a row, or what is said when there are none."""
+        base = self.visual_style.rich_style
+        width = self.scrollable_content_region.width
+        if self._drawn_with is not self._look:
+            self._drawn_with = self._look
+            self._lines.clear()
+        if width != self._space:
+            self._share()  # the first frame is drawn before we are told our size
+            self._lines.clear()
+        if y < HEADER:
+            titles = header_runs(
+                self.columns, self._widths, self._sort, indent=self._indent, width=width, base=base, look=self._look
+            )
+            return strip(titles, base, width)
+        index = y - HEADER + self.scroll_offset.y
+        if index >= len(self._rows):
+            return self._empty_strip(y - HEADER, base, width)
+        line, drawn = self._lines.get(index) or (self._line(index), None)
+        if drawn is None:
+            drawn = self._row_strip(line, base, width)
+            self._lines[index] = (line, drawn)
+        return drawn
+
+    def _empty_strip(self, y: int, base: Style, width: int) -> Strip:
+        if self._rows or not self.empty or y < 1:
+            return Strip.blank(width, base)
+        lines = self.empty.splitlines()
+        text = lines[y - 1] if y <= len(lines) else ""
+        return strip([("  ", base), *fit_runs([(text, base + self._look.style("dim"))], width - 2, base)], base, width)
+
+    def _row_strip(self, line: Line, base: Style, width: int) -> Strip:
+        runs = row_runs(
+            line,
+            self.columns,
+            self._widths,
+            marking=self._indent > 0,
+            over=self._look.style("cursor") if line.cursor and self.ROW_CURSOR else Style(),
+            width=width,
+            base=base + self._look.style("marked") if line.marked else base,
+            look=self._look,
+        )
+        return strip(runs, base, width)
+
+    # Moving and marking
+
+    def _neighbour(self, old: Sequence[Row], at: int) -> int | None:
+        """Return the row that stands nearest to where the vanished cursor's row was; None when there is none."""
+        keys = list(keys_of(old))
+        for step in range(1, len(keys)):
+            for near in (at + step, at - step):
+                if 0 <= near < len(keys) and (now := self.index_of(keys[near])) is not None:
+                    return self._selectable(now, 1)
+        return self._selectable(min(at, len(self._rows) - 1), 1)
+
+    def _selectable(self, index: int, step: int) -> int | None:
+        """Return the first row from ``index`` on that is no heading, looked for in the direction of ``step`` first."""
+        for direction in (step, -step):
+            at = index
+            while 0 <= at < len(self._rows):
+                if not self._rows[at].group:
+                    return at
+                at += direction
+        return None
+
+    def _go(self, index: int, step: int = 1) -> None:
+        """Put the cursor on the row at ``index``, or the next one beside a heading, and bring it into sight."""
+        if not self._rows:
+            return
+        at = self._selectable(max(0, min(index, len(self._rows) - 1)), step)
+        if at is None:
+            return
+        before, self._at = self._at, at
+        self._cursor = self._wanted = self._rows[at].key
+        self._settle()
+        self._reveal()
+        self._touch({before, at})
+        self._tell()
+
+    def _settle(self) -> None:
+        """Hook: the rows, or the cursor's row, may be others now."""
+
+    def _tell(self) -> None:
+        """Say it when the cursor is on something else."""
+        if self.cursor != self._told:
+            self._told = self.cursor
+            self.post_message(self.Moved(self, self._told))
+
+    def _reveal(self) -> None:
+        """Scroll so far that the cursor is seen, with the heading above it when it is the first below one."""
+        top = self._at - 1 if self._at and self._rows[self._at - 1].group else self._at
+        if top < self.scroll_offset.y:
+            self.scroll_to(y=top, animate=False, force=True)
+        elif self._at >= self.scroll_offset.y + self._page:
+            self.scroll_to(y=self._at - self._page + 1, animate=False, force=True)
+
+    def can_mark(self, key: str) -> bool:
+        """Return whether what ``key`` stands for can be marked."""
+        return True
+
+    def _toggle(self, key: str | None) -> None:
+        if self._marking and key is not None and self.can_mark(key):
+            self._set_marks(self._marks ^ {key}, {self._at})
+
+    def _extend(self, move: Callable[[], None]) -> None:
+        """Mark what is under the cursor, and what it moves to."""
+        if self._marking:
+            before, at = self.cursor, self._at
+            move()
+            new = {key for key in (before, self.cursor) if key is not None and self.can_mark(key)}
+            self._set_marks(self._marks | new, {at, self._at})
+
+    def _set_marks(self, marks: frozenset[str], rows: Collection[int] | None) -> None:
+        if marks != self._marks:
+            self._marks = marks
+            self._touch(rows)
+            self.post_message(self.Marked(self, marks))
+
+    def action_up(self) -> None:
+        """One row up."""
+        self._go(self._at - 1, -1)
+
+    def action_down(self) -> None:
+        """One row down."""
+        self._go(self._at + 1, 1)
+
+    def action_page_up(self) -> None:
+        """A screenful up."""
+        self._go(self._at - self._page, -1)
+
+    def action_page_down(self) -> None:
+        """A screenful down."""
+        self._go(self._at + self._page, 1)
+
+    def action_first(self) -> None:
+        """To the first row."""
+        self._go(0, 1)
+        self.scroll_to(y=0, animate=False, force=True)
+
+    def action_last(self) -> None:
+        """To the last row."""
+        self._go(len(self._rows) - 1, -1)
+
+    def action_choose(self) -> None:
+        """Open what the row stands for."""
+        if self.cursor is not None:
+            self.post_message(self.Chosen(self, self.cursor))
+
+    def action_mark(self) -> None:
+        """Mark the row or take its mark away, and go on to the next."""
+        self._toggle(self.cursor)
+        self.action_down()
+
+    def action_mark_up(self) -> None:
+        """Mark upwards."""
+        self._extend(self.action_up)
+
+    def action_mark_down(self) -> None:
+        """Mark downwards."""
+        self._extend(self.action_down)
+
+    def column_at(self, x: int) -> str | None:
+        """Return the key of the column at ``x``, in cells from our left edge."""
+        left = self._indent
+        for index, size in self._widths.items():
+            if left <= x < left + size + GAP:
+                return self.columns[index].key
+            left += size + GAP
+        return None
+
+    def key_at(self, at: Offset) -> str | None:
+        """Return the key of the row at ``at`` if it can be marked."""
+        index = at.y - HEADER + self.scroll_offset.y
+        row = self._rows[index] if self._marking and at.y >= HEADER and index < len(self._rows) else None
+        return row.key if row is not None and not row.group and self.can_mark(row.key) else None
+
+    def drag(self, grip: str, at: Offset, before: frozenset[str]) -> bool:
+        """Mark the rows from ``grip`` to the one at ``at``."""
+        start = self.index_of(grip)
+        if start is None:
+            return False  # it is no longer there
+        beyond = self._drag_to(at.y, start)
+        rows = self._rows[min(start, self._at) : max(start, self._at) + 1]
+        self._set_marks(before.union(row.key for row in rows if not row.group and self.can_mark(row.key)), None)
+        return beyond
+
+    def _drag_to(self, y: int, start: int) -> bool:
+        """Put the cursor on the row at ``y``, or past the edge; return whether it is that."""
+        index, beyond = row_at(y - HEADER, self.scroll_offset.y, self._page, len(self._rows))
+        self._go(index, 1 if beyond == (index > start) else -1)  # a heading ends no drag past the edge
+        return beyond
+
+    def on_click(self, event: events.Click) -> None:
+        """A click on the header sorts, on a row moves there, twice opens; on its mark, with ctrl or right it marks."""
+        at = event.get_content_offset(self)
+        if at is None or self.is_drag(event):
+            return
+        event.stop()
+        if at.y < HEADER:
+            if (column := self.column_at(at.x)) is not None:
+                self.post_message(self.Sorted(self, column))
+            return
+        index = at.y - HEADER + self.scroll_offset.y
+        if index >= len(self._rows) or self._rows[index].group:
+            return
+        self._go(index)
+        if event.ctrl or event.button == RIGHT or at.x < self._indent:
+            self._toggle(self.cursor)
+        elif event.chain == 2:
+            self.action_choose()

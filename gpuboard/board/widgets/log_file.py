@@ -1,0 +1,245 @@
+"""A window into a log that may be huge and may grow: reads only around what is shown. No textual.
+
+Lines are known by the byte they start at, never by number: nobody counts the lines of 2 GB. A line starts at 0, after
+each line end, and at each multiple of BLOCK with no line end in the BLOCK bytes before it; so none is longer than two
+blocks, and where one starts can be told from the two blocks before it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.text import Text
+
+from gpuboard.board.text.log_line import drawn, matches, visible
+
+BLOCK = 64 * 1024  # bytes
+_STEP = 4 * BLOCK  # read at a time when looking for lines
+_SEARCH_STEP = 4 * 2**20
+
+
+class LogGone(Exception):
+    """The log cannot be read; the message says why, in words."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What stands in the first row: the line that starts at byte ``start``, from its wrapped row ``row`` on."""
+
+    start: int
+    row: int = 0
+
+
+class Window(msgspec.Struct, frozen=True):
+    """How it is looked at. Sizes in terminal cells."""
+
+    width: int
+    height: int
+    wrap: bool = False
+    left: int = 0  # cells scrolled to the right; 0 with ``wrap``
+
+
+class Page(msgspec.Struct, frozen=True):
+    """What a window shows: its rows, each with the byte its line starts at."""
+
+    rows: list[tuple[int, Text]]
+    place: Place
+    size: int  # bytes of the file
+    at_end: bool
+    shrunk: bool = False  # it was cut since it was looked at before
+
+
+class LogFile:
+    """One log. Every call opens the file anew: it may be replaced, cut or removed between two."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._size = 0
+
+    def stamp(self) -> tuple[int, int, int]:
+        """Return what is another when the file has changed. Raises LogGone."""
+        with _Reader(self.path) as file:
+            return file.stamp
+
+    def end(self, window: Window) -> Page:
+        """Return the last page. Raises LogGone."""
+        with _Reader(self.path) as file:
+            return self._page(file, file.back(Place(file.size), window.height, window), window)
+
+    def page(self, place: Place, window: Window, rows: int = 0) -> Page:
+        """Return the page ``rows`` below (above, if negative) ``place``; never beyond the last one. Raises LogGone."""
+        with _Reader(self.path) as file:
+            last = file.back(Place(file.size), window.height, window)
+            if place.start > file.size or file.size < self._size:
+                place = last
+            elif rows < 0:
+                place = file.back(place, -rows, window)
+            else:
+                place = file.on(place, rows, window)
+            if (place.start, place.row) > (last.start, last.row):
+                place = last
+            return self._page(file, place, window)
+
+    def at(self, offset: int, window: Window, above: int = 0) -> Page:
+        """Return the page with the line that byte ``offset`` is in, ``above`` rows below its top. Raises LogGone."""
+        with _Reader(self.path) as file:
+            start = file.start_of(min(max(0, offset), file.size) + 1)
+        return self.page(Place(start), window, -above)
+
+    def find(
+        self, words: str, start: int | None, *, backwards: bool, go_on: Callable[[int], bool], rest: bool = False
+    ) -> int | None:
+        """Return where the next line that shows ``words`` starts, after (before) the one at ``start``; None: nowhere.
+
+        ``rest``: in what such a search leaves out, from the beginning (end) to the one at ``start``. ``start`` None: in
+        all of it. Without capitals in ``words`` those of the log do not count; words that change colour within are not
+        found. ``go_on`` gets the byte that was reached and returns whether to continue. Raises LogGone.
+        """
+        with _Reader(self.path) as file:
+            if start is None:
+                middle = file.size if backwards else 0
+            else:
+                middle = start if backwards else file.next_start(start)
+            part = range(middle) if backwards != rest else range(middle, file.size)
+            return file.search(words, part, backwards, go_on)
+
+    def _page(self, file: _Reader, place: Place, window: Window) -> Page:
+        rows: list[tuple[int, Text]] = []
+        start, skip = place.start, place.row
+        while len(rows) < window.height and start < file.size:
+            end = file.next_start(start)
+            rows += [(start, row) for row in file.rows(start, end, window)[skip:]]
+            start, skip = end, 0
+        shrunk, self._size = file.size < self._size, file.size
+        at_end = start >= file.size and len(rows) <= window.height
+        return Page(rows[: window.height], place, file.size, at_end, shrunk)
+
+
+class Found(NamedTuple):
+    """A line that shows what was looked for."""
+
+    log: int  # which of the logs
+    start: int
+    wrapped: bool  # beyond the end (beginning) of all logs, from where the search began
+
+
+def find_in(
+    logs: Sequence[LogFile], words: str, start: int, *, backwards: bool, go_on: Callable[[int, int], bool]
+) -> Found | None:
+    """Return the next line that shows ``words``: on from ``start`` in the first log, in the others, in what is left.
+
+    ``go_on``: as of :meth:`LogFile.find`, with the log before the byte. Raises LogGone for the first log alone.
+    """
+    for log, begin, rest in [(0, start, False), *((k, None, False) for k in range(1, len(logs))), (0, start, True)]:
+        try:
+            found = logs[log].find(words, begin, backwards=backwards, go_on=partial(go_on, log), rest=rest)
+        except LogGone:
+            if log == 0:
+                raise
+            continue
+        if found is not None:
+            return Found(log, found, rest)
+    return None
+
+
+class _Reader:
+    """The file, open, and the piece of it that was read last."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            gone = not path.parent.is_dir()
+            raise LogGone("the run's folder was removed" if gone else "nothing was written here") from None
+        except OSError as error:
+            raise LogGone(f"cannot be read: {error.strerror}") from error
+        status = os.fstat(self._fd)
+        self.size = status.st_size
+        self.stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+        self._at, self._data = 0, b""
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read(self, low: int, high: int) -> bytes:
+        """Return bytes ``low`` to ``high``, fewer where the file ends."""
+        high = min(high, self.size)
+        if not (self._at <= low and high <= self._at + len(self._data)):
+            self._at = max(0, low - _STEP // 2)
+            self._data = self._pread(max(high, low + _STEP // 2) - self._at, self._at)
+            if self._at + len(self._data) < high:  # cut while we look
+                self.size = min(self.size, self._at + len(self._data))
+        return self._data[low - self._at : high - self._at]
+
+    def _pread(self, count: int, at: int) -> bytes:
+        try:
+            return os.pread(self._fd, count, at)
+        except OSError as error:
+            raise LogGone(f"cannot be read: {error.strerror}") from error
+
+    def start_of(self, offset: int) -> int:
+        """Return the greatest start of a line below ``offset``, 0 at least."""
+        block = max(0, offset - 1) // BLOCK * BLOCK
+        low = max(0, block - BLOCK)
+        at = self.read(low, offset - 1).rfind(b"\n")  # one at offset - 1 ends the line that is looked for
+        return low + at + 1 if at >= 0 else block
+
+    def next_start(self, start: int) -> int:
+        """Return where the line after the one that starts at ``start`` starts: the size where there is none."""
+        limit = -(-start // BLOCK) * BLOCK + BLOCK
+        at = self.read(start, limit).find(b"\n")
+        return start + at + 1 if at >= 0 else min(limit, self.size)
+
+    def rows(self, start: int, end: int, window: Window) -> list[Text]:
+        """Return a line as it is drawn: one row, or with ``wrap`` as many as it takes."""
+        return drawn(self._text(start, end), window.width if window.wrap else None, window.left + window.width)
+
+    def _text(self, start: int, end: int) -> str:
+        return visible(self.read(start, end).decode("utf-8", "replace"))
+
+    def back(self, place: Place, rows: int, window: Window) -> Place:
+        """Return the place ``rows`` rows above; the beginning where there are fewer."""
+        start, left = place.start, rows - place.row
+        while left > 0 and start > 0:
+            end, start = start, self.start_of(start)
+            left -= len(self.rows(start, end, window)) if window.wrap else 1
+        return Place(start, max(0, -left))
+
+    def on(self, place: Place, rows: int, window: Window) -> Place:
+        """Return the place ``rows`` rows below; the last row where there are fewer."""
+        start, left = place.start, rows + place.row
+        while start < self.size:
+            end = self.next_start(start)
+            count = len(self.rows(start, end, window)) if window.wrap else 1
+            if left < count or end >= self.size:
+                return Place(start, min(left, count - 1))
+            left -= count
+            start = end
+        return Place(start)
+
+    def search(self, words: str, part: range, backwards: bool, go_on: Callable[[int], bool]) -> int | None:
+        """Return the start of the first (last) line that shows ``words`` in a part of the file, cut between lines."""
+        fold = words == words.lower()
+        wanted = words.encode()
+        steps = range(part.start, part.stop, _SEARCH_STEP)
+        for at in reversed(steps) if backwards else steps:
+            if not go_on(at):
+                return None
+            data = self._pread(min(_SEARCH_STEP + len(wanted) - 1, part.stop - at), at)
+            if fold:
+                data = data.lower()
+            hit = data.rfind(wanted) if backwards else data.find(wanted)
+            while hit >= 0:
+                start = self.start_of(at + hit + 1)
+                end = self.next_start(start)
+                if matches(self._text(start, end), words):
+                    return start
+                hit = data.rfind(wanted, 0, max(0, start - at)) if backwards else data.find(wanted, end - at)
+        return None

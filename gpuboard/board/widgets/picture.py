@@ -1,0 +1,240 @@
+"""The dense picture: a row a node, a cell a GPU, with a letter and a colour for its state and a mark for its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
+
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.geometry import Offset
+
+from gpuboard.board.arrange import Group, NodeRow
+from gpuboard.board.scene import Scene
+from gpuboard.board.text.picture import CELL, PACK, Focus, Item, cells_of, columns_for, group_words
+from gpuboard.board.text.rows import GAP
+from gpuboard.board.widgets.grid import HEADER, RIGHT, Cell, Grid, LazyRows, Row
+from gpuboard.model.snapshot import NodeView
+
+_SORTS = {"node": "node", "connection": "age", "gpus": "state", "model": "model", "users": "user"}  # by column
+
+
+class Picture(Grid):
+    """Every GPU of every node.
+
+    The cursor is on a GPU, or on a node of which none is known: keys are UUIDs, or ``node:NAME`` of such nodes.
+    """
+
+    ROW_CURSOR = False
+    DEFAULT_CSS = "Picture { padding: 0 0 0 1; }"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left", "left", "Left", id="picture.left", show=False),
+        Binding("right", "right", "Right", id="picture.right", show=False),
+        Binding("shift+left", "mark_left", "Select to the left", id="picture.mark-left", show=False),
+        Binding("shift+right", "mark_right", "Select to the right", id="picture.mark-right", show=False),
+    ]
+
+    def __init__(self, *, empty: str = "", id: str | None = None) -> None:
+        super().__init__((), empty=empty, marks=True, mark_column=False, id=id)
+        self._uuid: str | None = None  # the GPU under the cursor
+        self._wish: str | None = None  # where the person put the cursor: a key
+        self._column = 0  # the place of that GPU in its row: up and down keep to it
+        self._items: Sequence[Item] = ()
+        self._scene: Scene | None = None
+
+    @property
+    def cursor(self) -> str | None:
+        """The UUID of the GPU under the cursor, or ``node:NAME`` in a row without GPUs."""
+        return self._uuid or (f"node:{self.node.name}" if self.node else None)
+
+    @cursor.setter
+    def cursor(self, key: str | None) -> None:
+        self._wish = key
+        index = None if key is None else self._index_with(key)
+        if index is not None:
+            self._go(index)
+
+    @property
+    def node(self) -> NodeView | None:
+        """The node under the cursor."""
+        item = self._items[self._at] if self._at < len(self._items) else None
+        return item.node if isinstance(item, NodeRow) else None
+
+    def set_sort(self, key: str | None, reverse: bool = False) -> None:
+        """Show in the header which of our columns, if any, stands for what the rows are sorted by."""
+        super().set_sort(next((column for column, sort in _SORTS.items() if sort == key), None), reverse)
+
+    def can_mark(self, key: str) -> bool:
+        """Return whether ``key`` is a GPU's."""
+        return not key.startswith("node:")
+
+    def show(self, scene: Scene, items: Sequence[Item]) -> None:
+        """Show rows of a scene as ``arrange_nodes`` makes them."""
+        self._scene, self._items = scene, items
+        self._lay_out()
+        for key in (self._wish, self._uuid):
+            if key is not None and (index := self._index_with(key)) is not None:
+                self._wanted = items[index].key
+                break
+        self.set_rows(LazyRows(items, lambda item: item.key, self._row))
+
+    # Where GPUs are
+
+    def _index_with(self, key: str) -> int | None:
+        """Return the row that a GPU is shown in, or the one of that key."""
+        if self._at < len(self._items) and self._holds(self._items[self._at], key):
+            return self._at  # nearly always: 1,000 nodes need not be looked through
+        return next((index for index, item in enumerate(self._items) if self._holds(item, key)), None)
+
+    def _holds(self, item: Item, key: str) -> bool:
+        if isinstance(item, Group):
+            return False
+        if key.startswith("node:"):
+            return key == f"node:{item.node.name}"
+        return any(gpu.uuid == key for gpu in item.node.gpus) if item.shown is None else key in item.shown
+
+    def _reachable(self) -> list[tuple[int, str]]:
+        """Return place and UUID of the GPUs in the cursor's row that the cursor can go to."""
+        return _shown(self._items[self._at]) if self._at < len(self._items) else []
+
+    def _settle(self) -> None:
+        """Stay on the GPU the person chose, else on the one nearest to where it stood."""
+        reachable = self._reachable()
+        uuids = {uuid for _, uuid in reachable}
+        if self._wish in uuids:
+            self._uuid = self._wish
+        elif self._uuid not in uuids:
+            nearest = min(reachable, key=lambda found: abs(found[0] - self._column), default=None)
+            self._uuid = nearest[1] if nearest else None
+
+    def _go(self, index: int, step: int = 1) -> None:
+        super()._go(index, step)
+        self._wish = self.cursor
+
+    def _hop(self, uuid: str) -> None:
+        """Put the cursor on another GPU of its row."""
+        self._wish = uuid
+        self._column = next((place for place, other in self._reachable() if other == uuid), self._column)
+        self._settle()
+        self._touch({self._at})
+        self._tell()
+
+    def _step(self, step: int) -> bool:
+        """Go to the GPU beside; False at the end of the row."""
+        reachable = [uuid for _, uuid in self._reachable()]
+        at = reachable.index(self._uuid) + step if self._uuid in reachable else -1
+        if not 0 <= at < len(reachable):
+            return False
+        self._hop(reachable[at])
+        return True
+
+    # What keys and mouse do
+
+    def action_left(self) -> None:
+        """One GPU to the left."""
+        self._step(-1)
+
+    def action_right(self) -> None:
+        """One GPU to the right."""
+        self._step(1)
+
+    def action_mark(self) -> None:
+        """Mark the GPU or take its mark away, and go on to the next, in the row below after the last."""
+        self._toggle(self.cursor)
+        if not self._step(1) and self._at + 1 < len(self._items):
+            self._column = 0
+            self.action_down()
+
+    def action_mark_left(self) -> None:
+        """Mark to the left."""
+        self._extend(self.action_left)
+
+    def action_mark_right(self) -> None:
+        """Mark to the right."""
+        self._extend(self.action_right)
+
+    def on_click(self, event: events.Click) -> None:
+        """A click on a GPU moves there, with ctrl or right marks, twice opens; on a node twice opens; a title sorts."""
+        event.prevent_default()  # what Grid would do
+        at = event.get_content_offset(self)
+        if at is None or self.is_drag(event):
+            return
+        event.stop()
+        if at.y < HEADER:
+            if (column := _SORTS.get(self.column_at(at.x) or "")) is not None:
+                self.post_message(self.Sorted(self, column))
+            return
+        index = at.y - HEADER + self.scroll_offset.y
+        item = self._items[index] if index < len(self._items) else None
+        if not isinstance(item, NodeRow):
+            return
+        place = self._place_at(at.x)
+        if place is not None and (uuid := self.key_at(at)) is not None:
+            self._column, self._wish = place, uuid
+            self._go(index)
+            if event.ctrl or event.button == RIGHT:
+                self._toggle(self.cursor)
+            elif event.chain == 2:
+                self.action_choose()
+            return
+        self._go(index)
+        if event.chain == 2:
+            self.post_message(self.Chosen(self, f"node:{item.node.name}"))
+
+    def key_at(self, at: Offset) -> str | None:
+        """Return the UUID of the GPU that stands at ``at``."""
+        index, place = at.y - HEADER + self.scroll_offset.y, self._place_at(at.x)
+        if at.y < HEADER or index >= len(self._items) or place is None:
+            return None
+        return dict(_shown(self._items[index])).get(place)
+
+    def drag(self, grip: str, at: Offset, before: frozenset[str]) -> bool:
+        """Mark the block of GPUs with ``grip`` in the one corner and what stands at ``at`` in the other."""
+        start = self._index_with(grip)
+        if start is None:
+            return False  # it is no longer there
+        begun = next(place for place, uuid in _shown(self._items[start]) if uuid == grip)
+        place = self._place_at(at.x, nearest=True) or 0
+        self._column, self._uuid, self._wish = place, None, None  # the nearest of the row that we go to
+        beyond = self._drag_to(at.y, start)
+        places = range(min(begun, place), max(begun, place) + 1)
+        rows = self._items[min(start, self._at) : max(start, self._at) + 1]
+        self._set_marks(before.union(uuid for item in rows for k, uuid in _shown(item) if k in places), None)
+        return beyond
+
+    def _place_at(self, x: int, *, nearest: bool = False) -> int | None:
+        """Return which GPU of its row stands at ``x``, or ``nearest`` to it."""
+        left = 0
+        for index, size in self._widths.items():
+            if self.columns[index].key == "gpus":
+                if nearest:
+                    x = max(left, min(x, left + size - 1))
+                pack, inside = divmod(x - left, CELL * PACK + 1)
+                return pack * PACK + min(inside // CELL, PACK - 1) if left <= x < left + size else None
+            left += size + GAP
+        return None
+
+    # How it looks
+
+    def _lay_out(self) -> None:
+        """Choose the columns' widths by what is there."""
+        self.set_columns(columns_for(self._items))
+
+    def _row(self, item: Item) -> Row:
+        if isinstance(item, Group):
+            return Row(item.key, (Cell(group_words(item)),), group=True)
+        return Row(item.key, partial(self._cells, item), dim=item.node.state != "up")
+
+    def _cells(self, item: NodeRow) -> Sequence[Cell]:
+        assert self._scene is not None  # rows come with their scene
+        row = self._items[self._at].key if self._at < len(self._items) else None
+        return cells_of(item, self._scene, Focus(row, self._uuid, self.marks), self._look)
+
+
+def _shown(item: Item) -> list[tuple[int, str]]:
+    """Return place and UUID of the GPUs in a row that the cursor can go to."""
+    if isinstance(item, Group):
+        return []
+    shown = item.shown
+    return [(place, gpu.uuid) for place, gpu in enumerate(item.node.gpus) if shown is None or gpu.uuid in shown]

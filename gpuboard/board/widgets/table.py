@@ -1,0 +1,177 @@
+"""The table of GPUs: a row a GPU, below it a row for each of its MIG devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from gpuboard.board.arrange import Group, age_of, key_of, users_of
+from gpuboard.board.arrange import Row as Item
+from gpuboard.board.scene import Place, Scene
+from gpuboard.board.text.cells import width
+from gpuboard.board.text.format import UNKNOWN, age, flag_mark, pair, percent, short_model
+from gpuboard.board.text.picture import MIG, group_words, letter_of, trouble_role, units
+from gpuboard.board.text.plots import bar, spark
+from gpuboard.board.text.rows import Runs
+from gpuboard.board.theme.styles import LETTERS
+from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
+from gpuboard.model.snapshot import GpuView, MigView, NodeView
+
+_BAR = 4
+_SPARK = 10
+_NAME_LEAST, _NAME_MOST = 6, 20
+_RED_HOT = 85  # °C: from here on most data-centre GPUs slow themselves down
+
+Utilization = Callable[[str, int], Sequence[int | None]]  # a GPU's newest samples, as History.utilization
+
+
+class Device(NamedTuple):
+    """A MIG device with the GPU that it is a part of."""
+
+    place: Place
+    mig: MigView
+
+
+Shown = Item | Device
+
+
+def with_devices(items: Sequence[Item]) -> Sequence[Shown]:
+    """Return the rows with those of MIG devices below their GPUs."""
+    if not any(isinstance(item, Place) and item.gpu.mig for item in items):
+        return items
+    found: list[Shown] = []
+    for item in items:
+        found.append(item)
+        if isinstance(item, Place):
+            found += (Device(item, device) for device in item.gpu.mig)
+    return found
+
+
+class GpuTable(Grid):
+    """GPUs in rows. Keys are UUIDs, of MIG devices too, and ``node:NAME`` of nodes of which no GPU is known."""
+
+    def __init__(self, utilization: Utilization, *, empty: str = "", id: str | None = None) -> None:
+        super().__init__((), empty=empty, marks=True, id=id)
+        self._utilization = utilization
+        self._scene: Scene | None = None
+
+    def can_mark(self, key: str) -> bool:
+        """Return whether ``key`` is a GPU's or a MIG device's."""
+        return not key.startswith("node:")
+
+    def show(self, scene: Scene, items: Sequence[Item]) -> None:
+        """Show rows of a scene as ``arrange`` makes them."""
+        self._scene = scene
+        self._lay_out(scene)
+        self.set_rows(LazyRows(with_devices(items), _key, self._row))
+
+    def _lay_out(self, scene: Scene) -> None:
+        name = max((width(node.name) for node in scene.snapshot.nodes), default=0)
+        self.set_columns(
+            (
+                Column("node", "Node", min(max(name, _NAME_LEAST), _NAME_MOST)),
+                Column("index", "GPU", 3, right=True),
+                Column("model", "Model", 12, drop=5),
+                Column("memory", "Memory", _BAR + 9),
+                Column("utilization", "Util", 4, right=True),
+                Column("spark", "", _SPARK, drop=6),
+                Column("power", "Power", 5, right=True, drop=4),
+                Column("temperature", "Temp", 5, right=True, drop=3),
+                Column("user", "User", 10),
+                Column("age", "Age", 4, right=True, drop=2),
+                Column("state", "State", 12),
+                Column("reason", "Reason", 0, weight=1, least=16, drop=1),
+            )
+        )
+
+    def _row(self, item: Shown) -> Row:
+        if isinstance(item, Group):
+            return Row(item.key, (Cell(group_words(item)),), group=True)
+        if isinstance(item, Device):
+            return Row(item.mig.uuid, partial(self._device, item), dim=item.place.node.state != "up")
+        if isinstance(item, NodeView):
+            said = item.error or "no GPU found"
+            words = Cell(f"connecting: {said}" if item.connecting else said, trouble_role(item), rest=True)
+            return Row(key_of(item), (Cell(item.name), Cell(UNKNOWN, "unknown"), words))
+        return Row(item.gpu.uuid, partial(self._gpu, item), dim=item.node.state != "up")
+
+    def _gpu(self, place: Place) -> Sequence[Cell]:
+        assert self._scene is not None  # rows come with their scene
+        node, gpu = place.node, place.gpu
+        glyphs = self._look.glyphs
+        users = ", ".join(users_of(gpu, self._scene))
+        hot = gpu.temperature is not None and gpu.temperature >= _RED_HOT
+        return (
+            Cell(node.name),
+            Cell(str(gpu.index)),
+            Cell(short_model(gpu.name)),
+            self._memory(gpu.memory_used, gpu.memory_total, gpu.state),
+            _known(percent(gpu.utilization)),
+            Cell(spark(self._utilization(gpu.uuid, _SPARK), _SPARK, glyphs), "dim"),
+            _known(UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W"),
+            _known(UNKNOWN if gpu.temperature is None else f"{gpu.temperature}°C", "warn" if hot else ""),
+            self._owner(gpu, users),
+            _age(age_of(node, gpu)),
+            Cell(_state(gpu)),
+            Cell(gpu.reason, "dim" if gpu.state == "free" else ""),
+        )
+
+    def _device(self, device: Device) -> Sequence[Cell]:
+        node, gpu = device.place.node, device.place.gpu
+        mig = device.mig
+        assert self._scene is not None  # as above
+        owners = ", ".join(dict.fromkeys(lease.owner for lease in self._scene.leases_on(mig.uuid)))
+        return (
+            Cell("", ""),
+            Cell("MIG", "dim"),
+            Cell(mig.profile),
+            self._memory(mig.memory_used, mig.memory_total, mig.state),
+            Cell("-", "dim"),  # NVML measures none for MIG devices
+            Cell(""),
+            Cell("-", "dim"),
+            Cell("-", "dim"),
+            Cell(owners or "-", "" if owners else "dim"),
+            _age(age_of(node, gpu)),
+            Cell(((f"{LETTERS.get(mig.state, UNKNOWN)}  {mig.state}", mig.state),)),
+            Cell(mig.reason, "dim" if mig.state == "free" else ""),
+        )
+
+    def _memory(self, used: int | None, total: int | None, state: str) -> Cell:
+        part = None if used is None or not total else used / total
+        if part is None:
+            return Cell(((" " * _BAR + " ", ""), (pair(used, total, 3), "unknown")))
+        return Cell(((bar(part, _BAR, self._look.glyphs) + " ", state), (pair(used, total, 3), "")))
+
+    def _owner(self, gpu: GpuView, users: str) -> Cell:
+        if users:
+            scene = self._scene
+            assert scene is not None  # as above
+            mine = any(scene.is_mine(lease) for lease in scene.leases_on(gpu.uuid))
+            return Cell(users, "mine" if mine else "")
+        if gpu.processes is None or gpu.state == "occupied":
+            return Cell(UNKNOWN, "unknown")
+        return Cell("hidden", "unknown") if gpu.processes else Cell("-", "dim")
+
+
+def _key(item: Shown) -> str:
+    return item.mig.uuid if isinstance(item, Device) else key_of(item)
+
+
+def _known(words: str, style: str = "") -> Cell:
+    return Cell(words, "unknown" if UNKNOWN in words else style)
+
+
+def _age(seconds: float | None) -> Cell:
+    return _known(age(seconds), "dim")
+
+
+def _state(gpu: GpuView) -> Runs:
+    """Return a state as the picture shows it, and its word; of a GPU in MIG mode how many devices are free."""
+    letter, style = letter_of(gpu)
+    word = gpu.state
+    if letter == MIG:
+        free, total = units(gpu)
+        word = f"{free}/{total} free" if gpu.mig else "no device"
+    mark = flag_mark(gpu.flags)
+    return ((letter, style), (mark, "bad"), (f" {word}", style))
