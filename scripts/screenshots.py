@@ -28,7 +28,7 @@ from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.launch_process import LaunchForm
 from gpuboard.board.scene import Scene
-from gpuboard.cli import demo_board
+from gpuboard.cli.setup import demo_board
 from gpuboard.cluster.simulated import living_nodes
 from gpuboard.cluster.simulated_script import uid
 from gpuboard.cluster.snapshot.build import NodeFacts, View, inert_static, node_claims, snapshot

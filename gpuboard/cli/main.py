@@ -158,7 +158,7 @@ def _read(command: Command, words: list[str]) -> argparse.Namespace:
     try:
         return parser.read(words)
     except UsageError:
-        from gpuboard.cli.statusfile import OPTION, outcome_of, recorded
+        from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 
         if file := parser.said(OPTION, words):
             with recorded(outcome_of(command.NAME), file):

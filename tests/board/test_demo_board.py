@@ -21,7 +21,7 @@ from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.launch_process import LaunchForm
 from gpuboard.board.scene import Place, Scene
-from gpuboard.cli import demo_board
+from gpuboard.cli.setup import demo_board
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper import processes

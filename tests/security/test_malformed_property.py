@@ -21,8 +21,8 @@ from msgspec import inspect as types
 from gpuboard.board.history import History
 from gpuboard.board.scene import Place
 from gpuboard.board.text import gpu as gpu_lines
-from gpuboard.cli.leases import table as lease_table
-from gpuboard.cli.status import table
+from gpuboard.cli.reserve.leases import table as lease_table
+from gpuboard.cli.see.status import table
 from gpuboard.cluster.feed import NodeFeed
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.snapshot.build import NodeFacts, node_claims, snapshot

@@ -24,7 +24,7 @@ from gpuboard.board.filter.query import parse
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.picture import group_words
 from gpuboard.board.widgets.header import sums
-from gpuboard.cli import status
+from gpuboard.cli.see import status
 from gpuboard.model.snapshot import ProcessView, Tally
 from tests.board.made import GIB, busy, gpu, lease, mig, node, scene, unread
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.cli.allocate import progress
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import COMMANDS, GROUPS, load, main, parser_of, split
+from gpuboard.cli.reserve.allocate import progress
 from gpuboard.errors import UsageError
 
 
@@ -232,7 +232,7 @@ def test_an_unexpected_exception_is_one_line_and_the_traceback_on_demand(
     def broken(*_: object) -> int:
         raise LookupError("no such thing")
 
-    monkeypatch.setattr("gpuboard.cli.config.run", broken)
+    monkeypatch.setattr("gpuboard.cli.setup.config.run", broken)
     assert main(["config"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("gpuboard: this is a bug: LookupError at test_cli.py:")
@@ -246,7 +246,7 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gpuboard.cli.config.run", interrupted)
+    monkeypatch.setattr("gpuboard.cli.setup.config.run", interrupted)
     assert main(["config"]) == 130
     assert capsys.readouterr().err == ""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gpuboard.cli import launch
 from gpuboard.cli.options import Parser, add_common
+from gpuboard.cli.use import launch
 from gpuboard.errors import UsageError
 from gpuboard.launch import environ
 from gpuboard.launch.plan import LaunchOptions, LaunchPlan, StartRank, launch_plan, plan_text, shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuboard.cli.status import next_due, sums, table
+from gpuboard.cli.see.status import next_due, sums, table
 from gpuboard.cli.table import Step, elide, fit, pad, width_of, wrap
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot
 from gpuboard.model.text import clean

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuboard.cli import status as status_command
 from gpuboard.cli.context import Context
+from gpuboard.cli.see import status as status_command
 from gpuboard.cli.table import paint, wrap
 from gpuboard.leases.claims.queries import gpus_words
 from gpuboard.model.snapshot import Snapshot
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Show it, step by step and then as the board; return 0 when all went well and nothing was left behind."""
-    from gpuboard.cli import demo_board
+    from gpuboard.cli.setup import demo_board
 
     if args.board:
         code = demo_board.run(context)

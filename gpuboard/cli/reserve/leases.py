@@ -10,7 +10,7 @@ import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
-from gpuboard.cli.status import nobody_reached, settled
+from gpuboard.cli.see.status import nobody_reached, settled
 from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.errors import NoNodeReached
 from gpuboard.leases.claims.queries import gpus_words, leases

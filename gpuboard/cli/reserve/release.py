@@ -10,8 +10,8 @@ import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import say
-from gpuboard.cli.owned import SLURM, Owned, owned
-from gpuboard.cli.status import reached
+from gpuboard.cli.reserve.owned import SLURM, Owned, owned
+from gpuboard.cli.see.status import reached
 from gpuboard.errors import NoNodeReached, UsageError
 from gpuboard.leases.claims.queries import Ended, chosen, gpus_words, leases, release
 from gpuboard.model.text import clean

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 
 def _status(context: Context) -> int:
-    from gpuboard.cli import status
+    from gpuboard.cli.see import status
 
     mind_leases(context)
     return status.run(argparse.Namespace(watch=None, json=False), context)

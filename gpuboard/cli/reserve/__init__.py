@@ -1,0 +1,1 @@
+"""Commands that reserve: allocate, leases, renew, release, env."""

@@ -1,0 +1,1 @@
+"""Commands that set up and demonstrate: demo, config."""
