@@ -3,9 +3,9 @@
     python bench/feeder.py SOCKET NODES
 
 Every node is a connection that speaks as an agent does: the start line in, then hello, static and a reading a second,
-all nodes' together, as aligned agents do. The values are agent/simulate/gpus.py's and move; jobs come and go, every fourth
-node holds a claim. `FeederConnector` is the client's end: it stands where transports would, so that everything from
-the bytes of a line on is the real thing.
+all nodes' together, as aligned agents do. The values are agent/simulate/gpus.py's and move; jobs come and go, every
+fourth node holds a claim. `FeederConnector` is the client's end: it stands where transports would, so that everything
+from the bytes of a line on is the real thing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 
 from gpuboard.agent.simulate.gpus import Simulated
 from gpuboard.config import Settings
+from gpuboard.shellprobe.connector import NodeConnector
 from gpuboard.transport.base import Handler, TransportError
-from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink, Listener
 
 PHASES = 8  # different readings of a node, one after the other
@@ -126,7 +126,7 @@ def _claim(name: str, number: int, phase: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class FeederConnector(Connector):
+class FeederConnector(NodeConnector):
     """Opens links to the feeder's nodes: one thread reads all of them, as an event loop would."""
 
     def __init__(self, path: str) -> None:

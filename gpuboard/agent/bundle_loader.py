@@ -1,10 +1,9 @@
 """How the agent is imported on a node: from memory, out of the bundle that came over the connection.
 
 The loader's command line (gpuboard.transport.bundle) executes this file first and calls :func:`run`. On the client's
-own machine the agent is imported from its files; :func:`source` works in both cases.
+own machine the agent is imported from its files; module_source.py works in both cases.
 """
 
-import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 
@@ -62,15 +61,6 @@ def _trim(ctypes: "ModuleType") -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError):
         pass  # not glibc
-
-
-def source(name: str) -> str:
-    """Return the source of module ``name``, to run it under another interpreter. Raises ImportError."""
-    spec = importlib.util.find_spec(name)
-    text = spec.loader.get_source(name) if spec is not None and spec.loader is not None else None  # type: ignore[attr-defined]
-    if text is None:
-        raise ImportError("no source of %s here" % name, name=name)
-    return str(text)
 
 
 def run(parts: "List[str]") -> None:

@@ -27,15 +27,17 @@ from gpuboard.board.following import Follower
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import BoardScreen
 from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.screens.gpu import GpuScreen
 from gpuboard.board.screens.leases import LeasesScreen
+from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.screens.watches import Watches, WatchesScreen, open_watch
+from gpuboard.board.screens.welcome import welcome
 from gpuboard.board.terminal.crash import report
 from gpuboard.board.terminal.guard import Guard, is_utf8
 from gpuboard.board.terminal.key_queue import InOrder
 from gpuboard.board.terminal.line_filters import AsciiFilter, ColorlessFilter
 from gpuboard.board.theme import themes
 from gpuboard.board.theme.styles import ASCII, UNICODE, Look
-from gpuboard.board.welcome import welcome
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper import client as keeper
 
@@ -315,9 +317,27 @@ class BoardApp(App[int]):
 
     def action_runs(self) -> None:
         """Show the runs."""
-        from gpuboard.board.screens.runs import open_runs
+        self.open_runs()
 
-        open_runs(self)
+    def open_runs(self, run: str | None = None) -> None:
+        """Show the runs, with the cursor on ``run``; where they are open already, go back to them."""
+        from gpuboard.board.screens.runs import RunsScreen  # late: runs and logs are not shown at the start
+
+        if not any(isinstance(screen, RunsScreen) for screen in self.screen_stack):
+            self.push_screen(RunsScreen(run))
+            return
+        while not isinstance(self.screen, RunsScreen):
+            self.pop_screen()
+        if run is not None:
+            self.screen.jump(run)
+
+    def open_gpu(self, uuid: str) -> None:
+        """Show one GPU."""
+        self.push_screen(GpuScreen(uuid))
+
+    def open_node(self, name: str) -> None:
+        """Show one node."""
+        self.push_screen(NodeScreen(name))
 
     def action_theme(self) -> None:
         """Choose a theme; the highlighted one is shown."""

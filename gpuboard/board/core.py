@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
     from gpuboard.scheduler.base import Scheduler
-    from gpuboard.transport.connector import Connector
+    from gpuboard.shellprobe.connector import NodeConnector
 
 _PACE_S = 1.0  # ages grow on the screen also when nothing arrives
 _REST = 9  # after a scene nine times as long as it took: nodes that answer out of step cost a tenth of a core at most
@@ -42,7 +42,7 @@ class Core:
         nodes: Sequence[Node],
         settings: Settings,
         env: Mapping[str, str],
-        connector: Connector | None = None,
+        connector: NodeConnector | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
         """``connector``: how nodes are reached, where it is not by the settings (a recorded feed).

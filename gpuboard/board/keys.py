@@ -48,9 +48,9 @@ class Remapped(NamedTuple):
 
 def load_screens() -> None:
     """Import every module of the board: only then are all bindings known."""
-    for module in pkgutil.iter_modules(gpuboard.board.__path__):
-        if not module.name.startswith("web"):  # need textual-serve, and have no bindings
-            importlib.import_module(f"gpuboard.board.{module.name}")
+    for module in pkgutil.walk_packages(gpuboard.board.__path__, "gpuboard.board."):
+        if not module.name.startswith("gpuboard.board.web"):  # need textual-serve, and have no bindings
+            importlib.import_module(module.name)
 
 
 def actions() -> list[Action]:

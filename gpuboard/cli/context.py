@@ -87,7 +87,7 @@ class Context:
     @cached_property
     def job(self) -> Inside | None:
         """The Slurm job that this command runs in. Raises GpuboardError where that cannot be found out."""
-        from gpuboard.cli.main import say
+        from gpuboard.cli.say import say
         from gpuboard.cluster.inventory.slurm_job import current_job
 
         return current_job(self.settings, self.env, say)
@@ -121,7 +121,7 @@ class Context:
             return nodes
         if self.settings.ssh == "own" and self.new_scheduler() is not None:
             return nodes
-        from gpuboard.cli.main import say
+        from gpuboard.cli.say import say
         from gpuboard.transport.ssh.login import log_in
 
         log_in(hosts, self.settings, self.env, say)

@@ -18,16 +18,17 @@ from typing import Protocol, cast
 from gpuboard import __version__
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import Parser, add_common, nearest
+from gpuboard.cli.say import say
 from gpuboard.errors import GpuboardError, Interrupted, Refused, UsageError
-from gpuboard.model.text import lines, quoted
+from gpuboard.model.text import quoted
 
-GROUPS = {
+GROUPS = {  # by the package of their modules
     "see": ("board", "status", "serve"),
     "reserve": ("allocate", "leases", "renew", "release", "env"),
     "use": ("run", "launch", "runs", "logs", "stop"),
-    "set up": ("demo", "config"),
+    "setup": ("demo", "config"),
 }
-COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+COMMANDS = {name: group for group, names in GROUPS.items() for name in names}
 
 _EPILOG = """\
 in scripts:
@@ -97,12 +98,6 @@ def _refuse_as_json(argv: Sequence[str], error: GpuboardError) -> None:
             sys.stdout.flush()
 
 
-def say(text: str) -> None:
-    """Print words for people on stderr, the first line marked as ours; a stderr that is gone is no error."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"gpuboard: {lines(text)}", file=sys.stderr, flush=True)
-
-
 def split(argv: list[str]) -> tuple[str | None, list[str]]:
     """Return the command and its arguments; flags that stand before the command are moved behind it."""
     position = 0
@@ -119,7 +114,7 @@ def load(name: str) -> Command:
         near = nearest(name, list(COMMANDS))
         cure = f"did you mean `gpuboard {near}`?" if near else f"commands are: {', '.join(COMMANDS)}"
         raise UsageError(f"{quoted(name)} is not a command; {cure}")
-    return cast(Command, importlib.import_module(f"gpuboard.cli.{name}"))
+    return cast(Command, importlib.import_module(f"gpuboard.cli.{COMMANDS[name]}.{name}"))
 
 
 def parser_of(command: Command) -> Parser:
@@ -147,7 +142,7 @@ def _dispatch(argv: list[str]) -> int:
     context.said = args.nodes or []
     if args.config is not None:
         context.config_file = Path(args.config)
-    if command.NAME not in {"board", *GROUPS["set up"]}:  # the board does it beside the UI: a hung keeper takes 3 s
+    if command.NAME not in {"board", *GROUPS["setup"]}:  # the board does it beside the UI: a hung keeper takes 3 s
         mind_leases(context)
     return command.run(args, context)
 

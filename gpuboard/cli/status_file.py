@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gpuboard.cli.main import say
+from gpuboard.cli.say import say
 from gpuboard.errors import GpuboardError
 from gpuboard.model.text import lines
 

@@ -16,9 +16,9 @@ from gpuboard.cluster.routes import Ladder, Way
 from gpuboard.cluster.snapshot.build import NodeFacts, inert_static
 from gpuboard.model.reading import Event, Hello, Reading, Static, shared
 from gpuboard.model.state import Thresholds, counted, narrow_links, rests_on_memory
+from gpuboard.shellprobe.connector import NodeConnector
 from gpuboard.transport import limits
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class NodeFeed:
     def __init__(
         self,
         node: Node,
-        connector: Connector,
+        connector: NodeConnector,
         *,
         claims_dir: str,
         thresholds: Thresholds,

@@ -13,8 +13,8 @@ from gpuboard.cluster.snapshot.build import View, node_claims, snapshot, standin
 from gpuboard.model.replies import Read
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
+from gpuboard.shellprobe.connector import NodeConnector
 from gpuboard.transport.base import CallFailed, LinkLost
-from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import Pending
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Fleet:
         *,
         interval_s: float | None,
         one_shot: bool = True,
-        connector: Connector | None = None,
+        connector: NodeConnector | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
         """``scheduler``: is closed with the fleet."""
@@ -62,7 +62,7 @@ class Fleet:
         self._interval_s = interval_s
         self._one_shot = one_shot
         self._thresholds = settings.state.thresholds()
-        self._connector = connector or Connector(settings)
+        self._connector = connector or NodeConnector(settings)
         self._ruling: Ruling | None = None
         if scheduler is not None:
             from gpuboard.cluster.snapshot.scheduler_monitor import Ruling  # only where there is one

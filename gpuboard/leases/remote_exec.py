@@ -177,7 +177,7 @@ def _tick(thread: int, over: threading.Event) -> None:
 
 
 def _source() -> str:
-    return (Path(__file__).parents[1] / "agent" / "agent/command_runner.py").read_text(encoding="utf-8")
+    return (Path(__file__).parents[1] / "agent" / "command_runner.py").read_text(encoding="utf-8")
 
 
 def _config(

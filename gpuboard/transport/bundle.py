@@ -6,7 +6,9 @@ import functools
 import importlib.util
 import re
 import zlib
+from collections.abc import Iterator
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from gpuboard.transport.exit_errors import STDIN_READ
@@ -42,8 +44,8 @@ def command_line(python: str) -> str:
 def bundle(role: str) -> bytes:
     """Return what the loader reads: GUARD, 8 digits, then so many bytes of zlib.
 
-    Inside: texts with NUL between them: gpuboard.agent.bundle_loader, then pairs of module name and source. pynvml travels
-    with role ``node`` only.
+    Inside: texts with NUL between them: gpuboard.agent.bundle_loader, then pairs of module name and source. pynvml
+    travels with role ``node`` only.
     """
     parts = [_agent_sources()["gpuboard.agent.bundle_loader"]]
     for name, text in sources(role).items():
@@ -64,13 +66,17 @@ def sources(role: str) -> dict[str, str]:
 
 @functools.cache
 def _agent_sources() -> dict[str, str]:
-    found = {}
-    for entry in resources.files("gpuboard.agent").iterdir():
+    found = dict(_sources_in("gpuboard.agent", resources.files("gpuboard.agent")))
+    return dict(sorted(found.items()))
+
+
+def _sources_in(package: str, folder: Traversable) -> Iterator[tuple[str, str]]:
+    for entry in folder.iterdir():
         stem, dot, suffix = entry.name.rpartition(".")
         if dot and suffix == "py":
-            name = "gpuboard.agent" if stem == "__init__" else f"gpuboard.agent.{stem}"
-            found[name] = entry.read_text(encoding="utf-8")
-    return dict(sorted(found.items()))
+            yield package if stem == "__init__" else f"{package}.{stem}", entry.read_text(encoding="utf-8")
+        elif entry.joinpath("__init__.py").is_file():
+            yield from _sources_in(f"{package}.{entry.name}", entry)
 
 
 def _pynvml_source() -> str:

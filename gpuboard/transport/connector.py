@@ -13,7 +13,6 @@ from gpuboard.transport.local import LocalTransport
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
-    from gpuboard.shellprobe.link import ShellLink
 
 # A step does not notice that srun was killed together with the process that srun leaves to end it, or that its host has
 # crashed. An agent there that hears nothing for so long ends; feeds and the keeper say something more often.
@@ -50,27 +49,8 @@ class Connector:
         if job is not None and host is not None and role == "node":
             config = {**config, "silence_s": STEP_SILENCE_S}
         link = AgentLink(node, role, config, listener, ended)
-        transport = self._to(host, job)
+        transport = self.transport(host, job)
         link.attach(transport.open(host or "localhost", role, link))
-        return link
-
-    def open_shell(
-        self,
-        node: str,
-        host: str,
-        why: str,
-        interval_s: float | None,
-        *,
-        listener: Listener,
-        ended: Callable[[TransportError], None],
-        job: str | None = None,
-    ) -> ShellLink:
-        """Return a link to a shell on ``host``, where no agent can be started because of ``why`` (see ShellLink)."""
-        from gpuboard.shellprobe.link import ShellLink
-        from gpuboard.shellprobe.script import COMMAND  # only where a node has no python3
-
-        link = ShellLink(node, why, interval_s, listener, ended)
-        link.attach(self._to(host, job).open(host, "shell", link, COMMAND))
         return link
 
     def close(self) -> None:
@@ -83,7 +63,8 @@ class Connector:
             if transport is not None:
                 transport.close()
 
-    def _to(self, host: str | None, job: str | None) -> Transport:
+    def transport(self, host: str | None, job: str | None) -> Transport:
+        """Return the transport to ``host``, made when first asked for; the arguments as in :meth:`open`."""
         with self._lock:
             if host is None:
                 self._local = self._local or LocalTransport()

@@ -123,7 +123,10 @@ def test_of_other_views_it_is_the_header(tmp_path: Path, view: ViewState) -> Non
 
 
 def test_it_needs_no_textual() -> None:
-    program = "import sys, gpuboard.board.terminal.first_frame; print({'textual', 'asyncio', 'rich.console'} & set(sys.modules))"
+    program = (
+        "import sys, gpuboard.board.terminal.first_frame\n"
+        "print({'textual', 'asyncio', 'rich.console'} & set(sys.modules))"
+    )
     assert run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

@@ -15,8 +15,8 @@ from textual.widgets import OptionList
 from gpuboard.board.app import BoardApp
 from gpuboard.board.dialogs.base import Choose
 from gpuboard.board.screens.cluster import ClusterScreen
-from gpuboard.board.welcome import NameNodes, WhyNone
-from gpuboard.cluster.bare import keep_nodes
+from gpuboard.board.screens.welcome import NameNodes, WhyNone
+from gpuboard.cluster.inventory.first_run import keep_nodes
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import GpuboardError
 from gpuboard.model.snapshot import NodeView
@@ -34,7 +34,7 @@ BARE = made.node("lap", error=NO_DRIVER)
 
 @pytest.fixture(autouse=True)
 def _no_driver_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuboard.cluster.bare.own_uuids", list)  # this machine may have GPUs
+    monkeypatch.setattr("gpuboard.cluster.inventory.first_run.own_uuids", list)  # this machine may have GPUs
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])

@@ -46,6 +46,7 @@ from gpuboard.model.lease import LeaseList
 from gpuboard.model.reading import Claim, Event, Reading, Static
 from gpuboard.model.replies import Malformed
 from gpuboard.model.state import Thresholds
+from gpuboard.shellprobe.connector import NodeConnector
 from gpuboard.transport.base import CallFailed, LinkLost
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink
@@ -226,7 +227,7 @@ def test_a_picture_can_be_made_of_whatever_is_well_formed(data: st.DataObject) -
     honest = NodeFacts(name="honest", reading=Reading(1, 0.0, 1.0), arrived=NOW)
     feed = NodeFeed(
         Node("liar", "liar"),
-        Connector(Settings()),
+        NodeConnector(Settings()),
         claims_dir="/var/tmp",
         thresholds=Thresholds(),
         interval_s=1.0,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gpuboard.agent import bundle_loader as bundled
+from gpuboard.agent import module_source
 from gpuboard.transport import bundle
 from gpuboard.transport.exit_errors import explain_exit
 
@@ -131,7 +132,7 @@ def test_an_interpreter_with_odd_characters_in_its_path_is_quoted(tmp_path: Path
 
 
 def test_the_source_of_a_module_is_had_from_files_and_from_the_bundle() -> None:
-    assert bundled.source("gpuboard.agent.protocol") == bundle.sources("launch")["gpuboard.agent.protocol"]
+    assert module_source.source("gpuboard.agent.protocol") == bundle.sources("launch")["gpuboard.agent.protocol"]
     finder = bundled.Finder({"a": "", "a.b": "x = 1\n"})
     assert (finder.get_source("a.b"), finder.is_package("a"), finder.is_package("a.b")) == ("x = 1\n", True, False)
     with pytest.raises(ImportError, match=r"a\.c is not in the bundle"):
@@ -141,9 +142,9 @@ def test_the_source_of_a_module_is_had_from_files_and_from_the_bundle() -> None:
 def test_a_traceback_out_of_the_bundle_shows_the_source_line() -> None:
     parts = ["gpuboard", "", "gpuboard.agent", "", "gpuboard.agent.main", "def main():\n    raise OSError('here')\n"]
     code = (
-        "from gpuboard.agent import bundle_loader as bundled; import sys, traceback\n"
+        "from gpuboard.agent import bundle_loader; import sys, traceback\n"
         "del sys.modules['gpuboard'], sys.modules['gpuboard.agent']\n"
-        f"try: bundled.run({parts!r})\n"
+        f"try: bundle_loader.run({parts!r})\n"
         "except OSError: traceback.print_exc()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -9,7 +9,7 @@ from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.snapshot.build import NodeFacts
 from gpuboard.config import Settings
-from gpuboard.transport.connector import Connector
+from gpuboard.shellprobe.connector import NodeConnector
 from gpuboard.transport.pace import AT_ONCE, LEAST, Pace
 
 
@@ -100,5 +100,5 @@ def test_nodes_that_come_one_after_the_other_are_all_waited_for() -> None:
         fleet.close()
 
 
-class _Nowhere(Connector):
+class _Nowhere(NodeConnector):
     """Reaches no node."""

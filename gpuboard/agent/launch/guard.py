@@ -4,7 +4,6 @@ The guard forks the supervisor and then does three things only: it adopts orphan
 the supervisor through a pipe, and it watches the connection for its end, in case the supervisor is stopped or stuck.
 """
 
-import ctypes
 import os
 import select
 import signal
@@ -18,19 +17,13 @@ if MYPY:
 
     from gpuboard.agent.protocol import Channel
 
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _PATIENCE_S = 1.6  # what a supervisor gets to empty the node itself after the end of the connection
 _POLLRDHUP = 0x2000  # select.POLLRDHUP came with Python 3.7
 
 
-def adopt_orphans() -> None:
-    """Make this process the one that orphans below it are handed to (since Linux 3.4)."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def run(channel: "Channel", config: "Dict[str, Any]") -> None:
     """Run a launch on this node until nothing of it is left (docs/launch-protocol.md)."""
-    adopt_orphans()
+    teardown.adopt_orphans()
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all processes of a step; only ranks heed them
         signal.signal(number, lambda *_: None)
     supervisor_life, supervisor_end = os.pipe()  # the supervisor holds the second: end-of-file when it dies
@@ -47,15 +40,8 @@ def run(channel: "Channel", config: "Dict[str, Any]") -> None:
     os.close(supervisor_end)
     os.close(guard_life)
     if _watch(channel.fd_in, supervisor_life, pid):
-        channel.event("stopping", {"reason": signal_words(signal.SIGTERM)})
+        channel.event("stopping", {"reason": teardown.signal_words(signal.SIGTERM)})
     teardown.kill_all(str(config.get("run")), os.getpid(), (), _reap, 4.0)
-
-
-def signal_words(number: int) -> str:
-    """Return what it means that a signal has come to the supervisor or its guard."""
-    if number == signal.SIGTERM and os.environ.get("SLURM_JOB_ID"):
-        return "Slurm ends job %s: it was cancelled, or its time is up" % os.environ["SLURM_JOB_ID"]
-    return "the supervisor got signal %d" % number
 
 
 def _supervise(supervisor: "Any", channel: "Channel") -> None:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 
-from gpuboard.agent import bundle_loader
+from gpuboard.agent import module_source
 from gpuboard.agent.launch import output as relay
 
 MYPY = False
@@ -253,8 +253,8 @@ def start(  # noqa: PLR0917
     task = dict(task, supervisor=os.getpid(), wrapped=bool(config["wrap"]))
     payload = json.dumps(
         {
-            "bond": bundle_loader.source("gpuboard.agent.launch.worker_channel"),
-            "body": bundle_loader.source("gpuboard.agent." + body),
+            "bond": module_source.source("gpuboard.agent.launch.worker_channel"),
+            "body": module_source.source("gpuboard.agent.launch." + body),
             "config": task,
         }
     ).encode("ascii")

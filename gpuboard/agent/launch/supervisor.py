@@ -7,7 +7,7 @@ import socket
 import time
 
 from gpuboard.agent.event_loop import IN, OUT, Loop
-from gpuboard.agent.launch import guard, network, preflight, teardown
+from gpuboard.agent.launch import network, preflight, teardown
 from gpuboard.agent.launch import start as ranks
 from gpuboard.agent.launch.workers import Gang
 
@@ -75,7 +75,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Serve the head until the node is empty."""
-        guard.adopt_orphans()
+        teardown.adopt_orphans()
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
@@ -156,7 +156,7 @@ class Supervisor:
         self._reap()
 
     def _signalled(self, number: int, _frame: "Any") -> None:
-        self._loop.after(0.0, lambda: self._end(guard.signal_words(number), _LIFE_LINE_GRACE_S))
+        self._loop.after(0.0, lambda: self._end(teardown.signal_words(number), _LIFE_LINE_GRACE_S))
 
     def _guard_died(self) -> None:
         self._loop.unwatch(self._guard_life)

@@ -4,6 +4,7 @@ A process belongs to a run when it descends from the caller (a subreaper, so tha
 environment carries the run's id (a helper that was handed over to another parent).
 """
 
+import ctypes
 import os
 import signal
 import time
@@ -25,8 +26,21 @@ else:
 
     Process = namedtuple("Process", "pid parent state name cpu_s rss")
 
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def adopt_orphans() -> None:
+    """Make this process the one that orphans below it are handed to (since Linux 3.4)."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def signal_words(number: int) -> str:
+    """Return what it means that a signal has come to the supervisor or its guard."""
+    if number == signal.SIGTERM and os.environ.get("SLURM_JOB_ID"):
+        return "Slurm ends job %s: it was cancelled, or its time is up" % os.environ["SLURM_JOB_ID"]
+    return "the supervisor got signal %d" % number
 
 
 def read_process(pid: int) -> "Optional[Process]":

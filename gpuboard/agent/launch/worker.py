@@ -34,7 +34,7 @@ _RENDEZVOUS = ("init_process_group", "rendezvous", "_create_c10d_store")
 def main(namespace: "Dict[str, Any]", bond: "Bond", config: "Dict[str, Any]") -> None:
     """Run one rank. ``namespace`` is that of ``__main__``; what the target raises leaves as it would under python."""
     state = {"phase": "import", "joined": False}
-    # Should the script close all descriptors: nobody is to open the file name of the outermost frame (agent/launch/start.py).
+    # Should the script close all descriptors: nobody is to open the file name of the outermost frame (start.py).
     linecache.cache[sys.argv[0]] = (0, None, [], sys.argv[0])
     bond.follow_forks()
     try:

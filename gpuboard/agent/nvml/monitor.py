@@ -10,8 +10,8 @@ that does not return) is not waited for, and no second one is started for the sa
 import os
 import time
 
-from gpuboard.agent.nvml.process import SIGKILL, XIDS, Child, spawn
-from gpuboard.agent.nvml.terms import pause_s
+from gpuboard.agent.nvml.process import SIGKILL, Child, spawn
+from gpuboard.agent.nvml.terms import XIDS, pause_s
 
 MYPY = False
 if MYPY:

@@ -8,13 +8,12 @@ import struct
 import sys
 
 from gpuboard.agent import proc
+from gpuboard.agent.nvml.terms import NO_GPU
 
 MYPY = False
 if MYPY:
     from typing import Any, List, Optional, Set, Tuple
 
-NO_GPU = 255  # the mark between GPUs
-XIDS = 254  # the mark while errors of all GPUs are listened for
 SIGKILL = 9  # the module signal costs 3 ms, before the fork that everybody waits for
 SPIN_S = 1.0  # processor time in one call after which it hangs rather than waits for its turn
 

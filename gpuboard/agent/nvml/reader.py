@@ -1,6 +1,6 @@
 """NVML through nvidia-ml-py, in a process of its own; the only importer of pynvml. Reads, never sets.
 
-The parent (gpuboard.agent.nvml.monitor) never loads NVML: a call can hang for minutes, and then this process is killed or left
+The parent (monitor.py) never loads NVML: a call can hang for minutes, and then this process is killed or left
 behind. It talks with its parent through two pipes: messages are marshal with a 4-byte length (both ends are the same
 Python), a byte from the parent asks for one pass. Before it touches GPU k it writes k into shared memory, so that the
 parent knows who hangs.
@@ -22,7 +22,7 @@ import pynvml
 
 from gpuboard.agent import proc
 from gpuboard.agent.nvml import terms
-from gpuboard.agent.nvml.process import NO_GPU, XIDS
+from gpuboard.agent.nvml.terms import NO_GPU, XIDS
 
 MYPY = False
 if MYPY:

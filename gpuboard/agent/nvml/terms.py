@@ -6,6 +6,10 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict, List, Optional, Set, Tuple
 
+# What a process of NVML marks as being read, where it is no GPU.
+NO_GPU = 255  # between GPUs
+XIDS = 254  # while errors of all GPUs are listened for
+
 # NVML_TOPOLOGY_* (INTERNAL 0 … SYSTEM 50) to the levels of NVIDIA's best-effort rule
 LEVELS = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}
 

@@ -1,6 +1,6 @@
 """The NVML process's other self: where NVML cannot be loaded, it runs nvidia-smi and says what that says.
 
-It speaks to its parent as gpuboard/agent/nvml/reader.py does, with ``nvidia-smi`` as the source. A run that takes too long is
+It speaks to its parent as nvml/reader.py does, with ``nvidia-smi`` as the source. A run that takes too long is
 killed; one that cannot be killed (a call into the driver that does not return) is waited for, so that there is never
 a second one.
 """

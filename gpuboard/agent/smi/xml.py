@@ -1,4 +1,4 @@
-"""``nvidia-smi -q -x`` → a listing of GPUs (gpuboard/agent/smi/parse.py); pure. Tags: ``nvidia-smi --dtd``, versions 6 to 13.
+"""``nvidia-smi -q -x`` → a listing of GPUs (smi/parse.py); pure. Tags: ``nvidia-smi --dtd``, versions 6 to 13.
 
 What it writes is not always XML: names of processes are not escaped, and some drivers close an element of the
 supported clocks twice. Both are cut out before it is parsed. What a name could forge then shows as a GPU, an element or

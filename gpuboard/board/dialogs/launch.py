@@ -48,9 +48,7 @@ def open_launch(board: BoardApp, uuids: Sequence[str] = (), lease: str | None = 
 
     def launched(run: str | None) -> None:
         if run is not None:
-            from gpuboard.board.screens.runs import open_runs  # late: runs and logs are not shown at the start
-
-            open_runs(board, run)
+            board.open_runs(run)
 
     board.push_screen(LaunchDialog(board, scene, words or "1", uuids), launched)
 

@@ -17,8 +17,7 @@ from gpuboard.board.arrange import GROUPS, NodeRow, ViewState, arrange, arrange_
 from gpuboard.board.filter.query import Query, QueryError, parse
 from gpuboard.board.gpu_actions import ActingScreen
 from gpuboard.board.scene import Place, Scene
-from gpuboard.board.screens.gpu import GpuPanel, GpuScreen
-from gpuboard.board.screens.node import NodeScreen
+from gpuboard.board.screens.gpu import GpuPanel
 from gpuboard.board.text.cells import fit, width
 from gpuboard.board.text.format import FLAG_MARKS
 from gpuboard.board.text.lines import wrapped
@@ -240,14 +239,14 @@ class ClusterScreen(ActingScreen):
     def on_grid_chosen(self, message: Grid.Chosen) -> None:
         """Open a GPU or a node."""
         if message.key.startswith(_NODE):
-            self.app.push_screen(NodeScreen(message.key.removeprefix(_NODE)))
+            self.board.open_node(message.key.removeprefix(_NODE))
         elif self.board.scene is not None and (place := _place(self.board.scene, message.key)) is not None:
-            self.app.push_screen(GpuScreen(place.gpu.uuid))
+            self.board.open_gpu(place.gpu.uuid)
 
     def action_node(self) -> None:
         """Open the node under the cursor."""
         if self.cursor_node is not None:
-            self.app.push_screen(NodeScreen(self.cursor_node))
+            self.board.open_node(self.cursor_node)
 
     # Order and view
 

@@ -16,7 +16,6 @@ from gpuboard.board.gpu_actions import ActingScreen
 from gpuboard.board.history import History, tells
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.screens import processes
-from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.text import gpu as gpu_lines
 from gpuboard.board.text.lines import Runs, above, named, title
 from gpuboard.board.theme.styles import Glyphs
@@ -275,7 +274,7 @@ class GpuScreen(ActingScreen):
         scene = self.board.scene
         place = None if scene is None else self._memory.look(scene, time.monotonic()).values
         if place is not None:
-            self.app.push_screen(NodeScreen(place.node.name))
+            self.board.open_node(place.node.name)
 
     def action_page(self, by: int) -> None:
         """Scroll by a page."""

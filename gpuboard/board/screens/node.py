@@ -192,11 +192,9 @@ class NodeScreen(ActingScreen):
     @on(Grid.Chosen, "#gpus")
     def open_gpu(self, event: Grid.Chosen) -> None:
         """Open a GPU."""
-        from gpuboard.board.screens.gpu import GpuScreen  # it opens nodes, so it imports us
-
         place = None if self.board.scene is None else self.board.scene.devices.get(event.key)
         if place is not None:
-            self.app.push_screen(GpuScreen(place.gpu.uuid))
+            self.board.open_gpu(place.gpu.uuid)
 
     def targets(self) -> list[str]:
         """The GPU under the cursor."""

@@ -13,6 +13,7 @@ from textual.content import Content
 from textual.widgets import Button
 
 from gpuboard.board.dialogs.base import Confirm
+from gpuboard.board.dialogs.launch import open_launch
 from gpuboard.board.screens.base import BoardScreen
 from gpuboard.board.screens.logs import LogScreen
 from gpuboard.board.text.lines import named
@@ -30,7 +31,6 @@ from gpuboard.model.units import format_duration
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gpuboard.board.app import BoardApp
     from gpuboard.board.scene import Scene
     from gpuboard.errors import GpuboardError
 
@@ -293,8 +293,6 @@ class RunsScreen(BoardScreen):
 
     def action_launch(self) -> None:
         """Open the dialog that launches."""
-        from gpuboard.board.dialogs.launch import open_launch  # it opens this screen
-
         open_launch(self.board)
 
 
@@ -309,14 +307,3 @@ def _rank_cells(rank: RankView, uuid: str) -> list[Cell]:
         Cell(clean(rank.last_line)),
         Cell(clean(uuid), "dim"),
     ]
-
-
-def open_runs(board: BoardApp, run: str | None = None) -> None:
-    """Show the runs, with the cursor on ``run``; where they are open already, go back to them."""
-    if not any(isinstance(screen, RunsScreen) for screen in board.screen_stack):
-        board.push_screen(RunsScreen(run))
-        return
-    while not isinstance(board.screen, RunsScreen):
-        board.pop_screen()
-    if run is not None:
-        board.screen.jump(run)

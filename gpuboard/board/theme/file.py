@@ -41,8 +41,8 @@ class BadTheme(Exception):
 
 def folder() -> Path:
     """Return the folder of our own themes: in the package of a wheel, in the repository's root when run from there."""
-    packaged = Path(__file__).with_name("themes")
-    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "themes"
+    packaged = Path(__file__).parents[1] / "themes"
+    return packaged if packaged.is_dir() else Path(__file__).parents[3] / "themes"
 
 
 def folders(env: Mapping[str, str]) -> tuple[Path, Path]:

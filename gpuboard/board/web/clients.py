@@ -1,4 +1,4 @@
-"""Connections of the board in a browser, and which of them have shown the token. With web/server.py and web/session.py the only
+"""Connections of the board in a browser, and which of them have shown the token. With server.py and session.py the only
 importer of aiohttp.
 
 Every user of the machine can connect, send half a request and wait. aiohttp has a deadline for idle connections, but

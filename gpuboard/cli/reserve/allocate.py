@@ -11,8 +11,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import say
 from gpuboard.cli.options import natural, patience, typed
+from gpuboard.cli.say import say
 from gpuboard.errors import GpuboardError, Refused, UsageError
 from gpuboard.keeper.holder import evaluator_kind, find_holder, shell_kind
 from gpuboard.leases import picks

@@ -7,7 +7,7 @@ import os
 import sys
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import say
+from gpuboard.cli.say import say
 from gpuboard.errors import UsageError
 from gpuboard.keeper.holder import evaluator_kind
 from gpuboard.leases.output.shell import FORMATS, SHELLS

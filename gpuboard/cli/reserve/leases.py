@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import say
+from gpuboard.cli.say import say
 from gpuboard.cli.see.status import nobody_reached, settled
 from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.errors import NoNodeReached

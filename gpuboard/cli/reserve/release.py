@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import msgspec
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import say
 from gpuboard.cli.reserve.owned import SLURM, Owned, owned
+from gpuboard.cli.say import say
 from gpuboard.cli.see.status import reached
 from gpuboard.errors import NoNodeReached, UsageError
 from gpuboard.leases.claims.queries import Ended, chosen, gpus_words, leases, release

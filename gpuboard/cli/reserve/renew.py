@@ -7,9 +7,9 @@ import json
 import time
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import say
 from gpuboard.cli.options import typed
 from gpuboard.cli.reserve.owned import SLURM, owned
+from gpuboard.cli.say import say
 from gpuboard.cli.see.status import reached
 from gpuboard.errors import UsageError
 from gpuboard.leases.claims.queries import chosen, leases, renew

@@ -6,8 +6,9 @@ import argparse
 import os
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import mind_leases, say
+from gpuboard.cli.main import mind_leases
 from gpuboard.cli.options import natural
+from gpuboard.cli.say import say
 
 NAME = "board"
 HELP = "the live board: every GPU, reservations, runs"

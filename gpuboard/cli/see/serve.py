@@ -19,7 +19,7 @@ NAME = "serve"
 HELP = "the board in a browser"
 
 _PORT = 8000
-_ROOT = Path(__file__).resolve().parents[2]  # where gpuboard is imported from
+_ROOT = Path(__file__).resolve().parents[3]  # where gpuboard is imported from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

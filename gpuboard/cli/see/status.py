@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import say
 from gpuboard.cli.options import typed
+from gpuboard.cli.say import say
 from gpuboard.cli.table import Cell, Column, Row, Step, elide, render
 from gpuboard.errors import NoNodeReached
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot, scheduler_words, shown_flags, tally
@@ -91,7 +91,7 @@ def _help_begin(nodes: Sequence[Node], snapshot: Snapshot, context: Context) -> 
     """Say on stderr how to go on where no node is configured and this machine has no GPU."""
     if any(node.gpus for node in snapshot.nodes):
         return
-    from gpuboard.cluster.bare import bare_machine, how_to_name  # late: a first run alone needs it
+    from gpuboard.cluster.inventory.first_run import bare_machine, how_to_name  # late: a first run alone needs it
 
     if bare_machine(nodes, context.settings, snapshot) is not None:
         say(f"{how_to_name(context.env)}; or look at a simulated cluster: gpuboard demo --board")

@@ -10,7 +10,7 @@ import msgspec
 
 from gpuboard import paths
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import say
+from gpuboard.cli.say import say
 from gpuboard.cluster.inventory.nodes import folded
 from gpuboard.config import Settings, flat
 from gpuboard.errors import GpuboardError

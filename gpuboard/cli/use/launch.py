@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import say
 from gpuboard.cli.options import patience, typed, whole
 from gpuboard.cli.reserve.allocate import add_request, add_slurm, add_terms, progress, request_of, slurm_flags
+from gpuboard.cli.say import say
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 from gpuboard.errors import NoSuchLease, Refused, UsageError
 from gpuboard.launch.parent_watch import LifeLine

@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import say
 from gpuboard.cli.options import natural, typed
 from gpuboard.cli.reserve.allocate import add_filters, add_slurm, add_terms, progress, slurm_flags
+from gpuboard.cli.say import say
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 from gpuboard.errors import UsageError
 from gpuboard.leases.picks import parse_picks

@@ -50,7 +50,7 @@ class NodeFacts(msgspec.Struct, frozen=True, gc=False):
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
-    """What the scheduler says of a node; made by :mod:`gpuboard.cluster.snapshot.scheduler_join`, text made inert there."""
+    """What the scheduler says of a node; made by ``scheduler_join``, text made inert there."""
 
     state: str | None = None
     reason: str = ""
@@ -89,7 +89,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 def snapshot(nodes: Sequence[NodeFacts], view: View) -> Snapshot:
-    """Return the cluster at one moment. Who takes one after the other uses :class:`gpuboard.cluster.snapshot.incremental.Moving`."""
+    """Return the cluster at one moment. Who takes one after the other uses :class:`.incremental.Moving`."""
     claims = ((facts, node_claims(facts, view.users)) for facts in nodes)
     held = held_by((facts.name, standing(found, facts, view.scheduled.get(facts.name))) for facts, found in claims)
     return Snapshot(

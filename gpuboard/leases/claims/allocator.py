@@ -213,7 +213,11 @@ class Allocator:
         """Return the refusal of any request where no node is configured and this machine has no GPU."""
         if any(node.gpus for node in snapshot.nodes):
             return None
-        from gpuboard.cluster.bare import bare_machine, how_to_name, why_bare  # late: only when the answer is no
+        from gpuboard.cluster.inventory.first_run import (  # late: only when the answer is no
+            bare_machine,
+            how_to_name,
+            why_bare,
+        )
 
         node = bare_machine(self._nodes.values(), self._settings, snapshot)
         if node is None:

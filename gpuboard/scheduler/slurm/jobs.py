@@ -11,7 +11,7 @@ a record of Slurm's looks like. What is held against that:
   exactly once. Where one comes more often the record is *ambiguous*, and no value of it is believed.
 * A line end in a text can begin a whole record of somebody's making. It cannot take away the record of a real job, nor
   what the nodes say is used. So it shows: as a job that is there twice, as a GPU with two holders, or as one that its
-  node calls free (slurm/consistency.py). `squeue`, in columns that hold nothing of anybody's choice, then tells what is true.
+  node calls free (consistency.py). `squeue`, in columns that hold nothing of anybody's choice, then tells what is true.
 """
 
 from __future__ import annotations

@@ -11,11 +11,10 @@ from typing import NamedTuple
 from gpuboard.model.schedule import Schedule
 from gpuboard.model.text import clean
 from gpuboard.scheduler.slurm import consistency, messages
-from gpuboard.scheduler.slurm.environment import environment, which
 from gpuboard.scheduler.slurm.jobs import TRUE_JOB, TrueJob, jobs, true_jobs
 from gpuboard.scheduler.slurm.nodes import Reservation, nodes, reservations
 from gpuboard.scheduler.slurm.records import Unreadable
-from gpuboard.scheduler.slurm.site import Site, settings
+from gpuboard.scheduler.slurm.site import Site, environment, settings, which
 from gpuboard.transport.command import Ran, run
 
 PROBE_S = 2.0  # for `scontrol ping`, which takes 6 ms

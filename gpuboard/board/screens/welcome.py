@@ -13,7 +13,7 @@ from textual.content import Content
 from textual.widgets import Button, Static
 
 from gpuboard.board.dialogs.base import YES, Box, Choose, Dialog, Field
-from gpuboard.cluster.bare import EXAMPLE, bare_machine, config_of, keep_nodes, why_bare
+from gpuboard.cluster.inventory.first_run import EXAMPLE, bare_machine, config_of, keep_nodes, why_bare
 from gpuboard.cluster.inventory.nodes import inventory
 from gpuboard.model.text import clean
 
