@@ -16,7 +16,7 @@ from gpuboard.errors import UsageError
 from gpuboard.leases.composite import Ledgers, SlurmFlags, open_allocator
 from gpuboard.leases.output.formats import Allocation, variables
 from gpuboard.leases.picks import parse_picks
-from gpuboard.leases.policy.choose import check
+from gpuboard.leases.policy.candidates import check
 from gpuboard.leases.terms import Terms, duration
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.request import Request

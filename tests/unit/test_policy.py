@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from gpuboard.errors import UsageError
 from gpuboard.leases.picks import parse_picks
 from gpuboard.leases.policy import choose as policy
-from gpuboard.leases.policy.choose import check, choose
+from gpuboard.leases.policy.candidates import Candidate, check
+from gpuboard.leases.policy.choose import choose
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.state import STATES
@@ -103,7 +104,7 @@ def test_the_links_of_each_node_are_looked_at_once_however_many_are_needed(
 ) -> None:
     looked_at: list[str] = []
 
-    def counted(free: Sequence[policy.Candidate]) -> list[list[int]]:
+    def counted(free: Sequence[Candidate]) -> list[list[int]]:
         looked_at.append(free[0].node)
         return pair_scores(free)
 

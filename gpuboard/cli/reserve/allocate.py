@@ -194,7 +194,7 @@ def _reserve(
 
 def request_of(args: argparse.Namespace) -> Request:
     """Return what the arguments ask for. Raises UsageError when they contradict each other."""
-    from gpuboard.leases.policy.choose import check
+    from gpuboard.leases.policy.candidates import check
     from gpuboard.model.request import Request
 
     request = Request(

@@ -7,55 +7,18 @@ come first; a sick one is taken where it is named, or where ``allow_sick`` allow
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
-from fnmatch import fnmatchcase
 
 import msgspec
 
 from gpuboard.errors import UsageError
+from gpuboard.leases.policy.candidates import Candidate, by_node, check, look, names_gpu, nodes_needed, sick_words
 from gpuboard.leases.policy.topology import NVLINK, Group, best_group, matrix, ring_order
 from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request, slot
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
-from gpuboard.model.text import quoted
-from gpuboard.model.units import format_size
+from gpuboard.model.snapshot import GpuView, Snapshot
 
-_MODEL_MAX = 256  # characters: a driver's names have 96 at most (NVML_DEVICE_NAME_V2_BUFFER_SIZE)
 _NUMA = 1024  # a pair's score is links * _NUMA + 1 on one NUMA node: links first; 1024 > pairs of a node's 44 GPUs
 _LEVELS = {10: "SYS", 20: "NODE", 30: "PHB", 40: "PXB", 50: "PIX", 60: "PSB"}  # nvidia-smi topo's words
-_MIG_PROFILE = re.compile(r"[0-9]c?[.]?[0-9]*g[.]?", re.ASCII)
-
-
-class Candidate(msgspec.Struct, frozen=True):
-    """One GPU (or MIG device) that was looked at. ``why_not`` None: it can be had now."""
-
-    node: str
-    index: int
-    uuid: str
-    gpu: GpuView
-    state: str
-    free_memory: int | None  # bytes
-    why_not: str | None
-    never: bool = False  # it could not serve this request if it were free, either
-    mig: int | None = None  # the number of the MIG device, None: the whole GPU
-
-    @property
-    def sick(self) -> bool:
-        return "sick" in self.gpu.flags
-
-    @property
-    def slot(self) -> str:
-        """Its index, as ``status`` prints it."""
-        return slot(self.index, self.mig)
-
-    @property
-    def place(self) -> str:
-        """Its node and index."""
-        return f"{self.node}:{self.slot}"
-
-    @property
-    def chosen(self) -> Chosen:
-        return Chosen(self.node, self.index, self.uuid, mig=self.mig)
 
 
 def choose(request: Request, snapshot: Snapshot, own: Collection[str] = ()) -> Choice | Refusal:
@@ -93,184 +56,6 @@ def _with_numbered_nodes(request: Request, snapshot: Snapshot) -> Request:
     if all(pick.mig is None for pick in (*request.picks, *request.exclude)):
         return request
     return msgspec.structs.replace(request, picks=resolved(request.picks), exclude=resolved(request.exclude))
-
-
-def check(request: Request) -> None:
-    """Raise UsageError when the request contradicts itself."""
-    n, per_node, max_nodes = request.n, request.per_node, request.max_nodes
-    if (n is None) == (not request.picks):
-        raise UsageError("say how many GPUs (--n 4) or which (--gpus gpu01:0,3), one of the two")
-    if request.model is not None and len(request.model) > _MODEL_MAX:
-        raise UsageError(f"--model {quoted(request.model)} is longer than {_MODEL_MAX} characters")
-    if len(set(request.picks)) < len(request.picks):
-        raise UsageError("--gpus names a GPU twice")
-    if request.picks and (per_node or max_nodes):
-        raise UsageError("--gpus names the GPUs: --per-node and --max-nodes go with --n only")
-    if n is not None and n < 1:
-        raise UsageError(f"--n {n}: at least one GPU")
-    if n is not None and per_node is not None:
-        if n % per_node:
-            raise UsageError(f"--n {n} is no multiple of --per-node {per_node}; try --n {n - n % per_node or per_node}")
-        if max_nodes is not None and n // per_node > max_nodes:
-            raise UsageError(
-                f"--n {n} with --per-node {per_node} takes {n // per_node} nodes, more than --max-nodes {max_nodes}"
-            )
-
-
-def read(node: NodeView) -> bool:
-    """Tell whether this node's GPUs were seen as they are now."""
-    return node.state == "up" and node.error is None
-
-
-def look(request: Request, snapshot: Snapshot, own: Collection[str]) -> list[Candidate]:
-    """Return every GPU the request could mean, by node and index, each with why it cannot serve.
-
-    A MIG device serves who asks for its profile or names it, and for one GPU where no whole one could ever serve.
-    """
-    whole = [
-        (node, gpu, _look_at(request, node, gpu, own))
-        for node in sorted(snapshot.nodes, key=lambda node: node.name)
-        for gpu in sorted(node.gpus, key=lambda gpu: gpu.index)
-    ]
-    whole = _each_once(whole)
-    parts = request.n == 1 and all(map(read, snapshot.nodes)) and all(candidate.never for _, _, candidate in whole)
-    found: list[Candidate] = []
-    for node, gpu, candidate in whole:
-        found.append(candidate)
-        if request.n == 1 or any(_names(pick, node.name, gpu.index, mig.uuid, number)
-                                 for number, mig in enumerate(gpu.mig) for pick in request.picks):  # fmt: skip
-            fits = parts and (request.model is None or matches(gpu.name, request.model))
-            found += [_look_at_mig(request, node, gpu, number, own, fits=fits) for number in range(len(gpu.mig))]
-    return found
-
-
-def _each_once(whole: list[tuple[NodeView, GpuView, Candidate]]) -> list[tuple[NodeView, GpuView, Candidate]]:
-    """Return the same, a GPU that was read under two names of its node ruled out under all but one.
-
-    That is the first under which it can be had: a node that lists another's GPUs takes none of them away.
-    """
-    kept: dict[str, Candidate] = {}
-    for _, gpu, candidate in whole:
-        if kept.setdefault(gpu.uuid, candidate).why_not is not None and candidate.why_not is None:
-            kept[gpu.uuid] = candidate
-    for at, (node, gpu, candidate) in enumerate(whole):
-        named = kept[gpu.uuid]
-        if named.node != node.name:
-            words = f"the same GPU as {named.node}:{named.index}"
-            whole[at] = (node, gpu, msgspec.structs.replace(candidate, why_not=words, never=True))
-    return whole
-
-
-def _look_at(request: Request, node: NodeView, gpu: GpuView, own: Collection[str]) -> Candidate:
-    total = None if gpu.memory_total is None or gpu.memory_used is None else gpu.memory_total - gpu.memory_used
-    never = _never(request, node, gpu)
-    if never is None and request.model is not None and not matches(gpu.name, request.model):
-        never = f"is a {gpu.name}, not {request.model}"
-    if never is None and "mig" in gpu.flags:
-        devices = sorted({mig.profile for mig in gpu.mig})
-        never = f"in MIG mode: {f'its devices can be had: --n 1 --model {devices[0]}' if devices else 'no devices'}"
-    now = never or _not_now(request, gpu, gpu, own, total)
-    return Candidate(
-        node.name, gpu.index, gpu.uuid, gpu, gpu.state, total, now or _unclaimable(node), never is not None
-    )
-
-
-def _look_at_mig(
-    request: Request, node: NodeView, gpu: GpuView, number: int, own: Collection[str], *, fits: bool
-) -> Candidate:
-    mig = gpu.mig[number]
-    total = None if mig.memory_total is None or mig.memory_used is None else mig.memory_total - mig.memory_used
-    never = _never(request, node, gpu, number)
-    fits = fits or bool(request.picks) or bool(request.model and _is_profile(request.model, mig.profile))
-    if never is None and not fits:
-        never = f"MIG device {mig.profile}: ask for it with --model {mig.profile}"
-    now = never or _not_now(request, mig, gpu, own, total)
-    return Candidate(
-        node.name, gpu.index, mig.uuid, gpu, mig.state, total, now or _unclaimable(node), never is not None, number
-    )
-
-
-def _never(request: Request, node: NodeView, gpu: GpuView, mig: int | None = None) -> str | None:
-    part = gpu if mig is None else gpu.mig[mig]
-    if request.picks and not any(_names(pick, node.name, gpu.index, part.uuid, mig) for pick in request.picks):
-        return "not named by --gpus"
-    if any(_names(pick, node.name, gpu.index, part.uuid, mig) for pick in request.exclude):
-        return "excluded"
-    if request.within is not None and part.uuid not in request.within:
-        return "not in the lease"
-    if request.gpu_mem is not None and part.memory_total is not None and part.memory_total < request.gpu_mem:
-        return f"has {format_size(part.memory_total)} in all, {format_size(request.gpu_mem)} were asked for"
-    return None
-
-
-def _not_now(
-    request: Request, part: GpuView | MigView, gpu: GpuView, own: Collection[str], free_memory: int | None
-) -> str | None:
-    """Return why ``part``, all of ``gpu`` or one of its MIG devices, cannot be had now."""
-    inside = request.within is not None
-    held = inside and part.state == "reserved" and bool(part.leases) and set(part.leases) <= set(own)
-    if part.state != "free" and not held:
-        return part.reason or part.state
-    if part is gpu and "disputed" in gpu.flags:
-        return "claims contradict each other"
-    if "sick" in gpu.flags and not (request.allow_sick or request.picks or inside):
-        return f"{_sick_words(gpu)} (--allow-sick takes it)"
-    if request.gpu_mem is not None and (free_memory is None or free_memory < request.gpu_mem):
-        return f"{format_size(free_memory)} free, {format_size(request.gpu_mem)} were asked for"
-    return None
-
-
-def _unclaimable(node: NodeView) -> str | None:
-    if not read(node):
-        return node.error or f"node is {node.state}"
-    return f"cannot be reserved: {node.claims_error}" if node.claims_error else None
-
-
-def _sick_words(gpu: GpuView) -> str:
-    return f"sick: {'; '.join(gpu.sick)}" if gpu.sick else "sick"
-
-
-def _names(pick: Pick, node: str, index: int, uuid: str, mig: int | None) -> bool:
-    """Tell whether ``pick`` means this GPU or MIG device; one with neither index nor UUID means its whole node."""
-    if pick.node is not None and pick.node != node:
-        return False
-    if pick.uuid is not None:
-        return uuid == pick.uuid
-    return (pick.index, pick.mig) == (index, mig) or (pick.index is None and pick.node is not None)
-
-
-def matches(name: str, model: str) -> bool:
-    """Tell whether a GPU's name is what ``--model`` asks for: a part of it, or a glob; upper and lower case alike."""
-    name, model = name.lower(), model.lower()
-    return fnmatchcase(name, model) if re.search(r"[*?[]", model) else model in name
-
-
-def _is_profile(model: str, profile: str) -> bool:
-    # "80gb" is a part of 7g.80gb and of a whole GPU's name: only what looks like a slice ("1g", "3g.40gb") means MIG
-    return bool(_MIG_PROFILE.search(model.lower())) and matches(profile, model)
-
-
-def by_node(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
-    """Return the candidates of each node, nodes by name."""
-    found: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
-        found.setdefault(candidate.node, []).append(candidate)
-    return dict(sorted(found.items()))
-
-
-def nodes_needed(request: Request, free: Collection[int]) -> int | None:
-    """Return how many nodes the request takes when they have ``free`` GPUs; None when it does not fit."""
-    assert request.n is not None
-    if request.per_node is not None:
-        needed = request.n // request.per_node
-        fits = sum(count >= request.per_node for count in free) >= needed
-    else:
-        left, needed = request.n, 0
-        for count in sorted(free, reverse=True):
-            if left > 0:
-                left, needed = left - count, needed + 1
-        fits = left <= 0
-    return needed if fits and (request.max_nodes is None or needed <= request.max_nodes) else None
 
 
 class _Set(msgspec.Struct, frozen=True):
@@ -391,7 +176,7 @@ def _choice(request: Request, free: dict[str, list[Candidate]], chosen: list[_Se
 def _made(chosen: Sequence[_Set], why: str) -> Choice:
     """Return the choice of these sets; which of them are sick is said."""
     gpus = [gpu for found in chosen for gpu in found.members]
-    notes = tuple(f"{gpu.place} is {_sick_words(gpu.gpu)}" for gpu in gpus if gpu.sick)
+    notes = tuple(f"{gpu.place} is {sick_words(gpu.gpu)}" for gpu in gpus if gpu.sick)
     return Choice(tuple(gpu.chosen for gpu in gpus), "; ".join((why, *notes)), notes)
 
 
@@ -430,7 +215,7 @@ def _picked(request: Request, snapshot: Snapshot, looked: list[Candidate]) -> Ch
         if pick.node is None and pick.uuid is None and len(names) > 1:
             where = slot(pick.index, pick.mig)
             raise UsageError(f"--gpus: {where} of which node? write {names[0]}:{where}")
-        found = [c for c in looked if _names(pick, c.node, c.index, c.uuid, c.mig)]
+        found = [c for c in looked if names_gpu(pick, c.node, c.index, c.uuid, c.mig)]
         if len({c.uuid for c in found} & {c.uuid for c in named}):
             raise UsageError(f"--gpus names {found[0].place} twice")
         named += found
@@ -438,7 +223,7 @@ def _picked(request: Request, snapshot: Snapshot, looked: list[Candidate]) -> Ch
     if missing or any(c.why_not is not None for c in named):
         from gpuboard.leases.policy.refusal import refuse_picks  # late: only when the answer is no
 
-        return refuse_picks(request, snapshot, named, missing)
+        return refuse_picks(request, snapshot, named, missing, choose)
     if len(named) > 1 and any(c.mig is not None for c in named):
         raise UsageError("--gpus: a MIG device goes alone, one process sees one MIG device")
     free = by_node(named)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from gpuboard.leases.policy.choose import Candidate, by_node, choose, look, nodes_needed, read
+from gpuboard.leases.policy.candidates import Candidate, by_node, look, nodes_needed, read
 from gpuboard.model.request import Choice, Pick, Refusal, RefusedGpu, Request, slot
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.units import format_size
+
+Choose = Callable[[Request, Snapshot], Choice | Refusal]
 
 _SHOWN = 4  # nodes named in a message
 
@@ -33,15 +35,20 @@ def refuse(request: Request, snapshot: Snapshot, looked: Sequence[Candidate]) ->
     return Refusal(code, message + (f"; try {nearest}" if nearest else ""), _reasons(looked), nearest)
 
 
-def refuse_picks(request: Request, snapshot: Snapshot, named: Sequence[Candidate], missing: Sequence[Pick]) -> Refusal:
-    """Return the refusal of a request for named GPUs, some of which are taken or not there."""
+def refuse_picks(
+    request: Request, snapshot: Snapshot, named: Sequence[Candidate], missing: Sequence[Pick], choose: Choose
+) -> Refusal:
+    """Return the refusal of a request for named GPUs, some of which are taken or not there.
+
+    ``choose``: the policy, which looks for others in their place.
+    """
     unread = _unread(snapshot)
     absent = [_pick_words(pick) for pick in missing]
     code = 3 if not unread and (missing or any(c.never for c in named)) else 4
     words = [f"{c.place} is {c.state}: {c.why_not}" for c in named if c.why_not is not None]
     words += [f"there is no GPU {pick}" for pick in absent]
     words += unread
-    options = [_instead(request, snapshot, named), "--wait" if code == 4 else ""]
+    options = [_instead(request, snapshot, named, choose), "--wait" if code == 4 else ""]
     nearest = " or ".join(option for option in options if option)
     return Refusal(code, "; ".join(words) + (f"; try {nearest}" if nearest else ""), _reasons(named), nearest)
 
@@ -161,7 +168,7 @@ def _memory_that_fits(request: Request, snapshot: Snapshot) -> str | None:
     return None
 
 
-def _instead(request: Request, snapshot: Snapshot, named: Sequence[Candidate]) -> str:
+def _instead(request: Request, snapshot: Snapshot, named: Sequence[Candidate], choose: Choose) -> str:
     """Return as many other GPUs that are free, as ``--gpus gpu01:4,5``; of the models that were named while any is.
 
     Fewer of these where there are not so many.

@@ -24,7 +24,8 @@ from gpuboard.keeper.holder import identify
 from gpuboard.keeper.jobs import SECRETS
 from gpuboard.leases.claims.client import LONGEST_S, new_id
 from gpuboard.leases.output.formats import Allocation
-from gpuboard.leases.policy.choose import arranged, check
+from gpuboard.leases.policy.candidates import check
+from gpuboard.leases.policy.choose import arranged
 from gpuboard.leases.rank_map import rank_map, reachable_addresses
 from gpuboard.leases.slurm.fit import Fit, Limits, fit
 from gpuboard.leases.slurm.job import JobGpus, look, nodes_of

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from gpuboard.errors import UsageError
-from gpuboard.leases.policy.choose import check, matches, nodes_needed
+from gpuboard.leases.policy.candidates import check, matches, nodes_needed
 from gpuboard.leases.policy.refusal import asked_words
 from gpuboard.model.request import Refusal, RefusedGpu, Request
 from gpuboard.model.schedule import Gres, Schedule, SchedulerNode
