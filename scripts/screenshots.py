@@ -33,8 +33,8 @@ from gpuboard.cluster.simulated import living_nodes
 from gpuboard.cluster.simulated_script import uid
 from gpuboard.cluster.snapshot.build import NodeFacts, View, inert_static, node_claims, snapshot
 from gpuboard.config import Settings
-from gpuboard.launch.run_folder import Head, RunView, runs_dir
-from gpuboard.launch.run_index import Entry, Runbook
+from gpuboard.launch.run_folder import HeadProcess, RunView, runs_dir
+from gpuboard.launch.run_index import Runbook, RunEntry
 from gpuboard.leases.claims.client import leases_of
 from gpuboard.leases.claims.queries import indexes
 from gpuboard.model.gpu import GpuStatic
@@ -102,7 +102,7 @@ class Clock:
 class Book(Runbook):
     """The runs, in a folder that has a fixed name on the screen."""
 
-    def read(self) -> list[Entry]:
+    def read(self) -> list[RunEntry]:
         """Return all runs."""
         return [
             msgspec.structs.replace(e, view=msgspec.structs.replace(e.view, folder=f"{_STATE}/runs/{e.view.id}"))
@@ -225,7 +225,7 @@ def _fix(made: Path, names: dict[str, str]) -> None:
         started=iso(_EPOCH + _T - 64.0),
         ranks=[msgspec.structs.replace(rank, pid=41200 + rank.rank) for rank in view.ranks],
         verdicts=[msgspec.structs.replace(verdict, at=iso(_EPOCH + _T - 26.0)) for verdict in view.verdicts],
-        head=Head("login1", "simulated", 41100, 1),
+        head=HeadProcess("login1", "simulated", 41100, 1),
         folder="",
     )
     (made / "state.json").write_bytes(msgspec.json.encode(fixed))

@@ -31,7 +31,7 @@ def main() -> None:
     os._exit(code)  # no exit handlers: a forked child, a library or a thread must not hold the node's process back
 
 
-def _run(channel: protocol.Channel, role: str, config: "Dict[str, Any]") -> int:
+def _run(channel: protocol.AgentChannel, role: str, config: "Dict[str, Any]") -> int:
     if role == "node":
         from gpuboard.agent import node  # late: a supervisor needs no probe
 

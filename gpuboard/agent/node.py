@@ -27,7 +27,7 @@ OLD_S = 20.0  # a client that hears nothing for a minute believes that we are go
 BACKLOG = 1024 * 1024  # bytes: while a client does not read, it gets no new readings
 
 
-def run(channel: protocol.Channel, config: "Dict[str, Any]") -> None:
+def run(channel: protocol.AgentChannel, config: "Dict[str, Any]") -> None:
     """Serve until the connection ends. ``config`` as in docs/architecture.md."""
     probe: "Union[probes.Probe, Simulated]"
     if config.get("simulate"):
@@ -45,7 +45,7 @@ def run(channel: protocol.Channel, config: "Dict[str, Any]") -> None:
 
 
 class _Node:
-    def __init__(self, channel: protocol.Channel, config: "Dict[str, Any]", probe: "Any", first: int) -> None:
+    def __init__(self, channel: protocol.AgentChannel, config: "Dict[str, Any]", probe: "Any", first: int) -> None:
         from gpuboard.agent import proc  # late: NVML's process is at work meanwhile
         from gpuboard.agent.claims import store as claims
 
@@ -151,9 +151,9 @@ class _Node:
 
         try:
             if self.probe.source == "simulated":  # its pids may be anybody's
-                raise signals.Refuse("not-found", "that process is simulated")
+                raise signals.SignalRefused("not-found", "that process is simulated")
             self.channel.reply(call_id, signals.send(args, self.processes))
-        except signals.Refuse as refused:
+        except signals.SignalRefused as refused:
             self.channel.refuse(call_id, refused.kind, refused.message)
 
     def _pids_on(self, uuids: "Any") -> "Any":

@@ -21,7 +21,7 @@ class BadStream(Exception):
     """The client's stream is out of step: a line is too long or no JSON object."""
 
 
-class Channel:
+class AgentChannel:
     """The connection of one agent.
 
     A role's loop polls ``fd_in`` and ``fd_noise`` for reading and, while ``pending`` is not 0, ``fd_out`` for writing;
@@ -156,7 +156,7 @@ class Channel:
         return line
 
 
-def take_over() -> Channel:
+def take_over() -> AgentChannel:
     """Move the protocol from fds 0 and 1 to private close-on-exec ones and return the channel.
 
     Afterwards 0 is /dev/null, and 1 and 2 are a pipe that nobody but ``Channel.pass_noise`` reads.
@@ -174,7 +174,7 @@ def take_over() -> Channel:
             os.close(fd)
     for fd in (fd_in, fd_out, fd_noise):
         os.set_blocking(fd, False)
-    return Channel(fd_in, fd_out, fd_noise)
+    return AgentChannel(fd_in, fd_out, fd_noise)
 
 
 def _decode(line: bytes) -> "Dict[str, Any]":

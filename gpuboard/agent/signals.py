@@ -13,7 +13,7 @@ NAMES = ("TERM", "INT", "KILL", "USR1", "STOP", "CONT")
 SAME_S = 1.0  # readings round; a pid is not used again within so little time, and a clock set anew is no reason to kill
 
 
-class Refuse(Exception):
+class SignalRefused(Exception):
     """Why no signal was sent; ``kind`` as in docs/architecture.md."""
 
     def __init__(self, kind: str, message: str) -> None:
@@ -29,24 +29,24 @@ def send(args: "Dict[str, Any]", processes: "Processes") -> "Dict[str, Any]":
     """
     name, pid, started = args.get("signal"), args.get("pid"), args.get("started")
     if name not in NAMES or not isinstance(pid, int) or not isinstance(started, (int, float)):
-        raise Refuse("invalid", "a signal needs pid, started and one of %s" % ", ".join(NAMES))
+        raise SignalRefused("invalid", "a signal needs pid, started and one of %s" % ", ".join(NAMES))
     if pid < 2:  # 0 and below are whole groups of processes, 1 is init
-        raise Refuse("invalid", "pid %d is no process to send a signal to" % pid)
+        raise SignalRefused("invalid", "pid %d is no process to send a signal to" % pid)
     number = getattr(signal, "SIG" + name)
     handle = _open(pid)
     try:
         found = processes.started(pid)
         if found is None or not abs(found - started) <= SAME_S:  # nor where ``started`` is NaN
-            raise Refuse("not-found", "process %d has ended" % pid)
+            raise SignalRefused("not-found", "process %d has ended" % pid)
         send_signal = getattr(signal, "pidfd_send_signal", None)
         if handle is None or send_signal is None:
             os.kill(pid, number)
         else:
             send_signal(handle, number)
     except ProcessLookupError:
-        raise Refuse("not-found", "process %d has ended" % pid)
+        raise SignalRefused("not-found", "process %d has ended" % pid)
     except PermissionError:
-        raise Refuse("not-yours", "process %d is not yours" % pid)
+        raise SignalRefused("not-yours", "process %d is not yours" % pid)
     finally:
         if handle is not None:
             os.close(handle)

@@ -61,7 +61,7 @@ class SceneChanged(Message):
         return isinstance(message, SceneChanged)
 
 
-class Done(Message):
+class WorkDone(Message):
     """Something that was done beside the UI has ended; ``then`` is called in the UI's thread."""
 
     def __init__(self, then: Callable[[], None]) -> None:
@@ -159,7 +159,7 @@ class BoardApp(App[int]):
             if isinstance(screen, BoardScreen):
                 break
 
-    def on_done(self, message: Done) -> None:
+    def on_done(self, message: WorkDone) -> None:
         """Go on in the UI's thread with what was done beside it."""
         message.then()
 
@@ -179,12 +179,12 @@ class BoardApp(App[int]):
             try:
                 value = work()
             except GpuboardError as error:
-                self.post_message(Done(lambda error=error: told(error)))  # type: ignore[misc]
+                self.post_message(WorkDone(lambda error=error: told(error)))  # type: ignore[misc]
             except Exception as error:  # a bug: said like any other error, so that nobody waits for an answer for ever
                 bug = GpuboardError(report(error, self.core.env))
-                self.post_message(Done(lambda: told(bug)))
+                self.post_message(WorkDone(lambda: told(bug)))
             else:
-                self.post_message(Done(lambda: then(value)))
+                self.post_message(WorkDone(lambda: then(value)))
 
         threading.Thread(target=run, name="ask", daemon=True).start()
 
@@ -253,7 +253,7 @@ class BoardApp(App[int]):
     def _keep(self) -> None:
         wrong = preferences.save(self.core.env, self.preferences)
         if wrong:
-            self.post_message(Done(lambda: self.tell_once(GpuboardError(wrong))))
+            self.post_message(WorkDone(lambda: self.tell_once(GpuboardError(wrong))))
 
     # How it is drawn
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from textual.timer import Timer
 
-from gpuboard.board.dialogs.launch_process import Started
+from gpuboard.board.dialogs.launch_process import StartedRun
 from gpuboard.board.text.run import ended_words
 from gpuboard.errors import GpuboardError
 from gpuboard.launch.run_folder import FINAL
-from gpuboard.launch.run_index import Entry
+from gpuboard.launch.run_index import RunEntry
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ _LONG_S = 20.0  # that a toast stays
 class _Seen(NamedTuple):
     """One launch of ours, as it was looked at."""
 
-    started: Started
-    entry: Entry | None  # None: no run yet, or never one
+    started: StartedRun
+    entry: RunEntry | None  # None: no run yet, or never one
     over: bool
     failure: str  # why there is no run, or what was said after its end
 
@@ -54,7 +54,7 @@ class Follower:
         self._asking = True
         core, others = self._board.core, list(self._others)
 
-        def work() -> tuple[list[_Seen], dict[str, Entry | None]]:
+        def work() -> tuple[list[_Seen], dict[str, RunEntry | None]]:
             seen = []
             for started, entry in core.starter.look(core.runbook):
                 over = started not in core.starter.started
@@ -68,7 +68,7 @@ class Follower:
         self._asking = False
         self._board.tell_once(error)
 
-    def _seen(self, mine: list[_Seen], others: dict[str, Entry | None]) -> None:
+    def _seen(self, mine: list[_Seen], others: dict[str, RunEntry | None]) -> None:
         self._asking = False
         for started, entry, over, failure in mine:
             if entry is not None and not entry.unreadable:
@@ -88,7 +88,7 @@ class Follower:
             self._timer.stop()
             self._timer = None
 
-    def _tell(self, entry: Entry) -> None:
+    def _tell(self, entry: RunEntry) -> None:
         """Say what a run has come to, each state once."""
         view = entry.view
         before, self._told[view.id] = self._told.get(view.id), view.state

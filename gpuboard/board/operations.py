@@ -143,7 +143,7 @@ class Operations:
         allocator.published(allocation.lease)
         stack.close()
 
-    def release(self, lease: str) -> held.Ended:
+    def release(self, lease: str) -> held.ReleasedLease:
         """End a lease at once. Raises NoSuchLease when it is gone or somebody else's (root may end anybody's)."""
         if (in_slurm := self._in_slurm(lease)) is not None:
             from gpuboard.leases.slurm.queries import end  # only where there is a Slurm
@@ -151,7 +151,7 @@ class Operations:
             jobs, job = in_slurm
             if error := end(job, jobs, self._env):
                 raise GpuboardError(f"{lease} was not released: {error}")
-            return held.Ended(job.lease, job.gpus, {})
+            return held.ReleasedLease(job.lease, job.gpus, {})
         mine, found = self._mine(lease)
         ended = held.release(mine, found.leases, self._fleet, self._env, lambda _: None)
         forget_file(self._env, mine.lease)

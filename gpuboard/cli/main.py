@@ -40,7 +40,7 @@ exit codes: 0 done, 1 error, 2 usage, 3 can never be met, 4 not free now, 5 no s
 `gpuboard COMMAND --help` tells more about each."""
 
 
-class Command(Protocol):
+class CommandModule(Protocol):
     """What the module of a command has."""
 
     NAME: str
@@ -108,16 +108,16 @@ def split(argv: list[str]) -> tuple[str | None, list[str]]:
     return argv[position], argv[:position] + argv[position + 1 :]
 
 
-def load(name: str) -> Command:
+def load(name: str) -> CommandModule:
     """Import the module of one command. Raises UsageError with the nearest name when there is none."""
     if name not in COMMANDS:
         near = nearest(name, list(COMMANDS))
         cure = f"did you mean `gpuboard {near}`?" if near else f"commands are: {', '.join(COMMANDS)}"
         raise UsageError(f"{quoted(name)} is not a command; {cure}")
-    return cast(Command, importlib.import_module(f"gpuboard.cli.{COMMANDS[name]}.{name}"))
+    return cast(CommandModule, importlib.import_module(f"gpuboard.cli.{COMMANDS[name]}.{name}"))
 
 
-def parser_of(command: Command) -> Parser:
+def parser_of(command: CommandModule) -> Parser:
     """Return the parser of one command."""
     parser = Parser(f"gpuboard {command.NAME}", command.HELP)
     command.add_arguments(parser)
@@ -147,7 +147,7 @@ def _dispatch(argv: list[str]) -> int:
     return command.run(args, context)
 
 
-def _read(command: Command, words: list[str]) -> argparse.Namespace:
+def _read(command: CommandModule, words: list[str]) -> argparse.Namespace:
     """Return a command's arguments. Raises UsageError, which is in the command's status file, too, if it has one."""
     parser = parser_of(command)
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpuboard.cluster.inventory.nodes import Node
-from gpuboard.cluster.routes import Ladder, Way
+from gpuboard.cluster.routes import Ladder, Route
 from gpuboard.cluster.snapshot.build import NodeFacts, inert_static
 from gpuboard.model.reading import Event, Hello, Reading, Static, shared
 from gpuboard.model.state import Thresholds, counted, narrow_links, rests_on_memory
@@ -75,7 +75,7 @@ class NodeFeed:
         self._changed = changed
         self._lock = threading.RLock()  # not held while ``changed`` is called
         self._ladder = Ladder(node.job, local=node.host is None)
-        self._way = Way()  # the one taken last
+        self._way = Route()  # the one taken last
         self._known_as = ""  # its name for the scheduler, where the ways are the scheduler's
         self._number = 0  # of the link whose messages count
         self._anew = False  # what lists GPUs next may see those of its job alone: the others known are not lost

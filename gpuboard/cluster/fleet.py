@@ -20,7 +20,7 @@ from gpuboard.transport.link import Pending
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.cluster.snapshot.incremental import Moving
-    from gpuboard.cluster.snapshot.scheduler_monitor import Ruling, Ways
+    from gpuboard.cluster.snapshot.scheduler_monitor import SchedulerMonitor, Ways
     from gpuboard.config import Settings
     from gpuboard.model.reading import Claim
     from gpuboard.model.schedule import Schedule
@@ -63,11 +63,11 @@ class Fleet:
         self._one_shot = one_shot
         self._thresholds = settings.state.thresholds()
         self._connector = connector or NodeConnector(settings)
-        self._ruling: Ruling | None = None
+        self._ruling: SchedulerMonitor | None = None
         if scheduler is not None:
-            from gpuboard.cluster.snapshot.scheduler_monitor import Ruling  # only where there is one
+            from gpuboard.cluster.snapshot.scheduler_monitor import SchedulerMonitor  # only where there is one
 
-            self._ruling = Ruling(scheduler, settings, self._permit)
+            self._ruling = SchedulerMonitor(scheduler, settings, self._permit)
         self._moving: Moving | None = None
         if interval_s is not None:
             from gpuboard.cluster.snapshot.incremental import Moving  # only where snapshots follow each other

@@ -17,7 +17,7 @@ NO_JOB_S = 300.0  # and where there is none: a node that lets nobody in without 
 _REFUSALS = frozenset({"refused", "auth", "no-job", "host-key", "resolve", "unreachable", "timeout"})
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """One way to a node."""
 
     job: str | None = None  # through a step of this job; None: by ssh (or, on this machine, as a child process)
@@ -52,13 +52,13 @@ class Ladder:
             self._ssh_at = 0.0
         return new
 
-    def permits(self, way: Way) -> bool:
+    def permits(self, way: Route) -> bool:
         """Return whether a connection over ``way`` may stay."""
         if way.job is None:
             return self._ssh
         return way.job == self._fixed or way.job in self._jobs
 
-    def way(self, now: float) -> Way | None:
+    def way(self, now: float) -> Route | None:
         """Return the way to take now; None when none is permitted."""
         if self._fixed is not None:
             job: str | None = self._fixed
@@ -68,13 +68,13 @@ class Ladder:
             job = self._jobs[0]
         else:
             return None
-        return Way(job, shell=now < self._agent_at.get(job, 0.0))
+        return Route(job, shell=now < self._agent_at.get(job, 0.0))
 
-    def agent_is_due(self, way: Way, now: float) -> bool:
+    def agent_is_due(self, way: Route, now: float) -> bool:
         """Return whether it is time to look for python3 again where a shell serves."""
         return way.shell and now >= self._agent_at.get(way.job, 0.0)
 
-    def failed(self, way: Way, kind: str, now: float) -> float | None:
+    def failed(self, way: Route, kind: str, now: float) -> float | None:
         """Take note that ``way`` led nowhere; return how long to wait before the next, None: as after any failure."""
         if kind == "no-python" and not self._local:
             if not way.shell:

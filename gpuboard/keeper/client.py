@@ -16,7 +16,7 @@ from typing import Any
 
 from gpuboard import paths
 from gpuboard.keeper.holder import Holder
-from gpuboard.keeper.record import KeptJob, KeptNode, Record, decode, login_of
+from gpuboard.keeper.record import KeptJob, KeptNode, LeaseRecord, decode, login_of
 from gpuboard.keeper.runtime_dir import (
     KeeperError,
     check_owner,
@@ -36,7 +36,7 @@ __all__ = [
     "KeeperError",
     "KeptJob",
     "KeptNode",
-    "Record",
+    "LeaseRecord",
     "Started",
     "adopt",
     "ending",
@@ -122,10 +122,10 @@ def record(
     for_s: float,
     *,
     job: KeptJob | None = None,
-) -> Record:
+) -> LeaseRecord:
     """Return the record of a lease just taken for ``for_s`` seconds. ``settings``: plain values of config.Settings."""
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
-    return Record(lease, list(nodes), settings, holder, 0, 0, now, now + for_s, job)
+    return LeaseRecord(lease, list(nodes), settings, holder, 0, 0, now, now + for_s, job)
 
 
 def start_early(env: Mapping[str, str]) -> Started:
@@ -136,7 +136,7 @@ def start_early(env: Mapping[str, str]) -> Started:
 class Handover:
     """A lease that the keeper has. Until :meth:`known`, it is released when this process ends, by whatever."""
 
-    def __init__(self, started: Started, lease: Record) -> None:
+    def __init__(self, started: Started, lease: LeaseRecord) -> None:
         self._started = started
         self._lease = lease.lease
         self._is_job = lease.job is not None
@@ -182,7 +182,7 @@ class Handover:
         self._started.close()
 
 
-def hand_over(lease: Record, env: Mapping[str, str], started: Started | None = None) -> Handover:
+def hand_over(lease: LeaseRecord, env: Mapping[str, str], started: Started | None = None) -> Handover:
     """Hand ``lease`` to the keeper; return when it has shown life on its claims.
 
     Raises KeeperError when the keeper does not start, does not answer or refuses; the caller then drops the claims.
@@ -208,7 +208,7 @@ def hand_over(lease: Record, env: Mapping[str, str], started: Started | None = N
     return Handover(at, lease)
 
 
-def adopt(lease: Record, env: Mapping[str, str], started: Started | None = None) -> None:
+def adopt(lease: LeaseRecord, env: Mapping[str, str], started: Started | None = None) -> None:
     """Hand ``lease`` to the keeper for an owner who knows of it; as :func:`hand_over`."""
     hand_over(lease, env, started).known()
 

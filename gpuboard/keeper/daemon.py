@@ -19,12 +19,12 @@ from functools import partial
 from gpuboard.keeper import processes
 from gpuboard.keeper.heartbeats import Nodes, key_of, retry_s
 from gpuboard.keeper.holder import Holder, alive, read_process
-from gpuboard.keeper.loop import Loop, boottime, log
-from gpuboard.keeper.nodes import Answer
-from gpuboard.keeper.record import Record, Seen, decode, files_of, judge, login_of
+from gpuboard.keeper.loop import KeeperLoop, boottime, log
+from gpuboard.keeper.nodes import NodeAnswer
+from gpuboard.keeper.record import HolderLook, LeaseRecord, decode, files_of, judge, login_of
 from gpuboard.keeper.runtime_dir import (
     KeeperError,
-    Place,
+    RuntimeDir,
     connect,
     occupy,
     peer_pid,
@@ -47,7 +47,7 @@ _LOG_LIMIT = 1 << 20  # bytes
 class Kept:
     """A lease in the keeper's hands."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: LeaseRecord) -> None:
         self.record = record
         self.lease = record.lease
         self.watched: list[int] = []  # pidfds: of the holder, later of carriers
@@ -81,11 +81,11 @@ class Client:
 class Keeper:
     """What is kept, and what happens to it."""
 
-    def __init__(self, folder: str, place: Place) -> None:
+    def __init__(self, folder: str, place: RuntimeDir) -> None:
         self.folder = folder
         self.place = place
         self.place_error = ""
-        self.loop = Loop()
+        self.loop = KeeperLoop()
         self.kept: dict[str, Kept] = {}
         self.nodes = Nodes(self.loop, self._touched)
         self.clients: set[Client] = set()
@@ -256,7 +256,7 @@ class Keeper:
         for node in kept.record.nodes:
             self.nodes.attach(kept.record, node)
 
-    def _adopt(self, client: Client, record: Record) -> None:
+    def _adopt(self, client: Client, record: LeaseRecord) -> None:
         if record.holder is not None and not alive(record.holder):
             client.reply(f"the process that lease {record.lease} was to live with, pid {record.holder.pid}, has gone")
             return
@@ -303,7 +303,7 @@ class Keeper:
             if not alive(record.holder):  # looked at after the pidfd was opened: it is the holder's or a stranger's
                 self._process_ended(kept)
 
-    def _touched(self, name: str, leases: list[str], answer: Answer) -> None:
+    def _touched(self, name: str, leases: list[str], answer: NodeAnswer) -> None:
         for kept in [self.kept[lease] for lease in leases if lease in self.kept]:
             if kept.phase == "releasing":
                 continue
@@ -385,13 +385,13 @@ class Keeper:
             self.nodes.call(kept.record, node, "read", {}, partial(self._read, kept, node.name))
             self.nodes.call(kept.record, node, "carriers", args, partial(self._looked, kept, node.name))
 
-    def _read(self, kept: Kept, name: str, answer: Answer) -> None:
+    def _read(self, kept: Kept, name: str, answer: NodeAnswer) -> None:
         """A reading of the GPUs goes before the question who runs on them; without one nobody knows."""
         if answer.kind and name in kept.asked:
             log(f"{kept.lease}: {name}: {answer.words}")
             kept.found = kept.found or None
 
-    def _looked(self, kept: Kept, name: str, answer: Answer) -> None:
+    def _looked(self, kept: Kept, name: str, answer: NodeAnswer) -> None:
         if kept.lease not in self.kept or name not in kept.asked or kept.phase != "orphaned":
             return
         kept.asked.discard(name)
@@ -407,7 +407,7 @@ class Keeper:
         record = kept.record
         left = not carried and bool(processes.heirs(record.session, record.group, record.created))
         now = boottime()
-        verdict = judge(Seen(carried, left), kept.since, now)
+        verdict = judge(HolderLook(carried, left), kept.since, now)
         kept.since = verdict.since
         kept.due = now + verdict.again_s
         if verdict.release:
@@ -430,7 +430,7 @@ class Keeper:
                 args = {"lease": kept.lease}
                 self.nodes.call(kept.record, node, "release", args, partial(self._released, kept, node.name))
 
-    def _released(self, kept: Kept, name: str, answer: Answer) -> None:
+    def _released(self, kept: Kept, name: str, answer: NodeAnswer) -> None:
         if answer.kind in {"", "not-found", "not-yours"}:
             kept.asked.discard(name)
         else:
@@ -498,7 +498,7 @@ class Keeper:
             os.close(fd)
         kept.watched = []
 
-    def _rewrite(self, kept: Kept, record: Record) -> None:
+    def _rewrite(self, kept: Kept, record: LeaseRecord) -> None:
         kept.record = record
         write_file(f"{self.folder}/{record.lease}.json", json.dumps(record.plain()))
 

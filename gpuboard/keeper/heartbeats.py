@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpuboard.keeper.jobs import JobCalls, Watch
-from gpuboard.keeper.loop import Loop, boottime, log
-from gpuboard.keeper.nodes import Answer, Connectors, Logins, NodeCalls, node_key
-from gpuboard.keeper.record import KeptNode, Record
+from gpuboard.keeper.jobs import JobCalls, JobWatch
+from gpuboard.keeper.loop import KeeperLoop, boottime, log
+from gpuboard.keeper.nodes import Connectors, Logins, NodeAnswer, NodeCalls, node_key
+from gpuboard.keeper.record import KeptNode, LeaseRecord
 
 TOUCH_S = 30.0
 RETRY_S = (5.0, 10.0, 20.0, 30.0)  # after a touch or a release that did not reach its node
 
-Touched = Callable[[str, list[str], Answer], None]
+Touched = Callable[[str, list[str], NodeAnswer], None]
 
 
 class _Node:
@@ -28,21 +28,21 @@ class _Node:
 class Nodes:
     """All nodes of all leases. ``touched`` gets a node's name, the leases touched, and what it said."""
 
-    def __init__(self, loop: Loop, touched: Touched) -> None:
+    def __init__(self, loop: KeeperLoop, touched: Touched) -> None:
         self._loop = loop
         self._touched = touched
         self._nodes: dict[str, _Node] = {}
         self.logins = Logins()
         self._connectors = Connectors(self.logins)
-        self._watch = Watch()
+        self._watch = JobWatch()
 
-    def attach(self, record: Record, node: KeptNode) -> None:
+    def attach(self, record: LeaseRecord, node: KeptNode) -> None:
         """Show life of the lease on ``node`` from now on."""
         known = self._known(record, node)
         known.until[record.lease] = record.until
         known.due = 0.0
 
-    def detach(self, record: Record, node: KeptNode) -> None:
+    def detach(self, record: LeaseRecord, node: KeptNode) -> None:
         """Show life of it there no more."""
         known = self._known(record, node)
         known.until.pop(record.lease, None)
@@ -50,7 +50,7 @@ class Nodes:
             known.due = None
 
     def call(
-        self, record: Record, node: KeptNode, op: str, args: dict[str, Any], answered: Callable[[Answer], None]
+        self, record: LeaseRecord, node: KeptNode, op: str, args: dict[str, Any], answered: Callable[[NodeAnswer], None]
     ) -> None:
         """Ask a node; ``answered`` is called on the loop."""
         self._known(record, node).calls.call(op, args, self._loop.report(answered))
@@ -74,8 +74,8 @@ class Nodes:
         """Return when :meth:`touch` is to be called next."""
         return min((node.due for node in self._nodes.values() if node.due is not None), default=boottime() + TOUCH_S)
 
-    def _answered(self, node: _Node, leases: list[str]) -> Callable[[Answer], None]:
-        def take(answer: Answer) -> None:
+    def _answered(self, node: _Node, leases: list[str]) -> Callable[[NodeAnswer], None]:
+        def take(answer: NodeAnswer) -> None:
             node.failures = node.failures + 1 if answer.kind else 0
             if answer.kind and node.due is not None:
                 again_s = retry_s(node.failures)
@@ -85,7 +85,7 @@ class Nodes:
 
         return take
 
-    def _known(self, record: Record, node: KeptNode) -> _Node:
+    def _known(self, record: LeaseRecord, node: KeptNode) -> _Node:
         key = key_of(record, node)
         if key not in self._nodes:
             if record.job is None:
@@ -95,7 +95,7 @@ class Nodes:
         return self._nodes[key]
 
 
-def key_of(record: Record, node: KeptNode) -> str:
+def key_of(record: LeaseRecord, node: KeptNode) -> str:
     """Return what tells the places where life is shown apart: leases of one node share it, a job is its lease's own."""
     return node_key(node, record.settings) if record.job is None else f"job {record.job.number} of {record.lease}"
 

@@ -43,7 +43,7 @@ class Holder(NamedTuple):
     start: int  # field 22 of /proc/PID/stat: clock ticks since boot
 
 
-class Process(NamedTuple):
+class ProcessStat(NamedTuple):
     """A line of /proc/PID/stat (proc(5)), as far as we need it."""
 
     pid: int
@@ -108,7 +108,7 @@ def boot_id() -> str:
     return _boot_id
 
 
-def read_process(pid: int) -> Process | None:
+def read_process(pid: int) -> ProcessStat | None:
     """Return the process ``pid``; None when it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -121,7 +121,7 @@ def read_process(pid: int) -> Process | None:
         return None
     name = head.partition(b"(")[2].decode("utf-8", "replace")
     state = fields[0].decode("ascii", "replace")
-    return Process(pid, name, state, int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+    return ProcessStat(pid, name, state, int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
 
 
 def own_pids() -> list[int]:
@@ -213,7 +213,7 @@ def _starters() -> list[int]:
     return found
 
 
-def _is_fork(process: Process) -> bool:
+def _is_fork(process: ProcessStat) -> bool:
     """Tell whether ``process`` runs the very program of its parent: a subshell, not a command."""
     parent = read_process(process.parent)
     if parent is None or parent.session != process.session:

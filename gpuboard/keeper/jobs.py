@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuboard.keeper.holder import own_pids
 from gpuboard.keeper.loop import boottime, log
-from gpuboard.keeper.nodes import Answer, Report
+from gpuboard.keeper.nodes import NodeAnswer, Report
 
 if TYPE_CHECKING:
     import queue
@@ -55,7 +55,7 @@ class _Looked(NamedTuple):
     states: dict[str, str] | None
 
 
-class Watch:
+class JobWatch:
     """What the scheduler says of this user's jobs, asked for all leases at once and rarely. Called from threads."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def look(command: Sequence[str], environ: Mapping[str, str]) -> dict[str, str] |
 class JobCalls:
     """Calls for one lease, in the form of calls to a node. Each is answered, from a thread, through its ``report``."""
 
-    def __init__(self, name: str, lease: str, job: KeptJob, watch: Watch) -> None:
+    def __init__(self, name: str, lease: str, job: KeptJob, watch: JobWatch) -> None:
         self.name = name
         self.every_s = job.touch_s
         self._lease = lease
@@ -128,28 +128,28 @@ class JobCalls:
             self._jobs = None
 
     def _serve(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
-        does: dict[str, Callable[[], Answer]] = {
+        does: dict[str, Callable[[], NodeAnswer]] = {
             "touch": self._touch,
             "release": self._release,
-            "read": lambda: Answer({}),
-            "carriers": lambda: Answer({"processes": []}),  # those of this host were looked for already
+            "read": lambda: NodeAnswer({}),
+            "carriers": lambda: NodeAnswer({"processes": []}),  # those of this host were looked for already
         }
         while (job := jobs.get()) is not None:
             op, _, report = job
             try:
                 report(does[op]())
             except OSError as error:  # the home is away, or the scheduler's commands are
-                report(Answer(None, "lost", f"{error.strerror or error}"))
+                report(NodeAnswer(None, "lost", f"{error.strerror or error}"))
 
-    def _touch(self) -> Answer:
+    def _touch(self) -> NodeAnswer:
         with self._showing:
             if self._job.heartbeat and not self._over:
                 show_life(self._job.heartbeat)
         words = self._ended() if self._job.number is not None and self._shown else ""
         self._shown = True
         if not words:
-            return Answer({"alive": [self._lease], "lapsed": []})
-        return Answer({"alive": [], "lapsed": [self._lease] if words == _IN_TIME else [], "words": words})
+            return NodeAnswer({"alive": [self._lease], "lapsed": []})
+        return NodeAnswer({"alive": [], "lapsed": [self._lease] if words == _IN_TIME else [], "words": words})
 
     def _ended(self) -> str:
         """Return why the job holds nothing any more, "" when it does, as far as anybody knows."""
@@ -159,29 +159,29 @@ class JobCalls:
         state = states.get(self._job.job_name)
         return "it is not there any more" if state is None else _ENDED.get(state, "")
 
-    def _release(self) -> Answer:
+    def _release(self) -> NodeAnswer:
         """End the job. It counts as ended when it is seen no more, also one that a submission still brings."""
         until = time.monotonic() + _SUBMIT_S
         while _submitting(self._lease):
             if time.monotonic() > until:
-                return Answer(None, "lost", "it is still being submitted")
+                return NodeAnswer(None, "lost", "it is still being submitted")
             time.sleep(0.05)
         cancelled = _run(self._job.cancel, self._job.environ)
         if not cancelled.ok:
             self._clean_since = None
-            return Answer(None, "lost", f"not cancelled: {_words(cancelled)}")
+            return NodeAnswer(None, "lost", f"not cancelled: {_words(cancelled)}")
         states = look(self._job.look, self._job.environ)
         if states is None:
-            return Answer(None, "lost", "the scheduler does not say whether it is cancelled")
+            return NodeAnswer(None, "lost", "the scheduler does not say whether it is cancelled")
         if states.get(self._job.job_name, "COMPLETED") not in _ENDED:
             self._clean_since = None
-            return Answer(None, "lost", "it was cancelled and is there all the same")
+            return NodeAnswer(None, "lost", "it was cancelled and is there all the same")
         if self._job.number is None:
             # A scheduler that was too busy to answer may yet do what it was asked before.
             self._clean_since = self._clean_since or boottime()
             if boottime() - self._clean_since < _SETTLE_S:
-                return Answer(None, "lost", "looking once more whether there is a job")
-        return Answer({"released": []})
+                return NodeAnswer(None, "lost", "looking once more whether there is a job")
+        return NodeAnswer({"released": []})
 
 
 def show_life(path: str) -> None:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 Action = Callable[[], None]
 
 
-class Loop:
+class KeeperLoop:
     """Waits, and calls what was asked for."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ _AGENT_S = 1.0  # for an ssh agent to take a connection
 _LINGER_S = 15.0  # that an agent of this machine is kept for the next question
 
 
-class Answer(NamedTuple):
+class NodeAnswer(NamedTuple):
     """What a node said to a call: ``kind`` is empty, or why there is no ``value`` (``lost``: it was not reached)."""
 
     value: Any
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     words: str = ""
 
 
-Report = Callable[[Answer], None]
+Report = Callable[[NodeAnswer], None]
 Job = tuple[str, dict[str, Any], Report]
 
 
@@ -119,9 +119,9 @@ class NodeCalls:
         """Ask the node. Never raises."""
         if self._folder is not None and op in claims.OPS:
             try:
-                report(Answer(claims.handle(op, args, self._folder)))
+                report(NodeAnswer(claims.handle(op, args, self._folder)))
             except claims.Refuse as refused:
-                report(Answer(None, refused.kind, refused.message))
+                report(NodeAnswer(None, refused.kind, refused.message))
             return
         if self._jobs is None:
             import queue
@@ -158,7 +158,7 @@ class NodeCalls:
             if job is None:
                 return
 
-    def _ask(self, link: AgentLink | None, op: str, args: dict[str, Any]) -> tuple[AgentLink | None, Answer]:
+    def _ask(self, link: AgentLink | None, op: str, args: dict[str, Any]) -> tuple[AgentLink | None, NodeAnswer]:
         from gpuboard.transport.base import CallFailed
 
         try:
@@ -174,13 +174,13 @@ class NodeCalls:
             }
             if link is None or link.over is not None:
                 link = self._connect()
-            return link, Answer(msgspec.to_builtins(link.call(op, args, CALL_S, kinds[op])))
+            return link, NodeAnswer(msgspec.to_builtins(link.call(op, args, CALL_S, kinds[op])))
         except CallFailed as error:
-            return link, Answer(None, error.kind, error.message)
+            return link, NodeAnswer(None, error.kind, error.message)
         except Exception as error:  # whatever a node or a library brings about ends here: this thread serves on
             if link is not None and link.over is not None and link.over.kind == "no-job" and self._node.job is not None:
                 return link, _without_job(op, args, str(error))
-            return link, Answer(None, "lost", str(error))
+            return link, NodeAnswer(None, "lost", str(error))
 
     def _connect(self) -> AgentLink:
         config = {
@@ -202,13 +202,13 @@ class NodeCalls:
         )
 
 
-def _without_job(op: str, args: dict[str, Any], words: str) -> Answer:
+def _without_job(op: str, args: dict[str, Any], words: str) -> NodeAnswer:
     """Return what is so on a node once the job has ended that led to it: nothing of the job is left there."""
     if op == "touch":
-        return Answer({"alive": [], "lapsed": [], "missing": args["leases"]})
+        return NodeAnswer({"alive": [], "lapsed": [], "missing": args["leases"]})
     if op == "carriers":
-        return Answer({"processes": []})
-    return Answer({}) if op == "read" else Answer(None, "not-found", words)
+        return NodeAnswer({"processes": []})
+    return NodeAnswer({}) if op == "read" else NodeAnswer(None, "not-found", words)
 
 
 def _ignore(_: object) -> None:

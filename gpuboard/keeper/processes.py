@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from gpuboard.keeper.holder import Process, own_pids, read_process
+from gpuboard.keeper.holder import ProcessStat, own_pids, read_process
 
 
 def carriers(lease: str) -> list[int]:
@@ -30,7 +30,7 @@ def heirs(session: int, group: int, created_s: float) -> list[int]:
     what people start in the same terminal afterwards is none.
     """
     since = int(created_s * os.sysconf("SC_CLK_TCK")) - 1  # a start time is cut to whole ticks
-    family: dict[int, Process] = {}
+    family: dict[int, ProcessStat] = {}
     for pid in own_pids():
         process = read_process(pid)
         if process is not None and process.state not in "ZX" and (process.session, process.group) != (0, 0):
@@ -43,7 +43,7 @@ def heirs(session: int, group: int, created_s: float) -> list[int]:
     return [pid for pid, process in young.items() if _orphaned(process, young, session)]
 
 
-def _orphaned(process: Process, young: dict[int, Process], session: int) -> bool:
+def _orphaned(process: ProcessStat, young: dict[int, ProcessStat], session: int) -> bool:
     seen = {process.pid}
     while process.parent in young and process.parent not in seen:
         process = young[process.parent]

@@ -44,7 +44,7 @@ class KeptJob(NamedTuple):
     taker: Holder | None  # the command that takes the lease, until its owner knows of it
 
 
-class Record(NamedTuple):
+class LeaseRecord(NamedTuple):
     """What a record file holds. Times are CLOCK_BOOTTIME: they outlive the keeper, and the folder names the boot.
 
     ``session`` and ``group`` are the holder's, noted while it lived: its heirs are found by them.
@@ -70,7 +70,7 @@ class Record(NamedTuple):
         return values
 
 
-def decode(values: Any) -> Record:
+def decode(values: Any) -> LeaseRecord:
     """Return the record that plain ``values`` describe. Raises ValueError when they are none."""
     try:
         nodes = [
@@ -84,7 +84,7 @@ def decode(values: Any) -> Record:
             )
             for n in values["nodes"]
         ]
-        record = Record(
+        record = LeaseRecord(
             str(values["lease"]),
             nodes,
             dict(values["settings"]),
@@ -123,7 +123,7 @@ def _job(values: Any) -> KeptJob | None:
     )
 
 
-def files_of(record: Record, state: str) -> list[str]:
+def files_of(record: LeaseRecord, state: str) -> list[str]:
     """Return the files that a lease has in the ``state`` folder besides its record, to be removed at its end."""
     found = [f"{state}/leases/{record.lease}.json"]  # the rank map
     if record.job is not None and record.job.heartbeat:
@@ -131,14 +131,14 @@ def files_of(record: Record, state: str) -> list[str]:
     return found
 
 
-class Seen(NamedTuple):
+class HolderLook(NamedTuple):
     """What a look after the holder's end found."""
 
     carriers: bool | None  # processes that carry the lease or run on its GPUs; None: a node gave no answer
     heirs: bool  # processes of the holder's session that may still start carriers
 
 
-class Verdict(NamedTuple):
+class EndDecision(NamedTuple):
     """What to do with a lease whose holder has gone."""
 
     release: bool
@@ -146,13 +146,13 @@ class Verdict(NamedTuple):
     since: float | None  # since when nothing carries it; None: something does
 
 
-def judge(seen: Seen, since: float | None, now: float) -> Verdict:
+def judge(seen: HolderLook, since: float | None, now: float) -> EndDecision:
     """Decide after a look at ``now``; ``since`` is the last verdict's.
 
     Carriers keep a lease. Heirs, and nodes that do not answer, keep it for LOOK_S. Otherwise it ends at once.
     """
     if seen.carriers:
-        return Verdict(False, CARRIED_EVERY_S, None)
+        return EndDecision(False, CARRIED_EVERY_S, None)
     since = now if since is None else since
     hope = seen.heirs or seen.carriers is None
-    return Verdict(not hope or now - since >= LOOK_S, LOOK_EVERY_S, since)
+    return EndDecision(not hope or now - since >= LOOK_S, LOOK_EVERY_S, since)

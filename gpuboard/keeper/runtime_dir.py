@@ -117,7 +117,7 @@ def connect(folder: str) -> socket.socket | None:
     return None
 
 
-class Place:
+class RuntimeDir:
     """The lock and the socket of the one keeper of ``folder``. They lie in ``home``."""
 
     def __init__(self, home: str, folder: str, lock: int) -> None:
@@ -148,7 +148,7 @@ class Place:
         except OSError:
             return False
 
-    def restore(self) -> Place | None:
+    def restore(self) -> RuntimeDir | None:
         """Return a place that commands find, ``self`` or another; None when another keeper has taken ours.
 
         The listener is new then. Raises KeeperError.
@@ -183,7 +183,7 @@ class Place:
         return listener
 
 
-def occupy(folder: str, patience_s: float) -> Place | None:
+def occupy(folder: str, patience_s: float) -> RuntimeDir | None:
     """Become the one keeper of ``folder``; None when another runs.
 
     A keeper that is about to end still holds the lock: it is waited for, ``patience_s`` at most. Raises KeeperError.
@@ -264,7 +264,7 @@ def _peer(connection: socket.socket) -> tuple[int, int, int]:
     return pid, uid, gid
 
 
-def _occupy(home: str, folder: str, patience_s: float) -> Place | None:
+def _occupy(home: str, folder: str, patience_s: float) -> RuntimeDir | None:
     deadline = time.monotonic() + patience_s
     path = f"{home}/{_name(home, folder, 'lock')}"
     while True:
@@ -274,7 +274,7 @@ def _occupy(home: str, folder: str, patience_s: float) -> Place | None:
             if _is_open(path, lock):  # else it was removed, and the next one to come would lock another
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, str(os.getpid()).encode(), 0)
-                return Place(home, folder, lock)
+                return RuntimeDir(home, folder, lock)
         except BlockingIOError:
             running = connect(folder)
             if running is not None:

@@ -17,7 +17,7 @@ from gpuboard.errors import GpuboardError
 _NAME = "control.sock"
 
 
-class Request(msgspec.Struct, frozen=True):
+class ControlRequest(msgspec.Struct, frozen=True):
     """One line of a client. ``grace_s`` None: the run's own. ``reason``: who stops it and why, as the run will say."""
 
     op: str
@@ -28,7 +28,7 @@ class Request(msgspec.Struct, frozen=True):
 class ControlServer:
     """Listens until closed; ``asked`` is called in its thread and returns the answer to send."""
 
-    def __init__(self, folder: Path, asked: Callable[[Request], object]) -> None:
+    def __init__(self, folder: Path, asked: Callable[[ControlRequest], object]) -> None:
         """Raises OSError when the folder cannot hold a socket."""
         self._folder = folder
         self._asked = asked
@@ -54,11 +54,11 @@ class ControlServer:
                 return
             with client, contextlib.suppress(OSError, msgspec.DecodeError):
                 client.settimeout(2.0)  # the folder is ours alone, but a client of ours may hang too
-                request = msgspec.json.decode(client.makefile("rb").readline(), type=Request)
+                request = msgspec.json.decode(client.makefile("rb").readline(), type=ControlRequest)
                 client.sendall(msgspec.json.encode(self._asked(request)) + b"\n")
 
 
-def ask(folder: Path, request: Request) -> object:
+def ask(folder: Path, request: ControlRequest) -> object:
     """Send a request to the head of the run in ``folder`` and return its answer. Raises GpuboardError."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client, _short(folder) as path:

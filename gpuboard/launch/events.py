@@ -70,7 +70,7 @@ class Exited(msgspec.Struct, frozen=True):
     joined: bool = False
 
 
-class Ended(msgspec.Struct, frozen=True):
+class NodeEnded(msgspec.Struct, frozen=True):
     """No process of the run is left on the node; the supervisor ends next."""
 
     left: Count = 0
@@ -82,13 +82,13 @@ class Stopping(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Notice(msgspec.Struct, frozen=True):
+class RunNotice(msgspec.Struct, frozen=True):
     """Something a person should know."""
 
     text: str
 
 
-LaunchEvent = Spawned | Gate | Joined | Store | Output | Raised | Exited | Ended | Stopping | Notice
+LaunchEvent = Spawned | Gate | Joined | Store | Output | Raised | Exited | NodeEnded | Stopping | RunNotice
 _TYPES: dict[str, type[LaunchEvent]] = {
     "spawned": Spawned,
     "gate": Gate,
@@ -97,10 +97,10 @@ _TYPES: dict[str, type[LaunchEvent]] = {
     "output": Output,
     "raised": Raised,
     "exited": Exited,
-    "ended": Ended,
+    "ended": NodeEnded,
     "stopping": Stopping,
-    "notice": Notice,
-    "stderr": Notice,  # what the agent's own interpreter said (docs/architecture.md)
+    "notice": RunNotice,
+    "stderr": RunNotice,  # what the agent's own interpreter said (docs/architecture.md)
 }
 
 

@@ -45,7 +45,7 @@ class Cause(msgspec.Struct, frozen=True):
     at: float = 0.0
 
 
-class Watch:
+class FailureWatch:
     """The state of all ranks of one run, and the judgement of its first failure."""
 
     def __init__(self, plan: LaunchPlan) -> None:
@@ -82,7 +82,7 @@ class Watch:
             self._take_exited(event, now)
         elif isinstance(event, events.Store):
             self._take_store(event, node, now)
-        elif isinstance(event, events.Ended):
+        elif isinstance(event, events.NodeEnded):
             self.ended_nodes.add(node)
             if event.left:  # in an uninterruptible call of a driver or a file system
                 self.said.append(
@@ -92,7 +92,7 @@ class Watch:
             if self.stop_reason is None:
                 text = f"{node}: {clean(event.reason)}; this node is stopped"
                 self._candidate(Cause("node-stopped", None, node, text, at=now))
-        elif isinstance(event, events.Notice):
+        elif isinstance(event, events.RunNotice):
             lines = [line for line in event.text.splitlines() if line.strip()]
             self.said += [f"{node}: {clean(line)}" for line in lines[-_NOTICE_LINES:]]
 

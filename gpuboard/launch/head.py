@@ -17,15 +17,15 @@ import msgspec
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
-from gpuboard.launch.control import ControlServer, Request
-from gpuboard.launch.failure import ECHO_WAIT_S, EXIT_WAIT_S, Watch, rank_words, signal_name
+from gpuboard.launch.control import ControlRequest, ControlServer
+from gpuboard.launch.failure import ECHO_WAIT_S, EXIT_WAIT_S, FailureWatch, rank_words, signal_name
 from gpuboard.launch.output import Logs, Relay, Screen
 from gpuboard.launch.plan import LaunchPlan, shown
 from gpuboard.launch.preflight.check import Check, check_text, grouped
 from gpuboard.launch.preflight.checks import failed, interfaces, preflight
-from gpuboard.launch.preflight.collect import START_S, Questions
+from gpuboard.launch.preflight.collect import START_S, PreflightQuestions
 from gpuboard.launch.run_folder import RunFolder, RunView, VerdictView, this_head
-from gpuboard.launch.supervisors import Answer, Crew, Heard, Lost
+from gpuboard.launch.supervisors import CallAnswer, Crew, Heard, Lost
 from gpuboard.model.replies import Done
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean
@@ -47,7 +47,7 @@ _HOLD_ABOVE, _HOLD_BELOW = 8 * 2**20, 2**20  # characters the person's side has 
 GpuReader = Callable[[Callable[[Snapshot], None]], None]
 
 
-class Signalled(msgspec.Struct, frozen=True):
+class SignalReceived(msgspec.Struct, frozen=True):
     """A signal has reached this process."""
 
     number: int
@@ -74,12 +74,12 @@ class Head:
         self._read_gpus = read_gpus
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._crew = Crew(plan, nodes, connector, self._inbox)
-        self._watch = Watch(plan)
+        self._watch = FailureWatch(plan)
         self._logs = Logs(folder.path, self._say)
         labels = {rank: f"{view.node}:{view.index}" for rank, view in self._watch.ranks.items()}
         self._relay = Relay(labels, self._logs, screen, mark=self._watch.mark)
         self._names = [config.node for config in plan.nodes]
-        self._questions = Questions(plan, self._crew)
+        self._questions = PreflightQuestions(plan, self._crew)
         self._owners: dict[str, str] = {}  # node → the interface that the ranks there are to use
         self.checks: list[Check] = []
         self._state = "preflight"
@@ -125,7 +125,7 @@ class Head:
 
     def stop(self, reason: str) -> None:
         """End the run, from any thread and at any time, as a person would."""
-        self._inbox.put(Request("stop", None, reason))
+        self._inbox.put(ControlRequest("stop", None, reason))
 
     def _listen(self) -> ControlServer | None:
         try:
@@ -222,13 +222,13 @@ class Head:
         now = time.monotonic()
         if isinstance(item, Heard):
             self._hear(item, now)
-        elif isinstance(item, Answer):
+        elif isinstance(item, CallAnswer):
             self._answered(item)
         elif isinstance(item, Lost):
             self._lose(item.node, item.words, now)
-        elif isinstance(item, Signalled):
+        elif isinstance(item, SignalReceived):
             self._signalled(item.number, now)
-        elif isinstance(item, Request):
+        elif isinstance(item, ControlRequest):
             words = clean(item.reason, 200) or f"stopped by `gpuboard stop {self._plan.run}`"
             self._stop(words, 128 + signal.SIGTERM, item.grace_s)
         elif isinstance(item, Snapshot):
@@ -254,7 +254,7 @@ class Head:
             self._judge()  # at once: the cause is said before the traceback, which follows in the same burst
             self._stop_if_asked(now)
 
-    def _answered(self, item: Answer) -> None:
+    def _answered(self, item: CallAnswer) -> None:
         if item.op != "go":
             self._questions.take(item)
         elif isinstance(item.value, (CallFailed, LinkLost)):
@@ -404,7 +404,7 @@ class Head:
 
     def _catch_signals(self) -> dict[int, Any]:
         def caught(number: int, _frame: FrameType | None) -> None:
-            self._inbox.put(Signalled(number))
+            self._inbox.put(SignalReceived(number))
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
         heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup; `&` in sh
@@ -424,7 +424,7 @@ class Head:
             self._watch.forwarded(number)
             self._crew.tell("signal", {"signal": number, "ranks": None})
 
-    def _control(self, request: Request) -> object:
+    def _control(self, request: ControlRequest) -> object:
         """Answer a client of the control socket; called in its thread."""
         if request.op == "stop":
             self._inbox.put(request)

@@ -24,7 +24,7 @@ _SGR = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROLS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
-class Lines:
+class LineSplitter:
     """Cuts one stream into lines the way a terminal would show them: text before a carriage return is overwritten."""
 
     def __init__(self) -> None:
@@ -237,14 +237,14 @@ class Relay:
         self._logs = logs
         self._screen = screen
         self._mark = mark
-        self._lines: dict[tuple[int, str], Lines] = {}
+        self._lines: dict[tuple[int, str], LineSplitter] = {}
         self.last_line: dict[int, str] = {}
         self.last_error: dict[int, str] = {}
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Handle one piece of output of a rank; ``stream`` is "out" or "err"."""
         self._logs.write(rank, stream, text)
-        lines = self._lines.setdefault((rank, stream), Lines())
+        lines = self._lines.setdefault((rank, stream), LineSplitter())
         self._print(rank, stream, lines.feed(text))
         partial = lines.partial
         if partial.strip():

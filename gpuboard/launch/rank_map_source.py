@@ -13,7 +13,7 @@ from gpuboard.cluster.inventory.nodes import Node, is_here, local_node
 from gpuboard.errors import UsageError
 from gpuboard.leases.rank_map import rank_map
 from gpuboard.model.rankmap import RankMap
-from gpuboard.model.request import Chosen
+from gpuboard.model.request import ChosenGpu
 from gpuboard.model.text import clean, shown
 
 _RANKS_MAX = 16_384  # as many as a nodeset may name nodes
@@ -61,7 +61,7 @@ def cpu_rank_map(n: int, nodes: Sequence[Node], *, spread: bool, addresses: Mapp
         raise UsageError(f"--n {n}: at most {_RANKS_MAX} ranks are possible without GPUs")
     used = list(nodes)[:n] if spread else [local_node(nodes) or nodes[0]]
     chosen = [
-        Chosen(node.name, index, f"CPU-{index}")
+        ChosenGpu(node.name, index, f"CPU-{index}")
         for at, node in enumerate(used)
         for index in range(n // len(used) + (at < n % len(used)))
     ]

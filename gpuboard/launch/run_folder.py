@@ -49,7 +49,7 @@ class VerdictView(msgspec.Struct, frozen=True):
     evidence: str = ""
 
 
-class Head(msgspec.Struct, frozen=True):
+class HeadProcess(msgspec.Struct, frozen=True):
     """The process that leads a run: host, boot, pid and start time (clock ticks since boot) make it unique."""
 
     host: str
@@ -69,7 +69,7 @@ class RunView(msgspec.Struct, frozen=True):
     exit_code: int | None
     ranks: list[RankView]
     verdicts: list[VerdictView]
-    head: Head
+    head: HeadProcess
     folder: str = ""
 
 
@@ -90,14 +90,14 @@ def runs_dir(env: Mapping[str, str]) -> Path:
     return paths.state_dir(env) / "runs"
 
 
-def this_head() -> Head:
+def this_head() -> HeadProcess:
     """Return this process as a head."""
     me = holder.identify(os.getpid())
     assert me is not None  # a process that runs this is there
-    return Head(*me)
+    return HeadProcess(*me)
 
 
-def alive(head: Head) -> bool | None:
+def alive(head: HeadProcess) -> bool | None:
     """Return whether the head lives; None when it runs on another host."""
     return holder.alive(holder.Holder(head.host, head.boot_id, head.pid, head.start))
 
@@ -177,7 +177,7 @@ def read_state(folder: Path) -> RunView | None:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         text = f"{folder / 'state.json'} cannot be read: {error}"
         verdicts = [VerdictView("", "unreadable", None, None, text)]
-        nobody = Head("", "", 0, 0)
+        nobody = HeadProcess("", "", 0, 0)
         return RunView(folder.name, None, "?", "", "failed", None, [], verdicts, head=nobody, folder=str(folder))
     return msgspec.structs.replace(view, folder=str(folder))
 

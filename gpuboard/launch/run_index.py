@@ -20,7 +20,7 @@ _WORDS = 64 * 1024  # bytes of head.log that are looked at: its end
 _Stamp = tuple[int, int, int]  # mtime in ns, inode, size: a state is replaced by a new file, whole
 
 
-class Entry(msgspec.Struct, frozen=True):
+class RunEntry(msgspec.Struct, frozen=True):
     """One run as it is now."""
 
     view: RunView
@@ -38,7 +38,7 @@ class Entry(msgspec.Struct, frozen=True):
         return any(verdict.kind == "unreadable" for verdict in self.view.verdicts)
 
 
-class Detail(msgspec.Struct, frozen=True):
+class RunDetail(msgspec.Struct, frozen=True):
     """What else lies in a run's folder. ``grace_s`` None: its plan cannot be read."""
 
     checks: list[Check]  # of preflight, that did not come out well
@@ -53,11 +53,11 @@ class Runbook:
     def __init__(self, env: Mapping[str, str]) -> None:
         self.folder = runs_dir(env)
         self._kept: dict[str, tuple[_Stamp, RunView]] = {}
-        self._ended: dict[str, Entry] = {}
-        self._detail: tuple[str, Detail] | None = None  # of the one looked at last, if it has ended
+        self._ended: dict[str, RunEntry] = {}
+        self._detail: tuple[str, RunDetail] | None = None  # of the one looked at last, if it has ended
         self._lock = threading.Lock()
 
-    def read(self) -> list[Entry]:
+    def read(self) -> list[RunEntry]:
         """Return all runs: those that go on first, then the newest first.
 
         One listing of the folder; of runs that have ended nothing more. Empty when there is no folder.
@@ -74,12 +74,12 @@ class Runbook:
                 del self._kept[gone]
         return sorted(entries, key=lambda e: (e.live and not e.unreadable, e.view.started, e.view.id), reverse=True)
 
-    def one(self, run: str) -> Entry | None:
+    def one(self, run: str) -> RunEntry | None:
         """Return one run; None while its head has written nothing."""
         with self._lock:
             return self._ended.get(run) or self._look(run)
 
-    def detail(self, run: str) -> Detail:
+    def detail(self, run: str) -> RunDetail:
         """Return what else a run's folder says; of one that has ended it is read once."""
         if self._detail is not None and self._detail[0] == run:
             return self._detail[1]
@@ -88,7 +88,7 @@ class Runbook:
             self._detail = (run, detail) if run in self._ended else None
         return detail
 
-    def _look(self, name: str) -> Entry | None:
+    def _look(self, name: str) -> RunEntry | None:
         folder = self.folder / name
         try:
             status = os.stat(folder / "state.json")
@@ -105,7 +105,7 @@ class Runbook:
         if view is not kept[1]:
             with contextlib.suppress(OSError):
                 status = os.stat(folder / "state.json")  # it may have ended since
-        entry = Entry(view, status.st_mtime, view.state not in FINAL and alive(view.head) is None)
+        entry = RunEntry(view, status.st_mtime, view.state not in FINAL and alive(view.head) is None)
         if entry.unreadable:
             del self._kept[name]  # it may be readable the next time: a network file system has its moments
         elif view.state in FINAL and time.time() - status.st_mtime > 2.0:  # its head writes no more
@@ -126,7 +126,7 @@ class _Checks(msgspec.Struct, frozen=True):
     checks: list[Check]
 
 
-def read_detail(folder: Path) -> Detail:
+def read_detail(folder: Path) -> RunDetail:
     """Return what else the folder of a run says; what cannot be read is left out."""
     try:
         checks = msgspec.json.decode((folder / "preflight.json").read_bytes(), type=_Checks).checks
@@ -142,7 +142,7 @@ def read_detail(folder: Path) -> Detail:
         grace_s = None
     words = [clean(line.partition(" ")[2].removeprefix("gpuboard: ")) for line in _tail(folder / "head.log")]
     wrong = [check for check in checks if check.status in {"fail", "warn"}]
-    return Detail(grouped(wrong), words[-20:], grace_s, {rank.rank: rank.uuid for rank in ranks})
+    return RunDetail(grouped(wrong), words[-20:], grace_s, {rank.rank: rank.uuid for rank in ranks})
 
 
 def log_trouble(folder: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpuboard.errors import GpuboardError
 from gpuboard.launch import run_folder
-from gpuboard.launch.control import Request, ask
+from gpuboard.launch.control import ControlRequest, ask
 
 
 def ask_to_stop(
@@ -23,7 +23,7 @@ def ask_to_stop(
     if run_folder.alive(view.head) is None:
         raise GpuboardError(f"run {view.id} is led from {view.head.host}; run `gpuboard stop {view.id}` there")
     try:
-        ask(Path(view.folder), Request("stop", grace_s, reason))
+        ask(Path(view.folder), ControlRequest("stop", grace_s, reason))
     except GpuboardError:
         now = run_folder.find_run(env, view.id)
         if now.state not in run_folder.FINAL:

@@ -28,7 +28,7 @@ class Heard(msgspec.Struct, frozen=True):
     event: LaunchEvent
 
 
-class Answer(msgspec.Struct, frozen=True):
+class CallAnswer(msgspec.Struct, frozen=True):
     """The answer to a call, of the kind that was asked for, or why there is none."""
 
     node: str
@@ -77,7 +77,7 @@ class Crew:
         self._links[node].submit("stop", {"grace_s": 0.0})
 
     def ask(self, node: str, op: str, args: Mapping[str, Any], timeout_s: float, kind: type) -> None:
-        """Call a supervisor; an :class:`Answer` follows on the inbox whatever happens."""
+        """Call a supervisor; an :class:`CallAnswer` follows on the inbox whatever happens."""
         pending = self._links[node].submit(op, dict(args))
 
         def wait() -> None:
@@ -86,7 +86,7 @@ class Crew:
                 value = pending.result(timeout_s, kind)
             except (CallFailed, LinkLost) as error:
                 value = error
-            self._inbox.put(Answer(node, op, value))
+            self._inbox.put(CallAnswer(node, op, value))
 
         threading.Thread(target=wait, name=f"{op}-{node}", daemon=True).start()
 
@@ -145,7 +145,7 @@ class Crew:
             try:
                 event = events.decode(message.kind, message.data)
             except Malformed as error:
-                event = events.Notice(f"malformed event {message.kind}: {error}")
+                event = events.RunNotice(f"malformed event {message.kind}: {error}")
             if event is not None:
                 self._inbox.put(Heard(node, event))
 

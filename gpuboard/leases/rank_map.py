@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from gpuboard.model.gpu import is_mig
 from gpuboard.model.rankmap import Rank, RankMap, RankNode
-from gpuboard.model.request import Chosen
+from gpuboard.model.request import ChosenGpu
 
 LOOPBACK = "127.0.0.1"
 
 
 def rank_map(
-    lease: str | None, gpus: Sequence[Chosen], addresses: Mapping[str, str], job: str | None = None
+    lease: str | None, gpus: Sequence[ChosenGpu], addresses: Mapping[str, str], job: str | None = None
 ) -> RankMap:
     """Return the map for ``gpus``, which are in rank order, nodes one after the other.
 

@@ -18,7 +18,7 @@ from gpuboard.model.units import format_duration, parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
-    from gpuboard.model.request import Chosen
+    from gpuboard.model.request import ChosenGpu
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ def known_rank_map(env: Mapping[str, str], lease: str) -> RankMap | None:
         return None
 
 
-def as_allocated(env: Mapping[str, str], lease: str, gpus: Sequence[Chosen]) -> Sequence[Chosen]:
+def as_allocated(env: Mapping[str, str], lease: str, gpus: Sequence[ChosenGpu]) -> Sequence[ChosenGpu]:
     """Return ``gpus`` in the order of the lease's rank map, which a person may have asked for, where it is here."""
     known = known_rank_map(env, lease)
     order = {(rank.node, rank.uuid): rank.rank for rank in known.ranks} if known is not None else {}

@@ -126,7 +126,7 @@ class Probed(msgspec.Struct, frozen=True):
     results: list[ProbeResult]
 
 
-class Started(msgspec.Struct, frozen=True):
+class RanksStarted(msgspec.Struct, frozen=True):
     """A supervisor's answer to ``spawn``: rank -> pid."""
 
     pids: dict[str, Count]

@@ -35,7 +35,7 @@ class Request(msgspec.Struct, frozen=True):
     within: tuple[str, ...] | None = None  # UUIDs; pick only among these (inside a lease)
 
 
-class Chosen(msgspec.Struct, frozen=True):
+class ChosenGpu(msgspec.Struct, frozen=True):
     """One allocated GPU."""
 
     node: str
@@ -48,7 +48,7 @@ class Chosen(msgspec.Struct, frozen=True):
 class Choice(msgspec.Struct, frozen=True):
     """The set the policy chose, in rank order, and why."""
 
-    gpus: tuple[Chosen, ...]
+    gpus: tuple[ChosenGpu, ...]
     why: str
     notes: tuple[str, ...] = ()  # what to know of these GPUs
 

@@ -9,11 +9,11 @@ from gpuboard.agent.smi import parse as smi
 NOISE_LIMIT = 64 * 1024  # bytes of shell start-up files' output before the hello
 
 
-class Malformed(Exception):
+class MalformedFrame(Exception):
     """What came cannot be an answer; its words say why."""
 
 
-class Answer(NamedTuple):
+class ShellAnswer(NamedTuple):
     """A whole answer: to which request, what stood below each heading, and how the program that was asked ended."""
 
     request: str
@@ -31,7 +31,7 @@ class Frames:
         self._said: dict[str, dict[str, list[bytes]]] = {}
         self._below: list[bytes] | None = None  # where a line belongs; None: it is noise of start-up files
 
-    def take(self, data: bytes) -> list[Answer]:
+    def take(self, data: bytes) -> list[ShellAnswer]:
         """Return the answers that ``data`` completes. Raises Malformed."""
         self._size += len(data)
         self._rest += data
@@ -44,14 +44,14 @@ class Frames:
         self._check()
         return found
 
-    def _line(self, line: bytes) -> Answer | None:
+    def _line(self, line: bytes) -> ShellAnswer | None:
         if not line.startswith(self._prefix):
             if self._below is not None:
                 self._below.append(line)
             return None
         words = line[len(self._prefix) :].decode("ascii", "replace").split()
         if len(words) < 2:
-            raise Malformed("an empty heading")
+            raise MalformedFrame("an empty heading")
         request, heading = words[0], words[1]
         if heading != "end":
             self._below = self._said.setdefault(request, {}).setdefault(heading, [])
@@ -60,10 +60,10 @@ class Frames:
         self._below = []
         self._size = sum(len(line) for part in self._said.values() for lines in part.values() for line in lines)
         code = int(words[2]) if len(words) > 2 and words[2].isdecimal() and len(words[2]) < 4 else -1
-        return Answer(request, {heading: b"\n".join(lines) for heading, lines in said.items()}, code)
+        return ShellAnswer(request, {heading: b"\n".join(lines) for heading, lines in said.items()}, code)
 
     def _check(self) -> None:
         if self._below is None and self._size > NOISE_LIMIT:
-            raise Malformed("the node's shell start-up files print more than 64 kB")
+            raise MalformedFrame("the node's shell start-up files print more than 64 kB")
         if self._size > 2 * smi.LIMIT:
-            raise Malformed("an answer without end")
+            raise MalformedFrame("an answer without end")

@@ -22,7 +22,7 @@ from gpuboard.agent.smi import xml as smi_xml
 from gpuboard.model.reading import Hello, Message, Reading, Reply, Static
 from gpuboard.model.text import clean
 from gpuboard.shellprobe import facts, script
-from gpuboard.shellprobe.frames import Answer, Frames, Malformed
+from gpuboard.shellprobe.frames import Frames, MalformedFrame, ShellAnswer
 from gpuboard.shellprobe.gpus import Gpus
 from gpuboard.transport import limits
 from gpuboard.transport.base import CallFailed, Channel, LinkLost, TransportError
@@ -156,7 +156,7 @@ class ShellLink:
                     self._answered(answer)
         except limits.Exceeded as error:
             self._finish(error, told=True)
-        except (Malformed, msgspec.MsgspecError, ValueError, OverflowError) as error:
+        except (MalformedFrame, msgspec.MsgspecError, ValueError, OverflowError) as error:
             cure = "run `ssh NODE true` and see what it prints" if self.hello is None else ""
             self._finish(TransportError("lost", f"malformed answer: {clean(str(error), 200)}", cure), told=True)
 
@@ -164,7 +164,7 @@ class ShellLink:
         """Take note that the transport's channel is over."""
         self._finish(error, told=True)
 
-    def _answered(self, answer: Answer) -> None:
+    def _answered(self, answer: ShellAnswer) -> None:
         if answer.request == "none":
             self._finish(TransportError("no-python", NO_SMI), told=True)
         elif answer.request == "hello" and self.hello is None:
@@ -191,7 +191,7 @@ class ShellLink:
         with self._lock:
             self._begin(time.monotonic())
 
-    def _ran(self, answer: Answer) -> None:
+    def _ran(self, answer: ShellAnswer) -> None:
         """Go on after nvidia-smi has ended: with the listing that it made, or with another way to ask for one."""
         with self._lock:
             self._running, killed, self._killed = "", self._killed, False
@@ -222,7 +222,7 @@ class ShellLink:
         else:
             self._ask("c", ",".join(self._fields))
 
-    def _queried(self, answer: Answer) -> smi.Listing | None:
+    def _queried(self, answer: ShellAnswer) -> smi.Listing | None:
         """Return what the queries say; None when a field is unknown to this driver and must be left out. Raises Bad."""
         rows = answer.said.get("rows", b"")
         unknown = smi.not_a_field(_text(rows))

@@ -14,7 +14,7 @@ from typing import Any
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.launch_process import LaunchForm
 from gpuboard.cluster.simulated import demo_nodes
-from gpuboard.launch.run_index import Entry, Runbook
+from gpuboard.launch.run_index import Runbook, RunEntry
 from tests.board import lab
 from tests.integration.launch_lab import SLEEP, write_torch
 from tests.integration.ranks_driver import carriers
@@ -59,13 +59,13 @@ class Exp:
         """Return the GPUs that are reserved."""
         return [claim.partition(": ")[2] for claim in lab.claims(self.folder)]
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[RunEntry]:
         return Runbook(self.env).read()
 
-    def running(self) -> Entry:
+    def running(self) -> RunEntry:
         """Wait until the newest run is running; return it."""
 
-        def found() -> list[Entry]:
+        def found() -> list[RunEntry]:
             return [entry for entry in self.entries() if entry.view.state == "running"]
 
         return until(found, "a run that is running")[0]

@@ -25,7 +25,7 @@ from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.log_view import LogView
 from gpuboard.launch.run_folder import RankView, RunFolder, RunView, this_head
-from gpuboard.launch.run_index import Entry
+from gpuboard.launch.run_index import RunEntry
 from tests.board import lab, made
 from tests.board.conftest import TRIED
 from tests.board.test_help import choose
@@ -44,7 +44,7 @@ def run(folder: str = "/nonexistent") -> RunView:
 
 
 def open_log(app: BoardApp) -> None:
-    app.push_screen(LogScreen(Entry(run(), 0.0, False), 0))
+    app.push_screen(LogScreen(RunEntry(run(), 0.0, False), 0))
 
 
 def open_watches(app: BoardApp) -> None:
@@ -160,7 +160,7 @@ def test_a_log_is_gone_through_by_the_arrows(tmp_path: Path) -> None:
 
     async def story() -> None:
         async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
-            app.push_screen(LogScreen(Entry(run(str(tmp_path)), 0.0, False), 0))
+            app.push_screen(LogScreen(RunEntry(run(str(tmp_path)), 0.0, False), 0))
             await lab.settle(pilot, lambda: "line 499" in lab.screen(app))
             view = app.screen.query_one("#out", LogView)
             await pilot.press("home", "down", "right")
@@ -195,7 +195,7 @@ def test_tab_goes_between_runs_and_ranks_and_k_kills_when_asked_about_a_stop(tmp
             await lab.settle(pilot, lambda: "t.py" in lab.screen(app))
             await pilot.press("tab")
             await lab.settle(pilot, lambda: app.focused and app.focused.id == "ranks")
-            dialog = StopConfirm(Entry(run(), 0.0, False), 5.0)
+            dialog = StopConfirm(RunEntry(run(), 0.0, False), 5.0)
             answers: list[bool | None] = []
             app.push_screen(dialog, answers.append)
             await lab.settle(pilot, lambda: dialog.is_mounted)

@@ -19,7 +19,7 @@ from gpuboard.board.dialogs import launch
 from gpuboard.board.dialogs.base import Tick
 from gpuboard.board.dialogs.launch import LaunchDialog, open_launch
 from gpuboard.board.dialogs.launch_process import (
-    Files,
+    FileProblems,
     LaunchForm,
     Starter,
     arguments,
@@ -65,14 +65,14 @@ def test_what_is_typed_is_checked(tmp_path: Path) -> None:
     assert target_of("-m a.b c") == Target("module", "a.b", ["c"])
     for right in ("train.py --lr 1", "-m a.b", "a.b:main x"):
         assert check_command(right) == ""
-        assert check_files(right, folder) == Files(right, folder)
+        assert check_files(right, folder) == FileProblems(right, folder)
     assert check_command("") == "train.py or -m module"
     assert check_command("train.py 'open") == "the command: no closing quotation"
     assert check_command("-m") == "-m needs the name of a module, not 'nothing'"
     assert check_command("--n 4 train.py") == "--n is no option of launch"
     assert check_files("nothere.py", folder).no_script == "no file nothere.py in that folder"
     assert check_files("/no/where.py", folder).no_script == "no file /no/where.py"
-    assert check_files("nothere.py", "/no/such") == Files("nothere.py", "/no/such", no_folder="no such folder")
+    assert check_files("nothere.py", "/no/such") == FileProblems("nothere.py", "/no/such", no_folder="no such folder")
     assert [check_variables(text) for text in ("", "A=1 B='x y'", "HOME")] == ["", "", ""]
     assert check_variables("RANK=1") == "RANK: launch itself sets RANK for every rank"
     assert check_variables("1A=2") == "1A=2: '1A' is not the name of a variable"
@@ -301,7 +301,7 @@ def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
     answers = threading.Event()
     asked: list[str] = []
 
-    def hangs(command: str, folder: str) -> Files:
+    def hangs(command: str, folder: str) -> FileProblems:
         asked.append(command)
         answers.wait(60)
         return check_files(command, folder)

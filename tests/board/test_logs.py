@@ -21,10 +21,10 @@ from gpuboard.board.app import BoardApp
 from gpuboard.board.screens.logs import LogScreen
 from gpuboard.board.text.log_line import bytes_words, drawn, matches, spans, visible
 from gpuboard.board.widgets import log_file
-from gpuboard.board.widgets.log_file import Found, LogFile, LogGone, Place, Window, find_in
+from gpuboard.board.widgets.log_file import Found, LogFile, LogGone, LogPosition, Window, find_in
 from gpuboard.board.widgets.log_view import LogView
-from gpuboard.launch.run_folder import Head, RankView, RunView
-from gpuboard.launch.run_index import Entry, log_trouble
+from gpuboard.launch.run_folder import HeadProcess, RankView, RunView
+from gpuboard.launch.run_index import RunEntry, log_trouble
 from tests.board import lab, made
 
 W = Window(80, 10)
@@ -79,7 +79,7 @@ def test_every_page_is_a_part_of_the_whole_wrapped_or_not(tmp_path: Path) -> Non
             step = rng.randrange(1, 6)
             up, at = log.page(up.place, window, -step), max(0, at - step)
             assert texts(up) == whole[at : at + 7]
-        down, at = log.page(Place(0), window), 0
+        down, at = log.page(LogPosition(0), window), 0
         for _ in range(80):
             step = rng.randrange(1, 6)
             down, at = log.page(down.place, window, step), min(len(whole) - 7, at + step)
@@ -97,7 +97,7 @@ def test_two_gigabytes_open_at_once_and_cost_constant_memory(tmp_path: Path) -> 
     tracemalloc.start()
     try:
         assert texts(log.end(W))[-1] == "line 999"
-        assert log.page(Place(0), W).rows[0][0] == 0
+        assert log.page(LogPosition(0), W).rows[0][0] == 0
         assert log.at(10**9, W).rows[0][0] == 10**9 // log_file.BLOCK * log_file.BLOCK
         assert log.page(log.end(W).place, W, -500).rows[0][1].plain == "line 490"
         end = log.end(W).place.start
@@ -280,13 +280,14 @@ async def opened(tmp_path: Path, size: tuple[int, int] = (100, 30), out: str = "
     folder = tmp_path / "run"
     folder.mkdir(exist_ok=True)
     ranks = [RankView(rank, "gpu01", rank, rank + 4, 100 + rank, "running") for rank in range(3)]
-    view = RunView("rabc2345", None, "train.py", made.AT, "running", None, ranks, [], Head("h", "b", 1, 1), str(folder))
+    head = HeadProcess("h", "b", 1, 1)
+    view = RunView("rabc2345", None, "train.py", made.AT, "running", None, ranks, [], head, str(folder))
     async with made.still(tmp_path, made.scene(), size) as (app, pilot):
         found = Lab(app, pilot, folder)
         for text, stream in ((out, "out"), (err, "err")):
             if text:
                 found.write(text, stream)
-        app.push_screen(LogScreen(Entry(view, 0.0, False), 0))
+        app.push_screen(LogScreen(RunEntry(view, 0.0, False), 0))
         await lab.settle(pilot, lambda: isinstance(app.screen, LogScreen) and app.screen.is_mounted)
         await found.until(lambda: all(view.page is not None or view.gone for view in (found.out, found.err)))
         yield found

@@ -19,7 +19,7 @@ import pytest
 
 from gpuboard.cluster.inventory.file import VARIABLE, write_nodes
 from gpuboard.launch.run_folder import FINAL
-from gpuboard.launch.run_index import Entry
+from gpuboard.launch.run_index import RunEntry
 from tests.board.launches import Exp, laboratory
 from tests.integration.ranks_driver import carriers
 from tests.waiting import Stopwatch, until
@@ -79,7 +79,7 @@ class OnPty:
         until(lambda: words.encode() in self.seen, f"{words!r} on the terminal")
         self.seen = b""
 
-    def launch(self, *, keep: bool) -> Entry:
+    def launch(self, *, keep: bool) -> RunEntry:
         """Launch by keys and wait until the ranks run."""
         self.wait("sim02")
         self.type("x")

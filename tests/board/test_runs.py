@@ -27,14 +27,14 @@ from gpuboard.keeper import holder
 from gpuboard.launch import run_folder as runs
 from gpuboard.launch import run_index
 from gpuboard.launch.preflight.check import Check
-from gpuboard.launch.run_folder import Head, RankView, RunFolder, RunView, VerdictView, runs_dir, this_head
-from gpuboard.launch.run_index import Detail, Entry, Runbook
+from gpuboard.launch.run_folder import HeadProcess, RankView, RunFolder, RunView, VerdictView, runs_dir, this_head
+from gpuboard.launch.run_index import Runbook, RunDetail, RunEntry
 from gpuboard.model.units import iso
 from tests.board import lab, made
 from tests.integration.launch_lab import SLEEP, Launch
 from tests.waiting import Stopwatch
 
-NOBODY = Head("login2", "another boot", 4242, 1)
+NOBODY = HeadProcess("login2", "another boot", 4242, 1)
 
 
 def view(run: str = "rabc2345", state: str = "running", **changes: Any) -> RunView:
@@ -63,13 +63,13 @@ def old(path: Path) -> None:
     os.utime(path / "state.json", (1e9, 1e9))
 
 
-def dead_head() -> Head:
+def dead_head() -> HeadProcess:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     found = holder.identify(child.pid)
     child.kill()
     child.wait()
     assert found is not None
-    return Head(*found)
+    return HeadProcess(*found)
 
 
 @pytest.fixture
@@ -136,9 +136,9 @@ def test_heads_that_died_and_heads_elsewhere_are_told_apart(env: dict[str, str])
 # Words
 
 
-def entry(run: RunView, **changes: Any) -> Entry:
+def entry(run: RunView, **changes: Any) -> RunEntry:
     values: dict[str, Any] = {"view": run, "written": made_at() + 60.0, "elsewhere": False}
-    return Entry(**(values | changes))
+    return RunEntry(**(values | changes))
 
 
 def made_at() -> float:
@@ -173,7 +173,7 @@ def test_preflight_is_said_with_its_cures_once() -> None:
         Check("memlock", "gpu01", "fail", "64 kB", "NCCL needs more", "ulimit -l unlimited"),
         Check("master address", None, "warn", "127.0.1.1 on gpu02", "it means different things", "write the address"),
     ]
-    lines = about(entry(run), Detail(checks, ["said"], 30.0, {}), None, None, made_at())
+    lines = about(entry(run), RunDetail(checks, ["said"], 30.0, {}), None, None, made_at())
     assert [(name, words) for name, words, _ in lines[1:5]] == [
         ("Why", text),
         ("Cure", "ulimit -l unlimited"),
@@ -192,7 +192,7 @@ def test_a_run_of_another_host_is_said_to_be_one() -> None:
 
 
 def test_a_stop_counts_down() -> None:
-    run, detail = entry(view()), Detail([], [], 30.0, {})
+    run, detail = entry(view()), RunDetail([], [], 30.0, {})
     assert state_of(run, Stop(0.0, None)) == "stopping"
     assert countdown(run, detail, Stop(100.0, None), 110.0)[1] == (
         "SIGTERM sent 10 s ago, SIGKILL in 20 s; ranks 0-1 still there"

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from gpuboard.leases.rank_map import rank_map as rank_map_of
-from gpuboard.model.request import Chosen
+from gpuboard.model.request import ChosenGpu
 from tests.integration.here import Here, here
 from tests.integration.launch_lab import SLEEP, STUBBORN, Launch, parent, write_torch
 from tests.integration.ranks_driver import wait_gone
@@ -71,7 +71,7 @@ def test_gpus_are_read_however_long_nvml_takes_to_start(here: Here) -> None:
     write_script(here.script, [Gpu()], seed=here.seed, trouble=["slow nvmlInitWithFlags 3000"])
     name, path = os.uname().nodename.partition(".")[0], here.folder / "script.py"
     path.write_text("print('ran')\n")
-    rank_map = rank_map_of(None, [Chosen(name, 0, here.now[0].uuid)], {name: "127.0.0.1"})
+    rank_map = rank_map_of(None, [ChosenGpu(name, 0, here.now[0].uuid)], {name: "127.0.0.1"})
     (here.folder / "map.json").write_bytes(msgspec.json.encode(rank_map))
     torch = f"PYTHONPATH={write_torch(here.folder / 'fake')}"
     words = ["--rank-map", str(here.folder / "map.json"), "--python", sys.executable, "--env", torch, str(path)]

@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpuboard.board.web.auth import COOKIE, Guard, new_token
+from gpuboard.board.web.auth import COOKIE, RequestGuard, new_token
 from gpuboard.board.web.listen import listen
 from gpuboard.board.web.server import MOST_BOARDS, Server
 from tests.integration.here import Here, here
@@ -181,7 +181,7 @@ def test_nohup_outlives_the_terminal(here: Here) -> None:
 
 async def serve_here(command: list[str], said: list[str], visit: Visit) -> None:
     """Serve boards made by ``command`` in this process, ``visit`` them with a cookie, and stop."""
-    guard = Guard(new_token(), None)
+    guard = RequestGuard(new_token(), None)
     with listen(0) as listener:
         base = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving = asyncio.create_task(Server(guard, command, {}, said.append).serve(listener))

@@ -30,12 +30,12 @@ from gpuboard.cluster.snapshot.incremental import Moving
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper.daemon import Keeper, Kept
-from gpuboard.keeper.nodes import Answer, Connectors, Logins, NodeCalls
-from gpuboard.keeper.record import KeptNode, Record
-from gpuboard.keeper.runtime_dir import Place as KeeperPlace
+from gpuboard.keeper.nodes import Connectors, Logins, NodeAnswer, NodeCalls
+from gpuboard.keeper.record import KeptNode, LeaseRecord
+from gpuboard.keeper.runtime_dir import RuntimeDir as KeeperPlace
 from gpuboard.keeper.runtime_dir import occupy
 from gpuboard.launch import events, supervisors
-from gpuboard.launch.failure import Watch
+from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.preflight import collect
 from gpuboard.launch.preflight.check import check_text, grouped
 from gpuboard.launch.preflight.checks import interfaces, preflight
@@ -294,15 +294,15 @@ def test_a_keeper_takes_whatever_a_node_answers(data: st.DataObject) -> None:
         honest = KeptNode("honest", ["GPU-b"], None, folder, None)
         for lease, nodes in (("lease1", [node, honest]), ("lease2", [honest])):
             Path(folder, f"{lease}.json").write_text("{}")
-            keeper.kept[lease] = Kept(Record(lease, nodes, {}, None, 0, 0, 0.0, 1e9))
-        steps: tuple[tuple[str, Callable[[Answer], None]], ...] = (
+            keeper.kept[lease] = Kept(LeaseRecord(lease, nodes, {}, None, 0, 0, 0.0, 1e9))
+        steps: tuple[tuple[str, Callable[[NodeAnswer], None]], ...] = (
             ("touch", lambda answer: keeper._touched("liar", ["lease1"], answer)),
             ("read", lambda answer: keeper._read(keeper.kept["lease1"], "liar", answer)),
             ("carriers", lambda answer: keeper._looked(keeper.kept["lease1"], "liar", answer)),
         )
         for op, take in steps:
             _, answer = calls._ask(there.link, op, {"leases": ["lease1"]})
-            assert isinstance(answer, Answer)
+            assert isinstance(answer, NodeAnswer)
             assert answer.kind or answer.value is not None
             take(answer)
             if there.link.over is not None:
@@ -318,7 +318,7 @@ def test_a_run_takes_whatever_a_supervisor_says(data: st.DataObject) -> None:
     plan = planned()
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     run = supervisors.Crew(plan, {}, Connector(Settings()), inbox)
-    watch = Watch(plan)
+    watch = FailureWatch(plan)
     listener: list[Any] = []
 
     class Opened:
@@ -347,11 +347,11 @@ def test_a_run_takes_whatever_a_supervisor_says(data: st.DataObject) -> None:
 @settings(max_examples=60)
 def test_preflight_judges_whatever_was_answered(data: st.DataObject) -> None:
     plan = planned()
-    asked = collect.Questions(plan, supervisors.Crew(plan, {}, Connector(Settings()), queue.SimpleQueue()))
+    asked = collect.PreflightQuestions(plan, supervisors.Crew(plan, {}, Connector(Settings()), queue.SimpleQueue()))
     for op, kind in (
         ("check", replies.LaunchFacts),
         ("listen", replies.Listening),
-        ("spawn", replies.Started),
+        ("spawn", replies.RanksStarted),
         ("probe-listen", replies.Ports),
         ("probe-connect", replies.Probed),
     ):
@@ -362,7 +362,7 @@ def test_preflight_judges_whatever_was_answered(data: st.DataObject) -> None:
                 value = there.link.call(op, {}, 1.0, kind)
             except LinkLost as error:
                 value = error
-            asked.take(supervisors.Answer(node, op, value))
+            asked.take(supervisors.CallAnswer(node, op, value))
     answers = asked.collect()
     checks = preflight(plan.rank_map, plan.nodes[0].master_addr, "cuda", answers)
     for check in grouped(checks):

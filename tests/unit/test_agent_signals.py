@@ -24,7 +24,7 @@ def test_another_start_is_another_process(sleeping: subprocess.Popen[bytes], wro
     processes = Processes()
     started = processes.started(sleeping.pid)
     assert started is not None
-    with pytest.raises(signals.Refuse) as refused:
+    with pytest.raises(signals.SignalRefused) as refused:
         signals.send({"pid": sleeping.pid, "started": started + wrong_by, "signal": "TERM"}, processes)
     assert refused.value.kind == "not-found"
     assert sleeping.poll() is None
@@ -39,6 +39,6 @@ def test_the_one_that_was_meant_gets_it(sleeping: subprocess.Popen[bytes]) -> No
 
 @pytest.mark.parametrize("pid", [0, 1, -1, True, "1"])
 def test_groups_and_init_are_no_processes(pid: object) -> None:
-    with pytest.raises(signals.Refuse) as refused:
+    with pytest.raises(signals.SignalRefused) as refused:
         signals.send({"pid": pid, "started": 0.0, "signal": "KILL"}, Processes())
     assert refused.value.kind == "invalid"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.board.web.auth import Guard, check_public_url, new_token, token_of
+from gpuboard.board.web.auth import RequestGuard, check_public_url, new_token, token_of
 from gpuboard.errors import GpuboardError, UsageError
 
 TOKEN = "t" * 43
@@ -35,16 +35,16 @@ TOKEN = "t" * 43
     ],
 )
 def test_only_loopback_names_with_our_port_are_our_host(host: str | None, ours: bool) -> None:
-    assert Guard(TOKEN, 8000).is_our_host(host) is ours
+    assert RequestGuard(TOKEN, 8000).is_our_host(host) is ours
 
 
 def test_a_host_without_a_port_means_port_80() -> None:
-    assert Guard(TOKEN, 80).is_our_host("localhost")
-    assert Guard(TOKEN, 80).is_our_host("[::1]")
+    assert RequestGuard(TOKEN, 80).is_our_host("localhost")
+    assert RequestGuard(TOKEN, 80).is_our_host("[::1]")
 
 
 def test_a_socket_is_forwarded_from_any_port_but_not_from_any_name() -> None:
-    guard = Guard(TOKEN, None)
+    guard = RequestGuard(TOKEN, None)
     assert guard.is_our_host("localhost:9123")
     assert not guard.is_our_host("evil.example.org:9123")
     assert not guard.is_our_host("localhost:" + "9" * 5000)
@@ -52,13 +52,13 @@ def test_a_socket_is_forwarded_from_any_port_but_not_from_any_name() -> None:
 
 
 def test_behind_a_proxy_its_name_is_ours_too() -> None:
-    guard = Guard(TOKEN, 8000, "https://gpu.example.org")
+    guard = RequestGuard(TOKEN, 8000, "https://gpu.example.org")
     assert guard.is_our_host("gpu.example.org")
     assert guard.is_our_host("127.0.0.1:8000")
     assert not guard.is_our_host("gpu.example.org:8000")
     assert guard.is_our_origin("https://gpu.example.org", "127.0.0.1:8000")
     assert guard.secure
-    assert not Guard(TOKEN, 8000).secure
+    assert not RequestGuard(TOKEN, 8000).secure
 
 
 @pytest.mark.parametrize(
@@ -76,18 +76,18 @@ def test_behind_a_proxy_its_name_is_ours_too() -> None:
     ],
 )
 def test_only_our_own_page_may_open_a_websocket(origin: str | None, ours: bool) -> None:
-    assert Guard(TOKEN, 8000).is_our_origin(origin, "127.0.0.1:8000") is ours
+    assert RequestGuard(TOKEN, 8000).is_our_origin(origin, "127.0.0.1:8000") is ours
 
 
 def test_path_and_cookie_come_from_the_token_and_do_not_tell_it() -> None:
-    guard, again, other = Guard(TOKEN, 8000), Guard(TOKEN, 8000), Guard("u" * 43, 8000)
+    guard, again, other = RequestGuard(TOKEN, 8000), RequestGuard(TOKEN, 8000), RequestGuard("u" * 43, 8000)
     assert (guard.path, guard.cookie) == (again.path, again.cookie)
     assert len({guard.path.strip("/"), guard.cookie, other.path.strip("/"), other.cookie, TOKEN}) == 5
 
 
 @pytest.mark.parametrize("said", ["", "t", "T" * 43, "t" * 44, "ü", "\udcff"])
 def test_a_wrong_token_or_cookie_is_not_known(said: str) -> None:
-    guard = Guard(TOKEN, 8000)
+    guard = RequestGuard(TOKEN, 8000)
     assert not guard.knows_token(said)
     assert not guard.knows_cookie(said)
     assert not guard.knows_cookie(None)

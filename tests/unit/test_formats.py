@@ -15,9 +15,9 @@ from gpuboard.leases.output.shell import FORMATS
 from gpuboard.leases.rank_map import rank_map, reachable_addresses
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.rankmap import RankMap, problems
-from gpuboard.model.request import Chosen, Refusal, RefusedGpu
+from gpuboard.model.request import ChosenGpu, Refusal, RefusedGpu
 
-GPUS = (Chosen("gpu02", 2, "GPU-c"), Chosen("gpu02", 0, "GPU-a"), Chosen("gpu01", 7, "GPU-h"))
+GPUS = (ChosenGpu("gpu02", 2, "GPU-c"), ChosenGpu("gpu02", 0, "GPU-a"), ChosenGpu("gpu01", 7, "GPU-h"))
 MAP = rank_map("k3f9xy", GPUS, {"gpu01": "10.0.0.1", "gpu02": "10.0.0.2"})
 LEASE = Lease(
     id="k3f9xy", owner="alice", uid=1001, host="login1", gpus=[LeaseGpu("gpu01", 7, "GPU-h")],
@@ -38,7 +38,7 @@ def test_the_rank_map_is_sound_and_nodes_come_in_the_order_of_the_ranks() -> Non
 
 
 def test_one_node_alone_talks_over_loopback_and_mig_goes_by_uuid() -> None:
-    alone = rank_map(None, [Chosen("gpu01", 0, "MIG-x")], {"gpu01": "10.0.0.1"})
+    alone = rank_map(None, [ChosenGpu("gpu01", 0, "MIG-x")], {"gpu01": "10.0.0.1"})
     assert (alone.master_addr, alone.nodes[0].cuda_visible_devices) == ("127.0.0.1", "MIG-x")
     assert problems(alone) == []
 
@@ -94,13 +94,13 @@ def included(text: str) -> dict[str, list[int]]:
     st.dictionaries(st.sampled_from(["gpu01", "gpu-2.lab", "a_b"]), st.sets(st.integers(0, 15), min_size=1), min_size=1)
 )
 def test_deepspeed_is_told_exactly_the_reserved_gpus_of_each_node(taken: dict[str, set[int]]) -> None:
-    gpus = [Chosen(node, index, f"GPU-{node}-{index}") for node, indexes in taken.items() for index in indexes]
+    gpus = [ChosenGpu(node, index, f"GPU-{node}-{index}") for node, indexes in taken.items() for index in indexes]
     allocation = Allocation(LEASE, rank_map("k3f9xy", gpus, {}), "because")
     assert {node: set(slots) for node, slots in included(render(allocation, "deepspeed")).items()} == taken
 
 
 def test_deepspeed_is_not_told_of_a_mig_device_by_the_index_of_its_gpu() -> None:
-    allocation = Allocation(LEASE, rank_map("k3f9xy", [Chosen("gpu01", 3, "MIG-x")], {}), "because")
+    allocation = Allocation(LEASE, rank_map("k3f9xy", [ChosenGpu("gpu01", 3, "MIG-x")], {}), "because")
     with pytest.raises(UsageError, match="DeepSpeed names GPUs by index, which a MIG device has not"):
         render(allocation, "deepspeed")
 

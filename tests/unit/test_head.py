@@ -16,7 +16,7 @@ import pytest
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
-from gpuboard.launch.control import Request, ask
+from gpuboard.launch.control import ControlRequest, ask
 from gpuboard.launch.failure import ECHO_WAIT_S
 from gpuboard.launch.head import Head
 from gpuboard.launch.output import Screen
@@ -59,7 +59,7 @@ class Seen(RunFolder):
 
 @pytest.mark.parametrize(
     "end",
-    [lambda path: ask(path, Request("stop", 0.0, "seen")), lambda _: os.kill(os.getpid(), signal.SIGTERM)],
+    [lambda path: ask(path, ControlRequest("stop", 0.0, "seen")), lambda _: os.kill(os.getpid(), signal.SIGTERM)],
     ids=["stop", "SIGTERM"],
 )
 def test_a_run_can_be_stopped_as_soon_as_it_is_seen(tmp_path: Path, end: Callable[[Path], object]) -> None:

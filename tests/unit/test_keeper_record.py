@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuboard.keeper.holder import Holder
-from gpuboard.keeper.record import LOOK_S, KeptNode, Record, Seen, Verdict, decode, judge
+from gpuboard.keeper.record import LOOK_S, EndDecision, HolderLook, KeptNode, LeaseRecord, decode, judge
 
-RECORD = Record(
+RECORD = LeaseRecord(
     lease="k3f9",
     nodes=[KeptNode("gpu01", ["GPU-0"], "gpu01", "/var/tmp", None), KeptNode("n", ["SIM-1"], None, "/c", {"gpus": 2})],
     settings={"ssh_config": "~/.ssh/config"},
@@ -57,17 +57,17 @@ def test_what_is_no_record_is_refused(values: object) -> None:
 
 
 def test_nothing_left_ends_the_lease_at_once() -> None:
-    assert judge(Seen(False, heirs=False), None, 100.0) == Verdict(True, 2.0, 100.0)
+    assert judge(HolderLook(False, heirs=False), None, 100.0) == EndDecision(True, 2.0, 100.0)
 
 
 def test_carriers_keep_it_for_ever() -> None:
-    assert judge(Seen(True, heirs=False), 10.0, 1e6) == Verdict(False, 5.0, None)
+    assert judge(HolderLook(True, heirs=False), 10.0, 1e6) == EndDecision(False, 5.0, None)
 
 
-@pytest.mark.parametrize("seen", [Seen(False, heirs=True), Seen(None, heirs=False)])
-def test_heirs_and_silent_nodes_keep_it_for_a_minute(seen: Seen) -> None:
-    assert judge(seen, None, 100.0) == Verdict(False, 2.0, 100.0)
-    assert judge(seen, 100.0, 159.0) == Verdict(False, 2.0, 100.0)
+@pytest.mark.parametrize("seen", [HolderLook(False, heirs=True), HolderLook(None, heirs=False)])
+def test_heirs_and_silent_nodes_keep_it_for_a_minute(seen: HolderLook) -> None:
+    assert judge(seen, None, 100.0) == EndDecision(False, 2.0, 100.0)
+    assert judge(seen, 100.0, 159.0) == EndDecision(False, 2.0, 100.0)
     assert judge(seen, 100.0, 160.0).release
 
 
@@ -75,7 +75,7 @@ def test_heirs_and_silent_nodes_keep_it_for_a_minute(seen: Seen) -> None:
 def test_a_lease_never_ends_while_carried_and_ends_within_a_minute_after(looks: list[tuple[bool | None, bool]]) -> None:
     now, since, last_carried = 0.0, None, 0.0
     for carriers, heirs in looks:
-        verdict = judge(Seen(carriers, heirs), since, now)
+        verdict = judge(HolderLook(carriers, heirs), since, now)
         if carriers:
             last_carried = now
             assert not verdict.release

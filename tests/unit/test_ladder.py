@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.cluster.routes import AGENT_AGAIN_S, NO_JOB_S, SSH_AGAIN_S, Ladder, Way
+from gpuboard.cluster.routes import AGENT_AGAIN_S, NO_JOB_S, SSH_AGAIN_S, Ladder, Route
 from gpuboard.transport.base import KINDS
 
-SSH, SHELL = Way(), Way(shell=True)
+SSH, SHELL = Route(), Route(shell=True)
 
 
 def ladder(job: str | None = None, *, local: bool = False) -> Ladder:
@@ -55,7 +55,7 @@ def test_where_nothing_is_permitted_nothing_is_tried() -> None:
 def test_a_job_of_ours_without_gpus_is_no_way_and_a_new_one_is_told() -> None:
     it = ladder()
     assert it.permit(ssh=True, jobs=[], visits=["7"]) is True
-    assert (it.way(0.0), it.permits(Way("7"))) == (SSH, False)
+    assert (it.way(0.0), it.permits(Route("7"))) == (SSH, False)
     assert it.failed(SSH, "no-job", 0.0) == NO_JOB_S
     assert it.permit(ssh=True, jobs=[], visits=["7"]) is False
     assert it.permit(ssh=True, jobs=[], visits=["8"]) is True
@@ -64,10 +64,10 @@ def test_a_job_of_ours_without_gpus_is_no_way_and_a_new_one_is_told() -> None:
 def test_a_job_of_ours_is_the_way_where_ssh_is_not_permitted() -> None:
     it = ladder()
     assert it.permit(ssh=False, jobs=["7", "9"]) is True
-    assert (it.closed, it.way(0.0)) == (False, Way("7"))
+    assert (it.closed, it.way(0.0)) == (False, Route("7"))
     assert it.permit(ssh=False, jobs=["7", "9"]) is False
     assert it.permit(ssh=False, jobs=["9"]) is False
-    assert (it.permits(Way("7")), it.permits(Way("9")), it.way(0.0)) == (False, True, Way("9"))
+    assert (it.permits(Route("7")), it.permits(Route("9")), it.way(0.0)) == (False, True, Route("9"))
     it.permit(ssh=False, jobs=[])
     assert it.closed
 
@@ -78,7 +78,7 @@ def test_refused_ssh_gives_way_to_a_job_for_a_while() -> None:
         it.permit(ssh=True, jobs=["7"])
         assert it.way(0.0) == SSH
         assert it.failed(SSH, kind, 0.0) == 0.0
-        assert it.way(0.0) == Way("7")
+        assert it.way(0.0) == Route("7")
         assert it.way(SSH_AGAIN_S) == SSH
 
 
@@ -101,10 +101,10 @@ def test_a_step_that_fails_leads_back_to_ssh_and_one_of_an_ended_job_to_nothing(
     it = ladder()
     it.permit(ssh=True, jobs=["7"])
     it.failed(SSH, "auth", 0.0)
-    assert it.failed(Way("7"), "exited", 1.0) is None
+    assert it.failed(Route("7"), "exited", 1.0) is None
     assert it.way(2.0) == SSH
     it.permit(ssh=False, jobs=["7"])
-    assert it.failed(Way("7"), "no-job", 3.0) is None
+    assert it.failed(Route("7"), "no-job", 3.0) is None
     assert (it.closed, it.way(4.0)) == (True, None)
     assert it.permit(ssh=False, jobs=["7"]) is True  # the scheduler's answer was old, or is right
 
@@ -112,11 +112,11 @@ def test_a_step_that_fails_leads_back_to_ssh_and_one_of_an_ended_job_to_nothing(
 def test_a_job_that_is_the_only_way_stays_it_with_or_without_python() -> None:
     it = ladder("12")
     it.permit(ssh=False, jobs=[])
-    assert (it.closed, it.way(0.0), it.permits(Way("12"))) == (False, Way("12"), True)
-    assert it.failed(Way("12"), "no-python", 0.0) == 0.0
-    assert it.way(0.0) == Way("12", shell=True)
-    assert it.failed(Way("12"), "no-job", AGENT_AGAIN_S) is None
-    assert it.way(AGENT_AGAIN_S) == Way("12")
+    assert (it.closed, it.way(0.0), it.permits(Route("12"))) == (False, Route("12"), True)
+    assert it.failed(Route("12"), "no-python", 0.0) == 0.0
+    assert it.way(0.0) == Route("12", shell=True)
+    assert it.failed(Route("12"), "no-job", AGENT_AGAIN_S) is None
+    assert it.way(AGENT_AGAIN_S) == Route("12")
 
 
 @given(

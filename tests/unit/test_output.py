@@ -12,7 +12,7 @@ from typing import TextIO
 
 import pytest
 
-from gpuboard.launch.output import MAX_LINE, Lines, Logs, Relay, Screen
+from gpuboard.launch.output import MAX_LINE, LineSplitter, Logs, Relay, Screen
 
 
 class Terminal(io.StringIO):
@@ -37,13 +37,13 @@ class Terminal(io.StringIO):
     ],
 )
 def test_lines_are_what_a_terminal_would_show(pieces: list[str], lines: list[str], partial: str) -> None:
-    cut = Lines()
+    cut = LineSplitter()
     assert [line for piece in pieces for line in cut.feed(piece)] == lines
     assert cut.partial == partial
 
 
 def test_a_bar_takes_no_memory() -> None:
-    cut = Lines()
+    cut = LineSplitter()
     for step in range(10_000):
         assert cut.feed(f"\r{step:>80}%") == []
     assert cut.partial.strip() == "9999%"
@@ -51,7 +51,7 @@ def test_a_bar_takes_no_memory() -> None:
 
 
 def test_a_line_without_end_is_passed_on_in_pieces() -> None:
-    cut = Lines()
+    cut = LineSplitter()
     assert [len(line) for line in cut.feed("x" * (2 * MAX_LINE + 5))] == [MAX_LINE, MAX_LINE]
     assert cut.close() == ["x" * 5]
 

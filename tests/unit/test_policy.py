@@ -14,7 +14,7 @@ from gpuboard.leases.picks import parse_picks
 from gpuboard.leases.policy import choose as policy
 from gpuboard.leases.policy.candidates import Candidate, check
 from gpuboard.leases.policy.choose import choose
-from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
+from gpuboard.model.request import Choice, ChosenGpu, Pick, Refusal, Request
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.state import STATES
 
@@ -259,7 +259,7 @@ def mig_node() -> NodeView:
 def test_mig_devices_go_alone_and_their_parent_never() -> None:
     one = mig_node()
     assert choose(Request(n=1, model="3g.40gb"), cluster(one)) == Choice(
-        (Chosen("gpu01", 0, "MIG-1", mig=1),),
+        (ChosenGpu("gpu01", 0, "MIG-1", mig=1),),
         "gpu01: 0:1 (MIG 3g.40gb, 1 of 1 free); 1 node, the fewest; lowest indexes, then whole nodes left to others",
     )
     named = choose(Request(picks=(Pick(None, None, "MIG-0"),)), cluster(one))
@@ -289,7 +289,7 @@ def test_a_mig_device_is_named_as_status_prints_it() -> None:
     for picks in (parse_picks("gpu01:0:1"), (Pick(None, None, "MIG-1"),)):
         answer = choose(Request(picks=picks), cluster(one, other))
         assert isinstance(answer, Choice)
-        assert answer.gpus == (Chosen("gpu01", 0, "MIG-1", mig=1),)
+        assert answer.gpus == (ChosenGpu("gpu01", 0, "MIG-1", mig=1),)
         assert answer.why == "gpu01:0:1: as named, all free"
     alone = choose(Request(picks=parse_picks("0:1")), cluster(one))
     assert isinstance(alone, Choice)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpuboard.agent.protocol import LINE_LIMIT, BadStream, Channel
+from gpuboard.agent.protocol import LINE_LIMIT, AgentChannel, BadStream
 from gpuboard.transport import spawn
 
 
@@ -23,7 +23,7 @@ class Pipes:
         for fd in (fd_in, fd_out, fd_noise, self.from_agent):
             os.set_blocking(fd, False)
         self.open = {fd_in, self.to_agent, self.from_agent, fd_out, fd_noise, self.noise}
-        self.channel = Channel(fd_in, fd_out, fd_noise)
+        self.channel = AgentChannel(fd_in, fd_out, fd_noise)
         self.channel.nonce = "ab"
 
     def close(self, fd: int) -> None:

@@ -14,8 +14,8 @@ import pytest
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
 from gpuboard.launch import run_folder
-from gpuboard.launch.control import ControlServer, Request, ask
-from gpuboard.launch.run_folder import Head, RankView, RunFolder, RunView, find_run, read_runs
+from gpuboard.launch.control import ControlRequest, ControlServer, ask
+from gpuboard.launch.run_folder import HeadProcess, RankView, RunFolder, RunView, find_run, read_runs
 from gpuboard.launch.run_index import Runbook
 
 
@@ -24,7 +24,7 @@ def env(tmp_path: Path) -> dict[str, str]:
     return {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
 
 
-def view(run: str, head: Head, state: str = "running", started: str = "2026-01-31T12:00:00.000Z") -> RunView:
+def view(run: str, head: HeadProcess, state: str = "running", started: str = "2026-01-31T12:00:00.000Z") -> RunView:
     """Return a run of one rank."""
     ranks = [RankView(0, "gpu01", 0, 3, 4242, "running", "loss 0.3")]
     return RunView(run, "k3f9", "train.py --lr 1", started, state, None, ranks, [], head)
@@ -52,7 +52,7 @@ def test_a_run_whose_head_has_died_says_so(env: dict[str, str]) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     start = holder.identify(child.pid)
     assert start is not None
-    RunFolder(env, "rabc").keep("state.json", view("rabc", Head(*start)))
+    RunFolder(env, "rabc").keep("state.json", view("rabc", HeadProcess(*start)))
     assert read_runs(env)[0].state == "running"
     child.kill()
     child.wait()
@@ -72,13 +72,13 @@ def test_a_run_that_ends_while_it_is_looked_at_has_ended_well(
     start = holder.identify(child.pid)
     assert start is not None
     folder = RunFolder(env, "rabc")
-    folder.keep("state.json", view("rabc", Head(*start)))
+    folder.keep("state.json", view("rabc", HeadProcess(*start)))
     os.utime(folder.path / "state.json", (1, 1))  # it has been quiet for long
     real = run_folder.alive
 
-    def alive(head: Head) -> bool | None:
+    def alive(head: HeadProcess) -> bool | None:
         """Look a moment later, when the head has said how the run went, and is no more."""
-        folder.keep("state.json", view("rabc", Head(*start), "done"))
+        folder.keep("state.json", view("rabc", HeadProcess(*start), "done"))
         child.kill()
         child.wait()
         return real(head)
@@ -93,7 +93,7 @@ def test_another_boot_means_the_head_is_dead_and_another_host_that_nobody_knows(
     assert run_folder.alive(me) is True
     assert run_folder.alive(msgspec.structs.replace(me, boot_id="another")) is False
     assert run_folder.alive(msgspec.structs.replace(me, start=me.start + 1)) is False
-    elsewhere = Head("login9", "another", 1, 1)
+    elsewhere = HeadProcess("login9", "another", 1, 1)
     assert run_folder.alive(elsewhere) is None
     RunFolder(env, "rabc").keep("state.json", view("rabc", elsewhere))
     assert read_runs(env)[0].state == "running"
@@ -140,19 +140,19 @@ def test_a_full_disk_is_said_once(env: dict[str, str]) -> None:
 def test_the_control_socket_answers_also_under_a_long_path(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 40)
     folder.mkdir()
-    asked: list[Request] = []
+    asked: list[ControlRequest] = []
 
-    def answer(request: Request) -> object:
+    def answer(request: ControlRequest) -> object:
         asked.append(request)
         return {"run": "rabc"}
 
     server = ControlServer(folder, answer)
-    assert ask(folder, Request("stop", 5.0)) == {"run": "rabc"}
+    assert ask(folder, ControlRequest("stop", 5.0)) == {"run": "rabc"}
     server.close()
-    assert asked == [Request("stop", 5.0)]
+    assert asked == [ControlRequest("stop", 5.0)]
     assert not os.path.lexists(folder / "control.sock")
     with pytest.raises(GpuboardError, match="the run's head does not answer"):
-        ask(folder, Request("state"))
+        ask(folder, ControlRequest("state"))
 
 
 def test_ids_differ() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.shellprobe import facts
-from gpuboard.shellprobe.frames import Answer, Frames, Malformed
+from gpuboard.shellprobe.frames import Frames, MalformedFrame, ShellAnswer
 from gpuboard.shellprobe.link import ShellLink
 from gpuboard.shellprobe.script import COMMAND, SCRIPT
 from gpuboard.transport.base import TransportError
@@ -117,9 +117,9 @@ def test_no_text_makes_facts_raise(said: dict[str, str]) -> None:
 def test_frames_are_cut_at_our_own_lines_only() -> None:
     frames = Frames(b"ff")
     assert frames.take(b"noise\n@ee q xml\n@ff q xml\nline @ff q end 0\n@ee q end 0\n\n@ff q end 137") == []
-    assert frames.take(b"\n") == [Answer("q", {"xml": b"line @ff q end 0\n@ee q end 0\n"}, 137)]
-    assert frames.take(b"@ff p end x\n") == [Answer("p", {}, -1)]
-    with pytest.raises(Malformed, match="heading"):
+    assert frames.take(b"\n") == [ShellAnswer("q", {"xml": b"line @ff q end 0\n@ee q end 0\n"}, 137)]
+    assert frames.take(b"@ff p end x\n") == [ShellAnswer("p", {}, -1)]
+    with pytest.raises(MalformedFrame, match="heading"):
         frames.take(b"@ff q\n")
-    with pytest.raises(Malformed, match="start-up files"):
+    with pytest.raises(MalformedFrame, match="start-up files"):
         Frames(b"ff").take(b"x" * 70000)

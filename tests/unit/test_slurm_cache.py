@@ -18,8 +18,8 @@ from gpuboard.config import Settings
 from gpuboard.model.schedule import Schedule, SchedulerNode
 from gpuboard.scheduler.find import find
 from gpuboard.scheduler.slurm import service as slurm
-from gpuboard.scheduler.slurm.cache import Cache, Record, now
-from gpuboard.scheduler.slurm.query_cycle import Answer
+from gpuboard.scheduler.slurm.cache import Cache, CachedAnswer, now
+from gpuboard.scheduler.slurm.query_cycle import CycleResult
 from tests.slurmtext import FOLDER
 from tests.waiting import Stopwatch, until
 
@@ -31,10 +31,10 @@ def env(tmp_path: Path) -> dict[str, str]:
     return {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": os.environ["PATH"]}
 
 
-def stored(env: Mapping[str, str], key: str = "k") -> tuple[Cache, Record, Path]:
+def stored(env: Mapping[str, str], key: str = "k") -> tuple[Cache, CachedAnswer, Path]:
     """Return a cache with a record in it, that record, and the file."""
     cache = Cache(env, key)
-    record = Record(cache.boot, asked=now() - 5, schedule=SCHEDULE, answered=now() - 5, credit_s=15.0)
+    record = CachedAnswer(cache.boot, asked=now() - 5, schedule=SCHEDULE, answered=now() - 5, credit_s=15.0)
     cache.store(record)
     (path,) = [path for path in Path(env["XDG_CACHE_HOME"]).rglob("slurm-*") if path.name.endswith(f"-{key}")]
     return cache, record, path
@@ -108,7 +108,7 @@ def test_files_of_older_configurations_go_after_a_day(env: dict[str, str]) -> No
 def test_without_a_place_for_it_everybody_has_the_turn(env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
     cache = Cache(env, "k")
-    cache.store(Record(cache.boot))
+    cache.store(CachedAnswer(cache.boot))
     assert cache.load() is None
     with cache.turn() as one, Cache(env, "k").turn() as other:
         assert (one, other) == (True, True)
@@ -127,11 +127,11 @@ def test_one_at_a_time_has_the_turn(env: dict[str, str]) -> None:
 def play(minutes: float, took_s: float, error: str | None = None, interval_s: float = 30.0) -> list[float]:
     """Return when Slurm is asked in so many minutes, when each try takes ``took_s``."""
     rng = random.Random(1)
-    known = Record("", credit_s=slurm.CREDIT_S)
+    known = CachedAnswer("", credit_s=slurm.CREDIT_S)
     at, found = 1000.0, []
     while at < 1000.0 + 60 * minutes:
         found.append(at)
-        known = slurm.after(known, Answer(None if error else SCHEDULE, error), at, took_s)
+        known = slurm.after(known, CycleResult(None if error else SCHEDULE, error), at, took_s)
         at += took_s + slurm.pause_s(known, interval_s, rng.uniform(0.8, 1.2))
     return found
 
@@ -166,7 +166,7 @@ def test_one_that_refuses_at_once_is_tried_each_minute() -> None:
 
 
 def test_an_answer_counts_while_no_newer_one_may_be_had() -> None:
-    known = slurm.after(Record("", credit_s=0.0), Answer(SCHEDULE), 1000.0, 20.0)
+    known = slurm.after(CachedAnswer("", credit_s=0.0), CycleResult(SCHEDULE), 1000.0, 20.0)
     assert slurm.pause_s(known, 30.0, 1.0) == 100.0  # 5 s of credit are owed
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gpuboard.keeper.holder import Holder
-from gpuboard.keeper.record import KeptJob, KeptNode, Record, decode, files_of
+from gpuboard.keeper.record import KeptJob, KeptNode, LeaseRecord, decode, files_of
 from gpuboard.leases.slurm.queries import leases
 from gpuboard.model.lease import LeaseGpu
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
@@ -83,7 +83,7 @@ def test_one_id_with_two_owners_is_two_leases() -> None:
 
 HOLDER = Holder("login1", "boot", 42, 4242)
 JOB = KeptJob("gpuboard-k3f9xy", 7, "/h/k3f9xy.alive", 30.0, ["/bin/scancel"], ["/bin/squeue"], {"A": "b"}, HOLDER)
-RECORD = Record("k3f9xy", [KeptNode("Slurm", [], None, "", None)], {}, HOLDER, 1, 2, 3.0, 4.0, JOB)
+RECORD = LeaseRecord("k3f9xy", [KeptNode("Slurm", [], None, "", None)], {}, HOLDER, 1, 2, 3.0, 4.0, JOB)
 
 
 @pytest.mark.parametrize("kept", [JOB, JOB._replace(number=None, taker=None), None])

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from gpuboard.config import SlurmSettings
 from gpuboard.errors import GpuboardError, NeverPossible, NoNodeReached, NotFree, UsageError
 from gpuboard.scheduler.slurm import sbatch_args
-from gpuboard.scheduler.slurm.client import Place, _jobs, _place, seconds
-from gpuboard.scheduler.slurm.sbatch_args import Ask, Lease, Shape
+from gpuboard.scheduler.slurm.client import QueuePlace, _jobs, _place, seconds
+from gpuboard.scheduler.slurm.sbatch_args import Ask, JobSpec, Shape
 
 FIXED = ["--no-requeue", "--output=/dev/null", "--chdir=/", "--export=ALL", "--parsable"]
 
 
-def told(shape: Shape, asked: Ask | None = None, lease: Lease | None = None) -> list[str]:
-    return sbatch_args.arguments(shape, asked or Ask(), lease or Lease("k3f9xy", 3600.0))
+def told(shape: Shape, asked: Ask | None = None, lease: JobSpec | None = None) -> list[str]:
+    return sbatch_args.arguments(shape, asked or Ask(), lease or JobSpec("k3f9xy", 3600.0))
 
 
 def test_a_count_alone_asks_for_the_fewest_nodes_up_to_those_that_are_enough() -> None:
@@ -31,7 +31,7 @@ def test_a_count_per_node_fixes_the_nodes() -> None:
 def test_what_the_site_and_the_person_say_is_passed_on_in_this_order() -> None:
     settings = SlurmSettings(partition="gpu", cpus_per_gpu=8, mem_per_gpu="64GiB", args=["--constraint=ib"])
     asked = sbatch_args.ask(settings, account="lab", qos="high", reservation="r1", more=["--exclusive"])
-    found = told(Shape(2, 1, exclude="gpu[02-03]"), asked, Lease("k3f9xy", 90.0, "fine\ntuning"))
+    found = told(Shape(2, 1, exclude="gpu[02-03]"), asked, JobSpec("k3f9xy", 90.0, "fine\ntuning"))
     assert found == [
         "--job-name=gpuboard-k3f9xy", "--time=2", "--nodes=1", "--gpus=2", "--exclude=gpu[02-03]", "--partition=gpu",
         "--account=lab", "--qos=high", "--reservation=r1", "--cpus-per-gpu=8", "--mem-per-gpu=65536M",
@@ -195,7 +195,7 @@ QUEUE = """\
 def test_the_place_in_the_queue_is_by_priority_then_number_and_held_jobs_are_ahead_of_nobody() -> None:
     def place(number: int) -> tuple[int, int]:
         found = _place(QUEUE, number)
-        assert isinstance(found, Place)
+        assert isinstance(found, QueuePlace)
         return found.ahead, found.waiting
 
     assert place(12) == (0, 4)

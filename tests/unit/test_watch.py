@@ -7,17 +7,28 @@ import signal
 import pytest
 
 from gpuboard.launch import events
-from gpuboard.launch.events import Ended, Exited, Gate, Joined, LaunchEvent, Notice, Raised, Spawned, Stopping, Store
-from gpuboard.launch.failure import ECHO_WAIT_S, Watch, rank_words
+from gpuboard.launch.events import (
+    Exited,
+    Gate,
+    Joined,
+    LaunchEvent,
+    NodeEnded,
+    Raised,
+    RunNotice,
+    Spawned,
+    Stopping,
+    Store,
+)
+from gpuboard.launch.failure import ECHO_WAIT_S, FailureWatch, rank_words
 from tests.unit.test_plan import planned
 
 BOOM = Raised(1, "ValueError", "boom", "/exp/train.py", 41, "load_batch")
 RESET = Raised(2, "RuntimeError", "[gloo] Connection closed by peer [10.0.0.1]:1234")
 
 
-def watch() -> Watch:
+def watch() -> FailureWatch:
     """Return the watch of ranks 0 and 1 on gpu01 and rank 2 on gpu02, all started."""
-    started = Watch(planned())
+    started = FailureWatch(planned())
     for rank in (0, 1, 2):
         started.event(_node(rank), Spawned(rank, 100 + rank), 0.0)
         started.event(_node(rank), Gate(rank), 0.0)
@@ -29,7 +40,7 @@ def _node(rank: int) -> str:
     return "gpu02" if rank == 2 else "gpu01"
 
 
-def feed(target: Watch, *happened: LaunchEvent, at: float = 10.0) -> Watch:
+def feed(target: FailureWatch, *happened: LaunchEvent, at: float = 10.0) -> FailureWatch:
     """Let events happen and time be judged once."""
     for event in happened:
         target.event(_node(getattr(event, "rank", 0)), event, at)
@@ -105,8 +116,8 @@ def test_exit_0_is_no_failure_and_rank_0_may_take_its_time() -> None:
     done = feed(watch(), *(Joined(rank) for rank in range(3)), Exited(1, code=0), Exited(2, code=0))
     done.tick(3600.0)
     assert (done.cause, done.finished, done.running) == (None, False, [0])
-    feed(done, Exited(0, code=0), Ended(), at=3601.0)
-    done.event("gpu02", Ended(), 3601.0)
+    feed(done, Exited(0, code=0), NodeEnded(), at=3601.0)
+    done.event("gpu02", NodeEnded(), 3601.0)
     assert (done.finished, done.emptied, done.exit_code()) == (True, True, 0)
 
 
@@ -136,7 +147,7 @@ def test_a_lost_node_is_a_failure_of_the_run() -> None:
 
 def test_a_node_that_ended_well_is_not_lost() -> None:
     done = feed(watch(), Exited(2, code=0))
-    done.event("gpu02", Ended(), 10.0)
+    done.event("gpu02", NodeEnded(), 10.0)
     done.node_lost("gpu02", "the agent ended", 10.1)
     done.tick(10.1)
     assert done.cause is None
@@ -184,8 +195,8 @@ def test_ranks_that_get_the_sigterm_of_their_node_first_are_not_the_cause(all_of
 
 def test_what_sigterm_ended_is_the_cause_when_all_nodes_are_empty() -> None:
     failed = feed(watch(), *(Exited(rank, signal=15) for rank in range(3)))
-    failed.event("gpu01", Ended(0), 10.1)
-    failed.event("gpu02", Ended(0), 10.1)
+    failed.event("gpu01", NodeEnded(0), 10.1)
+    failed.event("gpu02", NodeEnded(0), 10.1)
     failed.tick(10.1)
     assert failed.said == ["rank 0 (gpu01:0) was killed by SIGTERM"]
 
@@ -200,8 +211,8 @@ def test_a_node_speaks_for_its_own_ranks_only() -> None:
 
 def test_notices_and_what_cannot_be_killed_are_said() -> None:
     told = watch()
-    told.event("gpu02", Notice("Traceback:\n  File x\nBoom: 1\n"), 10.0)
-    told.event("gpu02", Ended(left=2), 10.0)
+    told.event("gpu02", RunNotice("Traceback:\n  File x\nBoom: 1\n"), 10.0)
+    told.event("gpu02", NodeEnded(left=2), 10.0)
     assert told.said == [
         "gpu02: Traceback:",
         "gpu02:   File x",

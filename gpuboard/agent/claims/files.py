@@ -66,7 +66,7 @@ def max_lease() -> float:
         os.close(fd)
 
 
-class Unreadable(OSError):
+class UnreadableClaim(OSError):
     """The system cannot read a file that may be a claim; ``entry`` is what is known of it."""
 
     def __init__(self, why: OSError, entry: "rules.Entry") -> None:
@@ -155,9 +155,9 @@ class Files:
             finally:
                 os.close(fd)
         except OSError as error:
-            if isinstance(error, Unreadable) or error.errno in _READERS_OWN:
+            if isinstance(error, UnreadableClaim) or error.errno in _READERS_OWN:
                 raise
-            raise Unreadable(error, rules.Entry(name, 0, 0, 0.0, 0.0, None, "not readable: %s" % error.strerror))
+            raise UnreadableClaim(error, rules.Entry(name, 0, 0, 0.0, 0.0, None, "not readable: %s" % error.strerror))
 
     def _pinned(self, name: str, fd: int, known: "Any", uid: "Optional[int]") -> "Tuple[Any, Optional[rules.Entry]]":
         mount = _mount_id(fd)
@@ -188,7 +188,7 @@ class Files:
             entry = _entry(name, found, None, "not readable: %s" % error.strerror)
             if error.errno in _BY_OWNER:
                 return entry
-            raise Unreadable(
+            raise UnreadableClaim(
                 error, entry
             )  # a failing disk must not make a claim look like garbage, which blocks nobody
 

@@ -9,7 +9,7 @@ import random
 import time
 
 from gpuboard.agent.claims import protocol, rules
-from gpuboard.agent.claims.files import SITE_CONFIG, Files, Unreadable, boot_id
+from gpuboard.agent.claims.files import SITE_CONFIG, Files, UnreadableClaim, boot_id
 from gpuboard.agent.claims.protocol import Refuse
 
 MYPY = False
@@ -113,7 +113,7 @@ class Folder:
         known = self._known.get(name)
         try:
             key, entry = files.look(name, known and known[0])
-        except Unreadable as error:
+        except UnreadableClaim as error:
             return None, error.entry, (None, "")
         if entry is None:
             return None if key is None else known

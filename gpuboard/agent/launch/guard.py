@@ -15,13 +15,13 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict
 
-    from gpuboard.agent.protocol import Channel
+    from gpuboard.agent.protocol import AgentChannel
 
 _PATIENCE_S = 1.6  # what a supervisor gets to empty the node itself after the end of the connection
 _POLLRDHUP = 0x2000  # select.POLLRDHUP came with Python 3.7
 
 
-def run(channel: "Channel", config: "Dict[str, Any]") -> None:
+def run(channel: "AgentChannel", config: "Dict[str, Any]") -> None:
     """Run a launch on this node until nothing of it is left (docs/launch-protocol.md)."""
     teardown.adopt_orphans()
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all processes of a step; only ranks heed them
@@ -44,7 +44,7 @@ def run(channel: "Channel", config: "Dict[str, Any]") -> None:
     teardown.kill_all(str(config.get("run")), os.getpid(), (), _reap, 4.0)
 
 
-def _supervise(supervisor: "Any", channel: "Channel") -> None:
+def _supervise(supervisor: "Any", channel: "AgentChannel") -> None:
     """Run the supervisor and end its process; never returns into the guard's stack."""
     code = 1
     try:

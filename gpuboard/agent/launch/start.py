@@ -52,7 +52,7 @@ class NotStarted(Exception):
         self.kind = kind
 
 
-class Child:
+class Worker:
     """A worker or the store: its process, its output and its socket."""
 
     def __init__(self, rank: int, process: "subprocess.Popen[bytes]", link: socket.socket) -> None:
@@ -220,7 +220,7 @@ def start(  # noqa: PLR0917
     shown: "List[str]",
     *,
     keep: "Tuple[int, ...]" = (),
-) -> Child:
+) -> Worker:
     """Start a fresh training interpreter on ``body`` ("worker" or "store") with ``task`` as its config.
 
     ``shown`` is what ps shows behind the interpreter's name; ``keep`` are descriptors it inherits. To be called from
@@ -249,7 +249,7 @@ def start(  # noqa: PLR0917
     finally:
         os.close(script)
         theirs.close()
-    child = Child(rank, process, ours)
+    child = Worker(rank, process, ours)
     task = dict(task, supervisor=os.getpid(), wrapped=bool(config["wrap"]))
     payload = json.dumps(
         {

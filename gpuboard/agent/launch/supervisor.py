@@ -15,7 +15,7 @@ MYPY = False
 if MYPY:
     from typing import Any, Callable, Collection, Dict, Optional
 
-    from gpuboard.agent.protocol import Channel
+    from gpuboard.agent.protocol import AgentChannel
 
 _FULL = 1024 * 1024  # bytes waiting for the head above which the ranks' pipes are not read
 _EMPTY = 256 * 1024  # and below which they are again
@@ -26,7 +26,7 @@ _HELPERS_TOLD_S = 3.0  # multiprocessing's own helpers end by themselves sooner,
 _LATER = object()  # a call that is answered when its work is done
 
 
-class Refusal(Exception):
+class CallRefused(Exception):
     """A call that gets an error for an answer."""
 
     def __init__(self, kind: str, message: str, detail: "Any" = None) -> None:
@@ -38,7 +38,7 @@ class Refusal(Exception):
 class Supervisor:
     """Runs until every process of the run on this node is gone. ``config``: docs/launch-protocol.md."""
 
-    def __init__(self, channel: "Channel", config: "Dict[str, Any]", guard_life: int, guard_pid: int) -> None:
+    def __init__(self, channel: "AgentChannel", config: "Dict[str, Any]", guard_life: int, guard_pid: int) -> None:
         self._channel = channel
         self._config = config
         self._guard_life = guard_life
@@ -136,9 +136,9 @@ class Supervisor:
         handler = self._calls.get(op)
         try:
             if handler is None:
-                raise Refusal("unknown", "this supervisor knows no call %r" % op)
+                raise CallRefused("unknown", "this supervisor knows no call %r" % op)
             value = handler(call, args)
-        except Refusal as error:
+        except CallRefused as error:
             self._channel.refuse(call, error.kind, str(error), error.detail)
         except ranks.NotStarted as error:
             self._channel.refuse(call, error.kind, str(error))
@@ -176,11 +176,11 @@ class Supervisor:
 
     def _listen(self, _call: int, args: "Dict[str, Any]") -> "Any":
         if self._master is not None:
-            raise Refusal("state", "the master port is bound already")
+            raise CallRefused("state", "the master port is bound already")
         try:
             self._master = network.listen(str(args["host"]), int(args["port"]))
         except network.CannotListen as error:
-            raise Refusal(error.kind, str(error), {"holder": error.holder})
+            raise CallRefused(error.kind, str(error), {"holder": error.holder})
         address, port = self._master.getsockname()[:2]
         self._answering.add(self._master)
         if self._spawned:
@@ -194,7 +194,7 @@ class Supervisor:
             try:
                 listener = network.listen(any_address, 0)
             except network.CannotListen as error:
-                raise Refusal(error.kind, str(error))
+                raise CallRefused(error.kind, str(error))
             self._answering.add(listener)
             found.append(listener.getsockname()[1])
         return {"ports": found}
@@ -211,7 +211,7 @@ class Supervisor:
 
     def _spawn(self, _call: int, _args: "Dict[str, Any]") -> "Any":
         if self._spawned or self._gang.running() or self._ending_at is not None:
-            raise Refusal("state", "the ranks were started already, or this node is being stopped")
+            raise CallRefused("state", "the ranks were started already, or this node is being stopped")
         stale = ranks.stale(self._environ_sent())
         if stale:
             self._notice("set anew for every rank, the environment had: " + ", ".join(stale))
@@ -226,9 +226,9 @@ class Supervisor:
 
     def _go(self, _call: int, args: "Dict[str, Any]") -> "Any":
         if not self._spawned:
-            raise Refusal("state", "the gate opens after spawn")
+            raise CallRefused("state", "the gate opens after spawn")
         if self._config["listen"] and self._master is None:
-            raise Refusal("state", "the gate opens after listen: there is no store to meet at")
+            raise CallRefused("state", "the gate opens after listen: there is no store to meet at")
         # What this node's own environment says (a site's profile names the interface) stands.
         offered = (args.get("environ") or {}).items()
         environ = {str(name): str(value) for name, value in offered if name not in self._environ}

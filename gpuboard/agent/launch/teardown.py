@@ -13,7 +13,7 @@ MYPY = False
 if MYPY:  # typing costs start-up, and nothing here needs it at run time
     from typing import Callable, Collection, Dict, List, NamedTuple, Optional, Set
 
-    class Process(NamedTuple):
+    class RunProcess(NamedTuple):
         pid: int
         parent: int
         state: str  # one letter of /proc/PID/stat
@@ -24,7 +24,7 @@ if MYPY:  # typing costs start-up, and nothing here needs it at run time
 else:
     from collections import namedtuple
 
-    Process = namedtuple("Process", "pid parent state name cpu_s rss")
+    RunProcess = namedtuple("RunProcess", "pid parent state name cpu_s rss")
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -43,7 +43,7 @@ def signal_words(number: int) -> str:
     return "the supervisor got signal %d" % number
 
 
-def read_process(pid: int) -> "Optional[Process]":
+def read_process(pid: int) -> "Optional[RunProcess]":
     """Return what /proc/PID/stat says (proc(5)), None when there is no such process."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as file:
@@ -56,10 +56,10 @@ def read_process(pid: int) -> "Optional[Process]":
         return None
     name = head.partition(b"(")[2].decode("utf-8", "replace")
     cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
-    return Process(pid, int(fields[1]), fields[0].decode("ascii"), name, cpu_s, int(fields[21]) * _PAGE)
+    return RunProcess(pid, int(fields[1]), fields[0].decode("ascii"), name, cpu_s, int(fields[21]) * _PAGE)
 
 
-def read_processes() -> "Dict[int, Process]":
+def read_processes() -> "Dict[int, RunProcess]":
     """Return every process of this PID namespace, by pid."""
     found = {}
     for entry in os.listdir("/proc"):
@@ -70,7 +70,7 @@ def read_processes() -> "Dict[int, Process]":
     return found
 
 
-def descendants(root: int, processes: "Dict[int, Process]") -> "Set[int]":
+def descendants(root: int, processes: "Dict[int, RunProcess]") -> "Set[int]":
     """Return the pids below ``root``, without it."""
     children: "Dict[int, List[int]]" = {}
     for process in processes.values():
@@ -94,7 +94,7 @@ def carries(pid: int, variable: bytes) -> bool:
         return False  # gone, or another user's: not ours to end
 
 
-def living(run: str, root: int, spare: "Collection[int]") -> "List[Process]":
+def living(run: str, root: int, spare: "Collection[int]") -> "List[RunProcess]":
     """Return the processes of ``run``: below ``root`` or carrying GPUBOARD_RUN; zombies and ``spare`` left out."""
     processes = read_processes()
     below = descendants(root, processes)

@@ -28,8 +28,8 @@ class Gang:
         self._tell = tell
         self._config = config
         self._environ = environ
-        self._ranks: "List[ranks.Child]" = []
-        self._store: "Optional[ranks.Child]" = None
+        self._ranks: "List[ranks.Worker]" = []
+        self._store: "Optional[ranks.Worker]" = None
         self._store_only = True  # the store was started on torch's C extension alone
         self._store_ready = False
         self._store_socket: "Optional[socket.socket]" = None
@@ -45,7 +45,7 @@ class Gang:
         """The store's process, None when there is none."""
         return self._store.pid if self._store is not None else None
 
-    def running(self) -> "List[ranks.Child]":
+    def running(self) -> "List[ranks.Worker]":
         """Return the ranks that have not ended."""
         return [child for child in self._ranks if child.status is None]
 
@@ -150,10 +150,10 @@ class Gang:
 
     # one child
 
-    def _children(self) -> "List[ranks.Child]":
+    def _children(self) -> "List[ranks.Worker]":
         return self._ranks + ([self._store] if self._store is not None else [])
 
-    def _attend(self, child: "ranks.Child") -> None:
+    def _attend(self, child: "ranks.Worker") -> None:
         # The link first: poll answers in this order, so `raised` leaves before the traceback that is printed after it.
         self._attend_writing(child)
         for stream in child.streams:
@@ -165,15 +165,15 @@ class Gang:
         else:
             self._loop.watch(stream.fd, IN, lambda: self._read(stream))
 
-    def _attend_writing(self, child: "ranks.Child") -> None:
+    def _attend_writing(self, child: "ranks.Worker") -> None:
         self._loop.watch(child.link.fileno(), IN | OUT if child.pending else IN, lambda: self._talk(child))
 
-    def _talk(self, child: "ranks.Child") -> None:
+    def _talk(self, child: "ranks.Worker") -> None:
         child.flush()
         if not self._listen(child):
             self._attend_writing(child)
 
-    def _listen(self, child: "ranks.Child") -> bool:
+    def _listen(self, child: "ranks.Worker") -> bool:
         """Take what a child says; True when it has nothing more to say."""
         messages, closed = child.heard()
         for message in messages:
@@ -223,7 +223,7 @@ class Gang:
             elif not self._store_only or self._store_ready:  # why the first try failed is nobody's concern
                 self._tell("notice", {"text": "store: " + piece.rstrip()})
 
-    def _drain(self, child: "ranks.Child") -> None:
+    def _drain(self, child: "ranks.Worker") -> None:
         """Read what an ended child left in its pipes; helpers it left behind may write on."""
         if child.link.fileno() >= 0:
             self._listen(child)
@@ -240,13 +240,13 @@ class Gang:
             if not stream.closed:
                 self._pass(stream, stream.release())
 
-    def _close(self, child: "ranks.Child") -> None:
+    def _close(self, child: "ranks.Worker") -> None:
         for stream in child.streams:
             if not stream.closed:  # the number of a closed one may belong to another by now
                 self._loop.unwatch(stream.fd)
                 self._pass(stream, stream.finish())
 
-    def _rank_ended(self, child: "ranks.Child", status: int) -> None:
+    def _rank_ended(self, child: "ranks.Worker", status: int) -> None:
         if self._config["wrap"] and status > 0 and not child.at_gate:
             words = "rank %d did not reach its gate: what --wrap names must pass on file descriptors and environment"
             self._tell("notice", {"text": words % child.rank})
@@ -277,7 +277,7 @@ class Gang:
         elif kind == "failed":
             self._tell("notice", {"text": "the store could not open its port: %s" % message.get("text")})
 
-    def _store_ended(self, child: "ranks.Child", status: int) -> None:
+    def _store_ended(self, child: "ranks.Worker", status: int) -> None:
         self._store = None
         self._close(child)
         if self.ending:

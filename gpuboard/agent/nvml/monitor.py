@@ -10,7 +10,7 @@ that does not return) is not waited for, and no second one is started for the sa
 import os
 import time
 
-from gpuboard.agent.nvml.process import SIGKILL, Child, spawn
+from gpuboard.agent.nvml.process import SIGKILL, NvmlProcess, spawn
 from gpuboard.agent.nvml.terms import XIDS, pause_s
 
 MYPY = False
@@ -68,8 +68,8 @@ class Probe:
         self.count: "Optional[int]" = None
         self.stuck: "Dict[int, _Stuck]" = {}
         self._past: "Dict[int, _Stuck]" = {}
-        self._main: "Optional[Child]" = None
-        self._trial: "Optional[Child]" = None
+        self._main: "Optional[NvmlProcess]" = None
+        self._trial: "Optional[NvmlProcess]" = None
         self._trial_of = -1
         self._started = 0
         self._began = 0.0  # when the newest pass did
@@ -335,14 +335,14 @@ class Probe:
             except OSError:
                 self._corpses.discard(pid)
 
-    def _kill(self, child: Child) -> int:
+    def _kill(self, child: NvmlProcess) -> int:
         child.close()
         os.kill(child.pid, SIGKILL)  # not reaped yet, so the pid is still its own
         self._corpses.add(child.pid)
         self._reap()
         return child.pid
 
-    def _spawn(self, skip: "Set[int]", only: "Optional[int]") -> Child:
+    def _spawn(self, skip: "Set[int]", only: "Optional[int]") -> NvmlProcess:
         close = list(self.keep_out)
         for other in (self._main, self._trial):
             if other is not None:

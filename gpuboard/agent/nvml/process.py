@@ -18,7 +18,7 @@ SIGKILL = 9  # the module signal costs 3 ms, before the fork that everybody wait
 SPIN_S = 1.0  # processor time in one call after which it hangs rather than waits for its turn
 
 
-class Child:
+class NvmlProcess:
     """One NVML process and our end of its pipes."""
 
     def __init__(self, pid: int, fd_in: int, fd_out: int, mark: "Any", now: float) -> None:
@@ -91,7 +91,7 @@ class Child:
         os.close(self.fd_out)
 
 
-def spawn(now: float, close: "List[int]", skip: "Set[int]", only: "Optional[int]") -> Child:
+def spawn(now: float, close: "List[int]", skip: "Set[int]", only: "Optional[int]") -> NvmlProcess:
     """Start an NVML process that leaves out the GPUs in ``skip`` or reads ``only`` one; it closes ``close`` first.
 
     Raises OSError where no process can be started.
@@ -113,7 +113,7 @@ def spawn(now: float, close: "List[int]", skip: "Set[int]", only: "Optional[int]
     os.close(theirs_out)
     os.set_blocking(fd_in, False)
     os.set_blocking(fd_out, False)
-    return Child(pid, fd_in, fd_out, mark, now)
+    return NvmlProcess(pid, fd_in, fd_out, mark, now)
 
 
 def _serve(parent: int, fds: "Tuple[int, int]", mark: "Any", skip: "Set[int]", only: "Optional[int]") -> None:

@@ -50,12 +50,12 @@ class Simulated:
         self.power = [float(w) for w in description.get("power", (70, 700))]
         self.mig: "Dict[str, Any]" = description.get("mig") or {}
         self.script = description.get("script") or {"jobs": _busy(description, self.memory)}
-        self.host = Host(self)
+        self.host = SimulatedHost(self)
         self.version = 1
         self._midnight = time.time() // 86400.0 * 86400.0  # time 0 of scripts that do not say; any agent's
         self.done = 0
         self._fd = fd
-        self._folder: "Optional[Folder]" = None
+        self._folder: "Optional[SimulatedFolder]" = None
 
     def start(self) -> int:
         """Return the number of the first pass, which is complete at once."""
@@ -93,9 +93,9 @@ class Simulated:
         at = self.description.get("at")
         return (now - float(self.description.get("epoch", self._midnight)) if at is None else float(at)), now
 
-    def folder(self, path: str) -> "Folder":
+    def folder(self, path: str) -> "SimulatedFolder":
         """Return the folder of claims on these GPUs, real and simulated."""
-        self._folder = Folder(path, self)
+        self._folder = SimulatedFolder(path, self)
         return self._folder
 
     def uuid(self, gpu: str) -> str:
@@ -207,7 +207,7 @@ class Simulated:
         return [life.process(job, gpu, start, t, at) for start, job in jobs]
 
 
-class Folder(claims.Folder):
+class SimulatedFolder(claims.Folder):
     """The folder of claims on one node's simulated GPUs, and beside it the claims of people who are simulated."""
 
     def __init__(self, path: str, probe: Simulated) -> None:
@@ -251,7 +251,7 @@ class Folder(claims.Folder):
         return found
 
 
-class Host:
+class SimulatedHost:
     """Load and memory of the simulated node: more where more runs."""
 
     def __init__(self, probe: Simulated) -> None:

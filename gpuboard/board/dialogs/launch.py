@@ -11,9 +11,9 @@ from textual.app import ComposeResult
 from gpuboard.board.dialogs import request_form
 from gpuboard.board.dialogs.base import YES, Dialog, Field, duration
 from gpuboard.board.dialogs.launch_process import (
-    Files,
+    FileProblems,
     LaunchForm,
-    Started,
+    StartedRun,
     absolute,
     check_command,
     check_files,
@@ -28,7 +28,7 @@ from gpuboard.model.units import format_duration, is_whole, parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
-    from gpuboard.launch.run_index import Entry
+    from gpuboard.launch.run_index import RunEntry
 
 _POLL_S = 0.2
 _GRACE = "30s"
@@ -98,10 +98,10 @@ class LaunchDialog(Dialog[str]):
             ],
             verb="Launch",
         )  # fmt: skip
-        self._files = Files("", "")  # what the last look at them found
+        self._files = FileProblems("", "")  # what the last look at them found
         self._reading = False
         self._wanted = False  # launch as soon as it is known whether the files are there
-        self._started: Started | None = None
+        self._started: StartedRun | None = None
         self._looking = False  # for its run; one look at a time
         self._before = Text()  # why the last try came to nothing, until something is typed
 
@@ -116,10 +116,10 @@ class LaunchDialog(Dialog[str]):
     def _folder(self, _: str) -> str:
         return self._wrong_files().no_folder
 
-    def _wrong_files(self) -> Files:
+    def _wrong_files(self) -> FileProblems:
         """Return what is known to be wrong with the files that are typed now."""
         known, values = self._files, self.values
-        return known if (known.command, known.folder) == (values["command"], values["folder"]) else Files("", "")
+        return known if (known.command, known.folder) == (values["command"], values["folder"]) else FileProblems("", "")
 
     def _look_at_files(self) -> None:
         """Look beside the UI whether the files are there, one look at a time: their file system may hang."""
@@ -128,7 +128,7 @@ class LaunchDialog(Dialog[str]):
             return
         self._reading = True
 
-        def then(files: Files) -> None:
+        def then(files: FileProblems) -> None:
             self._reading = False
             if self.is_attached:
                 self._files = files
@@ -238,7 +238,7 @@ class LaunchDialog(Dialog[str]):
         self.busy = True
         self.say("Starting …")
 
-        def started(launch: Started) -> None:
+        def started(launch: StartedRun) -> None:
             board.follower.follow()
             if not self.is_attached:
                 _give_up(launch)
@@ -249,7 +249,7 @@ class LaunchDialog(Dialog[str]):
         board.ask(lambda: self._start(board, form), started, lambda error: self._failed(str(error)))
 
     @staticmethod
-    def _start(board: BoardApp, form: LaunchForm) -> Started:
+    def _start(board: BoardApp, form: LaunchForm) -> StartedRun:
         launch = board.core.starter.start(form)
         launch.awaited = True
         return launch
@@ -262,12 +262,12 @@ class LaunchDialog(Dialog[str]):
         self._looking = True
         book = self.board.core.runbook
 
-        def work() -> tuple[bool, Entry | None, list[str], str]:
+        def work() -> tuple[bool, RunEntry | None, list[str], str]:
             over = started.over  # before the run: it leaves its last state before it ends
             entry = book.one(started.run)
             return over, entry, started.said, started.failure() if over and entry is None else ""
 
-        def then(found: tuple[bool, Entry | None, list[str], str]) -> None:
+        def then(found: tuple[bool, RunEntry | None, list[str], str]) -> None:
             self._looking = False
             over, entry, said, failure = found
             if not self.is_attached or self._started is not started:
@@ -310,7 +310,7 @@ class LaunchDialog(Dialog[str]):
         self.dismiss(None)
 
 
-def _give_up(started: Started) -> None:
+def _give_up(started: StartedRun) -> None:
     started.given_up, started.awaited = True, False
     started.cancel()
 

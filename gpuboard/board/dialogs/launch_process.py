@@ -25,7 +25,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.launch import environ
 from gpuboard.launch.run_folder import new_run_id
-from gpuboard.launch.run_index import Entry, Runbook
+from gpuboard.launch.run_index import Runbook, RunEntry
 from gpuboard.launch.target import Target, parse_target
 from gpuboard.model.text import clean
 
@@ -71,7 +71,7 @@ def check_command(command: str) -> str:
     return ""
 
 
-class Files(msgspec.Struct, frozen=True):
+class FileProblems(msgspec.Struct, frozen=True):
     """What is wrong with the files that a command line in a folder needs; "" for nothing."""
 
     command: str  # as typed
@@ -80,16 +80,16 @@ class Files(msgspec.Struct, frozen=True):
     no_folder: str = ""
 
 
-def check_files(command: str, folder: str) -> Files:
+def check_files(command: str, folder: str) -> FileProblems:
     """Look at the files that a right command line needs. Blocks as long as the folder's file system does."""
     place = absolute(folder)
     if not os.path.isdir(place):
-        return Files(command, folder, no_folder="no such folder")
+        return FileProblems(command, folder, no_folder="no such folder")
     target = target_of(command)
     name = os.path.expanduser(target.name)
     there = target.kind != "script" or os.path.isfile(os.path.join(place, name))
     where = "" if os.path.isabs(name) else " in that folder"
-    return Files(command, folder, no_script="" if there else f"no file {clean(target.name)}{where}")
+    return FileProblems(command, folder, no_script="" if there else f"no file {clean(target.name)}{where}")
 
 
 def check_variables(text: str) -> str:
@@ -133,7 +133,7 @@ def _words(text: str, what: str) -> list[str]:
         raise UsageError(f"{what}: {str(error).lower()}") from None
 
 
-class Started:
+class StartedRun:
     """One ``gpuboard launch`` that this board has started."""
 
     def __init__(self, run: str, form: LaunchForm, process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -191,7 +191,7 @@ class Starter:
         self._env = env
         self._folder = paths.state_dir(env) / "board"
         self._lines: dict[str, int] = {}  # run → our end of its life line
-        self.started: list[Started] = []
+        self.started: list[StartedRun] = []
         self.last: LaunchForm | None = None
         self.here = _here(env)
 
@@ -200,7 +200,7 @@ class Starter:
         """Whether the nodes are invented: their GPUs cannot compute."""
         return any(node.simulate is not None for node in self._nodes)
 
-    def start(self, form: LaunchForm) -> Started:
+    def start(self, form: LaunchForm) -> StartedRun:
         """Start a run; returns at once. Raises GpuboardError."""
         run = new_run_id()
         folder = absolute(form.folder)
@@ -239,11 +239,11 @@ class Starter:
             if theirs is not None:
                 os.close(theirs)
         self.last = form
-        started = Started(run, form, process, self._folder)
+        started = StartedRun(run, form, process, self._folder)
         self.started.append(started)
         return started
 
-    def look(self, book: Runbook) -> list[tuple[Started, Entry | None]]:
+    def look(self, book: Runbook) -> list[tuple[StartedRun, RunEntry | None]]:
         """Return what was started and has not been seen to its end, each with its run as far as there is one.
 
         What has ended is returned for the last time; whoever has told people of it clears it away.

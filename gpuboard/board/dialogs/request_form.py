@@ -10,7 +10,7 @@ from typing import Protocol
 
 from gpuboard.board.scene import Place, Scene
 from gpuboard.leases.picks import parse_picks
-from gpuboard.model.request import Chosen, Pick, Refusal, Request, slot
+from gpuboard.model.request import ChosenGpu, Pick, Refusal, Request, slot
 from gpuboard.model.units import format_duration, is_whole, parse_size
 
 MOST = 8192  # GPUs in one request: the largest clusters this is made for
@@ -90,7 +90,8 @@ def places_words(gpus: Iterable[_Placed]) -> str:
 def picks_of(uuids: Iterable[str], scene: Scene) -> tuple[str, tuple[Pick, ...]]:
     """Return GPUs and MIG devices that are in ``scene`` as words (``gpu01:0,2@gpu02:1``) and as picks by UUID."""
     found = [(scene.devices[uuid], uuid) for uuid in uuids if uuid in scene.devices]
-    words = places_words(Chosen(place.node.name, place.gpu.index, uuid, mig=_mig(place, uuid)) for place, uuid in found)
+    gpus = (ChosenGpu(place.node.name, place.gpu.index, uuid, mig=_mig(place, uuid)) for place, uuid in found)
+    words = places_words(gpus)
     return words, tuple(Pick(place.node.name, None, uuid) for place, uuid in found)
 
 

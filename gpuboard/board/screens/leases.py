@@ -30,7 +30,7 @@ from gpuboard.model.units import format_duration, parse_duration
 if TYPE_CHECKING:
     from textual.notifications import SeverityLevel
 
-    from gpuboard.leases.claims.queries import Ended
+    from gpuboard.leases.claims.queries import ReleasedLease
     from gpuboard.model.snapshot import GpuView, ProcessView
 
 _RICH = 150  # terminal cells from which list and time line stand side by side
@@ -56,7 +56,7 @@ _MARKS = Column("marks", "Marks", 12, drop=3)  # beside the time line only where
 _ORDERS = ("left", "owner", "gpus")
 
 
-class Held(NamedTuple):
+class HeldLease(NamedTuple):
     """A lease with what the readings say of its GPUs."""
 
     lease: Lease
@@ -89,15 +89,15 @@ class Held(NamedTuple):
         return tuple(run for k, words in enumerate(found) for run in (((" ", ""),) if k else ()) + (words,))
 
 
-def held(scene: Scene) -> list[Held]:
+def held(scene: Scene) -> list[HeldLease]:
     """Return every lease of a scene with what is seen of its GPUs."""
     return [_held(lease, scene) for lease in scene.leases.leases]
 
 
-def _held(lease: Lease, scene: Scene) -> Held:
+def _held(lease: Lease, scene: Scene) -> HeldLease:
     places = [scene.devices[gpu.uuid] for gpu in lease.gpus if gpu.index is not None and gpu.uuid in scene.devices]
     gpus = [place.gpu for place in places]
-    return Held(
+    return HeldLease(
         lease,
         scene.is_mine(lease),
         datetime.fromisoformat(lease.since).timestamp(),
@@ -131,7 +131,7 @@ class LeasesScreen(BoardScreen):
         super().__init__()
         self._line: bool | None = None  # whether the time line is shown; None: where there is room beside the list
         self._order = "left"
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldLease] = {}
 
     def compose(self) -> ComposeResult:
         """Sums, what is missing, the leases, the one under the cursor."""
@@ -163,14 +163,14 @@ class LeasesScreen(BoardScreen):
         self._grid.set_rows([self._row(one, columns, now) for one in ordered])
         self._about()
 
-    def _place(self, one: Held) -> tuple[object, ...]:
+    def _place(self, one: HeldLease) -> tuple[object, ...]:
         if self._order == "owner":
             return not one.mine, one.lease.owner, one.until, one.lease.id
         if self._order == "gpus":
             return places_words(one.lease.gpus), one.until, one.lease.id
         return one.until, one.lease.id
 
-    def _columns(self, ordered: Sequence[Held], now: float) -> tuple[Column, ...]:
+    def _columns(self, ordered: Sequence[HeldLease], now: float) -> tuple[Column, ...]:
         """Return the columns that fit; the title of the time line is its ruler."""
         wide = self._wide
         if not self._lined:
@@ -182,7 +182,7 @@ class LeasesScreen(BoardScreen):
         self._axis = timeline.axis([(one.since, one.until) for one in ordered], now, width)
         return (*columns[:-1], columns[-1]._replace(title=timeline.ruler(self._axis)))
 
-    def _row(self, one: Held, columns: Sequence[Column], now: float) -> Row:
+    def _row(self, one: HeldLease, columns: Sequence[Column], now: float) -> Row:
         cells = []
         for column in columns:
             if column.key == _BAR:
@@ -207,7 +207,7 @@ class LeasesScreen(BoardScreen):
         return self._wide if self._line is None else self._line
 
     @staticmethod
-    def _role(one: Held) -> str:
+    def _role(one: HeldLease) -> str:
         return "bad" if one.rogues else "warn" if one.idle else "mine" if one.mine else "reserved"
 
     def _about(self) -> None:
@@ -250,7 +250,7 @@ class LeasesScreen(BoardScreen):
         if self.board.scene is not None:
             self.show(self.board.scene)
 
-    def _selected(self) -> Held | None:
+    def _selected(self) -> HeldLease | None:
         one = self._held.get(self._grid.cursor or "")
         if one is None:
             self.board.notify("there is no lease; r reserves", markup=False)
@@ -309,7 +309,7 @@ class LeasesScreen(BoardScreen):
         elif pids:
             words.append(f"Nothing is killed: {', '.join(dict.fromkeys(pids))} will be shown as overdue.")
 
-        def done(ended: Ended) -> None:
+        def done(ended: ReleasedLease) -> None:
             failed = "".join(f"\n{node}: {why}" for node, why in ended.failed.items())
             words = places_words(ended.gpus) + failed
             severity: SeverityLevel = "warning" if failed else "information"
@@ -370,7 +370,7 @@ class RenewDialog(Dialog[str]):
         board.ask(lambda: board.core.operations.renew(lease, for_s), done, failed)
 
 
-def _text(one: Held, key: str, now: float) -> str:
+def _text(one: HeldLease, key: str, now: float) -> str:
     lease = one.lease
     if key == "left":
         return format_duration(max(0.0, one.until - now))
@@ -398,7 +398,7 @@ def _whence(lease: Lease) -> str:
     return f" from {lease.host}" if lease.host else ""
 
 
-def _sums(ordered: Sequence[Held]) -> str:
+def _sums(ordered: Sequence[HeldLease]) -> str:
     if not ordered:
         return "Leases: none"
     gpus = sum(len(one.lease.gpus) for one in ordered)

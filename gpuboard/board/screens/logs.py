@@ -13,7 +13,7 @@ from textual.widgets import Input, Static
 from gpuboard.board.screens.base import BoardScreen
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.log_view import LogView
-from gpuboard.launch.run_index import Entry, log_trouble
+from gpuboard.launch.run_index import RunEntry, log_trouble
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class LogScreen(BoardScreen):
     LogScreen #trouble.-shown, LogScreen #said.-shown, LogScreen #words.-shown { display: block; }
     """
 
-    def __init__(self, entry: Entry, rank: int) -> None:
+    def __init__(self, entry: RunEntry, rank: int) -> None:
         super().__init__()
         self._entry = entry
         self._rank = rank
@@ -133,7 +133,7 @@ class LogScreen(BoardScreen):
         self._asking = True
         book, run, folder = self.board.core.runbook, self._entry.view.id, Path(self._entry.view.folder)
 
-        def then(found: tuple[Entry | None, str]) -> None:
+        def then(found: tuple[RunEntry | None, str]) -> None:
             self._asking = False
             entry, trouble = found
             if not self.is_attached:

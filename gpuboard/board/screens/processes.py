@@ -11,7 +11,7 @@ from gpuboard.board.dialogs.base import Choose, Confirm
 from gpuboard.board.dialogs.request_form import places_words
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import fit
-from gpuboard.model.request import Chosen
+from gpuboard.model.request import ChosenGpu
 from gpuboard.model.snapshot import ProcessView
 from gpuboard.model.units import format_size
 
@@ -85,7 +85,7 @@ def open_signal(board: BoardApp, uuids: Sequence[str]) -> None:
 
 def _none_seen(scene: Scene | None, uuids: Sequence[str]) -> str:
     places = [scene.devices[uuid] for uuid in uuids if scene is not None and uuid in scene.devices]
-    unread = [Chosen(at.node.name, at.gpu.index, at.gpu.uuid) for at in places if at.gpu.processes is None]
+    unread = [ChosenGpu(at.node.name, at.gpu.index, at.gpu.uuid) for at in places if at.gpu.processes is None]
     if unread:
         return f"the processes on {places_words(unread)} could not be read"
     return f"no process is seen on {'this GPU' if len(uuids) == 1 else 'these GPUs'}"

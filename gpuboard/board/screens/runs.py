@@ -23,7 +23,7 @@ from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Pane
 from gpuboard.launch.run_folder import FINAL, RankView, lived_s, places
-from gpuboard.launch.run_index import Detail, Entry
+from gpuboard.launch.run_index import RunDetail, RunEntry
 from gpuboard.launch.stop import ask_to_stop
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
@@ -65,7 +65,7 @@ class StopConfirm(Confirm):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("k", "kill", "Kill now", id="dialog.kill")]
 
-    def __init__(self, entry: Entry, grace_s: float | None) -> None:
+    def __init__(self, entry: RunEntry, grace_s: float | None) -> None:
         self.now = False
         grace = "its grace" if grace_s is None else format_duration(grace_s)
         super().__init__(
@@ -113,8 +113,8 @@ class RunsScreen(BoardScreen):
         """``run``: where the cursor is to be, as soon as it is there."""
         super().__init__()
         self._wanted = run
-        self._entries: dict[str, Entry] = {}
-        self._detail: tuple[str, Detail] | None = None
+        self._entries: dict[str, RunEntry] = {}
+        self._detail: tuple[str, RunDetail] | None = None
         self._stopping: dict[str, Stop] = {}
         self._asking = self._again = False
 
@@ -144,7 +144,7 @@ class RunsScreen(BoardScreen):
         self._look()
 
     @property
-    def entry(self) -> Entry | None:
+    def entry(self) -> RunEntry | None:
         """The run under the cursor."""
         key = self.query_one("#list", Grid).cursor
         return None if key is None else self._entries.get(key)
@@ -159,7 +159,7 @@ class RunsScreen(BoardScreen):
         self._asking, self._again = True, False
         book, run = self.board.core.runbook, self._wanted or self.query_one("#list", Grid).cursor
 
-        def work() -> tuple[list[Entry], tuple[str, Detail] | None]:
+        def work() -> tuple[list[RunEntry], tuple[str, RunDetail] | None]:
             entries = book.read()
             known = [entry.view.id for entry in entries]
             chosen = run if run in known else known[0] if known else None
@@ -171,7 +171,7 @@ class RunsScreen(BoardScreen):
         self._asking = False
         self.board.tell_once(error)
 
-    def _seen(self, entries: list[Entry], detail: tuple[str, Detail] | None) -> None:
+    def _seen(self, entries: list[RunEntry], detail: tuple[str, RunDetail] | None) -> None:
         self._asking = False
         if not self.is_attached:
             return
@@ -193,7 +193,7 @@ class RunsScreen(BoardScreen):
             self._wanted = None
         self._draw_detail()
 
-    def _cells(self, entry: Entry, now: float) -> list[Cell]:
+    def _cells(self, entry: RunEntry, now: float) -> list[Cell]:
         view = entry.view
         ago, ran = lived_s(view, now), lived_s(view, now if entry.live else entry.written)
         state = state_of(entry, self._stopping.get(view.id))
@@ -280,7 +280,7 @@ class RunsScreen(BoardScreen):
 
         self.app.push_screen(dialog, answered)
 
-    def _stop(self, entry: Entry, grace_s: float | None) -> None:
+    def _stop(self, entry: RunEntry, grace_s: float | None) -> None:
         run, board = entry.view.id, self.board
         env = board.core.env
 

@@ -30,7 +30,7 @@ from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
-    from gpuboard.launch.run_index import Entry, Runbook
+    from gpuboard.launch.run_index import Runbook, RunEntry
     from gpuboard.leases.output.formats import Allocation
 
 
@@ -59,7 +59,7 @@ class Watch(msgspec.Struct, frozen=True):
         return request_form.request_words(self.request) + then
 
 
-def holds(watch: Watch, scene: Scene, run: Entry | None = None) -> str:
+def holds(watch: Watch, scene: Scene, run: RunEntry | None = None) -> str:
     """Return how the condition is met in ``scene``, in words; "" when it is not, or cannot be known to be.
 
     ``run``: the run of a watch for one, as it is now.

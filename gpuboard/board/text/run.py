@@ -10,7 +10,7 @@ from gpuboard.board.scene import Scene
 from gpuboard.board.text.format import UNKNOWN
 from gpuboard.launch.failure import rank_words
 from gpuboard.launch.run_folder import lived_s
-from gpuboard.launch.run_index import Detail, Entry
+from gpuboard.launch.run_index import RunDetail, RunEntry
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
@@ -37,7 +37,7 @@ class Stop(msgspec.Struct, frozen=True):
     grace_s: float | None
 
 
-def about(entry: Entry, detail: Detail | None, stop: Stop | None, scene: Scene | None, now: float) -> list[Said]:
+def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: Scene | None, now: float) -> list[Said]:
     """Return what is known of a run, the gravest first. ``now``: epoch seconds."""
     view = entry.view
     lines = [_headline(entry, stop)]
@@ -67,7 +67,7 @@ def about(entry: Entry, detail: Detail | None, stop: Stop | None, scene: Scene |
     return lines
 
 
-def countdown(entry: Entry, detail: Detail | None, stop: Stop, monotonic: float) -> Said:
+def countdown(entry: RunEntry, detail: RunDetail | None, stop: Stop, monotonic: float) -> Said:
     """Return how far a stop has come."""
     grace_s = stop.grace_s if stop.grace_s is not None else detail.grace_s if detail else None
     since = max(0.0, monotonic - stop.at)
@@ -82,21 +82,21 @@ def countdown(entry: Entry, detail: Detail | None, stop: Stop, monotonic: float)
     return ("Stopping", words + who, "warn")
 
 
-def state_of(entry: Entry, stop: Stop | None) -> str:
+def state_of(entry: RunEntry, stop: Stop | None) -> str:
     """Return a run's state, ``stopping`` while it is being stopped from here, ``?`` when it cannot be read."""
     if entry.unreadable:
         return UNKNOWN
     return "stopping" if stop is not None and entry.live else clean(entry.view.state)
 
 
-def first_rank(entry: Entry) -> int | None:
+def first_rank(entry: RunEntry) -> int | None:
     """Return the rank whose log says most: the one that failed first, else the first one; None without ranks."""
     named = [verdict.rank for verdict in entry.view.verdicts if verdict.rank is not None]
     known = {rank.rank for rank in entry.view.ranks}
     return next((rank for rank in named if rank in known), min(known, default=None))
 
 
-def ended_words(entry: Entry) -> str:
+def ended_words(entry: RunEntry) -> str:
     """Return in words what became of a run: what it was, how long it ran, and why it ended."""
     view = entry.view
     lived = lived_s(view, entry.written)
@@ -111,7 +111,7 @@ def ended_words(entry: Entry) -> str:
     return "\n".join(lines)
 
 
-def _headline(entry: Entry, stop: Stop | None) -> Said:
+def _headline(entry: RunEntry, stop: Stop | None) -> Said:
     view, state = entry.view, state_of(entry, stop)
     counts = Counter(clean(rank.state) for rank in view.ranks)
     ranks = ", ".join(f"{count} {name}" for name, count in counts.most_common())

@@ -31,7 +31,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
 _PORT = re.compile(r"[0-9]{1,5}")
 
 
-class Guard:
+class RequestGuard:
     """Decides about requests. ``port`` None: a unix socket, which people forward from a port of their choice."""
 
     def __init__(self, token: str, port: int | None, public_url: str | None = None) -> None:

@@ -63,7 +63,7 @@ class LogHandler(logging.Handler):
         self._log.limited(f"{record.msg} {name}", words)
 
 
-class Client(web.RequestHandler):
+class WebClient(web.RequestHandler):
     """One connection: a stranger until it shows the token."""
 
     def __init__(self, clients: Clients) -> None:
@@ -111,7 +111,7 @@ class Clients:
 
     def __init__(self, server: web.Server, log: Log) -> None:
         self.server = server
-        self.strangers: dict[Client, None] = {}  # the oldest first
+        self.strangers: dict[WebClient, None] = {}  # the oldest first
         self._log = log
         self._most = max(8, min(_MOST_STRANGERS, _raise_file_limit() // 2))
 
@@ -133,7 +133,7 @@ class Clients:
                 )
                 self._drop_oldest()
             try:
-                await loop.connect_accepted_socket(lambda: Client(self), connection)
+                await loop.connect_accepted_socket(lambda: WebClient(self), connection)
             except OSError:
                 connection.close()  # it has gone again
 

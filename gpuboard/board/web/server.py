@@ -22,8 +22,8 @@ from typing import Any
 from aiohttp import web
 
 from gpuboard.board.web import page as webpage
-from gpuboard.board.web.auth import COOKIE, Guard
-from gpuboard.board.web.clients import Client, Clients, Log, LogHandler
+from gpuboard.board.web.auth import COOKIE, RequestGuard
+from gpuboard.board.web.clients import Clients, Log, LogHandler, WebClient
 from gpuboard.board.web.session import WebBoard, terminal_size
 from gpuboard.errors import GpuboardError
 
@@ -38,7 +38,7 @@ class Server:
     """
 
     def __init__(
-        self, guard: Guard, command: Sequence[str], env: Mapping[str, str], log: Callable[[str], object]
+        self, guard: RequestGuard, command: Sequence[str], env: Mapping[str, str], log: Callable[[str], object]
     ) -> None:
         self._guard = guard
         self._command = list(command)
@@ -197,7 +197,7 @@ def _words(status: int, text: str, link: str = "") -> web.Response:
 
 
 def _admit_client(request: web.Request) -> None:
-    assert isinstance(request.protocol, Client)
+    assert isinstance(request.protocol, WebClient)
     request.protocol.admit()
 
 

@@ -19,7 +19,7 @@ from gpuboard.board.text.cells import width
 _HELP = "app.help"
 
 
-class Entry(NamedTuple):
+class FooterEntry(NamedTuple):
     """One key: where its words begin on the line, how many cells they take, what they are, what a click presses."""
 
     x: int
@@ -45,7 +45,7 @@ class Footer(Widget):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries: list[Entry] = []  # as drawn
+        self.entries: list[FooterEntry] = []  # as drawn
 
     def on_mount(self) -> None:
         """Follow the bindings: they change with the focus and with remapped keys."""
@@ -71,17 +71,17 @@ class Footer(Widget):
             elif binding.show:
                 shown.setdefault(binding.action, entry)
         room = self.size.width
-        entries: list[Entry] = []
+        entries: list[FooterEntry] = []
         if help_entry is not None:
             cells = width(help_entry[0]) + 1 + width(help_entry[1])
             room -= cells + 3
-            entries.append(Entry(self.size.width - cells - 1, cells, *help_entry))
+            entries.append(FooterEntry(self.size.width - cells - 1, cells, *help_entry))
         x = 1
         for entry in shown.values():
             cells = width(entry[0]) + 1 + width(entry[1])
             if x + cells > room:
                 break
-            entries.append(Entry(x, cells, *entry))
+            entries.append(FooterEntry(x, cells, *entry))
             x += cells + 2
         entries.sort()
         if entries != self.entries:

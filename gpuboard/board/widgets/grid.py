@@ -62,7 +62,7 @@ class Grid(Dragging, can_focus=True):
         Binding("shift+down", "mark_down", "Select downwards", id="grid.mark-down", show=False),
     ]
 
-    class Event(Message):
+    class RowMessage(Message):
         """What all messages of a grid have in common."""
 
         def __init__(self, grid: Grid) -> None:
@@ -74,28 +74,28 @@ class Grid(Dragging, can_focus=True):
             """The grid, for ``@on(Grid.Moved, "#id")``."""
             return self.grid
 
-    class Moved(Event):
+    class Moved(RowMessage):
         """The cursor is on another row; ``key`` is None when there is none left."""
 
         def __init__(self, grid: Grid, key: str | None) -> None:
             super().__init__(grid)
             self.key = key
 
-    class Chosen(Event):
+    class Chosen(RowMessage):
         """Enter or a double click on a row."""
 
         def __init__(self, grid: Grid, key: str) -> None:
             super().__init__(grid)
             self.key = key
 
-    class Marked(Event):
+    class Marked(RowMessage):
         """The marks have changed; ``keys`` are all of them, those of rows that are not shown now included."""
 
         def __init__(self, grid: Grid, keys: frozenset[str]) -> None:
             super().__init__(grid)
             self.keys = keys
 
-    class Sorted(Event):
+    class Sorted(RowMessage):
         """The header of the column ``key`` was clicked."""
 
         def __init__(self, grid: Grid, key: str) -> None:

@@ -27,7 +27,7 @@ class LogGone(Exception):
     """The log cannot be read; the message says why, in words."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class LogPosition(msgspec.Struct, frozen=True):
     """What stands in the first row: the line that starts at byte ``start``, from its wrapped row ``row`` on."""
 
     start: int
@@ -47,7 +47,7 @@ class Page(msgspec.Struct, frozen=True):
     """What a window shows: its rows, each with the byte its line starts at."""
 
     rows: list[tuple[int, Text]]
-    place: Place
+    place: LogPosition
     size: int  # bytes of the file
     at_end: bool
     shrunk: bool = False  # it was cut since it was looked at before
@@ -68,12 +68,12 @@ class LogFile:
     def end(self, window: Window) -> Page:
         """Return the last page. Raises LogGone."""
         with _Reader(self.path) as file:
-            return self._page(file, file.back(Place(file.size), window.height, window), window)
+            return self._page(file, file.back(LogPosition(file.size), window.height, window), window)
 
-    def page(self, place: Place, window: Window, rows: int = 0) -> Page:
+    def page(self, place: LogPosition, window: Window, rows: int = 0) -> Page:
         """Return the page ``rows`` below (above, if negative) ``place``; never beyond the last one. Raises LogGone."""
         with _Reader(self.path) as file:
-            last = file.back(Place(file.size), window.height, window)
+            last = file.back(LogPosition(file.size), window.height, window)
             if place.start > file.size or file.size < self._size:
                 place = last
             elif rows < 0:
@@ -88,7 +88,7 @@ class LogFile:
         """Return the page with the line that byte ``offset`` is in, ``above`` rows below its top. Raises LogGone."""
         with _Reader(self.path) as file:
             start = file.start_of(min(max(0, offset), file.size) + 1)
-        return self.page(Place(start), window, -above)
+        return self.page(LogPosition(start), window, -above)
 
     def find(
         self, words: str, start: int | None, *, backwards: bool, go_on: Callable[[int], bool], rest: bool = False
@@ -107,7 +107,7 @@ class LogFile:
             part = range(middle) if backwards != rest else range(middle, file.size)
             return file.search(words, part, backwards, go_on)
 
-    def _page(self, file: _Reader, place: Place, window: Window) -> Page:
+    def _page(self, file: _Reader, place: LogPosition, window: Window) -> Page:
         rows: list[tuple[int, Text]] = []
         start, skip = place.start, place.row
         while len(rows) < window.height and start < file.size:
@@ -204,25 +204,25 @@ class _Reader:
     def _text(self, start: int, end: int) -> str:
         return visible(self.read(start, end).decode("utf-8", "replace"))
 
-    def back(self, place: Place, rows: int, window: Window) -> Place:
+    def back(self, place: LogPosition, rows: int, window: Window) -> LogPosition:
         """Return the place ``rows`` rows above; the beginning where there are fewer."""
         start, left = place.start, rows - place.row
         while left > 0 and start > 0:
             end, start = start, self.start_of(start)
             left -= len(self.rows(start, end, window)) if window.wrap else 1
-        return Place(start, max(0, -left))
+        return LogPosition(start, max(0, -left))
 
-    def on(self, place: Place, rows: int, window: Window) -> Place:
+    def on(self, place: LogPosition, rows: int, window: Window) -> LogPosition:
         """Return the place ``rows`` rows below; the last row where there are fewer."""
         start, left = place.start, rows + place.row
         while start < self.size:
             end = self.next_start(start)
             count = len(self.rows(start, end, window)) if window.wrap else 1
             if left < count or end >= self.size:
-                return Place(start, min(left, count - 1))
+                return LogPosition(start, min(left, count - 1))
             left -= count
             start = end
-        return Place(start)
+        return LogPosition(start)
 
     def search(self, words: str, part: range, backwards: bool, go_on: Callable[[int], bool]) -> int | None:
         """Return the start of the first (last) line that shows ``words`` in a part of the file, cut between lines."""

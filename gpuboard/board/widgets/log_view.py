@@ -16,13 +16,13 @@ from textual.widget import Widget
 
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.log_line import bytes_words, spans
-from gpuboard.board.widgets.log_file import Found, LogFile, LogGone, Page, Place, Window, find_in
+from gpuboard.board.widgets.log_file import Found, LogFile, LogGone, LogPosition, Page, Window, find_in
 from gpuboard.errors import GpuboardError
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
 
-Read = Callable[[LogFile, Place, Window], Page]
+Read = Callable[[LogFile, LogPosition, Window], Page]
 _WHEEL_ROWS = 3
 
 
@@ -107,7 +107,7 @@ class LogView(Widget):
     def top(self) -> None:
         """Go to the beginning."""
         self.follow = False
-        self._do(lambda file, place, window: file.page(Place(0), window))
+        self._do(lambda file, place, window: file.page(LogPosition(0), window))
 
     def bottom(self) -> None:
         """Go to the end and stay there."""
@@ -140,7 +140,7 @@ class LogView(Widget):
         if self._busy or self._file is None or not (self._pending or only_if_changed):
             return
         file, window, follow, seen = self._file, self.window, self.follow, self._shown
-        place = self.page.place if self.page is not None else Place(0)
+        place = self.page.place if self.page is not None else LogPosition(0)
         reads, self._pending = self._pending, []
         if not reads:
             reads = [lambda file, place, window: file.end(window) if follow else file.page(place, window)]
@@ -329,7 +329,7 @@ class LogView(Widget):
     def _thumb(self) -> int:
         """Return the row in which the scroll bar shows where we are; -1 when all of it is in sight."""
         page, height = self.page, self.window.height
-        if page is None or page.size == 0 or (page.at_end and page.place == Place(0)):
+        if page is None or page.size == 0 or (page.at_end and page.place == LogPosition(0)):
             return -1
         return height - 1 if page.at_end else min(height - 1, page.place.start * height // page.size)
 

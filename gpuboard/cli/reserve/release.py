@@ -13,7 +13,7 @@ from gpuboard.cli.reserve.owned import SLURM, Owned, owned
 from gpuboard.cli.say import say
 from gpuboard.cli.see.status import reached
 from gpuboard.errors import NoNodeReached, UsageError
-from gpuboard.leases.claims.queries import Ended, chosen, gpus_words, leases, release
+from gpuboard.leases.claims.queries import ReleasedLease, chosen, gpus_words, leases, release
 from gpuboard.model.text import clean
 
 NAME = "release"
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if args.mine == bool(args.ids):
         raise UsageError("which lease? name it, or --mine, not both\n  see: gpuboard leases")
     mine, rest = owned(args.ids, context)
-    ended: list[Ended] = []
+    ended: list[ReleasedLease] = []
     unread: list[str] = []
     unreached: NoNodeReached | None = None
     if mine.nodes:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
         assert mine.jobs is not None
         words = end(lease, mine.jobs, context.env)
-        ended.append(Ended(lease.lease, [] if words else lease.gpus, {SLURM: clean(words)} if words else {}))
+        ended.append(ReleasedLease(lease.lease, [] if words else lease.gpus, {SLURM: clean(words)} if words else {}))
     done = [each for each in ended if each.gpus or not each.failed]
     released = [{"id": each.lease, "gpus": each.gpus} for each in done]
     failed = [
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     return 1 if failed or (args.mine and unread) else 0
 
 
-def _claims(ids: Sequence[str], mine: Owned, context: Context) -> tuple[list[Ended], list[str]]:
+def _claims(ids: Sequence[str], mine: Owned, context: Context) -> tuple[list[ReleasedLease], list[str]]:
     """End the leases that lie on the nodes; return also the nodes that were not read."""
     with reached(context, mine.nodes) as (fleet, snapshot):
         found = leases(fleet, snapshot)

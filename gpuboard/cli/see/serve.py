@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     with listener:
         if args.socket is None:
             port = listener.getsockname()[1]
-        guard = auth.Guard(token, None if args.socket else port, public)
+        guard = auth.RequestGuard(token, None if args.socket else port, public)
         server = web.Server(guard, _command(context), context.env, _log)
         shown = token if args.token_file is None else f"$(cat {shlex.quote(str(args.token_file.absolute()))})"
         base = public or f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -119,7 +119,7 @@ def _end_runs(core: Core) -> list[str]:
     for started in going:
         try:
             folder = run_folder.runs_dir(core.env) / started.run
-            control.ask(folder, control.Request("stop", _GRACE_S, "the demo's board was closed"))
+            control.ask(folder, control.ControlRequest("stop", _GRACE_S, "the demo's board was closed"))
         except (GpuboardError, OSError):
             started.cancel()  # it has not come so far as to have a run
     while any(not started.over for started in going) and time.monotonic() < until:

@@ -10,7 +10,7 @@ from pathlib import Path
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import whole
 from gpuboard.errors import UsageError
-from gpuboard.launch.output import Lines
+from gpuboard.launch.output import LineSplitter
 from gpuboard.launch.run_folder import FINAL, RunView, find_run
 
 NAME = "logs"
@@ -66,7 +66,7 @@ class _Tail:
         self._offset = 0
         self._raw = raw
         self._label = label
-        self._lines = Lines()
+        self._lines = LineSplitter()
         self._target = sys.stdout if stream == "out" else sys.stderr
 
     def pump(self) -> bool:

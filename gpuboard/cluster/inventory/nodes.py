@@ -15,7 +15,7 @@ from gpuboard.errors import UsageError
 from gpuboard.model.text import quoted
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory.sources import Entry
+    from gpuboard.cluster.inventory.sources import SourceEntry
     from gpuboard.config import Settings
     from gpuboard.model.schedule import Seen
     from gpuboard.model.snapshot import Snapshot
@@ -52,7 +52,7 @@ def inventory(settings: Settings, said: Sequence[str] = (), schedule: Callable[[
     not hold; GpuboardError where Slurm alone could say which nodes there are, and does not answer.
     """
 
-    def find(source: str) -> list[Entry]:
+    def find(source: str) -> list[SourceEntry]:
         from gpuboard.cluster.inventory.sources import look_up  # most inventories are nodesets
 
         return look_up(source, settings.ssh_config, schedule)
@@ -87,7 +87,7 @@ def expand_names(nodesets: Iterable[str]) -> list[str]:
     return list(_expand(nodesets, None))
 
 
-def _expand(texts: Iterable[str], find: Callable[[str], list[Entry]] | None) -> dict[str, str]:
+def _expand(texts: Iterable[str], find: Callable[[str], list[SourceEntry]] | None) -> dict[str, str]:
     """Return name → user ("": whom ssh logs in as) of nodesets and, where ``find`` looks them up, of sources."""
     names: dict[str, str] = {}
     for text in texts:

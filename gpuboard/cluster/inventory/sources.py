@@ -28,7 +28,7 @@ _WORDS = {"cpu_set", "ifname", "binding"}
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
-class Entry(NamedTuple):
+class SourceEntry(NamedTuple):
     """A name that was found, the user to log in as ("": as ssh has it), and where it stands ("": nowhere to point)."""
 
     name: str
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     where: str = ""
 
 
-def look_up(text: str, ssh_config: str, scheduler: Callable[[], Seen] | None) -> list[Entry]:
+def look_up(text: str, ssh_config: str, scheduler: Callable[[], Seen] | None) -> list[SourceEntry]:
     """Return what a source has, in its order, a name perhaps several times.
 
     ``scheduler`` says what Slurm holds and is asked for `slurm:` alone; None: there is no Slurm here. Raises UsageError
@@ -46,7 +46,7 @@ def look_up(text: str, ssh_config: str, scheduler: Callable[[], Seen] | None) ->
     if kind == "hostfile":
         return _hostfile(rest)
     if kind == "ssh_config":
-        return [Entry(name, where=f"in {ssh_config}") for name in _aliases(rest, ssh_config)]
+        return [SourceEntry(name, where=f"in {ssh_config}") for name in _aliases(rest, ssh_config)]
     if scheduler is None:
         raise UsageError(f"{text!r}: no Slurm is known here; `gpuboard config` shows `scheduler`, and `sinfo` must run")
     schedule = answered(scheduler())
@@ -59,7 +59,7 @@ def look_up(text: str, ssh_config: str, scheduler: Callable[[], Seen] | None) ->
     found = slurm_nodes(schedule, partitions)
     if not found:
         raise UsageError(f"{text!r}: Slurm knows no such node with GPUs; `sinfo -o '%P %G %N'` shows what it has")
-    return [Entry(name, where="in Slurm") for name in found]
+    return [SourceEntry(name, where="in Slurm") for name in found]
 
 
 def answered(seen: Seen) -> Schedule:
@@ -79,7 +79,7 @@ def slurm_nodes(schedule: Schedule, partitions: Sequence[str] = ()) -> list[str]
     ]
 
 
-def _hostfile(path: str) -> list[Entry]:
+def _hostfile(path: str) -> list[SourceEntry]:
     """Return the hosts of a hostfile: Open MPI's, DeepSpeed's, or a machinefile (`host:4`). Raises UsageError."""
     if not path:
         raise UsageError("hostfile: names no file; write hostfile:PATH")
@@ -109,7 +109,7 @@ def _hostfile(path: str) -> list[Entry]:
     return found
 
 
-def _host(word: str, where: str) -> Entry:
+def _host(word: str, where: str) -> SourceEntry:
     """Return the host that a line of a hostfile begins with: ``host``, ``user@host``, ``host:4``."""
     if word.startswith("+"):
         raise UsageError(f"{where}: {clean(word, 60)!r} counts in a list that mpirun alone has; write the host's name")
@@ -118,7 +118,7 @@ def _host(word: str, where: str) -> Entry:
     user, at, rest = word.rpartition("@")
     if at and not user:
         raise UsageError(f"{where}: {clean(word, 60)!r} has no user before its @")
-    return Entry(re.sub(r"^([^:]+):[0-9]+$", r"\1", rest), user, where)
+    return SourceEntry(re.sub(r"^([^:]+):[0-9]+$", r"\1", rest), user, where)
 
 
 def _aliases(patterns: str, ssh_config: str) -> list[str]:

@@ -34,7 +34,7 @@ class Permitted(NamedTuple):
 Ways = Callable[[Node, NodeFacts], Permitted]
 
 
-class Ruling:
+class SchedulerMonitor:
     """Asks the scheduler, joins its answers with the nodes, and says which nodes may be reached in which way.
 
     The setting ``ssh`` "own": ssh goes only to those of its nodes where we have a job. ``permit`` is called after

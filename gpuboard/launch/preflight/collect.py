@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.preflight.checks import Answers, Failure
-from gpuboard.launch.supervisors import Answer, Crew
-from gpuboard.model.replies import LaunchFacts, Listening, Ports, Probed, ProbeResult, Started
+from gpuboard.launch.supervisors import CallAnswer, Crew
+from gpuboard.model.replies import LaunchFacts, Listening, Ports, Probed, ProbeResult, RanksStarted
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost
 
@@ -16,7 +16,7 @@ _PORTS = 2  # that every node opens for the others to try
 _PEERS = 16  # nodes that a node tries to reach: all of a small run, a ring of neighbours in a large one
 
 
-class Questions:
+class PreflightQuestions:
     """Asks in three steps; ``take`` every answer, then go on when ``started``, ``listening`` and ``probed`` say so."""
 
     def __init__(self, plan: LaunchPlan, crew: Crew) -> None:
@@ -34,7 +34,7 @@ class Questions:
         port = self._plan.rank_map.master_port
         self._crew.ask(self._first.node, "listen", {"host": self._first.master_addr, "port": port}, START_S, Listening)
         for node in self._nodes:
-            self._crew.ask(node, "spawn", {}, START_S, Started)
+            self._crew.ask(node, "spawn", {}, START_S, RanksStarted)
             self._crew.ask(node, "check", {}, START_S, LaunchFacts)
 
     def probe_listen(self) -> None:
@@ -56,7 +56,7 @@ class Questions:
                 targets.insert(0, {"node": self._first.node, "address": self._first.master_addr, "port": port})
             self._crew.ask(node, "probe-connect", {"targets": targets, "timeout_s": _ATTEMPT_S}, PROBE_S, Probed)
 
-    def take(self, answer: Answer) -> None:
+    def take(self, answer: CallAnswer) -> None:
         """Take an answer in."""
         value = answer.value
         self._answers[answer.node, answer.op] = value

@@ -28,7 +28,7 @@ from gpuboard.leases.scope import Scope
 from gpuboard.leases.terms import Terms, as_allocated, duration, forget_file, keep_rank_map, uninterrupted
 from gpuboard.model.lease import Lease
 from gpuboard.model.reading import Holder
-from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request
+from gpuboard.model.request import Choice, ChosenGpu, Pick, Refusal, Request
 from gpuboard.model.snapshot import NodeView, Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
@@ -371,7 +371,7 @@ class Allocator:
         mine = ledger.mine(self._fleet.claims(), self._fleet.uids()).get(lease)
         return mine is not None and set(mine.nodes) == set(mine.gpus)
 
-    def _allocation(self, lease: Lease, gpus: Sequence[Chosen], why: str, snapshot: Snapshot) -> Allocation:
+    def _allocation(self, lease: Lease, gpus: Sequence[ChosenGpu], why: str, snapshot: Snapshot) -> Allocation:
         names = list(dict.fromkeys(gpu.node for gpu in gpus))
         found = rank_map(lease.id, gpus, self._addresses(names, snapshot))
         file = keep_rank_map(self._env, found, whole=len(gpus) == len(lease.gpus))
@@ -491,7 +491,7 @@ def _jittered(pause_s: float) -> float:
     return pause_s * random.uniform(0.7, 1.3)
 
 
-def _by_node(gpus: Sequence[Chosen]) -> dict[str, list[str]]:
+def _by_node(gpus: Sequence[ChosenGpu]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for gpu in gpus:
         found.setdefault(gpu.node, []).append(gpu.uuid)

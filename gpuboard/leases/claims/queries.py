@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpuboard.model.snapshot import NodeView, Snapshot
 
 
-class Ended(msgspec.Struct, frozen=True):
+class ReleasedLease(msgspec.Struct, frozen=True):
     """A lease that was ended: the GPUs that were released; by node, elsewhere, why not and when it expires there."""
 
     lease: str
@@ -90,7 +90,7 @@ def chosen(ids: Sequence[str], fleet: Fleet, unread: Sequence[str]) -> list[ledg
 
 def release(
     mine: ledger.Mine, known: Sequence[Lease], fleet: Fleet, env: Mapping[str, str], warn: Callable[[str], None]
-) -> Ended:
+) -> ReleasedLease:
     """End one lease on all its nodes. ``known``: the leases as they were read, for GPUs' indexes and their end."""
     kept_here = keeper.has(mine.lease, env)
     try:
@@ -105,7 +105,7 @@ def release(
     until = max((lease.until for lease in ours if lease.id == mine.lease), default="the end of its time")
     when = "within 90 s" if kept_here else f"when its holder ends, at the latest at {until}"
     failed = {node: f"not released on {node}: {clean(str(error))}" for node, error in outcome.failed.items()}
-    return Ended(
+    return ReleasedLease(
         mine.lease, gpus, {node: f"{words}; it expires there by itself {when}" for node, words in failed.items()}
     )
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from gpuboard.errors import UsageError
-from gpuboard.model.request import Chosen, Pick, Request, slot
+from gpuboard.model.request import ChosenGpu, Pick, Request, slot
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.text import quoted
 from gpuboard.model.units import format_size
@@ -46,8 +46,8 @@ class Candidate(msgspec.Struct, frozen=True):
         return f"{self.node}:{self.slot}"
 
     @property
-    def chosen(self) -> Chosen:
-        return Chosen(self.node, self.index, self.uuid, mig=self.mig)
+    def chosen(self) -> ChosenGpu:
+        return ChosenGpu(self.node, self.index, self.uuid, mig=self.mig)
 
 
 def check(request: Request) -> None:

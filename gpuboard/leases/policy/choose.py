@@ -13,8 +13,8 @@ import msgspec
 
 from gpuboard.errors import UsageError
 from gpuboard.leases.policy.candidates import Candidate, by_node, check, look, names_gpu, nodes_needed, sick_words
-from gpuboard.leases.policy.topology import NVLINK, Group, best_group, matrix, ring_order
-from gpuboard.model.request import Choice, Chosen, Pick, Refusal, Request, slot
+from gpuboard.leases.policy.topology import NVLINK, GpuGroup, best_group, matrix, ring_order
+from gpuboard.model.request import Choice, ChosenGpu, Pick, Refusal, Request, slot
 from gpuboard.model.snapshot import GpuView, Snapshot
 
 _NUMA = 1024  # a pair's score is links * _NUMA + 1 on one NUMA node: links first; 1024 > pairs of a node's 44 GPUs
@@ -113,7 +113,7 @@ class _Sets:
 
     def __init__(self, topology: str) -> None:
         self._links = topology == "best"
-        self._known: dict[tuple[tuple[tuple[int, ...], ...], int], tuple[Group, tuple[int, ...]]] = {}
+        self._known: dict[tuple[tuple[tuple[int, ...], ...], int], tuple[GpuGroup, tuple[int, ...]]] = {}
         self._found: dict[tuple[str, int], _Set] = {}
 
     def best(self, name: str, free: list[Candidate], size: int) -> _Set:
@@ -180,7 +180,7 @@ def _made(chosen: Sequence[_Set], why: str) -> Choice:
     return Choice(tuple(gpu.chosen for gpu in gpus), "; ".join((why, *notes)), notes)
 
 
-def arranged(snapshot: Snapshot, n: int | None = None) -> tuple[Chosen, ...]:
+def arranged(snapshot: Snapshot, n: int | None = None) -> tuple[ChosenGpu, ...]:
     """Return ``n`` GPUs (None: all) of a snapshot that shows nothing but the asker's own, in rank order.
 
     MIG devices stand for the GPU they are of. Fewer than asked: what there is.

@@ -19,7 +19,7 @@ _EXACT_RING = 9  # GPUs: up to here the best ring is searched exactly (2^8 Â· 8Â
 Matrix = Sequence[Sequence[int]]
 
 
-class Group(msgspec.Struct, frozen=True):
+class GpuGroup(msgspec.Struct, frozen=True):
     """The chosen members (positions in the matrix, ascending), their own score, and whether the search was complete."""
 
     members: tuple[int, ...]
@@ -31,7 +31,7 @@ class _Spent(Exception):
     """The budget ran out."""
 
 
-def best_group(scores: Matrix, size: int, budget: int = BUDGET) -> Group:
+def best_group(scores: Matrix, size: int, budget: int = BUDGET) -> GpuGroup:
     """Return the group of ``size`` that the rule chooses; ties go to the lowest positions.
 
     ``scores`` is symmetric, n x n, with a zero diagonal; 1 <= size <= n. Groups never have fewer members than asked.
@@ -39,9 +39,9 @@ def best_group(scores: Matrix, size: int, budget: int = BUDGET) -> Group:
     """
     count = len(scores)
     if size == count:
-        return Group(tuple(range(count)), _inner(scores, tuple(range(count))), True)
+        return GpuGroup(tuple(range(count)), _inner(scores, tuple(range(count))), True)
     if size == 1:  # the rule is silent: every group scores 0. Take the GPU that the others miss least
-        return Group((min(range(count), key=lambda i: (sum(scores[i]), i)),), 0, True)
+        return GpuGroup((min(range(count), key=lambda i: (sum(scores[i]), i)),), 0, True)
     classes = equal_rows(scores)
     search = _Search(scores, classes, size, budget)
     try:
@@ -86,11 +86,11 @@ class _Search:
         self._most = [sum(sorted(row, reverse=True)[: size - 1]) for row in scores]  # twice what one GPU can add
         self._known: dict[int, tuple[int, int, int]] = {0: (0, -1, 0)}
 
-    def run(self) -> Group:
+    def run(self) -> GpuGroup:
         """Return the chosen group. Raises _Spent; ``best`` is then what was found until there."""
         everything = (1 << len(self._bits)) - 1
         _, score, group = self._one_group() if 2 * self.size >= len(self._bits) else self._value(everything)
-        return Group(self.members(group), score, True)
+        return GpuGroup(self.members(group), score, True)
 
     def members(self, group: int) -> tuple[int, ...]:
         """Return the positions in a mask, ascending."""
@@ -171,7 +171,7 @@ class _Search:
         return found
 
 
-def _by_exchange(scores: Matrix, size: int, found: tuple[int, ...]) -> Group:
+def _by_exchange(scores: Matrix, size: int, found: tuple[int, ...]) -> GpuGroup:
     """Return a good group when the exact search was too long: split greedily, exchange members while the sum grows.
 
     ``found`` is the group the search had, if any: a second split to start from.
@@ -180,7 +180,7 @@ def _by_exchange(scores: Matrix, size: int, found: tuple[int, ...]) -> Group:
     splits = [_exchange(scores, start) for start in starts]
     best = max(splits, key=lambda groups: sum(_inner(scores, group) for group in groups))
     group = min((g for g in best if len(g) == size), key=lambda g: (-_inner(scores, g), g))
-    return Group(group, _inner(scores, group), False)
+    return GpuGroup(group, _inner(scores, group), False)
 
 
 def _greedy(scores: Matrix, size: int, first: tuple[int, ...]) -> list[list[int]]:

@@ -28,7 +28,7 @@ from gpuboard.leases.policy.candidates import check
 from gpuboard.leases.policy.choose import arranged
 from gpuboard.leases.rank_map import rank_map, reachable_addresses
 from gpuboard.leases.slurm.fit import Fit, Limits, fit
-from gpuboard.leases.slurm.job import JobGpus, look, nodes_of
+from gpuboard.leases.slurm.job import GrantedJob, look, nodes_of
 from gpuboard.leases.slurm.lease import end, find, forget, known_holder, lease_of, renew
 from gpuboard.leases.slurm.wait import Waiting
 from gpuboard.leases.terms import (
@@ -93,7 +93,7 @@ class SlurmAllocator:
         self._taking: str | None = None  # the lease whose owner does not know of it yet
         self._number: int | None = None  # of its job
         self._handed: Handover | None = None
-        self._record: keeper.Record | None = None
+        self._record: keeper.LeaseRecord | None = None
         self._abandoned = threading.Event()
         self.notes: list[str] = []  # what the person should know of the lease that was taken
 
@@ -131,7 +131,7 @@ class SlurmAllocator:
         Raises Refused, UsageError, NoNodeReached.
         """
         found, seconds = self._fit(request, for_s)
-        arguments = sbatch_args.arguments(found.shape, self._asked, sbatch_args.Lease("lease", seconds))
+        arguments = sbatch_args.arguments(found.shape, self._asked, sbatch_args.JobSpec("lease", seconds))
         words = self._jobs.test(arguments, script(""))
         line = shlex.join(["sbatch", *(word for word in arguments if not word.startswith("--job-name="))])
         return Choice((), f"{line}\n{found.why}\nSlurm: {words}")
@@ -151,7 +151,7 @@ class SlurmAllocator:
         heartbeat = self._heartbeat(lease) if terms.holder is not None else ""
         self._hand_over(self._new_record(lease, terms, heartbeat))
         self._go_on()
-        arguments = sbatch_args.arguments(found.shape, self._asked, sbatch_args.Lease(lease, for_s, terms.purpose))
+        arguments = sbatch_args.arguments(found.shape, self._asked, sbatch_args.JobSpec(lease, for_s, terms.purpose))
         silence_s = parse_duration(self._settings.slurm.silence)
         text = script(heartbeat, silence_s, min(PAUSE_S, silence_s / 12))
         self._number, words = self._jobs.submit(arguments, text, lease)
@@ -227,7 +227,7 @@ class SlurmAllocator:
             raise GpuboardError(f"{path} cannot be written: {error.strerror}") from error
         return path
 
-    def _new_record(self, lease: str, terms: Terms, heartbeat: str) -> keeper.Record:
+    def _new_record(self, lease: str, terms: Terms, heartbeat: str) -> keeper.LeaseRecord:
         job = KeptJob(
             job_name=sbatch_args.job_name(lease),
             number=None,
@@ -241,7 +241,7 @@ class SlurmAllocator:
         place = KeptNode(_PLACE, [], None, "", None)
         return keeper.record(lease, [place], {}, terms.holder, LONGEST_S, job=job)
 
-    def _hand_over(self, record: keeper.Record) -> Handover:
+    def _hand_over(self, record: keeper.LeaseRecord) -> Handover:
         self._record = record
         self._handed = handed = keeper.hand_over(record, self._env, self._keeper)
         self._keeper = None
@@ -378,7 +378,7 @@ class SlurmAllocator:
 
     # --- in words
 
-    def _allocation(self, lease: Lease, gpus: JobGpus, n: int | None, why: str) -> Allocation:
+    def _allocation(self, lease: Lease, gpus: GrantedJob, n: int | None, why: str) -> Allocation:
         chosen = as_allocated(self._env, lease.id, arranged(gpus.snapshot, n))
         used = list(dict.fromkeys(gpu.node for gpu in chosen))
         addresses = reachable_addresses(

@@ -21,7 +21,7 @@ from gpuboard.transport.slurm.srun_errors import gpus_by_nodes
 _FIRST_READING_S = 15.0  # beyond the steps' start: the agent's, and NVML's without persistence mode
 
 
-class JobGpus(msgspec.Struct, frozen=True):
+class GrantedJob(msgspec.Struct, frozen=True):
     """What a job has: how its nodes are reached, and a snapshot of nothing but its GPUs."""
 
     nodes: dict[str, Node]
@@ -49,7 +49,7 @@ def nodes_of(number: int, settings: Settings) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def look(number: int, counts: Mapping[str, int], settings: Settings) -> JobGpus:
+def look(number: int, counts: Mapping[str, int], settings: Settings) -> GrantedJob:
     """Return the GPUs of a running job of ours. Raises GpuboardError when a node does not show what Slurm gave it."""
     nodes = {name: Node(name, name, job=str(number)) for name in counts}
     fleet = Fleet(list(nodes.values()), settings, interval_s=None)
@@ -64,7 +64,7 @@ def look(number: int, counts: Mapping[str, int], settings: Settings) -> JobGpus:
         _check(number, node, counts[node.name])
     notes = tuple(words for node in snapshot.nodes for words in _cautions(number, node))
     here = next((name for name in nodes if is_here(name)), None)
-    return JobGpus(nodes, snapshot, here, notes)
+    return GrantedJob(nodes, snapshot, here, notes)
 
 
 def _check(number: int, node: NodeView, count: int) -> None:

@@ -9,7 +9,7 @@ from gpuboard.errors import GpuboardError, NeverPossible, NoNodeReached, NotFree
 from gpuboard.model.request import Refusal
 from gpuboard.model.text import clean
 from gpuboard.model.units import day_time, format_duration
-from gpuboard.scheduler.slurm.client import Jobs, JobState, Place
+from gpuboard.scheduler.slurm.client import Jobs, JobState, QueuePlace
 from gpuboard.scheduler.slurm.sbatch_args import is_undecided, never_reason
 
 _FIRST_POLL_S = 0.1
@@ -48,7 +48,7 @@ class Waiting:
         Raises NotFree and NeverPossible with Slurm's reason, NoNodeReached, and GpuboardError for a job that ended.
         """
         pause_s = _FIRST_POLL_S
-        place: Place | None = None
+        place: QueuePlace | None = None
         partition: str | None = None  # whose queue the job is known to stand in
         while True:
             self._each()
@@ -91,7 +91,7 @@ class Waiting:
             )
         return job.state in {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING"}
 
-    def _judge(self, job: JobState | None, place: Place | None) -> None:
+    def _judge(self, job: JobState | None, place: QueuePlace | None) -> None:
         """Say how a job that does not run yet stands. Raises Refused when it is not waited for any longer."""
         assert job is not None
         if job.state != "PENDING":  # CONFIGURING: it has its nodes, which may have to boot
@@ -122,7 +122,7 @@ class Waiting:
         self._progress(f"waiting {format_duration(self.waited_s)}: {error}")
 
 
-def pending_words(job: JobState, place: Place | None) -> str:
+def pending_words(job: JobState, place: QueuePlace | None) -> str:
     """Return why a job waits, where in the queue it is, and when Slurm expects it to start."""
     reason = clean(job.reason, 200) if job.reason not in {"", "None"} else "Slurm has not looked at it yet"
     words = f"Slurm job {job.number} is pending ({reason})"

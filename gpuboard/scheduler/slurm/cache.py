@@ -25,7 +25,7 @@ _FORMAT = 4  # of the file: one more with every change of Record or of what it h
 _KEPT_S = 86400.0  # files of other configurations, since they were written
 
 
-class Record(msgspec.Struct, frozen=True, gc=False):
+class CachedAnswer(msgspec.Struct, frozen=True, gc=False):
     """What is known after the newest try. Times: ``now()``."""
 
     boot: str
@@ -61,9 +61,9 @@ class Cache:
         self._folder = cache_dir(env)
         self._name = f"slurm-{os.uname().nodename}-"
         self._path = self._folder / f"{self._name}{_FORMAT}-{key}"
-        self._read: tuple[tuple[int, int, int], Record] | None = None
+        self._read: tuple[tuple[int, int, int], CachedAnswer] | None = None
 
-    def load(self) -> Record | None:
+    def load(self) -> CachedAnswer | None:
         """Return what was stored last, the same object as long as it is the same; None where there is nothing."""
         try:
             with open(self._path, "rb", opener=_open) as file:
@@ -73,7 +73,7 @@ class Cache:
                 mark = (status.st_ino, status.st_mtime_ns, status.st_size)
                 if self._read is not None and self._read[0] == mark:
                     return self._read[1]
-                record = msgspec.msgpack.decode(file.read(_BYTES_MAX), type=Record)
+                record = msgspec.msgpack.decode(file.read(_BYTES_MAX), type=CachedAnswer)
         except (OSError, ValueError, msgspec.MsgspecError):
             return None
         if not self.boot or record.boot != self.boot or max(record.asked, record.answered) > now():
@@ -81,7 +81,7 @@ class Cache:
         self._read = (mark, record)
         return record
 
-    def store(self, record: Record) -> None:
+    def store(self, record: CachedAnswer) -> None:
         """Replace what is there."""
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}-{id(record):x}")
         try:

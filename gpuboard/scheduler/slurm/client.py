@@ -64,7 +64,7 @@ class JobState(msgspec.Struct, frozen=True):
         return sbatch_args.lease_of(self.name)
 
 
-class Place(msgspec.Struct, frozen=True):
+class QueuePlace(msgspec.Struct, frozen=True):
     """A pending job in its partition's queue."""
 
     job: JobState
@@ -154,7 +154,7 @@ class Jobs:
         ran = self._ask(["squeue", "--noheader", f"--user={self.user}", f"--format={_FORMAT_MINE}"])
         return [job for job in _jobs(_answer("squeue", ran)) if job.lease is not None and not job.ended]
 
-    def place(self, number: int, partition: str) -> Place | None:
+    def place(self, number: int, partition: str) -> QueuePlace | None:
         """Return a job's place in the queue; None when it is not pending any more. Raises NoNodeReached."""
         where = [f"--partition={partition}"] if partition else []
         ran = self._ask(["squeue", "--noheader", "--states=PENDING", *where, f"--format={_QUEUE_FORMAT}"])
@@ -266,7 +266,7 @@ def _jobs(text: str) -> list[JobState]:
     return found
 
 
-def _place(text: str, number: int) -> Place | None:
+def _place(text: str, number: int) -> QueuePlace | None:
     """Return a job's place in squeue's list of pending jobs. Held and dependent ones are ahead of nobody."""
     own: JobState | None = None
     own_priority = 0
@@ -286,7 +286,7 @@ def _place(text: str, number: int) -> Place | None:
         return None
     # Equal priorities: the earlier number goes first.
     ahead = sum((-priority, other) < (-own_priority, number) for other, priority in priorities.items())
-    return Place(own, ahead, len(priorities) + 1)
+    return QueuePlace(own, ahead, len(priorities) + 1)
 
 
 def _epoch(text: str) -> float | None:

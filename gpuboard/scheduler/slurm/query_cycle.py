@@ -23,7 +23,7 @@ STOP_S = 0.15
 _SHOW = ("--all", "--local", "--oneliner", "--details", "show")
 
 
-class Answer(NamedTuple):
+class CycleResult(NamedTuple):
     """What came of a cycle."""
 
     schedule: Schedule | None
@@ -39,7 +39,7 @@ class _FailedError(Exception):
         self.contact = contact
 
 
-class Questions:
+class QueryCycle:
     """Asks the Slurm of one site. For one thread at a time, but for ``stop``."""
 
     def __init__(self, site: Site, env: Mapping[str, str]) -> None:
@@ -55,7 +55,7 @@ class Questions:
         if self._running.acquire(timeout=STOP_S):
             self._running.release()
 
-    def ask(self, timeout_s: float, *, probe: bool, before: Schedule | None) -> Answer:
+    def ask(self, timeout_s: float, *, probe: bool, before: Schedule | None) -> CycleResult:
         """Ask, for at most ``timeout_s`` in all. ``probe``: only if the controller answers to its name.
 
         ``before``: the answer before this one, which says what nodes are reserved for where that is not asked again.
@@ -63,15 +63,15 @@ class Questions:
         self.took_s = 0.0
         until = time.monotonic() + timeout_s
         if missing := messages.missing(self._site):
-            return Answer(None, missing)
+            return CycleResult(None, missing)
         try:
             if probe:
                 self._ping(min(until, time.monotonic() + PROBE_S))
-            return Answer(self._ask(until, third=not probe, before=before))
+            return CycleResult(self._ask(until, third=not probe, before=before))
         except _FailedError as error:
-            return Answer(None, str(error), error.contact)
+            return CycleResult(None, str(error), error.contact)
         except Unreadable as error:
-            return Answer(None, f"Slurm's answer cannot be read: {error}")
+            return CycleResult(None, f"Slurm's answer cannot be read: {error}")
 
     def _ask(self, until: float, *, third: bool, before: Schedule | None) -> Schedule:
         """Return Slurm's answer. ``third``: one more command may be run. Raises _FailedError, Unreadable."""

@@ -164,7 +164,7 @@ class Shape(msgspec.Struct, frozen=True):
     exclude: str = ""  # nodes as Slurm writes them
 
 
-class Lease(msgspec.Struct, frozen=True):
+class JobSpec(msgspec.Struct, frozen=True):
     """The lease a job is made for."""
 
     id: str
@@ -218,7 +218,7 @@ def check_option(text: str, where: str) -> None:
             raise UsageError(f"{where}: --{ours} is gpuboard's to say: {words}")
 
 
-def arguments(shape: Shape, asked: Ask, lease: Lease) -> list[str]:
+def arguments(shape: Shape, asked: Ask, lease: JobSpec) -> list[str]:
     """Return the arguments of sbatch, without its name; the script comes over its stdin."""
     kind = f"{shape.type}:" if shape.type else ""
     found = [f"--job-name={job_name(lease.id)}", f"--time={minutes(lease.for_s)}"]

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from gpuboard.config import Settings
 from gpuboard.model.schedule import Seen
 from gpuboard.model.units import parse_duration
-from gpuboard.scheduler.slurm.cache import Cache, Record, now
-from gpuboard.scheduler.slurm.query_cycle import Answer, Questions
+from gpuboard.scheduler.slurm.cache import Cache, CachedAnswer, now
+from gpuboard.scheduler.slurm.query_cycle import CycleResult, QueryCycle
 from gpuboard.scheduler.slurm.site import Site, here, key
 
 ROUND_S = 12.0  # one cycle's commands together; Slurm's own wait for ten
@@ -43,10 +43,10 @@ class Slurm:
     def __init__(self, settings: Settings, env: Mapping[str, str], site: Site) -> None:
         self._interval_s = parse_duration(settings.slurm.interval)
         self._cache = Cache(env, key(site, env))
-        self._questions = Questions(site, env)
+        self._questions = QueryCycle(site, env)
         self._lock = threading.Lock()  # held while this process asks
         self._ended = threading.Event()
-        self._known = Record(self._cache.boot, credit_s=CREDIT_S)
+        self._known = CachedAnswer(self._cache.boot, credit_s=CREDIT_S)
         self._jitter = 0.8 + 0.4 * os.urandom(1)[0] / 255  # so that who waits for a controller does not come in a crowd
 
     @property
@@ -132,7 +132,7 @@ class Slurm:
         self._cache.store(self._known)
 
 
-def after(known: Record, answer: Answer, asked: float, took_s: float) -> Record:
+def after(known: CachedAnswer, answer: CycleResult, asked: float, took_s: float) -> CachedAnswer:
     """Return what is known after a try that began at ``asked`` and took ``took_s`` in Slurm's commands."""
     credit_s = min(CREDIT_S, known.credit_s + SHARE * (asked - known.asked)) if known.asked else CREDIT_S
     known = replace(
@@ -147,7 +147,7 @@ def after(known: Record, answer: Answer, asked: float, took_s: float) -> Record:
     return known if answer.schedule is None else replace(known, schedule=answer.schedule, answered=asked)
 
 
-def pause_s(known: Record, interval_s: float, jitter: float) -> float:
+def pause_s(known: CachedAnswer, interval_s: float, jitter: float) -> float:
     """Return how long Slurm is left alone after a try."""
     found_s = interval_s
     if known.failures:
@@ -156,6 +156,6 @@ def pause_s(known: Record, interval_s: float, jitter: float) -> float:
     return max(found_s, _rest_s(known))
 
 
-def _rest_s(known: Record) -> float:
+def _rest_s(known: CachedAnswer) -> float:
     """Return how long it takes until what Slurm's commands took is no more than their share."""
     return max(0.0, -known.credit_s / SHARE)

@@ -22,7 +22,7 @@ from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.exit_errors import explain_exit
 from gpuboard.transport.pace import Pace, Turn
 from gpuboard.transport.ssh import errors, resolve
-from gpuboard.transport.ssh.asyncssh_config import Host, HostConfig
+from gpuboard.transport.ssh.asyncssh_config import HostConfig, SshHost
 from gpuboard.transport.ssh.asyncssh_errors import explain
 from gpuboard.transport.ssh.single_flight import AGAIN_S
 
@@ -111,7 +111,13 @@ class AsyncsshTransport:
             channel.fail(explain(error, name, host, self._timeout_s))
 
     async def _set_up(
-        self, host: Host, tunnel: asyncssh.SSHClientConnection | None, channel: SshChannel, command: str, *, agent: bool
+        self,
+        host: SshHost,
+        tunnel: asyncssh.SSHClientConnection | None,
+        channel: SshChannel,
+        command: str,
+        *,
+        agent: bool,
     ) -> None:
         """Set one connection up in its turn, which lasts until the agent has begun: to start it is most of the work."""
         turn, begun = await self._pace.enter(), False
@@ -127,7 +133,7 @@ class AsyncsshTransport:
             self._pace.leave(turn, succeeded=begun)
 
     async def _log_in(
-        self, host: Host, tunnel: asyncssh.SSHClientConnection | None, deadline: _Deadline
+        self, host: SshHost, tunnel: asyncssh.SSHClientConnection | None, deadline: _Deadline
     ) -> asyncssh.SSHClientConnection:
         """Return a connection. A server that drops newcomers (MaxStartups: many ask at once) is asked again."""
         until = time.monotonic() + self._timeout_s
@@ -141,7 +147,7 @@ class AsyncsshTransport:
         return await self._log_in_once(host, tunnel, deadline)
 
     async def _log_in_once(
-        self, host: Host, tunnel: asyncssh.SSHClientConnection | None, deadline: _Deadline
+        self, host: SshHost, tunnel: asyncssh.SSHClientConnection | None, deadline: _Deadline
     ) -> asyncssh.SSHClientConnection:
         options: dict[str, Any] = dict(host.options)
         options.setdefault("keepalive_interval", _KEEPALIVE_S)
@@ -217,7 +223,7 @@ class _Client(asyncssh.SSHClient):
     Until the deadline's block ends, what the server sends is progress.
     """
 
-    def __init__(self, host: Host, connections: set[asyncssh.SSHClientConnection], deadline: _Deadline) -> None:
+    def __init__(self, host: SshHost, connections: set[asyncssh.SSHClientConnection], deadline: _Deadline) -> None:
         self._host = host
         self._connections = connections
         self._deadline = deadline

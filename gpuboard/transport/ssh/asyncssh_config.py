@@ -20,11 +20,11 @@ from gpuboard.transport.ssh import resolve
 _CIPHER = "aes128-gcm@openssh.com"  # half the cost of asyncssh's default; FACTS of polling: 0.10 ms against 0.17
 
 
-class Host:
+class SshHost:
     """How to log in to one host. ``offered`` is set to the key of a server that could not be verified."""
 
     def __init__(
-        self, name: str, *, options: dict[str, Any], jumps: tuple[str, ...], files: list[str], known: KnownHosts
+        self, name: str, *, options: dict[str, Any], jumps: tuple[str, ...], files: list[str], known: AsyncsshKnownHosts
     ) -> None:
         self.name = name
         self.options = options  # for asyncssh.connect
@@ -45,7 +45,7 @@ class Host:
         return any(found[:2])
 
 
-class KnownHosts:
+class AsyncsshKnownHosts:
     """Some known_hosts files as one list."""
 
     def __init__(self, files: Sequence[str]) -> None:
@@ -73,9 +73,9 @@ class HostConfig:
         self._files, _ = resolve.config_files(ssh_config)
         self._resolver = resolve.Resolver(ssh_config, kept=kept) if resolve.available() else None
         self._known_hosts = [os.path.expanduser(file) for file in known_hosts]
-        self._cache: dict[tuple[tuple[str, float], ...], KnownHosts] = {}
+        self._cache: dict[tuple[tuple[str, float], ...], AsyncsshKnownHosts] = {}
 
-    def host(self, spec: str) -> Host:
+    def host(self, spec: str) -> SshHost:
         """Return how to log in to ``[user@]host[:port]`` (also ``ssh://…``).
 
         Raises ValueError for an ssh_config that asyncssh cannot read, TransportError for one that ssh cannot.
@@ -84,7 +84,7 @@ class HostConfig:
             return self._read(spec, None)
         return self._read(spec, self._resolver.get(spec))
 
-    def jumps(self, host: Host) -> tuple[str, ...]:
+    def jumps(self, host: SshHost) -> tuple[str, ...]:
         """Return all hosts to go through to ``host``, the first one first: that one's own ProxyJump counts, too."""
         return resolve.whole_chain(host.name, host.jumps, lambda name: self.host(name).jumps)
 
@@ -93,7 +93,7 @@ class HostConfig:
         if self._resolver is not None:
             self._resolver.save()
 
-    def _read(self, spec: str, said: resolve.Resolved | None) -> Host:
+    def _read(self, spec: str, said: resolve.Resolved | None) -> SshHost:
         username, name, port = resolve.split(spec)
         files = self._files
         try:
@@ -140,7 +140,7 @@ class HostConfig:
             options["ignore_encrypted"] = True
         # As ssh does it: through a shell. asyncssh would split the words itself, and knows no quoting of its own.
         options["proxy_command"] = None if proxy is None or jumps else ["/bin/sh", "-c", f"exec {proxy}"]
-        host = Host(name, options=options, jumps=jumps, files=files, known=self._known(known))
+        host = SshHost(name, options=options, jumps=jumps, files=files, known=self._known(known))
         host.user, host.port, host.key_name = user, where, key_name
         return host
 
@@ -149,10 +149,10 @@ class HostConfig:
         files = own + _texts(config.get("GlobalKnownHostsFile")) if own else self._known_hosts
         return [os.path.expanduser(file) for file in files]
 
-    def _known(self, files: list[str]) -> KnownHosts:
+    def _known(self, files: list[str]) -> AsyncsshKnownHosts:
         key = tuple((file, os.stat(file).st_mtime if os.path.exists(file) else 0.0) for file in files)
         if key not in self._cache:
-            self._cache[key] = KnownHosts(files)
+            self._cache[key] = AsyncsshKnownHosts(files)
         return self._cache[key]
 
 

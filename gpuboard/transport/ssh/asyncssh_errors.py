@@ -11,10 +11,10 @@ from gpuboard.transport.base import TransportError
 from gpuboard.transport.ssh import errors
 
 if TYPE_CHECKING:
-    from gpuboard.transport.ssh.asyncssh_config import Host
+    from gpuboard.transport.ssh.asyncssh_config import SshHost
 
 
-def explain(error: Exception, name: str, host: Host | None, timeout_s: float) -> TransportError:
+def explain(error: Exception, name: str, host: SshHost | None, timeout_s: float) -> TransportError:
     """Return what a failure to reach ``name`` means; ``host`` is None when its configuration could not be read."""
     if isinstance(error, TransportError):
         return error
@@ -41,7 +41,7 @@ def explain(error: Exception, name: str, host: Host | None, timeout_s: float) ->
     return TransportError("lost", f"ssh: {type(error).__name__}: {error}", f"try `ssh {name}`")
 
 
-def _host_key(error: asyncssh.HostKeyNotVerifiable, name: str, host: Host | None) -> TransportError:
+def _host_key(error: asyncssh.HostKeyNotVerifiable, name: str, host: SshHost | None) -> TransportError:
     offered = host.offered or "" if host else ""
     if "revoked" in error.reason.lower():
         return errors.revoked_key(name)

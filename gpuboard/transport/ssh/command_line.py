@@ -44,14 +44,14 @@ _TARGET = "[%h]:%p"
 _NOTHING = "true"  # a command that every shell knows
 
 
-class Way:
+class SshRoute:
     """How to call ssh for one host. ``via``: the way to the jump host before it, whose connection it goes through.
 
     ``shared``: the socket of its shared connection, ``own``: one of ours, not one that ssh_config names.
     """
 
     def __init__(
-        self, host: Resolved, via: Way | None, options: tuple[str, ...], *, shared: str | None, own: bool
+        self, host: Resolved, via: SshRoute | None, options: tuple[str, ...], *, shared: str | None, own: bool
     ) -> None:
         self.host = host
         self.via = via
@@ -157,27 +157,27 @@ class Ways:
         self._used: set[str] = set()
         self._closed = threading.Event()
 
-    def find(self, spec: str) -> Way:
+    def find(self, spec: str) -> SshRoute:
         """Return the way to a host; nobody is logged in to yet. Raises TransportError."""
         host = self._resolver.get(spec)
-        way: Way | None = None
+        way: SshRoute | None = None
         if self._folder is not None:  # else ssh goes through jump hosts by itself, and logs in to them every time
             for hop in whole_chain(host.name, host.jumps, lambda name: self._resolver.get(name).jumps):
                 way = self._way(self._resolver.get(hop), way)
         return self._way(host, way)
 
-    def to(self, spec: str) -> Way:
+    def to(self, spec: str) -> SshRoute:
         """Return the way to a host, logged in to the jump hosts before it. Raises TransportError."""
         way = self.find(spec)
         if way.via is not None:
             self._pass(way.via)
         return way
 
-    def log_in(self, way: Way) -> bool:
+    def log_in(self, way: SshRoute) -> bool:
         """Open the shared connection of ``way``; asks nobody. Raises TransportError."""
         return again(lambda: self._log_in_once(way), self.timeout_s, self._closed)
 
-    def seen_from(self, way: Way) -> TransportError | None:
+    def seen_from(self, way: SshRoute) -> TransportError | None:
         """Return why the jump host before ``way`` does not get there; None when it does. Raises TransportError."""
         if way.via is None:
             return None
@@ -210,13 +210,13 @@ class Ways:
         self.keep()
         control_sockets.stop(self._used)
 
-    def _pass(self, way: Way) -> None:
+    def _pass(self, way: SshRoute) -> None:
         """Log in to a jump host and those before it. Raises TransportError."""
         if way.via is not None:
             self._pass(way.via)
         self._gates.enter(way.shared or way.host.spec, lambda: way.alive() or None, lambda: self.log_in(way))
 
-    def _log_in_once(self, way: Way) -> bool:
+    def _log_in_once(self, way: SshRoute) -> bool:
         code, err = self.run(way.opening())
         if code == 0 or way.alive():
             return True  # a host that only lets pass may refuse the command
@@ -224,7 +224,7 @@ class Ways:
             raise errors.no_answer(self.timeout_s)
         raise explain_login(err, way.host, hop=way.hop, timeout_s=self.timeout_s)
 
-    def _way(self, host: Resolved, via: Way | None) -> Way:
+    def _way(self, host: Resolved, via: SshRoute | None) -> SshRoute:
         options = list(self._words)
         if not host.count("serveraliveinterval"):
             options += _KEEPALIVE
@@ -241,9 +241,9 @@ class Ways:
         if own and shared is not None:
             with self._lock:
                 self._used.add(shared)
-        return Way(host, via, tuple(options), shared=shared, own=own)
+        return SshRoute(host, via, tuple(options), shared=shared, own=own)
 
-    def _socket(self, host: Resolved, via: Way | None) -> str | None:
+    def _socket(self, host: Resolved, via: SshRoute | None) -> str | None:
         """Return where the connection to ``host`` is shared: by everything that says where it goes, and as whom."""
         if self._folder is None:
             return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from gpuboard.model.text import clean
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.ssh.command_line import Way, Ways
+from gpuboard.transport.ssh.command_line import SshRoute, Ways
 from gpuboard.transport.ssh.errors import Asking
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ def log_in(hosts: Iterable[str], settings: Settings, env: Mapping[str, str], say
         ways.keep()
 
 
-def _levels(ways: Ways, hosts: Iterable[str]) -> list[list[Way]]:
+def _levels(ways: Ways, hosts: Iterable[str]) -> list[list[SshRoute]]:
     """Return the ways, each once: first those to what is reached directly, then those one jump further, …"""
-    found: dict[tuple[int, str], Way] = {}
+    found: dict[tuple[int, str], SshRoute] = {}
     for host in hosts:
         try:
-            way: Way | None = ways.find(host)
+            way: SshRoute | None = ways.find(host)
         except TransportError:
             continue
         line = []
@@ -58,7 +58,7 @@ def _levels(ways: Ways, hosts: Iterable[str]) -> list[list[Way]]:
     return [[way for (of, _), way in found.items() if of == depth] for depth in depths]
 
 
-def _wanting(ways: Ways, level: list[Way], say: Callable[[str], None]) -> list[Way]:
+def _wanting(ways: Ways, level: list[SshRoute], say: Callable[[str], None]) -> list[SshRoute]:
     """Log in wherever nobody has to be asked, all at a time; return the ways to the rest."""
     with ThreadPoolExecutor(max(1, min(len(level), ways.at_a_time))) as pool:
         try:
@@ -72,7 +72,7 @@ def _wanting(ways: Ways, level: list[Way], say: Callable[[str], None]) -> list[W
             raise
 
 
-def _asks(ways: Ways, way: Way) -> bool:
+def _asks(ways: Ways, way: SshRoute) -> bool:
     """Return whether a person must answer something before ``way`` can be used; logs in where not."""
     if way.alive():
         return False
@@ -85,7 +85,7 @@ def _asks(ways: Ways, way: Way) -> bool:
     return False
 
 
-def _ask(way: Way, ways: Ways, say: Callable[[str], None]) -> None:
+def _ask(way: SshRoute, ways: Ways, say: Callable[[str], None]) -> None:
     if way.alive():
         return  # it was another host's jump host, too
     say(f"{clean(way.name, 80)} wants a password, a passphrase or a code:")

@@ -19,7 +19,7 @@ from gpuboard.transport.exit_errors import not_started
 from gpuboard.transport.process import ChildChannel, Ending
 from gpuboard.transport.spawn import spawn
 from gpuboard.transport.ssh import errors
-from gpuboard.transport.ssh.command_line import Way, Ways
+from gpuboard.transport.ssh.command_line import SshRoute, Ways
 from gpuboard.transport.ssh.openssh_errors import explain_ssh
 from gpuboard.transport.ssh.single_flight import Dropped, again
 
@@ -118,7 +118,7 @@ class SshProcess:
         except Exception as error:  # no more files or processes to be had here, say
             self.fail(errors.any_error(error))
 
-    def _try(self, way: Way) -> None:
+    def _try(self, way: SshRoute) -> None:
         """Start one process. Returns when it got in, or when nobody wants it any more. Raises TransportError."""
         attempt = _Attempt(self, way, self._transport)
         ways = self._transport.ways
@@ -146,7 +146,7 @@ class SshProcess:
 class _Attempt:
     """Listens to one ssh process for a session."""
 
-    def __init__(self, session: SshProcess, way: Way, transport: OpensshTransport) -> None:
+    def __init__(self, session: SshProcess, way: SshRoute, transport: OpensshTransport) -> None:
         self.settled = threading.Event()  # the agent has spoken, or it is over
         self.error: TransportError | None = None
         self.connected_yet = False

@@ -18,7 +18,7 @@ from gpuboard.transport import bundle
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.exit_errors import explain_exit
 from gpuboard.transport.ssh import errors
-from gpuboard.transport.ssh.paramiko_login import Logins, drop, explain
+from gpuboard.transport.ssh.paramiko_login import ParamikoLogins, drop, explain
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
@@ -36,7 +36,7 @@ class ParamikoTransport:
 
     def __init__(self, settings: Settings) -> None:
         self.python = settings.python
-        self.logins = Logins(settings)
+        self.logins = ParamikoLogins(settings)
         self.slots = threading.BoundedSemaphore(settings.max_connections)
         self._channels: list[ParamikoChannel] = []
 

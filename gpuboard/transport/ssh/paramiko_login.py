@@ -32,7 +32,7 @@ _WAKE_S = 5.0  # how often paramiko's thread looks up: by default ten times a se
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 
 
-class Logins:
+class ParamikoLogins:
     """Connections of one transport. May be used from any thread; all of it blocks."""
 
     def __init__(self, settings: Settings) -> None:
