@@ -23,12 +23,17 @@ def exactly(count: int) -> bytes:
     return data
 
 
-def start_line() -> dict[str, object]:
-    exactly(int(exactly(8)))  # the agent that was sent
+def line() -> bytes:
     data = b""
     while not data.endswith(b"\n"):
         data += exactly(1)
-    found: dict[str, object] = json.loads(data)
+    return data
+
+
+def start_line() -> dict[str, object]:
+    line()  # the guard
+    exactly(int(exactly(8)))  # the agent that was sent
+    found: dict[str, object] = json.loads(line())
     return found
 
 
@@ -47,22 +52,22 @@ def reading(gpus: list[dict[str, object]], **more: object) -> dict[str, object]:
 def lies(kind: str, frame: bytes) -> Iterator[bytes]:
     """Yield what is written, one piece after the other."""
 
-    def line(message: dict[str, object]) -> bytes:
+    def framed(message: dict[str, object]) -> bytes:
         return frame + json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
     one = reading([gpu("GPU-0")])
     migs = [{"uuid": f"MIG-{k}"} for k in range(1000)]
     endless = {
-        "gpus": line(reading([{"uuid": f"GPU-{k:06d}"} for k in range(100_000)])),
-        "lines": line({**one, "nvml_error": "x" * (4 * 2**20 - 400)}),
-        "fast": line(one),
-        "claims": line({**one, "claims": [
+        "gpus": framed(reading([{"uuid": f"GPU-{k:06d}"} for k in range(100_000)])),
+        "lines": framed({**one, "nvml_error": "x" * (4 * 2**20 - 400)}),
+        "fast": framed(one),
+        "claims": framed({**one, "claims": [
             {"lease": f"l{k}", "uuid": "GPU-0", "uid": 1, "owner": "a", "state": "live", "from": 0, "until": 9}
             for k in range(40_000)
         ]}),
-        "processes": line(reading([gpu("GPU-0", processes=[{"pid": k, "type": "compute"} for k in range(100_000)])])),
-        "migs": line(reading([gpu(f"GPU-{k}", mig=migs) for k in range(100)])),
-        "replies": line({"t": "reply", "id": 4711, "value": ["x" * 1000]}),
+        "processes": framed(reading([gpu("GPU-0", processes=[{"pid": k, "type": "compute"} for k in range(100_000)])])),
+        "migs": framed(reading([gpu(f"GPU-{k}", mig=migs) for k in range(100)])),
+        "replies": framed({"t": "reply", "id": 4711, "value": ["x" * 1000]}),
         "noise": b"Welcome to the cluster! " * 1000,
     }  # fmt: skip
     number = 0
@@ -70,9 +75,11 @@ def lies(kind: str, frame: bytes) -> Iterator[bytes]:
         number += 1
         if kind == "uuids":
             names = [f"GPU-{number}-{k}" for k in range(64)]
-            yield line({"t": "static", "gpus": [static(name) for name in names]}) + line(reading(list(map(gpu, names))))
+            yield framed({"t": "static", "gpus": [static(name) for name in names]}) + framed(
+                reading(list(map(gpu, names)))
+            )
         elif kind == "bytes":
-            yield b"%c" % line(one)[number % 40]
+            yield b"%c" % framed(one)[number % 40]
         else:
             yield endless[kind]
 
