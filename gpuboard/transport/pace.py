@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 
 AT_ONCE = 8  # under way to begin with; each that succeeds in time makes room for one more
 LEAST = 4
+SLOW_S = 1.0  # from the start of an attempt to the agent's first words: a success that took longer took long…
+FAR = 10.0  # …unless even the quickest first answer of a server takes a tenth of that: then it is the way that is long
 OVERTAKEN = 8  # an attempt without progress while so many succeed hangs, and is in nobody's way
 QUIET_S = 0.1  # without any progress for so long all of them wait for something far away, or hang: one more may begin
 STARTING_S = 1.0  # the same where an agent is being started: that shows no progress
@@ -23,17 +26,15 @@ class Turn:
 
     def progress(self) -> None:
         """Take note that the other end has answered something."""
+        self._pace.near_s = min(self._pace.near_s, self._pace.now() - self.began)
         self.mark = self._pace.succeeded
         self._pace.moved = self._pace.now()
 
 
 class Pace:
-    """Lets attempts in, the oldest first; at most ``most`` at once. Used in one event loop.
+    """Lets attempts in, the oldest first; at most ``most`` at once. Used in one event loop."""
 
-    ``slow_s``: a success that took longer took long.
-    """
-
-    def __init__(self, most: int, slow_s: float) -> None:
+    def __init__(self, most: int, slow_s: float = SLOW_S) -> None:
         self._most = most
         self._slow_s = slow_s
         self._took_s = 0.0  # by those that succeeded, the newest above all
@@ -42,6 +43,7 @@ class Pace:
         self._quiet: asyncio.Task[None] | None = None
         self.at_once = float(min(most, AT_ONCE))  # how many may be under way, of those that do not hang
         self.succeeded = 0
+        self.near_s = math.inf  # until the quickest first answer
         self.moved = 0.0  # when any attempt made progress last
 
     @staticmethod
@@ -69,7 +71,8 @@ class Pace:
         if succeeded:
             took_s = self.now() - turn.began
             self._took_s += (took_s - self._took_s) / 4
-            self.at_once = min(self._most, self.at_once + 1) if took_s <= self._slow_s else max(LEAST, self.at_once - 1)
+            slow = took_s > max(self._slow_s, FAR * self.near_s)
+            self.at_once = max(LEAST, self.at_once - 1) if slow else min(self._most, self.at_once + 1)
             self.succeeded += 1
             self.moved = self.now()
         self._let_in()

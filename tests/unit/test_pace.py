@@ -44,6 +44,7 @@ def test_quick_ones_make_room_for_more_up_to_the_limit() -> None:
 def test_slow_ones_leave_room_for_few() -> None:
     async def scenario() -> None:
         pace, under_way = Pace(64, 0.0), [0]  # whatever it takes is too long
+        pace.near_s = 0.0
         await asyncio.gather(*(attempt(pace, under_way) for _ in range(40)))
         assert pace.at_once == LEAST
         assert max(under_way) <= AT_ONCE
@@ -51,10 +52,24 @@ def test_slow_ones_leave_room_for_few() -> None:
     asyncio.run(scenario())
 
 
+def test_a_long_way_is_not_slowness() -> None:
+    async def scenario() -> None:
+        pace = Pace(64, 0.0)
+        for _ in range(20):
+            turn = await pace.enter()
+            await asyncio.sleep(0.01)
+            turn.progress()  # the first answer takes about half of all: it is the way
+            await asyncio.sleep(0.01)
+            pace.leave(turn, succeeded=True)
+        assert pace.at_once > AT_ONCE
+
+    asyncio.run(scenario())
+
+
 def test_those_that_hang_are_in_nobodys_way() -> None:
     async def scenario() -> None:
         for starts in (False, True):  # in the handshake, or in their shells' start-up files
-            pace, under_way = Pace(64, 2.5), [0]
+            pace, under_way = Pace(64), [0]
             hung = [asyncio.create_task(attempt(pace, under_way, starts=starts, hangs=True)) for _ in range(32)]
             await asyncio.wait_for(asyncio.gather(*(attempt(pace, under_way) for _ in range(300))), 120)
             assert not any(task.done() for task in hung)

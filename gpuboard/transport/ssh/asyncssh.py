@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _STDERR_KEPT = 65536
 _END_S = 0.3  # for the end of everything; what takes longer is left behind
 _PATIENCE = 4.0  # timeouts that a connection may take in all while its handshake makes progress
-_SLOW = 0.25  # timeouts after which a connection took long
 _KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3  # a path that swallows packets is noticed within a minute
 
 # What goes wrong arrives as a TransportError; log lines would only tear the screen.
@@ -52,7 +51,7 @@ class AsyncsshTransport:
         self._loop.set_default_executor(_DaemonExecutor())
         self._loop.set_exception_handler(lambda loop, context: None)  # of connections torn down half-way
         self._slots = asyncio.Semaphore(settings.max_connections)  # for questions to ssh
-        self._pace = Pace(settings.max_connections, _SLOW * self._timeout_s)
+        self._pace = Pace(settings.max_connections)
         self._jumps: dict[tuple[str, ...], asyncio.Task[asyncssh.SSHClientConnection]] = {}
         self._connections: set[asyncssh.SSHClientConnection] = set()
         self._lock = threading.Lock()
