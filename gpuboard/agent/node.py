@@ -1,7 +1,7 @@
 """Role ``node``: readings of this node's GPUs each tick, and the calls on claims and processes.
 
 One loop over the client, NVML's process and the clock. Nothing here waits for NVML: a claim is answered and a reading
-is sent whatever it does. Interface: docs/architecture.md.
+is sent whatever it does. Interface: docs/agent-protocol.md.
 """
 
 import os
@@ -28,7 +28,7 @@ BACKLOG = 1024 * 1024  # bytes: while a client does not read, it gets no new rea
 
 
 def run(channel: protocol.AgentChannel, config: "Dict[str, Any]") -> None:
-    """Serve until the connection ends. ``config`` as in docs/architecture.md."""
+    """Serve until the connection ends. ``config`` as in docs/agent-protocol.md."""
     probe: "Union[probes.Probe, Simulated]"
     if config.get("simulate"):
         from gpuboard.agent.simulate.gpus import Simulated  # late: the demo's alone

@@ -14,7 +14,7 @@ SAME_S = 1.0  # readings round; a pid is not used again within so little time, a
 
 
 class SignalRefused(Exception):
-    """Why no signal was sent; ``kind`` as in docs/architecture.md."""
+    """Why no signal was sent; ``kind`` as in docs/agent-protocol.md."""
 
     def __init__(self, kind: str, message: str) -> None:
         Exception.__init__(self, message)

@@ -100,7 +100,7 @@ _TYPES: dict[str, type[LaunchEvent]] = {
     "ended": NodeEnded,
     "stopping": Stopping,
     "notice": RunNotice,
-    "stderr": RunNotice,  # what the agent's own interpreter said (docs/architecture.md)
+    "stderr": RunNotice,  # what the agent's own interpreter said (docs/agent-protocol.md)
 }
 
 

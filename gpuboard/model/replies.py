@@ -1,4 +1,4 @@
-"""What agents answer to calls, by type (docs/architecture.md, docs/launch-protocol.md): a node's word is untrusted.
+"""What agents answer to calls, by type (docs/agent-protocol.md, docs/launch-protocol.md): a node's word is untrusted.
 
 :func:`decode` is the one way from bytes to these values: a field of another type or beyond its bounds, bytes that are
 no UTF-8 and nesting without end are :class:`Malformed`; text comes out cleaned.

@@ -1,4 +1,4 @@
-"""AgentLink: the client's end of the protocol (docs/architecture.md). Nonce, frames, replies; no I/O of its own.
+"""AgentLink: the client's end of the protocol (docs/agent-protocol.md). Nonce, frames, replies; no I/O of its own.
 
 Messages are checked against gpuboard.model.reading and handed on as they are; text in them is hostile until
 gpuboard.cluster.snapshot.build has cleaned it. Answers to calls come out typed and clean (gpuboard.model.replies).

@@ -30,7 +30,7 @@ OWNERS_ASKED = 16  # names that are looked at for whose a lease is that is not o
 
 
 class Refuse(Exception):
-    """The node says no. ``kind`` is for programs (docs/architecture.md), ``message`` for people."""
+    """The node says no. ``kind`` is for programs (docs/agent-protocol.md), ``message`` for people."""
 
     def __init__(self, kind: str, message: str, detail: "Any" = None) -> None:
         Exception.__init__(self, message)

@@ -166,7 +166,7 @@ class Folder:
 
 
 def handle(op: str, args: "Dict[str, Any]", folder: "Folder") -> "Any":
-    """Answer one call of role ``node`` (docs/architecture.md). Raises Refuse."""
+    """Answer one call of role ``node`` (docs/agent-protocol.md). Raises Refuse."""
     folder.refresh()
     if op == "claims":
         claims, error = folder.read()
