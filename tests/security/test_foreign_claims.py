@@ -16,7 +16,7 @@ pytestmark = pytest.mark.nodes
 SCOPE = ("--nodes", "gpu[01-02]")
 CLAIM = """
 import json, sys
-from gpuboard.agent.claims.store import store as claims
+from gpuboard.agent.claims import store as claims
 lease, *uuids = sys.argv[1:]
 holder = {"host": "login1", "boot_id": "x", "pid": 4242, "start": 1}
 args = {"lease": lease, "uuids": uuids, "for_s": 86000.0, "purpose": "mine", "host": "elsewhere", "holder": holder,
