@@ -124,6 +124,15 @@ def test_pynvml_travels_with_the_probe_only() -> None:
     assert bundle.bundle("node") is bundle.bundle("node")
 
 
+def test_every_module_of_the_agent_travels() -> None:
+    root = Path(module_source.__file__).parents[2]
+    found = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for path in Path(module_source.__file__).parent.rglob("*.py")
+    }
+    assert found == bundle.sources("launch").keys() - {"gpuboard"}
+
+
 def test_an_interpreter_with_odd_characters_in_its_path_is_quoted(tmp_path: Path) -> None:
     odd = tmp_path / "it's a path; echo"
     odd.symlink_to(sys.executable)
