@@ -75,7 +75,7 @@ def _sources_in(package: str, folder: Traversable) -> Iterator[tuple[str, str]]:
         stem, dot, suffix = entry.name.rpartition(".")
         if dot and suffix == "py":
             yield package if stem == "__init__" else f"{package}.{stem}", entry.read_text(encoding="utf-8")
-        elif entry.joinpath("__init__.py").is_file():
+        elif not dot and entry.name != "__pycache__":  # which another user may have made unreadable
             yield from _sources_in(f"{package}.{entry.name}", entry)
 
 
