@@ -183,16 +183,16 @@ def _drop(call: Call, lease: str, nodes: Iterable[str]) -> list[str]:
     return failed
 
 
-def release(call: Call, lease: str, nodes: Iterable[str]) -> Outcome:
-    """End our lease on each of ``nodes``; ``done`` maps a node to the UUIDs that were released.
+def release(call: Call, lease: str, nodes: Iterable[str], *, owned: bool = True) -> Outcome:
+    """End a lease on each of ``nodes``; ``done`` maps a node to the UUIDs that were released.
 
-    None where it was not: it may have ended by itself a moment ago, and that is no failure. Nor is it when only another
-    user has claims with this id there: they are another lease.
+    None where it has ended by itself a moment ago: that is no failure. Nor is it, of a lease of one's own (``owned``),
+    when only another user has claims with this id there: they are another lease.
     """
     done, failed = _each(call, "release", {"lease": lease}, nodes, Released)
     released = {node: answer.released for node, answer in done.items()}
     for node, error in list(failed.items()):
-        if isinstance(error, CallFailed) and error.kind in _NOT_THERE:
+        if isinstance(error, CallFailed) and error.kind in (_NOT_THERE if owned else {"not-found"}):
             del failed[node]
             released[node] = []
     return Outcome(released, failed)
@@ -223,6 +223,7 @@ class Mine(msgspec.Struct, frozen=True):
     lease: str
     gpus: dict[str, list[str]]  # node -> UUIDs, where its claims were seen
     nodes: list[str]  # those, and the ones it names that gave no reading
+    owned: bool = True  # False: another user's, which root may end
 
 
 def mine(claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> dict[str, Mine]:

@@ -79,7 +79,7 @@ def chosen(ids: Sequence[str], fleet: Fleet, unread: Sequence[str]) -> list[ledg
             }
             ended = {node: uuids for node, uuids in theirs.items() if uuids and uids.get(node) == 0}
             if ended:  # root may end anybody's
-                mine = ledger.Mine(text, ended, sorted(ended))
+                mine = ledger.Mine(text, ended, sorted(ended), owned=False)
             elif unread and not any(theirs.values()):
                 raise GpuboardError(f"{error}; not read, so it may lie there: {', '.join(unread)}") from None
             else:
@@ -98,7 +98,7 @@ def release(
     except (keeper.KeeperError, OSError) as error:
         kept_here = False  # it may go on
         warn(f"warning: {error}; {mine.lease} is released all the same, the keeper may report it as lost")
-    outcome = ledger.release(fleet.call, mine.lease, mine.nodes)
+    outcome = ledger.release(fleet.call, mine.lease, mine.nodes, owned=mine.owned)
     index = {(gpu.node, gpu.uuid): gpu.index for lease in known for gpu in lease.gpus}
     gpus = [LeaseGpu(node, index.get((node, uuid)), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
     ours = [lease for lease in known if any(gpu.uuid in mine.gpus.get(gpu.node, ()) for gpu in lease.gpus)]
