@@ -159,7 +159,7 @@ class BoardApp(App[int]):
             if isinstance(screen, BoardScreen):
                 break
 
-    def on_done(self, message: WorkDone) -> None:
+    def on_work_done(self, message: WorkDone) -> None:
         """Go on in the UI's thread with what was done beside it."""
         message.then()
 

@@ -321,7 +321,6 @@ def test_no_nvml_is_a_state_and_a_refusal(here: Here) -> None:
     assert node["error"].startswith("NVML: ")
     done = here.run("allocate", "--n", "1")
     assert done.returncode == 3  # no node is configured, and this machine has no driver
-    assert "NVML" in done.stderr
     assert "--nodes" in done.stderr
     check_no_gpu_given("allocate", done)
 
