@@ -75,7 +75,7 @@ def test_what_is_typed_is_checked(tmp_path: Path) -> None:
     assert check_files("nothere.py", "/no/such") == FileProblems("nothere.py", "/no/such", no_folder="no such folder")
     assert [check_variables(text) for text in ("", "A=1 B='x y'", "HOME")] == ["", "", ""]
     assert check_variables("RANK=1") == "RANK: launch itself sets RANK for every rank"
-    assert check_variables("1A=2") == "1A=2: '1A' is not the name of a variable"
+    assert check_variables("1A=2") == "'1A' is not the name of a variable"
     assert check_variables("'") == "the variables: no closing quotation"
 
 
