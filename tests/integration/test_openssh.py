@@ -94,9 +94,10 @@ def test_a_killed_agent_and_a_hung_shell_are_told_apart_from_a_hung_node(lab: La
     (lab.ssh.parent / ".bashrc").write_text("sleep 1000\n")
     own(lab.ssh.parent / ".bashrc")
     node = lab.status("gpu01", check=False, GPUBOARD_CONNECT_TIMEOUT="8s")["gpu01"]
-    assert (node["state"], node["error"]) == (
-        "unreachable", "connected, but its shell or python3 did not start the agent in 10 s"
-    )  # fmt: skip
+    words = (
+        "connected, but its shell or python3 did not start the agent in 10 s; if a start-up file of the login shell "
+    )
+    assert (node["state"], node["error"][: len(words)]) == ("unreachable", words)
     (lab.ssh.parent / ".bashrc").unlink()
     with lab.channels("gpu01", command=None) as driven:
         driven.start_agents("gpu01")
