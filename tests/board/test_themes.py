@@ -147,7 +147,7 @@ def test_which_theme_a_board_starts_with() -> None:
 
 def test_the_wheel_holds_the_themes(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
-    root = Path(themes.__file__).parents[2]
+    root = Path(themes.__file__).parents[3]
     run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=root, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
