@@ -22,7 +22,7 @@ SHORT = '[slurm]\nsilence = "9s"\n'  # in place of three minutes: the keeper the
 
 def keepers(slurm: SlurmCluster) -> list[int]:
     """The pids of alice's keepers, as seen from outside."""
-    return [p.pid for p in slurm.nodes["login1"].processes(lambda p: "keeperd" in " ".join(p.argv), user="alice")]
+    return [p.pid for p in slurm.nodes["login1"].processes(lambda p: "keeper.daemon" in " ".join(p.argv), user="alice")]
 
 
 def end(*pids: int) -> None:
@@ -102,7 +102,7 @@ def test_a_keeper_killed_just_before_the_owner_is_told(slurm: SlurmCluster) -> N
     """Its record says that the lease is being taken: a successor would take it for one that nobody knows of."""
     folder = slurm.nodes.home("alice") / "bin"
     folder.mkdir()
-    (folder / "srun").write_text('#!/bin/sh\npkill -9 -f ledger.keeperd\nexec /usr/bin/srun "$@"\n')
+    (folder / "srun").write_text('#!/bin/sh\npkill -9 -f keeper.daemon\nexec /usr/bin/srun "$@"\n')
     (folder / "srun").chmod(0o755)
     with shell(slurm, "--n", "1", env={"PATH": f"/srv/home/alice/bin:{PATH}"}) as process:
         assert says(process) == "code 0"
