@@ -337,7 +337,7 @@ class Allocator:
             node: [claim for claim in found if claim.lease == lease and claim.uid == uids.get(node)]
             for node, found in self._fleet.claims().items()
         }
-        return next(iter(ledger.leases_of(claims, indexes(snapshot.nodes), time.time(), _alive)), None)
+        return next(iter(ledger.leases_of(claims, indexes(snapshot.nodes), time.time(), _alive, uids)), None)
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of ours as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease and the like."""

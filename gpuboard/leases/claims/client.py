@@ -265,23 +265,27 @@ def leases_of(
     index: Mapping[str, Mapping[str, int]],
     now: float,
     alive: Callable[[Holder], bool | None] = lambda _: None,
+    uids: Mapping[str, int] | None = None,
 ) -> list[Lease]:
     """Return the leases that the live claims make, by node then id. Pure.
 
     ``claims``: by node, only nodes that were read; ``index``: NVML's by node and UUID; ``now``: our epoch seconds, at
-    which the claims' remaining times hold; ``alive``: whether a holder lives, None when it cannot be told from here.
+    which the claims' remaining times hold; ``alive``: whether a holder lives, None when it cannot be told from here;
+    ``uids``: who we are on each node.
 
     A lease is its id and its owner: one id with two owners is two leases, the second somebody's forgery. The owner is
     the kernel's word on each node; over several nodes it is the name to show (`[users]` aliases applied), because one
-    person's uids may differ between servers. Which leases are ours is decided by uid, node by node (:func:`mine`).
+    person's uids may differ between servers. Claims of ours are one lease whatever we are called on each node: they are
+    ours by uid, node by node (as in :func:`mine`).
 
     Flags: ``disputed``; ``unread``: a node it names was not read; ``partial``: all were, yet GPUs of it are missing.
     """
-    groups: dict[tuple[str, str], list[tuple[str, Claim]]] = {}
+    groups: dict[tuple[str, str | None], list[tuple[str, Claim]]] = {}
     for node in sorted(claims):
         for claim in claims[node]:
             if claim.state == "live":
-                groups.setdefault((claim.lease, claim.owner), []).append((node, claim))
+                owner = None if uids is not None and claim.uid == uids.get(node) else claim.owner
+                groups.setdefault((claim.lease, owner), []).append((node, claim))
     return [_lease(found, claims.keys(), index, now, alive) for found in groups.values()]
 
 

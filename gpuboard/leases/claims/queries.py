@@ -38,7 +38,7 @@ def leases(fleet: Fleet, snapshot: Snapshot) -> LeaseList:
     down = set(unread)
     current = {node: claims for node, claims in fleet.claims().items() if node not in down}
     index = indexes(node for node in snapshot.nodes if current.get(node.name))
-    found = ledger.leases_of(current, index, now, _alive)
+    found = ledger.leases_of(current, index, now, _alive, fleet.uids())
     if (schedule := fleet.schedule) is not None:
         from gpuboard.leases.slurm import queries as slurm_held  # only where there is a Slurm
 
