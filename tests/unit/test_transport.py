@@ -138,8 +138,8 @@ def test_errors_have_a_kind_and_words(error: Exception, kind: str, words: str) -
 
 def test_what_a_transport_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "paramiko", None)
-    for name in ("paramiko", "paramikologin"):
-        monkeypatch.delitem(sys.modules, f"gpuboard.transport.{name}", raising=False)
+    for name in ("paramiko", "paramiko_login"):
+        monkeypatch.delitem(sys.modules, f"gpuboard.transport.ssh.{name}", raising=False)
     with pytest.raises(ConfigError, match='transport = "paramiko" needs the library paramiko, which is not installed'):
         ssh_transport(Settings(transport="paramiko"))
     monkeypatch.setenv("PATH", "/nowhere")
