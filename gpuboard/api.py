@@ -9,25 +9,26 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from gpuboard.errors import UsageError
-from gpuboard.leases.composite import Ledgers, SlurmFlags, open_allocator
+from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.leases.composite import CompositeLedger, open_ledger
+from gpuboard.leases.ledger import JobOptions, Scope
 from gpuboard.leases.output.formats import Allocation, variables
 from gpuboard.leases.picks import parse_picks
 from gpuboard.leases.policy.candidates import check
-from gpuboard.leases.terms import Terms, duration
+from gpuboard.leases.reserve import release_own, reserve, terms_of
+from gpuboard.leases.terms import duration
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.request import Request
-from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration, parse_size
+from gpuboard.scheduler.find import find, finder
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
     from gpuboard.model.snapshot import Snapshot
-    from gpuboard.scheduler.base import Scheduler
     from gpuboard.scheduler.slurm.current_job import Inside
 
 __all__ = ["Lease", "lease", "status"]
@@ -48,15 +49,15 @@ class Lease:
         for_s: float | None,
         wait_s: float | None,
         purpose: str,
-        said: list[str],
-        flags: SlurmFlags,
+        nodes: list[str],
+        options: JobOptions,
     ) -> None:
         self._request = request
         self._for_s = for_s
         self._wait_s = wait_s
         self._purpose = purpose
-        self._said = said
-        self._flags = flags
+        self._nodes = nodes
+        self._options = options
         self._settings = settings
         self._allocation: Allocation | None = None
         self._before: dict[str, str | None] = {}
@@ -86,15 +87,17 @@ class Lease:
     def renew(self, for_: str | float | None = None) -> None:
         """Let the lease end ``for_`` (``"2h"`` or seconds; default: as long as it was asked for) from now."""
         for_s = self._for_s if for_ is None else duration(_seconds(for_), self._settings)
-        self._ledgers().renew(self.allocation.lease, for_s or self.allocation.lease.remaining_s)
+        with self._ledger() as ledger:
+            renewed = ledger.renew(self.allocation.lease, for_s or self.allocation.lease.remaining_s)
+        for where, words in renewed.failed.items():
+            raise GpuboardError(f"lease {self.id} was not renewed ({where}): {words}")
 
     def release(self) -> None:
         """End the lease now; the block's end then does nothing more."""
         allocation, self._allocation = self._allocation, None
         self._restore()
         if allocation is not None:
-            for words in self._ledgers().release(allocation.lease):
-                warnings.warn(f"lease {allocation.lease.id} lapses by itself: {words}", stacklevel=2)
+            release_own(self._ledger(), allocation.lease, partial(warnings.warn, stacklevel=3))
 
     def __enter__(self) -> Self:
         """Reserve. Raises Refused, NoNodeReached and other GpuboardErrors; then nothing is reserved."""
@@ -103,20 +106,14 @@ class Lease:
         if self._allocation is not None:
             raise RuntimeError(f"this lease is in use already ({self.id}); make another with gpuboard.lease(…)")
         _warn_if_initialised()
-        job = _job(self._settings)
-        with open_allocator(
-            _scope(self._settings, self._said, job),
-            self._settings,
-            os.environ,
-            scheduler=None if job is not None else _scheduler(self._settings),
-            flags=self._flags,
-            said=bool(self._said) or job is not None,
-        ) as allocator:
-            terms = Terms(self._for_s, identify(os.getpid()), clean(self._purpose, 200))
-            self._allocation = allocator.allocate(self._request, terms, self._wait_s)
-            allocator.published(self._allocation.lease)
-            for words in allocator.notes:
-                warnings.warn(words, stacklevel=2)
+        terms = terms_of(self._for_s, identify(os.getpid()), self._purpose, self._settings)
+        warn = partial(warnings.warn, stacklevel=4)
+        with (
+            self._ledger() as ledger,
+            ledger.allocator(picks=self._request.picks, options=self._options) as allocator,
+            reserve(allocator, self._request, terms, wait_s=self._wait_s, notify=warn) as self._allocation,
+        ):
+            pass
         for name, value in variables(self._allocation).items():
             self._before[name] = os.environ.get(name)
             os.environ[name] = value
@@ -135,11 +132,13 @@ class Lease:
             else:
                 os.environ[name] = value
 
-    def _ledgers(self) -> Ledgers:
-        def nodes() -> list[Node]:
-            return _scope(self._settings, self._said, _job(self._settings))
-
-        return Ledgers(nodes, self._settings, os.environ, lambda: _scheduler(self._settings))
+    def _ledger(self) -> CompositeLedger:
+        return open_ledger(
+            lambda: _scope(self._settings, self._nodes, _job(self._settings)),
+            self._settings,
+            os.environ,
+            finder(self._settings, os.environ),
+        )
 
 
 def lease(
@@ -193,8 +192,8 @@ def lease(
         for_s=for_s,
         wait_s=wait_s,
         purpose=purpose or _program(),
-        said=[] if nodes is None else [nodes],
-        flags=SlurmFlags(partition, account, qos, reservation, tuple(slurm)),
+        nodes=[] if nodes is None else [nodes],
+        options=JobOptions(partition, account, qos, reservation, tuple(slurm)),
     )
 
 
@@ -204,7 +203,7 @@ def status(nodes: str | None = None) -> Snapshot:
 
     settings = _settings()
     found = _scope(settings, [] if nodes is None else [nodes], None)
-    fleet = Fleet(found, settings, interval_s=None, scheduler=_scheduler(settings))
+    fleet = Fleet(found.nodes, settings, interval_s=None, scheduler=find(settings, os.environ))
     fleet.start()
     try:
         fleet.wait_all(fleet.connect_s + 5)
@@ -230,23 +229,17 @@ def _job(settings: Settings) -> Inside | None:
     return current_job(settings, os.environ, lambda words: warnings.warn(words, stacklevel=4))
 
 
-def _scheduler(settings: Settings) -> Scheduler | None:
-    """Return the cluster's scheduler, not asked anything yet; None: there is none."""
-    from gpuboard.scheduler.find import find
-
-    return find(settings, os.environ)
-
-
-def _scope(settings: Settings, said: Sequence[str], job: Inside | None) -> list[Node]:
+def _scope(settings: Settings, names: Sequence[str], job: Inside | None) -> Scope:
     """Return the nodes in scope: inside a job that job's, else those named, else all that are known."""
     from gpuboard.cluster.inventory.nodes import inventory
 
     if job is not None:
         from gpuboard.cluster.inventory.slurm_job import job_nodes
 
-        return job_nodes(job, said)
-    scheduler = _scheduler(settings)
-    return inventory(settings, said, (lambda: scheduler.look(15.0)) if scheduler else None)
+        return Scope(tuple(job_nodes(job, names)), explicit=True, job=job.job)
+    scheduler = find(settings, os.environ)
+    nodes = inventory(settings, names, (lambda: scheduler.look(15.0)) if scheduler else None)
+    return Scope(tuple(nodes), explicit=bool(names))
 
 
 def _seconds(value: str | float) -> float:

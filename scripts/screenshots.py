@@ -35,8 +35,7 @@ from gpuboard.cluster.snapshot.build import NodeFacts, View, inert_static, node_
 from gpuboard.config import Settings
 from gpuboard.launch.run_folder import HeadProcess, RunView, runs_dir
 from gpuboard.launch.run_index import Runbook, RunEntry
-from gpuboard.leases.claims.client import leases_of
-from gpuboard.leases.claims.queries import indexes
+from gpuboard.leases.claims.client import indexes, leases_of
 from gpuboard.model.gpu import GpuStatic
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.reading import Hello, Reading, Static

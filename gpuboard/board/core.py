@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from gpuboard.board.dialogs.launch_process import Starter
@@ -16,12 +15,11 @@ from gpuboard.board.terminal.crash import report
 from gpuboard.board.widgets.banners import banners
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.launch.run_index import Runbook
-from gpuboard.leases.claims.queries import leases
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
-from gpuboard.scheduler.find import find
+from gpuboard.scheduler.find import finder
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
@@ -62,8 +60,8 @@ class Core:
             scheduler=scheduler,
         )
         self.history = History()
-        slurm = partial(find, settings, env) if scheduler is not None else lambda: None
-        self.operations = Operations(nodes, settings, env, self.fleet, slurm)
+        make = finder(settings, env) if scheduler is not None else None
+        self.operations = Operations(nodes, settings, env, self.fleet, make)
         self.runbook = Runbook(env)
         self.starter = Starter(nodes, env)
         self._connected = False
@@ -85,7 +83,7 @@ class Core:
         """Return the cluster as it is now."""
         snapshot = self.fleet.snapshot()
         said = banners(snapshot, running_s=time.monotonic() - self._began)
-        return Scene(snapshot, leases(self.fleet, snapshot), uids=self.fleet.uids(), banners=said)
+        return Scene(snapshot, self.operations.leases(snapshot), uids=self.fleet.uids(), banners=said)
 
     def close(self) -> None:
         """End every connection; takes less than half a second whatever hangs."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from gpuboard.cluster.fleet import Fleet
     from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Configuration, Settings
-    from gpuboard.leases.composite import Ledgers
+    from gpuboard.leases.composite import CompositeLedger
+    from gpuboard.leases.ledger import Scope
+    from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.base import Scheduler
     from gpuboard.scheduler.slurm.current_job import Inside
 
@@ -92,13 +94,15 @@ class Context:
 
         return current_job(self.settings, self.env, say)
 
-    def scope(self) -> list[Node]:
+    def scope(self) -> Scope:
         """Return the nodes whose GPUs a command takes or handles: inside a Slurm job that job's, else all in scope."""
+        from gpuboard.leases.ledger import Scope
+
         if self.job is None:
-            return self.reach(self.nodes())
+            return Scope(tuple(self.reach(self.nodes())), explicit=bool(self.said))
         from gpuboard.cluster.inventory.slurm_job import job_nodes
 
-        return job_nodes(self.job, self.said)
+        return Scope(tuple(job_nodes(self.job, self.said)), explicit=True, job=self.job.job)
 
     def nodes(self) -> list[Node]:
         """Return the nodes in scope. Raises UsageError for a nodeset that cannot be read or names an unknown node."""
@@ -132,22 +136,28 @@ class Context:
 
         Each one is closed by whoever takes it; all of them share what they learn.
         """
+        make = self._scheduler_factory()
+        return make() if make is not None else None
+
+    def _scheduler_factory(self) -> Callable[[], Scheduler] | None:
         if self.settings.scheduler == "none" or self.env.get("GPUBOARD_INVENTORY"):
             return None
-        from gpuboard.scheduler.find import find
+        from gpuboard.scheduler.find import finder
 
-        return find(self.settings, self.env)
+        return finder(self.settings, self.env)
 
-    def lease_scheduler(self) -> Scheduler | None:
-        """Return the scheduler that leases are asked of, as :meth:`new_scheduler`; None inside one of its jobs."""
-        return None if self.job is not None else self.new_scheduler()
+    def ledger(
+        self, scope: Callable[[], Scope] | None = None, *, settle: Callable[[Fleet], Snapshot] | None = None
+    ) -> CompositeLedger:
+        """Return the ledger of the nodes of ``scope`` (default: :meth:`scope`), to be closed by its ``with`` block.
 
-    @property
-    def ledgers(self) -> Ledgers:
-        """Where a lease there is may lie, of the nodes in scope."""
-        from gpuboard.leases.composite import Ledgers
+        ``settle``: how readings are waited for, where that is shown.
+        """
+        from gpuboard.cli.say import say
+        from gpuboard.leases.composite import open_ledger
 
-        return Ledgers(self.scope, self.settings, self.env, self.new_scheduler)
+        make = self._scheduler_factory()
+        return open_ledger(scope or self.scope, self.settings, self.env, make, settle=settle, warn=say)
 
     def fleet(
         self, nodes: Sequence[Node] | None = None, *, interval_s: float | None = None, one_shot: bool = True

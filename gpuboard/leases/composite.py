@@ -1,188 +1,168 @@
-"""Which ledger has a lease: Slurm for nodes that Slurm knows, claims on the nodes for all others."""
+"""The ledger of a whole cluster, made of every ledger that is in force: each node belongs to one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from gpuboard.cluster.inventory.nodes import Node
-from gpuboard.config import Settings
 from gpuboard.errors import NoNodeReached, NoSuchLease, UsageError
-from gpuboard.leases.claims.allocator import Allocator
-from gpuboard.leases.scope import Scope
-from gpuboard.leases.terms import known_rank_map
-from gpuboard.model.text import clean
+from gpuboard.leases.claims.ledger import ClaimsLedger
+from gpuboard.leases.ledger import NO_OPTIONS, Found, JobOptions, Released, Renewed, picked_nodes
 
 if TYPE_CHECKING:
+    from gpuboard.cluster.fleet import Fleet
+    from gpuboard.cluster.inventory.nodes import Node
+    from gpuboard.config import Settings
+    from gpuboard.leases.claims.ledger import Settle
+    from gpuboard.leases.ledger import Allocator, Ledger, Progress, Scope
     from gpuboard.leases.output.formats import Allocation
-    from gpuboard.leases.slurm.allocator import SlurmAllocator
-    from gpuboard.model.lease import Lease
-    from gpuboard.model.schedule import Schedule
+    from gpuboard.model.lease import Lease, LeaseList
+    from gpuboard.model.request import Choice, Pick, Refusal, Request
+    from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.base import Scheduler
 
-    AnyAllocator: TypeAlias = Allocator | SlurmAllocator
 
-_LOOK_S = 15.0  # for an answer that says which nodes Slurm knows
-
-
-class SlurmFlags(msgspec.Struct, frozen=True):
-    """What somebody said about a job of Slurm; None: nothing, the settings decide."""
-
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    reservation: str | None = None
-    more: tuple[str, ...] = ()  # further options of sbatch
-
-
-NO_FLAGS = SlurmFlags()
-
-
-def open_allocator(
-    nodes: Sequence[Node] | Scope,
+def open_ledger(
+    scope: Callable[[], Scope],
     settings: Settings,
     env: Mapping[str, str],
+    scheduler: Callable[[], Scheduler] | None,
     *,
-    scheduler: Scheduler | None,
-    flags: SlurmFlags = NO_FLAGS,
-    said: bool = True,
-    progress: Callable[[str], None] = lambda _: None,
-) -> AnyAllocator:
-    """Return what allocates on ``nodes``. ``scheduler``: Slurm where it is in force; is closed with the allocator.
+    running: Fleet | None = None,
+    settle: Settle | None = None,
+    warn: Progress = lambda _: None,
+) -> CompositeLedger:
+    """Return the ledger of the nodes in ``scope``; ``scheduler`` makes the scheduler, None where there is none.
 
-    A Scope in place of nodes: its feeds run already, so there is no Slurm.
-
-    Raises UsageError where it is Slurm's for some of them only and the user named them, or where ``flags`` speak of a
-    Slurm that has no part in it; NoNodeReached where Slurm does not say which nodes it knows.
+    ``running``, ``settle``, ``warn``: see :class:`~gpuboard.leases.claims.ledger.ClaimsLedger`.
     """
-    if scheduler is not None and not isinstance(nodes, Scope):
-        try:
-            if asks_slurm(nodes, scheduler, settings, said=said):
-                return slurm_allocator(nodes, settings, env, scheduler, flags=flags, said=said, progress=progress)
-        except BaseException:
-            scheduler.close()
-            raise
-        scheduler.close()
-    if flags != NO_FLAGS:
-        raise UsageError(
-            "--partition, --account, --qos, --reservation and --slurm are for nodes of Slurm, and these are reserved "
-            "without it; `gpuboard config` shows `scheduler`"
-        )
-    return Allocator(nodes, settings, env, said=said, progress=progress)
+    scope = cache(scope)
+    ledgers: list[Ledger] = []
+    if scheduler is not None:
+        from gpuboard.leases.slurm.ledger import SlurmLedger
+
+        ledgers.append(SlurmLedger(scope, settings, env, scheduler, running=running, warn=warn))
+    composite = CompositeLedger(scope, ledgers)
+    ledgers.append(ClaimsLedger(composite.rest, settings, env, running=running, settle=settle, warn=warn))
+    return composite
 
 
-def slurm_allocator(
-    nodes: Sequence[Node],
-    settings: Settings,
-    env: Mapping[str, str],
-    scheduler: Scheduler,
-    *,
-    flags: SlurmFlags = NO_FLAGS,
-    said: bool = True,
-    progress: Callable[[str], None] = lambda _: None,
-) -> SlurmAllocator:
-    """Return what allocates through Slurm. Raises UsageError for flags that cannot be."""
-    from gpuboard.leases.slurm.allocator import SlurmAllocator  # late: only where there is a Slurm
-    from gpuboard.scheduler.slurm.sbatch_args import ask
+class CompositeLedger:
+    """Each node belongs to the first of ``ledgers`` that covers it; the last one covers every node.
 
-    asked = ask(settings.slurm, **msgspec.structs.asdict(flags))
-    return SlurmAllocator(nodes, settings, env, scheduler=scheduler, asked=asked, said=said, progress=progress)
+    A context manager. See :class:`~gpuboard.leases.ledger.Ledger` for what the methods return and raise.
+    """
 
+    def __init__(self, scope: Callable[[], Scope], ledgers: Sequence[Ledger]) -> None:
+        self._scope = scope
+        self._ledgers = ledgers
 
-def without_slurm(nodes: Sequence[Node], scheduler: Scheduler, settings: Settings) -> list[Node]:
-    """Return those of ``nodes`` on which leases lie as claims. Raises NoNodeReached where Slurm does not answer."""
-    if any(node.simulate is not None or node.job is not None for node in nodes):
-        return list(nodes)  # simulated, or of the job that we are in: there claims tell several launches apart
-    from gpuboard.cluster.inventory.ssh_aliases import scheduler_names  # only where there is a Slurm
+    def __enter__(self) -> Self:
+        return self
 
-    known = scheduler_names(nodes, _schedule(scheduler), settings)
-    return [node for node in nodes if node.name not in known]
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
+    def close(self) -> None:
+        """Close all connections; leases stay."""
+        for ledger in self._ledgers:
+            ledger.close()
 
-def asks_slurm(nodes: Sequence[Node], scheduler: Scheduler, settings: Settings, *, said: bool) -> bool:
-    """Tell whether ``nodes`` are had through Slurm. Raises UsageError and NoNodeReached, as :func:`open_allocator`."""
-    strangers = [node.name for node in without_slurm(nodes, scheduler, settings)]
-    if strangers and said and len(strangers) < len(nodes):
-        raise UsageError(
-            f"Slurm has no node {strangers[0]!r}, but others of these; a lease is through Slurm or without it: "
-            "name the ones or the others with --nodes"
-        )
-    return len(strangers) < len(nodes)
+    def rest(self) -> Scope:
+        """Return the scope without the nodes that a ledger before the last one covers. Raises NoNodeReached."""
+        scope = self._scope()
+        covered = {name for ledger in self._ledgers[:-1] for name in ledger.covers(scope.nodes)}
+        if not covered:
+            return scope
+        return msgspec.structs.replace(scope, nodes=tuple(node for node in scope.nodes if node.name not in covered))
 
+    def names_gpus(self, request: Request) -> bool:
+        """Return whether the ledger of the requested nodes lets :meth:`plan` name GPUs, as far as is known."""
+        return self._of(picked_nodes(self._scope(), request.picks), ask=False)[0].names_gpus
 
-def _schedule(scheduler: Scheduler) -> Schedule:
-    """Return what Slurm holds, as far as it can be known. Raises NoNodeReached."""
-    seen = scheduler.look(_LOOK_S)
-    if seen.schedule is None:
-        raise NoNodeReached(
-            f"Slurm gives no answer: {clean(seen.error or 'none at all', 400)}; "
-            'without Slurm: scheduler = "none" in the config, or GPUBOARD_SCHEDULER=none'
-        )
-    return seen.schedule
+    def allocator(
+        self, *, picks: Sequence[Pick] = (), options: JobOptions = NO_OPTIONS, progress: Progress = lambda _: None
+    ) -> Allocator:
+        """Return what reserves on the nodes in scope; ``picks``: the GPUs that the request will name.
 
-
-def nodes_of(lease: Lease, nodes: Sequence[Node]) -> list[Node]:
-    """Return how the nodes of a lease are reached: through its job, else as those of ``nodes`` that it covers."""
-    if lease.job is not None:
-        return [Node(name, name, job=lease.job) for name in lease.nodes]
-    return [node for node in nodes if node.name in lease.nodes]
-
-
-class Ledgers(msgspec.Struct, frozen=True):
-    """Where a lease there is may lie. ``nodes``: those in scope; ``scheduler``: Slurm where it is in force."""
-
-    nodes: Callable[[], Sequence[Node]]
-    settings: Settings
-    env: Mapping[str, str]
-    scheduler: Callable[[], Scheduler | None]
-
-    def release(self, lease: Lease) -> list[str]:
-        """End a lease that was taken here; return why not where that failed.
-
-        Over a fresh connection: the first one may have been cut in the days of a run, and cost its nodes an agent.
+        Raises UsageError where nodes that the user named belong to several ledgers, NoNodeReached where a ledger does
+        not answer which nodes are its own.
         """
-        with self._of(lease) as allocator:
-            return allocator.release(lease)
+        scope = self._scope()
+        asked = picked_nodes(scope, picks)
+        ledger, covered = self._of(asked)
+        if scope.explicit and (other := next((node.name for node in asked if node.name not in covered), None)):
+            raise UsageError(
+                f"{ledger.name} has no node {other!r}, but other nodes in scope; a lease lies in one ledger: "
+                "name nodes of one kind with --nodes"
+            )
+        return ledger.allocator(scope, options=options, progress=progress)
 
-    def renew(self, lease: Lease, for_s: float) -> None:
-        """Let a lease that was taken here end ``for_s`` from now. Raises GpuboardError."""
-        with self._of(lease) as allocator:
-            allocator.renew(lease, for_s)
+    def plan(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
+        """Return what would be taken in ``snapshot``, from what is read already."""
+        return self._of(picked_nodes(self._scope(), request.picks), ask=False)[0].plan(request, snapshot)
+
+    def leases(self, fleet: Fleet, snapshot: Snapshot, *, fresh: bool = False) -> LeaseList:
+        """Return the leases of all ledgers: those on the nodes first."""
+        lists = [ledger.leases(fleet, snapshot, fresh=fresh) for ledger in reversed(self._ledgers)]
+        return msgspec.structs.replace(
+            lists[0],
+            leases=[lease for each in lists for lease in each.leases],
+            unread=[name for each in lists for name in each.unread],
+        )
+
+    def find(self, ids: Sequence[str]) -> Found:
+        """Return the caller's leases. Raises before anything is changed where an id names none.
+
+        ``unreached`` is set where a ledger does not answer; leases that were found before it can be changed.
+        """
+        leases: list[Lease] = []
+        unread: list[str] = []
+        left = list(ids)
+        for ledger in self._ledgers:
+            if ids and not left:
+                break
+            try:
+                found = ledger.find(left)
+            except NoNodeReached as error:
+                return Found(leases, unread=unread, unreached=error)
+            leases += found.leases
+            unread += found.unread
+            left = list(found.missing)
+        if left:
+            raise found.missing[left[0]]
+        return Found(leases, unread=unread)
+
+    def release(self, lease: Lease) -> Released:
+        """End a lease in its ledger."""
+        return self._owner(lease).release(lease)
+
+    def renew(self, lease: Lease, for_s: float) -> Renewed:
+        """Renew a lease in its ledger."""
+        return self._owner(lease).renew(lease, for_s)
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
-        """Return a lease of ours as it was allocated, or ``n`` GPUs of it: a job of Slurm's, else claims on the nodes.
+        """Return a lease of the caller as it was allocated, or ``n`` GPUs of it."""
+        for ledger in self._ledgers[:-1]:
+            try:
+                return ledger.existing(text, n)
+            except NoSuchLease:
+                if not self.rest().nodes:  # no other ledger has a node
+                    raise
+        return self._ledgers[-1].existing(text, n)
 
-        Raises NoSuchLease and the like.
-        """
-        scheduler = self.scheduler()
-        if scheduler is not None and not self._may_be_job(text):
-            scheduler.close()
-            scheduler = None
-        if scheduler is None:
-            found = self.nodes()
-        else:
-            with slurm_allocator([], self.settings, self.env, scheduler) as through:
-                try:
-                    return through.existing(text, n)
-                except NoSuchLease:
-                    found = self.nodes()
-                    # where all are Slurm's there are no claims to look for, nor may ssh go there
-                    if asks_slurm(found, scheduler, self.settings, said=False):
-                        raise
-        with Allocator(found, self.settings, self.env, said=True) as allocator:
-            return allocator.existing(text, n)
+    def _of(self, nodes: Sequence[Node], *, ask: bool = True) -> tuple[Ledger, Collection[str]]:
+        """Return the first ledger that covers one of ``nodes``, and the names of those that it covers."""
+        for ledger in self._ledgers[:-1]:
+            if covered := ledger.covers(nodes, ask=ask):
+                return ledger, covered
+        return self._ledgers[-1], {node.name for node in nodes}
 
-    def _may_be_job(self, text: str) -> bool:
-        """Tell whether a lease may be a job. Inside a job nearly none is, and Slurm need not answer there."""
-        if not self.env.get("SLURM_JOB_ID") or not any(node.job is not None for node in self.nodes()):
-            return True
-        known = known_rank_map(self.env, text)
-        return known is not None and known.job is not None
-
-    def _of(self, lease: Lease) -> AnyAllocator:
-        scheduler = self.scheduler() if lease.job is not None else None
-        if scheduler is not None:
-            return slurm_allocator([], self.settings, self.env, scheduler)
-        return Allocator(nodes_of(lease, self.nodes()), self.settings, self.env, said=True)
+    def _owner(self, lease: Lease) -> Ledger:
+        return next(ledger for ledger in self._ledgers if ledger.owns(lease))

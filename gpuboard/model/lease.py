@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import msgspec
+
+from gpuboard.model.text import clean
 
 
 class LeaseGpu(msgspec.Struct, frozen=True, gc=False):
@@ -46,3 +51,11 @@ class LeaseList(msgspec.Struct, frozen=True, gc=False):
     at: str
     leases: list[Lease]
     unread: list[str] = []  # nodes whose claims could not be read: leases there are missing from the list
+
+
+def gpus_text(gpus: Sequence[LeaseGpu]) -> str:
+    """Return GPUs as ``gpu01:0,2@gpu02:1``; one that is not in the readings by its UUID, an unknown one as ?."""
+    return "@".join(
+        f"{clean(node, 64)}:{','.join(clean(g.uuid, 48) or '?' if g.index is None else str(g.index) for g in on_node)}"
+        for node, on_node in groupby(gpus, key=lambda gpu: gpu.node)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from gpuboard.scheduler.slurm.site import here
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from gpuboard.scheduler.slurm.service import Slurm
 
 
-def find(settings: Settings, env: Mapping[str, str]) -> Slurm | None:
-    """Return the Slurm of this host, None where there is none; it is not asked anything yet.
+def finder(settings: Settings, env: Mapping[str, str]) -> Callable[[], Slurm] | None:
+    """Return what makes the Slurm of this host, None where there is none; nothing is asked.
 
     Where the settings say "slurm" there is always one, and what is missing is its error.
     """
@@ -23,6 +23,16 @@ def find(settings: Settings, env: Mapping[str, str]) -> Slurm | None:
     known = site.scontrol is not None and (site.conf is not None or "SLURM_CONF_SERVER" in env)
     if not known and settings.scheduler != "slurm":
         return None
-    from gpuboard.scheduler.slurm.service import Slurm  # 12 ms: only where there is one
 
-    return Slurm(settings, env, site)
+    def make() -> Slurm:
+        from gpuboard.scheduler.slurm.service import Slurm  # 12 ms: only where it is asked
+
+        return Slurm(settings, env, site)
+
+    return make
+
+
+def find(settings: Settings, env: Mapping[str, str]) -> Slurm | None:
+    """Return the Slurm of this host, as :func:`finder`."""
+    make = finder(settings, env)
+    return make() if make is not None else None

@@ -130,7 +130,7 @@ def claims(folder: Path) -> list[str]:
 async def reserved(app: BoardApp, core: Core, pilot: Pilot[int], n: int, model: str) -> Allocation:
     """Reserve for ten minutes as the board does, and wait until the board shows a lease."""
     taken = core.operations.reserve(Request(n=n, model=model), 600, "")
-    core.operations.told(taken)
+    core.operations.published(taken)
     await settle(pilot, lambda: app.scene and app.scene.by_lease)
     return taken
 

@@ -120,7 +120,7 @@ def test_a_mig_device_is_reserved_by_its_uuid_and_its_gpu_not_at_all(make: Calla
     parent = gpu(started(core), "sim05", 2).gpu
     assert isinstance(core.operations.plan(Request(picks=(Pick("sim05", 2, None),))), Refusal)
     allocation = core.operations.reserve(Request(picks=(Pick(None, None, parent.mig[1].uuid),)), 60.0, "")
-    core.operations.told(allocation)
+    core.operations.published(allocation)
     assert allocation.rank_map.nodes[0].cuda_visible_devices == parent.mig[1].uuid
     held = [["y3k7fb"], [allocation.lease.id]]
     until(core, lambda scene: [device.leases for device in gpu(scene, "sim05", 2).gpu.mig] == held)
@@ -145,7 +145,7 @@ def test_runs_and_leases_of_the_board_end_with_it(make: Callable[[float], Core],
     core = make(0.0)
     started(core)
     allocation = core.operations.reserve(Request(n=2, model="H100"), 600.0, "mine")
-    core.operations.told(allocation)
+    core.operations.published(allocation)
     lease = allocation.lease.id
     command = "-m gpuboard.demo_train --steps 100000 --pause 0.02"
     run = core.starter.start(LaunchForm(command, str(tmp_path), lease=lease, device="cpu"))

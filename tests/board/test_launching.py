@@ -216,7 +216,7 @@ def test_a_lease_of_mine_is_launched_on_and_stays(exp: Exp) -> None:
         async with lab.board(core) as (app, pilot):
             request = Request(picks=(Pick("sim01", 2, None), Pick("sim02", 0, None)))
             allocation = await asyncio.to_thread(core.operations.reserve, request, 600.0, "")
-            core.operations.told(allocation)
+            core.operations.published(allocation)
             lease = allocation.lease.id
             await lab.settle(pilot, lambda: app.scene is not None and lease in app.scene.by_lease)
             assert app.scene is not None

@@ -38,7 +38,7 @@ def with_leases(folder: Path, wanted: Sequence[tuple[int, float, str]], test: Te
         core = lab.make_core(folder)
         async with lab.board(core, size) as (app, pilot):
             for n, for_s, purpose in wanted:
-                core.operations.told(core.operations.reserve(Request(n=n, model="H100"), for_s, purpose))
+                core.operations.published(core.operations.reserve(Request(n=n, model="H100"), for_s, purpose))
             await pilot.press("l")
             await lab.settle(
                 pilot,

@@ -261,7 +261,7 @@ def test_a_lease_that_nobody_was_told_of_ends_with_the_board(tmp_path: Path) -> 
     core.start(lambda _: None)
     settled(core)
     told = core.operations.reserve(Request(n=1), 600, "told")
-    core.operations.told(told)
+    core.operations.published(told)
     untold = core.operations.reserve(Request(n=1), 600, "untold")
     assert {claim.split(":")[0] for claim in lab.claims(tmp_path)} == {told.lease.id, untold.lease.id}
     core.close()
@@ -283,7 +283,7 @@ def test_what_was_given_up_a_moment_too_late_is_given_back_all_the_same(tmp_path
         attempt = Attempt()
         allocation = core.operations.reserve(Request(n=1), 600, "", attempt)
         attempt.give_up()
-        core.operations.told(allocation)
+        core.operations.published(allocation)
         core.close()
         until(lambda: lab.claims(tmp_path) == [], "it is given back")
     finally:
@@ -314,7 +314,7 @@ def test_one_set_of_connections(tmp_path: Path) -> None:
         settled(core)
         links = [feed.link for feed in core.fleet._feeds.values()]
         found: Allocation = core.operations.reserve(Request(n=5), 600, "")
-        core.operations.told(found)
+        core.operations.published(found)
         core.operations.renew(found.lease.id, 1200)
         assert core.scene().by_lease[found.lease.id].remaining_s > 1100
         core.operations.release(found.lease.id)

@@ -177,7 +177,7 @@ def test_a_lease_under_the_cursor(tmp_path: Path) -> None:
         core = lab.make_core(tmp_path)
         async with lab.board(core, (80, 24)) as (app, pilot):
             taken = core.operations.reserve(Request(n=1), 600, "")
-            core.operations.told(taken)
+            core.operations.published(taken)
             await pilot.press("l")
             await lab.settle(pilot, lambda: taken.lease.id in lab.screen(app))
             await pilot.press("e")

@@ -115,7 +115,7 @@ def test_a_node_that_was_not_read_is_said(here: Here) -> None:
     for command in (["release", "zzzzzz"], ["renew", "zzzzzz", "--for", "1h"]):
         done = here.run(*command)
         assert done.returncode == 1, "5 would mean that it has ended"
-        assert "not read, so it may lie there: gone" in done.stderr
+        assert "it may lie on a node without a reading: gone" in done.stderr
     done = here.run("release", "--mine")
     assert done.returncode == 1
     assert done.stdout == "you have no leases here that could be seen\n"

@@ -32,7 +32,7 @@ def open_reserve(board: BoardApp, uuids: Sequence[str]) -> None:
         board.notify("nothing is known of the GPUs yet", markup=False)
         return
     words, picks = request_form.picks_of(uuids, board.scene)
-    if board.core.operations.slurm_chooses(Request(picks=picks)):  # as many as were selected then
+    if not board.core.operations.names_gpus(Request(picks=picks)):  # as many as were selected then
         words, picks = str(len(picks) or 1), ()
     board.push_screen(ReserveDialog(words, picks, parse_duration(board.core.settings.max_lease)))
 
@@ -129,7 +129,7 @@ class ReserveDialog(Dialog[Allocation]):
         )
 
     def _taken(self, board: BoardApp, allocation: Allocation) -> None:
-        board.core.operations.told(allocation)
+        board.core.operations.published(allocation)
         if self._attempt.given_up:  # a moment before we were told: it is being given back
             return
         board.notify(taken_words(allocation), title=f"Reserved: {allocation.lease.id}", timeout=15, markup=False)

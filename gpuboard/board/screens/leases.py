@@ -30,7 +30,7 @@ from gpuboard.model.units import format_duration, parse_duration
 if TYPE_CHECKING:
     from textual.notifications import SeverityLevel
 
-    from gpuboard.leases.claims.queries import ReleasedLease
+    from gpuboard.leases.ledger import Released
     from gpuboard.model.snapshot import GpuView, ProcessView
 
 _RICH = 150  # terminal cells from which list and time line stand side by side
@@ -309,7 +309,7 @@ class LeasesScreen(BoardScreen):
         elif pids:
             words.append(f"Nothing is killed: {', '.join(dict.fromkeys(pids))} will be shown as overdue.")
 
-        def done(ended: ReleasedLease) -> None:
+        def done(ended: Released) -> None:
             failed = "".join(f"\n{node}: {why}" for node, why in ended.failed.items())
             words = places_words(ended.gpus) + failed
             severity: SeverityLevel = "warning" if failed else "information"

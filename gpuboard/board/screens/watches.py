@@ -154,7 +154,7 @@ class Watches:
 
         def taken(allocation: Allocation) -> None:
             self._taking = None
-            operations.told(allocation)
+            operations.published(allocation)
             if attempt.given_up:  # removed a moment before we were told: it is being given back
                 return
             announce(self._board, f"Reserved: {allocation.lease.id}", taken_words(allocation))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import os
 import shutil
@@ -21,14 +20,9 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, parse_duration, parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gpuboard.cluster.inventory.nodes import Node
-    from gpuboard.leases.composite import SlurmFlags
+    from gpuboard.leases.ledger import Allocator, JobOptions
     from gpuboard.leases.output.formats import Allocation
-    from gpuboard.leases.scope import Scope
     from gpuboard.model.request import Choice, Request
-    from gpuboard.scheduler.base import Scheduler
 
 NAME = "allocate"
 HELP = "reserve GPUs; prints CUDA_VISIBLE_DEVICES and more for the shell that evaluates it"
@@ -120,11 +114,11 @@ def add_slurm(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def slurm_flags(args: argparse.Namespace) -> SlurmFlags:
-    """Return what the arguments say of a job of Slurm."""
-    from gpuboard.leases.composite import SlurmFlags
+def job_options(args: argparse.Namespace) -> JobOptions:
+    """Return the options of a scheduler's job."""
+    from gpuboard.leases.ledger import JobOptions
 
-    return SlurmFlags(args.partition, args.account, args.qos, args.reservation, tuple(args.slurm))
+    return JobOptions(args.partition, args.account, args.qos, args.reservation, tuple(args.slurm))
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
@@ -142,53 +136,39 @@ def _run(args: argparse.Namespace, context: Context) -> int:
         raise UsageError("--detach: for how long? Without a holder only --for ends the lease; add --for 8h")
     if args.detach and args.holder is not None:
         raise UsageError("--detach means no holder; leave out --holder or --detach")
-    scheduler = context.lease_scheduler()
-    if scheduler is not None:
-        return _reserve(args, context, context.scope(), scheduler)
-    from gpuboard.leases.scope import Scope
+    with (
+        context.ledger() as ledger,
+        ledger.allocator(
+            picks=args.gpus or (), options=job_options(args), progress=progress(context)
+        ) as allocator,  # reads local GPUs while the rest is imported
+    ):
+        return _reserve(args, context, allocator)
 
-    whole = bool(context.said) or context.job is not None
-    with contextlib.closing(Scope(context.scope(), context.settings, said=whole)) as scope:
-        return _reserve(args, context, scope, None)
 
-
-def _reserve(
-    args: argparse.Namespace, context: Context, nodes: Sequence[Node] | Scope, scheduler: Scheduler | None
-) -> int:
-    from gpuboard.leases.composite import open_allocator  # late: see Scope
-    from gpuboard.leases.terms import Terms, duration, write_private
+def _reserve(args: argparse.Namespace, context: Context, allocator: Allocator) -> int:
+    from gpuboard.leases.reserve import reserve, terms_of
+    from gpuboard.leases.terms import write_private
 
     request = request_of(args)
     if args.rank_map:
         path = args.rank_map = os.path.realpath(os.path.join(context.folder(), args.rank_map))
         if not os.path.isdir(os.path.dirname(path)) or (os.path.exists(path) and not os.path.isfile(path)):
-            raise UsageError(f"--rank-map {path}: it must be a file, in a folder that is there; for stdout: --format")
-    duration(args.for_s, context.settings)
-    reader = None if args.detach or args.dry_run else find_holder(args.holder)
-    form = args.format or (shell_kind(reader.pid) if reader else evaluator_kind())
-    terms = Terms(args.for_s, reader, clean(args.purpose, 200))
+            raise UsageError(f"--rank-map {path}: must be a file in an existing folder; for stdout: --format rank-map")
+    holder = None if args.detach or args.dry_run else find_holder(args.holder)
+    terms = terms_of(args.for_s, holder, args.purpose, context.settings)
+    form = args.format or (shell_kind(holder.pid) if holder else evaluator_kind())
     gc.freeze()  # what is loaded stays; __main__ has put collections off until here
     gc.enable()
-    with open_allocator(
-        nodes,
-        context.settings,
-        context.env,
-        scheduler=scheduler,
-        flags=slurm_flags(args),
-        said=bool(context.said),
-        progress=progress(context),
-    ) as allocator:
-        if args.dry_run:
-            return _show_plan(allocator.plan(request, args.for_s), form, context)
-        allocation = allocator.allocate(request, terms, args.wait)
+    if args.dry_run:
+        return _show_plan(allocator.plan(request, args.for_s), form, context)
+    with reserve(allocator, request, terms, wait_s=args.wait, notify=say) as allocation:
         if args.rank_map:
             import msgspec
 
             write_private(args.rank_map, msgspec.json.encode(allocation.rank_map) + b"\n")
-        allocator.telling(allocation.lease)
+        allocator.handing_over(allocation.lease)
         _publish(allocation, form, uuids=args.uuid)
-        allocator.published(allocation.lease)
-        _comment(allocation, form, context, allocator.notes)
+    _comment(allocation, form, context)
     return 0
 
 
@@ -247,10 +227,8 @@ def _publish(allocation: Allocation, form: str, *, uuids: bool) -> None:
         raise GpuboardError(f"stdout: {error.strerror}; nothing is reserved") from error
 
 
-def _comment(allocation: Allocation, form: str, context: Context, notes: Sequence[str]) -> None:
+def _comment(allocation: Allocation, form: str, context: Context) -> None:
     lease = allocation.lease
-    for words in notes:
-        say(clean(words, 1000))
     if form in SHELLS and allocation.here is None and lease.job is not None:
         say(
             f"lease {lease.id} is Slurm job {lease.job} on {allocation.nodeset}; it has no GPU on this machine, so "

@@ -34,7 +34,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if not text:
         raise UsageError("which lease? write its id; `gpuboard leases` lists them")
     form = args.format or evaluator_kind()
-    allocation = context.ledgers.existing(text)
+    with context.ledger() as ledger:
+        allocation = ledger.existing(text)
     names = [node.name for node in allocation.rank_map.nodes]
     if args.node is not None and args.node not in names:
         raise UsageError(f"lease {allocation.lease.id} has no GPU on {args.node}; it has some on {', '.join(names)}")

@@ -9,12 +9,10 @@ import sys
 import msgspec
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.say import say
 from gpuboard.cli.see.status import nobody_reached, settled
 from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.errors import NoNodeReached
-from gpuboard.leases.claims.queries import gpus_words, leases
-from gpuboard.model.lease import Lease, LeaseList
+from gpuboard.model.lease import Lease, LeaseList, gpus_text
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
@@ -42,33 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Print the leases of the nodes in scope."""
-    with contextlib.closing(context.fleet(context.scope())) as fleet:
+    scope = context.scope()
+    with context.ledger(lambda: scope) as ledger, contextlib.closing(context.fleet(scope.nodes)) as fleet:
         fleet.start()
         snapshot = settled(fleet, context)
-        found = leases(fleet, snapshot)
-        if fleet.schedule is not None and context.job is None:
-            found = _with_ours(found, context)
+        found = ledger.leases(fleet, snapshot, fresh=True)
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
     else:
         for line in table(found, context.width, colour=context.colour):
             print(line)
     return NoNodeReached.exit_code if nobody_reached(snapshot) else 0
-
-
-def _with_ours(found: LeaseList, context: Context) -> LeaseList:
-    """Return the same, our own leases in Slurm as they are now: what was shared may be half a minute old."""
-    from gpuboard.leases.slurm.queries import up_to_date
-    from gpuboard.scheduler.slurm.client import Jobs
-
-    claims = [lease for lease in found.leases if lease.job is None]
-    jobs = [lease for lease in found.leases if lease.job is not None]
-    try:
-        now = up_to_date(jobs, Jobs(context.env), context.env)
-    except NoNodeReached as error:
-        say(str(error))
-        return found
-    return msgspec.structs.replace(found, leases=[*claims, *now])
 
 
 def table(found: LeaseList, width: int | None, *, colour: bool) -> list[str]:
@@ -91,7 +73,7 @@ def _row(lease: Lease) -> Row:
         (
             Cell(clean(lease.id, 32)),
             Cell(clean(lease.owner, 64)),
-            Cell(gpus_words(lease.gpus)),
+            Cell(gpus_text(lease.gpus)),
             Cell(format_duration(lease.remaining_s)),
             Cell(clean(lease.host, 64)),
             Cell(_holder(lease)),

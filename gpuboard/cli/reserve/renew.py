@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from functools import partial
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import typed
-from gpuboard.cli.reserve.owned import SLURM, owned
 from gpuboard.cli.say import say
-from gpuboard.cli.see.status import reached
+from gpuboard.cli.see.status import settled
 from gpuboard.errors import UsageError
-from gpuboard.leases.claims.queries import chosen, leases, renew
-from gpuboard.model.text import clean
+from gpuboard.leases.ledger import Renewed
 from gpuboard.model.units import format_duration, iso, parse_duration
 
 NAME = "renew"
@@ -39,26 +38,23 @@ def run(args: argparse.Namespace, context: Context) -> int:
     most_s = parse_duration(context.settings.max_lease)
     if args.for_s > most_s:
         raise UsageError(f"--for {format_duration(args.for_s)} is above max_lease, {format_duration(most_s)} here")
-    mine, rest = owned([args.id], context)
-    if rest:
-        with reached(context, mine.nodes) as (fleet, snapshot):
-            [named] = chosen(rest, fleet, leases(fleet, snapshot).unread)
-            done, failed = renew(named, args.for_s, fleet, context.env)
-        lease = named.lease
-    else:
-        from gpuboard.leases.slurm.queries import prolong  # only where there is a Slurm
+    with context.ledger(settle=partial(settled, context=context)) as ledger:
+        found = ledger.find([args.id])
+        if found.unreached is not None:
+            raise found.unreached
+        renewed = [(lease.id, ledger.renew(lease, args.for_s)) for lease in found.leases]
+    for lease, outcome in renewed:
+        _report(lease, outcome, args)
+    return 1 if any(outcome.failed for _, outcome in renewed) else 0
 
-        [job], lease = mine.in_slurm, mine.in_slurm[0].lease
-        assert mine.jobs is not None
-        error = prolong(job, args.for_s, mine.jobs, context.env)
-        done, failed = ([], {SLURM: clean(error)}) if error else (sorted({gpu.node for gpu in job.gpus}), {})
-    if done:
+
+def _report(lease: str, outcome: Renewed, args: argparse.Namespace) -> None:
+    if outcome.nodes:
         until = iso(time.time() + args.for_s)
         if args.json:
-            print(json.dumps({"schema": 1, "id": lease, "until": until, "nodes": done}))
+            print(json.dumps({"schema": 1, "id": lease, "until": until, "nodes": outcome.nodes}))
         else:
-            where = "" if not failed else f" on {', '.join(done)}"
+            where = "" if not outcome.failed else f" on {', '.join(outcome.nodes)}"
             print(f"{lease} now ends {until}, in {format_duration(args.for_s)}{where}")
-    for node, words in failed.items():
-        say(f"{lease} was not renewed{f' on {node}' if node != SLURM else ''}: {words}")
-    return 1 if failed else 0
+    for where, words in outcome.failed.items():
+        say(f"{lease} was not renewed ({where}): {words}")

@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -117,17 +117,6 @@ def settled(fleet: Fleet, context: Context) -> Snapshot:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     fleet.freshen()
     return fleet.snapshot()
-
-
-@contextlib.contextmanager
-def reached(context: Context, nodes: Sequence[Node]) -> Iterator[tuple[Fleet, Snapshot]]:
-    """Yield a fleet of ``nodes`` and what was read of it. Raises NoNodeReached."""
-    with contextlib.closing(context.fleet(nodes)) as fleet:
-        fleet.start()
-        snapshot = settled(fleet, context)
-        if nobody_reached(snapshot):
-            raise NoNodeReached("no node could be reached; `gpuboard status` shows why")
-        yield fleet, snapshot
 
 
 def nobody_reached(snapshot: Snapshot) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from gpuboard.cli.context import Context
 from gpuboard.cli.see import status as status_command
 from gpuboard.cli.table import paint, wrap
-from gpuboard.leases.claims.queries import gpus_words
+from gpuboard.model.lease import gpus_text
 from gpuboard.model.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def _story(args: argparse.Namespace, context: Context) -> int:
     """Show the main job; return 0 when everything went well and nothing was left behind."""
     from gpuboard.cluster.simulated import demo_nodes
     from gpuboard.keeper import holder, processes
-    from gpuboard.leases.claims.allocator import Allocator
+    from gpuboard.leases.ledger import Scope
+    from gpuboard.leases.reserve import release_own, reserve
     from gpuboard.leases.terms import Terms
     from gpuboard.model.request import Request
 
@@ -87,13 +88,14 @@ def _story(args: argparse.Namespace, context: Context) -> int:
     _look(context, nodes)
 
     stage.step("2. Reserve two GPUs: the best linked pair that is free", "gpuboard allocate --n 2 --purpose demo")
-    with Allocator(nodes, context.settings, context.env, said=True) as allocator:
-        terms = Terms(_LEASE_S, holder.identify(os.getpid()), "demo")
-        allocation = allocator.allocate(Request(n=2), terms)
-        allocator.published(allocation.lease)
+    scope = Scope(tuple(nodes))
+    terms = Terms(_LEASE_S, holder.identify(os.getpid()), "demo")
+    with context.ledger(lambda: scope) as ledger:
+        with ledger.allocator() as allocator, reserve(allocator, Request(n=2), terms, notify=stage.say) as allocation:
+            pass
         try:
             devices = allocation.rank_map.nodes[0].cuda_visible_devices
-            stage.say(f"lease {allocation.lease.id}: {gpus_words(allocation.lease.gpus)}")
+            stage.say(f"lease {allocation.lease.id}: {gpus_text(allocation.lease.gpus)}")
             stage.say(f"CUDA_VISIBLE_DEVICES={devices}; {allocation.why}")
             stage.say("Everybody on these nodes sees it, and only its owner can remove it:")
             for file in _claims(context, allocation.lease.id):
@@ -102,7 +104,7 @@ def _story(args: argparse.Namespace, context: Context) -> int:
             code = _train(stage, context, nodes, allocation)
         finally:
             stage.step("4. Release", f"gpuboard release {allocation.lease.id}")
-            allocator.release(allocation.lease)
+            release_own(ledger, allocation.lease, stage.say)
     left = [str(path) for path in _claims(context, allocation.lease.id)]
     left += [f"process {pid}" for pid in processes.carriers(allocation.lease.id)]
     snapshot = _look(context, nodes)

@@ -19,12 +19,11 @@ import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import patience, typed, whole
-from gpuboard.cli.reserve.allocate import add_request, add_slurm, add_terms, progress, request_of, slurm_flags
+from gpuboard.cli.reserve.allocate import add_request, add_slurm, add_terms, job_options, progress, request_of
 from gpuboard.cli.say import say
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 from gpuboard.errors import NoSuchLease, Refused, UsageError
 from gpuboard.launch.parent_watch import LifeLine
-from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from gpuboard.launch.output import Screen
     from gpuboard.launch.plan import LaunchPlan
     from gpuboard.launch.run_folder import RunView
+    from gpuboard.leases.ledger import Scope
     from gpuboard.model.rankmap import RankMap
     from gpuboard.model.snapshot import Snapshot
 
@@ -118,7 +118,7 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
     scope = _scope(context)
     sent |= environ.of_job(context.env) if context.job is not None else {}
     with _screen(quiet=args.run_id is not None) as screen, _rank_map(args, context) as (rank_map, where):
-        nodes = rank_map_source.nodes_of(rank_map, scope)
+        nodes = rank_map_source.nodes_of(rank_map, scope.nodes)
         plan.check_rank_map(rank_map, nodes, where, args.device)
         decided = plan.launch_plan(
             rank_map,
@@ -238,9 +238,9 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
         found = read_rank_map(Path(file))
         if found.lease == lease:  # else the shell has moved on to another lease than the file's
             return found, f"GPUBOARD_RANK_MAP={file}"
-    ledgers = msgspec.structs.replace(context.ledgers, nodes=lambda: _scope(context))
     try:
-        return ledgers.existing(lease, args.n).rank_map, where
+        with context.ledger(lambda: _scope(context)) as ledger:
+            return ledger.existing(lease, args.n).rank_map, where
     except NoSuchLease as error:
         if args.lease:
             raise
@@ -252,66 +252,51 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
     """Reserve for this process and yield the map; release at the end. With ``--dry-run`` nothing is taken."""
     from gpuboard.keeper.holder import identify
     from gpuboard.launch.rank_map_source import cpu_rank_map
-    from gpuboard.leases.claims.allocator import Allocator
-    from gpuboard.leases.composite import open_allocator
     from gpuboard.leases.rank_map import rank_map
-    from gpuboard.leases.terms import Terms, duration
+    from gpuboard.leases.reserve import release_own, reserve, terms_of
 
     request = request_of(args) if args.n is not None or args.gpus else None
-    nodes = context.scope()
-    whole = bool(context.said) or context.job is not None
-    duration(args.for_s, context.settings)
-    terms = Terms(args.for_s, identify(os.getpid()), clean(args.purpose, 200))
+    scope = context.scope()
+    terms = terms_of(args.for_s, identify(os.getpid()), args.purpose, context.settings)
     held = None
-    opened = open_allocator(
-        nodes,
-        context.settings,
-        context.env,
-        scheduler=context.lease_scheduler(),
-        flags=slurm_flags(args),
-        said=whole,
-        progress=progress(context),
-    )
-    try:
-        with opened as allocator:
-            if request is None:
-                args.n = allocator.count()
-                request = request_of(args)
-            if args.dry_run:
-                choice = allocator.plan(request, args.for_s)
-                if not choice.gpus:
-                    raise UsageError(f"--dry-run: which GPUs they are is known when Slurm has given them\n{choice.why}")
-                found = rank_map(None, choice.gpus, {n.name: n.address for n in nodes})
-            else:
-                allocation = allocator.allocate(request, terms, args.wait)
-                found, held = allocation.rank_map, allocation.lease
-                allocator.published(held)
-                for words in allocator.notes:
-                    say(clean(words, 1000))
-    except Refused as refused:
-        if args.device != "cpu" or refused.refusal.gpus or args.n is None:
-            raise
-        say("no GPU in scope: the ranks share the CPU, and nothing is reserved")
-        addresses = opened.addresses() if isinstance(opened, Allocator) else None
-        found = cpu_rank_map(args.n, nodes, spread=whole, addresses=addresses)
+    with context.ledger(lambda: scope) as ledger:
+        allocator = ledger.allocator(picks=args.gpus or (), options=job_options(args), progress=progress(context))
+        try:
+            with allocator:
+                if request is None:
+                    args.n = allocator.count()
+                    request = request_of(args)
+                if args.dry_run:
+                    choice = allocator.plan(request, args.for_s)
+                    if not choice.gpus:
+                        raise UsageError(f"--dry-run: Slurm chooses the GPUs when the job starts\n{choice.why}")
+                    found = rank_map(None, choice.gpus, {node.name: node.address for node in scope.nodes})
+                else:
+                    with reserve(allocator, request, terms, wait_s=args.wait, notify=say) as allocation:
+                        found, held = allocation.rank_map, allocation.lease
+        except Refused as refused:
+            if args.device != "cpu" or refused.refusal.gpus or args.n is None:
+                raise
+            say("no GPU in scope: the ranks share the CPU, and nothing is reserved")
+            found = cpu_rank_map(args.n, scope.nodes, spread=scope.explicit, addresses=allocator.addresses())
     try:
         yield found, "the reservation"
     finally:
         if held is not None:
-            for words in context.ledgers.release(held):
-                say(f"lease {held.id} was not given back, it ends by itself: {clean(words)}")
+            release_own(context.ledger(), held, say)
 
 
-def _scope(context: Context) -> list[Node]:
+def _scope(context: Context) -> Scope:
     """Return the nodes a run may use; inside a lease on a machine without configured nodes: those of the lease."""
     if context.job is not None:
         return context.scope()
     from gpuboard.cluster.inventory.nodes import inventory
+    from gpuboard.leases.ledger import Scope
 
     leased = context.env.get("GPUBOARD_NODES") if context.env.get("GPUBOARD_LEASE") else None
     if leased and not context.said and not context.settings.nodes:
-        return context.reach(inventory(context.settings, [leased]))
-    return context.reach(context.nodes())
+        return Scope(tuple(context.reach(inventory(context.settings, [leased]))))
+    return Scope(tuple(context.reach(context.nodes())), explicit=bool(context.said))
 
 
 def _words(text: str) -> list[str]:

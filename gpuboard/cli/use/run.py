@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import natural, typed
-from gpuboard.cli.reserve.allocate import add_filters, add_slurm, add_terms, progress, slurm_flags
+from gpuboard.cli.reserve.allocate import add_filters, add_slurm, add_terms, job_options, progress
 from gpuboard.cli.say import say
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 from gpuboard.errors import UsageError
@@ -20,6 +21,7 @@ from gpuboard.model.text import clean
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.leases.output.formats import Allocation
+    from gpuboard.model.lease import Lease
 
 NAME = "run"
 HELP = "reserve GPUs of one node, run a command there, release them at its end"
@@ -60,8 +62,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) -> int:
     from gpuboard.keeper.holder import identify
-    from gpuboard.leases.composite import nodes_of, open_allocator
-    from gpuboard.leases.terms import Terms, duration
+    from gpuboard.leases.reserve import release_own, reserve, terms_of
     from gpuboard.model.request import Request
 
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
@@ -79,33 +80,32 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
         allow_sick=args.allow_sick,
         exclude=args.exclude,
     )
-    duration(args.for_s, context.settings)
-    terms = Terms(args.for_s, identify(os.getpid()), clean(args.purpose, 200) or clean(argv[0], 100))
-    nodes = context.scope()
-    with open_allocator(
-        nodes,
-        context.settings,
-        context.env,
-        scheduler=context.lease_scheduler(),
-        flags=slurm_flags(args),
-        said=bool(context.said) or context.job is not None,
-        progress=progress(context),
-    ) as allocator:
-        allocation = allocator.allocate(request, terms, args.wait)
+    terms = terms_of(args.for_s, identify(os.getpid()), args.purpose or clean(argv[0], 100), context.settings)
+    scope = context.scope()
+    with (
+        context.ledger(lambda: scope) as ledger,
+        ledger.allocator(picks=request.picks, options=job_options(args), progress=progress(context)) as allocator,
+        reserve(allocator, request, terms, wait_s=args.wait, notify=say) as allocation,
+    ):
         names = [entry.name for entry in allocation.rank_map.nodes]
         if len(names) > 1:
             raise UsageError(f"run works on one node, --gpus names {', '.join(names)}; for several: gpuboard launch")
-        allocator.published(allocation.lease)
-        for words in allocator.notes:
-            say(clean(words, 1000))
-    node = next(node for node in nodes_of(allocation.lease, nodes) if node.name == names[0])
+    node = _node_of(allocation.lease, names[0], scope.nodes)
     outcome |= {"lease": allocation.lease.id, "node": node.name, "started": True}
     outcome["gpus"] = [{"index": rank.index, "uuid": rank.uuid} for rank in allocation.rank_map.ranks]
     try:
         return _start(argv, cwd, allocation, node, context, uuids=args.uuid)
     finally:
-        for words in context.ledgers.release(allocation.lease):
-            say(f"lease {allocation.lease.id} lapses by itself: {clean(words)}")
+        release_own(context.ledger(), allocation.lease, say)
+
+
+def _node_of(lease: Lease, name: str, nodes: Sequence[Node]) -> Node:
+    """Return how a node of a lease is reached: through its job, else as the node of that name in scope."""
+    if lease.job is not None:
+        from gpuboard.cluster.inventory.nodes import Node
+
+        return Node(name, name, job=lease.job)
+    return next(node for node in nodes if node.name == name)
 
 
 def _start(argv: list[str], cwd: str, allocation: Allocation, node: Node, context: Context, *, uuids: bool) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -18,13 +18,12 @@ from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeRea
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper import holder as processes
 from gpuboard.keeper.client import KeeperError, KeptNode
-from gpuboard.leases.claims import client as ledger
-from gpuboard.leases.claims.queries import indexes
+from gpuboard.leases.claims import client
+from gpuboard.leases.ledger import Progress
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.leases.policy.choose import choose
 from gpuboard.leases.rank_map import LOOPBACK, rank_map, reachable_addresses
 from gpuboard.leases.recheck import moved_in
-from gpuboard.leases.scope import Scope
 from gpuboard.leases.terms import Terms, as_allocated, duration, forget_file, keep_rank_map, uninterrupted
 from gpuboard.model.lease import Lease
 from gpuboard.model.reading import Holder
@@ -34,8 +33,8 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
+    from gpuboard.leases.claims.scope_fleet import ScopeFleet
 
 T = TypeVar("T")
 _GRACE_S = 3.0  # a node that takes longer than this to answer is waited for only when the others do not suffice
@@ -45,25 +44,17 @@ _ROUNDS = 40  # sets tried before it is said that there is too much going on
 _POLL_S = 2.0  # between two looks while waiting; grows to _POLL_MAX_S
 _POLL_MAX_S = 10.0
 
-Progress = Callable[[str], None]
 
+class ClaimsAllocator:
+    """Reserves GPUs as claims on the nodes of ``scope``, which is closed with it.
 
-class Allocator:
-    """Allocations on ``nodes``. A context manager: the connections end with it, leases that were published do not.
-
-    ``said``: the user named the nodes; else a machine that is one of them looks at itself alone.
+    See :class:`~gpuboard.leases.ledger.Allocator`.
     """
 
     def __init__(
-        self,
-        nodes: Sequence[Node] | Scope,
-        settings: Settings,
-        env: Mapping[str, str],
-        *,
-        said: bool = True,
-        progress: Progress = lambda _: None,
+        self, scope: ScopeFleet, settings: Settings, env: Mapping[str, str], *, progress: Progress = lambda _: None
     ) -> None:
-        self._scope = nodes if isinstance(nodes, Scope) else Scope(nodes, settings, said=said)
+        self._scope = scope
         self._nodes = self._scope.nodes
         self._fleet = self._scope.fleet
         self._settings = settings
@@ -266,7 +257,7 @@ class Allocator:
         """Claim what was chosen, look again, hand it to the keeper; None when another set must be tried."""
         before = self._snapshot()
         uuids = _by_node(choice.gpus)
-        wanted = ledger.Wanted(
+        wanted = client.Wanted(
             uuids,
             for_s,
             os.uname().nodename,
@@ -275,12 +266,12 @@ class Allocator:
         )
         used = {claim.lease for claims in self._fleet.claims().values() for claim in claims}
         try:
-            taken = ledger.take(self._call, wanted, used)
-        except ledger.Conflict as conflict:
+            taken = client.take(self._call, wanted, used)
+        except client.Conflict as conflict:
             notes.append(str(conflict))
             self._failed.update(self._refresh(uuids))
             return None
-        except ledger.NodeFailed as failure:
+        except client.NodeFailed as failure:
             notes.append(str(failure))
             self._failed[failure.node] = str(failure).removeprefix(f"{failure.node}: ")
             if failure.kind == "link":
@@ -318,7 +309,7 @@ class Allocator:
             self._asked.setdefault(args["lease"], []).append(node)
         return self._fleet.call(node, op, args, timeout_s, kind)
 
-    def _adopt(self, taken: ledger.Taken, terms: Terms) -> None:
+    def _adopt(self, taken: client.Taken, terms: Terms) -> None:
         settings = msgspec.to_builtins(self._settings)
         kept = [
             KeptNode(name, uuids, node.host, node.claims_dir or self._settings.claims_dir, node.simulate, node.job)
@@ -337,7 +328,8 @@ class Allocator:
             node: [claim for claim in found if claim.lease == lease and claim.uid == uids.get(node)]
             for node, found in self._fleet.claims().items()
         }
-        return next(iter(ledger.leases_of(claims, indexes(snapshot.nodes), time.time(), _alive, uids)), None)
+        index = client.indexes(snapshot.nodes)
+        return next(iter(client.leases_of(claims, index, time.time(), client.holder_alive, uids)), None)
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of ours as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease and the like."""
@@ -349,11 +341,11 @@ class Allocator:
         snapshot = self._fleet.snapshot()
         if all(node.age_s is None for node in snapshot.nodes):
             raise NoNodeReached("no node could be reached; `gpuboard status` shows why")
-        mine = ledger.find(text, self._fleet.claims(), self._fleet.uids())
+        mine = client.find(text, self._fleet.claims(), self._fleet.uids())
         if unread := sorted(set(mine.nodes) - set(mine.gpus)):
             raise NotFree(Refusal(4, f"lease {mine.lease} also covers {', '.join(unread)}, which could not be read"))
         within = tuple(uuid for uuids in mine.gpus.values() for uuid in uuids)
-        index = indexes(snapshot.nodes)  # claims come by their UUIDs
+        index = client.indexes(snapshot.nodes)  # claims come by their UUIDs
         held = sorted((node, index[node].get(uuid, 0), uuid) for node, uuids in mine.gpus.items() for uuid in uuids)
         picks = tuple(Pick(node, None, uuid) for node, _, uuid in held)
         request = Request(picks=picks, within=within) if n is None else Request(n=n, within=within)
@@ -368,7 +360,7 @@ class Allocator:
 
     def _seen_whole(self, lease: str) -> bool:
         """Tell whether every node of a lease of ours has been read: a hung one elsewhere does not matter to it."""
-        mine = ledger.mine(self._fleet.claims(), self._fleet.uids()).get(lease)
+        mine = client.mine(self._fleet.claims(), self._fleet.uids()).get(lease)
         return mine is not None and set(mine.nodes) == set(mine.gpus)
 
     def _allocation(self, lease: Lease, gpus: Sequence[ChosenGpu], why: str, snapshot: Snapshot) -> Allocation:
@@ -390,24 +382,7 @@ class Allocator:
         # simulated nodes are all this machine
         return found | {name: LOOPBACK for name in names if self._nodes[name].simulate is not None}
 
-    def release(self, lease: Lease) -> list[str]:
-        """End a lease at once; return why not where that failed: there it lapses within 90 s."""
-        with uninterrupted():
-            with contextlib.suppress(KeeperError, OSError):
-                keeper.forget(lease.id, self._env)  # first, so that it does not take the release for a loss
-            outcome = ledger.release(self._fleet.call, lease.id, lease.nodes)
-            self._asked.pop(lease.id, None)
-            forget_file(self._env, lease.id)
-        return [f"{node}: {error}" for node, error in outcome.failed.items()]
-
-    def renew(self, lease: Lease, for_s: float) -> None:
-        """Let a lease end ``for_s`` from now. Raises CallFailed and LinkLost of the first node that did not do it."""
-        outcome = ledger.renew(self._fleet.call, lease.id, lease.nodes, for_s)
-        for node, error in outcome.failed.items():
-            raise GpuboardError(f"lease {lease.id} was not renewed on {node}: {error}")
-        keeper.renew(lease.id, for_s, self._env)
-
-    def telling(self, lease: Lease) -> None:
+    def handing_over(self, lease: Lease) -> None:
         """Take note that its owner is about to be told of the lease. Until then the keeper ends it if we are killed.
 
         Before and not after he is told: a kill in between must not end a lease that he counts on.
@@ -418,7 +393,7 @@ class Allocator:
 
     def published(self, lease: Lease) -> None:
         """Take note that its owner knows of the lease: until then it is dropped when we leave by an exception."""
-        self.telling(lease)
+        self.handing_over(lease)
         self._asked.pop(lease.id, None)
 
     def _go_on(self) -> None:
@@ -438,7 +413,7 @@ class Allocator:
     def _drop(self, lease: str) -> list[str]:
         """Release what may lie on nodes; return what is left, in words."""
         with uninterrupted():
-            outcome = ledger.release(self._fleet.call, lease, self._asked.pop(lease, []))
+            outcome = client.release(self._fleet.call, lease, self._asked.pop(lease, []))
         return [
             f"lease {lease} was not released on {node}: {clean(str(error))}; it expires there by itself within 90 s"
             for node, error in outcome.failed.items()
@@ -496,7 +471,3 @@ def _by_node(gpus: Sequence[ChosenGpu]) -> dict[str, list[str]]:
     for gpu in gpus:
         found.setdefault(gpu.node, []).append(gpu.uuid)
     return found
-
-
-def _alive(holder: Holder) -> bool | None:
-    return processes.alive(processes.Holder(holder.host, holder.boot_id, holder.pid, holder.start))

@@ -10,16 +10,21 @@ import os
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from gpuboard.errors import GpuboardError, NoSuchLease
+from gpuboard.errors import GpuboardError
+from gpuboard.keeper import holder as processes
+from gpuboard.leases.ledger import matching, no_such_lease, not_yours
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.reading import Claim, Holder
 from gpuboard.model.replies import Ends, Released
 from gpuboard.model.units import iso
 from gpuboard.transport.base import CallFailed, LinkLost
+
+if TYPE_CHECKING:
+    from gpuboard.model.snapshot import NodeView
 
 T = TypeVar("T")
 
@@ -223,7 +228,6 @@ class Mine(msgspec.Struct, frozen=True):
     lease: str
     gpus: dict[str, list[str]]  # node -> UUIDs, where its claims were seen
     nodes: list[str]  # those, and the ones it names that gave no reading
-    owned: bool = True  # False: another user's, which root may end
 
 
 def mine(claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> dict[str, Mine]:
@@ -246,18 +250,24 @@ def mine(claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> dict
 def find(text: str, claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> Mine:
     """Return our lease of this id, or the only one whose id starts so. Raises NoSuchLease with the reason."""
     ours = mine(claims, uids)
-    if text in ours:
-        return ours[text]
-    starting = [lease for lease in sorted(ours) if text and lease.startswith(text)]
-    if len(starting) == 1:
-        return ours[starting[0]]
-    if starting:
-        raise NoSuchLease(f"{text!r} is the start of several leases of yours: {', '.join(starting)}; write more of it")
-    owners = sorted({c.owner for found in claims.values() for c in found if c.lease == text and c.state == "live"})
-    if owners:
-        raise NoSuchLease(f"lease {text} belongs to {', '.join(owners)}; only its owner, or root, can end or change it")
-    yours = f"yours are: {', '.join(sorted(ours))}" if ours else "you have none"
-    raise NoSuchLease(f"no lease {text!r}; {yours}")
+    if (lease := matching(text, ours)) is not None:
+        return ours[lease]
+    owners = {c.owner for found in claims.values() for c in found if c.lease == text and c.state == "live"}
+    raise not_yours(text, owners) if owners else no_such_lease(text, ours)
+
+
+def indexes(nodes: Iterable[NodeView]) -> dict[str, dict[str, int]]:
+    """Return NVML's index of each GPU by its node and UUID; of a MIG device, that of its GPU."""
+    return {
+        node.name: {gpu.uuid: gpu.index for gpu in node.gpus}
+        | {device.uuid: gpu.index for gpu in node.gpus for device in gpu.mig}
+        for node in nodes
+    }
+
+
+def holder_alive(holder: Holder) -> bool | None:
+    """Return whether a claim's holder is alive; None when it runs on another host."""
+    return processes.alive(processes.Holder(holder.host, holder.boot_id, holder.pid, holder.start))
 
 
 def leases_of(

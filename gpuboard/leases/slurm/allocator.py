@@ -7,7 +7,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -17,19 +17,21 @@ import msgspec
 from gpuboard import paths
 from gpuboard.cluster.inventory.nodes import folded, is_here, local_node
 from gpuboard.cluster.inventory.ssh_aliases import scheduler_names
-from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NoNodeReached, NotFree, UsageError
+from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NotFree, UsageError
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.client import Handover, KeeperError, KeptJob, KeptNode
 from gpuboard.keeper.holder import identify
 from gpuboard.keeper.jobs import SECRETS
 from gpuboard.leases.claims.client import LONGEST_S, new_id
+from gpuboard.leases.ledger import Progress, Scope
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.leases.policy.candidates import check
 from gpuboard.leases.policy.choose import arranged
 from gpuboard.leases.rank_map import rank_map, reachable_addresses
 from gpuboard.leases.slurm.fit import Fit, Limits, fit
 from gpuboard.leases.slurm.job import GrantedJob, look, nodes_of
-from gpuboard.leases.slurm.lease import end, find, forget, known_holder, lease_of, renew
+from gpuboard.leases.slurm.lease import end, find, forget, known_holder, lease_of
+from gpuboard.leases.slurm.schedule import schedule_of
 from gpuboard.leases.slurm.wait import Waiting
 from gpuboard.leases.terms import (
     Terms,
@@ -43,7 +45,6 @@ from gpuboard.leases.terms import (
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.request import Choice, Refusal, Request
 from gpuboard.model.schedule import Schedule
-from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 from gpuboard.scheduler.slurm import sbatch_args
 from gpuboard.scheduler.slurm.client import Jobs, JobState, Uncertain
@@ -51,11 +52,9 @@ from gpuboard.scheduler.slurm.job_script import PAUSE_S, script
 from gpuboard.scheduler.slurm.service import outdate
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
     from gpuboard.scheduler.base import Scheduler
 
-_LOOK_S = 15.0  # for what Slurm holds; commands to a dead controller take 10 s
 _SETTLE_S = 5.0  # after an interrupt: for an sbatch that is on its way
 _CANCEL_S = 8.0  # after an interrupt: for the keeper to have ended the job
 _SEEN_S = 5.0  # for the job's script to say that it sees the heartbeat
@@ -63,26 +62,22 @@ _PLACE = "Slurm"  # what stands for the scheduler among a lease's nodes
 
 
 class SlurmAllocator:
-    """Allocations through Slurm, with the methods of :class:`~gpuboard.leases.claims.allocator.Allocator`.
-
-    ``nodes``: those in scope; ``said``: the user named them, else a machine that is one of them looks at itself alone.
-    ``scheduler`` is closed with it.
-    """
+    """Reserves GPUs as a job of Slurm. ``scheduler`` stays open. See :class:`~gpuboard.leases.ledger.Allocator`."""
 
     def __init__(
         self,
-        nodes: Sequence[Node],
+        scope: Scope,
         settings: Settings,
         env: Mapping[str, str],
         *,
         scheduler: Scheduler,
         asked: sbatch_args.Ask,
-        said: bool = True,
-        progress: Callable[[str], None] = lambda _: None,
+        progress: Progress = lambda _: None,
     ) -> None:
-        here = local_node(nodes)
-        self._nodes = [here] if here is not None and not said else list(nodes)
-        self._left_out = folded([node.name for node in nodes]) if len(self._nodes) < len(nodes) else ""
+        here = local_node(scope.nodes)
+        self._nodes = [here] if here is not None and not scope.explicit else list(scope.nodes)
+        is_part = len(self._nodes) < len(scope.nodes)
+        self._left_out = folded([node.name for node in scope.nodes]) if is_part else ""
         self._settings = settings
         self._env = env
         self._scheduler = scheduler
@@ -108,10 +103,9 @@ class SlurmAllocator:
         self.close()
 
     def close(self) -> None:
-        """Ask Slurm nothing more. Leases that were published stay."""
+        """Leases that were published stay."""
         if self._keeper is not None:
             self._keeper.close()
-        self._scheduler.close()
 
     def abandon(self) -> None:
         """Give up, from any thread and without waiting; ``allocate`` raises Interrupted at its next step.
@@ -125,7 +119,7 @@ class SlurmAllocator:
 
     # --- taking
 
-    def plan(self, request: Request, for_s: float | None) -> Choice:
+    def plan(self, request: Request, for_s: float | None = None) -> Choice:
         """Return what Slurm would be asked, and what it says to that; takes nothing. ``gpus`` is empty: Slurm chooses.
 
         Raises Refused, UsageError, NoNodeReached.
@@ -180,7 +174,7 @@ class SlurmAllocator:
         """Return the job's shape and how long it is to last. Raises Refused, UsageError, NoNodeReached."""
         check(request)
         self._progress("")
-        schedule = self._schedule()
+        schedule = schedule_of(self._scheduler)
         partitions = self._jobs.partitions()
         named = self._asked.partition or self._env.get("SBATCH_PARTITION", "")
         wanted = [name for name in named.split(",") if name] or [name for name, default, _ in partitions if default]
@@ -198,13 +192,6 @@ class SlurmAllocator:
                 answer = msgspec.structs.replace(answer, message=words)
             raise NeverPossible(answer)
         return answer, for_s
-
-    def _schedule(self) -> Schedule:
-        """Return what Slurm holds, as far as it can be known. Raises NoNodeReached."""
-        seen = self._scheduler.look(_LOOK_S)
-        if seen.schedule is None:
-            raise NoNodeReached(f"Slurm gives no answer: {clean(seen.error or 'none at all', 400)}")
-        return seen.schedule
 
     def _scope(self, schedule: Schedule) -> set[str]:
         """Return Slurm's names of the nodes in scope; what it does not know cannot be had through it."""
@@ -305,22 +292,13 @@ class SlurmAllocator:
             raise NotFree(Refusal(4, words))
         return self._allocation(made, seen, n, why)
 
-    def release(self, lease: Lease) -> list[str]:
-        """End a lease at once; return why not where that failed."""
-        with uninterrupted():
-            try:
-                end(lease.id, lambda: self._jobs.cancel(lease.id), self._env)
-            except GpuboardError as error:
-                return [str(error)]
-        return []
-
-    def renew(self, lease: Lease, for_s: float) -> None:
-        """Let a lease end ``for_s`` from now. Raises GpuboardError with Slurm's words where it does not allow that."""
-        renew(self._jobs, find(lease.id, self._jobs.mine())[1], for_s, self._env)
+    def addresses(self) -> dict[str, str]:
+        """Return none: no node is read before Slurm has started a job."""
+        return {}
 
     # --- who knows of it
 
-    def telling(self, lease: Lease) -> None:
+    def handing_over(self, lease: Lease) -> None:
         """Take note that its owner is about to be told of the lease. Until then the keeper ends it if we are killed.
 
         Raises KeeperError.
@@ -337,7 +315,7 @@ class SlurmAllocator:
 
     def published(self, lease: Lease) -> None:
         """Take note that its owner knows of the lease: until then it is dropped when we leave by an exception."""
-        self.telling(lease)
+        self.handing_over(lease)
         self._taking = None
         outdate(self._env)
 

@@ -1,4 +1,4 @@
-"""A lease that is a job of Slurm: which one somebody means, what it is in our words, its prolongation, its end."""
+"""A lease that is a job of Slurm: found by its id, described as a lease, renewed, ended."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from gpuboard import paths
-from gpuboard.errors import NoSuchLease
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.client import KeeperError
 from gpuboard.keeper.holder import alive
 from gpuboard.leases.claims.client import LONGEST_S
-from gpuboard.leases.terms import forget_file
+from gpuboard.leases.ledger import matching, no_such_lease
+from gpuboard.leases.terms import forget_file, known_rank_map
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.units import iso
+from gpuboard.nodesets import listed
 from gpuboard.scheduler.slurm import sbatch_args
 from gpuboard.scheduler.slurm.client import Jobs, JobState
 from gpuboard.scheduler.slurm.service import outdate
@@ -31,13 +32,13 @@ def lease_of(
     holder: LeaseHolder | None,
     host: str | None = None,
 ) -> Lease:
-    """Return a lease of ours as it is now. ``host``: where it was typed; None: here."""
+    """Return the lease that a job is, as it is now. ``host``: where it was reserved from; None: here."""
     now = time.time()
     left_s = job.left_s if job.left_s is not None else LONGEST_S
     return Lease(
         id=lease,
-        owner=user_name(os.geteuid()),
-        uid=os.geteuid(),
+        owner=user_name(job.uid),
+        uid=job.uid,
         host=os.uname().nodename if host is None else host,
         gpus=list(gpus),
         since=iso(now - job.used_s),
@@ -53,13 +54,9 @@ def lease_of(
 def find(text: str, mine: Sequence[JobState]) -> tuple[str, JobState]:
     """Return our lease of this id, or the only one whose id starts so, with its job. Raises NoSuchLease."""
     known = {job.lease: job for job in mine if job.lease is not None}
-    starting = [text] if text in known else sorted(lease for lease in known if text and lease.startswith(text))
-    if len(starting) == 1:
-        return starting[0], known[starting[0]]
-    if starting:
-        raise NoSuchLease(f"{text!r} is the start of several leases of yours: {', '.join(starting)}; write more of it")
-    yours = f"yours are: {', '.join(sorted(known))}" if known else "you have none"
-    raise NoSuchLease(f"no lease {text!r} in Slurm; {yours}")
+    if (lease := matching(text, known)) is None:
+        raise no_such_lease(text, known)
+    return lease, known[lease]
 
 
 def renew(jobs: Jobs, job: JobState, for_s: float, env: Mapping[str, str]) -> None:
@@ -99,3 +96,14 @@ def known_holder(lease: str, env: Mapping[str, str]) -> LeaseHolder | None:
     """Return the process that a lease of this host lives with; None: it is detached, or another host's."""
     holder = keeper.holders(env).get(lease)
     return LeaseHolder(holder.pid, alive(holder)) if holder is not None else None
+
+
+def gpus_of(lease: str, job: JobState, env: Mapping[str, str]) -> list[LeaseGpu]:
+    """Return the GPUs of a job by the rank map of its lease; where that is not here, its nodes without their GPUs."""
+    found = known_rank_map(env, lease)
+    if found is not None and found.job == str(job.number):
+        return [LeaseGpu(rank.node, rank.index, rank.uuid) for rank in found.ranks]
+    try:
+        return [LeaseGpu(name, None, "") for name in sorted(listed(job.nodes))] if job.nodes else []
+    except ValueError:
+        return []

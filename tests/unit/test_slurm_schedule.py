@@ -9,7 +9,7 @@ import pytest
 
 from gpuboard.keeper.holder import Holder
 from gpuboard.keeper.record import KeptJob, KeptNode, LeaseRecord, decode, files_of
-from gpuboard.leases.slurm.queries import leases
+from gpuboard.leases.slurm.schedule import leases
 from gpuboard.model.lease import LeaseGpu
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
 from gpuboard.model.snapshot import GpuView, JobView, NodeView, Snapshot

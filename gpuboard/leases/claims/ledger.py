@@ -1,0 +1,246 @@
+"""Claims on the nodes as a ledger: each GPU's claims lie on its node. See :mod:`gpuboard.leases.ledger`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gpuboard.cluster.fleet import Fleet
+from gpuboard.errors import GpuboardError, NoNodeReached, NoSuchLease, UsageError
+from gpuboard.leases.claims.scope_fleet import ScopeFleet
+from gpuboard.leases.ledger import NO_OPTIONS, Found, JobOptions, Progress, Released, Renewed, Scope, no_such_lease
+from gpuboard.model.text import clean
+
+if TYPE_CHECKING:
+    from gpuboard.cluster.inventory.nodes import Node
+    from gpuboard.config import Settings
+    from gpuboard.leases.claims.allocator import ClaimsAllocator
+    from gpuboard.leases.claims.client import Mine
+    from gpuboard.leases.output.formats import Allocation
+    from gpuboard.model.lease import Lease, LeaseList
+    from gpuboard.model.request import Choice, Refusal, Request
+    from gpuboard.model.snapshot import Snapshot
+
+_REFRESH_S = 2.0  # so that a running fleet shows at once what was changed
+Settle = Callable[[Fleet], "Snapshot"]  # waits until every node of a fleet has a reading or an error
+
+
+class ClaimsLedger:
+    """Leases as claims on the nodes of ``scope``, which is called when the nodes are first needed.
+
+    ``running``: a fleet of these nodes that its owner keeps open (the board's), used in place of own connections.
+    ``settle`` replaces how readings are waited for (a command shows its progress); ``warn`` takes warnings.
+    """
+
+    name = "claims on the nodes"
+    names_gpus = True
+
+    def __init__(
+        self,
+        scope: Callable[[], Scope],
+        settings: Settings,
+        env: Mapping[str, str],
+        *,
+        running: Fleet | None,
+        settle: Settle | None,
+        warn: Progress,
+    ) -> None:
+        self._scope = scope
+        self._settings = settings
+        self._env = env
+        self._running = running
+        self._settle = settle or _settle
+        self._warn = warn
+        self._fleet = running
+
+    def close(self) -> None:
+        """Close the connections that were opened here."""
+        if self._fleet is not None and self._fleet is not self._running:
+            self._fleet.close()
+        self._fleet = self._running
+
+    def covers(self, nodes: Sequence[Node], *, ask: bool = True) -> Collection[str]:
+        """Return all of them: claims lie on any node."""
+        return [node.name for node in nodes]
+
+    def owns(self, lease: Lease) -> bool:
+        """Return whether a lease lies on nodes, not in a scheduler."""
+        return lease.job is None
+
+    def allocator(self, scope: Scope, *, options: JobOptions, progress: Progress) -> ClaimsAllocator:
+        """Return what reserves on the nodes of ``scope``. Raises UsageError for options of a scheduler's job."""
+        if options != NO_OPTIONS:
+            raise UsageError(
+                "--partition, --account, --qos, --reservation and --slurm are for nodes of Slurm, and these are "
+                "reserved without it; `gpuboard config` shows `scheduler`"
+            )
+        fleet = ScopeFleet(scope, self._settings, running=self._running)  # nodes are read while the rest is imported
+        try:
+            from gpuboard.leases.claims.allocator import ClaimsAllocator
+
+            return ClaimsAllocator(fleet, self._settings, self._env, progress=progress)
+        except BaseException:
+            fleet.close()
+            raise
+
+    def plan(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
+        """Return what the policy would take in ``snapshot``. Raises UsageError."""
+        from gpuboard.leases.policy.choose import choose
+
+        return choose(request, snapshot)
+
+    def leases(self, fleet: Fleet, snapshot: Snapshot, *, fresh: bool = False) -> LeaseList:
+        """Return everybody's leases in the nodes' newest readings, and the nodes without one."""
+        from gpuboard.leases.claims import client
+        from gpuboard.model.lease import LeaseList
+        from gpuboard.model.units import iso
+
+        now = time.time()
+        unread = _unread(snapshot)
+        skipped = set(unread)
+        current = {node: claims for node, claims in fleet.claims().items() if node not in skipped}
+        index = client.indexes(node for node in snapshot.nodes if current.get(node.name))
+        found = client.leases_of(current, index, now, client.holder_alive, fleet.uids())
+        return LeaseList(schema=1, at=iso(now), leases=found, unread=unread)
+
+    def find(self, ids: Sequence[str]) -> Found:
+        """Return the caller's leases; an id that may lie on a node without a reading is missing for that reason."""
+        from gpuboard.leases.claims import client
+
+        nodes = self._scope().nodes
+        if not nodes:
+            return Found([], {text: no_such_lease(text, ()) for text in ids})
+        fleet, snapshot = self._read(nodes)
+        unread = _unread(snapshot)
+        claims, uids = fleet.claims(), fleet.uids()
+        shown = client.leases_of(claims, client.indexes(snapshot.nodes), time.time(), client.holder_alive, uids)
+        if not ids:
+            return Found([_as_lease(each, shown) for each in client.mine(claims, uids).values()], unread=unread)
+        found: dict[str, Lease] = {}
+        missing: dict[str, GpuboardError] = {}
+        for text in ids:
+            try:
+                each = client.find(text, claims, uids)
+            except NoSuchLease as error:
+                theirs = {
+                    node: [c.uuid for c in on if c.lease == text and c.state == "live"] for node, on in claims.items()
+                }
+                for_root = {node: uuids for node, uuids in theirs.items() if uuids and uids.get(node) == 0}
+                if for_root:  # root may end any lease
+                    each = client.Mine(text, for_root, sorted(for_root))
+                elif any(theirs.values()):
+                    raise
+                elif unread:
+                    where = ", ".join(unread)
+                    missing[text] = GpuboardError(f"{error}; it may lie on a node without a reading: {where}")
+                    continue
+                else:
+                    missing[text] = error
+                    continue
+            found[each.lease] = _as_lease(each, shown)
+        return Found(list(found.values()), missing, unread)
+
+    def release(self, lease: Lease) -> Released:
+        """End a lease on all its nodes."""
+        from gpuboard.keeper import client as keeper
+        from gpuboard.leases.claims import client
+        from gpuboard.leases.terms import forget_file
+        from gpuboard.model.lease import LeaseGpu
+
+        kept_here = keeper.has(lease.id, self._env)
+        try:
+            keeper.forget(lease.id, self._env)  # first, so that it does not report the release as a loss
+        except (keeper.KeeperError, OSError) as error:
+            kept_here = False  # the keeper may continue its heartbeats
+            self._warn(f"warning: {error}; {lease.id} is released anyway, and the keeper may report it as lost")
+        fleet = self._connected(lease)
+        owned = self._is_own(lease, fleet.uids())
+        outcome = client.release(fleet.call, lease.id, lease.nodes, owned=owned)
+        forget_file(self._env, lease.id)
+        index = {(gpu.node, gpu.uuid): gpu.index for gpu in lease.gpus}
+        gpus = [LeaseGpu(node, index.get((node, uuid)), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
+        when = "within 90 s" if kept_here else f"when its holder ends, at the latest at {lease.until}"
+        self._refresh(lease.nodes)
+        return Released(
+            lease.id,
+            gpus,
+            {
+                node: f"not released on {node}: {clean(str(error))}; it expires there {when}"
+                for node, error in outcome.failed.items()
+            },
+        )
+
+    def renew(self, lease: Lease, for_s: float) -> Renewed:
+        """Renew a lease on all its nodes."""
+        from gpuboard.keeper import client as keeper
+        from gpuboard.leases.claims import client
+
+        outcome = client.renew(self._connected(lease).call, lease.id, lease.nodes, for_s)
+        if outcome.done:
+            keeper.renew(lease.id, for_s, self._env)
+        self._refresh(lease.nodes)
+        return Renewed(sorted(outcome.done), {node: clean(str(error)) for node, error in outcome.failed.items()})
+
+    def existing(self, text: str, n: int | None = None) -> Allocation:
+        """Return a lease of the caller's as its claims show it."""
+        scope = msgspec.structs.replace(self._scope(), explicit=True)
+        with self.allocator(scope, options=NO_OPTIONS, progress=lambda _: None) as allocator:
+            return allocator.existing(text, n)
+
+    def _read(self, nodes: Sequence[Node]) -> tuple[Fleet, Snapshot]:
+        """Return a fleet of ``nodes`` and its readings. Raises NoNodeReached."""
+        if self._running is not None:
+            return self._running, self._running.snapshot()
+        self.close()
+        self._fleet = self._open(nodes)
+        snapshot = self._settle(self._fleet)
+        if all(node.age_s is None for node in snapshot.nodes):
+            raise NoNodeReached("no node could be reached; `gpuboard status` shows why")
+        return self._fleet, snapshot
+
+    def _connected(self, lease: Lease) -> Fleet:
+        """Return the fleet that :meth:`find` read, else new connections to a lease's nodes.
+
+        New ones, because those by which a lease was made may have been cut in the days of a run.
+        """
+        if self._fleet is None:
+            self._fleet = self._open([node for node in self._scope().nodes if node.name in lease.nodes])
+        return self._fleet
+
+    def _open(self, nodes: Sequence[Node]) -> Fleet:
+        fleet = Fleet(nodes, self._settings, interval_s=None)
+        fleet.start()
+        return fleet
+
+    def _is_own(self, lease: Lease, uids: Mapping[str, int]) -> bool:
+        """Return whether a lease is the caller's: by the uid it has on the first node, where that has answered."""
+        return not lease.gpus or lease.uid == uids.get(lease.gpus[0].node, lease.uid)
+
+    def _refresh(self, nodes: Sequence[str]) -> None:
+        if self._running is not None:
+            self._running.refresh(nodes, _REFRESH_S)
+
+
+def _unread(snapshot: Snapshot) -> list[str]:
+    """Return the nodes whose claims are not known now."""
+    return [node.name for node in snapshot.nodes if node.state != "up" or node.claims_error is not None]
+
+
+def _as_lease(mine: Mine, shown: Sequence[Lease]) -> Lease:
+    """Return the lease whose claims ``mine`` names, as the readings show it; its nodes are those to be asked."""
+    parts = [
+        lease
+        for lease in shown
+        if lease.id == mine.lease and any(gpu.uuid in mine.gpus.get(gpu.node, ()) for gpu in lease.gpus)
+    ]
+    gpus = [gpu for lease in parts for gpu in lease.gpus if gpu.uuid in mine.gpus.get(gpu.node, ())]
+    return msgspec.structs.replace(parts[0], gpus=gpus, nodes=mine.nodes, until=max(lease.until for lease in parts))
+
+
+def _settle(fleet: Fleet) -> Snapshot:
+    fleet.wait_all(fleet.connect_s + 5)
+    fleet.freshen()
+    return fleet.snapshot()

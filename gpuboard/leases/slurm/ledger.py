@@ -1,0 +1,223 @@
+"""Slurm as a ledger: a lease is a job. See :mod:`gpuboard.leases.ledger`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gpuboard.errors import GpuboardError, NoNodeReached, NoSuchLease
+from gpuboard.leases.ledger import (
+    NO_OPTIONS,
+    Found,
+    JobOptions,
+    Progress,
+    Released,
+    Renewed,
+    Scope,
+    not_yours,
+)
+from gpuboard.leases.slurm.lease import end, find, gpus_of, known_holder, lease_of, renew, user_name
+from gpuboard.leases.slurm.schedule import leases, schedule_of
+from gpuboard.leases.terms import known_rank_map
+from gpuboard.model.lease import Lease, LeaseList
+from gpuboard.model.request import Choice, Refusal
+from gpuboard.model.text import clean
+from gpuboard.model.units import iso
+from gpuboard.scheduler.slurm.client import Jobs, JobState
+from gpuboard.scheduler.slurm.sbatch_args import ask, job_name
+from gpuboard.scheduler.slurm.sbatch_args import lease_of as lease_named
+
+if TYPE_CHECKING:
+    from gpuboard.cluster.fleet import Fleet
+    from gpuboard.cluster.inventory.nodes import Node
+    from gpuboard.config import Settings
+    from gpuboard.leases.output.formats import Allocation
+    from gpuboard.leases.slurm.allocator import SlurmAllocator
+    from gpuboard.model.request import Request
+    from gpuboard.model.snapshot import Snapshot
+    from gpuboard.scheduler.base import Scheduler
+
+SLURM = "Slurm"  # stands for the node in what failed and in messages: the scheduler is asked, not a node
+
+
+class SlurmLedger:
+    """Leases as jobs of Slurm. ``scheduler`` returns a new one, which is closed with the ledger.
+
+    ``running``: a fleet whose schedule is used in place of a question to Slurm, where it has one (the board's).
+    """
+
+    name = SLURM
+    names_gpus = False
+
+    def __init__(
+        self,
+        scope: Callable[[], Scope],
+        settings: Settings,
+        env: Mapping[str, str],
+        scheduler: Callable[[], Scheduler],
+        *,
+        running: Fleet | None,
+        warn: Progress,
+    ) -> None:
+        self._scope = scope
+        self._settings = settings
+        self._env = env
+        self._make_scheduler = scheduler
+        self._running = running
+        self._warn = warn
+        self._opened: Scheduler | None = None
+
+    def close(self) -> None:
+        """Stop asking Slurm."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def covers(self, nodes: Sequence[Node], *, ask: bool = True) -> Collection[str]:
+        """Return the nodes that Slurm has. Raises NoNodeReached where it does not answer."""
+        if not nodes or any(node.simulate is not None or node.job is not None for node in nodes):
+            return ()  # simulated, or of the job that this process is in: claims keep its launches apart
+        if self._running is not None and self._running.schedule is not None:
+            return [node.name for node in nodes if self._running.known_as(node.name) is not None]
+        if not ask:
+            return ()
+        from gpuboard.cluster.inventory.ssh_aliases import scheduler_names
+
+        return scheduler_names(nodes, schedule_of(self._scheduler), self._settings)
+
+    def owns(self, lease: Lease) -> bool:
+        """Return whether a lease is a job."""
+        return lease.job is not None
+
+    def allocator(self, scope: Scope, *, options: JobOptions, progress: Progress) -> SlurmAllocator:
+        """Return what reserves through Slurm. Raises UsageError for options that sbatch cannot have."""
+        from gpuboard.leases.slurm.allocator import SlurmAllocator
+
+        return SlurmAllocator(
+            scope,
+            self._settings,
+            self._env,
+            scheduler=self._scheduler,
+            asked=ask(self._settings.slurm, **msgspec.structs.asdict(options)),
+            progress=progress,
+        )
+
+    def plan(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
+        """Return what Slurm would be asked for; without GPUs, which Slurm chooses. Raises UsageError."""
+        from gpuboard.leases.slurm.fit import Limits, fit
+
+        fleet = self._running
+        assert fleet is not None and fleet.schedule is not None
+        names = [fleet.known_as(node.name) for node in self._scope().nodes]
+        answer = fit(request, fleet.schedule, Limits({name for name in names if name is not None}))
+        return answer if isinstance(answer, Refusal) else Choice((), answer.why)
+
+    def leases(self, fleet: Fleet, snapshot: Snapshot, *, fresh: bool = False) -> LeaseList:
+        """Return the leases in the newest schedule, which may be 30 s old; ``fresh``: the caller's as they are now."""
+        now = time.time()
+        found: list[Lease] = []
+        if (schedule := fleet.schedule) is not None:
+            found = leases(schedule, snapshot, now, fleet.known_as)
+            if fresh and self._scope().job is None:
+                try:
+                    found = self._with_own(found)
+                except NoNodeReached as error:
+                    self._warn(str(error))
+        return LeaseList(schema=1, at=iso(now), leases=found)
+
+    def find(self, ids: Sequence[str]) -> Found:
+        """Return the caller's jobs; inside a job only those that ids name."""
+        if not self._is_asked(ids):
+            return Found([], {text: NoSuchLease(f"no lease {text!r} in Slurm") for text in ids})
+        mine = self._jobs.mine()
+        if not ids:
+            return Found([self._lease(job.lease or "", job) for job in mine])
+        found: dict[int, Lease] = {}
+        missing: dict[str, GpuboardError] = {}
+        for text in ids:
+            try:
+                lease, job = find(text, mine)
+            except NoSuchLease as error:
+                if any((job.lease or "").startswith(text) for job in mine):
+                    raise
+                others = self._jobs.of_lease(text, mine=False) if lease_named(job_name(text)) else []
+                if others and os.geteuid():
+                    raise not_yours(text, {user_name(job.uid) for job in others}) from None
+                if not others:
+                    missing[text] = NoSuchLease(f"{error} in Slurm; `gpuboard leases` lists them")
+                found |= {job.number: self._lease(text, job) for job in others}
+            else:
+                found[job.number] = self._lease(lease, job)
+        return Found(list(found.values()), missing)
+
+    def release(self, lease: Lease) -> Released:
+        """Cancel the job."""
+        assert lease.job is not None
+        try:
+            if lease.uid == os.geteuid():
+                end(lease.id, partial(self._jobs.cancel, lease.id), self._env)  # by name: it may have ended already
+            else:
+                self._jobs.cancel_number(int(lease.job))
+        except GpuboardError as error:
+            return Released(lease.id, [], {SLURM: clean(str(error))})
+        return Released(lease.id, lease.gpus, {})
+
+    def renew(self, lease: Lease, for_s: float) -> Renewed:
+        """Set the job's time limit, which counts from its start; only administrators may extend it on most sites."""
+        assert lease.job is not None
+        try:
+            job = self._jobs.job(int(lease.job))
+            if job is None or job.ended:
+                return Renewed([], {SLURM: f"job {lease.job} has ended"})
+            renew(self._jobs, job, for_s, self._env)
+        except GpuboardError as error:
+            return Renewed([], {SLURM: clean(str(error))})
+        return Renewed(sorted({gpu.node for gpu in lease.gpus}), {})
+
+    def existing(self, text: str, n: int | None = None) -> Allocation:
+        """Return the lease that a job is. Raises NotFree while it is pending."""
+        if not self._is_asked([text]):
+            raise NoSuchLease(f"no lease {text!r} in Slurm")
+        with self.allocator(Scope(()), options=NO_OPTIONS, progress=lambda _: None) as allocator:
+            return allocator.existing(text, n)
+
+    @cached_property
+    def _jobs(self) -> Jobs:
+        return Jobs(self._env)
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        if self._opened is None:
+            self._opened = self._make_scheduler()
+        return self._opened
+
+    def _is_asked(self, ids: Sequence[str]) -> bool:
+        """Return whether ids may name jobs. Inside a job few do, and Slurm need not answer there."""
+        if not self._env.get("SLURM_JOB_ID") or self._scope().job is None:
+            return True
+        known = [known_rank_map(self._env, text) for text in ids]
+        return any(rank_map is not None and rank_map.job is not None for rank_map in known)
+
+    def _with_own(self, found: Sequence[Lease]) -> list[Lease]:
+        """Return ``found`` with the caller's own leases as squeue and their rank maps have them now."""
+        uid = os.geteuid()
+        known = {lease.id: lease for lease in found if lease.uid == uid}
+        own = [self._lease(job.lease, job) for job in self._jobs.mine() if job.lease and job.state != "PENDING"]
+        others = [lease for lease in found if lease.uid != uid]
+        return others + [
+            msgspec.structs.replace(lease, gpus=known[lease.id].gpus)
+            if lease.id in known and not any(gpu.uuid for gpu in lease.gpus)
+            else lease
+            for lease in own
+        ]
+
+    def _lease(self, lease: str, job: JobState) -> Lease:
+        holder = known_holder(lease, self._env)
+        host = None if holder is not None else ""
+        gpus = gpus_of(lease, job, self._env)
+        return lease_of(lease, job, gpus, purpose=job.comment, holder=holder, host=host)

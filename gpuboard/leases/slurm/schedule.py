@@ -1,0 +1,90 @@
+"""What Slurm holds: its newest schedule, and everybody's leases in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from gpuboard.errors import NoNodeReached
+from gpuboard.leases.claims.client import LONGEST_S
+from gpuboard.model.lease import Lease, LeaseGpu
+from gpuboard.model.schedule import Schedule, SchedulerJob
+from gpuboard.model.snapshot import GpuView, Snapshot
+from gpuboard.model.text import clean
+from gpuboard.model.units import iso
+from gpuboard.scheduler.slurm.sbatch_args import lease_of as lease_named
+
+if TYPE_CHECKING:
+    from gpuboard.scheduler.base import Scheduler
+
+_GONE = frozenset({"completing"})
+_PLACEHOLDER = "slurm-"  # how the UUID of a GPU begins that nothing but Slurm shows
+
+LOOK_S = 15.0  # deadline for a schedule: commands to a controller that does not answer take 10 s
+
+
+def schedule_of(scheduler: Scheduler) -> Schedule:
+    """Return what Slurm holds, as far as it can be known. Raises NoNodeReached."""
+    seen = scheduler.look(LOOK_S)
+    if seen.schedule is None:
+        raise NoNodeReached(
+            f"Slurm does not answer: {clean(seen.error or 'no reason given', 400)}; "
+            'to work without Slurm set scheduler = "none" in the config, or GPUBOARD_SCHEDULER=none'
+        )
+    return seen.schedule
+
+
+def leases(schedule: Schedule, snapshot: Snapshot, now: float, known_as: Callable[[str], str | None]) -> list[Lease]:
+    """Return the leases that jobs of a schedule are, by their numbers.
+
+    ``known_as``: a node's name → Slurm's, None where it knows none. GPUs are those that the snapshot shows under the
+    job; where it does not show all of them, they have no index.
+    """
+    leased = [(job.number, lease, job) for job in schedule.jobs if (lease := lease_named(job.name)) is not None]
+    if not leased:  # the board asks each second, and 8,000 GPUs take 10 ms to be looked at
+        return []
+    where = {grant.node for _, _, job in leased for grant in job.grants}
+    shown: dict[tuple[str, str], list[tuple[str, GpuView]]] = {}  # by Slurm's node and the job's id
+    for node in snapshot.nodes:
+        name = known_as(node.name) or ""
+        for gpu in node.gpus if name in where else ():
+            for view in gpu.jobs:
+                shown.setdefault((name, view.id), []).append((node.name, gpu))
+    return [
+        _lease(lease, job, shown, now)
+        for _, lease, job in sorted(leased, key=lambda one: one[0])
+        if job.state not in _GONE
+    ]
+
+
+def _lease(
+    lease: str, job: SchedulerJob, shown: Mapping[tuple[str, str], list[tuple[str, GpuView]]], now: float
+) -> Lease:
+    gpus: list[LeaseGpu] = []
+    for grant in job.grants:
+        seen = shown.get((grant.node, job.id), [])
+        count = sum(kind.count for kind in grant.gpus)
+        if len(seen) == count:
+            gpus += [LeaseGpu(node, gpu.index, _uuid(gpu.uuid)) for node, gpu in seen]
+        else:
+            gpus += [LeaseGpu(clean(grant.node, 253), None, "")] * min(count, 1024)
+    until = job.until if job.until is not None else now + LONGEST_S
+    return Lease(
+        id=lease,
+        owner=clean(job.user, 64),
+        uid=job.uid,
+        host="",
+        gpus=gpus,
+        since=iso(job.started if job.started is not None else now),
+        until=iso(until),
+        holder=None,
+        purpose=clean(job.comment, 200),
+        job=clean(job.id, 64),
+        flags=[] if job.state == "running" else [clean(job.state, 40)],
+        remaining_s=max(0.0, until - now),
+        nodes=sorted({clean(grant.node, 253) for grant in job.grants}),
+    )
+
+
+def _uuid(uuid: str) -> str:
+    return "" if uuid.startswith(_PLACEHOLDER) else uuid
