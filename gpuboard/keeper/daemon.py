@@ -17,10 +17,10 @@ from contextlib import suppress
 from functools import partial
 
 from gpuboard.keeper import processes
+from gpuboard.keeper.calls import NodeAnswer
 from gpuboard.keeper.heartbeats import Nodes, key_of, retry_s
 from gpuboard.keeper.holder import Holder, alive, read_process
 from gpuboard.keeper.loop import KeeperLoop, boottime, log
-from gpuboard.keeper.nodes import NodeAnswer
 from gpuboard.keeper.record import HolderLook, LeaseRecord, decode, files_of, judge, login_of
 from gpuboard.keeper.runtime_dir import (
     KeeperError,

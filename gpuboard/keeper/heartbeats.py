@@ -1,32 +1,31 @@
-"""Which leases lie on which node, and when the keeper shows life there."""
+"""Which leases lie on which node, and when each needs a heartbeat."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from gpuboard.keeper.calls import Calls, NodeAnswer
 from gpuboard.keeper.jobs import JobCalls, JobWatch
 from gpuboard.keeper.loop import KeeperLoop, boottime, log
-from gpuboard.keeper.nodes import Connectors, Logins, NodeAnswer, NodeCalls, node_key
+from gpuboard.keeper.nodes import TOUCH_S, Connectors, Logins, NodeCalls, node_key
 from gpuboard.keeper.record import KeptNode, LeaseRecord
 
-TOUCH_S = 30.0
 RETRY_S = (5.0, 10.0, 20.0, 30.0)  # after a touch or a release that did not reach its node
 
 Touched = Callable[[str, list[str], NodeAnswer], None]
 
 
 class _Node:
-    def __init__(self, calls: NodeCalls | JobCalls) -> None:
+    def __init__(self, calls: Calls) -> None:
         self.calls = calls
-        self.every_s = calls.every_s if isinstance(calls, JobCalls) else TOUCH_S
-        self.until: dict[str, float] = {}  # by lease: when its time is up
+        self.until: dict[str, float] = {}  # by lease: when it ends
         self.due: float | None = None
         self.failures = 0
 
 
 class Nodes:
-    """All nodes of all leases. ``touched`` gets a node's name, the leases touched, and what it said."""
+    """All nodes of all leases. ``touched`` gets a node's name, the leases touched, and the answer."""
 
     def __init__(self, loop: KeeperLoop, touched: Touched) -> None:
         self._loop = loop
@@ -37,13 +36,13 @@ class Nodes:
         self._watch = JobWatch()
 
     def attach(self, record: LeaseRecord, node: KeptNode) -> None:
-        """Show life of the lease on ``node`` from now on."""
+        """Send heartbeats for the lease on ``node`` from now on."""
         known = self._known(record, node)
         known.until[record.lease] = record.until
         known.due = 0.0
 
     def detach(self, record: LeaseRecord, node: KeptNode) -> None:
-        """Show life of it there no more."""
+        """Send no more heartbeats for it there."""
         known = self._known(record, node)
         known.until.pop(record.lease, None)
         if not known.until:
@@ -61,12 +60,12 @@ class Nodes:
             self._nodes.pop(key).calls.close()
 
     def touch(self, now: float) -> None:
-        """Show life wherever it is due."""
+        """Send the heartbeats that are due."""
         for node in self._nodes.values():
             if node.due is not None and node.due <= now:
                 # Also right after a lease's end, so that its claim goes then: the node's clock says whether it has.
                 ends = [until + 0.5 for until in node.until.values() if until + 0.5 > now]
-                node.due = min(now + node.every_s, *ends) if ends else now + node.every_s
+                node.due = min(now + node.calls.every_s, *ends) if ends else now + node.calls.every_s
                 leases = sorted(node.until)
                 node.calls.call("touch", {"leases": leases}, self._loop.report(self._answered(node, leases)))
 
@@ -80,7 +79,7 @@ class Nodes:
             if answer.kind and node.due is not None:
                 again_s = retry_s(node.failures)
                 node.due = boottime() + again_s
-                log(f"{node.calls.name}: no life shown: {answer.words}; again in {again_s:.0f} s")
+                log(f"{node.calls.name}: no heartbeat: {answer.words}; again in {again_s:.0f} s")
             self._touched(node.calls.name, leases, answer)
 
         return take
@@ -88,15 +87,17 @@ class Nodes:
     def _known(self, record: LeaseRecord, node: KeptNode) -> _Node:
         key = key_of(record, node)
         if key not in self._nodes:
-            if record.job is None:
-                self._nodes[key] = _Node(NodeCalls(node, record.settings, self._connectors))
-            else:
-                self._nodes[key] = _Node(JobCalls(node.name, record.lease, record.job, self._watch))
+            self._nodes[key] = _Node(self._new_calls(record, node))
         return self._nodes[key]
+
+    def _new_calls(self, record: LeaseRecord, node: KeptNode) -> Calls:
+        if record.job is None:
+            return NodeCalls(node, record.settings, self._connectors)
+        return JobCalls(node.name, record.lease, record.job, self._watch)
 
 
 def key_of(record: LeaseRecord, node: KeptNode) -> str:
-    """Return what tells the places where life is shown apart: leases of one node share it, a job is its lease's own."""
+    """Return the key of a lease's connection: leases of one node share it, a job has its own."""
     return node_key(node, record.settings) if record.job is None else f"job {record.job.number} of {record.lease}"
 
 

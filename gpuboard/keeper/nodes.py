@@ -10,34 +10,21 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from gpuboard.agent.claims import store as claims
+from gpuboard.keeper.calls import Calls, NodeAnswer, Report
 from gpuboard.keeper.record import KeptNode, login_of
 
 if TYPE_CHECKING:
-    import queue
-
     from gpuboard.transport.connector import Connector
     from gpuboard.transport.link import AgentLink
 
 CALL_S = 20.0  # for a call, the connection's set-up included
+TOUCH_S = 30.0  # between two heartbeats: a claim without one for 90 s expires
 _LOGINS = 8  # that are remembered
 _AGENT_S = 1.0  # for an ssh agent to take a connection
 _LINGER_S = 15.0  # that an agent of this machine is kept for the next question
-
-
-class NodeAnswer(NamedTuple):
-    """What a node said to a call: ``kind`` is empty, or why there is no ``value`` (``lost``: it was not reached)."""
-
-    value: Any
-    kind: str = ""
-    words: str = ""
-
-
-Report = Callable[[NodeAnswer], None]
-Job = tuple[str, dict[str, Any], Report]
 
 
 def node_key(node: KeptNode, settings: dict[str, Any]) -> str:
@@ -103,62 +90,35 @@ class Connectors:
         return self._known[key]
 
 
-class NodeCalls:
-    """Calls to one node. Each is answered through its ``report``: at once or, from another thread, later."""
+class NodeCalls(Calls):
+    """Calls to one node. A connection to another machine is kept, an agent on this one for some seconds."""
 
     def __init__(self, node: KeptNode, settings: dict[str, Any], connectors: Connectors) -> None:
-        self.name = node.name
+        super().__init__(node.name, TOUCH_S)
+        self.idle_s = _LINGER_S if node.host is None else None
         self._node = node
         self._settings = settings
         self._connectors = connectors
         plain = node.host is None and node.simulate is None
         self._folder = claims.Folder(node.claims_dir) if plain else None
-        self._jobs: queue.SimpleQueue[Job | None] | None = None
+        self._link: AgentLink | None = None
 
     def call(self, op: str, args: dict[str, Any], report: Report) -> None:
-        """Ask the node. Never raises."""
-        if self._folder is not None and op in claims.OPS:
-            try:
-                report(NodeAnswer(claims.handle(op, args, self._folder)))
-            except claims.Refuse as refused:
-                report(NodeAnswer(None, refused.kind, refused.message))
+        """Ask the node; claims of this host are answered at once, without a thread. Never raises."""
+        if self._folder is None or op not in claims.OPS:
+            super().call(op, args, report)
             return
-        if self._jobs is None:
-            import queue
+        try:
+            report(NodeAnswer(claims.handle(op, args, self._folder)))
+        except claims.Refuse as refused:
+            report(NodeAnswer(None, refused.kind, refused.message))
 
-            self._jobs = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(self._jobs,), name=self.name, daemon=True).start()
-        self._jobs.put((op, args, report))
+    def _let_go(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
-    def close(self) -> None:
-        """End the connection, once the calls on their way are answered."""
-        if self._jobs is not None:
-            self._jobs.put(None)
-            self._jobs = None
-
-    def _serve(self, jobs: queue.SimpleQueue[Job | None]) -> None:
-        """Answer calls one by one, in a thread; a connection to another machine is kept, an agent here for a while."""
-        import queue
-
-        link: AgentLink | None = None
-        while True:
-            try:
-                job = jobs.get(timeout=_LINGER_S if self._node.host is None and link is not None else None)
-            except queue.Empty:
-                job = _IDLE
-            over = job is None or job is _IDLE
-            if job is not None and not over:
-                op, args, report = job
-                link, answer = self._ask(link, op, args)
-                report(answer)
-                over = answer.kind == "lost"
-            if over and link is not None:
-                link.close()
-                link = None
-            if job is None:
-                return
-
-    def _ask(self, link: AgentLink | None, op: str, args: dict[str, Any]) -> tuple[AgentLink | None, NodeAnswer]:
+    def _answer(self, op: str, args: dict[str, Any]) -> NodeAnswer:
         from gpuboard.transport.base import CallFailed
 
         try:
@@ -172,15 +132,17 @@ class NodeCalls:
                 "read": Read,
                 "carriers": Carriers,
             }
-            if link is None or link.over is not None:
-                link = self._connect()
-            return link, NodeAnswer(msgspec.to_builtins(link.call(op, args, CALL_S, kinds[op])))
+            if self._link is None or self._link.over is not None:
+                self._link = self._connect()
+            return NodeAnswer(msgspec.to_builtins(self._link.call(op, args, CALL_S, kinds[op])))
         except CallFailed as error:
-            return link, NodeAnswer(None, error.kind, error.message)
-        except Exception as error:  # whatever a node or a library brings about ends here: this thread serves on
-            if link is not None and link.over is not None and link.over.kind == "no-job" and self._node.job is not None:
-                return link, _without_job(op, args, str(error))
-            return link, NodeAnswer(None, "lost", str(error))
+            return NodeAnswer(None, error.kind, error.message)
+        except Exception as error:  # any failure of a node or a library ends here: the thread answers the next call
+            over = self._link.over if self._link is not None else None
+            if over is not None and over.kind == "no-job" and self._node.job is not None:
+                return _without_job(op, args, str(error))
+            self._let_go()
+            return NodeAnswer(None, "lost", str(error))
 
     def _connect(self) -> AgentLink:
         config = {
@@ -203,7 +165,7 @@ class NodeCalls:
 
 
 def _without_job(op: str, args: dict[str, Any], words: str) -> NodeAnswer:
-    """Return what is so on a node once the job has ended that led to it: nothing of the job is left there."""
+    """Return the answer for a node that was reached through a job which has ended: nothing of the job is left there."""
     if op == "touch":
         return NodeAnswer({"alive": [], "lapsed": [], "missing": args["leases"]})
     if op == "carriers":
@@ -212,7 +174,4 @@ def _without_job(op: str, args: dict[str, Any], words: str) -> NodeAnswer:
 
 
 def _ignore(_: object) -> None:
-    """Readings are none of the keeper's business, and of an ended link the next call hears."""
-
-
-_IDLE: Job = ("", {}, _ignore)  # nothing was asked for a while
+    """Readings are not used, and the next call finds out that a link has ended."""

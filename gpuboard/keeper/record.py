@@ -36,12 +36,17 @@ class KeptJob(NamedTuple):
 
     job_name: str
     number: int | None  # None: it is being submitted
-    heartbeat: str  # the file whose time shows life; "": the job lasts until its time limit
-    touch_s: float  # between two signs of life
+    heartbeat: str  # the file whose time is the heartbeat; "": the job lasts until its time limit
+    touch_s: float  # between two heartbeats
     cancel: list[str]  # the command that ends it, by its name
-    look: list[str]  # the command that prints ``number|state|name`` for every job of ours
+    look: list[str]  # the command that prints ``number|state|name`` for each job of the user
     environ: dict[str, str]  # what both are run with
-    taker: Holder | None  # the command that takes the lease, until its owner knows of it
+    taker: Holder | None  # the command that makes the lease, until it is published
+    ended: dict[str, str]  # states in which a job holds nothing: why, "" where that is not known yet
+    in_time: list[str]  # those of them that a job reaches by its time limit
+    secrets: list[str]  # variables for the commands that no record holds: the keeper has them from its start
+    mark: str  # NAME=VALUE in the environment of the command that submits the job…
+    inside: str  # …where this variable is not set, which marks the processes of jobs
 
 
 class LeaseRecord(NamedTuple):
@@ -120,6 +125,11 @@ def _job(values: Any) -> KeptJob | None:
         [str(word) for word in values["look"]],
         {str(name): str(value) for name, value in values["environ"].items()},
         _holder(values["taker"]),
+        {str(state): str(words) for state, words in values.get("ended", {}).items()},
+        [str(state) for state in values.get("in_time", ())],
+        [str(name) for name in values.get("secrets", ())],
+        str(values.get("mark", "")),
+        str(values.get("inside", "")),
     )
 
 

@@ -14,8 +14,8 @@ from gpuboard.keeper import client as keeper
 from gpuboard.keeper import runtime_dir
 from gpuboard.keeper.client import Handover, KeeperError, KeptJob, KeptNode
 from gpuboard.keeper.holder import Holder, identify
-from gpuboard.leases.slurm import queries as slurm_held
-from gpuboard.scheduler.slurm.client import Jobs, JobState
+from gpuboard.leases.slurm.lease import end
+from gpuboard.scheduler.slurm.client import ENDED_STATES, Jobs
 from tests.integration.keeper_lab import unlocked
 from tests.waiting import until
 
@@ -63,7 +63,8 @@ class Lab:
         """Give the lease to the keeper."""
         job = KeptJob(
             NAME, number, str(self.heartbeat), 0.2, [str(self.folder / "cancel")], [str(self.folder / "look")],
-            {"PATH": os.environ["PATH"]}, taker or identify(os.getpid()),
+            {"PATH": os.environ["PATH"]}, taker or identify(os.getpid()), ENDED_STATES, ["TIMEOUT"], [],
+            "GPUBOARD_SUBMIT=k3f9xy", "SLURM_JOB_ID",
         )  # fmt: skip
         place = KeptNode("Slurm", [], None, "", None)
         return keeper.hand_over(
@@ -176,7 +177,7 @@ def test_a_job_that_does_not_end_is_not_let_go_of(lab: Lab) -> None:
     handed = lab.hand_over()
     handed.started(12, 3600.0)
     handed.abandon()
-    until(lambda: "it was cancelled and is there all the same" in lab.log, "it was looked for")
+    until(lambda: "it was cancelled and still exists" in lab.log, "it was looked for")
     assert lab.kept
 
 
@@ -226,8 +227,7 @@ def test_what_its_owner_does_to_it_is_no_news(lab: Lab, monkeypatch: pytest.Monk
     handed = lab.hand_over()
     handed.started(12, 3600.0)
     handed.known()
-    lease = slurm_held.JobLease("k3f9xy", JobState(12, "RUNNING", uid=os.geteuid()), [])
-    assert slurm_held.end(lease, Jobs(lab.env), lab.env) == ""
+    end("k3f9xy", lambda: Jobs(lab.env).cancel_number(12), lab.env)
     assert "it was cancelled" in lab.log
     assert keeper.mind(lab.env) == []
 

@@ -320,7 +320,7 @@ def test_where_slurm_has_no_part_its_flags_are_refused(slurm: SlurmCluster) -> N
     assert "are for nodes of Slurm" in done.stderr
     done = gpuboard(slurm, "allocate", "--n", "1", "--nodes", "login2,gpu01", "--detach", "--for", "5m")
     assert done.returncode == 2
-    assert "Slurm has no node 'login2', but others of these" in done.stderr
+    assert "Slurm has no node 'login2', but other nodes in scope" in done.stderr
 
 
 def test_without_a_scheduler_nothing_is_asked_of_it(slurm: SlurmCluster) -> None:

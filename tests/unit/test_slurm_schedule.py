@@ -82,7 +82,10 @@ def test_one_id_with_two_owners_is_two_leases() -> None:
 
 
 HOLDER = Holder("login1", "boot", 42, 4242)
-JOB = KeptJob("gpuboard-k3f9xy", 7, "/h/k3f9xy.alive", 30.0, ["/bin/scancel"], ["/bin/squeue"], {"A": "b"}, HOLDER)
+JOB = KeptJob(
+    "gpuboard-k3f9xy", 7, "/h/k3f9xy.alive", 30.0, ["/bin/scancel"], ["/bin/squeue"], {"A": "b"}, HOLDER,
+    {"FAILED": "it failed"}, ["TIMEOUT"], ["SLURM_JWT"], "GPUBOARD_SUBMIT=k3f9xy", "SLURM_JOB_ID",
+)  # fmt: skip
 RECORD = LeaseRecord("k3f9xy", [KeptNode("Slurm", [], None, "", None)], {}, HOLDER, 1, 2, 3.0, 4.0, JOB)
 
 

@@ -21,7 +21,6 @@ from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NotFree, 
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.client import Handover, KeeperError, KeptJob, KeptNode
 from gpuboard.keeper.holder import identify
-from gpuboard.keeper.jobs import SECRETS
 from gpuboard.leases.claims.client import LONGEST_S, new_id
 from gpuboard.leases.ledger import Progress, Scope
 from gpuboard.leases.output.formats import Allocation
@@ -47,7 +46,7 @@ from gpuboard.model.request import Choice, Refusal, Request
 from gpuboard.model.schedule import Schedule
 from gpuboard.model.units import parse_duration
 from gpuboard.scheduler.slurm import sbatch_args
-from gpuboard.scheduler.slurm.client import Jobs, JobState, Uncertain
+from gpuboard.scheduler.slurm.client import ENDED_STATES, SECRETS, SUBMITTING, Jobs, JobState, Uncertain
 from gpuboard.scheduler.slurm.job_script import PAUSE_S, script
 from gpuboard.scheduler.slurm.service import outdate
 
@@ -224,6 +223,11 @@ class SlurmAllocator:
             look=self._jobs.look_command(),
             environ={name: value for name, value in self._jobs.environ.items() if name not in SECRETS},
             taker=identify(os.getpid()),
+            ended=ENDED_STATES,
+            in_time=["TIMEOUT"],
+            secrets=list(SECRETS),
+            mark=f"{SUBMITTING}={lease}",
+            inside="SLURM_JOB_ID",
         )
         place = KeptNode(_PLACE, [], None, "", None)
         return keeper.record(lease, [place], {}, terms.holder, LONGEST_S, job=job)

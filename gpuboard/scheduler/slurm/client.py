@@ -24,6 +24,22 @@ COMMAND_S = 25.0  # Slurm's commands give up after 10 to 20 s by themselves
 SUBMIT_S = 60.0  # sbatch tries again where the controller is too busy to take a job
 SUBMITTING = "GPUBOARD_SUBMIT"  # the variable by which the keeper knows a lease's sbatch: its lease
 
+SECRETS = ("SLURM_JWT",)  # variables for Slurm's commands that are written to no file
+# States in which a job holds nothing (squeue(1), JOB STATE CODES): why; "" where Slurm tells that only later.
+ENDED_STATES = {
+    "BOOT_FAIL": "a node of it did not start",
+    "CANCELLED": "it was cancelled",
+    "COMPLETED": "its script ended, as it does without a heartbeat of the keeper",
+    "COMPLETING": "",  # the reason is known when its epilogs have run
+    "DEADLINE": "its deadline has come",
+    "FAILED": "it failed",
+    "NODE_FAIL": "a node of it failed",
+    "OUT_OF_MEMORY": "it ran out of memory",
+    "PREEMPTED": "it was preempted",
+    "REVOKED": "it was revoked",
+    "TIMEOUT": "its time limit has come",
+}
+
 # What sbatch is started with, and so what the job's record in Slurm holds: none of the secrets of a shell's variables.
 # Of the defaults that people set for sbatch those that have an option here.
 _KEPT = (
