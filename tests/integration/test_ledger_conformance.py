@@ -1,0 +1,177 @@
+"""What every ledger does, on real ones: claims on nodes over ssh, and a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts import Host, Running
+from tests.nodes import Cluster
+from tests.nvml import Gpu
+from tests.slurm import SlurmCluster
+from tests.waiting import until
+
+pytestmark = pytest.mark.nodes
+DRIVER = Path(__file__).with_name("ledger_driver.py")
+PER_NODE = 4
+
+
+class Lab:
+    """One ledger, and users of it on the login node."""
+
+    def __init__(self, host: Host, name: str, env: dict[str, str], stack: ExitStack) -> None:
+        self._host = host
+        self._name = name
+        self._env = env
+        self._stack = stack
+        self._drivers: dict[str, Running] = {}
+
+    def start(self, user: str = "alice") -> Running:
+        """Return a new process of a user that takes operations."""
+        command = [sys.executable, str(DRIVER), self._name, "gpu[01-02]"]
+        process = self._host.popen(command, user=user, env=self._env, stdin=subprocess.PIPE)
+        return self._stack.enter_context(process)
+
+    def do(self, operation: str, *, user: str = "alice", **args: Any) -> Any:
+        """Return the answer to an operation."""
+        if user not in self._drivers:
+            self._drivers[user] = self.start(user)
+        return ask(self._drivers[user], operation, **args)
+
+    def ids(self, user: str = "alice") -> list[str]:
+        """Return the ids of all leases, as a user sees them."""
+        return [lease["id"] for lease in self.do("leases", user=user)]
+
+
+def ask(driver: Running, operation: str, **args: Any) -> Any:
+    """Have a driver do something and return its answer."""
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    driver.stdin.write(json.dumps([operation, args]) + "\n")
+    driver.stdin.flush()
+    return json.loads(driver.stdout.readline())
+
+
+def gpus(answer: Any) -> list[tuple[str, int | None]]:
+    return sorted((gpu["node"], gpu["index"]) for gpu in answer["lease"]["gpus"])
+
+
+@pytest.fixture(params=["claims on the nodes", "Slurm"])
+def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """A lab for each ledger, with two nodes of four GPUs."""
+    with ExitStack() as stack:
+        if request.param == "Slurm":
+            slurm: SlurmCluster = request.getfixturevalue("slurm")
+            slurm.configure(gres=f"Name=gpu Type=h100 File=/dev/nvidia[0-{PER_NODE - 1}]")
+            yield Lab(slurm.nodes["login1"], request.param, {}, stack)
+        else:
+            nodes: Cluster = request.getfixturevalue("nodes")
+            for name in ("gpu01", "gpu02"):
+                nodes[name].script([Gpu() for _ in range(PER_NODE)])
+            yield Lab(nodes["login1"], request.param, {"GPUBOARD_SCHEDULER": "none"}, stack)
+
+
+def gone(lab: Lab, user: str = "alice") -> Callable[[], bool]:
+    """Return a condition: no lease is left."""
+    return lambda: not lab.ids(user)
+
+
+def test_a_lease_is_found_renewed_used_and_released(lab: Lab) -> None:
+    assert lab.do("covers") == ["gpu01", "gpu02"]
+    made = lab.do("reserve", n=2)
+    lease = made["lease"]["id"]
+    assert len({node for node, _ in gpus(made)}) == 1, "as few nodes as possible"
+    [listed] = lab.do("leases")
+    assert (listed["id"], listed["owner"], listed["purpose"], gpus({"lease": listed})) == (
+        lease, "alice", "a test", gpus(made),
+    )  # fmt: skip
+    assert [found["id"] for found in lab.do("leases", user="bob")] == [lease]
+    for text in (lease, lease[:3]):
+        [found] = lab.do("find", ids=[text])["leases"]
+        assert (found["id"], gpus({"lease": found})) == (lease, gpus(made))
+    assert [found["id"] for found in lab.do("find")["leases"]] == [lease]
+    again = lab.do("existing", lease=lease)
+    assert (again["ranks"], gpus(again)) == (made["ranks"], gpus(made))
+    assert len(lab.do("existing", lease=lease, n=1)["ranks"]) == 1
+    renewed = lab.do("renew", lease=lease, for_s=300.0)
+    assert renewed == {"nodes": [made["ranks"][0]["node"]], "failed": {}}
+    [after] = lab.do("find", ids=[lease])["leases"]
+    assert 200.0 < after["remaining_s"] <= 360.0, "a scheduler counts in minutes"
+    assert datetime.fromisoformat(after["until"]) < datetime.fromisoformat(made["lease"]["until"])
+    released = lab.do("release", lease=lease)
+    assert (released["failed"], len(released["gpus"])) == ({}, 2)
+    until(gone(lab), "it is released")
+
+
+def test_a_lease_that_has_ended_is_released(lab: Lab) -> None:
+    lease = lab.do("reserve", n=1)["lease"]["id"]
+    assert lab.do("release_twice", lease=lease)["failed"] == {}
+    until(gone(lab), "it is released")
+    assert lab.do("find", ids=[lease]) == {"leases": [], "missing": [lease]}
+
+
+def test_leases_of_others_cannot_be_named_but_by_root(lab: Lab) -> None:
+    lease = lab.do("reserve", n=1)["lease"]["id"]
+    for operation in ("release", "renew"):
+        extra = {"for_s": 60.0} if operation == "renew" else {}
+        refused = lab.do(operation, user="bob", lease=lease, **extra)
+        assert (refused["exit_code"], "belongs to alice" in refused["error"]) == (5, True)
+    assert lab.do("existing", user="bob", lease=lease)["exit_code"] == 5
+    assert lab.do("find", user="bob")["leases"] == []
+    assert lab.do("release", user="root", lease=lease)["failed"] == {}
+    until(gone(lab), "root has released it")
+
+
+def test_an_id_that_starts_several_leases_is_refused(lab: Lab) -> None:
+    made = [lab.do("reserve", n=1)["lease"]["id"] for _ in range(2)]
+    same = [one for one in made if one[:1] == made[0][:1]]
+    found = lab.do("find", ids=[made[0][:1]])
+    if len(same) == 2:
+        assert found["exit_code"] == 5
+    else:
+        assert [lease["id"] for lease in found["leases"]] == [made[0]]
+    assert lab.do("find", ids=["zzzzzz"]) == {"leases": [], "missing": ["zzzzzz"]}
+    assert sorted(lease["id"] for lease in lab.do("find", ids=made)["leases"]) == sorted(made)
+
+
+def test_all_or_nothing_and_why(lab: Lab) -> None:
+    never = lab.do("reserve", n=2 * PER_NODE + 1)
+    assert never["exit_code"] == 3
+    everything = lab.do("reserve", n=2 * PER_NODE)
+    assert len(everything["lease"]["gpus"]) == 2 * PER_NODE
+    refused = lab.do("reserve", user="bob", n=1)
+    assert refused["exit_code"] == 4, refused
+    assert "--wait" in refused["error"]
+    assert lab.ids("bob") == [everything["lease"]["id"]]
+
+
+def test_a_plan_takes_nothing(lab: Lab) -> None:
+    assert lab.do("plan", n=2)["why"]
+    assert lab.do("plan", n=2 * PER_NODE + 1)["exit_code"] == 3
+    assert lab.ids() == []
+
+
+def test_what_was_not_published_is_released(lab: Lab) -> None:
+    assert "stopped" in lab.do("reserve", n=2, stop=True)
+    until(gone(lab), "an exception before it was published releases it")
+    driver = lab.start()
+    lease = ask(driver, "reserve", n=2, held=True, publish=False)
+    assert lab.ids() == [lease]
+    driver.kill()
+    until(gone(lab), "the keeper releases what a killed command did not publish")
+
+
+def test_a_lease_ends_with_its_holder(lab: Lab) -> None:
+    driver = lab.start()
+    lease = ask(driver, "reserve", n=1, held=True)["lease"]["id"]
+    assert lab.ids("bob") == [lease]
+    driver.kill()
+    until(gone(lab, "bob"), "the keeper releases it")
