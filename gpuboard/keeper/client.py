@@ -29,6 +29,7 @@ from gpuboard.keeper.runtime_dir import (
     send,
     unresponsive,
 )
+from gpuboard.keeper.timing import TIMING, KeeperTiming
 from gpuboard.transport.spawn import SLURM_SETUP, readable
 
 __all__ = [
@@ -49,11 +50,7 @@ __all__ = [
     "warn",
 ]
 
-START_S = 10.0
-ADOPT_S = 10.0
 RESTARTS = 3  # of a keeper that ended before it was handed a lease
-FORGET_S = 3.0  # a release does not depend on it
-ADOPT_REMOTE_S = 30.0  # its own connection to every node, and the first touch there
 
 # Variables that the keeper is not started with: a lease's, by which we would take it for a carrier, and those by which
 # a CI runner or a batch system knows the children of a job, to kill them. The rest may be what a ProxyCommand needs.
@@ -71,13 +68,14 @@ _BOOT = (
 class Started:
     """A keeper that runs, or is on its way."""
 
-    def __init__(self, folder: str, env: Mapping[str, str]) -> None:
+    def __init__(self, folder: str, env: Mapping[str, str], timing: KeeperTiming = TIMING) -> None:
         self.folder = folder
+        self.timing = timing
         self.connection = connect(folder)
         self.pid: int | None = None
         self.pipe = -1
         if self.connection is None:
-            self.pid, self.pipe = _spawn(folder, env)
+            self.pid, self.pipe = _spawn(folder, env, timing)
 
     def link(self) -> socket.socket | None:
         """Return a connection, waiting for the keeper's start; None: it has ended since. Raises KeeperError.
@@ -101,13 +99,15 @@ class Started:
 
     def _await(self) -> None:
         said = b""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + self.timing.start_s
         while not said.endswith(b"ready\n"):
             ready = readable(self.pipe, max(0.0, deadline - time.monotonic()))
             chunk = os.read(self.pipe, 4096) if ready else b""
             if not chunk:
                 words = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
-                raise KeeperError(f"the keeper did not start: {words or f'no word from it in {START_S:.0f} s'}")
+                raise KeeperError(
+                    f"the keeper did not start: {words or f'it did not report within {self.timing.start_s:.0f} s'}"
+                )
             said += chunk
         if self.pid is not None:
             os.waitpid(self.pid, 0)  # the process that forked the keeper has ended long ago
@@ -128,9 +128,9 @@ def record(
     return LeaseRecord(lease, list(nodes), settings, holder, 0, 0, now, now + for_s, job)
 
 
-def start_early(env: Mapping[str, str]) -> Started:
+def start_early(env: Mapping[str, str], timing: KeeperTiming = TIMING) -> Started:
     """Start the keeper if none runs, without waiting for it. Raises KeeperError."""
-    return Started(_folder(env), env)
+    return Started(_folder(env), env, timing)
 
 
 class Handover:
@@ -150,7 +150,7 @@ class Handover:
         message = {"op": "known", "lease": self._lease}
         try:
             if self._is_job:
-                if _ask(self._started, message, ADOPT_S) is None:
+                if _ask(self._started, message, self._started.timing.adopt_s) is None:
                     raise KeeperError(f"the keeper has ended; its log is {self._started.folder}/log")
                 return
             link = self._started.link()
@@ -164,7 +164,7 @@ class Handover:
     def started(self, number: int, for_s: float) -> None:
         """Tell the keeper the number of the lease's job, which ends ``for_s`` from now. Raises KeeperError."""
         message = {"op": "job", "lease": self._lease, "number": number, "for_s": for_s}
-        answer = _ask(self._started, message, ADOPT_S)
+        answer = _ask(self._started, message, self._started.timing.adopt_s)
         if answer is None or "error" in answer:
             raise KeeperError(f"the keeper has lost the lease: {answer['error'] if answer else 'it has ended'}")
 
@@ -182,21 +182,23 @@ class Handover:
         self._started.close()
 
 
-def hand_over(lease: LeaseRecord, env: Mapping[str, str], started: Started | None = None) -> Handover:
+def hand_over(
+    lease: LeaseRecord, env: Mapping[str, str], started: Started | None = None, timing: KeeperTiming = TIMING
+) -> Handover:
     """Hand ``lease`` to the keeper; return when it has shown life on its claims.
 
     Raises KeeperError when the keeper does not start, does not answer or refuses; the caller then drops the claims.
     """
-    timeout_s = ADOPT_REMOTE_S if any(node.host is not None for node in lease.nodes) else ADOPT_S
+    timeout_s = timing.adopt_remote_s if any(node.host is not None for node in lease.nodes) else timing.adopt_s
     message = {"op": "adopt", "record": lease.plain(), "login": login_of(env)}
-    at = started or start_early(env)
+    at = started or start_early(env, timing)
     try:
         answer = _ask(at, message, timeout_s)
         for _ in range(RESTARTS):
             if answer is not None:
                 break
             at.close()  # it was about to end when we came, or it had ended
-            at = start_early(env)
+            at = start_early(env, timing)
             answer = _ask(at, message, timeout_s)
         if answer is None:
             raise KeeperError(f"each keeper ended while it was handed a lease; their log is {at.folder}/log")
@@ -208,32 +210,34 @@ def hand_over(lease: LeaseRecord, env: Mapping[str, str], started: Started | Non
     return Handover(at, lease)
 
 
-def adopt(lease: LeaseRecord, env: Mapping[str, str], started: Started | None = None) -> None:
+def adopt(
+    lease: LeaseRecord, env: Mapping[str, str], started: Started | None = None, timing: KeeperTiming = TIMING
+) -> None:
     """Hand ``lease`` to the keeper for an owner who knows of it; as :func:`hand_over`."""
-    hand_over(lease, env, started).known()
+    hand_over(lease, env, started, timing).known()
 
 
 def forget(lease: str, env: Mapping[str, str]) -> None:
     """Tell the keeper that ``lease`` is released: it shows no more life. Without a keeper the record is removed."""
     message = {"op": "forget", "lease": lease}
-    if not _tell(message, env, FORGET_S):
+    if not _tell(message, env, TIMING.forget_s):
         path = f"{_folder(env)}/{lease}.json"
         if os.path.exists(path):
             os.unlink(path)
-            _tell(message, env, FORGET_S)  # one that has started since may have read it before
+            _tell(message, env, TIMING.forget_s)  # one that has started since may have read it before
 
 
 def ending(lease: str, env: Mapping[str, str]) -> None:
     """Tell the keeper that its owner is about to end ``lease``: should the keeper see it first, it is no loss."""
     try:
-        _tell({"op": "ending", "lease": lease}, env, FORGET_S)
+        _tell({"op": "ending", "lease": lease}, env, TIMING.forget_s)
     except KeeperError:
         return  # it is stopped, and sees nothing
 
 
 def renew(lease: str, for_s: float, env: Mapping[str, str]) -> None:
     """Tell the keeper that ``lease`` now ends ``for_s`` seconds from now."""
-    _tell({"op": "renew", "lease": lease, "for_s": for_s}, env, ADOPT_S)
+    _tell({"op": "renew", "lease": lease, "for_s": for_s}, env, TIMING.adopt_s)
 
 
 def restart_if_needed(env: Mapping[str, str]) -> list[str]:
@@ -347,8 +351,8 @@ def _ask(started: Started, message: dict[str, Any], timeout_s: float) -> dict[st
         raise KeeperError(f"cannot connect to the keeper: {error}") from error
 
 
-def _spawn(folder: str, env: Mapping[str, str]) -> tuple[int, int]:
-    """Start a keeper; return the pid of the process that forks it, and the pipe on which it says that it is ready."""
+def _spawn(folder: str, env: Mapping[str, str], timing: KeeperTiming) -> tuple[int, int]:
+    """Start a keeper; return the pid of the process that forks it, and the pipe on which it reports ``ready``."""
     import fcntl
 
     pipe, write_end = os.pipe()
@@ -362,6 +366,8 @@ def _spawn(folder: str, env: Mapping[str, str]) -> tuple[int, int]:
     ]
     boot = _BOOT.format(path=path, package=os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     command = [sys.executable, "-I", "-S", "-c", boot, folder]
+    if timing != TIMING:
+        command.append(json.dumps(timing._asdict()))
     try:
         pid = os.posix_spawn(
             command[0],

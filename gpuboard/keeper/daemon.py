@@ -18,7 +18,7 @@ from functools import partial
 
 from gpuboard.keeper import processes
 from gpuboard.keeper.calls import NodeAnswer
-from gpuboard.keeper.heartbeats import Nodes, key_of, retry_s
+from gpuboard.keeper.heartbeats import Nodes, key_of
 from gpuboard.keeper.holder import Holder, alive, read_process
 from gpuboard.keeper.loop import KeeperLoop, boottime, log
 from gpuboard.keeper.record import HolderLook, LeaseRecord, decode, files_of, judge, login_of
@@ -33,13 +33,8 @@ from gpuboard.keeper.runtime_dir import (
     send,
     write_file,
 )
+from gpuboard.keeper.timing import TIMING, KeeperTiming
 
-ENDING_S = 5.0  # a claim that has lapsed this near its end has ended: nodes tell its owner 2 s early (MARGIN_S there)
-RELEASE_S = 100.0  # after this a claim without life has lapsed (90 s): no use in trying on
-LINGER_S = 5.0
-PLACE_S = 2.0  # between two looks whether commands still find us; a command waits 5 s for a keeper that has the lock
-OWN_END_S = 60.0  # so long a lease's end is no loss after its owner said that he is about to end it
-POLL_S = 1.0  # where the kernel has no pidfd (before 5.3)
 _WATCHED = 32  # carriers watched for their end; of more, looking every few seconds is enough
 _LOG_LIMIT = 1 << 20  # bytes
 
@@ -81,13 +76,14 @@ class Client:
 class Keeper:
     """What is kept, and what happens to it."""
 
-    def __init__(self, folder: str, place: RuntimeDir) -> None:
+    def __init__(self, folder: str, place: RuntimeDir, timing: KeeperTiming = TIMING) -> None:
         self.folder = folder
+        self.timing = timing
         self.place = place
         self.place_error = ""
         self.loop = KeeperLoop()
         self.kept: dict[str, Kept] = {}
-        self.nodes = Nodes(self.loop, self._touched)
+        self.nodes = Nodes(self.loop, self._touched, timing)
         self.clients: set[Client] = set()
         self._listen()
 
@@ -99,13 +95,14 @@ class Keeper:
             now = boottime()
             if self.kept or self.clients:
                 idle_since = now
-            elif now - idle_since >= LINGER_S or not self.place.reachable:
+            elif now - idle_since >= self.timing.linger_s or not self.place.reachable:
                 return
             self._hold_place()
             self.nodes.touch(now)
             self._timers(now)
             dues = [kept.due for kept in self.kept.values() if kept.due is not None]
-            self.loop.wait(min([*dues, self.nodes.next_due(), idle_since + LINGER_S, now + PLACE_S]) - boottime())
+            dues += [self.nodes.next_due(), idle_since + self.timing.linger_s, now + self.timing.place_s]
+            self.loop.wait(min(dues) - boottime())
 
     # --- where commands find us
 
@@ -223,7 +220,7 @@ class Keeper:
                     raise ValueError(f"no lease {message['lease']} is kept here")
                 self._started(kept, int(message["number"]), float(message["for_s"]))
             elif op == "ending" and kept is not None:
-                kept.no_loss_until = boottime() + OWN_END_S
+                kept.no_loss_until = boottime() + self.timing.own_end_s
             elif op == "forget" and kept is not None:
                 self._end(kept, "given back")
             client.reply()
@@ -327,7 +324,7 @@ class Keeper:
         words = ""
         if why and not lapsed:
             words = f"has ended: of {name} job {record.job and record.job.number}: {why}"
-        elif lapsed and not why and boottime() + ENDING_S < record.until:
+        elif lapsed and not why and boottime() + self.timing.ending_s < record.until:
             words = f"has lapsed on {name}: its keeper could show no life there for 90 s"
         elif not lapsed:
             words = f"is gone from {name}: released elsewhere, or its claim was removed"
@@ -407,7 +404,7 @@ class Keeper:
         record = kept.record
         left = not carried and bool(processes.heirs(record.session, record.group, record.created))
         now = boottime()
-        verdict = judge(HolderLook(carried, left), kept.since, now)
+        verdict = judge(HolderLook(carried, left), kept.since, now, self.timing)
         kept.since = verdict.since
         kept.due = now + verdict.again_s
         if verdict.release:
@@ -424,7 +421,7 @@ class Keeper:
 
     def _try_release(self, kept: Kept) -> None:
         kept.tries += 1
-        kept.due = boottime() + retry_s(kept.tries)
+        kept.due = boottime() + self.timing.retry_after_s(kept.tries)
         for node in kept.record.nodes:
             if node.name in kept.asked:
                 args = {"lease": kept.lease}
@@ -436,7 +433,8 @@ class Keeper:
         else:
             log(f"{kept.lease}: not released on {name}: {answer.words}")
         # Claims lapse; a job would hold its GPUs until its time limit.
-        late = boottime() - kept.released_at > RELEASE_S and (kept.record.job is None or boottime() > kept.record.until)
+        tried_s = boottime() - kept.released_at
+        late = tried_s > self.timing.release_s and (kept.record.job is None or boottime() > kept.record.until)
         if kept.lease in self.kept and (late or not kept.asked):
             self._end(kept, "released" if not kept.asked else "left to lapse")
 
@@ -483,14 +481,14 @@ class Keeper:
             elif kept.record.holder is not None and not alive(kept.record.holder):
                 self._process_ended(kept)
             else:
-                kept.due = now + POLL_S
+                kept.due = now + self.timing.no_pidfd_s
 
     def _watch_process(self, kept: Kept, pid: int) -> None:
         fd = self.loop.watch_process(pid, partial(self._process_ended, kept))
         if fd is not None:
             kept.watched.append(fd)
         elif kept.phase == "held":
-            kept.due = boottime() + POLL_S
+            kept.due = boottime() + self.timing.no_pidfd_s
 
     def _unwatch_processes(self, kept: Kept) -> None:
         for fd in kept.watched:
@@ -522,6 +520,8 @@ def _lives(holder: Holder | None) -> bool:
 def main() -> None:
     """Run the keeper of the folder named by the first argument, as keeper/client.py starts it.
 
+    A second argument is a KeeperTiming as a JSON object of the values that differ.
+
     fd 1 is a pipe to who started us: it gets ``ready``, also when another keeper runs already, or the reason why not.
     """
     folder = sys.argv[1]
@@ -540,7 +540,8 @@ def main() -> None:
     _tell(starter, "ready")
     if place is None:
         return
-    keeper = Keeper(folder, place)
+    timing = TIMING._replace(**json.loads(sys.argv[2])) if len(sys.argv) > 2 else TIMING
+    keeper = Keeper(folder, place, timing)
     try:
         keeper.run()
     except Exception:

@@ -8,10 +8,9 @@ from typing import Any
 from gpuboard.keeper.calls import Calls, NodeAnswer
 from gpuboard.keeper.jobs import JobCalls, JobWatch
 from gpuboard.keeper.loop import KeeperLoop, boottime, log
-from gpuboard.keeper.nodes import TOUCH_S, Connectors, Logins, NodeCalls, node_key
+from gpuboard.keeper.nodes import Connectors, Logins, NodeCalls, node_key
 from gpuboard.keeper.record import KeptNode, LeaseRecord
-
-RETRY_S = (5.0, 10.0, 20.0, 30.0)  # after a touch or a release that did not reach its node
+from gpuboard.keeper.timing import KeeperTiming
 
 Touched = Callable[[str, list[str], NodeAnswer], None]
 
@@ -27,13 +26,14 @@ class _Node:
 class Nodes:
     """All nodes of all leases. ``touched`` gets a node's name, the leases touched, and the answer."""
 
-    def __init__(self, loop: KeeperLoop, touched: Touched) -> None:
+    def __init__(self, loop: KeeperLoop, touched: Touched, timing: KeeperTiming) -> None:
         self._loop = loop
         self._touched = touched
         self._nodes: dict[str, _Node] = {}
-        self.logins = Logins()
+        self.logins = Logins(timing)
         self._connectors = Connectors(self.logins)
-        self._watch = JobWatch()
+        self._watch = JobWatch(timing)
+        self._timing = timing
 
     def attach(self, record: LeaseRecord, node: KeptNode) -> None:
         """Send heartbeats for the lease on ``node`` from now on."""
@@ -71,13 +71,16 @@ class Nodes:
 
     def next_due(self) -> float:
         """Return when :meth:`touch` is to be called next."""
-        return min((node.due for node in self._nodes.values() if node.due is not None), default=boottime() + TOUCH_S)
+        return min(
+            (node.due for node in self._nodes.values() if node.due is not None),
+            default=boottime() + self._timing.heartbeat_s,
+        )
 
     def _answered(self, node: _Node, leases: list[str]) -> Callable[[NodeAnswer], None]:
         def take(answer: NodeAnswer) -> None:
             node.failures = node.failures + 1 if answer.kind else 0
             if answer.kind and node.due is not None:
-                again_s = retry_s(node.failures)
+                again_s = self._timing.retry_after_s(node.failures)
                 node.due = boottime() + again_s
                 log(f"{node.calls.name}: no heartbeat: {answer.words}; again in {again_s:.0f} s")
             self._touched(node.calls.name, leases, answer)
@@ -92,15 +95,10 @@ class Nodes:
 
     def _new_calls(self, record: LeaseRecord, node: KeptNode) -> Calls:
         if record.job is None:
-            return NodeCalls(node, record.settings, self._connectors)
-        return JobCalls(node.name, record.lease, record.job, self._watch)
+            return NodeCalls(node, record.settings, self._connectors, self._timing)
+        return JobCalls(node.name, record.lease, record.job, self._watch, self._timing)
 
 
 def key_of(record: LeaseRecord, node: KeptNode) -> str:
     """Return the key of a lease's connection: leases of one node share it, a job has its own."""
     return node_key(node, record.settings) if record.job is None else f"job {record.job.number} of {record.lease}"
-
-
-def retry_s(failures: int) -> float:
-    """Return how long to wait after the ``failures``-th failure in a row."""
-    return RETRY_S[min(failures, len(RETRY_S)) - 1]

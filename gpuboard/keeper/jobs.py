@@ -19,14 +19,8 @@ from gpuboard.keeper.loop import boottime, log
 
 if TYPE_CHECKING:
     from gpuboard.keeper.record import KeptJob
+    from gpuboard.keeper.timing import KeeperTiming
     from gpuboard.transport.command import Ran
-
-LOOK_S = 60.0  # between two questions whether jobs still run, at least
-LOOK_SHARE = 50  # and at least this multiple of what the last one took
-COMMAND_S = 30.0
-_SETTLE_S = 4.0  # from one look that finds no job to the next, where its number was never learned
-_TOUCH_WAIT_S = 0.2  # waited for a file's server that answers slowly; the file may be left behind then
-_SUBMIT_S = 60.0  # how long a release waits for the command that submits the job
 
 
 class _Looked(NamedTuple):
@@ -38,7 +32,8 @@ class _Looked(NamedTuple):
 class JobWatch:
     """The states of this user's jobs, asked for all leases at once and rarely. Called from threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, timing: KeeperTiming) -> None:
+        self._timing = timing
         self._lock = threading.Lock()
         self._known: dict[str, _Looked] = {}  # by command
 
@@ -52,17 +47,17 @@ class JobWatch:
             known = self._known.get(key)
             if known is None or boottime() >= known.due:
                 asked = boottime()
-                states = look(job)
-                due = asked + max(LOOK_S, LOOK_SHARE * (boottime() - asked))
+                states = look(job, self._timing)
+                due = asked + max(self._timing.job_look_s, self._timing.job_look_share * (boottime() - asked))
                 known = self._known[key] = _Looked(asked, due, states)
             return known.states if known.asked >= since else None
 
 
-def look(job: KeptJob) -> dict[str, str] | None:
+def look(job: KeptJob, timing: KeeperTiming) -> dict[str, str] | None:
     """Ask for the states of jobs, by name; of two with one name the one that has not ended. None: no answer."""
-    ran = _run(job, job.look)
+    ran = _run(job, job.look, timing)
     if not ran.ok:
-        log(f"no answer about jobs: {_words(ran)}")
+        log(f"no answer about jobs: {_words(ran, timing)}")
         return None
     found: dict[str, str] = {}
     for line in ran.out.splitlines():
@@ -76,11 +71,12 @@ def look(job: KeptJob) -> dict[str, str] | None:
 class JobCalls(Calls):
     """Calls for the one lease that a job is."""
 
-    def __init__(self, name: str, lease: str, job: KeptJob, watch: JobWatch) -> None:
+    def __init__(self, name: str, lease: str, job: KeptJob, watch: JobWatch, timing: KeeperTiming) -> None:
         super().__init__(name, job.touch_s)
         self._lease = lease
         self._job = job
         self._watch = watch
+        self._timing = timing
         self._since = boottime()
         self._touching = threading.Lock()
         self._over = False  # no more heartbeats: the heartbeat file is removed when the lease ends
@@ -90,7 +86,7 @@ class JobCalls(Calls):
     def close(self) -> None:
         """Do nothing more once the calls that wait are answered; the heartbeat file stays as it is from now on."""
         self._over = True
-        if self._touching.acquire(timeout=_TOUCH_WAIT_S):
+        if self._touching.acquire(timeout=self._timing.file_s):
             self._touching.release()
         super().close()
 
@@ -127,16 +123,16 @@ class JobCalls(Calls):
 
     def _release(self) -> NodeAnswer:
         """End the job. It counts as ended when it is seen no more, also one that a submission still brings."""
-        until = time.monotonic() + _SUBMIT_S
+        until = time.monotonic() + self._timing.submit_s
         while _submitting(self._job):
             if time.monotonic() > until:
                 return NodeAnswer(None, "lost", "it is still being submitted")
             time.sleep(0.05)
-        cancelled = _run(self._job, self._job.cancel)
+        cancelled = _run(self._job, self._job.cancel, self._timing)
         if not cancelled.ok:
             self._clean_since = None
-            return NodeAnswer(None, "lost", f"not cancelled: {_words(cancelled)}")
-        states = look(self._job)
+            return NodeAnswer(None, "lost", f"not cancelled: {_words(cancelled, self._timing)}")
+        states = look(self._job, self._timing)
         if states is None:
             return NodeAnswer(None, "lost", "the scheduler did not answer whether it is cancelled")
         state = states.get(self._job.job_name)
@@ -146,7 +142,7 @@ class JobCalls(Calls):
         if self._job.number is None:
             # A scheduler that was too busy to answer may yet do what it was asked before.
             self._clean_since = self._clean_since or boottime()
-            if boottime() - self._clean_since < _SETTLE_S:
+            if boottime() - self._clean_since < self._timing.settle_s:
                 return NodeAnswer(None, "lost", "looking once more whether there is a job")
         return NodeAnswer({"released": []})
 
@@ -174,14 +170,14 @@ def _submitting(job: KeptJob) -> bool:
     return False
 
 
-def _run(job: KeptJob, command: Sequence[str]) -> Ran:
+def _run(job: KeptJob, command: Sequence[str], timing: KeeperTiming) -> Ran:
     from gpuboard.transport.command import run  # late: most keepers keep no jobs
 
     secrets = {name: os.environ[name] for name in job.secrets if name in os.environ}
-    return run(command, {**job.environ, **secrets}, COMMAND_S)
+    return run(command, {**job.environ, **secrets}, timing.command_s)
 
 
-def _words(ran: Ran) -> str:
+def _words(ran: Ran, timing: KeeperTiming) -> str:
     if not ran.ended:
-        return f"no answer in {COMMAND_S:.0f} s"
+        return f"no answer in {timing.command_s:.0f} s"
     return " ".join(ran.err.split())[:300] or f"exit code {ran.code}"

@@ -15,16 +15,13 @@ from typing import TYPE_CHECKING, Any
 from gpuboard.agent.claims import store as claims
 from gpuboard.keeper.calls import Calls, NodeAnswer, Report
 from gpuboard.keeper.record import KeptNode, login_of
+from gpuboard.keeper.timing import KeeperTiming
 
 if TYPE_CHECKING:
     from gpuboard.transport.connector import Connector
     from gpuboard.transport.link import AgentLink
 
-CALL_S = 20.0  # for a call, the connection's set-up included
-TOUCH_S = 30.0  # between two heartbeats: a claim without one for 90 s expires
 _LOGINS = 8  # that are remembered
-_AGENT_S = 1.0  # for an ssh agent to take a connection
-_LINGER_S = 15.0  # that an agent of this machine is kept for the next question
 
 
 def node_key(node: KeptNode, settings: dict[str, Any]) -> str:
@@ -36,7 +33,8 @@ def node_key(node: KeptNode, settings: dict[str, Any]) -> str:
 class Logins:
     """The logins that leases were taken in. A keeper outlives the one it was started in; its ssh agent does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, timing: KeeperTiming) -> None:
+        self._timeout_s = timing.ssh_agent_s
         self._lock = threading.Lock()
         self._known = [login_of(os.environ)]
 
@@ -47,19 +45,21 @@ class Logins:
                 self._known = [*[other for other in self._known if other != login][-_LOGINS:], login]
 
     def use(self) -> str:
-        """Make the means of the newest login whose agent answers ours; return what tells them from others."""
+        """Use the newest login whose ssh agent answers; return a key for it."""
         with self._lock:
-            login = next((known for known in reversed(self._known) if _answers(known)), self._known[-1])
+            login = next(
+                (known for known in reversed(self._known) if _answers(known, self._timeout_s)), self._known[-1]
+            )
             os.environ.update(login)
         return json.dumps(login, sort_keys=True)
 
 
-def _answers(login: dict[str, str]) -> bool:
+def _answers(login: dict[str, str], timeout_s: float) -> bool:
     """Tell whether the ssh agent of a login takes connections; without one there is nothing to ask."""
     if "SSH_AUTH_SOCK" not in login:
         return True
     with socket.socket(socket.AF_UNIX) as agent:
-        agent.settimeout(_AGENT_S)
+        agent.settimeout(timeout_s)
         try:
             agent.connect(login["SSH_AUTH_SOCK"])
         except OSError:
@@ -93,9 +93,10 @@ class Connectors:
 class NodeCalls(Calls):
     """Calls to one node. A connection to another machine is kept, an agent on this one for some seconds."""
 
-    def __init__(self, node: KeptNode, settings: dict[str, Any], connectors: Connectors) -> None:
-        super().__init__(node.name, TOUCH_S)
-        self.idle_s = _LINGER_S if node.host is None else None
+    def __init__(self, node: KeptNode, settings: dict[str, Any], connectors: Connectors, timing: KeeperTiming) -> None:
+        super().__init__(node.name, timing.heartbeat_s)
+        self.idle_s = timing.agent_linger_s if node.host is None else None
+        self._timing = timing
         self._node = node
         self._settings = settings
         self._connectors = connectors
@@ -134,7 +135,7 @@ class NodeCalls(Calls):
             }
             if self._link is None or self._link.over is not None:
                 self._link = self._connect()
-            return NodeAnswer(msgspec.to_builtins(self._link.call(op, args, CALL_S, kinds[op])))
+            return NodeAnswer(msgspec.to_builtins(self._link.call(op, args, self._timing.call_s, kinds[op])))
         except CallFailed as error:
             return NodeAnswer(None, error.kind, error.message)
         except Exception as error:  # any failure of a node or a library ends here: the thread answers the next call

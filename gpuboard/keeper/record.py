@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gpuboard.keeper.holder import Holder
-
-LOOK_S = 60.0  # how long processes that may become carriers are waited for after the holder's end
-LOOK_EVERY_S = 2.0
-CARRIED_EVERY_S = 5.0  # between two looks while carriers live
+from gpuboard.keeper.timing import TIMING, KeeperTiming
 
 # What a login reaches other machines by, and what ends with it: its ssh agent, its Kerberos tickets.
 _LOGIN = ("SSH_AUTH_SOCK", "KRB5CCNAME")
@@ -156,13 +153,13 @@ class EndDecision(NamedTuple):
     since: float | None  # since when nothing carries it; None: something does
 
 
-def judge(seen: HolderLook, since: float | None, now: float) -> EndDecision:
+def judge(seen: HolderLook, since: float | None, now: float, timing: KeeperTiming = TIMING) -> EndDecision:
     """Decide after a look at ``now``; ``since`` is the last verdict's.
 
-    Carriers keep a lease. Heirs, and nodes that do not answer, keep it for LOOK_S. Otherwise it ends at once.
+    Carriers keep a lease. Heirs, and nodes that do not answer, keep it for ``look_s``. Otherwise it ends at once.
     """
     if seen.carriers:
-        return EndDecision(False, CARRIED_EVERY_S, None)
+        return EndDecision(False, timing.carried_every_s, None)
     since = now if since is None else since
     hope = seen.heirs or seen.carriers is None
-    return EndDecision(not hope or now - since >= LOOK_S, LOOK_EVERY_S, since)
+    return EndDecision(not hope or now - since >= timing.look_s, timing.look_every_s, since)

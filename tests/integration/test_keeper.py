@@ -17,6 +17,7 @@ import pytest
 from gpuboard.agent.claims import store as claims
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper import holder, runtime_dir
+from gpuboard.keeper.timing import KeeperTiming
 from tests import nvml
 from tests.integration.keeper_lab import UUIDS, Lab
 from tests.waiting import until
@@ -347,15 +348,14 @@ def test_record_that_is_garbage_is_put_aside(lab: Lab) -> None:
     script.communicate()
 
 
-def test_stopped_keeper_is_named(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_keeper_is_named(lab: Lab) -> None:
     script = started(lab, lab.take("stop1") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr(keeper, "ADOPT_S", 0.3)
     node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
     with pytest.raises(keeper.KeeperError, match="has not taken the lease within"):
-        keeper.adopt(keeper.record("stop2", [node], {}, None, 60.0), lab.env)
+        keeper.adopt(keeper.record("stop2", [node], {}, None, 60.0), lab.env, timing=KeeperTiming(adopt_s=0.3))
     script.kill()
     script.communicate()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpuboard.keeper import client as keeper
+from gpuboard.keeper.timing import KeeperTiming
 from tests import nvml
 from tests.integration.keeper_lab import UUIDS, Lab
 from tests.waiting import until
@@ -156,20 +157,19 @@ def test_a_folder_removed_while_a_lease_is_handed_over(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("remove", REMOVALS)
-def test_a_stopped_keeper_is_told_apart(lab: Lab, remove: Remove, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_keeper_is_told_apart(lab: Lab, remove: Remove) -> None:
     script = started(lab, lab.take("stop5") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr(keeper, "ADOPT_S", 0.5)
     node = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
     words = f"the keeper, pid {pid}, is stopped: continue it with `kill -CONT {pid}`"
     with pytest.raises(keeper.KeeperError) as caught:
-        keeper.adopt(keeper.record("next5", [node], {}, None, 60.0), lab.env)
+        keeper.adopt(keeper.record("next5", [node], {}, None, 60.0), lab.env, timing=KeeperTiming(adopt_s=0.5))
     assert words in str(caught.value)
     (lab.place / "socket").unlink()
     with pytest.raises(keeper.KeeperError) as caught:
-        keeper.adopt(keeper.record("next5", [node], {}, None, 60.0), lab.env)
+        keeper.adopt(keeper.record("next5", [node], {}, None, 60.0), lab.env, timing=KeeperTiming(adopt_s=0.5))
     assert words in str(caught.value)
     remove(lab)
     os.kill(pid, signal.SIGCONT)

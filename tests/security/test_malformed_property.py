@@ -35,6 +35,7 @@ from gpuboard.keeper.nodes import Connectors, Logins, NodeCalls
 from gpuboard.keeper.record import KeptNode, LeaseRecord
 from gpuboard.keeper.runtime_dir import RuntimeDir as KeeperPlace
 from gpuboard.keeper.runtime_dir import occupy
+from gpuboard.keeper.timing import TIMING
 from gpuboard.launch import events, supervisors
 from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.preflight import collect
@@ -289,7 +290,7 @@ def test_a_keeper_takes_whatever_a_node_answers(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from([replies.Touched, replies.Carriers, replies.Released, replies.Read]))
     there = Answering("liar", b'"value":%s' % raw(data.draw(st.one_of(of(kind), junk))))
     node = KeptNode("liar", ["GPU-a"], "liar", "/var/tmp", None)
-    calls = NodeCalls(node, {}, Connectors(Logins()))
+    calls = NodeCalls(node, {}, Connectors(Logins(TIMING)), TIMING)
     calls._link = there.link
     with tempfile.TemporaryDirectory() as folder, closing(occupied(folder)) as place:
         keeper = Keeper(folder, place)

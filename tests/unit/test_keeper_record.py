@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuboard.keeper.holder import Holder
-from gpuboard.keeper.record import LOOK_S, EndDecision, HolderLook, KeptNode, LeaseRecord, decode, judge
+from gpuboard.keeper.record import EndDecision, HolderLook, KeptNode, LeaseRecord, decode, judge
+from gpuboard.keeper.timing import TIMING
 
 RECORD = LeaseRecord(
     lease="k3f9",
@@ -82,5 +83,5 @@ def test_a_lease_never_ends_while_carried_and_ends_within_a_minute_after(looks: 
         if verdict.release:
             assert carriers is not True
             return
-        assert now - last_carried <= LOOK_S + 5.0
+        assert now - last_carried <= TIMING.look_s + 5.0
         since, now = verdict.since, now + verdict.again_s
