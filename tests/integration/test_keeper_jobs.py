@@ -119,7 +119,8 @@ def test_the_end_of_the_holder_ends_the_job(lab: Lab) -> None:
     lab.holder.kill()
     lab.holder.wait()
     until(lambda: not lab.kept, "the keeper lets go of it")
-    assert lab.asked()[-2:] == ["cancel", "look"]
+    asked = lab.asked()
+    assert asked[asked.index("cancel") :][:2] == ["cancel", "look"], "a slow answer may be asked for again meanwhile"
     assert not lab.heartbeat.exists()
 
 
