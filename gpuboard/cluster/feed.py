@@ -299,6 +299,6 @@ class NodeFeed:
     def _without_python(self, error: TransportError) -> TransportError:
         """Return what is wrong where there is no python3; a shell adds what it has not found either."""
         if self._way.shell and self._no_python is not None:
-            return TransportError(error.kind, f"{self._no_python.words}, {error.words}", self._no_python.cure)
+            return TransportError(error.kind, f"{self._no_python.words}, {error.words}", self._no_python.remedy)
         self._no_python = error
         return error

@@ -157,8 +157,8 @@ class ShellLink:
         except limits.Exceeded as error:
             self._finish(error, told=True)
         except (MalformedFrame, msgspec.MsgspecError, ValueError, OverflowError) as error:
-            cure = "run `ssh NODE true` and see what it prints" if self.hello is None else ""
-            self._finish(TransportError("lost", f"malformed answer: {clean(str(error), 200)}", cure), told=True)
+            remedy = "run `ssh NODE true` and see what it prints" if self.hello is None else ""
+            self._finish(TransportError("lost", f"malformed answer: {clean(str(error), 200)}", remedy), told=True)
 
     def ended(self, error: TransportError) -> None:
         """Take note that the transport's channel is over."""

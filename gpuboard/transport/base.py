@@ -25,13 +25,13 @@ KINDS = (
 
 
 class TransportError(GpuboardError):
-    """A channel that could not be opened, or has ended. ``kind`` is one of KINDS; ``cure`` says what to do next."""
+    """A channel that could not be opened, or has ended. ``kind`` is one of KINDS; ``remedy`` says what to do next."""
 
-    def __init__(self, kind: str, words: str, cure: str = "") -> None:
-        super().__init__(f"{words}; {cure}" if cure else words)
+    def __init__(self, kind: str, words: str, remedy: str = "") -> None:
+        super().__init__(f"{words}; {remedy}" if remedy else words)
         self.kind = kind
         self.words = words
-        self.cure = cure
+        self.remedy = remedy
 
 
 class LinkLost(GpuboardError):

@@ -7,7 +7,7 @@ from gpuboard.transport.base import TransportError
 
 STDIN_READ = 93  # exit code of the loader, and of any shell that reads what is meant for it (bundle.GUARD)
 
-_CURE = "see that ~/.bashrc (~/.zshenv, ~/.cshrc, config.fish) there does so on a terminal only: `[ -t 0 ] || return`"
+_REMEDY = "see that ~/.bashrc (~/.zshenv, ~/.cshrc, config.fish) there does so on a terminal only: `[ -t 0 ] || return`"
 _NOT_FOUND = ("not found", "no such file", "unknown command", "cannot execute", "could not find")
 
 
@@ -19,7 +19,7 @@ def explain_exit(code: int | None, stderr: bytes, python: str) -> TransportError
     """
     if code == STDIN_READ:
         words = "a start-up file of the login shell there reads standard input, or starts another shell"
-        return TransportError("exited", words, _CURE)
+        return TransportError("exited", words, _REMEDY)
     text = stderr.decode("utf-8", "replace")
     lines = [clean(line) for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
@@ -42,4 +42,4 @@ def not_started(timeout_s: float, printed: str) -> TransportError:
     """Return what it means that a connection stands and no agent has begun; ``printed``: what start-up files did."""
     said = f" (it printed: {printed})" if printed else ""
     words = f"connected, but its shell or python3 did not start the agent in {timeout_s:.0f} s{said}"
-    return TransportError("timeout", words, f"if a start-up file of the login shell reads standard input, {_CURE}")
+    return TransportError("timeout", words, f"if a start-up file of the login shell reads standard input, {_REMEDY}")

@@ -201,13 +201,15 @@ class AgentLink:
         """Take note that the transport's channel is over."""
         if self.stderr and error.kind in {"exited", "lost"}:
             last = [clean(line) for line in self.stderr.splitlines() if line.strip()][-1:]
-            error = TransportError(error.kind, f"{error.words}: {last[0]}" if last else error.words, error.cure)
+            error = TransportError(error.kind, f"{error.words}: {last[0]}" if last else error.words, error.remedy)
         if self.hello is None and error.kind == "exited" and ": " not in error.words:
             # without a word on stderr: nologin, a ForceCommand
             said = self._printed
             words = f"{error.words}: {said}" if said else error.words
-            cure = error.cure or f"it did not begin: does `python3 --version` work on {self.node} without a terminal?"
-            error = TransportError(error.kind, words, cure)
+            remedy = (
+                error.remedy or f"it did not begin: does `python3 --version` work on {self.node} without a terminal?"
+            )
+            error = TransportError(error.kind, words, remedy)
         self._finish(error, told=True)
 
     @property
@@ -291,8 +293,8 @@ class AgentLink:
             self._malformed("a line without end")
 
     def _malformed(self, words: str) -> None:
-        cure = "run `ssh NODE true` and see what it prints" if self.hello is None else ""
-        self._finish(TransportError("lost", f"malformed answer: {words}", cure), told=True)
+        remedy = "run `ssh NODE true` and see what it prints" if self.hello is None else ""
+        self._finish(TransportError("lost", f"malformed answer: {words}", remedy), told=True)
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._channel is not None and self._over is None:

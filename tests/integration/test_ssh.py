@@ -116,10 +116,10 @@ def test_each_way_of_not_getting_in_has_its_words_and_its_cure(sshd: Sshd, tmp_p
         "jump-unknown": ("ssh: the key of unknown is not known", "`ssh unknown`"),
         "jump-circle": ("ssh: ProxyJump of jump-circle goes in circles", "ssh_config"),
     }
-    for name, (what, cure) in words.items():
+    for name, (what, remedy) in words.items():
         error = seen[name].error or ""
         assert error.startswith(what), error
-        assert cure in error
+        assert remedy in error
 
 
 def test_a_proxy_command_is_used(sshd: Sshd, tmp_path: Path) -> None:

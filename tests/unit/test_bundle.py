@@ -103,7 +103,7 @@ def test_an_interpreter_that_is_too_old_says_so() -> None:
     error = explain_exit(done.returncode, done.stderr, "python2")
     assert error.kind == "no-python"
     assert error.words.startswith("python 3.6 or later is needed, this is 2.7")
-    assert "python" in error.cure
+    assert "python" in error.remedy
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "tcsh", "fish"])
@@ -114,7 +114,7 @@ def test_a_missing_python_is_recognised_in_every_shell(shell: str) -> None:
     error = explain_exit(done.returncode, done.stderr, "python3-that-is-not-there")
     assert error.kind == "no-python"
     assert error.words.startswith("python3-that-is-not-there cannot be started there")
-    assert error.cure == "install python3 (3.6 or later) or set `python` in the config"
+    assert error.remedy == "install python3 (3.6 or later) or set `python` in the config"
 
 
 def test_pynvml_travels_with_the_probe_only() -> None:

@@ -190,7 +190,7 @@ def test_what_the_agent_printed_is_in_the_words_of_its_end() -> None:
 
 
 def test_what_a_shell_said_that_started_no_agent_is_in_the_words_of_its_end() -> None:
-    cure = "it did not begin: does `python3 --version` work on gpu01 without a terminal?"
+    remedy = "it did not begin: does `python3 --version` work on gpu01 without a terminal?"
     for printed, words in (
         (b"Welcome\nThis account is \x1b[1mnot available.\n\n", "exit code 1: This account is [1mnot available."),
         (b"Welcome\nno line end", "exit code 1: no line end"),
@@ -200,7 +200,7 @@ def test_what_a_shell_said_that_started_no_agent_is_in_the_words_of_its_end() ->
         it.link.received(printed)
         it.link.ended(TransportError("exited", "the agent ended with exit code 1"))
         assert it.end() == ("exited", f"the agent ended with {words}")
-        assert it.ends[0].cure == cure
+        assert it.ends[0].remedy == remedy
     it = Setup()
     it.link.received(b"Welcome\n")
     it.link.ended(TransportError("exited", "the agent ended with exit code 1: what stderr said"))

@@ -1,4 +1,4 @@
-"""What OpenSSH says (versions 7.4 to 10) → kind, words and cure."""
+"""What OpenSSH says (versions 7.4 to 10) → kind, words and remedy."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_errors_have_a_kind_and_words(error: Exception, kind: str, words: str) -
     found = explain(error, "gpu01", None, 10.0)
     assert (found.kind, found.words) == (kind, words)
     assert found.kind in KINDS
-    assert str(found) == (f"{words}; {found.cure}" if found.cure else words)
+    assert str(found) == (f"{words}; {found.remedy}" if found.remedy else words)
 
 
 def test_what_a_transport_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

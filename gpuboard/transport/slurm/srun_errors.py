@@ -81,9 +81,9 @@ def gpu_count(gres: str) -> int:
 def explain_refusal(stderr: bytes, job: str, node: str = "") -> TransportError:
     """Return what the error that scontrol or srun ended with means."""
     lines = _lines(stderr)
-    for words, kind, meaning, cure in _REFUSALS:
+    for words, kind, meaning, remedy in _REFUSALS:
         if any(words in line for line in lines):
-            return TransportError(kind, meaning.format(job=job, node=node), cure.format(job=job, node=node))
+            return TransportError(kind, meaning.format(job=job, node=node), remedy.format(job=job, node=node))
     return TransportError("exited", f"srun: {lines[-1]}" if lines else "srun ended without a word")
 
 

@@ -1,4 +1,4 @@
-"""asyncssh's and the system's errors while connecting → TransportError with words and a cure (pure)."""
+"""asyncssh's and the system's errors while connecting → TransportError with words and a remedy (pure)."""
 
 from __future__ import annotations
 

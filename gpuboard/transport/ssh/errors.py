@@ -1,4 +1,4 @@
-"""The words and cures for what can go wrong on the way to a node, the same for every transport over ssh (pure)."""
+"""The words and remedies for what can go wrong on the way to a node, the same for every transport over ssh (pure)."""
 
 from __future__ import annotations
 
@@ -62,20 +62,20 @@ def no_answer(timeout_s: float) -> TransportError:
 
 def no_address(name: str) -> TransportError:
     """The name is not known."""
-    cure = "check the name, /etc/hosts and your ssh_config"
-    return TransportError("resolve", f"ssh: the name {name!r} has no address", cure)
+    remedy = "check the name, /etc/hosts and your ssh_config"
+    return TransportError("resolve", f"ssh: the name {name!r} has no address", remedy)
 
 
 def not_let_in(name: str, user: str) -> TransportError:
     """No key was accepted."""
     who = f"{user}@{name}" if user else name
-    cure = f"check `ssh {name}`: is your key in authorized_keys there, and in the agent or an IdentityFile here?"
-    return TransportError("auth", f"ssh: {who} was refused: no key was accepted", cure)
+    remedy = f"check `ssh {name}`: is your key in authorized_keys there, and in the agent or an IdentityFile here?"
+    return TransportError("auth", f"ssh: {who} was refused: no key was accepted", remedy)
 
 
 def asks(name: str, user: str, *, may_ask: bool = False) -> Asking:
     """The keys were not enough: a password or a code is wanted. ``may_ask``: the transport could ask on a terminal."""
-    cure = (
+    remedy = (
         "run `gpuboard status` on a terminal, where ssh can ask for it"
         if may_ask
         else 'set transport = "openssh", which lets ssh ask on a terminal'
@@ -83,7 +83,7 @@ def asks(name: str, user: str, *, may_ask: bool = False) -> Asking:
     return Asking(
         "auth",
         f"ssh: {user}@{name} was refused: it asks for a password or a code",
-        f"is your key in authorized_keys there, and in the agent or an IdentityFile here? Else {cure}",
+        f"is your key in authorized_keys there, and in the agent or an IdentityFile here? Else {remedy}",
     )
 
 

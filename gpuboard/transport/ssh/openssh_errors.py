@@ -93,8 +93,8 @@ def explain_login(text: str, host: Resolved, *, hop: str, timeout_s: float) -> T
     if refused := re.search(r"Permission denied \(([^)]*)\)|Permission denied", text):
         return _refused(host, (refused[1] or "").split(","))
     if "Too many authentication failures" in text:
-        cure = "set IdentityFile and IdentitiesOnly for it in your ssh_config"
-        return TransportError("auth", f"ssh: {host.user}@{name} was refused: too many keys were tried", cure)
+        remedy = "set IdentityFile and IdentitiesOnly for it in your ssh_config"
+        return TransportError("auth", f"ssh: {host.user}@{name} was refused: too many keys were tried", remedy)
     if connecting := _CONNECT.search(text):
         return _not_connected(clean(connecting[1]).strip(), timeout_s)
     if dropped := _DROPPED.search(text):
