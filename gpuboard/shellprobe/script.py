@@ -1,61 +1,124 @@
-"""What stands in for the agent on a node without python3: a few lines of POSIX shell that ask nvidia-smi and /proc.
+"""What reads a node without python3: a few lines of POSIX shell that run nvidia-smi, and the frames they answer in.
 
-The login shell, whatever it is, starts ``sh``, which reads these lines from its stdin, so that they need no quoting and
-are in nobody's list of processes. Before them goes GUARD (bundle.py), after them the nonce, then one request a line;
-end-of-file ends all of it. Answers:
+The login shell starts ``sh``, which reads these lines from its stdin, so that they need no quoting and are in no list
+of processes. GUARD (bundle.py) goes before them, the nonce after them; then every line is one request:
 
-    @NONCE hello start         lines ``hostname …, uid …, user …, pid …, boot …``, its cgroups, ``@NONCE hello end 0``
-    q                          @NONCE q xml, what ``nvidia-smi -q -x`` prints, @NONCE q end CODE
-    e                          @NONCE e messages, what it prints to standard error, @NONCE e end CODE
-    c FIELDS                   @NONCE c rows, those of its query, @NONCE c apps, …, @NONCE c end CODE
-    p PID…                     @NONCE p names, …, groups, stats, args, users, host: of these processes; @NONCE p end 0
-    k                          ends the nvidia-smi that runs; its answer ends when it has ended
+    ARGUMENTS     run nvidia-smi with these and describe the processes that its output lists
+    (empty)       kill the nvidia-smi that runs; its frame follows when it has ended
 
-One of q, e and c is asked at a time: nvidia-smi may hang, and then there must be no second one. Where there is no
-nvidia-smi the hello is ``@NONCE none start``. Nothing is written to any file.
+End-of-file kills nvidia-smi and ends the shell. Each request is answered by one frame, and the client sends the next
+one after it: nvidia-smi may hang, and then a second one must not be started. A frame is a series of sections:
+
+    @NONCE messages   nvidia-smi's standard error
+    @NONCE listing    its standard output
+    @NONCE names, groups, stats, args, users   of the processes, from /proc, ps and getent
+    @NONCE host       clock, load, memory and processor times
+    @NONCE end CODE   nvidia-smi's exit code
+
+The first frame has the section ``hello`` (host name, user, boot id and cgroup), or ``none`` where there is no
+nvidia-smi. No file is written.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from gpuboard.agent.smi import parse as smi
 from gpuboard.agent.smi import process as smi_child
 from gpuboard.transport.bundle import GUARD
 from gpuboard.transport.exit_errors import STDIN_READ
 
-# One line in single quotes, of characters that mean nothing to sh, csh and fish alike.
+LISTING = "-q -x"  # the request for nvidia-smi's XML
+_CSV = "--format=csv,noheader,nounits"
+APPS = f"--query-compute-apps={','.join(smi.APPS)} {_CSV}"
+KILL = ""
+NOISE_LIMIT = 64 * 1024  # bytes of the first frame and of the output of shell start-up files before it
+
+# One line in single quotes, of characters without a meaning in sh, csh and fish alike.
 _CHECK = f'read -r g; [ "$g" = "{GUARD.decode().strip()}" ] || exit {STDIN_READ}'
 COMMAND = f"exec sh -c '{_CHECK}; IFS= read -r s && eval \"$s\"'"
 
-# `wait` ends at a signal that is trapped; the second one waits for a process that even SIGKILL does not end at once.
-# The signal may come before the trap knows whom to kill, and after it nothing else is started: so k is looked at, too.
-# What has ended may have left its number to somebody else's process: only a child of ours is signalled.
-# grep names the files whose lines it prints when there are two of them or more.
+# A pass runs in a process of its own, $p, so that requests and end-of-file are read meanwhile. nvidia-smi is a child of
+# it: `of` lists its children, as long as $p is still a child of ours and its number is not another process's. $p is
+# stopped before it is killed: it could start nvidia-smi after its children were listed.
+# PIDs come from the XML or the rows of APPS. A process's name can add PIDs to them, whose description nobody asks for.
+# grep prints the names of files when there are two of them or more.
 _LINES = r"""
-IFS= read -r n || exit 0; export LC_ALL=C;
+IFS= read -r n || exit 0; export LC_ALL=C; exec 4>&1;
 say() { echo; echo "@$n $*"; };
 m=$(command -v nvidia-smi) || for d in @FOLDERS@; do [ -x "$d/nvidia-smi" ] && m=$d/nvidia-smi && break; done;
 case $m in /*) w=hello ;; *) w=none ;; esac;
-say $w start; echo "hostname $(uname -n)"; echo "uid $(id -u)"; echo "user $(id -un 2>/dev/null)"; echo "pid $$";
-echo "boot $(cat /proc/sys/kernel/random/boot_id)"; cat /proc/self/cgroup; say $w end 0;
+host() { say host; echo "at $(date +%s)"; echo "hz $(getconf CLK_TCK)"; grep "" /proc/loadavg;
+grep -E "^(cpu|btime) " /proc/stat; grep -E "^Mem(Total|Available):" /proc/meminfo; };
+say $w; echo "hostname $(uname -n)"; echo "uid $(id -u)"; echo "user $(id -un 2>/dev/null)"; echo "pid $$";
+echo "boot $(cat /proc/sys/kernel/random/boot_id)"; cat /proc/self/cgroup; host 2>/dev/null; say end 0;
 [ $w = none ] && exit 0;
-run() { q=; trap 'k=137; [ "$q" ] && { kill -9 $q 2>/dev/null; wait $q; q=; }' TERM;
-[ "$k" ] || { "$m" "$@" & q=$!; [ "$k" ] && [ "$q" ] && kill -9 $q 2>/dev/null; wait $q; r=$?; q=; }; r=${k:-$r}; };
-csv() { run "--query-$1" --format=csv,noheader,nounits; };
-facts() { a=; s=; g=; t=; for i in "$@"; do
+pids() { sed -n 's/.*<pid>\([0-9]\{1,10\}\)<.*/\1/p; s/^GPU-[^,]*, *\([0-9]\{1,10\}\),.*/\1/p' | sed 8192q | sort -u; };
+pass() { say messages; x=$(exec "$m" "$@" 2>&4); r=$?; say listing; printf "%s\n" "$x";
+a=; s=; g=; t=; for i in $(printf "%s\n" "$x" | pids); do
 a=$a,$i; s="$s /proc/$i/status"; g="$g /proc/$i/cgroup"; t="$t /proc/$i/stat"; done;
-say p names; grep -E "^(Name|Uid):" $s /dev/null /dev/null; say p groups; grep "" $g /dev/null /dev/null;
-say p stats; grep "" $t /dev/null /dev/null; say p args; [ "$a" ] && ps -ww -o pid= -o args= -p "${a#,}";
-say p users; u=$(sed -n 's/^Uid:[^0-9]*\([0-9]*\).*/\1/p' $s /dev/null | sort -u); [ "$u" ] && getent passwd $u;
-say p host; echo "at $(date +%s)"; echo "hz $(getconf CLK_TCK)"; grep "" /proc/loadavg;
-grep -E "^(cpu|btime) " /proc/stat; grep -E "^Mem(Total|Available):" /proc/meminfo; say p end 0; };
-stop() { [ "$p" ] && grep -q "^PPid:.$$\$" /proc/$p/status 2>/dev/null && kill $p 2>/dev/null; };
-p=; k=; while read -r c a; do case $c in
-q) ( say q xml; run -q -x 2>/dev/null; say q end $r ) & p=$! ;;
-e) ( say e messages; run -q -x 2>&1 >/dev/null; say e end $r ) & p=$! ;;
-c) ( say c rows; csv "gpu=$a" 2>&1; say c apps; csv "compute-apps=@APPS@" 2>/dev/null; say c end $r ) & p=$! ;;
-p) facts $a 2>/dev/null & ;;
-k) stop ;;
-esac; done; stop; exit 0
+say names; grep -E "^(Name|Uid):" $s /dev/null /dev/null; say groups; grep "" $g /dev/null /dev/null;
+say stats; grep "" $t /dev/null /dev/null; say args; [ "$a" ] && ps -ww -o pid= -o args= -p "${a#,}";
+say users; u=$(sed -n 's/^Uid:[^0-9]*\([0-9]*\).*/\1/p' $s /dev/null | sort -u); [ "$u" ] && getent passwd $u;
+host; say end $r; };
+ours() { [ "$p" ] && grep -q "^PPid:.$$\$" /proc/$p/status 2>/dev/null; };
+of() { grep -l "^PPid:.$p\$" /proc/[0-9]*/status 2>/dev/null | sed 's/[^0-9]//g'; };
+p=; while read -r c; do case $c in
+"") ours && kill -9 $(of) 2>/dev/null ;;
+*) ( pass $c ) 2>/dev/null & p=$! ;;
+esac; done; ours && kill -STOP $p && kill -9 $(of) $p 2>/dev/null; exit 0
 """
-_ALL = _LINES.replace("@FOLDERS@", " ".join(smi_child.FOLDERS)).replace("@APPS@", ",".join(smi.APPS))
-SCRIPT = GUARD + " ".join(_ALL.split("\n")).strip().encode() + b"\n"
+SCRIPT = GUARD + " ".join(_LINES.replace("@FOLDERS@", " ".join(smi_child.FOLDERS)).split("\n")).strip().encode() + b"\n"
+
+
+def query(fields: list[str]) -> str:
+    """Return the request for ``fields`` of all GPUs as csv."""
+    return f"--query-gpu={','.join(fields)} {_CSV}"
+
+
+class MalformedFrame(Exception):
+    """What came cannot be a frame; the text says why."""
+
+
+class Frame(NamedTuple):
+    """One answer: its sections by name, and nvidia-smi's exit code (-1: unreadable)."""
+
+    sections: dict[str, bytes]
+    code: int
+
+
+class Frames:
+    """Cuts a stream into frames. Lines that begin with ``@`` and the nonce are ours, all others content or noise."""
+
+    def __init__(self, nonce: bytes) -> None:
+        self._mark = b"\n@" + nonce + b" "
+        self._limit = NOISE_LIMIT
+        self._buffer = bytearray()
+        self._scanned = 0  # bytes of the buffer known to hold no end of a frame
+
+    def take(self, data: bytes) -> list[Frame]:
+        """Return the frames that ``data`` completes. Raises MalformedFrame."""
+        self._buffer += data
+        found = []
+        last = self._mark + b"end "
+        while (at := self._buffer.find(last, self._scanned)) >= 0:
+            self._scanned = at
+            end = self._buffer.find(b"\n", at + 1)
+            if end < 0:
+                break
+            _, *sections = bytes(self._buffer[:at]).split(self._mark)
+            code = bytes(self._buffer[at + len(last) : end])
+            parts = [section.partition(b"\n") for section in sections]
+            said = {name.decode("ascii", "replace"): text for name, _, text in parts}
+            found.append(Frame(said, int(code) if code.isdigit() and len(code) < 4 else -1))
+            del self._buffer[:end]
+            self._scanned = 0
+            self._limit = 2 * smi.LIMIT
+        else:
+            self._scanned = max(self._scanned, len(self._buffer) - len(last))
+        if len(self._buffer) > self._limit:
+            noisy = self._limit == NOISE_LIMIT
+            raise MalformedFrame(
+                "the node's shell start-up files print more than 64 kB" if noisy else "an answer without end"
+            )
+        return found

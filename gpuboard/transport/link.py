@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -74,12 +74,109 @@ class Pending:
         raise CallFailed(clean(error.kind, 64), clean(error.message), detail)
 
 
-class AgentLink:
-    """One agent, from the start line to the end of its connection.
+class Link:
+    """The client's end of one connection to a node: an agent, or the shell that stands in for one.
 
     ``listener`` gets every message but replies, ``ended`` the reason when the link is over (once, and not after
     ``close``); both are called in the transport's thread and must not block. Use :meth:`attach` to give it a channel.
     """
+
+    def __init__(self, node: str, opening: bytes, listener: Listener, ended: Callable[[TransportError], None]) -> None:
+        """``opening``: the bytes that go first."""
+        self.node = node
+        self.hello: Hello | None = None
+        self.connected_at: float | None = None  # when the transport reached the node; monotonic, as all times here
+        self.last_line = 0.0  # when the last message arrived
+        self._opening = opening
+        self._listener = listener
+        self._ended = ended
+        self._channel: Channel | None = None
+        self._lock = threading.Lock()
+        self._over: TransportError | None = None
+
+    def attach(self, channel: Channel) -> None:
+        """Start the conversation over ``channel``."""
+        self._channel = channel
+        channel.write(self._opening)
+        if self._over is not None:
+            channel.close()
+
+    @property
+    def over(self) -> TransportError | None:
+        """Why the link has ended; None while it is open."""
+        return self._over
+
+    def submit(self, op: str, args: dict[str, Any]) -> Pending:
+        """Send a call and return at once. On a link that is over the call fails with LinkLost."""
+        pending = Pending(self.node, op, self._no_answer)
+        with self._lock:
+            over = self._over
+            data = self._accept(pending, op, args) if over is None else b""
+        if over is not None:
+            pending.settle(LinkLost(self.node, over.words))
+        self._write(data)
+        return pending
+
+    def close(self) -> None:
+        """End the connection at once; pending calls fail with LinkLost."""
+        self._finish(TransportError("lost", "closed"), told=False)
+
+    def drop(self, error: TransportError) -> None:
+        """End the connection with ``error`` as its reason, and report that to ``ended``."""
+        self._finish(error, told=True)
+
+    def connected(self) -> None:
+        """Record that the transport has reached the node."""
+        self.connected_at = time.monotonic()
+
+    def ended(self, error: TransportError) -> None:
+        """Record that the transport's channel is over."""
+        self._finish(error, told=True)
+
+    def late(self, seconds: float) -> TransportError:
+        """Return the error for a link without an answer, or a first reading, for ``seconds``."""
+        if self.hello is not None:
+            return TransportError("timeout", f"connected, but no reading came in {seconds:.0f} s")
+        from gpuboard.transport.exit_errors import not_started  # only when something is wrong
+
+        return not_started(seconds, self._printed)
+
+    @property
+    def _printed(self) -> str:
+        """The last line that start-up files printed before the hello."""
+        return ""
+
+    def _accept(self, pending: Pending, op: str, args: dict[str, Any]) -> bytes:
+        """Register a call, or settle it; return what to send for it. The lock is held, here and in ``_abandon``."""
+        raise NotImplementedError
+
+    def _abandon(self) -> Iterable[Pending]:
+        """Forget all pending calls and return them."""
+        raise NotImplementedError
+
+    def _no_answer(self, seconds: float) -> str:
+        return f"no answer in {seconds:.1f} s"
+
+    def _write(self, data: bytes) -> None:
+        if data and self._channel is not None and self._over is None:
+            self._channel.write(data)
+
+    def _finish(self, error: TransportError, *, told: bool) -> None:
+        with self._lock:
+            if self._over is not None:
+                return
+            self._over = error
+            calls = self._abandon()
+        if self._channel is not None:
+            self._channel.close()
+        for pending in calls:
+            pending.settle(LinkLost(self.node, error.words))
+        if told:
+            self._ended(error)
+
+
+class AgentLink(Link):
+    """One agent, from the start line to the end of its connection."""
 
     def __init__(
         self,
@@ -89,39 +186,19 @@ class AgentLink:
         listener: Listener,
         ended: Callable[[TransportError], None],
     ) -> None:
-        self.node = node
-        self.hello: Hello | None = None
-        self.connected_at: float | None = None  # when the agent's process was asked for; monotonic, as all times here
-        self.last_line = 0.0  # when the last message arrived
-        self.stderr = ""  # what the agent's own fds 1 and 2 said last
+        nonce = os.urandom(8).hex()
+        start = _encoder.encode({"t": "start", "nonce": nonce, "role": role, "config": config}) + b"\n"
+        super().__init__(node, start, listener, ended)
+        self.stderr = ""  # the end of what the agent wrote to its fds 1 and 2
         self._budget = limits.Budget() if role == "node" else None  # the output of ranks has no such limit
-        self._listener = listener
-        self._ended = ended
-        self._nonce = os.urandom(8).hex()
-        self._prefix = b"@" + self._nonce.encode()
+        self._prefix = b"@" + nonce.encode()
         self._reading = self._prefix + b'{"t":"reading"'
-        self._start = _encoder.encode({"t": "start", "nonce": self._nonce, "role": role, "config": config}) + b"\n"
-        self._channel: Channel | None = None
         self._buffer = bytearray()
         self._scanned = 0  # bytes of the buffer known to hold no line end
         self._noise = 0
         self._said = ""  # the last line of that
-        self._lock = threading.Lock()
         self._calls: dict[int, Pending] = {}
         self._last_id = 0
-        self._over: TransportError | None = None
-
-    def attach(self, channel: Channel) -> None:
-        """Start talking over ``channel``."""
-        self._channel = channel
-        channel.write(self._start)
-        if self._over is not None:
-            channel.close()
-
-    @property
-    def over(self) -> TransportError | None:
-        """Why the link has ended; None while it lives."""
-        return self._over
 
     @property
     def silent_since(self) -> float | None:
@@ -130,43 +207,13 @@ class AgentLink:
             first = next(iter(self._calls.values()), None)
         return None if first is None else max(first.sent, self.last_line)
 
-    def submit(self, op: str, args: dict[str, Any]) -> Pending:
-        """Send a call and return at once. On a link that is over the call fails with LinkLost."""
-        pending = Pending(self.node, op, self._no_answer)
-        with self._lock:
-            if self._over is None:
-                self._last_id += 1
-                number = self._last_id
-                self._calls[number] = pending
-        if self._over is not None:
-            pending.settle(LinkLost(self.node, self._over.words))
-        else:
-            self._send({"t": "call", "id": number, "op": op, "args": args})
-        return pending
-
     def call(self, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T:
         """Send a call and wait for its value, a ``kind``. Raises CallFailed and LinkLost."""
         return self.submit(op, args).result(timeout_s, kind)
 
     def tick(self, in_ms: int) -> None:
         """Tell the agent when its next reading is due; also the sign that we are there."""
-        self._send({"t": "tick", "in_ms": in_ms})
-
-    def late(self, seconds: float) -> TransportError:
-        """Return what it means that no answer, or no first reading, has come for ``seconds``."""
-        return late(self.hello, seconds, self._printed)
-
-    def close(self) -> None:
-        """End the connection at once; calls on their way fail with LinkLost."""
-        self._finish(TransportError("lost", "closed"), told=False)
-
-    def drop(self, error: TransportError) -> None:
-        """End the connection for a reason of ours, and tell it as any other end."""
-        self._finish(error, told=True)
-
-    def connected(self) -> None:
-        """Take note that the transport has reached the node."""
-        self.connected_at = time.monotonic()
+        self._write(_encoder.encode({"t": "tick", "in_ms": in_ms}) + b"\n")
 
     def received(self, data: bytes) -> None:
         """Take bytes from the transport."""
@@ -219,7 +266,7 @@ class AgentLink:
 
     def _no_answer(self, seconds: float) -> str:
         starting = self.hello is None and self.connected_at is not None
-        return str(self.late(seconds)) if starting else f"no answer in {seconds:.1f} s"
+        return str(self.late(seconds)) if starting else super()._no_answer(seconds)
 
     def _line(self, line: bytes) -> None:
         at = line.find(self._prefix)
@@ -296,29 +343,12 @@ class AgentLink:
         remedy = "run `ssh NODE true` and see what it prints" if self.hello is None else ""
         self._finish(TransportError("lost", f"malformed answer: {words}", remedy), told=True)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._channel is not None and self._over is None:
-            self._channel.write(_encoder.encode(message) + b"\n")
+    def _accept(self, pending: Pending, op: str, args: dict[str, Any]) -> bytes:
+        self._last_id += 1
+        self._calls[self._last_id] = pending
+        return _encoder.encode({"t": "call", "id": self._last_id, "op": op, "args": args}) + b"\n"
 
-    def _finish(self, error: TransportError, *, told: bool) -> None:
-        with self._lock:
-            if self._over is not None:
-                return
-            self._over = error
-            calls, self._calls = self._calls, {}
-            self._buffer = bytearray()
-        if self._channel is not None:
-            self._channel.close()
-        for pending in calls.values():
-            pending.settle(LinkLost(self.node, error.words))
-        if told:
-            self._ended(error)
-
-
-def late(hello: Hello | None, seconds: float, printed: str) -> TransportError:
-    """Return what it means that no reading has come for ``seconds``; ``printed``: by start-up files, before a hello."""
-    if hello is not None:
-        return TransportError("timeout", f"connected, but no reading came in {seconds:.0f} s")
-    from gpuboard.transport.exit_errors import not_started  # only when something is wrong
-
-    return not_started(seconds, printed)
+    def _abandon(self) -> Iterable[Pending]:
+        calls, self._calls = self._calls, {}
+        self._buffer = bytearray()
+        return calls.values()

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuboard.model.reading import Event, Hello, Reading, Static
-from gpuboard.shellprobe import facts
-from gpuboard.shellprobe.frames import Frames, MalformedFrame, ShellAnswer
+from gpuboard.shellprobe import readings
 from gpuboard.shellprobe.link import ShellLink
-from gpuboard.shellprobe.script import COMMAND, SCRIPT
+from gpuboard.shellprobe.script import COMMAND, SCRIPT, Frame, Frames, MalformedFrame
 from gpuboard.transport.base import TransportError
 from tests.unit.test_smi_properties import TEXT
 
@@ -20,16 +19,16 @@ LISTING = (Path(__file__).parent.parent / "data/nvidia-smi/v13-h100-590.xml").re
 BUSY = "GPU-5eed0001-0000-4000-8000-000000000001"
 HELLO = b"hostname n1\nuid 1001\nuser alice\npid 7\nboot b\n0::/system.slice/slurmstepd.scope/job_5/step_extern\n"
 FACTS = (
-    b"\n@N p names\n/proc/4242/status:Name:\tpython\n/proc/4242/status:Uid:\t1002\t1002\t1002\t1002\n"
+    b"\n@N names\n/proc/4242/status:Name:\tpython\n/proc/4242/status:Uid:\t1002\t1002\t1002\t1002\n"
     b"/proc/99/status:Name:\tXorg\n/proc/99/status:Uid:\t0\t0\t0\t0\n"
-    b"\n@N p groups\n/proc/4242/cgroup:0::/system.slice/slurmstepd.scope/job_77/step_0/user/task_0\n"
+    b"\n@N groups\n/proc/4242/cgroup:0::/system.slice/slurmstepd.scope/job_77/step_0/user/task_0\n"
     b"/proc/99/cgroup:0::/docker/" + b"ab" * 32 + b"\n"
-    b"\n@N p stats\n/proc/4242/stat:4242 (two\n/proc/4242/stat:lines) S 1 " + b"0 " * 17 + b"5000 0\n"
-    b"\n@N p args\n 4242 python train.py --lr 3e-4\n   99 /usr/lib/xorg/Xorg :0\n"
-    b"\n@N p users\nbob:x:1002:1002::/home/bob:/bin/sh\n"
-    b"\n@N p host\nat 1795283079\nhz 100\n3.73 4.56 3.79 14/336 17373\ncpu  10 0 10 80 0 0 0 0 0 0\nbtime 1795257384\n"
+    b"\n@N stats\n/proc/4242/stat:4242 (two\n/proc/4242/stat:lines) S 1 " + b"0 " * 17 + b"5000 0\n"
+    b"\n@N args\n 4242 python train.py --lr 3e-4\n   99 /usr/lib/xorg/Xorg :0\n"
+    b"\n@N users\nbob:x:1002:1002::/home/bob:/bin/sh\n"
+    b"\n@N host\nat 1795283079\nhz 100\n3.73 4.56 3.79 14/336 17373\ncpu  10 0 10 80 0 0 0 0 0 0\nbtime 1795257384\n"
     b"MemTotal:       1000 kB\nMemAvailable:   400 kB\n"
-    b"\n@N p end 0\n"
+    b"\n@N end 0\n"
 )
 
 
@@ -58,7 +57,7 @@ class Wire:
 
 
 def transcript(listing: bytes = LISTING) -> bytes:
-    return b"\n@N hello start\n" + HELLO + b"\n@N hello end 0\n\n@N q xml\n" + listing + b"\n@N q end 0\n" + FACTS
+    return b"\n@N hello\n" + HELLO + b"\n@N end 0\n\n@N messages\n\n@N listing\n" + listing + FACTS
 
 
 def free(said: list[Hello | Static | Reading | Event]) -> set[str]:
@@ -84,7 +83,7 @@ def test_processes_are_described_as_the_agent_does() -> None:
     assert (python.command, python.started) == ("python train.py --lr 3e-4", 1795257434.0)
     assert (xorg.user, xorg.uid, xorg.container) == (None, 0, "ab" * 6)  # root in a container: anybody's
     assert (reading.load1, reading.memory_used, reading.memory_total) == (3.73, 600 * 1024, 1000 * 1024)
-    assert wire.written.endswith(b"q \np 99 4242\n")
+    assert wire.written.endswith(b"\n-q -x\n")
 
 
 @given(st.lists(st.integers(1, 400), max_size=60))
@@ -110,16 +109,14 @@ def test_text_put_in_anywhere_is_read_or_ends_the_link(at: int, text: str, ours:
 
 @given(st.dictionaries(st.sampled_from(["names", "groups", "stats", "args", "users", "host"]), TEXT))
 def test_no_text_makes_facts_raise(said: dict[str, str]) -> None:
-    facts.processes(said)
-    facts.host(said, (1, 100))
+    readings.processes(said)
+    readings.host(said, (1, 100))
 
 
 def test_frames_are_cut_at_our_own_lines_only() -> None:
     frames = Frames(b"ff")
-    assert frames.take(b"noise\n@ee q xml\n@ff q xml\nline @ff q end 0\n@ee q end 0\n\n@ff q end 137") == []
-    assert frames.take(b"\n") == [ShellAnswer("q", {"xml": b"line @ff q end 0\n@ee q end 0\n"}, 137)]
-    assert frames.take(b"@ff p end x\n") == [ShellAnswer("p", {}, -1)]
-    with pytest.raises(MalformedFrame, match="heading"):
-        frames.take(b"@ff q\n")
+    assert frames.take(b"noise\n@ee listing\n\n@ff listing\nline @ff end 0\n@ee end 0\n\n@ff end 137") == []
+    assert frames.take(b"\n") == [Frame({"listing": b"line @ff end 0\n@ee end 0\n"}, 137)]
+    assert frames.take(b"\n@ff end x\n\n@ff end 0\n") == [Frame({}, -1), Frame({}, 0)]
     with pytest.raises(MalformedFrame, match="start-up files"):
         Frames(b"ff").take(b"x" * 70000)
