@@ -22,7 +22,7 @@ from gpuboard.agent.smi import xml as smi_xml
 from gpuboard.model.reading import Hello, Message, Reading, Reply, Static
 from gpuboard.model.text import clean
 from gpuboard.shellprobe import readings, script
-from gpuboard.shellprobe.script import Frame, Frames, MalformedFrame
+from gpuboard.shellprobe.script import Frames, MalformedFrame, ShellFrame
 from gpuboard.transport import limits
 from gpuboard.transport.base import CallFailed, TransportError
 from gpuboard.transport.link import Link, Listener, Pending
@@ -129,7 +129,7 @@ class ShellLink(Link):
             remedy = "run `ssh NODE true` and see what it prints" if self.hello is None else ""
             self._finish(TransportError("lost", f"malformed answer: {clean(str(error), 200)}", remedy), told=True)
 
-    def _answered(self, frame: Frame) -> None:
+    def _answered(self, frame: ShellFrame) -> None:
         said = {name: text.decode("utf-8", "replace") for name, text in frame.sections.items() if name != "listing"}
         self._host, self._cpu = readings.host(said, self._cpu)
         if "none" in said:

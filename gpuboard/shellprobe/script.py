@@ -80,7 +80,7 @@ class MalformedFrame(Exception):
     """What came cannot be a frame; the text says why."""
 
 
-class Frame(NamedTuple):
+class ShellFrame(NamedTuple):
     """One answer: its sections by name, and nvidia-smi's exit code (-1: unreadable)."""
 
     sections: dict[str, bytes]
@@ -96,7 +96,7 @@ class Frames:
         self._buffer = bytearray()
         self._scanned = 0  # bytes of the buffer known to hold no end of a frame
 
-    def take(self, data: bytes) -> list[Frame]:
+    def take(self, data: bytes) -> list[ShellFrame]:
         """Return the frames that ``data`` completes. Raises MalformedFrame."""
         self._buffer += data
         found = []
@@ -110,7 +110,7 @@ class Frames:
             code = bytes(self._buffer[at + len(last) : end])
             parts = [section.partition(b"\n") for section in sections]
             said = {name.decode("ascii", "replace"): text for name, _, text in parts}
-            found.append(Frame(said, int(code) if code.isdigit() and len(code) < 4 else -1))
+            found.append(ShellFrame(said, int(code) if code.isdigit() and len(code) < 4 else -1))
             del self._buffer[:end]
             self._scanned = 0
             self._limit = 2 * smi.LIMIT

@@ -10,7 +10,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.snapshot.build import NodeFacts
 from gpuboard.config import Settings
 from gpuboard.shellprobe.connector import NodeConnector
-from gpuboard.transport.pace import AT_ONCE, LEAST, Pace
+from gpuboard.transport.ssh.pace import AT_ONCE, LEAST, Pace
 
 
 async def attempt(pace: Pace, under_way: list[int], *, starts: bool = False, hangs: bool = False) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.shellprobe import readings
 from gpuboard.shellprobe.link import ShellLink
-from gpuboard.shellprobe.script import COMMAND, SCRIPT, Frame, Frames, MalformedFrame
+from gpuboard.shellprobe.script import COMMAND, SCRIPT, Frames, MalformedFrame, ShellFrame
 from gpuboard.transport.base import TransportError
 from tests.unit.test_smi_properties import TEXT
 
@@ -116,7 +116,7 @@ def test_no_text_makes_facts_raise(said: dict[str, str]) -> None:
 def test_frames_are_cut_at_our_own_lines_only() -> None:
     frames = Frames(b"ff")
     assert frames.take(b"noise\n@ee listing\n\n@ff listing\nline @ff end 0\n@ee end 0\n\n@ff end 137") == []
-    assert frames.take(b"\n") == [Frame({"listing": b"line @ff end 0\n@ee end 0\n"}, 137)]
-    assert frames.take(b"\n@ff end x\n\n@ff end 0\n") == [Frame({}, -1), Frame({}, 0)]
+    assert frames.take(b"\n") == [ShellFrame({"listing": b"line @ff end 0\n@ee end 0\n"}, 137)]
+    assert frames.take(b"\n@ff end x\n\n@ff end 0\n") == [ShellFrame({}, -1), ShellFrame({}, 0)]
     with pytest.raises(MalformedFrame, match="start-up files"):
         Frames(b"ff").take(b"x" * 70000)

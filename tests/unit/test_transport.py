@@ -16,8 +16,8 @@ from gpuboard.config import Settings
 from gpuboard.errors import ConfigError
 from gpuboard.transport.base import KINDS, TransportError
 from gpuboard.transport.connector import ssh_transport
+from gpuboard.transport.ssh.asyncssh import explain
 from gpuboard.transport.ssh.asyncssh_config import HostConfig
-from gpuboard.transport.ssh.asyncssh_errors import explain
 
 CONFIG = """\
 Include {folder}/more
