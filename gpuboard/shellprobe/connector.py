@@ -1,4 +1,4 @@
-"""NodeConnector opens what a feed needs: agents, and shells on nodes without python3."""
+"""NodeConnector opens the links that a feed needs: to agents, and to shells on nodes without python3."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NodeConnector(Connector):
-    """All transports of one process, for its feeds too."""
+    """All transports of one process, with shells on nodes without python3."""
 
     def open_shell(
         self,
@@ -27,7 +27,7 @@ class NodeConnector(Connector):
         ended: Callable[[TransportError], None],
         job: str | None = None,
     ) -> ShellLink:
-        """Return a link to a shell on ``host``, where no agent can be started because of ``why`` (see ShellLink)."""
+        """Return a link to a shell on ``host``, where an agent cannot run because of ``why`` (see ShellLink)."""
         from gpuboard.shellprobe.link import ShellLink  # only where a node has no python3
         from gpuboard.shellprobe.script import COMMAND
 

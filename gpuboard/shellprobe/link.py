@@ -96,7 +96,7 @@ class ShellLink(Link):
             self._guard(self._send)
 
     def received(self, data: bytes) -> None:
-        """Take bytes from the transport."""
+        """Handle bytes from the transport."""
 
         def take() -> None:
             self._budget.spend(len(data) + limits.PIECE, time.monotonic())
@@ -124,31 +124,31 @@ class ShellLink(Link):
             with self._sending:
                 act()
         except limits.Exceeded as error:
-            self._finish(error, told=True)
+            self.drop(error)
         except (MalformedFrame, msgspec.MsgspecError, ValueError, OverflowError) as error:
             remedy = "run `ssh NODE true` and see what it prints" if self.hello is None else ""
-            self._finish(TransportError("lost", f"malformed answer: {clean(str(error), 200)}", remedy), told=True)
+            self.drop(TransportError("lost", f"malformed answer: {clean(str(error), 200)}", remedy))
 
     def _answered(self, frame: ShellFrame) -> None:
-        said = {name: text.decode("utf-8", "replace") for name, text in frame.sections.items() if name != "listing"}
-        self._host, self._cpu = readings.host(said, self._cpu)
-        if "none" in said:
-            self._finish(TransportError("no-python", NO_SMI), told=True)
-        elif self.hello is None and "hello" in said:
-            self._greeted(said["hello"])
+        sections = {name: text.decode("utf-8", "replace") for name, text in frame.sections.items() if name != "listing"}
+        self._host, self._cpu = readings.host(sections, self._cpu)
+        if "none" in sections:
+            self.drop(TransportError("no-python", NO_SMI))
+        elif self.hello is None and "hello" in sections:
+            self._greeted(sections["hello"])
         elif self._running is not None:
-            self._processes = readings.processes(said)
+            self._processes = readings.processes(sections)
             self._ran(frame.sections.get("listing", b""), frame.sections.get("messages", b""))
 
     def _greeted(self, text: str) -> None:
-        said = readings.words(text)
-        number = {name: int(said[name]) for name in ("uid", "pid") if said.get(name, "").isdecimal()}
+        fields = readings.words(text)
+        number = {name: int(fields[name]) for name in ("uid", "pid") if fields.get(name, "").isdecimal()}
         hello = _checked(
             Hello,
-            hostname=said.get("hostname", ""),
-            boot_id=said.get("boot", ""),
+            hostname=fields.get("hostname", ""),
+            boot_id=fields.get("boot", ""),
             uid=number.get("uid", -1),
-            user=said.get("user") or str(number.get("uid", "")),
+            user=fields.get("user") or str(number.get("uid", "")),
             pid=number.get("pid", 0),
             python="",
             job=proc.parse_cgroup(text)[0],

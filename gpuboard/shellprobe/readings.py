@@ -1,6 +1,6 @@
-"""What the shell on a node without python3 (gpuboard/shellprobe/script.py) lists → GPUs, processes and host; pure.
+"""Output of the shell on a node without python3 (gpuboard/shellprobe/script.py) → GPUs, processes and host; pure.
 
-As untrusted as everything that nodes send: the owner of a process can put line ends into its name.
+It is untrusted, like everything that nodes send: the owner of a process can put line ends into its name.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from gpuboard.agent import proc
 from gpuboard.agent.smi import parse as smi
 
-Section = Mapping[str, str]  # what stands below each heading of one answer
+Sections = Mapping[str, str]  # the text of each section of a frame
 
 _OF_PROCESS = re.compile(r"/proc/(\d{1,10})/(?:status|cgroup|stat):(.*)", re.DOTALL)
 
 
 class Gpus:
-    """What is known of them: facts that stay, and the newest values with their age."""
+    """The GPUs of a node: their static facts, and their newest values with their age."""
 
     def __init__(self) -> None:
         self.driver: str | None = None
@@ -30,9 +30,9 @@ class Gpus:
         self._values: dict[int, tuple[dict[str, Any], float]] = {}
 
     def take(self, listing: smi.Listing, began: float) -> None:
-        """Take a listing that nvidia-smi began at ``began`` (monotonic)."""
+        """Add a listing of the run of nvidia-smi that began at ``began`` (monotonic)."""
         self._indexes |= listing.number(self._indexes)
-        if listing.count != self._count:  # the indexes may mean other GPUs now
+        if listing.count != self._count:  # the indexes may refer to other GPUs now
             self._facts, self._values = {}, {}
         self._count = listing.count
         self.driver, self.cuda = listing.driver or self.driver, listing.cuda or self.cuda
@@ -43,11 +43,11 @@ class Gpus:
             self._values[gpu.index] = (gpu.values, began)
 
     def statics(self, hostname: str) -> list[dict[str, Any]]:
-        """Return the GpuStatic of every GPU; one that was never readable has a name that says so."""
+        """Return the GpuStatic of every GPU; a GPU that was never readable gets a placeholder."""
         return [self._facts.get(k) or _unread(hostname, k) for k in range(self._count)]
 
     def readings(self, hostname: str, described: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the GpuReading of every GPU; ``described``: what is known of processes."""
+        """Return the GpuReading of every GPU; ``described``: the processes by pid."""
         found = []
         now = time.monotonic()
         for k in range(self._count):
@@ -76,22 +76,22 @@ def _unread(hostname: str, index: int) -> dict[str, Any]:
 
 
 def words(text: str) -> dict[str, str]:
-    """Return lines of a name and its value."""
+    """Return lines of name and value as a dict."""
     return {name: rest for name, _, rest in (line.partition(" ") for line in text.splitlines())}
 
 
-def processes(said: Section) -> dict[int, dict[str, Any]]:
-    """Return what is known of each process, with the names of :class:`gpuboard.model.gpu.Process`.
+def processes(sections: Sections) -> dict[int, dict[str, Any]]:
+    """Return the processes by pid, with the fields of :class:`gpuboard.model.gpu.Process`.
 
-    Those that /proc does not show are missing. Variables cannot be read, so nothing is known of leases, and a process
-    of root in a container has a hidden owner, as with the agent.
+    Processes that /proc does not show are missing. Their environment cannot be read, so their leases are unknown. A
+    process of root in a container has a hidden owner, as with the agent.
     """
-    users = dict(_user(line) for line in said.get("users", "").splitlines() if line.count(":") >= 2)
-    commands = dict(_command(line) for line in said.get("args", "").splitlines())
-    groups, stats = _by_process(said.get("groups", "")), _by_process(said.get("stats", ""))
-    host = words(said.get("host", ""))
+    users = dict(_user(line) for line in sections.get("users", "").splitlines() if line.count(":") >= 2)
+    commands = dict(_command(line) for line in sections.get("args", "").splitlines())
+    groups, stats = _by_process(sections.get("groups", "")), _by_process(sections.get("stats", ""))
+    host = words(sections.get("host", ""))
     found: dict[int, dict[str, Any]] = {}
-    for pid, lines in _by_process(said.get("names", "")).items():
+    for pid, lines in _by_process(sections.get("names", "")).items():
         status = dict(line.split(":\t", 1) for line in lines.split("\n") if ":\t" in line)
         uid = status.get("Uid", "").split("\t")[0]
         if not uid.isdecimal():
@@ -110,12 +110,12 @@ def processes(said: Section) -> dict[int, dict[str, Any]]:
     return found
 
 
-def host(said: Section, before: tuple[int, int] | None) -> tuple[dict[str, Any], tuple[int, int] | None]:
-    """Return how busy the host is, with the names of :class:`gpuboard.model.reading.Reading`, and its processor times.
+def host(sections: Sections, before: tuple[int, int] | None) -> tuple[dict[str, Any], tuple[int, int] | None]:
+    """Return the host's load, with the fields of :class:`gpuboard.model.reading.Reading`, and its processor times.
 
-    ``before``: those of the answer before.
+    ``before``: the processor times of the previous frame.
     """
-    text = said.get("host", "")
+    text = sections.get("host", "")
     times = next((proc.cpu_times(line) for line in text.splitlines() if line.startswith("cpu ")), None)
     used, total = proc.memory(text)
     load = next((line.split()[0] for line in text.splitlines() if re.match(r"\d+\.\d+ \d+\.\d+ ", line)), None)
@@ -130,7 +130,7 @@ def host(said: Section, before: tuple[int, int] | None) -> tuple[dict[str, Any],
 
 
 def _by_process(text: str) -> dict[int, str]:
-    """Return the lines of each process; a line end in a name begins a line that belongs to the one before."""
+    """Return the lines of each process; the rest of a name after a line end belongs to the line before."""
     found: dict[int, list[str]] = {}
     for line in text.split("\n"):
         match = _OF_PROCESS.fullmatch(line)
@@ -140,7 +140,7 @@ def _by_process(text: str) -> dict[int, str]:
 
 
 def _started(stat: str, host: Mapping[str, str]) -> float | None:
-    """Return when a process was started, epoch seconds."""
+    """Return the start time of a process, epoch seconds."""
     try:
         _, start = proc.parse_stat(stat.encode())
         return round(float(host["btime"]) + start / float(host["hz"]), 2)

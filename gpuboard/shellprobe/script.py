@@ -38,35 +38,35 @@ NOISE_LIMIT = 64 * 1024  # bytes of the first frame and of the output of shell s
 _CHECK = f'read -r g; [ "$g" = "{GUARD.decode().strip()}" ] || exit {STDIN_READ}'
 COMMAND = f"exec sh -c '{_CHECK}; IFS= read -r s && eval \"$s\"'"
 
-# A pass runs in a process of its own, $p, so that requests and end-of-file are read meanwhile. nvidia-smi is a child of
-# it: `of` lists its children, as long as $p is still a child of ours and its number is not another process's. $p is
-# stopped before it is killed: it could start nvidia-smi after its children were listed.
-# PIDs come from the XML or the rows of APPS. A process's name can add PIDs to them, whose description nobody asks for.
-# grep prints the names of files when there are two of them or more.
+# A pass runs in its own process, $p, so that requests and end-of-file are read meanwhile. nvidia-smi is its child, and
+# `of` lists its children; `own` checks that $p is still a child of this shell, not another process with a reused pid.
+# $p is stopped before it is killed: it could start nvidia-smi after its children were listed.
+# PIDs come from the XML or the rows of APPS. A process's name can add PIDs; their descriptions are ignored.
+# grep prints file names when it gets two files or more.
 _LINES = r"""
 IFS= read -r n || exit 0; export LC_ALL=C; exec 4>&1;
-say() { echo; echo "@$n $*"; };
+part() { echo; echo "@$n $*"; };
 m=$(command -v nvidia-smi) || for d in @FOLDERS@; do [ -x "$d/nvidia-smi" ] && m=$d/nvidia-smi && break; done;
 case $m in /*) w=hello ;; *) w=none ;; esac;
-host() { say host; echo "at $(date +%s)"; echo "hz $(getconf CLK_TCK)"; grep "" /proc/loadavg;
+host() { part host; echo "at $(date +%s)"; echo "hz $(getconf CLK_TCK)"; grep "" /proc/loadavg;
 grep -E "^(cpu|btime) " /proc/stat; grep -E "^Mem(Total|Available):" /proc/meminfo; };
-say $w; echo "hostname $(uname -n)"; echo "uid $(id -u)"; echo "user $(id -un 2>/dev/null)"; echo "pid $$";
-echo "boot $(cat /proc/sys/kernel/random/boot_id)"; cat /proc/self/cgroup; host 2>/dev/null; say end 0;
+part $w; echo "hostname $(uname -n)"; echo "uid $(id -u)"; echo "user $(id -un 2>/dev/null)"; echo "pid $$";
+echo "boot $(cat /proc/sys/kernel/random/boot_id)"; cat /proc/self/cgroup; host 2>/dev/null; part end 0;
 [ $w = none ] && exit 0;
 pids() { sed -n 's/.*<pid>\([0-9]\{1,10\}\)<.*/\1/p; s/^GPU-[^,]*, *\([0-9]\{1,10\}\),.*/\1/p' | sed 8192q | sort -u; };
-pass() { say messages; x=$(exec "$m" "$@" 2>&4); r=$?; say listing; printf "%s\n" "$x";
+pass() { part messages; x=$(exec "$m" "$@" 2>&4); r=$?; part listing; printf "%s\n" "$x";
 a=; s=; g=; t=; for i in $(printf "%s\n" "$x" | pids); do
 a=$a,$i; s="$s /proc/$i/status"; g="$g /proc/$i/cgroup"; t="$t /proc/$i/stat"; done;
-say names; grep -E "^(Name|Uid):" $s /dev/null /dev/null; say groups; grep "" $g /dev/null /dev/null;
-say stats; grep "" $t /dev/null /dev/null; say args; [ "$a" ] && ps -ww -o pid= -o args= -p "${a#,}";
-say users; u=$(sed -n 's/^Uid:[^0-9]*\([0-9]*\).*/\1/p' $s /dev/null | sort -u); [ "$u" ] && getent passwd $u;
-host; say end $r; };
-ours() { [ "$p" ] && grep -q "^PPid:.$$\$" /proc/$p/status 2>/dev/null; };
+part names; grep -E "^(Name|Uid):" $s /dev/null /dev/null; part groups; grep "" $g /dev/null /dev/null;
+part stats; grep "" $t /dev/null /dev/null; part args; [ "$a" ] && ps -ww -o pid= -o args= -p "${a#,}";
+part users; u=$(sed -n 's/^Uid:[^0-9]*\([0-9]*\).*/\1/p' $s /dev/null | sort -u); [ "$u" ] && getent passwd $u;
+host; part end $r; };
+own() { [ "$p" ] && grep -q "^PPid:.$$\$" /proc/$p/status 2>/dev/null; };
 of() { grep -l "^PPid:.$p\$" /proc/[0-9]*/status 2>/dev/null | sed 's/[^0-9]//g'; };
 p=; while read -r c; do case $c in
-"") ours && kill -9 $(of) 2>/dev/null ;;
+"") own && kill -9 $(of) 2>/dev/null ;;
 *) ( pass $c ) 2>/dev/null & p=$! ;;
-esac; done; ours && kill -STOP $p && kill -9 $(of) $p 2>/dev/null; exit 0
+esac; done; own && kill -STOP $p && kill -9 $(of) $p 2>/dev/null; exit 0
 """
 SCRIPT = GUARD + " ".join(_LINES.replace("@FOLDERS@", " ".join(smi_child.FOLDERS)).split("\n")).strip().encode() + b"\n"
 
@@ -77,7 +77,7 @@ def query(fields: list[str]) -> str:
 
 
 class MalformedFrame(Exception):
-    """What came cannot be a frame; the text says why."""
+    """Output that cannot be a frame; the text is the reason."""
 
 
 class ShellFrame(NamedTuple):
@@ -88,13 +88,13 @@ class ShellFrame(NamedTuple):
 
 
 class Frames:
-    """Cuts a stream into frames. Lines that begin with ``@`` and the nonce are ours, all others content or noise."""
+    """Splits a stream into frames. Lines with ``@`` and the nonce mark sections, all others are content or noise."""
 
     def __init__(self, nonce: bytes) -> None:
         self._mark = b"\n@" + nonce + b" "
         self._limit = NOISE_LIMIT
         self._buffer = bytearray()
-        self._scanned = 0  # bytes of the buffer known to hold no end of a frame
+        self._scanned = 0  # bytes of the buffer known to contain no end of a frame
 
     def take(self, data: bytes) -> list[ShellFrame]:
         """Return the frames that ``data`` completes. Raises MalformedFrame."""
@@ -106,11 +106,11 @@ class Frames:
             end = self._buffer.find(b"\n", at + 1)
             if end < 0:
                 break
-            _, *sections = bytes(self._buffer[:at]).split(self._mark)
+            _, *parts = bytes(self._buffer[:at]).split(self._mark)
             code = bytes(self._buffer[at + len(last) : end])
-            parts = [section.partition(b"\n") for section in sections]
-            said = {name.decode("ascii", "replace"): text for name, _, text in parts}
-            found.append(ShellFrame(said, int(code) if code.isdigit() and len(code) < 4 else -1))
+            pairs = [part.partition(b"\n") for part in parts]
+            sections = {name.decode("ascii", "replace"): text for name, _, text in pairs}
+            found.append(ShellFrame(sections, int(code) if code.isdigit() and len(code) < 4 else -1))
             del self._buffer[:end]
             self._scanned = 0
             self._limit = 2 * smi.LIMIT

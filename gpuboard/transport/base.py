@@ -1,4 +1,4 @@
-"""The seam between gpuboard and the wire: how bytes reach the agent on a node, and how that can fail."""
+"""The transport interface: how bytes reach the agent on a node, and how that can fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ KINDS = (
 
 
 class TransportError(GpuboardError):
-    """A channel that could not be opened, or has ended. ``kind`` is one of KINDS; ``remedy`` says what to do next."""
+    """A channel that could not be opened, or has ended.
+
+    ``kind`` is one of KINDS, ``words`` what failed and why, ``remedy`` what to do next (may be empty).
+    """
 
     def __init__(self, kind: str, words: str, remedy: str = "") -> None:
         super().__init__(f"{words}; {remedy}" if remedy else words)
@@ -35,7 +38,7 @@ class TransportError(GpuboardError):
 
 
 class LinkLost(GpuboardError):
-    """A call without an answer: the connection is gone, the time is up, or what came is malformed."""
+    """A call without an answer: the connection was lost, the timeout expired, or the answer is malformed."""
 
     def __init__(self, node: str, words: str) -> None:
         super().__init__(f"{node}: {words}")
@@ -44,7 +47,7 @@ class LinkLost(GpuboardError):
 
 
 class CallFailed(GpuboardError):
-    """The agent says no. ``kind`` is for programs, ``message`` for people; ``detail``: what more it gives, if any."""
+    """The agent refused a call. ``kind`` is for programs, ``message`` for people; ``detail``: further data, if any."""
 
     def __init__(self, kind: str, message: str, detail: Detail | None = None) -> None:
         super().__init__(message)
@@ -54,36 +57,35 @@ class CallFailed(GpuboardError):
 
 
 class Handler(Protocol):
-    """Who listens to a channel. Its methods are called in the transport's thread and must not block or raise."""
+    """Receives the events of a channel. Its methods run in the transport's thread and must not block or raise."""
 
     def connected(self) -> None:
-        """Take note that the agent's process has been asked for: from now on it is the node that is waited for."""
+        """Called when the start of the agent's process was requested: what is slow from now on is the node."""
 
     def received(self, data: bytes) -> None:
-        """Take bytes that the agent wrote."""
+        """Called with bytes that the agent wrote."""
 
     def ended(self, error: TransportError) -> None:
-        """Take note that the channel is over, for whatever reason; called exactly once, unless we closed it."""
+        """Called exactly once when the channel has ended, for any reason but a ``close`` from this side."""
 
 
 class Channel(Protocol):
     """An open (or still opening) connection to one agent."""
 
     def write(self, data: bytes) -> None:
-        """Send bytes; what cannot go out yet is kept. Never blocks, and does nothing after the end."""
+        """Send bytes; what cannot be sent yet is queued. Never blocks, and does nothing after the end."""
 
     def close(self) -> None:
-        """End the connection at once. Never blocks; the handler hears nothing more."""
+        """End the connection at once. Never blocks; the handler gets no more events."""
 
 
 class Transport(Protocol):
     """A way to reach nodes."""
 
     def open(self, host: str, role: str, handler: Handler, command: str | None = None) -> Channel:
-        """Start an agent for ``role`` on ``host`` and return the channel to it at once, before it is connected.
+        """Start an agent for ``role`` on ``host``; return its channel at once, before it is connected.
 
-        With ``command``, a line for the user's login shell there, that is started in the agent's place, and nothing is
-        sent ahead of what its caller writes.
+        ``command``: a line for the user's login shell there, run in the agent's place; the bundle is not sent then.
         """
 
     def close(self) -> None:

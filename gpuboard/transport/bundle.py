@@ -1,4 +1,4 @@
-"""What travels to a node: the agent's sources and pynvml's, compressed, and the command line that unpacks them."""
+"""The bundle sent to a node: sources of the agent and pynvml, compressed, and the command line that unpacks them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from gpuboard.transport.exit_errors import STDIN_READ
 
-# What goes first to a shell that is to start something. A start-up file that reads standard input takes some of it; a
-# shell that a start-up file starts in its place reads it as a command, and none of what follows.
+# Sent first to a shell that is to start a program. A start-up file that reads standard input consumes part of it, which
+# the program detects. A shell that a start-up file starts in the program's place runs it as a command and exits.
 GUARD = b"exit %d\n" % STDIN_READ
 
-# One line in single quotes without ! $ \ backquote or newline, so that sh, csh and fish take it alike; statements that
-# Python 2 can compile, so that an old interpreter says what it is. Reads GUARD, 8 digits and exactly that many bytes
-# from fd 0, unbuffered: what follows is the agent's. The current folder must not be on the path (-c puts it there).
+# One line in single quotes without ! $ \ backquote or newline, so that sh, csh and fish parse it alike; statements that
+# Python 2 can compile, so that an old interpreter prints its version. Reads GUARD, 8 digits and that many bytes from
+# fd 0, unbuffered: the rest is for the agent. The current folder must not be on the path (-c puts it there).
 _LOADER = (
     "import sys;sys.path[:]=[p for p in sys.path if p];"
     'sys.version_info>=(3,6) or sys.exit("gpuboard: python 3.6 or later is needed, this is "+sys.version.split()[0]);'
@@ -35,17 +35,17 @@ _BARE_WORD = re.compile(r"[A-Za-z0-9_@%+=:,./~-]+")
 
 
 def command_line(python: str) -> str:
-    """Return the shell command that runs the loader under ``python``, in the words of any login shell."""
+    """Return the shell command that runs the loader under ``python``, in the syntax of any login shell."""
     word = python if _BARE_WORD.fullmatch(python) else "'" + python.replace("'", "'\"'\"'") + "'"
     return f"exec {word} -E -s -S -c '{_LOADER}'"
 
 
 @functools.cache
 def bundle(role: str) -> bytes:
-    """Return what the loader reads: GUARD, 8 digits, then so many bytes of zlib.
+    """Return what the loader reads: GUARD, 8 digits, then that many bytes of zlib.
 
-    Inside: texts with NUL between them: gpuboard.agent.bundle_loader, then pairs of module name and source. pynvml
-    travels with role ``node`` only.
+    Content, separated by NUL: the source of gpuboard.agent.bundle_loader, then pairs of module name and source. pynvml
+    is included for role ``node`` only.
     """
     parts = [_agent_sources()["gpuboard.agent.bundle_loader"]]
     for name, text in sources(role).items():
@@ -57,8 +57,8 @@ def bundle(role: str) -> bytes:
 
 
 def sources(role: str) -> dict[str, str]:
-    """Return the modules that travel for ``role``: full name -> source text."""
-    found = {"gpuboard": "", **_agent_sources()}  # an empty package: ours imports more than an agent needs
+    """Return the modules to send for ``role``: full name -> source text."""
+    found = {"gpuboard": "", **_agent_sources()}  # an empty package: the real one imports more than an agent needs
     if role == "node":
         found["pynvml"] = _pynvml_source()
     return found

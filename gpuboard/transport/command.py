@@ -1,7 +1,7 @@
-"""One command of this machine, run to its end: what it printed and how it ended. Never interrupted halfway.
+"""Runs one command on this machine to its end: output and exit code. ctrl-C does not interrupt it.
 
-It runs in a session of its own, so that ctrl-C at the terminal reaches us alone: whoever started something elsewhere
-(a job, say) must learn what became of it before giving it back.
+It runs in its own session, so that ctrl-C at the terminal reaches only this process: the job's
+number that sbatch prints must be read, for example, or the job could not be cancelled.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import NamedTuple
 from gpuboard.transport.spawn import Child, readable, spawn
 
 _CHUNK = 65536
-_MOST = 512 << 20  # bytes kept of its output; what Slurm says of 100,000 jobs is a fifth of that
-_SLICE_S = 0.05  # so soon a command is ended after ``stopped`` was set
-_KILL_S = 2.0  # in an uninterruptible call of a file system it stays; init will reap it
-_HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MOST = 512 << 20  # bytes kept of its output; squeue prints a fifth of that for 100,000 jobs
+_SLICE_S = 0.05  # a command is killed within this after ``stopped`` was set
+_KILL_S = 2.0  # after SIGKILL; a process in uninterruptible sleep (file system) is left to init
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Ran(NamedTuple):
-    """What became of a command."""
+    """The result of a command."""
 
-    code: int | None  # exit code, negative for a signal; None: not known
+    code: int | None  # exit code, negative for a signal; None: unknown
     out: str
     err: str
     took_s: float = 0.0
-    ended: bool = True  # by itself; else it was killed, and this is what it had printed by then
+    ended: bool = True  # False: it was killed, and this is its output until then
 
     @property
     def ok(self) -> bool:
-        """Whether it did what it was told, as far as anybody knows: where SIGCHLD is ignored its code is lost."""
+        """Whether it succeeded: exit code 0, or no code (SIGCHLD is ignored here) and nothing on stderr."""
         return self.code == 0 or (self.code is None and self.ended and not self.err)
 
 
 class Command:
-    """A command that runs. ``wait`` may be interrupted and called again."""
+    """A running command. ``wait`` may be interrupted and called again."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], data: bytes = b"") -> None:
         """Start it with ``data`` as its stdin. Raises OSError when the program cannot be started."""
@@ -50,11 +50,11 @@ class Command:
         self._code: int | None = None
         self._ended = False
         self._pidfd = -1
-        # An interrupt between the start and the next line would leave a process that nobody knows.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+        # A KeyboardInterrupt between the start and the assignment would orphan the process.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             self._child: Child = spawn(list(argv), environ)
-            with contextlib.suppress(OSError):  # ended, and reaped because we ignore SIGCHLD; or a kernel before 5.3
+            with contextlib.suppress(OSError):  # it ended and SIGCHLD is ignored here, or a kernel before 5.3
                 self._pidfd = os.pidfd_open(self._child.pid)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -62,20 +62,17 @@ class Command:
         self._open = set(self._texts)
 
     def wait(self, timeout_s: float) -> Ran | None:
-        """Return what became of it; None when it still runs after ``timeout_s``."""
+        """Return its result; None when it still runs after ``timeout_s``."""
         until = time.monotonic() + timeout_s
         while not self._ended:
             left_s = until - time.monotonic()
             self._step(max(0.0, min(left_s, 0.2)))
-            if left_s <= 0 and not self._ended:  # that was a last look: we may have stood still since it ended
+            if left_s <= 0 and not self._ended:  # after one more poll: it may have ended during a suspend
                 return None
         return self._ran()
 
     def kill(self) -> Ran:
-        """End it and what it has started in its session, at once, without learning what it did.
-
-        One that has ended by itself is as it was.
-        """
+        """Kill its process group at once and return its output so far; a command that has ended keeps its result."""
         if (ran := self.wait(0.0)) is not None:
             return ran
         with contextlib.suppress(ProcessLookupError):
@@ -88,8 +85,8 @@ class Command:
         return Ran(self._code, out, err, self._took_s if self._ended else time.monotonic() - self._begun)
 
     def _step(self, seconds: float) -> None:
-        """Hand on what can be handed on; wait ``seconds`` at most for something to do."""
-        poller = select.poll()  # not select(), which takes no descriptor above 1023
+        """Move data between the pipes; wait at most ``seconds`` for an event."""
+        poller = select.poll()  # select() fails for descriptors above 1023
         if self._child.stdin >= 0:
             poller.register(self._child.stdin, select.POLLOUT)
         for fd in (*self._open, *([self._pidfd] if self._pidfd >= 0 else [])):
@@ -100,7 +97,7 @@ class Command:
         for fd in [fd for fd in ready if fd in self._open]:
             if not self._read(fd):
                 self._open.discard(fd)
-        # What it has started may hold its pipes open for ever: its own end is the end.
+        # Processes that it started may keep its pipes open forever: the end of the command itself counts.
         if self._pidfd in ready or (self._pidfd < 0 and not self._open):
             self._end()
 
@@ -110,13 +107,13 @@ class Command:
         except BlockingIOError:
             return
         except OSError:
-            self._data = b""  # it does not want to read: its exit code says why
+            self._data = b""  # it has closed its stdin: its exit code shows why
         if not self._data:
             os.close(self._child.stdin)
             self._child.stdin = -1
 
     def _read(self, fd: int) -> bool:
-        """Take what is there; return whether more may come."""
+        """Read what is available; return whether more may come."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
@@ -126,7 +123,7 @@ class Command:
         return bool(data)
 
     def _end(self) -> None:
-        with contextlib.suppress(ChildProcessError):  # reaped by the kernel: nobody knows its code
+        with contextlib.suppress(ChildProcessError):  # reaped by the kernel: its code is unknown
             self._code = os.waitstatus_to_exitcode(os.waitpid(self._child.pid, 0)[1])
         for fd in list(self._open):
             while readable(fd, 0) and self._read(fd):
@@ -145,7 +142,7 @@ def run(
     data: bytes = b"",
     stopped: threading.Event | None = None,
 ) -> Ran:
-    """Run a command with ``data`` as its stdin to its end, or kill it after ``timeout_s`` or when ``stopped`` is set.
+    """Run a command to its end with ``data`` as stdin; kill it after ``timeout_s`` or when ``stopped`` is set.
 
     Raises OSError when it cannot be started.
     """

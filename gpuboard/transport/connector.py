@@ -1,4 +1,4 @@
-"""Opens links: the local transport for this machine, srun into jobs of ours, ssh for the others; each when needed."""
+"""Opens links: the local transport for this machine, srun into the user's jobs, ssh for the rest; each when needed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gpuboard.transport.local import LocalTransport
 if TYPE_CHECKING:
     from gpuboard.config import Settings
 
-# A step does not notice that srun was killed together with the process that srun leaves to end it, or that its host has
-# crashed. An agent there that hears nothing for so long ends; feeds and the keeper say something more often.
+# Seconds without a message after which an agent in a job step exits. A step does not notice that srun was killed
+# together with srun's cleanup process, or that srun's host has crashed. Feeds and the keeper send messages more often.
 STEP_SILENCE_S = 300.0
 
 
@@ -40,10 +40,10 @@ class Connector:
         ended: Callable[[TransportError], None],
         job: str | None = None,
     ) -> AgentLink:
-        """Return a link to a new agent of ``role`` on ``host`` (None: this machine), at once, still connecting.
+        """Return a link to a new agent of ``role`` on ``host`` (None: this machine), at once, while it connects.
 
-        ``job``: through a step of this Slurm job of ours (``123``, or ``123+1``: a component of a heterogeneous one),
-        where ``host`` is the node's name for Slurm. This machine needs no step: we are in the job here.
+        ``job``: through a step of this Slurm job (``123``, or ``123+1``: a component of a heterogeneous one), where
+        ``host`` is the node's name in Slurm. This machine needs no step: this process is in the job.
         ``listener`` and ``ended`` are called in the transport's thread (see :class:`AgentLink`).
         """
         if job is not None and host is not None and role == "node":
@@ -54,7 +54,7 @@ class Connector:
         return link
 
     def close(self) -> None:
-        """End every link and stop the transports' threads; takes less than half a second whatever hangs."""
+        """End every link and stop the transports' threads; takes less than 0.5 s, whatever hangs."""
         with self._lock:
             transports = [self._local, self._ssh, *self._steps.values()]
             self._local = self._ssh = None
@@ -64,7 +64,7 @@ class Connector:
                 transport.close()
 
     def transport(self, host: str | None, job: str | None) -> Transport:
-        """Return the transport to ``host``, made when first asked for; the arguments as in :meth:`open`."""
+        """Return the transport to ``host``, created at first use; the arguments as in :meth:`open`."""
         with self._lock:
             if host is None:
                 self._local = self._local or LocalTransport()
@@ -80,7 +80,7 @@ class Connector:
 
 
 def ssh_transport(settings: Settings) -> Transport:
-    """Return a transport to other machines, of the kind that the settings name. Raises ConfigError."""
+    """Return the ssh transport that the settings name. Raises ConfigError."""
     if settings.transport == "openssh":
         from gpuboard.transport.ssh.openssh import OpensshTransport
 

@@ -1,7 +1,7 @@
-"""How much one node may send. What goes beyond it is no agent's, and costs the node its connection, nobody else.
+"""How much one node may send. A node that exceeds a limit loses its connection; no other node is affected.
 
-An agent sends a reading each second or more seldom, a few kB of it; claims that hostile users leave on its node make it
-larger, never more frequent. The largest line that there may be, once a second, is well within the limits.
+An agent sends at most one reading a second, of a few kB. Claims that hostile users leave on its node make readings
+larger, never more frequent. One line of the largest size a second stays well within the limits.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from gpuboard.transport.base import TransportError
 GPUS = 256
 MIG_DEVICES = 64  # of a GPU
 MIG_DEVICES_IN_ALL = 1024
-PROCESSES = 8192  # in all; so many that one user can hardly start them
+PROCESSES = 8192  # in all; more than one user can usually start
 CLAIMS = 4096
 ENTRIES = 1024  # of any other list: links, errors, addresses
 MESSAGE = 1024 * 1024  # bytes of a message that is neither reading nor reply
 
-# Token bucket, in bytes. A piece costs more than its bytes, and so does a message: one at a time is work too. The burst
-# is what networks and agents hold back for a client that is suspended for hours.
-RATE, BURST = 6 * 1024 * 1024, 20 * 1024 * 1024  # a second; at once
-PIECE, DECODED = 16 * 1024, 16 * 1024
+# Token bucket, in bytes: refill per second, and burst. The burst is what networks and agents buffer for a client that
+# is suspended for hours.
+RATE, BURST = 6 * 1024 * 1024, 20 * 1024 * 1024
+PIECE, DECODED = 16 * 1024, 16 * 1024  # charged for each chunk received and each message decoded: small ones cost CPU
 
-_LARGE = 256 * 1024  # bytes of a line whose lists are counted before objects are made of them
+_LARGE = 256 * 1024  # bytes of a line; the lists of longer ones are counted before objects are created
 
 
 class _Outline(msgspec.Struct, gc=False):
@@ -44,10 +44,11 @@ _gpu_outline = msgspec.json.Decoder(_GpuOutline)
 
 
 class Exceeded(TransportError):
-    """A node sends more than it may."""
+    """A node sent more than the limits allow."""
 
     def __init__(self, words: str) -> None:
-        super().__init__("limits", words, "it is left alone for a while; its agent is not the one that was sent there")
+        remedy = "gpuboard retries later; check what runs in place of its agent there"
+        super().__init__("limits", words, remedy)
 
 
 class Budget:
@@ -58,16 +59,16 @@ class Budget:
         self._at: float | None = None
 
     def spend(self, count: int, now: float) -> None:
-        """Take ``count`` bytes' worth. Raises Exceeded."""
+        """Take ``count`` tokens. Raises Exceeded."""
         since_s = 0.0 if self._at is None else now - self._at
         self._at = now
         self._left = min(BURST, self._left + since_s * RATE) - count
         if self._left < 0:
-            raise Exceeded("sends more than any node has to say")
+            raise Exceeded("sent more data than any node needs to")
 
 
 def check_line(line: memoryview) -> None:
-    """Raise Exceeded, and msgspec.DecodeError, for a line of which no objects should be made at all."""
+    """Raise Exceeded or msgspec.DecodeError for a line that must not be decoded into objects."""
     if len(line) > _LARGE:
         found = _outline.decode(line)
         _at_most(GPUS, len(found.gpus), "GPUs")
@@ -78,7 +79,7 @@ def check_line(line: memoryview) -> None:
 
 
 def check_message(message: object, size: int) -> None:
-    """Raise Exceeded for a message that lists more than any node has; ``size``: bytes of its line."""
+    """Raise Exceeded for a message with longer lists than any node has; ``size``: bytes of its line."""
     if type(message) is Reading:
         _at_most(GPUS, len(message.gpus), "GPUs")
         _at_most(CLAIMS, len(message.claims), "claims")

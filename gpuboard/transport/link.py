@@ -1,7 +1,7 @@
 """AgentLink: the client's end of the protocol (docs/agent-protocol.md). Nonce, frames, replies; no I/O of its own.
 
-Messages are checked against gpuboard.model.reading and handed on as they are; text in them is hostile until
-gpuboard.cluster.snapshot.build has cleaned it. Answers to calls come out typed and clean (gpuboard.model.replies).
+Messages are checked against gpuboard.model.reading and passed on unchanged: text in them is untrusted until
+gpuboard.cluster.snapshot.build has cleaned it. Answers to calls are typed and cleaned (gpuboard.model.replies).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _encoder = msgspec.json.Encoder()
 
 
 class Pending:
-    """A call on its way. Wait for it with :meth:`result`."""
+    """A pending call. Wait for it with :meth:`result`."""
 
     def __init__(self, node: str, op: str, no_answer: Callable[[float], str] = "no answer in {:.1f} s".format) -> None:
-        """``no_answer``: what it is called when none has come for so many seconds."""
+        """``no_answer`` returns the error message for no answer within that many seconds."""
         self._node = node
         self._op = op
         self.no_answer = no_answer
@@ -45,7 +45,7 @@ class Pending:
 
     @property
     def settled(self) -> bool:
-        """Whether there is an answer, or there will be none."""
+        """Whether it has an answer or has failed."""
         return self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
@@ -53,12 +53,12 @@ class Pending:
         return self._done.wait(max(0.0, timeout_s))
 
     def settle(self, answer: Reply | CallFailed | LinkLost) -> None:
-        """Take the answer, once."""
+        """Set the answer, once."""
         self._answer = answer
         self._done.set()
 
     def result(self, timeout_s: float, kind: type[T]) -> T:
-        """Return the reply's value as a ``kind``, its text cleaned. Raises CallFailed and LinkLost."""
+        """Return the reply's value as a ``kind``, with its text cleaned. Raises CallFailed and LinkLost."""
         if not self.wait(timeout_s):
             raise LinkLost(self._node, self.no_answer(time.monotonic() - self.sent))
         assert self._answer is not None
@@ -119,19 +119,19 @@ class Link:
 
     def close(self) -> None:
         """End the connection at once; pending calls fail with LinkLost."""
-        self._finish(TransportError("lost", "closed"), told=False)
+        self._finish(TransportError("lost", "closed"), notify=False)
 
     def drop(self, error: TransportError) -> None:
-        """End the connection with ``error`` as its reason, and report that to ``ended``."""
-        self._finish(error, told=True)
+        """End the connection for the reason ``error``, and report that to ``ended``."""
+        self._finish(error, notify=True)
 
     def connected(self) -> None:
         """Record that the transport has reached the node."""
         self.connected_at = time.monotonic()
 
     def ended(self, error: TransportError) -> None:
-        """Record that the transport's channel is over."""
-        self._finish(error, told=True)
+        """Handle the end of the transport's channel."""
+        self.drop(error)
 
     def late(self, seconds: float) -> TransportError:
         """Return the error for a link without an answer, or a first reading, for ``seconds``."""
@@ -161,7 +161,7 @@ class Link:
         if data and self._channel is not None and self._over is None:
             self._channel.write(data)
 
-    def _finish(self, error: TransportError, *, told: bool) -> None:
+    def _finish(self, error: TransportError, *, notify: bool) -> None:
         with self._lock:
             if self._over is not None:
                 return
@@ -171,7 +171,7 @@ class Link:
             self._channel.close()
         for pending in calls:
             pending.settle(LinkLost(self.node, error.words))
-        if told:
+        if notify:
             self._ended(error)
 
 
@@ -196,13 +196,13 @@ class AgentLink(Link):
         self._buffer = bytearray()
         self._scanned = 0  # bytes of the buffer known to hold no line end
         self._noise = 0
-        self._said = ""  # the last line of that
+        self._noise_line = ""  # the last line of that before the hello
         self._calls: dict[int, Pending] = {}
         self._last_id = 0
 
     @property
     def silent_since(self) -> float | None:
-        """Since when calls wait for an answer and nothing at all has come; None: no call waits."""
+        """Since when calls have been pending without any message from the agent; None: no call is pending."""
         with self._lock:
             first = next(iter(self._calls.values()), None)
         return None if first is None else max(first.sent, self.last_line)
@@ -212,20 +212,20 @@ class AgentLink(Link):
         return self.submit(op, args).result(timeout_s, kind)
 
     def tick(self, in_ms: int) -> None:
-        """Tell the agent when its next reading is due; also the sign that we are there."""
+        """Send the agent the time until its next reading; it also shows that the client is alive."""
         self._write(_encoder.encode({"t": "tick", "in_ms": in_ms}) + b"\n")
 
     def received(self, data: bytes) -> None:
-        """Take bytes from the transport."""
+        """Handle bytes from the transport."""
         try:
             self._received(data)
         except limits.Exceeded as error:
-            self._finish(error, told=True)
+            self.drop(error)
 
     def _received(self, data: bytes) -> None:
         self._spend(len(data) + limits.PIECE)
         buffer = self._buffer
-        if not buffer and data.endswith(b"\n"):  # the usual case: whole lines, nothing to keep
+        if not buffer and data.endswith(b"\n"):  # the usual case: whole lines
             lines = data.split(b"\n")
             lines.pop()
         else:
@@ -240,29 +240,29 @@ class AgentLink(Link):
         for line, after in zip(lines, [*lines[1:], b""], strict=True):
             if self._over is not None:
                 return
-            if not (after.startswith(self._reading) and line.startswith(self._reading)):  # else there is a newer one
+            if not (after.startswith(self._reading) and line.startswith(self._reading)):  # else a newer one follows
                 self._line(line)
         self._check_length()
 
     def ended(self, error: TransportError) -> None:
-        """Take note that the transport's channel is over."""
+        """Handle the end of the transport's channel."""
         if self.stderr and error.kind in {"exited", "lost"}:
             last = [clean(line) for line in self.stderr.splitlines() if line.strip()][-1:]
             error = TransportError(error.kind, f"{error.words}: {last[0]}" if last else error.words, error.remedy)
         if self.hello is None and error.kind == "exited" and ": " not in error.words:
-            # without a word on stderr: nologin, a ForceCommand
-            said = self._printed
-            words = f"{error.words}: {said}" if said else error.words
+            # nothing on stderr: nologin, a ForceCommand
+            printed = self._printed
+            words = f"{error.words}: {printed}" if printed else error.words
             remedy = (
-                error.remedy or f"it did not begin: does `python3 --version` work on {self.node} without a terminal?"
+                error.remedy
+                or f"the agent did not start: does `python3 --version` work on {self.node} without a terminal?"
             )
             error = TransportError(error.kind, words, remedy)
-        self._finish(error, told=True)
+        self.drop(error)
 
     @property
     def _printed(self) -> str:
-        """The last line of what start-up files have printed."""
-        return clean(self._buffer.decode("utf-8", "replace").strip(), 200) or self._said
+        return clean(self._buffer.decode("utf-8", "replace").strip(), 200) or self._noise_line
 
     def _no_answer(self, seconds: float) -> str:
         starting = self.hello is None and self.connected_at is not None
@@ -270,7 +270,7 @@ class AgentLink(Link):
 
     def _line(self, line: bytes) -> None:
         at = line.find(self._prefix)
-        if at:  # a job that a start-up file has left behind may print a piece of a line at any time
+        if at:  # a background job of a start-up file may print part of a line at any time
             self._noisy(line if at < 0 else line[:at])
             if at < 0 or self._over is not None:
                 return
@@ -292,7 +292,7 @@ class AgentLink(Link):
         self.last_line = time.monotonic()
         kind = type(message)
         if (self.hello is None) != (kind is Hello) and kind is not Event:
-            self._malformed("a second hello" if kind is Hello else "the first message is no hello")
+            self._malformed("a second hello" if kind is Hello else "the first message is not a hello")
             return
         if kind is Reply:
             self._reply(message)
@@ -311,7 +311,7 @@ class AgentLink(Link):
             pending = self._calls.pop(reply.id, None)
         if pending is not None:
             pending.settle(reply)
-        else:  # its caller has stopped waiting long ago, or the node invents answers
+        else:  # its caller no longer waits, or the node invents answers
             self._spend(limits.DECODED)
 
     def _spend(self, count: int) -> None:
@@ -326,10 +326,10 @@ class AgentLink(Link):
         self.stderr = (self.stderr + text)[-_STDERR_KEPT:]
 
     def _noisy(self, line: bytes) -> None:
-        """Count output that is none of ours; after the hello nothing but frames comes from an agent."""
+        """Count output outside frames; after the hello an agent sends nothing but frames."""
         self._noise += len(line) + 1
         if self.hello is None:
-            self._said = clean(line[-800:].decode("utf-8", "replace").strip(), 200) or self._said
+            self._noise_line = clean(line[-800:].decode("utf-8", "replace").strip(), 200) or self._noise_line
         if self._noise > NOISE_LIMIT:
             words = "the node's shell start-up files print more than 64 kB" if self.hello is None else "no frames"
             self._malformed(words)
@@ -341,7 +341,7 @@ class AgentLink(Link):
 
     def _malformed(self, words: str) -> None:
         remedy = "run `ssh NODE true` and see what it prints" if self.hello is None else ""
-        self._finish(TransportError("lost", f"malformed answer: {words}", remedy), told=True)
+        self.drop(TransportError("lost", f"malformed answer: {words}", remedy))
 
     def _accept(self, pending: Pending, op: str, args: dict[str, Any]) -> bytes:
         self._last_id += 1

@@ -19,23 +19,23 @@ from gpuboard.transport.spawn import Child, readable
 
 _CHUNK = 262144
 _STDERR_KEPT = 65536
-_KILLED_S = 2.0  # what is killed is gone by then, or in an uninterruptible call of the driver
+_KILLED_S = 2.0  # a killed process that is still there afterwards is in uninterruptible sleep (driver)
 
 
 class Ending(NamedTuple):
     """How a child ended."""
 
-    code: int | None  # exit code, negative for a signal; None: not known
-    stderr: bytes  # what it wrote there last
-    late: bool  # it was given up: no byte of an answer came in time
+    code: int | None  # exit code, negative for a signal; None: unknown
+    stderr: bytes  # the end of its output there
+    late: bool  # it was ended because no byte of output came in time
 
 
 class ChildChannel:
-    """One child process, its pipes and the thread that reads them. ``explain`` says what its end means.
+    """One child process, its pipes and the thread that reads them. ``explain`` returns the error for its end.
 
-    ``patience_s`` None: the child is the agent, so the node is reached as soon as it has started. Else it is a program
-    that must get there first: the first byte of output says that it has, and without one it is given up after so long.
-    ``end_s``: so long it may take to end after its connection; then it is killed.
+    ``first_byte_s`` None: the child is the agent, so the node is reached as soon as the child runs. Otherwise it is a
+    program that connects to the node: its first byte of output means that it has, and after ``first_byte_s`` seconds
+    without one it is ended. ``end_s``: it is killed when it runs this long after its connection was closed.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class ChildChannel:
         handler: Handler,
         explain: Callable[[Ending], TransportError],
         *,
-        patience_s: float | None = None,
+        first_byte_s: float | None = None,
         end_s: float = 2.0,
     ) -> None:
         self._handler = handler
         self._explain = explain
-        self._patience_s = patience_s
+        self._first_byte_s = first_byte_s
         self._end_s = end_s
         self._connected = False
         self._lock = threading.Lock()
@@ -58,18 +58,18 @@ class ChildChannel:
         self.over = False
 
     def start(self, child: Child) -> None:
-        """Take over a child that has just been started; what was written before goes to it first."""
+        """Take over a child that was just started; data written before is sent first."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         with self._lock:
             self._child = child
             if self._unsent or self.over:
                 os.eventfd_write(self._wake, 1)
-        if self._patience_s is None:
+        if self._first_byte_s is None:
             self._reached()
         threading.Thread(target=self._run, args=(child,), name=f"child-{child.pid}", daemon=True).start()
 
     def fail(self, error: TransportError) -> None:
-        """Tell the handler, from a thread of its own as always, that nothing was started."""
+        """Report to the handler, from another thread as always, that nothing was started."""
         with self._lock:
             if self.over:
                 return
@@ -77,7 +77,7 @@ class ChildChannel:
         threading.Thread(target=self._handler.ended, args=(error,), daemon=True).start()
 
     def write(self, data: bytes) -> None:
-        """Send bytes; what the pipe does not take now goes out from the thread."""
+        """Send bytes; the thread sends what the pipe cannot take now."""
         with self._lock:
             if self.over:
                 return
@@ -85,22 +85,22 @@ class ChildChannel:
                 try:
                     data = data[os.write(self._child.stdin, data) :]
                 except BlockingIOError:
-                    pass  # the pipe is full: the thread goes on when it drains
+                    pass  # the pipe is full: the thread continues when it drains
                 except OSError:
-                    return  # the child is gone: the thread reads the end of its output and says so
+                    return  # the child has ended: the thread reads the end of its output and reports it
             if data:
                 self._unsent += data
                 if self._child is not None:
                     os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """End the connection: the child sees end-of-file, and the thread takes care that it ends."""
+        """End the connection: the child reads end-of-file, and the thread waits for it or kills it."""
         with self._lock:
             if self.over:
                 return
             self.over = True
             if self._child is not None:
-                if not self._connected:  # it is still on its way, where nobody reads our end-of-file
+                if not self._connected:  # it is still connecting: it does not read end-of-file
                     _terminate(self._child)
                 os.eventfd_write(self._wake, 1)
 
@@ -113,7 +113,7 @@ class ChildChannel:
         poller.register(child.stdout, select.POLLIN)
         poller.register(child.stderr, select.POLLIN)
         poller.register(self._wake, select.POLLIN)
-        until = None if self._patience_s is None else time.monotonic() + self._patience_s
+        until = None if self._first_byte_s is None else time.monotonic() + self._first_byte_s
         stderr = b""
         reading = True
         late = False
@@ -141,14 +141,14 @@ class ChildChannel:
                     poller.unregister(fd)
                     reading = reading and fd != child.stdout
         with self._lock:
-            closed_by_us, self.over = self.over, True
+            closed, self.over = self.over, True
         code, rest = _end(child, self._end_s)
         os.close(self._wake)
-        if not closed_by_us:
+        if not closed:
             self._handler.ended(self._explain(Ending(code, (stderr + rest)[-_STDERR_KEPT:], late)))
 
     def _flush(self, child: Child) -> bool:
-        """Write what the pipe takes; return whether more is left."""
+        """Write what the pipe takes; return whether data is left."""
         with self._lock:
             try:
                 del self._unsent[: os.write(child.stdin, self._unsent)]
@@ -172,9 +172,9 @@ def _terminate(child: Child) -> None:
 
 
 def _end(child: Child, wait_s: float) -> tuple[int | None, bytes]:
-    """Close the pipes, wait for the child, kill it when it stays for ``wait_s``.
+    """Close the pipes, wait for the child, kill it after ``wait_s``.
 
-    Return its exit code (negative: a signal; None: not known) and what was left in its stderr.
+    Return its exit code (negative: a signal; None: unknown) and the rest of its stderr.
     """
     os.close(child.stdin)
     os.close(child.stdout)
@@ -196,6 +196,6 @@ def _wait(child: Child, wait_s: float) -> int | None:
                 return None  # init will reap it
         return os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
     except ChildProcessError:
-        return None  # somebody else in this process has waited for it
+        return None  # other code in this process has waited for it
     finally:
         os.close(pidfd)

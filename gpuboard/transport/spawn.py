@@ -10,26 +10,26 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # collections.abc would load before the agent starts
     from collections.abc import Mapping
 
-# Isolated (-I) and without site (-S): 20 ms less. The agent must see the same code as we do, so it gets our import
-# path; `gpuboard` is a stub there, since the real one imports more than the agent needs.
+# Isolated (-I) and without site (-S): saves 20 ms. The agent must load the same code as this process, so it gets this
+# import path; `gpuboard` is a stub there, because the real package imports more than the agent needs.
 _BOOT = (
     "import sys; sys.path[:] = sys.path + {path!r}; package = type(sys)('gpuboard'); "
     "package.__path__ = [{package!r}]; sys.modules['gpuboard'] = package; "
     "{preload}from gpuboard.agent.main import main; main()"
 )
-# What role `node` imports, pynvml included: the NVML process is a fork and finds it loaded.
+# What role `node` imports, pynvml included: the NVML process is a fork and inherits the loaded modules.
 _PRELOAD = (
     "import json, gpuboard.agent.node, gpuboard.agent.nvml.reader, gpuboard.agent.claims.store, gpuboard.agent.proc; "
 )
 
-# Where Slurm's configuration lies and who we are for it; all its other variables describe a job, a step or a task.
+# Slurm's variables for its configuration and authentication; all others describe a job, a step or a task.
 SLURM_SETUP = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"})
 
 _prestarted: list[Child] = []
 
 
 class Child:
-    """A started process: its pid and our ends of its three pipes, all of them non-blocking."""
+    """A started process: its pid and the parent's ends of its three pipes, non-blocking."""
 
     def __init__(self, pid: int, stdin: int, stdout: int, stderr: int) -> None:
         self.pid = pid
@@ -39,21 +39,21 @@ class Child:
 
 
 def prestart() -> None:
-    """Start an agent now, for role ``node``; the next local channel of that role takes it.
+    """Start an agent for role ``node`` now; the next local channel of that role takes it.
 
-    It loads its modules on the other core while we import ours, and then waits for the start line. One that nobody
-    takes ends with us.
+    It loads its modules on another core during this process's imports, then waits for the start line. An agent that is
+    never taken ends with this process.
     """
     _prestarted.append(spawn(agent_command(preload=True)))
 
 
 def take_prestarted() -> Child | None:
-    """Return the agent that was started ahead, once; None when there is none."""
+    """Return the prestarted agent, once; None when there is none."""
     return _prestarted.pop() if _prestarted else None
 
 
 def agent_command(*, preload: bool = False) -> list[str]:
-    """Return the command line of an agent on this machine; with ``preload`` it imports before the start line comes."""
+    """Return the command line of an agent on this machine; ``preload``: it imports before it reads the start line."""
     path = [entry for entry in sys.path if entry.startswith("/") and entry not in _stdlib()]
     boot = _BOOT.format(
         path=path,
@@ -69,17 +69,16 @@ def _stdlib() -> tuple[str, ...]:
 
 
 def spawn(command: list[str], environ: Mapping[str, str] | None = None) -> Child:
-    """Start ``command`` in a session of its own with three pipes and no other descriptor of ours.
+    """Start ``command`` in its own session, with three pipes and no other descriptor of this process.
 
-    ``environ``: its variables; None: ours.
-    A session of its own, so that ctrl-C and ctrl-Z at the terminal reach us and not the agent, which must still give
-    claims back then. Raises OSError when the program cannot be started.
+    ``environ``: its variables; None: those of this process. In its own session ctrl-C and ctrl-Z at the terminal reach
+    only this process: the agent must still release claims then. Raises OSError when the program cannot be started.
     """
     theirs_in, stdin = os.pipe()
     stdout, theirs_out = os.pipe()
     stderr, theirs_err = os.pipe()
-    ours = (stdin, stdout, stderr)
-    # The ends for the child may have landed on 0 to 2 (a caller without stdin): move them out of the way first.
+    parent_ends = (stdin, stdout, stderr)
+    # The child's ends can be 0 to 2 themselves (a caller without stdin); dup2 would overwrite them.
     ends = [_above_two(fd) for fd in (theirs_in, theirs_out, theirs_err)]
     try:
         pid = os.posix_spawn(
@@ -93,21 +92,21 @@ def spawn(command: list[str], environ: Mapping[str, str] | None = None) -> Child
             setsigmask=(),
         )
     except BaseException:
-        for fd in ours:
+        for fd in parent_ends:
             os.close(fd)
         raise
     finally:
         for fd in ends:
             os.close(fd)
-    for fd in ours:
+    for fd in parent_ends:
         os.set_blocking(fd, False)
-    return Child(pid, *ours)
+    return Child(pid, *parent_ends)
 
 
 def readable(fd: int, timeout_s: float) -> bool:
-    """Return whether ``fd`` can be read, or has ended, within ``timeout_s``.
+    """Return whether ``fd`` becomes readable or ends within ``timeout_s``.
 
-    Not by select(), which takes no descriptor above 1023: an ssh process for every node needs more.
+    With poll(): select() fails for descriptors above 1023, and an ssh process for every node needs more.
     """
     poller = select.poll()
     poller.register(fd, select.POLLIN)
@@ -117,7 +116,7 @@ def readable(fd: int, timeout_s: float) -> bool:
 def _above_two(fd: int) -> int:
     if fd > 2:
         return fd
-    import fcntl  # late: hardly ever needed
+    import fcntl  # late: rarely needed
 
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(fd)
@@ -125,7 +124,7 @@ def _above_two(fd: int) -> int:
 
 
 def _inheritable() -> list[int]:
-    """Return our descriptors above 2 that a child would inherit: the agent must not hold a caller's pipe or lock."""
+    """Return the descriptors above 2 that a child would inherit: the agent must not hold a caller's pipe or lock."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)

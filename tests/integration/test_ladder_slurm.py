@@ -33,7 +33,7 @@ session required pam_permit.so
 
 @pytest.fixture
 def adopting(slurm: SlurmCluster) -> Iterator[SlurmCluster]:
-    """Slurm whose node gpu01 lets in only who has a job there."""
+    """Slurm whose node gpu01 only accepts users with a job running on it."""
     if not ADOPT.exists():
         pytest.skip("pam_slurm_adopt (package libpam-slurm-adopt) is not installed")
     slurm.configure("PrologFlags=contain")
@@ -157,8 +157,8 @@ def test_a_refusal_for_want_of_a_job_is_told_and_not_asked_for_again(adopting: S
     with watching(adopting, 'ssh = "all"', f'transport = "{transport}"') as watch:
         line = watch.until(lambda line: node(line)["error"], "the refusal is told")
         assert node(line)["error"] == (
-            "ssh: gpu01 lets in only who has a job there: Access denied by pam_slurm_adopt: you have no active jobs on "
-            "this node; get one there (salloc -w gpu01); gpuboard looks again when you have it"
+            "ssh: gpu01 only accepts users with a job running on it: Access denied by pam_slurm_adopt: you have no "
+            "active jobs on this node; start a job there (salloc -w gpu01); gpuboard connects when it runs"
         )
         assert states(line, "gpu01") == "ffffffff"  # for Slurm, which goes on
         seen = len(watch.lines)
@@ -180,7 +180,7 @@ def test_where_ssh_is_refused_a_step_of_ones_job_leads_there(slurm: SlurmCluster
         slurm.run(["scancel", str(number)], check=True)
         watch.until(lambda line: source(line) == ("slurm", None), "the way ends with its job")
         errors = {node(line)["error"] for line in watch.lines} - {None}  # until Slurm has said that the job is over
-        over = ("Slurm has ended job", f"Slurm job {number} is over", "refused")
+        over = ("Slurm has ended job", f"Slurm job {number} has ended", "refused")
         assert all(any(words in error for words in over) for error in errors), errors
         until(lambda: not agents(gpu01), "nothing is left on the node")
 

@@ -104,7 +104,7 @@ def test_a_killed_agent_and_a_hung_shell_are_told_apart_from_a_hung_node(lab: La
         for agent in agents(nodes["gpu01"]):
             nodes["gpu01"].run(["kill", "-9", str(agent.inner)], user="root")
         ended = driven.event("ended")
-        assert (ended["kind"], ended["words"]) == ("exited", "the agent was killed by a signal there")
+        assert (ended["kind"], ended["words"]) == ("exited", "the agent was killed by a signal")
 
 
 @pytest.mark.parametrize("length", [10, 120])

@@ -102,17 +102,20 @@ def test_what_slurm_refuses_is_told_with_its_cure(lab: Lab) -> None:
     over = lab.run("true").number
     pending = lab.slurm.submit(["--begin=now+1hour", "--output=/dev/null", "--wrap", "true"])
     bobs = lab.slurm.submit(["--output=/dev/null", "-w", "gpu01", "--wrap", "sleep 600"], user="bob", running=True)
-    assert ended(lab, 999) == ("no-job", "Slurm knows no job 999; is it still in `squeue --me`?")
-    assert ended(lab, over) == ("no-job", f"Slurm job {over} is over; is it still in `squeue --me`?")
+    assert ended(lab, 999) == ("no-job", "Slurm has no job 999; is it still in `squeue --me`?")
+    assert ended(lab, over) == ("no-job", f"Slurm job {over} has ended; is it still in `squeue --me`?")
     assert ended(lab, pending) == ("no-job", f"Slurm job {pending} has not started yet; see `squeue --me --start`")
-    assert ended(lab, bobs) == ("no-job", f"Slurm job {bobs} is somebody else's; see `squeue --me`")
+    assert ended(lab, bobs) == ("no-job", f"Slurm job {bobs} belongs to another user; see `squeue --me`")
     words = f"gpu02 is not a node of Slurm job {job}; its nodes: gpu01"
     assert ended(lab, job, "gpu02") == ("no-job", words)
     kind, words = ended(lab, job, SLURM_CONF="/nowhere/slurm.conf")
     assert kind == "resolve", words
     lab.slurm.run(["scontrol", "suspend", str(job)], user="root", check=True)
     kind, words = ended(lab, job, timeout="3s")
-    assert (kind, words) == ("timeout", f"Slurm starts no step in job {job} now; is it suspended? see `squeue --me`")
+    assert (kind, words) == (
+        "timeout",
+        f"Slurm cannot start a step in job {job} now; is it suspended? see `squeue --me`",
+    )
 
 
 def test_a_python_that_is_missing_there_is_told(lab: Lab) -> None:
@@ -159,8 +162,8 @@ def test_a_controller_that_does_not_answer_is_told_in_time(lab: Lab, fault: str)
             found = driven.event("ended")
         assert started.stop() < 15.0
         assert (found["kind"], found["words"].partition("; ")[0]) in {
-            ("unreachable", "Slurm's controller has not answered for 3 s"),
-            ("unreachable", "Slurm's controller cannot be reached"),
+            ("unreachable", "Slurm's controller did not respond within 3 s"),
+            ("unreachable", "cannot connect to Slurm's controller"),
         }
         before.tell(op="write", n=0, text='{"t":"call","id":1,"op":"read","args":{}}\n')
         before.tell(op="say", n=0)
@@ -174,4 +177,4 @@ def test_a_node_whose_daemon_hangs_is_told(lab: Lab) -> None:
     kind, words = ended(lab, job, timeout="3s")
     lab.slurm.daemon("gpu01", "continue")
     assert kind == "timeout", words
-    assert words.startswith(f"Slurm has started no step of job {job} on gpu01 in time")
+    assert words.startswith(f"Slurm did not start a step of job {job} on gpu01 in time")

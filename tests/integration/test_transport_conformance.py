@@ -162,7 +162,7 @@ def test_a_shell_that_starts_nothing_is_told_with_its_words(lab: Lab, nodes: Clu
             nodes["gpu01"].sshd("ForceCommand echo For transfers only")
             said = "the agent ended with exit code 0: For transfers only"
         error = lab.status("gpu01", check=False)["gpu01"]["error"]
-    assert error == f"{said}; it did not begin: does `python3 --version` work on gpu01 without a terminal?"
+    assert error == f"{said}; the agent did not start: does `python3 --version` work on gpu01 without a terminal?"
 
 
 def test_a_python_that_crashes_is_told_from_a_login_that_fails(lab: Lab) -> None:
@@ -277,7 +277,7 @@ def test_whose_key_is_not_the_known_one_is_refused(lab: Lab, nodes: Cluster) -> 
     assert errors == {
         "unknown": f"ssh: the key of unknown is not known ({offered}); "
         "run `ssh unknown` once and compare the fingerprint",
-        "changed": f"ssh: the key of changed has CHANGED ({offered}): a new installation, or somebody in between; "
+        "changed": f"ssh: the key of changed has CHANGED ({offered}): a new installation or a man in the middle; "
         "ask its administrator; then `ssh-keygen -R 'gpu01'` and `ssh changed`",
         "revoked": "ssh: the key of revoked is revoked; ask its administrator",
         "other": f"ssh: the key of other is not known ({offered}); run `ssh other` once and compare the fingerprint",
@@ -320,7 +320,9 @@ def test_a_password_is_not_asked_for(lab: Lab, nodes: Cluster) -> None:
     nodes["gpu02"].sshd("AuthenticationMethods password\nPasswordAuthentication yes")
     seen = lab.status("gpu01", "gpu02", check=False)
     for name, node in seen.items():
-        assert (node["error"] or "").startswith(f"ssh: alice@{name} was refused: it asks for a password or a code; ")
+        assert (node["error"] or "").startswith(
+            f"ssh: alice@{name} was refused: the server asks for a password or a code; "
+        )
 
 
 def test_how_a_command_ended_is_told(lab: Lab) -> None:

@@ -92,7 +92,7 @@ def test_one_byte_at_a_time_is_a_flood_too() -> None:
     it.link.received(it.frame(HELLO))
     for _ in range(5000):
         it.link.received(b"x")
-    assert it.end() == ("limits", "sends more than any node has to say")
+    assert it.end() == ("limits", "sent more data than any node needs to")
     assert it.wire.closed
 
 
@@ -190,7 +190,7 @@ def test_what_the_agent_printed_is_in_the_words_of_its_end() -> None:
 
 
 def test_what_a_shell_said_that_started_no_agent_is_in_the_words_of_its_end() -> None:
-    remedy = "it did not begin: does `python3 --version` work on gpu01 without a terminal?"
+    remedy = "the agent did not start: does `python3 --version` work on gpu01 without a terminal?"
     for printed, words in (
         (b"Welcome\nThis account is \x1b[1mnot available.\n\n", "exit code 1: This account is [1mnot available."),
         (b"Welcome\nno line end", "exit code 1: no line end"),
@@ -233,9 +233,9 @@ def test_a_frame_behind_output_without_a_line_end_is_read() -> None:
 @pytest.mark.parametrize(
     ("frames", "words"),
     [
-        ([READING], "the first message is no hello"),
-        ([{"t": "static"}], "the first message is no hello"),
-        ([{"t": "reply", "id": 1}], "the first message is no hello"),
+        ([READING], "the first message is not a hello"),
+        ([{"t": "static"}], "the first message is not a hello"),
+        ([{"t": "reply", "id": 1}], "the first message is not a hello"),
         ([HELLO, {**HELLO, "uid": 0}], "a second hello"),
     ],
 )

@@ -1,4 +1,4 @@
-"""paramiko's own reading of ssh_config, where there is no ssh to ask; one login to a jump host for many."""
+"""paramiko's own reading of ssh_config without an ssh program; single-flight logins, and retries of dropped ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.ssh.paramiko_login import OwnConfig
-from gpuboard.transport.ssh.single_flight import Dropped, Gates, again
+from gpuboard.transport.ssh.single_flight import Dropped, SingleFlight, retry_dropped
 from tests.waiting import until
 
 
-def test_without_ssh_the_config_is_read_all_the_same(tmp_path: Path) -> None:
+def test_ssh_config_is_read_without_ssh(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(
         "Host gpu*\n  HostName %h.example\n  Port 2222\n  ProxyJump one,two\n  IdentityFile ~/.ssh/mine\n"
@@ -26,11 +26,11 @@ def test_without_ssh_the_config_is_read_all_the_same(tmp_path: Path) -> None:
     home = str(Path.home())
     assert found.all("identityfile") == [f"{home}/.ssh/mine"]
     assert (found.known_hosts() or [])[:2] == [f"{home}/a", f"{home}/b"]
-    said = OwnConfig(str(config)).get("carol@gpu02:99")
-    assert (said.user, said.port, said.name) == ("carol", 99, "gpu02")
+    other = OwnConfig(str(config)).get("carol@gpu02:99")
+    assert (other.user, other.port, other.name) == ("carol", 99, "gpu02")
 
 
-def test_what_paramiko_does_not_read_is_refused(tmp_path: Path) -> None:
+def test_what_paramiko_cannot_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "more").write_text("Host gpu01\n  Port 99\n")
     (tmp_path / "config").write_text(f"Include {tmp_path}/more\n")
     with pytest.raises(TransportError, match="has an Include, which paramiko does not read; install ssh"):
@@ -42,8 +42,8 @@ def test_what_paramiko_does_not_read_is_refused(tmp_path: Path) -> None:
         OwnConfig(str(tmp_path / "bad")).get("gpu01")
 
 
-def test_many_wait_for_one_and_take_what_came_of_it() -> None:
-    gates, started, go, tries = Gates(), threading.Event(), threading.Event(), []
+def test_one_thread_works_and_the_others_share_its_failure() -> None:
+    flights, started, go, tries = SingleFlight(), threading.Event(), threading.Event(), []
 
     def make() -> str:
         tries.append(1)
@@ -53,33 +53,35 @@ def test_many_wait_for_one_and_take_what_came_of_it() -> None:
 
     found: list[str] = []
 
-    def enter() -> None:
+    def log_in() -> None:
         try:
-            gates.enter("jump", lambda: None, make)
+            flights.run("jump", lambda: None, make)
         except TransportError as error:
             found.append(error.words)
 
-    first = threading.Thread(target=enter)
+    first = threading.Thread(target=log_in)
     first.start()
     assert started.wait(60)
-    rest = [threading.Thread(target=enter) for _ in range(5)]
+    rest = [threading.Thread(target=log_in) for _ in range(5)]
     for thread in rest:
         thread.start()
 
     def waiting() -> int:
         frames = sys._current_frames()
-        return sum(frames[thread.ident].f_code is Gates.enter.__code__ for thread in rest if thread.ident in frames)
+        return sum(
+            frames[thread.ident].f_code is SingleFlight.run.__code__ for thread in rest if thread.ident in frames
+        )
 
-    until(lambda: waiting() == 5, "the others stand at the gate")
+    until(lambda: waiting() == 5, "the others wait")
     go.set()
     for thread in (first, *rest):
         thread.join(60)
     assert (len(tries), found) == (1, ["no answer"] * 6)
-    enter()  # who comes later tries again
+    log_in()  # a later call tries again
     assert len(tries) == 2
 
 
-def test_who_is_dropped_tries_again_until_the_time_is_up() -> None:
+def test_a_dropped_login_is_retried_until_the_timeout() -> None:
     tries: list[int] = []
 
     def attempt() -> int:
@@ -88,12 +90,12 @@ def test_who_is_dropped_tries_again_until_the_time_is_up() -> None:
             raise Dropped("lost", "busy")
         return 7
 
-    assert again(attempt, 60.0, threading.Event()) == 7
+    assert retry_dropped(attempt, 60.0, threading.Event()) == 7
     tries.clear()
     with pytest.raises(Dropped):
-        again(attempt, 0.1, threading.Event())
+        retry_dropped(attempt, 0.1, threading.Event())
     assert len(tries) == 1
     closed = threading.Event()
     closed.set()
     with pytest.raises(Dropped):
-        again(attempt, 10.0, closed)
+        retry_dropped(attempt, 10.0, closed)

@@ -12,7 +12,7 @@ from asyncssh.config import SSHClientConfig
 
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.ssh.asyncssh_config import HostConfig
-from gpuboard.transport.ssh.resolve import Resolver, split, whole_chain
+from gpuboard.transport.ssh.resolve import Resolver, jump_chain, split
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh (openssh-client)")
 
@@ -91,21 +91,21 @@ def test_plain_files_are_not_asked_about(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_answers_outlive_the_process_and_end_with_a_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = folder / "state" / "answers.json"
-    first = Resolver(str(folder / "config"), kept=kept)
+    first = Resolver(str(folder / "config"), cache=kept)
     assert first.get("gpu01").user == "u1"
     first.save()
     assert kept.stat().st_mode & 0o777 == 0o600
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("ssh was asked"))
-        assert Resolver(str(folder / "config"), kept=kept).get("gpu01").user == "u1"
+        assert Resolver(str(folder / "config"), cache=kept).get("gpu01").user == "u1"
     (folder / "d" / "0.conf").write_text("Host gpu01\n  User new\n")
-    assert Resolver(str(folder / "config"), kept=kept).get("gpu01").user == "new"
+    assert Resolver(str(folder / "config"), cache=kept).get("gpu01").user == "new"
     kept.write_text("{nonsense")
-    assert Resolver(str(folder / "config"), kept=kept).get("gpu01").user == "new"
+    assert Resolver(str(folder / "config"), cache=kept).get("gpu01").user == "new"
 
 
 def test_a_change_is_seen_by_who_keeps_asking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuboard.transport.ssh.resolve._LOOK_S", 0.0)
+    monkeypatch.setattr("gpuboard.transport.ssh.resolve._CHECK_S", 0.0)
     asked = Resolver(str(folder / "config"))
     assert asked.get("plain").port == 22
     with (folder / "config").open("a") as file:
@@ -118,7 +118,7 @@ def test_nothing_is_remembered_where_a_command_decides(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(f'Match exec "test -e {flag}"\n  Port 99\nHost *\n  Port 22\n')
     kept = tmp_path / "answers.json"
-    asked = Resolver(str(config), kept=kept)
+    asked = Resolver(str(config), cache=kept)
     assert asked.get("gpu01").port == 22
     flag.write_text("")
     assert asked.get("gpu01").port == 99
@@ -136,11 +136,11 @@ def test_what_ssh_refuses_is_told(tmp_path: Path) -> None:
 
 def test_a_command_that_hangs_is_given_up(tmp_path: Path) -> None:
     (tmp_path / "config").write_text('Match exec "sleep 60"\n  Port 99\n')
-    with pytest.raises(TransportError, match="`ssh -G gpu01` has not answered for 0 s; does a `Match exec`"):
+    with pytest.raises(TransportError, match="`ssh -G gpu01` did not respond within 0 s; does a `Match exec`"):
         Resolver(str(tmp_path / "config"), timeout_s=0.2).get("gpu01")
 
 
 def test_a_circle_of_jumps_is_told() -> None:
     with pytest.raises(TransportError, match="ProxyJump of a goes in circles"):
-        whole_chain("a", ("b",), {"b": ("c",), "c": ("b",)}.__getitem__)
-    assert whole_chain("a", ("b", "x"), {"b": ("c",), "c": ()}.__getitem__) == ("c", "b", "x")
+        jump_chain("a", ("b",), {"b": ("c",), "c": ("b",)}.__getitem__)
+    assert jump_chain("a", ("b", "x"), {"b": ("c",), "c": ()}.__getitem__) == ("c", "b", "x")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuboard.transport.ssh.errors import Asking
+from gpuboard.transport.ssh.errors import InteractionRequired
 from gpuboard.transport.ssh.openssh_errors import explain_login, explain_ssh
 from gpuboard.transport.ssh.resolve import Resolved
 from gpuboard.transport.ssh.single_flight import Dropped
@@ -30,13 +30,13 @@ KEY = "debug1: Server host key: ssh-ed25519 SHA256:abc\r\n"
          "Host key verification failed.\r\n", "host-key",
          "ssh: the key of gpu01 is not known (ssh-ed25519 SHA256:abc)"),
         (KEY + "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\r\nHost key verification failed.\r\n", "host-key",
-         "ssh: the key of gpu01 has CHANGED (ssh-ed25519 SHA256:abc): a new installation, or somebody in between"),
+         "ssh: the key of gpu01 has CHANGED (ssh-ed25519 SHA256:abc): a new installation or a man in the middle"),
         (KEY + "@ WARNING: REVOKED HOST KEY DETECTED! @\r\nHost key verification failed.\r\n", "host-key",
          "ssh: the key of gpu01 is revoked"),
         ("alice@10.0.0.1: Permission denied (publickey).", "auth",
          "ssh: alice@gpu01 was refused: no key was accepted"),
         ("Permission denied (publickey,gssapi-with-mic,password).", "auth",
-         "ssh: alice@gpu01 was refused: it asks for a password or a code"),
+         "ssh: alice@gpu01 was refused: the server asks for a password or a code"),
         ("Received disconnect from 10.0.0.1 port 22:2: Too many authentication failures\r\nDisconnected from 10.0.0.1",
          "auth", "ssh: alice@gpu01 was refused: too many keys were tried"),
         ("kex_exchange_identification: Connection closed by remote host\r\nConnection closed by 10.0.0.1 port 22",
@@ -62,7 +62,7 @@ def test_why_ssh_did_not_get_in(text: str, kind: str, words: str) -> None:
     found = explain_login(text, HOST, hop="hop", timeout_s=5.0)
     assert (found.kind, found.words) == (kind, words)
     assert isinstance(found, Dropped) == words.endswith(", while logging in")
-    assert isinstance(found, Asking) == ("password" in words)
+    assert isinstance(found, InteractionRequired) == ("password" in words)
 
 
 def test_a_proxy_command_without_a_connection_is_shown() -> None:
@@ -80,17 +80,17 @@ def test_a_proxy_command_without_a_connection_is_shown() -> None:
         (3, "oops\ndebug1: Exit status 3\nTransferred: sent 1, received 2 bytes, in 0.1 seconds\n", (True, True, True),
          "exited",
          "the agent ended with exit code 3: oops"),
-        (255, "", (True, True, True), "exited", "the agent was killed by a signal there"),
-        (255, "debug1: x\n", (False, True, True), "exited", "the agent was killed by a signal there"),
+        (255, "", (True, True, True), "exited", "the agent was killed by a signal"),
+        (255, "debug1: x\n", (False, True, True), "exited", "the agent was killed by a signal"),
         (255, "", (False, False, False), "lost", "ssh: disconnected while logging in"),
-        (255, "", (True, True, False), "lost", "the connection was lost: ssh does not say why"),
+        (255, "", (True, True, False), "lost", "the connection was lost: ssh gave no reason"),
         (255, "Timeout, server 10.0.0.1 not responding.\r\n", (True, True, False), "lost",
          "the connection was lost: Timeout, server 10.0.0.1 not responding."),
         (255, "client_loop: send disconnect: Broken pipe\r\n", (True, True, True), "lost",
          "the connection was lost: client_loop: send disconnect: Broken pipe"),
         (255, "Permission denied (publickey).\r\n", (False, False, False), "auth",
          "ssh: alice@gpu01 was refused: no key was accepted"),
-        (255, "debug1: x\n", (False, True, False), "lost", "the connection was lost: ssh does not say why"),
+        (255, "debug1: x\n", (False, True, False), "lost", "the connection was lost: ssh gave no reason"),
         (255, "Timeout, server gpu01 not responding.\r\n", (False, True, False), "lost",
          "the connection was lost: Timeout, server gpu01 not responding."),
         (255, "mux_client_request_session: read from master failed: Broken pipe\r\n"
@@ -111,7 +111,7 @@ def test_why_a_session_is_over(code: int, stderr: str, seen: tuple[bool, bool, b
         python="python3",
         timeout_s=5.0,
         connected=connected,
-        stood=stood,
-        stands=stands,
+        was_alive=stood,
+        alive=stands,
     )
     assert (found.kind, found.words.strip()) == (kind, words)

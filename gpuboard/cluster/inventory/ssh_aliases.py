@@ -40,7 +40,7 @@ class Aliases:
 
         if self._resolver is None:
             self._over = not resolve.available()
-            self._resolver = resolve.Resolver(self._ssh_config, kept=resolve.kept_answers())
+            self._resolver = resolve.Resolver(self._ssh_config, cache=resolve.cache_file())
         if self._over:
             return None
         try:

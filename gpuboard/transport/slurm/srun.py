@@ -1,12 +1,12 @@
-"""Agents in a Slurm job of ours: each is a step of the job on its node, started by `srun`. No ssh is needed for that.
+"""Agents in the user's Slurm job: each is a step of the job on its node, started by `srun`, without ssh.
 
-Found out with Slurm 22.05 (the pages of srun(1) say some of it):
+Observed with Slurm 22.05, in part documented in srun(1):
 
-* A step sees the job's GPUs on its node only when it asks for exactly that number with ``--gpus``: without a number it
-  inherits the job's own request, which a step on one node of ``--gpus=4`` cannot meet and which under
-  ``--gpus-per-task`` is one GPU; ``--gres=gpu:3`` is refused where the nodes of the job hold different numbers.
-* ``--unbuffered`` would give the agent a terminal, which changes bytes. Without it whole lines pass as they are.
-* srun's end, by whatever, is the end of the step's stdin, so of the agent; the agent's end is srun's.
+* A step gets the job's GPUs on its node only with exactly that number as ``--gpus``. Without a number it inherits the
+  job's request: with ``--gpus=4`` a step on one node cannot satisfy it, with ``--gpus-per-task`` it is one GPU.
+  ``--gres=gpu:3`` is refused where the nodes of the job have different numbers.
+* ``--unbuffered`` would give the agent a terminal, which changes bytes. Without it whole lines pass unchanged.
+* When srun ends, for any reason, the step's stdin ends, and so the agent; when the agent ends, so does srun.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ from gpuboard.transport.spawn import SLURM_SETUP, spawn
 if TYPE_CHECKING:
     from gpuboard.config import Settings
 
-# A step that is asked for with the variables of another one takes its size over (SLURM_GPUS, SLURM_NTASKS, …) and is
-# refused. Where Slurm's configuration lies, and who we are for it, must stay; steps are not told how often the job was
-# restarted.
+# srun takes a step's size from the variables of another step (SLURM_GPUS, SLURM_NTASKS, …), and Slurm refuses it: they
+# are removed. Variables for configuration and authentication stay, and the restart count, which srun does not set.
 _SLURM_VARIABLES = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_")
 _SLURM_KEPT = SLURM_SETUP | {"SLURM_RESTART_COUNT"}
-_FAILED_S = 2.0  # so long Slurm's last refusal is the answer for all nodes of a job
+_FAILED_S = 2.0  # Slurm's last refusal counts this long for all nodes of a job
 
 
 class SrunTransport:
@@ -54,15 +53,15 @@ class SrunTransport:
         self._connect_s = parse_duration(settings.connect_timeout)
         self._job = job
         self._lock = threading.Lock()
-        self._asking = threading.Lock()  # held while Slurm is asked: not to be waited for by open and close
+        self._querying = threading.Lock()  # held during a query to Slurm: open and close must not wait for it
         self._gpus: dict[str, int] | None = None  # how many the job has on each of its nodes
-        self._failed: tuple[float, TransportError] | None = None  # when and why Slurm did not say
+        self._failed: tuple[float, TransportError] | None = None  # time and error of the last failed query
         self._channels: list[ChildChannel] = []
 
     def open(self, host: str, role: str, handler: Handler, command: str | None = None) -> ChildChannel:
         """Start an agent, or ``command``, on ``host``, a node of the job under its name for Slurm."""
-        # The step's start and the first words of its agent are one wait: twice the time of a connection.
-        channel = ChildChannel(handler, partial(self._explain, host), patience_s=2 * self._connect_s)
+        # One timeout for the step's start and its agent's first output: twice that of a connection.
+        channel = ChildChannel(handler, partial(self._explain, host), first_byte_s=2 * self._connect_s)
         with self._lock:
             self._channels = [c for c in self._channels if not c.over] + [channel]
         if command is None:
@@ -91,8 +90,8 @@ class SrunTransport:
             channel.fail(TransportError("exited", f"srun cannot be started: {error}"))
 
     def _count(self, host: str) -> int:
-        """Return how many GPUs the job has on ``host``; Slurm is asked once for all nodes. Raises TransportError."""
-        with self._asking:
+        """Return how many GPUs the job has on ``host``, by one query for all nodes. Raises TransportError."""
+        with self._querying:
             if self._failed and time.monotonic() - self._failed[0] < _FAILED_S:
                 raise self._failed[1]
             if self._gpus is None:
@@ -109,7 +108,7 @@ class SrunTransport:
     def _explain(self, host: str, how: Ending) -> TransportError:
         error = explain_end(how, self._job, host, self._python)
         if error.kind == "exited" and self._over():
-            # Slurm's own word about a step is lost where its processes are gone first.
+            # Slurm's message about the step is missing when its processes have ended before.
             return explain_over(self._job, host)
         return error
 
@@ -134,9 +133,9 @@ def counted(job: str, timeout_s: float) -> dict[str, int]:
 
 
 def step(job: str, host: str, gpus: int, timeout_s: float, *, binds: bool = True) -> list[str]:
-    """Return the command that runs in a step of ``job`` on ``host``, where it has ``gpus`` GPUs, what words follow it.
+    """Return the start of a command line that runs the rest in a step of ``job`` on ``host``, which has ``gpus`` GPUs.
 
-    It gives up after ``timeout_s`` where Slurm starts no step now. ``binds``: see :func:`binds_tasks`.
+    srun fails after ``timeout_s`` where Slurm cannot start a step. ``binds``: see :func:`binds_tasks`.
     Raises TransportError where there is no srun.
     """
     number, _, component = job.partition("+")
@@ -144,26 +143,26 @@ def step(job: str, host: str, gpus: int, timeout_s: float, *, binds: bool = True
         program("srun"),
         f"--jobid={number}",
         *([f"--het-group={component}"] if component else []),
-        "--overlap",  # what the job has is in use by others of its steps
+        "--overlap",  # other steps of the job use its resources
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={host}",
         f"--gpus={gpus}" if gpus else "--gres=none",
-        "--mem=0",  # of the job's memory on the node, all
+        "--mem=0",  # all of the job's memory on the node
         *(["--cpu-bind=none"] if binds else []),  # else all ranks would share the one core of the step's task
         "--mpi=none",
-        "--chdir=/",  # what is started goes where it is told
+        "--chdir=/",  # the program changes to its own folder
         "--kill-on-bad-exit=0",
-        f"--immediate={max(1, round(timeout_s))}",  # else srun tries for ever in a suspended job
+        f"--immediate={max(1, round(timeout_s))}",  # else srun retries forever in a suspended job
         "--job-name=gpuboard",
     ]
 
 
 def binds_tasks(timeout_s: float) -> bool:
-    """Return whether Slurm binds tasks to cores; True where it does not say. Raises TransportError without scontrol.
+    """Return whether Slurm binds tasks to cores; True where that is unknown. Raises TransportError without scontrol.
 
-    srun tells a person, whatever --quiet is said, when it is given words about that in vain
-    (slurm_verify_cpu_bind, which looks for "affinity" in TaskPlugin).
+    Where it does not, srun warns about --cpu-bind even with --quiet (slurm_verify_cpu_bind, which searches TaskPlugin
+    for "affinity").
     """
     ran = run([program("scontrol"), "show", "config"], slurm_environ(os.environ), timeout_s)
     found = re.search(r"^TaskPlugin\s*= (\S+)", ran.out, re.MULTILINE)
@@ -171,14 +170,14 @@ def binds_tasks(timeout_s: float) -> bool:
 
 
 def show_job(job: str, timeout_s: float) -> str:
-    """Return what `scontrol show job -d` prints of a job. Raises TransportError."""
+    """Return the output of `scontrol show job -d` for a job. Raises TransportError."""
     ran = run([program("scontrol"), "show", "job", "-d", job], slurm_environ(os.environ), timeout_s)
     if ran.ok:
         return ran.out
-    said = explain_refusal(ran.err.encode(), job)
-    if ran.ended or said.kind != "exited":
-        raise said
-    words = f"Slurm's controller has not answered for {timeout_s:.0f} s"
+    error = explain_refusal(ran.err.encode(), job)
+    if ran.ended or error.kind != "exited":
+        raise error
+    words = f"Slurm's controller did not respond within {timeout_s:.0f} s"
     raise TransportError("unreachable", words, "see `scontrol ping`")
 
 
@@ -193,5 +192,5 @@ def program(name: str) -> str:
 
 
 def slurm_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without what describes a job or a step."""
+    """Return ``environ`` without the variables that describe a job or a step."""
     return {k: v for k, v in environ.items() if not k.startswith(_SLURM_VARIABLES) or k in _SLURM_KEPT}

@@ -1,4 +1,7 @@
-"""SSH through asyncssh (240 ms to import), in one event loop thread for all nodes; the door to that library."""
+"""SSH through asyncssh (240 ms to import), in one event loop thread for all nodes.
+
+With asyncssh_config.py the only module that imports asyncssh.
+"""
 
 from __future__ import annotations
 
@@ -24,33 +27,33 @@ from gpuboard.transport.exit_errors import explain_exit
 from gpuboard.transport.ssh import errors, resolve
 from gpuboard.transport.ssh.asyncssh_config import HostConfig, SshHost
 from gpuboard.transport.ssh.pace import Pace, Turn
-from gpuboard.transport.ssh.single_flight import AGAIN_S
+from gpuboard.transport.ssh.single_flight import RETRY_S
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
 
 _STDERR_KEPT = 65536
-_END_S = 0.3  # for the end of everything; what takes longer is left behind
-_PATIENCE = 4.0  # timeouts that a connection may take in all while its handshake makes progress
-_KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3  # a path that swallows packets is noticed within a minute
+_END_S = 0.3  # for closing everything; what takes longer is abandoned
+_MAX_TIMEOUTS = 4.0  # a connection whose handshake makes progress may take this many timeouts in all
+_KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3  # a path that drops packets is detected within a minute
 
-# What goes wrong arrives as a TransportError; log lines would only tear the screen.
+# Failures are reported as TransportError; log lines would overwrite the screen.
 logging.getLogger("asyncssh").setLevel(logging.CRITICAL + 1)
-# asyncio's own, too: that a ProxyCommand was waited for by somebody else when its connection is dropped, for one.
+# asyncio's warnings, too: one about an unknown child process when the connection of a ProxyCommand is dropped.
 logging.getLogger("asyncio").setLevel(logging.CRITICAL + 1)
 
 
 class AsyncsshTransport:
-    """Opens agents over ssh as the user's ssh configuration says. Host keys are verified, passwords never asked for."""
+    """Opens agents as the user's ssh configuration says. Host keys are verified; it never asks for passwords."""
 
     def __init__(self, settings: Settings) -> None:
         self._python = settings.python
         self._timeout_s = parse_duration(settings.connect_timeout)
-        self._config = HostConfig(settings.ssh_config, settings.known_hosts, resolve.kept_answers())
+        self._config = HostConfig(settings.ssh_config, settings.known_hosts, resolve.cache_file())
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(_DaemonExecutor())
-        self._loop.set_exception_handler(lambda loop, context: None)  # of connections torn down half-way
-        self._slots = asyncio.Semaphore(settings.max_connections)  # for questions to ssh
+        self._loop.set_exception_handler(lambda loop, context: None)  # of connections dropped during setup
+        self._slots = asyncio.Semaphore(settings.max_connections)  # for calls of `ssh -G`
         self._pace = Pace(settings.max_connections)
         self._jumps: dict[tuple[str, ...], asyncio.Task[asyncssh.SSHClientConnection]] = {}
         self._connections: set[asyncssh.SSHClientConnection] = set()
@@ -70,7 +73,7 @@ class AsyncsshTransport:
         return channel
 
     def close(self) -> None:
-        """Drop all connections and stop the thread. What hangs in it (a DNS question) is left behind."""
+        """Drop all connections and stop the thread. A DNS lookup that hangs is abandoned."""
         self._config.save()
         with self._lock:
             channels = list(self._channels)
@@ -96,17 +99,17 @@ class AsyncsshTransport:
         self._loop.stop()
 
     async def _connect(self, name: str, channel: SshChannel, command: str | None) -> None:
-        """Set one connection up, at most ``max_connections`` at a time, and start ``command`` or the agent on it."""
+        """Connect, at most ``max_connections`` at a time, and start ``command`` or the agent."""
         host = None
         try:
-            async with self._slots:  # in a thread: ssh may be asked, 8 ms a host
+            async with self._slots:  # in a thread: `ssh -G` may be called, 8 ms a host
                 host = await self._loop.run_in_executor(None, self._config.host, name)
                 chain = await self._loop.run_in_executor(None, self._config.jumps, host) if host.jumps else ()
             tunnel = await self._jump(chain) if chain else None
             await self._set_up(host, tunnel, channel, command or bundle.command_line(self._python), agent=not command)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # whatever a node, its keys or the user's ssh_config bring about ends here
+        except Exception as error:  # any failure of a node, its keys or the user's ssh_config
             channel.fail(explain(error, name, host, self._timeout_s))
 
     async def _set_up(
@@ -118,7 +121,7 @@ class AsyncsshTransport:
         *,
         agent: bool,
     ) -> None:
-        """Set one connection up in its turn, which lasts until the agent has begun: to start it is most of the work."""
+        """Connect in turn; a turn lasts until the agent has started, because its start is most of the work."""
         turn, begun = await self._pace.enter(), False
         try:
             async with _Deadline(self._timeout_s, turn) as deadline:
@@ -134,13 +137,13 @@ class AsyncsshTransport:
     async def _log_in(
         self, host: SshHost, tunnel: asyncssh.SSHClientConnection | None, deadline: _Deadline
     ) -> asyncssh.SSHClientConnection:
-        """Return a connection. A server that drops newcomers (MaxStartups: many ask at once) is asked again."""
+        """Return a connection, with retries for a server that drops new ones (MaxStartups)."""
         until = time.monotonic() + self._timeout_s
-        for wait_s in AGAIN_S:
+        for wait_s in RETRY_S:
             try:
                 return await self._log_in_once(host, tunnel, deadline)
             except (asyncssh.ConnectionLost, ConnectionResetError, BrokenPipeError):
-                if errors.wants_a_job(host.name, host.said) or time.monotonic() + wait_s > until:
+                if errors.job_required(host.name, host.banner) or time.monotonic() + wait_s > until:
                     raise
                 await asyncio.sleep(random.uniform(0.5, 1.0) * wait_s)
         return await self._log_in_once(host, tunnel, deadline)
@@ -160,7 +163,7 @@ class AsyncsshTransport:
             client_factory=lambda: _Client(host, self._connections, deadline),
             agent_forwarding=False,
             x11_forwarding=False,
-            connect_timeout=None,  # the deadline is ours
+            connect_timeout=None,  # see _Deadline
             login_timeout=0,
         )
         self._connections.add(connection)
@@ -179,14 +182,14 @@ class AsyncsshTransport:
         try:
             async with _Deadline(self._timeout_s) as deadline:
                 return await self._log_in(host, tunnel, deadline)
-        except Exception as error:  # told of the jump host, to all nodes behind it
+        except Exception as error:  # reported about the jump host, to all nodes behind it
             raise explain(error, host.name, host, self._timeout_s) from error
 
 
 class _Deadline:
-    """Ends the block with TimeoutError ``timeout_s`` after it began, or after the last ``progress`` in it.
+    """Ends the block with TimeoutError ``timeout_s`` after its start, or after the last ``progress`` in it.
 
-    A server that keeps sending without end has _PATIENCE times as long in all.
+    With continuous progress it ends after _MAX_TIMEOUTS times as long.
     """
 
     def __init__(self, timeout_s: float, turn: Turn | None = None) -> None:
@@ -197,7 +200,7 @@ class _Deadline:
 
     async def __aenter__(self) -> _Deadline:
         await self._limit.__aenter__()
-        self._latest = asyncio.get_running_loop().time() + _PATIENCE * self._timeout_s
+        self._latest = asyncio.get_running_loop().time() + _MAX_TIMEOUTS * self._timeout_s
         return self
 
     async def __aexit__(
@@ -206,7 +209,7 @@ class _Deadline:
         await self._limit.__aexit__(kind, error, trace)
 
     def progress(self) -> bool:
-        """Take note that the server has answered something; return whether the block still goes on."""
+        """Record that the server has sent something; return whether the block is still running."""
         if self._turn is not None:
             self._turn.progress()
         try:
@@ -217,9 +220,9 @@ class _Deadline:
 
 
 class _Client(asyncssh.SSHClient):
-    """Notes what the words of an error need: the key of a server that cannot be verified, what it asks for.
+    """Records what error messages need: the key of a server that cannot be verified, whether it asks for a password.
 
-    Until the deadline's block ends, what the server sends is progress.
+    Until the deadline's block ends, everything that the server sends is progress.
     """
 
     def __init__(self, host: SshHost, connections: set[asyncssh.SSHClientConnection], deadline: _Deadline) -> None:
@@ -234,7 +237,7 @@ class _Client(asyncssh.SSHClient):
 
         def data_received(data: bytes, datatype: int | None = None) -> None:
             if not self._deadline.progress():
-                del conn.data_received  # the class's own again
+                del conn.data_received  # restores the class's method
             received(data, datatype)
 
         conn.data_received = data_received  # type: ignore[method-assign]  # asyncssh has no hook for it
@@ -248,29 +251,29 @@ class _Client(asyncssh.SSHClient):
         return False
 
     def auth_banner_received(self, msg: str, lang: str) -> None:
-        self._host.said = (self._host.said + msg)[-_STDERR_KEPT:]
+        self._host.banner = (self._host.banner + msg)[-_STDERR_KEPT:]
 
     def password_auth_requested(self) -> None:
-        self._host.asks = True  # and nothing is answered
+        self._host.needs_user = True  # returns None: no answer
 
     def kbdint_auth_requested(self) -> None:
-        self._host.asks = True
+        self._host.needs_user = True
 
 
 class SshChannel(asyncssh.SSHClientSession[bytes]):
-    """One agent's session. Its methods that start with a verb of :class:`Channel` may be called from any thread."""
+    """One agent's session. The methods of :class:`Channel` may be called from any thread."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, handler: Handler, python: str
     ) -> None:
         self.task: asyncio.Task[None] | None = None
         self.connection: asyncssh.SSHClientConnection | None = None
-        self.begun = asyncio.Event()  # the other end has sent something, or has ended
+        self.begun = asyncio.Event()  # the agent has sent output, or has ended
         self._loop = loop
         self._thread = thread
         self._handler = handler
         self._python = python
-        self._unsent: list[bytes] = []  # what was written before the session stood
+        self._unsent: list[bytes] = []  # written before the session was open
         self._chan: asyncssh.SSHClientChannel[bytes] | None = None
         self._stderr = b""
         self._exit: int | None = None
@@ -326,7 +329,7 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         if self._chan is None or self._unsent:
             self._unsent.append(data)
         elif not self._chan.is_closing():
-            with contextlib.suppress(BrokenPipeError):  # the command has ended already: connection_lost says how
+            with contextlib.suppress(BrokenPipeError):  # the command has ended: connection_lost reports how
                 self._chan.write(data)
 
     def _drop(self) -> None:
@@ -343,10 +346,10 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
 
 
 def explain(error: Exception, name: str, host: SshHost | None, timeout_s: float) -> TransportError:
-    """Return what a failure to reach ``name`` means; ``host`` is None when its configuration could not be read."""
+    """Return the error for a failure to reach ``name``; ``host`` is None when its configuration could not be read."""
     if isinstance(error, TransportError):
         return error
-    if host is not None and (refusal := errors.wants_a_job(name, host.said)):
+    if host is not None and (refusal := errors.job_required(name, host.banner)):
         return refusal
     if isinstance(error, TimeoutError) and error.errno is None:
         return errors.no_answer(timeout_s)
@@ -355,9 +358,9 @@ def explain(error: Exception, name: str, host: SshHost | None, timeout_s: float)
     if isinstance(error, asyncssh.HostKeyNotVerifiable):
         return _host_key(error, name, host)
     if isinstance(error, asyncssh.PermissionDenied):
-        if host is not None and host.asks:
-            return errors.asks(name, host.user)
-        return errors.not_let_in(name, host.user if host else "")
+        if host is not None and host.needs_user:
+            return errors.interaction_required(name, host.user)
+        return errors.key_refused(name, host.user if host else "")
     if isinstance(error, asyncssh.ChannelOpenError):
         return errors.not_through(name, host.jumps[-1] if host and host.jumps else "", error.reason)
     if isinstance(error, asyncssh.DisconnectError):
@@ -379,17 +382,17 @@ def _host_key(error: asyncssh.HostKeyNotVerifiable, name: str, host: SshHost | N
 
 
 class _DaemonExecutor(ThreadPoolExecutor):
-    """A thread for each job, which nobody waits for: a DNS question that hangs must not hold back the exit."""
+    """A daemon thread for each job: a DNS lookup that hangs must not delay the exit."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
 
         def work() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # the connection was given up meanwhile
+                return  # the connection was abandoned meanwhile
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # it is the future's to raise
+            except BaseException as error:  # the future raises it
                 future.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()

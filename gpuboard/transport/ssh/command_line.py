@@ -1,4 +1,4 @@
-"""How the system's ssh is called for a host: its options, the connection it shares, the jump hosts before it."""
+"""Command lines of the system's ssh for a host: its options, the connection it shares, the jump hosts before it."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from gpuboard.transport.base import TransportError
 from gpuboard.transport.command import run
 from gpuboard.transport.ssh import control_sockets, errors
 from gpuboard.transport.ssh.openssh_errors import explain_login
-from gpuboard.transport.ssh.resolve import Resolved, Resolver, kept_answers, whole_chain
-from gpuboard.transport.ssh.single_flight import Gates, again
+from gpuboard.transport.ssh.resolve import Resolved, Resolver, cache_file, jump_chain
+from gpuboard.transport.ssh.single_flight import SingleFlight, retry_dropped
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
 
-# What ssh would do for a person at a terminal, and a picture of a cluster does not want. An unknown host key is never
-# accepted, whatever ssh_config says; known_hosts is never written.
+# Turns off what ssh_config sets for interactive sessions. An unknown host key is never accepted, whatever ssh_config
+# says; known_hosts is never written.
 _OPTIONS = (
     "-a", "-x", "-T", "-o", "ClearAllForwardings=yes", "-o", "PermitLocalCommand=no", "-o", "VisualHostKey=no",
     "-o", "StrictHostKeyChecking=yes", "-o", "UpdateHostKeys=no",
 )  # fmt: skip
-# DEBUG1 shows the key of a server that is not known, which ssh tells at no other level.
+# Only at DEBUG1 does ssh print the key of an unknown server.
 _BATCH = ("-o", "BatchMode=yes", "-o", "LogLevel=DEBUG1")
 _ASKING = ("-n", "-o", "BatchMode=no", "-o", "LogLevel=INFO")
 _KEEPALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
-# Newer than some ssh that is in use: said only where ssh_config says otherwise.
+# Older versions of ssh reject some of these options: they are passed only where ssh_config sets another value.
 _USUAL = {"remotecommand": "none", "sessiontype": "default", "stdinnull": "no", "forkafterauthentication": "no"}
 _TARGET = "[%h]:%p"
-_NOTHING = "true"  # a command that every shell knows
+_NOTHING = "true"  # a command that every shell has
 
 
 class SshRoute:
-    """How to call ssh for one host. ``via``: the way to the jump host before it, whose connection it goes through.
+    """ssh's command lines for one host. ``via``: the route to the jump host before it, whose connection it uses.
 
-    ``shared``: the socket of its shared connection, ``own``: one of ours, not one that ssh_config names.
+    ``shared``: the socket of its shared connection; ``own``: gpuboard's, not one that ssh_config names.
     """
 
     def __init__(
@@ -61,25 +61,25 @@ class SshRoute:
 
     @property
     def hop(self) -> str:
-        """The jump host before it, or nothing."""
+        """The jump host before it; empty without one."""
         return self.via.host.spec if self.via is not None else ""
 
     @property
     def name(self) -> str:
-        """The host as the user calls it."""
+        """The host as the user wrote it."""
         return self.host.spec
 
     @property
     def may_ask(self) -> bool:
-        """Whether ssh would ask for something of ours: the passphrase of a key, the PIN of a card."""
+        """Whether ssh may ask for the passphrase of a key or the PIN of a card."""
         return self.host.get("pkcs11provider") is not None or any(map(_encrypted, self.host.all("identityfile")))
 
     def alive(self) -> bool:
-        """Return whether its shared connection stands."""
+        """Return whether its shared connection is open."""
         return self._master() is not None
 
     def session(self, command: str) -> list[str]:
-        """Return the command line that runs ``command`` there and asks nobody."""
+        """Return the command line that runs ``command`` there without asking anything."""
         return [*self._call(*_BATCH, *self._sharing(asked=False)), "--", self.host.name, command]
 
     def asking(self) -> list[str]:
@@ -87,16 +87,16 @@ class SshRoute:
         return [*self._call(*_ASKING, *self._sharing(asked=True)), "--", self.host.name, _NOTHING]
 
     def opening(self) -> list[str]:
-        """Return the command line that opens the shared connection and asks nobody."""
+        """Return the command line that opens the shared connection without asking anything."""
         return self.session(_NOTHING)
 
     def forward(self, address: str) -> list[str]:
-        """Return the command line that joins its stdin and stdout to ``address`` as seen from there."""
+        """Return the command line that connects its stdin and stdout to ``address`` from there."""
         over = ("-S", self._master() or "none") if self._own else ()
         return [*self._call(*_BATCH, *over, "-o", "ControlMaster=no"), "-W", address, "--", self.host.name]
 
     def lead(self) -> list[str]:
-        """Return the options that lead an ssh of another kind over what stands: its connection, or its jump host's."""
+        """Return the options with which another ssh uses the open connection to this host, or to its jump host."""
         if self._own and (path := self._master()):
             return ["-S", path, "-o", "ControlMaster=no"]
         return self._proxy() if self.via is not None and self.via.alive() else []
@@ -107,12 +107,12 @@ class SshRoute:
 
     @property
     def _asked(self) -> str | None:
-        """The socket of a connection for which somebody has typed something."""
+        """The socket of a connection that needed a password or a code."""
         return None if self.shared is None else f"{self.shared}p"
 
     def _sharing(self, *, asked: bool) -> list[str]:
         if not self._own:
-            return []  # as ssh_config says
+            return []  # as in ssh_config
         if path := self._master():
             return ["-S", path, "-o", "ControlMaster=no"]
         path = self._asked if asked else self.shared
@@ -129,12 +129,12 @@ class SshRoute:
 
     def _call(self, *more: str) -> list[str]:
         user, port = self.host.spec_user, self.host.spec_port
-        whom = [*(("-l", user) if user else ()), *(("-p", str(port)) if port else ())]
-        return [*self._options, *more, *self._proxy(), *whom]
+        login = [*(("-l", user) if user else ()), *(("-p", str(port)) if port else ())]
+        return [*self._options, *more, *self._proxy(), *login]
 
 
-class Ways:
-    """The ways of one process to all hosts. May be used from any thread."""
+class SshRoutes:
+    """The routes of one process to all hosts. May be used from any thread."""
 
     def __init__(self, settings: Settings, env: Mapping[str, str]) -> None:
         """Raises ConfigError where there is no ssh."""
@@ -143,56 +143,56 @@ class Ways:
             raise ConfigError(
                 'transport = "openssh": no `ssh` on PATH; install openssh-client, or set transport = "asyncssh"'
             )
-        self.environ = {**env, "SSH_ASKPASS_REQUIRE": "never"}  # without a terminal nobody is asked
+        self.environ = {**env, "SSH_ASKPASS_REQUIRE": "never"}  # no graphical prompts
         self.timeout_s = parse_duration(settings.connect_timeout)
         self.at_a_time = settings.max_connections
-        usual = settings.known_hosts == type(settings)().known_hosts  # those that ssh takes by itself
+        usual = settings.known_hosts == type(settings)().known_hosts  # ssh's own defaults
         self._known_hosts = None if usual else [os.path.expanduser(file) for file in settings.known_hosts]
-        self._resolver = Resolver(settings.ssh_config, kept=kept_answers(), timeout_s=self.timeout_s)
+        self._resolver = Resolver(settings.ssh_config, cache=cache_file(), timeout_s=self.timeout_s)
         connect_s = max(1, math.ceil(self.timeout_s))
         self._words = (ssh, *self._resolver.flags, *_OPTIONS, "-o", f"ConnectTimeout={connect_s}")
         self._folder = control_sockets.socket_folder(env)
         self._lock = threading.Lock()
-        self._gates = Gates()
+        self._logins = SingleFlight()
         self._used: set[str] = set()
         self._closed = threading.Event()
 
     def find(self, spec: str) -> SshRoute:
-        """Return the way to a host; nobody is logged in to yet. Raises TransportError."""
+        """Return the route to a host without logging in anywhere. Raises TransportError."""
         host = self._resolver.get(spec)
-        way: SshRoute | None = None
-        if self._folder is not None:  # else ssh goes through jump hosts by itself, and logs in to them every time
-            for hop in whole_chain(host.name, host.jumps, lambda name: self._resolver.get(name).jumps):
-                way = self._way(self._resolver.get(hop), way)
-        return self._way(host, way)
+        route: SshRoute | None = None
+        if self._folder is not None:  # else ssh itself handles the jump hosts, and logs in to them every time
+            for hop in jump_chain(host.name, host.jumps, lambda name: self._resolver.get(name).jumps):
+                route = self._route(self._resolver.get(hop), route)
+        return self._route(host, route)
 
     def to(self, spec: str) -> SshRoute:
-        """Return the way to a host, logged in to the jump hosts before it. Raises TransportError."""
-        way = self.find(spec)
-        if way.via is not None:
-            self._pass(way.via)
-        return way
+        """Return the route to a host after logging in to the jump hosts before it. Raises TransportError."""
+        route = self.find(spec)
+        if route.via is not None:
+            self._pass(route.via)
+        return route
 
-    def log_in(self, way: SshRoute) -> bool:
-        """Open the shared connection of ``way``; asks nobody. Raises TransportError."""
-        return again(lambda: self._log_in_once(way), self.timeout_s, self._closed)
+    def log_in(self, route: SshRoute) -> bool:
+        """Open the shared connection of ``route`` without asking anything. Raises TransportError."""
+        return retry_dropped(lambda: self._log_in_once(route), self.timeout_s, self._closed)
 
-    def seen_from(self, way: SshRoute) -> TransportError | None:
-        """Return why the jump host before ``way`` does not get there; None when it does. Raises TransportError."""
-        if way.via is None:
+    def seen_from(self, route: SshRoute) -> TransportError | None:
+        """Return why the jump host before ``route`` cannot reach it; None when it can. Raises TransportError."""
+        if route.via is None:
             return None
-        host = way.host
-        _, err = self.run(way.via.forward(f"[{host.hostname}]:{host.port}"))
+        host = route.host
+        _, err = self.run(route.via.forward(f"[{host.hostname}]:{host.port}"))
         if "tdio forwarding" not in err and "open failed" not in err:
             return None
         failed = re.search(r"open failed: (.*)", err)
-        reason = clean(failed[1]) if failed else f"it gets no connection to {host.hostname} port {host.port}"
-        return errors.not_through(host.name, way.hop, reason)
+        reason = clean(failed[1]) if failed else f"no connection from there to {host.hostname} port {host.port}"
+        return errors.not_through(host.name, route.hop, reason)
 
     def run(self, argv: list[str]) -> tuple[int | None, str]:
         """Run ssh to its end and return its exit code and stderr.
 
-        Without a code: it was ended, because the time of a connection is up or we are closed. Raises TransportError.
+        The code is None when it was killed after ``connect_timeout`` or by ``close``. Raises TransportError.
         """
         try:
             ran = run(argv, self.environ, self.timeout_s, stopped=self._closed)
@@ -201,30 +201,30 @@ class Ways:
         return (ran.code, ran.err) if ran.ended else (None, "")
 
     def keep(self) -> None:
-        """End, but leave the shared connections to those who come next."""
+        """Stop running logins; shared connections stay open for other processes."""
         self._closed.set()
         self._resolver.save()
 
     def close(self) -> None:
-        """End what logs in, and let the shared connections that are ours end with their last session."""
+        """Stop running logins; gpuboard's shared connections end with their last session."""
         self.keep()
         control_sockets.stop(self._used)
 
-    def _pass(self, way: SshRoute) -> None:
+    def _pass(self, route: SshRoute) -> None:
         """Log in to a jump host and those before it. Raises TransportError."""
-        if way.via is not None:
-            self._pass(way.via)
-        self._gates.enter(way.shared or way.host.spec, lambda: way.alive() or None, lambda: self.log_in(way))
+        if route.via is not None:
+            self._pass(route.via)
+        self._logins.run(route.shared or route.host.spec, lambda: route.alive() or None, lambda: self.log_in(route))
 
-    def _log_in_once(self, way: SshRoute) -> bool:
-        code, err = self.run(way.opening())
-        if code == 0 or way.alive():
-            return True  # a host that only lets pass may refuse the command
+    def _log_in_once(self, route: SshRoute) -> bool:
+        code, err = self.run(route.opening())
+        if code == 0 or route.alive():
+            return True  # a mere jump host may refuse the command
         if code is None:
             raise errors.no_answer(self.timeout_s)
-        raise explain_login(err, way.host, hop=way.hop, timeout_s=self.timeout_s)
+        raise explain_login(err, route.host, hop=route.hop, timeout_s=self.timeout_s)
 
-    def _way(self, host: Resolved, via: SshRoute | None) -> SshRoute:
+    def _route(self, host: Resolved, via: SshRoute | None) -> SshRoute:
         options = list(self._words)
         if not host.count("serveraliveinterval"):
             options += _KEEPALIVE
@@ -234,17 +234,17 @@ class Ways:
         for key, usual in _USUAL.items():
             if key in host.values and host.values[key][0].lower() != usual:
                 options += ["-o", f"{key}={usual}"]
-        theirs = host.get("controlpath")
+        configured = host.get("controlpath")
         lasts = host.get("controlmaster") in {"auto", "yes", "true"} and host.get("controlpersist") not in {None, "no"}
-        own = theirs is None or not (lasts or control_sockets.alive(theirs))
-        shared = self._socket(host, via) if own else theirs
+        own = configured is None or not (lasts or control_sockets.alive(configured))
+        shared = self._socket(host, via) if own else configured
         if own and shared is not None:
             with self._lock:
                 self._used.add(shared)
         return SshRoute(host, via, tuple(options), shared=shared, own=own)
 
     def _socket(self, host: Resolved, via: SshRoute | None) -> str | None:
-        """Return where the connection to ``host`` is shared: by everything that says where it goes, and as whom."""
+        """Return the socket for connections to ``host``: a hash of address, user and jump hosts."""
         if self._folder is None:
             return None
         hops = []
@@ -256,12 +256,12 @@ class Ways:
 
 
 def lead(spec: str, settings: Settings, env: Mapping[str, str]) -> list[str]:
-    """Return the options that lead an ssh of another kind to a host over what stands. Raises TransportError."""
-    ways = Ways(settings, env)
+    """Return the options with which another ssh uses an open connection to a host. Raises TransportError."""
+    routes = SshRoutes(settings, env)
     try:
-        return ways.find(spec).lead()
+        return routes.find(spec).lead()
     finally:
-        ways.keep()
+        routes.keep()
 
 
 def _encrypted(path: str) -> bool:

@@ -1,7 +1,7 @@
-"""Shared connections of the system's ssh (ControlMaster): where their sockets lie, which are alive, how they end.
+"""Shared connections of the system's ssh (ControlMaster): where their sockets are, which are alive, how they end.
 
-<folder>/<16 hex digits>      a connection that ends 10 s after its last session, or when we stop it
-<folder>/<16 hex digits>p     one for which a person has typed a password or a code: a minute
+<folder>/<16 hex digits>      a connection that ends 10 s after its last session, or when gpuboard stops it
+<folder>/<16 hex digits>p     one that needed a password or a code: it ends after a minute
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gpuboard.transport.command import Command
 
 PERSIST_S, ASKED_PERSIST_S = 10, 60
 _STOP_S = 30.0
-# sun_path has 108 bytes with its NUL, and ssh binds the socket under its name with 17 characters behind it.
+# sun_path has 108 bytes with its NUL, and ssh first binds the socket under its name with 17 characters appended.
 _LONGEST = 107 - 17 - len("/0123456789abcdefp")
 
 
 def socket_folder(env: Mapping[str, str]) -> str | None:
-    """Return a folder of ours alone for sockets, made if need be; None where there is none with a path so short.
+    """Return a folder private to the user for sockets, created if necessary; None where no path is short enough.
 
-    Not by XDG_RUNTIME_DIR's value: a keeper, started by another login, must find the same one.
+    XDG_RUNTIME_DIR is not used: a keeper started by another login must find the same folder.
     """
     user = os.geteuid()
     for folder in (f"/run/user/{user}/gpuboard", str(paths.state_dir(env) / "ssh"), f"/tmp/gpuboard-ssh-{user}"):
@@ -39,25 +39,25 @@ def alive(path: str | None) -> bool:
     if path is None:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # one that is stopped keeps nobody waiting
+        probe.setblocking(False)  # a stopped process must not block this one
         try:
             probe.connect(path)
         except BlockingIOError:
-            return True  # so many are waiting that no more may
+            return True  # its queue of connections is full
         except OSError:
             return False
     return True
 
 
 def stop(socket_paths: Iterable[str]) -> None:
-    """Let connections take no new sessions and end with their last one. Waits for nothing."""
+    """Make connections refuse new sessions and end with their last one. Does not wait."""
     found = [path for path in socket_paths if os.path.exists(path)]
     ssh = shutil.which("ssh")
     if not found or ssh is None:
         return
     script = 'for socket do "$0" -F none -S "$socket" -O stop gpuboard; done </dev/null >/dev/null 2>&1'
     command = Command(["/bin/sh", "-c", script, ssh, *found], os.environ)
-    threading.Thread(target=command.wait, args=(_STOP_S,), daemon=True).start()  # else it stays a zombie
+    threading.Thread(target=command.wait, args=(_STOP_S,), daemon=True).start()  # else it remains a zombie
 
 
 def _private(folder: str) -> bool:
@@ -70,16 +70,16 @@ def _private(folder: str) -> bool:
             return False
         if found.st_mode & 0o077:
             os.chmod(folder, 0o700)
-        _try(f"{folder}/{os.getpid()}-{threading.get_native_id()}")
+        _bind_once(f"{folder}/{os.getpid()}-{threading.get_native_id()}")
     except OSError:
         return False
     return True
 
 
-def _try(path: str) -> None:
-    """Make a socket, and take it away. Raises OSError: on a full disk, say, or a file system without sockets.
+def _bind_once(path: str) -> None:
+    """Create a socket and remove it. Raises OSError on a full disk or a file system without sockets.
 
-    ssh would end, and not go on without sharing.
+    ssh would fail there instead of connecting without sharing.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.bind(path)

@@ -1,4 +1,8 @@
-"""known_hosts as sshd(8) describes it: is this the key of that host? For a library that does not read all of it."""
+"""known_hosts as sshd(8) describes it: is this the key of that host? For paramiko.
+
+paramiko's own HostKeys ignores patterns and negation, keeps one key per type and host, and fails on a file with a
+@revoked or @cert-authority line (5.1).
+"""
 
 from __future__ import annotations
 
@@ -22,19 +26,19 @@ class _Line(NamedTuple):
 
 
 class KnownHosts:
-    """Some known_hosts files as one list. Lines that cannot be read are skipped, as ssh does."""
+    """Several known_hosts files as one list. Malformed lines are skipped, as in ssh."""
 
     def __init__(self, files: Sequence[str]) -> None:
         self._lines = [line for file in files for line in _read(file)]
 
     def kinds(self, name: str, port: int) -> list[str]:
-        """Return the types of the keys that ``name`` is known by: what to ask the server for."""
+        """Return the types of the known keys of ``name``: those to request from the server."""
         return list(dict.fromkeys(line.kind for line in self._matching(name, port) if not line.marker))
 
     def judge(self, name: str, port: int, key: bytes) -> str:
-        """Return ``known``, ``unknown``, ``changed`` or ``revoked`` for the public key that a server has shown.
+        """Return ``known``, ``unknown``, ``changed`` or ``revoked`` for the public key that a server presented.
 
-        Keys of certificate authorities vouch for certificates, not for keys: they make nobody known here.
+        Keys of certificate authorities are ignored: they sign certificates, which paramiko does not check.
         """
         found = list(self._matching(name, port))
         if any(line.key == key and line.marker == "@revoked" for line in found):
@@ -53,7 +57,7 @@ def _read(file: str) -> Iterator[_Line]:
     try:
         text = files.read(os.path.expanduser(file), files.KNOWN_HOSTS_MAX).decode("utf-8", "replace")
     except OSError:
-        return  # no such file: nobody is known by it
+        return  # no such file: it lists no host
     for line in text.splitlines():
         words = line.split()
         marker = words.pop(0) if words and words[0].startswith("@") else ""

@@ -1,7 +1,7 @@
-"""The system's ssh: whatever ``ssh gpu01`` can do (Kerberos, smart cards, host-based keys, MFA, …), this can.
+"""The system's ssh, with all its features (Kerberos, smart cards, host-based keys, MFA, …).
 
-An ssh process and a thread for every agent. The connection is shared (ControlMaster): further agents, other commands
-of gpuboard and its keeper reach the same node without logging in again. docs/transports.md has the details.
+One ssh process and one thread per agent. The connection is shared (ControlMaster): further agents, other commands of
+gpuboard and its keeper reach the same node without logging in again. Details: docs/transports.md.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from gpuboard.transport.exit_errors import not_started
 from gpuboard.transport.process import ChildChannel, Ending
 from gpuboard.transport.spawn import spawn
 from gpuboard.transport.ssh import errors
-from gpuboard.transport.ssh.command_line import SshRoute, Ways
+from gpuboard.transport.ssh.command_line import SshRoute, SshRoutes
 from gpuboard.transport.ssh.openssh_errors import explain_ssh
-from gpuboard.transport.ssh.single_flight import Dropped, again
+from gpuboard.transport.ssh.single_flight import Dropped, retry_dropped
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
 
-_ANSWER_S = 10.0  # from a connection that stands to the first byte of the agent, at least
-_LOOK_S = 0.1  # how often it is looked whether a connection stands
-_FILES = 65536  # open files: four an agent
+_ANSWER_S = 10.0  # from the login to the agent's first byte, at least
+_POLL_S = 0.1  # between two checks whether the connection is open
+_FILES = 65536  # limit of open files: four per agent
 
 
 class OpensshTransport:
-    """Opens agents through ssh processes. Nobody is asked for anything: see ssh/login.py."""
+    """Opens agents through ssh processes, which never ask for anything; ssh/login.py does."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises ConfigError where there is no ssh."""
         self.python = settings.python
-        self.ways = Ways(settings, os.environ)
+        self.routes = SshRoutes(settings, os.environ)
         self.slots = threading.BoundedSemaphore(settings.max_connections)
         self._channels: list[SshProcess] = []
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -47,7 +47,7 @@ class OpensshTransport:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
     def open(self, host: str, role: str, handler: Handler, command: str | None = None) -> SshProcess:
-        """Connect to ``host`` (whatever ssh takes for one), start the agent there, send the bundle."""
+        """Connect to ``host`` (as ssh accepts it), start the agent there, send the bundle."""
         channel = SshProcess(self, host, handler, command or bundle.command_line(self.python))
         if command is None:
             channel.write(bundle.bundle(role))
@@ -59,11 +59,11 @@ class OpensshTransport:
         """End every session at once; their connections end with them."""
         for channel in self._channels:
             channel.close()
-        self.ways.close()
+        self.routes.close()
 
 
 class SshProcess:
-    """One agent's session: one ssh process after the other until one gets in."""
+    """One agent's session: one ssh process after the other until one logs in."""
 
     def __init__(self, transport: OpensshTransport, host: str, handler: Handler, command: str) -> None:
         self.handler = handler
@@ -72,7 +72,7 @@ class SshProcess:
         self._host = host
         self._command = command
         self._lock = threading.Lock()
-        self._written = bytearray()  # until the agent speaks: all that another attempt has to say again
+        self._written = bytearray()  # until the agent's first output: a further attempt sends it again
         self._attempt: _Attempt | None = None
         self._closed = threading.Event()
 
@@ -104,69 +104,69 @@ class SshProcess:
             self.over = True
         self.handler.ended(error)
 
-    def spoke(self) -> None:
-        """Take note that the agent has said something."""
+    def agent_started(self) -> None:
+        """Handle the agent's first output."""
         with self._lock:
             self._written.clear()
 
     def connect(self) -> None:
-        """Get in, or say why not. Runs in a thread of its own."""
+        """Log in, or report why that failed. Runs in its own thread."""
         try:
             with self._transport.slots:
-                way = self._transport.ways.to(self._host)
-            again(lambda: self._try(way), self._transport.ways.timeout_s, self._closed)
-        except Exception as error:  # no more files or processes to be had here, say
+                route = self._transport.routes.to(self._host)
+            retry_dropped(lambda: self._try(route), self._transport.routes.timeout_s, self._closed)
+        except Exception as error:  # the limit of open files or processes here, for example
             self.fail(errors.any_error(error))
 
-    def _try(self, way: SshRoute) -> None:
-        """Start one process. Returns when it got in, or when nobody wants it any more. Raises TransportError."""
-        attempt = _Attempt(self, way, self._transport)
-        ways = self._transport.ways
+    def _try(self, route: SshRoute) -> None:
+        """Start one process. Returns when it has logged in, or when the session was closed. Raises TransportError."""
+        attempt = _Attempt(self, route, self._transport)
+        routes = self._transport.routes
         with self._transport.slots:
             with self._lock:
                 if self.over:
                     return
-                child = spawn(way.session(self._command), ways.environ)
+                child = spawn(route.session(self._command), routes.environ)
                 self._attempt = attempt
                 attempt.child.write(bytes(self._written))
                 attempt.child.start(child)
-            until = time.monotonic() + ways.timeout_s
-            while not attempt.settled.wait(_LOOK_S) and not way.alive():
+            until = time.monotonic() + routes.timeout_s
+            while not attempt.settled.wait(_POLL_S) and not route.alive():
                 if time.monotonic() > until:
                     attempt.child.close()
-                    raise errors.no_answer(ways.timeout_s)
+                    raise errors.no_answer(routes.timeout_s)
         attempt.logged_in()
         attempt.settled.wait()
-        if isinstance(attempt.error, Dropped) and way.via is not None:
-            raise ways.seen_from(way) or attempt.error
+        if isinstance(attempt.error, Dropped) and route.via is not None:
+            raise routes.seen_from(route) or attempt.error
         if attempt.error is not None and not attempt.connected_yet:
             raise attempt.error
 
 
 class _Attempt:
-    """Listens to one ssh process for a session."""
+    """Handles one ssh process of a session."""
 
-    def __init__(self, session: SshProcess, way: SshRoute, transport: OpensshTransport) -> None:
-        self.settled = threading.Event()  # the agent has spoken, or it is over
+    def __init__(self, session: SshProcess, route: SshRoute, transport: OpensshTransport) -> None:
+        self.settled = threading.Event()  # the agent has sent output, or the process has ended
         self.error: TransportError | None = None
         self.connected_yet = False
-        self._telling = threading.Lock()  # while the handler is told that it is connected: once, and before all else
-        self._told = False
+        self._reporting = threading.Lock()  # the handler's ``connected`` is called once, before its other methods
+        self._reported = False
         self._session = session
-        self._way = way
+        self._route = route
         self._transport = transport
-        self._answer_s = max(_ANSWER_S, transport.ways.timeout_s)
-        self.child = ChildChannel(self, self._explain, patience_s=transport.ways.timeout_s + self._answer_s)
+        self._answer_s = max(_ANSWER_S, transport.routes.timeout_s)
+        self.child = ChildChannel(self, self._explain, first_byte_s=transport.routes.timeout_s + self._answer_s)
 
     def logged_in(self) -> None:
-        """Tell that the connection stands, so that now the node's shell is waited for; without words from it yet."""
+        """Report the login: from now on the node's shell is what takes time. It has sent no output yet."""
         if not self.settled.is_set():
-            self._tell()
+            self._report_connected()
 
     def connected(self) -> None:
         self.connected_yet = True
-        self._session.spoke()
-        self._tell()
+        self._session.agent_started()
+        self._report_connected()
         self.settled.set()
 
     def received(self, data: bytes) -> None:
@@ -178,10 +178,10 @@ class _Attempt:
             self._session.fail(error)
         self.settled.set()
 
-    def _tell(self) -> None:
-        with self._telling:
-            if not self._told:
-                self._told = True
+    def _report_connected(self) -> None:
+        with self._reporting:
+            if not self._reported:
+                self._reported = True
                 self._session.handler.connected()
 
     def _explain(self, ending: Ending) -> TransportError:
@@ -190,11 +190,11 @@ class _Attempt:
         return explain_ssh(
             ending.stderr,
             ending.code,
-            self._way.host,
-            hop=self._way.hop,
+            self._route.host,
+            hop=self._route.hop,
             python=self._transport.python,
-            timeout_s=self._transport.ways.timeout_s,
+            timeout_s=self._transport.routes.timeout_s,
             connected=self.connected_yet,
-            stood=self._told,
-            stands=self._way.alive(),
+            was_alive=self._reported,
+            alive=self._route.alive(),
         )

@@ -1,4 +1,4 @@
-"""What the system's ssh writes to stderr, with its exit code → TransportError (pure). OpenSSH does not translate."""
+"""stderr and exit code of the system's ssh → TransportError (pure). OpenSSH does not translate its messages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gpuboard.transport.ssh import errors
 from gpuboard.transport.ssh.resolve import Resolved
 from gpuboard.transport.ssh.single_flight import Dropped
 
-SSH_FAILED = 255  # ssh's own exit code; what it ran may end with it too, also when a signal has ended it there
+SSH_FAILED = 255  # ssh's own failure; also the exit code of a remote command with that code or killed by a signal
 
-# Lines of ssh that say nothing about an end.
+# Lines of ssh that are unrelated to its end.
 _CHATTER = re.compile(
     r"debug[123]: |Warning: Permanently added |Authenticated to |Authenticated using |Transferred: |Bytes per second: "
     r"|Shared connection to |ControlSocket .* already exists, disabling|mux_client_request_session: session request"
@@ -21,7 +21,7 @@ _CHATTER = re.compile(
 )
 _OFFERED = re.compile(r"debug1: Server host key: (\S+ SHA256:\S+)")
 _CONNECT = re.compile(r"connect to (?:host|address) .* port \d+: (.*)")
-# What connect() said, in the C library's English (ssh sets no language for its messages) → errno's name.
+# connect()'s error in the C library's English (ssh sets no locale for messages) → errno.
 _ERRNO = {
     "Connection refused": 111,
     "No route to host": 113,
@@ -33,7 +33,7 @@ _TIMED_OUT = re.compile(r"timed out|Timeout before authentication")
 _DROPPED = re.compile(
     r"(?:kex|ssh)_exchange_identification: (.*)|banner exchange: (.*)|(Connection (?:closed|reset) by .*)"
 )
-_KILLED = "the agent was killed by a signal there"
+_KILLED = "the agent was killed by a signal"
 _BROKEN = re.compile(
     r"Timeout, server |client_loop: |Connection to .* closed by |Connection reset |Read from remote host "
     r"|Failed to connect to new control master|mux_client_\w+: (?:read from master failed|.*: Broken pipe)"
@@ -49,36 +49,36 @@ def explain_ssh(
     python: str,
     timeout_s: float,
     connected: bool,
-    stood: bool,
-    stands: bool,
+    was_alive: bool,
+    alive: bool,
 ) -> TransportError:
-    """Return why a session over ssh is over.
+    """Return why a session over ssh has ended.
 
-    ``hop``: the jump host before it, or empty; ``connected``: the agent has spoken before; ``python``: its interpreter;
-    ``stands``: the connection itself, which it shared, does; ``stood``: it was seen to.
+    ``hop``: the jump host before it, or empty; ``connected``: the agent has sent output; ``python``: its interpreter;
+    ``alive``: the shared connection is still open; ``was_alive``: it was open at some time.
     """
     text = stderr.decode("utf-8", "replace")
     lines = [clean(line) for line in text.splitlines() if line.strip() and not _CHATTER.match(line)]
     if code != SSH_FAILED:
         return explain_exit(code, "\n".join(lines).encode(), python)
-    if connected or (stood and not stands and all(map(_BROKEN.match, lines))):
-        said = next((line for line in reversed(lines) if _BROKEN.match(line)), "")
-        if stands and not said:  # ssh tells of no signal; it is the one way to end like this
+    if connected or (was_alive and not alive and all(map(_BROKEN.match, lines))):
+        reason = next((line for line in reversed(lines) if _BROKEN.match(line)), "")
+        if alive and not reason:  # ssh does not report signals; nothing else ends a session like this
             return TransportError("exited", _KILLED)
-        # a session ends without a word together with the connection that it shares
-        return TransportError("lost", f"the connection was lost: {said or 'ssh does not say why'}")
-    if stands and not lines:
+        # a session ends without a message when the connection that it shares ends
+        return TransportError("lost", f"the connection was lost: {reason or 'ssh gave no reason'}")
+    if alive and not lines:
         return TransportError("exited", _KILLED)
     return explain_login(text, host, hop=hop, timeout_s=timeout_s)
 
 
 def explain_login(text: str, host: Resolved, *, hop: str, timeout_s: float) -> TransportError:
-    """Return why ssh did not get in. :class:`Dropped` is worth another try."""
+    """Return why ssh could not log in; :class:`Dropped` is retried."""
     name = host.name
     offered = found[-1] if (found := _OFFERED.findall(text)) else ""
     lines = [clean(line) for line in text.splitlines() if line.strip() and not _CHATTER.match(line)]
     last = lines[-1] if lines else ""
-    if refusal := errors.wants_a_job(name, text):
+    if refusal := errors.job_required(name, text):
         return refusal
     if "REVOKED HOST KEY" in text or "is marked as revoked" in text:
         return errors.revoked_key(name)
@@ -103,7 +103,7 @@ def explain_login(text: str, host: Resolved, *, hop: str, timeout_s: float) -> T
             return errors.no_answer(timeout_s)
         if host.proxy_command is not None and not hop:
             words = f"ssh: the ProxyCommand of {name} ended without a connection ({clean(host.proxy_command, 120)})"
-            return Dropped("unreachable", words, f"try `ssh {name}`, which shows what it says")
+            return Dropped("unreachable", words, f"run `ssh {name}` to see its error messages")
         return Dropped(
             "lost", f"ssh: {why[:1].lower()}{why[1:]}, while logging in", "see sshd's MaxStartups and its log"
         )
@@ -116,8 +116,8 @@ def explain_login(text: str, host: Resolved, *, hop: str, timeout_s: float) -> T
 
 def _refused(host: Resolved, methods: list[str]) -> TransportError:
     if {"password", "keyboard-interactive"} & set(methods):
-        return errors.asks(host.name, host.user, may_ask=True)
-    return errors.not_let_in(host.name, host.user)
+        return errors.interaction_required(host.name, host.user, may_ask=True)
+    return errors.key_refused(host.name, host.user)
 
 
 def _not_connected(why: str, timeout_s: float) -> TransportError:

@@ -1,6 +1,6 @@
-"""SSH through paramiko (200 ms to import), three threads for every agent; with ssh/paramiko_login.py the door to it.
+"""SSH through paramiko (200 ms to import), with three threads per agent.
 
-For where neither asyncssh nor the system's ssh serves. docs/transports.md says what it cannot do.
+With paramiko_login.py the only module that imports paramiko. Its limits: docs/transports.md.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 _STDERR_KEPT = 65536
 _CHUNK = 262144
-_PATIENCE_S = 30.0  # for the exit code, once the output has ended: the end of the session or connection comes, too
+_EXIT_CODE_S = 30.0  # wait for the exit code after the end of output; the end of the connection stops the wait, too
 
-# What goes wrong arrives as a TransportError; log lines would only tear the screen.
+# Failures are reported as TransportError; log lines would overwrite the screen.
 logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)
 
 
 class ParamikoTransport:
-    """Opens agents as the user's ssh configuration says. Host keys are verified, passwords never asked for."""
+    """Opens agents as the user's ssh configuration says. Host keys are verified; it never asks for passwords."""
 
     def __init__(self, settings: Settings) -> None:
         self.python = settings.python
@@ -57,7 +57,7 @@ class ParamikoTransport:
 
 
 class ParamikoChannel:
-    """One agent's session: a thread that logs in and then reads, and one that writes."""
+    """One agent's session: a thread that logs in and then reads, and a thread that writes."""
 
     def __init__(self, transport: ParamikoTransport, host: str, handler: Handler, command: str) -> None:
         self.over = False
@@ -84,7 +84,7 @@ class ParamikoChannel:
             drop(connection)
 
     def run(self) -> None:
-        """Log in, start the agent, and read what it says until its end."""
+        """Log in, start the agent, and read its output until its end."""
         try:
             session = self._open()
             if session is None:
@@ -92,18 +92,18 @@ class ParamikoChannel:
             self._handler.connected()
             threading.Thread(target=self._send, args=(session,), name=f"to-{self._host}", daemon=True).start()
             error = self._read(session)
-        except Exception as failed:  # no more files or threads to be had here, say
+        except Exception as failed:  # the limit of open files or threads here, for example
             error = errors.any_error(failed)
         with self._lock:
-            told, self.over = not self.over, True
+            closed, self.over = self.over, True
         self._unsent.put(None)
         if self._connection is not None:
             drop(self._connection)
-        if told:
+        if not closed:
             self._handler.ended(error)
 
     def _open(self) -> paramiko.Channel | None:
-        """Return the session, None when nobody wants it any more. Raises TransportError."""
+        """Return the session; None when the channel was closed meanwhile. Raises TransportError."""
         logins = self._transport.logins
         with self._transport.slots:
             if self.over:
@@ -115,12 +115,12 @@ class ParamikoChannel:
             try:
                 session = connection.open_session(timeout=logins.timeout_s)
                 session.exec_command(self._command)
-            except Exception as error:  # whatever a node brings about ends here
+            except Exception as error:  # any failure of a node
                 raise explain(error, host, hop="", timeout_s=logins.timeout_s) from error
         return session
 
     def _take(self, connection: paramiko.Transport) -> bool:
-        """Keep a connection, which from now on ends with the channel; return whether somebody still wants it."""
+        """Keep a connection until the channel ends; return False, and drop it, when the channel has been closed."""
         with self._lock:
             if not self.over:
                 self._connection = connection
@@ -129,13 +129,13 @@ class ParamikoChannel:
         return False
 
     def _read(self, session: paramiko.Channel) -> TransportError:
-        """Hand on what the agent says; return why it is over."""
+        """Pass the agent's output on; return why the session has ended."""
         poller = select.poll()
         poller.register(session.fileno(), select.POLLIN)
         stderr = b""
         while not self.over:
             poller.poll()
-            done = session.eof_received or session.closed  # asked first: what came before that is there now
+            done = session.eof_received or session.closed  # read first: output from before it is available now
             while session.recv_stderr_ready():
                 stderr = (stderr + session.recv_stderr(_CHUNK))[-_STDERR_KEPT:]
             if session.recv_ready():
@@ -144,23 +144,23 @@ class ParamikoChannel:
                     self._handler.received(data)
             elif done:
                 break
-        if session.status_event.wait(_PATIENCE_S) and session.exit_status >= 0:
+        if session.status_event.wait(_EXIT_CODE_S) and session.exit_status >= 0:
             return explain_exit(session.exit_status, stderr, self._transport.python)
         if (why := self._lost()) is not None:
             return TransportError("lost", f"the connection was lost: {why}")
-        # paramiko takes no note of exit-signal: a session that ends without a code was ended by one
+        # paramiko ignores exit-signal: a session without an exit code was ended by a signal
         return explain_exit(None, stderr + b"\nkilled by a signal\n", self._transport.python)
 
     def _lost(self) -> str | None:
-        """Return why the connection is over, None while it stands."""
+        """Return why the connection has ended; None while it is open."""
         connection = self._connection
-        # paramiko's thread keeps what ended the connection, then closes its sessions, and is active until it is done
+        # paramiko's thread stores the error that ended the connection, closes its sessions, and only then is inactive
         error = connection.get_exception() if connection is not None else None
         if connection is None or (error is None and connection.is_active()):
             return None
         return str(error or "") or (type(error).__name__ if error else "closed by the other side")
 
     def _send(self, session: paramiko.Channel) -> None:
-        with suppress(OSError, EOFError, paramiko.SSHException):  # the session is over: who reads it says so
+        with suppress(OSError, EOFError, paramiko.SSHException):  # the session has ended: the reading thread reports it
             while (data := self._unsent.get()) is not None:
                 session.sendall(data)

@@ -1,4 +1,8 @@
-"""Logging in through paramiko: where to, past which hosts, whose key it must be, with which of our keys."""
+"""Login through paramiko: address, jump hosts, host key, the user's keys.
+
+Not through SSHClient: it lacks IdentitiesOnly, its HostKeys reads known_hosts incompletely (see known_hosts.py), and
+its errors do not show whether a server asks for a password.
+"""
 
 from __future__ import annotations
 
@@ -22,65 +26,63 @@ from gpuboard.model.units import parse_duration
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.ssh import errors, resolve
 from gpuboard.transport.ssh.known_hosts import KnownHosts
-from gpuboard.transport.ssh.single_flight import Dropped, Gates, again
+from gpuboard.transport.ssh.single_flight import Dropped, SingleFlight, retry_dropped
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
 
 _KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3
-_WAKE_S = 5.0  # how often paramiko's thread looks up: by default ten times a second, at 100 nodes 5 % of a core
+_WAKE_S = 5.0  # between two wake-ups of paramiko's thread; its default of 0.1 s costs 5 % of a core at 100 nodes
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 
 
 class ParamikoLogins:
-    """Connections of one transport. May be used from any thread; all of it blocks."""
+    """Connections of one transport. May be used from any thread; all methods block."""
 
     def __init__(self, settings: Settings) -> None:
         self.timeout_s = parse_duration(settings.connect_timeout)
         self.closed = threading.Event()
-        asked = resolve.available()
-        self._resolver = resolve.Resolver(settings.ssh_config, kept=resolve.kept_answers()) if asked else None
-        self._own = None if asked else OwnConfig(settings.ssh_config)
+        self._config: resolve.Resolver | OwnConfig = (
+            resolve.Resolver(settings.ssh_config, cache=resolve.cache_file())
+            if resolve.available()
+            else OwnConfig(settings.ssh_config)
+        )
         self._known_hosts = settings.known_hosts
         self._known: dict[tuple[tuple[str, float], ...], KnownHosts] = {}
-        self._gates = Gates()
+        self._logins = SingleFlight()
         self._jumps: dict[tuple[str, ...], paramiko.Transport] = {}
 
     def find(self, spec: str) -> resolve.Resolved:
-        """Return what the user's ssh_config says about ``[user@]host[:port]``. Raises TransportError."""
-        if self._resolver is not None:
-            return self._resolver.get(spec)
-        assert self._own is not None
-        return self._own.get(spec)
+        """Return the ssh configuration of ``[user@]host[:port]``. Raises TransportError."""
+        return self._config.get(spec)
 
     def log_in(self, host: resolve.Resolved) -> paramiko.Transport:
         """Return a connection to ``host``. Raises TransportError."""
-        chain = resolve.whole_chain(host.name, host.jumps, lambda name: self.find(name).jumps)
+        chain = resolve.jump_chain(host.name, host.jumps, lambda name: self.find(name).jumps)
         via = self._through(chain) if chain else None
-        return again(lambda: self._log_in_once(host, via), self.timeout_s, self.closed)
+        return retry_dropped(lambda: self._log_in_once(host, via), self.timeout_s, self.closed)
 
     def close(self) -> None:
         """Drop the connections to jump hosts."""
         self.closed.set()
         for connection in list(self._jumps.values()):
             drop(connection)
-        if self._resolver is not None:
-            self._resolver.save()
+        self._config.save()
 
     def _through(self, chain: tuple[str, ...]) -> paramiko.Transport:
         """Return the connection to the last host of ``chain``, which all nodes behind it share."""
 
-        def there() -> paramiko.Transport | None:
+        def find() -> paramiko.Transport | None:
             found = self._jumps.get(chain)
             return found if found is not None and found.is_active() else None
 
         def make() -> paramiko.Transport:
             via = self._through(chain[:-1]) if chain[:-1] else None
             host = self.find(chain[-1])
-            self._jumps[chain] = made = again(lambda: self._log_in_once(host, via), self.timeout_s, self.closed)
+            self._jumps[chain] = made = retry_dropped(lambda: self._log_in_once(host, via), self.timeout_s, self.closed)
             return made
 
-        return self._gates.enter(chain, there, make)
+        return self._logins.run(chain, find, make)
 
     def _log_in_once(self, host: resolve.Resolved, via: paramiko.Transport | None) -> paramiko.Transport:
         connection = None
@@ -99,20 +101,20 @@ class ParamikoLogins:
             _authenticate(connection, host)
             return connection
         except BaseException as error:
-            said = ""
+            banner = ""
             if connection is not None:
-                said = _told(connection)
+                banner = _banner(connection)
                 drop(connection)
-            if isinstance(error, Exception) and (refusal := errors.wants_a_job(host.name, said)):
+            if isinstance(error, Exception) and (refusal := errors.job_required(host.name, banner)):
                 raise refusal from error
             if isinstance(error, paramiko.SSHException | EOFError) and time.monotonic() > until:
-                raise errors.no_answer(self.timeout_s) from error  # it has many words for that
+                raise errors.no_answer(self.timeout_s) from error  # paramiko has many errors for a timeout
             if isinstance(error, Exception):
                 raise explain(error, host, hop=host.jumps[-1] if via else "", timeout_s=self.timeout_s) from error
             raise
 
     def _link(self, host: resolve.Resolved, via: paramiko.Transport | None) -> Any:
-        """Return a socket, or what serves as one, to ``host``."""
+        """Return a socket, or an object that acts as one, to ``host``."""
         if via is not None:
             return via.open_channel(
                 "direct-tcpip", (host.hostname, host.port), ("127.0.0.1", 0), timeout=self.timeout_s
@@ -121,7 +123,7 @@ class ParamikoLogins:
             return _proxied(host.proxy_command)
         family = _FAMILIES.get(host.get("addressfamily") or "", socket.AF_UNSPEC)
         link = _connected(host.hostname, host.port, family, self.timeout_s)
-        # paramiko's keepalives wait for no answer, so it is TCP that notices a path that swallows packets
+        # paramiko's keepalives wait for no reply, so TCP has to detect a path that drops packets
         alive_s = host.count("serveraliveinterval") or _KEEPALIVE_S
         count = host.count("serveralivecountmax") or _KEEPALIVE_COUNT
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, alive_s * count * 1000)
@@ -137,13 +139,13 @@ class ParamikoLogins:
 
 
 class OwnConfig:
-    """ssh_config as paramiko reads it, where there is no ssh to ask: without Include."""
+    """ssh_config as paramiko reads it, where there is no ssh program: without Include."""
 
     def __init__(self, ssh_config: str) -> None:
         self._files, _ = resolve.config_files(ssh_config)
 
     def get(self, spec: str) -> resolve.Resolved:
-        """Return what the files say. Raises TransportError for one with an Include, or one that cannot be read."""
+        """Return a host's configuration. Raises TransportError for a file that has an Include or cannot be read."""
         user, name, port = resolve.split(spec)
         config = paramiko.SSHConfig()
         for file in self._files:
@@ -156,11 +158,11 @@ class OwnConfig:
                 raise TransportError(
                     "resolve",
                     f"ssh_config: {file} has an Include, which paramiko does not read",
-                    'install ssh (openssh-client), which is asked then, or set transport = "asyncssh"',
+                    'install ssh (openssh-client), which is used then, or set transport = "asyncssh"',
                 )
         try:
             found = config.lookup(name)
-        except Exception as error:  # a Match that paramiko does not know, a name without an address, …
+        except Exception as error:  # an unsupported Match, a name without an address, …
             raise TransportError("resolve", f"ssh_config: {clean(str(error))}", "correct your ssh_config") from None
         values = {key: list(value) if isinstance(value, list) else [value or "none"] for key, value in found.items()}
         for key in ("userknownhostsfile", "globalknownhostsfile"):
@@ -171,17 +173,20 @@ class OwnConfig:
         values["port"] = [str(port) if port else values.get("port", ["22"])[0]]
         return resolve.Resolved(spec, values)
 
+    def save(self) -> None:
+        """Nothing to save: the files are read again for every host."""
 
-def _told(connection: paramiko.Transport) -> str:
-    """Return what the server has told whoever logs in; get_banner() has forgotten it when the connection is gone."""
+
+def _banner(connection: paramiko.Transport) -> str:
+    """Return the server's login banner; get_banner() returns None when the connection has ended."""
     banner = getattr(connection.auth_handler, "banner", None)
     return banner.decode("utf-8", "replace") if isinstance(banner, bytes) else ""
 
 
 def drop(connection: paramiko.Transport) -> None:
-    """End a connection at once. Blocks for no longer than a moment."""
+    """End a connection at once."""
     link = connection.sock
-    with suppress(Exception):  # a socket that was never connected, a channel whose connection is gone
+    with suppress(Exception):  # a socket that was never connected, a channel of a connection that has ended
         if isinstance(link, socket.socket):
             link.shutdown(socket.SHUT_RDWR)  # wakes paramiko's thread
         connection.close()
@@ -189,7 +194,7 @@ def drop(connection: paramiko.Transport) -> None:
 
 
 def explain(error: Exception, host: resolve.Resolved, *, hop: str, timeout_s: float) -> TransportError:
-    """Return what a failure to reach ``host`` means."""
+    """Return the error for a failure to reach ``host``."""
     if isinstance(error, TransportError):
         return error
     if isinstance(error, socket.gaierror):
@@ -199,7 +204,7 @@ def explain(error: Exception, host: resolve.Resolved, *, hop: str, timeout_s: fl
     if isinstance(error, paramiko.ChannelException):
         return errors.not_through(host.name, hop, error.text)
     if isinstance(error, paramiko.AuthenticationException):
-        return errors.not_let_in(host.name, host.user)
+        return errors.key_refused(host.name, host.user)
     if isinstance(error, (EOFError, ConnectionResetError, BrokenPipeError)):
         return Dropped("lost", "ssh: the connection was closed while logging in", "see sshd's MaxStartups and its log")
     if isinstance(error, OSError):
@@ -207,8 +212,12 @@ def explain(error: Exception, host: resolve.Resolved, *, hop: str, timeout_s: fl
     words = clean(str(error)) or type(error).__name__
     if "protocol banner" in words:
         if host.proxy_command is not None:
-            said = f"ssh: the ProxyCommand of {host.name} ended without a connection ({clean(host.proxy_command, 120)})"
-            return Dropped("unreachable", said, f"try `ssh {host.name}`, which shows what it says")
+            failed = f"ssh: the ProxyCommand of {host.name} ended without a connection"
+            return Dropped(
+                "unreachable",
+                f"{failed} ({clean(host.proxy_command, 120)})",
+                f"run `ssh {host.name}` to see its error messages",
+            )
         return Dropped("lost", "ssh: the connection was closed while logging in", "see sshd's MaxStartups and its log")
     return errors.dropped(host.name, words)
 
@@ -230,19 +239,19 @@ def _connected(name: str, port: int, family: int, timeout_s: float) -> socket.so
 
 
 def _proxied(command: str) -> socket.socket:
-    """Return a socket to a ProxyCommand, which runs as ssh runs it: in a shell, with it as stdin and stdout."""
+    """Return a socket that is the stdin and stdout of a ProxyCommand, which runs in a shell as with ssh."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
             ["/bin/sh", "-c", f"exec {command}"],
             stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-    threading.Thread(target=process.wait, daemon=True).start()  # else it stays a zombie
+    threading.Thread(target=process.wait, daemon=True).start()  # else it remains a zombie
     return ours
 
 
 def _prefer(connection: paramiko.Transport, kinds: list[str]) -> None:
-    """Ask first for host keys of the types that are known: any other one would look like an unknown key."""
+    """Prefer host keys of the known types: a key of another type would count as unknown."""
     options = connection.get_security_options()
     wanted = [
         kind for known in kinds for kind in (("rsa-sha2-512", "rsa-sha2-256") if known == "ssh-rsa" else (known,))
@@ -252,7 +261,7 @@ def _prefer(connection: paramiko.Transport, kinds: list[str]) -> None:
 
 
 def _verify(connection: paramiko.Transport, host: resolve.Resolved, known: KnownHosts) -> None:
-    """Raise TransportError unless the server's key is the one that known_hosts has."""
+    """Raise TransportError unless known_hosts has the server's key."""
     key = connection.get_remote_server_key()
     offered = f"{key.get_name()} {key.fingerprint}"
     verdict = known.judge(host.key_name, host.port, key.asbytes())
@@ -265,7 +274,7 @@ def _verify(connection: paramiko.Transport, host: resolve.Resolved, known: Known
 
 
 def _authenticate(connection: paramiko.Transport, host: resolve.Resolved) -> None:
-    """Offer the agent's keys and those of files; never a password. Raises paramiko's errors and TransportError."""
+    """Offer the keys of ssh-agent and of files, never a password. Raises paramiko's errors and TransportError."""
     try:
         connection.auth_none(host.user)
         return
@@ -283,19 +292,19 @@ def _authenticate(connection: paramiko.Transport, host: resolve.Resolved) -> Non
         methods = set(more)
         break
     if methods & {"password", "keyboard-interactive"}:
-        raise errors.asks(host.name, host.user)
-    raise errors.not_let_in(host.name, host.user)
+        raise errors.interaction_required(host.name, host.user)
+    raise errors.key_refused(host.name, host.user)
 
 
 def _keys(host: resolve.Resolved, files: list[str]) -> Iterator[Any]:
-    """Yield what may let us in, the agent's keys first, as ssh has it."""
+    """Yield the keys to offer, those of ssh-agent first, as in ssh."""
     only = {blob for file in files if (blob := _public(f"{file}.pub"))} if host.get("identitiesonly") == "yes" else None
     with contextlib.closing(paramiko.Agent()) as agent:
         for key in agent.get_keys() if host.values.get("identityagent") != ["none"] else ():
             if only is None or key.asbytes() in only:
                 yield key
         for file in files:
-            with suppress(Exception):  # encrypted, of a type that paramiko does not know, no key at all
+            with suppress(Exception):  # encrypted, of an unsupported type, or not a key
                 yield paramiko.PKey.from_path(file)
 
 

@@ -1,7 +1,7 @@
-"""What ssh itself makes of a host's name: `ssh -G`, remembered while the configuration files stay as they are.
+"""A host's configuration from ssh itself (`ssh -G`), cached until a configuration file changes.
 
-No other reading of ssh_config is whole: asyncssh takes the files of an Include in the folder's order (ssh: sorted) and,
-before 2.24, lost what followed one that ended in a block for another host; paramiko knows no Include at all.
+No library reads all of ssh_config: asyncssh takes the files of an Include in the folder's order (ssh: sorted) and,
+before 2.24, ignored what followed an Include that ended in a block for another host; paramiko ignores Include.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from gpuboard.transport.ssh import errors
 
 SYSTEM_CONFIG = "/etc/ssh/ssh_config"
 _USER_CONFIG = "~/.ssh/config"
-_USER_KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")  # what ssh -G says where nothing is set
+_USER_KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")  # printed by ssh -G where nothing is set
 _JUMPS_MAX = 8
 _DEPTH_MAX = 16  # of Include, as in OpenSSH's readconf.c
 _FILES_MAX = 4096  # in all: files that include one another twice would be read 2^16 times
-_LOOK_S = 1.0  # how often the files are looked at for changes
-_KEPT_MAX = 10_000  # hosts in the file of answers
-# What is remembered of an answer of a hundred keys.
-_KEPT = (
+_CHECK_S = 1.0  # between two checks of the files for changes
+_CACHED_MAX = 10_000  # hosts in the cache file
+# The keys that are cached, of about a hundred in an answer.
+_KEYS = (
     "addressfamily", "bindaddress", "controlmaster", "controlpath", "controlpersist", "forkafterauthentication",
     "globalknownhostsfile", "hostkeyalias", "hostname", "identitiesonly", "identityagent", "identityfile",
     "pkcs11provider", "port", "proxycommand", "proxyjump", "remotecommand", "serveralivecountmax",
     "serveraliveinterval", "sessiontype", "stdinnull", "user", "userknownhostsfile",
 )  # fmt: skip
-# With one of these the same name can mean something else next time.
-_UNSTEADY = re.compile(
+# With one of these the configuration of a host can change without a file that changes.
+_VARIABLE = re.compile(
     r"^\s*(match\b.*\b(exec|localnetwork)\b|canonicalizehostname\b)|\$\{", re.IGNORECASE | re.MULTILINE
 )
 
 
 class Resolved:
-    """One host as ssh sees it. Values are ssh's own, with tokens (%h …) where ssh leaves them."""
+    """One host's configuration. Values are those of ssh -G, which leaves tokens (%h …) in some of them."""
 
     def __init__(self, spec: str, values: dict[str, list[str]]) -> None:
         self.spec = spec
@@ -71,16 +71,16 @@ class Resolved:
 
     @property
     def key_name(self) -> str:
-        """What known_hosts is asked for."""
+        """The host's name in known_hosts."""
         return self.get("hostkeyalias") or self.hostname
 
     def count(self, key: str) -> int:
-        """Return the number that ``key`` is set to, 0 where it is not one."""
+        """Return the number that ``key`` is set to; 0 if it is not a number."""
         value = _first(self.values, key) or ""
         return int(value) if is_whole(value) else 0
 
     def known_hosts(self) -> list[str] | None:
-        """Return the known_hosts files that ssh_config names; None where it names none for the user."""
+        """Return the known_hosts files that ssh_config names; None where it sets no UserKnownHostsFile."""
         own = self.all("userknownhostsfile")
         if not own or own == [os.path.expanduser(file) for file in _USER_KNOWN_HOSTS]:
             return None
@@ -88,7 +88,7 @@ class Resolved:
 
     @property
     def proxy_command(self) -> str | None:
-        """The command in place of a connection, None without one. A jump host goes before it."""
+        """The ProxyCommand, or None. ProxyJump takes precedence."""
         return None if self.jumps else self.get("proxycommand")
 
     def expand(self, text: str) -> str:
@@ -103,92 +103,92 @@ class Resolved:
 
 
 class Resolver:
-    """Asks ssh about hosts. ``ssh_config``: the user's file; another than ssh's own replaces the system's, too.
+    """Runs ``ssh -G`` for hosts. ``ssh_config``: the user's file; if not ~/.ssh/config, it replaces the system's, too.
 
-    ``kept``: a file in which answers outlive this process. May be used from any thread.
+    ``cache``: a file that keeps the answers for later processes. May be used from any thread.
     """
 
-    def __init__(self, ssh_config: str, *, kept: Path | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(self, ssh_config: str, *, cache: Path | None = None, timeout_s: float = 10.0) -> None:
         self.files, self.flags = config_files(ssh_config)
-        self._kept = kept
+        self._cache = cache
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._looked = 0.0
-        self._state = ""  # what the answers were true for
-        self._steady = True
-        self._known: dict[str, dict[str, list[str]]] = {}
+        self._checked_at = 0.0
+        self._state = ""  # identifies the files that the answers were read from
+        self._cacheable = True
+        self._answers: dict[str, dict[str, list[str]]] = {}
         self._new = False
-        self.plain = True  # no Include in effect and no Match: any reader understands it
+        self._plain = True  # no Include in effect and no Match: every library reads it like ssh
 
     def get(self, spec: str) -> Resolved:
-        """Return what ``[user@]host[:port]`` (also ``ssh://…``) means. Raises TransportError (``resolve``)."""
+        """Return the configuration of ``[user@]host[:port]`` (also ``ssh://…``). Raises TransportError."""
         with self._lock:
-            self._look()
-            state, steady, known = self._state, self._steady, self._known.get(spec)
+            self._refresh()
+            state, cacheable, known = self._state, self._cacheable, self._answers.get(spec)
         if known is None:
-            known = self._ask(spec)
+            known = self._query(spec)
             with self._lock:
-                if steady and state == self._state:
-                    self._known[spec] = known
+                if cacheable and state == self._state:
+                    self._answers[spec] = known
                     self._new = True
         return Resolved(spec, known)
 
-    def look(self) -> bool:
+    def plain(self) -> bool:
         """Return whether the configuration has neither an Include in effect nor a Match."""
         with self._lock:
-            self._look()
-            return self.plain
+            self._refresh()
+            return self._plain
 
     def save(self) -> None:
-        """Write down what is new, for the next process. A folder that cannot be written costs just the time."""
+        """Write new answers to the cache file. Where it cannot be written, later processes run ssh again."""
         with self._lock:
-            if self._kept is None or not self._new or len(self._known) > _KEPT_MAX:
+            if self._cache is None or not self._new or len(self._answers) > _CACHED_MAX:
                 return
-            text = json.dumps({"state": self._state, "hosts": self._known})
+            text = json.dumps({"state": self._state, "hosts": self._answers})
             self._new = False
-        beside = self._kept.with_name(f"{self._kept.name}.{os.getpid()}")
+        new = self._cache.with_name(f"{self._cache.name}.{os.getpid()}")
         try:
-            paths.make_private(self._kept.parent)
-            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            paths.make_private(self._cache.parent)
+            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             with open(fd, "w", encoding="utf-8") as file:
                 file.write(text)
-            beside.replace(self._kept)
+            new.replace(self._cache)
         except OSError:
             with suppress(OSError):
-                beside.unlink()
+                new.unlink()
 
-    def _look(self) -> None:
-        """See whether the files have changed; what was known is forgotten then."""
+    def _refresh(self) -> None:
+        """Check whether the files have changed; if so, forget the answers."""
         now = time.monotonic()
-        if self._looked and now - self._looked < _LOOK_S:
+        if self._checked_at and now - self._checked_at < _CHECK_S:
             return
-        self._looked = now
+        self._checked_at = now
         seen: list[object] = [self.flags, _login(), os.uname().nodename, _stamp(_ssh())]
-        self._steady = self.plain = True
+        self._cacheable = self._plain = True
         for number, file in enumerate(self.files):
             for path, text in _read(file, include_folder(file)):
                 seen += [path, _stamp(path)]
-                self._steady = self._steady and not _UNSTEADY.search(text)
-                self.plain = self.plain and path == file and not re.search(r"^\s*match\b", text, re.I | re.M)
+                self._cacheable = self._cacheable and not _VARIABLE.search(text)
+                self._plain = self._plain and path == file and not re.search(r"^\s*match\b", text, re.I | re.M)
             seen.append(number)
         state = json.dumps(seen)
         if state != self._state:
             first = not self._state
-            self._state, self._known, self._new = state, {}, False
-            if first and self._steady:
-                self._known = self._recall()
+            self._state, self._answers, self._new = state, {}, False
+            if first and self._cacheable:
+                self._answers = self._load()
 
-    def _recall(self) -> dict[str, dict[str, list[str]]]:
-        """Return the answers that an earlier process has written down, if they are still true."""
-        if self._kept is None:
+    def _load(self) -> dict[str, dict[str, list[str]]]:
+        """Return the answers in the cache file, if no configuration file has changed since."""
+        if self._cache is None:
             return {}
         try:
-            found: Any = json.loads(self._kept.read_bytes())
+            found: Any = json.loads(self._cache.read_bytes())
             return dict(found["hosts"]) if found["state"] == self._state else {}
         except (OSError, ValueError, TypeError, KeyError):
             return {}
 
-    def _ask(self, spec: str) -> dict[str, list[str]]:
+    def _query(self, spec: str) -> dict[str, list[str]]:
         user, name, port = split(spec)
         target = [*(("-l", user) if user else ()), *(("-p", str(port)) if port else ()), "--", name]
         try:
@@ -198,36 +198,36 @@ class Resolver:
                 start_new_session=True,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            words = f"`ssh -G {clean(spec, 64)}` has not answered for {self._timeout_s:.0f} s"
+            words = f"`ssh -G {clean(spec, 64)}` did not respond within {self._timeout_s:.0f} s"
             raise TransportError("resolve", words, "does a `Match exec` of your ssh_config hang?") from None
         except OSError as error:
             raise errors.by_error(error) from None
         if done.returncode:
             lines = [clean(line) for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-            said = next((line for line in lines if "terminating" not in line and "Pseudo-term" not in line), "")
-            words = f"ssh_config: {said or f'`ssh -G` ended with exit code {done.returncode}'}"
+            reason = next((line for line in lines if "terminating" not in line and "Pseudo-term" not in line), "")
+            words = f"ssh_config: {reason or f'`ssh -G` exited with code {done.returncode}'}"
             raise TransportError("resolve", words, "correct the file that `ssh_config` names")
         values: dict[str, list[str]] = {}
         for line in done.stdout.decode("utf-8", "surrogateescape").splitlines():
             key, _, value = line.partition(" ")
-            if key in _KEPT:
+            if key in _KEYS:
                 several = key in {"userknownhostsfile", "globalknownhostsfile"}  # ssh prints them in one line, unquoted
                 values.setdefault(key, []).extend(value.split() if several else [value])
         return values
 
 
-def kept_answers() -> Path:
-    """Return the file in which answers outlive a process."""
+def cache_file() -> Path:
+    """Return the file that keeps ssh's answers for later processes."""
     return paths.state_dir(os.environ) / "ssh-config.json"
 
 
 def available() -> bool:
-    """Return whether there is an ssh to ask."""
+    """Return whether there is an ssh program on PATH."""
     return shutil.which("ssh") is not None
 
 
 def config_files(ssh_config: str) -> tuple[list[str], list[str]]:
-    """Return the files to read, the user's first, and ssh's flags for it: as with ``ssh -F``, one replaces both."""
+    """Return the files to read, the user's first, and ssh's flags; as with ``ssh -F``, another file replaces both."""
     user = os.path.expanduser(ssh_config)
     if user != os.path.expanduser(_USER_CONFIG):
         return [user], ["-F", user]
@@ -248,10 +248,10 @@ def parse_jumps(value: str | None) -> tuple[str, ...]:
     return () if value is None or value.lower() == "none" else tuple(hop.strip() for hop in value.split(","))
 
 
-def whole_chain(name: str, jumps: tuple[str, ...], jumps_of: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
-    """Return all hosts to go through, the first one first: that one's own ProxyJump counts, too.
+def jump_chain(name: str, jumps: tuple[str, ...], jumps_of: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
+    """Return all jump hosts on the path to ``name``, in order, including those that the first one's ProxyJump adds.
 
-    Raises TransportError for a circle.
+    Raises TransportError for a cycle.
     """
     chain = jumps
     for _ in range(_JUMPS_MAX):
@@ -263,7 +263,7 @@ def whole_chain(name: str, jumps: tuple[str, ...], jumps_of: Callable[[str], tup
 
 
 def _read(file: str, folder: str) -> Iterator[tuple[str, str]]:
-    """Yield a configuration file and those it includes, each with its text. ``folder``: where relative names lie."""
+    """Yield a configuration file and those it includes, each with its text; ``folder``: base of relative names."""
     waiting = [(file, 0)]
     for _ in range(_FILES_MAX):
         if not waiting:
@@ -279,17 +279,17 @@ def _read(file: str, folder: str) -> Iterator[tuple[str, str]]:
 
 
 def include_folder(file: str) -> str:
-    """Return where relative names of an Include in ``file`` lie (ssh_config(5))."""
+    """Return the base folder of relative names in an Include in ``file`` (ssh_config(5))."""
     return "/etc/ssh" if file == SYSTEM_CONFIG else "~/.ssh"
 
 
 def included(text: str, folder: str = "~/.ssh") -> Iterator[str]:
-    """Yield the files that a configuration includes; relative names lie in ``folder``."""
+    """Yield the files that a configuration includes; ``folder``: base of relative names."""
     for line in re.findall(r"^\s*include(?:\s*=\s*|\s+)(.*)$", text, re.IGNORECASE | re.MULTILINE):
         try:
             words = shlex.split(line, comments=True)
         except ValueError:
-            continue  # ssh will complain of the quote
+            continue  # ssh reports the unbalanced quote
         for word in words:
             yield from files.included(word, folder)
 

@@ -1,4 +1,4 @@
-"""Logging in again where a server drops newcomers, and one at a time where many need the same jump host."""
+"""Retry with back-off of a dropped login, and single-flight logins where many nodes need the same jump host."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import TypeVar
 
 from gpuboard.transport.base import TransportError
 
-AGAIN_S = (0.2, 0.5, 1.0, 2.0, 2.0, 2.0)  # seconds before each further attempt, jittered
+RETRY_S = (0.2, 0.5, 1.0, 2.0, 2.0, 2.0)  # seconds before each further attempt, jittered
 T = TypeVar("T")
 
 
 class Dropped(TransportError):
-    """The server ended the connection before anybody was logged in: a busy one (MaxStartups) may take it next time."""
+    """The server closed the connection before login: a busy one (MaxStartups) may accept the next attempt."""
 
 
-def again(attempt: Callable[[], T], timeout_s: float, closed: threading.Event) -> T:
-    """Return what ``attempt`` returns, tried again after :class:`Dropped` until ``timeout_s`` is over or ``closed``.
+def retry_dropped(attempt: Callable[[], T], timeout_s: float, closed: threading.Event) -> T:
+    """Return what ``attempt`` returns; retried after :class:`Dropped` for ``timeout_s``, or until ``closed`` is set.
 
-    Raises what it raises.
+    Raises the last attempt's error.
     """
     until = time.monotonic() + timeout_s
-    waits = iter(AGAIN_S)
+    waits = iter(RETRY_S)
     while True:
         try:
             return attempt()
@@ -36,39 +36,39 @@ def again(attempt: Callable[[], T], timeout_s: float, closed: threading.Event) -
                 raise
 
 
-class _Gate:
+class _Flight:
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.ended = 0  # how many tries have
+        self.ended = 0  # attempts that have ended
         self.error: TransportError | None = None
 
 
-class Gates:
-    """Doors by name, each opened by one thread at a time."""
+class SingleFlight:
+    """Single-flight by key: one thread works, the others wait and share its failure."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._gates: dict[object, _Gate] = {}
+        self._flights: dict[object, _Flight] = {}
 
-    def enter(self, name: object, there: Callable[[], T | None], make: Callable[[], T]) -> T:
-        """Return what is ``there``, else what ``make`` makes. Raises what it raised, also for those who waited for it.
+    def run(self, key: object, find: Callable[[], T | None], make: Callable[[], T]) -> T:
+        """Return what ``find`` finds, else what ``make`` returns. Raises its error in all threads that waited for it.
 
-        So a jump host that hangs costs the many nodes behind it one time-out, and not one each after the other.
+        A jump host that hangs then costs the nodes behind it one timeout together, not one each in sequence.
         """
         with self._lock:
-            gate = self._gates.setdefault(name, _Gate())
-        seen = gate.ended
-        with gate.lock:
-            found = there()
+            flight = self._flights.setdefault(key, _Flight())
+        seen = flight.ended
+        with flight.lock:
+            found = find()
             if found is not None:
                 return found
-            if gate.ended != seen and gate.error is not None:
-                raise gate.error
-            gate.error = None
+            if flight.ended != seen and flight.error is not None:
+                raise flight.error
+            flight.error = None
             try:
                 return make()
             except TransportError as error:
-                gate.error = error
+                flight.error = error
                 raise
             finally:
-                gate.ended += 1
+                flight.ended += 1
