@@ -1,4 +1,4 @@
-"""A stand-in for nvidia-smi: a shell script that prints recorded output (tests/data/nvidia-smi) and keeps account.
+"""A stand-in for nvidia-smi: a shell script that prints recorded output (tests/data/nvidia-smi) and records its calls.
 
 fake = FakeSmi(folder)                         # folder/nvidia-smi; put the folder on PATH
 fake.says("v13-h100-590")                      # -q -x from now on; messages from a .err beside it
@@ -34,7 +34,7 @@ esac
 
 
 class FakeSmi:
-    """The stand-in in ``folder``, which every user may write in; ``seen_as``: where the script finds that folder."""
+    """The stand-in in ``folder``, writable for every user; ``seen_as``: the folder's path for the script."""
 
     def __init__(self, folder: Path, seen_as: str | None = None) -> None:
         self.folder = folder
@@ -72,18 +72,18 @@ class FakeSmi:
         (self.folder / "lacking").write_text("\n".join(fields))
 
     def takes(self, seconds: float) -> None:
-        """Take so long for every run."""
+        """Make every run take ``seconds``."""
         (self.folder / "takes").write_text(str(seconds))
 
     def hangs(self, yes: bool = True) -> None:
-        """Never end from now on."""
+        """Hang from now on."""
         if yes:
             (self.folder / "hang").touch()
         else:
             (self.folder / "hang").unlink(missing_ok=True)
 
     def holds(self, yes: bool = True) -> None:
-        """Wait with every answer from now on until this is undone."""
+        """Delay every answer from now on, until called with False."""
         if yes:
             (self.folder / "hold").touch()
         else:

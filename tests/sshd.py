@@ -21,7 +21,7 @@ class Sshd:
         folder.mkdir(parents=True, exist_ok=True)
         self.ssh_config = folder / "ssh_config"
         self.known_hosts = folder / "known_hosts"
-        self._held = socket.socket()  # keeps the port ours: bound as sshd binds it, yet nobody listens here
+        self._held = socket.socket()  # reserves the port: bound as sshd binds it, without listening
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.bind(("127.0.0.1", 0))
         self.port = int(self._held.getsockname()[1])
@@ -36,7 +36,7 @@ class Sshd:
             f"LogLevel ERROR\n{extra}"
         )
         self.ssh_config.write_text("")
-        Path("/run/sshd").mkdir(exist_ok=True)  # Debian's sshd asks for it; its service makes it too
+        Path("/run/sshd").mkdir(exist_ok=True)  # required by Debian's sshd; its service creates it, too
         self.start()
 
     def start(self) -> None:
@@ -61,7 +61,7 @@ class Sshd:
     def stop(self) -> None:
         """End the server and every session of it; it may have ended already."""
         if self.process.poll() is not None:
-            return  # its number may be somebody else's by now
+            return  # its pid may be reused by now
         for pid in [*children(self.process.pid), self.process.pid]:
             try:
                 os.kill(pid, signal.SIGCONT)
@@ -78,7 +78,7 @@ def make_key(path: Path) -> Path:
 
 
 def wait_port(port: int, timeout_s: float = 60.0) -> None:
-    """Wait until somebody listens on ``port``."""
+    """Wait until a process listens on ``port``."""
     until = time.monotonic() + timeout_s
     while True:
         try:

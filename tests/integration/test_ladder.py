@@ -1,4 +1,4 @@
-"""Nodes without python3 or without NVML, over real ssh: what is shown of them, what can be had there, what is left."""
+"""Nodes without python3 or without NVML, over real ssh: what is shown, what can be reserved, what remains."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def give_smi(host: Host) -> FakeSmi:
 
 @contextmanager
 def without_python(host: Host) -> Iterator[None]:
-    """Take the node's python3 away."""
+    """Hide the node's python3."""
     program = host.run(["readlink", "-f", "/usr/bin/python3"], check=True).stdout.strip()
     host.run(["mount", "--bind", "/dev/null", program], user="root", check=True)
     try:
         yield
     finally:
-        host.run(["umount", "-l", program], user="root", check=True)  # a login may be trying to start it just now
+        host.run(["umount", "-l", program], user="root", check=True)  # a login may be starting it now
 
 
 def status(nodes: Cluster, names: str, user: str = "alice") -> dict[str, Any]:
@@ -57,7 +57,7 @@ def logins(host: Host) -> int:
     return (host.folder / "sshd.log").read_text().count("Accepted publickey for alice")
 
 
-def test_each_node_says_whose_word_it_is(nodes: Cluster) -> None:
+def test_each_node_shows_its_source(nodes: Cluster) -> None:
     give_smi(nodes["gpu02"])
     give_smi(nodes["gpu03"])
     nodes["gpu03"].hide_library()
@@ -76,7 +76,7 @@ def test_each_node_says_whose_word_it_is(nodes: Cluster) -> None:
             (1, BUSY, 97),
         ]
         assert seen[name]["gpus"][1]["processes"][0]["memory"] == 65710 * 2**20
-    # without python3 nobody can reserve there; with it, nvidia-smi is as good as NVML
+    # without python3 nothing can be reserved there; with it, nvidia-smi is enough
     why = seen["gpu02"]["claims_error"]
     assert why.startswith("python3 cannot be started there (")
     assert why.endswith(MISSING)
@@ -100,7 +100,7 @@ def test_gpus_seen_through_nvidia_smi_can_be_reserved(nodes: Cluster) -> None:
     assert nodes["login1"].run(["gpuboard", "release", "--mine"]).returncode == 0
 
 
-def test_with_neither_python_nor_nvidia_smi_both_are_named(nodes: Cluster) -> None:
+def test_without_python_and_nvidia_smi_both_are_named(nodes: Cluster) -> None:
     with without_python(nodes["gpu02"]):
         node = status(nodes, "gpu02")["gpu02"]
     assert node["state"] == "unreachable"
@@ -110,7 +110,7 @@ def test_with_neither_python_nor_nvidia_smi_both_are_named(nodes: Cluster) -> No
 
 @pytest.mark.parametrize("login", ["/usr/bin/tcsh", "/usr/bin/fish"])
 @pytest.mark.parametrize("transport", ["asyncssh", "openssh", "paramiko"])
-def test_any_login_shell_and_any_transport_serve(nodes: Cluster, login: str, transport: str) -> None:
+def test_any_login_shell_and_any_transport_work(nodes: Cluster, login: str, transport: str) -> None:
     gpu02 = nodes["gpu02"]
     if not Path(login).exists():
         pytest.skip(f"{login} is not installed")
@@ -132,7 +132,7 @@ def test_any_login_shell_and_any_transport_serve(nodes: Cluster, login: str, tra
 
 
 class Watched:
-    """A fleet that alice keeps open on login1; what it said, by arrival."""
+    """A fleet that alice keeps open on login1, and its snapshots."""
 
     def __init__(self, nodes: Cluster, *names: str) -> None:
         options = {"nodes": list(names), "interval_s": 1.0}
@@ -148,7 +148,7 @@ class Watched:
             self.seen.append(decoder.decode(line))
 
     def node(self, name: str) -> NodeView:
-        """Return a node as it was seen last."""
+        """Return a node of the newest snapshot."""
         found = [node for node in self.seen[-1].nodes if node.name == name] if self.seen else []
         return found[0] if found else NodeView(name, "")
 
@@ -166,7 +166,7 @@ def watching(nodes: Cluster, *names: str) -> Iterator[Watched]:
         watched.end()
 
 
-def test_the_way_is_remembered_and_its_readings_follow_each_other(nodes: Cluster) -> None:
+def test_the_route_is_kept_between_readings(nodes: Cluster) -> None:
     gpu02 = nodes["gpu02"]
     fake = give_smi(gpu02)
     before = logins(gpu02)
@@ -185,7 +185,7 @@ def test_the_way_is_remembered_and_its_readings_follow_each_other(nodes: Cluster
         assert watched.node("gpu01").state == "up"
 
 
-def test_a_node_whose_nvidia_smi_hangs_delays_nobody_and_keeps_nothing(nodes: Cluster) -> None:
+def test_a_hanging_nvidia_smi_delays_no_other_node_and_leaves_nothing(nodes: Cluster) -> None:
     gpu02 = nodes["gpu02"]
     before = {path.name for path in gpu02.path("/tmp").iterdir()}
     fake = give_smi(gpu02)
@@ -198,14 +198,14 @@ def test_a_node_whose_nvidia_smi_hangs_delays_nobody_and_keeps_nothing(nodes: Cl
             since = len(watched.seen)
             until(lambda: all("old" in gpu.reason for gpu in watched.node("gpu02").gpus), "values grow old")
             ages = [node.age_s or 0.0 for shot in watched.seen[since:] for node in shot.nodes if node.name == "gpu01"]
-            assert max(ages) < 15  # where it waited for gpu02 it would be 30
+            assert max(ages) < 15  # it would be 30 if it waited for gpu02
             assert {path.name for path in gpu02.path("/tmp").iterdir()} - before == {"smi"}
             killed = Stopwatch()
         until(lambda: not gpu02.processes(user="alice"), "nothing is left")
-        assert killed.stop() < 6  # nvidia-smi itself would sleep on
+        assert killed.stop() < 6  # nvidia-smi itself would run on
 
 
-def test_python_that_comes_back_is_found_when_the_connection_is_made_anew(nodes: Cluster) -> None:
+def test_python_that_comes_back_is_found_at_the_next_connection(nodes: Cluster) -> None:
     gpu02 = nodes["gpu02"]
     give_smi(gpu02)
     with watching(nodes, "gpu02") as watched:

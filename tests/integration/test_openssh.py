@@ -1,4 +1,4 @@
-"""What the system's ssh brings with it: connections that are shared, by gpuboard and with the user's own."""
+"""Connections that the system's ssh shares: gpuboard's, and the user's own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_second_session_shares_the_first_ones_connection(lab: Lab, nodes: Clus
         with lab.channels("gpu01", command=ECHO) as second:
             second.event("connected")
             assert logins(gpu01) - before == 1
-            # Whoever opened it ends: the other one's session goes on, and nobody new comes over it.
+            # The process that opened it ends: the other one's session continues, and new ones are refused.
             first.tell(op="close")
             first.event("closed")
             until(lambda: not list(folder.iterdir()), "no new sessions")
@@ -41,10 +41,10 @@ def test_a_second_session_shares_the_first_ones_connection(lab: Lab, nodes: Clus
             second.received(0, 17)
             second.tell(op="close")
             second.event("closed")
-            until(lambda: not lab.children(), "nothing is left of it", 8)  # of 10 s that it would wait
+            until(lambda: not lab.children(), "nothing is left of it", 8)  # it would last for 10 s
 
 
-def test_the_socket_of_a_connection_that_died_is_in_nobodys_way(lab: Lab) -> None:
+def test_the_socket_of_a_dead_connection_has_no_effect(lab: Lab) -> None:
     with lab.channels("gpu01", command=ECHO) as driven:
         driven.event("connected")
         shared = until(lambda: [one for one in lab.children() if one.argv[0].startswith("ssh: ")], "it is named")
@@ -54,7 +54,7 @@ def test_the_socket_of_a_connection_that_died_is_in_nobodys_way(lab: Lab) -> Non
     assert lab.status("gpu01")["gpu01"]["error"] is None
 
 
-def test_connections_that_the_user_shares_are_used_and_left_alone(lab: Lab, nodes: Cluster) -> None:
+def test_connections_that_the_user_shares_are_used_and_not_stopped(lab: Lab, nodes: Cluster) -> None:
     gpu01, gpu02 = nodes["gpu01"], nodes["gpu02"]
     lab.config(
         "Host gpu0?\n  ControlMaster auto\n  ControlPath ~/.ssh/own-%n\nHost gpu01\n  ControlPersist 300\n"
@@ -70,7 +70,7 @@ def test_connections_that_the_user_shares_are_used_and_left_alone(lab: Lab, node
         assert list(lab.here.path(STATE).iterdir()) == []
         assert lab.here.run(["ssh", "-O", "check", "gpu01"]).returncode == 0
         master.terminate()
-    # one that nobody has opened yet is opened as ssh_config says
+    # a connection that is not open yet is opened as in ssh_config
     lab.here.run(["ssh", "-O", "exit", "gpu01"], check=True)
     with lab.channels("gpu01", command=ECHO) as driven:
         driven.event("connected")
@@ -79,8 +79,8 @@ def test_connections_that_the_user_shares_are_used_and_left_alone(lab: Lab, node
     lab.here.run(["ssh", "-O", "exit", "gpu01"], check=True)
 
 
-def test_two_names_of_one_address_are_two_connections(lab: Lab, nodes: Cluster) -> None:
-    """Behind different jump hosts one address can be two machines; ssh's own %C could not tell them apart."""
+def test_two_names_of_one_address_have_two_connections(lab: Lab, nodes: Cluster) -> None:
+    """Behind different jump hosts one address can be two machines; ssh's own %C is the same for both."""
     lab.config(
         "Host one\n  HostName 10.88.0.11\n  HostKeyAlias gpu01\n"
         "Host two\n  HostName 10.88.0.11\n  HostKeyAlias gpu02\n  ProxyCommand ssh -W gpu02:22 login2\n"
@@ -90,7 +90,7 @@ def test_two_names_of_one_address_are_two_connections(lab: Lab, nodes: Cluster) 
     assert seen["one"]["gpus"][0]["uuid"] != seen["two"]["gpus"][0]["uuid"]
 
 
-def test_a_killed_agent_and_a_hung_shell_are_told_apart_from_a_hung_node(lab: Lab, nodes: Cluster) -> None:
+def test_a_killed_agent_and_a_hung_shell_differ_from_a_hung_node(lab: Lab, nodes: Cluster) -> None:
     (lab.ssh.parent / ".bashrc").write_text("sleep 1000\n")
     own(lab.ssh.parent / ".bashrc")
     node = lab.status("gpu01", check=False, GPUBOARD_CONNECT_TIMEOUT="8s")["gpu01"]
@@ -117,7 +117,7 @@ def test_sockets_lie_where_their_paths_are_short_enough(transport: str, tmp_path
 
 
 @pytest.mark.skipif(Path("/run/user/0").exists(), reason="needs a machine without /run/user for root")
-def test_a_folder_of_somebody_else_is_not_used(transport: str) -> None:
+def test_a_folder_of_another_user_is_not_used(transport: str) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as state:  # pytest's folders are too long for a socket's path
         theirs = f"{state}/gpuboard/ssh"
         assert control_sockets.socket_folder({"XDG_STATE_HOME": state}) == theirs

@@ -1,4 +1,4 @@
-"""A node without python3: the shell's lines under every shell there is, and what the client makes of them."""
+"""A node without python3: the script in every shell, and what the client reads from it."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from tests.waiting import Stopwatch, until
 WHY = "python3 cannot be started there; install python3 (3.6 or later) or set `python` in the config"
 
 
-class Listening:
-    """A link over the local transport, and what it said."""
+class Recorded:
+    """A link over the local transport, and its messages."""
 
     def __init__(self, *, interval_s: float | None = None) -> None:
-        self.said: list[Hello | Static | Reading | Event] = []
+        self.messages: list[Hello | Static | Reading | Event] = []
         self.error: TransportError | None = None
         self.transport = LocalTransport()
-        self.link = ShellLink("n1", WHY, interval_s, self.said.append, self._ended)
+        self.link = ShellLink("n1", WHY, interval_s, self.messages.append, self._ended)
         self.link.attach(self.transport.open("localhost", "shell", self.link, COMMAND))
 
     def _ended(self, error: TransportError) -> None:
         self.error = error
 
     def readings(self) -> list[Reading]:
-        return [message for message in self.said if isinstance(message, Reading)]
+        return [message for message in self.messages if isinstance(message, Reading)]
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait as a feed does, which lets the link look at the time."""
+        """Wait as a feed does, with calls of the link's ``look``."""
 
         def there() -> object:
             self.link.look(time.monotonic())
@@ -56,12 +56,12 @@ class Listening:
         until(there, f"{what}; {self.error}")
 
     def reading(self, number: int = 0) -> Reading:
-        """Return the reading of that number, once it is there."""
+        """Wait for the reading of that number and return it."""
         self.until(lambda: len(self.readings()) > number, f"reading {number}")
         return self.readings()[number]
 
     def static(self) -> Static:
-        return next(message for message in reversed(self.said) if isinstance(message, Static))
+        return next(message for message in reversed(self.messages) if isinstance(message, Static))
 
 
 @pytest.fixture
@@ -74,16 +74,16 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSmi:
 
 
 @pytest.fixture
-def links() -> Iterator[list[Listening]]:
-    made: list[Listening] = []
+def links() -> Iterator[list[Recorded]]:
+    made: list[Recorded] = []
     yield made
     for one in made:
         one.link.close()
         one.transport.close()
 
 
-def open_link(links: list[Listening], **options: Any) -> Listening:
-    links.append(Listening(**options))
+def open_link(links: list[Recorded], **options: Any) -> Recorded:
+    links.append(Recorded(**options))
     return links[-1]
 
 
@@ -144,12 +144,12 @@ def test_the_lines_are_posix(shell: str, fake: FakeSmi) -> None:
     assert done.stderr == b""
 
 
-def test_it_says_what_an_agent_says(fake: FakeSmi, links: list[Listening]) -> None:
+def test_it_sends_the_messages_of_an_agent(fake: FakeSmi, links: list[Recorded]) -> None:
     listing = (Path(__file__).parent.parent / "data/nvidia-smi/v13-h100-590.xml").read_text()
     fake.prints(listing.replace("<pid>4242<", f"<pid>{os.getpid()}<").replace("<pid>99<", "<pid>2147483000<").encode())
     here = open_link(links)
     reading = here.reading()
-    hello = here.said[0]
+    hello = here.messages[0]
     assert isinstance(hello, Hello)
     assert (hello.hostname, hello.uid, hello.user) == (os.uname().nodename, os.getuid(), "root")
     assert hello.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -173,7 +173,7 @@ def test_it_says_what_an_agent_says(fake: FakeSmi, links: list[Listening]) -> No
     assert (hidden.user, hidden.type, hidden.name) == (None, "graphics", "")
 
 
-def test_it_reads_when_asked_and_refuses_all_else(fake: FakeSmi, links: list[Listening]) -> None:
+def test_it_reads_on_request_and_refuses_other_calls(fake: FakeSmi, links: list[Recorded]) -> None:
     here = open_link(links)
     here.reading()
     assert here.link.submit("read", {}).result(60, Read) == Read(2)
@@ -190,7 +190,7 @@ def test_it_reads_when_asked_and_refuses_all_else(fake: FakeSmi, links: list[Lis
         here.link.submit("read", {}).result(60, Read)
 
 
-def test_a_lost_gpu_is_named_by_the_messages(fake: FakeSmi, links: list[Listening]) -> None:
+def test_a_lost_gpu_is_named_by_the_messages(fake: FakeSmi, links: list[Recorded]) -> None:
     fake.says("v12-lost-535")
     here = open_link(links)
     assert [(gpu.error, gpu.uuid[:6]) for gpu in here.reading().gpus] == [
@@ -200,7 +200,7 @@ def test_a_lost_gpu_is_named_by_the_messages(fake: FakeSmi, links: list[Listenin
     ]
 
 
-def test_xml_that_cannot_be_read_is_asked_for_again_by_queries(fake: FakeSmi, links: list[Listening]) -> None:
+def test_queries_replace_xml_that_cannot_be_read(fake: FakeSmi, links: list[Recorded]) -> None:
     fake.prints(b"<nvidia_smi_log><gpu>&bomb;</gpu></nvidia_smi_log>")
     fake.answers("csv-old")
     fake.lacks("memory.reserved", "remapped_rows.pending")
@@ -208,7 +208,7 @@ def test_xml_that_cannot_be_read_is_asked_for_again_by_queries(fake: FakeSmi, li
     assert [(gpu.memory_used, gpu.processes) for gpu in here.reading().gpus] == [(0, []), (1204 * 2**20, None)]
 
 
-def test_what_nvidia_smi_says_in_place_of_a_listing_is_told(fake: FakeSmi, links: list[Listening]) -> None:
+def test_an_error_message_of_nvidia_smi_is_reported(fake: FakeSmi, links: list[Recorded]) -> None:
     fake.says("says-mismatch", code=18)
     here = open_link(links)
     reading = here.reading()
@@ -217,8 +217,8 @@ def test_what_nvidia_smi_says_in_place_of_a_listing_is_told(fake: FakeSmi, links
         here.link.submit("read", {}).result(60, Read)
 
 
-def test_a_host_without_nvidia_smi_says_so_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: list[Listening]
+def test_a_host_without_nvidia_smi_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: list[Recorded]
 ) -> None:
     if shutil.which("nvidia-smi"):
         pytest.skip("nvidia-smi is installed here")
@@ -226,15 +226,15 @@ def test_a_host_without_nvidia_smi_says_so_and_ends(
     until(lambda: here.error, "an end")
     assert here.error is not None
     assert (here.error.kind, here.error.words) == ("no-python", "nor is there nvidia-smi")
-    assert here.said == []
+    assert here.messages == []
 
 
-def test_it_is_asked_seldom_and_says_so(fake: FakeSmi, links: list[Listening]) -> None:
+def test_a_slow_nvidia_smi_runs_at_a_longer_interval(fake: FakeSmi, links: list[Recorded]) -> None:
     fake.takes(0.6)
     here = open_link(links, interval_s=0.2)
     began = time.monotonic()
     first = here.reading()
-    here.until(lambda: len(fake.calls()) == 2, "it is asked again")
+    here.until(lambda: len(fake.calls()) == 2, "a second run")
     assert first.interval_s < time.monotonic() - began < first.interval_s + 20
     assert 0.5 < first.gpus[0].delay_s < 10
     assert first.interval_s > 5.9
@@ -242,8 +242,8 @@ def test_it_is_asked_seldom_and_says_so(fake: FakeSmi, links: list[Listening]) -
 
 
 @pytest.mark.slow
-def test_one_that_hangs_is_killed_and_the_last_values_go_on_with_their_age(
-    fake: FakeSmi, links: list[Listening], monkeypatch: pytest.MonkeyPatch
+def test_one_that_hangs_is_killed_and_the_last_values_are_sent_with_their_age(
+    fake: FakeSmi, links: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(smi_child, "RUN_S", 3.0)
     monkeypatch.setattr(shelllink, "OLD_S", 1.0)
@@ -251,7 +251,7 @@ def test_one_that_hangs_is_killed_and_the_last_values_go_on_with_their_age(
     here.reading()
     fake.hangs()
     here.until(lambda: len(fake.calls()) > 1, "it hangs")
-    here.until(lambda: here.readings()[-1].nvml_error, "it was given up")
+    here.until(lambda: here.readings()[-1].nvml_error, "it was killed")
     dead = here.readings()[-1]
     assert dead.nvml_error == "nvidia-smi: it has not ended for 30 s"
     assert dead.gpus[0].delay_s > 3
@@ -266,14 +266,14 @@ def test_one_that_hangs_is_killed_and_the_last_values_go_on_with_their_age(
     here.until(fresh, "it is back")
 
 
-def test_what_does_not_begin_is_told_as_noise_and_what_never_ends_as_malformed(links: list[Listening]) -> None:
+def test_too_much_output_before_the_first_frame_ends_the_link(links: list[Recorded]) -> None:
     ended: list[TransportError] = []
     noisy = ShellLink("n1", WHY, None, lambda message: None, ended.append)
     noisy.received(b"Welcome\n" * 9000)
     assert ended[0].words == "malformed answer: the node's shell start-up files print more than 64 kB"
 
 
-def test_readings_come_from_one_thread(fake: FakeSmi, links: list[Listening]) -> None:
+def test_readings_come_from_one_thread(fake: FakeSmi, links: list[Recorded]) -> None:
     here = open_link(links, interval_s=0.2)
     threads: set[int] = set()
     here.link._listener = lambda message: threads.add(threading.get_ident())

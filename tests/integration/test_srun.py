@@ -1,4 +1,4 @@
-"""Agents as steps of Slurm jobs, asked for from a login node: bytes, ends, and what Slurm's refusals are called."""
+"""Agents as steps of Slurm jobs, started from a login node: bytes, ends, and messages of Slurm's refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def channels(
 
 
 def ended(lab: Lab, job: int | str, host: str = "gpu01", timeout: str = "30s", **env: str) -> tuple[str, str]:
-    """Return kind and words of the end of a channel that comes to nothing."""
+    """Return kind and message of a channel that fails."""
     with channels(lab, job, host, timeout=timeout, **env) as driven:
         found = driven.event("ended")
     return found["kind"], found["words"]
@@ -61,7 +61,7 @@ def clients(lab: Lab) -> list[Any]:
     return lab.login.processes(lambda p: p.name == "srun", user="alice")
 
 
-def test_bytes_pass_as_they_are(lab: Lab) -> None:
+def test_bytes_pass_unchanged(lab: Lab) -> None:
     job = running(lab, "--nodes=3", "--gpus=5")
     with channels(lab, job, *NODES, command=ECHO) as driven:
         for _ in NODES:
@@ -78,7 +78,7 @@ def test_bytes_pass_as_they_are(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("who", ["driver", "srun", "agent"])
-def test_the_end_of_one_is_the_end_of_all(lab: Lab, who: str) -> None:
+def test_the_end_of_srun_or_agent_ends_both(lab: Lab, who: str) -> None:
     job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
     with channels(lab, job, "gpu01") as driven:
         driven.start_agents("gpu01")
@@ -86,7 +86,7 @@ def test_the_end_of_one_is_the_end_of_all(lab: Lab, who: str) -> None:
         if who == "driver":
             driven.process.kill()
         else:
-            # srun is two processes: the other one takes care that the step ends when the first is killed
+            # srun is two processes: the second one ends the step when the first is killed
             found = clients(lab)[:1] if who == "srun" else agents(lab.host("gpu01"))
             host = lab.login if who == "srun" else lab.host("gpu01")
             host.run(["kill", "-9", *(str(process.inner) for process in found)], user="root")
@@ -97,7 +97,7 @@ def test_the_end_of_one_is_the_end_of_all(lab: Lab, who: str) -> None:
     assert lab.slurm.job(job)["JobState"] == "RUNNING"
 
 
-def test_what_slurm_refuses_is_told_with_its_cure(lab: Lab) -> None:
+def test_refusals_of_slurm_have_a_remedy(lab: Lab) -> None:
     job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
     over = lab.run("true").number
     pending = lab.slurm.submit(["--begin=now+1hour", "--output=/dev/null", "--wrap", "true"])
@@ -118,7 +118,7 @@ def test_what_slurm_refuses_is_told_with_its_cure(lab: Lab) -> None:
     )
 
 
-def test_a_python_that_is_missing_there_is_told(lab: Lab) -> None:
+def test_a_missing_python_is_reported(lab: Lab) -> None:
     job = running(lab, "--nodes=1", "--nodelist=gpu01")
     with channels(lab, job, "gpu01", command="exec python9 -c 1") as driven:
         found = driven.event("ended")
@@ -135,7 +135,7 @@ def test_a_job_that_ends_ends_its_channels(lab: Lab) -> None:
     assert all(f"Slurm has ended job {job}, or its step on " in end["words"] for end in found), found
 
 
-def test_a_job_whose_end_srun_does_not_tell_has_ended_its_channel(lab: Lab) -> None:
+def test_a_jobs_end_that_srun_does_not_report_ends_its_channel(lab: Lab) -> None:
     job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
     with channels(lab, job, "gpu01") as driven:
         driven.start_agents("gpu01")
@@ -152,7 +152,7 @@ def test_a_job_whose_end_srun_does_not_tell_has_ended_its_channel(lab: Lab) -> N
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])
-def test_a_controller_that_does_not_answer_is_told_in_time(lab: Lab, fault: str) -> None:
+def test_a_controller_that_does_not_respond_is_reported_in_time(lab: Lab, fault: str) -> None:
     job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
     with channels(lab, job, "gpu01") as before:
         before.start_agents("gpu01")
@@ -167,11 +167,11 @@ def test_a_controller_that_does_not_answer_is_told_in_time(lab: Lab, fault: str)
         }
         before.tell(op="write", n=0, text='{"t":"call","id":1,"op":"read","args":{}}\n')
         before.tell(op="say", n=0)
-        before.event("data")  # what stands already needs no controller
+        before.event("data")  # an open channel needs no controller
         lab.slurm.controller("continue" if fault == "stop" else "restart")
 
 
-def test_a_node_whose_daemon_hangs_is_told(lab: Lab) -> None:
+def test_a_node_whose_slurmd_hangs_is_reported(lab: Lab) -> None:
     job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
     lab.slurm.daemon("gpu01", "stop")
     kind, words = ended(lab, job, timeout="3s")

@@ -42,7 +42,7 @@ def fleet(server: Sshd, *names: str, interval_s: float | None = None, **settings
 
 
 def look(server: Sshd, *names: str, timeout_s: float = 60, **settings: Any) -> dict[str, NodeView]:
-    """Return what a one-shot command sees of ``names``."""
+    """Return the nodes ``names`` as a one-shot command reads them."""
     it = fleet(server, *names, **settings)
     it.start()
     try:
@@ -67,13 +67,13 @@ def agents(server: Sshd) -> list[int]:
 
 
 def kill(pids: list[int]) -> None:
-    """Kill agents; what ends with another one may be gone before its turn."""
+    """Kill agents; some may have ended together with another one."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_each_way_of_not_getting_in_has_its_words_and_its_cure(sshd: Sshd, tmp_path: Path) -> None:
+def test_each_failure_to_connect_has_its_message_and_remedy(sshd: Sshd, tmp_path: Path) -> None:
     changed = tmp_path / "changed"
     make_key(tmp_path / "other")
     changed.write_text(f"[127.0.0.1]:{sshd.port} {(tmp_path / 'other.pub').read_text()}")
@@ -153,7 +153,7 @@ def test_an_included_file_is_read(sshd: Sshd, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("python", ["python3-not-there", "/etc/passwd", "/nonexistent/python3"])
-def test_a_node_without_python_says_so(sshd: Sshd, python: str) -> None:
+def test_a_node_without_python_is_reported(sshd: Sshd, python: str) -> None:
     sshd.host("bare")
     node = look(sshd, "bare", python=python)["bare"]
     assert node.state == "unreachable"
@@ -161,7 +161,7 @@ def test_a_node_without_python_says_so(sshd: Sshd, python: str) -> None:
     assert (node.error or "").endswith("; install python3 (3.6 or later) or set `python` in the config")
 
 
-def test_what_bad_agents_send_costs_their_own_node_only(sshd: Sshd) -> None:
+def test_bad_agents_affect_their_own_node_only(sshd: Sshd) -> None:
     names = ["good1", "malformed", "huge", "dies", "noisy", "late", "silent", "stops", "good2"]
     for name in names:
         sshd.host(name)
@@ -174,7 +174,7 @@ def test_what_bad_agents_send_costs_their_own_node_only(sshd: Sshd) -> None:
         it.wait(60, [name for name in names if name != "silent"])
 
         def right() -> dict[str, NodeView]:
-            """Return the nodes once one has stopped and those that speak are read as often as they do."""
+            """Return the nodes once one has stopped and all readings of the others have arrived."""
             seen = {node.name: node for node in it.snapshot().nodes}
             stopped = (seen["stops"].age_s or 0) > 1
             fresh = max(seen[name].age_s or 9 for name in ("good1", "good2", "late")) < 0.6
@@ -212,7 +212,7 @@ def test_noise_of_start_up_files_is_skipped(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_server_that_drops_newcomers_is_asked_again(tmp_path: Path) -> None:
+def test_dropped_logins_are_retried(tmp_path: Path) -> None:
     server = Sshd(tmp_path, startups="3:100:3")
     names = [f"n{k}" for k in range(6)]
     try:
@@ -222,7 +222,7 @@ def test_a_server_that_drops_newcomers_is_asked_again(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_stopped_sshd_delays_itself_alone_and_not_the_end(sshd: Sshd, tmp_path: Path) -> None:
+def test_a_stopped_sshd_delays_neither_other_nodes_nor_the_exit(sshd: Sshd, tmp_path: Path) -> None:
     hung = Sshd(tmp_path)
     try:
         sshd.host("hung", Port=hung.port, UserKnownHostsFile=hung.known_hosts, IdentityFile=hung.key)
@@ -287,14 +287,14 @@ def test_agents_end_when_the_client_is_killed(sshd: Sshd) -> None:
     until(lambda: not agents(sshd), "the agent ended after kill -9", 2)
 
 
-def test_a_killed_agent_comes_back_and_so_do_its_readings(sshd: Sshd) -> None:
+def test_a_killed_agent_is_replaced_and_readings_continue(sshd: Sshd) -> None:
     sshd.host("one")
     it = fleet(sshd, "one", interval_s=0.2)
     try:
         it.start()
         it.wait(60)
         first = agents(sshd)
-        os.kill(sshd.process.pid, signal.SIGSTOP)  # nobody gets in anew until we have looked
+        os.kill(sshd.process.pid, signal.SIGSTOP)  # no new login until the check below
         kill(first)
         until(lambda: "killed" in (it.snapshot().nodes[0].error or ""), "its end is seen")
         os.kill(sshd.process.pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Nodes whose ssh is slow: waited for while the handshake makes progress, and no longer."""
+"""Nodes whose ssh is slow: the timeout starts again with every progress of the handshake."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.waiting import Stopwatch
 
 pytestmark = pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="needs sshd (openssh-server) and root")
 
-# A way to the server on which each answer takes 1.5 s; a handshake needs more than three answers.
+# A proxy that delays each answer by 1.5 s; a handshake needs more than three answers.
 SLOW = """
 import os, select, socket, sys, time
 server = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
@@ -56,7 +56,7 @@ def look(server: Sshd, name: str, timeout: str) -> NodeView:
         return node
 
 
-def test_a_handshake_that_goes_on_is_not_cut_off(sshd: Sshd, tmp_path: Path) -> None:
+def test_a_handshake_with_progress_does_not_time_out(sshd: Sshd, tmp_path: Path) -> None:
     relay = tmp_path / "relay.py"
     relay.write_text(SLOW)
     sshd.host("slow", ProxyCommand=f"{sys.executable} -S -E {relay} {sshd.port}")
@@ -64,7 +64,7 @@ def test_a_handshake_that_goes_on_is_not_cut_off(sshd: Sshd, tmp_path: Path) -> 
     assert (node.state, node.age_s is not None) == ("up", True), node.error
 
 
-def test_a_server_that_talks_without_end_is_given_up(sshd: Sshd) -> None:
+def test_a_server_that_sends_without_end_times_out(sshd: Sshd) -> None:
     over = threading.Event()
 
     def talk(listener: socket.socket) -> None:

@@ -24,7 +24,7 @@ NODES = ("gpu01", "gpu02")
 
 @pytest.fixture
 def home(lab: Lab) -> Iterator[Lab]:
-    """alice's config names both nodes and the transport; the stand-in for torch is in her home."""
+    """alice's config names both nodes and the transport; the stand-in for torch is in alice's home."""
     config = lab.ssh.parent / ".config" / "gpuboard" / "config.toml"
     config.parent.mkdir(parents=True)
     config.write_text(f'nodes = ["gpu0[1-2]"]\ntransport = "{lab.transport}"\n')
@@ -39,7 +39,7 @@ def claims(nodes: Cluster) -> list[str]:
 
 
 def ranks(host: Host) -> list[str]:
-    """Return what a run has started on a node; the keeper's agents, which release its lease, are none of it."""
+    """Return the processes of a run on a node, without the keeper's agents, which release its lease."""
     return [p.name for p in host.processes(user="alice") if any(word in {"script.py", "600"} for word in p.argv)]
 
 
@@ -49,14 +49,14 @@ def test_a_lease_on_two_nodes_lives_with_its_holder(home: Lab, nodes: Cluster) -
         assert shell.stdout is not None
         assert shell.stdout.readline() == "gpu[01-02]\n"
         assert len(claims(nodes)) == 12
-        # allocate has ended, and with it its connections: what reaches the nodes now is the keeper's
+        # allocate and its connections have ended: only the keeper reaches the nodes now
         listed = json.loads(home.here.run(["gpuboard", "leases", "--json"], check=True).stdout)
         assert [(lease["owner"], len(lease["gpus"]), lease["holder"]["alive"]) for lease in listed["leases"]] == [
             ("alice", 12, True)
         ]
         if home.transport == "openssh":  # every 30 s
             first = {path: path.stat().st_mtime for name in NODES for path in nodes[name].path("/var/tmp").glob("gpu*")}
-            until(lambda: all(path.stat().st_mtime > at for path, at in first.items()), "it shows life")
+            until(lambda: all(path.stat().st_mtime > at for path, at in first.items()), "heartbeats")
         shell.send_signal(signal.SIGKILL)
         until(lambda: not claims(nodes), "the keeper has released it")
 
@@ -67,8 +67,8 @@ def test_a_launch_on_two_nodes_runs_and_ends_with_its_head(home: Lab, nodes: Clu
     words = ["gpuboard", "launch", "--n", "4", "--per-node", "2", "--device", "cpu", "--env", f"PYTHONPATH={HOME}/fake"]
     done = home.here.run([*words, "script.py"])
     assert done.returncode == 0, done.stderr
-    said = sorted(line.partition("] ")[2] for line in done.stdout.splitlines())
-    assert said == ["rank 0 gpu01", "rank 1 gpu01", "rank 2 gpu02", "rank 3 gpu02"]
+    lines = sorted(line.partition("] ")[2] for line in done.stdout.splitlines())
+    assert lines == ["rank 0 gpu01", "rank 1 gpu01", "rank 2 gpu02", "rank 3 gpu02"]
     assert claims(nodes) == []
     script.write_text(FAMILY)
     with home.here.popen([*words, "script.py"]) as process:

@@ -1,6 +1,6 @@
-"""Every transport against real sshds on the test nodes: the same ways, the same words, the same ends.
+"""Every transport against real sshds on the test nodes: the same routes, messages and ends.
 
-What a transport cannot do is declined by name in docs/transports.md, and here.
+Exceptions are listed in docs/transports.md, and here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ECHO = "echo ready; exec cat"
 
 def test_a_chain_of_jump_hosts_is_followed_and_shared(lab: Lab, nodes: Cluster) -> None:
     found = nodes["gpu03"].script(eight())
-    # login1 → gpu01 → gpu02 → gpu03, and no other way
+    # login1 → gpu01 → gpu02 → gpu03, and no other route
     nodes["gpu02"].firewall("add rule inet t in ip saddr != 10.88.0.11 tcp dport 22 drop")
     nodes["gpu03"].firewall("add rule inet t in ip saddr != 10.88.0.12 tcp dport 22 drop")
     lab.config("Host far*\n  HostName gpu03\n  ProxyJump gpu01,alice@gpu02:22\n")
@@ -40,7 +40,7 @@ def test_a_chain_of_jump_hosts_is_followed_and_shared(lab: Lab, nodes: Cluster) 
     assert [now - then for now, then in zip(after, before, strict=True)] == [1, 1, 3]
 
 
-def test_what_behind_a_jump_host_does_not_answer_is_told(lab: Lab, nodes: Cluster) -> None:
+def test_failures_behind_a_jump_host_are_reported(lab: Lab, nodes: Cluster) -> None:
     lab.config(
         "Host nobody\n  HostName gpu03\n  Port 99\n  ProxyJump gpu01\n"
         "Host stuck\n  HostName gpu03\n  ProxyJump gpu02\n"
@@ -80,7 +80,7 @@ def test_ipv6_on_another_port(lab: Lab, nodes: Cluster) -> None:
 
 def test_includes_and_wildcards_are_read_as_ssh_reads_them(lab: Lab, nodes: Cluster) -> None:
     found = {name: [gpu.uuid for gpu in nodes[name].script(eight())] for name in ("gpu01", "gpu02", "gpu03")}
-    for name in ("30-more", "20-other", "10-first"):  # which file counts is a matter of their names alone
+    for name in ("30-more", "20-other", "10-first"):  # only the files' names decide which one counts
         lab.config(f"Host any\n  HostName gpu0{name[0]}\nHost nothing\n  HostName gpu03\n", f"conf.d/{name}")
     lab.config(
         "Include conf.d/*\nHost node? !node2\n  HostName gpu02\nHost node*\n  HostName gpu03\n"
@@ -104,7 +104,7 @@ def test_a_proxy_command_runs_in_a_shell(lab: Lab) -> None:
     assert seen["broken"]["state"] == "unreachable"
 
 
-def test_what_ssh_config_means_for_a_person_is_left_out(lab: Lab) -> None:
+def test_interactive_settings_of_ssh_config_are_ignored(lab: Lab) -> None:
     lab.config(
         "Host gpu01\n  RemoteCommand echo wrong; exec bash\n  RequestTTY force\n  LocalForward 9999 localhost:1\n"
         "  RemoteForward 22 localhost:1\n  ExitOnForwardFailure yes\n  PermitLocalCommand yes\n"
@@ -115,7 +115,7 @@ def test_what_ssh_config_means_for_a_person_is_left_out(lab: Lab) -> None:
     assert not (lab.ssh.parent / "was-here").exists()
 
 
-def test_the_agent_of_keys_serves_here_and_is_not_forwarded(lab: Lab, nodes: Cluster) -> None:
+def test_ssh_agent_is_used_and_not_forwarded(lab: Lab, nodes: Cluster) -> None:
     gpu01 = nodes["gpu01"]
     lab.config("Host *\n  ForwardAgent yes\n  IdentityFile ~/.ssh/moved\n")
     (lab.ssh / "id_ed25519").rename(lab.ssh / "elsewhere")
@@ -124,7 +124,7 @@ def test_the_agent_of_keys_serves_here_and_is_not_forwarded(lab: Lab, nodes: Clu
         until(lambda: lab.here.path("/tmp/agent.sock").exists(), "an agent")
         add = ["ssh-add", "/srv/home/alice/.ssh/elsewhere"]
         until(lambda: not lab.here.run(add, env=env).returncode, "the agent has the key")
-        # ssh itself, as configured, does forward it: what follows could fail
+        # ssh itself, as configured, forwards it: the next test is meaningful
         plain = lab.here.run(["ssh", "gpu01", "echo $SSH_AUTH_SOCK; ls -d /tmp/ssh-*"], env=env, check=True)
         assert plain.stdout.count("/tmp/ssh-") == 2
         until(lambda: not list(gpu01.path("/tmp").glob("ssh-*")), "sshd has put that away")
@@ -135,7 +135,7 @@ def test_the_agent_of_keys_serves_here_and_is_not_forwarded(lab: Lab, nodes: Clu
         lab.here.run(["pkill", "ssh-agent"])
 
 
-def test_a_key_with_a_passphrase_is_passed_over(lab: Lab) -> None:
+def test_a_key_with_a_passphrase_is_skipped(lab: Lab) -> None:
     own(make_key(lab.ssh / "locked"))
     subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "words", "-f", lab.ssh / "locked"], check=True)
     own(lab.ssh / "locked")
@@ -145,7 +145,7 @@ def test_a_key_with_a_passphrase_is_passed_over(lab: Lab) -> None:
     assert (seen["gpu02"]["error"] or "").startswith("ssh: alice@gpu02 was refused: no key was accepted; ")
 
 
-def test_a_file_that_is_no_key_is_passed_over(lab: Lab) -> None:
+def test_a_file_that_is_not_a_key_is_skipped(lab: Lab) -> None:
     lab.config("not a key\n", "junk")
     (lab.ssh / "junk").chmod(0o600)
     lab.config("Host gpu0?\n  IdentityFile ~/.ssh/junk\n  IdentityFile ~/.ssh/id_ed25519.pub\n")
@@ -153,19 +153,19 @@ def test_a_file_that_is_no_key_is_passed_over(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("shell", ["nologin", "ForceCommand"])
-def test_a_shell_that_starts_nothing_is_told_with_its_words(lab: Lab, nodes: Cluster, shell: str) -> None:
+def test_a_shell_that_starts_nothing_is_reported_with_its_message(lab: Lab, nodes: Cluster, shell: str) -> None:
     with ExitStack() as shells:
         if shell == "nologin":
             shells.enter_context(login_shell(nodes["gpu01"], "nologin"))
-            said = "the agent ended with exit code 1: This account is currently not available."
+            ended = "the agent ended with exit code 1: This account is currently not available."
         else:
             nodes["gpu01"].sshd("ForceCommand echo For transfers only")
-            said = "the agent ended with exit code 0: For transfers only"
+            ended = "the agent ended with exit code 0: For transfers only"
         error = lab.status("gpu01", check=False)["gpu01"]["error"]
-    assert error == f"{said}; the agent did not start: does `python3 --version` work on gpu01 without a terminal?"
+    assert error == f"{ended}; the agent did not start: does `python3 --version` work on gpu01 without a terminal?"
 
 
-def test_a_python_that_crashes_is_told_from_a_login_that_fails(lab: Lab) -> None:
+def test_a_crashing_python_differs_from_a_failed_login(lab: Lab) -> None:
     python = lab.ssh.parent / "crashes"
     python.write_text("#!/bin/sh\nkill -SEGV $$\n")
     python.chmod(0o755)
@@ -173,7 +173,7 @@ def test_a_python_that_crashes_is_told_from_a_login_that_fails(lab: Lab) -> None
     assert "killed by" in error
 
 
-def test_a_server_that_only_hangs_up_is_told_from_one_that_is_silent(lab: Lab, nodes: Cluster) -> None:
+def test_a_server_that_disconnects_differs_from_a_silent_one(lab: Lab, nodes: Cluster) -> None:
     serve = """if True:
         import socket
         server = socket.create_server(("", 2200))
@@ -195,7 +195,7 @@ def test_a_server_that_only_hangs_up_is_told_from_one_that_is_silent(lab: Lab, n
 @pytest.mark.parametrize("sessions", [1, 10])
 def test_three_sessions_at_once_on_one_node(lab: Lab, nodes: Cluster, sessions: int) -> None:
     nodes["gpu01"].sshd(f"MaxSessions {sessions}")
-    for _ in range(2):  # the second time over what the first one has left open, where a transport leaves anything
+    for _ in range(2):  # the second time over shared connections of the first, with a transport that shares them
         with lab.channels("gpu01", "gpu01", "gpu01", command=ECHO) as driven:
             for _ in range(3):
                 driven.event("connected")
@@ -203,7 +203,7 @@ def test_three_sessions_at_once_on_one_node(lab: Lab, nodes: Cluster, sessions: 
                 assert driven.received(number, 6)["text"] == "ready\n"
 
 
-def test_a_server_that_drops_newcomers_is_asked_again(lab: Lab, nodes: Cluster) -> None:
+def test_dropped_logins_are_retried(lab: Lab, nodes: Cluster) -> None:
     nodes["gpu01"].sshd("MaxStartups 3:100:3")
     lab.config("Host many*\n  HostName gpu01\nHost behind*\n  HostName gpu02\n  ProxyJump gpu01\n")
     nodes["gpu02"].sshd("MaxStartups 2:100:2")
@@ -231,7 +231,7 @@ def test_shells_of_every_kind_and_their_noise(lab: Lab, nodes: Cluster) -> None:
             assert (seen[name]["error"] or "").startswith("python3-not-there cannot be started there ("), name
 
 
-def test_a_full_home_there_or_here_changes_nothing(lab: Lab, nodes: Cluster) -> None:
+def test_a_full_home_there_or_here_has_no_effect(lab: Lab, nodes: Cluster) -> None:
     for host in (nodes["gpu01"], lab.here):
         with full_home(host):
             seen = lab.status("gpu01", "gpu02")
@@ -248,7 +248,7 @@ def test_a_node_with_an_old_python(lab: Lab, nodes: Cluster) -> None:
     assert (node["error"], uuids(node)) == (None, [gpu.uuid for gpu in found])
 
 
-def test_whose_key_is_not_the_known_one_is_refused(lab: Lab, nodes: Cluster) -> None:
+def test_hosts_with_unknown_changed_or_revoked_keys_are_refused(lab: Lab, nodes: Cluster) -> None:
     keys = nodes.root / "keys"
     gpu01, gpu02 = ((keys / f"{name}.pub").read_text() for name in ("gpu01", "gpu02"))
     files = {
@@ -289,7 +289,7 @@ def test_whose_key_is_not_the_known_one_is_refused(lab: Lab, nodes: Cluster) -> 
         assert (lab.ssh / "known" / name).read_text() == files[name]  # nothing was added
 
 
-def test_each_way_of_not_getting_in_has_its_words(lab: Lab, nodes: Cluster) -> None:
+def test_each_failure_to_connect_has_its_message(lab: Lab, nodes: Cluster) -> None:
     own(make_key(lab.ssh / "stranger"))
     lab.config(
         "Host refused\n  HostName gpu01\n  IdentityFile ~/.ssh/stranger\n  IdentitiesOnly yes\n"
@@ -315,7 +315,7 @@ def test_each_way_of_not_getting_in_has_its_words(lab: Lab, nodes: Cluster) -> N
     }
 
 
-def test_a_password_is_not_asked_for(lab: Lab, nodes: Cluster) -> None:
+def test_passwords_are_never_requested(lab: Lab, nodes: Cluster) -> None:
     nodes["gpu01"].sshd("AuthenticationMethods publickey,password\nPasswordAuthentication yes")
     nodes["gpu02"].sshd("AuthenticationMethods password\nPasswordAuthentication yes")
     seen = lab.status("gpu01", "gpu02", check=False)
@@ -325,12 +325,16 @@ def test_a_password_is_not_asked_for(lab: Lab, nodes: Cluster) -> None:
         )
 
 
-def test_how_a_command_ended_is_told(lab: Lab) -> None:
+def test_the_end_of_a_command_is_reported(lab: Lab) -> None:
     for command, kind, words in (
         ("echo so; exit 7", "exited", "the agent ended with exit code 7"),
         ("echo so; echo 'no [31m luck' >&2; exit 3", "exited", "the agent ended with exit code 3: no [31m luck"),
         ("echo so; kill -9 $$", "exited", "killed"),
-        ("echo so; exec >&- 2>&-; sleep 3; exit 9", "exited", "the agent ended with exit code 9"),  # silent, then ends
+        (
+            "echo so; exec >&- 2>&-; sleep 3; exit 9",
+            "exited",
+            "the agent ended with exit code 9",
+        ),  # no output, then its end
         ("no-such-program", "no-python", "python3 cannot be started there ("),
     ):
         with lab.channels("gpu01", command=command) as driven:
@@ -339,7 +343,7 @@ def test_how_a_command_ended_is_told(lab: Lab) -> None:
             assert words in ended["words"]
 
 
-def test_a_line_of_a_mebibyte_passes_both_ways(lab: Lab) -> None:
+def test_a_line_of_a_mebibyte_passes_in_both_directions(lab: Lab) -> None:
     size = 1 << 20
     with lab.channels("gpu01", "gpu02", command=ECHO) as driven:
         for _ in range(2):
@@ -354,13 +358,13 @@ def test_a_line_of_a_mebibyte_passes_both_ways(lab: Lab) -> None:
             assert (found["bytes"], found["sha256"]) == (times * size, hashlib.sha256(line(size) * times).hexdigest())
 
 
-def test_who_does_not_read_holds_nobody_up(lab: Lab) -> None:
-    """What one node does not take waits, while another one's lines go on."""
+def test_a_channel_that_does_not_read_delays_no_other(lab: Lab) -> None:
+    """Data that one node does not read is queued; the lines of another one continue."""
     with lab.channels("gpu01", "gpu02", command="echo ready; read first; sleep 1000 & read second; exec cat") as driven:
         for _ in range(2):
             driven.event("connected")
         driven.tell(op="write", n=0, text="go\n")
-        driven.tell(op="write", n=0, bytes=16 << 20)  # more than every buffer on the way; `read` takes it byte by byte
+        driven.tell(op="write", n=0, bytes=16 << 20)  # more than all buffers together; `read` takes it byte by byte
         driven.tell(op="write", n=1, text="1\n2\nhere\n")
         assert driven.received(1, 11)["text"] == "ready\nhere\n"
         driven.tell(op="close")
@@ -375,7 +379,7 @@ def test_agents_end_when_the_transport_is_closed(lab: Lab, nodes: Cluster) -> No
         driven.tell(op="close")
         assert driven.event("closed")["s"] < 0.5
         until(lambda: not agents(gpu01) and not agents(nodes["gpu02"]), "all agents ended", 2)
-        until(lambda: not lab.children(), "no ssh process is left", 8)  # of 10 s that a shared one may wait
+        until(lambda: not lab.children(), "no ssh process is left", 8)  # a shared connection may last for 10 s
 
 
 def test_agents_end_when_the_client_is_killed(lab: Lab, nodes: Cluster) -> None:
@@ -384,10 +388,10 @@ def test_agents_end_when_the_client_is_killed(lab: Lab, nodes: Cluster) -> None:
         assert agents(nodes["gpu01"])
         driven.process.kill()
         until(lambda: not agents(nodes["gpu01"]) and not agents(nodes["gpu02"]), "all agents ended", 2)
-    until(lambda: not lab.children(), "no ssh process is left")  # a shared connection waits 10 s for further use
+    until(lambda: not lab.children(), "no ssh process is left")  # a shared connection lasts for 10 s
 
 
-def test_a_path_that_swallows_packets_is_noticed(lab: Lab, nodes: Cluster) -> None:
+def test_a_path_that_drops_packets_is_detected(lab: Lab, nodes: Cluster) -> None:
     lab.config("Host gpu01\n  ServerAliveInterval 1\n  ServerAliveCountMax 2\n")
     with lab.channels("gpu01", "gpu02", command=ECHO) as driven:
         for _ in range(2):
@@ -404,7 +408,7 @@ def test_a_path_that_swallows_packets_is_noticed(lab: Lab, nodes: Cluster) -> No
         assert driven.event("closed")["s"] < 0.5
 
 
-def test_a_connection_is_lost_also_before_the_far_end_has_spoken(lab: Lab, nodes: Cluster) -> None:
+def test_a_connection_can_be_lost_before_the_first_output(lab: Lab, nodes: Cluster) -> None:
     lab.config("Host gpu01\n  ServerAliveInterval 1\n  ServerAliveCountMax 2\n")
     with lab.channels("gpu01", command="exec sleep 60") as driven:
         driven.event("connected")
@@ -414,7 +418,7 @@ def test_a_connection_is_lost_also_before_the_far_end_has_spoken(lab: Lab, nodes
         assert ended["words"].startswith("the connection was lost")
 
 
-def test_a_connection_that_is_cut_is_told(lab: Lab, nodes: Cluster) -> None:
+def test_a_cut_connection_is_reported(lab: Lab, nodes: Cluster) -> None:
     with lab.channels("gpu01", command=ECHO) as driven:
         driven.event("connected")
         driven.received(0, 6)
@@ -441,7 +445,7 @@ def login_shell(host: Host, name: str) -> Iterator[None]:
 
 @contextmanager
 def full_home(host: Host, user: str = "alice") -> Iterator[None]:
-    """Put a home in its place that has no room for one more byte or file; keys and configuration are in it."""
+    """Replace a home by one without space or inodes left, with keys and configuration in it."""
     home = f"/srv/home/{user}"
     script = (
         f"cp -a {home}/.ssh /tmp/ssh-kept && mount -t tmpfs -o size=64k,nr_inodes=24,mode=755 tmpfs {home} && "
@@ -453,5 +457,5 @@ def full_home(host: Host, user: str = "alice") -> Iterator[None]:
         assert host.run(["sh", "-c", "mkdir new || cp /etc/passwd new"], user=user).returncode
         yield
     finally:
-        # What ran there may be about to end: a shared connection, say, that was told to.
+        # Programs that use it may still be ending, such as a shared connection.
         until(lambda: not host.run(["umount", home], user="root").returncode, "its own home is back")

@@ -1,4 +1,4 @@
-"""Passwords and codes: asked for by ssh on a terminal, before anything is drawn; without a terminal never."""
+"""Passwords and codes: ssh asks for them on a terminal, before the first frame; without a terminal never."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def password(host: Host, user: str = "alice") -> Iterator[None]:
 
 @contextmanager
 def terminal(lab: Lab, *argv: str, size: tuple[int, int] = (120, 40)) -> Iterator[Terminal]:
-    """Run a command on login1, on a terminal of alice's."""
+    """Run a command on login1, on alice's terminal."""
     command = lab.here.command(argv, user="alice", env=ENV)
-    # The leader of the session is a shell that outlives ctrl-C, as a person's does; nsenter does not.
+    # The session leader is a shell that survives ctrl-C, like a login shell; nsenter does not.
     leader = ["sh", "-c", 'trap : INT; "$@"; code=$?; [ $code -ne 130 ] || exec cat; exit $code', "sh", *command]
     screen = Terminal(leader, dict(os.environ), size)
     try:
@@ -56,12 +56,12 @@ def terminal(lab: Lab, *argv: str, size: tuple[int, int] = (120, 40)) -> Iterato
 
 
 def end_connections(lab: Lab) -> None:
-    """End the connections that are kept open for the next command."""
+    """End the shared connections that are open for the next command."""
     lab.here.run(["pkill", "-x", "ssh"], user="root")
     until(lambda: not lab.children(), "no connection is left")
 
 
-def test_status_asks_once_and_every_command_after_it_goes_the_same_way(lab: Lab, nodes: Cluster) -> None:
+def test_status_asks_once_and_later_commands_share_the_connection(lab: Lab, nodes: Cluster) -> None:
     gpu01 = nodes["gpu01"]
     gpu01.sshd(KEY_AND_PASSWORD)
     before = logins(nodes["gpu02"])
@@ -75,8 +75,8 @@ def test_status_asks_once_and_every_command_after_it_goes_the_same_way(lab: Lab,
         assert PASSWORD not in screen.text
         assert screen.text.count("no process, no reservation") == 16
         assert "gpu02 wants" not in screen.text
-        assert logins(nodes["gpu02"]) - before == 1  # what asks for nothing is logged in to once, too
-        # a minute long the connection serves those who cannot ask
+        assert logins(nodes["gpu02"]) - before == 1  # hosts that ask for nothing are logged in to once, too
+        # for a minute commands without a terminal can use the connection
         done = lab.here.run(["gpuboard", "status", "--nodes", "gpu01"], env=ENV)
         assert (done.returncode, done.stdout.count("no process, no reservation")) == (0, 8)
         with terminal(lab, "gpuboard", "run", "--n", "1", "--nodes", "gpu01", "--", "hostname") as command:
@@ -89,7 +89,7 @@ def test_status_asks_once_and_every_command_after_it_goes_the_same_way(lab: Lab,
         assert "on a terminal" in done.stdout
 
 
-def test_a_jump_host_that_asks_is_asked_for_once(lab: Lab, nodes: Cluster) -> None:
+def test_a_jump_host_asks_once_for_all_nodes_behind_it(lab: Lab, nodes: Cluster) -> None:
     login2 = nodes["login2"]
     pam = login2.path("/etc/pam.d/sshd")
     login2.sshd("UsePAM yes\nAuthenticationMethods keyboard-interactive\nKbdInteractiveAuthentication yes")
@@ -125,8 +125,8 @@ def test_the_board_asks_before_it_draws(lab: Lab, nodes: Cluster) -> None:
         assert screen.restored
 
 
-def test_a_reservation_keeps_its_way_through_the_keeper(lab: Lab, nodes: Cluster) -> None:
-    """The keeper has no terminal: it shows life over the connection that a person opened."""
+def test_the_keeper_uses_the_opened_connection(lab: Lab, nodes: Cluster) -> None:
+    """The keeper has no terminal: it sends heartbeats over the connection opened on the terminal."""
     nodes["gpu01"].sshd(KEY_AND_PASSWORD)
     script = (
         'eval "$(gpuboard allocate --n 1 --nodes gpu01)" && echo "got $CUDA_VISIBLE_DEVICES of $GPUBOARD_NODES"; cat'
@@ -145,7 +145,7 @@ def claims(host: Host) -> list[Path]:
     return list(host.path("/var/tmp").glob("gpuboard.GPU-*"))
 
 
-def test_a_key_with_a_passphrase_and_a_person_who_has_had_enough(lab: Lab, nodes: Cluster) -> None:
+def test_a_key_with_a_passphrase_and_ctrl_c(lab: Lab, nodes: Cluster) -> None:
     key = lab.ssh / "locked"
     make_key(key)
     subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", PASSWORD, "-f", key], check=True)
@@ -178,7 +178,7 @@ def test_wrong_answers_leave_the_node_unreachable_and_the_others_shown(lab: Lab,
         assert screen.text.count("no process, no reservation") == 8
 
 
-def test_without_a_terminal_nobody_is_asked(lab: Lab, nodes: Cluster) -> None:
+def test_without_a_terminal_ssh_does_not_ask(lab: Lab, nodes: Cluster) -> None:
     nodes["gpu01"].sshd(KEY_AND_PASSWORD)
     asked = lab.ssh.parent / "asked"
     helper = lab.ssh.parent / "askpass"

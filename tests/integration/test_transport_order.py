@@ -1,4 +1,4 @@
-"""What a transport tells when one of its threads stands still at the wrong moment: the same, and in the same order."""
+"""The events of a transport when one of its threads pauses at the wrong moment: the same, in the same order."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="needs sshd (openssh-server) and root")
 
-STILL_S = 1.0  # a thread stands still for so long, unless something happens that should not
+PAUSE_S = 1.0  # a thread pauses this long, unless something happens that must not
 
 
 class Listener:
-    """What a channel told, in order; ``stand_still`` is called in the middle of its first word."""
+    """The events of a channel, in order; ``pause`` is called during the first one."""
 
     channel: Channel
 
     def __init__(self) -> None:
         self.opened = threading.Event()
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.error: TransportError | None = None
 
     def open(self, transport: Transport, command: str) -> None:
@@ -38,21 +38,21 @@ class Listener:
         self.opened.set()
 
     def go(self) -> None:
-        """Say a line to the far end."""
+        """Send a line to the other end."""
         assert self.opened.wait(60)
         self.channel.write(b"go\n")
 
     def connected(self) -> None:
-        self.told.append("connected")
-        self.stand_still()
+        self.events.append("connected")
+        self.pause()
 
     def received(self, data: bytes) -> None:
-        self.told.append("received")
+        self.events.append("received")
 
     def ended(self, error: TransportError) -> None:
         self.error = error
 
-    def stand_still(self) -> None:
+    def pause(self) -> None:
         pass
 
 
@@ -71,67 +71,67 @@ def settings(server: Sshd, transport: str) -> Settings:
     return Settings(ssh_config=str(server.ssh_config), transport=transport, connect_timeout="30s")
 
 
-def test_connected_is_told_once_and_first_also_while_the_far_end_speaks(sshd: Sshd) -> None:
+def test_connected_is_reported_once_and_first(sshd: Sshd) -> None:
     class Slow(Listener):
-        def stand_still(self) -> None:
-            self.go()  # it speaks while we are still being told
-            spoke.wait(STILL_S)
+        def pause(self) -> None:
+            self.go()  # output arrives while the handler is still being called
+            output.wait(PAUSE_S)
 
         def received(self, data: bytes) -> None:
             super().received(data)
-            spoke.set()
+            output.set()
 
-    spoke = threading.Event()
+    output = threading.Event()
     slow = Slow()
     with closing(ssh_transport(settings(sshd, "openssh"))) as transport:
         slow.open(transport, "read first; echo ready; exec cat")
-        assert spoke.wait(60)
-        until(lambda: len(slow.told) >= 2, "both are told")
-    assert slow.told == ["connected", "received"]
+        assert output.wait(60)
+        until(lambda: len(slow.events) >= 2, "both events")
+    assert slow.events == ["connected", "received"]
 
 
-def test_a_lost_connection_is_lost_before_paramikos_thread_is_through(
+def test_a_lost_connection_is_detected_before_paramikos_thread_ends(
     sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unlink = paramiko.Channel._unlink
-    told = threading.Event()
+    reported = threading.Event()
 
-    class Told(Listener):
+    class Events(Listener):
         def ended(self, error: TransportError) -> None:
             super().ended(error)
-            told.set()
+            reported.set()
 
     def late(channel: paramiko.Channel) -> None:
         unlink(channel)
-        told.wait(STILL_S)
+        reported.wait(PAUSE_S)
 
     monkeypatch.setattr(paramiko.Channel, "_unlink", late)
-    heard = Told()
+    seen = Events()
     with closing(ssh_transport(settings(sshd, "paramiko"))) as transport:
-        heard.open(transport, "echo ready; exec cat")
-        until(lambda: "received" in heard.told, "it speaks")
+        seen.open(transport, "echo ready; exec cat")
+        until(lambda: "received" in seen.events, "output")
         for pid in children(sshd.process.pid):
             if Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
                 os.kill(pid, signal.SIGKILL)
-        assert told.wait(60)
-    assert heard.error is not None
-    assert (heard.error.kind, heard.error.words[:23]) == ("lost", "the connection was lost")
+        assert reported.wait(60)
+    assert seen.error is not None
+    assert (seen.error.kind, seen.error.words[:23]) == ("lost", "the connection was lost")
 
 
-def test_the_last_words_are_read_though_the_end_comes_with_them(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_arrives_with_the_end_is_read(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = paramiko.Channel.recv_ready
-    heard = Listener()
+    seen = Listener()
 
     def late(channel: paramiko.Channel) -> bool:
         found = bool(ready(channel))
         if not found:
-            heard.go()
-            until(lambda: channel.eof_received, "it has said all")
+            seen.go()
+            until(lambda: channel.eof_received, "all output has arrived")
         return found
 
     monkeypatch.setattr(paramiko.Channel, "recv_ready", late)
     with closing(ssh_transport(settings(sshd, "paramiko"))) as transport:
-        heard.open(transport, "echo first >&2; read go; echo last >&2; exit 9")
-        until(lambda: heard.error is not None, "it has ended")
-    assert heard.error is not None
-    assert heard.error.words == "the agent ended with exit code 9: last"
+        seen.open(transport, "echo first >&2; read go; echo last >&2; exit 9")
+        until(lambda: seen.error is not None, "it has ended")
+    assert seen.error is not None
+    assert seen.error.words == "the agent ended with exit code 9: last"

@@ -1,4 +1,4 @@
-"""What the tests of the transports share: their names, alice's ssh_config, a driver on a login node."""
+"""Shared by the tests of the transports: their names, alice's ssh_config, a driver on a login node."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Lab:
             own(each)
 
     def status(self, *names: str, check: bool = True, user: str = "alice", **env: str) -> dict[str, dict[str, Any]]:
-        """Return what `gpuboard status` says of ``names``, by name."""
+        """Return the nodes of `gpuboard status` for ``names``, by name."""
         settings = {"GPUBOARD_TRANSPORT": self.transport, "GPUBOARD_CONNECT_TIMEOUT": "30s", **env}
         command = ["gpuboard", "status", "--json", "--nodes", ",".join(names)]
         done = self.here.run(command, env=settings, user=user)
@@ -67,7 +67,7 @@ class Lab:
 
 
 class Driven:
-    """The driver as seen from the test."""
+    """The test's end of the driver."""
 
     def __init__(self, process: Running) -> None:
         self.process = process
@@ -78,7 +78,7 @@ class Driven:
         self.process.stdin.flush()
 
     def event(self, kind: str, *, after: str = "") -> dict[str, Any]:
-        """Return the next event, which must be of this kind; those of the kind ``after`` may come before it."""
+        """Return the next event, which must be of this kind; events of the kind ``after`` before it are skipped."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -91,7 +91,7 @@ class Driven:
         return found
 
     def start_agents(self, *nodes: str) -> None:
-        """Say the agents' start line, each on its channel, and wait until all of them have answered."""
+        """Send the agents' start lines, each on its channel, and wait until all of them have answered."""
         for number, node in enumerate(nodes):
             config = {"node": node, "interval_s": None, "claims_dir": "/var/tmp", "simulate": None, "now": True}
             start = {"t": "start", "nonce": f"{number:016x}", "role": "node", "config": config}
@@ -102,7 +102,7 @@ class Driven:
             self.received(number, 500)
 
     def received(self, number: int, size: int) -> dict[str, Any]:
-        """Return what a channel has received, once it is so much."""
+        """Return what a channel has received, once it has ``size`` bytes."""
 
         def enough() -> dict[str, Any]:
             self.tell(op="say", n=number)
@@ -129,7 +129,7 @@ def agents(host: Host, user: str = "alice") -> list[NodeProcess]:
 
 
 def logins(host: Host) -> int:
-    """Return how often somebody has logged in to ``host`` since its sshd was started."""
+    """Return the number of logins to ``host`` since its sshd was started."""
     return (host.folder / "sshd.log").read_text().count("Accepted publickey for ")
 
 

@@ -1,6 +1,6 @@
 """Start-up files of a login shell that print or read where the protocol runs, on real nodes over each transport.
 
-A person's own ``.bashrc`` is no attack, but what it prints or eats must never leave a reservation behind unseen.
+A user's own ``.bashrc`` is not an attack, but its output or input must never hide a reservation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def claims(nodes: Cluster) -> list[Path]:
 
 
 def take_and_release(lab: Lab, nodes: Cluster) -> None:
-    """Reserve GPUs of two nodes, look at them, release them: nothing is left, and nothing is said that is not so."""
+    """Reserve GPUs of two nodes, list and release them: no claim remains, and every message is true."""
     words = ["allocate", "--n", "4", "--per-node", "2", "--detach", "--for", "10m", "--format", "json"]
     taken = gpuboard(lab, *words)
     assert (taken.returncode, taken.stderr) == (0, ""), taken.stdout + taken.stderr
@@ -84,7 +84,7 @@ def test_a_node_without_python_is_read_through_such_output(lab: Lab, nodes: Clus
     "text",
     ["read x\n", "read a; read b; read c\n", "read -n 1 x\n", "exec sh\n", "head -c 100000 >/dev/null\n"],
 )
-def test_a_start_up_file_that_reads_is_named_at_once(lab: Lab, text: str) -> None:
+def test_a_start_up_file_that_reads_is_reported_at_once(lab: Lab, text: str) -> None:
     startup(lab, text)
     watch = Stopwatch()
     found = lab.status("gpu01", check=False)["gpu01"]
@@ -93,11 +93,11 @@ def test_a_start_up_file_that_reads_is_named_at_once(lab: Lab, text: str) -> Non
     assert READS in found["error"], found["error"]
     assert "~/.bashrc" in found["error"], found["error"]
     assert "ValueError" not in found["error"]
-    assert took_s < 8, "told at once, not at a deadline"
+    assert took_s < 8, "reported at once, not at the timeout"
 
 
 @pytest.mark.parametrize("text", ["cat >/dev/null\n", "printf 'Which project? '; read a; while :; do sleep 60; done\n"])
-def test_a_start_up_file_that_reads_all_is_named_at_the_deadline(lab: Lab, text: str) -> None:
+def test_a_start_up_file_that_reads_all_is_reported_at_the_timeout(lab: Lab, text: str) -> None:
     startup(lab, text)
     found = lab.status("gpu01", check=False, GPUBOARD_CONNECT_TIMEOUT="8s")["gpu01"]
     assert found["state"] == "unreachable"
@@ -111,7 +111,7 @@ def test_a_command_on_a_node_gets_its_own_standard_input(lab: Lab) -> None:
     assert (done.returncode, done.stdout.endswith("\n")) == (7, True), done.stderr
 
 
-def test_a_launch_gets_through_such_output(lab: Lab) -> None:
+def test_a_launch_works_with_such_output(lab: Lab) -> None:
     startup(lab, GREETING + LATER)
     script = lab.ssh.parent / "train.py"
     script.write_text("print('trained')\n")

@@ -1,4 +1,4 @@
-"""The bundle and its loader, under the oldest interpreter there is and in every login shell."""
+"""The bundle and its loader, under the oldest supported interpreter and in every login shell."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PYTHONS = [sys.executable, *map(str, OLD[:1])]
 
 
 def ask(command: list[str], data: bytes, **options: Any) -> tuple[bytes, int]:
-    """Send ``data``, return the first frame that comes back and, once our end is closed, the exit code."""
+    """Send ``data``, return the first frame and, after closing stdin, the exit code."""
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
     assert child.stdin is not None
     assert child.stdout is not None
@@ -34,7 +34,7 @@ def ask(command: list[str], data: bytes, **options: Any) -> tuple[bytes, int]:
 
 
 def end(command: list[str], data: bytes) -> subprocess.CompletedProcess[bytes]:
-    """Send ``data`` and end-of-file, return what came of it."""
+    """Send ``data`` and end-of-file, return the result."""
     return subprocess.run(command, input=data, capture_output=True, timeout=60)
 
 
@@ -90,12 +90,12 @@ def test_bytes_that_trickle_in_are_read_whole_and_no_further() -> None:
     assert child.wait(60) == 2
 
 
-def test_a_connection_that_ends_early_ends_the_loader_in_silence() -> None:
+def test_the_loader_ends_without_output_when_the_connection_ends_early() -> None:
     done = end(["sh", "-c", bundle.command_line(sys.executable)], bundle.bundle("node")[:5000])
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def test_an_interpreter_that_is_too_old_says_so() -> None:
+def test_an_interpreter_that_is_too_old_is_reported() -> None:
     python2 = sorted(Path("/root/.pyenv/versions").glob("2.7.*/bin/python"))
     if not python2:
         pytest.skip("no Python 2 here")
@@ -117,14 +117,14 @@ def test_a_missing_python_is_recognised_in_every_shell(shell: str) -> None:
     assert error.remedy == "install python3 (3.6 or later) or set `python` in the config"
 
 
-def test_pynvml_travels_with_the_probe_only() -> None:
+def test_pynvml_is_sent_for_role_node_only() -> None:
     assert "pynvml" in bundle.sources("node")
     assert "pynvml" not in bundle.sources("launch")
     assert bundle.sources("launch").keys() == bundle.sources("node").keys() - {"pynvml"}
     assert bundle.bundle("node") is bundle.bundle("node")
 
 
-def test_every_module_of_the_agent_travels() -> None:
+def test_every_module_of_the_agent_is_sent() -> None:
     root = Path(module_source.__file__).parents[2]
     found = {
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
@@ -140,7 +140,7 @@ def test_an_interpreter_with_odd_characters_in_its_path_is_quoted(tmp_path: Path
     assert b"no role 'none'" in line
 
 
-def test_the_source_of_a_module_is_had_from_files_and_from_the_bundle() -> None:
+def test_the_source_of_a_module_is_found_in_files_and_in_the_bundle() -> None:
     assert module_source.source("gpuboard.agent.protocol") == bundle.sources("launch")["gpuboard.agent.protocol"]
     finder = bundled.Finder({"a": "", "a.b": "x = 1\n"})
     assert (finder.get_source("a.b"), finder.is_package("a"), finder.is_package("a.b")) == ("x = 1\n", True, False)

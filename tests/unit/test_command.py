@@ -1,4 +1,4 @@
-"""One command to its end, or to that of our patience: what is known of it then."""
+"""One command run to its end or its timeout: its result."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def sh(script: str, timeout_s: float = 20.0, **more: object) -> tuple[int | None
     return ran.code, ran.out, ran.err, ran.ended, ran.ok
 
 
-def test_what_it_prints_and_how_it_ends() -> None:
+def test_output_and_exit_code() -> None:
     assert sh("echo out; echo err >&2") == (0, "out\n", "err\n", True, True)
     assert sh("cat; exit 3", data=b"x" * 200_000) == (3, "x" * 200_000, "", True, False)
     assert sh("kill -9 $$") == (-9, "", "", True, False)
 
 
-def test_after_its_time_it_is_killed_with_all_it_has_started_and_what_it_said_is_kept() -> None:
-    for patience_s in (0.5, 5.0, 30.0):  # as long as it takes to say something
-        ran = run(["/bin/sh", "-c", "sleep 600 & echo $!; echo waiting >&2; wait"], os.environ, patience_s)
+def test_after_the_timeout_its_process_group_is_killed_and_its_output_kept() -> None:
+    for timeout_s in (0.5, 5.0, 30.0):  # until it has printed something
+        ran = run(["/bin/sh", "-c", "sleep 600 & echo $!; echo waiting >&2; wait"], os.environ, timeout_s)
         if ran.err:
             break
     assert (ran.code, ran.err, ran.ended, ran.ok) == (None, "waiting\n", False, False)
     until(lambda: not Path(f"/proc/{ran.out.strip()}/cmdline").exists(), "what it started has ended")
 
 
-def test_one_that_ended_while_we_stood_still_is_as_it_was(tmp_path: Path) -> None:
+def test_one_that_ended_during_a_suspend_keeps_its_result(tmp_path: Path) -> None:
     for learn in (lambda command: command.wait(0.0), Command.kill):
         command = Command(["/bin/sh", "-c", f"echo $$ >{tmp_path}/pid; echo out; exit 3"], os.environ)
-        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "it says who it is")
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "it has written its pid")
         assert still_there([int((tmp_path / "pid").read_text())], 60.0) == []
         ran = learn(command)
         assert ran is not None
@@ -47,7 +47,7 @@ def test_one_that_ended_while_we_stood_still_is_as_it_was(tmp_path: Path) -> Non
         (tmp_path / "pid").unlink()
 
 
-def test_who_is_stopped_does_not_wait_for_it() -> None:
+def test_it_ends_when_stopped_is_set() -> None:
     stopped = threading.Event()
     threading.Timer(0.2, stopped.set).start()
     begun = time.monotonic()
@@ -55,7 +55,7 @@ def test_who_is_stopped_does_not_wait_for_it() -> None:
     assert time.monotonic() - begun < 10
 
 
-def test_where_sigchld_is_ignored_its_words_tell() -> None:
+def test_without_an_exit_code_stderr_decides() -> None:
     script = (
         "import os; from gpuboard.transport.command import run\n"
         "for text in ('echo x', 'echo no >&2; exit 1'):\n"

@@ -1,4 +1,4 @@
-"""known_hosts read for paramiko as ssh reads it; ssh-keygen is the judge where it can be asked."""
+"""known_hosts read for paramiko as ssh reads it; hashed names are compared with ssh-keygen's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KEY, OTHER = base64.b64decode(ONE), base64.b64decode(TWO)
         ("", "gpu01", 22, "unknown"),
     ],
 )
-def test_whose_key_it_is(tmp_path: Path, line: str, name: str, port: int, verdict: str) -> None:
+def test_keys_are_judged_as_by_ssh(tmp_path: Path, line: str, name: str, port: int, verdict: str) -> None:
     (tmp_path / "known").write_text(line + "\n")
     assert KnownHosts([str(tmp_path / "none"), str(tmp_path / "known")]).judge(name, port, KEY) == verdict
 

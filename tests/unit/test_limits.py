@@ -1,4 +1,4 @@
-"""What one node may send: all that an agent ever says, also after hours in which nobody read, and no more."""
+"""What one node may send: everything that an agent sends, also after a suspend of hours, and no more."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ PIECE = 32 * 1024  # of an ssh channel
 
 
 def receive(budget: Budget, size: int, now: float) -> None:
-    """Spend what a message of this size costs, in the pieces in which it arrives."""
+    """Spend the tokens of a message of this size, in the pieces in which it arrives."""
     for start in range(0, size, PIECE):
         budget.spend(min(PIECE, size - start) + limits.PIECE, now)
     budget.spend(limits.DECODED, now)
 
 
-def test_the_largest_line_each_second_is_no_excess() -> None:
+def test_the_largest_line_each_second_is_allowed() -> None:
     budget = Budget()
     for second in range(100):
         receive(budget, 4 * MIB - PIECE, float(second))
 
 
-def test_what_waited_for_a_suspended_client_is_no_excess() -> None:
+def test_what_was_buffered_for_a_suspended_client_is_allowed() -> None:
     budget = Budget()
     receive(budget, 4096, 0.0)
     receive(budget, 10 * MIB, 3600.0)
@@ -37,12 +37,12 @@ def test_what_waited_for_a_suspended_client_is_no_excess() -> None:
 
 
 @pytest.mark.parametrize(("size", "a_second"), [(4096, 1000), (MIB, 10), (1, 1000)])
-def test_a_flood_is_told_within_seconds(size: int, a_second: int) -> None:
+def test_a_flood_is_detected_within_seconds(size: int, a_second: int) -> None:
     budget = Budget()
-    with pytest.raises(Exceeded) as told:
+    with pytest.raises(Exceeded) as caught:
         for number in range(10 * a_second):
             receive(budget, size, number / a_second)
-    assert told.value.kind == "limits"
+    assert caught.value.kind == "limits"
 
 
 def gpu(**changes: object) -> GpuReading:
@@ -73,7 +73,9 @@ STATIC = GpuStatic(0, "GPU-0", "H100", "0")
         (Static(), Static([msgspec.structs.replace(STATIC, links={f"GPU-{k}": 1 for k in range(1025)})]), "1025 links"),
     ],
 )  # fmt: skip
-def test_what_no_node_has_is_refused(within: Reading | Static, beyond: Reading | Static, words: str) -> None:
+def test_lists_longer_than_any_nodes_are_refused(
+    within: Reading | Static, beyond: Reading | Static, words: str
+) -> None:
     check_message(within, 1000)
     with pytest.raises(Exceeded, match=f"lists {words}"):
         check_message(beyond, 1000)
@@ -86,13 +88,13 @@ def test_facts_are_short(message: Static | Hello | Event) -> None:
         check_message(message, MIB + 1)
 
 
-def test_a_long_line_is_counted_before_objects_are_made_of_it() -> None:
+def test_a_long_line_is_counted_before_it_is_decoded() -> None:
     line = msgspec.json.encode({"t": "reading", "gpus": [{"uuid": "GPU-0"}] * 20_000})
     with pytest.raises(Exceeded, match="20000 GPUs"):
         check_line(memoryview(line))
     check_line(memoryview(msgspec.json.encode({"t": "reply", "id": 1, "value": "x" * MIB})))
 
 
-def test_a_node_beyond_its_limits_is_tried_again_seldom() -> None:
+def test_a_node_beyond_its_limits_is_retried_with_long_back_off() -> None:
     assert 15.0 <= backoff_s(1, "limits") <= 30.0
     assert 150.0 <= backoff_s(9, "limits") <= 300.0

@@ -1,4 +1,4 @@
-"""The protocol by itself: bytes in, messages and ends out, whatever a node sends."""
+"""The protocol without I/O: bytes in, messages and errors out, whatever a node sends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READING = {"t": "reading", "seq": 1, "at": 1.5, "interval_s": 1.0}
 
 
 class Wire:
-    """A channel that keeps what is written."""
+    """A channel that records what is written."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -38,7 +38,7 @@ class Wire:
 
 
 class Setup:
-    """A link over a Wire, with all it said."""
+    """A link over a Wire, with all its messages."""
 
     def __init__(self) -> None:
         self.messages: list[Hello | Static | Reading | Event] = []
@@ -65,7 +65,7 @@ def test_the_start_line_comes_first_with_a_new_nonce() -> None:
 
 @given(st.lists(st.integers(1, 60), max_size=30))
 @settings(max_examples=60, deadline=None)
-def test_however_the_bytes_are_cut_the_messages_are_the_same(cuts: list[int]) -> None:
+def test_messages_do_not_depend_on_how_bytes_are_split(cuts: list[int]) -> None:
     it = Setup()
     data = b"Welcome!\n" + it.frame(HELLO) + b"noise\n" + it.frame(READING) + it.frame({**READING, "seq": 2})
     for cut in cuts:
@@ -76,7 +76,7 @@ def test_however_the_bytes_are_cut_the_messages_are_the_same(cuts: list[int]) ->
     assert it.end() is None
 
 
-def test_of_readings_that_arrive_together_the_newest_is_decoded() -> None:
+def test_the_newest_of_readings_that_arrive_together_is_decoded() -> None:
     it = Setup()
     it.link.received(it.frame(HELLO))
     ticket = it.link.submit("read", {})
@@ -87,7 +87,7 @@ def test_of_readings_that_arrive_together_the_newest_is_decoded() -> None:
     assert ticket.settled
 
 
-def test_one_byte_at_a_time_is_a_flood_too() -> None:
+def test_single_bytes_count_as_a_flood() -> None:
     it = Setup()
     it.link.received(it.frame(HELLO))
     for _ in range(5000):
@@ -126,7 +126,7 @@ def test_a_waiting_call_ends_with_the_link() -> None:
     with pytest.raises(LinkLost, match="closed"):
         it.link.call("take", {}, 10, Ends)
     until(lambda: it.wire.closed, "the connection is closed, too")
-    assert it.end() is None  # we closed it ourselves
+    assert it.end() is None  # closed by this side
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_line_without_end_is_not_kept() -> None:
     assert it.end() == ("lost", "malformed answer: a line without end")
 
 
-def test_what_the_agent_printed_is_in_the_words_of_its_end() -> None:
+def test_the_agents_stderr_is_in_the_error() -> None:
     it = Setup()
     it.link.received(it.frame({"t": "event", "kind": "stderr", "data": {"text": "Traceback\nOSError: \x1b[2Jdisk\n"}}))
     it.link.received(it.frame({"t": "event", "kind": "stderr", "data": {"text": 5}}))
@@ -189,7 +189,7 @@ def test_what_the_agent_printed_is_in_the_words_of_its_end() -> None:
     assert it.end() == ("exited", "the agent ended with exit code 1: OSError: [2Jdisk")
 
 
-def test_what_a_shell_said_that_started_no_agent_is_in_the_words_of_its_end() -> None:
+def test_output_of_a_shell_that_started_no_agent_is_in_the_error() -> None:
     remedy = "the agent did not start: does `python3 --version` work on gpu01 without a terminal?"
     for printed, words in (
         (b"Welcome\nThis account is \x1b[1mnot available.\n\n", "exit code 1: This account is [1mnot available."),
@@ -203,17 +203,17 @@ def test_what_a_shell_said_that_started_no_agent_is_in_the_words_of_its_end() ->
         assert it.ends[0].remedy == remedy
     it = Setup()
     it.link.received(b"Welcome\n")
-    it.link.ended(TransportError("exited", "the agent ended with exit code 1: what stderr said"))
-    assert it.end() == ("exited", "the agent ended with exit code 1: what stderr said")
+    it.link.ended(TransportError("exited", "the agent ended with exit code 1: the last line of stderr"))
+    assert it.end() == ("exited", "the agent ended with exit code 1: the last line of stderr")
 
 
-def test_ticks_go_out_as_lines() -> None:
+def test_ticks_are_sent_as_lines() -> None:
     it = Setup()
     it.link.tick(413)
     assert it.wire.lines()[-1] == {"t": "tick", "in_ms": 413}
 
 
-def test_nothing_goes_out_after_the_end() -> None:
+def test_nothing_is_sent_after_the_end() -> None:
     it = Setup()
     it.link.drop(TransportError("timeout", "no reading"))
     written = it.wire.written

@@ -1,4 +1,4 @@
-"""How many connections are set up at once: more where they are quick, fewer where they are slow, whatever hangs."""
+"""How many connections are set up at once: more where they are fast, fewer where slow; those that hang do not count."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def attempt(pace: Pace, under_way: list[int], *, starts: bool = False, han
         pace.leave(turn, succeeded=succeeded)
 
 
-def test_quick_ones_make_room_for_more_up_to_the_limit() -> None:
+def test_fast_successes_raise_the_number_up_to_the_limit() -> None:
     async def scenario() -> None:
         pace, under_way = Pace(64, 60.0), [0]
         await asyncio.gather(*(attempt(pace, under_way) for _ in range(300)))
@@ -41,9 +41,9 @@ def test_quick_ones_make_room_for_more_up_to_the_limit() -> None:
     asyncio.run(scenario())
 
 
-def test_slow_ones_leave_room_for_few() -> None:
+def test_slow_successes_lower_the_number() -> None:
     async def scenario() -> None:
-        pace, under_way = Pace(64, 0.0), [0]  # whatever it takes is too long
+        pace, under_way = Pace(64, 0.0), [0]  # every success is slow
         pace.near_s = 0.0
         await asyncio.gather(*(attempt(pace, under_way) for _ in range(40)))
         assert pace.at_once == LEAST
@@ -52,13 +52,13 @@ def test_slow_ones_leave_room_for_few() -> None:
     asyncio.run(scenario())
 
 
-def test_a_long_way_is_not_slowness() -> None:
+def test_a_slow_network_does_not_lower_the_number() -> None:
     async def scenario() -> None:
         pace = Pace(64, 0.0)
         for _ in range(20):
             turn = await pace.enter()
             await asyncio.sleep(0.01)
-            turn.progress()  # the first answer takes about half of all: it is the way
+            turn.progress()  # the first reply takes about half of it: the network is slow
             await asyncio.sleep(0.01)
             pace.leave(turn, succeeded=True)
         assert pace.at_once > AT_ONCE
@@ -66,7 +66,7 @@ def test_a_long_way_is_not_slowness() -> None:
     asyncio.run(scenario())
 
 
-def test_those_that_hang_are_in_nobodys_way() -> None:
+def test_attempts_that_hang_do_not_count() -> None:
     async def scenario() -> None:
         for starts in (False, True):  # in the handshake, or in their shells' start-up files
             pace, under_way = Pace(64), [0]
@@ -81,14 +81,14 @@ def test_those_that_hang_are_in_nobodys_way() -> None:
     asyncio.run(scenario())
 
 
-def test_who_gives_up_while_waiting_or_when_it_is_its_turn_takes_no_room() -> None:
+def test_a_cancelled_attempt_frees_its_turn() -> None:
     async def scenario() -> None:
         pace = Pace(1, 60.0)
         first = await pace.enter()
         waiting = [asyncio.create_task(pace.enter()) for _ in range(3)]
         await asyncio.sleep(0)
         waiting[0].cancel()
-        pace.leave(first, succeeded=True)  # the second one's turn, which it does not live to see
+        pace.leave(first, succeeded=True)  # the second one's turn, after it was cancelled
         waiting[1].cancel()
         for task in waiting[:2]:
             with contextlib.suppress(asyncio.CancelledError):
@@ -98,7 +98,7 @@ def test_who_gives_up_while_waiting_or_when_it_is_its_turn_takes_no_room() -> No
     asyncio.run(scenario())
 
 
-def test_nodes_that_come_one_after_the_other_are_all_waited_for() -> None:
+def test_nodes_that_answer_one_after_the_other_are_all_reached() -> None:
     names = [f"gpu{number:02d}" for number in range(5)]
     fleet = Fleet([Node(name, name) for name in names], Settings(), interval_s=None, connector=_Nowhere(Settings()))
 

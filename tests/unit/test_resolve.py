@@ -1,4 +1,4 @@
-"""Names as ssh itself resolves them: Include, Match, answers that outlive a process."""
+"""Names as ssh itself resolves them: Include, Match, cached answers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_includes_are_read_as_ssh_reads_them(folder: Path, name: str) -> None:
 
 
 def test_asyncssh_alone_takes_included_files_in_another_order(folder: Path) -> None:
-    """When this fails asyncssh has learnt it, and what asks ssh in its place may go."""
+    """When this fails, asyncssh sorts included files, and resolve.py is not needed for them."""
     users = set()
     for names in (("1", "2"), ("2", "1")):
         for file in (folder / "d").iterdir():
@@ -71,7 +71,7 @@ def test_asyncssh_alone_takes_included_files_in_another_order(folder: Path) -> N
     assert ("u2", "2") in users
 
 
-def test_what_asyncssh_cannot_read_it_does_not_read(tmp_path: Path) -> None:
+def test_files_that_asyncssh_cannot_read_are_not_given_to_it(tmp_path: Path) -> None:
     (tmp_path / "more").write_text("Host gpu\n  HostName 10.0.0.9\n  HostKeyAlias other\n")
     config = tmp_path / "config"
     config.write_text(f"Host gpu\n  User y\n  ServerAliveInterval 1m\nInclude {tmp_path}/more\n")
@@ -83,13 +83,13 @@ def test_what_asyncssh_cannot_read_it_does_not_read(tmp_path: Path) -> None:
     assert found.options["host_key_alias"] == "other"
 
 
-def test_plain_files_are_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssh_is_not_run_for_plain_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config").write_text("Host a*\n  Port 99\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("ssh was asked"))
     assert HostConfig(str(tmp_path / "config"), ["/none"]).host("abc").port == 99
 
 
-def test_answers_outlive_the_process_and_end_with_a_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_cached_until_a_file_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = folder / "state" / "answers.json"
     first = Resolver(str(folder / "config"), cache=kept)
     assert first.get("gpu01").user == "u1"
@@ -104,7 +104,7 @@ def test_answers_outlive_the_process_and_end_with_a_change(folder: Path, monkeyp
     assert Resolver(str(folder / "config"), cache=kept).get("gpu01").user == "new"
 
 
-def test_a_change_is_seen_by_who_keeps_asking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_resolver_detects_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuboard.transport.ssh.resolve._CHECK_S", 0.0)
     asked = Resolver(str(folder / "config"))
     assert asked.get("plain").port == 22
@@ -113,7 +113,7 @@ def test_a_change_is_seen_by_who_keeps_asking(folder: Path, monkeypatch: pytest.
     assert asked.get("plain").port == 2200
 
 
-def test_nothing_is_remembered_where_a_command_decides(tmp_path: Path) -> None:
+def test_nothing_is_cached_where_a_command_decides(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     config = tmp_path / "config"
     config.write_text(f'Match exec "test -e {flag}"\n  Port 99\nHost *\n  Port 22\n')
@@ -126,7 +126,7 @@ def test_nothing_is_remembered_where_a_command_decides(tmp_path: Path) -> None:
     assert not kept.exists()
 
 
-def test_what_ssh_refuses_is_told(tmp_path: Path) -> None:
+def test_errors_of_ssh_are_reported(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("Host *\n  Fooo bar\n")
     with pytest.raises(TransportError, match=r"ssh_config: .*config: line 2: Bad configuration option: fooo"):
         Resolver(str(tmp_path / "config")).get("gpu01")
@@ -134,13 +134,13 @@ def test_what_ssh_refuses_is_told(tmp_path: Path) -> None:
         Resolver(str(tmp_path / "none")).get("gpu01")
 
 
-def test_a_command_that_hangs_is_given_up(tmp_path: Path) -> None:
+def test_a_command_that_hangs_times_out(tmp_path: Path) -> None:
     (tmp_path / "config").write_text('Match exec "sleep 60"\n  Port 99\n')
     with pytest.raises(TransportError, match="`ssh -G gpu01` did not respond within 0 s; does a `Match exec`"):
         Resolver(str(tmp_path / "config"), timeout_s=0.2).get("gpu01")
 
 
-def test_a_circle_of_jumps_is_told() -> None:
+def test_a_cycle_of_jump_hosts_is_reported() -> None:
     with pytest.raises(TransportError, match="ProxyJump of a goes in circles"):
         jump_chain("a", ("b",), {"b": ("c",), "c": ("b",)}.__getitem__)
     assert jump_chain("a", ("b", "x"), {"b": ("c",), "c": ()}.__getitem__) == ("c", "b", "x")

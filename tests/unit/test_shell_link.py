@@ -1,4 +1,4 @@
-"""What a shell says of its node, in whatever pieces and with whatever in between, is read or ends the link."""
+"""Output of a node's shell, split anywhere and with any text inserted, is read or ends the link."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ FACTS = (
 
 
 class Wire:
-    """A channel to nowhere, and a link on it that keeps what it says."""
+    """A channel without a node, and a link on it that records its messages."""
 
     def __init__(self) -> None:
         self.written = b""
-        self.said: list[Hello | Static | Reading | Event] = []
+        self.messages: list[Hello | Static | Reading | Event] = []
         self.error: TransportError | None = None
-        self.link = ShellLink("n1", "no python3", None, self.said.append, self._ended)
+        self.link = ShellLink("n1", "no python3", None, self.messages.append, self._ended)
         self.link.attach(self)
         self.nonce = self.written.removeprefix(SCRIPT).strip()
 
@@ -52,7 +52,7 @@ class Wire:
     def close(self) -> None:
         """Nothing to close."""
 
-    def hear(self, data: bytes) -> None:
+    def receive(self, data: bytes) -> None:
         self.link.received(data.replace(b"@N ", b"@" + self.nonce + b" "))
 
 
@@ -60,9 +60,9 @@ def transcript(listing: bytes = LISTING) -> bytes:
     return b"\n@N hello\n" + HELLO + b"\n@N end 0\n\n@N messages\n\n@N listing\n" + listing + FACTS
 
 
-def free(said: list[Hello | Static | Reading | Event]) -> set[str]:
-    readings = [message for message in said if isinstance(message, Reading)]
-    return {gpu.uuid for reading in readings for gpu in reading.gpus if gpu.processes == [] and gpu.error is None}
+def free(messages: list[Hello | Static | Reading | Event]) -> set[str]:
+    found = [message for message in messages if isinstance(message, Reading)]
+    return {gpu.uuid for reading in found for gpu in reading.gpus if gpu.processes == [] and gpu.error is None}
 
 
 def test_the_command_line_has_no_character_that_a_shell_would_read() -> None:
@@ -73,47 +73,47 @@ def test_the_command_line_has_no_character_that_a_shell_would_read() -> None:
 
 def test_processes_are_described_as_the_agent_does() -> None:
     wire = Wire()
-    wire.hear(transcript())
-    hello, reading = wire.said[0], wire.said[-1]
+    wire.receive(transcript())
+    hello, reading = wire.messages[0], wire.messages[-1]
     assert isinstance(hello, Hello)
     assert isinstance(reading, Reading)
     assert (hello.hostname, hello.uid, hello.pid, hello.job) == ("n1", 1001, 7, "5")
     python, xorg = reading.gpus[1].processes or []
     assert (python.user, python.uid, python.name, python.job) == ("bob", 1002, "python", "77")
     assert (python.command, python.started) == ("python train.py --lr 3e-4", 1795257434.0)
-    assert (xorg.user, xorg.uid, xorg.container) == (None, 0, "ab" * 6)  # root in a container: anybody's
+    assert (xorg.user, xorg.uid, xorg.container) == (None, 0, "ab" * 6)  # root in a container: the owner is unknown
     assert (reading.load1, reading.memory_used, reading.memory_total) == (3.73, 600 * 1024, 1000 * 1024)
     assert wire.written.endswith(b"\n-q -x\n")
 
 
 @given(st.lists(st.integers(1, 400), max_size=60))
-def test_pieces_of_any_size_say_the_same(sizes: list[int]) -> None:
+def test_messages_do_not_depend_on_how_bytes_are_split(sizes: list[int]) -> None:
     wire, data = Wire(), transcript()
     data = data.replace(b"@N ", b"@" + wire.nonce + b" ")
     for size in sizes:
-        wire.hear(data[:size])
+        wire.receive(data[:size])
         data = data[size:]
-    wire.hear(data)
-    assert [type(message) for message in wire.said] == [Hello, Static, Reading]
+    wire.receive(data)
+    assert [type(message) for message in wire.messages] == [Hello, Static, Reading]
     assert wire.error is None
 
 
 @settings(max_examples=300)
 @given(st.integers(0, len(transcript())), TEXT, st.booleans())
-def test_text_put_in_anywhere_is_read_or_ends_the_link(at: int, text: str, ours: bool) -> None:
+def test_text_inserted_anywhere_is_read_or_ends_the_link(at: int, text: str, ours: bool) -> None:
     data, wire = transcript(), Wire()
     put = text.encode("utf-8", "surrogatepass")
-    wire.hear(data[:at] + (b"\n@N " if ours else b"") + put + data[at:])
-    assert BUSY not in free(wire.said)
+    wire.receive(data[:at] + (b"\n@N " if ours else b"") + put + data[at:])
+    assert BUSY not in free(wire.messages)
 
 
 @given(st.dictionaries(st.sampled_from(["names", "groups", "stats", "args", "users", "host"]), TEXT))
-def test_no_text_makes_facts_raise(said: dict[str, str]) -> None:
-    readings.processes(said)
-    readings.host(said, (1, 100))
+def test_no_text_makes_the_readers_raise(sections: dict[str, str]) -> None:
+    readings.processes(sections)
+    readings.host(sections, (1, 100))
 
 
-def test_frames_are_cut_at_our_own_lines_only() -> None:
+def test_frames_are_split_at_marked_lines_only() -> None:
     frames = Frames(b"ff")
     assert frames.take(b"noise\n@ee listing\n\n@ff listing\nline @ff end 0\n@ee end 0\n\n@ff end 137") == []
     assert frames.take(b"\n") == [ShellFrame({"listing": b"line @ff end 0\n@ee end 0\n"}, 137)]

@@ -1,4 +1,4 @@
-"""What srun and scontrol print: how many GPUs a job has where, and what errors mean."""
+"""Output of srun and scontrol: GPUs of a job per node, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_gpus_are_counted(gres: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", recordings("*job-d"))
-def test_as_many_are_counted_as_the_scheduler_reads(name: str) -> None:
+def test_the_count_equals_the_schedulers(name: str) -> None:
     text = recorded(name)
     for job in holding(text):
         whole = {grant.node: sum(gres.count for gres in grant.gpus) for grant in job.grants}
@@ -55,7 +55,7 @@ def test_a_component_of_a_heterogeneous_job_is_found() -> None:
     assert gpus_by_nodes(text, "1", "") == []
 
 
-def test_names_of_jobs_are_no_records() -> None:
+def test_names_of_jobs_are_not_records() -> None:
     text = "JobId=7 JobName=Nodes=evil CPU_IDs=0 Mem=0 GRES=gpu:99\n   Comment=JobId=8\n\nJobId=8 JobName=y\n"
     assert gpus_by_nodes(text, "7", "") == []
     assert gpus_by_nodes(text, "8", "") == []
@@ -105,7 +105,7 @@ def test_ends_are_explained(ending: Ending, kind: str, words: str) -> None:
     assert (error.kind, error.words) == (kind, words)
 
 
-def test_variables_of_a_job_stay_behind() -> None:
+def test_variables_of_a_job_are_removed() -> None:
     environ = {
         "PATH": "/bin",
         "SLURM_GPUS": "3",
@@ -116,7 +116,7 @@ def test_variables_of_a_job_stay_behind() -> None:
     assert slurm_environ(environ) == {"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_RESTART_COUNT": "1"}
 
 
-def test_a_command_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_command_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(TransportError, match="`srun` is not on PATH here; load the site's Slurm module"):
         program("srun")

@@ -1,4 +1,4 @@
-"""What OpenSSH says (versions 7.4 to 10) → kind, words and remedy."""
+"""stderr of OpenSSH 7.4 to 10 → kind, message and remedy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ KEY = "debug1: Server host key: ssh-ed25519 SHA256:abc\r\n"
         ("", "lost", "ssh: disconnected while logging in"),
     ],
 )  # fmt: skip
-def test_why_ssh_did_not_get_in(text: str, kind: str, words: str) -> None:
+def test_failed_logins_are_explained(text: str, kind: str, words: str) -> None:
     found = explain_login(text, HOST, hop="hop", timeout_s=5.0)
     assert (found.kind, found.words) == (kind, words)
     assert isinstance(found, Dropped) == words.endswith(", while logging in")
@@ -101,7 +101,9 @@ def test_a_proxy_command_without_a_connection_is_shown() -> None:
         (-9, "", (True, True, True), "exited", "the agent was killed by signal 9"),
     ],
 )  # fmt: skip
-def test_why_a_session_is_over(code: int, stderr: str, seen: tuple[bool, bool, bool], kind: str, words: str) -> None:
+def test_ended_sessions_are_explained(
+    code: int, stderr: str, seen: tuple[bool, bool, bool], kind: str, words: str
+) -> None:
     connected, stood, stands = seen
     found = explain_ssh(
         stderr.encode(),

@@ -1,4 +1,4 @@
-"""The transports' pure parts: errors into words, ssh_config as ssh itself reads it, known hosts."""
+"""The transports' pure parts: errors, ssh_config as ssh itself reads it, known hosts."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_jump_may_name_user_and_port(config: HostConfig, spec: str, user: str,
     assert (host.user, host.key_name, host.port) == (user, name, port)
 
 
-def test_known_hosts_are_read_anew_when_they_change(config: HostConfig, tmp_path: Path) -> None:
+def test_known_hosts_are_read_again_when_they_change(config: HostConfig, tmp_path: Path) -> None:
     assert not config.host("b1").key_is_known()
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True)
     (tmp_path / "known").write_text(f"broken line\nb1 {(tmp_path / 'key.pub').read_text()}")
@@ -129,14 +129,14 @@ def os_error(code: int) -> OSError:
         (TransportError("auth", "of the jump host"), "auth", "of the jump host"),
     ],
 )  # fmt: skip
-def test_errors_have_a_kind_and_words(error: Exception, kind: str, words: str) -> None:
+def test_errors_have_a_kind_and_a_message(error: Exception, kind: str, words: str) -> None:
     found = explain(error, "gpu01", None, 10.0)
     assert (found.kind, found.words) == (kind, words)
     assert found.kind in KINDS
     assert str(found) == (f"{words}; {found.remedy}" if found.remedy else words)
 
 
-def test_what_a_transport_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_without_its_program_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "paramiko", None)
     for name in ("paramiko", "paramiko_login"):
         monkeypatch.delitem(sys.modules, f"gpuboard.transport.ssh.{name}", raising=False)
