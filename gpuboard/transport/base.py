@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from gpuboard.errors import GpuboardError
 
 if TYPE_CHECKING:
     from gpuboard.model.replies import Detail
 
-KINDS = (
+Kind = Literal[
     "refused",
     "unreachable",
     "timeout",
@@ -21,16 +21,16 @@ KINDS = (
     "exited",
     "lost",
     "limits",
-)
+]
 
 
 class TransportError(GpuboardError):
     """A channel that could not be opened, or has ended.
 
-    ``kind`` is one of KINDS, ``words`` what failed and why, ``remedy`` what to do next (may be empty).
+    ``words``: what failed and why, ``remedy``: what to do next (may be empty).
     """
 
-    def __init__(self, kind: str, words: str, remedy: str = "") -> None:
+    def __init__(self, kind: Kind, words: str, remedy: str = "") -> None:
         super().__init__(f"{words}; {remedy}" if remedy else words)
         self.kind = kind
         self.words = words

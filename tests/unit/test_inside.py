@@ -11,7 +11,7 @@ from gpuboard.cluster.inventory.slurm_job import current_job, job_nodes
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.scheduler.slurm.current_job import Inside, JobNode, Outside, is_child, judge, look, surroundings
-from gpuboard.transport.base import TransportError
+from gpuboard.transport.base import Kind, TransportError
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURMD_NODENAME": "gpu01"}
 NODES = (JobNode("gpu01", "7"), JobNode("gpu02", "7"))
@@ -22,7 +22,7 @@ def never(_: str) -> str:
     raise AssertionError("Slurm was asked")
 
 
-def fails(kind: str) -> Callable[[str], str]:
+def fails(kind: Kind) -> Callable[[str], str]:
     def ask(_: str) -> str:
         raise TransportError(kind, "words")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuboard.cluster.routes import AGENT_AGAIN_S, NO_JOB_S, SSH_AGAIN_S, Ladder, Route
-from gpuboard.transport.base import KINDS
+from gpuboard.transport.base import Kind
 
 SSH, SHELL = Route(), Route(shell=True)
 
@@ -122,7 +124,7 @@ def test_a_job_that_is_the_only_way_stays_it_with_or_without_python() -> None:
 @given(
     st.booleans(),
     st.lists(st.sampled_from(["7", "9"]), unique=True),
-    st.lists(st.tuples(st.sampled_from(KINDS), st.floats(0, 1000)), max_size=20),
+    st.lists(st.tuples(st.sampled_from(get_args(Kind)), st.floats(0, 1000)), max_size=20),
 )
 def test_a_way_that_is_not_permitted_is_never_taken(
     ssh: bool, jobs: list[str], failures: list[tuple[str, float]]

@@ -8,13 +8,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import asyncssh
 import pytest
 
 from gpuboard.config import Settings
 from gpuboard.errors import ConfigError
-from gpuboard.transport.base import KINDS, TransportError
+from gpuboard.transport.base import Kind, TransportError
 from gpuboard.transport.connector import ssh_transport
 from gpuboard.transport.ssh.asyncssh import explain
 from gpuboard.transport.ssh.asyncssh_config import HostConfig
@@ -132,7 +133,7 @@ def os_error(code: int) -> OSError:
 def test_errors_have_a_kind_and_a_message(error: Exception, kind: str, words: str) -> None:
     found = explain(error, "gpu01", None, 10.0)
     assert (found.kind, found.words) == (kind, words)
-    assert found.kind in KINDS
+    assert found.kind in get_args(Kind)
     assert str(found) == (f"{words}; {found.remedy}" if found.remedy else words)
 
 

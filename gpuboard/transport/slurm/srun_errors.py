@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from gpuboard.model.text import clean
-from gpuboard.transport.base import TransportError
+from gpuboard.transport.base import Kind, TransportError
 from gpuboard.transport.exit_errors import explain_exit
 from gpuboard.transport.process import Ending
 
@@ -23,7 +23,7 @@ ENDED = frozenset({
 ENDING = ENDED | {"COMPLETING"}  # or is about to release them
 
 # Text in messages of srun and scontrol (slurm_errno.c and srun's own) → kind, message, remedy.
-_REFUSALS = (
+_REFUSALS: tuple[tuple[str, Kind, str, str], ...] = (
     ("unge ", "auth", "Slurm's authentication failed here", "is munged running? contact the administrator"),
     ("Invalid job id", "no-job", "Slurm has no job {job}", _CHECK_JOB),
     ("has expired", "no-job", "Slurm job {job} has ended", _CHECK_JOB),

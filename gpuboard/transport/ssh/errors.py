@@ -6,14 +6,14 @@ import errno
 import re
 
 from gpuboard.model.text import clean
-from gpuboard.transport.base import TransportError
+from gpuboard.transport.base import Kind, TransportError
 
 
 class InteractionRequired(TransportError):
     """The server asks for a password or a code, which only the user can type."""
 
 
-_BY_ERRNO = {
+_BY_ERRNO: dict[int, tuple[Kind, str, str]] = {
     errno.ECONNREFUSED: ("refused", "ssh: connection refused", "is sshd running there, and is the port right?"),
     errno.EHOSTUNREACH: ("unreachable", "ssh: no route to the host", "is the node on, and the network up?"),
     errno.ENETUNREACH: ("unreachable", "ssh: the network is unreachable", "is the network up here?"),
