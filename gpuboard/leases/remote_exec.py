@@ -73,9 +73,9 @@ def _ssh(host: str, config: str, settings: Settings, *, terminal: bool) -> list[
         hosts = [os.path.expanduser(name) for name in settings.known_hosts]
         ssh += ["-o", f"UserKnownHostsFile={' '.join(hosts)}"]
     if settings.transport == "openssh":
-        from gpuboard.transport.ssh.command_line import lead
+        from gpuboard.transport.ssh.command_line import shared_options
 
-        ssh += lead(host, settings, os.environ)  # over a connection for which a person has typed a password, say
+        ssh += shared_options(host, settings, os.environ)  # such as one opened with a password
     return [*ssh, "-o", "BatchMode=yes", "--", host, words]
 
 

@@ -34,12 +34,12 @@ def test_a_second_session_shares_the_first_ones_connection(lab: Lab, nodes: Clus
             second.event("connected")
             assert logins(gpu01) - before == 1
             # The process that opened it ends: the other one's session continues, and new ones are refused.
-            first.tell(op="close")
+            first.send(op="close")
             first.event("closed")
             until(lambda: not list(folder.iterdir()), "no new sessions")
-            second.tell(op="write", text="still here\n")
+            second.send(op="write", text="still here\n")
             second.received(0, 17)
-            second.tell(op="close")
+            second.send(op="close")
             second.event("closed")
             until(lambda: not lab.children(), "nothing is left of it", 8)  # it would last for 10 s
 

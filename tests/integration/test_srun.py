@@ -68,11 +68,11 @@ def test_bytes_pass_unchanged(lab: Lab) -> None:
             driven.event("connected")
         for number, _ in enumerate(NODES):
             driven.received(number, len("ready\n"))
-            driven.tell(op="reset", n=number)
-            driven.tell(op="write", n=number, bytes=2**20)
+            driven.send(op="reset", n=number)
+            driven.send(op="write", n=number, bytes=2**20)
         digest = hashlib.sha256(line(2**20)).hexdigest()
         assert [driven.received(number, 2**20)["sha256"] for number, _ in enumerate(NODES)] == [digest] * 3
-        driven.tell(op="close")
+        driven.send(op="close")
         assert driven.event("closed")["s"] < 2.0
     until(lambda: not clients(lab) and len(lab.processes()) == 1, "only the job's own script is left")
 
@@ -165,8 +165,8 @@ def test_a_controller_that_does_not_respond_is_reported_in_time(lab: Lab, fault:
             ("unreachable", "Slurm's controller did not respond within 3 s"),
             ("unreachable", "cannot connect to Slurm's controller"),
         }
-        before.tell(op="write", n=0, text='{"t":"call","id":1,"op":"read","args":{}}\n')
-        before.tell(op="say", n=0)
+        before.send(op="write", n=0, text='{"t":"call","id":1,"op":"read","args":{}}\n')
+        before.send(op="report", n=0)
         before.event("data")  # an open channel needs no controller
         lab.slurm.controller("continue" if fault == "stop" else "restart")
 

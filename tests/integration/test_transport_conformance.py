@@ -350,9 +350,9 @@ def test_a_line_of_a_mebibyte_passes_in_both_directions(lab: Lab) -> None:
             driven.event("connected")
         for number in range(2):
             driven.received(number, 6)
-            driven.tell(op="reset", n=number)
+            driven.send(op="reset", n=number)
         for number in (0, 1, 0):  # three of them at once, two on one channel
-            driven.tell(op="write", n=number, bytes=size)
+            driven.send(op="write", n=number, bytes=size)
         for number, times in ((0, 2), (1, 1)):
             found = driven.received(number, times * size)
             assert (found["bytes"], found["sha256"]) == (times * size, hashlib.sha256(line(size) * times).hexdigest())
@@ -363,11 +363,11 @@ def test_a_channel_that_does_not_read_delays_no_other(lab: Lab) -> None:
     with lab.channels("gpu01", "gpu02", command="echo ready; read first; sleep 1000 & read second; exec cat") as driven:
         for _ in range(2):
             driven.event("connected")
-        driven.tell(op="write", n=0, text="go\n")
-        driven.tell(op="write", n=0, bytes=16 << 20)  # more than all buffers together; `read` takes it byte by byte
-        driven.tell(op="write", n=1, text="1\n2\nhere\n")
+        driven.send(op="write", n=0, text="go\n")
+        driven.send(op="write", n=0, bytes=16 << 20)  # more than all buffers together; `read` takes it byte by byte
+        driven.send(op="write", n=1, text="1\n2\nhere\n")
         assert driven.received(1, 11)["text"] == "ready\nhere\n"
-        driven.tell(op="close")
+        driven.send(op="close")
         assert driven.event("closed")["s"] < 0.5
 
 
@@ -376,7 +376,7 @@ def test_agents_end_when_the_transport_is_closed(lab: Lab, nodes: Cluster) -> No
     with lab.channels("gpu01", "gpu01", "gpu02", command=None) as driven:
         driven.start_agents("gpu01", "gpu01", "gpu02")
         assert len(agents(gpu01)) >= 2
-        driven.tell(op="close")
+        driven.send(op="close")
         assert driven.event("closed")["s"] < 0.5
         until(lambda: not agents(gpu01) and not agents(nodes["gpu02"]), "all agents ended", 2)
         until(lambda: not lab.children(), "no ssh process is left", 8)  # a shared connection may last for 10 s
@@ -402,9 +402,9 @@ def test_a_path_that_drops_packets_is_detected(lab: Lab, nodes: Cluster) -> None
         assert (ended["n"], ended["kind"]) == (0, "lost")
         assert ended["words"].startswith("the connection was lost")
         assert started.stop() < 15
-        driven.tell(op="write", n=1, text="still here\n")
+        driven.send(op="write", n=1, text="still here\n")
         driven.received(1, 17)
-        driven.tell(op="close")
+        driven.send(op="close")
         assert driven.event("closed")["s"] < 0.5
 
 

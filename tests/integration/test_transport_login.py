@@ -66,7 +66,7 @@ def test_status_asks_once_and_later_commands_share_the_connection(lab: Lab, node
     gpu01.sshd(KEY_AND_PASSWORD)
     before = logins(nodes["gpu02"])
     with password(gpu01), terminal(lab, "gpuboard", "status", "--nodes", "gpu01,gpu02") as screen:
-        screen.shows("gpu01 wants a password, a passphrase or a code:")
+        screen.shows("gpu01 requires a password, a passphrase or a code:")
         screen.shows("alice@gpu01's password:")
         screen.press(PASSWORD.encode() + b"\r")
         screen.ends(60)
@@ -74,7 +74,7 @@ def test_status_asks_once_and_later_commands_share_the_connection(lab: Lab, node
         assert screen.text.count("password:") == 1
         assert PASSWORD not in screen.text
         assert screen.text.count("no process, no reservation") == 16
-        assert "gpu02 wants" not in screen.text
+        assert "gpu02 requires" not in screen.text
         assert logins(nodes["gpu02"]) - before == 1  # hosts that ask for nothing are logged in to once, too
         # for a minute commands without a terminal can use the connection
         done = lab.here.run(["gpuboard", "status", "--nodes", "gpu01"], env=ENV)
@@ -100,7 +100,7 @@ def test_a_jump_host_asks_once_for_all_nodes_behind_it(lab: Lab, nodes: Cluster)
         nodes[name].firewall(f"add rule inet t in ip saddr != {login2.address} tcp dport 22 drop")
     try:
         with password(login2), terminal(lab, "gpuboard", "status", "--nodes", "gpu[01-02]") as screen:
-            screen.shows("login2 wants a password, a passphrase or a code:")
+            screen.shows("login2 requires a password, a passphrase or a code:")
             screen.shows("Password:")
             screen.press(PASSWORD.encode() + b"\r")
             screen.ends(60)

@@ -1,11 +1,11 @@
-"""Opens channels through a transport and says, a JSON line each, what becomes of them. Runs on a test node.
+"""Opens channels through a transport and prints their events as JSON lines. Runs on a test node.
 
     transport_driver.py '{"settings": {…}, "hosts": ["gpu01", …], "command": "cat" or null, "job": "12" or null}'
 
 Out: {"event": "connected", "n": 0}, {"event": "data", "n": 0, "bytes": …, "sha256": …, "text": "…"},
 {"event": "ended", "n": 0, "kind": "…", "words": "…"}, {"event": "closed", "s": 0.1}
 In: {"op": "write", "n": 0, "bytes": 1048576} (that many bytes, the last one a line end), {"op": "write", "n": 0,
-"text": "…"}, {"op": "reset"} (count anew), {"op": "say", "n": 0} (what has come), {"op": "close"}
+"text": "…"}, {"op": "reset"} (forget received data), {"op": "report", "n": 0} (print received data), {"op": "close"}
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.waiting import Stopwatch
 _lock = threading.Lock()
 
 
-def say(**what: Any) -> None:
+def emit(**event: Any) -> None:
     with _lock:
-        print(json.dumps(what), flush=True)
+        print(json.dumps(event), flush=True)
 
 
 class Listener:
-    """Counts what arrives on one channel."""
+    """Records the data of one channel."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -45,52 +45,50 @@ class Listener:
         self.parts: list[bytes] = []
 
     def connected(self) -> None:
-        say(event="connected", n=self.number)
+        emit(event="connected", n=self.number)
 
     def received(self, data: bytes) -> None:
         self.parts.append(data)
 
     def ended(self, error: TransportError) -> None:
-        say(event="ended", n=self.number, kind=error.kind, words=str(error))
+        emit(event="ended", n=self.number, kind=error.kind, words=str(error))
 
     def report(self) -> None:
         data = b"".join(list(self.parts))
         digest = hashlib.sha256(data).hexdigest()
-        say(event="data", n=self.number, bytes=len(data), sha256=digest, text=data[-200:].decode("utf-8", "replace"))
+        emit(event="data", n=self.number, bytes=len(data), sha256=digest, text=data[-200:].decode("utf-8", "replace"))
 
 
 def line(size: int) -> bytes:
-    """Return a line of ``size`` bytes that no two places of look alike."""
+    """Return a line of ``size`` bytes without repetition."""
     words = b"".join(b"%08x" % number for number in range(size // 8 + 1))
     return words[: size - 1] + b"\n"
 
 
 def main() -> None:
-    """Do what stdin says until its end, then close."""
-    asked = json.loads(sys.argv[1])
-    settings = Settings(**asked["settings"])
-    transport: Transport = SrunTransport(settings, asked["job"]) if asked.get("job") else ssh_transport(settings)
-    listeners = [Listener(number) for number in range(len(asked["hosts"]))]
+    """Run the commands of stdin until its end, then close."""
+    options = json.loads(sys.argv[1])
+    settings = Settings(**options["settings"])
+    transport: Transport = SrunTransport(settings, options["job"]) if options.get("job") else ssh_transport(settings)
+    listeners = [Listener(number) for number in range(len(options["hosts"]))]
     channels: list[Channel] = [
-        transport.open(host, "node", listener, asked["command"])
-        for host, listener in zip(asked["hosts"], listeners, strict=True)
+        transport.open(host, "node", listener, options["command"])
+        for host, listener in zip(options["hosts"], listeners, strict=True)
     ]
     for words in sys.stdin:
-        what = json.loads(words)
-        number = what.get("n", 0)
-        if what["op"] == "write":
-            channels[number].write(line(what["bytes"]) if "bytes" in what else what["text"].encode())
-        elif what["op"] == "reset":
+        command = json.loads(words)
+        number = command.get("n", 0)
+        if command["op"] == "write":
+            channels[number].write(line(command["bytes"]) if "bytes" in command else command["text"].encode())
+        elif command["op"] == "reset":
             listeners[number].reset()
-        elif what["op"] == "say":
+        elif command["op"] == "report":
             listeners[number].report()
-        elif what["op"] == "close":
+        elif command["op"] == "close":
             break
     closing = Stopwatch()
     transport.close()
-    say(event="closed", s=closing.stop())
-    if asked.get("linger"):
-        sys.stdin.read()
+    emit(event="closed", s=closing.stop())
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Driven:
     def __init__(self, process: Running) -> None:
         self.process = process
 
-    def tell(self, **what: Any) -> None:
+    def send(self, **what: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
@@ -95,7 +95,7 @@ class Driven:
         for number, node in enumerate(nodes):
             config = {"node": node, "interval_s": None, "claims_dir": "/var/tmp", "simulate": None, "now": True}
             start = {"t": "start", "nonce": f"{number:016x}", "role": "node", "config": config}
-            self.tell(op="write", n=number, text=json.dumps(start) + "\n")
+            self.send(op="write", n=number, text=json.dumps(start) + "\n")
         for _ in nodes:
             self.event("connected")
         for number, _ in enumerate(nodes):
@@ -105,7 +105,7 @@ class Driven:
         """Return what a channel has received, once it has ``size`` bytes."""
 
         def enough() -> dict[str, Any]:
-            self.tell(op="say", n=number)
+            self.send(op="report", n=number)
             found = self.event("data")
             return found if found["bytes"] >= size else {}
 

@@ -36,12 +36,12 @@ _OPTIONS = (
 )  # fmt: skip
 # Only at DEBUG1 does ssh print the key of an unknown server.
 _BATCH = ("-o", "BatchMode=yes", "-o", "LogLevel=DEBUG1")
-_ASKING = ("-n", "-o", "BatchMode=no", "-o", "LogLevel=INFO")
+_INTERACTIVE = ("-n", "-o", "BatchMode=no", "-o", "LogLevel=INFO")
 _KEEPALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
 # Older versions of ssh reject some of these options: they are passed only where ssh_config sets another value.
-_USUAL = {"remotecommand": "none", "sessiontype": "default", "stdinnull": "no", "forkafterauthentication": "no"}
+_DEFAULTS = {"remotecommand": "none", "sessiontype": "default", "stdinnull": "no", "forkafterauthentication": "no"}
 _TARGET = "[%h]:%p"
-_NOTHING = "true"  # a command that every shell has
+_NO_OP = "true"  # a command that every shell has
 
 
 class SshRoute:
@@ -80,45 +80,45 @@ class SshRoute:
 
     def session(self, command: str) -> list[str]:
         """Return the command line that runs ``command`` there without asking anything."""
-        return [*self._call(*_BATCH, *self._sharing(asked=False)), "--", self.host.name, command]
+        return [*self._call(*_BATCH, *self._sharing(interactive=False)), "--", self.host.name, command]
 
-    def asking(self) -> list[str]:
+    def interactive_login(self) -> list[str]:
         """Return the command line that opens the shared connection on a terminal, where ssh may ask."""
-        return [*self._call(*_ASKING, *self._sharing(asked=True)), "--", self.host.name, _NOTHING]
+        return [*self._call(*_INTERACTIVE, *self._sharing(interactive=True)), "--", self.host.name, _NO_OP]
 
-    def opening(self) -> list[str]:
+    def login(self) -> list[str]:
         """Return the command line that opens the shared connection without asking anything."""
-        return self.session(_NOTHING)
+        return self.session(_NO_OP)
 
     def forward(self, address: str) -> list[str]:
         """Return the command line that connects its stdin and stdout to ``address`` from there."""
         over = ("-S", self._master() or "none") if self._own else ()
         return [*self._call(*_BATCH, *over, "-o", "ControlMaster=no"), "-W", address, "--", self.host.name]
 
-    def lead(self) -> list[str]:
+    def shared_options(self) -> list[str]:
         """Return the options with which another ssh uses the open connection to this host, or to its jump host."""
         if self._own and (path := self._master()):
             return ["-S", path, "-o", "ControlMaster=no"]
         return self._proxy() if self.via is not None and self.via.alive() else []
 
     def _master(self) -> str | None:
-        paths = (self._asked, self.shared) if self._own else (self.shared,)
+        paths = (self._typed, self.shared) if self._own else (self.shared,)
         return next((path for path in paths if control_sockets.alive(path)), None)
 
     @property
-    def _asked(self) -> str | None:
+    def _typed(self) -> str | None:
         """The socket of a connection that needed a password or a code."""
         return None if self.shared is None else f"{self.shared}p"
 
-    def _sharing(self, *, asked: bool) -> list[str]:
+    def _sharing(self, *, interactive: bool) -> list[str]:
         if not self._own:
             return []  # as in ssh_config
         if path := self._master():
             return ["-S", path, "-o", "ControlMaster=no"]
-        path = self._asked if asked else self.shared
+        path = self._typed if interactive else self.shared
         if path is None:
             return ["-S", "none", "-o", "ControlMaster=no"]
-        persist_s = control_sockets.ASKED_PERSIST_S if asked else control_sockets.PERSIST_S
+        persist_s = control_sockets.TYPED_PERSIST_S if interactive else control_sockets.PERSIST_S
         return ["-S", path, "-o", "ControlMaster=auto", "-o", f"ControlPersist={persist_s}"]
 
     def _proxy(self) -> list[str]:
@@ -166,18 +166,18 @@ class SshRoutes:
                 route = self._route(self._resolver.get(hop), route)
         return self._route(host, route)
 
-    def to(self, spec: str) -> SshRoute:
+    def open_jumps(self, spec: str) -> SshRoute:
         """Return the route to a host after logging in to the jump hosts before it. Raises TransportError."""
         route = self.find(spec)
         if route.via is not None:
-            self._pass(route.via)
+            self._log_in_jumps(route.via)
         return route
 
     def log_in(self, route: SshRoute) -> bool:
         """Open the shared connection of ``route`` without asking anything. Raises TransportError."""
         return retry_dropped(lambda: self._log_in_once(route), self.timeout_s, self._closed)
 
-    def seen_from(self, route: SshRoute) -> TransportError | None:
+    def jump_failure(self, route: SshRoute) -> TransportError | None:
         """Return why the jump host before ``route`` cannot reach it; None when it can. Raises TransportError."""
         if route.via is None:
             return None
@@ -200,24 +200,24 @@ class SshRoutes:
             raise errors.by_error(error) from None
         return (ran.code, ran.err) if ran.ended else (None, "")
 
-    def keep(self) -> None:
+    def detach(self) -> None:
         """Stop running logins; shared connections stay open for other processes."""
         self._closed.set()
         self._resolver.save()
 
     def close(self) -> None:
         """Stop running logins; gpuboard's shared connections end with their last session."""
-        self.keep()
+        self.detach()
         control_sockets.stop(self._used)
 
-    def _pass(self, route: SshRoute) -> None:
+    def _log_in_jumps(self, route: SshRoute) -> None:
         """Log in to a jump host and those before it. Raises TransportError."""
         if route.via is not None:
-            self._pass(route.via)
+            self._log_in_jumps(route.via)
         self._logins.run(route.shared or route.host.spec, lambda: route.alive() or None, lambda: self.log_in(route))
 
     def _log_in_once(self, route: SshRoute) -> bool:
-        code, err = self.run(route.opening())
+        code, err = self.run(route.login())
         if code == 0 or route.alive():
             return True  # a mere jump host may refuse the command
         if code is None:
@@ -231,9 +231,9 @@ class SshRoutes:
         if host.known_hosts() is None and self._known_hosts is not None:
             files = " ".join(f'"{file}"' for file in self._known_hosts)
             options += ["-o", f"UserKnownHostsFile={files}", "-o", "GlobalKnownHostsFile=/dev/null"]
-        for key, usual in _USUAL.items():
-            if key in host.values and host.values[key][0].lower() != usual:
-                options += ["-o", f"{key}={usual}"]
+        for key, default in _DEFAULTS.items():
+            if key in host.values and host.values[key][0].lower() != default:
+                options += ["-o", f"{key}={default}"]
         configured = host.get("controlpath")
         lasts = host.get("controlmaster") in {"auto", "yes", "true"} and host.get("controlpersist") not in {None, "no"}
         own = configured is None or not (lasts or control_sockets.alive(configured))
@@ -255,13 +255,13 @@ class SshRoutes:
         return f"{self._folder}/{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}"
 
 
-def lead(spec: str, settings: Settings, env: Mapping[str, str]) -> list[str]:
+def shared_options(spec: str, settings: Settings, env: Mapping[str, str]) -> list[str]:
     """Return the options with which another ssh uses an open connection to a host. Raises TransportError."""
     routes = SshRoutes(settings, env)
     try:
-        return routes.find(spec).lead()
+        return routes.find(spec).shared_options()
     finally:
-        routes.keep()
+        routes.detach()
 
 
 def _encrypted(path: str) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from gpuboard import paths
 from gpuboard.transport.command import Command
 
-PERSIST_S, ASKED_PERSIST_S = 10, 60
+PERSIST_S, TYPED_PERSIST_S = 10, 60
 _STOP_S = 30.0
 # sun_path has 108 bytes with its NUL, and ssh first binds the socket under its name with 17 characters appended.
 _LONGEST = 107 - 17 - len("/0123456789abcdefp")

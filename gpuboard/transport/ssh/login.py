@@ -36,7 +36,7 @@ def log_in(hosts: Iterable[str], settings: Settings, env: Mapping[str, str], sho
             for route in _interactive(routes, reachable, show):
                 _ask(route, routes, show)
     finally:
-        routes.keep()
+        routes.detach()
 
 
 def _levels(routes: SshRoutes, hosts: Iterable[str]) -> list[list[SshRoute]]:
@@ -68,7 +68,7 @@ def _interactive(routes: SshRoutes, level: list[SshRoute], show: Callable[[str],
                 show(f"logging in to {clean(names, 200)}")
             return [route for route, future in zip(level, asked, strict=True) if future.result()]
         except BaseException:
-            routes.keep()  # ends running logins: the pool waits for them
+            routes.detach()  # ends running logins: the pool waits for them
             raise
 
 
@@ -88,9 +88,9 @@ def _needs_user(routes: SshRoutes, route: SshRoute) -> bool:
 def _ask(route: SshRoute, routes: SshRoutes, show: Callable[[str], None]) -> None:
     if route.alive():
         return  # it was another host's jump host, too
-    show(f"{clean(route.name, 80)} wants a password, a passphrase or a code:")
+    show(f"{clean(route.name, 80)} requires a password, a passphrase or a code:")
     # stdout is not used: `eval "$(gpuboard allocate …)"` would read it. ssh itself asks on /dev/tty.
-    code = subprocess.run(route.asking(), stdin=subprocess.DEVNULL, stdout=2, check=False).returncode
+    code = subprocess.run(route.interactive_login(), stdin=subprocess.DEVNULL, stdout=2, check=False).returncode
     if not route.alive():
         why = "no answer was accepted" if code == 255 else f"ssh exited with code {code}"
         show(f"{clean(route.name, 80)}: not logged in: {why}")

@@ -113,7 +113,7 @@ class SshProcess:
         """Log in, or report why that failed. Runs in its own thread."""
         try:
             with self._transport.slots:
-                route = self._transport.routes.to(self._host)
+                route = self._transport.routes.open_jumps(self._host)
             retry_dropped(lambda: self._try(route), self._transport.routes.timeout_s, self._closed)
         except Exception as error:  # the limit of open files or processes here, for example
             self.fail(errors.any_error(error))
@@ -138,7 +138,7 @@ class SshProcess:
         attempt.logged_in()
         attempt.settled.wait()
         if isinstance(attempt.error, Dropped) and route.via is not None:
-            raise routes.seen_from(route) or attempt.error
+            raise routes.jump_failure(route) or attempt.error
         if attempt.error is not None and not attempt.connected_yet:
             raise attempt.error
 
