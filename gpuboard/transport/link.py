@@ -136,7 +136,7 @@ class Link:
     def late(self, seconds: float) -> TransportError:
         """Return the error for a link without an answer, or a first reading, for ``seconds``."""
         if self.hello is not None:
-            return TransportError("timeout", f"connected, but no reading came in {seconds:.0f} s")
+            return TransportError("timeout", f"connected, but received no reading within {seconds:.0f} s")
         from gpuboard.transport.exit_errors import not_started  # only when something is wrong
 
         return not_started(seconds, self._printed)
