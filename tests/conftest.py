@@ -80,7 +80,7 @@ def slurm(started_slurm: test_slurm.SlurmCluster, nodes: test_nodes.Cluster) -> 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put first what takes longest, so that workers side by side end at much the same time."""
-    order = ("board", "test_transport_conformance.py", "integration", "gpu")
+    order = ("board", "test_storm.py", "test_transport_conformance.py", "security", "integration", "gpu")
 
     def place(item: pytest.Item) -> int:
         return next((k for k, name in enumerate(order) if name in item.path.parts[-2:]), len(order))

@@ -17,7 +17,8 @@ from tests.nodes import Cluster
 from tests.waiting import Stopwatch
 
 __all__ = ["lab"]
-pytestmark = [pytest.mark.nodes, each_transport]
+pytestmark = pytest.mark.nodes
+one_transport = pytest.mark.parametrize("transport", ["asyncssh"])  # they read the same stream: one each is enough
 SCOPE = "gpu[01-02]"
 GREETING = "printf '\\033]0;n1\\007'\n"
 LATER = "(for i in 1 2 3 4 5 6 7 8 9 10; do printf 'later '; sleep 0.3; done) &\n"
@@ -59,12 +60,20 @@ def take_and_release(lab: Lab, nodes: Cluster) -> None:
     assert claims(nodes) == []
 
 
-@pytest.mark.parametrize("noise", [GREETING, "echo -n hi\n", "echo hi; echo -n there\n", LATER])
-def test_output_without_a_line_end_hides_no_lease(lab: Lab, nodes: Cluster, noise: str) -> None:
+@each_transport
+def test_output_without_a_line_end_hides_no_lease(lab: Lab, nodes: Cluster) -> None:
+    startup(lab, GREETING)
+    take_and_release(lab, nodes)
+
+
+@one_transport
+@pytest.mark.parametrize("noise", ["echo -n hi\n", "echo hi; echo -n there\n", LATER])
+def test_other_output_without_a_line_end_hides_no_lease(lab: Lab, nodes: Cluster, noise: str) -> None:
     startup(lab, noise)
     take_and_release(lab, nodes)
 
 
+@one_transport
 @pytest.mark.parametrize(
     ("shell", "file"), [("zsh", ".zshenv"), ("tcsh", ".cshrc"), ("fish", ".config/fish/config.fish")]
 )
@@ -74,12 +83,14 @@ def test_other_shells_output_without_a_line_end_hides_no_lease(lab: Lab, nodes: 
         take_and_release(lab, nodes)
 
 
+@each_transport
 def test_a_node_without_python_is_read_through_such_output(lab: Lab, nodes: Cluster) -> None:
     startup(lab, GREETING + LATER)
     found = lab.status("gpu01", GPUBOARD_PYTHON="python3-not-there", check=False)["gpu01"]
     assert "python3-not-there cannot be started there" in (found["error"] or "")
 
 
+@one_transport
 @pytest.mark.parametrize(
     "text",
     ["read x\n", "read a; read b; read c\n", "read -n 1 x\n", "exec sh\n", "head -c 100000 >/dev/null\n"],
@@ -96,6 +107,7 @@ def test_a_start_up_file_that_reads_is_reported_at_once(lab: Lab, text: str) -> 
     assert took_s < 8, "reported at once, not at the timeout"
 
 
+@each_transport
 @pytest.mark.parametrize("text", ["cat >/dev/null\n", "printf 'Which project? '; read a; while :; do sleep 60; done\n"])
 def test_a_start_up_file_that_reads_all_is_reported_at_the_timeout(lab: Lab, text: str) -> None:
     startup(lab, text)
@@ -105,6 +117,7 @@ def test_a_start_up_file_that_reads_all_is_reported_at_the_timeout(lab: Lab, tex
     assert ("Which project?" in found["error"]) == ("Which" in text)
 
 
+@each_transport
 def test_a_command_on_a_node_gets_its_own_standard_input(lab: Lab) -> None:
     startup(lab, GREETING)
     done = gpuboard(lab, "run", "--n", "1", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES; exit 7")
