@@ -1,4 +1,4 @@
-"""What every test can use, and an account of what this machine lacks."""
+"""Fixtures for all tests, and a summary of the requirements that this machine lacks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from xdist.scheduler import LoadFileScheduling
 from tests import nodes as test_nodes
 from tests import slurm as test_slurm
 
-# torch warns on stderr where an address has no name, as without a network: tests that compare stderr run there too.
+# Without a network torch warns on stderr about addresses without a name: keep stderr comparable there.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# By default an example may take 200 ms, and of drawing some it counts the seconds: that is up to the machine.
+# hypothesis limits examples to 200 ms and also the time to draw them; both depend on the machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 BOARD = "tests/board/"
 
-# pytest-xdist tells its workers how wide the terminal is: what tests start would take that for its own width.
+# pytest-xdist sets COLUMNS in its workers; programs started by tests would use it as their own width.
 os.environ.pop("COLUMNS", None)
 
-# A run in the background, or under nohup, ignores these, and everything that tests start would inherit that.
+# A run in the background, or under nohup, ignores these signals, and programs started by tests would inherit that.
 for _number, _handler in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, signal.SIG_DFL),
@@ -52,14 +52,14 @@ def started_nodes() -> Iterator[test_nodes.Cluster]:
 
 @pytest.fixture
 def nodes(started_nodes: test_nodes.Cluster) -> test_nodes.Cluster:
-    """The test nodes in order: see tests/nodes.py."""
+    """The test nodes, reset: see tests/nodes.py."""
     started_nodes.reset()
     return started_nodes
 
 
 @pytest.fixture(scope="module")
 def started_slurm(started_nodes: test_nodes.Cluster) -> Iterator[test_slurm.SlurmCluster]:
-    """What Slurm needs on the test nodes, for one module; tests use ``slurm``."""
+    """Slurm's requirements on the test nodes, for one module; tests use ``slurm``."""
     lacking = test_slurm.missing()
     if lacking:
         pytest.skip(f"needs {lacking} for Slurm on the test nodes")
@@ -73,13 +73,13 @@ def started_slurm(started_nodes: test_nodes.Cluster) -> Iterator[test_slurm.Slur
 
 @pytest.fixture
 def slurm(started_slurm: test_slurm.SlurmCluster, nodes: test_nodes.Cluster) -> test_slurm.SlurmCluster:
-    """Slurm on the test nodes, which are in order too, with nothing in it: see tests/slurm.py."""
+    """Slurm without jobs on the test nodes, which are reset too: see tests/slurm.py."""
     started_slurm.configure()
     return started_slurm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put first what takes longest, so that workers side by side end at much the same time."""
+    """Run the slowest tests first, so that parallel workers end at about the same time."""
     order = ("board", "test_storm.py", "test_transport_conformance.py", "security", "integration", "gpu")
 
     def place(item: pytest.Item) -> int:
@@ -88,9 +88,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-@pytest.hookimpl(optionalhook=True)  # without xdist there is none
+@pytest.hookimpl(optionalhook=True)  # the hook exists only with xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
-    """Keep a file's tests together, whose servers are started once, and the board's: one asks what all others tried."""
+    """Keep tests of a file on one worker, to share servers, and all of the board's: one checks what the others ran."""
     scheduling = LoadFileScheduling(config, log)
     file_of = scheduling._split_scope
     scheduling._split_scope = lambda test: BOARD if test.startswith(BOARD) else file_of(test)
@@ -98,7 +98,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say last, in one line each, what was skipped for want of what."""
+    """Print at the end, in one line per reason, how many tests were skipped."""
     counts: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -1,4 +1,4 @@
-"""One host of the test nodes: namespaces, sshd, users' commands, faults. tests/nodes.py says what there is."""
+"""One host of the test nodes: namespaces, sshd, users' commands, faults. tests/nodes.py has an overview."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:" + os.environ.get("
 
 _CD = 'cd "$0" && exec "$@"'
 
-HIDDEN = ("/run", "/var/tmp", "/dev/shm", "/tmp")  # folders that each host has its own of
+HIDDEN = ("/run", "/var/tmp", "/dev/shm", "/tmp")  # private folders of each host
 
-# The first process of a host: sets its mounts up, says so, and reaps orphans from then on.
+# The first process of a host: sets up its mounts, prints `ready`, then reaps orphaned processes.
 _INIT = r"""
 set -e
 host=$1 root=$2; shift 2
@@ -40,7 +40,7 @@ hostname "$host"
 work=$root/hosts/$host/work
 mount -t tmpfs -o mode=755 tmpfs "$work"
 mkdir "$work/upper" "$work/overlay" "$work/cgroup" "$work/keep"
-# Folders of the host's own; what this test run needs below the machine's is put into them, at the same place.
+# Private folders of the host; paths below them that this test run needs are mounted at the same place.
 own="/run /var/tmp /dev/shm /tmp"
 for folder in $own; do
     mkdir -p "$work/own$folder"; mount -t tmpfs -o mode=1777 tmpfs "$work/own$folder"
@@ -56,7 +56,7 @@ cp -r "$root/hosts/$host/etc/." /etc/
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount --rbind "$work/cgroup" /sys/fs/cgroup
-# What this test run needs and others may not enter: put a folder that lets them pass in its place.
+# Folders that this test run needs and other users may not enter: replace each by an accessible one.
 n=0
 while [ $# -gt 0 ]; do
     closed=$1; n=$((n + 1)); shift
@@ -70,7 +70,7 @@ done
 mount --rbind "$root/srv" /srv
 mkdir -p "$work/own/run/sshd" "$work/own/run/fake-nvml"
 mount --bind "$root/hosts/$host/nvml" "$work/own/run/fake-nvml"
-for folder in $own; do  # /tmp last: what is mounted here may itself lie below it
+for folder in $own; do  # /tmp last: sources of these mounts may be below it
     mount --rbind "$work/own$folder" "$folder"
 done
 ldconfig
@@ -103,7 +103,7 @@ LogLevel VERBOSE
 
 
 class NodeProcess(msgspec.Struct, frozen=True):
-    """A process of a host. ``pid`` is ours, ``inner`` the host's own."""
+    """A process of a host: ``pid`` outside the host, ``inner`` in the host's namespace."""
 
     pid: int
     inner: int
@@ -113,11 +113,11 @@ class NodeProcess(msgspec.Struct, frozen=True):
 
 
 class Running(subprocess.Popen[str]):
-    """A process in a host; signals go to itself, not to the nsenter that waits for it."""
+    """A process in a host; signals are sent to the process itself, not to its nsenter."""
 
     @property
     def process(self) -> NodeProcess:
-        """The process itself, once it runs the command. Raises TimeoutError when that takes more than 60 s."""
+        """The process, once it runs the command. Raises TimeoutError after 60 s."""
         until = time.monotonic() + 60
         while time.monotonic() < until and self.poll() is None:
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
@@ -125,11 +125,11 @@ class Running(subprocess.Popen[str]):
             if found is not None and found.name not in {"nsenter", "setpriv", "env"} and _CD not in found.argv:
                 return found
             time.sleep(0.005)
-        raise TimeoutError(f"no process came up: {self.args!r} exit code {self.returncode}")
+        raise TimeoutError(f"no process started: {self.args!r} exit code {self.returncode}")
 
     @property
     def inner(self) -> int:
-        """Its pid as seen from outside the host, where a signal can be sent to it."""
+        """Its pid outside the host, to send signals to."""
         return self.process.pid
 
     def send_signal(self, sig: int) -> None:
@@ -148,10 +148,10 @@ class Running(subprocess.Popen[str]):
                 _signal(self.pid, signal.SIGCONT)
 
     def _stop(self, pid: int) -> None:
-        """Stop the process itself, ``pid``, and wait until nsenter stands still too: only then can it be woken.
+        """Stop process ``pid`` and wait until nsenter is stopped too: only then can SIGCONT resume it.
 
-        nsenter stops itself when its child is stopped, and lets its child go on when it is woken; where it is late
-        with the latter, the child is stopped once more.
+        nsenter stops itself when its child is stopped, and resumes its child when it is resumed. If that happens
+        late, the child is stopped again.
         """
 
         def still() -> bool:
@@ -169,12 +169,12 @@ class Host:
         self.address = ADDRESSES[name]
         self.folder = root / "hosts" / name
         self.has_gpus = name.startswith("gpu")
-        self.changed = False  # python3, a mount or sshd is not as at the start
-        self.spare: Callable[[NodeProcess], bool] | None = None  # what ``reset`` lets live on (tests/slurm.py)
+        self.changed = False  # python3, a mount or sshd differs from the start
+        self.spare: Callable[[NodeProcess], bool] | None = None  # processes that ``reset`` keeps (tests/slurm.py)
         self._root = root
         self._init: subprocess.Popen[str] | None = None
         self._sshd: Running | None = None
-        self.pid = 0  # of its first process, as seen from outside
+        self.pid = 0  # of its first process, outside the host
         self._switch = 0
 
     def begin(self, paths: Sequence[str]) -> None:
@@ -188,7 +188,7 @@ class Host:
         )
 
     def finish(self, switch: int) -> None:
-        """Wait for the mounts, plug the host into the switch and start sshd."""
+        """Wait for the mounts, connect the host to the switch and start sshd."""
         assert self._init is not None
         assert self._init.stdout is not None
         if self._init.stdout.readline() != "ready\n":
@@ -202,7 +202,7 @@ class Host:
         self.sshd()
 
     def sshd(self, more: str = "") -> None:
-        """(Re)start sshd, with lines of configuration put before the usual ones (the first one counts)."""
+        """(Re)start sshd, with ``more`` configuration before the default (the first line of a key counts)."""
         self.changed = self.changed or bool(more)
         self.stop_sshd()
         self.path("/etc/ssh/test_sshd_config").write_text(more + "\n" + _SSHD_CONFIG)
@@ -213,15 +213,15 @@ class Host:
 
     def stop_sshd(self) -> None:
         """End sshd and its sessions."""
-        _until(lambda: not self._signal_sshd(signal.SIGKILL), f"no sshd is left on {self.name}")
+        _until(lambda: not self._signal_sshd(signal.SIGKILL), f"no sshd runs on {self.name}")
         if self._sshd is not None:
             _until(self._sshd_has_ended, f"the sshd of {self.name} is reaped")
             self._sshd = None
 
     def pause_sshd(self) -> None:
-        """SIGSTOP to sshd and its sessions: connections stay open and nobody answers."""
+        """Send SIGSTOP to sshd and its sessions: connections stay open without answers."""
         stopped: set[int] = set()
-        while new := self._signal_sshd(signal.SIGSTOP) - stopped:  # one may have taken a connection meanwhile
+        while new := self._signal_sshd(signal.SIGSTOP) - stopped:  # sshd may have accepted a connection meanwhile
             stopped |= new
         if self._sshd is not None:
             self._sshd.send_signal(signal.SIGSTOP)
@@ -233,7 +233,7 @@ class Host:
             self._sshd.send_signal(signal.SIGCONT)
 
     def unplug(self) -> None:
-        """Pull the network cable: packets are dropped, nobody is told."""
+        """Pull the network cable: packets are dropped without an error."""
         inside(self._switch, f"link set {self.name} nomaster")
 
     def plug(self) -> None:
@@ -241,7 +241,7 @@ class Host:
         inside(self._switch, f"link set {self.name} master lan")
 
     def firewall(self, *rules: str) -> None:
-        """Set nftables rules of this host, without any: none."""
+        """Set the nftables rules of this host; without arguments, remove them."""
         base = ["flush ruleset"]
         if rules:
             base += ["add table inet t", "add chain inet t in { type filter hook input priority 0; }"]
@@ -249,32 +249,32 @@ class Host:
         subprocess.run(["nsenter", "-t", str(self.pid), "-n", "nft", "-f", "-"], input=text, text=True, check=True)
 
     def script(self, gpus: Sequence[Gpu], **settings: Any) -> list[Gpu]:
-        """Set what NVML says from now on (tests.nvml.write_script); return the GPUs with their UUIDs."""
+        """Set the output of NVML (tests.nvml.write_script); return the GPUs with their UUIDs."""
         return write_script(self.folder / "nvml" / "script", gpus, seed=self.name, **settings)
 
     def hide_library(self) -> None:
-        """Take the NVML library away (as for a host without a driver); ``show_library`` puts it back."""
+        """Remove the NVML library (as on a host without a driver); ``show_library`` restores it."""
         (self.folder / "nvml" / "libnvidia-ml.so.1").unlink(missing_ok=True)
 
     def show_library(self, *, old: bool = False) -> None:
-        """Put the NVML library there, ``old``: that of an old driver."""
+        """Install the NVML library; ``old``: that of an old driver."""
         target = self.folder / "nvml" / "libnvidia-ml.so.1"
         shutil.copy(library(old=old) / target.name, target.with_suffix(".new"))
         target.with_suffix(".new").replace(target)
 
     def use_python(self, interpreter: str) -> None:
-        """Make ``python3`` this interpreter for sessions over ssh, from the next one on."""
+        """Make ``python3`` this interpreter for new ssh sessions."""
         self.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/usr/local/bin"], user="root", check=True)
         self.run(["ln", "-s", interpreter, "/usr/local/bin/python3"], user="root", check=True)
         self.changed = True
 
     def remount(self, folder: str, options: str) -> None:
-        """Change the tmpfs at /var/tmp, /tmp or /dev/shm, such as ``size=64k`` for a disk that is nearly full."""
+        """Change the tmpfs at /var/tmp, /tmp or /dev/shm, e.g. with ``size=64k`` for a disk that is nearly full."""
         self.run(["mount", "-o", f"remount,{options}", folder], user="root", check=True)
         self.changed = True
 
     def path(self, path: str) -> Path:
-        """Return a path of this host as seen from outside."""
+        """Return a path of this host for access from outside."""
         return Path(f"/proc/{self.pid}/root{path}")
 
     def run(
@@ -288,7 +288,7 @@ class Host:
         check: bool = False,
         stdin: str = "",
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on this host and return what it said. Raises TimeoutExpired, after killing it."""
+        """Run a command on this host and return its output. Raises TimeoutExpired, after killing it."""
         with self.popen(argv, user=user, env=env, cwd=cwd, stdin=subprocess.PIPE) as process:
             try:
                 out, err = process.communicate(stdin, timeout)
@@ -318,7 +318,7 @@ class Host:
     def command(
         self, argv: Sequence[str], *, user: str, env: Mapping[str, str] | None = None, cwd: str | None = None
     ) -> list[str]:
-        """Return the command line that runs ``argv`` on this host, for those who start it in their own way."""
+        """Return the command line that runs ``argv`` on this host, for callers that start it themselves."""
         home = f"/srv/home/{user}"
         full = {"HOME": home, "USER": user, "LOGNAME": user, "SHELL": "/bin/bash", "PATH": PATH, "LANG": "C.UTF-8"}
         full |= env or {}
@@ -333,7 +333,7 @@ class Host:
     def processes(
         self, keep: Callable[[NodeProcess], bool] = lambda _: True, *, user: str | None = None
     ) -> list[NodeProcess]:
-        """Return the processes of this host, its first one left out; ``user``: only that one's."""
+        """Return the processes of this host, without its first one; ``user``: only that user's."""
         if not self.pid:
             return []
         ours = os.readlink(f"/proc/{self.pid}/ns/pid")
@@ -341,14 +341,14 @@ class Host:
         return [p for p in found if keep(p)]
 
     def reset(self) -> None:
-        """Put everything back as it was after the start; end what tests left running."""
+        """Restore the state after the start; kill processes that tests left running."""
         self.resume_sshd()
         listener = self._sshd.inner if self._sshd is not None and self._sshd.poll() is None else None
-        _until(lambda: self._killed_all_but(listener), f"nothing runs on {self.name} but sshd and what is spared")
+        _until(lambda: self._killed_all_but(listener), f"only sshd and spared processes run on {self.name}")
         self.firewall()
         self.plug()
-        # In the host's own namespace a folder that something is mounted on (this repository, where it lies in /tmp)
-        # cannot be removed; find complains about it and goes on.
+        # In the host's namespace a mount point (this repository, if it is in /tmp) cannot be removed; find reports it
+        # and continues.
         self.run(["find", "/var/tmp", "/tmp", "/dev/shm", "-xdev", "-mindepth", "1", "-delete"], user="root")
         if self.changed or listener is None:
             self.run(["umount", "-q", "/usr/local/bin"], user="root")
@@ -367,7 +367,7 @@ class Host:
         return not left
 
     def stop(self) -> None:
-        """End the host with everything in it."""
+        """Stop the host and everything in it."""
         if self._init is not None:
             self._init.kill()
             self._init.wait()
@@ -377,7 +377,7 @@ class Host:
             _until(self._sshd_has_ended, f"the sshd of {self.name} is reaped")
 
     def _signal_sshd(self, number: int) -> set[int]:
-        """Send a signal to sshd and its sessions; return which processes those are."""
+        """Send a signal to sshd and its sessions; return their pids."""
         found = {process.pid for process in self.processes() if process.name.startswith("sshd")}
         for pid in found:
             _signal(pid, number)
@@ -386,7 +386,7 @@ class Host:
     def _sshd_has_ended(self) -> bool:
         assert self._sshd is not None
         if self._sshd.poll() is None:
-            _signal(self._sshd.pid, signal.SIGCONT)  # nsenter stood still with a paused sshd, if only since just now
+            _signal(self._sshd.pid, signal.SIGCONT)  # nsenter is stopped together with a paused sshd
         return self._sshd.poll() is not None
 
     def _listens(self) -> bool:
@@ -422,7 +422,7 @@ def _processes(namespace: str) -> Iterator[NodeProcess]:
 
 
 def _process(pid: str) -> NodeProcess | None:
-    """Return a process, None when it has ended."""
+    """Return a process, or None if it has ended."""
     try:
         status = dict(x.split(":", 1) for x in Path(f"/proc/{pid}/status").read_text().splitlines())
         argv = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]

@@ -1,29 +1,29 @@
 """Test nodes: real hosts in namespaces, with real sshd, real users, and an NVML library that a script drives.
 
-    gpu01 gpu02 gpu03 (8 simulated-by-script H100s each), login1 login2 (no GPUs)
+    gpu01 gpu02 gpu03 (8 scripted H100s each), login1 login2 (no GPUs)
     users root, alice (2001), bob (2002), carol (2003)
 
-Each host has its own network namespace (eth0 on one bridge that nothing outside sees), hostname, process namespace,
-/etc (hosts, passwd, …), /tmp, /var/tmp, /run, /dev/shm; homes lie in /srv/home, shared by all hosts as on a cluster
-with NFS homes. ``ssh gpu01`` works from everywhere for every user: keys, known_hosts and config are in place. The
+Each host has its own network namespace (eth0 on one bridge, not visible outside), hostname, process namespace,
+/etc (hosts, passwd, …), /tmp, /var/tmp, /run, /dev/shm; homes are in /srv/home, shared by all hosts as on a cluster
+with NFS homes. ``ssh gpu01`` works from every host for every user: keys, known_hosts and config are in place. The
 node's ``python3`` is the system's; this test run's interpreter, packages and repository are visible at their own paths.
 
-Tests use the fixture ``nodes`` (tests/conftest.py), a :class:`Cluster` started once and put back in order before
-each test. It skips by name where root, namespaces or sshd are missing.
+Tests use the fixture ``nodes`` (tests/conftest.py), a :class:`Cluster` started once and reset before each
+test. It skips, with the reason, where root, namespaces or sshd are missing.
 
     def test_x(nodes):
         gpu01 = nodes["gpu01"]
         gpus = gpu01.script([Gpu(), Gpu(used=5 * GIB)])                    # tests.nvml; returns them with their UUIDs
         done = nodes["login1"].run(["gpuboard", "status", "--json"], user="alice")     # CompletedProcess, text
         with nodes["login1"].popen(["gpuboard", "status", "--watch"], user="bob") as process:
-            process.send_signal(signal.SIGKILL)                  # goes to the process itself; .inner is its pid
-        gpu01.processes(user="alice")                                      # what runs in its namespace, [] when empty
+            process.send_signal(signal.SIGKILL)                  # sent to the process itself; .inner is its pid
+        gpu01.processes(user="alice")                                      # the processes in its namespace
         gpu01.pause_sshd(); gpu01.resume_sshd(); gpu01.unplug(); gpu01.plug()
         gpu01.firewall("add rule inet t in tcp dport 29500 drop")          # in table inet t, chain in (input hook)
         gpu01.sshd("SetEnv PATH=/nowhere")                                 # restart with more configuration
         gpu01.hide_library(); gpu01.use_python("/opt/python3.6/bin/python3")
         gpu01.remount("/var/tmp", "size=64k")
-        gpu01.path("/var/tmp")                                             # that folder as seen from outside
+        gpu01.path("/var/tmp")                                             # that folder for access from outside
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def missing() -> str | None:
-    """Return what this machine lacks for test nodes, None when it has everything."""
+    """Return what this machine lacks for test nodes, or None."""
     if os.geteuid() != 0:
         return "root"
     for tool in ("unshare", "nsenter", "setpriv", "ip", "ssh-keygen", "cc"):
@@ -73,7 +73,7 @@ class Cluster:
         return iter(self.hosts.values())
 
     def home(self, user: str) -> Path:
-        """Return a user's home as seen from outside (inside it is /srv/home/USER)."""
+        """Return a user's home for access from outside (inside it is /srv/home/USER)."""
         return self.root / "srv" / "home" / user
 
     def start(self) -> None:
@@ -95,10 +95,10 @@ class Cluster:
             host.finish(self._switch.pid)
 
     def reset(self) -> None:
-        """Put every host and home back in order.
+        """Reset every host and home.
 
-        Those that people log in to others from go first: what a test has left there, a keeper say, comes back else to
-        hosts that are in order already.
+        Login hosts go first: processes left there by a test, such as a keeper, could otherwise connect to hosts that
+        are reset already.
         """
         for host in sorted(self, key=lambda host: host.has_gpus):
             host.reset()
@@ -106,7 +106,7 @@ class Cluster:
             self._fill_home(user)
 
     def stop(self) -> None:
-        """End every host and remove everything."""
+        """Stop every host and remove all files."""
         for host in self:
             host.stop()
         if self._switch is not None:
@@ -155,7 +155,7 @@ class Cluster:
         shutil.copy(keys / user, ssh / "id_ed25519")
         shutil.copy((keys / user).with_suffix(".pub"), ssh / "authorized_keys")
         shutil.copy(keys / "known_hosts", ssh / "known_hosts")
-        # curve25519: the default key exchange takes ten times as long where the processor lacks its instructions
+        # curve25519: the default key exchange takes ten times as long on processors without its instructions
         (ssh / "config").write_text("Host *\n    IdentityFile ~/.ssh/id_ed25519\n    KexAlgorithms curve25519-sha256\n")
         for path in (home, ssh, *ssh.iterdir()):
             os.chown(path, uid, uid)
@@ -163,7 +163,7 @@ class Cluster:
 
 
 def old_python() -> str | None:
-    """Return an interpreter of Python 3.6 to 3.8 on this machine, the oldest; None where there is none."""
+    """Return the oldest interpreter of Python 3.6 to 3.8 on this machine, or None."""
     found = [shutil.which(f"python3.{minor}") for minor in (6, 7, 8)]
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     found += [str(path) for minor in (6, 7, 8) for path in sorted(pyenv.glob(f"3.{minor}.*/bin/python3.{minor}"))]
@@ -171,10 +171,10 @@ def old_python() -> str | None:
 
 
 def _needed_paths() -> list[str]:
-    """Return what this test run needs at its own path in every host, as tests.hosts takes it.
+    """Return the paths that this test run needs in every host, in the form of tests.hosts.
 
-    First the folders that a host's own /tmp and the like would hide, then ``--``, then folders that others may not
-    enter, each with what must be seen below it: ``A x y -- B z --``.
+    First the folders that a host's own /tmp and the like would hide, then ``--``, then folders that other users may
+    not enter, each with the paths needed below it: ``A x y -- B z --``.
     """
     needed = {Path(sys.base_prefix), Path(sys.prefix), REPOSITORY, Path(os.path.realpath(sys.executable)).parent.parent}
     old = old_python()
@@ -194,7 +194,7 @@ def _needed_paths() -> list[str]:
 
 
 def _enterable(path: Path) -> list[Path]:
-    """Return ``path``, or the folders in it where others may not enter it itself (a clone made in a private folder)."""
+    """Return ``path``, or, if others may not enter it (a clone made in a private folder), the folders in it."""
     return [path] if path.stat().st_mode & 0o001 else [part for part in path.iterdir() if part.is_dir()]
 
 

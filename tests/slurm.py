@@ -1,11 +1,11 @@
 """A real Slurm on the test nodes: slurmctld on login1, slurmd on gpu01 to gpu03, munge and the commands everywhere.
 
-Eight GPUs a node by the files /dev/nvidia0 to 7 (devices of NVIDIA's number without a driver, in the node's own
-/dev), partitions ``gpu`` (the default) and ``short`` (at most 5 minutes). Configuration lies in /etc/slurm, so that
-whatever runs on a host finds Slurm by itself. All of it ends with the module whose tests use it.
+Eight GPUs per node by the files /dev/nvidia0 to 7 (devices of NVIDIA's number without a driver, in the node's own
+/dev), partitions ``gpu`` (the default) and ``short`` (at most 5 minutes). The configuration is in /etc/slurm, so
+programs on a host find Slurm by default. Slurm is stopped at the end of the module whose tests use it.
 
-Tests use the fixture ``slurm`` (tests/conftest.py): started anew, with nothing in it, before each test (0.2 s). It
-skips by name where a package is missing.
+Tests use the fixture ``slurm`` (tests/conftest.py): restarted without jobs before each test (0.2 s). It skips,
+with the reason, where a package is missing.
 
     def test_x(slurm):
         number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", "--wrap", "sleep 600"], user="alice", running=True)
@@ -15,7 +15,7 @@ skips by name where a package is missing.
         slurm.update("node", "gpu02", State="DRAIN", Reason="bad NVLink")
         slurm.controller("kill")                                     # "stop", "continue", "restart" (keeps all jobs)
         slurm.daemon("gpu03", "kill")                                # the same for a node's slurmd
-        slurm.configure("PrivateData=jobs")                          # starts anew; the next test has the usual again
+        slurm.configure("PrivateData=jobs")                          # restarts; the next test has the default again
         slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[0-3]\nName=gpu Type=a100 File=/dev/nvidia[4-7]")
         slurm.configure(cgroups=True)                                # jobs see only the devices of their own GPUs
 """
@@ -42,7 +42,7 @@ from tests.waiting import until
 CONTROLLER = "login1"
 GRES = "Name=gpu Type=h100 File=/dev/nvidia[0-7]"
 
-_START_S = 60.0  # much more than it takes, also where several of these clusters share a machine
+_START_S = 60.0  # sufficient even if several of these clusters share a machine
 _SIGNALS = {
     "kill": [signal.SIGKILL],
     "stop": [signal.SIGSTOP],
@@ -69,7 +69,7 @@ JobAcctGatherType=jobacct_gather/none
 JobCompType=jobcomp/none
 MpiDefault=none
 MailProg=/bin/true
-# pretend to have CPUs and memory that this machine lacks
+# configure CPUs and memory that this machine lacks
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
@@ -96,7 +96,7 @@ ConstrainCores=no
 ConstrainRAMSpace=no
 """
 
-# What a host gets beside its own: a folder /etc/slurm of its own, and on GPU nodes a /dev of its own.
+# Each host gets a private /etc/slurm, GPU nodes also a private /dev.
 _PREPARE = """
 set -e
 mkdir -p /etc/slurm /run/munge /run/slurm
@@ -117,7 +117,7 @@ rm -rf /dev/nvidia*
 _REMOVE = """
 grep -q " /dev overlay " /proc/mounts && umount -R -l /dev && umount -R -l /run/slurm/dev
 umount -l /etc/slurm
-for kind in devices freezer; do  # else the next module's would be mounted over folders that are gone
+for kind in devices freezer; do  # else the next module would mount over removed folders
     ! grep -q " /run/slurm/cgroup/$kind " /proc/mounts || umount -l "/run/slurm/cgroup/$kind"
 done
 rm -rf --one-file-system /run/slurm /run/munge
@@ -125,7 +125,7 @@ rm -rf --one-file-system /run/slurm /run/munge
 
 
 def missing() -> str | None:
-    """Return what this machine lacks for a Slurm on the test nodes, None when it has everything."""
+    """Return what this machine lacks for Slurm on the test nodes, or None."""
     for tool in ("slurmctld", "slurmd", "sbatch", "munged"):
         if shutil.which(tool, path=PATH) is None:
             return f"{tool} (packages slurmctld, slurmd, slurm-client, munge)"
@@ -142,7 +142,7 @@ class SlurmCluster:
         self._cgroups: list[Path] = []
 
     def start(self) -> None:
-        """Make every host ready for Slurm and start munge; Slurm itself starts with ``configure``."""
+        """Prepare every host for Slurm and start munge; ``configure`` starts Slurm itself."""
         key = os.urandom(1024)
         for host in self.nodes:
             host.run(["sh", "-c", _PREPARE, "prepare", "gpus" if host.has_gpus else ""], user="root", check=True)
@@ -155,7 +155,7 @@ class SlurmCluster:
             until(host.path("/run/munge/munge.socket.2").is_socket, f"munged listens on {host.name}", _START_S)
 
     def stop(self) -> None:
-        """End all of it and leave no trace on the hosts."""
+        """Stop everything and remove all traces on the hosts."""
         self._end(_DAEMONS)
         for host in self.nodes:
             host.spare = None
@@ -165,11 +165,11 @@ class SlurmCluster:
         self._cgroups.clear()
 
     def configure(self, conf_lines: str = "", *, gres: str = GRES, cgroups: bool = False) -> None:
-        """End everything and start anew, empty and with job numbers from 1, as configured at first or as said here.
+        """Stop everything and restart without jobs, with job numbers from 1 and the default or the given configuration.
 
-        ``conf_lines``: of slurm.conf, in place of those of the same key. ``gres``: lines of gres.conf, for every node
-        or those that a line names; what the nodes have (``Gres=``) follows from it. ``cgroups``: each job is put into
-        a device cgroup that hides the GPUs of others; skips the test where this machine has no such cgroups.
+        ``conf_lines``: lines of slurm.conf that replace those of the same key. ``gres``: lines of gres.conf, for all
+        nodes or those that a line names; ``Gres=`` of the nodes is derived from it. ``cgroups``: each job is put into
+        a device cgroup that hides other jobs' GPUs; skips the test where this machine has no such cgroups.
         """
         self._end(_DAEMONS - {"munged"})
         if cgroups:
@@ -199,28 +199,28 @@ class SlurmCluster:
         until(self._all_idle, "all nodes of Slurm are idle", _START_S)
 
     def controller(self, what: str) -> None:
-        """``kill`` (-9) or ``stop`` the controller, let it ``continue``, or ``restart`` it.
+        """``kill`` (-9), ``stop``, ``continue`` or ``restart`` the controller.
 
-        A restart keeps jobs and nodes; after a kill it has what was saved last: see ``save``.
+        A restart keeps jobs and nodes; after a kill it has the state saved last: see ``save``.
         """
         if self._signalled(CONTROLLER, {"slurmctld", "slurmscriptd"}, what):
             self._start_controller()
 
     def save(self) -> None:
-        """Wait until the controller has written down all jobs as they are, one at least; it does so seconds later."""
-        mark = f"saved-{os.urandom(8).hex()}"  # its file as it is may hold jobs as they were, and be written only now
+        """Wait until the controller has saved the current state of all jobs (at least one must exist)."""
+        mark = f"saved-{os.urandom(8).hex()}"  # a write under way may hold older states
         self.update("jobid", str(max(self.jobs())), AdminComment=mark)
         file = self.nodes[CONTROLLER].path("/run/slurm/state/job_state")
 
         def saved() -> bool:
-            with contextlib.suppress(FileNotFoundError):  # there is none yet, or it is being replaced
+            with contextlib.suppress(FileNotFoundError):  # not written yet, or being replaced
                 return mark.encode() in file.read_bytes()
             return False
 
         until(saved, "slurmctld saves its jobs")
 
     def daemon(self, node: str, what: str) -> None:
-        """Do to the slurmd of ``node`` what ``controller`` does to the controller; jobs there live on."""
+        """Like ``controller``, for the slurmd of ``node``; jobs there continue."""
         if self._signalled(node, {"slurmd"}, what):
             self._run_daemon(self.nodes[node], ["slurmd", "-D"])
 
@@ -231,7 +231,7 @@ class SlurmCluster:
         return self.nodes[host].run(argv, user=user, check=check)
 
     def submit(self, args: Sequence[str], *, user: str = "alice", host: str = CONTROLLER, running: bool = False) -> int:
-        """Submit a batch job with these arguments of sbatch; return its number. ``running``: once it runs."""
+        """Submit a batch job with these sbatch arguments; return its number. ``running``: wait until it runs."""
         done = self.run(["sbatch", "--parsable", *args], user=user, host=host, check=True)
         number = int(done.stdout.partition(";")[0])
         if running:
@@ -239,11 +239,11 @@ class SlurmCluster:
         return number
 
     def job(self, number: int) -> dict[str, str]:
-        """Return what `scontrol show job -d` says of a job; of a key that comes more than once, the last value."""
+        """Return the values of `scontrol show job -d`; for a repeated key, the last value."""
         return _pairs(self._show("job", str(number)))
 
     def held(self, number: int) -> dict[str, set[int]]:
-        """Return the GPUs that a job holds, by node: Slurm's indexes, as `scontrol show job -d` says them."""
+        """Return the GPUs that a job holds, by node: Slurm's indexes in `scontrol show job -d`."""
         held: dict[str, set[int]] = {}
         for nodes, gres in re.findall(r"^ +Nodes=(\S+) .*GRES=(\S*)", self._show("job", str(number)), re.MULTILINE):
             indexes = {k for part in re.findall(r"gpu:[^()]*\(IDX:([\d,-]*)\)", gres) for k in _numbers(part)}
@@ -252,11 +252,11 @@ class SlurmCluster:
         return {name: indexes for name, indexes in held.items() if indexes}
 
     def node(self, name: str) -> dict[str, str]:
-        """Return what `scontrol show node -d` says of a node."""
+        """Return the values of `scontrol show node -d`."""
         return _pairs(self._show("node", name))
 
     def jobs(self, *, ending: bool = True) -> set[int]:
-        """Return the numbers of everybody's jobs that have not ended; ``ending``: with those that are about to."""
+        """Return the numbers of all users' jobs that have not ended; ``ending``: include those that are completing."""
         only = () if ending else ("-t", "PENDING,CONFIGURING,RUNNING,SUSPENDED")
         listed = self.run(["squeue", "-h", "-a", "-o", "%A", *only], user="root", check=True)
         return {int(line) for line in listed.stdout.split()}
@@ -268,7 +268,7 @@ class SlurmCluster:
         self.run(["scontrol", "update", f"{entity}={name}", *words], user="root", check=True)
 
     def log(self, host: str) -> str:
-        """Return what the daemons of a host have said."""
+        """Return the log of a host's daemons."""
         return (self.nodes[host].folder / "slurm.log").read_text(errors="replace")
 
     def _show(self, what: str, name: str) -> str:
@@ -281,25 +281,25 @@ class SlurmCluster:
     def _start_controller(self, *options: str) -> None:
         host = self.nodes[CONTROLLER]
         self._run_daemon(host, ["slurmctld", "-D", *options])
-        # a slurmd that finds no controller tries again only after 10 s
+        # a slurmd that cannot reach the controller retries only after 10 s
         until(lambda: _listens(host, 6817), "slurmctld listens", _START_S)
 
     def _end(self, daemons: set[str]) -> None:
         for host in self.nodes:
-            until(functools.partial(_killed, host, daemons), f"no Slurm is left on {host.name}", _START_S)
+            until(functools.partial(_killed, host, daemons), f"no Slurm process runs on {host.name}", _START_S)
         self._wake_nsenter()
         self._children = [child for child in self._children if child.poll() is None]
-        for folder in self._cgroups:  # a rule of an earlier job would hold for a later one of its number
+        for folder in self._cgroups:  # rules of an earlier job would apply to a later one with the same number
             for inner in [entry for entry in folder.iterdir() if entry.is_dir()]:
                 _remove_cgroup(inner)
 
     def _signalled(self, name: str, daemons: set[str], what: str) -> bool:
-        """Send daemons of a host a signal; return whether they are to be started again."""
+        """Send a signal to daemons of a host; return whether they must be started again."""
         host = self.nodes[name]
         running = functools.partial(host.processes, lambda p: p.name in daemons)
         for number in _SIGNALS[what]:
             for process in running():
-                with contextlib.suppress(ProcessLookupError):  # it went with the other one
+                with contextlib.suppress(ProcessLookupError):  # it ended with the other one
                     os.kill(process.pid, number)
             if number != signal.SIGSTOP:
                 self._wake_nsenter()
@@ -308,7 +308,7 @@ class SlurmCluster:
         return what == "restart"
 
     def _wake_nsenter(self) -> None:
-        for child in self._children:  # nsenter stops itself when its child is stopped, and goes on together with it
+        for child in self._children:  # nsenter stops itself when its child is stopped, and must be resumed too
             if child.poll() is None:
                 os.kill(child.pid, signal.SIGCONT)
 
@@ -336,7 +336,7 @@ def _is_daemon(process: NodeProcess) -> bool:
 
 
 def _killed(host: Host, daemons: set[str]) -> bool:
-    """Kill these daemons of a host and everything of jobs there; tell whether nothing of it was found."""
+    """Kill these daemons of a host and all processes of jobs there; return True if there were none."""
     found = host.processes(lambda p: p.name in daemons or p.name == "slurmstepd" or _in_job(p))
     for process in found:
         with contextlib.suppress(ProcessLookupError):
@@ -346,7 +346,7 @@ def _killed(host: Host, daemons: set[str]) -> bool:
 
 def _in_job(process: NodeProcess) -> bool:
     here = Path(f"/proc/{process.pid}")
-    try:  # an extern step's own process has no variables
+    try:  # the process of an extern step has no variables
         return b"SLURM_JOB_ID=" in (here / "environ").read_bytes() or b"/job_" in (here / "cgroup").read_bytes()
     except OSError:
         return False  # it has ended
@@ -370,13 +370,13 @@ def _merged(conf: str, more: str) -> list[str]:
 
 
 def _key(line: str) -> str:
-    """Return what a line of slurm.conf sets; two of a kind are an error to Slurm."""
+    """Return the key that a line of slurm.conf sets; Slurm rejects duplicates."""
     first = line.split(maxsplit=1)[0].lower()
     return first if first.startswith(("nodename=", "partitionname=")) else first.partition("=")[0]
 
 
 def _counted(gres: str, node: str) -> tuple[dict[str, int], list[str]]:
-    """Return what lines of gres.conf give a node, as slurm.conf counts it ("gpu:h100": 8), and the device files."""
+    """Return the resources of a node in gres.conf, as slurm.conf counts them ("gpu:h100": 8), and the device files."""
     counts: dict[str, int] = {}
     files: list[str] = []
     for line in gres.splitlines():
@@ -403,7 +403,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _make_devices(host: Host, files: Sequence[str]) -> None:
-    """Give a node the device files of its eight GPUs, and these, and no others."""
+    """Create the device files of a node's eight GPUs and ``files``, and remove all others."""
     numbers = {*range(8), *(int(file.removeprefix("/dev/nvidia")) for file in files)}
     for path in host.path("/dev").glob("nvidia*"):
         path.unlink()
@@ -414,5 +414,5 @@ def _make_devices(host: Host, files: Sequence[str]) -> None:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """Return the ``Key=value`` pairs of one record of scontrol; a value goes on until the next key or line end."""
+    """Return the ``Key=value`` pairs of one record of scontrol; a value extends to the next key or line end."""
     return dict(re.findall(r"(?:^|(?<=\s))([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", text, re.MULTILINE))

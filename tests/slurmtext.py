@@ -1,4 +1,4 @@
-"""Recorded outputs of Slurm's commands, and what follows from them."""
+"""Recorded outputs of Slurm's commands, and values derived from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def held(job: SchedulerJob) -> dict[str, set[int]]:
 
 
 def used(node: SchedulerNode) -> set[int]:
-    """Return the numbers of the GPUs that a node says are in use."""
+    """Return the numbers of a node's GPUs in use."""
     return _indexes(node.used)
 
 

@@ -1,8 +1,8 @@
-"""Waiting for a condition, in place of a sleep; and time as it passes where everybody gets a processor.
+"""Waiting for a condition instead of sleeping, with a clock that is weighted by the machine's load.
 
-The files of tests run side by side, on whatever machine there is. What is promised to be over in 2 s may then take 6,
-and nothing is wrong: so a moment in which six processes want one of two processors counts for a third of its length,
-and one in which the whole machine stands still does not count.
+Test files run in parallel on machines of any speed, where an operation with a limit of 2 s may correctly take 6 s. The
+clock therefore counts a moment in which six processes compete for two processors as a third of its length, and does
+not count time in which the whole machine was suspended.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _STEP_S = 0.02
-_MOST_S = 5 * _STEP_S  # a sleep of a step that took longer was the machine's doing, which then stood still for all
+_MOST_S = 5 * _STEP_S  # a step that takes longer means that the machine was suspended
 
 
 class Clock:
-    """Seconds since it was made, each counted for as much as the machine had processors for; read it often."""
+    """Seconds since its creation, weighted by the share of processors available; read it often."""
 
     def __init__(self) -> None:
         self._read = time.monotonic()
         self._spent_s = 0.0
 
     def spent_s(self, most_s: float = math.inf) -> float:
-        """Return the seconds so far, of those since the last reading at most ``most_s``."""
+        """Return the seconds so far, counting at most ``most_s`` since the last call."""
         now = time.monotonic()
         self._spent_s += min(now - self._read, most_s) * _share()
         self._read = now
         return self._spent_s
 
     def sleep(self) -> None:
-        """Sleep for a moment. Of a machine that stands still meanwhile nobody can want that something is over."""
+        """Sleep for a moment; time in which the machine was suspended does not count."""
         self.spent_s()
         time.sleep(_STEP_S)
         self.spent_s(_MOST_S)
 
 
 class Stopwatch:
-    """Such a clock that reads itself from now on until it is stopped; ``seconds`` have passed so far."""
+    """A Clock that a thread reads until ``stop``; ``seconds`` have passed so far."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -52,7 +52,7 @@ class Stopwatch:
         self._thread.start()
 
     def stop(self) -> float:
-        """Return the seconds since it was made."""
+        """Stop; return the seconds since its creation."""
         self._over.set()
         self._thread.join()
         return self.seconds
@@ -65,10 +65,10 @@ class Stopwatch:
 
 
 def until(condition: Callable[[], T], what: str = "", timeout_s: float = 60.0) -> T:
-    """Wait until ``condition`` gives something true and return that; fail after ``timeout_s``, saying ``what`` is."""
+    """Wait until ``condition`` returns a true value and return it; fail with ``what`` after ``timeout_s``."""
     clock = Clock()
     while True:
-        over = clock.spent_s() >= timeout_s  # read before the last look, for we may stand still between the two
+        over = clock.spent_s() >= timeout_s  # read before the last check: we may be suspended in between
         if value := condition():
             return value
         assert not over, f"not in {timeout_s} s: {what or 'it did not happen'}"
@@ -76,6 +76,6 @@ def until(condition: Callable[[], T], what: str = "", timeout_s: float = 60.0) -
 
 
 def _share() -> float:
-    """Return which part of the processors that are wanted right now there is (proc(5), loadavg's fourth field)."""
+    """Return processors / runnable processes, at most 1 (proc(5): the fourth field of loadavg)."""
     wanted = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
     return min(1.0, len(os.sched_getaffinity(0)) / max(wanted, 1))

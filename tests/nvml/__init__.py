@@ -1,11 +1,11 @@
-"""A scripted libnvidia-ml.so.1: the C source beside this file, and what writes its scripts.
+"""A scripted libnvidia-ml.so.1: builds the C source beside this file and writes its scripts.
 
     folder = library()                                   # put it on LD_LIBRARY_PATH
     write_script(path, [Gpu(), Gpu(utilization=80)])     # FAKE_NVML=path, else /run/fake-nvml/script
-    write_script(path, [Gpu(), Gpu(trouble=("hang *",))])   # at any time: the library reads it again
+    write_script(path, [Gpu(), Gpu(trouble=("hang *",))])   # at any time: the library re-reads it
 
-GPUs get their index, UUID and PCI address from their place in the list unless they are given. Those whose device file
-(/dev/nvidia<minor>) a device cgroup denies are left out for the processes in it, as a driver does.
+The position in the list gives a GPU its index and default UUID and PCI address. GPUs whose device file
+(/dev/nvidia<minor>) is denied by a device cgroup are hidden from the processes in it, as by a driver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 GIB = 2**30
 SOURCE = Path(__file__).with_name("fake_nvml.c")
 
-# NVML's return codes as scripts use them
+# NVML's return codes for scripts
 NOT_SUPPORTED, NO_PERMISSION, TIMEOUT, FUNCTION_NOT_FOUND, LOST, RESET_REQUIRED, MISMATCH, UNKNOWN = (
     3,
     4,
@@ -36,7 +36,7 @@ NOT_SUPPORTED, NO_PERMISSION, TIMEOUT, FUNCTION_NOT_FOUND, LOST, RESET_REQUIRED,
 
 
 class Mig(msgspec.Struct, frozen=True):
-    """A MIG device; its processes are those of the GPU that name its uuid."""
+    """A MIG device; its processes are those of its GPU with its uuid."""
 
     uuid: str
     profile: str = "3g.40gb"
@@ -47,12 +47,12 @@ class Mig(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU of a script. Memory in bytes, power in mW as NVML has it; -1 means "not supported"."""
+    """One GPU of a script. Memory in bytes, power in mW as in NVML; -1 means "not supported"."""
 
     uuid: str = ""  # default: GPU-<8 digits of the seed>-0000-0000-0000-<index>
     name: str = "NVIDIA H100 80GB HBM3"
     pci: str = ""  # default: 00000000:<10 + index>:00.0
-    minor: int | None = None  # the number of its device file; default: its place in the list
+    minor: int | None = None  # the number of its device file; default: its position in the list
     total: int = 80 * GIB
     used: int = 0
     reserved: int = 512 * 2**20
@@ -65,17 +65,17 @@ class Gpu(msgspec.Struct, frozen=True):
         tuple[str, int, int] | tuple[str, int, int, str], ...
     ] = ()  # compute|graphics|mps, pid, bytes, MIG
     throttle: int = 0
-    pcie: tuple[int, int, int, int] = (5, 16, 5, 16)  # generation, width, and both at most
+    pcie: tuple[int, int, int, int] = (5, 16, 5, 16)  # generation, width, maximum of both
     ecc: int = 0
     remap: tuple[int, int] | None = (0, 0)  # pending, failed; None: an older GPU with page retirement
     retired_pending: int = 0
     recovery: int = 0
     numa: int = -1
     cpus: str = ""
-    links: tuple[str, ...] = ()  # a peer's index, "switch", "hidden-switch" or "down", one entry a link
+    links: tuple[str, ...] = ()  # a peer's index, "switch", "hidden-switch" or "down", one entry per link
     levels: tuple[tuple[int, int], ...] = ()  # (peer's index, NVML topology level 0 to 50)
     mig: tuple[Mig, ...] | None = None  # None: MIG not supported; (): enabled, no devices
-    xids: tuple[int, ...] = ()  # errors so far; a reader hears of those that come after it began to listen
+    xids: tuple[int, ...] = ()  # errors so far; a reader gets those that occur after it has registered for events
     trouble: tuple[str, ...] = ()  # "fault F CODE", "hang F", "slow F MS", "crash F"; F: a function or *
 
 
@@ -89,10 +89,10 @@ def write_script(
     trouble: Sequence[str] = (),
     seed: str = "node",
 ) -> list[Gpu]:
-    """Write a script (in one step, for readers that are running) and return its GPUs with nothing left to default.
+    """Write a script (atomically, for running readers) and return its GPUs with all defaults filled in.
 
-    ``record=32`` is what drivers 535.43 to 535.86 answer; ``trouble`` is for calls that name no GPU, and for
-    "then PATTERN FILE": another script in place of this one as soon as there is such a file.
+    ``record=32`` is the size of process records in drivers 535.43 to 535.86; ``trouble`` is for calls without a GPU,
+    and for "then PATTERN FILE": FILE replaces this script as soon as a file of that pattern exists.
     """
     unique = hashlib.sha256(seed.encode()).hexdigest()[:8]
     full = [
@@ -145,7 +145,7 @@ def _lines(gpu: Gpu, gpus: Sequence[Gpu]) -> list[str]:
     for link in gpu.links:
         if link == "switch":
             lines.append("link 00000000:F1:00.0 2")
-        elif link == "hidden-switch":  # what some systems say of a switch
+        elif link == "hidden-switch":  # reported by some systems for a switch
             lines.append("link FFFFFFFF:FF:FF.0 255")
         elif link == "down":
             lines.append("link down 255")
@@ -156,9 +156,9 @@ def _lines(gpu: Gpu, gpus: Sequence[Gpu]) -> list[str]:
 
 
 def library(*, old: bool = False) -> Path:
-    """Return the folder that holds the compiled libnvidia-ml.so.1, readable by every user; built once a source.
+    """Return the folder that holds the compiled libnvidia-ml.so.1, readable by every user; built once per source.
 
-    ``old`` leaves out the functions that old drivers lack. Raises FileNotFoundError when there is no C compiler and
+    ``old`` omits the functions that old drivers lack. Raises FileNotFoundError when there is no C compiler and
     CalledProcessError when the source does not compile.
     """
     flags = ["-DOLD_DRIVER"] if old else []

@@ -1,6 +1,6 @@
-"""The plainest reader of NVML there is, to compare with."""
+"""A minimal reader of NVML for comparison."""
 
-# A program that reads everything with nvidia-ml-py and prints it as JSON, in the words of gpuboard/model/gpu.py.
+# A program that reads everything with nvidia-ml-py and prints it as JSON, with the keys of gpuboard/model/gpu.py.
 DIRECT = """
 import json
 import pynvml as n

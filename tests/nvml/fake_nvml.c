@@ -1,10 +1,10 @@
 /* A libnvidia-ml.so.1 that answers from a script file, so that nvidia-ml-py runs on it unmodified.
  *
- * The script is the file named by $FAKE_NVML, else /run/fake-nvml/script. It is read again when it
- * changes. One "key value..." a line; "gpu" starts a GPU, what stands before the first one holds for the whole library.
- * tests/nvml/__init__.py writes scripts and documents the keys. A fault or a hang is looked at before every call:
+ * The script is the file named by $FAKE_NVML, else /run/fake-nvml/script. It is re-read when it changes. Each line is
+ * "key value..."; "gpu" starts a GPU, lines before the first one apply to the whole library.
+ * tests/nvml/__init__.py writes scripts and documents the keys. Faults and hangs apply before each call:
  * "fault FUNCTION CODE", "hang FUNCTION" (until the script changes), "slow FUNCTION MILLISECONDS", "crash FUNCTION"; FUNCTION may be "*".
- * "then PATTERN FILE", before the first GPU: as soon as there is a file of that pattern (glob), FILE is the script.
+ * "then PATTERN FILE", before the first GPU: as soon as a file of that pattern (glob) exists, FILE is the script.
  *
  * Built with -DOLD_DRIVER the library lacks the symbols that drivers before 450 to 555 lack.
  */
@@ -47,9 +47,9 @@ typedef struct {
 
 static struct { char driver[TEXT]; int cuda, record, gpus, troubles; Gpu gpu[MAX_GPUS]; Trouble trouble[MAX_ITEMS]; } S;
 static struct stat seen;
-static char awaited[512], following[512]; /* of "then"; once it has come about there is only what follows */
+static char awaited[512], following[512]; /* PATTERN and FILE of "then" */
 static int initialized;
-/* Handles outlive a reread: a device is the address of its slot. Slot 16 * gpu is the GPU, 16 * gpu + 1 + k its MIG device k. */
+/* Handles stay valid after a re-read: a device is the address of its slot. Slot 16 * gpu is the GPU, 16 * gpu + 1 + k its MIG device k. */
 static char slots[MAX_GPUS * 16];
 
 static void copy(char *to, size_t size, const char *from) { snprintf(to, size, "%s", from); }
@@ -104,13 +104,13 @@ static void gpu_line(Gpu *g, const char *key, const char *rest) {
     }
 }
 
-/* As the driver does it: GPUs that a device cgroup denies this process are not there, the others move up. */
+/* Like the driver: GPUs that a device cgroup denies to this process are omitted, and the others are renumbered. */
 static void hide(void) {
     int kept = 0, script_number[MAX_GPUS], levels[MAX_GPUS];
     for (int i = 0; i < S.gpus; i++) {
         char path[32];
         snprintf(path, sizeof path, "/dev/nvidia%d", S.gpu[i].minor);
-        if (access(path, R_OK) && errno == EPERM) continue; /* without such a file all is as the script says */
+        if (access(path, R_OK) && errno == EPERM) continue; /* without such a file the script applies */
         script_number[kept] = i;
         if (kept != i) S.gpu[kept] = S.gpu[i];
         S.gpu[kept].number = kept;
@@ -180,7 +180,7 @@ static Trouble *find(int gpu, const char *function) {
     return NULL;
 }
 
-/* Every call passes here: waits, hangs or fails as the script says. gpu < 0: the library as a whole. */
+/* Called by every function: waits, hangs or fails according to the script. gpu < 0: the library as a whole. */
 static int enter(int gpu, const char *function) {
     load();
     if (S.gpus < 0) return NO_DRIVER;
@@ -371,7 +371,7 @@ NUMBER(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, (long long)g-
 #endif
 NUMBER(nvmlDeviceGetRetiredPagesPendingStatus, unsigned, g->remap ? -1 : g->retired_pending)
 
-/* What other readers of NVML ask and data-centre GPUs do not have. */
+/* Functions that other readers of NVML call and data-centre GPUs do not support. */
 NUMBER(nvmlDeviceGetFanSpeed, unsigned, -1)
 NUMBER(nvmlDeviceGetDisplayActive, unsigned, 0)
 NUMBER(nvmlDeviceGetPersistenceMode, unsigned, 1)
@@ -431,7 +431,7 @@ int nvmlDeviceGetFieldValues(void *device, int count, Field *fields) {
     return OK;
 }
 
-/* Process lists: 24-byte records, or 32 bytes in _v3 where the script says "record 32" (drivers 535.43 to 535.86). */
+/* Process lists: 24-byte records, or 32 bytes in _v3 with "record 32" (drivers 535.43 to 535.86). */
 static int processes(void *device, Gpu *g, char kind, int record, unsigned *count, char *out) {
     Mig *m = mig_of(device);
     unsigned room = *count, found = 0;
@@ -516,7 +516,7 @@ int nvmlDeviceGetTopologyCommonAncestor(void *device, void *peer, unsigned *out)
     GPU(device)
     int other = number_of(peer);
     if (other < 0) return INVALID;
-    *out = number == other ? 0 : g->levels[other] ? g->levels[other] - 1 : 50; /* SYSTEM unless the script says */
+    *out = number == other ? 0 : g->levels[other] ? g->levels[other] - 1 : 50; /* default: SYSTEM */
     return OK;
 }
 
@@ -538,7 +538,7 @@ int nvmlDeviceGetCpuAffinity(void *device, unsigned words, unsigned long *out) {
 }
 
 #ifndef OLD_DRIVER
-/* Events: what a script says of a GPU beyond what it said when this process began to listen. */
+/* Events: XID errors in the script beyond those present when this process registered. */
 typedef struct { void *device; unsigned long long type, data; unsigned gi, ci; } Event;
 static char events;
 static int listening[MAX_GPUS], told[MAX_GPUS];
@@ -572,7 +572,7 @@ int nvmlEventSetWait_v2(void *set, Event *out, unsigned timeout_ms) {
 }
 #endif
 
-/* The rest is for nvitop, against which we are measured: it asks more, and should not lose time on answers that lack. */
+/* For nvitop in bench/: it queries more values, and missing functions must not slow it down. */
 int nvmlDeviceGetClockInfo(void *device, unsigned clock, unsigned *out) {
     GPU(device)
     (void)clock;

@@ -1,4 +1,4 @@
-"""Does one all-reduce and says when: CLOCK_MONOTONIC, which all processes of a machine share."""
+"""Do one all-reduce and write its time (CLOCK_MONOTONIC, which all processes of a machine share)."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Says everything about how it runs, uses DataLoaders of two start methods, and ends with an exception."""
+"""Print all that a script can see of how it runs, use DataLoaders of two start methods, and end with an exception."""
 
 NAMES = sorted(globals())
 
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 
 class Squares(Dataset[int]):
-    """Lives in __main__: a spawned worker must find it there."""
+    """Defined in __main__, where a spawned worker must find it."""
 
     def __len__(self) -> int:
         return 4
@@ -27,7 +27,7 @@ class Squares(Dataset[int]):
 
 
 def setting() -> dict[str, object]:
-    """Return what a script can see of how it was started."""
+    """Return everything that a script can see of how it was started."""
     main = sys.modules["__main__"]
     return {
         "names": NAMES,
@@ -60,14 +60,14 @@ def setting() -> dict[str, object]:
 
 
 def loaders() -> dict[str, object]:
-    """Return what DataLoader workers give: forked with a lambda, spawned with a class of __main__."""
+    """Return the results of DataLoader workers: forked with a lambda, spawned with a class of __main__."""
     forked = DataLoader(Squares(), num_workers=1, collate_fn=lambda batch: [x + 1 for x in batch])
     spawned = DataLoader(Squares(), num_workers=1, multiprocessing_context="spawn")
     return {"forked": [batch[0] for batch in forked], "spawned": [int(batch) for batch in spawned]}
 
 
 def handled() -> list[str]:
-    """Return what a handler of the script's own sees."""
+    """Return the signals that the script's own handler receives."""
     seen: list[str] = []
     signal.signal(signal.SIGUSR1, lambda number, _frame: seen.append(signal.Signals(number).name))
     os.kill(os.getpid(), signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""Runs with ``-m``: relative imports, its spec, and a spawned child that finds it again."""
+"""Run with ``-m``: relative imports, its spec, and a spawned child that imports it again."""
 
 import json
 import multiprocessing
@@ -8,7 +8,7 @@ from .values import NAME
 
 
 def child(queue: "multiprocessing.Queue[list[str]]") -> None:
-    """Say how the child was made."""
+    """Report how the child was started."""
     queue.put([NAME, __name__, sys.argv[0]])
 
 

@@ -1,3 +1,3 @@
-"""What the package's train module imports."""
+"""A value imported by the package's train module."""
 
 NAME = "values"
