@@ -1,9 +1,9 @@
-"""What the agent costs on its node: CPU and memory of its processes, 8 GPUs read once a second.
+"""Measure the agent on its node: CPU and memory of its processes, with 8 GPUs read once a second.
 
     python bench/agent.py [--seconds 60] [--gpus 8]
 
-The NVML library is the tests' scripted one, which answers at once: what is measured is the agent itself, as it is on a
-node whose driver is quick. Each GPU has two processes, which are looked up in /proc as on a busy node.
+The NVML library is the tests' scripted one, which answers at once, so this measures the agent itself, as with a fast
+driver. Each GPU has two processes, which are looked up in /proc as on a busy node.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
         pids = (os.getpid(), os.getppid())
         gpu = Gpu(used=8 * GIB, utilization=50, processes=tuple(("compute", pid, 4 * GIB) for pid in pids))
         write_script(script, [gpu] * args.gpus)
-        # For the agent, a child of ours: the loader path counts from a process's start on.
+        # For the agent, our child process: the loader reads the path when a process starts.
         os.environ["LD_LIBRARY_PATH"] = str(library())
         os.environ["FAKE_NVML"] = str(script)
         settings = Settings()
@@ -51,7 +51,7 @@ def main() -> None:
             [node] = fleet.snapshot().nodes
             if node.state != "up" or len(node.gpus) != args.gpus:
                 sys.exit(f"the agent does not read the {args.gpus} GPUs: {node.state}, {node.error}")
-            time.sleep(3)  # past the start: imports, static facts
+            time.sleep(3)  # after the start: imports, static facts
             percents = [_percent(WINDOW_S) for _ in range(max(1, int(args.seconds / WINDOW_S)))]
             memory = {pid: pss(pid) for pid in _descendants()}
     median = statistics.median(percents)
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _percent(seconds: float) -> float:
-    """Return how much of a core our descendants took, in percent, over ``seconds``."""
+    """Return the CPU use of our descendants during ``seconds``, in percent of a core."""
     before = {pid: cpu_ns(pid) for pid in _descendants()}
     started = time.monotonic_ns()
     time.sleep(seconds)
@@ -75,7 +75,7 @@ def _percent(seconds: float) -> float:
 
 
 def _descendants() -> list[int]:
-    """Return the pids of all processes below us."""
+    """Return the pids of all our descendants."""
     found: list[int] = []
     todo = [os.getpid()]
     while todo:

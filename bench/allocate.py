@@ -2,9 +2,9 @@
 
     python bench/allocate.py [--rounds 41]
 
-Whole processes, alternating, as a shell sees them: from the start to the end of the process. nvisel reads and picks;
-`allocate` reads, picks, claims, looks again and hands the lease to the keeper. The release afterwards is not counted.
-Also shown: `allocate` with no keeper running yet, and both with one process per core competing for the cores.
+Whole processes, alternating, measured from start to end. nvisel reads and picks; `allocate` reads, picks, claims,
+re-checks and hands the lease to the keeper. The release afterwards is not counted. Also shown: `allocate` with no
+keeper running yet, and both with one process per core competing for the cores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=41)
     rounds = parser.parse_args().rounds
     if os.geteuid() != 0:
-        sys.exit("needs root: only root can make a folder that claims are taken in")
+        sys.exit("needs root, to create a folder for claims")
     binaries = Path(sys.executable).parent
     nvisel = shutil.which("nvisel", path=f"{binaries}:{os.environ.get('PATH', '')}")
     if nvisel is None:
@@ -47,7 +47,7 @@ def main() -> None:
         theirs = [sys.executable, nvisel, "-n", "1"]
         release = [sys.executable, "-m", "gpuboard", "release", "--mine"]
         for command in (ours, theirs, release):
-            timed(command, env)  # bytecode, page cache, and the keeper
+            timed(command, env)  # warm up bytecode, page cache and keeper
         warm = compare(ours, theirs, release, env, rounds)
         report("idle machine", warm)
         with competition():
@@ -64,12 +64,12 @@ def main() -> None:
 
 
 def world(folder: Path) -> dict[str, str]:
-    """Return an environment with 8 GPUs, a folder for claims and a state folder of its own."""
+    """Return an environment with 8 GPUs, its own folder for claims and its own state folder."""
     gpu = Gpu(total=80 * GIB, links=("switch",) * 18)
     write_script(folder / "nvml", [gpu] * 8)
     (folder / "claims").mkdir()
     (folder / "claims").chmod(0o1777)
-    # PYTHON*: both run as installed software does, with bytecode on disk (PYTHONDONTWRITEBYTECODE would forbid ours).
+    # PYTHON*: both use bytecode on disk, like installed software (PYTHONDONTWRITEBYTECODE would prevent ours).
     foreign = ("GPUBOARD_", "XDG_", "CUDA_", "PYTHON")
     env = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
     return env | {
@@ -94,7 +94,7 @@ def timed(command: Sequence[str], env: dict[str, str]) -> float:
 def compare(
     ours: Sequence[str], theirs: Sequence[str], release: Sequence[str], env: dict[str, str], rounds: int
 ) -> list[tuple[float, float]]:
-    """Return milliseconds of both in each round, who goes first in turn."""
+    """Return milliseconds of both in each round, with alternating order."""
     found = []
     for number in range(rounds):
         if number % 2:
@@ -117,7 +117,7 @@ def report(where: str, found: list[tuple[float, float]]) -> None:
 
 @contextlib.contextmanager
 def competition() -> Iterator[None]:
-    """Keep every core busy with a process that computes."""
+    """Keep every core busy with a computing process."""
     spin = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         yield
@@ -128,14 +128,14 @@ def competition() -> Iterator[None]:
 
 
 def wait_for_keeper(home: Path) -> None:
-    """Wait until the keeper, which has nothing left to keep, has ended."""
+    """Wait until the keeper, which has no leases left, has ended."""
     deadline = time.monotonic() + KEEPER_ENDS_S
     folder = str(home / ".local" / "state" / "gpuboard" / "keeper")
     while time.monotonic() < deadline:
         if not any(folder in _command_line(entry) for entry in os.listdir("/proc") if entry.isdigit()):
             return
         time.sleep(0.1)
-    sys.exit("the keeper has not ended though it had nothing to keep")
+    sys.exit("the keeper has not ended although it has no leases")
 
 
 def _command_line(pid: str) -> str:

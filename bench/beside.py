@@ -2,11 +2,11 @@
 
     python bench/beside.py [--seconds 60] [--starts 9]
 
-All three run at the same time, each in a tmux pane of 200x60, on the tests' NVML library, whose values move every
-second; each GPU has two processes. CPU and memory are those of the whole process tree: gpuboard's board and its agent
-are told apart. The start is measured on a pseudo-terminal of 200x60, alternating: until what the
-GPUs say is written. gpuboard writes that before it has imported textual; keys are answered from the time when the whole
-board is drawn, which is measured, too.
+All three run at the same time, each in a tmux pane of 200x60, on the tests' NVML library, whose values change every
+second; each GPU has two processes. CPU and memory are those of the whole process tree, for gpuboard separately for the
+board and its agent. The start is measured on a pseudo-terminal of 200x60, alternating, until data of the GPUs is
+written. gpuboard writes it before it has imported textual; keys are answered once the whole board is drawn, which is
+measured too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WINDOW_S = 10.0
 GOAL_START_S = 0.6
 GOAL_START_RATIO = 1.5
 LIMIT_S = 15.0
-# What each writes once it has read the GPUs: how many are busy, a power limit, a name
+# Text that each writes once it has read the GPUs: how many are busy, a power limit, a name
 DATA = {"gpuboard": b"8 busy", "nvitop": b"700W", "gpustat": b"H100"}
 WHOLE = b"Reserve"  # gpuboard's footer
 BINARIES = Path(sys.executable).parent
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def moving(folder: Path, second: int) -> None:
-    """Write what the GPUs say in a second."""
+    """Write the values of the GPUs at a second."""
     pids = (os.getpid(), os.getppid())
     gpus = [
         Gpu(
@@ -83,7 +83,7 @@ def moving(folder: Path, second: int) -> None:
 
 
 def environ(folder: Path) -> dict[str, str]:
-    """Return an environment of its own with the tests' NVML library."""
+    """Return a clean environment with the tests' NVML library."""
     foreign = ("GPUBOARD_", "XDG_", "CUDA_", "PYTHON", "TMUX", "NO_COLOR", "TEXTUAL")
     env = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
     return env | {
@@ -97,7 +97,7 @@ def environ(folder: Path) -> dict[str, str]:
 
 
 def running(folder: Path, windows: int) -> None:
-    """Let all three run at once and print what they take."""
+    """Run all three at once and print their CPU and memory."""
     tmux = ["tmux", "-S", str(folder / "tmux"), "-f", "/dev/null"]
     size = ["-x", str(SIZE[0]), "-y", str(SIZE[1])]
     try:
@@ -138,7 +138,7 @@ def starts(folder: Path, rounds: int) -> None:
     """Start gpuboard and nvitop in turn and print how long they take to their first data."""
     found: dict[str, list[float]] = {"gpuboard": [], "nvitop": []}
     for name in found:
-        _start(folder, name, DATA[name])  # bytecode and page cache
+        _start(folder, name, DATA[name])  # warm up bytecode and page cache
     for number in range(rounds):
         for name in sorted(found, reverse=bool(number % 2)):
             found[name].append(_start(folder, name, DATA[name]))
@@ -161,7 +161,7 @@ def starts(folder: Path, rounds: int) -> None:
 
 
 def _start(folder: Path, name: str, words: bytes) -> float:
-    """Return seconds from the start of a command on a terminal of its own until it has written ``words``."""
+    """Return seconds from the start of a command on a new terminal until it has written ``words``."""
     command = COMMANDS[name]
     started = time.perf_counter()
     pid, terminal = pty.fork()
@@ -183,7 +183,7 @@ def _start(folder: Path, name: str, words: bytes) -> float:
 
 
 def _wait(folder: Path, second: int, seconds: float) -> int:
-    """Let the GPUs move for some seconds; return the second they have come to."""
+    """Change the GPUs' values for some seconds; return the second reached."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(1.0, left))
@@ -205,7 +205,7 @@ def _tree(name: str, pid: int) -> dict[str, list[int]]:
 
 
 def _parts(name: str, pid: int) -> dict[str, int]:
-    """Return the nanoseconds that each part of a command has run."""
+    """Return the CPU nanoseconds of each part of a command."""
     return {part: sum(map(cpu_ns, pids)) for part, pids in _tree(name, pid).items()}
 
 

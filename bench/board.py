@@ -2,13 +2,13 @@
 
     python bench/board.py [--nodes 1000] [--seconds 20] [--keys 100] [--minutes 0] [--slurm]
 
-A process of its own (bench/feeder.py) sends every node's protocol lines; the board decodes them, makes scenes and
+A separate process (bench/feeder.py) sends every node's protocol lines; the board decodes them, makes scenes and
 draws. Measured once headless (textual's run_test) and once in a real terminal (tmux, 200x60, textual's own driver):
 
-* CPU: user and system time of the board's process, decoding included, after it has settled; by thread below.
-* key to frame: from the time stamp that textual's driver gives a key to the moment when the frame in which the cursor
-  has moved was flushed to the terminal. Keys come from tmux, at uneven distances.
-* memory: resident size, after the settling and at the end; ``--minutes 10`` for the long run.
+* CPU: user and system time of the board's process, decoding included, after a settling time; also by thread.
+* key to frame: from the time stamp that textual's driver gives a key until the frame with the moved cursor is flushed
+  to the terminal. Keys come from tmux, at irregular intervals.
+* memory: resident size, after the settling time and at the end; ``--minutes 10`` for the long run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--keys", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=0, help="watch the memory for so long, in tmux")
+    parser.add_argument("--minutes", type=float, default=0, help="measure memory for this long, in tmux")
     parser.add_argument("--view", choices=("picture", "table"), default="picture")
     parser.add_argument(
         "--slurm", action="store_true", help="the same nodes in a Slurm with 2,000 jobs (bench/slurm.py)"
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def measure(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run feeder and board; return what the board reports of itself."""
+    """Run feeder and board; return the board's report."""
     command = [sys.executable, str(Path(__file__).with_name("feeder.py")), str(folder / "feed"), str(args.nodes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ(folder)) as feeder:
         try:
@@ -86,7 +86,7 @@ def measure(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
     result = folder / "report.json"
     if not result.exists():
         errors = folder / "errors"
-        sys.exit(f"{kind}: the board did not report: {errors.read_text() if errors.exists() else 'no word'}")
+        sys.exit(f"{kind}: the board did not report: {errors.read_text() if errors.exists() else 'no message'}")
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 
@@ -109,7 +109,7 @@ def in_terminal(board: list[str], folder: Path, limit_s: float) -> None:
 
 
 def environ(folder: Path) -> dict[str, str]:
-    """Return an environment of its own: no config and no state of the person who measures."""
+    """Return a clean environment, without the user's config and state."""
     foreign = ("GPUBOARD_", "XDG_", "CUDA_", "PYTHON", "TMUX", "NO_COLOR", "TEXTUAL")
     env = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
     home = {"HOME": str(folder), "XDG_STATE_HOME": f"{folder}/state", "XDG_CONFIG_HOME": f"{folder}/config"}
@@ -117,7 +117,7 @@ def environ(folder: Path) -> dict[str, str]:
 
 
 def report(kind: str, found: dict[str, Any]) -> None:
-    """Print what was found beside the goals."""
+    """Print the results with their goals."""
     cpu = found["cpu_percent"]
     threads = ", ".join(f"{name} {percent:.1f}" for name, percent in found["threads"].items())
     print(

@@ -1,9 +1,9 @@
-"""What a folder full of another user's files costs the agent that reads the claims in it.
+"""Measure how the agent reads claims in a folder full of another user's files.
 
     sudo python bench/claims.py [--files 100000] [--ticks 60]
 
-Half of the files are of a kind that no claim has (others may write them), half have to be read to be known for garbage;
-all are named like claims. Beside them lie 16 honest claims. Each folder is read by a process of its own.
+Half of the files cannot be claims by their mode (others may write them), half have to be read to be rejected; all are
+named like claims. Beside them are 16 valid claims. Each folder is read by a separate process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
         _measure(args.read, args.ticks)
         return
     if os.geteuid():
-        sys.exit("needs root: files of another user")
+        sys.exit("needs root, to create files of another user")
     for files in (0, args.files):
         with tempfile.TemporaryDirectory(prefix="gpuboard-bench-claims-", dir="/var/tmp") as folder:
             os.chmod(folder, 0o1777)

@@ -1,9 +1,9 @@
-"""`gpuboard status` of nodes that nothing is connected to yet, beside `clush true`: time, and nodes called unreachable.
+"""`gpuboard status` without open connections, beside `clush true`: time, and nodes reported as unreachable.
 
     python bench/cold.py [--nodes 8 64 256] [--rounds 3] [--busy 0]
 
-One sshd on 127.0.0.1, an alias of it for every node, a session for each: both ends share this machine, so the more
-nodes there are the slower both are. ``--busy``: processes that want a processor all the while. The two run in turn.
+One sshd on 127.0.0.1 with an alias and a session for every node. Both ends share this machine, so both are slower
+with more nodes. ``--busy``: processes that use CPU all the time. The two commands alternate.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="the status of cold nodes over ssh")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--busy", type=int, default=0, help="processes that want a processor all the while")
+    parser.add_argument("--busy", type=int, default=0, help="processes that use CPU all the time")
     args = parser.parse_args()
-    print(f"load average before: {os.getloadavg()[0]:.1f}; {args.busy} more processes want a processor")
+    print(f"load average before: {os.getloadavg()[0]:.1f}; {args.busy} busy processes beside it")
     with busy(args.busy):
         for count in args.nodes:
             compare(count, args.rounds)
 
 
 def compare(count: int, rounds: int) -> None:
-    """Run both in turn on ``count`` nodes and print what they took."""
+    """Run both in turn on ``count`` nodes and print their times."""
     clush = CLUSH or sys.exit("clush (ClusterShell's) is not on PATH")
     names = [f"node{number:03d}" for number in range(1, count + 1)]
     status_s, clush_s, missing = [], [], []
@@ -69,7 +69,7 @@ def compare(count: int, rounds: int) -> None:
     met = "met" if status <= GOAL_RATIO * beside and not any(missing) else "missed"
     print(
         f"{count} nodes: gpuboard status {status:.2f} s, clush true {beside:.2f} s, ratio {status / beside:.2f} "
-        f"(goal at most {GOAL_RATIO}); called unreachable: {', '.join(map(str, missing))} (goal 0): {met}",
+        f"(goal at most {GOAL_RATIO}); reported unreachable: {', '.join(map(str, missing))} (goal 0): {met}",
         flush=True,
     )
 
@@ -81,7 +81,7 @@ def run(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Keep ``count`` processes that do nothing but count."""
+    """Run ``count`` busy processes."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

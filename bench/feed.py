@@ -1,11 +1,11 @@
-"""What 100 real ssh sessions at 1 Hz cost the client: CPU of the feed per node and poll, beside a bare asyncssh stream.
+"""The client's cost of 100 real ssh sessions at 1 Hz: CPU of the feed per node and poll, beside a bare asyncssh stream.
 
     python bench/feed.py [--nodes 100] [--seconds 15] [--rounds 3] [--transports]
 
-One sshd on 127.0.0.1, a session and an agent of 8 scripted GPUs for every node. Feed and bare stream run as processes
-of their own, alternating. The bare stream does the least that asyncssh allows with the same lines, cipher and ticks:
-it reads them and counts them. CPU is user plus system time of the whole client process. With ``--transports`` it is
-the feed over each of the transports, the ssh processes of `openssh` counted with it.
+One sshd on 127.0.0.1, with a session and an agent of 8 scripted GPUs for every node. Feed and bare stream run as
+separate processes, alternating. The bare stream does the minimum that asyncssh allows with the same lines, cipher and
+ticks: it reads lines and counts them. CPU is user plus system time of the whole client process. ``--transports``
+measures the feed over each transport, with the ssh processes of `openssh` counted separately.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def compare(names: list[str], seconds: float, rounds: int) -> None:
-    """Run both clients in turn and print what they took."""
+    """Run both clients in turn and print the results."""
     found: dict[str, list[dict[str, float]]] = {"feed": [], "bare": []}
     agents: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as folder, server(Path(folder), names) as sshd:
@@ -92,10 +92,10 @@ def compare(names: list[str], seconds: float, rounds: int) -> None:
 
 
 def transports(names: list[str], seconds: float, rounds: int) -> None:
-    """Run the feed over each transport in turn and print what it took."""
+    """Run the feed over each transport in turn and print the results."""
     found: dict[str, list[dict[str, float]]] = {"asyncssh": [], "openssh": [], "paramiko": []}
     with tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as folder, server(Path(folder), names) as sshd:
-        state = str(Path(folder) / "state")  # where the sockets of shared connections lie, by which ssh is found
+        state = str(Path(folder) / "state")  # has the sockets of shared connections; identifies their ssh
         for _ in range(rounds):
             for transport, results in found.items():
                 command = [sys.executable, __file__, "--client", "feed", "--ssh-config", str(sshd.ssh_config)]
@@ -145,7 +145,7 @@ def verdict(ms: float) -> str:
 
 @contextlib.contextmanager
 def server(folder: Path, names: list[str]) -> Iterator[Sshd]:
-    """An sshd that gives its sessions the tests' NVML library with 8 GPUs, each with two processes."""
+    """Run an sshd whose sessions have the tests' NVML library with 8 GPUs, each with two processes."""
     script = folder / "nvml"
     pids = (os.getpid(), os.getppid())
     gpu = Gpu(used=8 * GIB, utilization=50, processes=tuple(("compute", pid, 4 * GIB) for pid in pids))
@@ -224,11 +224,11 @@ async def bare_client(names: list[str], ssh_config: str, seconds: float) -> None
     print(json.dumps({"ms": ms, "mib": rss_mib()}), flush=True)
     for task in tasks:
         task.cancel()
-    os._exit(0)  # a hundred orderly goodbyes are not measured
+    os._exit(0)  # skip closing a hundred connections in order
 
 
 def measure(polls: Callable[[], int], work: Callable[[], None]) -> float:
-    """Return ms of this process's CPU a poll while ``work`` runs."""
+    """Return this process's CPU in ms per poll while ``work`` runs."""
     before, polls_before = cpu_s(), polls()
     work()
     return (cpu_s() - before) * 1000 / (polls() - polls_before)
@@ -254,7 +254,7 @@ def agents(sshd: Sshd) -> list[int]:
 
 
 def agent_cost(sshd: Sshd, nodes: int, seconds: float) -> tuple[float, float]:
-    """Return (percent of a core, PSS in MiB) of one node's agent while the client is at work."""
+    """Return (percent of a core, PSS in MiB) of one node's agent while the client works."""
     pids = agents(sshd)
     before = {pid: cpu_ns(pid) for pid in pids}
     started = time.monotonic_ns()
@@ -280,7 +280,7 @@ def pss_mib(pid: int) -> float:
 
 
 def until_gone(sshd: Sshd) -> None:
-    """Wait until no agent of the last client is left: the next one is measured alone."""
+    """Wait until all agents of the last client have ended, so that the next one is measured alone."""
     until = time.monotonic() + 10
     while agents(sshd):
         if time.monotonic() > until:

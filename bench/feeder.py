@@ -1,11 +1,11 @@
-"""A cluster that answers over one unix socket: 1,000 nodes' real protocol lines at 1 Hz, from a process of its own.
+"""A simulated cluster on one unix socket: the real protocol lines of 1,000 nodes at 1 Hz, in a separate process.
 
     python bench/feeder.py SOCKET NODES
 
-Every node is a connection that speaks as an agent does: the start line in, then hello, static and a reading a second,
-all nodes' together, as aligned agents do. The values are agent/simulate/gpus.py's and move; jobs come and go, every
-fourth node holds a claim. `FeederConnector` is the client's end: it stands where transports would, so that everything
-from the bytes of a line on is the real thing.
+Every node is a connection with an agent's messages: it receives the start line, then sends hello, static and a reading
+a second, at the same time as all other nodes, like aligned agents. The values come from agent/simulate/gpus.py and
+change; jobs start and end, and every fourth node has a claim. `FeederConnector`, the client's end, replaces the
+transports; all other code, from decoding a line on, is the real one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gpuboard.shellprobe.connector import NodeConnector
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.link import AgentLink, Listener
 
-PHASES = 8  # different readings of a node, one after the other
+PHASES = 8  # different readings of a node, in turn
 GPUS = 8
 GIB = 2**30
 USERS = ("alice", "bob", "carol", "dave")
 
 
 def serve(path: str, nodes: int) -> None:
-    """Answer until the client has gone."""
+    """Answer until the client has disconnected."""
     lines = [_lines(number) for number in range(nodes)]
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
         listener.bind(path)
@@ -56,7 +56,7 @@ def serve(path: str, nodes: int) -> None:
                         continue
                     agent = key.fileobj
                     assert isinstance(agent, socket.socket)
-                    said = b""  # a reset is an end, too
+                    said = b""  # a reset also ends the connection
                     with contextlib.suppress(ConnectionResetError):
                         said = agent.recv(65536)
                     if not said:
@@ -73,12 +73,12 @@ def serve(path: str, nodes: int) -> None:
             seq += 1
             for agent, (nonce, number) in agents.items():
                 body = lines[number][2 + seq % PHASES]
-                with contextlib.suppress(OSError):  # it has gone: read as such above
+                with contextlib.suppress(OSError):  # closed: handled when it is read above
                     agent.sendall(b'@%s{"t":"reading","seq":%d,"at":%.3f,%s\n' % (nonce, seq, time.time(), body))
 
 
 def _lines(number: int) -> list[bytes]:
-    """Return a node's hello and static line, and the rest of its reading's line for each phase."""
+    """Return a node's hello and static lines, and the end of the reading line for each phase."""
     name = f"gpu{number:04d}"
     hello = {"t": "hello", "hostname": name, "boot_id": "b", "uid": os.getuid(), "user": "root", "pid": 1}
     static: dict[str, Any] = {"t": "static", "driver": "580.95", "cuda": "13.0", "source": "simulated"}
@@ -105,7 +105,7 @@ def _lines(number: int) -> list[bytes]:
 
 
 def _node(number: int, phase: int) -> Simulated:
-    """Return a node of which 60 % are busy; in each phase one GPU in a hundred has got or lost its job."""
+    """Return a node with 60 % of its GPUs busy; in each phase one GPU in a hundred has gained or lost its job."""
     busy = {}
     for place in range(GPUS):
         runs = (number * 7 + place * 3) % 10 < 6
@@ -127,7 +127,7 @@ def _claim(name: str, number: int, phase: int) -> dict[str, Any]:
 
 
 class FeederConnector(NodeConnector):
-    """Opens links to the feeder's nodes: one thread reads all of them, as an event loop would."""
+    """Opens links to the feeder's nodes; one thread reads all of them, like an event loop."""
 
     def __init__(self, path: str) -> None:
         super().__init__(Settings())
@@ -169,7 +169,7 @@ class FeederConnector(NodeConnector):
                 try:
                     data = connection.recv(65536)
                 except OSError:
-                    continue  # closed by us
+                    continue  # we closed it
                 if data:
                     handler.received(data)
 
@@ -181,7 +181,7 @@ class _Channel:
         self._connection = connection
 
     def write(self, data: bytes) -> None:
-        """Send bytes: short lines, which the socket takes at once."""
+        """Send bytes: short lines, which do not block."""
         with contextlib.suppress(OSError):
             self._connection.sendall(data)
 

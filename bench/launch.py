@@ -2,7 +2,7 @@
 
     python bench/launch.py [--ranks 4] [--rounds 7]
 
-Both as whole processes, alternating, on CPU with gloo. The time ends when the last rank has its sum.
+Whole processes, alternating, on CPU with gloo, measured until the last rank has its sum.
 """
 
 from __future__ import annotations

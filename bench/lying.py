@@ -1,12 +1,12 @@
-"""What ten lying nodes cost a client: its memory, and the age of honest nodes' readings, beside the same without them.
+"""The effect of ten lying nodes on a client: its memory and the age of honest nodes' readings, with and without them.
 
     python bench/lying.py [--rounds 3] [--seconds 20]
 
-Real ssh sessions to two servers on 127.0.0.1: two honest nodes of 2 GPUs, and ten whose agent sends without end, one
-of a kind each (tests/security/liar.py): ever new UUIDs, 100,000 GPUs, lines of 4 MiB, noise, one byte at a time,
-readings as fast as they go, 40,000 claims, 100,000 processes, 100,000 MIG devices, replies nobody asked for.
-Clients run alternating, as processes of their own. Memory is the largest that was ever resident; ages are those of the
-honest nodes in every snapshot.
+Real ssh sessions to two servers on 127.0.0.1: two honest nodes of 2 GPUs, and ten whose agents send endless data,
+each of another kind (tests/security/liar.py): ever new UUIDs, 100,000 GPUs, lines of 4 MiB, noise, one byte at a time,
+readings as fast as possible, 40,000 claims, 100,000 processes, 100,000 MIG devices, replies without calls.
+The clients are separate processes, alternating. Memory is the peak resident size; ages are those of the honest nodes in
+every snapshot.
 """
 
 from __future__ import annotations

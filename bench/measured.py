@@ -1,4 +1,4 @@
-"""The board that bench/board.py measures, and its own report: a process that is nothing but the board and a clock."""
+"""The process that bench/board.py measures: the board with a clock, which writes its own report."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from gpuboard.scheduler.find import find
 
 SETTLE_S = 8.0
 ALL_S = 60.0
-AT_S = 60.0  # memory counts from here on in the long run
+AT_S = 60.0  # start of the memory measurement in the long run
 
 
 class Clock:
-    """Tells how long a key takes to its frame. ``flushed`` is called by whoever has written a frame."""
+    """Measures the time from a key to its frame. ``flushed`` is called after a frame is written."""
 
     def __init__(self) -> None:
         self.keys_ms: list[float] = []
@@ -44,16 +44,16 @@ class Clock:
         self.cursor: Callable[[], str | None] = lambda: None
 
     def key(self, at: float) -> None:
-        """A key has been received, ``at`` by time.monotonic."""
+        """Record a key received at ``at`` (time.monotonic)."""
         self._pressed, self._before = at, self.cursor()
 
     def written(self) -> None:
-        """A frame is handed to the driver; called in the UI's thread."""
+        """Record that a frame is handed to the driver; called in the UI's thread."""
         if self._pressed is not None and self.cursor() != self._before:
             self._shown, self._pressed = self._pressed, None
 
     def flushed(self) -> None:
-        """What was handed to the driver has gone out."""
+        """Record that the frame is flushed."""
         if self._shown is not None:
             self.keys_ms.append((time.monotonic() - self._shown) * 1e3)
             self._shown = None
@@ -101,7 +101,7 @@ class MeasuredApp(BoardApp):
     scenes = 0
 
     async def on_event(self, event: events.Event) -> None:
-        """Note when a key was received: textual's driver stamps it in the thread that reads the terminal."""
+        """Record when a key was received: textual's driver sets its time in the thread that reads the terminal."""
         if isinstance(event, events.Key):
             CLOCK.key(event.time)
         await super().on_event(event)
@@ -113,7 +113,7 @@ class MeasuredApp(BoardApp):
 
 
 def run(args: argparse.Namespace, folder: Path) -> None:
-    """Be the board; measure; write report.json into ``folder`` and leave."""
+    """Run the board, measure, write report.json into ``folder`` and exit."""
     nodes = [Node(name=f"gpu{number:04d}", host=None) for number in range(args.nodes)]
     settings = Settings(interval="1s", ssh="all")
     scheduler = find(settings, stand_in(folder, args.nodes, 2 * args.nodes)) if args.slurm else None
@@ -155,7 +155,7 @@ def _watch(app: MeasuredApp, args: argparse.Namespace, folder: Path) -> None:
             },
             "scenes": (app.scenes - scenes) / wall_s,
         }
-        if args.kind == "tmux":  # headless nothing is written to time
+        if args.kind == "tmux":  # headless writes nothing to measure
             _keys(args, folder)
         found["keys_ms"] = CLOCK.keys_ms
         if args.minutes:
@@ -173,7 +173,7 @@ def _watch(app: MeasuredApp, args: argparse.Namespace, folder: Path) -> None:
 
 
 def _keys(args: argparse.Namespace, folder: Path) -> None:
-    """Have keys pressed, by who looks for this file, until enough were answered."""
+    """Request keys by creating a file that bench/board.py polls, until enough were answered."""
     CLOCK.keys_ms.clear()
     (folder / "keys").touch()
     _until(lambda: len(CLOCK.keys_ms) >= args.keys, args.keys)
@@ -188,7 +188,7 @@ def _until(condition: Callable[[], bool], limit_s: float) -> None:
     until = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > until:
-            raise TimeoutError("the board did not get there")
+            raise TimeoutError("the board did not reach the expected state")
         time.sleep(0.1)
 
 
@@ -198,7 +198,7 @@ def _cpu_s() -> float:
 
 
 def _threads() -> dict[str, int]:
-    """Return nanoseconds that each of our threads ran."""
+    """Return the CPU nanoseconds of each thread."""
     found: dict[str, int] = {}
     for thread in threading.enumerate():
         file = Path(f"/proc/self/task/{thread.native_id}/schedstat")

@@ -2,7 +2,7 @@
 
     python bench/run.py [NAME…]
 
-Each is a script of its own that prints what it found; one that fails is written down as failed, and the exit code is 1.
+Each is a script that prints its results; a failed one is recorded as failed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ BENCHES = {
         "when keys are answered."
     ),
     "cold": (
-        "`gpuboard status` of 8, 64 and 256 nodes that nothing is connected to yet, beside `clush true` on them, over "
-        "one sshd on this machine: both ends share it. Goals: at most 1.2 times clush's time; none called unreachable."
+        "`gpuboard status` of 8, 64 and 256 nodes without open connections, beside `clush true` on them, over one sshd "
+        "on this machine: both ends share it. Goals: at most 1.2 times clush's time; no node reported as unreachable."
     ),
     "transports": (
         "The feed over each transport, on real ssh sessions at 1 Hz: CPU per node and poll and memory, the ssh "
@@ -52,11 +52,11 @@ BENCHES = {
     ),
     "board-long": "The same board for ten minutes: its memory. Goal: at most 5 % more than after the first minute.",
     "slurm": (
-        "One cycle of questions to Slurm, on 1,000 nodes of 8 GPUs with 2,000 jobs, in the form of a real controller's "
+        "One cycle of queries to Slurm, on 1,000 nodes of 8 GPUs with 2,000 jobs, in the form of a real controller's "
         "output: this process's own CPU, Slurm's commands not counted. Goal: at most 60 ms."
     ),
     "claims": (
-        "The survey of a folder of claims with 100,000 files of another user in it, beside one with 16 claims alone. "
+        "Reading a folder of claims with 100,000 files of another user in it, beside one with 16 claims only. "
         "Goals: the first in at most 5 s of CPU; at most 10 % of a core while a file changes each second; 64 MiB."
     ),
     "lying": (
@@ -66,11 +66,11 @@ BENCHES = {
     ),
     "agent": "CPU and memory of the agent on its node, 8 GPUs at 1 Hz. Goal: at most 0.5 % of a core.",
 }
-WORDS = {  # what is run, where it is not the script of that name
+WORDS = {  # commands other than the script of that name
     "board-long": ["board.py", "--minutes", "10"],
     "transports": ["feed.py", "--transports"],
 }
-LONG = {"board-long", "transports"}  # measured when named
+LONG = {"board-long", "transports"}  # measured only when named
 _FENCE = "```text\n"
 PEERS = ("torch", "asyncssh", "textual", "nvitop", "gpustat", "nvidia-ml-py")
 
@@ -96,7 +96,7 @@ def main(names: list[str]) -> int:
 
 
 def _run(name: str) -> tuple[int, str]:
-    """Run one script, its output shown as it comes; return exit code and output."""
+    """Run one script, showing its output live; return exit code and output."""
     script, *words = WORDS.get(name, [f"{name}.py"])
     command = [sys.executable, str(HERE / script), *words]
     lines = []
@@ -112,7 +112,7 @@ def _run(name: str) -> tuple[int, str]:
 
 
 def _machine() -> str:
-    """Return what the figures depend on."""
+    """Return the hardware and versions that the figures depend on."""
     model = "unknown CPU"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -131,7 +131,7 @@ def _machine() -> str:
 
 
 def _write(measured: dict[str, str]) -> None:
-    """Put what was measured in the place of its last figures; what a person has written around them stays."""
+    """Replace the previous figures by the new ones; text written by hand around them stays."""
     page = "# Measurements\n\n`make bench` writes this page; run it on an idle machine. Figures are medians.\n"
     if RESULTS.exists():
         page = RESULTS.read_text(encoding="utf-8")

@@ -1,9 +1,9 @@
-"""CPU of one cycle of questions to Slurm, on 1,000 nodes of 8 GPUs with 2,000 jobs.
+"""CPU of one cycle of queries to Slurm, on 1,000 nodes of 8 GPUs with 2,000 jobs.
 
-What the controller would print is generated in its own form (recorded from 22.05: tests/data/slurm) and handed out by a
-small script in scontrol's place. Measured is what this process uses for a cycle, from the start of the first command to
-the answer in the shared file; Slurm's commands are not counted. Beside it what another process of the user uses to take
-the answer from that file.
+The controller's output is generated in its real form (recorded from 22.05: tests/data/slurm) and printed by a small
+script in place of scontrol. This measures the CPU of this process for a cycle, from the start of the first command to
+the answer in the shared file, without Slurm's commands; also the CPU of another process of the user that reads the
+answer from that file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GOAL_MS = 60.0
 
 
 def main() -> int:
-    """Measure and print; exit code 1 when the goal is missed."""
+    """Measure and print; exit with 1 when the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--jobs", type=int, default=2000)
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def stand_in(folder: Path, nodes: int, jobs: int) -> dict[str, str]:
-    """Put a scontrol into ``folder`` that prints a big cluster; return the environment that leads to it."""
+    """Create a scontrol in ``folder`` that prints a large cluster; return an environment that uses it."""
     job_text, used = _jobs(nodes, jobs)
     (folder / "job.txt").write_text(job_text)
     (folder / "node.txt").write_text("".join(_node(number, used.get(number, set())) for number in range(nodes)))
@@ -84,14 +84,14 @@ def _ask(slurm: Slurm) -> float:
     """Return the milliseconds of CPU of one cycle."""
     gc.collect()
     begun = time.process_time()
-    slurm._ask(12.0)  # look() would leave Slurm alone for a while
+    slurm._ask(12.0)  # look() would wait for the next interval
     used_ms = (time.process_time() - begun) * 1e3
     assert slurm.seen.error is None, slurm.seen.error
     return used_ms
 
 
 def _fresh(env: dict[str, str], what: str) -> float:
-    """Return the milliseconds of CPU that a new process uses to ``ask``, or to ``take`` the answer from the file."""
+    """Return the CPU milliseconds of a new process that queries (``ask``) or reads the file (``take``)."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -110,7 +110,7 @@ def _fresh(env: dict[str, str], what: str) -> float:
 
 
 def _jobs(nodes: int, jobs: int) -> tuple[str, dict[int, set[int]]]:
-    """Return `scontrol show job`, a third of them waiting, and which GPUs of which node are used."""
+    """Return `scontrol show job`, with a third of the jobs pending, and the GPUs in use by node."""
     rng = random.Random(4)
     used: dict[int, set[int]] = {}
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""What a process has used, from /proc: its CPU time and its memory."""
+"""CPU time and memory of a process, from /proc."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 def cpu_ns(pid: int) -> int:
-    """Return the nanoseconds that all threads of a process ran (schedstat: exact, where stat counts ticks of 10 ms)."""
+    """Return the CPU nanoseconds of all threads of a process (schedstat is exact; stat counts ticks of 10 ms)."""
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
 
 
 def pss(pid: int) -> int:
-    """Return a process's memory in bytes, what it shares counted in part."""
+    """Return a process's memory in bytes, with shared pages counted proportionally (PSS)."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
