@@ -1,13 +1,13 @@
-# `make demo` and `make test` set up everything they need, the first time from the network, then offline.
+# `make demo` and `make test` install everything they need: the first time from the network, then offline.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 VENV ?= .venv
 WORKERS ?= 5
-# The first interpreter that runs and is new enough (a version manager's shim may be on PATH and refuse to run).
+# The first interpreter that is new enough and runs (a version manager's shim on PATH may not run).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-# What is installed belongs to these two files: when they change, the stamps below are out of date.
+# A hash of the files that define the installation: when they change, the stamps below are out of date.
 KEY := $(shell cat constraints.txt pyproject.toml | sha256sum | cut -c1-16)
 RUN_STAMP := $(VENV)/.installed-run-$(KEY)
 DEV_STAMP := $(VENV)/.installed-dev-$(KEY)
@@ -18,11 +18,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 .PHONY: help demo test lint check bench clean system-packages
 
 help:
-	@echo "make demo    set up, then run the main job on simulated nodes: reserve, train with DDP, release; then the board"
-	@echo "make test    set up, with system packages where root or sudo allows, then run every check and test"
+	@echo "make demo    set up, then run the workflow on simulated nodes: reserve, train with DDP, release; then the board"
+	@echo "make test    set up (system packages too, as root or with sudo), then run every check and test"
 	@echo "make lint    ruff, mypy, import contracts, the agent's Python 3.6 syntax"
 	@echo "make bench   the measurements of bench/ (about thirteen minutes on an idle machine)"
-	@echo "make clean   remove what the above made"
+	@echo "make clean   remove everything that the above created"
 
 demo: $(RUN_STAMP)
 	@$(BIN)/gpuboard demo
@@ -30,7 +30,7 @@ demo: $(RUN_STAMP)
 test: system-packages $(DEV_STAMP)
 	@$(MAKE) --no-print-directory check
 
-# Tests mostly wait, so files run side by side; each worker has test nodes of its own.
+# Tests mostly wait, so files run in parallel; each worker has its own test nodes.
 check: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -56,12 +56,12 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/system-packages venv "$(PYTHON)"
 	$(PYTHON) -m venv $(VENV)
 
-# hatchling goes in first, so that building gpuboard itself needs no index and takes the pinned version too.
+# hatchling is installed first, so that building gpuboard needs no index and uses the pinned version.
 $(RUN_STAMP): | $(BIN)/python
-	@echo "installing into $(VENV); the first time this fetches PyTorch, which takes a while"
+	@echo "installing into $(VENV); the first time this downloads PyTorch, which takes a while"
 	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation --editable '.[torch]'
-	@$(BIN)/python -m compileall -q gpuboard  # where PYTHONDONTWRITEBYTECODE is set, every start would compile anew
+	@$(BIN)/python -m compileall -q gpuboard  # with PYTHONDONTWRITEBYTECODE, every start would compile again
 	@rm -f $(VENV)/.installed-run-*
 	@touch $@
 
@@ -70,7 +70,7 @@ $(DEV_STAMP): $(RUN_STAMP)
 	@rm -f $(VENV)/.installed-dev-*
 	@touch $@
 
-# The peers come without --no-build-isolation: gpustat is a source package that brings its own build requirements.
+# Without --no-build-isolation: gpustat is a source package with its own build requirements.
 $(BENCH_STAMP): $(DEV_STAMP)
 	@$(PIP) --editable '.[bench]'
 	@rm -f $(VENV)/.installed-bench-*

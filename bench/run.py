@@ -21,8 +21,8 @@ RESULTS = HERE / "RESULTS.md"
 LIMIT_S = 900.0
 BENCHES = {
     "allocate": (
-        "`allocate` on one local node, beside `nvisel` of nvitop, both as whole processes on the same NVML library, "
-        "alternating. Goal: a ratio of at most 1.0."
+        "`allocate` on one local node beside nvitop's `nvisel`, whole processes on the same NVML library, alternating. "
+        "Goal: a ratio of at most 1.0."
     ),
     "launch": (
         "From the command to the first all-reduce, 4 ranks on CPU, beside `torchrun --standalone`, alternating. "
@@ -47,8 +47,8 @@ BENCHES = {
         "on this machine: both ends share it. Goals: at most 1.2 times clush's time; no node reported as unreachable."
     ),
     "transports": (
-        "The feed over each transport, on real ssh sessions at 1 Hz: CPU per node and poll and memory, the ssh "
-        "processes of `openssh` counted beside."
+        "The feed over each transport, on real ssh sessions at 1 Hz: CPU per node and poll, and memory; ssh processes "
+        "of `openssh` are counted separately."
     ),
     "board-long": "The same board for ten minutes: its memory. Goal: at most 5 % more than after the first minute.",
     "slurm": (

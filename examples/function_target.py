@@ -1,6 +1,6 @@
-"""A function that gpuboard calls once a rank, inside a process group that stands already:
+"""A function that gpuboard calls in every rank, after init_process_group:
 
-gpuboard launch --n 2 examples.function_target:main
+    gpuboard launch --n 2 examples.function_target:main
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    """Add up the ranks with one all-reduce and print the sum on rank 0; gpuboard ends the group afterwards."""
+    """Sum the ranks with one all-reduce and print the result on rank 0; gpuboard destroys the group afterwards."""
     cuda = dist.get_backend() == "nccl"
     total = torch.tensor([float(dist.get_rank())], device="cuda" if cuda else "cpu")
     dist.all_reduce(total)

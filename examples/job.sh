@@ -1,11 +1,11 @@
 #!/bin/sh
-# Reserve GPUs for as long as this script lives, train on exactly those, then train something else on the same ones.
+# Reserve GPUs while this script runs, and train on them twice.
 #   GPUS=4 examples/job.sh
-#   DEVICE=cpu examples/job.sh      the same where torch has no CUDA
+#   DEVICE=cpu examples/job.sh      the same without CUDA in torch
 set -u
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 
-# Emptied first: whatever goes wrong (gpuboard missing, killed, nothing free), no process sees a GPU it does not hold.
+# Empty first: if anything fails (gpuboard is missing or killed, nothing is free), no process sees unreserved GPUs.
 export CUDA_VISIBLE_DEVICES=
 eval "$(gpuboard allocate --n "${GPUS:-2}" --purpose 'ddp example')" || exit
 

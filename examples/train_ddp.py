@@ -1,6 +1,6 @@
-"""Train a small network with DistributedDataParallel on synthetic data; the loss falls.
+"""Train a small network with DistributedDataParallel on synthetic data; the loss decreases.
 
-Written for torchrun's environment, so both start it:
+Written for torchrun's environment, so gpuboard and torchrun can start it:
 
     gpuboard launch --n 2 examples/train_ddp.py --epochs 3
     torchrun --nproc-per-node 2 examples/train_ddp.py --epochs 3
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def dataset(samples: int, features: int) -> TensorDataset:
-    """Return inputs (samples, features) and targets (samples, 1) of a fixed nonlinear function, the same everywhere."""
+    """Return inputs (samples, features) and targets (samples, 1) of a fixed nonlinear function, the same in every rank."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(samples, features, generator=generator)
     weights = torch.randn(features, 1, generator=generator) / features**0.5
@@ -69,9 +69,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--features", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=64, help="of each rank")
+    parser.add_argument("--batch", type=int, default=64, help="per rank")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--workers", type=int, default=0, help="DataLoader workers of each rank")
+    parser.add_argument("--workers", type=int, default=0, help="DataLoader workers per rank")
     train(parser.parse_args())
 
 
