@@ -5,7 +5,7 @@ The Python interface is two functions, imported on first use so that ``import gp
 ``lease(n=2, ...)``
     a context manager that reserves GPUs for the ``with`` block and sets CUDA_VISIBLE_DEVICES in it.
 ``status(...)``
-    the cluster as it is now, a :class:`gpuboard.model.snapshot.Snapshot`.
+    the current state of the cluster, a :class:`gpuboard.model.snapshot.Snapshot`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ TYPE_CHECKING = False
 __version__ = "0.1.0"
 __all__ = ["__version__", "lease", "status"]
 
-if TYPE_CHECKING:  # typing is 6 ms, and this runs before the agent is started (gpuboard/__main__.py)
+if TYPE_CHECKING:  # importing typing takes 6 ms and would delay the agent (gpuboard/__main__.py)
     from typing import Any
 
     from gpuboard.api import lease, status
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Python interface when it is first asked for."""
+    """Import the Python interface on first use."""
     if name in {"lease", "status"}:
         from gpuboard import api
 

@@ -1,6 +1,6 @@
 """The Python interface: ``with gpuboard.lease(n=2) as lease: …`` and ``gpuboard.status()``.
 
-A lease taken here lives with this Python process; ended by its block, by ``release()`` or with the process.
+This Python process holds the lease. It ends with its block, with ``release()`` or with the process.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = ["Lease", "lease", "status"]
 
 
 class Lease:
-    """GPUs reserved for a ``with`` block. Made by :func:`lease`; nothing is reserved before the block begins.
+    """GPUs reserved for a ``with`` block, made by :func:`lease`. The block reserves them when it begins.
 
-    In the block CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER and the GPUBOARD_* variables of the lease are in os.environ,
-    so that CUDA and child processes see exactly these GPUs; after it they are as before.
+    The block sets CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER and the GPUBOARD_* variables of the lease in os.environ, so
+    that CUDA and child processes see exactly these GPUs. Its end restores the previous values.
     """
 
     def __init__(
@@ -79,33 +79,33 @@ class Lease:
 
     @property
     def allocation(self) -> Allocation:
-        """All of it. Raises RuntimeError outside the block."""
+        """The lease and its rank map. Raises RuntimeError outside the block."""
         if self._allocation is None:
             raise RuntimeError("nothing is reserved: use `with gpuboard.lease(n=2) as lease:`")
         return self._allocation
 
     def renew(self, for_: str | float | None = None) -> None:
-        """Let the lease end ``for_`` (``"2h"`` or seconds; default: as long as it was asked for) from now."""
+        """Let the lease end ``for_`` from now: ``"2h"`` or seconds; default: the duration it was reserved for."""
         for_s = self._for_s if for_ is None else duration(_seconds(for_), self._settings)
         with self._ledger() as ledger:
             renewed = ledger.renew(self.allocation.lease, for_s or self.allocation.lease.remaining_s)
-        for where, words in renewed.failed.items():
-            raise GpuboardError(f"lease {self.id} was not renewed ({where}): {words}")
+        for where, message in renewed.failed.items():
+            raise GpuboardError(f"lease {self.id} was not renewed ({where}): {message}")
 
     def release(self) -> None:
-        """End the lease now; the block's end then does nothing more."""
+        """End the lease now; the end of the block then does nothing."""
         allocation, self._allocation = self._allocation, None
         self._restore()
         if allocation is not None:
             release_own(self._ledger(), allocation.lease, partial(warnings.warn, stacklevel=3))
 
     def __enter__(self) -> Self:
-        """Reserve. Raises Refused, NoNodeReached and other GpuboardErrors; then nothing is reserved."""
+        """Reserve. Raises Refused, NoNodeReached and other GpuboardErrors, and reserves nothing then."""
         from gpuboard.keeper.holder import identify
 
         if self._allocation is not None:
-            raise RuntimeError(f"this lease is in use already ({self.id}); make another with gpuboard.lease(…)")
-        _warn_if_initialised()
+            raise RuntimeError(f"this lease is already in use ({self.id}); create another with gpuboard.lease(…)")
+        _warn_if_initialized()
         terms = terms_of(self._for_s, identify(os.getpid()), self._purpose, self._settings)
         warn = partial(warnings.warn, stacklevel=4)
         with (
@@ -164,9 +164,9 @@ def lease(
 ) -> Lease:
     """Return a context manager that reserves GPUs for its block, with the options of ``gpuboard allocate``.
 
-    ``gpus`` and ``exclude`` as ``"gpu01:0,3@gpu02:1"``; ``gpu_mem`` ``"40GiB"`` or bytes; ``for_`` and ``wait`` as
-    ``"2h"`` or seconds, ``wait=True``: for ever; ``slurm`` as ``["--constraint=a100"]``. Raises UsageError and
-    ConfigError at once.
+    ``gpus`` and ``exclude``: ``"gpu01:0,3@gpu02:1"``; ``gpu_mem``: ``"40GiB"`` or bytes; ``for_`` and ``wait``:
+    ``"2h"`` or seconds (``wait=True``: no limit); ``slurm``: ``["--constraint=a100"]``. Raises UsageError and
+    ConfigError, before the block.
     """
     settings = _settings()
     try:
@@ -198,7 +198,7 @@ def lease(
 
 
 def status(nodes: str | None = None) -> Snapshot:
-    """Return the cluster as it is now: every node's newest reading, each with its age."""
+    """Return a snapshot of the cluster: every node's newest reading, each with its age."""
     from gpuboard.cluster.fleet import Fleet
 
     settings = _settings()
@@ -223,14 +223,14 @@ def _settings() -> Settings:
 
 
 def _job(settings: Settings) -> Inside | None:
-    """Return the Slurm job that this process is in."""
+    """Return the Slurm job that this process runs in."""
     from gpuboard.cluster.inventory.slurm_job import current_job
 
-    return current_job(settings, os.environ, lambda words: warnings.warn(words, stacklevel=4))
+    return current_job(settings, os.environ, lambda message: warnings.warn(message, stacklevel=4))
 
 
 def _scope(settings: Settings, names: Sequence[str], job: Inside | None) -> Scope:
-    """Return the nodes in scope: inside a job that job's, else those named, else all that are known."""
+    """Return the nodes in scope: those of the Slurm job, else those named, else all known nodes."""
     from gpuboard.cluster.inventory.nodes import inventory
 
     if job is not None:
@@ -250,12 +250,12 @@ def _program() -> str:
     return os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] not in {"", "-c"} else "python"
 
 
-def _warn_if_initialised() -> None:
-    """CUDA reads CUDA_VISIBLE_DEVICES once: afterwards the block would compute on GPUs that are not its own."""
+def _warn_if_initialized() -> None:
+    """Warn where CUDA has already read CUDA_VISIBLE_DEVICES: the block would compute on GPUs outside the lease."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         warnings.warn(
-            "CUDA is initialised already in this process, so it goes on seeing the GPUs it saw before; "
-            "reserve before the first use of CUDA, or hand lease.gpus to processes that you start",
+            "CUDA is already initialized in this process and keeps the GPUs it saw then; "
+            "reserve before the first use of CUDA, or pass lease.gpus to processes that you start",
             stacklevel=4,
         )

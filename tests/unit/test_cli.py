@@ -289,7 +289,7 @@ def test_progress_in_a_log_is_said_once(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_an_interrupt_during_an_import_waits_for_its_end(tmp_path: Path) -> None:
     (tmp_path / "cut.py").write_text("import os\nos.kill(os.getpid(), 2)\nprint('whole')\n")
-    code = "from gpuboard.__main__ import _mind_interrupts; _mind_interrupts(); import cut, time; time.sleep(9)"
+    code = "from gpuboard.__main__ import _handle_interrupts; _handle_interrupts(); import cut, time; time.sleep(9)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},

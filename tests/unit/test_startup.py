@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpuboard.__main__ import _names_others
+from gpuboard.__main__ import _names_other_nodes
 
 FORBIDDEN = {"textual", "torch", "asyncio", "asyncssh", "paramiko", "click", "ClusterShell", "platformdirs", "pynvml"}
 FORBIDDEN |= {"rich", "sqlite3", "logging", "subprocess", "concurrent", "multiprocessing", "email", "urllib.request"}
@@ -43,7 +43,7 @@ def test_the_agent_is_started_ahead_only_where_it_will_be_asked(tmp_path: Path) 
     env = {"HOME": str(tmp_path)}
 
     def others(*argv: str, **more: str) -> bool:
-        return _names_others(list(argv), {**env, **more})
+        return _names_other_nodes(list(argv), {**env, **more})
 
     assert not others("allocate", "--n", "1")
     assert not others("allocate", "--nodes", name)
