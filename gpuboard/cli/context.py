@@ -1,4 +1,4 @@
-"""What a command gets to work with: environment, settings and the cluster, each made when first asked for."""
+"""What a command works with: environment, settings and cluster, each created on first use."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ SCHEDULER_S = 15.0  # for an answer that says which nodes there are; commands to
 
 
 class Context:
-    """The world of one command. ``said`` holds the nodesets that ``--nodes`` named: the scope within the inventory."""
+    """Everything one command works with. ``nodesets``: the values of ``--nodes``."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self.argv = list(argv)
         self.env: Mapping[str, str] = os.environ if env is None else env
-        self.said: list[str] = []
+        self.nodesets: list[str] = []
         self.config_file: Path | None = None
 
     @property
     def stdout_is_tty(self) -> bool:
-        """Whether a person reads stdout as it is."""
+        """Whether stdout is a terminal."""
         return sys.stdout.isatty()
 
     @property
     def stderr_is_tty(self) -> bool:
-        """Whether progress may be shown on stderr."""
+        """Whether stderr is a terminal, which shows progress in place."""
         return sys.stderr.isatty()
 
     @property
     def colour(self) -> bool:
-        """Whether stdout takes colour: a terminal that is not dumb, and no NO_COLOR (https://no-color.org)."""
+        """Whether stdout takes colour: a terminal, TERM other than ``dumb``, no NO_COLOR (https://no-color.org)."""
         return self.stdout_is_tty and not self.env.get("NO_COLOR") and self.env.get("TERM") != "dumb"
 
     @property
     def width(self) -> int | None:
-        """The terminal's width in cells; without a terminal that of COLUMNS, or None: whoever reads it cuts it."""
+        """The width in cells of the terminal, else COLUMNS, else None (no limit)."""
         if self.stdout_is_tty or self.env.get("COLUMNS", "").isdigit():
             return max(24, shutil.get_terminal_size().columns)
         return None
 
     def folder(self) -> str:
-        """Return this folder as the shell names it: what links and automounts make of that may differ between nodes.
+        """Return the working directory under the shell's name (PWD), as links and automounts may differ between nodes.
 
         Raises UsageError.
         """
@@ -69,11 +69,11 @@ class Context:
         try:
             return os.getcwd()
         except FileNotFoundError:
-            raise UsageError("this folder was removed; cd to one that every node has") from None
+            raise UsageError("the working directory was removed; cd to one that exists on every node") from None
 
     @cached_property
     def configuration(self) -> Configuration:
-        """The settings with their origins. Raises ConfigError."""
+        """The settings with the origin of each. Raises ConfigError."""
         from gpuboard import config
 
         file = self.config_file
@@ -88,37 +88,38 @@ class Context:
 
     @cached_property
     def job(self) -> Inside | None:
-        """The Slurm job that this command runs in. Raises GpuboardError where that cannot be found out."""
+        """The Slurm job that this command runs in, if any. Raises GpuboardError where that cannot be determined."""
         from gpuboard.cli.say import say
         from gpuboard.cluster.inventory.slurm_job import current_job
 
         return current_job(self.settings, self.env, say)
 
     def scope(self) -> Scope:
-        """Return the nodes whose GPUs a command takes or handles: inside a Slurm job that job's, else all in scope."""
+        """Return the nodes that a command reserves or uses GPUs of: inside a Slurm job the job's, else all in scope."""
         from gpuboard.leases.ledger import Scope
 
         if self.job is None:
-            return Scope(tuple(self.reach(self.nodes())), explicit=bool(self.said))
+            return Scope(tuple(self.reach(self.nodes())), explicit=bool(self.nodesets))
         from gpuboard.cluster.inventory.slurm_job import job_nodes
 
-        return Scope(tuple(job_nodes(self.job, self.said)), explicit=True, job=self.job.job)
+        return Scope(tuple(job_nodes(self.job, self.nodesets)), explicit=True, job=self.job.job)
 
     def nodes(self) -> list[Node]:
-        """Return the nodes in scope. Raises UsageError for a nodeset that cannot be read or names an unknown node."""
-        if handed := self.env.get("GPUBOARD_INVENTORY"):
+        """Return the nodes in scope. Raises UsageError for an invalid nodeset or an unknown node."""
+        if file := self.env.get("GPUBOARD_INVENTORY"):
             from gpuboard.cluster.inventory.file import read_nodes
 
-            return read_nodes(Path(handed), self.said)
+            return read_nodes(Path(file), self.nodesets)
         from gpuboard.cluster.inventory.nodes import inventory
 
         scheduler = self.new_scheduler()
-        return inventory(self.settings, self.said, (lambda: scheduler.look(SCHEDULER_S)) if scheduler else None)
+        return inventory(self.settings, self.nodesets, (lambda: scheduler.look(SCHEDULER_S)) if scheduler else None)
 
     def reach(self, nodes: list[Node]) -> list[Node]:
-        """Return ``nodes``; on a terminal ssh asks first for the passwords and codes that they want.
+        """Return ``nodes``, after ssh has asked on the terminal for the passwords and codes that they require.
 
-        Only the system's ssh (``transport = "openssh"``) asks, and not where Slurm says which nodes are open to us.
+        Only the system's ssh (``transport = "openssh"``) asks, and not with Slurm and ``ssh = "own"``: there Slurm
+        decides which nodes accept the user.
         """
         hosts = [node.host for node in nodes if node.host is not None and node.job is None]
         if not hosts or self.settings.transport != "openssh" or not (sys.stdin.isatty() and self.stderr_is_tty):
@@ -132,9 +133,9 @@ class Context:
         return nodes
 
     def new_scheduler(self) -> Scheduler | None:
-        """Return the cluster's scheduler, not asked anything yet; None: there is none, or the nodes are simulated.
+        """Return a client of the cluster's scheduler, or None without a scheduler or with simulated nodes.
 
-        Each one is closed by whoever takes it; all of them share what they learn.
+        The caller closes it. Creating one sends no query, and all clients of a user share one cache of answers.
         """
         make = self._scheduler_factory()
         return make() if make is not None else None
@@ -149,9 +150,9 @@ class Context:
     def ledger(
         self, scope: Callable[[], Scope] | None = None, *, settle: Callable[[Fleet], Snapshot] | None = None
     ) -> CompositeLedger:
-        """Return the ledger of the nodes of ``scope`` (default: :meth:`scope`), to be closed by its ``with`` block.
+        """Return the ledger of the nodes of ``scope`` (default: :meth:`scope`), which its ``with`` block closes.
 
-        ``settle``: how readings are waited for, where that is shown.
+        ``settle``: waits for the first readings and shows progress.
         """
         from gpuboard.cli.say import say
         from gpuboard.leases.composite import open_ledger
@@ -162,7 +163,7 @@ class Context:
     def fleet(
         self, nodes: Sequence[Node] | None = None, *, interval_s: float | None = None, one_shot: bool = True
     ) -> Fleet:
-        """Return the feeds of ``nodes`` (default: all in scope), not yet started. ``interval_s`` None: read on call."""
+        """Return unstarted feeds of ``nodes`` (default: all in scope). ``interval_s`` None: poll on request."""
         from gpuboard.cluster.fleet import Fleet
 
         found = self.reach(self.nodes()) if nodes is None else nodes

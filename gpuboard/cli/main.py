@@ -1,6 +1,6 @@
-"""The front door: finds the command in argv, imports that one module, maps errors to words and exit codes.
+"""Dispatch: finds the command in argv, imports its module alone, maps errors to messages and exit codes.
 
-Two stages, because importing every command's needs would cost more than `allocate` as a whole may take.
+Importing every command would take longer than the whole start-up budget of `allocate`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpuboard.cli.say import say
 from gpuboard.errors import GpuboardError, Interrupted, Refused, UsageError
 from gpuboard.model.text import quoted
 
-GROUPS = {  # by the package of their modules
+GROUPS = {  # by package
     "see": ("board", "status", "serve"),
     "reserve": ("allocate", "leases", "renew", "release", "env"),
     "use": ("run", "launch", "runs", "logs", "stop"),
@@ -30,18 +30,25 @@ GROUPS = {  # by the package of their modules
 }
 COMMANDS = {name: group for group, names in GROUPS.items() for name in names}
 
+_SUMMARY = """\
+See every GPU of every node and why it is or is not free, reserve GPUs, and
+start distributed PyTorch on exactly those. Without a command, gpuboard opens
+the board, or prints the status where stdout is not a terminal."""
+
 _EPILOG = """\
 in scripts:
   export CUDA_VISIBLE_DEVICES=; eval "$(gpuboard allocate --n 4)" || exit
 
-exit codes: 0 done, 1 error, 2 usage, 3 can never be met, 4 not free now, 5 no such lease, 6 no node reached,
-  7 preflight refused, 130 interrupted. `run` and `launch` exit with the code of what they started.
+exit codes: 0 done, 1 error, 2 usage error, 3 the request can never be met,
+  4 not free now, 5 no such lease or not yours, 6 no node could be reached,
+  7 preflight refused, 130 interrupted. `run` and `launch` exit with the code
+  of the command or the ranks that they started.
 
-`gpuboard COMMAND --help` tells more about each."""
+`gpuboard COMMAND --help` describes each command."""
 
 
 class CommandModule(Protocol):
-    """What the module of a command has."""
+    """The interface of a command's module."""
 
     NAME: str
     HELP: str
@@ -52,11 +59,11 @@ class CommandModule(Protocol):
 
     @staticmethod
     def run(args: argparse.Namespace, context: Context) -> int:
-        """Do it; return the exit code."""
+        """Run the command; return its exit code."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command that ``argv`` (without the program's name) asks for; return the exit code, never raise."""
+    """Run the command in ``argv`` (without the program's name); return its exit code, never raise."""
     try:
         code = _dispatch(list(argv))
         sys.stdout.flush()
@@ -65,13 +72,13 @@ def main(argv: Sequence[str]) -> int:
         code = error.exit_code
         _refuse_as_json(argv, error)
     except KeyboardInterrupt as error:
-        for words in _notes(error):
-            say(words)
+        for note in _notes(error):
+            say(note)
         code = 128 + signal.SIGINT
         _refuse_as_json(argv, Interrupted("interrupted"))
     except BrokenPipeError:
         _drop_stdout()
-        code = 128 + signal.SIGPIPE  # whoever read us has left: end as other tools do, without a word
+        code = 128 + signal.SIGPIPE  # the reader has left: exit without a message, as other tools do
     except SystemExit as error:  # argparse's --help
         code = error.code if isinstance(error.code, int) else 0
     except Exception as error:
@@ -81,12 +88,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _notes(error: BaseException) -> list[str]:
-    """Return what is left behind by what failed (Allocator), and must be known."""
+    """Return the notes on an error: what the failed operation could not clean up (Allocator)."""
     return getattr(error, "__notes__", [])
 
 
 def _refuse_as_json(argv: Sequence[str], error: GpuboardError) -> None:
-    """Print what went wrong for the program that asked `allocate` or `env` for JSON."""
+    """Print the error as JSON where `allocate` or `env` was called for JSON."""
     from gpuboard.leases.output.shell import said_format
 
     if split(list(argv))[0] in {"allocate", "env"} and said_format(argv) == "json":
@@ -99,7 +106,7 @@ def _refuse_as_json(argv: Sequence[str], error: GpuboardError) -> None:
 
 
 def split(argv: list[str]) -> tuple[str | None, list[str]]:
-    """Return the command and its arguments; flags that stand before the command are moved behind it."""
+    """Return the command and its arguments, including the flags before the command."""
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] != "--":
         position += 2 if argv[position] in {"--nodes", "--config"} else 1
@@ -109,11 +116,11 @@ def split(argv: list[str]) -> tuple[str | None, list[str]]:
 
 
 def load(name: str) -> CommandModule:
-    """Import the module of one command. Raises UsageError with the nearest name when there is none."""
+    """Import the module of one command. Raises UsageError with the nearest name for an unknown command."""
     if name not in COMMANDS:
         near = nearest(name, list(COMMANDS))
-        cure = f"did you mean `gpuboard {near}`?" if near else f"commands are: {', '.join(COMMANDS)}"
-        raise UsageError(f"{quoted(name)} is not a command; {cure}")
+        remedy = f"did you mean `gpuboard {near}`?" if near else f"commands are: {', '.join(COMMANDS)}"
+        raise UsageError(f"{quoted(name)} is not a command; {remedy}")
     return cast(CommandModule, importlib.import_module(f"gpuboard.cli.{COMMANDS[name]}.{name}"))
 
 
@@ -139,7 +146,7 @@ def _dispatch(argv: list[str]) -> int:
     command = load("board" if name is None else name)
     args = _read(command, rest)
     context = Context(argv)
-    context.said = args.nodes or []
+    context.nodesets = args.nodes or []
     if args.config is not None:
         context.config_file = Path(args.config)
     if command.NAME not in {"board", *GROUPS["setup"]}:  # the board does it beside the UI: a hung keeper takes 3 s
@@ -148,14 +155,14 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _read(command: CommandModule, words: list[str]) -> argparse.Namespace:
-    """Return a command's arguments. Raises UsageError, which is in the command's status file, too, if it has one."""
+    """Return a command's arguments. Raises UsageError and writes it to the command's status file, if one is named."""
     parser = parser_of(command)
     try:
         return parser.read(words)
     except UsageError:
         from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 
-        if file := parser.said(OPTION, words):
+        if file := parser.value_of(OPTION, words):
             with recorded(outcome_of(command.NAME), file):
                 raise
         raise
@@ -170,29 +177,22 @@ def mind_leases(context: Context) -> None:
 
 
 def _help() -> str:
-    shown = ["usage: gpuboard [COMMAND] [--nodes NODESET] [--config FILE] …", "", _first_words()]
+    shown = ["usage: gpuboard [COMMAND] [--nodes NODESET] [--config FILE] …", "", _SUMMARY]
     for group, names in GROUPS.items():
         shown.append(f"\n{group}:")
         shown += [f"  {name:<10}{load(name).HELP.splitlines()[0]}" for name in names]
     return "\n".join([*shown, "", _EPILOG])
 
 
-def _first_words() -> str:
-    return (
-        "See every GPU of every node and why it is or is not free, reserve some of them, and start distributed\n"
-        "PyTorch on exactly those. Without a command: the board, or the status where stdout is no terminal."
-    )
-
-
 def _unexpected(error: Exception) -> int:
-    """Say in one line what to report; the whole traceback with GPUBOARD_DEBUG=1."""
+    """Print what to report, and with GPUBOARD_DEBUG=1 the traceback; return the exit code."""
     if os.environ.get("GPUBOARD_DEBUG"):
         import traceback
 
         traceback.print_exc()
     if isinstance(error, OSError) and error.errno is not None and error.__traceback__ is not None:
-        where = f" ({error.filename})" if error.filename else " (stdout)" if _unwritten() else ""
-        say(f"{error.strerror}{where}; GPUBOARD_DEBUG=1 shows where that happened")
+        where = f" ({error.filename})" if error.filename else " (stdout)" if _stdout_failed() else ""
+        say(f"{error.strerror}{where}; set GPUBOARD_DEBUG=1 to see the traceback")
         _drop_stdout()
         return 1
     frame = error.__traceback__
@@ -206,8 +206,8 @@ def _unexpected(error: Exception) -> int:
     return 1
 
 
-def _unwritten() -> bool:
-    """Tell whether stdout does not take what is printed: then it was that which failed."""
+def _stdout_failed() -> bool:
+    """Return whether writing to stdout fails, and so caused the error."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -216,6 +216,6 @@ def _unwritten() -> bool:
 
 
 def _drop_stdout() -> None:
-    """Point stdout at /dev/null, so that the interpreter's last flush does not complain about a reader that left."""
+    """Point stdout at /dev/null, so that the interpreter's last flush cannot fail."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

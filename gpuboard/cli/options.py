@@ -1,4 +1,4 @@
-"""What all commands' parsers share: errors instead of exits, the common flags, types for durations and sizes."""
+"""Shared parts of all commands' parsers: errors instead of exits, the common options, parsers of values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gpuboard.model.units import parse_duration, parse_whole
 
 T = TypeVar("T")
 
-_COUNT_MAX = 10**9 - 1  # of GPUs, nodes and processes
-_NO_WORD = ("-", *string.digits)  # how an option or a duration begins, and nothing that is to run
+_COUNT_MAX = 10**9 - 1  # GPUs, nodes, process ids
+_OPTION_OR_DURATION = ("-", *string.digits)  # first characters; commands and training scripts begin otherwise
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UsageError, with the nearest option where one was misspelt.
+    """An ArgumentParser that raises UsageError and suggests the nearest option for a misspelt one.
 
-    Options are never abbreviated: an abbreviation that works today is ambiguous after the next option is added.
+    Abbreviated options are errors: an abbreviation becomes ambiguous when another option is added.
     """
 
     def __init__(self, prog: str, description: str) -> None:
@@ -33,10 +33,10 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             add_help=False,
         )
-        self.add_argument("-h", "--help", action="help", help="show this text")
+        self.add_argument("-h", "--help", action="help", help="show this help")
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with ``message`` and where to look; never exits."""
+        """Raise UsageError with ``message`` and a pointer to the help; never exit."""
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             word = (unknown.split() or ["''"])[0]
@@ -46,31 +46,31 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}\n  see: {self.prog} --help")
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the arguments. Raises UsageError also for an empty value: that of a variable which was never set."""
-        found = self.parse_args(self._parted(words))
+        """Return the arguments. Raises UsageError, also for an empty value (usually an unset shell variable)."""
+        found = self.parse_args(self._separated(words))
         for action in self._actions:
             if getattr(found, action.dest, None) == "" and action.default != "":
                 name = "/".join(action.option_strings) or action.metavar
-                self.error(f"argument {name}: nothing is written there; is a variable not set?")
+                self.error(f"argument {name}: empty value; is a shell variable unset?")
         return found
 
-    def _parted(self, words: Sequence[str]) -> Sequence[str]:
-        """Return ``words`` with ``--`` after a ``--wait`` that the first word of a command follows, and no duration.
+    def _separated(self, words: Sequence[str]) -> Sequence[str]:
+        """Return ``words`` with ``--`` between a ``--wait`` without a duration and a command that follows it.
 
-        Left to itself, argparse takes ``train.py`` of ``launch --n 4 --wait train.py`` for one.
+        Otherwise argparse reads ``train.py`` in ``launch --n 4 --wait train.py`` as the duration.
         """
         if not any(action.nargs == argparse.REMAINDER and not action.option_strings for action in self._actions):
             return words
         for position, action in self._leading(words):
             follows = words[position + 1] if position + 1 < len(words) else ""
-            if action is not None and action.nargs == "?" and follows and not follows.startswith(_NO_WORD):
+            if action is not None and action.nargs == "?" and follows and not follows.startswith(_OPTION_OR_DURATION):
                 return [*words[: position + 1], "--", *words[position + 1 :]]
         return words
 
-    def said(self, option: str, words: Sequence[str]) -> str | None:
-        """Return the value of ``option`` in a command line that may be wrong otherwise; None: it has none.
+    def value_of(self, option: str, words: Sequence[str]) -> str | None:
+        """Return the value of ``option``, or None, in a command line that may be invalid elsewhere.
 
-        Nothing behind the first word that may be what is to run is read; also the value of an unknown option may.
+        Reading stops at the first word that may be the command to run. The value of an unknown option may be that word.
         """
         found = None
         for position, _ in self._leading(words):
@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         return found or None
 
     def _leading(self, words: Sequence[str]) -> Iterator[tuple[int, argparse.Action | None]]:
-        """Yield where the options stand that are the command's own, before the words of what it is to run."""
+        """Yield position and action of each option before the command to run (None: unknown option)."""
         position = 0
         while position < len(words) and words[position].startswith("-") and words[position] != "--":
             action = self._option_string_actions.get(words[position])
@@ -93,25 +93,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that every command takes."""
-    group = parser.add_argument_group("every command")
+    """Add the options that every command takes."""
+    group = parser.add_argument_group("options of every command")
     group.add_argument(
         "--nodes",
         metavar="NODESET",
         action="append",
-        help="the nodes to look at: gpu[01-16,20], @group, hostfile:PATH, ssh_config:PATTERN, slurm:PARTITION; may be "
-        "given several times; default: config",
+        help="use these nodes: gpu[01-16,20], @group, hostfile:PATH, ssh_config:PATTERN or slurm:PARTITION; may be "
+        "repeated; default: `nodes` in the config, else Slurm's GPU nodes, else this machine",
     )
-    group.add_argument("--config", metavar="FILE", help="read this TOML file in place of the user's")
+    group.add_argument("--config", metavar="FILE", help="read this TOML file instead of ~/.config/gpuboard/config.toml")
 
 
 def nearest(word: str, words: list[str]) -> str | None:
-    """Return the one of ``words`` that was most likely meant, None when none is close."""
+    """Return the closest match for ``word`` among ``words``, or None."""
     return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.6)), None)
 
 
 def typed(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Wrap a parser that raises ValueError, so that argparse shows its words and not its own."""
+    """Wrap a parser that raises ValueError, so that argparse shows the parser's message."""
 
     def convert(text: str) -> T:
         try:
@@ -122,8 +122,8 @@ def typed(parse: Callable[[str], T]) -> Callable[[str], T]:
     return convert
 
 
-def patience(text: str) -> float:
-    """Return seconds of a duration; ``0`` and ``0s`` mean none at all. Raises ArgumentTypeError."""
+def duration_or_zero(text: str) -> float:
+    """Return seconds of a duration, or 0 for ``0`` and ``0s``. Raises ArgumentTypeError."""
     return 0.0 if text in {"0", "0s"} else typed(parse_duration)(text)
 
 
@@ -133,5 +133,5 @@ def natural(text: str) -> int:
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """Return what reads a whole number from ``least`` to ``most``, in place of int(), which reads ``٣`` and ``1_0``."""
+    """Return a parser of whole numbers from ``least`` to ``most``. Unlike int() it refuses ``٣`` and ``1_0``."""
     return typed(partial(parse_whole, least=least, most=most))

@@ -9,6 +9,6 @@ from gpuboard.model.text import lines
 
 
 def say(text: str) -> None:
-    """Print words for people on stderr, the first line marked as ours; a stderr that is gone is no error."""
+    """Print a message on stderr, prefixed with ``gpuboard:``; ignore a closed stderr."""
     with contextlib.suppress(OSError, ValueError):
         print(f"gpuboard: {lines(text)}", file=sys.stderr, flush=True)

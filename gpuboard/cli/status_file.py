@@ -1,4 +1,4 @@
-"""`--status-file`: what became of a command, as JSON, whichever way it ended."""
+"""`--status-file`: the outcome of a command as JSON, written however the command ends."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from gpuboard.errors import GpuboardError
 from gpuboard.model.text import lines
 
 OPTION = "--status-file"
-_MORE: dict[str, dict[str, Any]] = {
+_EXTRA: dict[str, dict[str, Any]] = {
     "run": {"started": False, "lease": None, "node": None, "gpus": []},
     "launch": {"run": None},
 }
 
 
 def outcome_of(command: str) -> dict[str, Any]:
-    """Return what the file says of ``run`` or ``launch`` while nothing has become of it (docs/commands.md)."""
-    return {"schema": 1, "command": command, "exit_code": 1, "error": None} | _MORE[command]
+    """Return the file's initial content for ``run`` or ``launch`` (docs/commands.md)."""
+    return {"schema": 1, "command": command, "exit_code": 1, "error": None} | _EXTRA[command]
 
 
 @contextlib.contextmanager
 def recorded(outcome: dict[str, Any], file: str | None) -> Iterator[None]:
     """Complete ``outcome`` (keys ``exit_code``, ``error``) from how the block ends, and write it to ``file``.
 
-    A file that cannot be written is said and changes nothing: the command's own exit code is worth more.
+    A file that cannot be written is reported and leaves the command's exit code unchanged.
     """
     try:
         yield
@@ -52,7 +52,7 @@ def recorded(outcome: dict[str, Any], file: str | None) -> Iterator[None]:
 
 
 def _opener(path: str, flags: int) -> int:
-    """Open for writing; a FIFO that nobody reads is an error (ENXIO) and no reason to wait."""
+    """Open for writing. A FIFO without a reader raises an OSError (ENXIO) instead of blocking."""
     fd = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(fd, True)
     return fd

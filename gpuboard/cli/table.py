@@ -1,6 +1,6 @@
 """Text tables that fit a terminal: aligned by display width, columns elided and dropped in a given order.
 
-All text that comes from outside must have gone through :func:`gpuboard.model.text.clean` before it gets here.
+Callers pass all text from outside through :func:`gpuboard.model.text.clean` first.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ GAP = "  "
 
 
 class Column(msgspec.Struct, frozen=True):
-    """A column: its heading, whether it holds numbers (aligned right), and a width below which it does not start out,
-    so that the columns stay where they are while values change."""
+    """A column: its heading, whether it is aligned right (numbers), and its minimum initial width.
+
+    The minimum keeps columns in place while values change.
+    """
 
     title: str
     right: bool = False
@@ -23,7 +25,7 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One step of making a table narrower: cut column ``column`` down to ``to`` cells; 0 drops it."""
+    """One step that makes a table narrower: cut column ``column`` to ``to`` cells; 0 drops the column."""
 
     column: int
     to: int
@@ -37,14 +39,14 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A row of cells; or, with ``span``, a first cell and words that run over the other columns, wrapped."""
+    """A row of cells; or, with ``span``, a first cell and a text that spans the other columns, wrapped."""
 
     cells: tuple[Cell, ...]
     span: Cell | None = None
 
 
 def width_of(text: str) -> int:
-    """Return how many terminal cells ``text`` takes: wide characters two, combining ones none."""
+    """Return how many terminal cells ``text`` takes: two for wide characters, zero for combining ones."""
     if text.isascii():
         return len(text)
     return sum(
@@ -96,7 +98,7 @@ def wrap(text: str, width: int) -> list[str]:
 def fit(natural: Sequence[int], steps: Sequence[Step], width: int) -> list[int]:
     """Return the width of each column (0: dropped) so that all fit into ``width`` cells with gaps between.
 
-    Steps are taken in order, each only as far as needed; what still does not fit is taken off the last column.
+    Steps apply in order, each only as far as needed; the last column absorbs what still does not fit.
     """
     widths = list(natural)
     for step in steps:
@@ -109,7 +111,7 @@ def fit(natural: Sequence[int], steps: Sequence[Step], width: int) -> list[int]:
             widths[step.column] = min(widths[step.column], max(step.to, widths[step.column] - over))
     spare = width - _total(widths)
     last = len(widths) - 1
-    # Dropping a column may have freed more than was needed: the last column, the words, gets it back.
+    # Dropping a column may free more cells than needed: the last column, free text, gets them.
     widths[last] = max(1, min(natural[last], widths[last] + spare))
     return widths
 
@@ -117,7 +119,7 @@ def fit(natural: Sequence[int], steps: Sequence[Step], width: int) -> list[int]:
 def render(
     columns: Sequence[Column], rows: Sequence[Row], steps: Sequence[Step], width: int | None, *, colour: bool
 ) -> list[str]:
-    """Return the lines of a table with headings. ``width`` in cells; None: as wide as it needs to be."""
+    """Return the lines of a table with headings. ``width`` in cells; None: no limit."""
     natural = [
         max(
             [width_of(column.title), column.least, *(width_of(row.cells[n].text) for row in rows if n < len(row.cells))]
@@ -138,7 +140,7 @@ def render(
 
 
 def paint(text: str, sgr: str, *, colour: bool) -> str:
-    """Return ``text`` in a colour (SGR parameters), or as it is."""
+    """Return ``text``, coloured by SGR parameters where ``colour`` is set."""
     return f"\x1b[{sgr}m{text}\x1b[0m" if colour and sgr else text
 
 

@@ -188,7 +188,7 @@ def test_a_terminal_that_cannot_place_text_gets_the_status(here: Here, term: str
         terminal.ends(30)
         assert terminal.process.returncode == 0
         why = "TERM is 'dumb': this terminal cannot place text" if term else "TERM is not set"
-        assert f"gpuboard: no board on this terminal: {why}. The status instead:" in terminal.text
+        assert f"gpuboard: cannot show the board on this terminal: {why}; showing the status instead:" in terminal.text
         assert "free" in terminal.text
         assert b"\x1b[?1049h" not in terminal.written
     finally:

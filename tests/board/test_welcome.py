@@ -142,7 +142,7 @@ def test_a_person_at_a_terminal_comes_to_the_demo_and_to_named_nodes(here: Here)
         terminal.ends(60.0)
         assert terminal.process.returncode == 0
         assert terminal.restored
-        assert "nothing of the demo is left running" in terminal.text
+        assert "no process of the demo is left" in terminal.text
     with closing(Terminal(here.command(), env, (120, 40))) as terminal:
         terminal.shows("Name the nodes that have GPUs")
         terminal.press(b"\x1b[B\r")

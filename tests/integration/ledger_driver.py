@@ -31,7 +31,7 @@ class Driver:
 
     def __init__(self, name: str, nodeset: str) -> None:
         self.context = Context([])
-        self.context.said = [nodeset]
+        self.context.nodesets = [nodeset]
         self.scope: Scope = self.context.scope()
         composite = self.context.ledger(lambda: self.scope)
         self.ledger: Ledger = next(ledger for ledger in composite._ledgers if ledger.name == name)

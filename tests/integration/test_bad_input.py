@@ -270,7 +270,7 @@ def test_a_lease_that_nobody_can_be_told_of_is_dropped(here: Here, redirect: str
     argv = ["sh", "-c", f'exec "$@" {redirect}', "sh", *here.command("allocate", "--n", "1")]
     done = subprocess.run(argv, env=here.env, capture_output=True, text=True, timeout=90)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"gpuboard: stdout: {words}")
+    assert done.stderr.startswith(f"gpuboard: cannot write to stdout: {words}")
     assert list(folder.iterdir()) == []
 
 

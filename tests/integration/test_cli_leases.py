@@ -85,7 +85,7 @@ def test_release_by_id_by_its_start_and_all(here: Here) -> None:
     assert here.run("release", "--mine").returncode == 0
     assert ids(here) == []
     assert here.run("leases").stdout == "no reservations\n"
-    assert here.run("release", "--mine").stdout == "you have no leases here\n"
+    assert here.run("release", "--mine").stdout == "you have no leases\n"
 
 
 def test_no_such_lease_is_exit_code_5_and_changes_nothing(here: Here) -> None:
@@ -109,8 +109,8 @@ def test_a_node_that_was_not_read_is_said(here: Here) -> None:
     found = here.json("leases", "--json")
     assert (found["leases"], found["unread"]) == ([], ["gone"])
     assert here.run("leases").stdout.splitlines() == [
-        "no reservations that could be seen",
-        "not read, their reservations are missing here: gone",
+        "no reservations on the nodes that were read",
+        "not listed, as these nodes were not read: gone",
     ]
     for command in (["release", "zzzzzz"], ["renew", "zzzzzz", "--for", "1h"]):
         done = here.run(*command)
@@ -118,10 +118,10 @@ def test_a_node_that_was_not_read_is_said(here: Here) -> None:
         assert "it may lie on a node without a reading: gone" in done.stderr
     done = here.run("release", "--mine")
     assert done.returncode == 1
-    assert done.stdout == "you have no leases here that could be seen\n"
+    assert done.stdout == "you have no leases on the nodes that were read\n"
     assert (
         done.stderr
-        == "gpuboard: not read, leases of yours may still lie there and expire when their holders end: gone\n"
+        == "gpuboard: nodes without a reading: gone; your leases there, if any, remain until their holders end\n"
     )
     assert json.loads(here.run("release", "--mine", "--json").stdout)["unread"] == ["gone"]
 
@@ -152,5 +152,5 @@ def test_launch_in_a_shell_whose_lease_has_ended_says_what_to_unset(here: Here) 
     done = here.run("launch", "--n", "1", "--device", "cpu", "x.py", GPUBOARD_LEASE="k3f9zz")
     assert done.returncode == 5
     assert done.stderr == (
-        "gpuboard: no lease 'k3f9zz'; you have none; this shell's GPUBOARD_LEASE names it: unset that to reserve anew\n"
+        "gpuboard: no lease 'k3f9zz'; you have none; unset GPUBOARD_LEASE, which names it, to reserve other GPUs\n"
     )

@@ -53,7 +53,7 @@ def check_story(text: str, *, trained: bool) -> str:
     else:
         assert losses == []
         assert "PyTorch is not installed" in text
-    assert "Everything is released; nothing of the demo is left running." in text
+    assert "Everything is released; no process of the demo is left." in text
     return match[1]
 
 
@@ -117,7 +117,7 @@ def test_the_board_opens_on_a_terminal_and_leaves_nothing(here: Here, signalled:
             os.write(ours, b"q")
         else:
             process.send_signal(signalled)
-        said = read_until(ours, b"nothing of the demo is left running")
+        said = read_until(ours, b"no process of the demo is left")
         assert process.wait(60) == (128 + signalled if signalled else 0)
     finally:
         process.kill()
@@ -130,7 +130,7 @@ def test_the_board_opens_on_a_terminal_and_leaves_nothing(here: Here, signalled:
 def test_the_board_needs_a_terminal(here: Here) -> None:
     done = here.run("demo", "--board")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no board here: stdout is no terminal" in done.stderr
+    assert "cannot open the board: stdout is not a terminal" in done.stderr
 
 
 @pytest.fixture(scope="module")

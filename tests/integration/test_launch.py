@@ -310,7 +310,7 @@ def test_a_taken_port_is_refused_and_its_holder_named(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--rank-map", "none.json"], "none.json: the rank map cannot be read: No such file or directory"),
-        (["--n", "2"], "--rank-map says which GPUs; it goes with none of"),
+        (["--n", "2"], "--rank-map cannot be combined with"),
         (["--env", "RANK=1"], "--env RANK: launch itself sets RANK"),
         (["--grace", "soon"], "'soon' is not a duration"),
         (["--rank-map", "elsewhere.json"], "elsewhere.json:\n  node 'gpu77' is unknown; the inventory has "),

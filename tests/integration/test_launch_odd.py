@@ -135,7 +135,7 @@ def test_a_folder_that_was_removed_is_a_usage_error(tmp_path: Path) -> None:
     done = subprocess.run(["sh", "-c", words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (
         2,
-        "gpuboard: this folder was removed; cd to one that every node has",
+        "gpuboard: the working directory was removed; cd to one that exists on every node",
     )
 
 

@@ -172,7 +172,7 @@ def test_a_folder_that_was_removed_is_said_and_nothing_reserved(here: Here, tmp_
         done = subprocess.run(["sh", "-c", script], env=here.env, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (
             2,
-            "gpuboard: this folder was removed; cd to one that every node has\n",
+            "gpuboard: the working directory was removed; cd to one that exists on every node\n",
         )
     assert claims(here) == []
 

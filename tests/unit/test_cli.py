@@ -89,13 +89,13 @@ def test_version() -> None:
         (("status", "--watch", "x"), "argument --watch: 'x' is not a duration"),
         (("renew", "k3f9"), "the following arguments are required: --for"),
         (("renew", "k3f9", "--for", "3"), "argument --for: '3' is not a duration; write 30s, 15m"),
-        (("release",), "which lease? name it, or --mine"),
+        (("release",), "pass either lease ids or --mine"),
         (("status", "--js"), "--js: no such option; did you mean --json?"),
         (("",), "'' is not a command; commands are: board, "),
-        (("status", "--config", ""), "argument --config: nothing is written there; is a variable not set?"),
-        (("launch", "--rank-map", "", "train.py"), "argument --rank-map: nothing is written there"),
-        (("launch", "--lease", "", "train.py"), "argument --lease: nothing is written there"),
-        (("run", "--n", "1", "--", ""), "run what? write the command after --"),
+        (("status", "--config", ""), "argument --config: empty value; is a shell variable unset?"),
+        (("launch", "--rank-map", "", "train.py"), "argument --rank-map: empty value"),
+        (("launch", "--lease", "", "train.py"), "argument --lease: empty value"),
+        (("run", "--n", "1", "--", ""), "no command given; write it after --"),
     ],
 )
 def test_usage_errors_exit_2_with_the_cure(argv: tuple[str, ...], words: str) -> None:
@@ -171,7 +171,7 @@ def test_an_empty_value_is_refused_where_eval_reads_us() -> None:
     for argv in (("allocate", "--n", "1", "--rank-map", ""), ("allocate", "--n", "1", "--model="), ("env", "")):
         code, out, err = gpuboard(*argv, env={"GPUBOARD_LEASE": "k3f9"})
         assert (code, out.partition(";")[0]) == (2, "export CUDA_VISIBLE_DEVICES=''")
-        assert "nothing is written there; is a variable not set?" in err
+        assert "empty value; is a shell variable unset?" in err
 
 
 def test_a_bad_setting_stops_every_command_that_needs_settings(tmp_path: Path) -> None:

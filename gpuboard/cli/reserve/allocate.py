@@ -1,4 +1,4 @@
-"""`gpuboard allocate`: reserve GPUs and print what a shell, a launcher or a program needs to use them."""
+"""`gpuboard allocate`: reserve GPUs and print their variables for a shell, a launcher or a program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.options import natural, patience, typed
+from gpuboard.cli.options import duration_or_zero, natural, typed
 from gpuboard.cli.say import say
 from gpuboard.errors import GpuboardError, Refused, UsageError
 from gpuboard.keeper.holder import evaluator_kind, find_holder, shell_kind
@@ -25,104 +25,119 @@ if TYPE_CHECKING:
     from gpuboard.model.request import Choice, Request
 
 NAME = "allocate"
-HELP = "reserve GPUs; prints CUDA_VISIBLE_DEVICES and more for the shell that evaluates it"
+HELP = "reserve GPUs; print CUDA_VISIBLE_DEVICES and more for a shell"
 
 _EPILOG = """\
 examples:
-  export CUDA_VISIBLE_DEVICES=; eval "$(gpuboard allocate --n 4)" || exit      in scripts (sh, bash, zsh)
-  eval "`gpuboard allocate --n 4`"                                             csh, tcsh
-  gpuboard allocate --n 4 | source                                             fish
+  # sh, bash, zsh: stops the script where nothing was reserved
+  export CUDA_VISIBLE_DEVICES=; eval "$(gpuboard allocate --n 4)" || exit
+  # csh, tcsh
+  eval "`gpuboard allocate --n 4`"
+  # fish
+  gpuboard allocate --n 4 | source
+  # others
   gpuboard allocate --n 8 --per-node 4 --model H100 --wait 2h --format json
   gpuboard allocate --gpus gpu01:0,3@gpu02:1 --for 2h --detach
 
-The lease lives as long as the process that evaluates the output, at the longest --for. Where Slurm gives the GPUs it is
-a job of Slurm's (docs/slurm.md).
-exit codes: 2 usage, 3 can never be met, 4 not free now, 6 no node reached, 130 interrupted"""
+The lease lasts as long as its holder, the process that evaluates the output,
+but no longer than --for. On Slurm's nodes it is a Slurm job (docs/slurm.md).
+exit codes: 2 usage error, 3 the request can never be met, 4 not free now,
+  6 no node could be reached, 130 interrupted"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_request(parser)
-    held = parser.add_argument_group("how it is held")
+    held = parser.add_argument_group("the lease")
     add_terms(held)
-    held.add_argument("--detach", action="store_true", help="no holder: the lease lasts for --for, whoever ends")
-    held.add_argument("--holder", type=natural, metavar="PID", help="live with this process in place of the shell")
+    held.add_argument("--detach", action="store_true", help="no holder: the lease lasts exactly --for")
+    held.add_argument("--holder", type=natural, metavar="PID", help="process with which the lease ends; default: the "
+                      "one that evaluates the output")  # fmt: skip
     add_slurm(parser)
-    out = parser.add_argument_group("what is printed")
-    out.add_argument("--dry-run", action="store_true", help="say what would be taken and why; take nothing")
-    out.add_argument("--format", choices=FORMATS, metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")
-    out.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
-    out.add_argument("--uuid", action="store_true", help="UUIDs, not indexes, in CUDA_VISIBLE_DEVICES")
-    out.add_argument("--rank-map", metavar="FILE", help="write the rank map to FILE too")
+    out = parser.add_argument_group("output")
+    out.add_argument("--dry-run", action="store_true", help="print what would be reserved and why; reserve nothing")
+    add_format(out)
+    out.add_argument("--rank-map", metavar="FILE", help="also write the rank map (JSON) to FILE")
     parser.epilog = _EPILOG
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which GPUs, but for how they spread over nodes where one node is meant."""
+    """Add the arguments that select GPUs on any number of nodes."""
     which = parser.add_argument_group("which GPUs")
-    which.add_argument("--n", type=natural, metavar="N", help="how many in all")
+    which.add_argument("--n", type=natural, metavar="N", help="number of GPUs in total")
     which.add_argument(
         "--gpus",
         action=_AddPicks,
         type=typed(picks.parse_picks),
         metavar="GPUS",
-        help="exactly these: gpu01:0,3@gpu02:1, a MIG device as gpu01:2:1, UUIDs",
+        help="exactly these, instead of --n: gpu01:0,3@gpu02:1, UUIDs, or a MIG device: gpu01:2:1; may be repeated",
     )
-    which.add_argument("--per-node", type=natural, metavar="K", help="exactly K on each node")
-    which.add_argument(
-        "--max-nodes", type=natural, metavar="M", help="on at most M nodes; default: the fewest possible"
-    )
+    which.add_argument("--per-node", type=natural, metavar="K", help="exactly K GPUs on each node")
+    which.add_argument("--max-nodes", type=natural, metavar="M", help="at most M nodes; default: as few as possible")
     add_filters(which)
 
 
 def add_filters(group: argparse._ArgumentGroup) -> None:
-    """Add the arguments that narrow down which GPUs may be taken."""
-    group.add_argument("--model", metavar="NAME", help="a part of the GPU's name, or a glob: H100, '*A100*80GB*'")
-    group.add_argument("--gpu-mem", type=typed(parse_size), metavar="SIZE", help="free memory each must have: 40GiB")
-    group.add_argument("--topology", choices=("best", "any"), default="best", help="best: well linked (default)")
+    """Add the arguments that restrict which GPUs may be reserved."""
+    group.add_argument("--model", metavar="NAME", help="model of the GPUs, a part of its name or a glob: H100, "
+                       "'*A100*80GB*'")  # fmt: skip
+    group.add_argument("--gpu-mem", type=typed(parse_size), metavar="SIZE", help="free memory per GPU, at least: 40GiB")
+    group.add_argument("--topology", choices=("best", "any"), default="best", help="best: the "
+                       "GPUs with the fastest links to each other; any: ignore links; default: best")  # fmt: skip
     group.add_argument(
         "--allow-sick",
         action="store_true",
-        help="take a sick GPU too (`gpuboard status` says why it is) where healthy ones do not suffice",
+        help="take sick GPUs where healthy ones do not suffice (`gpuboard status` shows why a GPU is sick)",
     )
     group.add_argument("--exclude", action=_AddPicks, type=typed(_exclude), default=[], metavar="GPUS",
-                       help="none of these: gpu01:0, gpu02 or gpu[02-04] (all of them), UUIDs")  # fmt: skip
+                       help="not these: gpu01:0, UUIDs, or whole nodes: gpu02, gpu[02-04]; may be "
+                       "repeated")  # fmt: skip
 
 
 def add_terms(group: argparse._ArgumentGroup) -> None:
-    """Add the arguments that say how long to hold and to wait."""
+    """Add the arguments for the lease's duration and purpose, and for waiting."""
     group.add_argument("--for", dest="for_s", type=typed(parse_duration), metavar="D",
-                       help="the longest it may last: 30m, 8h; default: max_lease; of a Slurm job 1h")  # fmt: skip
-    group.add_argument("--wait", nargs="?", const=float("inf"), type=patience, metavar="D",
-                       help="wait until it is free, at most D")  # fmt: skip
-    group.add_argument("--purpose", default="", metavar="TEXT", help="shown to others")
+                       help="maximum duration of the lease: 30m, 8h, 2d; default: max_lease in the config (24h), for a "
+                       "Slurm job time in [slurm] (1h)")  # fmt: skip
+    group.add_argument("--wait", nargs="?", const=float("inf"), type=duration_or_zero, metavar="D",
+                       help="wait for free GPUs, at most D (30m, 2h); without D: no limit; default: do not "
+                       "wait")  # fmt: skip
+    group.add_argument("--purpose", default="", metavar="TEXT", help="description of the lease for other users")
 
 
 def add_slurm(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for a lease that is a job of Slurm."""
-    group = parser.add_argument_group("where Slurm gives the GPUs (defaults: [slurm] in the config)")
-    group.add_argument("--partition", metavar="NAME", help="the partition of the job")
-    group.add_argument("--account", metavar="NAME", help="the account that pays for it")
-    group.add_argument("--qos", metavar="NAME", help="its quality of service")
-    group.add_argument("--reservation", metavar="NAME", help="take the GPUs from this reservation of Slurm's")
+    """Add the arguments for a lease that is a Slurm job."""
+    group = parser.add_argument_group("on Slurm's nodes (defaults: [slurm] in the config)")
+    group.add_argument("--partition", metavar="NAME", help="partition of the job")
+    group.add_argument("--account", metavar="NAME", help="account that the job is charged to")
+    group.add_argument("--qos", metavar="NAME", help="quality of service of the job")
+    group.add_argument("--reservation", metavar="NAME", help="Slurm reservation to take the GPUs from")
     group.add_argument(
         "--slurm",
         action="append",
         default=[],
         metavar="OPTION",
-        help="one more option of sbatch: --slurm=--constraint=a100; may be given several times",
+        help="further option for sbatch: --slurm=--constraint=a100; may be repeated",
     )
 
 
 def job_options(args: argparse.Namespace) -> JobOptions:
-    """Return the options of a scheduler's job."""
+    """Return the options of the Slurm job."""
     from gpuboard.leases.ledger import JobOptions
 
     return JobOptions(args.partition, args.account, args.qos, args.reservation, tuple(args.slurm))
 
 
+def add_format(group: argparse._ActionsContainer) -> None:
+    """Add the arguments for what is printed for a lease."""
+    group.add_argument("--format", choices=FORMATS, metavar="FORMAT", help=f"output format: {', '.join(FORMATS)}; "
+                       "default: that of the shell that evaluates the output")  # fmt: skip
+    group.add_argument("--json", dest="format", action="store_const", const="json", help="same as --format json")
+    group.add_argument("--uuid", action="store_true", help="UUIDs instead of indexes in CUDA_VISIBLE_DEVICES")
+
+
 def run(args: argparse.Namespace, context: Context) -> int:
-    """Reserve and print; on a failure nothing is reserved, and the caller prints the lines that fail closed."""
+    """Reserve and print. After a failure nothing is reserved, and the caller prints the lines that fail closed."""
     try:
         return _run(args, context)
     except GpuboardError as error:
@@ -133,14 +148,14 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _run(args: argparse.Namespace, context: Context) -> int:
     if args.detach and args.for_s is None:
-        raise UsageError("--detach: for how long? Without a holder only --for ends the lease; add --for 8h")
+        raise UsageError("--detach requires --for: without a holder, only --for ends the lease; add e.g. --for 8h")
     if args.detach and args.holder is not None:
-        raise UsageError("--detach means no holder; leave out --holder or --detach")
+        raise UsageError("--detach cannot be combined with --holder: a detached lease has no holder")
     with (
         context.ledger() as ledger,
         ledger.allocator(
             picks=args.gpus or (), options=job_options(args), progress=progress(context)
-        ) as allocator,  # reads local GPUs while the rest is imported
+        ) as allocator,  # polls local GPUs during the remaining imports
     ):
         return _reserve(args, context, allocator)
 
@@ -157,7 +172,7 @@ def _reserve(args: argparse.Namespace, context: Context, allocator: Allocator) -
     holder = None if args.detach or args.dry_run else find_holder(args.holder)
     terms = terms_of(args.for_s, holder, args.purpose, context.settings)
     form = args.format or (shell_kind(holder.pid) if holder else evaluator_kind())
-    gc.freeze()  # what is loaded stays; __main__ has put collections off until here
+    gc.freeze()  # loaded modules are permanent; __main__ has disabled collection so far
     gc.enable()
     if args.dry_run:
         return _show_plan(allocator.plan(request, args.for_s), form, context)
@@ -173,7 +188,7 @@ def _reserve(args: argparse.Namespace, context: Context, allocator: Allocator) -
 
 
 def request_of(args: argparse.Namespace) -> Request:
-    """Return what the arguments ask for. Raises UsageError when they contradict each other."""
+    """Return the request in the arguments. Raises UsageError when they contradict each other."""
     from gpuboard.leases.policy.candidates import check
     from gpuboard.model.request import Request
 
@@ -193,28 +208,28 @@ def request_of(args: argparse.Namespace) -> Request:
 
 
 def progress(context: Context):  # type: ignore[no-untyped-def]
-    """Return what shows one line of progress on stderr, in place when that is a terminal, else each one once.
+    """Return a function that shows a line of progress on stderr: in place on a terminal, elsewhere each text once.
 
-    No words: the line is taken away, other things follow.
+    An empty text erases the line.
     """
-    said: set[str] = set()
+    shown: set[str] = set()
 
-    def show(words: str) -> None:
-        text = clean(words, 500)
+    def show(message: str) -> None:
+        text = clean(message, 500)
         if context.stderr_is_tty:
-            if text or said:
+            if text or shown:
                 width = shutil.get_terminal_size().columns
                 print(f"\r\x1b[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
-            said.add(text)
-        elif text.partition(": ")[2] not in said and text:  # a log file: only what has changed
-            said.add(text.partition(": ")[2])
+            shown.add(text)
+        elif text.partition(": ")[2] not in shown and text:  # a log file: changes only
+            shown.add(text.partition(": ")[2])
             say(text)
 
     return show
 
 
 def _publish(allocation: Allocation, form: str, *, uuids: bool) -> None:
-    """Write to stdout. A reader that has gone is an error here: nobody would know of the lease."""
+    """Write to stdout. A closed pipe is an error: its reader would not learn of the lease."""
     from gpuboard.leases.output.formats import render
 
     data = render(allocation, form, uuids=uuids).encode("utf-8", "surrogateescape")
@@ -224,7 +239,7 @@ def _publish(allocation: Allocation, form: str, *, uuids: bool) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise GpuboardError(f"stdout: {error.strerror}; nothing is reserved") from error
+        raise GpuboardError(f"cannot write to stdout: {error.strerror}; nothing is reserved") from error
 
 
 def _comment(allocation: Allocation, form: str, context: Context) -> None:
@@ -232,7 +247,7 @@ def _comment(allocation: Allocation, form: str, context: Context) -> None:
     if form in SHELLS and allocation.here is None and lease.job is not None:
         say(
             f"lease {lease.id} is Slurm job {lease.job} on {allocation.nodeset}; it has no GPU on this machine, so "
-            "CUDA_VISIBLE_DEVICES is empty here; use it with `gpuboard launch`, or start in it with: "
+            "CUDA_VISIBLE_DEVICES is empty here; start ranks in it with `gpuboard launch`, or open a shell in it: "
             f"srun --jobid={lease.job} --overlap --pty bash"
         )
     elif form in SHELLS and allocation.here is None:
@@ -246,8 +261,8 @@ def _comment(allocation: Allocation, form: str, context: Context) -> None:
         say(f"{gpus} reserved as {lease.id}, for {format_duration(lease.remaining_s)} at most")
     from gpuboard.keeper import client as keeper
 
-    for words in keeper.warn(context.env):
-        say(f"warning: {words}")
+    for warning in keeper.warn(context.env):
+        say(f"warning: {warning}")
 
 
 def _show_plan(choice: Choice, form: str, context: Context) -> int:
@@ -257,18 +272,18 @@ def _show_plan(choice: Choice, form: str, context: Context) -> int:
     gpus = "@".join(f"{name}:{','.join(slot(g.index, g.mig) for g in choice.gpus if g.node == name)}" for name in nodes)
     what = f"take {clean(gpus, 2000)}" if gpus else "ask Slurm"
     why = "\n".join(clean(line, 4000) for line in choice.why.splitlines())
-    words = f"would {what}\n{why}\nnothing was taken (--dry-run)"
+    text = f"would {what}\n{why}\nnothing was reserved (--dry-run)"
     if form == "json":
         import msgspec
 
         sys.stdout.write(msgspec.json.encode({"schema": 1, "dry_run": True, **msgspec.to_builtins(choice)}).decode())
         print()
     elif form in SHELLS and not context.stdout_is_tty:
-        # A shell may evaluate what we print: words that come from nodes must not be among it.
-        print(words, file=sys.stderr)
+        # A shell may evaluate stdout, so text from nodes goes to stderr.
+        print(text, file=sys.stderr)
         sys.stdout.write(fail_closed(form, 0))
     else:
-        print(words)
+        print(text)
     return 0
 
 
@@ -281,10 +296,10 @@ def explain(refused: Refused) -> None:
 
 
 class _AddPicks(argparse.Action):
-    """Takes what an option that may be given several times names, within the bounds of one."""
+    """Collects the GPUs of a repeated option; the limits hold for all of its values together."""
 
     def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
-        """Add what was named now to what was named before."""
+        """Add the new GPUs to those of earlier values."""
         found = list(getattr(namespace, self.dest) or ())
         try:
             picks.add(found, values)

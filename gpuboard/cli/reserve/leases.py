@@ -1,4 +1,4 @@
-"""`gpuboard leases`: who reserved what, from when, until when."""
+"""`gpuboard leases`: list the leases on the nodes in scope."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.see.status import nobody_reached, settled
+from gpuboard.cli.see.status import no_node_reached, settled
 from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.errors import NoNodeReached
 from gpuboard.model.lease import Lease, LeaseList, gpus_text
@@ -17,7 +17,7 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
 NAME = "leases"
-HELP = "show who reserved what, and until when"
+HELP = "list leases: owner, GPUs, time left, holder"
 
 COLUMNS = (
     Column("LEASE"), Column("OWNER"), Column("GPUS"), Column("LEFT", right=True), Column("FROM"), Column("HOLDER"),
@@ -50,18 +50,18 @@ def run(args: argparse.Namespace, context: Context) -> int:
     else:
         for line in table(found, context.width, colour=context.colour):
             print(line)
-    return NoNodeReached.exit_code if nobody_reached(snapshot) else 0
+    return NoNodeReached.exit_code if no_node_reached(snapshot) else 0
 
 
 def table(found: LeaseList, width: int | None, *, colour: bool) -> list[str]:
-    """Return the lines to show. ``width`` in terminal cells; None: no limit."""
-    lines = ["no reservations" + (" that could be seen" if found.unread else "")]
+    """Return the lines of the table. ``width`` in terminal cells; None: no limit."""
+    lines = ["no reservations" + (" on the nodes that were read" if found.unread else "")]
     if found.leases:
         lines = render(COLUMNS, [_row(lease) for lease in found.leases], STEPS, width, colour=colour)
     if found.unread:
-        from gpuboard.nodesets import fold  # 30 ms: only where something is wrong
+        from gpuboard.nodesets import fold  # 30 ms: only for unread nodes
 
-        lines.append(f"not read, their reservations are missing here: {fold(clean(name, 64) for name in found.unread)}")
+        lines.append(f"not listed, as these nodes were not read: {fold(clean(name, 64) for name in found.unread)}")
     return lines
 
 

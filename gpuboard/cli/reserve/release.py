@@ -1,4 +1,4 @@
-"""`gpuboard release ID…|--mine`: end leases at once."""
+"""`gpuboard release ID…|--mine`: end leases immediately."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ from gpuboard.model.lease import gpus_text
 from gpuboard.model.text import clean
 
 NAME = "release"
-HELP = "end leases of yours at once"
+HELP = "end your leases immediately"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("ids", nargs="*", metavar="ID", help="a lease's id, or enough of its start")
-    parser.add_argument("--mine", action="store_true", help="all leases of yours on the nodes in scope")
+    parser.add_argument("ids", nargs="*", metavar="ID", help="lease id, or its start")
+    parser.add_argument("--mine", action="store_true", help="all your leases on the nodes in scope")
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1): released, failed, unread")
     parser.epilog = (
         "examples:\n  gpuboard release k3f9\n  gpuboard release --mine\n\n"
-        "Nothing is killed: what still runs on the GPUs is shown as overdue. But a lease that is a job of Slurm is\n"
-        "cancelled, and Slurm ends what runs in it.\n"
-        "exit code 0: all of it was seen to be gone; 1: something was not released, or lies on a node that was not\n"
-        "read; 5: no such lease, or not yours (root may release anybody's); 6: no node could be reached"
+        "Processes on the GPUs are not killed; they are shown as overdue. A lease that is\n"
+        "a Slurm job is cancelled, and Slurm kills the job's processes.\n"
+        "exit codes: 0 all released and confirmed by every node; 1 some GPUs were not\n"
+        "  released, or a node could not be read; 5 no such lease, or not yours (root may\n"
+        "  release any); 6 no node could be reached"
     )
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    """Release what was named; every id is tried, and the first failure decides the exit code."""
+    """Release the named leases; a failure does not prevent the release of others."""
     if args.mine == bool(args.ids):
-        raise UsageError("which lease? name it, or --mine, not both\n  see: gpuboard leases")
+        raise UsageError("pass either lease ids or --mine\n  `gpuboard leases` lists the leases")
     with context.ledger(settle=partial(settled, context=context)) as ledger:
         found = ledger.find(args.ids)
         ended = [ledger.release(lease) for lease in found.leases]
     done = [each for each in ended if each.gpus or not each.failed]
     released = [{"id": each.lease, "gpus": each.gpus} for each in done]
     failed = [
-        {"id": each.lease, "node": node, "message": words} for each in ended for node, words in each.failed.items()
+        {"id": each.lease, "node": node, "message": reason} for each in ended for node, reason in each.failed.items()
     ]
     if args.json:
         shown = {"schema": 1, "released": released, "failed": failed, "unread": found.unread}
         sys.stdout.buffer.write(msgspec.json.encode(shown) + b"\n")
     else:
         for each in done:
-            print(f"released {each.lease}: {gpus_text(each.gpus) or 'it held nothing'}")
+            print(f"released {each.lease}: {gpus_text(each.gpus) or 'it held no GPUs'}")
         if not ended and found.unreached is None:
-            print(f"you have no leases here{' that could be seen' if found.unread else ''}")
+            print(f"you have no leases{' on the nodes that were read' if found.unread else ''}")
     if args.mine and found.unread:
         names = ", ".join(clean(name, 64) for name in found.unread)
-        say(f"not read, leases of yours may still lie there and expire when their holders end: {names}")
+        say(f"nodes without a reading: {names}; your leases there, if any, remain until their holders end")
     for failure in failed:
-        say(f"{failure['id']}: {failure['message']}")
+        say(f"lease {failure['id']}: {failure['message']}")
     if found.unreached is not None:
         raise found.unreached
     return 1 if failed or (args.mine and found.unread) else 0

@@ -1,4 +1,4 @@
-"""`gpuboard renew ID --for D`: a lease ends D from now."""
+"""`gpuboard renew ID --for D`: let a lease end D from now."""
 
 from __future__ import annotations
 
@@ -11,33 +11,31 @@ from gpuboard.cli.context import Context
 from gpuboard.cli.options import typed
 from gpuboard.cli.say import say
 from gpuboard.cli.see.status import settled
-from gpuboard.errors import UsageError
 from gpuboard.leases.ledger import Renewed
+from gpuboard.leases.terms import duration
 from gpuboard.model.units import format_duration, iso, parse_duration
 
 NAME = "renew"
-HELP = "let a lease of yours end at another time"
+HELP = "change when your lease ends, counted from now"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("id", metavar="ID", help="the lease's id, or enough of its start")
+    parser.add_argument("id", metavar="ID", help="lease id, or its start")
     parser.add_argument(
-        "--for", dest="for_s", required=True, type=typed(parse_duration), metavar="D", help="from now: 30m, 8h, 2d"
+        "--for", dest="for_s", required=True, type=typed(parse_duration), metavar="D", help="time from now: 30m, 8h, 2d"
     )
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1): id, until, nodes")
     parser.epilog = (
         "example:\n  gpuboard renew k3f9 --for 8h\n\n"
-        "exit code 1: not renewed on each of its nodes, or it may lie on one that was not read; 5: no such lease,\n"
-        "or not yours; 6: no node could be reached"
+        "exit codes: 1 not renewed on all of its nodes, or not found while a node could\n"
+        "  not be read; 5 no such lease, or not yours; 6 no node could be reached"
     )
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Renew one lease on every node it covers."""
-    most_s = parse_duration(context.settings.max_lease)
-    if args.for_s > most_s:
-        raise UsageError(f"--for {format_duration(args.for_s)} is above max_lease, {format_duration(most_s)} here")
+    duration(args.for_s, context.settings)
     with context.ledger(settle=partial(settled, context=context)) as ledger:
         found = ledger.find([args.id])
         if found.unreached is not None:
@@ -56,5 +54,5 @@ def _report(lease: str, outcome: Renewed, args: argparse.Namespace) -> None:
         else:
             where = "" if not outcome.failed else f" on {', '.join(outcome.nodes)}"
             print(f"{lease} now ends {until}, in {format_duration(args.for_s)}{where}")
-    for where, words in outcome.failed.items():
-        say(f"{lease} was not renewed ({where}): {words}")
+    for where, reason in outcome.failed.items():
+        say(f"lease {lease} was not renewed ({where}): {reason}")

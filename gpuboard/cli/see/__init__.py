@@ -1,1 +1,1 @@
-"""Commands that show: board, status, serve."""
+"""Commands that show the cluster: board, status, serve."""

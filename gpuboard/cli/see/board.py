@@ -1,4 +1,4 @@
-"""`gpuboard` and `gpuboard board`: the live board; where stdout is no terminal, the status."""
+"""`gpuboard` and `gpuboard board`: the live board, or the status where stdout is not a terminal."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from gpuboard.cli.options import natural
 from gpuboard.cli.say import say
 
 NAME = "board"
-HELP = "the live board: every GPU, reservations, runs"
+HELP = "open the live board: GPUs, reservations, runs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    # what `serve` starts for a browser of COLUMNS ROWS: packets on stdin and stdout are its terminal
+    # internal, for `serve`: a board of COLUMNS ROWS for a browser, connected through stdin and stdout
     parser.add_argument("--browser", nargs=2, type=natural, help=argparse.SUPPRESS)
     parser.epilog = (
         "examples:\n  gpuboard\n  gpuboard board --nodes 'gpu[01-03]'\n\n"
-        "? shows every key, / filters, ctrl-p finds any action, node or GPU by name, q leaves. Keys and themes are\n"
-        "set in the config (docs/commands.md); sort, filter and theme are kept between starts."
+        "Keys: ? lists all keys, / filters, ctrl-p finds any action, node or GPU by name,\n"
+        "q quits. The config sets keys and themes (docs/commands.md). The board restores\n"
+        "its sort order, filter and theme at the next start."
     )
 
 
@@ -33,20 +34,20 @@ def run(args: argparse.Namespace, context: Context) -> int:
     from gpuboard.board.terminal import guard as terminal
 
     if args.browser is None and (why := terminal.cannot_draw(context.env)):
-        say(f"no board on this terminal: {why}. The status instead:")
+        say(f"cannot show the board on this terminal: {why}; showing the status instead:")
         return _status(context)
     from gpuboard.board.core import Core
 
     env = context.env
-    if context.config_file is not None:  # what the board starts is to read the same one
+    if context.config_file is not None:  # commands that the board starts read the same file
         env = {**env, "GPUBOARD_CONFIG": str(context.config_file.absolute())}
-    nodes = context.reach(context.nodes())  # what ssh has to ask, it asks before the board takes the terminal
+    nodes = context.reach(context.nodes())  # ssh asks for passwords before the board takes the terminal
     core = Core(nodes, context.settings, env, scheduler=context.new_scheduler())
     guard = terminal.Guard()
     first = None
     try:
         if all(node.host is None for node in nodes):
-            core.connect()  # this machine's agent reads meanwhile; ssh would have to be imported first
+            core.connect()  # overlaps the local agent with the imports; ssh would have to be imported first
             if args.browser is None and len(nodes) == 1:
                 from gpuboard.board.terminal.first_frame import FirstFrame
 

@@ -1,4 +1,4 @@
-"""`gpuboard serve --web`: the board in a browser, on this machine's loopback alone."""
+"""`gpuboard serve --web`: serve the board to browsers, on this machine's loopback addresses only."""
 
 from __future__ import annotations
 
@@ -16,31 +16,34 @@ from gpuboard.cli.options import whole
 from gpuboard.errors import GpuboardError, UsageError
 
 NAME = "serve"
-HELP = "the board in a browser"
+HELP = "serve the board to web browsers"
 
 _PORT = 8000
-_ROOT = Path(__file__).resolve().parents[3]  # where gpuboard is imported from
+_ROOT = Path(__file__).resolve().parents[3]  # the folder that contains the package
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--web", action="store_true", help="serve the board to browsers")
+    what.add_argument("--web", action="store_true", help="serve the board over HTTP (required)")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--port", type=whole(0, 65535), help=f"the port on 127.0.0.1; 0: any free one; default {_PORT}")
+    where.add_argument("--port", type=whole(0, 65535), help=f"TCP port; 0: any free port; default: {_PORT}")
     where.add_argument(
-        "--socket", metavar="PATH", type=Path, help="a unix socket, closed to others, in place of a port"
+        "--socket", metavar="PATH", type=Path, help="listen on a unix socket of mode 0600 instead of a TCP port"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1 or ::1; nothing else is served on")
-    parser.add_argument("--token-file", metavar="FILE", type=Path, help="keep the token there; made if it is missing")
+    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1 or ::1; default: 127.0.0.1")
+    parser.add_argument("--token-file", metavar="FILE", type=Path, help="file of the access token, created if "
+                        "missing; default: a new token at every start")  # fmt: skip
     parser.add_argument(
-        "--public-url", metavar="URL", help="where a proxy of yours shows it, e.g. https://gpu.example.org"
+        "--public-url", metavar="URL", help="URL under which your proxy serves the board: https://gpu.example.org"
     )
     parser.epilog = (
         "examples:\n  gpuboard serve --web\n  gpuboard serve --web --port 8010 --nodes 'gpu[01-03]'\n\n"
-        "Open the URL that is printed: the token in it is what lets you in. From another machine, forward the port:\n"
+        "Open the printed URL; it contains the access token. On another machine, forward\n"
+        "the port first:\n"
         "  ssh -L 8000:127.0.0.1:8000 login1\n"
-        "Whoever has the token acts as you. Each page has a board of its own, which ends with the page."
+        "Anyone with the token can act as you. Each page runs its own board, which ends\n"
+        "when the page closes."
     )
 
 
@@ -48,7 +51,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     """Serve until stopped; return the exit code."""
     port = _PORT if args.port is None else args.port
     host = _loopback(args.host, port)
-    context.nodes()  # what is wrong with the configuration is said here, not on each page
+    context.nodes()  # report configuration errors here rather than on each page
     try:
         from gpuboard.board.web import auth, listen
         from gpuboard.board.web import server as web  # aiohttp: 200 ms, and in the extra `web`
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         server = web.Server(guard, _command(context), context.env, _log)
         shown = token if args.token_file is None else f"$(cat {shlex.quote(str(args.token_file.absolute()))})"
         base = public or f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        print(_words(base, shown, args.socket.absolute() if args.socket else port), flush=True)
+        print(_banner(base, shown, args.socket.absolute() if args.socket else port), flush=True)
         try:
             number = asyncio.run(server.serve(listener))
         finally:
@@ -76,35 +79,37 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 
 def _loopback(host: str, port: int) -> str:
-    """Return the address to listen on. Raises UsageError for any that others could reach."""
+    """Return the address to listen on. Raises UsageError for an address that other machines can reach."""
     host = "127.0.0.1" if host == "localhost" else host.strip("[]")
     if host not in {"127.0.0.1", "::1"}:
-        raise UsageError(f"--host {host}: the board is served on 127.0.0.1 and ::1 alone\n  {_forward(port)}")
+        raise UsageError(f"--host {host}: must be 127.0.0.1 or ::1\n  {_forward(port)}")
     return host
 
 
 def _forward(target: object) -> str:
-    """Return how a person at another machine reaches a port of ours, or a unix socket."""
+    """Return the ssh command that forwards the port (int) or unix socket ``target`` to another machine."""
     port, there = (target, f"127.0.0.1:{target}") if isinstance(target, int) else (_PORT, target)
     return f"from another machine: ssh -L {port}:{there} {socket.gethostname()}"
 
 
-def _words(base: str, token: str, target: object) -> str:
-    """Return what is printed at the start: the URL, and how to reach it from elsewhere."""
-    return f"{base}/?token={token}\n  {_forward(target)}\n  whoever has this URL acts as you; ctrl-c ends it"
+def _banner(base: str, token: str, target: object) -> str:
+    """Return the lines printed at the start: the URL, and how to reach it from other machines."""
+    return (
+        f"{base}/?token={token}\n  {_forward(target)}\n  anyone with this URL can act as you; ctrl-c stops the server"
+    )
 
 
 def _command(context: Context) -> list[str]:
-    """Return the command line of one board: this interpreter, this gpuboard, this configuration, these nodes."""
-    # -P and not -m: the folder that we stand in, which may be anybody's, must not be where gpuboard is looked for
+    """Return the command line of one board, with the interpreter, package, config and nodes of this process."""
+    # -P instead of -m: never import gpuboard from the working directory, which another user may control
     boot = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from gpuboard.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", boot, "board"]
-    for nodeset in context.said:
+    for nodeset in context.nodesets:
         command += ["--nodes", nodeset]
     if context.config_file is not None:
         command += ["--config", str(context.config_file)]
     return command
 
 
-def _log(words: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
+def _log(message: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`gpuboard status`: one table, a row per GPU, with its state and the reason for it; or JSON (schema 1)."""
+"""`gpuboard status`: a table with a row per GPU, its state and the reason; or JSON (schema 1)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
 
 NAME = "status"
-HELP = "show every GPU of every node: its state, why, memory, load, who has it"
+HELP = "show every GPU: state, reason, memory, load, users"
 
 COLUMNS = (
     Column("NODE"),
@@ -44,7 +44,7 @@ COLUMNS = (
     Column("WHY"),
 )
 _NODE, _GPU, _MODEL, _STATE, _WHO, _MEMORY, _UTIL, _TEMP, _POWER, _AGE, _WHY = range(len(COLUMNS))
-# What goes first in a narrow terminal. Node, index and state stay to the end.
+# Columns cut or dropped in a narrow terminal, in this order. Node, index and state always remain.
 STEPS = (
     Step(_WHY, 36), Step(_MODEL, 14), Step(_WHO, 16), Step(_POWER, 0), Step(_TEMP, 0), Step(_MODEL, 8), Step(_AGE, 0),
     Step(_NODE, 16), Step(_WHO, 8), Step(_WHY, 20), Step(_MODEL, 0), Step(_UTIL, 0), Step(_WHO, 0), Step(_WHY, 12),
@@ -58,10 +58,11 @@ _COLOURS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="print JSON; with --watch a line per snapshot")
+    parser.add_argument("--json", action="store_true", help="print JSON (schema 1); with --watch one line per snapshot")
     parser.add_argument(
-        "--watch", nargs="?", const=0.0, type=typed(_seconds), metavar="S", help="again every S seconds, until ctrl-C"
-    )
+        "--watch", nargs="?", const=0.0, type=typed(_seconds), metavar="S",
+        help="repeat every S seconds (0.5, 2, 30s) until ctrl-C; without S: at `interval` of the config",
+    )  # fmt: skip
     parser.epilog = (
         "examples:\n  gpuboard status\n  gpuboard status --nodes 'gpu[01-03]' --watch 2\n"
         "  gpuboard status --json | jq -r '.nodes[].gpus[] | select(.state == \"free\").uuid'\n\n"
@@ -77,8 +78,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
             fleet.start()
             snapshot = settled(fleet, context)
         _show(snapshot, context, json=args.json)
-        _help_begin(nodes, snapshot, context)
-        return NoNodeReached.exit_code if nobody_reached(snapshot) else 0
+        _suggest_setup(nodes, snapshot, context)
+        return NoNodeReached.exit_code if no_node_reached(snapshot) else 0
     interval_s = args.watch or context.settings.interval_s(len(nodes))
     with contextlib.closing(context.fleet(nodes, interval_s=interval_s, one_shot=False)) as fleet:
         fleet.start()
@@ -87,82 +88,82 @@ def run(args: argparse.Namespace, context: Context) -> int:
     return 0
 
 
-def _help_begin(nodes: Sequence[Node], snapshot: Snapshot, context: Context) -> None:
-    """Say on stderr how to go on where no node is configured and this machine has no GPU."""
+def _suggest_setup(nodes: Sequence[Node], snapshot: Snapshot, context: Context) -> None:
+    """Print the next steps on stderr where no node is configured and this machine has no GPU."""
     if any(node.gpus for node in snapshot.nodes):
         return
-    from gpuboard.cluster.inventory.first_run import bare_machine, how_to_name  # late: a first run alone needs it
+    from gpuboard.cluster.inventory.first_run import bare_machine, how_to_name  # late: only needed on a first run
 
     if bare_machine(nodes, context.settings, snapshot) is not None:
-        say(f"{how_to_name(context.env)}; or look at a simulated cluster: gpuboard demo --board")
+        say(f"{how_to_name(context.env)}; or try a simulated cluster: gpuboard demo --board")
 
 
 def settled(fleet: Fleet, context: Context) -> Snapshot:
-    """Wait until every node has given a reading or an error, at most somewhat over the connect timeout for the next.
+    """Wait until every node has delivered a reading or an error; return a snapshot.
 
-    Who is waited for is said on stderr when that is a terminal and it takes longer than a second.
+    Each delivery extends the deadline to the connect timeout plus 5 s. After 1 s a terminal on stderr shows the wait.
     """
-    said = False
+    shown = False
 
-    def tell(waited_s: float, silent: list[str]) -> None:
-        nonlocal said
-        if context.stderr_is_tty and silent:
-            said = True
-            words = f"waiting {waited_s:.0f} s; no reading yet from {', '.join(silent)}"
+    def show(waited_s: float, missing: list[str]) -> None:
+        nonlocal shown
+        if context.stderr_is_tty and missing:
+            shown = True
+            text = f"waiting {waited_s:.0f} s; no reading yet from {', '.join(missing)}"
             width = shutil.get_terminal_size().columns
-            print(f"\r{elide(clean(words), width - 1)}\x1b[K", end="", file=sys.stderr, flush=True)
+            print(f"\r{elide(clean(text), width - 1)}\x1b[K", end="", file=sys.stderr, flush=True)
 
-    fleet.wait_all(fleet.connect_s + 5, tell)
-    if said:
+    fleet.wait_all(fleet.connect_s + 5, show)
+    if shown:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     fleet.freshen()
     return fleet.snapshot()
 
 
-def nobody_reached(snapshot: Snapshot) -> bool:
-    """Return whether not one node has ever given a reading."""
+def no_node_reached(snapshot: Snapshot) -> bool:
+    """Return whether no node has delivered a reading."""
     return all(node.age_s is None for node in snapshot.nodes)
 
 
 def table(snapshot: Snapshot, width: int | None, *, colour: bool) -> list[str]:
-    """Return the lines of the table and, last, the sums. ``width`` in terminal cells; None: no limit."""
+    """Return the lines of the table and, last, the totals. ``width`` in terminal cells; None: no limit."""
     rows: list[Row] = []
     for node in snapshot.nodes:
         rows += _node_rows(node)
     lines = render(COLUMNS, rows, STEPS, width, colour=colour)
     total = sums(snapshot)
-    if words := scheduler_words(snapshot.scheduler):
-        lines += ["", clean(words) if width is None else elide(clean(words), width)]
+    if text := scheduler_words(snapshot.scheduler):
+        lines += ["", clean(text) if width is None else elide(clean(text), width)]
     return [*lines, "", total if width is None else elide(total, width)]
 
 
 def sums(snapshot: Snapshot) -> str:
-    """Return the last line: how many GPUs are in which state, and how many nodes did not answer."""
-    silent = sum(node.state == "unreachable" for node in snapshot.nodes)
+    """Return the last line: the number of GPUs in each state, and of unreachable nodes."""
+    unreachable = sum(node.state == "unreachable" for node in snapshot.nodes)
     counts: list[str] = []
-    for what, states in tally(gpu for node in snapshot.nodes for gpu in node.gpus).parts:
+    for kind, states in tally(gpu for node in snapshot.nodes for gpu in node.gpus).parts:
         parts = [f"{states[state]} {state}" for state in reversed(STATES) if states[state]]
-        counts.append(f"{what}: {', '.join(parts)}" if parts else what)
-    words = "; ".join(counts)
-    if silent:
-        nodes = f"{silent} of {len(snapshot.nodes)} nodes" if len(snapshot.nodes) > 1 else "the node"
-        words += f"; {nodes} unreachable, {'its' if silent == 1 else 'their'} GPUs are not counted"
+        counts.append(f"{kind}: {', '.join(parts)}" if parts else kind)
+    text = "; ".join(counts)
+    if unreachable:
+        nodes = f"{unreachable} of {len(snapshot.nodes)} nodes" if len(snapshot.nodes) > 1 else "the node"
+        text += f"; {nodes} unreachable, {'its' if unreachable == 1 else 'their'} GPUs are not counted"
     if any(node.source == "simulated" for node in snapshot.nodes):
-        words += "; SIMULATED"
-    return f"{clean(snapshot.cluster)}: {words}" if snapshot.cluster else words
+        text += "; SIMULATED"
+    return f"{clean(snapshot.cluster)}: {text}" if snapshot.cluster else text
 
 
 def _node_rows(node: NodeView) -> list[Row]:
     name = Cell(clean(node.name, 64))
     rows = [row for gpu in node.gpus for row in _gpu_rows(name, gpu, node)]
     if node.error or not rows:
-        words = clean(node.error or "no GPU found")
+        error = clean(node.error or "no GPU found")
         state = node.state if node.state != "up" else "no GPU" if not rows else "up"
-        text = words if words.startswith(state) else f"{state}: {words}"
+        text = error if error.startswith(state) else f"{state}: {error}"
         rows.append(Row((name,), Cell(text, "1;31" if node.state == "unreachable" else "35")))
     if node.scheduler_reason or node.scheduler_reservation:
-        words = clean(f"Slurm: {node.scheduler_state}: {node.scheduler_reason or node.scheduler_reservation}")
-        rows.append(Row((name,), Cell(words, "35")))
+        text = clean(f"Slurm: {node.scheduler_state}: {node.scheduler_reason or node.scheduler_reservation}")
+        rows.append(Row((name,), Cell(text, "35")))
     if node.claims_error:
         rows.append(Row((name,), Cell(f"cannot be reserved: {clean(node.claims_error)}", "35")))
     return rows
@@ -202,19 +203,19 @@ def _mig_row(name: Cell, gpu: GpuView, mig: MigView, number: int) -> Row:
 
 
 def short_model(name: str) -> str:
-    """Return a GPU's name without the words that all names share."""
+    """Return a GPU's name without the vendor prefixes."""
     return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
 def _who(gpu: GpuView) -> str:
-    """Return lease ids, jobs and the users of processes; ``?`` for an owner that cannot be seen."""
+    """Return lease ids, jobs and the users of processes; ``?`` for a hidden owner."""
     found = [*gpu.leases, *(f"{job.user}/{job.id}" for job in gpu.jobs)]
     found += sorted({process.user or "?" for process in gpu.processes or ()})
     return ",".join(clean(word, 32) for word in found)
 
 
 def _memory(used: int | None, total: int | None) -> str:
-    """Return GiB used of GiB in all; a decimal only where it tells something."""
+    """Return GiB used and GiB in total; one decimal below 10 GiB used."""
     left = "?" if used is None else f"{used / 2**30:.{1 if used < 10 * 2**30 else 0}f}"
     right = "?" if total is None else f"{total / 2**30:.0f}"
     return f"{left}/{right}"
@@ -227,7 +228,7 @@ def _age(age_s: float | None) -> str:
 
 
 def _seconds(text: str) -> float:
-    """Return seconds of ``2``, ``0.5`` or ``30s``; at least 0.2, so that a slip does not load every node."""
+    """Return the seconds of ``2``, ``0.5`` or ``30s``; at least 0.2, so that a typo does not overload the nodes."""
     try:
         seconds = parse_number(text)
     except ValueError:
@@ -246,7 +247,7 @@ def _show(snapshot: Snapshot, context: Context, *, json: bool) -> None:
 
 
 def _watch(fleet: Fleet, context: Context, interval_s: float, *, json: bool) -> None:
-    """Show the cluster again and again: in place on a terminal, one after the other elsewhere."""
+    """Show the cluster repeatedly: in place on a terminal, elsewhere one table after the other."""
     in_place = context.stdout_is_tty and not json and context.env.get("TERM") != "dumb"
     if in_place:
         print("\x1b[2J", end="")
@@ -265,24 +266,24 @@ def _watch(fleet: Fleet, context: Context, interval_s: float, *, json: bool) -> 
             time.sleep(max(0.0, due - time.monotonic()))
     except KeyboardInterrupt:
         if in_place:
-            print()  # the shell's prompt comes below the picture, not beside its last line
+            print()  # put the shell's prompt below the table
         raise
 
 
 def next_due(due: float, interval_s: float, now: float) -> float:
-    """Return the next moment after ``due`` in steps of ``interval_s``: whoever stood still shows nothing twice."""
+    """Return the first time after ``now`` in steps of ``interval_s`` from ``due``: missed updates are skipped."""
     return due + interval_s * max(1, math.ceil((now - due) / interval_s))
 
 
 def _frame(snapshot: Snapshot, context: Context, interval_s: float) -> str:
-    """Return one picture: home, every line with its rest erased, the screen below erased; nothing is cleared first."""
+    """Return one frame, drawn over the last one without clearing the screen, which would flicker."""
     height = shutil.get_terminal_size().lines
     *lines, blank, total = table(snapshot, context.width, colour=context.colour)
     room = height - 4
     if len(lines) > room:
-        lines = [*lines[: room - 1], f"… {len(lines) - room + 1} more rows: a taller terminal, or --nodes, shows them"]
+        lines = [*lines[: room - 1], f"… {len(lines) - room + 1} more rows; enlarge the terminal or pass --nodes"]
     stamp = time.strftime("%H:%M:%S")
     head = elide(f"{stamp}  every {interval_s:g} s, ctrl-C ends", context.width or 80)
     body = "".join(f"{line}\x1b[K\r\n" for line in [head, *lines, blank])
-    # 2026: the terminal shows it all at once where it knows how ("synchronized output")
+    # mode 2026, "synchronized output": terminals that support it update the screen at once
     return f"\x1b[?2026h\x1b[H{body}{total}\x1b[K\x1b[J\x1b[?2026l"

@@ -1,4 +1,4 @@
-"""`gpuboard config`: the settings in force and where each came from."""
+"""`gpuboard config`: show the settings in force and the origin of each."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gpuboard.errors import GpuboardError
 from gpuboard.model.text import clean
 
 NAME = "config"
-HELP = "show the settings in force and where each came from"
+HELP = "show the settings in force and where each comes from"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="print JSON: settings with values and origins, nodes")
+    parser.add_argument("--json", action="store_true", help="print JSON (schema 1): settings, nodes, problems")
     parser.epilog = "example:\n  gpuboard config\n  gpuboard config --nodes 'gpu[01-03]' --json"
 
 
@@ -31,16 +31,16 @@ def run(args: argparse.Namespace, context: Context) -> int:
     configuration = context.configuration
     values = dict(flat(msgspec.to_builtins(configuration.settings)))
     rows = {key: {"value": value, "origin": configuration.origins.get(key, "default")} for key, value in values.items()}
-    if context.said:
-        rows["nodes"] = {"value": context.said, "origin": "command line"}
+    if context.nodesets:
+        rows["nodes"] = {"value": context.nodesets, "origin": "command line"}
     problems = _key_problems(configuration.settings) + _theme_problems(configuration.settings, context.env)
     names: list[str] = []
     try:
         names = [node.name for node in context.nodes()]
     except GpuboardError as error:
-        if context.said:
+        if context.nodesets:
             raise
-        problems.append(str(error))  # what is set is worth showing all the same, and shows why
+        problems.append(str(error))  # the settings are still shown: they explain the error
     if args.json:
         print(json.dumps({"schema": 1, "settings": rows, "nodes": names, "problems": problems}, ensure_ascii=False))
         return 0
@@ -49,28 +49,28 @@ def run(args: argparse.Namespace, context: Context) -> int:
     column = min(40, max(len(text) for text in shown.values()))
     for key, row in rows.items():
         print(f"{key:<{width}}  {shown[key]:<{column}}  {clean(str(row['origin']))}")
-    for words in problems:
-        say(words)
+    for problem in problems:
+        say(problem)
     if names:
         print(f"\nnodes: {folded(names)} ({len(names)})")
-    print(f"\nfiles looked at: {paths.SITE_CONFIG}, {context.config_file or paths.user_config(context.env)}")
+    print(f"\nconfig files: {paths.SITE_CONFIG}, {context.config_file or paths.user_config(context.env)}")
     return 0
 
 
 def _key_problems(settings: Settings) -> list[str]:
-    """Return what is wrong with the board's keys: which actions there are is known to its screens alone."""
+    """Return the errors in [keys]. The board's screens define the actions, so this imports the board."""
     if not settings.keys:
         return []
-    from gpuboard.board.keys import remap  # 400 ms: all of the board
+    from gpuboard.board.keys import remap  # 400 ms: imports the board
 
     return remap(settings.keys).problems
 
 
 def _theme_problems(settings: Settings, env: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with the board's theme, and with the files of the user's own themes."""
+    """Return the errors in the board's theme setting and in the user's theme files."""
     if settings.theme == "auto" and not any((paths.user_config(env).parent / "themes").glob("*.toml")):
         return []
-    from gpuboard.board.theme import themes  # late: textual is needed to check one
+    from gpuboard.board.theme import themes  # late: imports textual
 
     found, problems = themes.load_all(env)
     return problems + themes.unknown(settings.theme, found)

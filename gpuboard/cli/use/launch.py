@@ -1,4 +1,4 @@
-"""`gpuboard launch`: reserve, start one rank per GPU, watch, explain, release."""
+"""`gpuboard launch`: reserve GPUs, start one rank per GPU, supervise, explain failures, release."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.options import patience, typed, whole
+from gpuboard.cli.options import duration_or_zero, typed, whole
 from gpuboard.cli.reserve.allocate import add_request, add_slurm, add_terms, job_options, progress, request_of
 from gpuboard.cli.say import say
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
@@ -36,14 +36,16 @@ if TYPE_CHECKING:
     from gpuboard.model.snapshot import Snapshot
 
 NAME = "launch"
-HELP = "start distributed PyTorch on reserved GPUs: one rank per GPU, watched and explained"
+HELP = "start distributed PyTorch, one rank per GPU; explain failures"
 
 _EPILOG = """\
-TARGET is train.py, -m package.module, or package.module:function (called once a rank, inside the process group).
-Everything after TARGET reaches it untouched, so our options come first.
+TARGET is a script (train.py), a module (-m package.module), or a function
+(package.module:function) that each rank calls inside the process group. TARGET
+gets all arguments after it, so options of gpuboard come first.
 
-GPUs come from --rank-map, else --lease, else --n, else the lease of this shell (GPUBOARD_LEASE), else, inside a Slurm
-job, all that it has.
+GPUs come from the first of these that exists: --rank-map; --lease; --gpus; the
+lease of this shell (GPUBOARD_LEASE; --n takes N of its GPUs); --n; all GPUs of
+the Slurm job in which launch runs.
 
 examples:
   gpuboard launch --n 4 train.py --lr 3e-4
@@ -53,41 +55,41 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.usage = "%(prog)s [--n N | --lease ID | --rank-map FILE] [options] TARGET [ARGS …]"
+    parser.usage = "%(prog)s [--n N | --lease ID | --rank-map FILE] [options]\n       TARGET [ARGS …]"
     add_request(parser)
-    held = parser.add_argument_group("what is held already")
-    held.add_argument("--lease", metavar="ID", help="use the GPUs of this lease of yours; with --n: N of them")
-    held.add_argument("--rank-map", metavar="FILE", help="use this map, as `allocate` writes one or by hand")
-    add_terms(parser.add_argument_group("how it is reserved"))
+    held = parser.add_argument_group("GPUs reserved before")
+    held.add_argument("--lease", metavar="ID", help="use the GPUs of your lease ID; with --n: N of them")
+    held.add_argument("--rank-map", metavar="FILE", help="use the GPUs of this rank map, e.g. from `allocate`")
+    add_terms(parser.add_argument_group("the lease"))
     add_slurm(parser)
-    run = parser.add_argument_group("how they run")
-    run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same with gloo, without GPUs")
-    run.add_argument("--python", metavar="PATH", help="the nodes' training interpreter; default: that of VIRTUAL_ENV, "
-                     "CONDA_PREFIX or PATH")  # fmt: skip
-    run.add_argument("--env", action="append", default=[], metavar="K[=V]", help="send one more variable to the ranks")
-    run.add_argument("--wrap", type=typed(_words), default=[], metavar="WORDS",
-                     help="put these words before the interpreter, e.g. 'apptainer exec --nv x.sif'")  # fmt: skip
-    run.add_argument("--grace", type=patience, default=30.0, metavar="D",
-                     help="from SIGTERM to SIGKILL; default 30s")  # fmt: skip
+    run = parser.add_argument_group("ranks")
+    run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: gloo, no GPUs; default: cuda")
+    run.add_argument("--python", metavar="PATH", help="Python interpreter of the ranks; default: that of VIRTUAL_ENV, "
+                     "CONDA_PREFIX or PATH on the nodes")  # fmt: skip
+    run.add_argument("--env", action="append", default=[], metavar="K[=V]", help="set variable K for the ranks, "
+                     "to V or to its local value; may be repeated")  # fmt: skip
+    run.add_argument("--wrap", type=typed(_command_line), default=[], metavar="WORDS",
+                     help="command line in front of the interpreter: 'apptainer exec --nv x.sif'")  # fmt: skip
+    run.add_argument("--grace", type=duration_or_zero, default=30.0, metavar="D",
+                     help="time from SIGTERM to SIGKILL; default: 30s")  # fmt: skip
     run.add_argument("--lost-head", type=typed(_duration_or_never), default=60.0, metavar="D|never",
-                     help="end the ranks when this command is silent for so long; default 60s")  # fmt: skip
-    run.add_argument("--dry-run", action="store_true", help="print what would be done; reserve and start nothing")
+                     help="stop the ranks when they have lost this command for D; default: 60s")  # fmt: skip
+    run.add_argument("--dry-run", action="store_true", help="print the launch plan; reserve and start nothing")
     run.add_argument("--json", action="store_true", help="with --dry-run: print the plan as JSON")
-    run.add_argument(OPTION, metavar="FILE", help="write what happened as JSON, however it ends")
-    # How the board starts a run: under an id it knows, its words in the run's folder alone, ended when the board ends.
+    run.add_argument(OPTION, metavar="FILE", help="write the outcome to FILE as JSON, also after a failure")
+    # For the board: a given run id, output to the run's folder only, and an end of the run when the board ends.
     run.add_argument("--run-id", help=argparse.SUPPRESS)
     run.add_argument("--life-line", type=whole(0, 10**6), metavar="FD", help=argparse.SUPPRESS)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("target", nargs=argparse.REMAINDER, metavar="TARGET [ARGS …]", help="what each rank runs")
+    parser.add_argument(
+        "target", nargs=argparse.REMAINDER, metavar="TARGET [ARGS …]", help="code of the ranks: see below"
+    )
     parser.epilog = _EPILOG
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Reserve, start, watch, release; return the exit code of the run."""
-    for number in (
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # until the head takes over they end us as ctrl-C does: all given back
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like ctrl-C until the head takes over: release, then exit
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     outcome = outcome_of(NAME)
@@ -106,7 +108,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any], line: LifeLine | None) -> int:
     from gpuboard.launch import environ, plan, rank_map_source, run_folder, target
 
-    what = target.parse_target(args.target, args.module)
+    parsed = target.parse_target(args.target, args.module)
     sent = environ.sent(context.env, args.env)
     options = plan.LaunchOptions(
         device=args.device,
@@ -122,7 +124,7 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
         plan.check_rank_map(rank_map, nodes, where, args.device)
         decided = plan.launch_plan(
             rank_map,
-            what,
+            parsed,
             run=args.run_id or run_folder.new_run_id(),
             secret=secrets.token_hex(16),
             cwd=context.folder(),
@@ -135,13 +137,15 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
             return 0
         used = [nodes[config.node] for config in decided.nodes]
         if (stale := environ.stale(context.env)) and all(node.host is not None for node in used):
-            say(f"{', '.join(stale)} of your environment: every rank gets its own")  # here the supervisor says it
+            # a supervisor on this machine would report them
+            it = "it" if len(stale) == 1 else "them"
+            say(f"ignoring {', '.join(stale)} from your environment; gpuboard sets {it} for each rank")
         return _head(decided, used, context, screen, outcome, line=line)
 
 
 @contextlib.contextmanager
 def _screen(*, quiet: bool) -> Iterator[Screen]:
-    """Yield the person's stdout and stderr; ``quiet``: nobody's, for logs and head.log hold all of it."""
+    """Yield the screen of stdout and stderr; ``quiet``: of /dev/null, as the logs and head.log contain all output."""
     from gpuboard.launch.output import Screen
 
     with contextlib.ExitStack() as stack:
@@ -179,19 +183,19 @@ def _head(
         return head.run()
     finally:
         if line is not None:
-            line.then(lambda: None)  # what follows gives back what was reserved
+            line.then(lambda: None)  # the run is over; the release must not be interrupted
         connector.close()
         view: RunView = head.view()
         outcome |= {"run": msgspec.to_builtins(view), "checks": msgspec.to_builtins(head.checks)}
 
 
 def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[Snapshot], None]], None]:
-    """Return what starts one reading of ``nodes`` in the background; it is handed over whatever answers."""
+    """Return a function that polls ``nodes`` once in the background and passes on the snapshot, complete or not."""
 
     def start(done: Callable[[Snapshot], None]) -> None:
         from gpuboard.cluster.fleet import FIRST_READING_S, Fleet
 
-        # To the scheduler a job's GPUs are all given away, whatever of the job uses them.
+        # Inside a job the scheduler reports all of the job's GPUs as allocated, so only their readings count.
         inside = all(node.job is not None for node in nodes)
         fleet = Fleet(nodes, context.settings, interval_s=None) if inside else context.fleet(nodes)
         fleet.start()
@@ -209,26 +213,26 @@ def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[
 
 @contextlib.contextmanager
 def _rank_map(args: argparse.Namespace, context: Context) -> Iterator[tuple[RankMap, str]]:
-    """Yield the rank map and the words for where it comes from; gives back what it reserved itself."""
+    """Yield the rank map and a description of its source; release what was reserved for this launch."""
     from gpuboard.launch.rank_map_source import read_rank_map
 
-    asked = args.n is not None or bool(args.gpus)
-    inside = context.env.get("GPUBOARD_LEASE")
+    requested = args.n is not None or bool(args.gpus)
+    shell_lease = context.env.get("GPUBOARD_LEASE")
     if args.rank_map:
-        if asked or args.lease:
-            raise UsageError("--rank-map says which GPUs; it goes with none of --n, --gpus and --lease")
+        if requested or args.lease:
+            raise UsageError("--rank-map cannot be combined with --n, --gpus or --lease")
         yield read_rank_map(Path(args.rank_map)), args.rank_map
-    elif args.lease or (inside and not args.gpus):
+    elif args.lease or (shell_lease and not args.gpus):
         yield _of_lease(args, context)
-    elif asked or context.job is not None:
+    elif requested or context.job is not None:
         with _reserved(args, context) as found:
             yield found
     else:
-        raise UsageError("which GPUs? pass --n N, --lease ID or --rank-map FILE, or run inside `gpuboard allocate`")
+        raise UsageError("no GPUs given; pass --n N, --lease ID or --rank-map FILE, or run inside `gpuboard allocate`")
 
 
 def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]:
-    """Return the map of the lease named, else of the one this shell holds; with ``--n`` of a part of it."""
+    """Return the rank map of ``--lease``, else of this shell's lease; with ``--n`` of N of its GPUs."""
     from gpuboard.launch.rank_map_source import read_rank_map
 
     lease = args.lease or context.env["GPUBOARD_LEASE"]
@@ -236,7 +240,7 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
     file = context.env.get("GPUBOARD_RANK_MAP")
     if not args.lease and args.n is None and file and Path(file).is_file():
         found = read_rank_map(Path(file))
-        if found.lease == lease:  # else the shell has moved on to another lease than the file's
+        if found.lease == lease:  # otherwise the shell has another lease by now
             return found, f"GPUBOARD_RANK_MAP={file}"
     try:
         with context.ledger(lambda: _scope(context)) as ledger:
@@ -244,12 +248,12 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
     except NoSuchLease as error:
         if args.lease:
             raise
-        raise NoSuchLease(f"{error}; this shell's GPUBOARD_LEASE names it: unset that to reserve anew") from None
+        raise NoSuchLease(f"{error}; unset GPUBOARD_LEASE, which names it, to reserve other GPUs") from None
 
 
 @contextlib.contextmanager
 def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[RankMap, str]]:
-    """Reserve for this process and yield the map; release at the end. With ``--dry-run`` nothing is taken."""
+    """Reserve for this process, yield the rank map, release at the end. ``--dry-run`` reserves nothing."""
     from gpuboard.keeper.holder import identify
     from gpuboard.launch.rank_map_source import cpu_rank_map
     from gpuboard.leases.rank_map import rank_map
@@ -269,7 +273,7 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
                 if args.dry_run:
                     choice = allocator.plan(request, args.for_s)
                     if not choice.gpus:
-                        raise UsageError(f"--dry-run: Slurm chooses the GPUs when the job starts\n{choice.why}")
+                        raise UsageError(f"--dry-run: Slurm selects the GPUs when the job starts\n{choice.why}")
                     found = rank_map(None, choice.gpus, {node.name: node.address for node in scope.nodes})
                 else:
                     with reserve(allocator, request, terms, wait_s=args.wait, notify=say) as allocation:
@@ -277,7 +281,7 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
         except Refused as refused:
             if args.device != "cpu" or refused.refusal.gpus or args.n is None:
                 raise
-            say("no GPU in scope: the ranks share the CPU, and nothing is reserved")
+            say("no GPU in scope: the ranks run on the CPU, and nothing is reserved")
             found = cpu_rank_map(args.n, scope.nodes, spread=scope.explicit, addresses=allocator.addresses())
     try:
         yield found, "the reservation"
@@ -287,22 +291,22 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
 
 
 def _scope(context: Context) -> Scope:
-    """Return the nodes a run may use; inside a lease on a machine without configured nodes: those of the lease."""
+    """Return the nodes that a run may use: the lease's where the shell has one and no nodes are configured."""
     if context.job is not None:
         return context.scope()
     from gpuboard.cluster.inventory.nodes import inventory
     from gpuboard.leases.ledger import Scope
 
     leased = context.env.get("GPUBOARD_NODES") if context.env.get("GPUBOARD_LEASE") else None
-    if leased and not context.said and not context.settings.nodes:
+    if leased and not context.nodesets and not context.settings.nodes:
         return Scope(tuple(context.reach(inventory(context.settings, [leased]))))
-    return Scope(tuple(context.reach(context.nodes())), explicit=bool(context.said))
+    return Scope(tuple(context.reach(context.nodes())), explicit=bool(context.nodesets))
 
 
-def _words(text: str) -> list[str]:
+def _command_line(text: str) -> list[str]:
     words = shlex.split(text)
     if not words:
-        raise ValueError("no words to put before the interpreter")
+        raise ValueError("empty command line")
     return words
 
 

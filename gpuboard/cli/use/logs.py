@@ -1,4 +1,4 @@
-"""`gpuboard logs RUN`: what the ranks of a run wrote, whole; `-f` goes on while it runs."""
+"""`gpuboard logs RUN`: print the complete output of a run's ranks; `-f` follows it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpuboard.launch.output import LineSplitter
 from gpuboard.launch.run_folder import FINAL, RunView, find_run
 
 NAME = "logs"
-HELP = "print what the ranks of a run wrote"
+HELP = "print the output of a run's ranks"
 
 _POLL_S = 0.2
 _CHUNK = 1 << 20
@@ -22,11 +22,11 @@ _CHUNK = 1 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("run", metavar="RUN", help="its id, the start of it, or `last`")
+    parser.add_argument("run", metavar="RUN", help="the run's id, the start of it, or `last`")
     parser.add_argument(
-        "--rank", type=whole(0, 10**6), metavar="R", help="of this rank alone, as it wrote it, without prefix"
+        "--rank", type=whole(0, 10**6), metavar="R", help="print only the output of rank R, without line prefixes"
     )
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("-f", "--follow", action="store_true", help="print new output until the run ends")
     parser.epilog = "examples:\n  gpuboard logs last\n  gpuboard logs r7kq --rank 3 -f"
 
 
@@ -35,15 +35,15 @@ def run(args: argparse.Namespace, context: Context) -> int:
     view = find_run(context.env, args.run)
     ranks = [rank.rank for rank in view.ranks]
     if args.rank is not None and args.rank not in ranks:
-        raise UsageError(f"run {view.id} has no rank {args.rank}; it has {len(ranks)}, from 0 on")
+        raise UsageError(f"run {view.id} has no rank {args.rank}; it has {len(ranks)}, numbered from 0")
     tails = [
         _Tail(Path(view.folder), rank, stream, raw=args.rank is not None, label=_label(view, rank))
         for rank in (ranks if args.rank is None else [args.rank])
         for stream in ("out", "err")
     ]
     while True:
-        final = find_run(context.env, view.id).state in FINAL  # before reading: what is written first is then read
-        moved = [tail.pump() for tail in tails]
+        final = find_run(context.env, view.id).state in FINAL  # before reading, so that no output is missed
+        moved = [tail.print_new() for tail in tails]
         if not args.follow or final:
             break
         if not any(moved):
@@ -59,7 +59,7 @@ def _label(view: RunView, number: int) -> str:
 
 
 class _Tail:
-    """One log file, read as far as it is written."""
+    """Prints one log file as it grows."""
 
     def __init__(self, folder: Path, rank: int, stream: str, *, raw: bool, label: str) -> None:
         self._path = folder / f"rank-{rank}.{stream}"
@@ -69,8 +69,8 @@ class _Tail:
         self._lines = LineSplitter()
         self._target = sys.stdout if stream == "out" else sys.stderr
 
-    def pump(self) -> bool:
-        """Print all that is new; return whether there was anything."""
+    def print_new(self) -> bool:
+        """Print all new output; return whether there was any."""
         moved = False
         while data := self._read():
             moved = True
@@ -93,7 +93,7 @@ class _Tail:
                 file.seek(self._offset)
                 return file.read(_CHUNK)
         except FileNotFoundError:
-            return b""  # a rank that has written nothing has no file
+            return b""  # the file is created at the first output
 
     def _print(self, lines: list[str]) -> None:
         for line in lines:

@@ -1,4 +1,4 @@
-"""`gpuboard run --n N -- CMD…`: reserve on one node, run a command there, release at its end."""
+"""`gpuboard run --n N -- CMD…`: reserve GPUs on one node, run a command there, release."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ if TYPE_CHECKING:
     from gpuboard.model.lease import Lease
 
 NAME = "run"
-HELP = "reserve GPUs of one node, run a command there, release them at its end"
+HELP = "reserve GPUs on one node, run a command there, then release"
 
 _EPILOG = """\
 examples:
   gpuboard run --n 1 -- python eval.py
   gpuboard run --n 2 --model H100 --wait -- bash
 
-The command runs where its GPUs are: in the same folder, with your terminal, over ssh when that is another machine.
-Its exit code is ours (128 + n when signal n ended it). What it leaves behind in the background is ended with it."""
+The command runs on the node of its GPUs (over ssh on another machine), in the
+same folder and with your terminal. `run` exits with its exit code, or 128 + n
+after signal n. Background processes that it leaves are killed when it ends."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.usage = "%(prog)s (--n N | --gpus GPUS) [options] -- CMD …"
     which = parser.add_argument_group("which GPUs, all on one node")
-    which.add_argument("--n", type=natural, metavar="N", help="how many")
-    which.add_argument("--gpus", type=typed(parse_picks), metavar="GPUS", help="exactly these: gpu01:0,3 or UUIDs")
+    which.add_argument("--n", type=natural, metavar="N", help="number of GPUs")
+    which.add_argument("--gpus", type=typed(parse_picks), metavar="GPUS", help="instead of --n: gpu01:0,3 or UUIDs")
     add_filters(which)
-    held = parser.add_argument_group("how it is held")
+    held = parser.add_argument_group("the lease")
     add_terms(held)
     add_slurm(parser)
-    held.add_argument("--uuid", action="store_true", help="UUIDs, not indexes, in CUDA_VISIBLE_DEVICES")
-    held.add_argument(OPTION, metavar="FILE", help="write what happened as JSON, however it ends")
+    held.add_argument("--uuid", action="store_true", help="UUIDs instead of indexes in CUDA_VISIBLE_DEVICES")
+    held.add_argument(OPTION, metavar="FILE", help="write the outcome to FILE as JSON, also after a failure")
     parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- CMD …", help="the command and its arguments")
     parser.epilog = _EPILOG
 
@@ -67,7 +68,7 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
 
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not argv or not argv[0]:
-        raise UsageError("run what? write the command after --\n  see: gpuboard run --help")
+        raise UsageError("no command given; write it after --\n  see: gpuboard run --help")
     cwd = context.folder()
     request = Request(
         n=args.n,
@@ -89,7 +90,7 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
     ):
         names = [entry.name for entry in allocation.rank_map.nodes]
         if len(names) > 1:
-            raise UsageError(f"run works on one node, --gpus names {', '.join(names)}; for several: gpuboard launch")
+            raise UsageError(f"run uses one node, but --gpus names {', '.join(names)}; use gpuboard launch")
     node = _node_of(allocation.lease, names[0], scope.nodes)
     outcome |= {"lease": allocation.lease.id, "node": node.name, "started": True}
     outcome["gpus"] = [{"index": rank.index, "uuid": rank.uuid} for rank in allocation.rank_map.ranks]
@@ -100,7 +101,7 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
 
 
 def _node_of(lease: Lease, name: str, nodes: Sequence[Node]) -> Node:
-    """Return how a node of a lease is reached: through its job, else as the node of that name in scope."""
+    """Return a node of a lease: reached through the lease's job, else the node of that name in scope."""
     if lease.job is not None:
         from gpuboard.cluster.inventory.nodes import Node
 
@@ -114,7 +115,7 @@ def _start(argv: list[str], cwd: str, allocation: Allocation, node: Node, contex
 
     values = variables(allocation.on(node.name), uuids=uuids)
     environ, lease, settings = context.env, allocation.lease.id, context.settings
-    teller: partial[list[str]] | None = None
+    signal_command: partial[list[str]] | None = None
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if node.host is None:
         command = remote_exec.local_command(argv, values, cwd)
@@ -123,9 +124,9 @@ def _start(argv: list[str], cwd: str, allocation: Allocation, node: Node, contex
 
         command = remote_exec.step_command(node, argv, values, cwd, settings, terminal=terminal)
         environ = slurm_environ(environ)
-        teller = partial(remote_exec.step_signal, node, lease, settings)
+        signal_command = partial(remote_exec.step_signal, node, lease, settings)
     else:
         command = remote_exec.remote_command(node.host, argv, values, cwd, settings, terminal=terminal)
-        teller = partial(remote_exec.remote_signal, node.host, lease, settings)
+        signal_command = partial(remote_exec.remote_signal, node.host, lease, settings)
     sys.stdout.flush()
-    return remote_exec.run_command(command, environ, lease, teller)
+    return remote_exec.run_command(command, environ, lease, signal_command)

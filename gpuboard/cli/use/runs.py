@@ -1,4 +1,4 @@
-"""`gpuboard runs`: the launches of this user, what they do now or how they ended."""
+"""`gpuboard runs`: list this user's launches with their state and result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
 NAME = "runs"
-HELP = "list your launches: what they do, or how they ended"
+HELP = "list your launches: state, age, exit code, ranks"
 
 _SHOWN = 20
 _COLUMNS = (
@@ -29,28 +29,28 @@ _COLOURS = {"failed": "31", "running": "32", "stopped": "33", "stalled": "33"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--all", action="store_true", help=f"not only the newest {_SHOWN}")
-    parser.add_argument("--json", action="store_true", help="print JSON (schema 1), every run")
+    parser.add_argument("--all", action="store_true", help=f"list all runs; default: the newest {_SHOWN}")
+    parser.add_argument("--json", action="store_true", help="print all runs as JSON (schema 1)")
     parser.epilog = (
         "examples:\n  gpuboard runs\n  gpuboard runs --json | jq -r '.runs[] | select(.state==\"running\").id'"
     )
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    """Print the runs, the newest last."""
+    """Print the runs, newest last."""
     found = read_runs(context.env)
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode(RunList(1, found)) + b"\n")
         return 0
     if not found:
-        print(f"no runs yet in {runs_dir(context.env)}; `gpuboard launch --n 2 train.py` makes one")
+        print(f"no runs yet in {runs_dir(context.env)}; `gpuboard launch --n 2 train.py` starts one")
         return 0
     shown = found if args.all else found[-_SHOWN:]
     rows = [row for view in shown for row in _rows(view, time.time())]
     for line in render(_COLUMNS, rows, _STEPS, context.width, colour=context.colour):
         print(line)
     if len(shown) < len(found):
-        print(f"({len(found) - len(shown)} older ones: --all; they lie in {runs_dir(context.env)})")
+        print(f"({len(found) - len(shown)} older runs in {runs_dir(context.env)}; --all lists them)")
     return 0
 
 
