@@ -1,4 +1,4 @@
-"""The Python interface, in a Python process of its own."""
+"""The Python interface, in separate Python processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _claims(here: Here) -> None:  # noqa: F811
 
 
 def python(here: Here, script: str) -> list[object]:  # noqa: F811
-    """Run a script and return the JSON values it printed, a line each."""
+    """Run a script and return the JSON values that it printed, one per line."""
     done = subprocess.run(
         [sys.executable, "-c", f"import json, os, gpuboard\ndef say(x): print(json.dumps(x), flush=True)\n{script}"],
         env=here.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, cwd=ROOT,
@@ -34,8 +34,8 @@ def python(here: Here, script: str) -> list[object]:  # noqa: F811
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_block_has_its_gpus_and_gives_them_back(here: Here) -> None:  # noqa: F811
-    said = python(
+def test_block_has_its_gpus_and_releases_them(here: Here) -> None:  # noqa: F811
+    values = python(
         here,
         """
 os.environ["CUDA_VISIBLE_DEVICES"] = "before"
@@ -49,11 +49,11 @@ say([os.environ["CUDA_VISIBLE_DEVICES"], "GPUBOARD_LEASE" in os.environ])
 say([gpu.state for gpu in gpuboard.status().nodes[0].gpus])
 """,
     )
-    assert said == [[[0], "0", True], ["reserved", "free"], [1, "sweep"], ["before", False], ["free", "free"]]
+    assert values == [[[0], "0", True], ["reserved", "free"], [1, "sweep"], ["before", False], ["free", "free"]]
 
 
-def test_an_exception_in_the_block_and_the_end_of_the_process_free_the_gpus(here: Here) -> None:  # noqa: F811
-    said = python(
+def test_exception_in_the_block_and_process_end_release_the_gpus(here: Here) -> None:  # noqa: F811
+    values = python(
         here,
         """
 try:
@@ -65,20 +65,20 @@ lease = gpuboard.lease(n=1).__enter__()
 os._exit(0)
 """,
     )
-    assert said == [["free", "free"]]
+    assert values == [["free", "free"]]
     until(lambda: not claims(here), "the process has ended, its claim has not")
 
 
 @pytest.mark.parametrize("purpose", ["\x1b[31mred", "\ud800lost", "x" * 600])
-def test_a_purpose_is_any_text(here: Here, purpose: str) -> None:  # noqa: F811
-    [said] = python(
+def test_purpose_may_be_any_text(here: Here, purpose: str) -> None:  # noqa: F811
+    [value] = python(
         here, f"with gpuboard.lease(n=1, purpose={purpose!a}) as lease: say(lease.allocation.lease.purpose)"
     )
-    assert said == clean(purpose, 200)
+    assert value == clean(purpose, 200)
 
 
-def test_refusals_and_slips_are_exceptions_with_reasons(here: Here) -> None:  # noqa: F811
-    said = python(
+def test_refusals_and_misuse_raise_exceptions_with_reasons(here: Here) -> None:  # noqa: F811
+    values = python(
         here,
         """
 from gpuboard.errors import NeverPossible, UsageError
@@ -94,12 +94,12 @@ for wrong in ({"n": 0}, {}, {"n": 1, "gpu_mem": "lots"}, {"gpus": "x"}, {"n": 1,
         say(str(error) != "")
 """,
     )
-    assert said == [[3, ["could be had", "could be had"]], True, True, True, True, True]
+    assert values == [[3, ["could be had", "could be had"]], True, True, True, True, True]
 
 
 @pytest.mark.nodes
-def test_a_node_that_is_reached_late_makes_no_other_one_stale(nodes: Cluster) -> None:
-    """A reading counts for 5 s; the other nodes are looked at again."""
+def test_node_that_connects_late_makes_no_other_node_stale(nodes: Cluster) -> None:
+    """A reading is valid for 5 s; the other nodes are polled again."""
     slow = nodes.home("alice") / "slow"
     slow.write_text('#!/bin/sh\nsleep 6\nexec /usr/bin/python3 "$@"\n')
     slow.chmod(0o755)

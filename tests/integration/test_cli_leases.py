@@ -1,4 +1,4 @@
-"""`leases`, `renew`, `release` as whole processes, on claims that `allocate` took."""
+"""`leases`, `renew` and `release` as processes, on claims made by `allocate`."""
 
 from __future__ import annotations
 
@@ -49,20 +49,22 @@ def test_renew_moves_the_end(here: Here) -> None:
     assert 7100 < found["remaining_s"] <= 7200
 
 
-def test_a_lease_that_is_about_to_end_has_lost_no_keeper(here: Here) -> None:
-    assert here.run("renew", take(here), "--for", "1s").returncode == 0  # shows life at once, and hears it is over
-    said: list[str] = []
+def test_expiring_lease_does_not_warn_about_a_lost_keeper(here: Here) -> None:
+    assert (
+        here.run("renew", take(here), "--for", "1s").returncode == 0
+    )  # the keeper sends a heartbeat, whose answer is the expiry
+    messages: list[str] = []
 
     def over() -> bool:
         done = here.run("leases", "--json")
-        said.append(done.stderr)
+        messages.append(done.stderr)
         return not json.loads(done.stdout)["leases"]
 
     until(over, "the lease ends")
-    assert set(said) == {""}
+    assert set(messages) == {""}
 
 
-def test_renew_and_release_tell_programs_what_they_did(here: Here) -> None:
+def test_json_of_renew_and_release(here: Here) -> None:
     lease = take(here)
     renewed = here.json("renew", lease, "--for", "1h", "--json")
     name = os.uname().nodename.partition(".")[0]
@@ -73,7 +75,7 @@ def test_renew_and_release_tell_programs_what_they_did(here: Here) -> None:
     assert here.json("release", "--mine", "--json") == {"schema": 1, "released": [], "failed": [], "unread": []}
 
 
-def test_release_by_id_by_its_start_and_all(here: Here) -> None:
+def test_release_by_id_by_prefix_and_mine(here: Here) -> None:
     here.gpus([Gpu(), Gpu(), Gpu()])
     first, second, third = take(here), take(here), take(here)
     done = here.run("release", first)
@@ -103,7 +105,7 @@ def test_renew_beyond_the_sites_limit_is_refused(here: Here) -> None:
     assert "max_lease" in done.stderr
 
 
-def test_a_node_that_was_not_read_is_said(here: Here) -> None:
+def test_unread_nodes_are_reported(here: Here) -> None:
     here.ssh_config("Host gone\n  HostName 127.0.0.1\n  Port 1\n")
     here.config('nodes = ["localhost", "gone"]\n')
     found = here.json("leases", "--json")
@@ -132,7 +134,7 @@ def test_json_of_leases_is_one_line_of_schema_1(here: Here) -> None:
     assert json.loads(done.stdout)["schema"] == 1
 
 
-def test_release_does_not_depend_on_a_keeper_that_answers(here: Here) -> None:
+def test_release_works_while_the_keeper_is_stopped(here: Here) -> None:
     lease = take(here)
     [lock] = here.folder.glob(".local/state/gpuboard/keeper/*/lock")
     keeper = int(lock.read_text())
@@ -148,7 +150,7 @@ def test_release_does_not_depend_on_a_keeper_that_answers(here: Here) -> None:
     assert " is stopped: continue it with " in done.stderr
 
 
-def test_launch_in_a_shell_whose_lease_has_ended_says_what_to_unset(here: Here) -> None:
+def test_launch_in_a_shell_with_an_ended_lease_names_the_variable(here: Here) -> None:
     done = here.run("launch", "--n", "1", "--device", "cpu", "x.py", GPUBOARD_LEASE="k3f9zz")
     assert done.returncode == 5
     assert done.stderr == (

@@ -1,4 +1,4 @@
-"""What a start-up loads: commands on this machine alone load no library that they do not need."""
+"""Libraries that commands on the local node must not load."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEAVY = {
         "config",
     ],
 )
-def test_nothing_heavy_is_loaded_for_this_machine(here: Here, command: str) -> None:
+def test_local_commands_load_no_heavy_library(here: Here, command: str) -> None:
     here.needs_claims()
     with subprocess.Popen(["sleep", "60"]) as holder:
         argv = command.format(pid=holder.pid).split()

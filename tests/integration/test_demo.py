@@ -1,4 +1,4 @@
-"""The demo as people run it: everything in it, nothing after it; and from the wheel, as it is installed."""
+"""`gpuboard demo` as a process, its clean-up, and the same from an installed wheel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def carriers(variable: str) -> list[int]:
     return found
 
 
-def check_story(text: str, *, trained: bool) -> str:
+def check_demo(text: str, *, trained: bool) -> str:
     """Check what the demo printed; return the lease's id."""
     match = re.search(r"^lease ([a-z0-9]+): sim01:(\d),(\d)$", text, re.MULTILINE)
     assert match, text
@@ -58,18 +58,18 @@ def check_story(text: str, *, trained: bool) -> str:
 
 
 @pytest.mark.torch
-def test_the_whole_story_and_nothing_left(here: Here) -> None:
+def test_demo_runs_all_steps_and_releases_everything(here: Here) -> None:
     if find_spec("torch") is None:
         pytest.skip("PyTorch is not installed")
-    here.config('nodes = ["gpu[01-99]"]\n')  # the user's own nodes are left alone
+    here.config('nodes = ["gpu[01-99]"]\n')  # the demo must not use the configured nodes
     done = here.run("demo")
     assert (done.returncode, done.stderr) == (0, "")
-    lease = check_story(done.stdout, trained=True)
+    lease = check_demo(done.stdout, trained=True)
     assert list(here.needs_claims().iterdir()) == []
     assert carriers(f"GPUBOARD_LEASE={lease}") == []
 
 
-def test_what_the_demo_keeps_is_not_the_users_own(here: Here) -> None:
+def test_demo_keeps_its_state_apart_from_the_users(here: Here) -> None:
     done = here.run("demo")
     assert done.returncode == 0, done.stderr
     state = here.folder / ".local" / "state" / "gpuboard"
@@ -79,19 +79,19 @@ def test_what_the_demo_keeps_is_not_the_users_own(here: Here) -> None:
 
 
 @pytest.mark.torch
-def test_an_ordinary_user_sees_the_same_in_the_machines_own_folder_of_claims(nodes: Cluster) -> None:
+def test_ordinary_user_claims_in_the_machines_claims_dir(nodes: Cluster) -> None:
     if find_spec("torch") is None:
         pytest.skip("PyTorch is not installed")
     login = nodes["login1"]
     done = login.run(["gpuboard", "demo"], user="alice", timeout=120)
-    assert done.returncode == 0, done.stderr  # torch warns where addresses have no names
-    check_story(done.stdout, trained=True)
+    assert done.returncode == 0, done.stderr  # torch would warn where addresses have no names
+    check_demo(done.stdout, trained=True)
     assert len(re.findall(r"/var/tmp/gpuboard\.SIM-\S+  owner alice", done.stdout)) == 2
     assert list(login.path("/var/tmp").glob("gpuboard.*")) == []
 
 
 def read_until(fd: int, text: bytes, timeout_s: float = 60.0) -> bytes:
-    """Read from a terminal until ``text`` has come or nobody writes any more; return all of it."""
+    """Read from a terminal until ``text`` appears or the writer has closed it; return everything read."""
     found = b""
     until = time.monotonic() + timeout_s
     while text not in found:
@@ -105,7 +105,7 @@ def read_until(fd: int, text: bytes, timeout_s: float = 60.0) -> bytes:
 
 
 @pytest.mark.parametrize("signalled", [None, signal.SIGTERM])
-def test_the_board_opens_on_a_terminal_and_leaves_nothing(here: Here, signalled: signal.Signals | None) -> None:
+def test_demo_board_on_a_terminal_releases_everything(here: Here, signalled: signal.Signals | None) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, 120))
     env = here.env | {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
@@ -117,17 +117,17 @@ def test_the_board_opens_on_a_terminal_and_leaves_nothing(here: Here, signalled:
             os.write(ours, b"q")
         else:
             process.send_signal(signalled)
-        said = read_until(ours, b"no process of the demo is left")
+        output = read_until(ours, b"no process of the demo is left")
         assert process.wait(60) == (128 + signalled if signalled else 0)
     finally:
         process.kill()
         process.wait()
         os.close(ours)
-    assert b"everything is released" in said
+    assert b"everything is released" in output
     assert list(here.needs_claims().iterdir()) == []
 
 
-def test_the_board_needs_a_terminal(here: Here) -> None:
+def test_demo_board_needs_a_terminal(here: Here) -> None:
     done = here.run("demo", "--board")
     assert (done.returncode, done.stdout) == (2, "")
     assert "cannot open the board: stdout is not a terminal" in done.stderr
@@ -145,7 +145,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_the_wheel_holds_every_module_and_nothing_of_the_tests(wheel: Path) -> None:
+def test_wheel_contains_every_module_and_no_tests(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     source = {str(path.relative_to(ROOT)) for path in (ROOT / "gpuboard").rglob("*.py")}
     themes = {f"gpuboard/board/themes/{path.name}" for path in (ROOT / "themes").iterdir()}
@@ -153,8 +153,8 @@ def test_the_wheel_holds_every_module_and_nothing_of_the_tests(wheel: Path) -> N
     assert {name.split("/")[0] for name in names} == {"gpuboard", "gpuboard-0.1.0.dist-info"}
 
 
-def test_installed_from_the_wheel_it_tells_the_story_without_torch(wheel: Path, here: Here, tmp_path: Path) -> None:
-    """An installation without torch: the wheel's files, and of our libraries only those that it depends on."""
+def test_installed_wheel_runs_the_demo_without_torch(wheel: Path, here: Here, tmp_path: Path) -> None:
+    """The installation consists of the wheel's files and its dependencies, without torch."""
     place = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(place)
     for library in ("msgspec", "pynvml.py", "ClusterShell", "asyncssh", "cryptography", "_cffi_backend*"):
@@ -171,5 +171,5 @@ def test_installed_from_the_wheel_it_tells_the_story_without_torch(wheel: Path, 
         cwd=tmp_path,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    check_story(done.stdout, trained=False)
+    check_demo(done.stdout, trained=False)
     assert os.listdir(here.needs_claims()) == []

@@ -1,4 +1,4 @@
-"""`gpuboard run` on this machine: exit codes, terminal, signals, and that nothing of it outlives gpuboard."""
+"""`gpuboard run` on the local node: exit codes, terminal, signals; no process outlives gpuboard."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def start(here: Here, *argv: str) -> subprocess.Popen[str]:  # noqa: F811
     )  # fmt: skip
 
 
-def test_the_command_sees_its_gpus_and_its_exit_code_is_ours(here: Here, tmp_path: Path) -> None:  # noqa: F811
+def test_command_sees_its_gpus_and_run_exits_with_its_code(here: Here, tmp_path: Path) -> None:  # noqa: F811
     status = tmp_path / "status.json"
     done = here.run("run", "--n", "2", "--status-file", str(status), "--",
                     "sh", "-c", "echo $CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER; pwd; exit 7")  # fmt: skip
     assert (done.returncode, done.stdout) == (7, f"0,1 PCI_BUS_ID\n{ROOT}\n")
     assert claims(here) == []
-    told = json.loads(status.read_text())
-    assert (told["exit_code"], told["started"], [gpu["index"] for gpu in told["gpus"]]) == (7, True, [0, 1])
+    outcome = json.loads(status.read_text())
+    assert (outcome["exit_code"], outcome["started"], [gpu["index"] for gpu in outcome["gpus"]]) == (7, True, [0, 1])
 
 
-def test_codes_of_signals_missing_commands_and_refusals(here: Here, tmp_path: Path) -> None:  # noqa: F811
+def test_exit_codes_of_signals_missing_commands_and_refusals(here: Here, tmp_path: Path) -> None:  # noqa: F811
     assert here.run("run", "--n", "1", "--", "sh", "-c", "kill -SEGV $$").returncode == 128 + signal.SIGSEGV
     assert here.run("run", "--n", "1", "--", "/no/such/command").returncode == 127
     assert here.run("run", "--n", "1").returncode == 2
@@ -68,7 +68,7 @@ def test_codes_of_signals_missing_commands_and_refusals(here: Here, tmp_path: Pa
     )
 
 
-def test_signals_are_handed_on_and_the_lease_ends(here: Here) -> None:  # noqa: F811
+def test_signals_reach_the_command_and_the_lease_ends(here: Here) -> None:  # noqa: F811
     with start(here, "sh", "-c", "trap 'echo told; exit 5' TERM; echo up; while :; do sleep 0.1; done") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
@@ -78,7 +78,7 @@ def test_signals_are_handed_on_and_the_lease_ends(here: Here) -> None:  # noqa: 
     assert claims(here) == []
 
 
-def test_killed_gpuboard_takes_its_command_along_and_the_gpus_are_free(here: Here) -> None:  # noqa: F811
+def test_killing_gpuboard_ends_the_command_and_the_lease(here: Here) -> None:  # noqa: F811
     with start(
         here, "sh", "-c", "setsid sleep 300 & echo $! $$; trap '' TERM HUP; while :; do sleep 0.1; done"
     ) as process:
@@ -91,7 +91,7 @@ def test_killed_gpuboard_takes_its_command_along_and_the_gpus_are_free(here: Her
         until(lambda: not claims(here), "the claim lives on")
 
 
-def test_nothing_is_started_for_a_gpuboard_that_was_killed_meanwhile(tmp_path: Path) -> None:
+def test_command_is_not_started_after_gpuboard_was_killed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "late")
     gpuboard = """
 import os
@@ -108,22 +108,22 @@ os.posix_spawn("/bin/sh", ["sh", "-c", 'read line < late; exec "$@"', "sh", *run
     assert not (tmp_path / "started").exists()
 
 
-def test_what_the_command_leaves_behind_is_ended_and_said(here: Here) -> None:  # noqa: F811
+def test_leftover_processes_are_killed_and_reported(here: Here) -> None:  # noqa: F811
     done = here.run("run", "--n", "1", "--", "sh", "-c", "setsid sleep 300 >/dev/null 2>&1 & echo $!")
     assert gone(int(done.stdout))
     assert "1 process that the command left behind was ended" in done.stderr
 
 
-def test_a_helper_that_ends_with_the_command_is_none_left_behind(here: Here, tmp_path: Path) -> None:  # noqa: F811
+def test_helper_that_ends_with_the_command_is_not_reported(here: Here, tmp_path: Path) -> None:  # noqa: F811
     fifo = tmp_path / "life"
-    os.mkfifo(fifo)  # the helper hears the end of the command, and then takes a little while, as interpreters do
+    os.mkfifo(fifo)  # the helper gets end-of-file from the command, then exits slowly, as interpreters do
     helper = f"import time; open({str(fifo)!r}).read(); time.sleep(0.05); print('ended by itself')"
     script = f'setsid python3 -S -c "{helper}" & exec 3>{fifo}; exit 3'
     done = here.run("run", "--n", "1", "--", "sh", "-c", script)
     assert (done.returncode, done.stdout, done.stderr) == (3, "ended by itself\n", "")
 
 
-def test_the_terminal_is_passed_on_and_ctrl_c_ends_the_command(here: Here) -> None:  # noqa: F811
+def test_command_has_the_terminal_and_ctrl_c_ends_it(here: Here) -> None:  # noqa: F811
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
@@ -139,7 +139,7 @@ def test_the_terminal_is_passed_on_and_ctrl_c_ends_the_command(here: Here) -> No
     until(lambda: not claims(here), "the claim lives on")
 
 
-def test_ctrl_z_and_fg_later_goes_on_as_before(here: Here) -> None:  # noqa: F811
+def test_ctrl_z_suspends_and_fg_resumes(here: Here) -> None:  # noqa: F811
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
@@ -165,7 +165,7 @@ def test_ctrl_z_and_fg_later_goes_on_as_before(here: Here) -> None:  # noqa: F81
     until(lambda: not claims(here), "the claim lives on")
 
 
-def test_a_folder_that_was_removed_is_said_and_nothing_reserved(here: Here, tmp_path: Path) -> None:  # noqa: F811
+def test_removed_working_directory_is_reported_and_nothing_reserved(here: Here, tmp_path: Path) -> None:  # noqa: F811
     for asked in ("run --n 1 -- pwd", "allocate --n 1 --rank-map map.json"):
         command = " ".join(here.command(*asked.split()))
         script = f"mkdir '{tmp_path}/gone'; cd '{tmp_path}/gone'; rmdir '{tmp_path}/gone'; exec {command}"
@@ -177,10 +177,10 @@ def test_a_folder_that_was_removed_is_said_and_nothing_reserved(here: Here, tmp_
     assert claims(here) == []
 
 
-def test_ctrl_c_before_the_command_is_there_starts_none(tmp_path: Path) -> None:
+def test_ctrl_c_before_the_command_starts_prevents_its_start(tmp_path: Path) -> None:
     master, terminal = pty.openpty()
 
-    def typed() -> None:  # while the runner itself begins
+    def typed() -> None:  # while the runner starts
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
         os.write(master, b"\x03")
@@ -195,7 +195,7 @@ def test_ctrl_c_before_the_command_is_there_starts_none(tmp_path: Path) -> None:
     os.close(terminal)
 
 
-def test_a_signal_while_the_runner_begins_is_no_error_of_python() -> None:
+def test_signal_while_the_runner_starts_causes_no_python_error() -> None:
     script = """
 import os, signal, sys
 from gpuboard.leases import remote_exec as commands

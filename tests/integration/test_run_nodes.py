@@ -1,4 +1,4 @@
-"""`gpuboard run` on another machine: signals reach the command there, and its exit code is ours."""
+"""`gpuboard run` on another machine: signals reach the command, and run exits with its code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 def start(nodes: Cluster, *argv: str, before: tuple[str, ...] = ()) -> Running:
-    """Run a command on gpu02 from login1; return once it has said that it is up."""
+    """Run a command on gpu02 from login1; return once it is up."""
     words = [*before, "gpuboard", "run", "--nodes", "gpu02", "--n", "1", "--", *argv]
     process = nodes["login1"].popen(words, env={"GPUBOARD_CONNECT_TIMEOUT": "10s"})
     assert process.stdout is not None
@@ -32,12 +32,12 @@ def start(nodes: Cluster, *argv: str, before: tuple[str, ...] = ()) -> Running:
 
 
 def left(nodes: Cluster) -> list[str]:
-    """Return what there is of a run on gpu02: reservations and processes."""
+    """Return the reservations and processes of a run on gpu02."""
     claims = [path.name for path in nodes["gpu02"].path("/var/tmp").glob("gpuboard.GPU-*")]
     return claims + [p.name for p in nodes["gpu02"].processes(user="alice") if "trap" in " ".join(p.argv)]
 
 
-def test_a_signal_to_us_alone_reaches_the_command(nodes: Cluster) -> None:
+def test_signal_to_gpuboard_alone_reaches_the_command(nodes: Cluster) -> None:
     with start(nodes, "sh", "-c", HANDLING) as process:
         process.send_signal(signal.SIGUSR1)
         assert process.stdout is not None
@@ -49,7 +49,7 @@ def test_a_signal_to_us_alone_reaches_the_command(nodes: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 5), (signal.SIGINT, 6)])
-def test_a_signal_to_all_of_us_reaches_the_command_once(nodes: Cluster, number: int, code: int) -> None:
+def test_signal_to_the_process_group_reaches_the_command_once(nodes: Cluster, number: int, code: int) -> None:
     with start(nodes, "sh", "-c", HANDLING, before=("python3", "-c", GROUP)) as process:
         group = str(process.process.inner)
         nodes["login1"].run(["kill", f"-{int(number)}", "--", f"-{group}"], user="alice", check=True)
@@ -57,14 +57,14 @@ def test_a_signal_to_all_of_us_reaches_the_command_once(nodes: Cluster, number: 
     assert (process.returncode, out) == (code, "told\nsaved\n" if code == 5 else "")
 
 
-def test_what_dies_of_a_signal_is_128_and_its_number(nodes: Cluster) -> None:
+def test_exit_code_after_a_signal_is_128_plus_its_number(nodes: Cluster) -> None:
     with start(nodes, "sh", "-c", "echo up; exec sleep 300") as process:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
 
 
-def test_the_connection_is_ended_where_a_signal_cannot_be_handed_on(nodes: Cluster) -> None:
+def test_connection_is_closed_where_a_signal_cannot_be_forwarded(nodes: Cluster) -> None:
     with start(nodes, "sh", "-c", HANDLING) as process:
         nodes["gpu02"].unplug()
         process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`gpuboard status` as a whole process: the figures, nodes that fail, watching in a terminal and in a pipe."""
+"""`gpuboard status` as a process: values, failing nodes, --watch on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.nvml import GIB, Gpu, Mig
 __all__ = ["here"]
 
 
-def test_json_has_what_the_library_says(here: Here) -> None:
+def test_json_has_the_values_of_nvml(here: Here) -> None:
     pid = os.getpid()
     gpus = here.gpus(
         [
@@ -47,7 +47,7 @@ def test_json_has_what_the_library_says(here: Here) -> None:
     assert (process["pid"], process["memory"], process["type"]) == (pid, 8 * GIB, "compute")
 
 
-def test_a_gpu_in_mig_mode_is_never_free_also_where_nothing_of_it_can_be_read(here: Here) -> None:
+def test_gpu_in_mig_mode_is_never_free_even_if_unreadable(here: Here) -> None:
     unreadable = ("fault nvmlDeviceGetMemoryInfo_v2 4", "fault nvmlDeviceGetComputeRunningProcesses_v3 4")
     here.gpus([Gpu(mig=(Mig("MIG-a"),)), Gpu(mig=(), trouble=unreadable)])
     [node] = here.json("status", "--json")["nodes"]
@@ -66,7 +66,7 @@ INTEGRATED = tuple(
 )
 
 
-def test_gpus_with_unified_memory_have_the_hosts_and_that_is_said(here: Here) -> None:
+def test_unified_memory_shows_and_marks_the_hosts_memory(here: Here) -> None:
     here.gpus(
         [
             Gpu(name="NVIDIA GB10", trouble=NO_MEMORY),
@@ -85,7 +85,7 @@ def test_gpus_with_unified_memory_have_the_hosts_and_that_is_said(here: Here) ->
     assert len(lines) == 3
 
 
-def test_a_gpu_with_unified_memory_is_reserved_as_others_are(here: Here) -> None:
+def test_gpu_with_unified_memory_can_be_reserved(here: Here) -> None:
     here.needs_claims()
     here.gpus([Gpu(name="Orin (nvgpu)", uuid=JETSON, trouble=(*NO_MEMORY, *INTEGRATED))])
     for words in (["--n", "1", "--gpu-mem", "64MiB"], ["--gpus", JETSON]):
@@ -94,20 +94,20 @@ def test_a_gpu_with_unified_memory_is_reserved_as_others_are(here: Here) -> None
         assert here.run("release", "--mine").returncode == 0
 
 
-def test_sick_comes_with_its_reasons(here: Here) -> None:
+def test_sick_flag_has_its_reasons(here: Here) -> None:
     here.gpus([Gpu(remap=(1, 0)), Gpu(), Gpu(pcie=(5, 4, 5, 16)), Gpu(name="NVIDIA A10G", pcie=(4, 8, 4, 16))])
     [node] = here.json("status", "--json")["nodes"]
     assert [gpu["sick"] for gpu in node["gpus"]] == [
         ["row remap pending; reset the GPU"],
         [],
         ["PCIe x4 of x16: narrower than most of its model on this node"],
-        [],  # x8 of x16: so by construction
+        [],  # x8 of x16 by construction
     ]
     assert ["sick" in gpu["flags"] for gpu in node["gpus"]] == [True, False, True, False]
     assert "sick (row remap pending; reset the GPU); no process" in here.run("status").stdout
 
 
-def test_without_a_terminal_the_table_is_plain_and_whole(here: Here) -> None:
+def test_table_without_a_terminal_is_plain_and_complete(here: Here) -> None:
     here.gpus([Gpu(), Gpu(utilization=100)])
     done = here.run("status")
     assert (done.returncode, done.stderr) == (0, "")
@@ -117,10 +117,10 @@ def test_without_a_terminal_the_table_is_plain_and_whole(here: Here) -> None:
     assert free.endswith("no process, no reservation")
     assert busy.endswith("100 % utilization, no process visible")
     assert total == f"{os.uname().nodename.partition('.')[0]}: 2 GPUs: 1 free, 1 busy"
-    assert here.run().stdout.splitlines()[0].split() == header.split()  # without a command it is the same
+    assert here.run().stdout.splitlines()[0].split() == header.split()  # same output without a command
 
 
-def test_no_nvml_is_a_row_with_the_reason(here: Here) -> None:
+def test_missing_nvml_is_a_row_with_the_reason(here: Here) -> None:
     done = here.run("status", LD_LIBRARY_PATH="")
     assert done.returncode == 0  # the node was reached; it has no NVML
     assert re.search(r"NVML: .*(not found|libnvidia-ml)", done.stdout, re.IGNORECASE)
@@ -129,10 +129,10 @@ def test_no_nvml_is_a_row_with_the_reason(here: Here) -> None:
     assert "gpuboard demo --board" in done.stderr
     assert here.run("status", "--nodes", "localhost", LD_LIBRARY_PATH="").stderr == done.stderr
     here.config('nodes = ["localhost"]\n')
-    assert here.run("status", LD_LIBRARY_PATH="").stderr == ""  # it is known how to name nodes
+    assert here.run("status", LD_LIBRARY_PATH="").stderr == ""  # no hint: nodes are configured
 
 
-def test_a_node_that_refuses_is_a_row_and_delays_nobody(here: Here) -> None:
+def test_refusing_node_is_a_row_and_delays_no_other(here: Here) -> None:
     here.ssh_config("Host gone\n  HostName 127.0.0.1\n  Port 1\n")
     here.config('nodes = ["localhost", "gone"]\n')
     done = here.run("status")
@@ -144,7 +144,7 @@ def test_a_node_that_refuses_is_a_row_and_delays_nobody(here: Here) -> None:
     assert done.stdout.splitlines()[-1].endswith("1 of 2 nodes unreachable, its GPUs are not counted")
 
 
-def test_nobody_reached_is_exit_code_6(here: Here) -> None:
+def test_no_node_reached_is_exit_code_6(here: Here) -> None:
     here.ssh_config("Host gone\n  HostName 127.0.0.1\n  Port 1\n")
     here.config('nodes = ["gone"]\n')
     done = here.run("status", "--json")
@@ -155,8 +155,8 @@ def test_nobody_reached_is_exit_code_6(here: Here) -> None:
     assert here.run("leases").returncode == 6
 
 
-def test_a_silent_node_is_waited_for_with_words_on_a_terminal(here: Here) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never says a word of ssh
+def test_waiting_for_an_unresponsive_node_is_shown_on_a_terminal(here: Here) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections but never sends an ssh banner
         here.ssh_config(f"Host mute\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n")
         here.config('nodes = ["mute", "localhost"]\nconnect_timeout = "2s"\n')
         ours, theirs = pty.openpty()
@@ -165,10 +165,10 @@ def test_a_silent_node_is_waited_for_with_words_on_a_terminal(here: Here) -> Non
         ) as child:
             os.close(theirs)
             out = child.communicate(timeout=60)[0]
-        said = _read_until(ours, lambda _: False)
+        output = _read_until(ours, lambda _: False)
         os.close(ours)
-    assert "no reading yet from mute" in said
-    assert said.endswith("\r\x1b[K")  # and wiped afterwards
+    assert "no reading yet from mute" in output
+    assert output.endswith("\r\x1b[K")  # then erased
     states = {node["name"]: node["state"] for node in json.loads(out)["nodes"]}
     assert states == {"mute": "unreachable", "localhost": "up"}
 
@@ -188,7 +188,7 @@ def test_watch_json_prints_a_line_per_snapshot_until_ctrl_c(here: Here) -> None:
     assert {line["schema"] for line in lines} == {1}
 
 
-def test_watch_redraws_in_place_on_a_terminal_and_ctrl_c_ends_it(here: Here) -> None:
+def test_watch_redraws_in_place_until_ctrl_c(here: Here) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.execvpe(here.command()[0], here.command("status", "--watch", "0.3"), here.env | {"TERM": "xterm-256color"})
@@ -205,7 +205,7 @@ def test_watch_redraws_in_place_on_a_terminal_and_ctrl_c_ends_it(here: Here) -> 
     assert "Traceback" not in text
 
 
-def test_no_color_is_followed_on_a_terminal(here: Here) -> None:
+def test_no_color_is_honoured_on_a_terminal(here: Here) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.execvpe(here.command()[0], here.command("status"), here.env | {"NO_COLOR": "1", "TERM": "xterm-256color"})

@@ -1,4 +1,4 @@
-"""The front door: dispatch, help, errors and exit codes, with whole processes where it matters."""
+"""Dispatch, help, errors and exit codes, in separate processes where that matters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpuboard.errors import UsageError
 
 
 def gpuboard(*args: str, env: dict[str, str] | None = None, stdout: int = subprocess.PIPE) -> tuple[int, str, str]:
-    """Run gpuboard as people do; return exit code, stdout and stderr."""
+    """Run gpuboard in a process; return exit code, stdout and stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "gpuboard", *args], stdout=stdout, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
         text=True, timeout=60, env={**os.environ, **(env or {})},
@@ -38,7 +38,7 @@ def gpuboard(*args: str, env: dict[str, str] | None = None, stdout: int = subpro
         (["--", "status"], (None, ["--", "status"])),
     ],
 )  # fmt: skip
-def test_the_command_is_the_first_word(argv: list[str], expected: tuple[str | None, list[str]]) -> None:
+def test_split_takes_the_first_word_as_the_command(argv: list[str], expected: tuple[str | None, list[str]]) -> None:
     assert split(argv) == expected
 
 
@@ -52,7 +52,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_module_bears_its_name_and_a_line_of_help(name: str) -> None:
+def test_every_command_module_has_its_name_and_a_line_of_help(name: str) -> None:
     command = load(name)
     assert name == command.NAME
     assert 10 < len(command.HELP.splitlines()[0]) <= 100
@@ -70,7 +70,7 @@ def test_help_lists_every_command_in_its_group() -> None:
     assert [line for line in lines if len(line) > 118] == []
 
 
-def test_help_of_one_command_by_either_way() -> None:
+def test_help_command_equals_the_help_option() -> None:
     assert gpuboard("help", "leases")[1] == gpuboard("leases", "--help")[1]
 
 
@@ -98,7 +98,7 @@ def test_version() -> None:
         (("run", "--n", "1", "--", ""), "no command given; write it after --"),
     ],
 )
-def test_usage_errors_exit_2_with_the_cure(argv: tuple[str, ...], words: str) -> None:
+def test_usage_errors_exit_2_with_a_remedy(argv: tuple[str, ...], words: str) -> None:
     code, out, err = gpuboard(*argv)
     assert (code, out) == (2, "")
     assert err.startswith("gpuboard: ")
@@ -108,21 +108,21 @@ def test_usage_errors_exit_2_with_the_cure(argv: tuple[str, ...], words: str) ->
 @pytest.mark.parametrize(
     "argv",
     [
-        ("launch", "--n", "x", "--status-file", "told", "train.py"),
-        ("launch", "--status-file=told", "--n", "1"),
-        ("launch", "--n", "2", "--wait", "--status-file", "told"),
-        ("run", "--status-file", "told", "--n", "0", "--", "true"),
-        ("run", "--status-file", "told", "--bogus", "--", "true"),
+        ("launch", "--n", "x", "--status-file", "out.json", "train.py"),
+        ("launch", "--status-file=out.json", "--n", "1"),
+        ("launch", "--n", "2", "--wait", "--status-file", "out.json"),
+        ("run", "--status-file", "out.json", "--n", "0", "--", "true"),
+        ("run", "--status-file", "out.json", "--bogus", "--", "true"),
     ],
 )
-def test_what_cannot_be_understood_is_in_the_status_file_too(
+def test_usage_errors_are_written_to_the_status_file(
     argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(argv) == 2
-    told = json.loads((tmp_path / "told").read_text())
-    assert (told["schema"], told["command"], told["exit_code"]) == (1, argv[0], 2)
-    assert capsys.readouterr().err == f"gpuboard: {told['error']}\n"
+    outcome = json.loads((tmp_path / "out.json").read_text())
+    assert (outcome["schema"], outcome["command"], outcome["exit_code"]) == (1, argv[0], 2)
+    assert capsys.readouterr().err == f"gpuboard: {outcome['error']}\n"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_cannot_be_understood_is_in_the_status_file_too(
         ("status", "--status-file", "its"),
     ],
 )
-def test_no_other_file_is_taken_for_the_status_file(
+def test_status_file_of_the_started_command_is_ignored(
     argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -153,7 +153,7 @@ def test_no_other_file_is_taken_for_the_status_file(
         ("run", "--n 1 --wait bash -c x", float("inf"), ["bash", "-c", "x"]),
     ],
 )
-def test_a_wait_without_a_duration_may_stand_before_the_command(
+def test_wait_without_a_duration_may_precede_the_command(
     command: str, words: str, wait: float, rest: list[str]
 ) -> None:
     args = parser_of(load(command)).read(words.split())
@@ -161,20 +161,20 @@ def test_a_wait_without_a_duration_may_stand_before_the_command(
     assert (args.wait, found[1:] if found[0] == "--" else found) == (wait, rest)
 
 
-def test_a_duration_that_is_none_is_no_command() -> None:
+def test_invalid_wait_duration_is_not_read_as_the_command() -> None:
     for words in ("--n 4 --wait 30 train.py", "--n 4 --wait 8hh train.py"):
         with pytest.raises(UsageError, match="is not a duration"):
             parser_of(load("launch")).read(words.split())
 
 
-def test_an_empty_value_is_refused_where_eval_reads_us() -> None:
+def test_empty_value_fails_closed_for_allocate_and_env() -> None:
     for argv in (("allocate", "--n", "1", "--rank-map", ""), ("allocate", "--n", "1", "--model="), ("env", "")):
         code, out, err = gpuboard(*argv, env={"GPUBOARD_LEASE": "k3f9"})
         assert (code, out.partition(";")[0]) == (2, "export CUDA_VISIBLE_DEVICES=''")
         assert "empty value; is a shell variable unset?" in err
 
 
-def test_a_bad_setting_stops_every_command_that_needs_settings(tmp_path: Path) -> None:
+def test_invalid_setting_stops_every_command_that_needs_settings(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("nodes = 3")
     for command in ("config", "status", "leases"):
@@ -183,14 +183,14 @@ def test_a_bad_setting_stops_every_command_that_needs_settings(tmp_path: Path) -
         assert err == f"gpuboard: {file}: Expected `array`, got `int` - at `$.nodes`\n"
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_closed_stdout_pipe_prints_no_error() -> None:
     done = subprocess.run(
         f"{sys.executable} -m gpuboard config | head -c 1", shell=True, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_full_disk_under_stdout_is_said() -> None:
+def test_full_disk_under_stdout_is_reported() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     try:
         code, _, err = gpuboard("config", stdout=full, env={"PYTHONUNBUFFERED": ""})
@@ -211,7 +211,7 @@ def test_a_full_disk_under_stdout_is_said() -> None:
         ("<&- >&- 2>&-", 1, "", ""),
     ],
 )
-def test_streams_that_the_caller_closed(closed: str, code: int, out: str, err: str) -> None:
+def test_closed_standard_streams(closed: str, code: int, out: str, err: str) -> None:
     done = subprocess.run(
         f"exec {sys.executable} -m gpuboard config {closed}", shell=True, capture_output=True, text=True, timeout=60
     )
@@ -219,14 +219,14 @@ def test_streams_that_the_caller_closed(closed: str, code: int, out: str, err: s
     assert done.stderr.partition(";")[0] == err
 
 
-def test_a_locale_without_the_character_gets_a_question_mark() -> None:
+def test_locale_without_a_character_prints_a_question_mark() -> None:
     env = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     code, out, err = gpuboard("--help", env=env)
     assert (code, err) == (0, "")
     assert out.startswith("usage: gpuboard [COMMAND] [--nodes NODESET] [--config FILE] ?\n")
 
 
-def test_an_unexpected_exception_is_one_line_and_the_traceback_on_demand(
+def test_unexpected_exception_is_one_line_and_a_traceback_with_debug(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object) -> int:
@@ -271,7 +271,7 @@ class _Terminal(Context):
     stderr_is_tty = True
 
 
-def test_progress_on_a_terminal_is_taken_away_before_other_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_on_a_terminal_is_erased_by_an_empty_text(capsys: pytest.CaptureFixture[str]) -> None:
     show = progress(_Terminal([], {}))
     show("")
     assert capsys.readouterr().err == ""
@@ -280,14 +280,14 @@ def test_progress_on_a_terminal_is_taken_away_before_other_words(capsys: pytest.
     assert capsys.readouterr().err == "\r\x1b[Kwaiting\r\x1b[K"
 
 
-def test_progress_in_a_log_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_in_a_log_prints_changes_only(capsys: pytest.CaptureFixture[str]) -> None:
     show = progress(Context([], {}))
-    for words in ("waiting 1s: none", "waiting 2s: none", "", "waiting 3s: one"):
-        show(words)
+    for text in ("waiting 1s: none", "waiting 2s: none", "", "waiting 3s: one"):
+        show(text)
     assert capsys.readouterr().err == "gpuboard: waiting 1s: none\ngpuboard: waiting 3s: one\n"
 
 
-def test_an_interrupt_during_an_import_waits_for_its_end(tmp_path: Path) -> None:
+def test_interrupt_during_an_import_is_deferred(tmp_path: Path) -> None:
     (tmp_path / "cut.py").write_text("import os\nos.kill(os.getpid(), 2)\nprint('whole')\n")
     code = "from gpuboard.__main__ import _handle_interrupts; _handle_interrupts(); import cut, time; time.sleep(9)"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What `allocate` on this machine loads: its start-up is a promise, so what it must not import is held here."""
+"""Modules that `allocate` on the local node must not import, as its start-up time is promised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORBIDDEN |= {"rich", "sqlite3", "logging", "subprocess", "concurrent", "multipr
 
 
 def imported(folder: Path, *args: str) -> set[str]:
-    """Return every module that the process imported, by Python's own account (-X importtime)."""
+    """Return every module that the process imported, from -X importtime."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("GPUBOARD_", "XDG_"))}
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "gpuboard", *args],
@@ -38,7 +38,7 @@ def test_allocate_on_this_machine_loads_no_heavy_library(tmp_path: Path) -> None
     assert FORBIDDEN & {name.partition(".")[0] for name in found} == set()
 
 
-def test_the_agent_is_started_ahead_only_where_it_will_be_asked(tmp_path: Path) -> None:
+def test_local_agent_is_prestarted_only_where_it_will_be_used(tmp_path: Path) -> None:
     name = os.uname().nodename.partition(".")[0]
     env = {"HOME": str(tmp_path)}
 

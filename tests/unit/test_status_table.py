@@ -1,4 +1,4 @@
-"""The status table: alignment by display width, what is dropped in a narrow terminal, hostile text, colour."""
+"""The status table: alignment by display width, narrow terminals, hostile text, colour."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ def test_wide_table_in_full() -> None:
 
 
 @pytest.mark.parametrize("width", [24, 30, 40, 60, 80, 100, 200])
-def test_every_width_holds_every_line(width: int) -> None:
+def test_no_line_exceeds_the_width(width: int) -> None:
     lines = table(snapshot(UP, DOWN), width, colour=False)
     assert [line for line in lines if width_of(line) > width] == []
 
 
-def test_eighty_columns_tell_state_and_reason() -> None:
+def test_eighty_columns_show_state_and_reason() -> None:
     lines = table(snapshot(UP), 80, colour=False)
     assert lines[1] == "gpu01    0  H100 80…  free              0.5/80    0%  no process, no reservation"
     assert lines[3].endswith("not readable: memory")
 
 
-def test_columns_start_at_the_same_cell_in_every_row_whatever_the_width_of_characters() -> None:
+def test_columns_align_with_wide_characters() -> None:
     header, *rows = table(snapshot(UP), 80, colour=False)[:4]
     start = width_of(header[: header.index("WHY")])
     for row, reason in zip(rows, ("no process", "sick; ", "not readable"), strict=True):
         assert width_of(row[: row.index(reason)]) == start
 
 
-def test_an_unreachable_node_shows_its_whole_error_and_cure_wrapped() -> None:
+def test_unreachable_node_shows_its_complete_error_wrapped() -> None:
     lines = table(snapshot(DOWN), 40, colour=False)
     assert " ".join(line.strip() for line in lines[1:-2]) == (
         "gpu02  unreachable: ssh: no answer from 10.0.0.2 in 10 s; is it up? try: ssh gpu02 true"
@@ -84,7 +84,7 @@ def test_hostile_text_is_inert() -> None:
     assert "[bold]x[/]" in text
 
 
-def test_colour_comes_beside_the_word_never_instead() -> None:
+def test_colour_adds_to_the_text() -> None:
     plain, coloured = (table(snapshot(UP, DOWN), 80, colour=on) for on in (False, True))
     assert "\x1b[32mfree" in coloured[1]
     stripped = [line.replace("\x1b[0m", "") for line in coloured]
@@ -93,7 +93,7 @@ def test_colour_comes_beside_the_word_never_instead() -> None:
     assert stripped == plain
 
 
-def test_mig_devices_have_rows_of_their_own() -> None:
+def test_each_mig_device_has_a_row() -> None:
     parent = GpuView(
         index=1, uuid="GPU-3", name="NVIDIA A100", pci_bus_id="0", state="busy", reason="MIG", flags=["mig"],
         mig=[MigView("MIG-1", "3g.40gb", "free", "no process, no reservation", 0, 40 * GIB, ["k3f9"])],
@@ -102,7 +102,7 @@ def test_mig_devices_have_rows_of_their_own() -> None:
     assert " ".join(lines[2].split()) == "gpu01 1:0 3g.40gb free k3f9 0.0/40 no process, no reservation"
 
 
-def test_a_gpu_in_mig_mode_is_not_called_free_its_devices_are() -> None:
+def test_in_mig_mode_the_devices_are_counted_instead_of_the_gpu() -> None:
     devices = [MigView(f"MIG-{n}", "3g.40gb", state, "", 0, 40 * GIB, []) for n, state in enumerate(("free", "busy"))]
     parent = GpuView(
         index=1, uuid="GPU-3", name="NVIDIA A100", pci_bus_id="0", state="mig", reason="in MIG mode",
@@ -113,7 +113,7 @@ def test_a_gpu_in_mig_mode_is_not_called_free_its_devices_are() -> None:
     assert " ".join(table(one, None, colour=False)[1].split()) == "gpu01 1 A100 mig ?/? ? ? ? 0.0s sick; in MIG mode"
 
 
-def test_a_node_without_gpus_says_so() -> None:
+def test_node_without_gpus() -> None:
     lines = table(snapshot(NodeView(name="cpu01", state="up", age_s=0.1)), None, colour=False)
     assert lines[1:] == ["cpu01  no GPU found", "", "lab: 0 GPUs"]
 
@@ -132,7 +132,7 @@ def test_elide_and_pad_count_cells() -> None:
     assert (pad("张", 4), pad("7", 3, right=True), pad("张伟", 3)) == ("张  ", "  7", "张…")
 
 
-def test_wrap_breaks_long_words_only_where_it_must() -> None:
+def test_wrap_breaks_words_longer_than_a_line() -> None:
     assert wrap("one two three", 7) == ["one two", "three"]
     assert wrap("abcdefghij k", 4) == ["abcd", "efgh", "ij k"]
 
@@ -143,7 +143,7 @@ def test_fit_takes_steps_in_order_and_gives_the_rest_to_the_last_column() -> Non
     assert fit([5, 10, 20], [Step(2, 15), Step(1, 0)], 30) == [5, 0, 20]
 
 
-def test_who_stood_still_watches_on_in_step_and_shows_nothing_twice() -> None:
+def test_next_due_skips_missed_updates() -> None:
     assert next_due(10.0, 2.0, 10.5) == 12.0
     assert next_due(10.0, 2.0, 12.5) == 14.0
     assert next_due(10.0, 2.0, 31.0) == 32.0

@@ -35,7 +35,7 @@ examples:
   eval "`gpuboard allocate --n 4`"
   # fish
   gpuboard allocate --n 4 | source
-  # others
+  # other uses
   gpuboard allocate --n 8 --per-node 4 --model H100 --wait 2h --format json
   gpuboard allocate --gpus gpu01:0,3@gpu02:1 --for 2h --detach
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_request(parser)
     held = parser.add_argument_group("the lease")
     add_terms(held)
-    held.add_argument("--detach", action="store_true", help="no holder: the lease lasts exactly --for")
+    held.add_argument("--detach", action="store_true", help="no holder: the lease lasts exactly --for (required)")
     held.add_argument("--holder", type=natural, metavar="PID", help="process with which the lease ends; default: the "
                       "one that evaluates the output")  # fmt: skip
     add_slurm(parser)
