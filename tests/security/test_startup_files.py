@@ -124,6 +124,7 @@ def test_a_command_on_a_node_gets_its_own_standard_input(lab: Lab) -> None:
     assert (done.returncode, done.stdout.endswith("\n")) == (7, True), done.stderr
 
 
+@each_transport
 def test_a_launch_works_with_such_output(lab: Lab) -> None:
     startup(lab, GREETING + LATER)
     script = lab.ssh.parent / "train.py"
