@@ -1,1 +1,1 @@
-"""The keeper keeps a user's leases alive while their holders live."""
+"""The keeper sends heartbeats for a user's leases while their holders are alive."""

@@ -1,4 +1,4 @@
-"""The seam between the keeper and a ledger: heartbeat (``touch``), look (``read``, ``carriers``), end (``release``).
+"""The interface between the keeper and a ledger: heartbeat (``touch``), query (``read``, ``carriers``), ``release``.
 
 Claims on a node (:mod:`gpuboard.keeper.nodes`) and jobs of a scheduler (:mod:`gpuboard.keeper.jobs`) are the two kinds.
 """
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class NodeAnswer(NamedTuple):
-    """The answer to a call: ``kind`` is empty, or why there is no ``value`` (``lost``: it was not reached)."""
+    """The result of a call. ``kind`` is empty or the kind of failure, without a ``value`` (``lost``: not reached)."""
 
     value: Any
     kind: str = ""
-    words: str = ""
+    message: str = ""  # of a failure
 
 
 Report = Callable[[NodeAnswer], None]
@@ -27,12 +27,12 @@ Call = tuple[str, dict[str, Any], Report]
 
 
 class Calls(ABC):
-    """Calls to one node or job, answered one at a time by a thread that starts with the first.
+    """Calls to one node or job, executed one at a time by a thread that the first call starts.
 
-    ``name`` is the node's, or the scheduler's; ``every_s``: seconds between two heartbeats.
+    ``name``: the node or the scheduler; ``every_s``: seconds between two heartbeats.
     """
 
-    idle_s: float | None = None  # after so long without a call :meth:`_let_go` is called
+    idle_s: float | None = None  # seconds without a call until :meth:`_disconnect`; None: never
 
     def __init__(self, name: str, every_s: float) -> None:
         self.name = name
@@ -40,16 +40,16 @@ class Calls(ABC):
         self._queue: queue.SimpleQueue[Call | None] | None = None
 
     def call(self, op: str, args: dict[str, Any], report: Report) -> None:
-        """Ask; ``report`` is called with the answer, from the thread. Never raises."""
+        """Queue a call; the thread calls ``report`` with the answer. Never raises."""
         if self._queue is None:
-            import queue  # late, as threads: most keepers keep leases of this host only
+            import queue  # late, as threads start late: most keepers have leases of this host only
 
             self._queue = queue.SimpleQueue()
             threading.Thread(target=self._serve, args=(self._queue,), name=self.name, daemon=True).start()
         self._queue.put((op, args, report))
 
     def close(self) -> None:
-        """Close the connection once the calls that wait are answered."""
+        """Close the connection once the queued calls are answered."""
         if self._queue is not None:
             self._queue.put(None)
             self._queue = None
@@ -58,8 +58,8 @@ class Calls(ABC):
     def _answer(self, op: str, args: dict[str, Any]) -> NodeAnswer:
         """Return the answer to a call. Never raises."""
 
-    def _let_go(self) -> None:  # noqa: B027 (most have nothing to close)
-        """Close what was opened for calls; the next call opens it again."""
+    def _disconnect(self) -> None:  # noqa: B027 (most have nothing to close)
+        """Close the connection; the next call opens it again."""
 
     def _serve(self, calls: queue.SimpleQueue[Call | None]) -> None:
         import queue
@@ -68,10 +68,10 @@ class Calls(ABC):
             try:
                 call = calls.get(timeout=self.idle_s)
             except queue.Empty:
-                self._let_go()
+                self._disconnect()
                 call = calls.get()
             if call is None:
-                self._let_go()
+                self._disconnect()
                 return
             op, args, report = call
             report(self._answer(op, args))

@@ -1,7 +1,7 @@
-"""The client of the keeper: start it, hand it a lease, take one back. On allocate's measured path: it imports little.
+"""The client of the keeper: start it, hand it a lease, remove one. On allocate's measured path: it imports little.
 
-started = start_early(env)                  # as soon as it is likely that a lease will be taken; 1 ms
-adopt(record(…), env, started)              # returns when the keeper has shown life on every claim
+started = start_early(env)                  # as soon as a reservation is likely; 1 ms
+adopt(record(…), env, started)              # returns after the first heartbeat on every claim
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
     "LeaseRecord",
     "Started",
     "adopt",
-    "ending",
+    "announce_end",
     "forget",
     "hand_over",
     "record",
@@ -50,14 +50,14 @@ __all__ = [
     "warn",
 ]
 
-RESTARTS = 3  # of a keeper that ended before it was handed a lease
+RESTARTS = 3  # attempts to start a keeper that ends before it is handed a lease
 
-# Variables that the keeper is not started with: a lease's, by which we would take it for a carrier, and those by which
-# a CI runner or a batch system knows the children of a job, to kill them. The rest may be what a ProxyCommand needs.
+# Variables removed from the keeper's environment: a lease's, which would make the keeper a carrier of it, and those by
+# which CI runners and batch systems find the processes of a job to kill them. A ProxyCommand may need any other.
 _JOB_VARIABLES = ("GPUBOARD_", "CUDA_", "SLURM_", "PBS_", "LSB_", "BUILD_", "JENKINS_", "HUDSON_", "CI_", "RUNNER_")
 
-# The loader: nothing of the caller's is inherited (a descriptor of `$(…)` would hang it, one under flock keep the
-# lock), and init is its parent, so that nobody's `wait` has it. `gpuboard` is a stub, as in transport/spawn.py.
+# The loader inherits no descriptor of the caller (an open pipe of `$(…)` would hang it, one under flock would keep the
+# lock), and its parent is init, so that no `wait` waits for it. `gpuboard` is a stub, as in transport/spawn.py.
 _BOOT = (
     "import os, sys; os.closerange(3, 65536); os.fork() and os._exit(0); sys.path += {path!r}; "
     "package = type(sys)('gpuboard'); package.__path__ = [{package!r}]; sys.modules['gpuboard'] = package; "
@@ -66,7 +66,7 @@ _BOOT = (
 
 
 class Started:
-    """A keeper that runs, or is on its way."""
+    """A keeper that is running or starting."""
 
     def __init__(self, folder: str, env: Mapping[str, str], timing: KeeperTiming = TIMING) -> None:
         self.folder = folder
@@ -80,8 +80,8 @@ class Started:
     def link(self) -> socket.socket | None:
         """Return a connection, waiting for the keeper's start; None: it has ended since. Raises KeeperError.
 
-        A keeper without a lease ends after some seconds, and on a busy host the claims may take longer than that. One
-        that found another running has left the work to it, and that one may end too.
+        A keeper without a lease ends after some seconds, which claiming can exceed on a busy host. A keeper that finds
+        another one running ends at once, and that other one may end too.
         """
         if self.connection is None and self.pid is not None:
             self._await()
@@ -89,7 +89,7 @@ class Started:
         return self.connection
 
     def close(self) -> None:
-        """Let go of it; without a lease it ends by itself."""
+        """Close the connection; a keeper without a lease ends by itself."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
@@ -98,19 +98,19 @@ class Started:
             self.pipe = -1
 
     def _await(self) -> None:
-        said = b""
+        output = b""
         deadline = time.monotonic() + self.timing.start_s
-        while not said.endswith(b"ready\n"):
+        while not output.endswith(b"ready\n"):
             ready = readable(self.pipe, max(0.0, deadline - time.monotonic()))
             chunk = os.read(self.pipe, 4096) if ready else b""
             if not chunk:
-                words = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
+                error = output.decode("utf-8", "replace").strip().rpartition("\n")[2]
                 raise KeeperError(
-                    f"the keeper did not start: {words or f'it did not report within {self.timing.start_s:.0f} s'}"
+                    f"the keeper did not start: {error or f'no report within {self.timing.start_s:.0f} s'}"
                 )
-            said += chunk
+            output += chunk
         if self.pid is not None:
-            os.waitpid(self.pid, 0)  # the process that forked the keeper has ended long ago
+            os.waitpid(self.pid, 0)  # the process that forked the keeper; it has ended
             self.pid = None
 
 
@@ -123,54 +123,54 @@ def record(
     *,
     job: KeptJob | None = None,
 ) -> LeaseRecord:
-    """Return the record of a lease just taken for ``for_s`` seconds. ``settings``: plain values of config.Settings."""
+    """Return the record of a lease reserved for ``for_s`` seconds from now. ``settings``: config.Settings as a dict."""
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
     return LeaseRecord(lease, list(nodes), settings, holder, 0, 0, now, now + for_s, job)
 
 
 def start_early(env: Mapping[str, str], timing: KeeperTiming = TIMING) -> Started:
-    """Start the keeper if none runs, without waiting for it. Raises KeeperError."""
+    """Start a keeper unless one is running, without waiting for it. Raises KeeperError."""
     return Started(_folder(env), env, timing)
 
 
 class Handover:
-    """A lease that the keeper has. Until :meth:`known`, it is released when this process ends, by whatever."""
+    """A lease handed to the keeper, which releases it if this process ends before :meth:`confirm`."""
 
     def __init__(self, started: Started, lease: LeaseRecord) -> None:
         self._started = started
         self._lease = lease.lease
         self._is_job = lease.job is not None
 
-    def known(self) -> None:
-        """Tell the keeper that the lease's owner knows of it: from now on it lives with its holder alone.
+    def confirm(self) -> None:
+        """Confirm that the owner has the lease: from now on only its holder determines when it ends.
 
-        The record of a lease that is a job has to say so, too, for a keeper that takes over: then this returns when it
-        does. Raises KeeperError when the keeper has ended instead, or does not answer.
+        For a job, the record must show this too, for a keeper that takes over: this method then waits for the record.
+        Raises KeeperError when the keeper has ended or does not answer.
         """
         message = {"op": "known", "lease": self._lease}
         try:
             if self._is_job:
-                if _ask(self._started, message, self._started.timing.adopt_s) is None:
+                if _request(self._started, message, self._started.timing.adopt_s) is None:
                     raise KeeperError(f"the keeper has ended; its log is {self._started.folder}/log")
                 return
             link = self._started.link()
             if link is not None:
                 send(link, message)
         except OSError:
-            return  # the keeper was killed since: the one that takes over finds a record, and knows no better
+            return  # the keeper was killed since: its successor reads the record and treats the lease as confirmed
         finally:
             self._started.close()
 
-    def started(self, number: int, for_s: float) -> None:
-        """Tell the keeper the number of the lease's job, which ends ``for_s`` from now. Raises KeeperError."""
+    def job_started(self, number: int, for_s: float) -> None:
+        """Report the number of the lease's job, which ends ``for_s`` from now. Raises KeeperError."""
         message = {"op": "job", "lease": self._lease, "number": number, "for_s": for_s}
-        answer = _ask(self._started, message, self._started.timing.adopt_s)
+        answer = _request(self._started, message, self._started.timing.adopt_s)
         if answer is None or "error" in answer:
-            raise KeeperError(f"the keeper has lost the lease: {answer['error'] if answer else 'it has ended'}")
+            raise KeeperError(f"the keeper lost lease {self._lease}: {answer['error'] if answer else 'it has ended'}")
 
     @property
     def lost(self) -> bool:
-        """Whether the keeper that has the lease has ended, so that another one must be handed it."""
+        """Whether the keeper that has the lease has ended: it must be handed to another one."""
         try:
             link = self._started.link()
             return link is None or (readable(link.fileno(), 0) and not link.recv(1, socket.MSG_PEEK))
@@ -178,32 +178,34 @@ class Handover:
             return True
 
     def abandon(self) -> None:
-        """Let the keeper release the lease now, as it does when this process ends."""
+        """Make the keeper release the lease now, as it does when this process ends."""
         self._started.close()
 
 
 def hand_over(
     lease: LeaseRecord, env: Mapping[str, str], started: Started | None = None, timing: KeeperTiming = TIMING
 ) -> Handover:
-    """Hand ``lease`` to the keeper; return when it has shown life on its claims.
+    """Hand ``lease`` to the keeper; return after its first heartbeat on every claim.
 
-    Raises KeeperError when the keeper does not start, does not answer or refuses; the caller then drops the claims.
+    Raises KeeperError when the keeper does not start, does not answer or refuses; the caller then releases the claims.
     """
     timeout_s = timing.adopt_remote_s if any(node.host is not None for node in lease.nodes) else timing.adopt_s
     message = {"op": "adopt", "record": lease.plain(), "login": login_of(env)}
     at = started or start_early(env, timing)
     try:
-        answer = _ask(at, message, timeout_s)
+        answer = _request(at, message, timeout_s)
         for _ in range(RESTARTS):
             if answer is not None:
                 break
-            at.close()  # it was about to end when we came, or it had ended
+            at.close()  # it ended before it received the lease
             at = start_early(env, timing)
-            answer = _ask(at, message, timeout_s)
+            answer = _request(at, message, timeout_s)
         if answer is None:
-            raise KeeperError(f"each keeper ended while it was handed a lease; their log is {at.folder}/log")
+            raise KeeperError(
+                f"the keeper ended {RESTARTS + 1} times before it accepted the lease; its log: {at.folder}/log"
+            )
         if "error" in answer:
-            raise KeeperError(f"the keeper does not take the lease: {answer['error']}")
+            raise KeeperError(f"the keeper refused the lease: {answer['error']}")
     except BaseException:
         at.close()
         raise
@@ -213,95 +215,95 @@ def hand_over(
 def adopt(
     lease: LeaseRecord, env: Mapping[str, str], started: Started | None = None, timing: KeeperTiming = TIMING
 ) -> None:
-    """Hand ``lease`` to the keeper for an owner who knows of it; as :func:`hand_over`."""
-    hand_over(lease, env, started, timing).known()
+    """Hand over ``lease`` as :func:`hand_over` does, and confirm it at once."""
+    hand_over(lease, env, started, timing).confirm()
 
 
 def forget(lease: str, env: Mapping[str, str]) -> None:
-    """Tell the keeper that ``lease`` is released: it shows no more life. Without a keeper the record is removed."""
+    """Stop the keeper's heartbeats for ``lease``, which is released. Without a keeper, remove its record."""
     message = {"op": "forget", "lease": lease}
-    if not _tell(message, env, TIMING.forget_s):
+    if not _notify(message, env, TIMING.forget_s):
         path = f"{_folder(env)}/{lease}.json"
         if os.path.exists(path):
             os.unlink(path)
-            _tell(message, env, TIMING.forget_s)  # one that has started since may have read it before
+            _notify(message, env, TIMING.forget_s)  # a keeper started meanwhile may have read the record
 
 
-def ending(lease: str, env: Mapping[str, str]) -> None:
-    """Tell the keeper that its owner is about to end ``lease``: should the keeper see it first, it is no loss."""
+def announce_end(lease: str, env: Mapping[str, str]) -> None:
+    """Announce that the owner is about to end ``lease``, so that the keeper does not report its end as a loss."""
     try:
-        _tell({"op": "ending", "lease": lease}, env, TIMING.forget_s)
+        _notify({"op": "ending", "lease": lease}, env, TIMING.forget_s)
     except KeeperError:
-        return  # it is stopped, and sees nothing
+        return  # a stopped keeper reports nothing either
 
 
 def renew(lease: str, for_s: float, env: Mapping[str, str]) -> None:
-    """Tell the keeper that ``lease`` now ends ``for_s`` seconds from now."""
-    _tell({"op": "renew", "lease": lease, "for_s": for_s}, env, TIMING.adopt_s)
+    """Report to the keeper that ``lease`` now ends ``for_s`` seconds from now."""
+    _notify({"op": "renew", "lease": lease, "for_s": for_s}, env, TIMING.adopt_s)
 
 
 def restart_if_needed(env: Mapping[str, str]) -> list[str]:
-    """Start a keeper when leases of this host lie without one; return words for the user about leases that were lost.
+    """Start a keeper if leases of this host have none; return and remove the messages about lost leases.
 
-    One listing of a folder when there are none. Raises KeeperError.
+    Without leases it costs one listing of a folder. Raises KeeperError.
     """
     folder = f"{paths.state_dir(env)}/keeper/{folder_name(env)}"
     try:
         names = os.listdir(folder)
         check_owner(folder)
     except OSError:
-        return []  # no lease was ever taken here
+        return []  # no lease was ever reserved on this host
     if any(name.endswith(".json") for name in names):
         Started(folder, env).close()
     if "lost" not in names:
         return []
     taken = f"{folder}/lost.{os.getpid()}"
     try:
-        os.rename(f"{folder}/lost", taken)  # of several commands at once, one tells
+        os.rename(f"{folder}/lost", taken)  # of several concurrent commands, one shows them
     except FileNotFoundError:
         return []
     with open(taken, encoding="utf-8") as file:
-        words = file.read().splitlines()
+        messages = file.read().splitlines()
     os.unlink(taken)
-    return words
+    return messages
 
 
 def mind(env: Mapping[str, str]) -> list[str]:
-    """Start the keeper again when one was killed and left leases behind; return words for the user on what was lost."""
+    """Do :func:`restart_if_needed`, with a failure as one more message for the user."""
     try:
         return restart_if_needed(env)
     except KeeperError as error:
-        return [f"your leases are not kept alive: {error}"]
+        return [f"no heartbeats for your leases, which expire within 90 s: {error}"]
 
 
 def has(lease: str, env: Mapping[str, str]) -> bool:
-    """Tell whether a keeper of this host has the lease, or is to have it: what it releases it forgets."""
+    """Return whether a keeper of this host has the lease or will take it over; a released one is removed."""
     return os.path.exists(f"{paths.state_dir(env)}/keeper/{folder_name(env)}/{lease}.json")
 
 
 def holders(env: Mapping[str, str]) -> dict[str, Holder | None]:
-    """Return the process that each lease kept on this host lives with; None: it is detached."""
+    """Return the holder of each lease of this host's keeper; None: detached."""
     folder = f"{paths.state_dir(env)}/keeper/{folder_name(env)}"
     found: dict[str, Holder | None] = {}
     try:
         names = os.listdir(folder)
         check_owner(folder)
     except (OSError, KeeperError):
-        return found  # no lease was ever taken here, or it is not our folder
+        return found  # no lease was ever reserved on this host, or the folder is another user's
     for name in names:
         if name.endswith(".json"):
             try:
                 with open(f"{folder}/{name}", encoding="utf-8") as file:
                     record = decode(json.load(file))
             except (OSError, ValueError):
-                continue  # it has just ended
+                continue  # the lease has just ended
             found[record.lease] = record.holder
     return found
 
 
 def warn(env: Mapping[str, str]) -> list[str]:
-    """Return what on this host would kill the keeper before its leases end, in words for the user."""
-    from gpuboard.keeper.logind import reapers  # late: read after the lease stands
+    """Return warnings about what on this host would kill the keeper before its leases end."""
+    from gpuboard.keeper.logind import reapers  # late: needed only after the lease is reserved
 
     return reapers(env, os.geteuid())
 
@@ -315,8 +317,8 @@ def _folder(env: Mapping[str, str]) -> str:
     return folder
 
 
-def _tell(message: dict[str, Any], env: Mapping[str, str], timeout_s: float) -> bool:
-    """Tell a keeper that runs; return whether one does."""
+def _notify(message: dict[str, Any], env: Mapping[str, str], timeout_s: float) -> bool:
+    """Send a message to the running keeper; return whether there is one. Raises KeeperError."""
     connection = connect(f"{paths.state_dir(env)}/keeper/{folder_name(env)}")
     if connection is None:
         return False
@@ -325,15 +327,15 @@ def _tell(message: dict[str, Any], env: Mapping[str, str], timeout_s: float) -> 
             send(connection, message)
             return receive(connection, timeout_s) is not None
         except (BrokenPipeError, ConnectionResetError):
-            return False  # it has ended before it heard us
+            return False  # it ended before it read the message
         except TimeoutError:
             raise KeeperError(unresponsive(peer_pid(connection))) from None
         except OSError as error:
             raise KeeperError(f"cannot connect to the keeper: {error}") from error
 
 
-def _ask(started: Started, message: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
-    """Return the keeper's answer; None when it ended instead."""
+def _request(started: Started, message: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+    """Return the keeper's answer; None when it ended before it answered. Raises KeeperError."""
     connection = started.link()
     if connection is None:
         return None
@@ -342,7 +344,7 @@ def _ask(started: Started, message: dict[str, Any], timeout_s: float) -> dict[st
         return receive(connection, timeout_s)
     except TimeoutError:
         raise KeeperError(
-            f"the keeper has not taken the lease within {timeout_s:.0f} s, its log is {started.folder}/log; "
+            f"the keeper did not accept the lease within {timeout_s:.0f} s; its log is {started.folder}/log; "
             f"{unresponsive(peer_pid(connection))}"
         ) from None
     except (BrokenPipeError, ConnectionResetError):
@@ -356,7 +358,7 @@ def _spawn(folder: str, env: Mapping[str, str], timing: KeeperTiming) -> tuple[i
     import fcntl
 
     pipe, write_end = os.pipe()
-    end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, 3)  # never 0 to 2, which the child's actions write over
+    end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, 3)  # not 0 to 2, which the child's file actions replace
     os.close(write_end)
     library = os.path.dirname(os.__file__)
     path = [
@@ -384,7 +386,7 @@ def _spawn(folder: str, env: Mapping[str, str], timing: KeeperTiming) -> tuple[i
         )
     except OSError as error:
         os.close(pipe)
-        raise KeeperError(f"the keeper cannot be started with {sys.executable!r}: {error.strerror}") from error
+        raise KeeperError(f"cannot start the keeper with {sys.executable!r}: {error.strerror}") from error
     finally:
         os.close(end)
     return pid, pipe

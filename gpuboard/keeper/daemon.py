@@ -1,8 +1,9 @@
-"""The keeper: one small process per user and host that keeps that user's leases alive while their holders live.
+"""The keeper: one small process per user and host that renews that user's leases while their holders are alive.
 
-It touches the claims every 30 s, watches the holders (a pidfd each), and when one has gone looks for processes that
-carry its lease or run on its GPUs; when there are none (any more), it releases. It kills nothing. It ends a few
-seconds after its last lease. Killed, it leaves its records, and the next gpuboard command starts another.
+It sends heartbeats to the claims every 30 s and watches the holders (a pidfd each). When a holder has ended, it looks
+for carriers, which are processes that carry the lease or run on its GPUs, and releases the lease when there are none.
+It kills nothing. It ends a few seconds after its last lease. If it is killed, its records remain, and the next gpuboard
+command starts another keeper.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Literal
 
 from gpuboard.keeper import processes
 from gpuboard.keeper.calls import NodeAnswer
 from gpuboard.keeper.heartbeats import Nodes, key_of
 from gpuboard.keeper.holder import Holder, alive, read_process
 from gpuboard.keeper.loop import KeeperLoop, boottime, log
-from gpuboard.keeper.record import HolderLook, LeaseRecord, decode, files_of, judge, login_of
+from gpuboard.keeper.record import HolderLook, LeaseRecord, decide, decode, files_of, login_of
 from gpuboard.keeper.runtime_dir import (
     KeeperError,
     RuntimeDir,
+    acquire,
     connect,
-    occupy,
     peer_pid,
     peer_uid,
     receive,
@@ -35,46 +37,46 @@ from gpuboard.keeper.runtime_dir import (
 )
 from gpuboard.keeper.timing import TIMING, KeeperTiming
 
-_WATCHED = 32  # carriers watched for their end; of more, looking every few seconds is enough
+_WATCHED = 32  # carriers watched by pidfd at most; polling every few seconds covers the others
 _LOG_LIMIT = 1 << 20  # bytes
 
 
 class Kept:
-    """A lease in the keeper's hands."""
+    """A lease that this keeper has, and its state."""
 
     def __init__(self, record: LeaseRecord) -> None:
         self.record = record
         self.lease = record.lease
         self.watched: list[int] = []  # pidfds: of the holder, later of carriers
-        self.client: Client | None = None  # who took it and has not told its owner yet
-        self.unconfirmed: set[str] = set()  # nodes where no life has been shown yet
-        self.phase = "held"  # "held" | "orphaned" | "releasing"
-        self.since: float | None = None
-        self.due: float | None = None  # the next look, or the next try to release
-        self.asked: set[str] = set()  # nodes that have still to say who carries it, or to release
-        self.found: bool | None = False
+        self.client: Client | None = None  # the command that reserved it, until the owner has it
+        self.unconfirmed: set[str] = set()  # nodes without a first heartbeat
+        self.phase: Literal["held", "orphaned", "releasing"] = "held"  # orphaned: the holder has ended
+        self.since: float | None = None  # since when nothing carries it
+        self.due: float | None = None  # when to look for carriers, or to retry the release
+        self.asked: set[str] = set()  # nodes that have not answered about carriers, or released, yet
+        self.found: bool | None = False  # carriers on a node; None: a node gave no answer
         self.tries = 0
         self.released_at = 0.0
         self.no_loss_until = 0.0
 
 
 class Client:
-    """A gpuboard command that talks to us."""
+    """A gpuboard command that is connected."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.data = b""
 
     def reply(self, error: str = "") -> None:
-        """Say yes, or why not."""
+        """Confirm a request, or send why it failed."""
         try:
             send(self.connection, {"error": error} if error else {"ok": True})
         except OSError:
-            log("a command ended before it had its answer")
+            log("a command disconnected before it was answered")
 
 
 class Keeper:
-    """What is kept, and what happens to it."""
+    """All leases of this keeper, and the events that change them."""
 
     def __init__(self, folder: str, place: RuntimeDir, timing: KeeperTiming = TIMING) -> None:
         self.folder = folder
@@ -88,7 +90,7 @@ class Keeper:
         self._listen()
 
     def run(self) -> None:
-        """Keep leases until there has been none for a while."""
+        """Run until there has been no lease for ``linger_s``."""
         self._readopt()
         idle_since = boottime()
         while True:
@@ -97,23 +99,23 @@ class Keeper:
                 idle_since = now
             elif now - idle_since >= self.timing.linger_s or not self.place.reachable:
                 return
-            self._hold_place()
+            self._ensure_reachable()
             self.nodes.touch(now)
             self._timers(now)
             dues = [kept.due for kept in self.kept.values() if kept.due is not None]
             dues += [self.nodes.next_due(), idle_since + self.timing.linger_s, now + self.timing.place_s]
             self.loop.wait(min(dues) - boottime())
 
-    # --- where commands find us
+    # --- lock and socket
 
     def _listen(self) -> None:
         self.place.listener.setblocking(False)
         self.loop.watch(self.place.listener.fileno(), self._accept)
 
-    def _hold_place(self) -> None:
-        """Stay where commands look for us, for folder, lock or socket may have been removed or replaced.
+    def _ensure_reachable(self) -> None:
+        """Restore folder, lock and socket if they were removed or replaced.
 
-        What we keep is in our memory: it is written again, or handed to the keeper that has our place by now.
+        The leases are in memory: their records are rewritten, or handed to the keeper that has the lock now.
         """
         if self.place.reachable:
             return
@@ -124,14 +126,14 @@ class Keeper:
                 self.place = place
                 with suppress(OSError):
                     _write_log_to(f"{self.folder}/log")
-                log("the folder, lock or socket was gone: restored")
+                log("folder, lock or socket was missing: restored")
                 self._rewrite_all()
             else:
                 self._hand_over()
             self.place_error = ""
         except (KeeperError, OSError, ValueError) as error:
             if str(error) != self.place_error:
-                log(f"commands cannot find this keeper: {error}")
+                log(f"cannot restore folder, lock and socket: {error}")
             self.place_error = str(error)
         self._listen()
 
@@ -143,14 +145,14 @@ class Keeper:
                 log(f"{kept.lease}.json: {error.strerror}")
 
     def _hand_over(self) -> None:
-        """Let the keeper that has our place take all leases but those that are being taken or released right now."""
+        """Hand all leases but those being reserved or released to the keeper that has the lock now."""
         leases = [kept for kept in self.kept.values() if kept.client is None and kept.phase != "releasing"]
         connection = connect(self.folder) if leases else None
         if connection is None:
             return
         with connection:
             if peer_pid(connection) == os.getpid():
-                return  # the other one has the lock and not yet the socket
+                return  # the other keeper has the lock but not the socket yet
             for kept in leases:
                 self._rewrite(kept, kept.record)
             send(connection, {"op": "readopt"})
@@ -158,50 +160,50 @@ class Keeper:
                 return
             for kept in leases:
                 log(f"{kept.lease}: handed to the keeper with pid {peer_pid(connection)}")
-                self._let_go(kept)
+                self._detach(kept)
 
-    # --- talking to commands
+    # --- requests of commands
 
     def _accept(self) -> None:
         try:
             connection, _ = self.place.listener.accept()
         except OSError:
-            return  # whoever knocked has gone again
+            return  # the client has disconnected
         if peer_uid(connection) != os.geteuid():
             connection.close()
             return
         connection.settimeout(1.0)
         client = Client(connection)
         self.clients.add(client)
-        self.loop.watch(connection.fileno(), partial(self._hear, client))
+        self.loop.watch(connection.fileno(), partial(self._receive, client))
 
-    def _hear(self, client: Client) -> None:
+    def _receive(self, client: Client) -> None:
         try:
             data = client.connection.recv(65536)
         except OSError:
             data = b""
         client.data += data
         if not data or len(client.data) > 1 << 20:
-            self._hang_up(client)
+            self._disconnect(client)
             return
         *lines, client.data = client.data.split(b"\n")
         for line in lines:
-            self._obey(client, line)
+            self._handle(client, line)
 
-    def _hang_up(self, client: Client) -> None:
+    def _disconnect(self, client: Client) -> None:
         self.loop.unwatch(client.connection.fileno())
         client.connection.close()
         self.clients.discard(client)
         for kept in list(self.kept.values()):
             if kept.client is client:
                 kept.client = None
-                self._unknown(kept)
+                self._release_unconfirmed(kept)
 
-    def _obey(self, client: Client, line: bytes) -> None:
+    def _handle(self, client: Client, line: bytes) -> None:
         try:
             message = json.loads(line)
             op = message["op"]
-            self._hold_place()
+            self._ensure_reachable()
             if op == "readopt":
                 self._readopt()
                 client.reply()
@@ -212,35 +214,35 @@ class Keeper:
                 return
             kept = self.kept.get(str(message["lease"]))
             if op == "renew" and kept is not None:
-                self._prolong(kept, float(message["for_s"]))
+                self._renew(kept, float(message["for_s"]))
             elif op == "known" and kept is not None:
-                self._known(kept)
+                self._confirm(kept)
             elif op == "job":
                 if kept is None:
-                    raise ValueError(f"no lease {message['lease']} is kept here")
-                self._started(kept, int(message["number"]), float(message["for_s"]))
+                    raise ValueError(f"this keeper has no lease {message['lease']}")
+                self._set_job(kept, int(message["number"]), float(message["for_s"]))
             elif op == "ending" and kept is not None:
                 kept.no_loss_until = boottime() + self.timing.own_end_s
             elif op == "forget" and kept is not None:
-                self._end(kept, "given back")
+                self._end(kept, "released by its owner")
             client.reply()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            client.reply(f"not understood: {error!r}")
+            client.reply(f"invalid request: {error!r}")
         except OSError as error:
             client.reply(f"{self.folder}: {error.strerror}")
 
-    def _known(self, kept: Kept) -> None:
-        """From now on the lease lives with its holder alone."""
+    def _confirm(self, kept: Kept) -> None:
+        """The owner has the lease: from now on only its holder determines when it ends."""
         kept.client = None
         job = kept.record.job
         if job is not None:
             self._rewrite(kept, kept.record._replace(job=job._replace(taker=None)))
 
-    def _started(self, kept: Kept, number: int, for_s: float) -> None:
-        """The lease's job has a number, and ends ``for_s`` from now."""
+    def _set_job(self, kept: Kept, number: int, for_s: float) -> None:
+        """Note the number of the lease's job, which ends ``for_s`` from now."""
         record = kept.record
         if record.job is None or kept.phase == "releasing":
-            raise ValueError(f"lease {record.lease} is no job, or is being given back")
+            raise ValueError(f"lease {record.lease} is not a job, or is being released")
         for node in record.nodes:
             self.nodes.detach(record, node)
         self._rewrite(kept, record._replace(until=boottime() + for_s, job=record.job._replace(number=number)))
@@ -248,17 +250,17 @@ class Keeper:
             self.nodes.attach(kept.record, node)
         self._close_unused()
 
-    def _prolong(self, kept: Kept, for_s: float) -> None:
+    def _renew(self, kept: Kept, for_s: float) -> None:
         self._rewrite(kept, kept.record._replace(until=boottime() + for_s))
         for node in kept.record.nodes:
             self.nodes.attach(kept.record, node)
 
     def _adopt(self, client: Client, record: LeaseRecord) -> None:
         if record.holder is not None and not alive(record.holder):
-            client.reply(f"the process that lease {record.lease} was to live with, pid {record.holder.pid}, has gone")
+            client.reply(f"the holder of lease {record.lease}, pid {record.holder.pid}, has ended")
             return
         if record.lease in self.kept:
-            self._drop(self.kept[record.lease], "taken over anew")
+            self._remove(self.kept[record.lease], "handed over again")
         process = read_process(record.holder.pid) if record.holder else None
         if process is not None:
             record = record._replace(session=process.session, group=process.group)
@@ -268,10 +270,10 @@ class Keeper:
         kept.unconfirmed = {node.name for node in record.nodes}
         self._keep(kept)
 
-    # --- keeping
+    # --- heartbeats
 
     def _readopt(self) -> None:
-        """Take the leases of a keeper that was killed, or that hands them to us."""
+        """Take over the leases whose records another keeper left or handed to this one."""
         for name in sorted(os.listdir(self.folder)):
             if not name.endswith(".json") or name[:-5] in self.kept:
                 continue
@@ -281,7 +283,7 @@ class Keeper:
                     self._keep(Kept(decode(json.load(file))))
                 log(f"{name[:-5]}: taken over")
             except (ValueError, OSError) as error:
-                log(f"{name}: put aside: {error}")
+                log(f"{name}: unreadable, renamed to {name}.bad: {error}")
                 os.replace(path, path + ".bad")
 
     def _keep(self, kept: Kept) -> None:
@@ -290,14 +292,14 @@ class Keeper:
         for node in record.nodes:
             self.nodes.attach(record, node)
         taker = record.job and record.job.taker
-        if taker is not None and kept.client is None:  # the keeper that had its connection was killed
+        if taker is not None and kept.client is None:  # the keeper that had the command's connection was killed
             self._watch_process(kept, taker.pid)
             if not alive(taker):
-                self._unknown(kept)
+                self._release_unconfirmed(kept)
                 return
         if record.holder is not None:
             self._watch_process(kept, record.holder.pid)
-            if not alive(record.holder):  # looked at after the pidfd was opened: it is the holder's or a stranger's
+            if not alive(record.holder):  # checked after the pidfd was opened, which may be another process of that pid
                 self._process_ended(kept)
 
     def _touched(self, name: str, leases: list[str], answer: NodeAnswer) -> None:
@@ -306,51 +308,53 @@ class Keeper:
                 continue
             if answer.kind:
                 if name in kept.unconfirmed:
-                    self._disown(kept, f"{name}: {answer.words}")
+                    self._refuse(kept, f"{name}: {answer.message}")
             elif kept.lease not in answer.value["alive"]:
-                lapsed = kept.lease in answer.value["lapsed"]
-                self._gone(kept, name, lapsed=lapsed, why=str(answer.value.get("words", "")))
+                expired = kept.lease in answer.value["lapsed"]
+                self._claims_ended(kept, name, expired=expired, why=str(answer.value.get("words", "")))
             elif name in kept.unconfirmed:
                 kept.unconfirmed.discard(name)
                 if not kept.unconfirmed and kept.client is not None:
                     kept.client.reply()
 
-    def _gone(self, kept: Kept, name: str, *, lapsed: bool, why: str) -> None:
-        """A node has no living claim of the lease any more; it is kept on the others. ``why``: a scheduler's words."""
+    def _claims_ended(self, kept: Kept, name: str, *, expired: bool, why: str) -> None:
+        """A node has no live claim of the lease any more; it continues on the others. ``why``: a scheduler's reason."""
         record = kept.record
         if kept.unconfirmed:
-            self._disown(kept, f"{name}: the claims of lease {kept.lease} have {'lapsed' if lapsed else 'gone'}")
+            self._refuse(
+                kept, f"{name}: the claims of lease {kept.lease} {'have expired' if expired else 'do not exist'}"
+            )
             return
-        words = ""
-        if why and not lapsed:
-            words = f"has ended: of {name} job {record.job and record.job.number}: {why}"
-        elif lapsed and not why and boottime() + self.timing.ending_s < record.until:
-            words = f"has lapsed on {name}: its keeper could show no life there for 90 s"
-        elif not lapsed:
-            words = f"is gone from {name}: released elsewhere, or its claim was removed"
-        if words and boottime() >= kept.no_loss_until:
-            tell_of_loss(self.folder, f"lease {kept.lease} {words}")
+        loss = ""
+        if why and not expired:
+            loss = f"ended: {name} job {record.job and record.job.number}: {why}"
+        elif expired and not why and boottime() + self.timing.ending_s < record.until:
+            loss = f"expired on {name}: no heartbeat from its keeper for 90 s"
+        elif not expired:
+            loss = f"ended on {name}: released elsewhere, or its claim was removed"
+        if loss and boottime() >= kept.no_loss_until:
+            record_loss(self.folder, f"lease {kept.lease} {loss}")
         rest = [node for node in record.nodes if node.name != name]
         if not rest:
-            self._end(kept, why or ("its time is up" if lapsed else "released"))
+            self._end(kept, why or ("its time is up" if expired else "released"))
             return
         for node in record.nodes:
             if node.name == name:
                 self.nodes.detach(record, node)
         kept.record = record._replace(nodes=rest)
-        with suppress(OSError):  # a disk that is full: a keeper after us finds the claim missing there
+        with suppress(OSError):  # a full disk: a successor finds the claim missing on that node
             self._rewrite(kept, kept.record)
 
     # --- the end of a lease
 
-    def _unknown(self, kept: Kept) -> None:
-        log(f"{kept.lease}: the command that took it has ended before anybody knew of it")
+    def _release_unconfirmed(self, kept: Kept) -> None:
+        log(f"{kept.lease}: the command that reserved it ended before its owner had it")
         self._release(kept)
 
     def _process_ended(self, kept: Kept) -> None:
         self._unwatch_processes(kept)
-        if kept.phase == "held" and kept.record.job is not None and _lives(kept.record.holder):
-            self._taker_ended(kept)
+        if kept.phase == "held" and kept.record.job is not None and _holder_alive(kept.record.holder):
+            self._command_ended(kept)
             return
         if kept.phase == "held":
             log(f"{kept.lease}: its holder has ended")
@@ -358,56 +362,56 @@ class Keeper:
         if kept.phase == "orphaned" and not kept.asked:
             self._look(kept)
 
-    def _taker_ended(self, kept: Kept) -> None:
-        """It was the command that took the lease that has ended, not the holder."""
+    def _command_ended(self, kept: Kept) -> None:
+        """The process that ended is the command that reserved the lease, not the holder."""
         job = kept.record.job
         if job is not None and job.taker is not None and not alive(job.taker):
-            self._unknown(kept)
+            self._release_unconfirmed(kept)
         elif kept.record.holder is not None:
             self._watch_process(kept, kept.record.holder.pid)
 
     def _look(self, kept: Kept) -> None:
-        """Look whether anything carries the lease: on this host first, which is quick, then on its nodes."""
+        """Look for carriers of the lease: on this host first, which is fast, then on its nodes."""
         kept.due = None
         pids = processes.carriers(kept.lease)
         if pids:
             for pid in pids[:_WATCHED]:
                 self._watch_process(kept, pid)
-            self._judge(kept, carried=True)
+            self._decide(kept, carried=True)
             return
         kept.found = False
         kept.asked = {node.name for node in kept.record.nodes}
         for node in kept.record.nodes:
             args = {"lease": kept.lease, "uuids": node.uuids}
             self.nodes.call(kept.record, node, "read", {}, partial(self._read, kept, node.name))
-            self.nodes.call(kept.record, node, "carriers", args, partial(self._looked, kept, node.name))
+            self.nodes.call(kept.record, node, "carriers", args, partial(self._carriers_read, kept, node.name))
 
     def _read(self, kept: Kept, name: str, answer: NodeAnswer) -> None:
-        """A reading of the GPUs goes before the question who runs on them; without one nobody knows."""
+        """A node reads its GPUs before it lists who runs on them; without a reading that is unknown."""
         if answer.kind and name in kept.asked:
-            log(f"{kept.lease}: {name}: {answer.words}")
+            log(f"{kept.lease}: {name}: {answer.message}")
             kept.found = kept.found or None
 
-    def _looked(self, kept: Kept, name: str, answer: NodeAnswer) -> None:
+    def _carriers_read(self, kept: Kept, name: str, answer: NodeAnswer) -> None:
         if kept.lease not in self.kept or name not in kept.asked or kept.phase != "orphaned":
             return
         kept.asked.discard(name)
         if answer.kind:
-            log(f"{kept.lease}: {name}: who carries it cannot be seen: {answer.words}")
+            log(f"{kept.lease}: {name}: cannot look for carriers: {answer.message}")
             kept.found = kept.found or None
         elif answer.value["processes"]:
             kept.found = True
         if not kept.asked:
-            self._judge(kept, carried=kept.found)
+            self._decide(kept, carried=kept.found)
 
-    def _judge(self, kept: Kept, carried: bool | None) -> None:
+    def _decide(self, kept: Kept, carried: bool | None) -> None:
         record = kept.record
-        left = not carried and bool(processes.heirs(record.session, record.group, record.created))
+        orphans = not carried and bool(processes.orphans(record.session, record.group, record.created))
         now = boottime()
-        verdict = judge(HolderLook(carried, left), kept.since, now, self.timing)
-        kept.since = verdict.since
-        kept.due = now + verdict.again_s
-        if verdict.release:
+        decision = decide(HolderLook(carried, orphans), kept.since, now, self.timing)
+        kept.since = decision.since
+        kept.due = now + decision.again_s
+        if decision.release:
             self._release(kept)
 
     def _release(self, kept: Kept) -> None:
@@ -431,35 +435,35 @@ class Keeper:
         if answer.kind in {"", "not-found", "not-yours"}:
             kept.asked.discard(name)
         else:
-            log(f"{kept.lease}: not released on {name}: {answer.words}")
-        # Claims lapse; a job would hold its GPUs until its time limit.
+            log(f"{kept.lease}: not released on {name}: {answer.message}")
+        # Claims expire; a job would hold its GPUs until its time limit.
         tried_s = boottime() - kept.released_at
         late = tried_s > self.timing.release_s and (kept.record.job is None or boottime() > kept.record.until)
         if kept.lease in self.kept and (late or not kept.asked):
-            self._end(kept, "released" if not kept.asked else "left to lapse")
+            self._end(kept, "released" if not kept.asked else "left to expire")
 
-    def _disown(self, kept: Kept, words: str) -> None:
-        """Refuse a lease that was handed to us; whoever took the claims drops them."""
-        self._drop(kept, f"refused: {words}")
+    def _refuse(self, kept: Kept, reason: str) -> None:
+        """Refuse a lease that was handed over; the command that claimed the GPUs releases them."""
+        self._remove(kept, f"refused: {reason}")
         if kept.client is not None:
-            kept.client.reply(words)
+            kept.client.reply(reason)
 
-    def _end(self, kept: Kept, words: str) -> None:
-        """Let go of a lease that has ended, and of the rank map that `allocate` wrote for it."""
-        self._drop(kept, words, files_of(kept.record, os.path.dirname(os.path.dirname(self.folder))))
+    def _end(self, kept: Kept, reason: str) -> None:
+        """Remove a lease that has ended, and the rank map that `allocate` wrote for it."""
+        self._remove(kept, reason, files_of(kept.record, os.path.dirname(os.path.dirname(self.folder))))
 
-    def _drop(self, kept: Kept, words: str, files: Sequence[str] = ()) -> None:
-        log(f"{kept.lease}: {words}")
-        self._let_go(kept)
+    def _remove(self, kept: Kept, reason: str, files: Sequence[str] = ()) -> None:
+        log(f"{kept.lease}: {reason}")
+        self._detach(kept)
         for path in files:
-            with suppress(OSError):  # only a lease that was allocated whole has all of them
+            with suppress(OSError):  # only a completely allocated lease has all of them
                 os.unlink(path)
         try:
             os.unlink(f"{self.folder}/{kept.lease}.json")
         except OSError as error:
             log(f"{kept.lease}.json: {error.strerror}")
 
-    def _let_go(self, kept: Kept) -> None:
+    def _detach(self, kept: Kept) -> None:
         self._unwatch_processes(kept)
         self.kept.pop(kept.lease, None)
         for node in kept.record.nodes:
@@ -501,19 +505,19 @@ class Keeper:
         write_file(f"{self.folder}/{record.lease}.json", json.dumps(record.plain()))
 
 
-def tell_of_loss(folder: str, words: str) -> None:
-    """Leave words that the next gpuboard command shows: whole at once, for it takes away what it finds."""
-    log(words)
-    path, told = f"{folder}/lost", ""
+def record_loss(folder: str, message: str) -> None:
+    """Append a message that the next gpuboard command shows. The file is replaced, as commands remove it to read it."""
+    log(message)
+    path, before = f"{folder}/lost", ""
     try:
         with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
-            told = file.read()
-        write_file(path, f"{told}{words}\n")
+            before = file.read()
+        write_file(path, f"{before}{message}\n")
     except OSError as error:
         log(f"lost: {error.strerror}")
 
 
-def _lives(holder: Holder | None) -> bool:
+def _holder_alive(holder: Holder | None) -> bool:
     return holder is None or bool(alive(holder))
 
 
@@ -522,7 +526,7 @@ def main() -> None:
 
     A second argument is a KeeperTiming as a JSON object of the values that differ.
 
-    fd 1 is a pipe to who started us: it gets ``ready``, also when another keeper runs already, or the reason why not.
+    fd 1 is a pipe to the command that started it, and gets ``ready`` (also if another keeper is running) or an error.
     """
     folder = sys.argv[1]
     os.umask(0o077)
@@ -530,14 +534,14 @@ def main() -> None:
     with open("/proc/self/comm", "w", encoding="ascii") as file:
         file.write("gpuboard-keeper")  # what ps and top show
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    starter = os.dup(1)
+    report = os.dup(1)
     try:
-        place = occupy(folder, patience_s=5.0)
+        place = acquire(folder, timeout_s=5.0)
         _write_log_to(f"{folder}/log")
     except (KeeperError, OSError) as error:
-        _tell(starter, str(error))
+        _report(report, str(error))
         sys.exit(1)
-    _tell(starter, "ready")
+    _report(report, "ready")
     if place is None:
         return
     timing = TIMING._replace(**json.loads(sys.argv[2])) if len(sys.argv) > 2 else TIMING
@@ -551,10 +555,10 @@ def main() -> None:
     keeper.place.close()
 
 
-def _tell(starter: int, words: str) -> None:
-    with suppress(OSError):  # who started us need not wait
-        os.write(starter, f"{words}\n".encode())
-    os.close(starter)
+def _report(pipe: int, message: str) -> None:
+    with suppress(OSError):  # the command may have ended
+        os.write(pipe, f"{message}\n".encode())
+    os.close(pipe)
 
 
 def _write_log_to(path: str) -> None:

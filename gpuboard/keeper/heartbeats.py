@@ -1,4 +1,4 @@
-"""Which leases lie on which node, and when each needs a heartbeat."""
+"""The nodes of all leases, and when each lease needs its next heartbeat."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Touched = Callable[[str, list[str], NodeAnswer], None]
 class _Node:
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
-        self.until: dict[str, float] = {}  # by lease: when it ends
+        self.until: dict[str, float] = {}  # the end of each lease
         self.due: float | None = None
         self.failures = 0
 
 
 class Nodes:
-    """All nodes of all leases. ``touched`` gets a node's name, the leases touched, and the answer."""
+    """The nodes of all leases. ``touched`` receives a node's name, the leases of a heartbeat, and the answer."""
 
     def __init__(self, loop: KeeperLoop, touched: Touched, timing: KeeperTiming) -> None:
         self._loop = loop
@@ -36,13 +36,13 @@ class Nodes:
         self._timing = timing
 
     def attach(self, record: LeaseRecord, node: KeptNode) -> None:
-        """Send heartbeats for the lease on ``node`` from now on."""
+        """Start heartbeats for a lease on ``node``."""
         known = self._known(record, node)
         known.until[record.lease] = record.until
         known.due = 0.0
 
     def detach(self, record: LeaseRecord, node: KeptNode) -> None:
-        """Send no more heartbeats for it there."""
+        """Stop heartbeats for a lease on ``node``."""
         known = self._known(record, node)
         known.until.pop(record.lease, None)
         if not known.until:
@@ -51,11 +51,11 @@ class Nodes:
     def call(
         self, record: LeaseRecord, node: KeptNode, op: str, args: dict[str, Any], answered: Callable[[NodeAnswer], None]
     ) -> None:
-        """Ask a node; ``answered`` is called on the loop."""
+        """Send a call to a node; ``answered`` is called on the loop."""
         self._known(record, node).calls.call(op, args, self._loop.report(answered))
 
     def close(self, needed: set[str]) -> None:
-        """End the connections to nodes without a lease whose :func:`key_of` is not in ``needed``."""
+        """Close the connections to nodes without a lease, except those whose :func:`key_of` is in ``needed``."""
         for key in [key for key, node in self._nodes.items() if not node.until and key not in needed]:
             self._nodes.pop(key).calls.close()
 
@@ -63,14 +63,14 @@ class Nodes:
         """Send the heartbeats that are due."""
         for node in self._nodes.values():
             if node.due is not None and node.due <= now:
-                # Also right after a lease's end, so that its claim goes then: the node's clock says whether it has.
+                # Also right after a lease ends: the node then removes its claim, by its own clock.
                 ends = [until + 0.5 for until in node.until.values() if until + 0.5 > now]
                 node.due = min(now + node.calls.every_s, *ends) if ends else now + node.calls.every_s
                 leases = sorted(node.until)
                 node.calls.call("touch", {"leases": leases}, self._loop.report(self._answered(node, leases)))
 
     def next_due(self) -> float:
-        """Return when :meth:`touch` is to be called next."""
+        """Return when :meth:`touch` must be called next."""
         return min(
             (node.due for node in self._nodes.values() if node.due is not None),
             default=boottime() + self._timing.heartbeat_s,
@@ -82,7 +82,7 @@ class Nodes:
             if answer.kind and node.due is not None:
                 again_s = self._timing.retry_after_s(node.failures)
                 node.due = boottime() + again_s
-                log(f"{node.calls.name}: no heartbeat: {answer.words}; again in {again_s:.0f} s")
+                log(f"{node.calls.name}: heartbeat failed: {answer.message}; retry in {again_s:.0f} s")
             self._touched(node.calls.name, leases, answer)
 
         return take
@@ -100,5 +100,5 @@ class Nodes:
 
 
 def key_of(record: LeaseRecord, node: KeptNode) -> str:
-    """Return the key of a lease's connection: leases of one node share it, a job has its own."""
+    """Return the key of a lease's connection: leases on one node share it, a job has its own."""
     return node_key(node, record.settings) if record.job is None else f"job {record.job.number} of {record.lease}"

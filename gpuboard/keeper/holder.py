@@ -1,17 +1,17 @@
-"""Which process a lease lives with, read from /proc.
+"""The holder of a lease: the process whose end ends the lease. Read from /proc.
 
 The rule, first match wins:
 
 1. ``--holder PID``.
-2. The process that reads our stdout pipe: the shell that evaluates ``$(gpuboard allocate …)``, whatever stands
-   between (subshells, ``timeout``, ``env``). Readers that only hand the text on are climbed over, for whoever reads
-   *their* stdout: known filters (``$(gpuboard … | tee log)``), any command of a pipeline within ``$(…)``, and a
-   subshell that the shell reading it was forked into (a shell function called as ``$(f)``).
-   When only filters are left that write elsewhere (``gpuboard … | tee log``), rule 3 decides.
-3. Our parent; while that is a mere fork of its own parent (same executable, command line and session) or a wrapper
-   that only waits for us (``timeout``, ``flock``), the one above.
+2. The process that reads our stdout pipe: the shell that evaluates ``$(gpuboard allocate …)``, also through subshells,
+   ``timeout`` or ``env``. Readers that only pass the text on are skipped in favour of the reader of *their* stdout:
+   known filters (``$(gpuboard … | tee log)``), any command of a pipeline within ``$(…)``, and a subshell forked by the
+   shell that reads it (a shell function called as ``$(f)``).
+   If only filters remain, which write elsewhere (``gpuboard … | tee log``), rule 3 decides.
+3. Our parent; if that is a plain fork of its own parent (same executable, command line and session) or a wrapper that
+   only waits for us (``timeout``, ``flock``), its parent, and so on.
 
-On allocate's measured path: os and sys only, nothing of ours.
+On allocate's measured path: imports only the standard library's os and stat, and gpuboard.errors.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import NamedTuple
 
 from gpuboard.errors import UsageError
 
-# Programs that pass text on and end with it. A reader that is none of them (a subshell of `| while read`, a consumer
-# written in Python) uses what it reads, so the lease is its own.
+# Programs that pass text on and end with it. Any other reader (a subshell of `| while read`, a consumer written in
+# Python) uses what it reads, so it is the holder.
 _FILTERS = """
     awk base64 cat column cut dd egrep expand fgrep fold gawk grep head jq less logger mawk mbuffer more nl original-awk
     paste pv rg sed sort split tac tail tee tr ts uniq wc xclip yq
-""".split()  # noqa: SIM905 (words to read, not 40 lines)
+""".split()  # noqa: SIM905 (more readable than 40 lines)
 _WRAPPERS = ("doas", "flock", "ltrace", "script", "strace", "sudo", "time", "timeout", "unbuffer", "uv", "uvx")
 _REAPERS = ("catatonit", "docker-init", "dumb-init", "init", "systemd", "tini")
 _boot_id = ""
-_MAX_DEPTH = 64  # processes climbed: more only in a loop, and /proc is read while it changes
+_MAX_DEPTH = 64  # ancestors followed: more means a loop, as /proc changes while it is read
 
 
 class Holder(NamedTuple):
-    """A process that cannot be mistaken for a later one of the same pid; the same fields as a claim's holder."""
+    """A process, distinct from a later one with the same pid; the same fields as a claim's holder."""
 
     host: str
     boot_id: str
@@ -44,10 +44,10 @@ class Holder(NamedTuple):
 
 
 class ProcessStat(NamedTuple):
-    """A line of /proc/PID/stat (proc(5)), as far as we need it."""
+    """The fields of /proc/PID/stat (proc(5)) that are used here."""
 
     pid: int
-    name: str  # at most 15 bytes, chosen by the process: never trust it
+    name: str  # at most 15 bytes, chosen by the process: not trustworthy
     state: str
     parent: int
     group: int
@@ -56,9 +56,9 @@ class ProcessStat(NamedTuple):
 
 
 def find_holder(holder_pid: int | None = None, stdout_fd: int = 1) -> Holder:
-    """Return the process that a lease taken by this process lives with; ``holder_pid`` is what the user asked for.
+    """Return the holder of a lease that this process reserves; ``holder_pid``: the user's choice.
 
-    Raises UsageError when that process does not exist, or when nobody is left to hold the lease.
+    Raises UsageError when that process does not exist, or when there is no process to hold the lease.
     """
     pid = holder_pid if holder_pid is not None else _evaluator(stdout_fd) or _starter()
     holder = identify(pid)
@@ -68,7 +68,7 @@ def find_holder(holder_pid: int | None = None, stdout_fd: int = 1) -> Holder:
 
 
 def identify(pid: int) -> Holder | None:
-    """Return who process ``pid`` is; None when there is none (any more; a zombie is none)."""
+    """Return process ``pid`` as a holder; None when it does not exist, has ended or is a zombie."""
     process = read_process(pid)
     if process is None or process.state in "ZX":
         return None
@@ -76,7 +76,7 @@ def identify(pid: int) -> Holder | None:
 
 
 def alive(holder: Holder) -> bool | None:
-    """Return whether ``holder`` still lives; None when it ran on another machine, where we cannot look."""
+    """Return whether ``holder`` is alive; None on another machine, where that is unknown."""
     if holder.boot_id != boot_id():
         return False if holder.host == os.uname().nodename else None
     process = read_process(holder.pid)
@@ -92,7 +92,7 @@ def shell_kind(pid: int) -> str:
 
 
 def evaluator_kind() -> str:
-    """Return the format for whoever evaluates our output; ``shell`` where that cannot be told."""
+    """Return the format for the shell that evaluates our output; ``shell`` where that is unknown."""
     try:
         return shell_kind(find_holder().pid)
     except UsageError:
@@ -100,8 +100,8 @@ def evaluator_kind() -> str:
 
 
 def boot_id() -> str:
-    """Return this machine's boot id, which every boot makes anew."""
-    global _boot_id  # noqa: PLW0603 (it outlives this process; read anew it took a third of listing 250 leases)
+    """Return this machine's boot id, which changes with every boot."""
+    global _boot_id  # noqa: PLW0603 (constant; reading it each time took a third of listing 250 leases)
     if not _boot_id:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             _boot_id = file.read().strip()
@@ -115,7 +115,7 @@ def read_process(pid: int) -> ProcessStat | None:
             text = file.read()
     except OSError:
         return None
-    head, _, tail = text.rpartition(b")")  # the name may hold blanks and brackets itself
+    head, _, tail = text.rpartition(b")")  # the name may contain blanks and brackets
     fields = tail.split()
     if len(fields) < 20:
         return None
@@ -125,7 +125,7 @@ def read_process(pid: int) -> ProcessStat | None:
 
 
 def own_pids() -> list[int]:
-    """Return the pids of this user's processes. Those that hide their memory (setuid programs) belong to root there."""
+    """Return the pids of this user's processes, without setuid programs: their /proc folders belong to root."""
     uid = os.geteuid()
     found = []
     for name in os.listdir("/proc"):
@@ -134,7 +134,7 @@ def own_pids() -> list[int]:
                 if os.stat(f"/proc/{name}").st_uid == uid:
                     found.append(int(name))
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # ended meanwhile
     return found
 
 
@@ -149,11 +149,11 @@ def ancestors(pid: int) -> list[int]:
 
 
 def _evaluator(stdout_fd: int) -> int | None:
-    """Return who takes in what we write to ``stdout_fd``; None when that is no pipe or only filters read it."""
+    """Return the final reader of ``stdout_fd``; None when it is not a pipe or only filters read it."""
     above = ancestors(os.getpid())
     chain = _readers("self", stdout_fd, above)
     consumer = next((pid for pid in chain if pid not in above and _program(pid) not in _FILTERS), None)
-    # A consumer within `$(…)` hands the text on to the shell; one that merely shares its script's stdout does not.
+    # A consumer within `$(…)` passes the text on to the shell; one that only shares its script's stdout does not.
     if chain and chain[-1] in above and (consumer is None or chain[-1] in _starters()):
         return _over_forks(chain[-1])
     return consumer
@@ -175,7 +175,7 @@ def _readers(pid: int | str, fd: int, above: list[int]) -> list[int]:
 
 
 def _over_forks(pid: int) -> int:
-    """Climb from a subshell to the shell that it was forked from, while that shell reads what the subshell writes."""
+    """Return the outermost shell that forked the subshell ``pid`` and reads what it writes."""
     while True:
         pipe = _pipe(f"/proc/{pid}/fd/1")
         process = read_process(pid)
@@ -189,19 +189,19 @@ def _over_forks(pid: int) -> int:
 
 
 def _starter() -> int:
-    """Return our parent, or whom it stands for. Raises UsageError when the real parent has gone."""
+    """Return the parent by rule 3. Raises UsageError when the real parent has ended."""
     pid = _starters()[-1]
     name = _program(pid)
     if pid == 0 or (name in _REAPERS and (pid == 1 or name == "systemd")):
         raise UsageError(
-            "the process that started gpuboard has gone, so there is none that the lease could live with; "
-            "name one with --holder PID, or take the lease for a time with --detach --for D"
+            "no holder for the lease: the process that started gpuboard has ended; name one with --holder PID, "
+            "or reserve for a fixed time with --detach --for D"
         )
     return pid
 
 
 def _starters() -> list[int]:
-    """Return our parent, whom it stands for, and so on: up to the first that is neither a fork nor a wrapper."""
+    """Return our parent and its ancestors up to the first that is neither a fork nor a wrapper."""
     found = [os.getppid()]
     while len(found) < _MAX_DEPTH:
         process = read_process(found[-1])
@@ -214,7 +214,7 @@ def _starters() -> list[int]:
 
 
 def _is_fork(process: ProcessStat) -> bool:
-    """Tell whether ``process`` runs the very program of its parent: a subshell, not a command."""
+    """Return whether ``process`` executes the same command line as its parent: a subshell, not a command."""
     parent = read_process(process.parent)
     if parent is None or parent.session != process.session:
         return False
@@ -228,7 +228,7 @@ def _is_fork(process: ProcessStat) -> bool:
 
 
 def _program(pid: int) -> str:
-    """Return the base name of the file that ``pid`` runs, or its own word for it where the file cannot be read."""
+    """Return the base name of the executable of ``pid``, or its process name where that is not readable."""
     try:
         return os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)").rpartition("/")[2]
     except OSError:
@@ -237,17 +237,17 @@ def _program(pid: int) -> str:
 
 
 def _pipe(link: str) -> str | None:
-    """Return what /proc calls the pipe behind the fd ``link``; None when it is no pipe."""
+    """Return the identity that /proc gives the pipe behind the fd ``link``; None when it is not a pipe."""
     try:
         if stat.S_ISFIFO(os.stat(link).st_mode):
             return os.readlink(link)
     except OSError:
-        pass  # closed, gone, or not ours to see: no pipe that we could follow
+        pass  # closed, ended, or not permitted: no pipe to follow
     return None
 
 
 def _reader(pipe: str, above: list[int]) -> int | None:
-    """Return the process of ours that reads ``pipe``: ancestors are looked at first, it nearly always is one."""
+    """Return the process of this user that reads ``pipe``: ancestors first, nearly always one of them does."""
     uid, own = os.geteuid(), os.getpid()
     for pid in above:
         try:
@@ -255,7 +255,7 @@ def _reader(pipe: str, above: list[int]) -> int | None:
                 return pid
         except OSError:
             continue
-    for pid in sorted(own_pids(), key=lambda pid: abs(pid - own)):  # a pipeline's processes are born together
+    for pid in sorted(own_pids(), key=lambda pid: abs(pid - own)):  # a pipeline's processes start together
         if pid != own and pid not in above and _reads(pid, pipe):
             return pid
     return None
@@ -268,7 +268,7 @@ def _reads(pid: int, pipe: str) -> bool:
             if os.readlink(f"{folder}/{name}") == pipe and _readable(pid, name):
                 return True
     except OSError:
-        return False  # ended, or an fd was closed while we looked: it does not sit and read
+        return False  # it ended or closed an fd meanwhile: not a blocked reader
     return False
 
 

@@ -1,8 +1,8 @@
-"""A lease that is a job of a scheduler: what its keeper does in place of calls to nodes.
+"""Leases that are jobs of a scheduler: their heartbeat, their state and their release.
 
-The heartbeat is the time of a file in the home, which the job's own script watches. The scheduler is asked once a
-minute whether the jobs of all leases still run. The record (:class:`~gpuboard.keeper.record.KeptJob`) has the commands
-for that and for ending a job, and the meaning of a job's states: this layer knows no scheduler.
+The heartbeat is the mtime of a file in the home, which the job's script watches. The scheduler is queried once a minute
+for the states of all leases' jobs. The record (:class:`~gpuboard.keeper.record.KeptJob`) has the commands for the query
+and for ending a job, and what a job's states mean: this module depends on no scheduler.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 class _Looked(NamedTuple):
     asked: float  # seconds since boot
-    due: float  # when to ask again
+    due: float  # of the next query
     states: dict[str, str] | None
 
 
 class JobWatch:
-    """The states of this user's jobs, asked for all leases at once and rarely. Called from threads."""
+    """The states of this user's jobs, queried rarely and for all leases at once. Thread-safe."""
 
     def __init__(self, timing: KeeperTiming) -> None:
         self._timing = timing
@@ -38,9 +38,9 @@ class JobWatch:
         self._known: dict[str, _Looked] = {}  # by command
 
     def states(self, job: KeptJob, since: float) -> dict[str, str] | None:
-        """Return the state of each job by its name, as it was about a minute ago at most.
+        """Return the state of each job by its name, at most about a minute old; None: not known yet.
 
-        ``since``: seconds since boot before which an answer does not cover this job. None: not known yet.
+        ``since``: seconds since boot; an earlier query does not cover this job.
         """
         key = "\0".join([*job.look, *(f"{k}={v}" for k, v in sorted(job.environ.items()))])
         with self._lock:
@@ -54,10 +54,10 @@ class JobWatch:
 
 
 def look(job: KeptJob, timing: KeeperTiming) -> dict[str, str] | None:
-    """Ask for the states of jobs, by name; of two with one name the one that has not ended. None: no answer."""
+    """Query the states of jobs by name; of two with one name, the one that has not ended. None: no answer."""
     ran = _run(job, job.look, timing)
     if not ran.ok:
-        log(f"no answer about jobs: {_words(ran, timing)}")
+        log(f"query of jobs failed: {_failure(ran, timing)}")
         return None
     found: dict[str, str] = {}
     for line in ran.out.splitlines():
@@ -69,7 +69,7 @@ def look(job: KeptJob, timing: KeeperTiming) -> dict[str, str] | None:
 
 
 class JobCalls(Calls):
-    """Calls for the one lease that a job is."""
+    """Calls for one lease, which is a job."""
 
     def __init__(self, name: str, lease: str, job: KeptJob, watch: JobWatch, timing: KeeperTiming) -> None:
         super().__init__(name, job.touch_s)
@@ -80,11 +80,11 @@ class JobCalls(Calls):
         self._since = boottime()
         self._touching = threading.Lock()
         self._over = False  # no more heartbeats: the heartbeat file is removed when the lease ends
-        self._touched = False  # once: a hand-over waits for the first heartbeat, and for no command
-        self._clean_since: float | None = None  # since when no job of that name was seen
+        self._touched = False  # the first heartbeat, for which a hand-over waits, runs no command
+        self._absent_since: float | None = None  # since when queries show no job of that name
 
     def close(self) -> None:
-        """Do nothing more once the calls that wait are answered; the heartbeat file stays as it is from now on."""
+        """Stop once the queued calls are answered; the heartbeat file is not written any more from now on."""
         self._over = True
         if self._touching.acquire(timeout=self._timing.file_s):
             self._touching.release()
@@ -95,11 +95,11 @@ class JobCalls(Calls):
             "touch": self._touch,
             "release": self._release,
             "read": lambda: NodeAnswer({}),
-            "carriers": lambda: NodeAnswer({"processes": []}),  # those of this host were looked for already
+            "carriers": lambda: NodeAnswer({"processes": []}),  # those of this host are known already
         }
         try:
             return does[op]()
-        except OSError as error:  # the home is away, or the scheduler's commands are
+        except OSError as error:  # the home or the scheduler's commands are missing
             return NodeAnswer(None, "lost", f"{error.strerror or error}")
 
     def _touch(self) -> NodeAnswer:
@@ -111,18 +111,18 @@ class JobCalls(Calls):
         return ended or NodeAnswer({"alive": [self._lease], "lapsed": []})
 
     def _ended(self) -> NodeAnswer | None:
-        """Return the answer of a touch when the job has ended and it is known why; None otherwise."""
+        """Return the answer of a touch when the job has ended for a known reason, else None."""
         states = self._watch.states(self._job, self._since)
         if states is None:
             return None
         state = states.get(self._job.job_name)
-        words = "it is not there any more" if state is None else self._job.ended.get(state, "")
-        if not words:
+        reason = "it no longer exists" if state is None else self._job.ended.get(state, "")
+        if not reason:
             return None
-        return NodeAnswer({"alive": [], "lapsed": [self._lease] if state in self._job.in_time else [], "words": words})
+        return NodeAnswer({"alive": [], "lapsed": [self._lease] if state in self._job.in_time else [], "words": reason})
 
     def _release(self) -> NodeAnswer:
-        """End the job. It counts as ended when it is seen no more, also one that a submission still brings."""
+        """End the job, also one that is still being submitted. It has ended when queries show it no more."""
         until = time.monotonic() + self._timing.submit_s
         while _submitting(self._job):
             if time.monotonic() > until:
@@ -130,25 +130,25 @@ class JobCalls(Calls):
             time.sleep(0.05)
         cancelled = _run(self._job, self._job.cancel, self._timing)
         if not cancelled.ok:
-            self._clean_since = None
-            return NodeAnswer(None, "lost", f"not cancelled: {_words(cancelled, self._timing)}")
+            self._absent_since = None
+            return NodeAnswer(None, "lost", f"not cancelled: {_failure(cancelled, self._timing)}")
         states = look(self._job, self._timing)
         if states is None:
-            return NodeAnswer(None, "lost", "the scheduler did not answer whether it is cancelled")
+            return NodeAnswer(None, "lost", "no answer from the scheduler whether it is cancelled")
         state = states.get(self._job.job_name)
         if state is not None and state not in self._job.ended:
-            self._clean_since = None
-            return NodeAnswer(None, "lost", "it was cancelled and still exists")
+            self._absent_since = None
+            return NodeAnswer(None, "lost", "cancelled, but it still exists")
         if self._job.number is None:
-            # A scheduler that was too busy to answer may yet do what it was asked before.
-            self._clean_since = self._clean_since or boottime()
-            if boottime() - self._clean_since < self._timing.settle_s:
-                return NodeAnswer(None, "lost", "looking once more whether there is a job")
+            # A scheduler that timed out may still execute the submission.
+            self._absent_since = self._absent_since or boottime()
+            if boottime() - self._absent_since < self._timing.settle_s:
+                return NodeAnswer(None, "lost", "querying once more whether there is a job")
         return NodeAnswer({"released": []})
 
 
 def heartbeat(path: str) -> None:
-    """Set the time of a heartbeat file, by the clock of the file's own server. Raises OSError."""
+    """Set the mtime of a heartbeat file by the file server's clock. Raises OSError."""
     try:
         os.utime(path)
     except FileNotFoundError:
@@ -156,7 +156,7 @@ def heartbeat(path: str) -> None:
 
 
 def _submitting(job: KeptJob) -> bool:
-    """Return whether a command that submits the job still runs here; the job's own script has its mark too."""
+    """Return whether the command that submits the job is still running here; the job's script has its mark too."""
     mark = job.mark.encode()
     inside = f"{job.inside}=".encode()
     for pid in own_pids():
@@ -171,13 +171,13 @@ def _submitting(job: KeptJob) -> bool:
 
 
 def _run(job: KeptJob, command: Sequence[str], timing: KeeperTiming) -> Ran:
-    from gpuboard.transport.command import run  # late: most keepers keep no jobs
+    from gpuboard.transport.command import run  # late: most keepers have no jobs
 
     secrets = {name: os.environ[name] for name in job.secrets if name in os.environ}
     return run(command, {**job.environ, **secrets}, timing.command_s)
 
 
-def _words(ran: Ran, timing: KeeperTiming) -> str:
+def _failure(ran: Ran, timing: KeeperTiming) -> str:
     if not ran.ended:
         return f"no answer in {timing.command_s:.0f} s"
     return " ".join(ran.err.split())[:300] or f"exit code {ran.code}"

@@ -1,4 +1,4 @@
-"""What on a host ends background processes: the keeper would die with them, and the leases 90 s later."""
+"""What on a host kills background processes: the keeper would end with them, and its leases would expire 90 s later."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ _FOLDERS = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/
 
 
 def reapers(env: Mapping[str, str], uid: int, root: str = "") -> list[str]:
-    """Return, in words for the user ``uid``, what would kill their keeper; ``root`` is put before every path read."""
+    """Return warnings for user ``uid`` about what would kill the keeper; ``root`` is a prefix of every path read."""
     found = []
     cgroup = _read(f"{root}/proc/self/cgroup")
     if "/session-" in cgroup and _kills_user_processes(root, _user(uid)):
         found.append(
-            "logind ends background processes at logout here (KillUserProcesses=yes): leases lapse 90 s later; "
-            "run the session under `systemd-run --user --scope` with `loginctl enable-linger`"
+            "logind kills background processes at logout here (KillUserProcesses=yes), the keeper too: your leases "
+            "on this host expire 90 s later; run the session under `systemd-run --user --scope` with "
+            "`loginctl enable-linger`"
         )
     job = re.search(r"/job_(\d+)(/|$)", cgroup, re.MULTILINE)
-    if job and not env.get("SLURM_JOB_ID"):  # with it, the job has a keeper of its own: keeper_place.folder_name
+    if job and not env.get("SLURM_JOB_ID"):  # with it, the job has its own keeper: runtime_dir.folder_name
         found.append(
-            f"Slurm ends every process of job {job[1]}, which this session belongs to, with the job, the keeper too: "
-            "your leases on this host lapse 90 s later, unless a gpuboard command runs by then"
+            f"Slurm kills every process of job {job[1]}, which this session belongs to, when the job ends, the keeper "
+            "too: your leases on this host expire 90 s later; any gpuboard command run before that keeps them"
         )
     return found
 
@@ -33,11 +34,11 @@ def _user(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name if uid else "root"
     except KeyError:
-        return ""  # in a container whose user database does not have us
+        return ""  # in a container whose user database lacks this uid
 
 
 def _kills_user_processes(root: str, user: str) -> bool:
-    """Tell whether logind kills ``user``'s processes at the end of a session (logind.conf(5))."""
+    """Return whether logind kills ``user``'s processes at the end of a session (logind.conf(5))."""
     values = {"KillUserProcesses": "no", "KillOnlyUsers": "", "KillExcludeUsers": "root"}
     for key, value in _settings(root):
         if key in values:
@@ -50,7 +51,7 @@ def _kills_user_processes(root: str, user: str) -> bool:
 def _settings(root: str) -> Iterator[tuple[str, str]]:
     files = [next((path for folder in _FOLDERS if os.path.exists(path := f"{root}{folder}/logind.conf")), "")]
     dropins: dict[str, str] = {}
-    for folder in reversed(_FOLDERS):  # of two drop-ins of one name that in /etc counts
+    for folder in reversed(_FOLDERS):  # /etc wins over a drop-in of the same name elsewhere
         try:
             names = os.listdir(f"{root}{folder}/logind.conf.d")
         except OSError:

@@ -1,4 +1,4 @@
-"""The keeper's loop: descriptors, processes and other threads, all of which end in a call on the one main thread."""
+"""The keeper's event loop: descriptors, processes and other threads all lead to calls on the main thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Action = Callable[[], None]
 
 
 class KeeperLoop:
-    """Waits, and calls what was asked for."""
+    """Waits for events and calls their actions."""
 
     def __init__(self) -> None:
         self._actions: dict[int, Action] = {}
@@ -31,14 +31,14 @@ class KeeperLoop:
         self._poller.register(fd, select.POLLIN)
 
     def unwatch(self, fd: int) -> None:
-        """Call it no more."""
+        """Remove the action of ``fd``."""
         if self._actions.pop(fd, None) is not None:
             self._poller.unregister(fd)
 
     def watch_process(self, pid: int, ended: Action) -> int | None:
-        """Call ``ended`` when ``pid`` has ended, also at once; return a pidfd to unwatch and close.
+        """Call ``ended`` when ``pid`` has ended, which it may have already; return a pidfd to unwatch and close.
 
-        None: this kernel has no pidfds (before 5.3), or ``pid`` has ended and been waited for: look for yourself.
+        None: this kernel has no pidfds (before 5.3), or ``pid`` has been reaped: the caller polls.
         """
         try:
             fd = os.pidfd_open(pid)
@@ -48,7 +48,7 @@ class KeeperLoop:
         return fd
 
     def report(self, action: Callable[[T], None]) -> Callable[[T], None]:
-        """Return a function for any thread: what it is given, ``action`` gets on the main thread."""
+        """Return a thread-safe function that passes its argument to ``action`` on the main thread."""
 
         def take(value: T) -> None:
             self._later.append(partial(action, value))
@@ -57,9 +57,9 @@ class KeeperLoop:
         return take
 
     def wait(self, seconds: float) -> None:
-        """Wait until something happens, ``seconds`` at most, and call what belongs to it."""
+        """Wait for events, ``seconds`` at most, and call their actions."""
         for fd, _ in self._poller.poll(0 if self._later else max(0.0, seconds) * 1000 + 1):
-            if fd in self._actions:  # an action before it may have unwatched it
+            if fd in self._actions:  # an earlier action may have unwatched it
                 self._actions[fd]()
         while self._later:
             self._later.popleft()()
@@ -69,11 +69,11 @@ class KeeperLoop:
 
 
 def boottime() -> float:
-    """Return seconds since boot, sleep included: a machine that slept has aged its claims."""
+    """Return seconds since boot including suspend, during which claims age too."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def log(words: str) -> None:
+def log(message: str) -> None:
     """Write a line to the log."""
-    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n")
+    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
     sys.stderr.flush()

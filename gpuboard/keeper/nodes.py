@@ -1,7 +1,7 @@
-"""How the keeper reaches the nodes of its leases: claims of this host directly, all else through an agent.
+"""How the keeper reaches the nodes of its leases: claims of this host directly, everything else through an agent.
 
-A keeper whose leases are all local, and whose holders live, needs nothing but the standard library. The transports are
-loaded for a remote node, and for the question who runs on the GPUs of a local one.
+With local leases only, and while their holders are alive, the keeper needs only the standard library. It loads the
+transports for a remote node, and to find the processes on the GPUs of a local one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from gpuboard.transport.connector import Connector
     from gpuboard.transport.link import AgentLink
 
-_LOGINS = 8  # that are remembered
+_LOGINS = 8  # remembered at most
 
 
 def node_key(node: KeptNode, settings: dict[str, Any]) -> str:
-    """Return what tells nodes apart: leases of one node share its connection."""
+    """Return the identity of a node: leases on one node share its connection."""
     reach = settings if node.host is not None else {}
     return json.dumps([node.name, node.host, node.claims_dir, node.simulate, node.job, reach], sort_keys=True)
 
 
 class Logins:
-    """The logins that leases were taken in. A keeper outlives the one it was started in; its ssh agent does not."""
+    """The logins in which leases were reserved. A keeper outlives the login that started it and its ssh agent."""
 
     def __init__(self, timing: KeeperTiming) -> None:
         self._timeout_s = timing.ssh_agent_s
@@ -39,13 +39,13 @@ class Logins:
         self._known = [login_of(os.environ)]
 
     def add(self, login: dict[str, str]) -> None:
-        """Take the means of the newest login. One that has none, as a cron job, lives on those of others."""
+        """Add the newest login. One without ssh agent and tickets, such as a cron job, uses those of the others."""
         if login:
             with self._lock:
                 self._known = [*[other for other in self._known if other != login][-_LOGINS:], login]
 
     def use(self) -> str:
-        """Use the newest login whose ssh agent answers; return a key for it."""
+        """Put the newest login whose ssh agent answers into the environment; return its key."""
         with self._lock:
             login = next(
                 (known for known in reversed(self._known) if _answers(known, self._timeout_s)), self._known[-1]
@@ -55,7 +55,7 @@ class Logins:
 
 
 def _answers(login: dict[str, str], timeout_s: float) -> bool:
-    """Tell whether the ssh agent of a login takes connections; without one there is nothing to ask."""
+    """Return whether the ssh agent of a login accepts connections, True for a login without one."""
     if "SSH_AUTH_SOCK" not in login:
         return True
     with socket.socket(socket.AF_UNIX) as agent:
@@ -68,7 +68,7 @@ def _answers(login: dict[str, str], timeout_s: float) -> bool:
 
 
 class Connectors:
-    """The ways out of this process, made when first asked for: one for all nodes with the same settings and login."""
+    """Connectors, created on first use: one for all nodes with the same settings and login."""
 
     def __init__(self, logins: Logins) -> None:
         self._logins = logins
@@ -76,7 +76,7 @@ class Connectors:
 
     def get(self, settings: dict[str, Any]) -> Connector:
         """Return the connector for ``settings``. Raises ImportError, and ValueError for wrong settings."""
-        import msgspec  # late, as all of this: 40 ms and several MB that a keeper of local leases does without
+        import msgspec  # late, as the rest: 40 ms and several MB that a keeper of local leases saves
 
         from gpuboard.config import Settings
         from gpuboard.transport.connector import Connector
@@ -91,7 +91,7 @@ class Connectors:
 
 
 class NodeCalls(Calls):
-    """Calls to one node. A connection to another machine is kept, an agent on this one for some seconds."""
+    """Calls to one node. A connection to another machine stays open, an agent on this one for some seconds."""
 
     def __init__(self, node: KeptNode, settings: dict[str, Any], connectors: Connectors, timing: KeeperTiming) -> None:
         super().__init__(node.name, timing.heartbeat_s)
@@ -105,7 +105,7 @@ class NodeCalls(Calls):
         self._link: AgentLink | None = None
 
     def call(self, op: str, args: dict[str, Any], report: Report) -> None:
-        """Ask the node; claims of this host are answered at once, without a thread. Never raises."""
+        """Call the node; claims of this host are answered at once, without a thread. Never raises."""
         if self._folder is None or op not in claims.OPS:
             super().call(op, args, report)
             return
@@ -114,7 +114,7 @@ class NodeCalls(Calls):
         except claims.Refuse as refused:
             report(NodeAnswer(None, refused.kind, refused.message))
 
-    def _let_go(self) -> None:
+    def _disconnect(self) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -138,11 +138,11 @@ class NodeCalls(Calls):
             return NodeAnswer(msgspec.to_builtins(self._link.call(op, args, self._timing.call_s, kinds[op])))
         except CallFailed as error:
             return NodeAnswer(None, error.kind, error.message)
-        except Exception as error:  # any failure of a node or a library ends here: the thread answers the next call
+        except Exception as error:  # any failure of a node or a library: the thread must answer the next call
             over = self._link.over if self._link is not None else None
             if over is not None and over.kind == "no-job" and self._node.job is not None:
                 return _without_job(op, args, str(error))
-            self._let_go()
+            self._disconnect()
             return NodeAnswer(None, "lost", str(error))
 
     def _connect(self) -> AgentLink:
@@ -165,14 +165,14 @@ class NodeCalls(Calls):
         )
 
 
-def _without_job(op: str, args: dict[str, Any], words: str) -> NodeAnswer:
-    """Return the answer for a node that was reached through a job which has ended: nothing of the job is left there."""
+def _without_job(op: str, args: dict[str, Any], error: str) -> NodeAnswer:
+    """Return the answer for a node that was reached through a job that has ended: nothing of it is left there."""
     if op == "touch":
         return NodeAnswer({"alive": [], "lapsed": [], "missing": args["leases"]})
     if op == "carriers":
         return NodeAnswer({"processes": []})
-    return NodeAnswer({}) if op == "read" else NodeAnswer(None, "not-found", words)
+    return NodeAnswer({}) if op == "read" else NodeAnswer(None, "not-found", error)
 
 
 def _ignore(_: object) -> None:
-    """Readings are not used, and the next call finds out that a link has ended."""
+    """Ignore readings and the end of a link, which the next call detects."""

@@ -1,4 +1,4 @@
-"""Processes on the keeper's own host that a lease outlives its holder for: carriers, and heirs that may become some."""
+"""Processes on this host that hold a lease after its holder's end: carriers, and orphans that may start carriers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def carriers(lease: str) -> list[int]:
                 if wanted in b"\0" + file.read() + b"\0":
                     found.append(pid)
         except OSError:
-            continue  # ended, or it hides its memory: then nobody can tell
+            continue  # ended, or not readable: a setuid program
     return found
 
 
-def heirs(session: int, group: int, created_s: float) -> list[int]:
-    """Return this user's processes that the dead holder left behind and that know its variables.
+def orphans(session: int, group: int, created_s: float) -> list[int]:
+    """Return this user's processes that the ended holder left behind and that may have its variables.
 
-    A subshell (``( … ) &``, a loop in the background) has them without showing them: /proc/PID/environ is what a
-    program was *started* with, and a fork starts none. It is one that began after the lease did (``created_s``, seconds
-    since boot), in the holder's session or process group, and has been orphaned: its parent is not of that session, so
-    what people start in the same terminal afterwards is none.
+    A subshell (``( … ) &``, a loop in the background) has them, but /proc/PID/environ does not show them: it holds what
+    a program was *executed* with, and a fork executes none. Such a process started after the lease (``created_s``,
+    seconds since boot), is in the holder's session or process group, and is orphaned: its parent is outside that
+    session, unlike that of commands typed later in the same terminal.
     """
-    since = int(created_s * os.sysconf("SC_CLK_TCK")) - 1  # a start time is cut to whole ticks
+    since = int(created_s * os.sysconf("SC_CLK_TCK")) - 1  # start times are truncated to whole ticks
     family: dict[int, ProcessStat] = {}
     for pid in own_pids():
         process = read_process(pid)

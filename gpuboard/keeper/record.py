@@ -1,4 +1,4 @@
-"""A lease as its keeper knows it, and how its end is decided. No I/O and no clock of its own."""
+"""The keeper's record of a lease, and the decision when the lease ends. Pure."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from typing import Any, NamedTuple
 from gpuboard.keeper.holder import Holder
 from gpuboard.keeper.timing import TIMING, KeeperTiming
 
-# What a login reaches other machines by, and what ends with it: its ssh agent, its Kerberos tickets.
+# The credentials of a login, which end with it: its ssh agent, its Kerberos tickets.
 _LOGIN = ("SSH_AUTH_SOCK", "KRB5CCNAME")
 
 
 def login_of(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which the login that ``env`` is of reaches other machines."""
+    """Return the variables of a login that name its credentials for other machines."""
     return {name: str(env[name]) for name in _LOGIN if env.get(name)}
 
 
 class KeptNode(NamedTuple):
-    """One node of a lease: what is claimed there and how to reach it."""
+    """One node of a lease: the claimed GPUs and how to reach it."""
 
     name: str
     uuids: list[str]
-    host: str | None  # what ssh is asked for; None: this machine
+    host: str | None  # the destination of ssh; None: this machine
     claims_dir: str
     simulate: dict[str, Any] | None  # the description of simulated GPUs
     job: str | None = None  # the Slurm job through which it is reached, in place of ssh
 
 
 class KeptJob(NamedTuple):
-    """The job of a scheduler that a lease is."""
+    """The job of a lease in a scheduler."""
 
     job_name: str
     number: int | None  # None: it is being submitted
-    heartbeat: str  # the file whose time is the heartbeat; "": the job lasts until its time limit
+    heartbeat: str  # the file whose mtime is the heartbeat; "": the job runs until its time limit
     touch_s: float  # between two heartbeats
-    cancel: list[str]  # the command that ends it, by its name
+    cancel: list[str]  # the command that cancels it by its name
     look: list[str]  # the command that prints ``number|state|name`` for each job of the user
-    environ: dict[str, str]  # what both are run with
-    taker: Holder | None  # the command that makes the lease, until it is published
-    ended: dict[str, str]  # states in which a job holds nothing: why, "" where that is not known yet
-    in_time: list[str]  # those of them that a job reaches by its time limit
-    secrets: list[str]  # variables for the commands that no record holds: the keeper has them from its start
+    environ: dict[str, str]  # of both commands
+    taker: Holder | None  # the command that reserves, until the lease is published
+    ended: dict[str, str]  # states in which a job holds nothing: the reason, "" where it is not known yet
+    in_time: list[str]  # those of them that the time limit causes
+    secrets: list[str]  # variables for the commands that must not be written to a record: from the keeper's environment
     mark: str  # NAME=VALUE in the environment of the command that submits the job…
     inside: str  # …where this variable is not set, which marks the processes of jobs
 
 
 class LeaseRecord(NamedTuple):
-    """What a record file holds. Times are CLOCK_BOOTTIME: they outlive the keeper, and the folder names the boot.
+    """The content of a record file. Times are CLOCK_BOOTTIME: they outlive the keeper, and the folder names the boot.
 
-    ``session`` and ``group`` are the holder's, noted while it lived: its heirs are found by them.
+    ``session`` and ``group`` are the holder's, noted while it was alive, to find the orphans it leaves.
     """
 
     lease: str
@@ -59,8 +59,8 @@ class LeaseRecord(NamedTuple):
     session: int
     group: int
     created: float  # seconds since boot
-    until: float  # seconds since boot; only a time to look: the nodes' clocks decide, and `renew` is told to them
-    job: KeptJob | None = None  # then ``nodes`` is one that stands for the scheduler
+    until: float  # seconds since boot; only schedules a poll: the nodes' clocks decide
+    job: KeptJob | None = None  # then ``nodes`` is one entry for the scheduler
 
     def plain(self) -> dict[str, Any]:
         """Return the record as plain values, for JSON."""
@@ -73,7 +73,7 @@ class LeaseRecord(NamedTuple):
 
 
 def decode(values: Any) -> LeaseRecord:
-    """Return the record that plain ``values`` describe. Raises ValueError when they are none."""
+    """Return the record in plain ``values``. Raises ValueError for anything else."""
     try:
         nodes = [
             KeptNode(
@@ -82,7 +82,7 @@ def decode(values: Any) -> LeaseRecord:
                 n["host"],
                 str(n["claims_dir"]),
                 n["simulate"],
-                n.get("job"),  # a keeper of an older release, whose leases we take over, knows none
+                n.get("job"),  # missing in records of older releases
             )
             for n in values["nodes"]
         ]
@@ -97,7 +97,7 @@ def decode(values: Any) -> LeaseRecord:
             float(values["until"]),
             _job(values.get("job")),
         )
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:  # the last: int of a number like 1e999
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:  # OverflowError: int of 1e999
         raise ValueError(f"not a keeper's record: {error!r}") from None
     if not record.lease.isalnum() or not record.lease.isascii() or not nodes:
         raise ValueError("not a keeper's record: no lease id, or no nodes")
@@ -131,7 +131,7 @@ def _job(values: Any) -> KeptJob | None:
 
 
 def files_of(record: LeaseRecord, state: str) -> list[str]:
-    """Return the files that a lease has in the ``state`` folder besides its record, to be removed at its end."""
+    """Return a lease's files in the ``state`` folder besides its record, to be removed at its end."""
     found = [f"{state}/leases/{record.lease}.json"]  # the rank map
     if record.job is not None and record.job.heartbeat:
         found += [record.job.heartbeat, f"{record.job.heartbeat}.seen"]
@@ -139,27 +139,27 @@ def files_of(record: LeaseRecord, state: str) -> list[str]:
 
 
 class HolderLook(NamedTuple):
-    """What a look after the holder's end found."""
+    """What was found after the holder's end."""
 
     carriers: bool | None  # processes that carry the lease or run on its GPUs; None: a node gave no answer
-    heirs: bool  # processes of the holder's session that may still start carriers
+    orphans: bool  # processes of the holder's session that may still start carriers
 
 
 class EndDecision(NamedTuple):
-    """What to do with a lease whose holder has gone."""
+    """What to do with a lease whose holder has ended."""
 
     release: bool
     again_s: float  # seconds until the next look
-    since: float | None  # since when nothing carries it; None: something does
+    since: float | None  # since when it has no carrier; None: it has one
 
 
-def judge(seen: HolderLook, since: float | None, now: float, timing: KeeperTiming = TIMING) -> EndDecision:
-    """Decide after a look at ``now``; ``since`` is the last verdict's.
+def decide(seen: HolderLook, since: float | None, now: float, timing: KeeperTiming = TIMING) -> EndDecision:
+    """Decide what to do at ``now``; ``since`` is that of the last decision.
 
-    Carriers keep a lease. Heirs, and nodes that do not answer, keep it for ``look_s``. Otherwise it ends at once.
+    Carriers hold a lease. Orphans, and nodes that do not answer, hold it for ``look_s``. Otherwise it ends at once.
     """
     if seen.carriers:
         return EndDecision(False, timing.carried_every_s, None)
     since = now if since is None else since
-    hope = seen.heirs or seen.carriers is None
-    return EndDecision(not hope or now - since >= timing.look_s, timing.look_every_s, since)
+    possible = seen.orphans or seen.carriers is None
+    return EndDecision(not possible or now - since >= timing.look_s, timing.look_every_s, since)

@@ -1,4 +1,4 @@
-"""How long the keeper and its clients wait, as one value: passed in, so that a test can shorten it."""
+"""Timeouts and intervals of the keeper and its clients, as one value that tests can shorten."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ class KeeperTiming(NamedTuple):
 
     # clients
     start_s: float = 10.0  # for a keeper to start
-    adopt_s: float = 10.0  # for a keeper to take a lease of this host, the first heartbeat included
+    adopt_s: float = 10.0  # for a keeper to accept a lease of this host, the first heartbeat included
     adopt_remote_s: float = 30.0  # the same where the keeper connects to other nodes first
-    forget_s: float = 3.0  # for a keeper to forget a lease; a release does not depend on it
+    forget_s: float = 3.0  # for a keeper to stop heartbeats of a released lease; the release does not depend on it
     # the daemon
     linger_s: float = 5.0  # until a keeper without leases ends
-    place_s: float = 2.0  # between two checks that commands can reach it; a command waits 5 s for a locked one
-    no_pidfd_s: float = 1.0  # between two looks at a holder where the kernel has no pidfd (before 5.3)
-    ending_s: float = 5.0  # a claim that expires this near its end has ended: nodes end it 2 s early (rules.MARGIN_S)
-    own_end_s: float = 60.0  # how long the end of a lease is no loss after its owner announced it
-    release_s: float = 100.0  # after that no release is retried: claims without heartbeats have expired
+    place_s: float = 2.0  # between two checks that commands find its socket; a command waits 5 s for a locked one
+    no_pidfd_s: float = 1.0  # between two polls of a holder where the kernel has no pidfd (before 5.3)
+    ending_s: float = 5.0  # expiry this close to the end is no loss: nodes end claims 2 s early (rules.MARGIN_S)
+    own_end_s: float = 60.0  # after the owner announced the end of a lease, its end is no loss
+    release_s: float = 100.0  # how long a release is retried: later, claims without heartbeats have expired
     # the end of a holder
-    look_s: float = 60.0  # how long processes that may become carriers keep a lease
+    look_s: float = 60.0  # how long orphaned processes, which may start carriers, hold a lease
     look_every_s: float = 2.0
-    carried_every_s: float = 5.0  # between two looks while carriers live
+    carried_every_s: float = 5.0  # between two polls while carriers are alive
     # nodes
-    heartbeat_s: float = 30.0  # three chances within the 90 s of a claim
-    retry_s: tuple[float, ...] = (5.0, 10.0, 20.0, 30.0)  # after a heartbeat or release that did not reach its node
-    call_s: float = 20.0  # for a call, the set-up of a connection included
+    heartbeat_s: float = 30.0  # three attempts within the 90 s of a claim
+    retry_s: tuple[float, ...] = (5.0, 10.0, 20.0, 30.0)  # back-off after a heartbeat or release that failed
+    call_s: float = 20.0  # for a call, connecting included
     ssh_agent_s: float = 1.0  # for an ssh agent to accept a connection
-    agent_linger_s: float = 15.0  # how long an agent on this machine is kept for the next question
+    agent_linger_s: float = 15.0  # how long an idle agent on this machine is kept for the next call
     # jobs of a scheduler
-    job_look_s: float = 60.0  # between two questions whether jobs still run, at least…
-    job_look_share: float = 50.0  # …and at least this multiple of what the last one took
+    job_look_s: float = 60.0  # between two queries of the jobs' states, at least…
+    job_look_share: float = 50.0  # …and at least this multiple of the duration of the last one
     command_s: float = 30.0  # for a command of the scheduler
-    file_s: float = 0.2  # for a heartbeat on a slow file server when a lease ends; the file may be left behind then
-    settle_s: float = 4.0  # between two looks that find no job, where its number was never learned
-    submit_s: float = 60.0  # for the command that submits the job, when the lease is released meanwhile
+    file_s: float = 0.2  # for a heartbeat under way on a slow file server when a lease ends; its file may remain
+    settle_s: float = 4.0  # between two queries that find no job, where its number is unknown
+    submit_s: float = 60.0  # for a running command that submits the job, when the lease is released meanwhile
 
     def retry_after_s(self, failures: int) -> float:
-        """Return how long to wait after the ``failures``-th failure in a row."""
+        """Return the back-off after the ``failures``-th consecutive failure."""
         return self.retry_s[min(failures, len(self.retry_s)) - 1]
 
 

@@ -1,4 +1,4 @@
-"""What the keeper's tests share: a folder of claims, a home, a scripted NVML, and scripts that take leases."""
+"""Shared by the keeper's tests: a claims folder, a home, a scripted NVML, and scripts that reserve."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UUIDS = tuple(f"GPU-0000000{number}" for number in range(4))
 
 
 def unlocked(lock: Path) -> bool:
-    """Tell whether nobody holds a keeper's lock: of a killed one its command line goes first, then what it had open."""
+    """Return whether a keeper's lock is free: after a kill the command line disappears before the open files."""
     with lock.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -31,7 +31,7 @@ def unlocked(lock: Path) -> bool:
 
 
 class Lab:
-    """One user's world below ``folder``."""
+    """One user's files below ``folder``."""
 
     def __init__(self, folder: Path, library: Path) -> None:
         self.folder = folder
@@ -92,7 +92,7 @@ class Lab:
         return path.read_text() if path.exists() else ""
 
     def keeper_pid(self) -> int | None:
-        """Return the pid of the keeper that answers; None when none does."""
+        """Return the pid of the keeper that accepts connections; None without one."""
         connection = runtime_dir.connect(str(self.place))
         if connection is None:
             return None
@@ -114,5 +114,5 @@ class Lab:
     def close(self) -> None:
         """End every keeper of this lab."""
         for pid in self.keepers():
-            with contextlib.suppress(ProcessLookupError):  # without a lease they end by themselves
+            with contextlib.suppress(ProcessLookupError):  # a keeper without leases ends by itself
                 os.kill(pid, signal.SIGKILL)

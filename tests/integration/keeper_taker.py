@@ -1,4 +1,4 @@
-"""Take one claim, hand it to the keeper and print what a shell evaluates: allocate's last steps and nothing else.
+"""Take one claim, hand it to the keeper and print lines for a shell: the last steps of allocate only.
 
 Arguments: lease id, GPU's UUID, claims folder, seconds, and a host for ssh or ``-``.
 """
@@ -40,7 +40,7 @@ def main() -> None:
     if os.environ.get("TAKER_SILENT"):
         print("handed over", flush=True)
         sys.stdin.read()
-    handover.known()
+    handover.confirm()
     print(f"export GPUBOARD_LEASE={lease}")
 
 

@@ -147,7 +147,7 @@ def test_release_works_while_the_keeper_is_stopped(here: Here) -> None:
     assert (done.returncode, left) == (0, [])
     assert done.stdout.startswith(f"released {lease}: ")
     assert "the keeper, pid " in done.stderr
-    assert " is stopped: continue it with " in done.stderr
+    assert " is suspended; resume it with " in done.stderr
 
 
 def test_launch_in_a_shell_with_an_ended_lease_names_the_variable(here: Here) -> None:

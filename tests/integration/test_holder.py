@@ -1,4 +1,4 @@
-"""Who holds a lease, in the shells and surroundings that people use."""
+"""The holder of a lease, in the shells and environments that people use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def need(program: str) -> str:
 
 
 def output(*command: str, cwd: Path | None = None) -> list[str]:
-    """Run a command and return the words it prints."""
+    """Run a command and return its output."""
     done = subprocess.run(command, env=ENV, text=True, capture_output=True, timeout=60, check=True, cwd=cwd)
     return done.stdout.split()
 
@@ -85,7 +85,7 @@ def test_subshell_that_uses_it_is_the_holder() -> None:
     assert pid == mine
 
 
-# A reader that has not been started yet cannot be found.
+# A reader that has not started yet cannot be found.
 ONCE_READ = "{ until [ -e up ]; do sleep 0.02; done; exec $STUB; }"
 
 
@@ -102,7 +102,7 @@ def test_consumer_in_a_pipeline_is_the_holder(tmp_path: Path) -> None:
 
 
 def test_script_in_a_pipeline(tmp_path: Path) -> None:
-    """Its process group's leader has ended long ago."""
+    """Its process group's leader has ended."""
     script = tmp_path / "job.sh"
     script.write_text("sleep 0.2; x=$($STUB); echo $$ $x\n")
     pid, *found = output("bash", "-c", f"true | bash {script}")
@@ -176,18 +176,18 @@ def test_notebook_kernel() -> None:
     assert (ran, named) == (own, own)
 
 
-def test_parent_that_has_gone(tmp_path: Path) -> None:
-    """Adopted by init, and no pipe: nobody is left who could hold it."""
+def test_parent_that_has_ended(tmp_path: Path) -> None:
+    """Adopted by init, and no pipe: there is no process to hold the lease."""
     if os.geteuid() != 0:
         pytest.skip("a pid namespace needs root")
     init, out = tmp_path / "init", tmp_path / "out"
     shutil.copy(need("bash"), init)
     wait = "while read -r _ _ _ parent _ < /proc/$BASHPID/stat; [ $parent != 1 ]; do sleep 0.02; done"
     orphan = f"{{ {wait}; exec $STUB > {out} 2>&1; }} &"
-    alone = "p=(/proc/[0-9]*); [ ${#p[@]} = 1 ]"  # all that it has to say is said
+    alone = "p=(/proc/[0-9]*); [ ${#p[@]} = 1 ]"
     script = f"bash -c '{orphan}'; until [ -s {out} ] && {{ {alone}; }}; do sleep 0.05; done"
     subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", init, "-c", script], env=ENV, timeout=60, check=True)
-    assert "has gone, so there is none that the lease could live with" in out.read_text()
+    assert "no holder for the lease: the process that started gpuboard has ended" in out.read_text()
 
 
 def test_holder_that_does_not_exist() -> None:

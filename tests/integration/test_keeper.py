@@ -38,7 +38,7 @@ def lab(tmp_path: Path, library: Path) -> Iterator[Lab]:
 
 
 def started(lab: Lab, script: str) -> subprocess.Popen[str]:
-    """Run ``script`` and wait until it says ``go``."""
+    """Run ``script`` and wait until it prints ``go``."""
     process = lab.bash(script)
     assert process.stdout is not None
     assert process.stdout.readline() == "go\n"
@@ -46,7 +46,7 @@ def started(lab: Lab, script: str) -> subprocess.Popen[str]:
 
 
 def opened(lab: Lab, pid: int) -> set[str]:
-    """Return what a keeper has open beside its own folder, sockets and the kernel's own files."""
+    """Return a keeper's open files except its folder, its sockets and those of the kernel."""
     found = set()
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -84,7 +84,7 @@ def test_training_outlives_the_script(lab: Lab) -> None:
 
 
 def test_subshell_that_starts_the_training_later(lab: Lab) -> None:
-    """A fork shows no variables in /proc: only that it was left behind tells that it may still use the lease."""
+    """/proc shows no variables of a fork: only its being orphaned shows that it may still use the lease."""
     os.mkfifo(lab.folder / "fifo")
     wait = f"while [ ! -e {lab.folder}/now ]; do read -t 0.1 <&5; done"  # a builtin: nothing is started
     later = f"exec 5<>{lab.folder}/fifo\n( {wait}; exec sleep 300 >/dev/null ) &\n"
@@ -93,7 +93,7 @@ def test_subshell_that_starts_the_training_later(lab: Lab) -> None:
     train = int(script.stdout.readline())
     script.wait()
     until(lambda: "holder has ended" in lab.log())
-    time.sleep(3.0)  # longer than a look with no hope takes
+    time.sleep(3.0)  # longer than one look for carriers takes
     assert lab.held() == {"later1"}
     (lab.folder / "now").touch()
     until(lambda: b"sleep" in Path(f"/proc/{train}/cmdline").read_bytes())
@@ -103,7 +103,7 @@ def test_subshell_that_starts_the_training_later(lab: Lab) -> None:
 
 
 def test_process_on_the_gpu_keeps_the_lease(lab: Lab) -> None:
-    """It has left the session and hides its variables; NVML sees it."""
+    """It has another session and no variables of the lease; NVML lists it."""
     hidden = "env -u GPUBOARD_LEASE setsid sleep 300 >/dev/null 2>&1 & echo $!\n"
     script = started(lab, lab.take("nvml1", gpu=1) + "echo go\n" + hidden + "read")
     assert script.stdout is not None
@@ -129,7 +129,7 @@ def test_killed_keeper_is_started_again_by_the_next_command(lab: Lab) -> None:
     assert second != first
     until(lambda: "again1: taken over" in lab.log())
     assert keeper.restart_if_needed(lab.env) == []
-    until(lambda: lab.keepers() == [second])  # the process that forked it ends
+    until(lambda: lab.keepers() == [second])  # the process that forked it has ended
     script.communicate("\n", timeout=60)
     until(lambda: not lab.held())
 
@@ -157,24 +157,24 @@ def test_two_starts_at_once_give_one_keeper(lab: Lab) -> None:
     until(lambda: not lab.held())
 
 
-def test_keeper_that_wakes_late_revives_nothing(lab: Lab) -> None:
+def test_keeper_resumed_late_does_not_renew_an_expired_claim(lab: Lab) -> None:
     script = started(lab, lab.take("late1") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     claim = lab.claims / f"gpuboard.{UUIDS[0]}.late1"
-    os.utime(claim, (time.time() - 200, time.time() - 200))  # as if it had slept for 200 s
+    os.utime(claim, (time.time() - 200, time.time() - 200))  # as after a suspension of 200 s
     args = {"lease": "other1", "uuids": [UUIDS[0]], "for_s": 60.0, "nodes": ["n"], "gpus": 1}
     claims.handle("take", args, claims.Folder(str(lab.claims)))
     os.kill(pid, signal.SIGCONT)
-    keeper.renew("late1", 3600.0, lab.env)  # it touches at once, and not only when its 30 s are over
+    keeper.renew("late1", 3600.0, lab.env)  # sends a heartbeat at once instead of after 30 s
     until(lambda: not lab.records())
     assert lab.held() == {"other1"}
     script.kill()
     script.communicate()
 
 
-def test_lost_lease_is_told_once(lab: Lab) -> None:
+def test_lost_lease_is_reported_once(lab: Lab) -> None:
     script = started(lab, lab.take("lost1") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
@@ -183,23 +183,19 @@ def test_lost_lease_is_told_once(lab: Lab) -> None:
     os.utime(lab.claims / f"gpuboard.{UUIDS[0]}.lost1", (time.time() - 200, time.time() - 200))
     assert keeper.restart_if_needed(lab.env) == []
     until((lab.place / "lost").exists)
-    assert keeper.restart_if_needed(lab.env) == [
-        "lease lost1 has lapsed on n: its keeper could show no life there for 90 s"
-    ]
+    assert keeper.restart_if_needed(lab.env) == ["lease lost1 expired on n: no heartbeat from its keeper for 90 s"]
     assert keeper.restart_if_needed(lab.env) == []
     until(lambda: not lab.held() and not lab.records())
     script.kill()
     script.communicate()
 
 
-def test_claim_removed_by_hand_is_told(lab: Lab) -> None:
+def test_claim_removed_by_hand_is_reported(lab: Lab) -> None:
     script = started(lab, lab.take("hand1") + "echo go; read")
     (lab.claims / f"gpuboard.{UUIDS[0]}.hand1").unlink()
-    keeper.renew("hand1", 3600.0, lab.env)  # touches now, and not only after 30 s
+    keeper.renew("hand1", 3600.0, lab.env)  # sends a heartbeat at once instead of after 30 s
     until(lambda: not lab.records())
-    assert keeper.restart_if_needed(lab.env) == [
-        "lease hand1 is gone from n: released elsewhere, or its claim was removed"
-    ]
+    assert keeper.restart_if_needed(lab.env) == ["lease hand1 ended on n: released elsewhere, or its claim was removed"]
     script.kill()
     script.communicate()
 
@@ -215,7 +211,7 @@ def test_lease_ends_when_its_time_is_up(lab: Lab) -> None:
     script.communicate()
 
 
-def test_renewed_lease_goes_on(lab: Lab) -> None:
+def test_renewed_lease_outlives_its_first_end(lab: Lab) -> None:
     script = started(lab, lab.take("more1", seconds=20) + "echo go; read")
     claims.handle("renew", {"lease": "more1", "for_s": 3600.0}, claims.Folder(str(lab.claims)))
     keeper.renew("more1", 3600.0, lab.env)
@@ -225,7 +221,7 @@ def test_renewed_lease_goes_on(lab: Lab) -> None:
     script.communicate()
 
 
-def test_forgotten_lease_is_not_touched(lab: Lab) -> None:
+def test_released_lease_gets_no_heartbeat(lab: Lab) -> None:
     script = started(lab, lab.take("free1") + "echo go; read")
     keeper.forget("free1", lab.env)
     assert lab.records() == set()
@@ -234,7 +230,7 @@ def test_forgotten_lease_is_not_touched(lab: Lab) -> None:
     script.communicate()
 
 
-def test_lease_forgotten_while_its_keeper_is_killed_is_no_loss(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_released_while_its_keeper_is_killed_is_no_loss(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     script = started(lab, lab.take("free2") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
@@ -252,7 +248,7 @@ def test_lease_forgotten_while_its_keeper_is_killed_is_no_loss(lab: Lab, monkeyp
     script.communicate()
 
 
-def test_lease_forgotten_while_its_keeper_starts_is_given_back(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_released_while_its_keeper_starts_is_removed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     script = started(lab, lab.take("free3") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
@@ -260,27 +256,27 @@ def test_lease_forgotten_while_its_keeper_starts_is_given_back(lab: Lab, monkeyp
     until(lambda: not lab.keepers())
 
     def late(folder: str) -> None:
-        """Find no keeper, and stand still while one starts."""
+        """Find no keeper, and wait while one starts."""
         monkeypatch.undo()
         assert keeper.mind(lab.env) == []
         until(lambda: "free3: taken over" in lab.log())
 
     monkeypatch.setattr(keeper, "connect", late)
     keeper.forget("free3", lab.env)
-    until(lambda: "free3: given back" in lab.log())
+    until(lambda: "free3: released by its owner" in lab.log())
     assert lab.records() == set()
     script.kill()
     script.communicate()
 
 
-def test_keeper_stands_alone(lab: Lab) -> None:
+def test_keeper_inherits_nothing(lab: Lab) -> None:
     """No descriptor, variable, folder, session or parent of the command that started it."""
     script = started(lab, "exec 7</dev/zero; export SLURM_PROCID=1\n" + lab.take("alone1") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
     process = holder.read_process(pid)
     assert process is not None
-    until(lambda: opened(lab, pid) == {"/dev/null"})  # beside what is its own, once it is done with the command
+    until(lambda: opened(lab, pid) == {"/dev/null"})  # apart from its own files, once the command has disconnected
     environ = Path(f"/proc/{pid}/environ").read_bytes()
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
     assert process.session not in {0, os.getsid(0), script.pid}
@@ -291,18 +287,18 @@ def test_keeper_stands_alone(lab: Lab) -> None:
     script.communicate()
 
 
-def test_holder_gone_before_the_lease_is_handed_over(lab: Lab) -> None:
+def test_holder_that_ended_before_the_handover_is_refused(lab: Lab) -> None:
     dead = subprocess.Popen(["true"])
     who = holder.Holder(os.uname().nodename, holder.boot_id(), dead.pid, 1)
     dead.wait()
     node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
-    with pytest.raises(keeper.KeeperError, match=rf"pid {dead.pid}, has gone"):
+    with pytest.raises(keeper.KeeperError, match=rf"pid {dead.pid}, has ended"):
         keeper.adopt(keeper.record("never1", [node], {}, who, 60.0), lab.env)
     assert lab.records() == set()
 
 
-def test_taker_killed_before_anybody_knew(lab: Lab) -> None:
-    """Its holder lives on, but has never heard of the lease."""
+def test_command_killed_before_its_owner_has_the_lease(lab: Lab) -> None:
+    """The holder is alive, but never received the lease."""
     taker = lab.env | {"TAKER_SILENT": "1"}
     command = f"{lab.env['TAKE']} quiet1 {UUIDS[0]} {lab.claims} 3600 -"
     process = subprocess.Popen(command.split(), env=taker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -316,7 +312,7 @@ def test_taker_killed_before_anybody_knew(lab: Lab) -> None:
 
 def test_lease_without_claims_is_refused(lab: Lab) -> None:
     node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
-    with pytest.raises(keeper.KeeperError, match="n: the claims of lease never2 have gone"):
+    with pytest.raises(keeper.KeeperError, match="n: the claims of lease never2 do not exist"):
         keeper.adopt(keeper.record("never2", [node], {}, None, 60.0), lab.env)
     assert lab.records() == set()
 
@@ -325,7 +321,7 @@ def test_record_that_cannot_be_written(lab: Lab) -> None:
     script = started(lab, lab.take("first1") + "echo go; read")
     (lab.place / "full1.json.new").mkdir()
     node = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
-    with pytest.raises(keeper.KeeperError, match=r"does not take the lease: .*: Is a directory"):
+    with pytest.raises(keeper.KeeperError, match=r"refused the lease: .*: Is a directory"):
         keeper.adopt(keeper.record("full1", [node], {}, None, 60.0), lab.env)
     assert lab.records() == {"first1"}
     script.kill()
@@ -333,7 +329,7 @@ def test_record_that_cannot_be_written(lab: Lab) -> None:
     until(lambda: not lab.held())
 
 
-def test_record_that_is_garbage_is_put_aside(lab: Lab) -> None:
+def test_unreadable_record_is_renamed(lab: Lab) -> None:
     script = started(lab, lab.take("good1") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
@@ -348,13 +344,13 @@ def test_record_that_is_garbage_is_put_aside(lab: Lab) -> None:
     script.communicate()
 
 
-def test_stopped_keeper_is_named(lab: Lab) -> None:
+def test_suspended_keeper_is_named(lab: Lab) -> None:
     script = started(lab, lab.take("stop1") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
-    with pytest.raises(keeper.KeeperError, match="has not taken the lease within"):
+    with pytest.raises(keeper.KeeperError, match="did not accept the lease within"):
         keeper.adopt(keeper.record("stop2", [node], {}, None, 60.0), lab.env, timing=KeeperTiming(adopt_s=0.3))
     script.kill()
     script.communicate()
@@ -365,11 +361,11 @@ def test_state_folder_that_cannot_be_written(lab: Lab) -> None:
         keeper.start_early({**lab.env, "XDG_STATE_HOME": "/proc"})
 
 
-def test_keeper_that_ended_before_it_was_handed_a_lease_is_started_again(lab: Lab) -> None:
-    early = keeper.start_early(lab.env)  # then the claims take longer than a keeper without a lease lives
+def test_keeper_that_ended_before_the_handover_is_started_again(lab: Lab) -> None:
+    early = keeper.start_early(lab.env)  # claiming then takes longer than a keeper without leases runs
     first = until(lab.keeper_pid)
     assert first is not None
-    with contextlib.suppress(ProcessLookupError):  # it has ended by itself already
+    with contextlib.suppress(ProcessLookupError):  # it has already ended by itself
         os.kill(first, signal.SIGKILL)
     until(lambda: lab.keeper_pid() is None)
 

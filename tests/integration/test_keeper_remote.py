@@ -1,4 +1,4 @@
-"""The keeper with a node behind a real sshd: its own connection, its loss, its return."""
+"""The keeper with a node behind a real sshd: connect, lose the connection, reconnect."""
 
 from __future__ import annotations
 
@@ -80,37 +80,37 @@ def test_node_that_cannot_be_reached_is_refused(lab: Lab, sshd: Sshd) -> None:
     script = lab.bash(lab.take("far3", host="far") + "echo go", stderr=subprocess.PIPE)
     _, error = script.communicate(timeout=60)
     assert script.returncode == 9
-    assert "the keeper does not take the lease: n: " in error
+    assert "the keeper refused the lease: n: " in error
     assert lab.held() == lab.records() == set()
 
 
-def test_lost_connection_is_made_again(lab: Lab, sshd: Sshd) -> None:
+def test_lost_connection_is_reopened(lab: Lab, sshd: Sshd) -> None:
     script = far_lease(lab, "far4")
     claim = next(lab.claims.iterdir())
     before = claim.stat().st_mtime
     for session in Path(f"/proc/{sshd.process.pid}/task/{sshd.process.pid}/children").read_text().split():
         os.kill(int(session), signal.SIGKILL)
-    keeper.renew("far4", 3600.0, lab.env)  # touches now, and not only after 30 s
+    keeper.renew("far4", 3600.0, lab.env)  # sends a heartbeat at once instead of after 30 s
     until(lambda: claim.stat().st_mtime > before)
     script.kill()
     script.communicate()
     until(lambda: not lab.held())
 
 
-def test_node_lost_at_the_end_is_tried_again(lab: Lab, sshd: Sshd) -> None:
-    """Released when it answers again; were it later than 90 s, the claim had lapsed."""
+def test_release_on_an_unreachable_node_is_retried(lab: Lab, sshd: Sshd) -> None:
+    """Released when the node answers again; after 90 s the claim would have expired."""
     script = far_lease(lab, "far5")
     sshd.stop()
     script.kill()
     script.communicate()
-    until(lambda: "who carries it cannot be seen" in lab.log())
+    until(lambda: "cannot look for carriers" in lab.log())
     assert lab.held() == {"far5"}
     sshd.start()
     until(lambda: not lab.held())
 
 
 def agent(lab: Lab, sshd: Sshd, name: str) -> subprocess.Popen[str]:
-    """Start an ssh agent that has the key; leases are taken in its login from now on."""
+    """Start an ssh agent with the key; leases are reserved in its login from now on."""
     path = str(lab.folder / name)
     running = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL, text=True)
     lab.env["SSH_AUTH_SOCK"] = path
@@ -137,7 +137,7 @@ def test_keeper_outlives_the_login_whose_ssh_agent_it_was_started_with(lab: Lab,
     first.wait()
     second = agent(lab, sshd, "second")
     take("log2", 1, "two")
-    lab.env.pop("SSH_AUTH_SOCK")  # as for a cron job: what another login has serves it
+    lab.env.pop("SSH_AUTH_SOCK")  # as in a cron job, which uses another login's agent
     take("log3", 2, "three")
     assert lab.keeper_pid() == keeper_pid
     assert lab.held() == {"log1", "log2", "log3"}

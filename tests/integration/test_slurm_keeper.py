@@ -112,7 +112,7 @@ def test_a_keeper_killed_just_before_the_owner_is_told(slurm: SlurmCluster) -> N
         read = len(log.read_text())
         do(process, "gpuboard leases >/dev/null 2>&1; echo ok")
         until(lambda: ": taken over\n" in log.read_text()[read:], "a successor has read the record")
-        assert "before anybody knew of it" not in log.read_text()
+        assert "ended before its owner had it" not in log.read_text()
         running(slurm)
         process.kill()
     all_gone(slurm)
@@ -185,7 +185,7 @@ def test_a_job_that_others_ended_is_told_of(slurm: SlurmCluster) -> None:
         do(process, "gpuboard leases >/dev/null 2>&1; echo ok")
         until(lambda: not left(slurm), "its keeper has found out", 90)
         assert do(process, "gpuboard leases 2>&1 >/dev/null") == (
-            f"gpuboard: lease {lease} has ended: of Slurm job {number}: it was cancelled"
+            f"gpuboard: lease {lease} ended: Slurm job {number}: it was cancelled"
         )
         process.kill()
 

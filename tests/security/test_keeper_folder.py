@@ -33,7 +33,7 @@ def lab(tmp_path: Path, library: Path) -> Iterator[Lab]:
 
 
 def started(lab: Lab, script: str) -> subprocess.Popen[str]:
-    """Run ``script`` and wait until it says ``go``."""
+    """Run ``script`` and wait until it prints ``go``."""
     process = lab.bash(script)
     assert process.stdout is not None
     assert process.stdout.readline() == "go\n"
@@ -66,7 +66,7 @@ Remove = Callable[[Lab], None]
 
 
 def take_and_release(lab: Lab, lease: str, gpu: int) -> None:
-    """Take a lease in a shell that ends then; its keeper releases it."""
+    """Reserve in a shell that then ends; the keeper releases the lease."""
     script = started(lab, lab.take(lease, gpu) + "echo go; read")
     assert lease in lab.held()
     script.communicate("\n", timeout=60)
@@ -74,12 +74,12 @@ def take_and_release(lab: Lab, lease: str, gpu: int) -> None:
 
 
 def found(lab: Lab) -> int | None:
-    """Return the pid of the keeper that commands find, with its lock in place."""
+    """Return the pid of the keeper that commands find, if its lock exists."""
     return lab.keeper_pid() if (lab.place / "lock").exists() else None
 
 
 def end(lab: Lab, script: subprocess.Popen[str]) -> None:
-    """End a holder; its lease is released, the keeper ends, and nothing was called a loss."""
+    """End a holder; its lease is released, the keeper ends, and no loss is reported."""
     script.communicate("\n", timeout=60)
     until(lambda: not lab.held(), "the lease ends with its holder")
     until(lambda: not lab.keepers(), "the keeper ends")
@@ -92,7 +92,7 @@ def test_a_keeper_with_leases_is_found_again(lab: Lab, remove: Remove) -> None:
     script = started(lab, lab.take("kept1") + "echo go; read")
     first = lab.keepers()
     remove(lab)
-    until(lambda: lab.records() == {"kept1"} and found(lab) in first, "it is where commands look for it")
+    until(lambda: lab.records() == {"kept1"} and found(lab) in first, "commands find it")
     assert list(keeper.holders(lab.env)) == ["kept1"]
     keeper.renew("kept1", 7200, lab.env)
     assert "kept1" in (lab.place / "kept1.json").read_text()
@@ -102,8 +102,8 @@ def test_a_keeper_with_leases_is_found_again(lab: Lab, remove: Remove) -> None:
 
 
 @pytest.mark.parametrize("remove", REMOVALS)
-def test_a_lease_taken_at_once_after_the_removal(lab: Lab, remove: Remove) -> None:
-    """Two keepers may run then; one of them has both leases in the end."""
+def test_a_lease_reserved_right_after_the_removal(lab: Lab, remove: Remove) -> None:
+    """Two keepers may run then; finally one of them has both leases."""
     script = started(lab, lab.take("kept2") + "echo go; read")
     remove(lab)
     second = started(lab, lab.take("next2", 1) + "echo go; read")
@@ -117,13 +117,13 @@ def test_a_lease_taken_at_once_after_the_removal(lab: Lab, remove: Remove) -> No
 
 
 @pytest.mark.parametrize("remove", REMOVALS)
-def test_a_keeper_that_lingers_is_in_nobodys_way(lab: Lab, remove: Remove) -> None:
+def test_a_lingering_keeper_without_leases_ends(lab: Lab, remove: Remove) -> None:
     take_and_release(lab, "gone3", 0)
     assert lab.keepers()
     remove(lab)
     script = started(lab, lab.take("next3", 1) + "echo go; read")
     lingering = set(lab.keepers())
-    until(lambda: len(lab.keepers()) == 1, "the lingering one ends, if it was not taken")
+    until(lambda: len(lab.keepers()) == 1, "the lingering one ends, unless it was used")
     mine = until(lambda: found(lab), "the next one is found after the end of the first")
     assert [mine] == lab.keepers()
     assert mine in lingering
@@ -145,7 +145,7 @@ def test_removed_again_and_again_while_keepers_start_and_end(lab: Lab, remove: R
 
 
 def test_a_folder_removed_while_a_lease_is_handed_over(lab: Lab) -> None:
-    """The keeper has been started and the claims are taken when the folder goes."""
+    """The folder is removed after the keeper started and the claims were taken."""
     early = keeper.start_early(lab.env)
     until(lambda: found(lab), "it runs")
     assert early.link() is not None
@@ -157,13 +157,13 @@ def test_a_folder_removed_while_a_lease_is_handed_over(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("remove", REMOVALS)
-def test_a_stopped_keeper_is_told_apart(lab: Lab, remove: Remove) -> None:
+def test_a_suspended_keeper_is_named_with_the_remedy(lab: Lab, remove: Remove) -> None:
     script = started(lab, lab.take("stop5") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     node = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
-    words = f"the keeper, pid {pid}, is stopped: continue it with `kill -CONT {pid}`"
+    words = f"the keeper, pid {pid}, is suspended; resume it with `kill -CONT {pid}`"
     with pytest.raises(keeper.KeeperError) as caught:
         keeper.adopt(keeper.record("next5", [node], {}, None, 60.0), lab.env, timing=KeeperTiming(adopt_s=0.5))
     assert words in str(caught.value)
@@ -190,14 +190,14 @@ def test_a_folder_of_another_user_is_refused(lab: Lab, tmp_path: Path) -> None:
     script = started(lab, lab.take("link7") + "echo go; read")
     theirs = tmp_path / "theirs"
     theirs.mkdir(mode=0o777)
-    (theirs / "lost").write_text("words of another user\n")
+    (theirs / "lost").write_text("message of another user\n")
     os.chown(theirs, 2002, 2002)
     lab.place.rename(tmp_path / "aside")
     lab.place.symlink_to(theirs)
     for _ in range(2):
-        with pytest.raises(keeper.KeeperError, match="is not a folder of yours"):
+        with pytest.raises(keeper.KeeperError, match="it is not a folder owned by you"):
             keeper.start_early(lab.env)
-        with pytest.raises(keeper.KeeperError, match="is not a folder of yours"):
+        with pytest.raises(keeper.KeeperError, match="it is not a folder owned by you"):
             keeper.restart_if_needed(lab.env)
     assert keeper.holders(lab.env) == {}
     assert sorted(os.listdir(theirs)) == ["lost"]
@@ -208,7 +208,7 @@ def test_a_folder_of_another_user_is_refused(lab: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", ["gpuboard", "keeper"])
 def test_a_folder_below_one_of_another_user_is_refused(lab: Lab, tmp_path: Path, level: str) -> None:
-    """Its owner could put another in its place at any time."""
+    """That user could replace it at any time."""
     theirs = tmp_path / "theirs"
     theirs.mkdir(mode=0o777)
     theirs.chmod(0o777)
@@ -222,7 +222,7 @@ def test_a_folder_below_one_of_another_user_is_refused(lab: Lab, tmp_path: Path,
 
 @pytest.fixture
 def small_disk(lab: Lab) -> Iterator[Path]:
-    """The state folder on a file system of its own."""
+    """The state folder on its own file system."""
     state = lab.folder / "state"
     state.mkdir(mode=0o700)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", state]).returncode:

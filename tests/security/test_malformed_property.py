@@ -34,7 +34,7 @@ from gpuboard.keeper.daemon import Keeper, Kept
 from gpuboard.keeper.nodes import Connectors, Logins, NodeCalls
 from gpuboard.keeper.record import KeptNode, LeaseRecord
 from gpuboard.keeper.runtime_dir import RuntimeDir as KeeperPlace
-from gpuboard.keeper.runtime_dir import occupy
+from gpuboard.keeper.runtime_dir import acquire
 from gpuboard.keeper.timing import TIMING
 from gpuboard.launch import events, supervisors
 from gpuboard.launch.failure import FailureWatch
@@ -278,7 +278,7 @@ def test_a_picture_can_be_made_of_whatever_is_well_formed(data: st.DataObject) -
 
 
 def occupied(folder: str) -> KeeperPlace:
-    place = occupy(folder, 0.0)
+    place = acquire(folder, 0.0)
     assert place is not None
     return place
 
@@ -301,7 +301,7 @@ def test_a_keeper_takes_whatever_a_node_answers(data: st.DataObject) -> None:
         steps: tuple[tuple[str, Callable[[NodeAnswer], None]], ...] = (
             ("touch", lambda answer: keeper._touched("liar", ["lease1"], answer)),
             ("read", lambda answer: keeper._read(keeper.kept["lease1"], "liar", answer)),
-            ("carriers", lambda answer: keeper._looked(keeper.kept["lease1"], "liar", answer)),
+            ("carriers", lambda answer: keeper._carriers_read(keeper.kept["lease1"], "liar", answer)),
         )
         for op, take in steps:
             answer = calls._answer(op, {"leases": ["lease1"]})

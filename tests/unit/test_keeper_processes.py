@@ -1,4 +1,4 @@
-"""Carriers and heirs among real processes."""
+"""Carriers and orphans among real processes."""
 
 from __future__ import annotations
 
@@ -60,34 +60,34 @@ def test_carrier_is_found_by_the_environment_it_was_started_with(started: list[i
         process.wait()
 
 
-def test_subshell_left_behind_is_an_heir(started: list[int]) -> None:
+def test_subshell_left_behind_is_an_orphan(started: list[int]) -> None:
     born = boottime()
     session, group, pids = holder_with("( while :; do read -t 60 <&5; done ) 5<> <(:) & echo $!; exec >&-")
     started += pids
-    until(lambda: processes.heirs(session, group, born) == pids)  # bash's <(:) lives for a moment, too
+    until(lambda: processes.orphans(session, group, born) == pids)  # bash's <(:) exists for a moment, too
 
 
-def test_older_process_is_no_heir(started: list[int]) -> None:
-    """It was started before the lease was taken, so it does not know it."""
+def test_process_older_than_the_lease_is_no_orphan(started: list[int]) -> None:
+    """It started before the lease, so it cannot have its variables."""
     session, group, pids = holder_with("sleep 60 >/dev/null & echo $!")
     started += pids
     process = read_process(pids[0])
     assert process is not None
     tick = os.sysconf("SC_CLK_TCK")
-    assert processes.heirs(session, group, process.start / tick) == pids
-    assert processes.heirs(session, group, process.start / tick + 1.0) == []
+    assert processes.orphans(session, group, process.start / tick) == pids
+    assert processes.orphans(session, group, process.start / tick + 1.0) == []
 
 
-def test_process_in_a_session_of_its_own_is_no_heir(started: list[int]) -> None:
+def test_process_in_another_session_is_no_orphan(started: list[int]) -> None:
     born = boottime()
     session, group, pids = holder_with("setsid sleep 60 >/dev/null & echo $!")
     started += pids
-    until(lambda: os.getsid(pids[0]) == pids[0], "it is in a session of its own")
-    assert processes.heirs(session, group, born) == []
+    until(lambda: os.getsid(pids[0]) == pids[0], "it is in its own session")
+    assert processes.orphans(session, group, born) == []
 
 
-def test_what_the_terminals_shell_starts_is_no_heir_of_a_job(started: list[int]) -> None:
-    """In one session: a shell, a job of it that left a process behind, and a command typed later."""
+def test_command_typed_in_the_same_terminal_is_no_orphan(started: list[int]) -> None:
+    """In one session: a shell, a job that left a process behind, and a command typed later."""
     job = "sleep 60 >/dev/null & echo $!; echo $$"
     shell = subprocess.Popen(
         ["bash", "-c", 'read; set -m; bash -c "$JOB"; sleep 61 >/dev/null & echo $!; read; :'],
@@ -109,17 +109,17 @@ def test_what_the_terminals_shell_starts_is_no_heir_of_a_job(started: list[int])
     shell.stdin.flush()
     left, group, typed = (int(shell.stdout.readline()) for _ in range(3))
     started += [left, typed, shell.pid]
-    assert processes.heirs(shell.pid, group, born) == [left]
+    assert processes.orphans(shell.pid, group, born) == [left]
     shell.kill()
     shell.communicate()
 
 
-def test_descendants_of_an_heir_are_heirs(started: list[int]) -> None:
+def test_descendants_of_an_orphan_are_orphans(started: list[int]) -> None:
     born = boottime()
     program = "import os,time; os.fork(); time.sleep(60)"
     session, group, pids = holder_with(f'{sys.executable} -c "{program}" >/dev/null & echo $!')
     started += pids
-    until(lambda: len(processes.heirs(session, group, born)) == 2, "it and its child are heirs")
-    found = processes.heirs(session, group, born)
+    until(lambda: len(processes.orphans(session, group, born)) == 2, "it and its child are orphans")
+    found = processes.orphans(session, group, born)
     started += found
     assert set(pids) < set(found)

@@ -8,7 +8,7 @@ import pytest
 
 from gpuboard.keeper.logind import reapers
 
-SOMEBODY, NAMELESS = 1, 54321  # uids; root is not killed by default
+USER, NAMELESS = 1, 54321  # uids; root is excluded by default
 SESSION = "0::/user.slice/user-1001.slice/session-4.scope\n"
 
 
@@ -57,21 +57,21 @@ KILLS = "[Login]\n#KillUserProcesses=no\nKillUserProcesses=yes\n"
     ],
 )
 def test_logind(tmp_path: Path, files: dict[str, str], warned: bool) -> None:
-    words = reapers({}, SOMEBODY, host(tmp_path, files))
-    assert [text.partition(" ends")[0] for text in words] == (["logind"] if warned else [])
+    found = reapers({}, USER, host(tmp_path, files))
+    assert [warning.partition(" kills")[0] for warning in found] == (["logind"] if warned else [])
 
 
-def test_root_is_left_alone(tmp_path: Path) -> None:
+def test_root_is_not_warned_by_default(tmp_path: Path) -> None:
     assert reapers({}, 0, host(tmp_path, {"proc/self/cgroup": SESSION, "etc/systemd/logind.conf": KILLS})) == []
 
 
 def test_slurm_job(tmp_path: Path) -> None:
     root = host(tmp_path, {"proc/self/cgroup": "0::/system.slice/slurmstepd.scope/job_77/step_0/user/task_0\n"})
-    assert [text.partition(",")[0] for text in reapers({}, SOMEBODY, root)] == ["Slurm ends every process of job 77"]
-    assert reapers({"SLURM_JOB_ID": "77"}, SOMEBODY, root) == []
+    assert [text.partition(",")[0] for text in reapers({}, USER, root)] == ["Slurm kills every process of job 77"]
+    assert reapers({"SLURM_JOB_ID": "77"}, USER, root) == []
 
 
-def test_a_user_without_a_name_is_one_that_logind_ends_too(tmp_path: Path) -> None:
+def test_a_user_without_a_name_is_warned_too(tmp_path: Path) -> None:
     assert reapers({}, NAMELESS, host(tmp_path, {"proc/self/cgroup": "0::/"})) == []
     root = host(tmp_path, {"proc/self/cgroup": SESSION, "etc/systemd/logind.conf": KILLS})
-    assert [words.partition(" ends")[0] for words in reapers({}, NAMELESS, root)] == ["logind"]
+    assert [warning.partition(" kills")[0] for warning in reapers({}, NAMELESS, root)] == ["logind"]

@@ -1,4 +1,4 @@
-"""Records of leases, and how their end is decided."""
+"""The keeper's records of leases, and the decision when a lease ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuboard.keeper.holder import Holder
-from gpuboard.keeper.record import EndDecision, HolderLook, KeptNode, LeaseRecord, decode, judge
+from gpuboard.keeper.record import EndDecision, HolderLook, KeptNode, LeaseRecord, decide, decode
 from gpuboard.keeper.timing import TIMING
 
 RECORD = LeaseRecord(
@@ -22,18 +22,18 @@ RECORD = LeaseRecord(
 )
 
 
-def test_record_comes_back() -> None:
+def test_record_round_trip() -> None:
     assert decode(RECORD.plain()) == RECORD
     assert decode(RECORD._replace(holder=None).plain()) == RECORD._replace(holder=None)
 
 
-def test_the_job_that_leads_to_a_node_comes_back() -> None:
+def test_the_job_of_a_node_survives_the_round_trip() -> None:
     node = RECORD.nodes[0]._replace(job="13+1")
     assert decode(RECORD._replace(nodes=[node]).plain()).nodes == [node]
     old = RECORD.plain()
     for values in old["nodes"]:
         del values["job"]
-    assert decode(old) == RECORD, "of a keeper that knew no jobs"
+    assert decode(old) == RECORD, "a record of an older release"
 
 
 @pytest.mark.parametrize(
@@ -52,36 +52,36 @@ def test_the_job_that_leads_to_a_node_comes_back() -> None:
         {**RECORD.plain(), "settings": 7},
     ],
 )
-def test_what_is_no_record_is_refused(values: object) -> None:
+def test_invalid_records_are_refused(values: object) -> None:
     with pytest.raises(ValueError):
         decode(values)
 
 
-def test_nothing_left_ends_the_lease_at_once() -> None:
-    assert judge(HolderLook(False, heirs=False), None, 100.0) == EndDecision(True, 2.0, 100.0)
+def test_without_carriers_and_orphans_the_lease_ends_at_once() -> None:
+    assert decide(HolderLook(False, orphans=False), None, 100.0) == EndDecision(True, 2.0, 100.0)
 
 
-def test_carriers_keep_it_for_ever() -> None:
-    assert judge(HolderLook(True, heirs=False), 10.0, 1e6) == EndDecision(False, 5.0, None)
+def test_carriers_hold_the_lease_without_limit() -> None:
+    assert decide(HolderLook(True, orphans=False), 10.0, 1e6) == EndDecision(False, 5.0, None)
 
 
-@pytest.mark.parametrize("seen", [HolderLook(False, heirs=True), HolderLook(None, heirs=False)])
-def test_heirs_and_silent_nodes_keep_it_for_a_minute(seen: HolderLook) -> None:
-    assert judge(seen, None, 100.0) == EndDecision(False, 2.0, 100.0)
-    assert judge(seen, 100.0, 159.0) == EndDecision(False, 2.0, 100.0)
-    assert judge(seen, 100.0, 160.0).release
+@pytest.mark.parametrize("seen", [HolderLook(False, orphans=True), HolderLook(None, orphans=False)])
+def test_orphans_and_unreachable_nodes_hold_it_for_a_minute(seen: HolderLook) -> None:
+    assert decide(seen, None, 100.0) == EndDecision(False, 2.0, 100.0)
+    assert decide(seen, 100.0, 159.0) == EndDecision(False, 2.0, 100.0)
+    assert decide(seen, 100.0, 160.0).release
 
 
 @given(st.lists(st.tuples(st.sampled_from([True, False, None]), st.booleans()), min_size=1, max_size=80))
 def test_a_lease_never_ends_while_carried_and_ends_within_a_minute_after(looks: list[tuple[bool | None, bool]]) -> None:
     now, since, last_carried = 0.0, None, 0.0
-    for carriers, heirs in looks:
-        verdict = judge(HolderLook(carriers, heirs), since, now)
+    for carriers, orphans in looks:
+        decision = decide(HolderLook(carriers, orphans), since, now)
         if carriers:
             last_carried = now
-            assert not verdict.release
-        if verdict.release:
+            assert not decision.release
+        if decision.release:
             assert carriers is not True
             return
         assert now - last_carried <= TIMING.look_s + 5.0
-        since, now = verdict.since, now + verdict.again_s
+        since, now = decision.since, now + decision.again_s

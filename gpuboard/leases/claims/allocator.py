@@ -389,7 +389,7 @@ class ClaimsAllocator:
         """
         handed = self._handed.pop(lease.id, None)
         if handed is not None:
-            handed.known()
+            handed.confirm()
 
     def published(self, lease: Lease) -> None:
         """Take note that its owner knows of the lease: until then it is dropped when we leave by an exception."""

@@ -247,7 +247,7 @@ class SlurmAllocator:
         self._record = self._record._replace(job=job, until=now + for_s)
         try:
             if self._handed is not None:
-                self._handed.started(self._number, for_s)
+                self._handed.job_started(self._number, for_s)
         except KeeperError:
             self._hand_over(self._record)
 
@@ -311,11 +311,11 @@ class SlurmAllocator:
         if handed is None:
             return
         try:
-            handed.known()
+            handed.confirm()
         except KeeperError:  # killed, and a successor that finds us gone would take the lease for one nobody knows of
             assert self._record is not None
             again, self._handed = self._hand_over(self._record), None
-            again.known()
+            again.confirm()
 
     def published(self, lease: Lease) -> None:
         """Take note that its owner knows of the lease: until then it is dropped when we leave by an exception."""
@@ -349,7 +349,7 @@ class SlurmAllocator:
             else:
                 with contextlib.suppress(KeeperError):
                     if number:
-                        handed.started(number, LONGEST_S)
+                        handed.job_started(number, LONGEST_S)
                 handed.abandon()
                 until = time.monotonic() + _CANCEL_S
                 while number and keeper.has(lease, self._env):

@@ -68,7 +68,7 @@ def renew(jobs: Jobs, job: JobState, for_s: float, env: Mapping[str, str]) -> No
 
 def end(lease: str, cancel: Callable[[], None], env: Mapping[str, str]) -> None:
     """End a lease of ours: ``cancel`` its job, and forget it. Raises what that raises; then the lease is kept on."""
-    keeper.ending(lease, env)
+    keeper.announce_end(lease, env)
     cancel()
     forget(lease, env)
 
