@@ -133,7 +133,7 @@ class BoardApp(App[int]):
         self.set_keymap(self.keymap)
         self.push_screen(ClusterScreen())
         self.core.start(lambda scene: self.post_message(SceneChanged(scene)))
-        self.ask(lambda: keeper.mind(self.core.env), self._warn_each)
+        self.ask(lambda: keeper.recover(self.core.env), self._warn_each)
         if self.guard is not None:
             loop = asyncio.get_running_loop()
             self.guard.watch(lambda code: loop.call_soon_threadsafe(self.leave, code))

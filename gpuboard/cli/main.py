@@ -150,7 +150,7 @@ def _dispatch(argv: list[str]) -> int:
     if args.config is not None:
         context.config_file = Path(args.config)
     if command.NAME not in {"board", *GROUPS["setup"]}:  # the board does it beside the UI: a hung keeper takes 3 s
-        mind_leases(context)
+        recover_leases(context)
     return command.run(args, context)
 
 
@@ -168,12 +168,12 @@ def _read(command: CommandModule, words: list[str]) -> argparse.Namespace:
         raise
 
 
-def mind_leases(context: Context) -> None:
-    """See to it that a keeper runs when there are leases to keep, and say what was lost meanwhile."""
+def recover_leases(context: Context) -> None:
+    """Start a keeper if leases need one, and print the messages about lost leases."""
     from gpuboard.keeper import client as keeper
 
-    for words in keeper.mind(context.env):
-        say(words)
+    for message in keeper.recover(context.env):
+        say(message)
 
 
 def _help() -> str:

@@ -44,6 +44,7 @@ __all__ = [
     "forget",
     "hand_over",
     "record",
+    "recover",
     "renew",
     "restart_if_needed",
     "start_early",
@@ -268,7 +269,7 @@ def restart_if_needed(env: Mapping[str, str]) -> list[str]:
     return messages
 
 
-def mind(env: Mapping[str, str]) -> list[str]:
+def recover(env: Mapping[str, str]) -> list[str]:
     """Do :func:`restart_if_needed`, with a failure as one more message for the user."""
     try:
         return restart_if_needed(env)

@@ -243,7 +243,7 @@ def test_lease_released_while_its_keeper_is_killed_is_no_loss(lab: Lab, monkeypa
     monkeypatch.setattr(keeper, "send", kill)
     keeper.forget("free2", lab.env)
     assert lab.records() == set()
-    assert keeper.mind(lab.env) == []
+    assert keeper.recover(lab.env) == []
     script.kill()
     script.communicate()
 
@@ -258,7 +258,7 @@ def test_lease_released_while_its_keeper_starts_is_removed(lab: Lab, monkeypatch
     def late(folder: str) -> None:
         """Find no keeper, and wait while one starts."""
         monkeypatch.undo()
-        assert keeper.mind(lab.env) == []
+        assert keeper.recover(lab.env) == []
         until(lambda: "free3: taken over" in lab.log())
 
     monkeypatch.setattr(keeper, "connect", late)

@@ -196,8 +196,8 @@ def test_a_job_ended_by_others_is_reported_once(lab: Lab, state: str, words: str
     handed.confirm()
     until(lambda: not lab.kept, "the keeper removes it")
     lost = [f"lease k3f9xy ended: Slurm job 12: {words}"] if words else []  # its time limit is no loss
-    assert keeper.mind(lab.env) == lost
-    assert keeper.mind(lab.env) == []
+    assert keeper.recover(lab.env) == lost
+    assert keeper.recover(lab.env) == []
     assert not lab.heartbeat.exists()
 
 
@@ -210,7 +210,7 @@ def test_a_job_that_is_still_completing_is_kept(lab: Lab) -> None:
     for _ in range(3):
         before = lab.heartbeat.stat().st_mtime_ns
         until(lambda at=before: lab.heartbeat.stat().st_mtime_ns != at, "a heartbeat")  # type: ignore[misc]
-    assert keeper.mind(lab.env) == []
+    assert keeper.recover(lab.env) == []
     assert lab.kept
 
 
@@ -230,7 +230,7 @@ def test_a_job_cancelled_by_its_owner_is_no_loss(lab: Lab, monkeypatch: pytest.M
     handed.confirm()
     end("k3f9xy", lambda: Jobs(lab.env).cancel_number(12), lab.env)
     assert "it was cancelled" in lab.log
-    assert keeper.mind(lab.env) == []
+    assert keeper.recover(lab.env) == []
 
 
 def test_confirming_a_lease_fails_when_the_keeper_has_ended(lab: Lab) -> None:
@@ -246,7 +246,7 @@ def test_a_successor_takes_the_lease_over(lab: Lab) -> None:
     handed.job_started(12, 3600.0)
     handed.confirm()
     lab.kill_keeper()
-    assert keeper.mind(lab.env) == []
+    assert keeper.recover(lab.env) == []
     before = lab.heartbeat.stat().st_mtime_ns
     until(lambda: lab.heartbeat.stat().st_mtime_ns != before, "heartbeats continue")
     lab.holder.kill()
@@ -260,7 +260,7 @@ def test_a_successor_releases_the_lease_of_a_command_that_ended(lab: Lab) -> Non
     assert not handed.lost
     lab.kill_keeper()
     until(lambda: handed.lost, "the loss is noticed")
-    keeper.mind(lab.env)
+    keeper.recover(lab.env)
     started = time.monotonic()
     until(lambda: time.monotonic() - started > 1.5, "a successor is running, and so is the command")
     assert lab.kept

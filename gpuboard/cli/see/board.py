@@ -6,7 +6,7 @@ import argparse
 import os
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import mind_leases
+from gpuboard.cli.main import recover_leases
 from gpuboard.cli.options import natural
 from gpuboard.cli.say import say
 
@@ -82,5 +82,5 @@ def run(args: argparse.Namespace, context: Context) -> int:
 def _status(context: Context) -> int:
     from gpuboard.cli.see import status
 
-    mind_leases(context)
+    recover_leases(context)
     return status.run(argparse.Namespace(watch=None, json=False), context)
