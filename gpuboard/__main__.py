@@ -162,9 +162,9 @@ def _fail_closed(argv: list[str], code: int, message: str) -> None:
     """Write the lines for the evaluating shell; for JSON ``message``, or nothing where that is "" (already written)."""
     form = "shell"
     try:
-        from gpuboard.leases.output.shell import fail_closed, said_format
+        from gpuboard.leases.output.shell import fail_closed, requested_format
 
-        requested = said_format(argv)
+        requested = requested_format(argv)
         if requested is None:
             from gpuboard.keeper.holder import evaluator_kind
 

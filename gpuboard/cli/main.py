@@ -94,9 +94,9 @@ def _notes(error: BaseException) -> list[str]:
 
 def _refuse_as_json(argv: Sequence[str], error: GpuboardError) -> None:
     """Print the error as JSON where `allocate` or `env` was called for JSON."""
-    from gpuboard.leases.output.shell import said_format
+    from gpuboard.leases.output.shell import requested_format
 
-    if split(list(argv))[0] in {"allocate", "env"} and said_format(argv) == "json":
+    if split(list(argv))[0] in {"allocate", "env"} and requested_format(argv) == "json":
         from gpuboard.leases.output.formats import render_error
 
         refusal = error.refusal if isinstance(error, Refused) else None

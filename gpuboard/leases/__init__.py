@@ -1,1 +1,1 @@
-"""From a request to a lease or a refusal, and what can be done with leases."""
+"""From a request to a lease or a refusal; listing, renewing and releasing leases."""

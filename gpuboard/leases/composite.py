@@ -1,4 +1,4 @@
-"""The ledger of a whole cluster, made of every ledger that is in force: each node belongs to one of them."""
+"""The ledger of a whole cluster, composed of all ledgers in use: each node belongs to one of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_ledger(
     settle: Settle | None = None,
     warn: Progress = lambda _: None,
 ) -> CompositeLedger:
-    """Return the ledger of the nodes in ``scope``; ``scheduler`` makes the scheduler, None where there is none.
+    """Return the ledger of the nodes in ``scope``; ``scheduler`` creates the scheduler, None: there is none.
 
     ``running``, ``settle``, ``warn``: see :class:`~gpuboard.leases.claims.ledger.ClaimsLedger`.
     """
@@ -83,33 +83,33 @@ class CompositeLedger:
         return msgspec.structs.replace(scope, nodes=tuple(node for node in scope.nodes if node.name not in covered))
 
     def names_gpus(self, request: Request) -> bool:
-        """Return whether the ledger of the requested nodes lets :meth:`plan` name GPUs, as far as is known."""
+        """Return whether :meth:`plan` can name GPUs on the requested nodes, without asking a ledger."""
         return self._of(picked_nodes(self._scope(), request.picks), ask=False)[0].names_gpus
 
     def allocator(
         self, *, picks: Sequence[Pick] = (), options: JobOptions = NO_OPTIONS, progress: Progress = lambda _: None
     ) -> Allocator:
-        """Return what reserves on the nodes in scope; ``picks``: the GPUs that the request will name.
+        """Return the allocator for the nodes in scope; ``picks``: the GPUs that the request will name.
 
-        Raises UsageError where nodes that the user named belong to several ledgers, NoNodeReached where a ledger does
-        not answer which nodes are its own.
+        Raises UsageError where nodes that the user named belong to several ledgers, NoNodeReached where a ledger cannot
+        list its nodes.
         """
         scope = self._scope()
         asked = picked_nodes(scope, picks)
         ledger, covered = self._of(asked)
         if scope.explicit and (other := next((node.name for node in asked if node.name not in covered), None)):
             raise UsageError(
-                f"{ledger.name} has no node {other!r}, but other nodes in scope; a lease lies in one ledger: "
-                "name nodes of one kind with --nodes"
+                f"{ledger.name} does not have node {other!r}, but has other requested nodes; a lease cannot span both: "
+                "choose nodes of one kind with --nodes"
             )
         return ledger.allocator(scope, options=options, progress=progress)
 
     def plan(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
-        """Return what would be taken in ``snapshot``, from what is read already."""
+        """Return the allocation that ``snapshot`` allows, without new readings."""
         return self._of(picked_nodes(self._scope(), request.picks), ask=False)[0].plan(request, snapshot)
 
     def leases(self, fleet: Fleet, snapshot: Snapshot, *, fresh: bool = False) -> LeaseList:
-        """Return the leases of all ledgers: those on the nodes first."""
+        """Return the leases of all ledgers, those on the nodes first."""
         lists = [ledger.leases(fleet, snapshot, fresh=fresh) for ledger in reversed(self._ledgers)]
         return msgspec.structs.replace(
             lists[0],
@@ -118,9 +118,9 @@ class CompositeLedger:
         )
 
     def find(self, ids: Sequence[str]) -> Found:
-        """Return the caller's leases. Raises before anything is changed where an id names none.
+        """Return the caller's leases. Raises NoSuchLease for an id that names none.
 
-        ``unreached`` is set where a ledger does not answer; leases that were found before it can be changed.
+        ``unreached`` is set where a ledger does not answer; the leases found in other ledgers are returned.
         """
         leases: list[Lease] = []
         unread: list[str] = []

@@ -1,9 +1,9 @@
-"""The seam between gpuboard and a ledger: what records who reserved which GPUs. Imports little: `allocate` starts here.
+"""The interface of a ledger, the record of who reserved which GPUs. Imports little: on allocate's measured path.
 
-Claims on the nodes and Slurm's jobs are ledgers; :mod:`gpuboard.leases.composite` is made of all that are in force, and
-is what every command, the board and the Python interface hold. A ledger is short-lived: it opens connections when it
-needs them and closes them with its ``with`` block, from one thread; :meth:`Allocator.abandon` alone may be called from
-any thread. tests/integration/test_ledger_conformance.py states what a ledger must do.
+Claims on the nodes and Slurm's jobs are ledgers; commands, the board and the Python interface use
+:mod:`gpuboard.leases.composite`, which combines those in use. A ledger is short-lived: it opens connections on demand and
+closes them with its ``with`` block, from one thread; only :meth:`Allocator.abandon` is thread-safe.
+tests/integration/test_ledger_conformance.py states what a ledger must do.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from gpuboard.model.request import Choice, Pick, Refusal, Request
     from gpuboard.model.snapshot import Snapshot
 
-Progress = Callable[[str], None]  # is called with one line about what is waited for; "" removes it
+Progress = Callable[[str], None]  # receives one line of progress; "" removes it
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """The nodes whose GPUs a command may take or change.
+    """The nodes on which a command may reserve GPUs or change leases.
 
-    ``explicit``: the user named them (or is inside a Slurm job); else a command that runs on one of them takes that
-    node's GPUs alone. ``job``: the Slurm job that the command runs in.
+    ``explicit``: the user named them (or is inside a Slurm job); otherwise a command that runs on one of them reserves
+    on that node only. ``job``: the Slurm job that the command runs in.
     """
 
     nodes: tuple[Node, ...]
@@ -54,16 +54,16 @@ NO_OPTIONS = JobOptions()
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The caller's leases that ids name, and what could not be found out."""
+    """The caller's leases that match ids, and what could not be determined."""
 
     leases: list[Lease]
-    missing: dict[str, GpuboardError] = {}  # ids that name no lease in this ledger, and the error that this would be
-    unread: list[str] = []  # nodes that gave no reading: leases of the caller may lie there
-    unreached: NoNodeReached | None = None  # a ledger that could not be asked
+    missing: dict[str, GpuboardError] = {}  # by id that names no lease in this ledger: the error
+    unread: list[str] = []  # nodes without a reading: the caller may have leases there
+    unreached: NoNodeReached | None = None  # the error of a ledger that did not answer
 
 
 class Released(msgspec.Struct, frozen=True):
-    """A lease that was ended: the GPUs that were released; by node, elsewhere, why not and when it expires there."""
+    """A lease that was released: its GPUs; by node where that failed, why, and when the lease expires there."""
 
     lease: str
     gpus: list[LeaseGpu]
@@ -71,16 +71,16 @@ class Released(msgspec.Struct, frozen=True):
 
 
 class Renewed(msgspec.Struct, frozen=True):
-    """The nodes on which a lease was renewed; by node, elsewhere, why not."""
+    """The nodes on which a lease was renewed; by node where that failed, why."""
 
     nodes: list[str]
     failed: dict[str, str]
 
 
 class Allocator(Protocol):
-    """Makes one lease. A context manager: connections end with it, and a lease that was not published is released."""
+    """Reserves one lease. A context manager: it closes connections, and releases a lease that was not published."""
 
-    notes: list[str]  # what the user should know of the lease that was made
+    notes: list[str]  # messages for the user about the lease
 
     def __enter__(self) -> Self: ...
 
@@ -89,49 +89,45 @@ class Allocator(Protocol):
     ) -> None: ...
 
     def count(self) -> int:
-        """Return how many GPUs there are in scope, whatever their state.
+        """Return the number of GPUs in scope, in any state.
 
-        Raises NoNodeReached, Refused where there are none, UsageError where the ledger does not choose by node.
+        Raises NoNodeReached, Refused where there are none, UsageError where the ledger cannot count them.
         """
 
     def plan(self, request: Request, for_s: float | None = None) -> Choice:
-        """Return what would be taken now, with the expected start where the ledger knows one; takes nothing.
+        """Return what would be reserved now, with the expected start where it is known; reserves nothing.
 
-        ``gpus`` is empty where the ledger itself chooses them. Raises Refused, UsageError, NoNodeReached.
+        ``gpus`` is empty where the ledger chooses them. Raises Refused, UsageError, NoNodeReached.
         """
 
     def allocate(self, request: Request, terms: Terms, wait_s: float | None = None) -> Allocation:
-        """Reserve what ``request`` asks for: all of it or nothing. The keeper sends heartbeats for it from then on.
+        """Reserve all of ``request`` or nothing. From then on the keeper sends heartbeats for the lease.
 
         ``wait_s``: how long to wait until it is free (inf: no limit), None: not at all. Raises UsageError, Refused,
-        NoNodeReached, KeeperError, Interrupted; whatever is raised, nothing outlives the ``with`` block.
+        NoNodeReached, KeeperError, Interrupted; after any exception nothing outlives the ``with`` block.
         """
 
     def handing_over(self, lease: Lease) -> None:
-        """The owner is about to learn of the lease: from now on it lives with its holder, not with this process.
+        """Confirm the lease: from now on it ends with its holder and no longer with this process.
 
-        Called before the owner can read it, so that a kill in between does not end a lease that is in use.
-        Raises KeeperError.
+        Called before the owner can read it, so that a kill in between does not end a lease in use. Raises KeeperError.
         """
 
     def published(self, lease: Lease) -> None:
-        """The owner knows of the lease: an exception in the ``with`` block no longer releases it.
-
-        Raises KeeperError.
-        """
+        """The owner has the lease: an exception in the ``with`` block no longer releases it. Raises KeeperError."""
 
     def abandon(self) -> None:
-        """Give up, from any thread, without waiting: ``allocate`` raises Interrupted at its next step."""
+        """Cancel ``allocate``, which raises Interrupted at its next step. Thread-safe; does not wait."""
 
     def addresses(self) -> dict[str, str]:
-        """Return at which address the other nodes reach each node in scope, as far as they were read."""
+        """Return the address of each node in scope for the other nodes, as far as they were read."""
 
 
 class Ledger(Protocol):
     """Records leases. All its methods block; see the module's docstring."""
 
-    name: str  # as messages call it: "Slurm"
-    names_gpus: bool  # whether :meth:`plan` names the GPUs; else the ledger chooses them when it starts a lease
+    name: str  # in messages: "Slurm"
+    names_gpus: bool  # whether :meth:`plan` names the GPUs; otherwise the ledger chooses them at the start
 
     def close(self) -> None:
         """Close all connections; leases stay."""
@@ -139,29 +135,29 @@ class Ledger(Protocol):
     def covers(self, nodes: Sequence[Node], *, ask: bool = True) -> Collection[str]:
         """Return the names of those ``nodes`` whose GPUs are reserved in this ledger. Raises NoNodeReached.
 
-        ``ask`` False: from what is known already, without waiting.
+        ``ask`` False: only from what is already known, without waiting.
         """
 
     def owns(self, lease: Lease) -> bool:
         """Return whether a lease is recorded in this ledger."""
 
     def allocator(self, scope: Scope, *, options: JobOptions, progress: Progress) -> Allocator:
-        """Return what reserves on the nodes of ``scope``. Raises UsageError for options it cannot have."""
+        """Return the allocator for the nodes of ``scope``. Raises UsageError for invalid options."""
 
     def plan(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
-        """Return what would be taken in ``snapshot``, or why nothing, from what is read already. Raises UsageError."""
+        """Return the allocation that ``snapshot`` allows, or a refusal, without new readings. Raises UsageError."""
 
     def leases(self, fleet: Fleet, snapshot: Snapshot, *, fresh: bool = False) -> LeaseList:
-        """Return everybody's leases in the newest readings. ``fresh``: ask the ledger for those of the caller again."""
+        """Return all users' leases in the newest readings. ``fresh``: query the caller's own again."""
 
     def find(self, ids: Sequence[str]) -> Found:
-        """Return the caller's leases that ``ids`` name by id or its start; without ids all of them. Root may name any.
+        """Return the caller's leases with these ids or unique prefixes of ids; without ``ids`` all of them.
 
-        Raises NoSuchLease for an id that is somebody else's or starts several; NoNodeReached.
+        Root may name any lease. Raises NoSuchLease for another user's lease or an ambiguous prefix; NoNodeReached.
         """
 
     def release(self, lease: Lease) -> Released:
-        """End a lease at once. One that has ended already is released."""
+        """End a lease at once; success also if it has already ended."""
 
     def renew(self, lease: Lease, for_s: float) -> Renewed:
         """Make a lease end ``for_s`` seconds from now."""
@@ -171,7 +167,7 @@ class Ledger(Protocol):
 
 
 def matching(text: str, own: Collection[str]) -> str | None:
-    """Return the id in ``own`` that is ``text``, or the only one that starts with it. Raises NoSuchLease for several.
+    """Return the id in ``own`` that equals ``text``, or the only one with that prefix. Raises NoSuchLease for several.
 
     >>> matching("k3", ["k3f9", "m2"])
     'k3f9'
@@ -180,7 +176,7 @@ def matching(text: str, own: Collection[str]) -> str | None:
         return text
     starting = sorted(lease for lease in own if text and lease.startswith(text))
     if len(starting) > 1:
-        raise NoSuchLease(f"{text!r} is the start of several leases of yours: {', '.join(starting)}; write more of it")
+        raise NoSuchLease(f"{text!r} is ambiguous: your leases {', '.join(starting)} start so; give more of it")
     return starting[0] if starting else None
 
 

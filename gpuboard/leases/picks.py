@@ -1,4 +1,4 @@
-"""What people write for GPUs: ``gpu01:0,3@gpu02:1``, ``0,3`` on a single node, MIG devices (``gpu01:2:1``), UUIDs."""
+"""The notation for GPUs: ``gpu01:0,3@gpu02:1``, ``0,3`` on a single node, MIG devices (``gpu01:2:1``), UUIDs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _UUID = re.compile(
 _INDEX = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 _MIG = re.compile(r"(0|[1-9]\d{0,3}):(\d{1,2})", re.ASCII)
 _NODE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*", re.ASCII)
-_MOST = 4096  # GPUs one node may be asked for: 0-999999999 is a slip
-PICKS_MAX = 16_384  # in all, as many as a nodeset may name nodes
+_INDEX_END = 4096  # indexes on one node are below: 0-999999999 is a typing error
+PICKS_MAX = 16_384  # in total, the limit of a nodeset
 
 
 def parse_picks(text: str, *, whole_nodes: bool = False) -> tuple[Pick, ...]:
     """Return the GPUs that ``text`` names, in its order; ``whole_nodes``: a node's name alone means all its GPUs.
 
     Parts are joined by ``@``; a part is ``node:indexes``, indexes (of the only node) or UUIDs; indexes are numbers,
-    ranges (``0,2-3``) and MIG devices (``2:1``). With ``whole_nodes`` a nodeset may stand wherever a node's name may.
+    ranges (``0,2-3``) and MIG devices (``2:1``). With ``whole_nodes`` a nodeset may replace a node's name.
     Raises ValueError.
     """
     found: list[Pick] = []
@@ -33,7 +33,7 @@ def parse_picks(text: str, *, whole_nodes: bool = False) -> tuple[Pick, ...]:
             name, colon, rest = word.partition(":")
             if colon and not _MIG.fullmatch(word):
                 if not _NODE.fullmatch(name):
-                    raise ValueError(f"{quoted(name)} is not a node's name; write gpu01:0,3@gpu02:1")
+                    raise ValueError(f"{quoted(name)} is not a node name; write gpu01:0,3@gpu02:1")
                 node = name
                 add(found, _word(node, rest))
             elif whole_nodes and not any(form.fullmatch(word) for form in (_MIG, _INDEX, _UUID)):
@@ -46,7 +46,7 @@ def parse_picks(text: str, *, whole_nodes: bool = False) -> tuple[Pick, ...]:
 
 
 def add(found: list[Pick], more: Iterable[Pick]) -> None:
-    """Append ``more`` to ``found``. Raises ValueError for more than PICKS_MAX in all."""
+    """Append ``more`` to ``found``. Raises ValueError for more than PICKS_MAX in total."""
     found += more
     if len(found) > PICKS_MAX:
         raise ValueError(f"more than {PICKS_MAX} GPUs or nodes are named")
@@ -56,7 +56,7 @@ def _nodes(word: str) -> list[Pick]:
     """Return all GPUs of a node, or of each in a nodeset."""
     if _NODE.fullmatch(word):
         return [Pick(word, None, None)]
-    from gpuboard.cluster.inventory.nodes import expand_names  # late: most commands exclude nothing
+    from gpuboard.cluster.inventory.nodes import expand_names  # late: few commands use a nodeset here
 
     try:
         return [Pick(name, None, None) for name in expand_names([word])]
@@ -73,6 +73,6 @@ def _word(node: str | None, word: str) -> list[Pick]:
     if not span:
         raise ValueError(f"{quoted(word)} is neither an index nor a GPU's UUID; write gpu01:0,3@gpu02:1 or GPU-…")
     first, last = int(span[1]), int(span[2] or span[1])
-    if not first <= last < _MOST:
-        raise ValueError(f"{word!r} is no range of indexes")
+    if not first <= last < _INDEX_END:
+        raise ValueError(f"{word!r} is not a range of indexes")
     return [Pick(node, index, None) for index in range(first, last + 1)]

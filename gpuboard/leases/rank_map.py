@@ -1,4 +1,4 @@
-"""Chosen GPUs → the rank map: which rank runs where, at which address. Pure."""
+"""Chosen GPUs → the rank map: node, address and GPU of each rank. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def rank_map(
 ) -> RankMap:
     """Return the map for ``gpus``, which are in rank order, nodes one after the other.
 
-    ``addresses``: where other nodes reach each node; one node alone is given the loopback address. ``job``: the Slurm
-    job through which all are reached.
+    ``addresses``: of each node for the other nodes; a single node gets the loopback address. ``job``: the Slurm job
+    through which all nodes are reached.
     """
     names = list(dict.fromkeys(gpu.node for gpu in gpus))
     ranks: list[Rank] = []
@@ -35,11 +35,11 @@ def rank_map(
 
 
 def reachable_addresses(own: Mapping[str, Sequence[str]], asked: Mapping[str, str]) -> dict[str, str]:
-    """Return the address of each node that the others most likely reach.
+    """Return the address of each node that the others can most likely reach.
 
-    ``own``: the addresses each node says it has; ``asked``: what the client connects to, taken when it is one of them
-    or when a node says nothing. An address that two nodes have (a container bridge's) reaches neither from the other;
-    of the others the one that shares most leading bits with an address of every other node wins: the common network.
+    ``own``: the addresses each node reports; ``asked``: the address the client connects to, used if the node reports it
+    or reports none. An address that two nodes have (a container bridge) is excluded: neither reaches the other by it.
+    Of the rest, the one with the longest common prefix with the other nodes' addresses wins: the common network.
     """
     counts: dict[str, int] = {}
     for addresses in own.values():

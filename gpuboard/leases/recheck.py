@@ -1,4 +1,4 @@
-"""The second look: whether somebody came onto a GPU between its choice and its claim. Pure."""
+"""The re-check: whether a GPU came into use between its choice and its claim. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from gpuboard.leases.claims.client import Taken
 from gpuboard.model.snapshot import GpuView, MigView, Snapshot
 
 
-def moved_in(before: Snapshot, after: Snapshot, taken: Taken, occupied: int) -> str:
-    """Return what has come onto the GPUs of ``taken`` between the two snapshots, "" for nothing.
+def conflict_since(before: Snapshot, after: Snapshot, taken: Taken, occupied: int) -> str:
+    """Return why a GPU of ``taken`` came into use between the two snapshots, "" if none did.
 
-    ``occupied``: bytes of memory from which on somebody must be there, seen or not.
+    ``occupied``: bytes of used memory above which a GPU counts as in use even without a visible process.
     """
     old, new = _views(before), _views(after)
     for node, uuids in taken.gpus.items():
         for uuid in uuids:
             if (node, uuid) not in new or (node, uuid) not in old:
-                return f"{node}: {uuid} has gone"
+                return f"{node}: {uuid} is no longer listed"
             gpu, now = new[node, uuid]
             _, was = old[node, uuid]
             name = f"{node}:{gpu.index}"
@@ -27,11 +27,11 @@ def moved_in(before: Snapshot, after: Snapshot, taken: Taken, occupied: int) -> 
                 known = {process.pid for process in was.processes or []}
                 for process in now.processes or []:
                     if process.pid not in known:
-                        return f"{name}: pid {process.pid} of {process.user or 'somebody hidden'} moved in"
+                        return f"{name}: pid {process.pid} of {process.user or 'an unknown user'} started on it"
             if gpu.memory_shared:
-                continue  # the host's memory is in use for other things too
+                continue  # the host's memory has other uses too
             if now.memory_used is None or now.memory_used > max(occupied, was.memory_used or 0):
-                return f"{name}: memory came into use"
+                return f"{name}: its memory came into use"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Reserving in one sequence: allocate, let the owner learn of it, publish, notify; and releasing at the end."""
+"""Reserve in one sequence: allocate, hand over to the owner, publish, notify; and release at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PURPOSE_LENGTH = 200  # characters
 
 
 def terms_of(for_s: float | None, holder: Holder | None, purpose: str, settings: Settings) -> Terms:
-    """Return how a lease is to be held. Raises UsageError above the site's max_lease."""
+    """Return the terms of a lease. Raises UsageError above the site's max_lease."""
     duration(for_s, settings)
     return Terms(for_s, holder, clean(purpose, _PURPOSE_LENGTH))
 
@@ -38,8 +38,8 @@ def reserve(
 ) -> Iterator[Allocation]:
     """Reserve, and publish the lease when the block ends without an exception; otherwise nothing stays reserved.
 
-    The block is where the owner learns of the lease; where he can use it before the block ends, it calls
-    ``allocator.handing_over`` first. ``notify`` then takes what he should know of the lease.
+    The block hands the lease to the owner; where the owner can use it before the block ends, the block first calls
+    ``allocator.handing_over``. ``notify`` receives the messages about the lease afterwards.
     Raises what :meth:`Allocator.allocate <gpuboard.leases.ledger.Allocator.allocate>` raises.
 
     >>> with ledger.allocator() as allocator, reserve(allocator, request, terms, notify=print) as allocation:
@@ -53,7 +53,7 @@ def reserve(
 
 
 def release_own(ledger: CompositeLedger, lease: Lease, warn: Callable[[str], None]) -> None:
-    """End a lease that this process reserved, undisturbed by signals, and close the ledger; ``warn`` of failures."""
+    """Release a lease of this process, ignoring signals, and close the ledger; ``warn`` receives the failures."""
     with uninterrupted(), ledger:
-        for words in ledger.release(lease).failed.values():
-            warn(f"lease {lease.id}: {clean(words)}")
+        for failure in ledger.release(lease).failed.values():
+            warn(f"lease {lease.id}: {clean(failure)}")

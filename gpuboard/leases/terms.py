@@ -1,4 +1,4 @@
-"""What all ways of allocating share: the terms of a lease, its rank map's file, giving back undisturbed."""
+"""Shared by all ledgers: the terms of a lease, its rank map file, release without interruption."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """How a lease is to be held."""
+    """How long a lease lasts, its holder and its purpose."""
 
-    for_s: float | None  # None: as long as the site lets it
+    for_s: float | None  # None: the site's maximum
     holder: Holder | None  # None: detached
     purpose: str = ""
 
 
 def duration(for_s: float | None, settings: Settings) -> float:
-    """Return how long a lease is to last. Raises UsageError above the site's limit."""
+    """Return the duration of a lease in seconds. Raises UsageError above the site's limit."""
     limit_s = parse_duration(settings.max_lease)
     if for_s is not None and for_s > limit_s:
-        raise UsageError(f"--for {format_duration(for_s)} is longer than max_lease = {settings.max_lease} allows here")
+        raise UsageError(f"--for {format_duration(for_s)} exceeds max_lease = {settings.max_lease} of this site")
     return limit_s if for_s is None else for_s
 
 
 def rank_map_file(env: Mapping[str, str], lease: str) -> str:
-    """Return where the rank map of a lease lies."""
+    """Return the path of a lease's rank map."""
     return f"{paths.state_dir(env)}/leases/{lease}.json"
 
 
-def keep_rank_map(env: Mapping[str, str], rank_map: RankMap, *, whole: bool) -> str:
-    """Return where a lease's rank map lies; written there when it is of the ``whole`` lease. Raises GpuboardError."""
+def write_rank_map(env: Mapping[str, str], rank_map: RankMap, *, whole: bool) -> str:
+    """Return the path of a lease's rank map; write it if it covers the ``whole`` lease. Raises GpuboardError."""
     assert rank_map.lease is not None
     file = rank_map_file(env, rank_map.lease)
     if whole:
@@ -51,8 +51,8 @@ def keep_rank_map(env: Mapping[str, str], rank_map: RankMap, *, whole: bool) -> 
     return file
 
 
-def known_rank_map(env: Mapping[str, str], lease: str) -> RankMap | None:
-    """Return the rank map that was written when a lease was allocated; None where it is not here."""
+def stored_rank_map(env: Mapping[str, str], lease: str) -> RankMap | None:
+    """Return the rank map written when a lease was allocated; None if it is not on this host."""
     try:
         with open(rank_map_file(env, lease), "rb") as file:
             return msgspec.json.decode(file.read(), type=RankMap)
@@ -61,8 +61,8 @@ def known_rank_map(env: Mapping[str, str], lease: str) -> RankMap | None:
 
 
 def as_allocated(env: Mapping[str, str], lease: str, gpus: Sequence[ChosenGpu]) -> Sequence[ChosenGpu]:
-    """Return ``gpus`` in the order of the lease's rank map, which a person may have asked for, where it is here."""
-    known = known_rank_map(env, lease)
+    """Return ``gpus`` in the order of the lease's rank map, which the user may have chosen, if it is on this host."""
+    known = stored_rank_map(env, lease)
     order = {(rank.node, rank.uuid): rank.rank for rank in known.ranks} if known is not None else {}
     if order.keys() != {(gpu.node, gpu.uuid) for gpu in gpus}:
         return gpus
@@ -70,7 +70,7 @@ def as_allocated(env: Mapping[str, str], lease: str, gpus: Sequence[ChosenGpu]) 
 
 
 def write_private(path: str, data: bytes) -> None:
-    """Write a file that only its owner can read, whole or not at all. Raises GpuboardError."""
+    """Write a file atomically, readable by its owner only. Raises GpuboardError."""
     temporary = f"{path}.{os.getpid()}"
     try:
         paths.make_private(os.path.dirname(path))
@@ -80,10 +80,10 @@ def write_private(path: str, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        raise GpuboardError(f"{path} cannot be written: {error.strerror}") from error
+        raise GpuboardError(f"cannot write {path}: {error.strerror}") from error
 
 
-def forget_file(env: Mapping[str, str], lease: str) -> None:
+def remove_rank_map(env: Mapping[str, str], lease: str) -> None:
     """Remove the rank map of a lease that has ended."""
     with contextlib.suppress(OSError):
         os.unlink(rank_map_file(env, lease))
@@ -91,11 +91,11 @@ def forget_file(env: Mapping[str, str], lease: str) -> None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold ctrl-C and the like back while something is given back, which takes milliseconds where all answer."""
+    """Ignore ctrl-C, SIGTERM and SIGHUP during a release, which takes milliseconds if every node answers."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
         before = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
-    except ValueError:  # not in the main thread, where no signal arrives either
+    except ValueError:  # not the main thread, which alone runs signal handlers
         before = []
     try:
         yield

@@ -216,7 +216,7 @@ def test_a_take_release_and_renew_end_in_a_designated_way(data: st.DataObject) -
     try:
         taken = ledger.take(call, ledger.Wanted({"gpu01": ["GPU-a"]}, 60.0, "h"), sleep=lambda _: None)
         assert taken.remaining_s <= 60.0
-    except ledger.NotTaken:
+    except ledger.NotClaimed:
         pass
     assert len(ledger.release(call, "lease1", ["gpu01"]).failed) <= 1
     assert len(ledger.renew(call, "lease1", ["gpu01"], 60.0).failed) <= 1

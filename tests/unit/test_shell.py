@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.leases.output.shell import VARIABLES, assignments, fail_closed, said_format
+from gpuboard.leases.output.shell import VARIABLES, assignments, fail_closed, requested_format
 
 HOSTILE = "a  b'c\"d$HOME`id`!x;e&f|g\\h*?[i-j]{k,l}~#m<n>(o) ü"
 # How people evaluate in each shell; {file} holds our output.
@@ -76,9 +76,9 @@ def test_formats_no_shell_evaluates_get_nothing_to_evaluate() -> None:
 
 
 def test_the_format_is_found_in_a_wrong_command_line() -> None:
-    assert said_format(["allocate", "--nope", "--format", "csh"]) == "csh"
-    assert said_format(["--format=fish", "allocate"]) == "fish"
-    assert said_format(["allocate", "--json", "--n", "x"]) == "json"
-    assert said_format(["allocate", "--format"]) is None
-    assert said_format(["allocate", "--format", "yaml"]) is None
-    assert said_format(["run", "--", "x", "--format", "csh"]) is None
+    assert requested_format(["allocate", "--nope", "--format", "csh"]) == "csh"
+    assert requested_format(["--format=fish", "allocate"]) == "fish"
+    assert requested_format(["allocate", "--json", "--n", "x"]) == "json"
+    assert requested_format(["allocate", "--format"]) is None
+    assert requested_format(["allocate", "--format", "yaml"]) is None
+    assert requested_format(["run", "--", "x", "--format", "csh"]) is None

@@ -1,4 +1,4 @@
-"""Read, choose, claim, look again, hand to the keeper; the next set when somebody was quicker. All or nothing."""
+"""Read, choose, claim, re-check, hand to the keeper; on a conflict, try the next set. All or nothing."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from gpuboard.leases.ledger import Progress
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.leases.policy.choose import choose
 from gpuboard.leases.rank_map import LOOPBACK, rank_map, reachable_addresses
-from gpuboard.leases.recheck import moved_in
-from gpuboard.leases.terms import Terms, as_allocated, duration, forget_file, keep_rank_map, uninterrupted
+from gpuboard.leases.recheck import conflict_since
+from gpuboard.leases.terms import Terms, as_allocated, duration, remove_rank_map, uninterrupted, write_rank_map
 from gpuboard.model.lease import Lease
 from gpuboard.model.reading import Holder
 from gpuboard.model.request import Choice, ChosenGpu, Pick, Refusal, Request
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from gpuboard.leases.claims.scope_fleet import ScopeFleet
 
 T = TypeVar("T")
-_GRACE_S = 3.0  # a node that takes longer than this to answer is waited for only when the others do not suffice
-_READ_S = 6.0  # the agent gives up after 5
-_LATE_S = 10.0  # for a node that has left a call unanswered, where no other can serve
-_ROUNDS = 40  # sets tried before it is said that there is too much going on
-_POLL_S = 2.0  # between two looks while waiting; grows to _POLL_MAX_S
+_GRACE_S = 3.0  # a node that answers later is waited for only if the others do not suffice
+_READ_S = 6.0  # the agent's own timeout is 5 s
+_SLOW_S = 10.0  # for a node that did not answer a call, if no other node suffices
+_ROUNDS = 40  # sets tried before the request is refused
+_POLL_S = 2.0  # between two polls while waiting; grows to _POLL_MAX_S
 _POLL_MAX_S = 10.0
 
 
 class ClaimsAllocator:
-    """Reserves GPUs as claims on the nodes of ``scope``, which is closed with it.
+    """Reserves GPUs as claims on the nodes of ``scope``, and closes it at the end.
 
     See :class:`~gpuboard.leases.ledger.Allocator`.
     """
@@ -60,15 +60,15 @@ class ClaimsAllocator:
         self._settings = settings
         self._env = env
         self._progress = progress
-        self._failed: dict[str, str] = {}  # nodes that could not hold a claim or left a call unanswered, and why
-        self._late: set[str] = set()  # those that get more time, once, if no other can serve
-        self._waited_for_late = False
-        self._asked: dict[str, list[str]] = {}  # lease -> nodes a claim may lie on, as long as nobody keeps it
+        self._failed: dict[str, str] = {}  # by node that could not hold a claim or did not answer: why
+        self._slow: set[str] = set()  # those that get more time, once, if no other node suffices
+        self._waited_for_slow = False
+        self._asked: dict[str, list[str]] = {}  # by unpublished lease: nodes that may have claims of it
         self._keeper: keeper.Started | None = None
-        self._handed: dict[str, keeper.Handover] = {}  # by lease: the keeper has it, its owner does not know of it yet
+        self._handed: dict[str, keeper.Handover] = {}  # by lease that the keeper has and its owner does not have yet
         self._adopting = ""  # the lease that the keeper is being handed
         self._abandoned = threading.Event()
-        self.notes: list[str] = []  # what the person should know of a lease that was taken
+        self.notes: list[str] = []  # messages for the user about the lease
 
     def __enter__(self) -> Self:
         return self
@@ -77,56 +77,57 @@ class ClaimsAllocator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            for words in [*self.notes, *self._drop_all()]:
-                error.add_note(words)
+            for note in [*self.notes, *self._release_all()]:
+                error.add_note(note)
         self.close()
 
     def close(self) -> None:
-        """End all connections that are ours."""
+        """Close the connections that were opened here."""
         if self._keeper is not None:
             self._keeper.close()
         self._scope.close()
 
     def abandon(self) -> None:
-        """Give up, from any thread and without waiting; ``allocate`` raises Interrupted at its next step.
+        """Cancel ``allocate``, which raises Interrupted at its next step. Thread-safe; does not wait.
 
-        Nothing more is taken. What the keeper has already and nobody was told of, it releases, as it does when our
-        process ends; nodes that were asked for a claim are asked to drop it, also one that has not answered yet: on
-        its connection this comes after the other.
+        The keeper releases an unconfirmed lease, as it does when this process ends. Nodes that were sent a claim are
+        sent its release, also those that have not answered yet: their connections keep the order.
         """
         self._abandoned.set()
         for lease in list(self._handed):
             self._leave_to_keeper(lease)
         for lease, nodes in list(self._asked.items()):
-            if lease != self._adopting:  # else the keeper would take it for a loss, and say so
+            if lease != self._adopting:  # the keeper would report that as a loss
                 for node in list(nodes):
                     self._fleet.tell(node, "release", {"lease": lease})
 
     def count(self) -> int:
-        """Return how many GPUs there are in scope, whatever their state. Raises NoNodeReached, and Refused where there
-        are none or a node could not be read."""
+        """Return the number of GPUs in scope, in any state.
+
+        Raises NoNodeReached, and Refused where there are none or a node has no reading.
+        """
         self._fleet.wait_all(self._fleet.connect_s + FIRST_READING_S)
         snapshot = self._snapshot()
         _refuse_unreached(snapshot)
         if unread := [f"{node.name} ({node.error})" for node in snapshot.nodes if node.age_s is None]:
-            raise self._refused(Refusal(4, f"not read: {', '.join(unread)}"))
+            raise self._refused(Refusal(4, f"no reading from {', '.join(unread)}"))
         if total := sum(len(node.gpus) for node in snapshot.nodes):
             return total
-        raise self._refused(self._bare(snapshot) or Refusal(3, "there are no GPUs"))
+        raise self._refused(self._bare(snapshot) or Refusal(3, "no GPU on any node in scope"))
 
     def plan(self, request: Request, for_s: float | None = None) -> Choice:
-        """Return what would be taken now (for however long); takes nothing. Raises Refused and NoNodeReached."""
+        """Return what would be reserved now, for any duration; reserves nothing. Raises Refused and NoNodeReached."""
         answer = self._first_answer(request)
         if isinstance(answer, Refusal):
             raise self._refused(answer)
         return answer
 
     def allocate(self, request: Request, terms: Terms, wait_s: float | None = None) -> Allocation:
-        """Reserve what ``request`` asks for and return it, kept alive by the keeper.
+        """Reserve what ``request`` asks for; the keeper sends heartbeats for the returned lease.
 
-        ``wait_s``: how long to wait for it to become free (inf: for ever), None: not at all.
-        Raises UsageError, Refused, NoNodeReached, KeeperError, and GpuboardError when the holder ends while it waits;
-        whatever is raised, also an interrupt, no claim outlives the ``with`` block of the allocator.
+        ``wait_s``: how long to wait until it is free (inf: no limit), None: not at all.
+        Raises UsageError, Refused, NoNodeReached, KeeperError, and GpuboardError when the holder ends during the wait;
+        after any exception, also an interrupt, no claim outlives the ``with`` block of the allocator.
         """
         for_s = duration(terms.for_s, self._settings)
         self._keeper = keeper.start_early(self._env)
@@ -136,19 +137,19 @@ class ClaimsAllocator:
         answer = self._first_answer(request)
         for _ in range(_ROUNDS):
             while isinstance(answer, Refusal):
-                if self._late and not self._waited_for_late and answer.code != NeverPossible.exit_code:
-                    answer = self._with_late(request)
+                if self._slow and not self._waited_for_slow and answer.code != NeverPossible.exit_code:
+                    answer = self._choose_with_slow(request)
                     continue
                 left_s = -1.0 if wait_s is None else wait_s - (time.monotonic() - started)
                 if answer.code == NeverPossible.exit_code or left_s <= 0:
                     self._progress("")
                     raise self._refused(answer, time.monotonic() - started if wait_s is not None else None)
-                words = answer.message.removesuffix(f"; try {answer.nearest}")
-                self._progress(f"waiting {format_duration(time.monotonic() - started)}: {words}")
+                reason = answer.message.removesuffix(f"; try {answer.nearest}")
+                self._progress(f"waiting {format_duration(time.monotonic() - started)}: {reason}")
                 time.sleep(min(left_s, _jittered(pause_s)))
                 if terms.holder is not None and processes.alive(terms.holder) is False:
                     raise GpuboardError(
-                        f"process {terms.holder.pid}, for which this waited, has ended: nothing is reserved"
+                        f"the holder, pid {terms.holder.pid}, ended while the request waited; nothing is reserved"
                     )
                 pause_s = min(pause_s * 1.3, _POLL_MAX_S)
                 self._failed = self._refresh(self._nodes)
@@ -157,31 +158,31 @@ class ClaimsAllocator:
             taken = self._take(answer, terms, for_s, notes)
             if taken is not None:
                 return taken
-            self._go_on()
+            self._check_abandoned()
             answer = self._choose(request, self._snapshot())
         raise NotFree(
-            Refusal(4, f"others were quicker {_ROUNDS} times in a row; try again, or --wait", nearest="--wait")
+            Refusal(4, f"other users reserved first {_ROUNDS} times in a row; try again or --wait", nearest="--wait")
         )
 
-    def _with_late(self, request: Request) -> Choice | Refusal:
-        """Give nodes that have left a call unanswered more time; return the policy's answer with those that came."""
-        self._waited_for_late = True
-        silent = self._refresh(self._late, _LATE_S)
-        came = self._late.difference(silent)
-        self._failed = {name: why for name, why in self._failed.items() if name not in came}
+    def _choose_with_slow(self, request: Request) -> Choice | Refusal:
+        """Give nodes that did not answer a call more time; return the policy's answer with those that did."""
+        self._waited_for_slow = True
+        failed = self._refresh(self._slow, _SLOW_S)
+        answered = self._slow.difference(failed)
+        self._failed = {name: why for name, why in self._failed.items() if name not in answered}
         return self._choose(request, self._snapshot())
 
     def _refresh(self, names: Collection[str], timeout_s: float = _READ_S) -> dict[str, str]:
-        """Get new readings of ``names``, and of others that grew old meanwhile; return by node why there is none."""
-        silent = self._fleet.refresh(names, timeout_s)
+        """Get new readings of ``names``, and of nodes that became stale; return by node why one failed."""
+        failed = self._fleet.refresh(names, timeout_s)
         if not self._scope.is_running:
             self._fleet.freshen()
-        return silent
+        return failed
 
     def _first_answer(self, request: Request) -> Choice | Refusal:
-        """Return the policy's answer as soon as it is sure: a hung node delays a request only when it is needed.
+        """Return the policy's answer as soon as it is final: a hung node delays a request only if it is needed.
 
-        A fleet that runs is not waited for: it keeps trying its nodes, and what it shows is what the person goes by.
+        A running fleet (the board's) is not waited for: it retries its nodes, and the user sees its readings.
         """
         _check_excluded(request, self._nodes, self._settings)
         limit_s = self._fleet.connect_s + FIRST_READING_S
@@ -201,10 +202,10 @@ class ClaimsAllocator:
         return answer
 
     def _bare(self, snapshot: Snapshot) -> Refusal | None:
-        """Return the refusal of any request where no node is configured and this machine has no GPU."""
+        """Return a refusal if no node is configured and this machine has no GPU."""
         if any(node.gpus for node in snapshot.nodes):
             return None
-        from gpuboard.cluster.inventory.first_run import (  # late: only when the answer is no
+        from gpuboard.cluster.inventory.first_run import (  # late: only for a refusal
             bare_machine,
             how_to_name,
             why_bare,
@@ -217,7 +218,7 @@ class ClaimsAllocator:
         return Refusal(NeverPossible.exit_code, f"{why}; {how_to_name(self._env)}")
 
     def _choose(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
-        """Return the policy's answer; inside a Slurm job this node is preferred: the script that asked runs here."""
+        """Return the policy's answer; inside a Slurm job it prefers this node, where the script runs."""
         if self._scope.job is not None and self._scope.here is not None:
             here = [node for node in snapshot.nodes if node.name == self._scope.here]
             answer = choose(request, msgspec.structs.replace(snapshot, nodes=here))
@@ -226,22 +227,22 @@ class ClaimsAllocator:
         return choose(request, snapshot)
 
     def _refused(self, refusal: Refusal, waited_s: float | None = None) -> NeverPossible | NotFree:
-        """Return the error of a refusal; its words say for how long and where was looked."""
+        """Return the error of a refusal; its message adds the time waited and the nodes considered."""
         message = refusal.message
         if waited_s is not None and refusal.code != NeverPossible.exit_code:
             message = f"not free within {format_duration(waited_s)}: {message}"
         if self._scope.job is not None and refusal.code == NeverPossible.exit_code and not refusal.gpus:
-            message = f"Slurm job {self._scope.job} has no GPUs; ask Slurm for some when you submit it: --gpus=2"
+            message = f"Slurm job {self._scope.job} has no GPUs; request them when you submit it, e.g. --gpus=2"
         elif self._scope.job is not None:
-            message += f"\n  only what Slurm job {self._scope.job} has was looked at"
+            message += f"\n  only GPUs of Slurm job {self._scope.job} were considered"
         if self._scope.left_out:
             everywhere = folded([*self._nodes, *(name for name in self._scope.left_out if name not in self._nodes)])
-            message += f"\n  only this machine was looked at; add --nodes '{everywhere}' for all"
+            message += f"\n  only this machine was considered; add --nodes '{everywhere}' for all nodes"
         refusal = msgspec.structs.replace(refusal, message=message)
         return NeverPossible(refusal) if refusal.code == NeverPossible.exit_code else NotFree(refusal)
 
     def _snapshot(self) -> Snapshot:
-        """Return the nodes in scope as they are now; those that failed to hold a claim, or to answer, say why."""
+        """Return the newest readings, with an error for nodes that could not hold a claim or did not answer."""
         found = self._scope.snapshot()
         if not self._failed:
             return found
@@ -254,7 +255,7 @@ class ClaimsAllocator:
         return msgspec.structs.replace(found, nodes=nodes)
 
     def _take(self, choice: Choice, terms: Terms, for_s: float, notes: list[str]) -> Allocation | None:
-        """Claim what was chosen, look again, hand it to the keeper; None when another set must be tried."""
+        """Claim what was chosen, re-check it, hand it to the keeper; None: try another set."""
         before = self._snapshot()
         uuids = _by_node(choice.gpus)
         wanted = client.Wanted(
@@ -275,37 +276,37 @@ class ClaimsAllocator:
             notes.append(str(failure))
             self._failed[failure.node] = str(failure).removeprefix(f"{failure.node}: ")
             if failure.kind == "link":
-                self._late.add(failure.node)
+                self._slow.add(failure.node)
             self._refresh([])
             return None
-        silent = self._fleet.refresh(uuids, _READ_S)
+        unread = self._fleet.refresh(uuids, _READ_S)
         after = self._snapshot()
-        moved = moved_in(before, after, taken, self._settings.state.occupied_memory)
-        if silent or moved:
-            notes.append(moved)
-            self.notes += self._drop(taken.lease)
-            self._failed.update(silent)
-            self._late.update(silent)
-            self._failed.update(self._refresh([name for name in uuids if name not in silent]))
+        conflict_now = conflict_since(before, after, taken, self._settings.state.occupied_memory)
+        if unread or conflict_now:
+            notes.append(conflict_now)
+            self.notes += self._release(taken.lease)
+            self._failed.update(unread)
+            self._slow.update(unread)
+            self._failed.update(self._refresh([name for name in uuids if name not in unread]))
             return None
-        self._go_on()
+        self._check_abandoned()
         self._adopt(taken, terms)
-        self._go_on()
+        self._check_abandoned()
         lease = self._seen(taken.lease, after)
         if lease is None or len(lease.gpus) < len(choice.gpus):
             with uninterrupted():
-                left = self._give_up(taken.lease)
-            words = "; ".join(left) or "it was released again, on all of them"
+                left = self._withdraw(taken.lease)
+            outcome = "; ".join(left) or "it was released on all of them"
             names = ", ".join(uuids)
-            raise GpuboardError(f"lease {taken.lease}, taken on {names}, is not in the readings that followed: {words}")
+            raise GpuboardError(f"the readings after claiming lack claims of lease {taken.lease} on {names}: {outcome}")
         self.notes += choice.notes
-        notes_words = "".join(f"; before: {note}" for note in notes if note)
-        return self._allocation(lease, choice.gpus, choice.why + notes_words, after)
+        before_that = "".join(f"; before: {note}" for note in notes if note)
+        return self._allocation(lease, choice.gpus, choice.why + before_that, after)
 
     def _call(self, node: str, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T:
-        """Call an agent, and note beforehand where a claim may come to lie: an interrupt can strike at any line."""
+        """Call an agent; before a claim, note the node, as an interrupt can occur at any line."""
         if op == "take":
-            self._go_on()
+            self._check_abandoned()
             self._asked.setdefault(args["lease"], []).append(node)
         return self._fleet.call(node, op, args, timeout_s, kind)
 
@@ -322,7 +323,7 @@ class ClaimsAllocator:
         self._adopting, self._keeper = "", None
 
     def _seen(self, lease: str, snapshot: Snapshot) -> Lease | None:
-        """Return the lease as the nodes' claims have it; None when none of them is there."""
+        """Return the lease as the nodes' claims show it; None without claims."""
         uids = self._fleet.uids()
         claims = {
             node: [claim for claim in found if claim.lease == lease and claim.uid == uids.get(node)]
@@ -332,7 +333,7 @@ class ClaimsAllocator:
         return next(iter(client.leases_of(claims, index, time.time(), client.holder_alive, uids)), None)
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
-        """Return a lease of ours as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease and the like."""
+        """Return a lease of the caller as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease, Refused."""
         limit_s = self._fleet.connect_s + FIRST_READING_S
         self._fleet.wait(min(_GRACE_S, limit_s))
         if not self._seen_whole(text):
@@ -343,9 +344,9 @@ class ClaimsAllocator:
             raise NoNodeReached("no node could be reached; `gpuboard status` shows why")
         mine = client.find(text, self._fleet.claims(), self._fleet.uids())
         if unread := sorted(set(mine.nodes) - set(mine.gpus)):
-            raise NotFree(Refusal(4, f"lease {mine.lease} also covers {', '.join(unread)}, which could not be read"))
+            raise NotFree(Refusal(4, f"no reading from {', '.join(unread)}, where lease {mine.lease} has GPUs too"))
         within = tuple(uuid for uuids in mine.gpus.values() for uuid in uuids)
-        index = client.indexes(snapshot.nodes)  # claims come by their UUIDs
+        index = client.indexes(snapshot.nodes)  # claims have UUIDs only
         held = sorted((node, index[node].get(uuid, 0), uuid) for node, uuids in mine.gpus.items() for uuid in uuids)
         picks = tuple(Pick(node, None, uuid) for node, _, uuid in held)
         request = Request(picks=picks, within=within) if n is None else Request(n=n, within=within)
@@ -359,19 +360,19 @@ class ClaimsAllocator:
         return self._allocation(lease, gpus, answer.why, snapshot)
 
     def _seen_whole(self, lease: str) -> bool:
-        """Tell whether every node of a lease of ours has been read: a hung one elsewhere does not matter to it."""
+        """Return whether every node of a lease of the caller has been read: others may hang."""
         mine = client.mine(self._fleet.claims(), self._fleet.uids()).get(lease)
         return mine is not None and set(mine.nodes) == set(mine.gpus)
 
     def _allocation(self, lease: Lease, gpus: Sequence[ChosenGpu], why: str, snapshot: Snapshot) -> Allocation:
         names = list(dict.fromkeys(gpu.node for gpu in gpus))
         found = rank_map(lease.id, gpus, self._addresses(names, snapshot))
-        file = keep_rank_map(self._env, found, whole=len(gpus) == len(lease.gpus))
+        file = write_rank_map(self._env, found, whole=len(gpus) == len(lease.gpus))
         here = self._scope.here if self._scope.here in names else None
         return Allocation(lease, found, why, file, folded(names), here)
 
     def addresses(self) -> dict[str, str]:
-        """Return at which address the other nodes reach each node in scope, as far as they were read."""
+        """Return the address of each node in scope for the other nodes, as far as they were read."""
         snapshot = self._fleet.snapshot()
         return self._addresses([node.name for node in snapshot.nodes], snapshot)
 
@@ -383,72 +384,74 @@ class ClaimsAllocator:
         return found | {name: LOOPBACK for name in names if self._nodes[name].simulate is not None}
 
     def handing_over(self, lease: Lease) -> None:
-        """Take note that its owner is about to be told of the lease. Until then the keeper ends it if we are killed.
+        """Confirm the lease to the keeper, which until then releases it if this process is killed.
 
-        Before and not after he is told: a kill in between must not end a lease that he counts on.
+        Called before the owner can read it, so that a kill in between does not end a lease in use.
         """
         handed = self._handed.pop(lease.id, None)
         if handed is not None:
             handed.confirm()
 
     def published(self, lease: Lease) -> None:
-        """Take note that its owner knows of the lease: until then it is dropped when we leave by an exception."""
+        """The owner has the lease: from now on an exception in the ``with`` block does not release it."""
         self.handing_over(lease)
         self._asked.pop(lease.id, None)
 
-    def _go_on(self) -> None:
+    def _check_abandoned(self) -> None:
         if self._abandoned.is_set():
-            raise Interrupted("given up; nothing is reserved")
+            raise Interrupted("reservation cancelled; nothing is reserved")
 
     def _leave_to_keeper(self, lease: str) -> bool:
-        """Let the keeper release a lease that it has and nobody was told of; return whether there is one."""
+        """Let the keeper release an unconfirmed lease; return whether the keeper has it."""
         handed = self._handed.pop(lease, None)
         if handed is None:
             return False
         self._asked.pop(lease, None)
         handed.abandon()
-        forget_file(self._env, lease)
+        remove_rank_map(self._env, lease)
         return True
 
-    def _drop(self, lease: str) -> list[str]:
-        """Release what may lie on nodes; return what is left, in words."""
+    def _release(self, lease: str) -> list[str]:
+        """Release a lease on all nodes that may have claims of it; return a message for each failure."""
         with uninterrupted():
             outcome = client.release(self._fleet.call, lease, self._asked.pop(lease, []))
         return [
-            f"lease {lease} was not released on {node}: {clean(str(error))}; it expires there by itself within 90 s"
+            f"could not release lease {lease} on {node}: {clean(str(error))}; it will expire there within 90 s"
             for node, error in outcome.failed.items()
         ]
 
-    def _give_up(self, lease: str) -> list[str]:
-        """Release a lease that the keeper may have, and nobody was told of; return what is left, in words."""
+    def _withdraw(self, lease: str) -> list[str]:
+        """Release an unpublished lease that the keeper may have; return a message for each failure."""
         with contextlib.suppress(KeeperError, OSError):
             keeper.forget(lease, self._env)
-        left = self._drop(lease)
-        forget_file(self._env, lease)
+        left = self._release(lease)
+        remove_rank_map(self._env, lease)
         return left
 
-    def _drop_all(self) -> list[str]:
+    def _release_all(self) -> list[str]:
         left: list[str] = []
         with uninterrupted():
             for lease in list(self._asked):
                 if self._abandoned.is_set() and self._leave_to_keeper(lease):
-                    continue  # our own connections may be closed by now
-                left += self._give_up(lease)
+                    continue  # the connections may be closed already
+                left += self._withdraw(lease)
         return left
 
 
 def _check_excluded(request: Request, scope: Collection[str], settings: Settings) -> None:
-    """Raise UsageError where `--exclude` names a node that is not configured: a slip would leave out nothing."""
+    """Raise UsageError where `--exclude` names a node that is not configured: it would exclude nothing."""
     names = {pick.node for pick in request.exclude if pick.node is not None} - set(scope)
     if not names or not settings.nodes or any(source.startswith("slurm:") for source in settings.nodes):
-        return  # no inventory, or one that Slurm alone knows
+        return  # no inventory, or only Slurm's
     configured = [node.name for node in inventory(settings)]
     if unknown := sorted(names.difference(configured)):
-        raise UsageError(f"--exclude: no node {unknown[0]!r} in the configured inventory; it has: {folded(configured)}")
+        raise UsageError(
+            f"--exclude: no node {unknown[0]!r} in the configured inventory, which has {folded(configured)}"
+        )
 
 
 def _refuse_unreached(snapshot: Snapshot) -> None:
-    """Raise NoNodeReached, with the reasons, where no node at all was read."""
+    """Raise NoNodeReached with the reasons if no node was read."""
     if any(node.age_s is not None for node in snapshot.nodes):
         return
     by_error: dict[str, list[str]] = {}
@@ -460,8 +463,8 @@ def _refuse_unreached(snapshot: Snapshot) -> None:
 
 
 def _jittered(pause_s: float) -> float:
-    """Return about ``pause_s``: many may wait for one GPU."""
-    import random  # 2 ms: only who waits needs it
+    """Return about ``pause_s``: many processes may wait for one GPU."""
+    import random  # 2 ms: needed only to wait
 
     return pause_s * random.uniform(0.7, 1.3)
 

@@ -1,7 +1,7 @@
-"""Leases over several nodes: all of it or nothing; and the claims that lie on the nodes as leases (pure).
+"""Leases over several nodes, all or nothing; and the leases that the nodes' claims form (pure).
 
-Everything that travels goes through a ``call`` that is handed in: ``call(node, op, args, timeout_s, kind)`` returns the
-agent's value, a ``kind``, and raises CallFailed or LinkLost (``Fleet.call`` has that shape).
+All messages to nodes go through the argument ``call``: ``call(node, op, args, timeout_s, kind)`` returns the agent's
+value, a ``kind``, and raises CallFailed or LinkLost (``Fleet.call`` has this signature).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gpuboard.model.snapshot import NodeView
 
 T = TypeVar("T")
+LeaseFlag = Literal["disputed", "unread", "partial"]  # see :func:`leases_of`
 
 
 class Call(Protocol):
@@ -35,34 +36,34 @@ class Call(Protocol):
     def __call__(self, node: str, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T: ...
 
 
-# Read aloud and typed by people: none of 0 o 1 l i u.
+# Ids are read aloud and typed: without 0 o 1 l i u, which look or sound alike.
 _LETTERS = "abcdefghjkmnpqrstvwxyz"
 _SIGNS = _LETTERS + "23456789"
 _ID_LENGTH = 6  # 5e8 ids
 
-# A call takes less than 1 s over ssh, and a take 2 s more while a neighbour keeps the folder's lock. A node that has
-# not answered by then is set aside: others can serve.
+# A call takes less than 1 s over ssh, and a claim 2 s more while another process holds the folder's lock. A node that
+# does not answer in time is skipped: other nodes may suffice.
 CALL_S = 4.0
 ATTEMPTS = 4
-_NOT_THERE = frozenset({"not-found", "not-yours"})  # why there was nothing of ours to release
-LONGEST_S = 366 * 86400.0  # what agents take for a claim (agent/claims/rules.py)
-# A claim younger than this, of a lease over several nodes, may be withdrawn yet: its taker is still on his way.
-_ON_ITS_WAY_S = 2.0
+_NOT_THERE = frozenset({"not-found", "not-yours"})  # no claims of the caller to release
+LONGEST_S = 366 * 86400.0  # the longest claim that agents accept (agent/claims/rules.py)
+# A claim younger than this, of a lease over several nodes, may still be withdrawn: its command is claiming other nodes.
+_WITHDRAWAL_S = 2.0
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What to reserve: the UUIDs on each node, for how long, for whom."""
+    """What to reserve: the UUIDs on each node, how long, and the holder."""
 
     gpus: Mapping[str, Sequence[str]]  # node -> UUIDs
     for_s: float
-    host: str  # where the owner typed
+    host: str  # where the owner reserves from
     holder: Holder | None = None  # None: detached
     purpose: str = ""
     share: int | None = None  # bytes of one GPU; None: whole GPUs
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """A lease that was taken."""
+    """A lease that was claimed."""
 
     lease: str
     gpus: dict[str, list[str]]  # node -> UUIDs
@@ -70,28 +71,28 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What an operation over several nodes did: the nodes where it succeeded, and why not, by node, elsewhere."""
+    """The outcome of an operation on several nodes: the results by node, and the errors by node where it failed."""
 
     done: dict[str, Any]
     failed: dict[str, CallFailed | LinkLost]
 
 
-class NotTaken(GpuboardError):
-    """A lease could not be taken on ``node``; nothing of it is left.
+class NotClaimed(GpuboardError):
+    """A lease could not be claimed on ``node`` and was released elsewhere.
 
-    ``left``: nodes that gave no answer when their part was dropped. They drop it when they answer again; without a
-    keeper claims there expire within 90 s.
+    ``left``: nodes that did not answer the release. They execute it when they respond again; without a keeper their
+    claims expire within 90 s.
     """
 
     def __init__(self, node: str, words: str, left: Collection[str] = ()) -> None:
-        may_stay = f"; a claim on {', '.join(left)} that was not withdrawn expires within 90 s" if left else ""
+        may_stay = f"; claims on {', '.join(left)} could not be withdrawn and will expire within 90 s" if left else ""
         super().__init__(f"{node}: {words}{may_stay}")
         self.node = node
         self.left = tuple(left)
 
 
-class Conflict(NotTaken):
-    """Somebody else holds a GPU that was asked for; ``claims`` says who."""
+class Conflict(NotClaimed):
+    """Another lease has a requested GPU; ``claims`` are its claims."""
 
     exit_code = 4
 
@@ -100,8 +101,8 @@ class Conflict(NotTaken):
         self.claims = tuple(claims)
 
 
-class NodeFailed(NotTaken):
-    """A node cannot hold claims or gave no answer; ``kind`` is the agent's (``folder``, ``disk``) or ``link``."""
+class NodeFailed(NotClaimed):
+    """A node cannot hold claims or did not answer; ``kind`` is the agent's (``folder``, ``disk``) or ``link``."""
 
     def __init__(self, node: str, kind: str, words: str, left: Collection[str] = ()) -> None:
         super().__init__(node, words, left)
@@ -109,7 +110,7 @@ class NodeFailed(NotTaken):
 
 
 def new_id(used: Collection[str] = ()) -> str:
-    """Return a lease id, random, of six signs that are not mistaken for each other, the first a letter."""
+    """Return a random lease id of six unambiguous characters, the first a letter."""
     while True:
         dice = os.urandom(_ID_LENGTH * 2)
         numbers = [int.from_bytes(dice[i : i + 2], "big") for i in range(0, len(dice), 2)]
@@ -124,24 +125,24 @@ def take(
     used: Collection[str] = (),
     sleep: Callable[[float], None] = time.sleep,
 ) -> Taken:
-    """Reserve all of ``wanted`` or nothing. ``used``: ids of leases that are known, so that ours is a new one.
+    """Reserve all of ``wanted`` or nothing. ``used``: known lease ids, which are not used again.
 
-    Nodes are asked in sorted order, so that of two takers one gets ahead. Raises Conflict and NodeFailed; an
-    interrupt also drops everything before it goes on.
+    Nodes are called in sorted order, so that one of two concurrent requests wins. Raises Conflict and NodeFailed; after
+    an interrupt everything is released before it is raised again.
     """
     for attempt in range(ATTEMPTS):
-        lease = new_id(used)  # new each time: what could not be dropped must not be mistaken for ours
+        lease = new_id(used)  # new each time, to distinguish it from claims that could not be released
         try:
             return _take_once(call, wanted, lease)
         except Conflict as conflict:
-            if attempt + 1 == ATTEMPTS or not all(_on_its_way(claim) for claim in conflict.claims):
+            if attempt + 1 == ATTEMPTS or not all(_may_be_withdrawn(claim) for claim in conflict.claims):
                 raise
         sleep(random.uniform(0.02, 0.06) * 2**attempt)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _on_its_way(claim: Claim) -> bool:
-    return claim.age_s < _ON_ITS_WAY_S and len(claim.nodes) > 1
+def _may_be_withdrawn(claim: Claim) -> bool:
+    return claim.age_s < _WITHDRAWAL_S and len(claim.nodes) > 1
 
 
 def _take_once(call: Call, wanted: Wanted, lease: str) -> Taken:
@@ -163,13 +164,13 @@ def _take_once(call: Call, wanted: Wanted, lease: str) -> Taken:
             ends = call(node, "take", {**args, "uuids": list(wanted.gpus[node])}, CALL_S, Ends)
             remaining_s = min(remaining_s, ends.until - ends.now)
     except CallFailed as error:
-        # The agent that said no has withdrawn its part itself.
+        # The agent that refused has withdrawn its part itself.
         left = _drop(call, lease, asked[:-1])
         if error.kind == "conflict":
             raise Conflict(asked[-1], error.message, error.detail.claims if error.detail else (), left) from None
         raise NodeFailed(asked[-1], error.kind, error.message, left) from None
     except LinkLost as error:
-        left = _drop(call, lease, asked)  # it may have been taken there before the connection went
+        left = _drop(call, lease, asked)  # the claim may have succeeded before the connection was lost
         raise NodeFailed(asked[-1], "link", error.words, left) from None
     except BaseException:
         _drop(call, lease, asked)
@@ -178,9 +179,9 @@ def _take_once(call: Call, wanted: Wanted, lease: str) -> Taken:
 
 
 def _drop(call: Call, lease: str, nodes: Iterable[str]) -> list[str]:
-    """Release a part; return the nodes that gave no answer, each asked twice: a feed connects again meanwhile.
+    """Release a part; return the nodes that did not answer two calls: a feed reconnects in between.
 
-    One that hangs has the release behind the take in its queue, and answers both when it goes on.
+    A hung node has the release queued after the claim and executes both when it continues.
     """
     failed = list(nodes)
     for _ in range(2):
@@ -189,10 +190,10 @@ def _drop(call: Call, lease: str, nodes: Iterable[str]) -> list[str]:
 
 
 def release(call: Call, lease: str, nodes: Iterable[str], *, owned: bool = True) -> Outcome:
-    """End a lease on each of ``nodes``; ``done`` maps a node to the UUIDs that were released.
+    """Release a lease on each of ``nodes``; ``done`` maps a node to the UUIDs that were released.
 
-    None where it has ended by itself a moment ago: that is no failure. Nor is it, of a lease of one's own (``owned``),
-    when only another user has claims with this id there: they are another lease.
+    A lease that has just ended there is no failure: its list is empty. The same holds for a lease of the caller
+    (``owned``) if only another user has claims with this id there: they belong to another lease.
     """
     done, failed = _each(call, "release", {"lease": lease}, nodes, Released)
     released = {node: answer.released for node, answer in done.items()}
@@ -204,7 +205,7 @@ def release(call: Call, lease: str, nodes: Iterable[str], *, owned: bool = True)
 
 
 def renew(call: Call, lease: str, nodes: Iterable[str], for_s: float) -> Outcome:
-    """Let our lease end ``for_s`` from now on each of ``nodes``; ``done`` maps a node to its own epoch time of it."""
+    """Let a lease of the caller end ``for_s`` from now; ``done``: the end by node, in that node's epoch seconds."""
     done, failed = _each(call, "renew", {"lease": lease, "for_s": for_s}, nodes, Ends)
     return Outcome({node: ends.until for node, ends in done.items()}, failed)
 
@@ -223,15 +224,15 @@ def _each(
 
 
 class Mine(msgspec.Struct, frozen=True):
-    """A lease of ours: its claims by node, and every node it names."""
+    """A lease of the caller: its claims by node, and every node it names."""
 
     lease: str
     gpus: dict[str, list[str]]  # node -> UUIDs, where its claims were seen
-    nodes: list[str]  # those, and the ones it names that gave no reading
+    nodes: list[str]  # those, and the ones it names without a reading
 
 
 def mine(claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> dict[str, Mine]:
-    """Return our leases by id. ``claims`` by node; ``uids``: who we are on each node (its hello says so)."""
+    """Return the caller's leases by id. ``claims`` by node; ``uids``: the caller's uid on each node (its hello)."""
     found: dict[str, dict[str, list[str]]] = {}
     named: dict[str, set[str]] = {}
     whole: dict[str, int] = {}
@@ -242,13 +243,13 @@ def mine(claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> dict
                 named.setdefault(claim.lease, set()).update([node, *(n for n in claim.nodes if n not in claims)])
                 whole[claim.lease] = claim.gpus
     for lease, gpus in found.items():
-        if sum(map(len, gpus.values())) >= whole[lease]:  # other names in it are other people's names for these nodes
+        if sum(map(len, gpus.values())) >= whole[lease]:  # other names are other users' names for these nodes
             named[lease] = set(gpus)
     return {lease: Mine(lease, gpus, sorted(named[lease])) for lease, gpus in found.items()}
 
 
 def find(text: str, claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> Mine:
-    """Return our lease of this id, or the only one whose id starts so. Raises NoSuchLease with the reason."""
+    """Return the caller's lease with this id or unique prefix. Raises NoSuchLease with the reason."""
     ours = mine(claims, uids)
     if (lease := matching(text, ours)) is not None:
         return ours[lease]
@@ -277,18 +278,18 @@ def leases_of(
     alive: Callable[[Holder], bool | None] = lambda _: None,
     uids: Mapping[str, int] | None = None,
 ) -> list[Lease]:
-    """Return the leases that the live claims make, by node then id. Pure.
+    """Return the leases that the live claims form, by node then id. Pure.
 
-    ``claims``: by node, only nodes that were read; ``index``: NVML's by node and UUID; ``now``: our epoch seconds, at
-    which the claims' remaining times hold; ``alive``: whether a holder lives, None when it cannot be told from here;
-    ``uids``: who we are on each node.
+    ``claims``: by node, only of nodes that were read; ``index``: NVML's by node and UUID; ``now``: epoch seconds here,
+    to which the claims' remaining times refer; ``alive``: whether a holder is alive, None if unknown here; ``uids``: the
+    caller's uid on each node.
 
-    A lease is its id and its owner: one id with two owners is two leases, the second somebody's forgery. The owner is
-    the kernel's word on each node; over several nodes it is the name to show (`[users]` aliases applied), because one
-    person's uids may differ between servers. Claims of ours are one lease whatever we are called on each node: they are
-    ours by uid, node by node (as in :func:`mine`).
+    A lease is identified by id and owner: one id with two owners is two leases, one of them a forgery. On each node the
+    kernel gives the owner; across nodes the displayed name (with `[users]` aliases) identifies it, because a user's uids
+    may differ between servers. The caller's claims are identified by uid on each node (as in :func:`mine`) and form one
+    lease, whatever the user's name is there.
 
-    Flags: ``disputed``; ``unread``: a node it names was not read; ``partial``: all were, yet GPUs of it are missing.
+    Flags: ``disputed``; ``unread``: a node it names was not read; ``partial``: all were read, but GPUs are missing.
     """
     groups: dict[tuple[str, str | None], list[tuple[str, Claim]]] = {}
     for node in sorted(claims):
@@ -300,7 +301,7 @@ def leases_of(
 
 
 def _within(seconds: float) -> float:
-    """Return a lease's time as agents let it be: what a node says is not believed beyond that."""
+    """Return a lease's time within the limits that agents enforce, whatever the node reports."""
     return min(max(seconds, 0.0), LONGEST_S)
 
 
@@ -314,13 +315,13 @@ def _lease(
     first = found[0][1]
     ends_first = min((claim for _, claim in found), key=lambda claim: claim.remaining_s)
     remaining_s = _within(ends_first.remaining_s)
-    until = now + remaining_s  # by our clock: two hosts' clocks are never subtracted
+    until = now + remaining_s  # by this host's clock: times of two hosts are never subtracted
     named = {name for _, claim in found for name in claim.nodes}
-    flags = ["disputed"] if any(claim.disputed_with for _, claim in found) else []
+    flags: list[LeaseFlag] = ["disputed"] if any(claim.disputed_with for _, claim in found) else []
     if len(found) < max(claim.gpus for _, claim in found):
         flags.append("unread" if named - set(read) else "partial")
     else:
-        named = set()  # other names are other people's names for the nodes it was found on
+        named = set()  # other names are other users' names for the nodes it was found on
     return Lease(
         id=first.lease,
         owner=first.owner,
@@ -334,7 +335,7 @@ def _lease(
         until=iso(until),
         holder=LeaseHolder(first.holder.pid, alive(first.holder)) if first.holder else None,
         purpose=first.purpose,
-        flags=flags,
+        flags=[*flags],
         remaining_s=remaining_s,
         nodes=sorted(named | {node for node, _ in found}),
     )

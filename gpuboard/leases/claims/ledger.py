@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from gpuboard.model.request import Choice, Refusal, Request
     from gpuboard.model.snapshot import Snapshot
 
-_REFRESH_S = 2.0  # so that a running fleet shows at once what was changed
+_REFRESH_S = 2.0  # for a running fleet to show a change
 Settle = Callable[[Fleet], "Snapshot"]  # waits until every node of a fleet has a reading or an error
 
 
 class ClaimsLedger:
     """Leases as claims on the nodes of ``scope``, which is called when the nodes are first needed.
 
-    ``running``: a fleet of these nodes that its owner keeps open (the board's), used in place of own connections.
-    ``settle`` replaces how readings are waited for (a command shows its progress); ``warn`` takes warnings.
+    ``running``: an open fleet of these nodes (the board's), used instead of new connections. ``settle`` replaces the
+    wait for readings (a command shows its progress); ``warn`` receives warnings.
     """
 
     name = "claims on the nodes"
@@ -63,21 +63,21 @@ class ClaimsLedger:
         self._fleet = self._running
 
     def covers(self, nodes: Sequence[Node], *, ask: bool = True) -> Collection[str]:
-        """Return all of them: claims lie on any node."""
+        """Return all of them: any node can have claims."""
         return [node.name for node in nodes]
 
     def owns(self, lease: Lease) -> bool:
-        """Return whether a lease lies on nodes, not in a scheduler."""
+        """Return whether a lease consists of claims, not of a scheduler's job."""
         return lease.job is None
 
     def allocator(self, scope: Scope, *, options: JobOptions, progress: Progress) -> ClaimsAllocator:
-        """Return what reserves on the nodes of ``scope``. Raises UsageError for options of a scheduler's job."""
+        """Return the allocator for the nodes of ``scope``. Raises UsageError for options of a scheduler's job."""
         if options != NO_OPTIONS:
             raise UsageError(
-                "--partition, --account, --qos, --reservation and --slurm are for nodes of Slurm, and these are "
-                "reserved without it; `gpuboard config` shows `scheduler`"
+                "--partition, --account, --qos, --reservation and --slurm apply to Slurm nodes only, and the requested "
+                "nodes are reserved without Slurm; `gpuboard config` shows the setting `scheduler`"
             )
-        fleet = ScopeFleet(scope, self._settings, running=self._running)  # nodes are read while the rest is imported
+        fleet = ScopeFleet(scope, self._settings, running=self._running)  # reads the nodes during the import below
         try:
             from gpuboard.leases.claims.allocator import ClaimsAllocator
 
@@ -87,13 +87,13 @@ class ClaimsLedger:
             raise
 
     def plan(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
-        """Return what the policy would take in ``snapshot``. Raises UsageError."""
+        """Return the policy's answer for ``snapshot``. Raises UsageError."""
         from gpuboard.leases.policy.choose import choose
 
         return choose(request, snapshot)
 
     def leases(self, fleet: Fleet, snapshot: Snapshot, *, fresh: bool = False) -> LeaseList:
-        """Return everybody's leases in the nodes' newest readings, and the nodes without one."""
+        """Return all users' leases in the nodes' newest readings, and the nodes without one."""
         from gpuboard.leases.claims import client
         from gpuboard.model.lease import LeaseList
         from gpuboard.model.units import iso
@@ -107,7 +107,7 @@ class ClaimsLedger:
         return LeaseList(schema=1, at=iso(now), leases=found, unread=unread)
 
     def find(self, ids: Sequence[str]) -> Found:
-        """Return the caller's leases; an id that may lie on a node without a reading is missing for that reason."""
+        """Return the caller's leases; the error of a missing id names the nodes without a reading."""
         from gpuboard.leases.claims import client
 
         nodes = self._scope().nodes
@@ -135,7 +135,7 @@ class ClaimsLedger:
                     raise
                 elif unread:
                     where = ", ".join(unread)
-                    missing[text] = GpuboardError(f"{error}; it may lie on a node without a reading: {where}")
+                    missing[text] = GpuboardError(f"{error}; it may be on a node without a reading: {where}")
                     continue
                 else:
                     missing[text] = error
@@ -147,19 +147,19 @@ class ClaimsLedger:
         """End a lease on all its nodes."""
         from gpuboard.keeper import client as keeper
         from gpuboard.leases.claims import client
-        from gpuboard.leases.terms import forget_file
+        from gpuboard.leases.terms import remove_rank_map
         from gpuboard.model.lease import LeaseGpu
 
         kept_here = keeper.has(lease.id, self._env)
         try:
             keeper.forget(lease.id, self._env)  # first, so that it does not report the release as a loss
         except (keeper.KeeperError, OSError) as error:
-            kept_here = False  # the keeper may continue its heartbeats
+            kept_here = False  # the keeper may continue the heartbeats
             self._warn(f"warning: {error}; {lease.id} is released anyway, and the keeper may report it as lost")
         fleet = self._connected(lease)
         owned = self._is_own(lease, fleet.uids())
         outcome = client.release(fleet.call, lease.id, lease.nodes, owned=owned)
-        forget_file(self._env, lease.id)
+        remove_rank_map(self._env, lease.id)
         index = {(gpu.node, gpu.uuid): gpu.index for gpu in lease.gpus}
         gpus = [LeaseGpu(node, index.get((node, uuid)), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
         when = "within 90 s" if kept_here else f"when its holder ends, at the latest at {lease.until}"
@@ -168,7 +168,7 @@ class ClaimsLedger:
             lease.id,
             gpus,
             {
-                node: f"not released on {node}: {clean(str(error))}; it expires there {when}"
+                node: f"not released on {node}: {clean(str(error))}; it will expire there {when}"
                 for node, error in outcome.failed.items()
             },
         )
@@ -185,7 +185,7 @@ class ClaimsLedger:
         return Renewed(sorted(outcome.done), {node: clean(str(error)) for node, error in outcome.failed.items()})
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
-        """Return a lease of the caller's as its claims show it."""
+        """Return a lease of the caller as its claims show it."""
         scope = msgspec.structs.replace(self._scope(), explicit=True)
         with self.allocator(scope, options=NO_OPTIONS, progress=lambda _: None) as allocator:
             return allocator.existing(text, n)
@@ -202,9 +202,9 @@ class ClaimsLedger:
         return self._fleet, snapshot
 
     def _connected(self, lease: Lease) -> Fleet:
-        """Return the fleet that :meth:`find` read, else new connections to a lease's nodes.
+        """Return the fleet that :meth:`find` read, else one with new connections to the lease's nodes.
 
-        New ones, because those by which a lease was made may have been cut in the days of a run.
+        The connections that reserved it may have been lost during a run of days.
         """
         if self._fleet is None:
             self._fleet = self._open([node for node in self._scope().nodes if node.name in lease.nodes])
@@ -216,7 +216,7 @@ class ClaimsLedger:
         return fleet
 
     def _is_own(self, lease: Lease, uids: Mapping[str, int]) -> bool:
-        """Return whether a lease is the caller's: by the uid it has on the first node, where that has answered."""
+        """Return whether a lease is the caller's, by uid on its first node if that was read."""
         return not lease.gpus or lease.uid == uids.get(lease.gpus[0].node, lease.uid)
 
     def _refresh(self, nodes: Sequence[str]) -> None:
@@ -225,12 +225,12 @@ class ClaimsLedger:
 
 
 def _unread(snapshot: Snapshot) -> list[str]:
-    """Return the nodes whose claims are not known now."""
+    """Return the nodes whose claims are unknown now."""
     return [node.name for node in snapshot.nodes if node.state != "up" or node.claims_error is not None]
 
 
 def _as_lease(mine: Mine, shown: Sequence[Lease]) -> Lease:
-    """Return the lease whose claims ``mine`` names, as the readings show it; its nodes are those to be asked."""
+    """Return the lease of the claims in ``mine`` as the readings show it, with the nodes to call."""
     parts = [
         lease
         for lease in shown

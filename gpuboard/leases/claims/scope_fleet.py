@@ -1,4 +1,4 @@
-"""The fleet of an allocation's nodes. Imports little: the nodes are read while the rest is imported."""
+"""The fleet of an allocation's nodes. Imports little: it reads the nodes during the other imports."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class ScopeFleet:
-    """Feeds of the nodes of ``scope``, started at once; a node that is this machine alone where it is not explicit.
+    """Feeds of the nodes of ``scope``, started at once; only this machine's if it is a node and scope is not explicit.
 
-    ``running``: a fleet of exactly these nodes that its owner keeps open, used in place of new connections.
+    ``running``: an open fleet of exactly these nodes, used instead of new connections.
     """
 
     def __init__(self, scope: Scope, settings: Settings, *, running: Fleet | None = None) -> None:
@@ -26,7 +26,7 @@ class ScopeFleet:
         alone = here is not None and not scope.explicit
         self.nodes = {node.name: node for node in scope.nodes if not alone or node is here}
         self.left_out = [node.name for node in scope.nodes if node.name not in self.nodes]
-        self.here = here.name if here else None  # the node that is this machine, as far as that is known
+        self.here = here.name if here else None  # the node that is this machine, if known
         self.job = scope.job
         self._by_uuid = own_uuids() if here is None and not scope.explicit else []
         self.is_running = running is not None
@@ -35,7 +35,7 @@ class ScopeFleet:
             self.fleet.start()
 
     def snapshot(self) -> Snapshot:
-        """Return the nodes in scope as they are now. This machine is recognised by the UUIDs of its GPUs too."""
+        """Return the newest readings of the nodes in scope. This machine is recognized by its GPUs' UUIDs too."""
         found = self.fleet.snapshot()
         if self._by_uuid and (here := node_by_uuids(found, self._by_uuid)):
             self.here = here

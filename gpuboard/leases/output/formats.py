@@ -20,9 +20,9 @@ class Allocation(msgspec.Struct, frozen=True):
     lease: Lease
     rank_map: RankMap
     why: str
-    rank_map_file: str = ""  # where the rank map lies
+    rank_map_file: str = ""  # path of the rank map
     nodeset: str = ""  # the nodes, folded
-    here: str | None = None  # which of its nodes this machine is; None: none of them
+    here: str | None = None  # its node that is this machine; None: it has no node here
 
     def on(self, node: str) -> Allocation:
         """Return the same allocation as ``node`` sees it."""
@@ -30,7 +30,7 @@ class Allocation(msgspec.Struct, frozen=True):
 
 
 def render(allocation: Allocation, form: str, *, uuids: bool = False) -> str:
-    """Return ``allocation`` in one of shell.FORMATS; ``uuids``: CUDA_VISIBLE_DEVICES by UUID in place of indexes.
+    """Return ``allocation`` in one of shell.FORMATS; ``uuids``: CUDA_VISIBLE_DEVICES by UUID instead of index.
 
     Raises UsageError for a format that cannot name what was reserved.
     """
@@ -55,19 +55,21 @@ def render(allocation: Allocation, form: str, *, uuids: bool = False) -> str:
         return "".join(f"{node.name} slots={node.local_world_size}\n" for node in rank_map.nodes)
     if form == "rankfile":
         # mpirun(1), "Rankfiles": `slot=2` would bind a rank and its helpers to one core, --bind-to none or not, and
-        # a core that is not there ends mpirun without a word. `S*`, all sockets, binds to nothing, in Open MPI 4 and 5
+        # a missing core ends mpirun without a message. `S*`, all sockets, binds to nothing, in Open MPI 4 and 5
         return "".join(f"rank {rank.rank}={rank.node} slot=S*\n" for rank in rank_map.ranks)
     if form == "deepspeed":  # deepspeed --include: NODE_SPEC[@NODE_SPEC ...], NODE_SPEC=NAME[:SLOT[,SLOT ...]]
         if any(is_mig(rank.uuid) for rank in rank_map.ranks):
-            raise UsageError("DeepSpeed names GPUs by index, which a MIG device has not; take --format uuids or shell")
+            raise UsageError(
+                "--format deepspeed: MIG devices have no index, which DeepSpeed needs; use --format uuids or shell"
+            )
         parts = [
             f"{node.name}:{','.join(str(rank.index) for rank in rank_map.ranks if rank.node == node.name)}"
             for node in rank_map.nodes
         ]
         return "@".join(parts) + "\n"
-    if form == "uuids":  # fits CUDA_VISIBLE_DEVICES as it is
+    if form == "uuids":  # a valid CUDA_VISIBLE_DEVICES
         return ",".join(cuda_name(rank.index, rank.uuid) for rank in rank_map.ranks) + "\n"
-    raise ValueError(f"no format {form!r}")
+    raise ValueError(f"unknown format {form!r}")
 
 
 def variables(allocation: Allocation, *, uuids: bool = False) -> dict[str, str]:
@@ -85,16 +87,11 @@ def variables(allocation: Allocation, *, uuids: bool = False) -> dict[str, str]:
 
 
 def visible_devices(rank_map: RankMap, node: str | None, *, uuids: bool = False) -> str:
-    """Return CUDA_VISIBLE_DEVICES on ``node`` in the order of local ranks; "" when none of the GPUs is there."""
+    """Return CUDA_VISIBLE_DEVICES on ``node`` in the order of local ranks; "" if it has none of the GPUs."""
     if uuids:
         return ",".join(cuda_name(rank.index, rank.uuid) for rank in rank_map.ranks if rank.node == node)
     found: RankNode | None = next((entry for entry in rank_map.nodes if entry.name == node), None)
     return found.cuda_visible_devices if found else ""
-
-
-def render_refusal(refusal: Refusal) -> str:
-    """Return a refusal as ``--format json`` prints it."""
-    return render_error(refusal.code, refusal.message, refusal)
 
 
 def render_error(code: int, message: str, refusal: Refusal | None = None) -> str:
@@ -113,7 +110,7 @@ def _json(value: object) -> str:
 
 
 def _dotenv(text: str) -> str:
-    """Return ``text`` as dotenv files have it: bare where every reader takes that (docker's takes nothing else)."""
+    """Return ``text`` as a dotenv value, unquoted where every reader accepts that (docker accepts no quotes)."""
     if set(text) <= _PLAIN:
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$") + '"'

@@ -1,4 +1,4 @@
-"""What shells evaluate: assignments, and the lines that make them fail closed. Imports nothing: it must always work."""
+"""Lines for shells to evaluate: assignments, and those that fail closed. Imports nothing: it must always work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VARIABLES = ("GPUBOARD_LEASE", "GPUBOARD_RANK_MAP", "GPUBOARD_NODES")
 def assignments(shell: str, values: Mapping[str, str]) -> str:
     """Return the lines that set and export ``values`` in sh (``shell``), csh or fish, every value quoted.
 
-    In csh and fish each statement ends with ``;``: their command substitution turns line ends into blanks.
+    In csh and fish each statement ends with ``;``: their command substitution replaces line ends by blanks.
     """
     if shell == "csh":
         return "".join(f"setenv {name} {quote_csh(value)};\n" for name, value in values.items())
@@ -22,9 +22,9 @@ def assignments(shell: str, values: Mapping[str, str]) -> str:
 
 
 def fail_closed(form: str, code: int) -> str:
-    """Return lines that leave no GPU visible, forget an older lease, and make ``eval`` return ``code``.
+    """Return lines that hide all GPUs, unset the variables of an older lease, and make ``eval`` return ``code``.
 
-    ``form`` that no shell evaluates: "", but an empty assignment for ``env``.
+    "" for formats that no shell evaluates, except an empty assignment for ``env``.
     """
     if form == "csh":
         forget = "".join(f"unsetenv {name}; " for name in VARIABLES)
@@ -57,16 +57,16 @@ def quote_fish(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def said_format(argv: Sequence[str]) -> str | None:
-    """Return what ``--format`` says in a command line that may be wrong otherwise; None: nothing known."""
-    said = None
+def requested_format(argv: Sequence[str]) -> str | None:
+    """Return the value of ``--format`` in a command line that may be invalid; None if missing or unknown."""
+    form = None
     for position, word in enumerate(argv):
         if word == "--":
             break
         if word == "--format" and position + 1 < len(argv):
-            said = argv[position + 1]
+            form = argv[position + 1]
         elif word.startswith("--format="):
-            said = word[9:]
+            form = word[9:]
         elif word == "--json":
-            said = "json"
-    return said if said in FORMATS else None
+            form = "json"
+    return form if form in FORMATS else None

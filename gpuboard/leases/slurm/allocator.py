@@ -36,10 +36,10 @@ from gpuboard.leases.terms import (
     Terms,
     as_allocated,
     duration,
-    keep_rank_map,
-    known_rank_map,
     rank_map_file,
+    stored_rank_map,
     uninterrupted,
+    write_rank_map,
 )
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.request import Choice, Refusal, Request
@@ -281,7 +281,7 @@ class SlurmAllocator:
         if job.state == "PENDING":
             raise NotFree(Refusal(4, f"lease {lease} has nothing yet: Slurm job {job.number} is pending"))
         why, holder = f"Slurm job {job.number}", known_holder(lease, self._env)
-        known = known_rank_map(self._env, lease)
+        known = stored_rank_map(self._env, lease)
         if n is None and known is not None and known.job == str(job.number):
             # A job's GPUs do not change: every rank of an mpirun may ask, and none has to be looked at for that.
             used = [node.name for node in known.nodes]
@@ -368,6 +368,6 @@ class SlurmAllocator:
             {name: gpus.nodes[name].address for name in used},
         )
         found = rank_map(lease.id, chosen, addresses, lease.job)
-        file = keep_rank_map(self._env, found, whole=len(chosen) == len(lease.gpus))
+        file = write_rank_map(self._env, found, whole=len(chosen) == len(lease.gpus))
         here = gpus.here if gpus.here in used else None
         return Allocation(lease, found, why, file, folded(used), here)

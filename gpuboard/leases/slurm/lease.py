@@ -14,7 +14,7 @@ from gpuboard.keeper.client import KeeperError
 from gpuboard.keeper.holder import alive
 from gpuboard.leases.claims.client import LONGEST_S
 from gpuboard.leases.ledger import matching, no_such_lease
-from gpuboard.leases.terms import forget_file, known_rank_map
+from gpuboard.leases.terms import remove_rank_map, stored_rank_map
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.units import iso
 from gpuboard.nodesets import listed
@@ -78,7 +78,7 @@ def forget(lease: str, env: Mapping[str, str]) -> None:
     outdate(env)
     with contextlib.suppress(KeeperError, OSError):
         keeper.forget(lease, env)
-    forget_file(env, lease)
+    remove_rank_map(env, lease)
     for name in (f"{lease}.alive", f"{lease}.alive.seen"):
         with contextlib.suppress(OSError):
             os.unlink(f"{paths.state_dir(env)}/leases/{name}")
@@ -100,7 +100,7 @@ def known_holder(lease: str, env: Mapping[str, str]) -> LeaseHolder | None:
 
 def gpus_of(lease: str, job: JobState, env: Mapping[str, str]) -> list[LeaseGpu]:
     """Return the GPUs of a job by the rank map of its lease; where that is not here, its nodes without their GPUs."""
-    found = known_rank_map(env, lease)
+    found = stored_rank_map(env, lease)
     if found is not None and found.job == str(job.number):
         return [LeaseGpu(rank.node, rank.index, rank.uuid) for rank in found.ranks]
     try:

@@ -23,7 +23,7 @@ from gpuboard.leases.ledger import (
 )
 from gpuboard.leases.slurm.lease import end, find, gpus_of, known_holder, lease_of, renew, user_name
 from gpuboard.leases.slurm.schedule import leases, schedule_of
-from gpuboard.leases.terms import known_rank_map
+from gpuboard.leases.terms import stored_rank_map
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.request import Choice, Refusal
 from gpuboard.model.text import clean
@@ -200,7 +200,7 @@ class SlurmLedger:
         """Return whether ids may name jobs. Inside a job few do, and Slurm need not answer there."""
         if not self._env.get("SLURM_JOB_ID") or self._scope().job is None:
             return True
-        known = [known_rank_map(self._env, text) for text in ids]
+        known = [stored_rank_map(self._env, text) for text in ids]
         return any(rank_map is not None and rank_map.job is not None for rank_map in known)
 
     def _with_own(self, found: Sequence[Lease]) -> list[Lease]:
