@@ -14,6 +14,7 @@ import msgspec
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.routes import Ladder, Route
 from gpuboard.cluster.snapshot.build import NodeFacts, inert_static
+from gpuboard.cluster.timing import TIMING, FleetTiming
 from gpuboard.model.reading import Event, Hello, Reading, Static, shared
 from gpuboard.model.state import Thresholds, counted, narrow_links, rests_on_memory
 from gpuboard.shellprobe.connector import NodeConnector
@@ -24,19 +25,15 @@ from gpuboard.transport.link import AgentLink
 if TYPE_CHECKING:
     from gpuboard.shellprobe.link import ShellLink
 
-FIRST_ANSWER_S = 10.0  # from an open connection to the first reading, at least: NVML alone can take 3 s
-SILENCE_S = 60.0  # a connected agent that says nothing for so long (and 10 intervals) is replaced
-BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
-BACKOFF_REFUSED_S = 30.0  # for keys: nothing gets better by itself, and sshd may ban who keeps trying
-_SLOW = frozenset({"auth", "host-key", "limits"})
+_REFUSED = frozenset({"auth", "host-key", "limits"})
 _LAST_BUSY = 8192  # GPUs of which it is remembered when they were last in use; real ones are far fewer
-_STEADY_S = 10.0  # a link that lived so long starts the back-off over
 
 
-def backoff_s(failures: int, kind: str) -> float:
-    """Return how long to wait after the ``failures``-th failure in a row (from 1), jittered to spread many clients."""
-    first = BACKOFF_REFUSED_S if kind in _SLOW else BACKOFF_FIRST_S
-    most = 5 * BACKOFF_MAX_S if kind in _SLOW else BACKOFF_MAX_S
+def backoff_s(failures: int, kind: str, timing: FleetTiming = TIMING) -> float:
+    """Return the pause after the ``failures``-th failure in a row (from 1), jittered so that clients spread out."""
+    refused = kind in _REFUSED
+    first = timing.backoff_refused_s if refused else timing.backoff_first_s
+    most = timing.backoff_refused_most_s if refused else timing.backoff_most_s
     return min(most, first * 2.0 ** min(failures - 1, 10)) * random.uniform(0.5, 1.0)
 
 
@@ -62,6 +59,7 @@ class NodeFeed:
         interval_s: float | None,
         answer_s: float,
         changed: Callable[[], None],
+        timing: FleetTiming = TIMING,
     ) -> None:
         self.node = node
         self.facts = NodeFacts(name=node.name)
@@ -71,10 +69,11 @@ class NodeFeed:
         self._connector = connector
         self._thresholds = thresholds
         self._interval_s = interval_s
-        self._answer_s = max(FIRST_ANSWER_S, answer_s)
+        self._timing = timing
+        self._answer_s = max(timing.first_answer_s, answer_s)
         self._changed = changed
         self._lock = threading.RLock()  # not held while ``changed`` is called
-        self._ladder = Ladder(node.job, local=node.host is None)
+        self._ladder = Ladder(node.job, local=node.host is None, timing=timing)
         self._way = Route()  # the one taken last
         self._known_as = ""  # its name for the scheduler, where the ways are the scheduler's
         self._number = 0  # of the link whose messages count
@@ -148,7 +147,7 @@ class NodeFeed:
         """Do what time asks for: give up on a link without an answer or gone silent, connect again."""
         link = self.link
         if link is not None and link.over is None:
-            silent_s = max(SILENCE_S, 10 * (self._interval_s or 0.0))
+            silent_s = max(self._timing.silence_s, 10 * (self._interval_s or 0.0))
             began = max(self._hello_at, link.connected_at or now)
             if self._waiting and now - began > self._answer_s:
                 link.drop(link.late(self._answer_s))
@@ -284,7 +283,7 @@ class NodeFeed:
             if wait_s == 0.0:
                 self._open()
                 return
-            self._failures = 1 if now - self._opened_at > _STEADY_S else self._failures + 1
+            self._failures = 1 if now - self._opened_at > self._timing.steady_s else self._failures + 1
             if error.kind == "limits":  # nothing that it has sent is believed
                 self.facts = NodeFacts(name=self.node.name)
                 self._last_busy, self._held = {}, frozenset()
@@ -293,7 +292,9 @@ class NodeFeed:
             else:
                 self.facts = msgspec.structs.replace(self.facts, error=str(error))
             if self._interval_s is not None and not self._ladder.closed:
-                self.retry_at = now + (backoff_s(self._failures, error.kind) if wait_s is None else wait_s)
+                self.retry_at = now + (
+                    backoff_s(self._failures, error.kind, self._timing) if wait_s is None else wait_s
+                )
         self._changed()
 
     def _without_python(self, error: TransportError) -> TransportError:

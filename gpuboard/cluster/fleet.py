@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpuboard.cluster.feed import NodeFeed
 from gpuboard.cluster.snapshot.build import View, node_claims, snapshot, standing
+from gpuboard.cluster.timing import TIMING, FleetTiming
 from gpuboard.model.replies import Read
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
@@ -29,16 +30,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FIRST_READING_S = 12.0  # beyond connect_s: start of the agent, and of NVML without persistence mode
-_LOOK_S = 0.25  # how often somebody who waits looks at deadlines
-_PACE_S = 1.0  # how often deadlines and retries of a picture that is kept open are looked at
-_STOOD_S = 3.0  # not looked for so long: this process was stopped (ctrl-Z), and what came meanwhile is still to be read
-_TICK_S = 10.0  # how often agents are told the time of the next tick
-_SETTLE_S = 0.02  # ticks are aligned: what arrives with pauses shorter than this is one change…
-_SETTLE_MOST_S = 0.3  # …if it takes no longer: 1,000 lines need 50 to 200 ms to come in and be decoded
-_AGED_S = 1.0  # readings older than this are read again after a wait for others
-_AGAIN_S = 4.0  # for that: NVML alone may take 3.5 s
-_LEAST_S = 0.5  # for any call: a node that lives answers, and what came while this process was suspended is read
-_RETRY_S = 1.0  # a node that failed less than this ago is not tried again for a call
 
 
 class Fleet:
@@ -56,10 +47,12 @@ class Fleet:
         one_shot: bool = True,
         connector: NodeConnector | None = None,
         scheduler: Scheduler | None = None,
+        timing: FleetTiming = TIMING,
     ) -> None:
         """``scheduler``: is closed with the fleet."""
         self._settings = settings
         self._interval_s = interval_s
+        self._timing = timing
         self._one_shot = one_shot
         self._thresholds = settings.state.thresholds()
         self._connector = connector or NodeConnector(settings)
@@ -87,6 +80,7 @@ class Fleet:
                 interval_s=interval_s,
                 answer_s=parse_duration(settings.connect_timeout),
                 changed=self._feed_changed,
+                timing=timing,
             )
             for node in nodes
         }
@@ -131,7 +125,7 @@ class Fleet:
             self._waiting += 1
             try:
                 while (left := until - time.monotonic()) > 0 and not self._answered(feeds):
-                    self._condition.wait(min(left, _LOOK_S))
+                    self._condition.wait(min(left, self._timing.poll_s))
                     if self._interval_s is None:
                         self._look(feeds)
             finally:
@@ -147,7 +141,7 @@ class Fleet:
         began = latest = time.monotonic()
         left = len(self._feeds)
         while (rest_s := latest + limit_s - time.monotonic()) > 0:
-            self.wait(min(rest_s, _PACE_S))
+            self.wait(min(rest_s, self._timing.pace_s))
             silent = [name for name, feed in self._feeds.items() if not feed.answered]
             if self._answered(self._feeds.values()):
                 return
@@ -165,10 +159,10 @@ class Fleet:
                 self._condition.wait_for(lambda: self._dirty or self._closed.is_set(), timeout_s)
             if not self._dirty:
                 return False
-        until = time.monotonic() + _SETTLE_MOST_S
+        until = time.monotonic() + self._timing.settle_most_s
         while self._dirty and time.monotonic() < until:
             self._dirty = False
-            time.sleep(_SETTLE_S)
+            time.sleep(self._timing.settle_s)
         self._dirty = False
         return True
 
@@ -237,9 +231,9 @@ class Fleet:
             link = self._feeds[node].link
             since = min(started, (link.silent_since if link is not None else None) or started)
             left_s = since + timeout_s - now
-            if left_s <= 0 and now >= started + _LEAST_S:
+            if left_s <= 0 and now >= started + self._timing.call_least_s:
                 raise LinkLost(node, sent.no_answer(now - since))
-            sent.wait(min(max(left_s, _LEAST_S), _LOOK_S))
+            sent.wait(min(max(left_s, self._timing.call_least_s), self._timing.poll_s))
         return sent
 
     def tell(self, node: str, op: str, args: dict[str, Any]) -> None:
@@ -257,9 +251,13 @@ class Fleet:
         """Read again the nodes whose newest reading has grown old while another node was waited for."""
         now = time.monotonic()
         feeds = self._feeds.items()
-        aged = [name for name, feed in feeds if feed.facts.reading is not None and now - feed.facts.arrived > _AGED_S]
+        aged = [
+            name
+            for name, feed in feeds
+            if feed.facts.reading is not None and now - feed.facts.arrived > self._timing.aged_s
+        ]
         if aged:
-            self.refresh(aged, _AGAIN_S)
+            self.refresh(aged, self._timing.reread_s)
 
     def close(self) -> None:
         """End every connection at once."""
@@ -289,7 +287,7 @@ class Fleet:
         with self._opening:
             link = feed.link
             if link is None or link.over is not None:
-                recently = time.monotonic() - feed.failed_at < _RETRY_S
+                recently = time.monotonic() - feed.failed_at < self._timing.call_retry_s
                 if self._interval_s is not None or recently or self._closed.is_set():
                     return LinkLost(node, feed.facts.error or "not connected")
                 feed.open()
@@ -320,12 +318,12 @@ class Fleet:
     def _pace(self) -> None:
         """Watch deadlines, connect again, and send ticks until the fleet is closed."""
         looked_at = time.monotonic()
-        tick_at = looked_at + _TICK_S
-        while not self._closed.wait(_PACE_S):
+        tick_at = looked_at + self._timing.tick_s
+        while not self._closed.wait(self._timing.pace_s):
             before, looked_at = looked_at, time.monotonic()
-            if looked_at - before < _STOOD_S:
+            if looked_at - before < self._timing.suspended_s:
                 self._look(self._feeds.values())
             if time.monotonic() >= tick_at:
-                tick_at += _TICK_S
+                tick_at += self._timing.tick_s
                 for feed in self._feeds.values():
                     feed.tick()

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-AGENT_AGAIN_S = 600.0  # a node whose python3 is missing is asked for it so often
-SSH_AGAIN_S = 300.0  # ssh that was refused is tried again so often while there is another way in
-NO_JOB_S = 300.0  # and where there is none: a node that lets nobody in without a job says so again and again
+from gpuboard.cluster.timing import TIMING, FleetTiming
 
 # Reasons for which the same connection through a job may well work.
 _REFUSALS = frozenset({"refused", "auth", "no-job", "host-key", "resolve", "unreachable", "timeout"})
@@ -27,9 +25,10 @@ class Route(NamedTuple):
 class Ladder:
     """The ways to one node. ``job``: a job that it is reached through whatever the scheduler says."""
 
-    def __init__(self, job: str | None, *, local: bool) -> None:
+    def __init__(self, job: str | None, *, local: bool, timing: FleetTiming = TIMING) -> None:
         self._fixed = job
         self._local = local
+        self._timing = timing
         self._ssh = True
         self._jobs: tuple[str, ...] = ()
         self._visits: tuple[str, ...] = ()
@@ -78,7 +77,7 @@ class Ladder:
         """Take note that ``way`` led nowhere; return how long to wait before the next, None: as after any failure."""
         if kind == "no-python" and not self._local:
             if not way.shell:
-                self._agent_at[way.job] = now + AGENT_AGAIN_S
+                self._agent_at[way.job] = now + self._timing.agent_again_s
                 return 0.0
             self._agent_at.pop(way.job, None)
             return None
@@ -86,9 +85,9 @@ class Ladder:
             return None
         if way.job is None and kind in _REFUSALS:
             if self._jobs:
-                self._ssh_at = now + SSH_AGAIN_S
+                self._ssh_at = now + self._timing.ssh_again_s
                 return 0.0
-            return NO_JOB_S if kind == "no-job" else None
+            return self._timing.no_job_s if kind == "no-job" else None
         if way.job is not None:
             self._ssh_at = 0.0
             if kind == "no-job":  # it has ended; the scheduler's next answer will say so, too

@@ -12,7 +12,7 @@ import pytest
 
 from gpuboard.cluster.feed import NodeFeed
 from gpuboard.cluster.inventory.nodes import Node
-from gpuboard.cluster.routes import AGENT_AGAIN_S, NO_JOB_S
+from gpuboard.cluster.timing import TIMING
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.state import Thresholds
@@ -170,7 +170,7 @@ def test_without_python_a_shell_is_opened_at_once_and_the_agent_tried_again_late
     shell = "shell ssh: python3 cannot be started there; install it"
     assert (ways.taken, it.facts.error, it.answered) == (["agent ssh", shell], None, False)
     ways.links[1].says(HELLO, STATIC, reading())
-    later = time.monotonic() + AGENT_AGAIN_S + 1
+    later = time.monotonic() + TIMING.agent_again_s + 1
     ways.links[1].last_line = later
     it.look(later - 10)
     assert len(ways.links) == 2
@@ -198,9 +198,9 @@ def test_a_node_that_wants_a_job_is_asked_again_when_there_is_one_and_not_before
     before = time.monotonic()
     ways.links[0].drop(TransportError("no-job", "no job there"))
     assert it.retry_at is not None
-    assert before + NO_JOB_S <= it.retry_at <= time.monotonic() + NO_JOB_S
+    assert before + TIMING.no_job_s <= it.retry_at <= time.monotonic() + TIMING.no_job_s
     it.permit(ssh=True, jobs=[])
-    it.look(time.monotonic() + NO_JOB_S - 10)
+    it.look(time.monotonic() + TIMING.no_job_s - 10)
     assert (len(ways.links), it.facts.error) == (1, "no job there")
     it.permit(ssh=True, jobs=["7"])
     assert (ways.taken, it.facts.error) == (["agent ssh"] * 2, None)

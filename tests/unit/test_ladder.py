@@ -7,7 +7,8 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.cluster.routes import AGENT_AGAIN_S, NO_JOB_S, SSH_AGAIN_S, Ladder, Route
+from gpuboard.cluster.routes import Ladder, Route
+from gpuboard.cluster.timing import TIMING
 from gpuboard.transport.base import Kind
 
 SSH, SHELL = Route(), Route(shell=True)
@@ -28,11 +29,11 @@ def test_without_python_it_is_a_shell_and_now_and_then_the_agent_again() -> None
     it = ladder()
     assert it.failed(SSH, "no-python", 0.0) == 0.0
     assert it.way(0.0) == SHELL
-    assert not it.agent_is_due(SHELL, AGENT_AGAIN_S - 1)
-    assert it.way(AGENT_AGAIN_S - 1) == SHELL
-    assert it.agent_is_due(SHELL, AGENT_AGAIN_S)
-    assert it.way(AGENT_AGAIN_S) == SSH
-    assert not it.agent_is_due(SSH, AGENT_AGAIN_S)
+    assert not it.agent_is_due(SHELL, TIMING.agent_again_s - 1)
+    assert it.way(TIMING.agent_again_s - 1) == SHELL
+    assert it.agent_is_due(SHELL, TIMING.agent_again_s)
+    assert it.way(TIMING.agent_again_s) == SSH
+    assert not it.agent_is_due(SSH, TIMING.agent_again_s)
 
 
 def test_with_neither_python_nor_nvidia_smi_it_starts_over_with_back_off() -> None:
@@ -58,7 +59,7 @@ def test_a_job_of_ours_without_gpus_is_no_way_and_a_new_one_is_told() -> None:
     it = ladder()
     assert it.permit(ssh=True, jobs=[], visits=["7"]) is True
     assert (it.way(0.0), it.permits(Route("7"))) == (SSH, False)
-    assert it.failed(SSH, "no-job", 0.0) == NO_JOB_S
+    assert it.failed(SSH, "no-job", 0.0) == TIMING.no_job_s
     assert it.permit(ssh=True, jobs=[], visits=["7"]) is False
     assert it.permit(ssh=True, jobs=[], visits=["8"]) is True
 
@@ -81,7 +82,7 @@ def test_refused_ssh_gives_way_to_a_job_for_a_while() -> None:
         assert it.way(0.0) == SSH
         assert it.failed(SSH, kind, 0.0) == 0.0
         assert it.way(0.0) == Route("7")
-        assert it.way(SSH_AGAIN_S) == SSH
+        assert it.way(TIMING.ssh_again_s) == SSH
 
 
 def test_an_agent_that_dies_is_no_reason_to_take_another_way() -> None:
@@ -94,7 +95,7 @@ def test_an_agent_that_dies_is_no_reason_to_take_another_way() -> None:
 
 def test_a_node_that_wants_a_job_is_left_alone_until_there_is_one() -> None:
     it = ladder()
-    assert it.failed(SSH, "no-job", 0.0) == NO_JOB_S
+    assert it.failed(SSH, "no-job", 0.0) == TIMING.no_job_s
     assert it.permit(ssh=True, jobs=["7"]) is True
     assert it.way(1.0) == SSH  # it lets us in now
 
@@ -117,8 +118,8 @@ def test_a_job_that_is_the_only_way_stays_it_with_or_without_python() -> None:
     assert (it.closed, it.way(0.0), it.permits(Route("12"))) == (False, Route("12"), True)
     assert it.failed(Route("12"), "no-python", 0.0) == 0.0
     assert it.way(0.0) == Route("12", shell=True)
-    assert it.failed(Route("12"), "no-job", AGENT_AGAIN_S) is None
-    assert it.way(AGENT_AGAIN_S) == Route("12")
+    assert it.failed(Route("12"), "no-job", TIMING.agent_again_s) is None
+    assert it.way(TIMING.agent_again_s) == Route("12")
 
 
 @given(
@@ -137,5 +138,5 @@ def test_a_way_that_is_not_permitted_is_never_taken(
         if way is None:
             return
         assert it.permits(way)
-        assert it.failed(way, kind, now) in {None, 0.0, NO_JOB_S}
+        assert it.failed(way, kind, now) in {None, 0.0, TIMING.no_job_s}
         now += passed
