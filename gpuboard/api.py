@@ -238,7 +238,7 @@ def _scope(settings: Settings, names: Sequence[str], job: Inside | None) -> Scop
 
         return Scope(tuple(job_nodes(job, names)), explicit=True, job=job.job)
     scheduler = find(settings, os.environ)
-    nodes = inventory(settings, names, (lambda: scheduler.look(15.0)) if scheduler else None)
+    nodes = inventory(settings, names, scheduler.look if scheduler else None)
     return Scope(tuple(nodes), explicit=bool(names))
 
 

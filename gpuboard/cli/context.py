@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from gpuboard.scheduler.base import Scheduler
     from gpuboard.scheduler.slurm.current_job import Inside
 
-SCHEDULER_S = 15.0  # for an answer that says which nodes there are; commands to a dead controller take 10 s
-
 
 class Context:
     """Everything one command works with. ``nodesets``: the values of ``--nodes``."""
@@ -113,7 +111,7 @@ class Context:
         from gpuboard.cluster.inventory.nodes import inventory
 
         scheduler = self.new_scheduler()
-        return inventory(self.settings, self.nodesets, (lambda: scheduler.look(SCHEDULER_S)) if scheduler else None)
+        return inventory(self.settings, self.nodesets, scheduler.look if scheduler else None)
 
     def reach(self, nodes: list[Node]) -> list[Node]:
         """Return ``nodes``, after ssh has asked on the terminal for the passwords and codes that they require.

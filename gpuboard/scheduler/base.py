@@ -7,9 +7,11 @@ from typing import Protocol
 
 from gpuboard.model.schedule import Seen
 
+QUERY_S = 15.0  # default timeout of one query: commands give up after 10 s when the controller is unreachable
+
 
 class Scheduler(Protocol):
-    """Knows what a scheduler holds. Asks rarely, shares the answers between all processes of a user, never raises."""
+    """Knows what a scheduler holds. Queries rarely, shares answers between all processes of a user, never raises."""
 
     @property
     def seen(self) -> Seen:
@@ -18,8 +20,8 @@ class Scheduler(Protocol):
     def start(self, changed: Callable[[], None]) -> None:
         """Keep asking, from a thread, until closed; ``changed`` is called after each answer or error."""
 
-    def look(self, timeout_s: float) -> Seen:
-        """Ask once where the newest shared answer is too old, waiting at most so long; return what is known then."""
+    def look(self, timeout_s: float = QUERY_S) -> Seen:
+        """Query once if the newest shared answer is too old, waiting at most ``timeout_s``; return what is known."""
 
     def close(self) -> None:
         """Stop asking, at once; a command that hangs is left behind."""

@@ -18,7 +18,6 @@ from gpuboard.model.snapshot import SchedulerView
 from gpuboard.model.text import clean
 from gpuboard.scheduler.base import Scheduler
 
-_LOOK_S = 15.0  # for one question to a controller that may hang; the scheduler's own deadlines are shorter
 _NOTES = 20  # shown of what an answer leaves open
 
 
@@ -92,7 +91,7 @@ class SchedulerMonitor:
         self._scheduler.close()
 
     def _look(self) -> None:
-        self._scheduler.look(_LOOK_S)
+        self._scheduler.look()
         self._changed()
 
     def _changed(self) -> None:

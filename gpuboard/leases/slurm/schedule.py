@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 _GONE = frozenset({"completing"})
 _PLACEHOLDER = "slurm-"  # how the UUID of a GPU begins that nothing but Slurm shows
 
-LOOK_S = 15.0  # deadline for a schedule: commands to a controller that does not answer take 10 s
-
 
 def schedule_of(scheduler: Scheduler) -> Schedule:
     """Return what Slurm holds, as far as it can be known. Raises NoNodeReached."""
-    seen = scheduler.look(LOOK_S)
+    seen = scheduler.look()
     if seen.schedule is None:
         raise NoNodeReached(
             f"Slurm does not answer: {clean(seen.error or 'no reason given', 400)}; "

@@ -16,9 +16,9 @@ import msgspec
 
 from gpuboard.errors import GpuboardError
 from gpuboard.nodesets import listed
+from gpuboard.scheduler.base import QUERY_S
 from gpuboard.transport.base import TransportError
 
-_ASK_S = 15.0
 _LIVE = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING"})  # job states of squeue(1)
 _ANCESTORS_MAX = 64
 
@@ -150,4 +150,4 @@ def _expand(nodes: str) -> list[str]:
 def _ask(number: str) -> str:
     from gpuboard.transport.slurm.srun import show_job  # late: most are told by the kernel
 
-    return show_job(number, _ASK_S)
+    return show_job(number, QUERY_S)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from gpuboard.config import Settings
 from gpuboard.model.schedule import Seen
 from gpuboard.model.units import parse_duration
+from gpuboard.scheduler.base import QUERY_S
 from gpuboard.scheduler.slurm.cache import Cache, CachedAnswer, now
 from gpuboard.scheduler.slurm.query_cycle import CycleResult, QueryCycle
 from gpuboard.scheduler.slurm.site import Site, here, key
@@ -60,7 +61,7 @@ class Slurm:
         """Keep asking, from a thread, until closed; ``changed`` is called after each answer or error."""
         threading.Thread(target=self._keep, args=(changed,), name="slurm", daemon=True).start()
 
-    def look(self, timeout_s: float) -> Seen:
+    def look(self, timeout_s: float = QUERY_S) -> Seen:
         """Ask once where the newest shared answer is too old, waiting at most so long; return what is known then."""
         self._refresh(time.monotonic() + timeout_s)
         return self.seen
