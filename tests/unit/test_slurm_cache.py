@@ -20,6 +20,7 @@ from gpuboard.scheduler.find import find
 from gpuboard.scheduler.slurm import service as slurm
 from gpuboard.scheduler.slurm.cache import Cache, CachedAnswer, now
 from gpuboard.scheduler.slurm.query_cycle import CycleResult
+from gpuboard.scheduler.slurm.site import here
 from tests.slurmtext import FOLDER
 from tests.waiting import Stopwatch, until
 
@@ -127,7 +128,7 @@ def test_one_at_a_time_has_the_turn(env: dict[str, str]) -> None:
 def play(minutes: float, took_s: float, error: str | None = None, interval_s: float = 30.0) -> list[float]:
     """Return when Slurm is asked in so many minutes, when each try takes ``took_s``."""
     rng = random.Random(1)
-    known = CachedAnswer("", credit_s=slurm.CREDIT_S)
+    known = CachedAnswer("", credit_s=slurm.TIMING.credit_s)
     at, found = 1000.0, []
     while at < 1000.0 + 60 * minutes:
         found.append(at)
@@ -144,7 +145,7 @@ def test_slurm_is_asked_for_a_twentieth_of_the_time_at_most(
 ) -> None:
     for minutes in (10, 60, 600):
         asked = len(play(minutes, took_s, error, interval_s)) * took_s
-        assert asked <= 0.05 * 60 * minutes + slurm.CREDIT_S + took_s
+        assert asked <= 0.05 * 60 * minutes + slurm.TIMING.credit_s + took_s
 
 
 def test_a_quick_controller_is_asked_each_interval() -> None:
@@ -189,10 +190,8 @@ def bench(tmp_path: Path, env: dict[str, str]) -> tuple[dict[str, str], Path]:
     return env | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_CONF": str(folder / "slurm.conf")}, folder
 
 
-def client(env: Mapping[str, str]) -> slurm.Slurm:
-    found = find(Settings(), env)
-    assert found is not None
-    return found
+def client(env: Mapping[str, str], timing: slurm.SlurmTiming = slurm.TIMING) -> slurm.Slurm:
+    return slurm.Slurm(Settings(), env, here(env), timing)
 
 
 def test_a_later_look_takes_the_answer_of_an_earlier_one(bench: tuple[dict[str, str], Path]) -> None:
@@ -220,15 +219,14 @@ def test_the_clock_on_the_wall_plays_no_part(
 
 
 def test_who_was_stopped_while_asking_keeps_nobody_waiting_for_ever(
-    bench: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
+    bench: tuple[dict[str, str], Path],
 ) -> None:
     env, _ = bench
-    monkeypatch.setattr(slurm, "STUCK_S", 0.3)
     one = client(env)
     with one._cache.turn() as ours:  # and then ctrl-Z
         assert ours
         begun, watch = time.monotonic(), Stopwatch()
-        assert client(env).look(60.0).schedule is not None
+        assert client(env, slurm.SlurmTiming(stuck_s=0.3)).look(60.0).schedule is not None
         assert time.monotonic() - begun >= 0.3
         assert watch.stop() < 5
 
@@ -260,12 +258,11 @@ def test_closing_ends_what_runs_and_nothing_is_said_of_it(bench: tuple[dict[str,
 
 
 def test_what_another_process_learns_reaches_a_watch(
-    bench: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
+    bench: tuple[dict[str, str], Path],
 ) -> None:
     env, folder = bench
-    monkeypatch.setattr(slurm, "NEWS_S", 0.1)
     changes = threading.Semaphore(0)
-    watching = client(env)
+    watching = client(env, slurm.SlurmTiming(news_s=0.1))
     watching.start(changes.release)
     try:
         assert changes.acquire(timeout=60)

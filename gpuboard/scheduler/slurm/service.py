@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
 from msgspec.structs import replace
 
 from gpuboard.config import Settings
@@ -17,16 +18,23 @@ from gpuboard.scheduler.slurm.cache import Cache, CachedAnswer, now
 from gpuboard.scheduler.slurm.query_cycle import CycleResult, QueryCycle
 from gpuboard.scheduler.slurm.site import Site, here, key
 
-ROUND_S = 12.0  # one cycle's commands together; Slurm's own wait for ten
-SHARE = 0.05  # of the time may pass in Slurm's commands, in the long run
-CREDIT_S = 15.0  # at once: what the share makes of five minutes
-CURRENT_S = 30.0  # so long, at least, an answer says something about now
-BACK_OFF_S = 300.0  # at most, between two tries
-REFUSED_S = 60.0  # the same where the try costs next to nothing: nobody listens there
-STUCK_S = ROUND_S + 1.0  # so long a process that asks is waited for
-NEWS_S = 2.0  # between two looks for what other processes have learnt, or changed
-_CHEAP_S = 0.5
-_PAUSE_S = 0.05  # between two looks for what another process has learnt
+
+class SlurmTiming(msgspec.Struct, frozen=True):
+    """When Slurm is queried. All but ``share`` in seconds."""
+
+    cycle_s: float = 12.0  # timeout of one cycle's commands together; Slurm's own commands give up after 10 s
+    share: float = 0.05  # token bucket: at most 5 % of wall time in Slurm commands…
+    credit_s: float = 15.0  # …burst 15 s: the share of five minutes
+    current_s: float = 30.0  # an answer counts as current for at least this long
+    backoff_most_s: float = 300.0
+    backoff_cheap_most_s: float = 60.0  # the same if a failed cycle costs little: the connection is refused at once
+    cheap_s: float = 0.5  # a cycle with less time than this in Slurm's commands costs little
+    stuck_s: float = 13.0  # longest wait for another process that queries: after more than a cycle it is suspended
+    news_s: float = 2.0  # between two checks of the shared file for other processes' answers
+    poll_s: float = 0.05  # the same while another process queries
+
+
+TIMING = SlurmTiming()
 _WAITING = "it is being asked by another gpuboard of yours, and has not answered yet"
 
 
@@ -41,20 +49,23 @@ def outdate(env: Mapping[str, str]) -> None:
 class Slurm:
     """What Slurm holds; implements scheduler/base.py. For any thread."""
 
-    def __init__(self, settings: Settings, env: Mapping[str, str], site: Site) -> None:
+    def __init__(self, settings: Settings, env: Mapping[str, str], site: Site, timing: SlurmTiming = TIMING) -> None:
         self._interval_s = parse_duration(settings.slurm.interval)
+        self._timing = timing
         self._cache = Cache(env, key(site, env))
         self._questions = QueryCycle(site, env)
         self._lock = threading.Lock()  # held while this process asks
         self._ended = threading.Event()
-        self._known = CachedAnswer(self._cache.boot, credit_s=CREDIT_S)
+        self._known = CachedAnswer(self._cache.boot, credit_s=timing.credit_s)
         self._jitter = 0.8 + 0.4 * os.urandom(1)[0] / 255  # so that who waits for a controller does not come in a crowd
 
     @property
     def seen(self) -> Seen:
         """What is known now; from any thread, without waiting."""
         known = self._known
-        current_s = max(CURRENT_S, 3 * self._interval_s, _rest_s(known) + ROUND_S)
+        current_s = max(
+            self._timing.current_s, 3 * self._interval_s, _rest_s(known, self._timing) + self._timing.cycle_s
+        )
         return Seen(known.schedule, time.monotonic() - (now() - known.answered), known.error, current_s)
 
     def start(self, changed: Callable[[], None]) -> None:
@@ -74,10 +85,10 @@ class Slurm:
     def _keep(self, changed: Callable[[], None]) -> None:
         while not self._ended.is_set():
             before = self._known
-            self._refresh(time.monotonic() + 2 * ROUND_S)
+            self._refresh(time.monotonic() + 2 * self._timing.cycle_s)
             if self._known is not before and not self._ended.is_set():
                 changed()
-            self._ended.wait(min(NEWS_S, max(self._due_s(), 10 * _PAUSE_S)))
+            self._ended.wait(min(self._timing.news_s, max(self._due_s(), 10 * self._timing.poll_s)))
 
     def _refresh(self, deadline: float) -> None:
         """Bring what is known up to date by what another process has learnt, else by asking."""
@@ -86,17 +97,17 @@ class Slurm:
         try:
             begun = time.monotonic()
             while not self._ended.is_set() and self._adopt() > 0:
-                stuck = time.monotonic() - begun > STUCK_S  # who has the lock was stopped, say by ctrl-Z
+                stuck = time.monotonic() - begun > self._timing.stuck_s  # SIGTSTP
                 with self._cache.turn() as ours:
                     if ours or stuck:
                         if self._adopt() > 0:
-                            self._ask(min(ROUND_S, deadline - time.monotonic()))
+                            self._ask(min(self._timing.cycle_s, deadline - time.monotonic()))
                         return
                 if time.monotonic() >= deadline:
                     if self._known.schedule is None and self._known.error is None:
                         self._known = replace(self._known, error=_WAITING)
                     return
-                self._ended.wait(_PAUSE_S)
+                self._ended.wait(self._timing.poll_s)
         finally:
             self._lock.release()
 
@@ -116,8 +127,8 @@ class Slurm:
         if known.asked == 0:
             return -1.0
         if known.outdated > known.asked:
-            return known.asked + known.took_s + _rest_s(known) - now()
-        return known.asked + known.took_s + pause_s(known, self._interval_s, self._jitter) - now()
+            return known.asked + known.took_s + _rest_s(known, self._timing) - now()
+        return known.asked + known.took_s + pause_s(known, self._interval_s, self._jitter, self._timing) - now()
 
     def _ask(self, timeout_s: float) -> None:
         """Ask Slurm and let the others know."""
@@ -129,13 +140,17 @@ class Slurm:
         stored = self._cache.load()
         if stored is not None and stored.outdated > known.outdated:  # meanwhile: the answer may be of before
             known = replace(known, outdated=stored.outdated)
-        self._known = after(known, answer, asked, self._questions.took_s)
+        self._known = after(known, answer, asked, self._questions.took_s, self._timing)
         self._cache.store(self._known)
 
 
-def after(known: CachedAnswer, answer: CycleResult, asked: float, took_s: float) -> CachedAnswer:
+def after(
+    known: CachedAnswer, answer: CycleResult, asked: float, took_s: float, timing: SlurmTiming = TIMING
+) -> CachedAnswer:
     """Return what is known after a try that began at ``asked`` and took ``took_s`` in Slurm's commands."""
-    credit_s = min(CREDIT_S, known.credit_s + SHARE * (asked - known.asked)) if known.asked else CREDIT_S
+    credit_s = timing.credit_s
+    if known.asked:
+        credit_s = min(credit_s, known.credit_s + timing.share * (asked - known.asked))
     known = replace(
         known,
         asked=asked,
@@ -148,15 +163,15 @@ def after(known: CachedAnswer, answer: CycleResult, asked: float, took_s: float)
     return known if answer.schedule is None else replace(known, schedule=answer.schedule, answered=asked)
 
 
-def pause_s(known: CachedAnswer, interval_s: float, jitter: float) -> float:
+def pause_s(known: CachedAnswer, interval_s: float, jitter: float, timing: SlurmTiming = TIMING) -> float:
     """Return how long Slurm is left alone after a try."""
     found_s = interval_s
     if known.failures:
-        most_s = REFUSED_S if known.took_s < _CHEAP_S else BACK_OFF_S
+        most_s = timing.backoff_cheap_most_s if known.took_s < timing.cheap_s else timing.backoff_most_s
         found_s = max(found_s, min(most_s, found_s * 2.0 ** min(known.failures - 1, 16))) * jitter
-    return max(found_s, _rest_s(known))
+    return max(found_s, _rest_s(known, timing))
 
 
-def _rest_s(known: CachedAnswer) -> float:
+def _rest_s(known: CachedAnswer, timing: SlurmTiming) -> float:
     """Return how long it takes until what Slurm's commands took is no more than their share."""
-    return max(0.0, -known.credit_s / SHARE)
+    return max(0.0, -known.credit_s / timing.share)
