@@ -31,7 +31,8 @@ from gpuboard.board.scene import Scene
 from gpuboard.cli.setup import demo_board
 from gpuboard.cluster.simulated import living_nodes
 from gpuboard.cluster.simulated_script import uid
-from gpuboard.cluster.snapshot.build import NodeFacts, View, inert_static, node_claims, snapshot
+from gpuboard.cluster.snapshot.builder import SnapshotBuilder
+from gpuboard.cluster.snapshot.views import NodeFacts, View, inert_static, node_claims
 from gpuboard.config import Settings
 from gpuboard.launch.run_folder import HeadProcess, RunView, runs_dir
 from gpuboard.launch.run_index import Runbook, RunEntry
@@ -167,7 +168,7 @@ class Still(Core):
         view = View(
             now=t, at=self._clock(), cluster="demo", thresholds=thresholds, users={}, interval_s=1.0, one_shot=False
         )
-        return snapshot(list(self._facts.values()), view)
+        return SnapshotBuilder().snapshot(list(self._facts.values()), view)
 
     def _reading(self, probe: Simulated, t: float) -> Reading:
         values: dict[str, Any] = {

@@ -13,7 +13,7 @@ import msgspec
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.routes import Ladder, Route
-from gpuboard.cluster.snapshot.build import NodeFacts, inert_static
+from gpuboard.cluster.snapshot.views import NodeFacts, inert_static
 from gpuboard.cluster.timing import TIMING, FleetTiming
 from gpuboard.model.reading import Event, Hello, Reading, Static, shared
 from gpuboard.model.state import Thresholds, counted, narrow_links, rests_on_memory

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpuboard.cluster.feed import NodeFeed
-from gpuboard.cluster.snapshot.build import View, node_claims, snapshot, standing
+from gpuboard.cluster.snapshot.builder import SnapshotBuilder
+from gpuboard.cluster.snapshot.views import View, standing
 from gpuboard.cluster.timing import TIMING, FleetTiming
 from gpuboard.model.replies import Read
 from gpuboard.model.text import clean
@@ -20,7 +21,6 @@ from gpuboard.transport.link import Pending
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
-    from gpuboard.cluster.snapshot.incremental import Moving
     from gpuboard.cluster.snapshot.scheduler_monitor import SchedulerMonitor, Ways
     from gpuboard.config import Settings
     from gpuboard.model.reading import Claim
@@ -61,11 +61,7 @@ class Fleet:
             from gpuboard.cluster.snapshot.scheduler_monitor import SchedulerMonitor  # only where there is one
 
             self._ruling = SchedulerMonitor(scheduler, settings, self._permit)
-        self._moving: Moving | None = None
-        if interval_s is not None:
-            from gpuboard.cluster.snapshot.incremental import Moving  # only where snapshots follow each other
-
-            self._moving = Moving()
+        self._builder = SnapshotBuilder()
         self._condition = threading.Condition()
         self._dirty = False
         self._waiting = 0  # threads in wait()
@@ -181,14 +177,13 @@ class Fleet:
             scheduled=self._ruling.of(nodes, now, at) if self._ruling else {},
             scheduler=self._ruling.view(now) if self._ruling else None,
         )
-        return snapshot(nodes, view) if self._moving is None else self._moving.snapshot(nodes, view)
+        return self._builder.snapshot(nodes, view)
 
     def claims(self) -> dict[str, list[Claim]]:
         """Return the claims in each node's newest reading; a node without a reading is left out."""
         users = self._settings.users
         read = [facts for feed in self._feeds.values() if (facts := feed.facts).reading is not None]
-        of_node = node_claims if self._moving is None else self._moving.claims
-        found = {facts.name: of_node(facts, users) for facts in read}
+        found = {facts.name: self._builder.claims(facts, users) for facts in read}
         if self._ruling is not None:
             scheduled = self._ruling.of(read, time.monotonic(), time.time())
             found = {facts.name: standing(found[facts.name], facts, scheduled.get(facts.name)) for facts in read}

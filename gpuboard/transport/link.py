@@ -1,7 +1,7 @@
 """AgentLink: the client's end of the protocol (docs/agent-protocol.md). Nonce, frames, replies; no I/O of its own.
 
 Messages are checked against gpuboard.model.reading and passed on unchanged: text in them is untrusted until
-gpuboard.cluster.snapshot.build has cleaned it. Answers to calls are typed and cleaned (gpuboard.model.replies).
+gpuboard.cluster.snapshot.views has cleaned it. Answers to calls are typed and cleaned (gpuboard.model.replies).
 """
 
 from __future__ import annotations

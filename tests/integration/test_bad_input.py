@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import pytest
 
 from gpuboard.agent.claims import files, rules
-from gpuboard.cluster.snapshot.build import NodeFacts, View, snapshot
+from gpuboard.cluster.snapshot.builder import SnapshotBuilder
+from gpuboard.cluster.snapshot.views import NodeFacts, View
 from gpuboard.leases.claims.client import leases_of
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Hello, Reading, Static
@@ -353,7 +354,7 @@ def test_a_node_whose_clock_is_an_hour_off_is_read_as_any_other(off_s: float) ->
     view = View(
         now=100.4, at=now, cluster="", thresholds=Thresholds(), users={}, interval_s=1.0, one_shot=True
     )  # fmt: skip
-    [node] = snapshot([facts], view).nodes
+    [node] = SnapshotBuilder().snapshot([facts], view).nodes
     assert (node.state, node.age_s) == ("up", 0.4)
     assert [gpu.state for gpu in node.gpus] == ["reserved", "free"]
     [lease] = leases_of({"gpu01": [claim]}, {"gpu01": {"GPU-0": 0}}, now)

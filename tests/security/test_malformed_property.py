@@ -25,8 +25,8 @@ from gpuboard.cli.reserve.leases import table as lease_table
 from gpuboard.cli.see.status import table
 from gpuboard.cluster.feed import NodeFeed
 from gpuboard.cluster.inventory.nodes import Node
-from gpuboard.cluster.snapshot.build import NodeFacts, node_claims, snapshot
-from gpuboard.cluster.snapshot.incremental import Moving
+from gpuboard.cluster.snapshot.builder import SnapshotBuilder
+from gpuboard.cluster.snapshot.views import NodeFacts, node_claims
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper.calls import NodeAnswer
@@ -53,8 +53,8 @@ from gpuboard.transport.base import CallFailed, LinkLost
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink
 from tests.board.made import scene
-from tests.unit.test_picture import NOW, view
 from tests.unit.test_plan import planned
+from tests.unit.test_snapshot_views import NOW, view
 
 REPLIES: list[type[msgspec.Struct]] = [
     each for each in vars(replies).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)
@@ -239,7 +239,7 @@ def test_a_picture_can_be_made_of_whatever_is_well_formed(data: st.DataObject) -
     there = Answering("liar", b"")
     there.heard.clear()
     feed.link = there.link
-    moving = Moving()
+    builder = SnapshotBuilder()
     for message in data.draw(st.lists(st.sampled_from([Static, Reading]), min_size=1, max_size=4)):
         sent = raw(data.draw(of(message)))
         there.link.received(there.frame(b'{"t":"%s",' % (b"static" if message is Static else b"reading") + sent[1:]))
@@ -250,7 +250,7 @@ def test_a_picture_can_be_made_of_whatever_is_well_formed(data: st.DataObject) -
         assert feed._number == 0
         for one_shot in (True, False):
             at = view(one_shot=one_shot)
-            seen = snapshot([facts, honest], at)
+            seen = SnapshotBuilder().snapshot([facts, honest], at)
             assert (seen.nodes[1].state, seen.nodes[1].gpus) == ("up", [])
             msgspec.json.decode(msgspec.json.encode(seen))
             for width in (None, 80):
@@ -259,7 +259,7 @@ def test_a_picture_can_be_made_of_whatever_is_well_formed(data: st.DataObject) -
                 for gpu in node.gpus:
                     assert gpu.state != "free" or gpu.memory_used is not None
             if not one_shot:
-                assert moving.snapshot([facts, honest], at) == seen
+                assert builder.snapshot([facts, honest], at) == seen
         claims = {"liar": node_claims(facts, {}), "honest": []}
         found = ledger.leases_of(claims, {}, time.time())
         lease_table(LeaseList(1, "", found), 100, colour=False)

@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gpuboard.cluster.snapshot.build import NodeFacts, inert_static
 from gpuboard.cluster.snapshot.scheduler_join import Join
+from gpuboard.cluster.snapshot.views import NodeFacts, inert_static
 from gpuboard.model.gpu import GpuReading, GpuStatic, Process
 from gpuboard.model.reading import Hello, Reading
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode, Seen

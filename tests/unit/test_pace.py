@@ -7,7 +7,7 @@ import contextlib
 
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory.nodes import Node
-from gpuboard.cluster.snapshot.build import NodeFacts
+from gpuboard.cluster.snapshot.views import NodeFacts
 from gpuboard.config import Settings
 from gpuboard.shellprobe.connector import NodeConnector
 from gpuboard.transport.ssh.pace import AT_ONCE, LEAST, Pace

@@ -6,7 +6,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gpuboard.cluster.snapshot import scheduler_jobs
-from gpuboard.cluster.snapshot.build import NodeFacts, Scheduled, in_order
+from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, in_order
 from gpuboard.model.schedule import Schedule, SchedulerNode, Seen
 from gpuboard.model.state import Ruling
 from gpuboard.model.text import clean

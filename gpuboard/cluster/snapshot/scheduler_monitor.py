@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.inventory.ssh_aliases import Aliases
-from gpuboard.cluster.snapshot.build import NodeFacts, Scheduled
 from gpuboard.cluster.snapshot.scheduler_join import Join
+from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled
 from gpuboard.config import Settings
 from gpuboard.model.schedule import Schedule, SchedulerNode
 from gpuboard.model.snapshot import SchedulerView

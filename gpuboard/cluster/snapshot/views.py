@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from sys import intern  # names that thousands of GPUs share are counted every second: quicker if they are one object
 from typing import Any
 
@@ -17,7 +17,6 @@ from gpuboard.model.snapshot import (
     NodeView,
     ProcessView,
     SchedulerView,
-    Snapshot,
     XidView,
 )
 from gpuboard.model.state import Facts, Job, Ruling, Thresholds, judge
@@ -86,30 +85,6 @@ class Held(msgspec.Struct, frozen=True):
     def on(self, node: str) -> dict[str, list[Claim]]:
         """Return the claims on a node by GPU. They count there alone: elsewhere their owner may be nobody."""
         return self.claims.get(node, _NO_CLAIMS)
-
-
-def snapshot(nodes: Sequence[NodeFacts], view: View) -> Snapshot:
-    """Return the cluster at one moment. Who takes one after the other uses :class:`.incremental.Moving`."""
-    claims = ((facts, node_claims(facts, view.users)) for facts in nodes)
-    held = held_by((facts.name, standing(found, facts, view.scheduled.get(facts.name))) for facts, found in claims)
-    return Snapshot(
-        schema=1,
-        at=iso(view.at),
-        cluster=view.cluster,
-        nodes=[node_view(facts, gpu_views(facts, held, view), view) for facts in nodes],
-        scheduler=view.scheduler,
-    )
-
-
-def held_by(on_nodes: Iterable[tuple[str, Sequence[Claim]]]) -> Held:
-    """Return what the claims on all nodes hold; ``on_nodes``: by name."""
-    claims: dict[str, dict[str, list[Claim]]] = {}
-    for node, on_node in on_nodes:
-        for claim in on_node:
-            if claim.state == "live":
-                claims.setdefault(node, {}).setdefault(claim.uuid, []).append(claim)
-    live = (claim for on_node in claims.values() for on_gpu in on_node.values() for claim in on_gpu)
-    return Held(claims, frozenset((claim.lease, claim.owner) for claim in live))
 
 
 def inert_static(gpu: GpuStatic) -> GpuStatic:
@@ -191,11 +166,6 @@ def in_order(facts: NodeFacts, scheduled: Scheduled | None = None) -> list[GpuSt
     return sorted(facts.known.values(), key=lambda gpu: (gpu.index, gpu.uuid))
 
 
-def by_uuid(reading: Reading | None) -> dict[str, GpuReading]:
-    """Return the GPUs of a reading by UUID; of two with the same one, the first."""
-    return {gpu.uuid: gpu for gpu in reversed(reading.gpus)} if reading else {}
-
-
 def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
     """Return what a node is at one moment, with its GPUs as they were judged."""
     if is_unseen(facts, view):
@@ -266,13 +236,6 @@ def _unseen_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
         gpus=gpus,
         connecting=state == "unreachable" and not scheduled.doubt and _is_awaited(facts),
     )
-
-
-def gpu_views(facts: NodeFacts, held: Held, view: View) -> list[GpuView]:
-    """Return a node's GPUs, judged."""
-    now, before = by_uuid(facts.reading), by_uuid(facts.previous)
-    gpus = in_order(facts, view.scheduled.get(facts.name))
-    return [gpu_view(gpu, (now.get(gpu.uuid), before.get(gpu.uuid)), facts, held, view) for gpu in gpus]
 
 
 def gpu_view(

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuboard.cluster.feed import backoff_s, next_tick_ms
-from gpuboard.cluster.snapshot.build import NodeFacts, Scheduled, View, inert_static, node_claims, snapshot
+from gpuboard.cluster.snapshot.builder import SnapshotBuilder
+from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, View, inert_static, node_claims
 from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.snapshot import GpuView, NodeView
@@ -56,7 +57,7 @@ def view(**changes: Any) -> View:
 
 
 def node(about: NodeFacts, **changes: Any) -> NodeView:
-    return snapshot([about], view(**changes)).nodes[0]
+    return SnapshotBuilder().snapshot([about], view(**changes)).nodes[0]
 
 
 def gpu(about: NodeFacts, **changes: Any) -> GpuView:
@@ -65,7 +66,7 @@ def gpu(about: NodeFacts, **changes: Any) -> GpuView:
 
 def test_a_node_in_full() -> None:
     about = facts("gpu01", "GPU-a", reading={"cpu_percent": 12.5, "memory_used": 1, "memory_total": 2})
-    shot = snapshot([about], view())
+    shot = SnapshotBuilder().snapshot([about], view())
     assert (shot.schema, shot.at, shot.cluster) == (1, "1970-01-01T00:00:01.000Z", "c")
     expected = GpuView(
         index=0, uuid="GPU-a", name="H100", pci_bus_id="00000000:1B:00.0", state="free",
@@ -159,7 +160,7 @@ def test_gpus_that_a_session_in_a_job_without_gpus_does_not_show_are_not_lost() 
 def test_claims_are_joined_by_uuid_on_the_node_they_lie_on() -> None:
     one = facts("gpu01", "GPU-a", "GPU-b", reading={"claims": [claim("k1", "GPU-a"), claim("k2", "GPU-d")]})
     two = facts("gpu02", "GPU-c", "GPU-d", reading={"claims": [claim("k2", "GPU-c"), claim("k3", "GPU-gone")]})
-    seen = {g.uuid: (g.state, g.leases) for n in snapshot([one, two], view()).nodes for g in n.gpus}
+    seen = {g.uuid: (g.state, g.leases) for n in SnapshotBuilder().snapshot([one, two], view()).nodes for g in n.gpus}
     assert seen == {
         "GPU-a": ("reserved", ["k1"]), "GPU-b": ("free", []), "GPU-c": ("reserved", ["k2"]), "GPU-d": ("free", []),
     }  # fmt: skip
@@ -275,7 +276,7 @@ def test_no_text_of_a_node_gets_through_uncleaned(a: str, b: str, c: str) -> Non
         ),
         arrived=NOW,
     )  # fmt: skip
-    shown = [snapshot([about], view())]
+    shown = [SnapshotBuilder().snapshot([about], view())]
     for text in _texts(msgspec.to_builtins([shown, node_claims(about, {})])):
         assert all(c.isprintable() or unicodedata.category(c) == "Zs" for c in text), ascii(text)
         assert len(text) <= 1100

@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuboard.cluster.snapshot.build import NodeFacts, Scheduled, View, inert_static, node_claims, snapshot
-from gpuboard.cluster.snapshot.incremental import Moving
+from gpuboard.cluster.snapshot.builder import SnapshotBuilder
+from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, View, inert_static, node_claims
 from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process, Xid
 from gpuboard.model.reading import Claim, Hello, Reading, Static, shared
 from gpuboard.model.snapshot import GpuView, SchedulerView
@@ -171,12 +171,12 @@ def test_a_snapshot_made_of_the_last_one_is_the_same(data: st.DataObject, one_sh
     view = View(
         now=1000.0, at=1.0, cluster="c", thresholds=Thresholds(), users=USERS, interval_s=interval_s, one_shot=one_shot
     )
-    history, moving = History(data, view), Moving()
+    history, builder = History(data, view), SnapshotBuilder()
     for _ in range(data.draw(st.integers(2, 25))):
         history.happen()
-        expected = snapshot(history.nodes, history.view)
-        assert moving.snapshot(history.nodes, history.view) == expected
-        assert [moving.claims(node, USERS) for node in history.nodes] == [node_claims(n, USERS) for n in history.nodes]
+        expected = SnapshotBuilder().snapshot(history.nodes, history.view)
+        assert builder.snapshot(history.nodes, history.view) == expected
+        assert [builder.claims(node, USERS) for node in history.nodes] == [node_claims(n, USERS) for n in history.nodes]
 
 
 class Watch:
@@ -184,7 +184,7 @@ class Watch:
 
     def __init__(self, gpu: GpuReading, claims: list[Claim], **facts: Any) -> None:
         self.gpu, self.claims = gpu, claims
-        self.moving = Moving()
+        self.builder = SnapshotBuilder()
         self.node = NodeFacts(
             name="gpu01", static=Static(gpus=STATICS[:1]), known={"GPU-a": inert_static(STATICS[0])}, **facts
         )
@@ -206,8 +206,8 @@ class Watch:
             now=self.now, at=1.0, cluster="c", thresholds=Thresholds(), users={}, interval_s=1.0, one_shot=False
         )
         nodes = [self.node, self.other]
-        seen = self.moving.snapshot(nodes, view)
-        assert seen == snapshot(nodes, view)
+        seen = self.builder.snapshot(nodes, view)
+        assert seen == SnapshotBuilder().snapshot(nodes, view)
         return seen.nodes[0].gpus[0]
 
 
@@ -267,7 +267,7 @@ def test_gpus_that_change_in_numbers_alone_are_not_judged_again() -> None:
     view = View(
         now=0.0, at=1.0, cluster="c", thresholds=Thresholds(), users={}, interval_s=1.0, one_shot=False
     )  # fmt: skip
-    moving, views = Moving(), []
+    builder, views = SnapshotBuilder(), []
     for second in range(5):
         gpus = [
             replace(idle("GPU-a"), temperature=30 + second, processes=[PROCESSES[0]], utilization=50 + second),
@@ -275,7 +275,7 @@ def test_gpus_that_change_in_numbers_alone_are_not_judged_again() -> None:
         ]
         reading = Reading(seq=second, at=100.0 + second, interval_s=1.0, gpus=gpus)
         node = replace(node, reading=reading, previous=node.reading, arrived=float(second))
-        views.append(moving.snapshot([node], replace(view, now=second + 0.1)).nodes[0].gpus)
+        views.append(builder.snapshot([node], replace(view, now=second + 0.1)).nodes[0].gpus)
     assert [(a.state, a.utilization, b.state, b.temperature) for a, b in views] == [
         ("busy", 50 + second, "free" if second else "unknown", 30 + second) for second in range(5)
     ]

@@ -1,0 +1,306 @@
+"""SnapshotBuilder: readings + claims + scheduler → Snapshot, with a memo of the last one.
+
+From one second to the next nearly every GPU changes in numbers only: utilization, temperature, power, run times of its
+processes. The memo keeps each view with the reading that it was made from, without its numbers. While the newest
+reading without its numbers equals that one, only the numbers of the view are replaced: msgspec compares and replaces in
+C, 0.1 µs each, where judging a GPU and making its view takes 9 µs. 1,000 nodes of 8 GPUs, all read again: 31 ms instead
+of 84. ``NodeFacts.steady`` (the feed has found that only numbers have changed) saves even the comparison: 37 ms instead
+of 47 on a busy machine. The first snapshot of a builder judges everything; over random histories the tests compare each
+later one with the first one of a new builder.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from gpuboard.cluster.snapshot.views import (
+    Held,
+    NodeFacts,
+    Scheduled,
+    View,
+    gpu_view,
+    idle_for_s,
+    in_order,
+    is_unseen,
+    node_claims,
+    node_view,
+    stale_after_s,
+    standing,
+)
+from gpuboard.model.gpu import GpuReading, GpuStatic
+from gpuboard.model.reading import Claim, Reading
+from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
+from gpuboard.model.state import Thresholds, claims_words, counted, rests_on_memory, unused
+from gpuboard.model.text import clean
+from gpuboard.model.units import iso
+
+_NO_CLAIMS: list[Claim] = []
+
+
+class _GpuMemo(msgspec.Struct, gc=False):
+    """A GPU's last view, where the next one may differ in numbers only."""
+
+    stable: GpuReading  # its newest two readings without their numbers
+    in_use: bool  # by a process that counts: then neither memory nor utilization decides anything
+    claims: list[Claim]
+    allocated: bool  # to a job
+    unused: bool  # long enough that a held GPU is called idle
+    view: GpuView
+
+
+class _NodeMemo:
+    """A node's last view."""
+
+    def __init__(self, facts: NodeFacts, scheduled: Scheduled | None) -> None:
+        self.facts = facts
+        self.scheduled = scheduled
+        self.order: list[GpuStatic] = in_order(facts, scheduled)
+        self.uuids = [gpu.uuid for gpu in self.order]
+        self.gpus: list[_GpuMemo | None] = [None] * len(self.order)
+        self.aligned = False  # the newest reading has exactly these GPUs, in this order
+        self.stable: Reading | None = None
+        self.view: NodeView | None = None  # None: not made yet
+        self.constant = False  # no GPU changes before the next reading
+
+
+class SnapshotBuilder:
+    """Builds the snapshots of one fleet. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nodes: dict[str, _NodeMemo] = {}
+        self._claims: dict[str, tuple[Reading, list[Claim]]] = {}
+        self._leases: frozenset[tuple[str, str]] = frozenset()
+        self._settings: object = None
+
+    def snapshot(self, nodes: Sequence[NodeFacts], view: View) -> Snapshot:
+        """Return the cluster at one moment."""
+        with self._lock:
+            settings = (view.thresholds, view.users, view.interval_s, view.one_shot)
+            if settings != self._settings:
+                self._nodes.clear()
+                self._claims.clear()
+                self._settings = settings
+            claims = ((facts, self._claims_of(facts, view.users)) for facts in nodes)
+            held = _held(
+                (facts.name, standing(found, facts, view.scheduled.get(facts.name))) for facts, found in claims
+            )
+            same_leases = held.leases == self._leases
+            self._leases = held.leases
+            return Snapshot(
+                schema=1,
+                at=iso(view.at),
+                cluster=view.cluster,
+                nodes=[self._node(facts, held, same_leases, view) for facts in nodes],
+                scheduler=view.scheduler,
+            )
+
+    def claims(self, facts: NodeFacts, users: Mapping[str, str]) -> list[Claim]:
+        """Return the claims in a node's newest reading, as ``node_claims`` does."""
+        with self._lock:
+            return self._claims_of(facts, users)
+
+    def _claims_of(self, facts: NodeFacts, users: Mapping[str, str]) -> list[Claim]:
+        reading = facts.reading
+        if reading is None or not reading.claims:
+            return []
+        last = self._claims.get(facts.name)
+        if last is not None and last[0] is reading:
+            return last[1]
+        if last is not None and _same_claims(last[0].claims, reading.claims):
+            found = [
+                replace(cleaned, remaining_s=claim.remaining_s, age_s=claim.age_s)
+                for cleaned, claim in zip(last[1], reading.claims, strict=True)
+            ]
+        else:
+            found = node_claims(facts, users)
+        self._claims[facts.name] = (reading, found)
+        return found
+
+    def _node(self, facts: NodeFacts, held: Held, same_leases: bool, view: View) -> NodeView:
+        reading = facts.reading
+        age_s = max(0.0, view.now - facts.arrived)
+        scheduled = view.scheduled.get(facts.name)
+        memo = self._nodes.get(facts.name)
+        if is_unseen(facts, view):
+            if memo is not None and memo.view is not None and memo.facts is facts and memo.scheduled is scheduled:
+                memo.view = replace(memo.view, age_s=view.scheduler.age_s if view.scheduler else None)
+                return memo.view
+            memo = self._nodes[facts.name] = _NodeMemo(facts, scheduled)
+            memo.view = node_view(facts, _gpus(memo, facts, held, same_leases, view), view)
+            return memo.view
+        if reading is None or age_s > stale_after_s(facts, view):
+            self._nodes.pop(facts.name, None)
+            return node_view(facts, _gpus(_NodeMemo(facts, scheduled), facts, held, same_leases, view), view)
+        stable = _without_numbers(reading)
+        if (
+            memo is None
+            or memo.scheduled is not scheduled
+            or memo.stable != stable
+            or not _same_frame(memo.facts, facts)
+        ):
+            memo = self._nodes[facts.name] = _NodeMemo(facts, scheduled)
+        if memo.view and memo.constant and same_leases and facts is memo.facts:
+            gpus = memo.view.gpus
+        else:
+            gpus = _gpus(memo, facts, held, same_leases, view)
+        if memo.view is None:
+            memo.view = node_view(facts, gpus, view)
+        else:
+            memo.view = replace(
+                memo.view,
+                age_s=round(age_s, 3),
+                cpu_percent=reading.cpu_percent,
+                memory_used=reading.memory_used,
+                memory_total=reading.memory_total,
+                load1=reading.load1,
+                gpus=gpus,
+            )
+        memo.facts, memo.stable = facts, stable
+        return memo.view
+
+
+def _held(on_nodes: Iterable[tuple[str, Sequence[Claim]]]) -> Held:
+    """Return what the claims on all nodes hold; ``on_nodes``: by name."""
+    claims: dict[str, dict[str, list[Claim]]] = {}
+    for node, on_node in on_nodes:
+        for claim in on_node:
+            if claim.state == "live":
+                claims.setdefault(node, {}).setdefault(claim.uuid, []).append(claim)
+    live = (claim for on_node in claims.values() for on_gpu in on_node.values() for claim in on_gpu)
+    return Held(claims, frozenset((claim.lease, claim.owner) for claim in live))
+
+
+def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view: View) -> list[GpuView]:
+    """Return a node's GPUs: numbers replaced in the last view where that is enough, else judged."""
+    reading, limits, on_gpus = facts.reading, view.thresholds, held.on(facts.name)
+    # What the GPUs of ``memo`` were compared with last time is not compared again.
+    followed = facts.previous is memo.facts.reading or facts is memo.facts or view.one_shot
+    steady = facts is memo.facts or (facts.steady and facts.previous is memo.facts.reading)
+    before = [] if followed else _aligned(facts.previous, memo.uuids)
+    now = reading.gpus if reading and steady and memo.aligned else _aligned(reading, memo.uuids)
+    memo.aligned = reading is not None and now is reading.gpus
+    views = []
+    for place, (uuid, last, gpu) in enumerate(zip(memo.uuids, memo.gpus, now, strict=True)):
+        claims = on_gpus.get(uuid, _NO_CLAIMS)
+        if (
+            last is not None
+            and gpu is not None
+            and reading is not None
+            and (steady or _gpu_without_numbers(gpu) == last.stable)
+            and _is_quiet(gpu, last, limits)
+            and (followed or ((other := before[place]) is not None and _decides_the_same(other, last, limits)))
+            and (claims is last.claims or _same_claims(claims, last.claims))
+            and ((not claims and not last.allocated) or unused(idle_for_s(uuid, facts, view), limits) == last.unused)
+            and (same_leases or not gpu.processes or all(p.lease is None for p in gpu.processes))
+        ):
+            last.view = _with_numbers(last.view, gpu, claims, reading.at)
+            last.claims = claims
+            views.append(last.view)
+        else:
+            readings = (gpu, _aligned(facts.previous, memo.uuids)[place])
+            views.append(gpu_view(memo.order[place], readings, facts, held, view))
+            memo.gpus[place] = _gpu_memo(readings, facts, claims, views[-1], view)
+    memo.constant = all(gpu is not None and not gpu.claims for gpu in memo.gpus)
+    return views
+
+
+def _aligned(reading: Reading | None, uuids: list[str]) -> Sequence[GpuReading | None]:
+    """Return a reading's GPUs with these UUIDs (the first of duplicates); nearly always they are all, in this order."""
+    gpus = reading.gpus if reading else []
+    if [gpu.uuid for gpu in gpus] == uuids:
+        return gpus
+    found = {gpu.uuid: gpu for gpu in reversed(gpus)}
+    return [found.get(uuid) for uuid in uuids]
+
+
+def _same_frame(last: NodeFacts, facts: NodeFacts) -> bool:
+    """Return whether everything besides its readings that a node's view depends on is unchanged."""
+    return (
+        last.known is facts.known
+        and last.static is facts.static
+        and last.hello is facts.hello
+        and last.narrow == facts.narrow
+        and last.error == facts.error
+    )
+
+
+def _without_numbers(reading: Reading) -> Reading:
+    return replace(
+        reading, seq=0, at=0.0, gpus=[], claims=[], cpu_percent=None, memory_used=None, memory_total=None, load1=None
+    )
+
+
+def _gpu_without_numbers(gpu: GpuReading) -> GpuReading:
+    return replace(gpu, memory_used=None, utilization=None, temperature=None, power=None, pcie_generation=None)
+
+
+def _decides_the_same(gpu: GpuReading, last: _GpuMemo, limits: Thresholds) -> bool:
+    return _gpu_without_numbers(gpu) == last.stable and _is_quiet(gpu, last, limits)
+
+
+def _is_quiet(gpu: GpuReading, last: _GpuMemo, limits: Thresholds) -> bool:
+    """Return whether memory and utilization decide nothing: something else does, or they are as of an idle GPU."""
+    memory, utilization = gpu.memory_used, gpu.utilization
+    return memory is not None and (
+        last.in_use
+        or (
+            (memory <= limits.occupied_memory or last.view.memory_shared)
+            and (utilization is None or utilization < limits.busy_utilization)
+        )
+    )
+
+
+def _same_claims(some: Sequence[Claim], others: Sequence[Claim]) -> bool:
+    """Return whether claims are equal except for their times, which pass."""
+    return len(some) == len(others) and all(
+        replace(one, remaining_s=other.remaining_s, age_s=other.age_s) == other
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _with_numbers(view: GpuView, gpu: GpuReading, held: list[Claim], at: float) -> GpuView:
+    """Return a view with the newest numbers; ``at``: the node's clock."""
+    processes = view.processes
+    if processes:  # views.runtime_s inlined: there are thousands
+        processes = [
+            replace(process, runtime_s=round(at - started, 1) if at > started else 0.0)
+            if (started := process.started) is not None
+            else process
+            for process in processes
+        ]
+    return replace(
+        view,
+        reason=clean(claims_words(held)) if view.state == "reserved" and held else view.reason,
+        memory_used=gpu.memory_used,
+        utilization=gpu.utilization,
+        temperature=gpu.temperature,
+        power=gpu.power,
+        pcie_generation=gpu.pcie_generation,
+        processes=processes,
+    )
+
+
+def _gpu_memo(
+    readings: tuple[GpuReading | None, GpuReading | None],
+    facts: NodeFacts,
+    claims: list[Claim],
+    made: GpuView,
+    view: View,
+) -> _GpuMemo | None:
+    """Return what the next view of a GPU can be made from; None where the GPU must be judged again."""
+    gpu, before = readings
+    if gpu is None or gpu.delay_s or gpu.xids or "mig" in made.flags or rests_on_memory(gpu, view.thresholds):
+        return None  # ages, MIG devices and processes of unknown memory are more than numbers, and rare
+    in_use = bool(counted(gpu, view.thresholds))
+    is_unused = unused(idle_for_s(made.uuid, facts, view), view.thresholds)
+    memo = _GpuMemo(_gpu_without_numbers(gpu), in_use, claims, made.state == "allocated", is_unused, made)
+    if not _is_quiet(gpu, memo, view.thresholds):
+        return None
+    if view.one_shot:
+        return memo
+    return memo if before is not None and _decides_the_same(before, memo, view.thresholds) else None
