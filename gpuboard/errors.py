@@ -64,12 +64,6 @@ class NoNodeReached(GpuboardError):
     exit_code = 6
 
 
-class PreflightRefused(GpuboardError):
-    """Something a launch needs is missing; no rank has passed its gate."""
-
-    exit_code = 7
-
-
 class Interrupted(GpuboardError):
     """The person pressed ctrl-C (or TERM arrived) before a command or rank had started."""
 

@@ -20,9 +20,7 @@ def clean(text: str, limit: int = 512) -> str:
     text = text[: 4 * limit]  # a 10 MB title costs no more than a short one
     if not (text.isascii() and text.isprintable()):
         text = "".join(
-            " " if c in "\t\n\r\v\f" else c
-            for c in text
-            if c in "\t\n\r\v\f" or unicodedata.category(c) not in _DROPPED
+            " " if c in _BLANK else c for c in text if c in _BLANK or unicodedata.category(c) not in _DROPPED
         )
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

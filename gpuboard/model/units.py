@@ -1,10 +1,10 @@
-"""Durations, sizes and times as people type them (``30s|15m|8h|2d``, ``40GiB``, ``14:00``) and as we print them."""
+"""Durations and sizes as people type them (``30s|15m|8h|2d``, ``40GiB``), and durations, sizes and times as printed."""
 
 from __future__ import annotations
 
 import math
 import re
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 from gpuboard.model.text import quoted
 
@@ -93,19 +93,3 @@ def iso(epoch: float) -> str:
 def day_time(epoch: float) -> str:
     """Return epoch seconds as local month, day, hour and minute: ``01-31 14:00``."""
     return datetime.fromtimestamp(min(max(epoch, _FIRST), _LAST)).strftime("%m-%d %H:%M")
-
-
-def parse_time(text: str, now: float) -> float:
-    """Return epoch seconds for ``14:00`` (the next one, local time) or ISO 8601.
-
-    Raises ValueError for anything else.
-    """
-    local = datetime.fromtimestamp(now).astimezone()
-    match = re.fullmatch(r"([0-9]{1,2}):([0-9]{2})", text.strip())
-    try:
-        if match:
-            at = local.replace(hour=int(match[1]), minute=int(match[2]), second=0, microsecond=0)
-            return (at if at > local else at + timedelta(days=1)).timestamp()
-        return datetime.fromisoformat(text.strip()).astimezone().timestamp()
-    except ValueError:
-        raise ValueError(f"{quoted(text)} is not a time; write 14:00 or 2026-01-31T14:00") from None

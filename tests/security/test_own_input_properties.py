@@ -27,7 +27,7 @@ from gpuboard.launch.rank_map_source import read_rank_map
 from gpuboard.launch.target import parse_target
 from gpuboard.leases.picks import PICKS_MAX, parse_picks
 from gpuboard.model.text import clean, like, lines, split_outside
-from gpuboard.model.units import parse_duration, parse_number, parse_size, parse_time, parse_whole
+from gpuboard.model.units import parse_duration, parse_number, parse_size, parse_whole
 from tests.integration.test_bad_input import MAP
 
 PIECES = (
@@ -110,7 +110,7 @@ def test_gpus(text: str, whole_nodes: bool) -> None:
 @example("9" * 400 + "GiB")
 @example("1s" * 50_000)
 def test_numbers(text: str) -> None:
-    for parse in (parse_duration, parse_size, parse_number, lambda text: parse_time(text, 0.0)):
+    for parse in (parse_duration, parse_size, parse_number):
         found = refused(lambda parse=parse: parse(text), ValueError)  # type: ignore[misc]
         assert found is None or abs(found) < 2**61  # type: ignore[arg-type]
     found = refused(lambda: parse_whole(text, 1, 99), ValueError)

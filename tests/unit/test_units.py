@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.model.units import format_duration, format_size, iso, parse_duration, parse_size, parse_time
+from gpuboard.model.units import format_duration, format_size, iso, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,3 @@ def test_iso_is_utc_with_milliseconds() -> None:
     assert iso(-1e300) == "1970-01-01T00:00:00.000Z"
     latest = datetime.fromisoformat(iso(1e300))
     assert latest.astimezone(timezone(timedelta(hours=14))).year == 9999  # the earliest morning on earth
-
-
-def test_a_clock_time_is_the_next_one() -> None:
-    now = parse_time("2026-01-31T12:00:00", 0)
-    assert parse_time("14:00", now) == now + 7200
-    assert parse_time("11:00", now) == now + 23 * 3600
-    with pytest.raises(ValueError, match="not a time"):
-        parse_time("25:00", now)
