@@ -22,7 +22,7 @@ from gpuboard.leases.policy.candidates import check
 from gpuboard.leases.reserve import release_own, reserve, terms_of
 from gpuboard.leases.terms import duration
 from gpuboard.model.rankmap import Rank, RankMap
-from gpuboard.model.request import Request
+from gpuboard.model.request import Request, Topology
 from gpuboard.model.units import parse_duration, parse_size
 from gpuboard.scheduler.find import find, finder
 
@@ -149,7 +149,7 @@ def lease(
     max_nodes: int | None = None,
     model: str | None = None,
     gpu_mem: str | int | None = None,
-    topology: str = "best",
+    topology: Topology = "best",
     allow_sick: bool = False,
     exclude: str = "",
     nodes: str | None = None,

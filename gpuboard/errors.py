@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gpuboard.model.text import lines
 
 if TYPE_CHECKING:
     from gpuboard.model.request import Refusal
+
+
+ExitCode = Literal[1, 2, 3, 4, 5, 6, 130]
 
 
 class GpuboardError(Exception):
@@ -16,7 +19,7 @@ class GpuboardError(Exception):
     The message is safe to print and to encode, whatever it quotes: no control characters but line ends, no surrogates.
     """
 
-    exit_code = 1
+    exit_code: ExitCode = 1
 
     def __init__(self, message: str = "") -> None:
         super().__init__(lines(message))

@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 
 from gpuboard.board.scene import Place, Scene
+from gpuboard.model.gpu import GpuState
 from gpuboard.model.snapshot import GpuView, NodeView, Tally, tally
 
 VIEWS = ("picture", "table")
 GROUPS = ("none", "node", "model", "user", "state")
-STATE_ORDER = ("free", "reserved", "allocated", "busy", "occupied", "mig", "unknown", "broken")
+STATE_ORDER: tuple[GpuState, ...] = ("free", "reserved", "allocated", "busy", "occupied", "mig", "unknown", "broken")
 NOBODY = "no one"
 
 Matches = Callable[[NodeView, GpuView | None, Scene], bool]

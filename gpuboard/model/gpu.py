@@ -6,7 +6,7 @@ what a node sends is untrusted. Unknown is None, never 0. Memory in bytes, tempe
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -14,6 +14,12 @@ import msgspec
 # the node may choose. Beyond it sums, divisions and dates would raise: there the message is malformed.
 Count = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Number = Annotated[float, msgspec.Meta(ge=-1e20, le=1e20)]
+
+
+# Closed vocabularies. What a node sends stays ``str``: a newer agent may know another word.
+GpuState = Literal["allocated", "broken", "mig", "unknown", "reserved", "busy", "occupied", "free"]
+Flag = Literal["rogue", "idle", "overdue", "disputed", "sick", "mig"]
+NodeState = Literal["up", "stale", "unreachable"]
 
 
 class Process(msgspec.Struct, frozen=True, gc=False):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+Topology = Literal["best", "any"]
+RefusalCode = Literal[3, 4]  # exit codes: never possible, not now
 
 
 def slot(index: int | None, mig: int | None) -> str:
@@ -29,7 +34,7 @@ class Request(msgspec.Struct, frozen=True):
     one_node: bool = False  # whoever asks can use one node only: several are no cure
     model: str | None = None  # case-insensitive part of the name; a glob if it has * ? or [
     gpu_mem: int | None = None  # bytes of free memory that each GPU must have
-    topology: str = "best"  # "best" | "any"
+    topology: Topology = "best"
     allow_sick: bool = False  # else a sick GPU is taken only where ``picks`` or ``within`` name it
     exclude: tuple[Pick, ...] = ()
     within: tuple[str, ...] | None = None  # UUIDs; pick only among these (inside a lease)
@@ -67,7 +72,7 @@ class RefusedGpu(msgspec.Struct, frozen=True):
 class Refusal(msgspec.Struct, frozen=True):
     """Why a request was not granted. ``code`` is the exit code: 3 never possible, 4 not now."""
 
-    code: int
+    code: RefusalCode
     message: str
     gpus: tuple[RefusedGpu, ...] = ()
     nearest: str = ""  # the nearest request that would work, as words or options

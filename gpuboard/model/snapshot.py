@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from gpuboard.model.gpu import Flag, GpuState, NodeState
 from gpuboard.model.units import format_duration
 
 
@@ -52,7 +53,7 @@ class MigView(msgspec.Struct, frozen=True, gc=False):
 
     uuid: str
     profile: str
-    state: str
+    state: GpuState
     reason: str
     memory_used: int | None
     memory_total: int | None
@@ -67,9 +68,9 @@ class GpuView(msgspec.Struct, frozen=True, gc=False):
     uuid: str
     name: str
     pci_bus_id: str
-    state: str
+    state: GpuState
     reason: str
-    flags: list[str] = []
+    flags: list[Flag] = []
     memory_used: int | None = None
     memory_total: int | None = None
     utilization: int | None = None
@@ -107,7 +108,7 @@ class NodeView(msgspec.Struct, frozen=True, gc=False):
     """A node with its GPUs; one that was never read has none and says why in ``error``."""
 
     name: str
-    state: str  # "up" | "stale" | "unreachable"
+    state: NodeState
     scheduler_state: str | None = None
     error: str | None = None
     age_s: float | None = None  # of the newest reading; None: never read
@@ -151,11 +152,11 @@ class Snapshot(msgspec.Struct, frozen=True, gc=False):
 class Tally(msgspec.Struct, frozen=True):
     """How many of what can be had are in which state: a GPU as a whole, or each MIG device in its place."""
 
-    gpus: Counter[str]
-    devices: Counter[str]
+    gpus: Counter[GpuState]
+    devices: Counter[GpuState]
 
     @property
-    def parts(self) -> list[tuple[str, Counter[str]]]:
+    def parts(self) -> list[tuple[str, Counter[GpuState]]]:
         """``7 GPUs`` and ``2 MIG devices``, each with its states; GPUs also where there are none of either."""
         gpus, devices = self.gpus.total(), self.devices.total()
         parts = [(f"{gpus} GPU{'s' * (gpus != 1)}", self.gpus)] if gpus or not devices else []
@@ -164,8 +165,8 @@ class Tally(msgspec.Struct, frozen=True):
 
 def tally(gpus: Iterable[GpuView]) -> Tally:
     """Count GPUs. One in MIG mode counts as its devices; without any as itself, and it cannot be had."""
-    whole: Counter[str] = Counter()
-    devices: Counter[str] = Counter()
+    whole: Counter[GpuState] = Counter()
+    devices: Counter[GpuState] = Counter()
     for gpu in gpus:
         if gpu.mig:
             devices.update(device.state for device in gpu.mig)
@@ -174,7 +175,7 @@ def tally(gpus: Iterable[GpuView]) -> Tally:
     return Tally(whole, devices)
 
 
-def shown_flags(gpu: GpuView) -> list[str]:
+def shown_flags(gpu: GpuView) -> list[Flag]:
     """Return the flags that say more than the state does."""
     return [flag for flag in gpu.flags if flag != gpu.state]
 

@@ -6,13 +6,16 @@ One pure function, :func:`judge`; the table it follows is DESIGN's: the first ma
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import get_args
 
 import msgspec
 
 from gpuboard.model.gpu import (
     SERIOUS_THROTTLE,
     THROTTLE_WORDS,
+    Flag,
     GpuReading,
+    GpuState,
     GpuStatic,
     Process,
     xid_words,
@@ -20,7 +23,7 @@ from gpuboard.model.gpu import (
 from gpuboard.model.reading import Claim
 from gpuboard.model.units import day_time, format_duration
 
-STATES = ("allocated", "broken", "mig", "unknown", "reserved", "busy", "occupied", "free")
+STATES: tuple[GpuState, ...] = get_args(GpuState)
 
 _EXCLUSIVE = frozenset({1, 3})
 _PROHIBITED = 2
@@ -86,9 +89,9 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
 class Verdict(msgspec.Struct, frozen=True, gc=False):
     """What a GPU is, in one word, why, and what else is to be said."""
 
-    state: str
+    state: GpuState
     reason: str
-    flags: tuple[str, ...] = ()
+    flags: tuple[Flag, ...] = ()
     sick: tuple[str, ...] = ()  # the reasons of the flag of that name
     rogue: tuple[int, ...] = ()  # the pids for which it is flagged so
 
@@ -138,11 +141,15 @@ def judge(facts: Facts, thresholds: Thresholds) -> Verdict:
     strangers = _strangers(facts, thresholds)
     state, reason = _state(facts, strangers, thresholds)
     sick = () if facts.reading is None or state == "broken" else tuple(_sick(facts.reading, facts.narrow))
-    flags = _flags(facts, strangers, thresholds) + ["sick"] * bool(sick) + ["mig"] * (facts.static.mig is not None)
+    flags = _flags(facts, strangers, thresholds)
+    if sick:
+        flags.append("sick")
+    if facts.static.mig is not None:
+        flags.append("mig")
     return Verdict(state, reason, tuple(flags), sick, tuple(p.pid for p in strangers))
 
 
-def _state(facts: Facts, strangers: Sequence[Process], limits: Thresholds) -> tuple[str, str]:
+def _state(facts: Facts, strangers: Sequence[Process], limits: Thresholds) -> tuple[GpuState, str]:
     reading, ruling = facts.reading, facts.ruling
     if ruling is not None and (ruling.jobs or ruling.hidden):
         return "allocated", _allocated(facts, ruling, strangers, limits)
@@ -318,8 +325,8 @@ def _claim_words(claim: Claim) -> str:
     return f"{claim.owner}, {span} left" + (f": {claim.purpose}" if claim.purpose else "")
 
 
-def _flags(facts: Facts, strangers: Sequence[Process], limits: Thresholds) -> list[str]:
-    flags: list[str] = []
+def _flags(facts: Facts, strangers: Sequence[Process], limits: Thresholds) -> list[Flag]:
+    flags: list[Flag] = []
     reading = facts.reading
     processes = counted(reading, limits) if reading is not None else []
     given = facts.ruling is not None and bool(facts.ruling.jobs or facts.ruling.hidden)

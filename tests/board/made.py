@@ -14,6 +14,7 @@ from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
+from gpuboard.model.gpu import GpuState
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot
 from tests.board.lab import environment, settle
@@ -64,7 +65,7 @@ def busy(node: str, index: int, user: str | None = "bob", **changes: Any) -> Gpu
     return gpu(node, index, "busy", **(values | changes))
 
 
-def mig(node: str, index: int, *states: str) -> GpuView:
+def mig(node: str, index: int, *states: GpuState) -> GpuView:
     """Return a GPU split into a device for each of ``states``; their UUIDs are ``MIG-<node>-<index>-<number>``."""
     devices = [
         MigView(

@@ -126,7 +126,7 @@ def test_a_stopped_agent_is_stale_then_unknown_and_the_other_goes_on() -> None:
         try:
 
             def apart() -> dict[str, NodeView]:
-                nodes = {n.state: n for n in fleet.snapshot().nodes}
+                nodes: dict[str, NodeView] = {n.state: n for n in fleet.snapshot().nodes}
                 return nodes if nodes.keys() == {"up", "stale"} and (nodes["up"].age_s or 9) < 0.4 else {}
 
             nodes = until(apart, "stale after 5 s, and the other's readings go on", 8)
@@ -311,11 +311,13 @@ def test_a_stopped_sshd_leaves_the_others_ages_under_two_intervals(nodes: Cluste
 def test_a_refused_key_leaves_the_others_ages_under_two_intervals(nodes: Cluster, watched: Watched) -> None:
     since = len(watched.seen)
     nodes["gpu03"].sshd("AuthorizedKeysFile /nonexistent")
-    until(lambda: "no key was accepted" in ((watched.node("gpu03") or NodeView("", "")).error or ""), "refused")
+    until(
+        lambda: "no key was accepted" in ((watched.node("gpu03") or NodeView("", "unreachable")).error or ""), "refused"
+    )
     words = "ssh: alice@gpu03 was refused: no key was accepted; check `ssh gpu03`"
 
     def refused() -> bool:
-        node = watched.node("gpu03") or NodeView("", "")
+        node = watched.node("gpu03") or NodeView("", "unreachable")
         return node.state == "unreachable" and (node.error or "").startswith(words)
 
     until(refused, "unreachable once its reading is old, with the reason")
@@ -342,7 +344,10 @@ def test_a_killed_client_leaves_nothing_on_a_node_whose_nvml_hangs(nodes: Cluste
     names = ("gpu01", "gpu02", "gpu03")
     before = {name: files(nodes, name) for name in names}
     nodes["gpu01"].script([msgspec.structs.replace(gpu, trouble=("hang *",)) for gpu in eight()])
-    until(lambda: any(g.state == "unknown" for g in (watched.node("gpu01") or NodeView("", "")).gpus), "it hangs")
+    until(
+        lambda: any(g.state == "unknown" for g in (watched.node("gpu01") or NodeView("", "unreachable")).gpus),
+        "it hangs",
+    )
     assert nodes["gpu01"].processes(user="alice")
     watched.process.kill()
     for name in names:

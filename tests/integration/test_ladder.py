@@ -150,7 +150,7 @@ class Watched:
     def node(self, name: str) -> NodeView:
         """Return a node of the newest snapshot."""
         found = [node for node in self.seen[-1].nodes if node.name == name] if self.seen else []
-        return found[0] if found else NodeView(name, "")
+        return found[0] if found else NodeView(name, "unreachable")
 
     def end(self) -> None:
         self.process.kill()

@@ -26,6 +26,7 @@ from gpuboard.board.text.picture import group_words
 from gpuboard.board.widgets.header import sums
 from gpuboard.cli.see import status
 from gpuboard.model.snapshot import ProcessView, Tally
+from gpuboard.model.state import STATES
 from tests.board.made import GIB, busy, gpu, lease, mig, node, scene, unread
 
 SCENE = scene(
@@ -78,13 +79,13 @@ def test_an_unknown_sort_or_group_of_an_older_version_changes_nothing() -> None:
 
 
 def counts(**states: int) -> Tally:
-    return Tally(Counter(states), Counter())
+    return Tally(Counter({state: states[state] for state in STATES if state in states}), Counter())
 
 
 def test_mig_devices_are_counted_in_place_of_their_gpu_everywhere() -> None:
     one = scene(node("n", [mig("n", 0, "free", "busy"), gpu("n", 1), gpu("n", 2, "mig", flags=["mig"])]))
     (group,) = (row for row in arrange(one, ViewState(group="node")) if isinstance(row, Group))
-    assert group.counts == Tally(Counter(free=1, mig=1), Counter(free=1, busy=1))
+    assert group.counts == Tally(Counter({"free": 1, "mig": 1}), Counter({"free": 1, "busy": 1}))
     words = "".join(text for text, _ in group_words(group))
     assert words == "n  2 GPUs  1 free  1 mig  2 MIG devices  1 free  1 busy"
     assert status.sums(one.snapshot).endswith("2 GPUs: 1 free, 1 mig; 2 MIG devices: 1 free, 1 busy")

@@ -10,6 +10,7 @@ import pytest
 from gpuboard.launch.preflight.check import Check, check_text, grouped
 from gpuboard.launch.preflight.checks import Answers, Failure, failed, gpu_checks, interfaces, preflight
 from gpuboard.launch.preflight.collect import failure
+from gpuboard.model.gpu import NodeState
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.replies import Detail, LaunchFacts, ProbeResult
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
@@ -260,7 +261,7 @@ def test_a_gpu_of_a_slurm_job_is_held_by_that(changes: dict[str, Any], status: s
 @pytest.mark.parametrize(
     ("state", "error"), [("unreachable", "ssh: no answer in 5 s"), ("up", "NVML: NVML has not answered yet")]
 )
-def test_a_node_that_was_not_read_is_no_proof(state: str, error: str) -> None:
+def test_a_node_that_was_not_read_is_no_proof(state: NodeState, error: str) -> None:
     dark = Snapshot(1, "", "lab", [snapshot().nodes[0], NodeView("gpu02", state, error=error)])
     check = only([c for c in gpu_checks(MAP, dark) if c.status != "ok"])
     assert (check.status, check.evidence, check.cause) == ("fail", "its GPUs could not be read", error)

@@ -6,6 +6,7 @@ import pytest
 
 from gpuboard.cli.see.status import next_due, sums, table
 from gpuboard.cli.table import Step, elide, fit, pad, width_of, wrap
+from gpuboard.model.gpu import GpuState
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot
 from gpuboard.model.text import clean
 
@@ -103,7 +104,8 @@ def test_each_mig_device_has_a_row() -> None:
 
 
 def test_in_mig_mode_the_devices_are_counted_instead_of_the_gpu() -> None:
-    devices = [MigView(f"MIG-{n}", "3g.40gb", state, "", 0, 40 * GIB, []) for n, state in enumerate(("free", "busy"))]
+    states: tuple[GpuState, ...] = ("free", "busy")
+    devices = [MigView(f"MIG-{n}", "3g.40gb", state, "", 0, 40 * GIB, []) for n, state in enumerate(states)]
     parent = GpuView(
         index=1, uuid="GPU-3", name="NVIDIA A100", pci_bus_id="0", state="mig", reason="in MIG mode",
         flags=["mig", "sick"], mig=devices,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from gpuboard.model.units import format_duration
@@ -48,6 +48,6 @@ def percent(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.0f}%"
 
 
-def flag_mark(flags: list[str]) -> str:
+def flag_mark(flags: Sequence[str]) -> str:
     """Return the mark of the worst flag, or a blank."""
     return next((mark for flag, mark in FLAG_MARKS.items() if flag in flags), " ") if flags else " "

@@ -169,7 +169,7 @@ def _age(seconds: float | None) -> Cell:
 def _state(gpu: GpuView) -> Runs:
     """Return a state as the picture shows it, and its word; of a GPU in MIG mode how many devices are free."""
     letter, style = letter_of(gpu)
-    word = gpu.state
+    word: str = gpu.state
     if letter == MIG:
         free, total = units(gpu)
         word = f"{free}/{total} free" if gpu.mig else "no device"

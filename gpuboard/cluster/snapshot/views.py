@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process, Xid
+from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, NodeState, Process, Xid
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.snapshot import (
     GpuView,
@@ -173,8 +173,8 @@ def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
     reading, static, hello = facts.reading, facts.static, facts.hello
     scheduled = view.scheduled.get(facts.name)
     age_s = max(0.0, view.now - facts.arrived) if reading else None
-    fresh = age_s is not None and age_s <= stale_after_s(facts, view)
-    if fresh:
+    state: NodeState
+    if age_s is not None and age_s <= stale_after_s(facts, view):
         state, error = "up", facts.error
     elif facts.error is not None or reading is None:
         state, error = "unreachable", facts.error or "no answer yet"
@@ -219,7 +219,7 @@ def _is_awaited(facts: NodeFacts) -> bool:
 def _unseen_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
     scheduled = view.scheduled[facts.name]
     error = scheduled.doubt or facts.error
-    state = "up"
+    state: NodeState = "up"
     if scheduled.error is not None:
         state, error = ("stale" if scheduled.state else "unreachable"), facts.error or f"scheduler: {scheduled.error}"
     elif scheduled.doubt:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from gpuboard.leases.policy.candidates import Candidate, by_node, look, nodes_needed, read
-from gpuboard.model.request import Choice, Pick, Refusal, RefusedGpu, Request, slot
+from gpuboard.model.request import Choice, Pick, Refusal, RefusalCode, RefusedGpu, Request, slot
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.units import format_size
 
@@ -25,7 +25,7 @@ def refuse(request: Request, snapshot: Snapshot, looked: Sequence[Candidate]) ->
     assert request.n is not None
     unread = _unread(snapshot)
     ever = [len(gpus) for gpus in by_node([c for c in looked if not c.never]).values()]
-    code = 3 if not unread and nodes_needed(request, ever) is None else 4
+    code: RefusalCode = 3 if not unread and nodes_needed(request, ever) is None else 4
     nearest = _nearest(request, snapshot, looked, code)
     message = f"asked for {asked_words(request)}; {_have(looked)}"
     if code == 3:
@@ -44,7 +44,7 @@ def refuse_picks(
     """
     unread = _unread(snapshot)
     absent = [_pick_words(pick) for pick in missing]
-    code = 3 if not unread and (missing or any(c.never for c in named)) else 4
+    code: RefusalCode = 3 if not unread and (missing or any(c.never for c in named)) else 4
     words = [f"{c.place} is {c.state}: {c.why_not}" for c in named if c.why_not is not None]
     words += [f"there is no GPU {pick}" for pick in absent]
     words += unread
