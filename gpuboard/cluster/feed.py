@@ -1,4 +1,4 @@
-"""One node's feed: its link, its newest reading and when that arrived; connects again, with back-off, when lost."""
+"""One node's feed: its link, its newest reading and when that arrived; a lost link is retried with back-off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpuboard.cluster.inventory.nodes import Node
-from gpuboard.cluster.routes import Ladder, Route
+from gpuboard.cluster.routes import Route, Routes
 from gpuboard.cluster.snapshot.views import NodeFacts, inert_static
 from gpuboard.cluster.timing import TIMING, FleetTiming
 from gpuboard.model.reading import Event, Hello, Reading, Static, shared
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gpuboard.shellprobe.link import ShellLink
 
 _REFUSED = frozenset({"auth", "host-key", "limits"})
-_LAST_BUSY = 8192  # GPUs of which it is remembered when they were last in use; real ones are far fewer
+_LAST_BUSY = 8192  # GPUs whose last use is recorded: bounds a node that invents GPUs
 
 
 def backoff_s(failures: int, kind: str, timing: FleetTiming = TIMING) -> float:
@@ -43,9 +43,9 @@ def next_tick_ms(now: float, interval_s: float) -> int:
 
 
 class NodeFeed:
-    """The feed of one node. ``facts`` is replaced whole, in the transport's thread; read it from any thread.
+    """The feed of one node. ``facts`` is replaced as a whole in the transport's thread; read it from any thread.
 
-    ``answer_s``: how long its agent may take to the first reading, at least 10 s.
+    ``answer_s``: timeout of the agent's first reading, at least ``timing.first_answer_s``.
     ``changed`` is called after every change and must not block.
     """
 
@@ -64,7 +64,7 @@ class NodeFeed:
         self.node = node
         self.facts = NodeFacts(name=node.name)
         self.link: AgentLink | ShellLink | None = None
-        self.failed_at = 0.0  # when the last link was lost or not made
+        self.failed_at = 0.0  # when the last link was lost, or could not be opened
         self.retry_at: float | None = None  # when to connect again
         self._connector = connector
         self._thresholds = thresholds
@@ -73,24 +73,24 @@ class NodeFeed:
         self._answer_s = max(timing.first_answer_s, answer_s)
         self._changed = changed
         self._lock = threading.RLock()  # not held while ``changed`` is called
-        self._ladder = Ladder(node.job, local=node.host is None, timing=timing)
-        self._way = Route()  # the one taken last
-        self._known_as = ""  # its name for the scheduler, where the ways are the scheduler's
-        self._number = 0  # of the link whose messages count
-        self._anew = False  # what lists GPUs next may see those of its job alone: the others known are not lost
+        self._routes = Routes(node.job, local=node.host is None, timing=timing)
+        self._route = Route()  # the one taken last
+        self._known_as = ""  # its name in the scheduler, for routes through jobs
+        self._number = 0  # of the current link: messages of earlier ones are dropped
+        self._replace_known = False  # the next list may be confined to a job: GPUs that it lacks are not lost
         self._no_python: TransportError | None = None
-        self._over = False
+        self._closed = False
         self._opened_at = 0.0
-        self._hello_at = 0.0  # when the newest link's agent began
+        self._hello_at = 0.0  # when the current link's agent sent its hello
         self._waiting = False  # for the first reading of this link
         self._failures = 0
         self._last_busy: dict[str, float] = {}
-        self._widths: list[tuple[str, int | None]] = []  # UUID and lanes of each GPU's PCIe link, as last read
-        self._widest: dict[str, int] = {}  # UUID -> lanes of its PCIe link at most since its node was booted
+        self._widths: list[tuple[str, int | None]] = []  # UUID and PCIe lanes of each GPU, as last read
+        self._widest: dict[str, int] = {}  # UUID -> most PCIe lanes since its node was booted
         self._narrow: dict[str, str] = {}
-        self._busy: list[str] = []  # the UUIDs of those in use in the newest reading
-        self._rests_on_memory = False  # which these are may change with nothing but a number
-        self._held: frozenset[tuple[str, str]] = frozenset()  # UUIDs with the leases on them, as last read
+        self._busy: list[str] = []  # UUIDs of the GPUs in use in the newest reading
+        self._rests_on_memory = False  # whether that list depends on a number
+        self._held: frozenset[tuple[str, str]] = frozenset()  # UUIDs and their leases, as last read
         self._config = {
             "node": node.name,
             "interval_s": interval_s,
@@ -102,85 +102,85 @@ class NodeFeed:
 
     @property
     def answered(self) -> bool:
-        """Whether there is a reading or an error, or nothing to wait for."""
+        """Whether there is a reading or an error, or no connection to wait for."""
         return self.facts.reading is not None or self.facts.error is not None or self.facts.closed
 
     def open(self) -> None:
-        """Connect, at once and without waiting; nothing happens where no way is permitted."""
+        """Start connecting and return; does nothing where no route is permitted."""
         with self._lock:
             self._open()
 
     def permit(self, *, ssh: bool, jobs: Sequence[str], visits: Sequence[str] = (), known_as: str = "") -> None:
-        """Take note in which ways the node may be reached from now on: by ssh, through these jobs of ours, or not.
+        """Set the permitted routes to the node: ssh, and steps of these jobs of this user.
 
-        ``visits``: jobs of ours there that are no way themselves. ``known_as``: the node's name for those jobs.
+        ``visits``: this user's jobs there that are no route. ``known_as``: the node's name in the scheduler.
 
-        A connection that may stay does; any other one ends at once, and the next way is taken where there is one.
+        A link over a route that is still permitted stays; any other is closed at once, and the next route is opened.
         """
         with self._lock:
             self._known_as = known_as
-            new_job = self._ladder.permit(ssh=ssh, jobs=jobs, visits=visits)
+            new_job = self._routes.permit(ssh=ssh, jobs=jobs, visits=visits)
             alive = self.link is not None and self.link.over is None
-            if self._ladder.closed:
-                self._leave()
+            if self._routes.closed:
+                self._drop_link()
                 self.facts = msgspec.structs.replace(self.facts, closed=True, error=None)
-            elif not (alive and self._ladder.permits(self._way)) and (
+            elif not (alive and self._routes.permits(self._route)) and (
                 alive or new_job or self.link is None or self.facts.closed
             ):
-                self._leave()
+                self._drop_link()
                 self.facts = msgspec.structs.replace(self.facts, closed=False, error=None)
                 self._open()
 
     def close(self) -> None:
-        """End the link, for good."""
+        """End the link and open no other."""
         with self._lock:
-            self._over = True
-            self._leave()
+            self._closed = True
+            self._drop_link()
 
     def tick(self) -> None:
-        """Tell the agent when the next reading is due by the wall clock."""
+        """Send the agent the time of its next reading by the wall clock."""
         link = self.link
         if self._interval_s is not None and link is not None and link.hello is not None:
             link.tick(next_tick_ms(time.time(), self._interval_s))
 
-    def look(self, now: float) -> None:
-        """Do what time asks for: give up on a link without an answer or gone silent, connect again."""
+    def check(self, now: float) -> None:
+        """Check deadlines: close a link without a first answer or gone stale, and retry one that is due."""
         link = self.link
         if link is not None and link.over is None:
-            silent_s = max(self._timing.silence_s, 10 * (self._interval_s or 0.0))
+            silence_s = max(self._timing.silence_s, 10 * (self._interval_s or 0.0))
             began = max(self._hello_at, link.connected_at or now)
             if self._waiting and now - began > self._answer_s:
                 link.drop(link.late(self._answer_s))
-            elif self._interval_s is not None and link.hello is not None and now - link.last_line > silent_s:
-                link.drop(TransportError("lost", f"the agent said nothing for {silent_s:.0f} s"))
+            elif self._interval_s is not None and link.hello is not None and now - link.last_line > silence_s:
+                link.drop(TransportError("lost", f"no message from the agent for {silence_s:.0f} s"))
             elif not isinstance(link, AgentLink):
                 link.look(now)
         with self._lock:
             if self.retry_at is not None and now >= self.retry_at:
                 self._open()
-            elif self._interval_s is not None and self._ladder.agent_is_due(self._way, now) and not self._waiting:
-                self._leave()
+            elif self._interval_s is not None and self._routes.agent_is_due(self._route, now) and not self._waiting:
+                self._drop_link()
                 self._open()
 
     def _open(self) -> None:
-        """Take the way that is to be taken now. The lock is held, here and in ``_leave``."""
+        """Open a link over the route that is next. The lock is held, here and in ``_drop_link``."""
         self.retry_at = None
-        way = self._ladder.way(time.monotonic())
-        if way is None or self._over:
+        route = self._routes.next(time.monotonic())
+        if route is None or self._closed:
             return
-        self._way = way
+        self._route = route
         self._number += 1
         self._opened_at = time.monotonic()
         self._waiting = True
         listener, ended = partial(self._message, self._number), partial(self._ended, self._number)
         host = self.node.host
-        if host is not None and way.job is not None:
+        if host is not None and route.job is not None:
             host = self._known_as or host
-        if way.shell:
-            assert host is not None  # on this machine python3 is the one that runs us
+        if route.shell:
+            assert host is not None  # on this machine python3 runs this process
             why = str(self._no_python)
             self.link = self._connector.open_shell(
-                self.node.name, host, why, self._interval_s, listener=listener, ended=ended, job=way.job
+                self.node.name, host, why, self._interval_s, listener=listener, ended=ended, job=route.job
             )
             return
         self.link = self._connector.open(
@@ -190,13 +190,13 @@ class NodeFeed:
             config=self._config,
             listener=listener,
             ended=ended,
-            job=way.job,
+            job=route.job,
         )
         if self.link.hello is not None:
-            self.tick()  # an agent started ahead can answer before we know its link
+            self.tick()  # an agent that was started ahead may have answered before ``self.link`` was set
 
-    def _leave(self) -> None:
-        """End the link and hear no more of it."""
+    def _drop_link(self) -> None:
+        """End the link and ignore its later messages."""
         self._number += 1
         self.retry_at = None
         self._waiting = False
@@ -211,23 +211,23 @@ class NodeFeed:
         listed = 0
         with self._lock:
             if number != self._number:
-                return  # of a link that we have left
+                return  # from an earlier link
             if isinstance(message, Static):
                 known = {gpu.uuid: gpu for gpu in map(inert_static, message.gpus)}
-                if not self._anew:
+                if not self._replace_known:
                     known = self.facts.known | known
-                self._anew = False
+                self._replace_known = False
                 self.facts = msgspec.structs.replace(self.facts, static=message, known=known)
                 listed = len(known)
             elif isinstance(message, Hello):
                 if self.facts.hello is not None and self.facts.hello.boot_id != message.boot_id:
-                    self._widths, self._widest = [], {}  # cards may have changed their slots
+                    self._widths, self._widest = [], {}  # cards may have moved to other slots
                 self.facts = msgspec.structs.replace(self.facts, hello=message)
-                self._anew = message.job is not None
+                self._replace_known = message.job is not None
                 self._hello_at = time.monotonic()
                 self.tick()
         if listed > limits.GPUS:
-            raise limits.Exceeded(f"has listed {listed} different GPUs by now; at most {limits.GPUS} are accepted")
+            raise limits.Exceeded(f"listed {listed} different GPUs so far; at most {limits.GPUS} are accepted")
 
     def _reading(self, number: int, reading: Reading) -> None:
         now = time.monotonic()
@@ -277,29 +277,29 @@ class NodeFeed:
                 return
             self.failed_at = now
             self._waiting = False
-            wait_s = self._ladder.failed(self._way, error.kind, now)
+            wait_s = self._routes.failed(self._route, error.kind, now)
             if error.kind == "no-python":
                 error = self._without_python(error)
             if wait_s == 0.0:
                 self._open()
                 return
             self._failures = 1 if now - self._opened_at > self._timing.steady_s else self._failures + 1
-            if error.kind == "limits":  # nothing that it has sent is believed
+            if error.kind == "limits":  # distrust everything that it has sent
                 self.facts = NodeFacts(name=self.node.name)
                 self._last_busy, self._held = {}, frozenset()
-            if self._ladder.closed:  # the only way has gone with its job
+            if self._routes.closed:  # the only route ended with its job
                 self.facts = msgspec.structs.replace(self.facts, closed=True, error=None)
             else:
                 self.facts = msgspec.structs.replace(self.facts, error=str(error))
-            if self._interval_s is not None and not self._ladder.closed:
+            if self._interval_s is not None and not self._routes.closed:
                 self.retry_at = now + (
                     backoff_s(self._failures, error.kind, self._timing) if wait_s is None else wait_s
                 )
         self._changed()
 
     def _without_python(self, error: TransportError) -> TransportError:
-        """Return what is wrong where there is no python3; a shell adds what it has not found either."""
-        if self._way.shell and self._no_python is not None:
+        """Return the error of a node without python3; if the shell route fails too, with both reasons."""
+        if self._route.shell and self._no_python is not None:
             return TransportError(error.kind, f"{self._no_python.words}, {error.words}", self._no_python.remedy)
         self._no_python = error
         return error

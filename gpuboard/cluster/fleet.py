@@ -21,7 +21,7 @@ from gpuboard.transport.link import Pending
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
-    from gpuboard.cluster.snapshot.scheduler_monitor import SchedulerMonitor, Ways
+    from gpuboard.cluster.snapshot.scheduler_monitor import RoutesOf, SchedulerMonitor
     from gpuboard.config import Settings
     from gpuboard.model.reading import Claim
     from gpuboard.model.schedule import Schedule
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from gpuboard.scheduler.base import Scheduler
 
 T = TypeVar("T")
-FIRST_READING_S = 12.0  # beyond connect_s: start of the agent, and of NVML without persistence mode
+FIRST_READING_S = 12.0  # after ``connect_s``: start of the agent, and of NVML without persistence mode
 
 
 class Fleet:
-    """The feeds of ``nodes``. ``interval_s`` None: each node is read when it connects and then when asked.
+    """The feeds of ``nodes``. ``interval_s`` None: each node is read when it connects, then on request.
 
-    With ``one_shot`` a single reading makes a GPU free; a picture that is kept open asks for two in a row.
+    With ``one_shot`` a single reading makes a GPU free; otherwise that takes two in a row.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class Fleet:
         scheduler: Scheduler | None = None,
         timing: FleetTiming = TIMING,
     ) -> None:
-        """``scheduler``: is closed with the fleet."""
+        """``scheduler``: closed together with the fleet."""
         self._settings = settings
         self._interval_s = interval_s
         self._timing = timing
         self._one_shot = one_shot
         self._thresholds = settings.state.thresholds()
         self._connector = connector or NodeConnector(settings)
-        self._ruling: SchedulerMonitor | None = None
+        self._monitor: SchedulerMonitor | None = None
         if scheduler is not None:
             from gpuboard.cluster.snapshot.scheduler_monitor import SchedulerMonitor  # only where there is one
 
-            self._ruling = SchedulerMonitor(scheduler, settings, self._permit)
+            self._monitor = SchedulerMonitor(scheduler, settings, self._permit)
         self._builder = SnapshotBuilder()
         self._condition = threading.Condition()
         self._dirty = False
@@ -83,19 +83,19 @@ class Fleet:
 
     @property
     def connect_s(self) -> float:
-        """The longest that trying every node once may take: only so many connections are set up at a time."""
+        """The longest time that connecting to every node once may take: ``max_connections`` are set up at a time."""
         rounds = -(-len(self._feeds) // self._settings.max_connections)
         return parse_duration(self._settings.connect_timeout) * max(1, rounds)
 
     @property
     def schedule(self) -> Schedule | None:
-        """What the scheduler holds, as it said last; None: there is none, or it has not answered yet."""
-        return self._ruling.schedule if self._ruling is not None else None
+        """The scheduler's newest answer; None: there is no scheduler, or it has not answered yet."""
+        return self._monitor.schedule if self._monitor is not None else None
 
     def known_as(self, name: str) -> str | None:
-        """Return the scheduler's name for a node in scope; None when there is no scheduler, or it does not know it."""
+        """Return the scheduler's name for a node in scope; None without a scheduler, or for a node unknown to it."""
         feed = self._feeds.get(name)
-        return self._ruling.known_as(feed.facts) if self._ruling is not None and feed is not None else None
+        return self._monitor.known_as(feed.facts) if self._monitor is not None and feed is not None else None
 
     @property
     def names(self) -> list[str]:
@@ -103,9 +103,9 @@ class Fleet:
         return list(self._feeds)
 
     def start(self) -> None:
-        """Connect to every node that we may connect to; returns at once."""
-        if self._ruling is not None:
-            self._ruling.start(once=self._interval_s is None)
+        """Start connecting to every permitted node and return."""
+        if self._monitor is not None:
+            self._monitor.start(once=self._interval_s is None)
         else:
             for feed in self._feeds.values():
                 feed.open()
@@ -113,8 +113,8 @@ class Fleet:
             threading.Thread(target=self._pace, name="fleet", daemon=True).start()
 
     def wait(self, timeout_s: float, names: Collection[str] | None = None) -> None:
-        """Wait until each node (of ``names``) has a reading or an error; a hung one delays no longer than its own
-        deadline, and all of them no longer than ``timeout_s``."""
+        """Wait until each node (of ``names``) has a reading or an error, at most ``timeout_s``. A node that hangs
+        delays this no longer than its own deadline."""
         feeds = [feed for name, feed in self._feeds.items() if names is None or name in names]
         until = time.monotonic() + timeout_s
         with self._condition:
@@ -123,33 +123,33 @@ class Fleet:
                 while (left := until - time.monotonic()) > 0 and not self._answered(feeds):
                     self._condition.wait(min(left, self._timing.poll_s))
                     if self._interval_s is None:
-                        self._look(feeds)
+                        self._check(feeds)
             finally:
                 self._waiting -= 1
 
     def wait_all(
-        self, limit_s: float, told: Callable[[float, list[str]], None] = lambda waited_s, silent: None
+        self, limit_s: float, progress: Callable[[float, list[str]], None] = lambda waited_s, missing: None
     ) -> None:
-        """Wait until each node has a reading or an error, at most ``limit_s`` longer than the last one took.
+        """Wait until each node has a reading or an error, at most ``limit_s`` after the last of them answered.
 
-        ``told`` is called each second with how long this has been waiting, and for which nodes.
+        ``progress`` is called each second with the time waited so far and the nodes that are missing.
         """
         began = latest = time.monotonic()
         left = len(self._feeds)
         while (rest_s := latest + limit_s - time.monotonic()) > 0:
             self.wait(min(rest_s, self._timing.pace_s))
-            silent = [name for name, feed in self._feeds.items() if not feed.answered]
+            missing = [name for name, feed in self._feeds.items() if not feed.answered]
             if self._answered(self._feeds.values()):
                 return
-            if len(silent) < left:
-                left, latest = len(silent), time.monotonic()
-            told(time.monotonic() - began, silent)
+            if len(missing) < left:
+                left, latest = len(missing), time.monotonic()
+            progress(time.monotonic() - began, missing)
 
     def _answered(self, feeds: Collection[NodeFeed]) -> bool:
-        return (self._ruling is None or self._ruling.answered) and all(feed.answered for feed in feeds)
+        return (self._monitor is None or self._monitor.answered) and all(feed.answered for feed in feeds)
 
     def wait_change(self, timeout_s: float) -> bool:
-        """Wait for anything new since the last call; return whether there is. Ticks that arrive together are one."""
+        """Wait for a change since the last call; return whether there is one. Readings that arrive together are one."""
         with self._condition:
             if not self._dirty:
                 self._condition.wait_for(lambda: self._dirty or self._closed.is_set(), timeout_s)
@@ -174,8 +174,8 @@ class Fleet:
             users=self._settings.users,
             interval_s=self._interval_s,
             one_shot=self._one_shot,
-            scheduled=self._ruling.of(nodes, now, at) if self._ruling else {},
-            scheduler=self._ruling.view(now) if self._ruling else None,
+            scheduled=self._monitor.of(nodes, now, at) if self._monitor else {},
+            scheduler=self._monitor.view(now) if self._monitor else None,
         )
         return self._builder.snapshot(nodes, view)
 
@@ -184,17 +184,17 @@ class Fleet:
         users = self._settings.users
         read = [facts for feed in self._feeds.values() if (facts := feed.facts).reading is not None]
         found = {facts.name: self._builder.claims(facts, users) for facts in read}
-        if self._ruling is not None:
-            scheduled = self._ruling.of(read, time.monotonic(), time.time())
+        if self._monitor is not None:
+            scheduled = self._monitor.of(read, time.monotonic(), time.time())
             found = {facts.name: standing(found[facts.name], facts, scheduled.get(facts.name)) for facts in read}
         return found
 
     def uids(self) -> dict[str, int]:
-        """Return who we are on each node that has answered, as its agent says: ids can differ between nodes."""
+        """Return this user's uid on each node that has answered: uids can differ between nodes."""
         return {name: feed.facts.hello.uid for name, feed in self._feeds.items() if feed.facts.hello is not None}
 
     def call(self, node: str, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T:
-        """Ask one agent and return its answer, a ``kind``. Raises CallFailed and LinkLost."""
+        """Call one agent and return its answer, a ``kind``. Raises CallFailed and LinkLost."""
         answer = self.call_all({node: (op, args)}, timeout_s, kind)[node]
         if isinstance(answer, (CallFailed, LinkLost)):
             raise answer
@@ -203,9 +203,9 @@ class Fleet:
     def call_all(
         self, calls: Mapping[str, tuple[str, dict[str, Any]]], timeout_s: float, kind: type[T]
     ) -> dict[str, T | CallFailed | LinkLost]:
-        """Ask several agents at once; return each node's answer, or its CallFailed or LinkLost as the value.
+        """Call several agents at once; return each node's answer, or its CallFailed or LinkLost as the value.
 
-        The time counts from when a node fell silent: one that has left earlier calls unanswered delays no later one.
+        The timeout starts with a node's oldest unanswered call: a node that hangs delays later calls no further.
         """
         started = time.monotonic()
         pending = {node: self._submit(node, op, args) for node, (op, args) in calls.items()}
@@ -218,7 +218,7 @@ class Fleet:
         return answers
 
     def _settled(self, node: str, sent: Pending | LinkLost, started: float, timeout_s: float) -> Pending:
-        """Return a call once it is answered. Raises LinkLost where it is not."""
+        """Return a call once it is answered. Raises LinkLost when it is not."""
         if isinstance(sent, LinkLost):
             raise sent
         while not sent.settled:
@@ -231,19 +231,19 @@ class Fleet:
             sent.wait(min(max(left_s, self._timing.call_least_s), self._timing.poll_s))
         return sent
 
-    def tell(self, node: str, op: str, args: dict[str, Any]) -> None:
-        """Send a call to one agent and wait for no answer; nothing happens when it is not connected."""
+    def send(self, node: str, op: str, args: dict[str, Any]) -> None:
+        """Send a call to one agent without waiting for the answer; does nothing when it is not connected."""
         feed = self._feeds[node]
         if feed.link is not None:
             feed.link.submit(op, args)
 
     def refresh(self, names: Collection[str], timeout_s: float) -> dict[str, str]:
-        """Get a reading that started after this call from each node; return why not, by node, where that failed."""
+        """Get a reading that starts after this call from each node; return the failures by node."""
         answers = self.call_all({name: ("read", {}) for name in names}, timeout_s, Read)
         return {name: str(answer) for name, answer in answers.items() if isinstance(answer, (CallFailed, LinkLost))}
 
     def freshen(self) -> None:
-        """Read again the nodes whose newest reading has grown old while another node was waited for."""
+        """Read again the nodes whose newest reading has aged while this process waited for others."""
         now = time.monotonic()
         feeds = self._feeds.items()
         aged = [
@@ -259,8 +259,8 @@ class Fleet:
         self._closed.set()
         with self._condition:
             self._condition.notify_all()
-        if self._ruling is not None:
-            self._ruling.close()
+        if self._monitor is not None:
+            self._monitor.close()
         for feed in self._feeds.values():
             feed.close()
         self._connector.close()
@@ -288,36 +288,40 @@ class Fleet:
                 feed.open()
                 link = feed.link
         if link is None:
-            return LinkLost(node, "no way leads there: ssh is not permitted, and no job of ours runs there")
+            return LinkLost(node, "no route: ssh is not permitted, and you have no job running there")
         return link.submit(op, args)
 
-    def _permit(self, ways: Ways) -> None:
-        """Open and close connections as the scheduler's newest answer wants it."""
+    def _permit(self, routes_of: RoutesOf) -> None:
+        """Open and close connections as the scheduler's newest answer permits."""
         for feed in self._feeds.values():
-            may = ways(feed.node, feed.facts)
+            may = routes_of(feed.node, feed.facts)
             ssh = may.ssh or feed.node.host is None
             feed.permit(ssh=ssh, jobs=may.jobs, visits=may.visits, known_as=may.known_as)
         self._feed_changed()
 
     def _feed_changed(self) -> None:
-        if not self._dirty or self._waiting:  # one wake-up for all that arrives until the next look
+        if not self._dirty or self._waiting:  # one wake-up for all changes before the next wait_change
             with self._condition:
                 self._dirty = True
                 self._condition.notify_all()
 
-    def _look(self, feeds: Collection[NodeFeed]) -> None:
+    def _check(self, feeds: Collection[NodeFeed]) -> None:
         now = time.monotonic()
         for feed in feeds:
-            feed.look(now)
+            feed.check(now)
 
     def _pace(self) -> None:
-        """Watch deadlines, connect again, and send ticks until the fleet is closed."""
-        looked_at = time.monotonic()
-        tick_at = looked_at + self._timing.tick_s
+        """Check deadlines, retry connections and send ticks until the fleet is closed.
+
+        A gap of ``suspended_s`` between two checks means this process was suspended: frames that are still queued are
+        read before links are judged.
+        """
+        checked_at = time.monotonic()
+        tick_at = checked_at + self._timing.tick_s
         while not self._closed.wait(self._timing.pace_s):
-            before, looked_at = looked_at, time.monotonic()
-            if looked_at - before < self._timing.suspended_s:
-                self._look(self._feeds.values())
+            before, checked_at = checked_at, time.monotonic()
+            if checked_at - before < self._timing.suspended_s:
+                self._check(self._feeds.values())
             if time.monotonic() >= tick_at:
                 tick_at += self._timing.tick_s
                 for feed in self._feeds.values():

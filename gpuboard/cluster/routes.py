@@ -1,7 +1,7 @@
-"""Which way to a node is tried next: ssh, a step of a Slurm job of ours, the agent or a shell; pure, times are given.
+"""Which route to a node is tried next: ssh or a step of a Slurm job; the agent or a shell. Pure; times are arguments.
 
-From the top: ssh and the agent; a shell with nvidia-smi where there is no python3; the same through a job of ours
-where ssh is not allowed or refused; nothing at all where neither is permitted.
+In order of preference: the agent over ssh; a shell with nvidia-smi where there is no python3; the same through a step
+of this user's job where ssh is not permitted or was refused; none where neither is permitted.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 from gpuboard.cluster.timing import TIMING, FleetTiming
 
-# Reasons for which the same connection through a job may well work.
+# Failures of ssh after which a step of a job may still reach the node.
 _REFUSALS = frozenset({"refused", "auth", "no-job", "host-key", "resolve", "unreachable", "timeout"})
 
 
 class Route(NamedTuple):
-    """One way to a node."""
+    """One route to a node."""
 
-    job: str | None = None  # through a step of this job; None: by ssh (or, on this machine, as a child process)
-    shell: bool = False  # not the agent but a shell with nvidia-smi
+    job: str | None = None  # through a step of this job; None: ssh, or on this machine a child process
+    shell: bool = False  # a shell with nvidia-smi instead of the agent
 
 
-class Ladder:
-    """The ways to one node. ``job``: a job that it is reached through whatever the scheduler says."""
+class Routes:
+    """The routes to one node. ``job``: a fixed route, through this job, whatever the scheduler answers."""
 
     def __init__(self, job: str | None, *, local: bool, timing: FleetTiming = TIMING) -> None:
         self._fixed = job
@@ -32,18 +32,18 @@ class Ladder:
         self._ssh = True
         self._jobs: tuple[str, ...] = ()
         self._visits: tuple[str, ...] = ()
-        self._ssh_at = 0.0  # not before, while there is another way
-        self._agent_at: dict[str | None, float] = {}  # by job: a shell until then
+        self._ssh_at = 0.0  # ssh is not tried before, while another route exists
+        self._agent_at: dict[str | None, float] = {}  # by job: the agent is not tried before
 
     @property
     def closed(self) -> bool:
-        """Whether no way is permitted."""
+        """Whether no route is permitted."""
         return not self._ssh and not self._jobs and self._fixed is None
 
     def permit(self, *, ssh: bool, jobs: Sequence[str], visits: Sequence[str] = ()) -> bool:
-        """Take note of what is permitted from now on; return whether a job of ours is there that was not before.
+        """Set what is permitted; return whether this user has a job there that was not there before.
 
-        ``visits``: jobs of ours there that are no way themselves, but may open ssh's.
+        ``visits``: this user's jobs there that are no route themselves, but may make the node accept ssh.
         """
         new = not {*jobs, *visits} <= {*self._jobs, *self._visits}
         self._ssh, self._jobs, self._visits = ssh, tuple(jobs), tuple(visits)
@@ -51,14 +51,14 @@ class Ladder:
             self._ssh_at = 0.0
         return new
 
-    def permits(self, way: Route) -> bool:
-        """Return whether a connection over ``way`` may stay."""
-        if way.job is None:
+    def permits(self, route: Route) -> bool:
+        """Return whether a link over ``route`` may stay."""
+        if route.job is None:
             return self._ssh
-        return way.job == self._fixed or way.job in self._jobs
+        return route.job == self._fixed or route.job in self._jobs
 
-    def way(self, now: float) -> Route | None:
-        """Return the way to take now; None when none is permitted."""
+    def next(self, now: float) -> Route | None:
+        """Return the route to take now; None when none is permitted."""
         if self._fixed is not None:
             job: str | None = self._fixed
         elif self._ssh and (now >= self._ssh_at or not self._jobs):
@@ -69,27 +69,27 @@ class Ladder:
             return None
         return Route(job, shell=now < self._agent_at.get(job, 0.0))
 
-    def agent_is_due(self, way: Route, now: float) -> bool:
-        """Return whether it is time to look for python3 again where a shell serves."""
-        return way.shell and now >= self._agent_at.get(way.job, 0.0)
+    def agent_is_due(self, route: Route, now: float) -> bool:
+        """Return whether it is time to try the agent again on a node that is read through a shell."""
+        return route.shell and now >= self._agent_at.get(route.job, 0.0)
 
-    def failed(self, way: Route, kind: str, now: float) -> float | None:
-        """Take note that ``way`` led nowhere; return how long to wait before the next, None: as after any failure."""
+    def failed(self, route: Route, kind: str, now: float) -> float | None:
+        """Record a failure of ``route``; return the pause before the next attempt, None: the usual back-off."""
         if kind == "no-python" and not self._local:
-            if not way.shell:
-                self._agent_at[way.job] = now + self._timing.agent_again_s
+            if not route.shell:
+                self._agent_at[route.job] = now + self._timing.agent_again_s
                 return 0.0
-            self._agent_at.pop(way.job, None)
+            self._agent_at.pop(route.job, None)
             return None
         if self._fixed is not None:
             return None
-        if way.job is None and kind in _REFUSALS:
+        if route.job is None and kind in _REFUSALS:
             if self._jobs:
                 self._ssh_at = now + self._timing.ssh_again_s
                 return 0.0
             return self._timing.no_job_s if kind == "no-job" else None
-        if way.job is not None:
+        if route.job is not None:
             self._ssh_at = 0.0
-            if kind == "no-job":  # it has ended; the scheduler's next answer will say so, too
-                self._jobs = tuple(job for job in self._jobs if job != way.job)
+            if kind == "no-job":  # it has ended; the scheduler's next answer will lack it too
+                self._jobs = tuple(job for job in self._jobs if job != route.job)
         return None

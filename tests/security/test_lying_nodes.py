@@ -20,7 +20,7 @@ HONEST = ("honest-1", "honest-2")
 # One byte at a time: nothing is heard, and then there is too much noise or there are too many pieces.
 SLOWLY = ("nothing heard", "malformed answer", "sends more than any node")
 SAYS = {
-    "uuids": "different GPUs by now; at most 256",
+    "uuids": "different GPUs so far; at most 256",
     "gpus": "lists 100000 GPUs; at most 256",
     "lines": "sends more than any node",
     "noise": "malformed answer",

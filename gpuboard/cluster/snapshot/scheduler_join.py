@@ -1,4 +1,4 @@
-"""What the scheduler says of each node in scope, made anew only where its answer or the node's GPUs have changed."""
+"""The scheduler's data on each node in scope, rebuilt only when its answer or the node's GPUs have changed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import day_time
 
 
-class _Made(msgspec.Struct, frozen=True, gc=False):
-    """What was made for one node, and of what."""
+class _Joined(msgspec.Struct, frozen=True, gc=False):
+    """What was built for one node, and from what."""
 
     known: object
     evidence: object
@@ -29,39 +29,39 @@ class Join:
         self._schedule: Schedule | None = None
         self._held: dict[str, list[scheduler_jobs.Held]] = {}
         self._names: dict[str, str] = {}
-        self._aliases: dict[str, str] = {}  # by a node's name: what ssh makes of it
+        self._aliases: dict[str, str] = {}  # by a node's name: the host name that ssh resolves it to
         self._error: str | None = None
-        self._asked = 0.0
+        self._queried = 0.0
         self._jobs: frozenset[int] = frozenset()
-        self._made: dict[str, _Made] = {}
-        self._strangers: dict[str, object] = {}  # nodes it does not know, by what they said of themselves
+        self._memo: dict[str, _Joined] = {}
+        self._unknown: dict[str, object] = {}  # nodes unknown to it, with the hello they were looked up by
 
     def take(self, seen: Seen, now: float, at: float) -> None:
-        """Take note of what is known of the scheduler; ``now``: monotonic, ``at``: epoch seconds."""
+        """Set what is known of the scheduler; ``now``: monotonic, ``at``: epoch seconds."""
         schedule = seen.schedule
         error = None
         if not seen.current(now):
             since = f" since {day_time(at - (now - seen.arrived))}" if schedule is not None else ""
-            error = f"no answer{since}: {clean(seen.error or 'not asked yet', 300)}"
+            error = f"no answer{since}: {clean(seen.error or 'not queried yet', 300)}"
         if schedule is self._schedule and error == self._error:
             return
         if schedule is not self._schedule and schedule is not None:
             self._held = scheduler_jobs.by_node(schedule)
             self._names = scheduler_jobs.names(schedule)
-            self._asked = seen.arrived
+            self._queried = seen.arrived
             self._jobs = scheduler_jobs.numbers(schedule)
         self._schedule, self._error = schedule, error
-        self._made.clear()
-        self._strangers.clear()
+        self._memo.clear()
+        self._unknown.clear()
 
     def alias(self, name: str, alias: str) -> None:
-        """Take note of what ssh makes of a node's name."""
+        """Set the host name that ssh resolves a node's name to."""
         if self._aliases.get(name) != alias:
             self._aliases[name] = alias
-            self._strangers.pop(name, None)
+            self._unknown.pop(name, None)
 
     def node(self, facts: NodeFacts) -> SchedulerNode | None:
-        """Return the scheduler's node: by its name, by what it calls itself, by its alias; None where none is known."""
+        """Return the scheduler's node, found by its name, its own hostname or its alias; None where it is unknown."""
         if self._schedule is None:
             return None
         hello = facts.hello
@@ -70,22 +70,22 @@ class Join:
         return None if found is None else self._schedule.nodes[found]
 
     def of(self, facts: NodeFacts) -> Scheduled | None:
-        """Return what the scheduler says of a node; None when it does not know it."""
-        made = self._made.get(facts.name)
-        if made is not None and made.known is facts.known and (made.sure or made.evidence is facts.reading):
-            return made.scheduled
-        if made is None and self._strangers.get(facts.name, self) is facts.hello:
+        """Return the scheduler's data on a node; None when the node is unknown to it."""
+        joined = self._memo.get(facts.name)
+        if joined is not None and joined.known is facts.known and (joined.sure or joined.evidence is facts.reading):
+            return joined.scheduled
+        if joined is None and self._unknown.get(facts.name, self) is facts.hello:
             return None
-        made = self._make(facts)
-        if made is None:
-            self._strangers[facts.name] = facts.hello
+        joined = self._build(facts)
+        if joined is None:
+            self._unknown[facts.name] = facts.hello
             return None
-        self._made[facts.name] = made
-        return made.scheduled
+        self._memo[facts.name] = joined
+        return joined.scheduled
 
-    def _make(self, facts: NodeFacts) -> _Made | None:
+    def _build(self, facts: NodeFacts) -> _Joined | None:
         if self._schedule is None:
-            return _Made(facts.known, None, Scheduled(error=self._error), sure=True)
+            return _Joined(facts.known, None, Scheduled(error=self._error), sure=True)
         hello = facts.hello
         node = self.node(facts)
         if node is None:
@@ -109,10 +109,10 @@ class Join:
             shown=shown,
             doubt=doubt,
             error=self._error,
-            asked=self._asked,
+            asked=self._queried,
             jobs=self._jobs if sure else None,
         )
-        return _Made(facts.known, facts.reading, scheduled, ruled.sure)
+        return _Joined(facts.known, facts.reading, scheduled, ruled.sure)
 
 
 def _evidence(facts: NodeFacts) -> dict[str, set[str]]:
@@ -126,7 +126,7 @@ def _evidence(facts: NodeFacts) -> dict[str, set[str]]:
 
 
 def _aged(rulings: dict[str, Ruling], at: float) -> dict[str, Ruling]:
-    """Return what an old answer still says: who held what. That nobody did says nothing about now."""
+    """Return what an old answer still proves: who held which GPU. A GPU that was free then may be held by now."""
     note = f"as of {day_time(at)}"
     return {
         uuid: replace(ruling, note="; ".join(filter(None, (ruling.note, note))))

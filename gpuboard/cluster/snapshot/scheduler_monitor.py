@@ -1,4 +1,4 @@
-"""A fleet's view of the scheduler: what it says of the nodes in scope, and which of them may be connected to."""
+"""SchedulerMonitor: the scheduler's answer for each node in scope, and the routes that it permits to the node."""
 
 from __future__ import annotations
 
@@ -18,49 +18,51 @@ from gpuboard.model.snapshot import SchedulerView
 from gpuboard.model.text import clean
 from gpuboard.scheduler.base import Scheduler
 
-_NOTES = 20  # shown of what an answer leaves open
+_NOTES = 20  # of an answer that are shown
 
 
 class Permitted(NamedTuple):
-    """In which ways a node may be reached."""
+    """The routes by which a node may be reached."""
 
     ssh: bool = True
-    jobs: Sequence[str] = ()  # of ours, that hold GPUs there
-    visits: Sequence[str] = ()  # of ours, that run there without GPUs: they open ssh; a step of theirs may see none
-    known_as: str = ""  # its name for the scheduler, which steps of these jobs are asked for by
+    jobs: Sequence[str] = ()  # of this user, that hold GPUs there
+    visits: Sequence[
+        str
+    ] = ()  # of this user, without GPUs: the node accepts ssh, but their steps see no GPU
+    known_as: str = ""  # its name in the scheduler, for steps of these jobs
 
 
-Ways = Callable[[Node, NodeFacts], Permitted]
+RoutesOf = Callable[[Node, NodeFacts], Permitted]
 
 
 class SchedulerMonitor:
-    """Asks the scheduler, joins its answers with the nodes, and says which nodes may be reached in which way.
+    """Queries the scheduler, joins its answers with the nodes, and decides which routes to each node are permitted.
 
-    The setting ``ssh`` "own": ssh goes only to those of its nodes where we have a job. ``permit`` is called after
-    every answer, from another thread, with what tells a node's ways.
+    With the setting ``ssh = "own"`` ssh is permitted only to those of its nodes where this user has a job. ``permit``
+    is called after every answer, from another thread, with the function that returns a node's routes.
     """
 
-    def __init__(self, scheduler: Scheduler, settings: Settings, permit: Callable[[Ways], None]) -> None:
-        self.answered = False  # whether the scheduler has been heard, or has failed, once
+    def __init__(self, scheduler: Scheduler, settings: Settings, permit: Callable[[RoutesOf], None]) -> None:
+        self.answered = False  # whether the scheduler has answered or failed once
         self._scheduler = scheduler
         self._ssh = settings.ssh
         self._permit = permit
-        self._aliases = Aliases(settings)  # for the thread that permits
+        self._aliases = Aliases(settings)  # used only by the thread that calls ``permit``
         self._lock = threading.Lock()
         self._join = Join()
-        self._own: tuple[Schedule, dict[str, list[str]]] | None = None  # our jobs by Slurm's node name
+        self._own: tuple[Schedule, dict[str, list[str]]] | None = None  # this user's jobs by Slurm's node name
 
     def start(self, *, once: bool) -> None:
-        """Ask; returns at once. ``once``: a single time, else again and again until closed."""
+        """Start querying and return. ``once``: a single query, else repeatedly until closed."""
         if self._ssh == "all":
             self._permit(lambda node, facts: Permitted())
         if once:
-            threading.Thread(target=self._look, name="scheduler", daemon=True).start()
+            threading.Thread(target=self._query_once, name="scheduler", daemon=True).start()
         else:
             self._scheduler.start(self._changed)
 
     def of(self, nodes: Sequence[NodeFacts], now: float, at: float) -> dict[str, Scheduled]:
-        """Return what the scheduler says of ``nodes``, by name; those it does not know are left out."""
+        """Return the scheduler's data on ``nodes``, by name; nodes unknown to it are left out."""
         with self._lock:
             if not self.answered:
                 return {}
@@ -79,7 +81,7 @@ class SchedulerMonitor:
         return None if node is None else node.name
 
     def view(self, now: float) -> SchedulerView:
-        """Return how current its answers are."""
+        """Return the age and the errors of its answers."""
         seen = self._scheduler.seen
         age_s = None if seen.schedule is None else max(0.0, round(now - seen.arrived, 1))
         error = None if seen.error is None else clean(seen.error, 500)
@@ -87,10 +89,10 @@ class SchedulerMonitor:
         return SchedulerView("slurm", age_s, error, seen.current(now), notes)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop querying."""
         self._scheduler.close()
 
-    def _look(self) -> None:
+    def _query_once(self) -> None:
         self._scheduler.look()
         self._changed()
 
@@ -98,14 +100,13 @@ class SchedulerMonitor:
         with self._lock:
             self._join.take(self._scheduler.seen, time.monotonic(), time.time())
             self.answered = True
-        self._permit(self._ways)
+        self._permit(self._routes_of)
         self._aliases.save()
 
-    def _ways(self, node: Node, facts: NodeFacts) -> Permitted:
-        """Return in which ways a node may be reached.
+    def _routes_of(self, node: Node, facts: NodeFacts) -> Permitted:
+        """Return the routes by which a node may be reached.
 
-        Where the scheduler has never answered it is not known whose the nodes are: those that a person has configured
-        are connected to.
+        Before the scheduler's first answer every configured node may be reached: which of them are its is unknown.
         """
         schedule = self._scheduler.seen.schedule
         if schedule is None:
@@ -121,7 +122,7 @@ class SchedulerMonitor:
         return Permitted(self._ssh == "all" or bool(jobs or visits), jobs, visits, found.name)
 
     def _find(self, node: Node, facts: NodeFacts) -> SchedulerNode | None:
-        """Return the scheduler's node; what it does not know by name it may know by what ssh makes of that."""
+        """Return the scheduler's node, found by the node's name or by the host name that ssh resolves it to."""
         with self._lock:
             found = self._join.node(facts)
         if found is not None or (alias := self._aliases.of(node)) is None:
@@ -132,7 +133,7 @@ class SchedulerMonitor:
 
 
 def _jobs_of(schedule: Schedule, uid: int) -> dict[str, list[str]]:
-    """Return a person's running jobs by node, as srun is told them: ``123``, or ``123+1`` of a heterogeneous one."""
+    """Return a user's running jobs by node, as srun takes them: ``123``, or ``123+1`` in a heterogeneous job."""
     found: dict[str, list[str]] = {}
     for job in schedule.jobs:
         if job.uid == uid and job.state == "running":

@@ -99,7 +99,7 @@ class ClaimsAllocator:
         for lease, nodes in list(self._asked.items()):
             if lease != self._adopting:  # the keeper would report that as a loss
                 for node in list(nodes):
-                    self._fleet.tell(node, "release", {"lease": lease})
+                    self._fleet.send(node, "release", {"lease": lease})
 
     def count(self) -> int:
         """Return the number of GPUs in scope, in any state.
