@@ -28,11 +28,11 @@ class ProcessView(msgspec.Struct, frozen=True, gc=False):
     container: str | None = None
     started: float | None = None  # epoch seconds by the node's clock; with the pid it says which process is meant
     uid: int | None = None
-    rogue: bool = False  # of a person who holds the GPU neither by a lease nor by a job
+    rogue: bool = False  # its user holds the GPU neither by a lease nor by a job
 
 
 class XidView(msgspec.Struct, frozen=True, gc=False):
-    """An error that the driver reported of a GPU since it is watched."""
+    """An error that the driver has reported for a GPU since the agent started."""
 
     code: int  # NVIDIA's XID number
     at: str  # ISO 8601, by the node's clock
@@ -82,8 +82,8 @@ class GpuView(msgspec.Struct, frozen=True, gc=False):
     jobs: list[JobView] = []
     mig: list[MigView] = []
     memory_shared: bool = False  # its memory is the host's, and so are memory_used and memory_total
-    sick: list[str] = []  # why it has the flag of that name, in words
-    # For the allocator and the detail view; not in the contract's minimum.
+    sick: list[str] = []  # the reasons for the flag "sick"
+    # For the allocator and the detail view; beyond the contract's minimum.
     numa_node: int | None = None
     links: dict[str, int] = {}
     pci: dict[str, int] = {}
@@ -91,7 +91,7 @@ class GpuView(msgspec.Struct, frozen=True, gc=False):
     compute_mode: int | None = None
     # Health, with its evidence; None: not readable.
     error: str | None = None  # NVML's words for a failure of this GPU
-    delay_s: float = 0.0  # how much older than the node's reading these values are (a call that hangs)
+    delay_s: float = 0.0  # how much older these values are than the node's reading (a call hangs)
     memory_reserved: int | None = None
     pcie_generation: int | None = None
     pcie_generation_max: int | None = None
@@ -105,7 +105,7 @@ class GpuView(msgspec.Struct, frozen=True, gc=False):
 
 
 class NodeView(msgspec.Struct, frozen=True, gc=False):
-    """A node with its GPUs; one that was never read has none and says why in ``error``."""
+    """A node with its GPUs; one that was never read has none, and ``error`` has the reason."""
 
     name: str
     state: NodeState
@@ -119,24 +119,24 @@ class NodeView(msgspec.Struct, frozen=True, gc=False):
     memory_used: int | None = None
     memory_total: int | None = None
     gpus: list[GpuView] = []
-    hostname: str | None = None  # what the node calls itself
+    hostname: str | None = None  # the node's own name
     addresses: list[str] = []
     claims_error: str | None = None  # why reservations cannot be held here
     load1: float | None = None
-    connected: bool = False  # whether its agent is there now; ``error`` says why not
-    scheduler_reason: str | None = None  # why it is drained or down, who said so, when
+    connected: bool = False  # whether its agent is connected; if not, ``error`` has the reason
+    scheduler_reason: str | None = None  # why it is drained or down, set by whom and when
     scheduler_reservation: str | None = None
-    connecting: bool = False  # "unreachable" so far, but not known to be: its first answer is still to come
+    connecting: bool = False  # "unreachable" so far, while its first answer is pending
 
 
 class SchedulerView(msgspec.Struct, frozen=True, gc=False):
-    """How current the scheduler's answers are."""
+    """The age and errors of the scheduler's answers."""
 
     name: str  # "slurm"
-    age_s: float | None  # of its newest answer; None: it has given none
+    age_s: float | None  # of its newest answer; None: it has not answered yet
     error: str | None = None  # why there is no newer one
-    current: bool = False  # whether that answer still says something about now
-    notes: list[str] = []  # what of that answer could not be read, or contradicts itself
+    current: bool = False  # whether that answer is recent enough to count
+    notes: list[str] = []  # parts of that answer that could not be read or contradict each other
 
 
 class Snapshot(msgspec.Struct, frozen=True, gc=False):
@@ -150,21 +150,21 @@ class Snapshot(msgspec.Struct, frozen=True, gc=False):
 
 
 class Tally(msgspec.Struct, frozen=True):
-    """How many of what can be had are in which state: a GPU as a whole, or each MIG device in its place."""
+    """Allocatable units by state: whole GPUs, and MIG devices in place of their GPU."""
 
     gpus: Counter[GpuState]
     devices: Counter[GpuState]
 
     @property
     def parts(self) -> list[tuple[str, Counter[GpuState]]]:
-        """``7 GPUs`` and ``2 MIG devices``, each with its states; GPUs also where there are none of either."""
+        """``7 GPUs`` and ``2 MIG devices``, each with its states; ``0 GPUs`` where there are neither."""
         gpus, devices = self.gpus.total(), self.devices.total()
         parts = [(f"{gpus} GPU{'s' * (gpus != 1)}", self.gpus)] if gpus or not devices else []
         return parts + ([(f"{devices} MIG device{'s' * (devices != 1)}", self.devices)] if devices else [])
 
 
 def tally(gpus: Iterable[GpuView]) -> Tally:
-    """Count GPUs. One in MIG mode counts as its devices; without any as itself, and it cannot be had."""
+    """Count GPUs. One in MIG mode counts as its devices; without devices as itself, which cannot be allocated."""
     whole: Counter[GpuState] = Counter()
     devices: Counter[GpuState] = Counter()
     for gpu in gpus:
@@ -176,21 +176,19 @@ def tally(gpus: Iterable[GpuView]) -> Tally:
 
 
 def shown_flags(gpu: GpuView) -> list[Flag]:
-    """Return the flags that say more than the state does."""
+    """Return the flags that add to the state."""
     return [flag for flag in gpu.flags if flag != gpu.state]
 
 
 def scheduler_words(seen: SchedulerView | None) -> str:
-    """Return what is to be said of a scheduler that does not answer, or not clearly; "" when it does."""
+    """Return a message about a scheduler without a clear answer; "" when its answer is clear."""
     if seen is None or (seen.error is None and (seen.current or seen.age_s is None)):
         notes = seen.notes if seen is not None else []
         more = f"; and {len(notes) - 1} more" if len(notes) > 1 else ""
         return f"Slurm: {notes[0]}{more}" if notes else ""
     error = f": {seen.error}" if seen.error else ""
     if seen.age_s is None:
-        return f"Slurm gives no answer{error}; nothing is called free meanwhile"
+        return f"Slurm does not answer{error}; no GPU counts as free meanwhile"
     if seen.current:
         return f"Slurm's newest answer is {format_duration(seen.age_s)} old{error}"
-    return (
-        f"Slurm has given no answer for {format_duration(seen.age_s)}{error}; none of its GPUs is called free meanwhile"
-    )
+    return f"no answer from Slurm for {format_duration(seen.age_s)}{error}; none of its GPUs counts as free meanwhile"

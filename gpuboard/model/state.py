@@ -27,12 +27,12 @@ STATES: tuple[GpuState, ...] = get_args(GpuState)
 
 _EXCLUSIVE = frozenset({1, 3})
 _PROHIBITED = 2
-# XID errors that a program causes by its own fault; the GPU is well. NVIDIA's list of XID errors, application's part.
+# XID errors caused by programs, not by the GPU (NVIDIA's list of XID errors, "application").
 _PROGRAMS_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 
 
 class Thresholds(msgspec.Struct, frozen=True, gc=False):
-    """Everything the judgement can be tuned by (config section ``[state]``)."""
+    """The thresholds of a GPU's state (config section ``[state]``)."""
 
     busy_utilization: int = 5  # percent
     occupied_memory: int = 512 * 2**20  # bytes
@@ -43,7 +43,7 @@ class Thresholds(msgspec.Struct, frozen=True, gc=False):
         "Xorg", "Xwayland", "gnome-shell", "gnome-remote-de", "kwin_wayland", "kwin_x11", "plasmashell", "sddm-greeter",
         "nvidia-cuda-mps-server", "nvidia-cuda-mps", "nv-hostengine", "dcgmi", "dcgm-exporter", "nvidia-persiste",
     )  # fmt: skip
-    ignore_below: int = 512 * 2**20  # bytes: an ignored process that takes more is not ignored
+    ignore_below: int = 512 * 2**20  # bytes: a process of these names that uses more is not ignored
 
 
 class Job(msgspec.Struct, frozen=True, gc=False):
@@ -53,22 +53,22 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     user: str
     partition: str = ""
     until: float | None = None  # epoch seconds; None: no limit
-    words: str = ""  # what else is to be said: "suspended", "2 shards", …
-    number: str = ""  # what the cgroups of its processes say, where that is not the id (arrays)
+    words: str = ""  # further facts to show: "suspended", "2 shards", …
+    number: str = ""  # the number in its processes' cgroups, which differs from the id for arrays
 
 
 class Ruling(msgspec.Struct, frozen=True, gc=False):
-    """What the scheduler says of one GPU, in words to show. Nothing said: it is given to nobody, and can be had."""
+    """The scheduler's data on one GPU, as text to show. All empty: no job holds it, and it is available."""
 
     jobs: tuple[Job, ...] = ()
-    hidden: str = ""  # it is given to somebody whom the scheduler does not name
-    doubt: str = ""  # why it cannot be told whether it is given to anybody
-    withheld: str = ""  # it is given to nobody, and nobody gets it now
-    note: str = ""  # what is to be known of these words: how the scheduler's numbers were taken for this GPU, …
+    hidden: str = ""  # held by a job that the scheduler does not show
+    doubt: str = ""  # why it is unknown whether a job holds it
+    withheld: str = ""  # why the scheduler gives it to no job, although none holds it
+    note: str = ""  # a reservation about this data: how the scheduler's index was matched with this GPU, …
 
 
 class Facts(msgspec.Struct, frozen=True, gc=False):
-    """All that is known of one GPU at one moment."""
+    """Everything known of one GPU at one moment."""
 
     static: GpuStatic
     reading: GpuReading | None  # the newest one
@@ -79,27 +79,27 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     claims: tuple[Claim, ...] = ()  # live ones on this GPU
     claims_error: str | None = None
     ruling: Ruling | None = None  # None: no scheduler knows its node
-    scheduler_error: str | None = None  # a configured scheduler that gives no current answer
-    unseen: bool = False  # only the scheduler shows this GPU; there is no connection that could read it
-    leases: frozenset[tuple[str, str]] = frozenset()  # (id, owner) of all that live, on whatever GPU
-    narrow: str = ""  # in which way its link is too narrow, as narrow_links returns it
-    idle_for_s: float | None = None  # how long nothing has run on it and no lease was new, as far as we have watched
+    scheduler_error: str | None = None  # a configured scheduler without a current answer
+    unseen: bool = False  # only the scheduler shows this GPU; no connection reads it
+    leases: frozenset[tuple[str, str]] = frozenset()  # (id, owner) of all live leases, on any GPU
+    narrow: str = ""  # how its PCIe link is too narrow, see narrow_links
+    idle_for_s: float | None = None  # how long it has been unused, since this process reads it or since a new lease
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):
-    """What a GPU is, in one word, why, and what else is to be said."""
+    """A GPU's state, the reason for it, and flags."""
 
     state: GpuState
     reason: str
     flags: tuple[Flag, ...] = ()
-    sick: tuple[str, ...] = ()  # the reasons of the flag of that name
-    rogue: tuple[int, ...] = ()  # the pids for which it is flagged so
+    sick: tuple[str, ...] = ()  # the reasons for that flag
+    rogue: tuple[int, ...] = ()  # the pids that are the reason for that flag
 
 
 def counted(reading: GpuReading, limits: Thresholds) -> list[Process]:
-    """Return the processes that make a GPU busy: small display servers and monitoring left out.
+    """Return the processes that make a GPU busy: all but small display servers and monitoring.
 
-    Anybody can choose a process's name: it counts only for system accounts, and where NVML lists graphics alone.
+    Any user can choose a process's name: it is accepted for system accounts, and for processes with graphics only.
     """
     return [
         p
@@ -109,14 +109,14 @@ def counted(reading: GpuReading, limits: Thresholds) -> list[Process]:
 
 
 def rests_on_memory(reading: GpuReading, limits: Thresholds) -> bool:
-    """Return whether the memory used on a GPU decides which of its processes count."""
+    """Return whether a GPU's memory in use decides which of its processes count."""
     return any(p.memory is None and p.name in limits.ignore_processes for p in reading.processes or ())
 
 
 def _is_service(process: Process, reading: GpuReading, limits: Thresholds) -> bool:
     """Return whether a process has the name and the size of a display server or of monitoring.
 
-    Where the driver does not report its memory, that of the whole GPU must be small or another process's.
+    If the driver does not report its memory, the whole GPU's must be small, or explained by another process.
     """
     if process.name not in limits.ignore_processes:
         return False
@@ -127,12 +127,12 @@ def _is_service(process: Process, reading: GpuReading, limits: Thresholds) -> bo
 
 
 def claims_words(claims: Sequence[Claim]) -> str:
-    """Return who holds a reserved GPU, for how long yet, and what for."""
+    """Return who holds a reserved GPU, the time left, and the purpose."""
     return "; ".join(_claim_words(claim) for claim in claims)
 
 
 def unused(idle_for_s: float | None, thresholds: Thresholds) -> bool:
-    """Return whether nothing has run for so long that a GPU that somebody holds is called idle."""
+    """Return whether a held GPU has been unused long enough to be called idle."""
     return idle_for_s is not None and idle_for_s >= thresholds.idle_after_s
 
 
@@ -164,27 +164,27 @@ def _state(facts: Facts, strangers: Sequence[Process], limits: Thresholds) -> tu
         return "reserved", claims_words(facts.claims)
     if ruling is not None and ruling.withheld:
         return "reserved", ruling.withheld
-    if reading is None:  # _unknown lets that pass only where nothing but the scheduler shows it
+    if reading is None:  # _unknown allows that only where only the scheduler shows the GPU
         return "free", noted("free for Slurm; NVML not seen", ruling)
     if busy := _busy(reading, limits):
         return "busy", busy if ruling is None else _against(ruling, busy, reading)
     if _occupied(facts.static, reading, limits):
         used = (reading.memory_used or 0) / 2**30
-        return "occupied", f"{used:.1f} GiB in use by a process that cannot be seen from here"
+        return "occupied", f"{used:.1f} GiB in use by a process that is not visible here"
     if not facts.one_shot:
         if facts.previous is None:
-            return "unknown", "one reading so far; free is said after two"
+            return "unknown", "waiting for a second reading"
         if earlier := _broken(facts.previous) or _unreadable(facts.static, facts.previous):
             return "unknown", f"a moment ago: {earlier}"
         if earlier := _busy(facts.previous, limits):
             return "busy", f"a moment ago: {earlier}"
         if _occupied(facts.static, facts.previous, limits):
-            return "occupied", "a moment ago: memory in use by a process that cannot be seen from here"
+            return "occupied", "a moment ago: memory in use by a process that is not visible here"
     return "free", noted("no process, no reservation", ruling)
 
 
 def _mig(facts: Facts, unknown: str | None) -> str:
-    """Return what is known of a GPU in MIG mode as a whole; its devices have states of their own."""
+    """Return the reason shown for a GPU in MIG mode; its devices have their own states."""
     words = "in MIG mode: its devices can be reserved" if facts.static.mig else "in MIG mode"
     if not facts.static.mig and not unknown:
         words += ", without devices"
@@ -192,17 +192,17 @@ def _mig(facts: Facts, unknown: str | None) -> str:
 
 
 def noted(words: str, ruling: Ruling | None) -> str:
-    """Return ``words`` with what is to be known of a ruling."""
+    """Return ``words`` with a ruling's note."""
     return f"{words}; {ruling.note}" if ruling is not None and ruling.note else words
 
 
 def _allocated(facts: Facts, ruling: Ruling, strangers: Sequence[Process], limits: Thresholds) -> str:
-    """Return who the scheduler gave a GPU to, and what speaks against it."""
+    """Return which job holds a GPU, and observations that contradict it."""
     words = [_job_words(job) for job in ruling.jobs] or [ruling.hidden]
     if strangers:
         first = strangers[0]
         more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
-        words.append(f"{first.user}: {first.name or 'process'} (pid {first.pid}){more} is none of that job's")
+        words.append(f"{first.user}: {first.name or 'process'} (pid {first.pid}){more} does not belong to that job")
     if foreign := _overlapping(facts):
         words.append("also reserved: " + ", ".join(f"{claim.owner} ({claim.lease})" for claim in foreign))
     if facts.reading is not None and not counted(facts.reading, limits) and unused(facts.idle_for_s, limits):
@@ -218,23 +218,23 @@ def _job_words(job: Job) -> str:
 
 
 def _against(ruling: Ruling, busy: str, reading: GpuReading) -> str:
-    """Return why a GPU is busy that the scheduler has given to nobody."""
+    """Return why a GPU is busy that no job holds."""
     if jobs := sorted({process.job for process in reading.processes or [] if process.job}):
-        return noted(f"{busy}, of job {', '.join(jobs)}, which Slurm's last answer does not have here", ruling)
+        return noted(f"{busy}, of job {', '.join(jobs)}, which Slurm's last answer does not list here", ruling)
     return noted(f"free for Slurm, yet in use: {busy}", ruling)
 
 
 def _overlapping(facts: Facts) -> list[Claim]:
-    """Return the claims of others than those whose jobs hold the GPU; within a job its owner may reserve."""
+    """Return the claims of users other than the jobs' owners; within a job its owner may reserve."""
     users = {job.user for job in facts.ruling.jobs} if facts.ruling else set()
     return [claim for claim in facts.claims if users and claim.owner not in users]
 
 
 def _strangers(facts: Facts, limits: Thresholds) -> list[Process]:
-    """Return the processes of people who hold the GPU neither by a job nor by a lease; unknown owners are none.
+    """Return the processes of users who hold the GPU neither by a job nor by a lease; unknown owners do not count.
 
-    A process is its uid's, whatever its environment has in GPUBOARD_LEASE: anybody can write that. Only root's in a
-    container may be the holder's, and is then no more known to be another's than one without the variable.
+    A process belongs to its uid, whatever its GPUBOARD_LEASE is: any user can set that. Exception: root in a container
+    may be the holder, so there the variable is accepted.
     """
     reading, jobs = facts.reading, facts.ruling.jobs if facts.ruling else ()
     holders = {claim.owner for claim in facts.claims} | {job.user for job in jobs}
@@ -289,11 +289,11 @@ def _scheduler_unknown(facts: Facts) -> str | None:
 
 
 def _unreadable(static: GpuStatic, reading: GpuReading) -> str | None:
-    """Return what a decision needs and this reading lacks."""
+    """Return which values a decision needs that this reading lacks."""
     if reading.error:
         return f"NVML: {reading.error}"
     if static.mig is not None:
-        return None  # a MIG parent's own lists are empty by nature
+        return None  # a MIG parent's own lists are always empty
     needed = {"memory": reading.memory_used, "processes": reading.processes, "compute mode": reading.compute_mode}
     missing = [word for word, value in needed.items() if value is None]
     return f"not readable: {', '.join(missing)}" if missing else None
@@ -315,7 +315,7 @@ def _busy(reading: GpuReading, limits: Thresholds) -> str | None:
 
 
 def _occupied(static: GpuStatic, reading: GpuReading, limits: Thresholds) -> bool:
-    """Return whether memory in use shows that somebody is there; where it is the host's memory it shows nothing."""
+    """Return whether memory in use proves a process; shared host memory proves nothing."""
     return not static.memory_shared and (reading.memory_used or 0) > limits.occupied_memory
 
 
@@ -342,14 +342,14 @@ def _flags(facts: Facts, strangers: Sequence[Process], limits: Thresholds) -> li
 
 
 def _is_overdue(process: Process, leases: frozenset[tuple[str, str]]) -> bool:
-    """Return whether the lease in a process's environment has ended; root in a container may be any owner's."""
+    """Return whether the lease in a process's environment has ended; root in a container may act for any owner."""
     if process.lease is None or (process.lease, process.user) in leases:
         return False
     return process.uid != 0 or all(process.lease != lease for lease, _ in leases)
 
 
 def _sick(reading: GpuReading, narrow: str) -> Iterator[str]:
-    """Yield what is wrong with a GPU that still works."""
+    """Yield the health problems of a GPU that still works."""
     if errors := reading.ecc_uncorrected:
         yield f"{errors} uncorrected ECC error{'s' * (errors != 1)} since the driver was loaded"
     if reading.remap_pending:
@@ -364,10 +364,10 @@ def _sick(reading: GpuReading, narrow: str) -> Iterator[str]:
 def narrow_links(
     gpus: Iterable[GpuStatic], readings: Iterable[GpuReading], widest: Mapping[str, int]
 ) -> dict[str, str]:
-    """Return by UUID in which way a GPU's PCIe link is too narrow: than it was, or than most of its model have.
+    """Return by UUID how a GPU's PCIe link is too narrow: narrower than before, or than most of its model.
 
-    ``gpus``: those of one node; ``widest``: how wide each link has been. A width below the GPU's maximum alone tells
-    nothing: many boards and slots have no more lanes.
+    ``gpus``: those of one node; ``widest``: each link's largest width so far. A width below the GPU's maximum proves
+    nothing: many boards and slots have fewer lanes.
     """
     names = {gpu.uuid: gpu.name for gpu in gpus}
     widths = {reading.uuid: reading.pcie_width for reading in readings if reading.pcie_width}

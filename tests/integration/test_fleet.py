@@ -90,7 +90,7 @@ def test_calls_answer_refuse_or_are_lost_each_in_its_way() -> None:
 def test_a_picture_that_is_kept_open_says_free_after_two_readings() -> None:
     # The next one comes when it is asked for: a tick by the clock, as there is at the end of every hour, is far away.
     with local("a", interval_s=2e6, one_shot=False) as fleet:
-        assert {gpu.reason for gpu in fleet.snapshot().nodes[0].gpus} == {"one reading so far; free is said after two"}
+        assert {gpu.reason for gpu in fleet.snapshot().nodes[0].gpus} == {"waiting for a second reading"}
         assert fleet.refresh(["a"], 60) == {}
         until(lambda: {gpu.state for gpu in fleet.snapshot().nodes[0].gpus} == {"free"}, "free")
 

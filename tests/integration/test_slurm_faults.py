@@ -147,8 +147,8 @@ def test_status_once_without_a_controller(slurm: SlurmCluster, fault: str) -> No
     assert found["scheduler"]["age_s"] is None
     assert {node["source"] for node in found["nodes"]} == {"nvml"}
     table = slurm.run(["gpuboard", "status"], user="root")
-    assert "Slurm gives no answer" in table.stdout
-    assert "nothing is called free meanwhile" in table.stdout
+    assert "Slurm does not answer" in table.stdout
+    assert "no GPU counts as free meanwhile" in table.stdout
 
 
 def test_without_munge_nothing_is_called_free(slurm: SlurmCluster) -> None:

@@ -298,7 +298,7 @@ def test_processes_that_contradict_slurm(slurm: SlurmCluster) -> None:
     assert (first["state"], first["flags"]) == ("allocated", [])
     assert first["reason"].startswith(f"job {number} of alice in gpu, until ")
     assert (second["state"], second["flags"]) == ("allocated", ["rogue"])
-    assert f"bob: sleep (pid {stranger}) is none of that job's" in second["reason"]
+    assert f"bob: sleep (pid {stranger}) does not belong to that job" in second["reason"]
     assert (third["state"], third["reason"]) == (
         "busy",
         f"free for Slurm, yet in use: bob: sleep (pid {stranger})",
@@ -316,4 +316,4 @@ def test_processes_tell_their_job_by_its_cgroup(slurm: SlurmCluster) -> None:
     first, _, third = gpus(found, "gpu01")[:3]
     assert (first["state"], first["flags"], first["processes"][0]["job"]) == ("allocated", [], str(number))
     assert (third["state"], third["processes"][0]["job"]) == ("busy", str(number))
-    assert f"of job {number}, which Slurm's last answer does not have here" in third["reason"]
+    assert f"of job {number}, which Slurm's last answer does not list here" in third["reason"]

@@ -69,9 +69,9 @@ def test_banners(nodes: list[NodeView], running_s: float, words: tuple[str, ...]
         (SchedulerView("slurm", 70.0, "connect failure", current=True),
          ("Slurm's newest answer is 1m old: connect failure",)),
         (SchedulerView("slurm", 400.0, "connect failure"),
-         ("Slurm has given no answer for 6m: connect failure; none of its GPUs is called free meanwhile",)),
+         ("no answer from Slurm for 6m: connect failure; none of its GPUs counts as free meanwhile",)),
         (SchedulerView("slurm", None, "no munge"),
-         ("Slurm gives no answer: no munge; nothing is called free meanwhile",)),
+         ("Slurm does not answer: no munge; no GPU counts as free meanwhile",)),
     ],
 )  # fmt: skip
 def test_a_scheduler_that_does_not_answer(seen: SchedulerView, words: tuple[str, ...]) -> None:

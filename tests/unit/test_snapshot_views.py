@@ -90,7 +90,7 @@ def test_node_states() -> None:
     assert state(NodeFacts(name="x")) == ("unreachable", "no answer yet")
     assert state(NodeFacts(name="x", error="ssh: refused")) == ("unreachable", "ssh: refused")
     assert state(facts("x", age_s=5.0)) == ("up", None)
-    assert state(facts("x", age_s=5.1)) == ("stale", "nothing heard for 5 s")
+    assert state(facts("x", age_s=5.1)) == ("stale", "no reading for 5 s")
     assert state(facts("x", age_s=14.0), interval_s=5.0) == ("up", None)
     assert state(facts("x", age_s=1.0, error="lost")) == ("up", "lost")
     assert state(facts("x", age_s=9.0, error="lost")) == ("unreachable", "lost")
@@ -127,7 +127,7 @@ def test_gpus_of_an_old_reading_are_unknown_never_free() -> None:
     held_back = facts("x", "GPU-a", reading={"gpus": [idle("GPU-a", delay_s=9.0)]})
     assert gpu(held_back).state == "unknown"
     future = facts("x", "GPU-a", reading={"gpus": [idle("GPU-a", delay_s=-9.0)]})
-    assert (gpu(future).state, gpu(future).reason) == ("unknown", "NVML: a reading from the future")
+    assert (gpu(future).state, gpu(future).reason) == ("unknown", "NVML: the reading's age is negative")
 
 
 def test_a_gpu_that_is_missing_is_not_forgotten() -> None:

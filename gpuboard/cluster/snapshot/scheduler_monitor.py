@@ -26,9 +26,7 @@ class Permitted(NamedTuple):
 
     ssh: bool = True
     jobs: Sequence[str] = ()  # of this user, that hold GPUs there
-    visits: Sequence[
-        str
-    ] = ()  # of this user, without GPUs: the node accepts ssh, but their steps see no GPU
+    visits: Sequence[str] = ()  # of this user, without GPUs: the node accepts ssh, but their steps see no GPU
     known_as: str = ""  # its name in the scheduler, for steps of these jobs
 
 

@@ -1,9 +1,9 @@
-"""Readings + claims + now → Snapshot (pure). Here, and for claims, the nodes' text is cleaned: nothing gets past it."""
+"""Readings + claims + scheduler + now → NodeView and GpuView (pure). All text of nodes and claims is cleaned here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from sys import intern  # names that thousands of GPUs share are counted every second: quicker if they are one object
+from sys import intern  # thousands of GPUs share few names, and they are counted every second
 from typing import Any
 
 import msgspec
@@ -23,72 +23,72 @@ from gpuboard.model.state import Facts, Job, Ruling, Thresholds, judge
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
 
-XIDS_MAX = 8  # shown of one GPU
-SLOWEST_S = 300.0  # an agent that asks nvidia-smi says how seldom; more than this is not believed
+XIDS_MAX = 8  # shown per GPU
+SLOWEST_S = 300.0  # longest interval accepted from an agent: where it queries nvidia-smi, the agent sets the interval
 _NO_CLAIMS: dict[str, list[Claim]] = {}
-_NOTHING: list[Any] = []  # one for all, never changed: 40,000 empty lists would push what is used out of the caches
-_MADE_S = 5.0  # so much later than a claim an answer of the scheduler's must be to speak of its job
-_LATEST = 4e9  # in 2096: later times are invented, and dates end somewhere
+_NOTHING: list[Any] = []  # shared and never changed: 40,000 empty lists would evict useful data from the caches
+_MADE_S = 5.0  # a scheduler's answer is evidence about a claim's job only if queried this much later than the claim
+_LATEST = 4e9  # epoch seconds, in 2096: later times are invented, and datetime has an end
 
 
 class NodeFacts(msgspec.Struct, frozen=True, gc=False):
-    """All that a feed knows of its node. Times are of our monotonic clock."""
+    """All that a feed knows of its node. Times: this process's monotonic clock."""
 
     name: str
-    error: str | None = None  # why there is no connection now, or no first answer; with its cure
+    error: str | None = None  # why there is no connection, or no first answer; with the remedy
     hello: Hello | None = None
     static: Static | None = None
-    known: dict[str, GpuStatic] = {}  # by UUID: every GPU this node ever listed to us, made inert
+    known: dict[str, GpuStatic] = {}  # by UUID: every GPU that this node has ever listed, text cleaned
     reading: Reading | None = None  # the newest
-    previous: Reading | None = None  # the one before, where they follow each other
-    steady: bool = False  # from that one to the newest nothing about the GPUs has changed but numbers
-    arrived: float = 0.0  # when the newest reading did
-    last_busy: dict[str, float] = {}  # UUID -> when it was last seen in use, newly reserved, or first seen at all
-    narrow: dict[str, str] = {}  # UUID -> in which way its PCIe link is too narrow, for the newest reading
-    closed: bool = False  # no connection is wanted: only the scheduler shows it
+    previous: Reading | None = None  # the one before, if no reading is missing between them
+    steady: bool = False  # between these two only numbers of the GPUs have changed
+    arrived: float = 0.0  # when the newest reading arrived
+    last_busy: dict[str, float] = {}  # UUID -> when it was last in use, newly reserved, or first seen
+    narrow: dict[str, str] = {}  # UUID -> how its PCIe link is too narrow in the newest reading
+    closed: bool = False  # no route is permitted: only the scheduler shows the node
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
-    """What the scheduler says of a node; made by ``scheduler_join``, text made inert there."""
+    """The scheduler's data on a node; built by ``scheduler_join``, which cleans its text."""
 
     state: str | None = None
     reason: str = ""
     reservation: str = ""
     gpus: dict[str, Ruling] = {}  # by UUID
-    shown: list[GpuStatic] = []  # its GPUs, where nothing else has shown all of them; []: those that the node lists
-    doubt: str = ""  # why it is not known what is the case there
+    shown: list[GpuStatic] = []  # its GPUs where no agent lists all of them; []: those that the node lists
+    doubt: str = ""  # why the state of its GPUs is unknown
     error: str | None = None  # why there is no current answer
-    asked: float = 0.0  # when it was asked for that answer, by our monotonic clock
-    jobs: frozenset[int] | None = None  # all that hold something, if it is sure that there are no others on the node
+    asked: float = 0.0  # when that answer was queried; monotonic
+    jobs: frozenset[int] | None = None  # all jobs that hold something; None: there may be others on the node
 
 
 class View(msgspec.Struct, frozen=True):
-    """How to look at it: the clocks and the settings that matter."""
+    """The clocks and settings that a snapshot depends on."""
 
     now: float  # monotonic
     at: float  # epoch seconds
     cluster: str
     thresholds: Thresholds
-    users: dict[str, str]  # a node's name for somebody -> the name to show
+    users: dict[str, str]  # a node's name of a user -> the name to show
     interval_s: float | None
     one_shot: bool
-    scheduled: Mapping[str, Scheduled] = {}  # by node, those that the scheduler knows
+    scheduled: Mapping[str, Scheduled] = {}  # by node, for the nodes known to the scheduler
     scheduler: SchedulerView | None = None
 
 
 class Held(msgspec.Struct, frozen=True):
     """What is reserved in the whole cluster."""
 
-    claims: dict[str, dict[str, list[Claim]]]  # by the node they lie on and the GPU they name; live ones
-    leases: frozenset[tuple[str, str]]  # the ids of all that live, each with its owner: an id alone can be anybody's
+    claims: dict[str, dict[str, list[Claim]]]  # live claims by the node that stores them and the GPU they name
+    leases: frozenset[tuple[str, str]]  # (id, owner) of all live leases: any user can reuse an id
 
     def on(self, node: str) -> dict[str, list[Claim]]:
-        """Return the claims on a node by GPU. They count there alone: elsewhere their owner may be nobody."""
+        """Return the claims stored on a node by GPU. They count on that node only: users can differ between nodes."""
         return self.claims.get(node, _NO_CLAIMS)
 
 
 def inert_static(gpu: GpuStatic) -> GpuStatic:
-    """Return a GPU's facts with every text in them cleaned; done once when they arrive, since they hardly change."""
+    """Return a GPU's facts with all text cleaned; done once on arrival, because they rarely change."""
     devices = gpu.mig and [
         msgspec.structs.replace(device, uuid=clean(device.uuid, 96), profile=clean(device.profile, 32))
         for device in gpu.mig
@@ -105,7 +105,7 @@ def inert_static(gpu: GpuStatic) -> GpuStatic:
 
 
 def node_claims(facts: NodeFacts, users: Mapping[str, str]) -> list[Claim]:
-    """Return the claims in a node's newest reading, made inert, with people by the names to show."""
+    """Return the claims in a node's newest reading, text cleaned, users by the names to show."""
     if facts.reading is None:
         return []
     return [
@@ -125,49 +125,49 @@ def node_claims(facts: NodeFacts, users: Mapping[str, str]) -> list[Claim]:
 
 
 def standing(claims: list[Claim], facts: NodeFacts, scheduled: Scheduled | None) -> list[Claim]:
-    """Return the claims of a node without those made in jobs that are over by the scheduler's word.
+    """Return a node's claims without those made in jobs that have ended according to the scheduler.
 
-    Whoever is given those GPUs next is not kept from them; without that word they lapse. It counts where it was asked
-    for after the claim was made, and knows of all that is held on the node.
+    So they do not block the GPUs' next user; without a scheduler's answer they expire. The answer is evidence only if
+    it was queried after the claim was made, and if it covers all that is held on the node.
     """
     if scheduled is None or scheduled.jobs is None or not any(claim.job for claim in claims):
         return claims
-    over = facts.arrived - (facts.reading.at if facts.reading else 0.0)  # the node's clock → ours, or later by the way
+    offset = facts.arrived - (facts.reading.at if facts.reading else 0.0)  # node's clock → ours, plus transit time
     return [
         claim
         for claim in claims
         if (number := job_number(claim.job)) is None
         or number in scheduled.jobs
-        or scheduled.asked <= min(facts.arrived, over + claim.since) + _MADE_S
+        or scheduled.asked <= min(facts.arrived, offset + claim.since) + _MADE_S
     ]
 
 
 def job_number(tag: str | None) -> int | None:
-    """Return the number of the job that a claim was made in (``123``, ``123.1``), None where it names none."""
+    """Return the number of the job that a claim was made in (``123``, ``123.1``); None if it names none."""
     digits = (tag or "").partition(".")[0]
     return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 10 else None
 
 
 def interval_s(facts: NodeFacts, view: View) -> float:
-    """Return how far apart a node's readings are: as asked for, or as its agent says where that is slower."""
-    said = facts.reading.interval_s if facts.reading else 0.0
-    return max(view.interval_s or 0.0, min(said, SLOWEST_S))
+    """Return a node's interval: as configured, or as reported by its agent where that is longer."""
+    reported = facts.reading.interval_s if facts.reading else 0.0
+    return max(view.interval_s or 0.0, min(reported, SLOWEST_S))
 
 
 def stale_after_s(facts: NodeFacts, view: View) -> float:
-    """Return how old a node's newest reading may be before it says nothing about now."""
+    """Return the age at which a node's newest reading is stale."""
     return max(view.thresholds.stale_min_s, view.thresholds.stale_intervals * interval_s(facts, view))
 
 
 def in_order(facts: NodeFacts, scheduled: Scheduled | None = None) -> list[GpuStatic]:
-    """Return every GPU the node ever listed to us, by NVML's index, and those that only the scheduler shows."""
+    """Return every GPU that the node has ever listed, by NVML's index; or the scheduler's list, where it has one."""
     if scheduled is not None and scheduled.shown:
         return scheduled.shown
     return sorted(facts.known.values(), key=lambda gpu: (gpu.index, gpu.uuid))
 
 
 def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
-    """Return what a node is at one moment, with its GPUs as they were judged."""
+    """Return a node's view with the views of its GPUs."""
     if is_unseen(facts, view):
         return _unseen_view(facts, gpus, view)
     reading, static, hello = facts.reading, facts.static, facts.hello
@@ -179,7 +179,7 @@ def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
     elif facts.error is not None or reading is None:
         state, error = "unreachable", facts.error or "no answer yet"
     else:
-        state, error = "stale", f"nothing heard for {age_s:.0f} s"
+        state, error = "stale", f"no reading for {age_s:.0f} s"
     if error is None and reading is not None and reading.nvml_error:
         error = f"NVML: {reading.nvml_error}"
     return NodeView(
@@ -207,12 +207,12 @@ def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
 
 
 def is_unseen(facts: NodeFacts, view: View) -> bool:
-    """Return whether only the scheduler shows a node: nothing was ever read there, or no connection is wanted now."""
+    """Return whether only the scheduler shows a node: it was never read, or no route to it is permitted now."""
     return facts.name in view.scheduled and (facts.closed or facts.reading is None)
 
 
 def _is_awaited(facts: NodeFacts) -> bool:
-    """Return whether a node's first answer is still to come, with nothing that speaks against it."""
+    """Return whether a node's first answer is pending without an error."""
     return facts.reading is None and facts.error is None and not facts.closed
 
 
@@ -239,10 +239,10 @@ def _unseen_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
 
 
 def gpu_view(
-    static: GpuStatic, seen: tuple[GpuReading | None, GpuReading | None], facts: NodeFacts, held: Held, view: View
+    static: GpuStatic, readings: tuple[GpuReading | None, GpuReading | None], facts: NodeFacts, held: Held, view: View
 ) -> GpuView:
-    """Return one GPU, judged; ``seen``: what its node's newest reading and the one before say of it."""
-    now, before = seen
+    """Return one GPU, judged; ``readings``: from its node's newest reading and from the one before."""
+    now, before = readings
     scheduled = view.scheduled.get(facts.name)
     unseen = is_unseen(facts, view) or (static.uuid not in facts.known and _shows_others(facts))
     reading = None if unseen else _reading_of(static, now, facts, facts.reading)
@@ -306,9 +306,9 @@ def gpu_view(
 
 
 def _shows_others(facts: NodeFacts) -> bool:
-    """Return whether a node may have GPUs beside those that it lists: it lists some, or is confined to a job's, none.
+    """Return whether a node may have more GPUs than it lists: it lists some, or none because a job confines its agent.
 
-    One that lists none and says why, or is in no job, has lost them.
+    An agent that lists none and reports an error, or is in no job, has lost them.
     """
     reading = facts.reading
     confined = facts.hello is not None and facts.hello.job is not None
@@ -316,7 +316,7 @@ def _shows_others(facts: NodeFacts) -> bool:
 
 
 def idle_for_s(uuid: str, facts: NodeFacts, view: View) -> float | None:
-    """Return how long nothing has run on a GPU, as far as we have watched; a new lease starts it anew."""
+    """Return how long a GPU has been unused since this process reads it; a new lease restarts that time."""
     busy_at = facts.last_busy.get(uuid)
     return None if busy_at is None else max(0.0, view.now - busy_at)
 
@@ -324,11 +324,11 @@ def idle_for_s(uuid: str, facts: NodeFacts, view: View) -> float | None:
 def _reading_of(
     static: GpuStatic, found: GpuReading | None, facts: NodeFacts, reading: Reading | None
 ) -> GpuReading | None:
-    """Return what ``reading`` says of a GPU. One that NVML no longer lists has fallen off the bus."""
+    """Return a GPU's part of ``reading``. A GPU that NVML no longer lists has fallen off the bus."""
     if reading is None:
         return None
     if found is not None:
-        return found if found.delay_s >= 0 else msgspec.structs.replace(found, error="a reading from the future")
+        return found if found.delay_s >= 0 else msgspec.structs.replace(found, error="the reading's age is negative")
     if reading.nvml_error:
         return GpuReading(uuid=static.uuid, error=reading.nvml_error)
     listed = facts.static is not None and any(clean(gpu.uuid, 96) == static.uuid for gpu in facts.static.gpus)
@@ -338,7 +338,7 @@ def _reading_of(
 
 
 def _ruling(scheduled: Scheduled | None, uuid: str, users: Mapping[str, str]) -> Ruling | None:
-    """Return what the scheduler says of a GPU, people by the names to show."""
+    """Return the scheduler's data on a GPU, users by the names to show."""
     ruling = scheduled and scheduled.gpus.get(uuid)
     if not ruling or not users or not ruling.jobs:
         return ruling or None
@@ -357,7 +357,7 @@ def _job(job: Job) -> JobView:
 def _mig(
     device: MigStatic, parent: Facts, claims: Mapping[str, list[Claim]], scheduled: Scheduled | None, view: View
 ) -> MigView:
-    """Judge a MIG device as a GPU of its own: its memory and processes; mode, health and claims of its parent too."""
+    """Judge a MIG device like a GPU: by its memory and processes, and by its parent's mode, health and claims."""
     assert parent.static.mig is not None
     static = GpuStatic(
         index=parent.static.index, uuid=device.uuid, name="", pci_bus_id="", memory_total=device.memory_total
@@ -401,7 +401,7 @@ def _mig_reading(uuid: str, parent: GpuReading | None) -> GpuReading | None:
 
 
 def _named(reading: GpuReading | None, users: Mapping[str, str]) -> GpuReading | None:
-    """Return a reading whose processes' users bear the names to show, so that they compare with claims' owners."""
+    """Return a reading with its processes' users by the names to show, comparable with claims' owners."""
     if reading is None or not reading.processes or not users:
         return reading
     named = [p if p.user is None else msgspec.structs.replace(p, user=_user(p.user, users)) for p in reading.processes]
@@ -426,14 +426,14 @@ def _process(process: Process, rogue: bool, facts: NodeFacts, view: View) -> Pro
 
 
 def runtime_s(started: float | None, reading: Reading | None) -> float | None:
-    """Return how long a process has run, both times by the node's clock."""
+    """Return a process's run time; both times by the node's clock."""
     return None if started is None or reading is None else max(0.0, round(reading.at - started, 1))
 
 
 def _xids(xids: list[Xid] | None, facts: NodeFacts) -> list[XidView] | None:
     if not xids or facts.reading is None:
         return None if xids is None else _NOTHING
-    now = facts.reading.at  # both by the node's clock
+    now = facts.reading.at  # by the node's clock, like ``xid.at``
     return [
         XidView(xid.code, iso(min(max(0.0, xid.at), _LATEST)), max(0.0, round(now - xid.at, 1)))
         for xid in xids[:XIDS_MAX]
