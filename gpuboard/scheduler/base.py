@@ -18,10 +18,10 @@ class Scheduler(Protocol):
         """What is known now; from any thread, without waiting."""
 
     def start(self, changed: Callable[[], None]) -> None:
-        """Keep asking, from a thread, until closed; ``changed`` is called after each answer or error."""
+        """Query from a thread until closed; ``changed`` is called after each answer or error."""
 
     def look(self, timeout_s: float = QUERY_S) -> Seen:
         """Query once if the newest shared answer is too old, waiting at most ``timeout_s``; return what is known."""
 
     def close(self) -> None:
-        """Stop asking, at once; a command that hangs is left behind."""
+        """Stop querying at once; does not wait for a command that hangs."""

@@ -1,4 +1,4 @@
-"""Which scheduler there is. Every command asks this, so it imports next to nothing."""
+"""Finds the scheduler of this host. Every command does, so this imports almost nothing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def finder(settings: Settings, env: Mapping[str, str]) -> Callable[[], Slurm] | None:
-    """Return what makes the Slurm of this host, None where there is none; nothing is asked.
+    """Return a function that opens the Slurm of this host, None where there is none; it is not queried.
 
-    Where the settings say "slurm" there is always one, and what is missing is its error.
+    With the setting ``scheduler = "slurm"`` there is always one; missing programs are its error.
     """
     if settings.scheduler == "none":
         return None
@@ -25,7 +25,7 @@ def finder(settings: Settings, env: Mapping[str, str]) -> Callable[[], Slurm] | 
         return None
 
     def make() -> Slurm:
-        from gpuboard.scheduler.slurm.service import Slurm  # 12 ms: only where it is asked
+        from gpuboard.scheduler.slurm.service import Slurm  # 12 ms: only where it is used
 
         return Slurm(settings, env, site)
 

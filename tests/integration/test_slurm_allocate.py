@@ -141,7 +141,7 @@ def test_what_can_never_be_is_told_from_what_is_not_now_and_from_slips(slurm: Sl
     assert "Requested reservation is invalid" in refused(slurm, "--n", "1", "--reservation", "nope", code=2)
     assert "Invalid feature" in refused(slurm, "--n", "1", "--slurm=--constraint=nope", code=2)
     assert "node configuration is not available" in refused(slurm, "--n", "1", "--slurm=--mem-per-gpu=9999G", code=3)
-    assert "--array is gpuboard's to say" in refused(slurm, "--n", "1", "--slurm=--array=1-2", code=2)
+    assert "--array cannot be passed on" in refused(slurm, "--n", "1", "--slurm=--array=1-2", code=2)
     assert "unrecognized option" in refused(slurm, "--n", "1", "--slurm=--bogus=1", code=2)
     assert "try --n 2 --nodes 'gpu01'" in refused(slurm, "--gpus", "gpu01:0,1", code=2)
     assert "Slurm knows no node 'gpu09'" in refused(slurm, "--n", "1", "--exclude", "gpu09", code=2)
@@ -160,8 +160,8 @@ def test_limits_of_a_partition_are_told_from_a_partition_that_is_closed(slurm: S
     def words(partition: str, code: int, *more: str) -> str:
         return refused(slurm, "--n", "1", "--partition", partition, *more, code=code)
 
-    assert "never start it: MaxMemPerLimit: it is more memory" in words("small", 3, "--slurm=--mem=200000")
-    assert "never start it: PartitionNodeLimit: it is more or fewer nodes" in words("pairs", 3)
+    assert "never start it: MaxMemPerLimit: more memory" in words("small", 3, "--slurm=--mem=200000")
+    assert "never start it: PartitionNodeLimit: the partition allows a job fewer or more nodes" in words("pairs", 3)
     assert "try --account, --qos or --partition" in words("theirs", 3, "--account", "chemistry")
     assert "Required partition not available (inactive or drain)" in words("closed", 4)
     assert "is pending (PartitionDown); try --wait" in words("down", 4)
@@ -285,7 +285,7 @@ def test_renewing_shortens_and_is_not_granted_more(slurm: SlurmCluster) -> None:
     assert slurm.job(int(lease["job"]))["TimeLimit"] == "00:05:00"  # counted from its start, rounded up
     done = gpuboard(slurm, "renew", lease["id"], "--for", "2h")
     assert done.returncode == 1
-    assert f"Slurm does not let you prolong job {lease['job']}: Access/permission denied" in done.stderr
+    assert f"Slurm does not allow you to extend job {lease['job']}: Access/permission denied" in done.stderr
     assert "reserve anew before it ends" in done.stderr
     theirs = allocate(slurm, "--n", "1", user="root")["lease"]
     assert gpuboard(slurm, "renew", theirs["id"], "--for", "2h", user="root").returncode == 0

@@ -184,7 +184,8 @@ def test_nothing_begins_on_a_node_where_a_job_is_ending() -> None:
     ruled = scheduler_jobs.rule(there, [held(1, Gres("h100", 1, (0,))), held(9, state="completing")], gpus(2), {})
     assert said(ruled.gpus)["u0"] == "1", "what a job holds it holds"
     assert ruled.gpus["u1"].withheld == "Slurm: job 9 is still completing there; no job starts before it ends"
-    assert scheduler_jobs.rule(there, [], gpus(2), {}).gpus["u1"].withheld.startswith("Slurm: a job is still completing")
+    withheld = scheduler_jobs.rule(there, [], gpus(2), {}).gpus["u1"].withheld
+    assert withheld.startswith("Slurm: a job is still completing")
 
 
 def test_a_node_whose_line_could_not_be_read_has_no_free_gpu() -> None:

@@ -237,7 +237,7 @@ def test_who_may_wait_no_longer_says_whom_he_waits_for(bench: tuple[dict[str, st
         seen = client(env).look(0.2)
     assert (seen.schedule, seen.error) == (
         None,
-        "it is being asked by another gpuboard of yours, and has not answered yet",
+        "another gpuboard process of yours is waiting for its answer",
     )
 
 

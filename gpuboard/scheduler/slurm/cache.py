@@ -1,8 +1,7 @@
-"""What one process has learnt of the scheduler, for all others of the same user on this host: one file, one lock.
+"""The scheduler's newest answer, shared by all processes of a user on this host: one file, one lock.
 
-The file is replaced, never written into, so nobody reads half of one; what is torn, foreign or garbage is not there.
-Times in it are of the clock that counts from the host's start, sleep included: the date may be set, and another start
-or another host (a shared home) is known by its boot id.
+The file is replaced atomically; a torn, foreign or invalid one counts as missing. Its times are CLOCK_BOOTTIME, which
+setting the date does not change; the boot id identifies another boot or another host (a shared home).
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from gpuboard.model.schedule import Schedule
 from gpuboard.paths import cache_dir, make_private
 
 _BYTES_MAX = 2**28
-_FORMAT = 4  # of the file: one more with every change of Record or of what it holds
-_KEPT_S = 86400.0  # files of other configurations, since they were written
+_FORMAT = 4  # increase with every change of CachedAnswer or of the values in it
+_KEPT_S = 86400.0  # seconds that files of other configurations are kept
 
 
 class CachedAnswer(msgspec.Struct, frozen=True, gc=False):
-    """What is known after the newest try. Times: ``now()``."""
+    """What is known after the newest query. Times: ``now()``."""
 
     boot: str
-    asked: float = 0.0  # when the newest try began
+    asked: float = 0.0  # when the newest query began
     schedule: Schedule | None = None  # the newest answer
-    answered: float = 0.0  # when that was asked for
-    error: str | None = None  # why the newest try failed
-    contact: bool = False  # it failed to reach the controller
-    failures: int = 0  # tries in a row
-    took_s: float = 0.0  # Slurm's part of the newest try
-    credit_s: float = 0.0  # how much time Slurm's commands may take now; below 0: so much more was taken
-    outdated: float = 0.0  # when one of us changed what Slurm holds
+    answered: float = 0.0  # when that was queried
+    error: str | None = None  # why the newest query failed
+    contact: bool = False  # that query did not reach the controller
+    failures: int = 0  # in a row
+    took_s: float = 0.0  # the newest query's time in Slurm's commands
+    credit_s: float = 0.0  # token bucket: time that Slurm's commands may take now; below 0: overdrawn
+    outdated: float = 0.0  # when a command of this user last changed what Slurm holds
 
 
 def now() -> float:
@@ -46,7 +45,7 @@ def now() -> float:
 
 
 def boot_id() -> str:
-    """Return what tells one start of this host from all others, "" where that cannot be known."""
+    """Return the id of this host's boot; "" where it is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -54,7 +53,7 @@ def boot_id() -> str:
 
 
 class Cache:
-    """The file of one configuration. Nothing here raises: where there can be no file, everybody asks for himself."""
+    """The file of one configuration. Nothing here raises: without a file every process queries for itself."""
 
     def __init__(self, env: Mapping[str, str], key: str) -> None:
         self.boot = boot_id()
@@ -64,7 +63,7 @@ class Cache:
         self._read: tuple[tuple[int, int, int], CachedAnswer] | None = None
 
     def load(self) -> CachedAnswer | None:
-        """Return what was stored last, the same object as long as it is the same; None where there is nothing."""
+        """Return what was stored last, the same object while the file is unchanged; None where there is nothing."""
         try:
             with open(self._path, "rb", opener=_open) as file:
                 status = os.fstat(file.fileno())
@@ -82,7 +81,7 @@ class Cache:
         return record
 
     def store(self, record: CachedAnswer) -> None:
-        """Replace what is there."""
+        """Replace the file."""
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}-{id(record):x}")
         try:
             make_private(self._folder)
@@ -96,11 +95,11 @@ class Cache:
                 raise
             self._sweep()
         except OSError:
-            return  # a full or read-only home: everybody asks for himself
+            return  # full or read-only home: every process queries for itself
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
-        """Hold the lock of those who ask; gives False at once where another process has it."""
+        """Hold the lock of the process that queries; yields False at once if another process has it."""
         try:
             make_private(self._folder)
             lock = self._path.with_name(f"{self._name}lock")
@@ -121,7 +120,7 @@ class Cache:
             os.close(fd)
 
     def _sweep(self) -> None:
-        """Remove what an older configuration or a killed writer has left."""
+        """Remove files of older configurations and of killed writers."""
         for path in self._folder.glob(f"*{self._name}*"):
             if path != self._path and path.name != f"{self._name}lock":
                 with contextlib.suppress(OSError):
@@ -130,5 +129,5 @@ class Cache:
 
 
 def _open(path: str, flags: int) -> int:
-    """Open a file that may be anything by now: not through a link, and without waiting for a writer."""
+    """Open a file that may have been replaced by anything: follow no link, do not block on a FIFO."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

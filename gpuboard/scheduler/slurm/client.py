@@ -1,6 +1,6 @@
-"""Jobs of ours in Slurm: one is submitted, looked at, prolonged, cancelled. One command a call, never one more.
+"""This user's jobs in Slurm: submit, query, extend, cancel. Each call runs one command.
 
-What the commands print: sbatch(1), squeue(1), scancel(1), scontrol(1) of Slurm 22.05 to 24.05.
+Output formats: sbatch(1), squeue(1), scancel(1), scontrol(1) of Slurm 22.05 to 24.05.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gpuboard.transport.command import Command, Ran, run
 from gpuboard.transport.slurm.srun import program
 from gpuboard.transport.slurm.srun_errors import ENDING
 
-COMMAND_S = 25.0  # Slurm's commands give up after 10 to 20 s by themselves
-SUBMIT_S = 60.0  # sbatch tries again where the controller is too busy to take a job
-SUBMITTING = "GPUBOARD_SUBMIT"  # the variable by which the keeper knows a lease's sbatch: its lease
+COMMAND_S = 25.0  # timeout of a command; Slurm's commands give up after 10 to 20 s
+SUBMIT_S = 60.0  # timeout of sbatch, which retries when the controller is too busy to accept a job
+SUBMITTING = "GPUBOARD_SUBMIT"  # variable with the lease's id, by which the keeper finds a lease's sbatch
 
-SECRETS = ("SLURM_JWT",)  # variables for Slurm's commands that are written to no file
-# States in which a job holds nothing (squeue(1), JOB STATE CODES): why; "" where Slurm tells that only later.
+SECRETS = ("SLURM_JWT",)  # variables of Slurm's commands that must not be written to a file
+# States in which a job holds nothing (squeue(1), JOB STATE CODES): the reason; "" where Slurm reports it only later.
 ENDED_STATES = {
     "BOOT_FAIL": "a node of it did not start",
     "CANCELLED": "it was cancelled",
@@ -40,15 +40,15 @@ ENDED_STATES = {
     "TIMEOUT": "its time limit has come",
 }
 
-# What sbatch is started with, and so what the job's record in Slurm holds: none of the secrets of a shell's variables.
-# Of the defaults that people set for sbatch those that have an option here.
+# The environment of sbatch, which Slurm stores in the job's record: without the secrets that a shell's variables hold,
+# and with those defaults for sbatch that have an option here.
 _KEPT = (
     "PATH", "HOME", "USER", "LOGNAME", "LD_LIBRARY_PATH", "TZ", "KRB5CCNAME", "MODULEPATH",
     "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET",
     "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CONSTRAINT",
 )  # fmt: skip
-# The job's name, which is its owner's to choose, last. Of our own jobs the comment too, and of nobody else's: a line
-# end in it begins a line that looks like any job's.
+# The name, which the owner chooses, is last. The comment is read of this user's jobs only: a line end in it could forge
+# a line of another job.
 _FORMAT = "%A|%T|%r|%S|%L|%M|%P|%U|%N|%j"
 _FORMAT_MINE = _FORMAT + "|%k"
 _QUEUE_FORMAT = "%A|%T|%r|%S|%Q|%P"
@@ -60,7 +60,7 @@ class JobState(msgspec.Struct, frozen=True):
     number: int
     state: str  # PENDING, CONFIGURING, RUNNING, …
     reason: str = ""
-    start: float | None = None  # of a pending job Slurm's estimate, None where it has none yet
+    start: float | None = None  # of a pending job Slurm's estimate; None: not estimated yet
     left_s: float | None = None  # until its time limit; None: it has none
     used_s: float = 0.0  # how long it has run
     partition: str = ""
@@ -71,12 +71,12 @@ class JobState(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Whether it holds nothing any more, or is about to give it back."""
+        """Whether it holds nothing any more, or is about to release it."""
         return self.state in ENDING
 
     @property
     def lease(self) -> str | None:
-        """The lease it was made for; None for a job of anybody's."""
+        """The lease that it was submitted for; None for any other job."""
         return sbatch_args.lease_of(self.name)
 
 
@@ -85,7 +85,7 @@ class QueuePlace(msgspec.Struct, frozen=True):
 
     job: JobState
     ahead: int  # visible pending jobs with a higher priority
-    waiting: int  # all visible pending ones, it included
+    waiting: int  # all visible pending jobs, including it
 
 
 class Jobs:
@@ -93,29 +93,29 @@ class Jobs:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.environ = {name: env[name] for name in _KEPT if name in env}
-        # Times as epoch seconds: the words of squeue have no time zone, and a day in autumn has two hours alike.
+        # Times as epoch seconds: squeue prints no time zone, and local time is ambiguous for an hour in autumn.
         self.environ |= {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
         self.user = str(os.geteuid())
         self._submitting: Command | None = None
         self._begun = False
 
     def submit(self, arguments: Sequence[str], script: str, lease: str) -> tuple[int, str]:
-        """Submit a job and return its number and what sbatch remarked.
+        """Submit a job and return its number and sbatch's warnings.
 
-        Raises the error that a refusal means, Uncertain where there may be a job all the same. When it is interrupted,
+        Raises the error that a refusal means, Uncertain where there may be a job nevertheless. After an interrupt
         sbatch goes on: see :meth:`settle`.
         """
         self._begun = True
         environ = self.environ | {SUBMITTING: lease}
         self._submitting = Command([_program("sbatch"), *arguments], environ, script.encode())
         if self._submitting.wait(SUBMIT_S) is None:
-            self._submitting.kill()  # what it has asked for by now, the controller may do all the same
+            self._submitting.kill()  # the controller may accept its request nevertheless
         return self._outcome(SUBMIT_S)
 
     def settle(self, timeout_s: float) -> int | None:
-        """Return the job that a submission has made which was interrupted at any point; None when there is none.
+        """Return the job of a submission that was interrupted at any point; None when there is none.
 
-        Raises Uncertain when nobody knows.
+        Raises Uncertain when that is unknown.
         """
         if not self._begun:
             return None
@@ -127,46 +127,46 @@ class Jobs:
             return None
 
     def _outcome(self, timeout_s: float) -> tuple[int, str]:
-        """Wait for sbatch's end and return what it said. Raises what that means."""
+        """Wait for the end of sbatch and return its result. Raises the error that it means."""
         ran = self._submitting.wait(timeout_s) if self._submitting is not None else None
         if ran is None:
-            raise Uncertain(f"sbatch has said nothing for {timeout_s:.0f} s; see `scontrol ping`")
+            raise Uncertain(f"sbatch did not respond within {timeout_s:.0f} s; see `scontrol ping`")
         number = sbatch_args.job_number(ran.out) if ran.code == 0 else None
         if number is not None:
             return number, _words(ran.err)
         error = sbatch_args.refusal(ran.err, ran.code if ran.code is not None else 1)
-        # killed, or it printed a number that nobody can read, or the controller may have heard it
+        # killed, or its number is unreadable, or the controller may have received the request
         if ran.code is None or ran.code <= 0 or sbatch_args.is_uncertain(ran.err):
             raise Uncertain(str(error))
         raise error
 
     def test(self, arguments: Sequence[str], script: str) -> str:
-        """Return what Slurm says of a job without taking it: when and where it would start. Raises what it refuses."""
+        """Return Slurm's estimate for a job without submitting it: when and where it would start. Raises refusals."""
         command = [_program("sbatch"), *arguments, "--test-only"]
         ran = run(command, self.environ, COMMAND_S, script.encode())
         if not ran.ended:
-            raise NoNodeReached(_silent("sbatch"))
+            raise NoNodeReached(_no_answer("sbatch"))
         if ran.code != 0:
             raise sbatch_args.refusal(ran.err.replace("allocation failure: ", "sbatch: error: "), ran.code or 1)
         words = _words(ran.err).removeprefix("sbatch: ")
         return re.sub(r"(?<= to start at )[0-9]{1,12}\b", lambda at: day_time(int(at[0])), words)
 
     def job(self, number: int) -> JobState | None:
-        """Return a job, ended ones for some minutes too; None when Slurm knows it no more. Raises NoNodeReached."""
+        """Return a job, for some minutes also an ended one; None when it is unknown to Slurm. Raises NoNodeReached."""
         ran = self._ask(["squeue", "--noheader", "--states=all", f"--jobs={number}", f"--format={_FORMAT}"])
         if ran.code != 0 and "Invalid job id" in ran.err:
             return None
         return next((job for job in _jobs(_answer("squeue", ran)) if job.number == number), None)
 
     def of_lease(self, lease: str, *, mine: bool = True) -> list[JobState]:
-        """Return the jobs of a lease that have not ended; ``mine``: only ours. Raises NoNodeReached."""
+        """Return the jobs of a lease that have not ended; ``mine``: only this user's. Raises NoNodeReached."""
         who = [f"--user={self.user}"] if mine else []
         name = sbatch_args.job_name(lease)
         ran = self._ask(["squeue", "--noheader", f"--name={name}", *who, f"--format={_FORMAT}"])
         return [job for job in _jobs(_answer("squeue", ran)) if job.name == name and not job.ended]
 
     def mine(self) -> list[JobState]:
-        """Return our jobs that were made for leases and have not ended. Raises NoNodeReached."""
+        """Return this user's jobs that were submitted for leases and have not ended. Raises NoNodeReached."""
         ran = self._ask(["squeue", "--noheader", f"--user={self.user}", f"--format={_FORMAT_MINE}"])
         return [job for job in _jobs(_answer("squeue", ran)) if job.lease is not None and not job.ended]
 
@@ -180,11 +180,11 @@ class Jobs:
         """Return what ``scontrol show job -d`` prints. Raises NoNodeReached, GpuboardError when there is none."""
         ran = self._ask(["scontrol", "show", "job", "-d", str(number)])
         if ran.code != 0 and "Invalid job id" in ran.err:
-            raise GpuboardError(f"Slurm knows no job {number} any more")
+            raise GpuboardError(f"job {number} is no longer known to Slurm")
         return _answer("scontrol", ran)
 
     def partitions(self) -> list[tuple[str, bool, float | None]]:
-        """Return the partitions: name, whether it is the default one, the longest time of a job in it (seconds)."""
+        """Return the partitions: name, whether it is the default, time limit of a job (seconds)."""
         ran = self._ask(["sinfo", "--noheader", "--format=%P|%l"])
         found = {}
         for line in _answer("sinfo", ran).splitlines():
@@ -193,28 +193,28 @@ class Jobs:
         return list(found.values())
 
     def cancel_command(self, lease: str) -> list[str]:
-        """Return the command that ends a lease's job, also before its number is known."""
+        """Return the command that cancels a lease's job, also before its number is known."""
         return [_program("scancel"), f"--name={sbatch_args.job_name(lease)}", f"--user={self.user}"]
 
     def look_command(self) -> list[str]:
-        """Return the command that says of every job of ours ``number|state|name``, of ended ones for some minutes."""
+        """Return the command that prints ``number|state|name`` of this user's jobs, with recently ended ones."""
         return [_program("squeue"), "--noheader", "--states=all", f"--user={self.user}", "--format=%A|%T|%j"]
 
     def cancel(self, lease: str) -> None:
-        """End the job of a lease of ours, by its name. Raises GpuboardError when Slurm does not do it."""
+        """Cancel the job of this user's lease, by its name. Raises GpuboardError when Slurm refuses."""
         _answer("scancel", self._run(self.cancel_command(lease), COMMAND_S))
 
     def cancel_number(self, number: int) -> None:
-        """End a job by its number, somebody else's too (root). Raises GpuboardError when Slurm does not do it."""
+        """Cancel a job by its number, as root also another user's. Raises GpuboardError when Slurm refuses."""
         _answer("scancel", self._ask(["scancel", str(number)]))
 
     def set_limit(self, number: int, minutes: int) -> None:
-        """Set how long a job may run in all. Raises GpuboardError with Slurm's words."""
+        """Set a job's time limit. Raises GpuboardError with Slurm's message."""
         ran = self._ask(["scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}"])
         if ran.code != 0 and "denied" in ran.err:
             raise GpuboardError(
-                f"Slurm does not let you prolong job {number}: {_words(ran.err)}; ask its administrators "
-                f"(scontrol update JobId={number} TimeLimit={minutes}), or reserve anew before it ends"
+                f"Slurm does not allow you to extend job {number}: {_words(ran.err)}; ask its administrators "
+                f"(scontrol update JobId={number} TimeLimit={minutes}), or make a new reservation before it ends"
             )
         _answer("scontrol", ran)
 
@@ -224,12 +224,12 @@ class Jobs:
     def _run(self, command: Sequence[str], timeout_s: float) -> Ran:
         ran = run(command, self.environ, timeout_s)
         if not ran.ended:
-            raise NoNodeReached(_silent(os.path.basename(command[0])))
+            raise NoNodeReached(_no_answer(os.path.basename(command[0])))
         return ran
 
 
 class Uncertain(NoNodeReached):
-    """sbatch has failed, and there may be a job all the same: the controller did not answer, but may have heard."""
+    """sbatch has failed, but there may be a job: the controller did not answer, and may have received the request."""
 
 
 def _program(name: str) -> str:
@@ -239,8 +239,8 @@ def _program(name: str) -> str:
         raise GpuboardError(str(error)) from None
 
 
-def _silent(name: str) -> str:
-    return f"{name} has had no answer of Slurm's controller for {COMMAND_S:.0f} s; see `scontrol ping`"
+def _no_answer(name: str) -> str:
+    return f"{name} got no answer from Slurm's controller within {COMMAND_S:.0f} s; see `scontrol ping`"
 
 
 def _answer(name: str, ran: Ran) -> str:
@@ -249,7 +249,7 @@ def _answer(name: str, ran: Ran) -> str:
         return ran.out
     words = _words(ran.err) or f"{name} ended with exit code {ran.code}"
     if sbatch_args.is_unreached(ran.err):
-        raise NoNodeReached(f"Slurm's controller was not reached: {words}; see `scontrol ping`")
+        raise NoNodeReached(f"could not reach Slurm's controller: {words}; see `scontrol ping`")
     raise GpuboardError(f"Slurm: {words}")
 
 
@@ -283,7 +283,7 @@ def _jobs(text: str) -> list[JobState]:
 
 
 def _place(text: str, number: int) -> QueuePlace | None:
-    """Return a job's place in squeue's list of pending jobs. Held and dependent ones are ahead of nobody."""
+    """Return a job's place in squeue's list of pending jobs. Held and dependent jobs do not count."""
     own: JobState | None = None
     own_priority = 0
     priorities: dict[int, int] = {}

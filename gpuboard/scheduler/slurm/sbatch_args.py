@@ -1,4 +1,4 @@
-"""What sbatch is told, and what its refusals mean. Pure.
+"""The arguments of sbatch, and what its refusals mean. Pure.
 
 Options and texts: sbatch(1) and slurm_errno.c of Slurm 22.05 to 24.05.
 """
@@ -23,59 +23,59 @@ if TYPE_CHECKING:
 JOB_NAME = "gpuboard-"  # followed by the lease's id
 _LEASE = re.compile(JOB_NAME + r"([a-z][a-z0-9]{3,15})", re.ASCII)
 
-# What a lease is made of must stay ours: its size and time (options of ours), its script, where it runs, what it is
-# called, and that sbatch returns at once with one job.
-_OURS = {
-    "account": "say --account",
+# Options that --slurm may not set, because they define the lease: its size and time (gpuboard has options for these),
+# its script, working directory and name, and that sbatch returns at once with one job.
+_RESERVED = {
+    "account": "use --account",
     "array": "a lease is one job",
-    "chdir": "the job runs nothing of yours",
+    "chdir": "the job does not run your program",
     "clusters": "one cluster, that of SLURM_CONF",
-    "comment": "say --purpose",
+    "comment": "use --purpose",
     "error": "the job prints nothing",
-    "exclude": "say --exclude",
-    "export": "the job runs nothing of yours",
-    "export-file": "the job runs nothing of yours",
-    "get-user-env": "the job runs nothing of yours",
-    "gid": "a lease is its owner's",
-    "gpus": "say --n",
-    "gpus-per-node": "say --per-node",
-    "gpus-per-socket": "say --n",
-    "gpus-per-task": "say --n",
-    "gres": "say --n",
+    "exclude": "use --exclude",
+    "export": "the job does not run your program",
+    "export-file": "the job does not run your program",
+    "get-user-env": "the job does not run your program",
+    "gid": "a lease belongs to its owner",
+    "gpus": "use --n",
+    "gpus-per-node": "use --per-node",
+    "gpus-per-socket": "use --n",
+    "gpus-per-task": "use --n",
+    "gres": "use --n",
     "help": "see sbatch(1)",
-    "hold": "a lease is to start",
-    "ignore-pbs": "the script is gpuboard's",
+    "hold": "a lease must start",
+    "ignore-pbs": "the script is set by gpuboard",
     "input": "the job reads nothing",
     "job-name": "the lease's id is in it",
-    "nodefile": "say --nodes",
-    "nodelist": "say --nodes",
-    "nodes": "say --max-nodes",
-    "no-requeue": "no lease is requeued",
-    "ntasks-per-gpu": "say --n",
+    "nodefile": "use --nodes",
+    "nodelist": "use --nodes",
+    "nodes": "use --max-nodes",
+    "no-requeue": "a lease is never requeued",
+    "ntasks-per-gpu": "use --n",
     "output": "the job prints nothing",
-    "parsable": "it is set",
-    "partition": "say --partition",
-    "qos": "say --qos",
-    "quiet": "its words are needed",
-    "requeue": "no lease is requeued",
-    "reservation": "say --reservation",
-    "test-only": "say --dry-run",
-    "time": "say --for",
-    "uid": "a lease is its owner's",
+    "parsable": "gpuboard sets it",
+    "partition": "use --partition",
+    "qos": "use --qos",
+    "quiet": "gpuboard reads the messages of sbatch",
+    "requeue": "a lease is never requeued",
+    "reservation": "use --reservation",
+    "test-only": "use --dry-run",
+    "time": "use --for",
+    "uid": "a lease belongs to its owner",
     "usage": "see sbatch(1)",
-    "verbose": "its words are needed",
+    "verbose": "gpuboard reads the messages of sbatch",
     "version": "see sbatch(1)",
-    "wait": "say --wait without --slurm",
-    "wrap": "the script is gpuboard's",
+    "wait": "use --wait without --slurm",
+    "wrap": "the script is set by gpuboard",
 }
-_OURS_SHORT = {
+_RESERVED_SHORT = {
     "A": "account", "a": "array", "D": "chdir", "e": "error", "F": "nodefile", "G": "gpus", "h": "help", "H": "hold",
     "i": "input", "J": "job-name", "M": "clusters", "N": "nodes", "o": "output", "p": "partition", "q": "qos",
     "Q": "quiet", "t": "time", "u": "usage", "v": "verbose", "V": "version", "w": "nodelist", "W": "wait",
     "x": "exclude",
 }  # fmt: skip
 
-# How a text of Slurm's begins → the exit code it means here.
+# Part of an error message of Slurm → the exit code it means here.
 _REFUSALS = (
     ("Requested node configuration is not available", 3),
     ("Node count specification invalid", 3),
@@ -112,60 +112,60 @@ _REFUSALS = (
     ("Slurm backup controller in standby mode", 6),
     ("Protocol authentication error", 6),
 )
-# sbatch may have been heard all the same: nobody knows whether there is a job now.
+# The controller may have received the request: it is unknown whether there is a job now.
 _UNCERTAIN = ("Socket timed out", "Zero Bytes", "Communication connection failure", "Unexpected message")
 
-# Reasons of pending jobs that the job, as it was asked for, never gets beyond, with what helps.
+# Reasons for which a pending job can never start as requested, each with the remedy.
 _NEVER = {
-    "BadConstraints": "no node can ever have all of it",
-    "PartitionNodeLimit": "it is more or fewer nodes than the partition gives one job; see `scontrol show partition`",
-    "PartitionTimeLimit": "it is longer than the partition allows; try a shorter --for",
-    "MaxMemPerLimit": "it is more memory than the partition gives one job; see `scontrol show partition`",
-    "ReservationDeleted": "that reservation is over; see `scontrol show reservation`",
-    "AccountNotAllowed": "the partition is not for that account; try --account or --partition",
+    "BadConstraints": "no node has all of it",
+    "PartitionNodeLimit": "the partition allows a job fewer or more nodes; see `scontrol show partition`",
+    "PartitionTimeLimit": "longer than the partition allows; try a shorter --for",
+    "MaxMemPerLimit": "more memory than the partition allows a job; see `scontrol show partition`",
+    "ReservationDeleted": "that reservation has ended; see `scontrol show reservation`",
+    "AccountNotAllowed": "the partition does not accept that account; try --account or --partition",
     "InvalidAccount": "see `sacctmgr show associations user=$USER`; try --account",
     "InvalidQOS": "see `sacctmgr show associations user=$USER`; try --qos",
-    "QOSNotAllowed": "the partition is not for that QOS; try --qos or --partition",
+    "QOSNotAllowed": "the partition does not accept that QOS; try --qos or --partition",
     "JobHeldAdmin": "an administrator holds it",
-    "JobHeldUser": "it is held: `scontrol release` lets it go on",
-    "DependencyNeverSatisfied": "what it depends on has failed",
+    "JobHeldUser": "it is held; continue it with `scontrol release`",
+    "DependencyNeverSatisfied": "the job that it depends on has failed",
 }
-# The same of those that come in many: limits on what one job may have, which is not what others have at the moment.
+# The same for families of reasons: limits on one job, as opposed to limits on what is in use at the moment.
 _NEVER_LIKE = (
     (re.compile(r"AssocMax\w+Per(?:Job|Node)(?:Limit)?", re.ASCII),
-     "it is more than your account gives one job; see `sacctmgr show associations user=$USER`, try less, or --account"),
+     "more than your account allows a job; see `sacctmgr show associations user=$USER`, try less, or --account"),
     (re.compile(r"QOSMax\w+Per(?:Job|Node)(?:Limit)?", re.ASCII),
-     "it is more than that QOS gives one job; see `sacctmgr show qos`, try less, or --qos"),
-    (re.compile(r"QOSMin\w+", re.ASCII), "it is less than that QOS wants of a job; see `sacctmgr show qos`, try --qos"),
+     "more than that QOS allows a job; see `sacctmgr show qos`, try less, or --qos"),
+    (re.compile(r"QOSMin\w+", re.ASCII), "less than that QOS requires of a job; see `sacctmgr show qos`, try --qos"),
     (re.compile(r"Job's (?:account|QOS) not (?:known|permitted)\b.*"),
      "see `scontrol show partition`; try --account, --qos or --partition"),
 )  # fmt: skip
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """What a job asks for besides GPUs: the site's settings, with what the command line said in their place."""
+    """What a job requests besides GPUs: the site's settings, overridden by the command line."""
 
     partition: str = ""
     account: str = ""
     qos: str = ""
     reservation: str = ""
-    cpus_per_gpu: int = 0  # 0: as Slurm has it
-    mem_per_gpu: int = 0  # bytes; 0: as Slurm has it
+    cpus_per_gpu: int = 0  # 0: Slurm's default
+    mem_per_gpu: int = 0  # bytes; 0: Slurm's default
     more: tuple[str, ...] = ()  # further options of sbatch
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """How many GPUs, of which kind, on how many nodes."""
+    """The number and type of GPUs, and the number of nodes."""
 
     gpus: int
-    nodes: int  # at most so many; with ``per_node`` exactly
+    nodes: int  # the most; with ``per_node`` the exact number
     per_node: int | None = None
-    type: str = ""  # Slurm's word for the kind of GPU; "": any
+    type: str = ""  # Slurm's name of the GPU type; "": any
     exclude: str = ""  # nodes as Slurm writes them
 
 
 class JobSpec(msgspec.Struct, frozen=True):
-    """The lease a job is made for."""
+    """The lease that a job is submitted for."""
 
     id: str
     for_s: float
@@ -181,15 +181,15 @@ def ask(
     reservation: str | None = None,
     more: Sequence[str] = (),
 ) -> Ask:
-    """Return what to ask for: flags (None: not said) before settings. Raises UsageError for options that are ours."""
+    """Return what to request: flags (None: not given) override settings. Raises UsageError for reserved options."""
     for option in more:
         check_option(option, "--slurm")
     for option in settings.args:
         check_option(option, "slurm.args")
-    said = {"--partition": partition, "--account": account, "--qos": qos, "--reservation": reservation}
-    for name, value in said.items():
+    flags = {"--partition": partition, "--account": account, "--qos": qos, "--reservation": reservation}
+    for name, value in flags.items():
         if value is not None and not re.fullmatch(r"[A-Za-z0-9_.,@+:=-]{1,200}", value, re.ASCII):
-            raise UsageError(f"{name} {clean(value, 60)!r} is not a name that Slurm could know")
+            raise UsageError(f"{name} {clean(value, 60)!r} is not a valid name in Slurm")
     return Ask(
         partition=settings.partition if partition is None else partition,
         account=settings.account if account is None else account,
@@ -202,24 +202,24 @@ def ask(
 
 
 def check_option(text: str, where: str) -> None:
-    """Raise UsageError when ``text`` is not one option of sbatch that may be added to ours; ``where`` it was said."""
+    """Raise UsageError when ``text`` is not an option of sbatch that may be added; ``where``: the flag or setting."""
     shown = clean(text, 80)
     if not re.fullmatch(r"-[A-Za-z]\S*|--[a-z][a-z-]*(=.*)?", text) or not text.isprintable():
-        raise UsageError(f"{where}: {shown!r} is not one option of sbatch, as --constraint=a100 is")
+        raise UsageError(f"{where}: {shown!r} is not an option of sbatch; write one, e.g. --constraint=a100")
     if not text.startswith("--"):
-        name, words = text[1], _OURS.get(_OURS_SHORT.get(text[1], ""), "")
+        name, words = text[1], _RESERVED.get(_RESERVED_SHORT.get(text[1], ""), "")
         if words:
-            raise UsageError(f"{where}: -{name} is gpuboard's to say: {words}")
+            raise UsageError(f"{where}: -{name} cannot be passed on: {words}")
         return
     name = text[2:].partition("=")[0]
-    for ours, words in _OURS.items():
-        # sbatch takes what is left of an option's name where it is the only one, and is none itself
-        if ours.startswith(name) and name != "ntasks":
-            raise UsageError(f"{where}: --{ours} is gpuboard's to say: {words}")
+    for reserved, words in _RESERVED.items():
+        # sbatch accepts unambiguous abbreviations of an option; "ntasks" is an option of its own
+        if reserved.startswith(name) and name != "ntasks":
+            raise UsageError(f"{where}: --{reserved} cannot be passed on: {words}")
 
 
 def arguments(shape: Shape, asked: Ask, lease: JobSpec) -> list[str]:
-    """Return the arguments of sbatch, without its name; the script comes over its stdin."""
+    """Return the arguments of sbatch; the script is passed on stdin."""
     kind = f"{shape.type}:" if shape.type else ""
     found = [f"--job-name={job_name(lease.id)}", f"--time={minutes(lease.for_s)}"]
     if shape.per_node is not None:
@@ -238,7 +238,7 @@ def arguments(shape: Shape, asked: Ask, lease: JobSpec) -> list[str]:
     ):
         if value:
             found.append(f"--{option}={value}")
-    # Its output goes nowhere: where the home is not shared, a job whose output cannot be opened fails at its start.
+    # No output file: a job whose output cannot be opened (home not shared) fails at its start.
     return [*found, "--no-requeue", "--output=/dev/null", "--chdir=/", "--export=ALL", "--parsable", *asked.more]
 
 
@@ -259,50 +259,52 @@ def lease_of(name: str) -> str | None:
 
 
 def job_number(stdout: str) -> int | None:
-    """Return the number that ``sbatch --parsable`` printed (``123`` or ``123;cluster``); None when it is not there."""
+    """Return the number that ``sbatch --parsable`` printed (``123`` or ``123;cluster``); None if there is none."""
     found = re.findall(r"^([0-9]{1,10})(?:;.*)?$", stdout, re.MULTILINE)
     return int(found[-1]) if found else None
 
 
 def is_uncertain(stderr: str) -> bool:
-    """Tell whether a job may have come into being although sbatch failed so."""
+    """Return whether a job may exist although sbatch failed with this message."""
     return any(text in stderr for text in _UNCERTAIN)
 
 
 def is_unreached(stderr: str) -> bool:
-    """Tell whether a command of Slurm's failed for want of the controller."""
+    """Return whether a Slurm command failed because it could not reach the controller."""
     return any(text in stderr for text, number in _REFUSALS if number == 6)
 
 
 def refusal(stderr: str, code: int) -> GpuboardError:
-    """Return the error that a failed sbatch stands for, in Slurm's words and with the exit code they mean."""
+    """Return the error of a failed sbatch: Slurm's message, with the exit code it means."""
     lines = [line for line in map(str.strip, stderr.splitlines()) if line and not line.startswith("Try ")]
-    words = "; ".join(dict.fromkeys(clean(_said(line), 300) for line in lines)) or f"sbatch ended with exit code {code}"
+    words = (
+        "; ".join(dict.fromkeys(clean(_message(line), 300) for line in lines)) or f"sbatch ended with exit code {code}"
+    )
     meaning = next((number for text, number in _REFUSALS if text in stderr), 2 if code == 255 else 1)
-    if meaning == 4 and any(map(never_reason, re.findall(r"\w+", stderr))):  # sbatch names the limit that is in the way
+    if meaning == 4 and any(map(never_reason, re.findall(r"\w+", stderr))):  # sbatch names the limit that was exceeded
         meaning = 3
     if meaning == 3:
         return NeverPossible(Refusal(3, f"Slurm refuses: {words}"))
     if meaning == 4:
         return NotFree(Refusal(4, f"Slurm refuses: {words}", nearest="--wait"))
     if meaning == 6:
-        return NoNodeReached(f"Slurm's controller was not reached: {words}; see `scontrol ping`")
+        return NoNodeReached(f"could not reach Slurm's controller: {words}; see `scontrol ping`")
     if meaning == 2:
         return UsageError(f"Slurm refuses: {words}")
     return GpuboardError(f"Slurm refuses: {words}")
 
 
-def _said(line: str) -> str:
-    """Return a line of sbatch without what it begins every line with."""
+def _message(line: str) -> str:
+    """Return a line of sbatch without its prefix."""
     line = re.sub(r"^sbatch: (error: |fatal: )?", "", line)
     return line.removeprefix("Batch job submission failed: ")
 
 
 def never_reason(reason: str) -> str | None:
-    """Return why a job that is pending for ``reason`` will never start as it is; None when it may."""
+    """Return why a job that is pending for ``reason`` can never start as requested; None when it may."""
     return _NEVER.get(reason) or next((words for like, words in _NEVER_LIKE if like.fullmatch(reason)), None)
 
 
 def is_undecided(reason: str) -> bool:
-    """Tell whether Slurm may still start a pending job at once: it has not looked at it yet, or not with backfill."""
+    """Return whether Slurm may still start a pending job at once: it was not scheduled yet, or not by backfill."""
     return reason in {"", "None", "Priority", "Prolog", "Cleaning"}

@@ -1,4 +1,4 @@
-"""Slurm, seen through its own commands: a few a cycle, shared by all processes of a user."""
+"""The Slurm service: a few commands per cycle, with answers shared by all processes of a user."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class SlurmTiming(msgspec.Struct, frozen=True):
 
 
 TIMING = SlurmTiming()
-_WAITING = "it is being asked by another gpuboard of yours, and has not answered yet"
+_WAITING = "another gpuboard process of yours is waiting for its answer"
 
 
 def outdate(env: Mapping[str, str]) -> None:
-    """Take note that Slurm holds other things since a command of ours: who looks next asks anew, as far as it may."""
+    """Mark the shared answer as outdated after a command changed a job: the next query is due as soon as allowed."""
     cache = Cache(env, key(here(env), env))
     stored = cache.load()
     if stored is not None and stored.schedule is not None and not stored.failures:
@@ -47,17 +47,17 @@ def outdate(env: Mapping[str, str]) -> None:
 
 
 class Slurm:
-    """What Slurm holds; implements scheduler/base.py. For any thread."""
+    """Implements scheduler/base.py. For any thread."""
 
     def __init__(self, settings: Settings, env: Mapping[str, str], site: Site, timing: SlurmTiming = TIMING) -> None:
         self._interval_s = parse_duration(settings.slurm.interval)
         self._timing = timing
         self._cache = Cache(env, key(site, env))
-        self._questions = QueryCycle(site, env)
-        self._lock = threading.Lock()  # held while this process asks
+        self._cycle = QueryCycle(site, env)
+        self._lock = threading.Lock()  # held while this process queries
         self._ended = threading.Event()
         self._known = CachedAnswer(self._cache.boot, credit_s=timing.credit_s)
-        self._jitter = 0.8 + 0.4 * os.urandom(1)[0] / 255  # so that who waits for a controller does not come in a crowd
+        self._jitter = 0.8 + 0.4 * os.urandom(1)[0] / 255  # spreads the clients of a controller that comes back
 
     @property
     def seen(self) -> Seen:
@@ -69,18 +69,18 @@ class Slurm:
         return Seen(known.schedule, time.monotonic() - (now() - known.answered), known.error, current_s)
 
     def start(self, changed: Callable[[], None]) -> None:
-        """Keep asking, from a thread, until closed; ``changed`` is called after each answer or error."""
+        """Query from a thread until closed; ``changed`` is called after each answer or error."""
         threading.Thread(target=self._keep, args=(changed,), name="slurm", daemon=True).start()
 
     def look(self, timeout_s: float = QUERY_S) -> Seen:
-        """Ask once where the newest shared answer is too old, waiting at most so long; return what is known then."""
+        """Query once if the newest shared answer is too old, waiting at most ``timeout_s``; return what is known."""
         self._refresh(time.monotonic() + timeout_s)
         return self.seen
 
     def close(self) -> None:
-        """Stop asking, at once; a command that hangs is left behind."""
+        """Stop querying at once; does not wait for a command that hangs."""
         self._ended.set()
-        self._questions.stop()
+        self._cycle.stop()
 
     def _keep(self, changed: Callable[[], None]) -> None:
         while not self._ended.is_set():
@@ -91,15 +91,15 @@ class Slurm:
             self._ended.wait(min(self._timing.news_s, max(self._due_s(), 10 * self._timing.poll_s)))
 
     def _refresh(self, deadline: float) -> None:
-        """Bring what is known up to date by what another process has learnt, else by asking."""
+        """Take another process's answer if it is new enough, else query."""
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return
         try:
             begun = time.monotonic()
             while not self._ended.is_set() and self._adopt() > 0:
                 stuck = time.monotonic() - begun > self._timing.stuck_s  # SIGTSTP
-                with self._cache.turn() as ours:
-                    if ours or stuck:
+                with self._cache.turn() as locked:
+                    if locked or stuck:
                         if self._adopt() > 0:
                             self._ask(min(self._timing.cycle_s, deadline - time.monotonic()))
                         return
@@ -112,7 +112,7 @@ class Slurm:
             self._lock.release()
 
     def _adopt(self) -> float:
-        """Take over what is newer in the file; return for how long the next try is overdue."""
+        """Take a newer answer from the file; return how long the next query is overdue."""
         stored = self._cache.load()
         known = self._known
         if stored is not None and (stored.asked, stored.outdated) > (known.asked, known.outdated):
@@ -122,7 +122,7 @@ class Slurm:
         return -self._due_s()
 
     def _due_s(self) -> float:
-        """Return seconds until the next try."""
+        """Return seconds until the next query is due."""
         known = self._known
         if known.asked == 0:
             return -1.0
@@ -131,23 +131,23 @@ class Slurm:
         return known.asked + known.took_s + pause_s(known, self._interval_s, self._jitter, self._timing) - now()
 
     def _ask(self, timeout_s: float) -> None:
-        """Ask Slurm and let the others know."""
+        """Query Slurm and store the answer for other processes."""
         known = self._known
         asked = now()
-        answer = self._questions.ask(timeout_s, probe=known.failures > 0 and known.contact, before=known.schedule)
+        answer = self._cycle.ask(timeout_s, probe=known.failures > 0 and known.contact, before=known.schedule)
         if self._ended.is_set():
-            return  # the command was killed by us
+            return  # close() killed the command
         stored = self._cache.load()
-        if stored is not None and stored.outdated > known.outdated:  # meanwhile: the answer may be of before
+        if stored is not None and stored.outdated > known.outdated:  # during the query: the answer may be older
             known = replace(known, outdated=stored.outdated)
-        self._known = after(known, answer, asked, self._questions.took_s, self._timing)
+        self._known = after(known, answer, asked, self._cycle.took_s, self._timing)
         self._cache.store(self._known)
 
 
 def after(
     known: CachedAnswer, answer: CycleResult, asked: float, took_s: float, timing: SlurmTiming = TIMING
 ) -> CachedAnswer:
-    """Return what is known after a try that began at ``asked`` and took ``took_s`` in Slurm's commands."""
+    """Return what is known after a query that began at ``asked`` and took ``took_s`` in Slurm's commands."""
     credit_s = timing.credit_s
     if known.asked:
         credit_s = min(credit_s, known.credit_s + timing.share * (asked - known.asked))
@@ -164,7 +164,7 @@ def after(
 
 
 def pause_s(known: CachedAnswer, interval_s: float, jitter: float, timing: SlurmTiming = TIMING) -> float:
-    """Return how long Slurm is left alone after a try."""
+    """Return the pause after a query."""
     found_s = interval_s
     if known.failures:
         most_s = timing.backoff_cheap_most_s if known.took_s < timing.cheap_s else timing.backoff_most_s
@@ -173,5 +173,5 @@ def pause_s(known: CachedAnswer, interval_s: float, jitter: float, timing: Slurm
 
 
 def _rest_s(known: CachedAnswer, timing: SlurmTiming) -> float:
-    """Return how long it takes until what Slurm's commands took is no more than their share."""
+    """Return how long the token bucket takes to refill to zero."""
     return max(0.0, -known.credit_s / timing.share)
