@@ -69,7 +69,7 @@ def afresh(slurm: SlurmCluster, user: str = "alice", **options: Any) -> Told:
 
 def waited_s(told: Told) -> int:
     """Return for how many seconds a hung controller was waited for, by the words about it."""
-    words = r"slurmctld on login1 gave no answer in (\d+) s; is it stopped or overloaded\? see `scontrol ping`"
+    words = r"slurmctld on login1 did not answer within (\d+) s; is it stopped or overloaded\? see `scontrol ping`"
     found = re.fullmatch(words, told.seen.error or "")
     assert found, told.seen.error
     return int(found[1])
@@ -232,7 +232,7 @@ def test_nobody_speaks_for_another_in_a_jobs_text(slurm: SlurmCluster, typed: bo
     assert {grant.node for grant in told.jobs[bob].grants} == {"gpu01"}
     assert all(held(told.jobs[number])["gpu02"] <= slurm.held(number)["gpu02"] for number in alice)
     assert held(told.jobs[bob])["gpu01"] <= {0}
-    assert [note for note in told.schedule.notes if "imitates Slurm's own" in note] != []
+    assert [note for note in told.schedule.notes if "imitates Slurm's output" in note] != []
     assert told.jobs[alice[1]].name in {"two lines", ""}
 
 
@@ -243,7 +243,7 @@ def test_a_dead_controller_is_named_and_what_it_said_before_is_kept(slurm: Slurm
     until(lambda: look(slurm, settings=QUICK).seen.error is not None, "the controller is missed", 60)
     told = look(slurm, settings=QUICK)
     assert told.seen.error == (
-        "slurmctld on login1 cannot be reached (connect failure); is it running there? `scontrol ping` tells"
+        "slurmctld on login1 cannot be reached (connect failure); is it running there? see `scontrol ping`"
     )
     assert set(told.jobs) == {number}
     assert told.age_s > before.age_s
@@ -375,16 +375,14 @@ def test_variables_of_the_caller_do_not_change_what_is_seen(slurm: SlurmCluster)
 
 def test_a_configuration_that_is_not_there_is_said_at_once(slurm: SlurmCluster) -> None:
     told = afresh(slurm, env={"SLURM_CONF": "/etc/slurm/other.conf"})
-    assert told.seen.error == "SLURM_CONF=/etc/slurm/other.conf: there is no such file; correct it or unset it"
+    assert told.seen.error == "SLURM_CONF=/etc/slurm/other.conf: no such file; correct or unset the variable"
     assert told.took_s < 8  # and not 12
 
 
 def test_a_configuration_that_is_none_is_said(slurm: SlurmCluster) -> None:
     (slurm.nodes.home("alice") / "slurm.conf").write_text("SlurmctldHost=\n")
     told = afresh(slurm, env={"SLURM_CONF": "/srv/home/alice/slurm.conf"})
-    assert told.seen.error == (
-        "Slurm's configuration /srv/home/alice/slurm.conf cannot be used; `scontrol ping` says why"
-    )
+    assert told.seen.error == ("Slurm's configuration /srv/home/alice/slurm.conf cannot be used; see `scontrol ping`")
 
 
 def test_where_munge_does_not_run_that_is_said(slurm: SlurmCluster) -> None:
@@ -397,8 +395,8 @@ def test_where_munge_does_not_run_that_is_said(slurm: SlurmCluster) -> None:
     finally:
         aside.rename(socket)
     assert told.seen.error == (
-        "munged does not run on this host (/run/munge/munge.socket.2: No such file or directory), and Slurm needs it: "
-        "`systemctl start munge`"
+        "munged is not running on this host (/run/munge/munge.socket.2: No such file or directory), "
+        "but Slurm needs it: `systemctl start munge`"
     )
     until(lambda: look(slurm, host="login2", settings=QUICK).seen.error is None, "munge is there again")
 
@@ -425,5 +423,5 @@ def test_without_slurm_nobody_looks_for_it(slurm: SlurmCluster) -> None:
     assert found({}, bare) == "null"
     told = msgspec.json.decode(found({"scheduler": "slurm"}, bare), type=Told)
     assert told.seen.error == (
-        "scheduler is set to slurm, and there is no scontrol on PATH; install Slurm's programs, or set it to none"
+        "scheduler is set to slurm, but scontrol is not on PATH; install Slurm's programs, or set scheduler to none"
     )

@@ -225,7 +225,7 @@ def test_a_shell_that_outlived_its_job_is_outside(lab: Lab) -> None:
     lab.put("script.py", WHO % "RANK GPUBOARD_LEASE")
     done = gpu01.run(["bash", "-c", f". ./env; gpuboard launch --n 2 {FAKE} script.py"], check=True)
     assert len(done.stdout.splitlines()) == 2, "two GPUs, through a job of their own"
-    assert f"SLURM_JOB_ID={job.number} of this shell names a job that does not run; it is ignored" in done.stderr
+    assert f"SLURM_JOB_ID={job.number} of this shell names a job that is not running; ignored" in done.stderr
 
 
 def test_a_shell_that_only_looks_as_if_it_were_on_the_node_uses_a_step(lab: Lab) -> None:

@@ -48,7 +48,7 @@ def test_where_slurm_does_not_answer_it_says_so_and_named_nodes_are_read_all_the
     slurm.controller("kill")
     done = gpuboard(slurm, "status")
     assert done.returncode == 1
-    assert done.stderr.startswith("gpuboard: Slurm does not say which nodes it has: ")
+    assert done.stderr.startswith("gpuboard: could not get the nodes from Slurm: ")
     assert "; name nodes with --nodes, or in the config" in done.stderr
     seen = gpuboard(slurm, "status", "--nodes", "gpu01", "--json")
     assert [node["name"] for node in json.loads(seen.stdout)["nodes"]] == ["gpu01"]

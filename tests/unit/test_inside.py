@@ -77,22 +77,24 @@ def test_a_job_that_lives(state: str) -> None:
 def test_a_job_that_does_not(state: str) -> None:
     found = judge("7", SHOWN.format(state), 2001)
     assert isinstance(found, Outside)
-    assert found.stale == "SLURM_JOB_ID=7 of this shell names a job that does not run; it is ignored"
+    assert found.stale == "SLURM_JOB_ID=7 of this shell names a job that is not running; ignored"
 
 
-def test_somebody_elses_job() -> None:
+def test_another_users_job() -> None:
     found = judge("7", SHOWN.format("RUNNING"), 2002)
     assert isinstance(found, Outside)
-    assert "somebody else's" in found.stale
+    assert "another user's job" in found.stale
 
 
 def test_a_job_that_is_forgotten_is_over() -> None:
     found = look({"SLURM_JOB_ID": "7"}, fails("no-job"), list)
-    assert found == Outside("SLURM_JOB_ID=7 of this shell names a job that is over; it is ignored")
+    assert found == Outside("SLURM_JOB_ID=7 of this shell names a job that has ended; ignored")
 
 
 def test_whether_it_lives_must_be_known() -> None:
-    with pytest.raises(GpuboardError, match="cannot be found out: words; unset SLURM_JOB_ID"):
+    with pytest.raises(
+        GpuboardError, match="Slurm does not confirm that this job is running: words; unset SLURM_JOB_ID"
+    ):
         look({"SLURM_JOB_ID": "7"}, fails("unreachable"), list)
 
 

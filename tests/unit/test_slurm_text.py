@@ -277,23 +277,25 @@ def test_squeue_tells_who_has_which_nodes() -> None:
 
 @pytest.mark.parametrize("name", [*recordings("node"), *recordings("job")])
 def test_without_details_nothing_is_called_free(name: str) -> None:
-    assert {node.doubt for node in nodes(recorded(name)).values()} == {"Slurm does not say which of its GPUs are used"}
+    assert {node.doubt for node in nodes(recorded(name)).values()} == {
+        "Slurm does not report which of its GPUs are in use"
+    }
 
 
 @pytest.mark.parametrize(
     ("old", "new", "doubt"),
     [
         ("GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=gpu:h100:2(IDX:0-", "cannot be read"),
-        ("GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=gpu:h100:9(IDX:0-8)", "other GPUs of it are used than it has"),
-        ("GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=gpu:h100:2(IDX:7-8)", "other GPUs of it are used than it has"),
-        ("GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=gpu:a100:2(IDX:0-1)", "not say of all its GPUs"),
-        ("GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=", "which of its GPUs are used"),
-        ("GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=(null)", "which of its GPUs are used"),
-        (" GresUsed=gpu:h100:2(IDX:0-1)", "", "which of its GPUs are used"),
+        ("GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=gpu:h100:9(IDX:0-8)", "GPUs in use that it does not have"),
+        ("GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=gpu:h100:2(IDX:7-8)", "GPUs in use that it does not have"),
+        ("GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=gpu:a100:2(IDX:0-1)", "not report the use of all its GPUs"),
+        ("GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=", "which of its GPUs are in use"),
+        ("GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=(null)", "which of its GPUs are in use"),
+        (" GresUsed=gpu:h100:2(IDX:0-1)", "", "which of its GPUs are in use"),
         (" Gres=gpu:h100:8", " Gres=gpu:h100:x:8", "cannot be read"),
         (" Gres=gpu:h100:8", " Gres=", "cannot be read"),
-        (" Gres=gpu:h100:8", " Gres=(null)", "other GPUs of it are used than it has"),
-        ("State=MIXED ", "State=MI\u00c4ED ", "its state is"),
+        (" Gres=gpu:h100:8", " Gres=(null)", "GPUs in use that it does not have"),
+        ("State=MIXED ", "State=MI\u00c4ED ", "unknown state"),
     ],
 )
 def test_a_node_of_which_something_cannot_be_read_is_doubtful(old: str, new: str, doubt: str) -> None:
@@ -342,7 +344,7 @@ def test_a_node_that_only_a_job_names_is_there_and_doubtful() -> None:
     joined = consistency.joined(found, listed, [])
     assert (joined["node2"].state, joined["node2"].doubt) == (
         "unknown",
-        "job 2 runs there, yet Slurm does not list the node",
+        "job 2 runs there, but Slurm does not list the node",
     )
 
 

@@ -294,7 +294,7 @@ def test_a_name_that_ends_its_own_record_early_gains_nothing(uid: int, index: in
     claims = {job.number: (job.user, [g.indexes for grant in job.grants for g in grant.gpus]) for job in held}
     assert (claims[2], claims[3]) == (("bob", [(1,)]), ("root", [(0,)]))
     assert claims[1] in [("alice", []), ("alice", [(0,)])]
-    assert notes[0] == "the text of one of these jobs imitates Slurm's own: 1 of alice"
+    assert notes[0] == "the text of one of these jobs imitates Slurm's output: 1 of alice"
 
 
 def test_a_text_over_several_lines_that_imitates_nothing_is_just_a_text() -> None:
@@ -321,8 +321,8 @@ def test_who_is_lied_about_keeps_his_nodes() -> None:
         (4, "bob", "node1", [(2,)]),
     ]
     assert notes == [
-        "the text of one of these jobs imitates Slurm's own: 2 of alice, 3 of root, 4 of bob",
-        "which GPUs is not told of job 3",
+        "the text of one of these jobs imitates Slurm's output: 2 of alice, 3 of root, 4 of bob",
+        "unknown which GPUs are held by job 3",
     ]
 
 
@@ -333,7 +333,7 @@ def test_the_number_of_anothers_job_in_a_text_does_it_no_harm() -> None:
     _, held, notes = looked(cluster, typed=True, tell=True)
     claims = [(job.number, [gres.indexes for gres in job.grants[0].gpus]) for job in held]
     assert claims == [(1, [(0,)]), (2, [(1,)]), (3, [(0,)])]
-    assert notes == ["the text of one of these jobs imitates Slurm's own: 1 of alice"]
+    assert notes == ["the text of one of these jobs imitates Slurm's output: 1 of alice"]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_a_job_that_ends_between_two_questions_makes_nobody_a_liar(now: str, kep
     cluster = [Job(1, "bob", 1002, "node1", 0), Job(2, "alice", 1001, "node1", 1), Job(3, "root", 0, "node2", 0)]
     pieces = jobs("".join(job.printed() for job in cluster))
     listed = nodes("".join(node_text(name, of, typed=True) for name, of in {"node1": {0}, "node2": {0}}.items()))
-    assert consistency.contradictions(pieces, listed) == ["GPU 1 of node1 is held by job 2 and not in use"]
+    assert consistency.contradictions(pieces, listed) == ["GPU 1 of node1 is held by job 2 but not in use"]
     cluster[1].state = now
     text = "".join(job.listed() for job in cluster)
     held, notes = consistency.corrected(

@@ -56,9 +56,9 @@ def test_a_hostfile_says_whom_to_log_in_as_and_may_name_this_machine(tmp_path: P
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("gpu01\n+n0\n", ":2: '+n0' counts in a list that mpirun alone has; write the host's name"),
-        ("+e:2", ":1: '+e:2' counts in a list"),
-        ("gpu01\n\n^gpu02\n", ":3: '^gpu02' takes a host out for mpirun alone; drop that host's lines"),
+        ("gpu01\n+n0\n", ":2: '+n0' is relative to mpirun's list of hosts; write the host's name"),
+        ("+e:2", ":1: '+e:2' is relative to"),
+        ("gpu01\n\n^gpu02\n", ":3: '^gpu02' excludes a host for mpirun only; remove that host's lines"),
         ("gpu01 slots", ":1: 'slots' cannot be read; a line is: gpu01 slots=4 max_slots=8"),
         ("gpu01 slot=4", ":1: 'slot=4' cannot be read"),
         ("gpu01 slots=four", ":1: 'slots=four' cannot be read"),
@@ -92,10 +92,10 @@ def test_a_line_that_names_no_host_is_refused_with_its_number(tmp_path: Path, te
         (f"hostfile:{sys.executable}", "cannot be read: it is not UTF-8"),
         ("ssh_config:", "ssh_config: names no hosts; write ssh_config:gpu* for those of your ssh config"),
         ("ssh_config:*", "/no/config: cannot be read: No such file or directory"),
-        ("slurm:", "'slurm:': no Slurm is known here"),
-        ("slurm:gpu", "'slurm:gpu': no Slurm is known here"),
-        ("gpu01,hostfile:x", "'gpu01,hostfile:x': hostfile: stands alone: an entry of its own in nodes, a --nodes of"),
-        ("gpu[1-9]!slurm:gpu", "slurm: stands alone"),
+        ("slurm:", "'slurm:': no Slurm found on this host"),
+        ("slurm:gpu", "'slurm:gpu': no Slurm found on this host"),
+        ("gpu01,hostfile:x", "'gpu01,hostfile:x': hostfile: must be an entry of its own in nodes, or a --nodes of"),
+        ("gpu[1-9]!slurm:gpu", "slurm: must be an entry of its own"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_a_usage_error(source: str, words: str) -> None:
@@ -117,7 +117,7 @@ def test_sources_nodesets_and_the_configuration_are_combined(tmp_path: Path) -> 
     assert inventory(configured, [f"hostfile:{file}"]) == [Node("gpu03", "gpu03"), Node("gpu01", "alice@gpu01")]
     with pytest.raises(UsageError, match="no node 'gpu03' in the configured inventory; it has: gpu02"):
         inventory(Settings(nodes=["gpu02"]), [f"hostfile:{file}"])
-    with pytest.raises(UsageError, match="cannot stand here, only nodesets can"):
+    with pytest.raises(UsageError, match="is not allowed here; write a nodeset"):
         expand_names([f"hostfile:{file}"])
 
 
@@ -188,7 +188,7 @@ def test_aliases_of_ssh_config_and_its_includes_are_nodes(tmp_path: Path, ssh: C
     assert ssh("gpu0?,big*,!gpu02") == ["gpu01", "gpu03", "big1"]
     assert ssh("*.lab") == ["x.lab"]
     assert ssh("login") == ["login"]
-    with pytest.raises(UsageError, match=r"ssh_config:gpu9\*: no Host of ~/.ssh/config and its Includes matches"):
+    with pytest.raises(UsageError, match=r"ssh_config:gpu9\*: no Host in ~/.ssh/config or its Includes matches"):
         ssh("gpu9*")
 
 
@@ -196,7 +196,7 @@ def test_aliases_of_ssh_config_and_its_includes_are_nodes(tmp_path: Path, ssh: C
     ("text", "words"),
     [
         ('Host gpu01\nHost "gpu02', "/.ssh/config:2: a quote is not closed"),
-        ("Include config", "Include goes deeper than 16 files, as in a circle"),
+        ("Include config", "Include is nested deeper than 16 files; is there a cycle"),
         ("Host gpu01/x", "in ~/.ssh/config: 'gpu01/x' cannot be a node's name"),
     ],
 )
@@ -237,14 +237,14 @@ def test_slurms_nodes_with_gpus_by_partition() -> None:
     assert names("slurm:gpu,big") == names("slurm:all") == ["gpu02", "gpu01", "big1"]
     with pytest.raises(UsageError, match="'slurm:gup': no node is in a partition 'gup'; Slurm has: all, big, cpu, gpu"):
         names("slurm:gup")
-    with pytest.raises(UsageError, match="'slurm:cpu': Slurm knows no such node with GPUs"):
+    with pytest.raises(UsageError, match="'slurm:cpu': Slurm has no such node with GPUs"):
         names("slurm:cpu")
 
 
 def test_without_nodes_said_or_configured_they_are_slurms() -> None:
     assert [node.name for node in inventory(Settings(), schedule=FOUR)] == ["gpu02", "gpu01", "big1"]
     assert inventory(Settings(), schedule=slurm(slurm_node("cpu1", gpus=0))) == [Node(HERE, None)]
-    with pytest.raises(GpuboardError, match="Slurm does not say which nodes it has: no route to slurmctld; name nodes"):
+    with pytest.raises(GpuboardError, match="could not get the nodes from Slurm: no route to slurmctld; name nodes"):
         inventory(Settings(), schedule=slurm(error="no route to slurmctld"))
     with pytest.raises(UsageError, match="in Slurm: '-x' cannot be a node's name"):
         inventory(Settings(), schedule=slurm(slurm_node("-x")))

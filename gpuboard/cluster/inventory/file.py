@@ -1,6 +1,6 @@
-"""The nodes that a program which starts us hands on in a file, named by GPUBOARD_INVENTORY.
+"""An inventory in a file, which a parent process passes through GPUBOARD_INVENTORY.
 
-For nodes that no configuration has: the simulated ones of a demo, for every command that is to work on the same ones.
+For nodes that are in no configuration: the simulated nodes of a demo, shared by all of its commands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpuboard.errors import UsageError
 from gpuboard.model.text import shown
 
 VARIABLE = "GPUBOARD_INVENTORY"
-_BYTES_MAX = 4 << 20  # 10,000 nodes, simulated ones with their GPUs
+_BYTES_MAX = 4 << 20  # 10,000 nodes, including descriptions of simulated GPUs
 
 
 def write_nodes(path: Path, nodes: Sequence[Node]) -> None:
@@ -25,8 +25,8 @@ def write_nodes(path: Path, nodes: Sequence[Node]) -> None:
     path.write_bytes(msgspec.json.encode(list(nodes)))
 
 
-def read_nodes(path: Path, said: Sequence[str] = ()) -> list[Node]:
-    """Return the nodes in a file, or of them those that ``said`` (``--nodes``) names. Raises UsageError."""
+def read_nodes(path: Path, selected: Sequence[str] = ()) -> list[Node]:
+    """Return the nodes in a file, or the subset ``selected`` (``--nodes``). Raises UsageError."""
     try:
         nodes = msgspec.json.decode(files.read(path, _BYTES_MAX), type=list[Node])
     except OSError as error:
@@ -35,10 +35,10 @@ def read_nodes(path: Path, said: Sequence[str] = ()) -> list[Node]:
         raise UsageError(f"{VARIABLE}={shown(path)}: not an inventory: {error}") from error
     for node in nodes:
         check_node(node, f"{VARIABLE}={shown(path)}")
-    if not said:
+    if not selected:
         return nodes
     by_name = {node.name: node for node in nodes}
-    names = expand_names(said)
+    names = expand_names(selected)
     if unknown := [name for name in names if name not in by_name]:
         raise UsageError(f"no node {unknown[0]!r} in {VARIABLE}={shown(path)}; it has: {', '.join(by_name)}")
     return [by_name[name] for name in names]

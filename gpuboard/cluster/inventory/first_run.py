@@ -1,4 +1,4 @@
-"""A first run: no node is configured, and this machine, which stands in for one, has no GPU."""
+"""A first run: no node is configured, and this machine, which is used instead, has no GPU."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ EXAMPLE = "gpu[01-04]"
 
 
 def bare_machine(nodes: Collection[Node], settings: Settings, snapshot: Snapshot) -> NodeView | None:
-    """Return this machine when it was read, has no GPU and is all there is, without any configured node; else None.
+    """Return this machine if it is the only node, unconfigured, was read and has no GPU; else None.
 
-    A driver that is there and fails is not this: its GPUs are unknown. Nor is one whose library alone is missing.
+    A driver that fails, or lacks only its library, does not count: then GPUs are unknown.
     """
     here = local_node(list(nodes))
     if settings.nodes or here is None or here.job is not None or len(snapshot.nodes) != 1:
@@ -45,14 +45,14 @@ def how_to_name(env: Mapping[str, str]) -> str:
 
 
 def config_of(env: Mapping[str, str]) -> Path:
-    """Return the config file that is read for this person, whether it is there or not."""
+    """Return the path of this user's config file, whether it exists or not."""
     return Path(env.get("GPUBOARD_CONFIG") or paths.user_config(env))
 
 
 def keep_nodes(env: Mapping[str, str], nodeset: str) -> Path:
-    """Write ``nodes`` into the config file, which names none, and return its path. Raises GpuboardError.
+    """Add ``nodes`` to the config file and return its path. Raises GpuboardError, also if the key is there already.
 
-    The line goes first: below a table's heading it would be that table's.
+    The line goes first: below a table's heading it would belong to the table.
     """
     path = config_of(env)
     try:

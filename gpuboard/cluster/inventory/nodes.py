@@ -1,4 +1,4 @@
-"""Which nodes there are: settings → nodes; which of them is this machine; the scope of a command."""
+"""The inventory: settings → nodes; which of them is this machine; the scope of a command."""
 
 from __future__ import annotations
 
@@ -29,27 +29,29 @@ _LOCAL = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A node and how to reach it. ``host`` is what ssh is asked for; None: this machine, without ssh."""
+    """A node and how to reach it. ``host``: ssh's argument; None: this machine, without ssh."""
 
     name: str
     host: str | None
     simulate: dict[str, Any] | None = None  # the description of simulated GPUs (agent/simulate/gpus.py)
-    claims_dir: str | None = None  # where this node's claims lie; None: as the settings say
-    job: str | None = None  # the Slurm job of ours through which it is reached (srun), in place of ssh
+    claims_dir: str | None = None  # the folder of this node's claims; None: as in the settings
+    job: str | None = None  # this user's Slurm job through which it is reached (srun) instead of ssh
 
     @property
     def address(self) -> str:
-        """What other nodes may know it by: ``host`` without the user (``alice@gpu01``); the name of this machine."""
+        """The name for other nodes: ``host`` without the user (``alice@gpu01``); for this machine its name."""
         return (self.host or self.name).rpartition("@")[2]
 
 
-def inventory(settings: Settings, said: Sequence[str] = (), schedule: Callable[[], Seen] | None = None) -> list[Node]:
-    """Return the nodes of a command: those of the settings, or of them those that ``said`` (``--nodes``) names.
+def inventory(
+    settings: Settings, selected: Sequence[str] = (), schedule: Callable[[], Seen] | None = None
+) -> list[Node]:
+    """Return the nodes of a command: those of the settings, or the subset ``selected`` (``--nodes``).
 
-    Without configured nodes ``said`` names any nodes; with neither it is Slurm's nodes with GPUs where there is a Slurm
-    (``schedule`` asks it, and is called for this and for `slurm:`), else this machine under its short hostname.
-    Raises UsageError for a nodeset or source that cannot be read, a name no host can have, and one the inventory does
-    not hold; GpuboardError where Slurm alone could say which nodes there are, and does not answer.
+    Without configured nodes ``selected`` may name any nodes; with neither they are Slurm's nodes with GPUs where there
+    is a Slurm (``schedule`` queries it, only for this and for `slurm:`), else this machine under its short hostname.
+    Raises UsageError for a nodeset or source that cannot be read, an invalid name, and a name that is not in the
+    inventory; GpuboardError where the nodes are Slurm's and Slurm does not answer.
     """
 
     def find(source: str) -> list[SourceEntry]:
@@ -58,7 +60,7 @@ def inventory(settings: Settings, said: Sequence[str] = (), schedule: Callable[[
         return look_up(source, settings.ssh_config, schedule)
 
     configured = _expand(settings.nodes, find)
-    names = _expand(said, find)
+    names = _expand(selected, find)
     if configured and (unknown := [name for name in names if name not in configured]):
         shown = ", ".join(configured) if len(configured) <= 20 else folded(list(configured))
         raise UsageError(f"no node {unknown[0]!r} in the configured inventory; it has: {shown}")
@@ -71,7 +73,7 @@ def inventory(settings: Settings, said: Sequence[str] = (), schedule: Callable[[
 
 
 def _slurms(seen: Seen) -> dict[str, str]:
-    """Return Slurm's nodes with GPUs, none where this machine has to do. Raises GpuboardError where that is unknown."""
+    """Return Slurm's nodes with GPUs; none if this machine is used instead. Raises GpuboardError without an answer."""
     from gpuboard.cluster.inventory.sources import answered, slurm_nodes  # only where there is a Slurm
 
     if seen.schedule is None and own_uuids():
@@ -88,7 +90,7 @@ def expand_names(nodesets: Iterable[str]) -> list[str]:
 
 
 def _expand(texts: Iterable[str], find: Callable[[str], list[SourceEntry]] | None) -> dict[str, str]:
-    """Return name → user ("": whom ssh logs in as) of nodesets and, where ``find`` looks them up, of sources."""
+    """Return name → user ("": ssh's default) of nodesets and, where ``find`` looks them up, of sources."""
     names: dict[str, str] = {}
     for text in texts:
         if _PLAIN.fullmatch(text):
@@ -96,13 +98,13 @@ def _expand(texts: Iterable[str], find: Callable[[str], list[SourceEntry]] | Non
             names.setdefault(text, "")
         elif _SOURCE.fullmatch(text):
             if find is None:
-                raise UsageError(f"{quoted(text)} cannot stand here, only nodesets can: gpu01, gpu[01-16], @group")
+                raise UsageError(f"{quoted(text)} is not allowed here; write a nodeset: gpu01, gpu[01-16], @group")
             for name, user, where in find(text):
                 _check_name(name, where)
                 names[name] = names.get(name) or user
         else:
             if found := re.search(r"[\s,!&^](hostfile|ssh_config|slurm):", text):
-                alone = f"{found[1]}: stands alone: an entry of its own in nodes, a --nodes of its own"
+                alone = f"{found[1]}: must be an entry of its own in nodes, or a --nodes of its own"
                 raise UsageError(f"{quoted(text)}: {alone}")
             if not text.strip():
                 raise UsageError("an empty nodeset names no node; write gpu01 or gpu[01-16]")
@@ -117,14 +119,14 @@ def _expand(texts: Iterable[str], find: Callable[[str], list[SourceEntry]] | Non
 
 
 def _check_name(name: str, where: str = "") -> None:
-    """Raise UsageError for what no host can be called."""
+    """Raise UsageError for an invalid host name."""
     if not _NAME.fullmatch(name) or any(not 0 < len(label) <= 63 for label in name.split(".")):
         at = f"{where}: " if where else ""
         raise UsageError(f"{at}{quoted(name)} cannot be a node's name: letters, digits, '.', '-' and '_' only")
 
 
 def check_node(node: Node, where: str) -> None:
-    """Raise UsageError for a node that no inventory can have."""
+    """Raise UsageError for an invalid node."""
     _check_name(node.name, where)
     if node.host is not None:
         user, at, host = node.host.rpartition("@")
@@ -138,7 +140,7 @@ def check_node(node: Node, where: str) -> None:
 
 
 def _host(name: str, user: str) -> str | None:
-    """Return what ssh is asked for; None for this machine, unless somebody else is to be logged in there."""
+    """Return ssh's argument; None for this machine, unless another user logs in there."""
     if is_here(name) and (not user or user == pwd.getpwuid(os.getuid()).pw_name):
         return None
     return f"{user}@{name}" if user else name
@@ -154,21 +156,21 @@ def folded(names: Sequence[str]) -> str:
 
 
 def is_here(name: str) -> bool:
-    """Return whether ``name`` is this machine: its hostname, short or whole, or one of its addresses."""
+    """Return whether ``name`` is this machine: its hostname, short or full, or one of its addresses."""
     hostname = os.uname().nodename
     if name in _LOCAL or name in {hostname, hostname.partition(".")[0]}:
         return True
     if re.fullmatch(r"[0-9.]+", name):
         return name.startswith("127.") or name in own_addresses()
     if "." in name and name.partition(".")[0] == hostname.partition(".")[0]:
-        import socket  # 6 ms and perhaps a question to the DNS: only for a name that begins like ours
+        import socket  # 6 ms and perhaps a DNS query: only if the short names are equal
 
         return socket.getfqdn() == name
     return False
 
 
 def own_addresses() -> set[str]:
-    """Return this machine's IPv4 addresses, as /proc/net/fib_trie has them; empty where there is no such file."""
+    """Return this machine's IPv4 addresses from /proc/net/fib_trie; empty where there is no such file."""
     try:
         with open("/proc/net/fib_trie", encoding="ascii") as file:
             lines = file.read().splitlines()
@@ -183,9 +185,9 @@ def local_node(nodes: Sequence[Node]) -> Node | None:
 
 
 def node_by_uuids(snapshot: Snapshot, uuids: Iterable[str]) -> str | None:
-    """Return the node that has any of these GPUs: the one this machine is when they are ours (:func:`own_uuids`)."""
-    ours = set(uuids)
-    return next((node.name for node in snapshot.nodes if any(gpu.uuid in ours for gpu in node.gpus)), None)
+    """Return the node that has any of these GPUs; with :func:`own_uuids` it is this machine."""
+    wanted = set(uuids)
+    return next((node.name for node in snapshot.nodes if any(gpu.uuid in wanted for gpu in node.gpus)), None)
 
 
 def own_uuids(root: str = "/proc/driver/nvidia/gpus") -> list[str]:
@@ -200,5 +202,5 @@ def own_uuids(root: str = "/proc/driver/nvidia/gpus") -> list[str]:
             with open(f"{root}/{folder}/information", encoding="ascii", errors="replace") as file:
                 found += re.findall(r"^GPU UUID:\s*((?:GPU-)?[0-9a-f-]{36})\s*$", file.read(), re.MULTILINE)
         except OSError:
-            continue  # a GPU that falls off the bus takes its file with it
+            continue  # the file of a GPU that falls off the bus disappears
     return found

@@ -1,4 +1,4 @@
-"""The nodes of the Slurm job that we are in: what a command that takes or handles GPUs looks at there."""
+"""The nodes of the Slurm job that this process is in: the inventory of commands that reserve or use GPUs there."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
     from gpuboard.scheduler.slurm.current_job import Inside
 
 
-def current_job(settings: Settings, env: Mapping[str, str], say: Callable[[str], None]) -> Inside | None:
+def current_job(settings: Settings, env: Mapping[str, str], warn: Callable[[str], None]) -> Inside | None:
     """Return the job that this process is in; None outside, and where the settings know no Slurm.
 
-    ``say`` is told of variables that a job which is over has left behind. Raises GpuboardError where Slurm alone could
-    tell and does not answer.
+    ``warn`` gets a message about variables that an ended job has left behind. Raises GpuboardError if only Slurm can
+    decide and does not answer.
     """
     if not env.get("SLURM_JOB_ID") or settings.scheduler == "none" or env.get("GPUBOARD_INVENTORY"):
         return None
-    from gpuboard.scheduler.slurm.current_job import Outside, look  # hardly ever needed
+    from gpuboard.scheduler.slurm.current_job import Outside, look  # rarely needed
 
     found = look(env)
     if isinstance(found, Outside):
         if found.stale:
-            say(found.stale)
+            warn(found.stale)
         return None
     return found
 
 
-def job_nodes(job: Inside, said: Sequence[str] = ()) -> list[Node]:
-    """Return the job's nodes, or of them those that ``said`` (`--nodes`) names. Raises UsageError for any other node.
+def job_nodes(job: Inside, selected: Sequence[str] = ()) -> list[Node]:
+    """Return the job's nodes, or the subset ``selected`` (`--nodes`). Raises UsageError for any other node.
 
-    The node that we are on needs no step of the job, the others are reached through one.
+    This node needs no step of the job; the others are reached through one.
     """
-    wanted = expand_names(said)
+    wanted = expand_names(selected)
     nodes = {
         node.name: Node(node.name, None if node.name == job.here else node.name, job=node.job) for node in job.nodes
     }

@@ -1,4 +1,4 @@
-"""Nodes that are written down elsewhere: `hostfile:PATH`, `ssh_config:PATTERN` and `slurm:PARTITION` for a nodeset."""
+"""Sources of nodes: `hostfile:PATH`, `ssh_config:PATTERN` and `slurm:PARTITION` in place of a nodeset."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gpuboard.model.text import clean, like, shown
 from gpuboard.model.units import is_whole
 
 _LINES_MAX = 65_536  # of a hostfile
-_DEPTH_MAX = 16  # of Include, as OpenSSH has it (READCONF_MAX_DEPTH)
-_FILES_MAX = 4096  # in all: files that include one another twice would be read 2^16 times
-_HELD_MAX = 1_000_000  # names against patterns: 1,000 of each on every line of a thousand
+_DEPTH_MAX = 16  # of Include, as in OpenSSH (READCONF_MAX_DEPTH)
+_FILES_MAX = 4096  # in all: files that include each other twice would be read 2^16 times
+_COMPARED_MAX = 1_000_000  # comparisons of names with patterns
 
 # Open MPI's orte/util/hostfile/hostfile_lex.l; `ifname`, `binding` and `user` are those of MPICH's Hydra.
 _COUNTS = {"slots", "cpu", "count", "boards", "sockets", "sockets_per_board", "cores", "cores_per_socket"} | {
@@ -29,7 +29,7 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class SourceEntry(NamedTuple):
-    """A name that was found, the user to log in as ("": as ssh has it), and where it stands ("": nowhere to point)."""
+    """A node's name, the user to log in as ("": ssh's default), and the place of the entry for messages."""
 
     name: str
     user: str = ""
@@ -37,10 +37,10 @@ class SourceEntry(NamedTuple):
 
 
 def look_up(text: str, ssh_config: str, scheduler: Callable[[], Seen] | None) -> list[SourceEntry]:
-    """Return what a source has, in its order, a name perhaps several times.
+    """Return the entries of a source in its order, possibly with duplicates.
 
-    ``scheduler`` says what Slurm holds and is asked for `slurm:` alone; None: there is no Slurm here. Raises UsageError
-    for a file or a line that cannot be read and for a source without nodes, GpuboardError where Slurm does not answer.
+    ``scheduler`` queries Slurm, only for `slurm:`; None: there is no Slurm here. Raises UsageError for a file or a line
+    that cannot be read and for a source without nodes, GpuboardError if Slurm does not answer.
     """
     kind, _, rest = text.partition(":")
     if kind == "hostfile":
@@ -48,7 +48,9 @@ def look_up(text: str, ssh_config: str, scheduler: Callable[[], Seen] | None) ->
     if kind == "ssh_config":
         return [SourceEntry(name, where=f"in {ssh_config}") for name in _aliases(rest, ssh_config)]
     if scheduler is None:
-        raise UsageError(f"{text!r}: no Slurm is known here; `gpuboard config` shows `scheduler`, and `sinfo` must run")
+        raise UsageError(
+            f"{text!r}: no Slurm found on this host; check that `sinfo` works, and `scheduler` in the config"
+        )
     schedule = answered(scheduler())
     known = sorted({name for node in schedule.nodes.values() for name in node.partitions})
     partitions = [name.strip() for name in rest.split(",")] if rest else []
@@ -58,15 +60,15 @@ def look_up(text: str, ssh_config: str, scheduler: Callable[[], Seen] | None) ->
             raise UsageError(f"{text!r}: no node is in a partition {name!r}; Slurm has: {shown}")
     found = slurm_nodes(schedule, partitions)
     if not found:
-        raise UsageError(f"{text!r}: Slurm knows no such node with GPUs; `sinfo -o '%P %G %N'` shows what it has")
+        raise UsageError(f"{text!r}: Slurm has no such node with GPUs; see `sinfo -o '%P %G %N'`")
     return [SourceEntry(name, where="in Slurm") for name in found]
 
 
 def answered(seen: Seen) -> Schedule:
-    """Return what Slurm said last. Raises GpuboardError where it has said nothing."""
+    """Return Slurm's newest answer. Raises GpuboardError if there is none."""
     if seen.schedule is None:
         why = seen.error or "it has not answered yet"
-        raise GpuboardError(f"Slurm does not say which nodes it has: {why}; name nodes with --nodes, or in the config")
+        raise GpuboardError(f"could not get the nodes from Slurm: {why}; name nodes with --nodes, or in the config")
     return seen.schedule
 
 
@@ -112,9 +114,9 @@ def _hostfile(path: str) -> list[SourceEntry]:
 def _host(word: str, where: str) -> SourceEntry:
     """Return the host that a line of a hostfile begins with: ``host``, ``user@host``, ``host:4``."""
     if word.startswith("+"):
-        raise UsageError(f"{where}: {clean(word, 60)!r} counts in a list that mpirun alone has; write the host's name")
+        raise UsageError(f"{where}: {clean(word, 60)!r} is relative to mpirun's list of hosts; write the host's name")
     if word.startswith("^"):
-        raise UsageError(f"{where}: {clean(word, 60)!r} takes a host out for mpirun alone; drop that host's lines")
+        raise UsageError(f"{where}: {clean(word, 60)!r} excludes a host for mpirun only; remove that host's lines")
     user, at, rest = word.rpartition("@")
     if at and not user:
         raise UsageError(f"{where}: {clean(word, 60)!r} has no user before its @")
@@ -129,28 +131,28 @@ def _aliases(patterns: str, ssh_config: str) -> list[str]:
     found = _SshConfig(ssh_config).names(wanted)
     if not found:
         raise UsageError(
-            f"ssh_config:{shown(patterns)}: no Host of {shown(ssh_config)} and its Includes matches; patterns are none"
+            f"ssh_config:{shown(patterns)}: no Host in {shown(ssh_config)} or its Includes matches; patterns do not count"
         )
     return found
 
 
 class _SshConfig:
-    """The names that the `Host` lines of a file and of its Includes have, with bounds on what reading them takes."""
+    """The names in the `Host` lines of a file and of its Includes, read within bounds."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._files = 0
         self._bytes = 0
-        self._held = 0
+        self._compared = 0
 
     def names(self, wanted: Sequence[str]) -> list[str]:
-        """Return the names that ``wanted`` fits. Raises UsageError."""
-        return [name for name in self._hosts(self._path, (), 0) if self._fits(name, wanted)]
+        """Return the names that match ``wanted``. Raises UsageError."""
+        return [name for name in self._hosts(self._path, (), 0) if self._matches(name, wanted)]
 
     def _hosts(self, path: str, within: tuple[Sequence[str], ...], depth: int) -> Iterator[str]:
         """Yield the names of one file. ``within``: the patterns of the Host lines around the Include."""
         if depth > _DEPTH_MAX:
-            raise UsageError(f"{shown(path)}: Include goes deeper than {_DEPTH_MAX} files, as in a circle")
+            raise UsageError(f"{shown(path)}: Include is nested deeper than {_DEPTH_MAX} files; is there a cycle?")
         lines = _read(path)
         self._files += 1
         self._bytes += sum(map(len, lines))
@@ -169,23 +171,23 @@ class _SshConfig:
             except ValueError:
                 raise UsageError(f"{shown(path)}:{number}: a quote is not closed") from None
             if parts[1].lower() == "match":
-                around = within  # what it asks (exec, user, …) is ssh's to decide; a name below it stays a name
+                around = within  # ssh evaluates its conditions (exec, user, …); a Host below it still names a host
             elif parts[1].lower() == "host":
                 around = (*within, words)
                 for name in words:
-                    if not re.search(r"[*?!]", name) and all(self._fits(name, patterns) for patterns in around):
+                    if not re.search(r"[*?!]", name) and all(self._matches(name, patterns) for patterns in around):
                         yield name
             else:
                 for word in words:
-                    # what is relative lies in ~/.ssh, also for a file elsewhere (ssh_config(5), Include)
+                    # relative paths are below ~/.ssh, also in files elsewhere (ssh_config(5), Include)
                     for file in files.included(word, "~/.ssh"):
                         yield from self._hosts(file, around, depth + 1)
 
-    def _fits(self, name: str, patterns: Sequence[str]) -> bool:
-        """Return whether ssh takes ``patterns`` for ``name``: one fits, none with ``!`` (ssh_config(5), PATTERNS)."""
-        self._held += len(patterns)
-        if self._held > _HELD_MAX:
-            raise UsageError(f"{shown(self._path)}: its names and patterns need more than {_HELD_MAX} comparisons")
+    def _matches(self, name: str, patterns: Sequence[str]) -> bool:
+        """Return whether ``patterns`` match ``name``: one does, and none with ``!`` does (ssh_config(5), PATTERNS)."""
+        self._compared += len(patterns)
+        if self._compared > _COMPARED_MAX:
+            raise UsageError(f"{shown(self._path)}: its names and patterns need more than {_COMPARED_MAX} comparisons")
         return any(like(name, p) for p in patterns if not p.startswith("!")) and not any(
             like(name, p[1:]) for p in patterns if p.startswith("!")
         )
@@ -200,5 +202,5 @@ def _read(path: str) -> list[str]:
     except UnicodeDecodeError:
         raise UsageError(f"{shown(path)}: cannot be read: it is not UTF-8") from None
     if text.count("\n") > _LINES_MAX:
-        raise UsageError(f"{shown(path)}: more than {_LINES_MAX} lines are no list of hosts")
+        raise UsageError(f"{shown(path)}: a list of hosts may have at most {_LINES_MAX} lines")
     return text.splitlines()

@@ -1,4 +1,4 @@
-"""What ssh makes of a node's name: a scheduler may know the host by that alone."""
+"""The host names that ssh resolves nodes' names to: a scheduler may know a node only by that name."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ if TYPE_CHECKING:
 
 
 class Aliases:
-    """Asks ssh about nodes (`ssh -G`, 8 ms), each once in a process. For one thread at a time."""
+    """Queries ssh about nodes (`ssh -G`, 8 ms), each once per process. For one thread at a time."""
 
     def __init__(self, settings: Settings) -> None:
         self._ssh_config = settings.ssh_config
         self._resolver: Resolver | None = None
         self._found: dict[str, str | None] = {}
-        self._over = False  # there is no ssh, or it does not answer: it is not asked again
+        self._failed = False  # there is no ssh, or it does not answer: it is not queried again
 
     def of(self, node: Node) -> str | None:
-        """Return the host name or address that ssh goes to for a node; None where that is its name, or not told."""
+        """Return the host name or address that ssh resolves a node to; None if that is its name, or unknown."""
         spec = node.host
         if spec is None:
             return None
-        if spec not in self._found and not self._over:
-            self._found[spec] = self._ask(spec, node)
+        if spec not in self._found and not self._failed:
+            self._found[spec] = self._resolve(spec, node)
         return self._found.get(spec)
 
-    def _ask(self, spec: str, node: Node) -> str | None:
+    def _resolve(self, spec: str, node: Node) -> str | None:
         from gpuboard.transport.ssh import (
-            resolve,  # late: only for nodes that the scheduler does not know by their names
+            resolve,  # late: only for nodes that the scheduler does not know by name
         )
 
         if self._resolver is None:
-            self._over = not resolve.available()
+            self._failed = not resolve.available()
             self._resolver = resolve.Resolver(self._ssh_config, cache=resolve.cache_file())
-        if self._over:
+        if self._failed:
             return None
         try:
             found = self._resolver.get(spec).hostname
         except TransportError:
-            self._over = True  # a file that ssh cannot read, or a `Match exec` that hangs: so for every node
+            self._failed = True  # ssh cannot read its config, or a `Match exec` hangs: the same for every node
             return None
         return found if found != node.address else None
 
     def save(self) -> None:
-        """Keep what ssh said for the next process."""
+        """Save the answers for the next process."""
         if self._resolver is not None:
             self._resolver.save()
 
 
 def scheduler_names(nodes: Sequence[Node], schedule: Schedule, settings: Settings) -> dict[str, str]:
-    """Return the scheduler's name of each node that it knows, by its name here."""
+    """Return the scheduler's names of the nodes known to it, by node."""
     known, aliases = names(schedule), Aliases(settings)
     found = {
         node.name: name

@@ -1,9 +1,8 @@
-"""Are we inside a Slurm job: its number, its nodes, and which of them this is.
+"""Finds the Slurm job that this process is in: its number, its nodes, and which of them is this one.
 
-SLURM_JOB_ID alone proves nothing: a tmux server or a daemon that was started in a job keeps the variable when the job
-is over, and a shell of `salloc` inside another job has variables of both. The kernel's word is the cgroup of the job;
-where Slurm makes none, slurmstepd among our ancestors. Without either (a shell of `salloc` on a login node) Slurm is
-asked, once.
+SLURM_JOB_ID alone proves nothing: a tmux server or a daemon that was started in a job keeps the variable after the job
+has ended, and a shell of `salloc` inside another job has variables of both. Proof is the job's cgroup; where Slurm
+makes none, slurmstepd among the ancestors. Without either (a shell of `salloc` on a login node) Slurm is queried once.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ _ANCESTORS_MAX = 64
 
 
 class JobNode(msgspec.Struct, frozen=True):
-    """A node of a job, and the job as srun is told: ``123``, or ``123+1`` in a heterogeneous one."""
+    """A node of a job, and the job as srun takes it: ``123``, or ``123+1`` in a heterogeneous one."""
 
     name: str
     job: str
 
 
 class Inside(msgspec.Struct, frozen=True):
-    """The job we are in."""
+    """The job that this process is in."""
 
     job: str
     nodes: tuple[JobNode, ...]
-    here: str | None  # the node on which one of the job's processes started us; None: a shell elsewhere
+    here: str | None  # this node, if one of the job's processes started this one; None: a shell elsewhere
 
     def __str__(self) -> str:
         return f"Slurm job {self.job}"
 
 
 class Outside(msgspec.Struct, frozen=True):
-    """No job; ``stale`` says so where the environment names one."""
+    """No job; ``stale`` is a message where the environment names one."""
 
     stale: str = ""
 
@@ -52,32 +51,32 @@ def look(
 ) -> Inside | Outside:
     """Return the job that this process, with the variables ``env``, is in.
 
-    ``ask`` returns what `scontrol show job` prints of a number, and raises TransportError; ``around`` what the kernel
-    says of us (see :func:`surroundings`). Raises GpuboardError where Slurm alone could tell and does not answer:
-    nobody may take the GPUs of a whole node for those of a job.
+    ``ask`` returns the output of `scontrol show job` for a number, and raises TransportError; ``around`` returns this
+    process's cgroups and ancestors (see :func:`surroundings`). Raises GpuboardError if only Slurm can decide and does
+    not answer: otherwise all GPUs of a node would be taken for the job's.
     """
     number = env.get("SLURM_JOB_ID", "")
     if not re.fullmatch(r"[0-9]{1,10}", number):
         return Outside()
     if is_child(number, (around or surroundings)()):
         here = env.get("SLURMD_NODENAME", "")
-        found = Inside(number, _nodes_said(number, env), here)
+        found = Inside(number, _nodes_of_env(number, env), here)
         if any(node.name == here for node in found.nodes):
             return found
     try:
         text = (ask or _ask)(number)
     except TransportError as error:
         if error.kind == "no-job":
-            return Outside(f"SLURM_JOB_ID={number} of this shell names a job that is over; it is ignored")
+            return Outside(f"SLURM_JOB_ID={number} of this shell names a job that has ended; ignored")
         raise GpuboardError(
-            f"SLURM_JOB_ID={number} is set, and whether that job still runs cannot be found out: {error}; "
+            f"SLURM_JOB_ID={number} is set, but Slurm does not confirm that this job is running: {error}; "
             "unset SLURM_JOB_ID to work outside it"
         ) from None
     return judge(number, text, os.getuid())
 
 
 def judge(number: str, text: str, uid: int) -> Inside | Outside:
-    """Return what `scontrol show job` says of job ``number``: the job when it runs and is ours."""
+    """Return job ``number`` from the output of `scontrol show job`, if it is running and belongs to ``uid``."""
     nodes: list[JobNode] = []
     for record in text.split("\n\n"):
         ident = re.search(r"^JobId=(\d+)(?: HetJobId=(\d+) HetJobOffset=(\d+))?", record)
@@ -85,20 +84,20 @@ def judge(number: str, text: str, uid: int) -> Inside | Outside:
             continue
         state = re.search(r"^ +JobState=(\w+)", record, re.MULTILINE)
         if state is None or state[1] not in _LIVE:
-            return Outside(f"SLURM_JOB_ID={number} of this shell names a job that does not run; it is ignored")
+            return Outside(f"SLURM_JOB_ID={number} of this shell names a job that is not running; ignored")
         owner = re.search(r"^ +UserId=[^\n]*\((\d+)\)", record, re.MULTILINE)
         if uid and (owner is None or int(owner[1]) != uid):
-            return Outside(f"SLURM_JOB_ID={number} of this shell names somebody else's job; it is ignored")
+            return Outside(f"SLURM_JOB_ID={number} of this shell names another user's job; ignored")
         names = re.search(r"^ +NodeList=(\S+)", record, re.MULTILINE)
         job = f"{ident[2]}+{ident[3]}" if ident[2] else number
         nodes += [JobNode(name, job) for name in _expand(names[1])] if names else []
     if not nodes:
-        return Outside(f"SLURM_JOB_ID={number} of this shell names no job with nodes; it is ignored")
+        return Outside(f"SLURM_JOB_ID={number} of this shell names no job with nodes; ignored")
     return Inside(number, _each_once(nodes), None)
 
 
 def is_child(number: str, around: Iterable[str]) -> bool:
-    """Tell whether what the kernel says of us (:func:`surroundings`) is that job ``number`` has started us."""
+    """Return whether job ``number`` has started this process, by its :func:`surroundings`."""
     mark = re.compile(rf"/job_{number}(/|$)|^slurmstepd: \[{number}(\+\d+)?\.")
     return any(mark.search(text) for text in around)
 
@@ -117,11 +116,11 @@ def surroundings() -> Iterable[str]:
             if pid <= 1:
                 return
     except (OSError, ValueError):
-        return  # /proc hides the processes of others (hidepid)
+        return  # hidepid hides other users' processes
 
 
-def _nodes_said(number: str, env: Mapping[str, str]) -> tuple[JobNode, ...]:
-    """Return the nodes of the job by its own variables."""
+def _nodes_of_env(number: str, env: Mapping[str, str]) -> tuple[JobNode, ...]:
+    """Return the job's nodes from its environment variables."""
     nodes: list[JobNode] = []
     part = 0
     while names := env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{part}"):
@@ -131,7 +130,7 @@ def _nodes_said(number: str, env: Mapping[str, str]) -> tuple[JobNode, ...]:
 
 
 def _each_once(nodes: Iterable[JobNode]) -> tuple[JobNode, ...]:
-    """Return each node once: of two components on one node the first counts, for one step cannot be in both."""
+    """Return each node once: of two components on one node the first counts, because a step cannot be in both."""
     found: dict[str, JobNode] = {}
     for node in nodes:
         found.setdefault(node.name, node)
@@ -144,10 +143,10 @@ def _expand(nodes: str) -> list[str]:
     try:
         return list(listed(nodes))
     except ValueError:
-        return []  # of no job
+        return []  # not a job's variable
 
 
 def _ask(number: str) -> str:
-    from gpuboard.transport.slurm.srun import show_job  # late: most are told by the kernel
+    from gpuboard.transport.slurm.srun import show_job  # late: the cgroup mostly suffices
 
     return show_job(number, QUERY_S)

@@ -1,17 +1,17 @@
-"""Generic resources as Slurm writes them: ``gpu:h100:4(IDX:0-3),shard:2(IDX:5)`` → GPUs and shards. Pure.
+"""Generic resources as Slurm prints them: ``gpu:h100:4(IDX:0-3),shard:2(IDX:5)`` → GPUs and shards. Pure.
 
 Forms of Slurm 19.05 to 25.11, read in its sources (``_node_gres_used`` and ``gres_build_job_details``, the printers of
 `scontrol show node -d` and `show job -d`) and recorded from 22.05:
 
-    gpu:8  gpu:h100:8(S:0-1)  gpu:no_consume:2         what a node has, as configured, with its sockets
-    gpu:h100:6(IDX:0-1,3-6)  gpu:h100:0(IDX:N/A)       what is used of it; untyped GPUs: gpu:6
-    shard:(null):2(IDX:0-1)  shard:h100:3(1/4,2/4)     the same of shards: how many GPUs have given some; from 23.11
-                                                       on how many are, of how many, on each GPU of that type
-    gpu:2(IDX:0-1)  gpu:h100(CNT:2)  gpu:h100:0(IDX:)  what a job has on a node
+    gpu:8  gpu:h100:8(S:0-1)  gpu:no_consume:2         a node's resources as configured, with sockets
+    gpu:h100:6(IDX:0-1,3-6)  gpu:h100:0(IDX:N/A)       those in use; untyped GPUs: gpu:6
+    shard:(null):2(IDX:0-1)  shard:h100:3(1/4,2/4)     the same for shards: the GPUs that have some in use; since
+                                                       23.11 used/total of each GPU of that type
+    gpu:2(IDX:0-1)  gpu:h100(CNT:2)  gpu:h100:0(IDX:)  what a job holds on a node
     gpu(IDX:0-1)                                       the same in 19.05
     (null)  N/A                                        nothing
 
-Slurm cuts a list of indexes after 63 characters: then there are fewer of them than are counted, and none is believed.
+Slurm truncates a list of indexes after 63 characters: if the list is shorter than the count, it is ignored.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from typing import NamedTuple
 from gpuboard.model.schedule import Gres
 from gpuboard.model.text import clean
 
-_MAX = 65536  # GPUs or shards on one node: anything beyond is no count
+_MAX = 65536  # GPUs or shards on one node: a larger count is invalid
 _NOTHING = frozenset({"", "(null)", "N/A", "n/a", "none"})
 _FIELD = re.compile(r"([A-Za-z][\w.-]*)((?::[^:(),\s]*)*)(?:\(([^()\s]*)\))?(?:,(?=.)|$)", re.ASCII)
 _COUNT = re.compile(r"(\d{1,9})([kKmMgG]?)", re.ASCII)
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 _SHARED = re.compile(r"\d{1,9}/\d{1,9}(?:,\d{1,9}/\d{1,9})*", re.ASCII)
-_SHARES = frozenset({"shard", "mps"})  # gres of which several jobs have some on one GPU
+_SHARES = frozenset({"shard", "mps"})  # gres that let several jobs share one GPU
 
 
 class GresError(ValueError):
-    """A field that does not say how many GPUs there are."""
+    """A field without a readable number of GPUs."""
 
 
 class Resources(NamedTuple):
-    """What one field says."""
+    """The contents of one field."""
 
     gpus: tuple[Gres, ...] = ()
     shards: tuple[Gres, ...] = ()
 
 
-@lru_cache(maxsize=4096)  # a cluster has few different ones, and each comes back every cycle
+@lru_cache(maxsize=4096)  # few different ones, repeated every cycle
 def resources(field: str) -> Resources:
-    """Return the GPUs and shards of a field; other resources are left out. Raises GresError."""
+    """Return the GPUs and shards of a field, without other resources. Raises GresError."""
     if field in _NOTHING:
         return Resources()
     found: dict[bool, list[Gres]] = {True: [], False: []}
@@ -83,7 +83,7 @@ def _gres(field: str, name: str, words: str, details: str | None) -> Gres:
     elif details is not None and _SHARED.fullmatch(details) and not whole:
         given = [tuple(map(int, part.split("/"))) for part in details.split(",")]
         if sum(taken for taken, _ in given) != count or any(taken > of for taken, of in given):
-            raise GresError(f"its {name}s contradict what each GPU has given: {clean(field, 80)!r}")
+            raise GresError(f"its {name}s contradict the use of each GPU: {clean(field, 80)!r}")
         indexes = tuple(i for i, (taken, _) in enumerate(given) if taken)
     elif details is not None and label != "S":
         raise GresError(f"cannot read the GRES {clean(field, 80)!r}")
@@ -92,12 +92,12 @@ def _gres(field: str, name: str, words: str, details: str | None) -> Gres:
     if whole and indexes is not None and len(indexes) != count:
         count, indexes = max(count, len(indexes)), None
     if count > _MAX:
-        raise GresError(f"{count} is no number of GPUs on one node: {clean(field, 80)!r}")
+        raise GresError(f"{count} is not a valid number of GPUs on one node: {clean(field, 80)!r}")
     return Gres(clean(kind[0], 96) if kind else "", count, indexes)
 
 
 def _indexes(text: str) -> tuple[int, ...]:
-    """Return the numbers of ``0-1,3-6``; of an empty list and of N/A none. Raises GresError."""
+    """Return the numbers of ``0-1,3-6``; none for an empty list or N/A. Raises GresError."""
     if text in _NOTHING:
         return ()
     found: list[int] = []

@@ -1,14 +1,14 @@
-"""The script of a lease's job: it holds the GPUs and ends when nobody shows life for the lease any more. Pure."""
+"""The script of a lease's job: it holds the GPUs and ends when the lease's heartbeats end. Pure."""
 
 from __future__ import annotations
 
-SILENCE_S = 180  # without a sign of life for so long the job ends; the keeper gives one every 30 s
-PAUSE_S = 15  # between two looks
+SILENCE_S = 180  # the job ends after this time without a heartbeat; the keeper sends one every 30 s
+PAUSE_S = 15  # between two checks
 
-# Time is counted in looks, never compared: clocks of two hosts differ, and a job that was suspended has seen nothing.
-# To open a file makes NFS ask its server (close-to-open); `stat` alone may be told what was so a minute ago.
-# ``true`` and not ``:``, for which a redirection that fails would end the shell. A look that fails (an automounter, a
-# server that is away) is one without a sign of life. The first one has a minute: the home may be mounted only then.
+# Time is counted in checks: clocks of two hosts differ, and a suspended job makes none. Opening the file makes NFS
+# revalidate it (close-to-open); `stat` alone may return attributes that are a minute old. ``true`` instead of ``:``,
+# because a failed redirection of a special built-in ends the shell. A failed check (automounter, server unreachable)
+# counts as one without a heartbeat. The first check is retried for a minute: the home may be mounted only then.
 _SCRIPT = """\
 #!/bin/sh
 # gpuboard: this job holds GPUs for a lease. It ends by itself when the process that reserved them has gone.
@@ -44,9 +44,9 @@ while :; do sleep 86400; done
 
 
 def script(heartbeat: str, silence_s: float = SILENCE_S, pause_s: float = PAUSE_S) -> str:
-    """Return the script of a job that lives as long as the file ``heartbeat`` is touched; "": until its time limit.
+    """Return the script of a job that runs while the file ``heartbeat`` is touched; "": until its time limit.
 
-    The script touches ``heartbeat.seen`` (which must be there) when it has seen the file: the home is shared then.
+    The script touches ``heartbeat.seen`` (which must exist) once it has seen the file: then the home is shared.
     """
     if not heartbeat:
         return _ENDLESS

@@ -1,17 +1,17 @@
-"""What `scontrol show job -d` and `squeue` print → jobs. Pure; no text makes it raise anything but Unreadable.
+"""What `scontrol show job -d` and `squeue` print → jobs. Pure; raises only Unreadable.
 
 Formats: the printers of Slurm 20.02 to 26.05 (api/job_info.c, later scontrol/info_job.c) and recordings of 22.05.
 
-**Forgery.** Slurm prints what people choose (the name of a job, its account, command, folder, comment, mail address) as
-it is, blanks, ``Key=`` and line ends included, in every form of `scontrol`. So the text of a job can contain whatever
-a record of Slurm's looks like. What is held against that:
+**Forgery.** Slurm prints text that users choose (a job's name, account, command, folder, comment, mail address) without
+escaping, including blanks, ``Key=`` and line ends, in every form of `scontrol`. So a job's text can contain anything
+that looks like a record of Slurm. The defences:
 
-* The name stands before, everything else that is free text after the part that says who holds what. That part begins
-  with the only ``UserId=…(uid) GroupId=`` and ends at the only ``MinCPUsNode=``; in it every key that is needed comes
-  exactly once. Where one comes more often the record is *ambiguous*, and no value of it is believed.
-* A line end in a text can begin a whole record of somebody's making. It cannot take away the record of a real job, nor
-  what the nodes say is used. So it shows: as a job that is there twice, as a GPU with two holders, or as one that its
-  node calls free (consistency.py). `squeue`, in columns that hold nothing of anybody's choice, then tells what is true.
+* The name comes before, all other free text after the part with the owner and the resources. That part begins with the
+  only ``UserId=…(uid) GroupId=`` and ends at the only ``MinCPUsNode=``; in it every needed key occurs exactly once. If
+  one occurs more often, the record is *ambiguous* and none of its values is used.
+* A line end in a text can begin a forged record. It can remove neither a real job's record nor the nodes' list of GPUs
+  in use. So it shows as a duplicate job, as a GPU with two holders, or as a GPU that its node lists as free
+  (consistency.py). `squeue`, in columns without free text, then decides.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _OWNER = re.compile(r" UserId=([^=\n]{0,256}?)\((\d{1,10})\) GroupId=")
 _END = re.compile(r" MinCPUsNode=\d")
 _ONCE = ("JobState=", "StartTime=", " EndTime=", "Partition=", " NodeList=")
 _HELD = re.compile(r" Nodes=(\S+) CPU_IDs=\S* Mem=\d+ GRES(?:_IDX)?=(\S*)")
-_NAME_ENDS = (" HetJobIdSet=", " SLUID=")  # what may come between a job's name and its user
+_NAME_ENDS = (" HetJobIdSet=", " SLUID=")  # keys that may come between a job's name and its user
 _COMMENT = re.compile(
     r" Comment=(.*?)\s+(?:Extra|StdErr|StdIn|StdOut|Switches|BurstBuffer|Power|Gres[A-Z]\w+|KillO\w+|Spread\w+|"
     r"\w+PerTres|\w+PerTRES|Tres\w+|MailUser|Container|SELinuxContext|ResvPorts)=",
     re.DOTALL,
 )
-# No step of it begins there and pam_slurm_adopt lets nobody in for it: Slurm's other word for that is CONFIGURING.
+# In its prolog a job starts no step, and pam_slurm_adopt accepts no login for it: treated as CONFIGURING.
 _IN_PROLOG = " JobState=RUNNING Reason=Prolog "
 _HOLDS_NOTHING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "REVOKED"})
 
@@ -52,25 +52,25 @@ _TRUE_JOB = re.compile(
 
 
 class Runs(NamedTuple):
-    """Where a running job runs, whatever it holds."""
+    """The nodes of a running job, whatever it holds."""
 
     uid: int
     nodes: str  # as Slurm folds them
 
 
 class Piece(NamedTuple):
-    """What looks like one record of `scontrol show job -d`."""
+    """What looks like a record of `scontrol show job -d`."""
 
-    number: int  # 0: not even that can be read
+    number: int  # 0: unreadable
     id: str = ""
-    job: SchedulerJob | None = None  # None: it holds nothing, or that cannot be told
-    clear: bool = True  # it can be read, and in one way only
-    whole: bool = True  # it has all parts of a record, some perhaps twice
+    job: SchedulerJob | None = None  # None: it holds nothing, or that is unknown
+    clear: bool = True  # readable and unambiguous
+    whole: bool = True  # it has all parts of a record, perhaps some twice
     runs: Runs | None = None
 
 
 class TrueJob(NamedTuple):
-    """A job as `squeue` tells it."""
+    """A job as `squeue` prints it."""
 
     uid: int
     user: str
@@ -82,7 +82,7 @@ class TrueJob(NamedTuple):
 
     @property
     def ended(self) -> bool:
-        """Whether it holds nothing any more; Slurm tells of such jobs for some minutes."""
+        """Whether it holds nothing any more; Slurm lists such jobs for some minutes."""
         return self.state.upper() in ENDED
 
 
@@ -108,7 +108,7 @@ def jobs(text: str) -> list[Piece]:
 def _job(record: str, named: int, number: int, shown: str) -> tuple[SchedulerJob | None, Runs | None]:
     """Return a job, None where it holds nothing, and where it runs; its name begins at ``named``.
 
-    Raises ValueError where the record can be read in two ways, or in none.
+    Raises ValueError where the record is ambiguous or unreadable.
     """
     owner = _only(_OWNER, " UserId=", record)
     end = _only(_END, " MinCPUsNode=", record)
@@ -124,9 +124,9 @@ def _job(record: str, named: int, number: int, shown: str) -> tuple[SchedulerJob
     rest = part[part.index(" NodeList=") :]
     details = _HELD.findall(rest)
     if part.count(" Nodes=") != len(details) or part.count(" JOB_GRES=") > 1:
-        raise ValueError("what it holds on its nodes cannot be read")
+        raise ValueError("its resources on its nodes cannot be read")
     grants = [grant for names, field in details for grant in _grants(names, field)]
-    if state == "COMPLETING":  # its GPUs are not listed any more, and its processes may still run there
+    if state == "COMPLETING":  # its GPUs are no longer listed, but its processes may still run there
         had = resources(value(rest, " JOB_GRES=") or "")
         if not grants and (had.gpus or had.shards):
             grants = [Grant(name) for name in nodesets.listed(value(rest, " NodeList=") or "")]
@@ -158,7 +158,7 @@ def _job(record: str, named: int, number: int, shown: str) -> tuple[SchedulerJob
 
 
 def _only(pattern: re.Pattern[str], word: str, text: str) -> re.Match[str]:
-    """Return the one match of ``pattern``, which begins with ``word``. Raises ValueError where there is not one."""
+    """Return the only match of ``pattern``, which begins with ``word``. Raises ValueError for none or several."""
     at = text.find(word)
     once = at >= 0 and text.find(word, at + 1) < 0  # nearly always
     found = [pattern.match(text, at)] if once else list(pattern.finditer(text))
@@ -175,7 +175,7 @@ def _grants(names: str, field: str) -> list[Grant]:
 
 
 def _comment(tail: str) -> str:
-    """Return a job's comment; its owner can make anything of it, and nobody else."""
+    """Return a job's comment, which its owner alone can choose."""
     match = _COMMENT.search(tail) if " Comment=" in tail else None
     return clean(match[1], 1024) if match else ""
 

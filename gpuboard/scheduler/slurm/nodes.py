@@ -1,7 +1,7 @@
-"""What `scontrol show node -d` and `show reservation` print → nodes. Pure; no text makes it raise but Unreadable.
+"""What `scontrol show node -d` and `show reservation` print → nodes. Pure; raises only Unreadable.
 
 Formats: the printers of Slurm 20.02 to 26.05 (api/node_info.c, api/reservation_info.c) and recordings of 22.05. Only
-administrators choose texts in them (reasons, comments, names of reservations): a key counts where it comes first.
+administrators choose texts in them (reasons, comments, names of reservations), so the first occurrence of a key counts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gpuboard.model.text import clean
 from gpuboard.scheduler.slurm.gres import GresError, Resources, resources
 from gpuboard.scheduler.slurm.records import Unreadable, moment, records, value
 
-# sinfo(1), "NODE STATE CODES": what a sign behind a state means; before 21.08 scontrol printed it, too.
+# sinfo(1), "NODE STATE CODES": suffixes of a state; scontrol printed them before 21.08.
 _SIGNS = {"*": "not_responding", "~": "powered_down", "#": "powering_up", "!": "power_down", "%": "powering_down",
           "$": "maintenance", "@": "reboot_issued", "^": "reboot_requested", "-": "planned"}  # fmt: skip
-# Words of slurm_protocol_defs.c, 22.05 to 25.11, and what earlier versions had in their place.
+# States of slurm_protocol_defs.c, 22.05 to 25.11, and their names in earlier versions.
 _STATES = frozenset({
     "allocated", "down", "error", "future", "idle", "mixed", "unknown",
     "blocked", "cloud", "completing", "drain", "drained", "draining", "dynamic_future", "dynamic_norm", "external",
@@ -30,22 +30,22 @@ _STATES = frozenset({
     "power_down", "power_up", "powered_down", "powering_down", "powering_up", "reboot", "reboot_issued",
     "reboot_requested", "reserved", "resume",
 })  # fmt: skip
-_ONCE = ("CoresPerSocket=", "Boards=", "ThreadsPerCore=")  # else it is no record, or two that have grown together
+_ONCE = ("CoresPerSocket=", "Boards=", "ThreadsPerCore=")  # each once in a record: else it is damaged or two are merged
 _LATER = "Comment|Extra|InstanceId|InstanceType|ReservationName|TLSCertTokenSet|TLSCertLastRenewal|Topology|Parameters"
 _REASON = re.compile(rf" Reason=(.*?)(?: \[([^\[\]@]*)@([^\[\]@]*)\])?(?=\s+(?:{_LATER})=|\s*$)", re.DOTALL)
 
 
 class Reservation(NamedTuple):
-    """A reservation that is in force."""
+    """An active reservation."""
 
     name: str
     nodes: tuple[str, ...]
 
 
 def nodes(text: str) -> dict[str, SchedulerNode]:
-    """Return the nodes of `scontrol show node -d`; one of which something cannot be read has a ``doubt``.
+    """Return the nodes of `scontrol show node -d`; one that is partly unreadable has a ``doubt``.
 
-    Raises Unreadable where it is no list of nodes.
+    Raises Unreadable where the text is no list of nodes.
     """
     found: dict[str, SchedulerNode] = {}
     for record in records(text, "NodeName", "scontrol show node"):
@@ -57,7 +57,7 @@ def nodes(text: str) -> dict[str, SchedulerNode]:
 
 
 def _node(record: str) -> SchedulerNode:
-    """Return a node. Raises Unreadable where not even its name and state are there."""
+    """Return a node. Raises Unreadable where its name or state is missing."""
     name = record.partition(" ")[0]
     state = value(record, " State=")
     try:
@@ -69,9 +69,9 @@ def _node(record: str) -> SchedulerNode:
     doubts: list[str] = []
     words = _state(state)
     if not _STATES.issuperset(words):
-        doubts.append(f"Slurm says that its state is {clean(state, 64)!r}, which is not known here")
+        doubts.append(f"unknown state {clean(state, 64)!r}")
         words = tuple(word for word in words if word in _STATES)
-    have = _resources(value(record, " Gres=") or "?", doubts)  # none is "(null)"
+    have = _resources(value(record, " Gres=") or "?", doubts)  # "(null)": it has none
     field = value(record, " GresUsed=")
     used = _resources(field, doubts)
     if not doubts:
@@ -97,37 +97,37 @@ def _resources(field: str | None, doubts: list[str]) -> Resources:
     try:
         return resources(field or "")
     except GresError as error:
-        doubts.append(f"what Slurm says of its GPUs cannot be read: {error}")
+        doubts.append(f"its GPUs in Slurm's answer cannot be read: {error}")
         return Resources()
 
 
 def _contradictions(have: Resources, used: Resources | None) -> list[str]:
-    """Return where what is used (None: not said) does not fit what there is."""
+    """Return contradictions between the GPUs in use (None: not reported) and the GPUs there are."""
     if used is None:
-        return ["Slurm does not say which of its GPUs are used"] if have.gpus or have.shards else []
+        return ["Slurm does not report which of its GPUs are in use"] if have.gpus or have.shards else []
     counts: dict[str, int] = {}
     for gres in have.gpus:
         counts[gres.type] = counts.get(gres.type, 0) + gres.count
     total = sum(counts.values())
     types = {gres.type for gres in used.gpus}
     if total and not types:
-        return ["Slurm does not say which of its GPUs are used"]
-    if total and types != set(counts) and "" not in types | set(counts):  # types may be known to gres.conf alone
-        return ["Slurm does not say of all its GPUs whether they are used"]
+        return ["Slurm does not report which of its GPUs are in use"]
+    if total and types != set(counts) and "" not in types | set(counts):  # types may be defined in gres.conf only
+        return ["Slurm does not report the use of all its GPUs"]
     for gres in used.gpus:
         if gres.count > counts.get(gres.type, total) or any(index >= total for index in gres.indexes or ()):
-            return ["Slurm says that other GPUs of it are used than it has"]
+            return ["Slurm reports GPUs in use that it does not have"]
     if sum(gres.count for gres in used.shards) > sum(gres.count for gres in have.shards):
-        return ["Slurm says that more shards of it are used than it has"]
+        return ["Slurm reports more shards in use than it has"]
     return []
 
 
 def _placed(shards: tuple[Gres, ...]) -> tuple[Gres, ...]:
-    """Return shards with the GPUs they are on as far as that can be told: of several types each may count its own."""
+    """Return shards with their GPUs where known: with several types each may have its own numbering."""
     return shards if len(shards) == 1 else tuple(replace(gres, indexes=None) for gres in shards if gres.count)
 
 
-@lru_cache(maxsize=1024)  # few different ones, of many nodes
+@lru_cache(maxsize=1024)  # few different ones for many nodes
 def _state(text: str) -> tuple[str, ...]:
     """Return ``mixed``, ``drain`` for ``MIXED+DRAIN``, ``idle``, ``not_responding`` for ``IDLE*``."""
     found: list[str] = []
@@ -139,7 +139,7 @@ def _state(text: str) -> tuple[str, ...]:
 
 
 def _reason(record: str) -> str:
-    """Return why a node is drained or down, with who said so and when: ``bad link (root, 2026-11-21 08:29)``."""
+    """Return why a node is drained or down, set by whom and when: ``bad link (root, 2026-11-21 08:29)``."""
     match = _REASON.search(record) if " Reason=" in record else None
     if match is None:
         return ""
@@ -154,7 +154,7 @@ def _reason(record: str) -> str:
 
 
 def reservations(text: str) -> list[Reservation]:
-    """Return the reservations of `scontrol show reservation` that are in force. Raises Unreadable."""
+    """Return the active reservations of `scontrol show reservation`. Raises Unreadable."""
     found: list[Reservation] = []
     listed = records(text, "ReservationName", "scontrol show reservation", "No reservations in the system")
     for record in listed:
@@ -163,7 +163,7 @@ def reservations(text: str) -> list[Reservation]:
             try:
                 found.append(Reservation(clean(record.partition(" ")[0], 96), nodesets.listed(names or "")))
             except ValueError:
-                continue  # the nodes say that they are reserved; only for whom is not known then
+                continue  # the nodes' states show that they are reserved, only the name is missing then
     return found
 
 

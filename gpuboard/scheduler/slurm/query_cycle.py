@@ -1,4 +1,4 @@
-"""One cycle of questions to Slurm: `scontrol show job`, `show node`, and where that needs it one more command."""
+"""One query cycle: `scontrol show job`, `scontrol show node`, and if needed one more command."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from gpuboard.scheduler.slurm.records import Unreadable
 from gpuboard.scheduler.slurm.site import Site, environment, settings, which
 from gpuboard.transport.command import Ran, run
 
-PROBE_S = 2.0  # for `scontrol ping`, which takes 6 ms
-STOP_S = 0.15
-# All partitions, hidden ones and those that are not for us too; this cluster's, of a federation's; one record a line.
+PROBE_S = 2.0  # timeout of `scontrol ping`, which takes 6 ms
+STOP_S = 0.15  # longest wait for the end of a command that was stopped
+# All partitions, hidden and forbidden ones too; in a federation only this cluster; one record per line.
 _SHOW = ("--all", "--local", "--oneliner", "--details", "show")
 
 
 class CycleResult(NamedTuple):
-    """What came of a cycle."""
+    """The result of a cycle."""
 
     schedule: Schedule | None
     error: str | None = None  # why there is none
-    contact: bool = False  # the controller was not reached
+    contact: bool = False  # the failure is that the controller was not reached
 
 
 class _FailedError(Exception):
-    """A command did not say what it was asked; ``contact``: it did not reach the controller."""
+    """A command failed; ``contact``: it did not reach the controller."""
 
     def __init__(self, text: str, *, contact: bool = False) -> None:
         super().__init__(text)
@@ -40,7 +40,7 @@ class _FailedError(Exception):
 
 
 class QueryCycle:
-    """Asks the Slurm of one site. For one thread at a time, but for ``stop``."""
+    """Queries the Slurm of one site. For one thread at a time, except ``stop``."""
 
     def __init__(self, site: Site, env: Mapping[str, str]) -> None:
         self.took_s = 0.0  # in Slurm's commands, in the newest cycle
@@ -50,15 +50,15 @@ class QueryCycle:
         self._running = threading.Lock()  # held while a command runs
 
     def stop(self) -> None:
-        """End the question that is being asked, and let there be no other; waits a moment for its end."""
+        """Stop the running command and start no other; waits a moment for its end."""
         self._stopped.set()
         if self._running.acquire(timeout=STOP_S):
             self._running.release()
 
     def ask(self, timeout_s: float, *, probe: bool, before: Schedule | None) -> CycleResult:
-        """Ask, for at most ``timeout_s`` in all. ``probe``: only if the controller answers to its name.
+        """Query, for at most ``timeout_s`` in all. ``probe``: only if the controller answers `scontrol ping`.
 
-        ``before``: the answer before this one, which says what nodes are reserved for where that is not asked again.
+        ``before``: the previous answer; its reservations are used where they are not queried again.
         """
         self.took_s = 0.0
         until = time.monotonic() + timeout_s
@@ -74,7 +74,7 @@ class QueryCycle:
             return CycleResult(None, f"Slurm's answer cannot be read: {error}")
 
     def _ask(self, until: float, *, third: bool, before: Schedule | None) -> Schedule:
-        """Return Slurm's answer. ``third``: one more command may be run. Raises _FailedError, Unreadable."""
+        """Return Slurm's answer. ``third``: a third command may be run. Raises _FailedError, Unreadable."""
         at = time.time()
         pieces = jobs(self._scontrol("job", until))
         listed = nodes(self._scontrol("node", until))
@@ -88,7 +88,7 @@ class QueryCycle:
                 held, notes = consistency.corrected(pieces, truth, listed)
             elif third and consistency.is_reserved(listed):
                 reserved = reservations(self._scontrol("reservation", until))
-        except (_FailedError, Unreadable) as error:  # it is still an answer
+        except (_FailedError, Unreadable) as error:  # the answer is usable without it
             notes = [*notes, str(error)]
         if reserved is None:
             reserved = consistency.reserved_before(before, listed)
@@ -102,7 +102,7 @@ class QueryCycle:
     def _squeue(self, until: float) -> str:
         squeue = which("squeue", self._env)
         if squeue is None:
-            raise _FailedError("there is no squeue on PATH, which could tell")
+            raise _FailedError("squeue is not on PATH; it is needed to check contradictory jobs")
         return self._run(["--all", "--local", "--noheader", "--states=all", f"--format={TRUE_JOB}"], until, squeue)
 
     def _ping(self, until: float) -> None:
@@ -112,7 +112,7 @@ class QueryCycle:
             raise _FailedError(messages.failure(failed, self._site), contact=True)
 
     def _run(self, argv: list[str], until: float, program: str = "") -> str:
-        """Return what a command prints; `scontrol` unless said otherwise. Raises _FailedError."""
+        """Return what a command prints, by default `scontrol`. Raises _FailedError."""
         done = self._done(argv, until, program or self._site.scontrol or "")
         if not done.ok:
             raise _FailedError(messages.failure(done, self._site), contact=messages.is_contact(done))

@@ -7,34 +7,33 @@ import time
 
 from gpuboard.model.text import clean
 
-_INDENTED = re.compile(r"\n {2,}")  # a record goes on
+_INDENTED = re.compile(r"\n {2,}")  # a record continues
 
 
 class Unreadable(ValueError):
-    """Output that is not what the command prints: cut off, empty, or something else altogether."""
+    """Output that is truncated, empty or has another format."""
 
 
 def records(text: str, key: str, command: str, none: str = "") -> list[str]:
-    """Return what follows ``Key=`` in each record that begins with it, each on one line, unless its values have lines.
+    """Return each record that begins with ``Key=``, without that, joined to one line unless values contain line ends.
 
-    ``none``: what the command prints where there are none. Raises Unreadable.
+    ``none``: what the command prints instead of an empty list. Raises Unreadable.
     """
     if "\n  " in text:
         text = _INDENTED.sub(" ", text)
     before, *found = ("\n" + text).split(f"\n{key}=")
     if before.strip() != ("" if found else none):
         shown = clean(before.strip(), 120)
-        said = f"it says {shown!r}" if shown else "it is empty"
-        raise Unreadable(f"`{command}` printed no list that can be read; {said}")
+        raise Unreadable(f"`{command}` printed {repr(shown) if shown else 'nothing'} instead of a list")
     if not found and not none:
         raise Unreadable(f"`{command}` printed nothing")
     if found and not found[-1].endswith("\n"):
-        raise Unreadable(f"the output of `{command}` ends in the middle of a line")
+        raise Unreadable(f"the output of `{command}` is truncated in the middle of a line")
     return found
 
 
 def value(record: str, key: str) -> str | None:
-    """Return the word behind the first ``key`` (with its blank and its equals sign), None where it is not there."""
+    """Return the word after the first ``key`` (given with its blank and equals sign); None if there is none."""
     at = record.find(key)
     if at < 0:
         return None
@@ -44,9 +43,9 @@ def value(record: str, key: str) -> str | None:
 
 
 def moment(text: str) -> float | None:
-    """Return epoch seconds for a time of Slurm's; None where none is said (Unknown, N/A, None).
+    """Return epoch seconds for a time printed by Slurm; None for ``Unknown``, ``N/A`` and ``None``.
 
-    It is seconds where SLURM_TIME_FORMAT=%s was set, which gpuboard does, else this host's local time.
+    gpuboard sets SLURM_TIME_FORMAT=%s and so gets epoch seconds; otherwise the text is this host's local time.
     """
     if text.isascii() and text.isdecimal():
         return float(text) if len(text) < 12 else None
@@ -57,5 +56,5 @@ def moment(text: str) -> float | None:
 
 
 def user_name(name: str, uid: int) -> str:
-    """Return a user's name as it is shown; Slurm writes "nobody" where this host does not know the uid."""
+    """Return a user's name to show; Slurm prints "nobody" for a uid that is unknown to this host."""
     return clean(name, 64) if name and (name != "nobody" or uid in {99, 65534}) else str(uid)

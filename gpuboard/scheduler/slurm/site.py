@@ -1,4 +1,4 @@
-"""Where Slurm is on this host: its programs, the environment they get, its configuration and a few keys of that."""
+"""Slurm on this host: its programs, their environment, its configuration file and a few keys of it."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from gpuboard.transport.spawn import SLURM_SETUP
 
 _CONFS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")  # the last: configless
 _CONF_MAX = 2**22  # bytes
-# Variables that change what Slurm's commands do or print; those that say where Slurm is are kept.
+# Variables that change what Slurm's commands do or print are removed, except those that locate Slurm.
 _PREFIXES = ("SLURM_", "SLURMD_", "SCONTROL_", "SQUEUE_", "SINFO_", "SRUN_", "SBATCH_", "SALLOC_", "SCANCEL_", "SACCT_")
 
 
 class Site(NamedTuple):
-    """What is there of Slurm."""
+    """What is installed of Slurm."""
 
     scontrol: str | None
-    conf: str | None  # path of slurm.conf; None: only its own programs know where it is
+    conf: str | None  # path of slurm.conf; None: known only to Slurm's programs
 
 
 def here(env: Mapping[str, str]) -> Site:
-    """Return what this host has; a few looks at files."""
+    """Return what this host has; checks a few files."""
     scontrol = which("scontrol", env)
-    said = env.get("SLURM_CONF")
-    if said:
-        return Site(scontrol, said)
+    if conf := env.get("SLURM_CONF"):
+        return Site(scontrol, conf)
     beside = [os.path.join(os.path.dirname(os.path.dirname(scontrol)), "etc/slurm.conf")] if scontrol else []
     return Site(scontrol, next((path for path in (*_CONFS, *beside) if os.path.exists(path)), None))
 
 
 def key(site: Site, env: Mapping[str, str]) -> str:
-    """Return a short name for this configuration of this cluster, another one after the file was changed."""
+    """Return a short key of this cluster's configuration, which changes with the file."""
     words = [site.scontrol or "", site.conf or "", env.get("SLURM_CONF_SERVER", "")]
     if site.conf:
         try:
             status = os.stat(site.conf)
             words += [str(status.st_ino), str(status.st_mtime_ns)]
         except OSError:
-            pass  # the question will say what is wrong with it
+            pass  # the query will report it
     import hashlib  # 8 ms: only where there is a Slurm
 
     return hashlib.sha256("\0".join(words).encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -63,7 +62,7 @@ def settings(site: Site) -> dict[str, str]:
 
 
 def munge_socket(conf: Mapping[str, str]) -> str | None:
-    """Return the socket through which Slurm's programs prove who they are; None where they do so in another way."""
+    """Return the socket of munge; None where Slurm authenticates in another way."""
     if conf.get("authtype", "auth/munge") != "auth/munge":
         return None
     match = re.search(r"socket=([^,]+)", conf.get("authinfo", ""))
@@ -80,6 +79,6 @@ def which(name: str, env: Mapping[str, str]) -> str | None:
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a command whose output is read: English, times in seconds, nothing else changed."""
+    """Return the environment of a command whose output is parsed: English, times as epoch seconds."""
     kept = {key: value for key, value in env.items() if key in SLURM_SETUP or not key.startswith(_PREFIXES)}
     return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
