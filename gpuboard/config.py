@@ -1,4 +1,4 @@
-"""Settings: flag > GPUBOARD_* > user TOML > site TOML > default. Every value knows where it came from."""
+"""Settings: flag > GPUBOARD_* > user TOML > site TOML > default, each value with its origin."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ class StateSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SlurmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section ``[slurm]``: how Slurm is asked, and what a job of `allocate` asks for unless flags say more."""
+    """Section ``[slurm]``: how Slurm is queried, and the defaults for jobs of `allocate`."""
 
-    interval: str = "30s"  # between two rounds of questions, at least; longer where the controller is slow
+    interval: str = "30s"  # minimum time between two query cycles; longer where the controller is slow
     time: str = "1h"  # a job's limit without --for
     partition: str = ""
     account: str = ""
     qos: str = ""
     reservation: str = ""
-    cpus_per_gpu: int = 0  # 0: as the site's Slurm has it
-    mem_per_gpu: str = ""  # a size; "": as the site's Slurm has it
-    args: list[str] = []  # further options of sbatch, before those of --slurm
-    patience: str = "10s"  # without --wait: how long Slurm may take to look at a job
-    silence: str = "3m"  # a job ends itself when its owner's keeper has shown no life for so long
+    cpus_per_gpu: int = 0  # 0: Slurm's default
+    mem_per_gpu: str = ""  # a size; "": Slurm's default
+    args: list[str] = []  # further options of sbatch, placed before those of --slurm
+    patience: str = "10s"  # without --wait: how long Slurm may take to schedule a job
+    silence: str = "3m"  # a job ends itself after this time without a heartbeat from its owner's keeper
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that can be set. Names are the keys of the TOML files; GPUBOARD_<NAME> sets one from outside."""
+    """All settings. Names are the keys of the TOML files; the environment variable GPUBOARD_<NAME> sets one."""
 
     cluster: str = ""  # the name shown; "" takes the nodeset
     nodes: list[
@@ -68,25 +68,25 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = []  # nodesets, and sources of nodes (cluster/inventory/sources.py); []: Slurm's, else this machine
     interval: str = "auto"  # "auto": 1 s up to 64 nodes, 5 s above
     connect_timeout: str = "10s"
-    max_connections: int = 64  # ssh connections set up at a time
+    max_connections: int = 64  # ssh connections that are set up at a time
     ssh_config: str = "~/.ssh/config"
     known_hosts: tuple[str, ...] = ("~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts")
     python: str = "python3"  # the nodes' interpreter for the agent
     ledger: str = "nodes"
     claims_dir: str = "/var/tmp"
     max_lease: str = "24h"
-    scheduler: str = "auto"  # "auto": Slurm where it is set up, else none
-    ssh: str = "own"  # with Slurm: to which of its nodes ssh may go: "own": those of one's own jobs; "all"
+    scheduler: str = "auto"  # "auto": Slurm where it is installed, else none
+    ssh: str = "own"  # with Slurm, the nodes that ssh may connect to: "own": those of the user's jobs; "all"
     transport: str = "asyncssh"  # how other machines are reached: "asyncssh", "openssh", "paramiko"
     slurm: SlurmSettings = SlurmSettings()
     state: StateSettings = StateSettings()
-    users: dict[str, str] = {}  # a node's name for somebody -> the name to show
-    theme: str = "auto"  # the board's; "auto": the one last chosen, else what the terminal can show
+    users: dict[str, str] = {}  # a node's name of a user -> the name to show
+    theme: str = "auto"  # of the board; "auto": the last one chosen, else one that suits the terminal
     glyphs: str = "auto"  # "auto": Unicode where the locale is UTF-8, else ASCII
     keys: dict[str, dict[str, str | list[str]]] = {}  # the board's: screen -> action -> key or keys
 
     def interval_s(self, nodes: int) -> float:
-        """Return seconds between two readings for a picture of ``nodes`` nodes."""
+        """Return the interval between readings for ``nodes`` nodes, in seconds."""
         if self.interval != "auto":
             return parse_duration(self.interval)
         return 1.0 if nodes <= 64 else 5.0
@@ -105,7 +105,7 @@ _DURATIONS = (
     "interval", "connect_timeout", "max_lease", "state.stale_min", "state.idle_after", "slurm.interval", "slurm.time",
     "slurm.patience", "slurm.silence",
 )  # fmt: skip
-_SPANS = {  # of those that nodes and Slurm feel, or that no poll() could wait for
+_SPANS = {  # for those that load nodes or Slurm, or that exceed what poll() accepts
     "interval": ("0.2s", "1d"),
     "connect_timeout": ("0.1s", "1h"),
     "slurm.interval": ("1s", "1d"),
@@ -118,7 +118,7 @@ _QUOTED = re.compile(  # strings, closed or not, and comments
     re.DOTALL,
 )
 _LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_DEPTH_MAX}}}")
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # but blanks and line ends
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # except blanks and line ends
 _ANY = ("0.001s", "366d")
 _SIZES = ("slurm.mem_per_gpu",)
 _RANGES = {
@@ -162,7 +162,7 @@ def load(env: Mapping[str, str], flags: Mapping[str, Any], file: Path | None = N
         ("ssh_config", (settings.ssh_config,), files.SSH_CONFIG_MAX),
         ("known_hosts", settings.known_hosts, files.KNOWN_HOSTS_MAX),
     ):
-        for file_of in paths_of:  # ssh, too, reads them, and would wait for a FIFO for ever
+        for file_of in paths_of:  # ssh reads them too, and would block on a FIFO
             if why := files.trouble(os.path.expanduser(file_of), most):
                 raise ConfigError(f"{origins.get(key, 'default')}: {key} = {quoted(file_of)} cannot be read: {why}")
     return Configuration(settings, {key: origins.get(key, "default") for key, _ in flat(msgspec.to_builtins(settings))})
@@ -184,9 +184,9 @@ def _read(path: Path, *, must_exist: bool) -> dict[str, Any]:
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
-    """Return the tables in a TOML file. Raises ValueError, also for what is nested deeper than _DEPTH_MAX.
+    """Return the tables in a TOML file. Raises ValueError, also for nesting deeper than _DEPTH_MAX.
 
-    tomllib takes a stack frame for each bracket, and time and memory in the square of a key's length in dots.
+    tomllib needs a stack frame per bracket, and quadratic time and memory for keys with many dots.
     """
     text = data.decode("utf-8")
     bare = _QUOTED.sub("_", text)
@@ -201,9 +201,9 @@ def parse_toml(data: bytes) -> dict[str, Any]:
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that GPUBOARD_* variables make.
+    """Return the settings from GPUBOARD_* variables.
 
-    Inside a lease GPUBOARD_NODES describes the lease (`allocate` wrote it), so there it sets nothing.
+    Inside a lease GPUBOARD_NODES describes the lease (`allocate` sets it), so it is no setting there.
     """
     values: dict[str, Any] = {}
     for field in msgspec.structs.fields(Settings):
@@ -223,7 +223,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _check(values: dict[str, Any], origin: str) -> None:
-    """Raise ConfigError for the first thing in ``values`` that is not a setting."""
+    """Raise ConfigError for the first entry of ``values`` that is not a valid setting."""
     try:
         msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
@@ -233,7 +233,7 @@ def _check(values: dict[str, Any], origin: str) -> None:
             section: type[msgspec.Struct] = _SECTIONS.get(name, Settings)
             known = ", ".join(sorted(field.name for field in msgspec.structs.fields(section)))
             message += f"; keys {f'of [{name}] ' if name in _SECTIONS else ''}are: {known}"
-        elif "[...]" in message:  # a key of [keys] or [users]: any is possible
+        elif "[...]" in message:  # a key of [keys] or [users], which have no fixed keys
             message = f"{message.partition(' - at ')[0]} - at `$.{_wrong_key(values)}`"
         raise ConfigError(f"{origin}: {message}") from None
     found = dict(flat(values))
@@ -241,7 +241,7 @@ def _check(values: dict[str, Any], origin: str) -> None:
         for text in (key, *(value if isinstance(value, (list, tuple)) else (value,))):
             if isinstance(text, str) and _CONTROL.search(text):
                 raise ConfigError(f"{origin}: {shown(key)}: {quoted(text)} has a control character")
-        if isinstance(value, int) and value.bit_length() > 63:  # Python refuses to print one of 4,300 digits
+        if isinstance(value, int) and value.bit_length() > 63:  # Python does not print integers of 4,300 digits
             raise ConfigError(f"{origin}: {key}: the number is too large")
     for key in _DURATIONS:
         if key in found and (key, found[key]) != ("interval", "auto"):
@@ -270,11 +270,11 @@ def _check(values: dict[str, Any], origin: str) -> None:
         if not text.strip():
             raise ConfigError(f"{origin}: nodes holds an empty nodeset; write gpu01 or gpu[01-16,20]")
         if text.startswith("hostfile:") and origin not in _BY_HAND and not text[9:].startswith(("/", "~")):
-            raise ConfigError(f"{origin}: nodes: {quoted(text)} needs the whole path: commands run in any folder")
+            raise ConfigError(f"{origin}: nodes: {quoted(text)} must be an absolute path: commands run in any folder")
 
 
 def _wrong_key(table: Mapping[str, Any], around: Callable[[Any], Any] = lambda inner: inner) -> str:
-    """Return the dotted name of the first key of ``table`` that is no setting with all that is ``around`` it."""
+    """Return the dotted name of the first key of ``table`` that is invalid inside ``around``."""
     for key, value in table.items():
         alone = partial(_within, around, key)
         try:
@@ -301,7 +301,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Lay ``value`` over what ``key`` had: tables are merged, anything else is replaced."""
+    """Set ``key``: tables are merged, anything else is replaced."""
     if isinstance(value, dict):
         table = values[key] = values[key] if isinstance(values.get(key), dict) else {}
         for inner, below in value.items():
@@ -311,12 +311,12 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _split_keys(values: dict[str, Any]) -> None:
-    """Take ``"cluster.reserve" = "R"`` in [keys] for ``cluster.reserve = "R"``: TOML means two things by them."""
-    said = values.get("keys")
-    if not isinstance(said, dict):
+    """Treat ``"cluster.reserve" = "R"`` in [keys] as ``cluster.reserve = "R"``, which differs in TOML."""
+    keys = values.get("keys")
+    if not isinstance(keys, dict):
         return
     tables: dict[str, Any] = {}
-    for key, value in said.items():
+    for key, value in keys.items():
         screen, dot, action = key.partition(".")
         _put(tables, screen if dot else key, {action: value} if dot else value)
     values["keys"] = tables

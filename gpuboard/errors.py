@@ -1,4 +1,4 @@
-"""The error tree. Each class carries its exit code; a message says what, where, and what to do next."""
+"""The error tree. Each class has its exit code; a message has what failed, on what, why, and the remedy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ ExitCode = Literal[1, 2, 3, 4, 5, 6, 130]
 
 
 class GpuboardError(Exception):
-    """Anything gpuboard says no to. ``exit_code`` is what the command exits with (DESIGN: exit codes).
+    """Base of all errors. ``exit_code`` is the command's exit code (DESIGN: exit codes).
 
-    The message is safe to print and to encode, whatever it quotes: no control characters but line ends, no surrogates.
+    The message is safe to print and to encode, whatever it quotes: no control characters except line ends, and no
+    surrogates.
     """
 
     exit_code: ExitCode = 1
@@ -26,7 +27,7 @@ class GpuboardError(Exception):
 
 
 class UsageError(GpuboardError):
-    """The command line, a config file or a rank map says something that cannot be understood."""
+    """The command line, a config file or a rank map is invalid."""
 
     exit_code = 2
 
@@ -36,7 +37,7 @@ class ConfigError(UsageError):
 
 
 class Refused(GpuboardError):
-    """A request that was not granted; ``refusal`` has a reason for every GPU that was looked at."""
+    """A request that was not granted; ``refusal`` has a reason for every GPU that was considered."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
@@ -44,30 +45,30 @@ class Refused(GpuboardError):
 
 
 class NeverPossible(Refused):
-    """The request can never be met by this cluster. Only raised when every node was read."""
+    """This cluster can never satisfy the request. Only raised when every node was read."""
 
     exit_code = 3
 
 
 class NotFree(Refused):
-    """Not free now, or the wait ran out, or nodes that could have served were not readable."""
+    """Not free now, the wait timed out, or nodes that might satisfy the request could not be read."""
 
     exit_code = 4
 
 
 class NoSuchLease(GpuboardError):
-    """No lease of that id, or it is somebody else's."""
+    """No lease with that id, or it belongs to another user."""
 
     exit_code = 5
 
 
 class NoNodeReached(GpuboardError):
-    """Not one node gave a reading."""
+    """No node could be read."""
 
     exit_code = 6
 
 
 class Interrupted(GpuboardError):
-    """The person pressed ctrl-C (or TERM arrived) before a command or rank had started."""
+    """SIGINT or SIGTERM arrived before a command or rank was started."""
 
     exit_code = 130

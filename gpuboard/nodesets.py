@@ -1,7 +1,7 @@
 """Nodesets (``gpu[01-16,20]``, ``@group``) through ClusterShell; the only module that imports it (30 ms: late).
 
-ClusterShell writes every range out in memory and folds what has several numbers, in quadratic time. So each operand is
-measured before ClusterShell sees it, and operands are joined here.
+ClusterShell expands every range in memory and folds names with several numbers in quadratic time. So the size of each
+operand is computed first, and operands are combined here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from gpuboard.errors import UsageError
 from gpuboard.model.text import quoted, split_outside
 
-NODES_MAX = 16_384  # in a set that a person names, before `!` and `&`: more than the largest cluster with GPUs has
-_LISTED_MAX = 65_536  # in a list of a scheduler's
+NODES_MAX = 16_384  # in a set that a user names, before `!` and `&`: more than the largest GPU cluster
+_LISTED_MAX = 65_536  # in a list printed by a scheduler
 _TEXT_MAX = 65_536  # characters: NODES_MAX short names, one by one
-_GROUPS_MAX = 1024  # looked up for one set, groups of groups too: each may start a command of the site's
-_MASKS_MAX = 64  # `gpu[1-4]*`: each is held against all nodes
+_GROUPS_MAX = 1024  # looked up for one set, including groups of groups: each may run a command of the site
+_MASKS_MAX = 64  # `gpu[1-4]*`: each is compared with all nodes
 _OPERATORS = ",!&^"
 _LISTED = re.compile(r"[A-Za-z0-9_.,\[\]-]{1,65536}", re.ASCII)
 _SIMPLE = re.compile(r"([^\[\],]*)\[(\d{1,9})-(\d{1,9})\]([^\[\],]*)", re.ASCII)  # nearly all
@@ -29,7 +29,7 @@ _RANGE = re.compile(r"\s*([0-9]{1,18})(?:\s*-\s*([0-9]{1,18})(?:/([0-9]{1,9}))?)
 def expand(nodeset: str, most: int = NODES_MAX) -> list[str]:
     """Return the names in a nodeset, sorted.
 
-    Raises UsageError for what is none, a group that is not known, and more than ``most`` names.
+    Raises UsageError for invalid text, an unknown group, and more than ``most`` names.
     """
     from ClusterShell.NodeSet import std_group_resolver
 
@@ -41,18 +41,18 @@ def expand(nodeset: str, most: int = NODES_MAX) -> list[str]:
     except ValueError as error:
         raise UsageError(f"nodeset {quoted(nodeset)} cannot be read: {error}; write gpu[01-16,20] or @group") from None
     if not names:
-        raise UsageError(f"nodeset {quoted(nodeset)} names no node; is the group known here?")
+        raise UsageError(f"nodeset {quoted(nodeset)} names no node; is the group defined on this host?")
     return names
 
 
-@lru_cache(maxsize=8192)  # a scheduler names the same sets of nodes again and again; 50 µs each
+@lru_cache(maxsize=8192)  # a scheduler repeats the same sets of nodes; 50 µs each
 def listed(text: str) -> tuple[str, ...]:
     """Return the names in a list that a scheduler printed, ``node[1-3],x7``: no groups, no operators, no look-ups.
 
     Raises ValueError for anything else, and for more than _LISTED_MAX names.
     """
     if not _LISTED.fullmatch(text):
-        raise ValueError(f"{quoted(text)} is no list of nodes")
+        raise ValueError(f"{quoted(text)} is not a list of nodes")
     if "[" not in text and "," not in text and "]" not in text:
         return (text,)
     if simple := _SIMPLE.fullmatch(text):
@@ -62,7 +62,7 @@ def listed(text: str) -> tuple[str, ...]:
     try:
         return tuple(_names(text, _LISTED_MAX, None))
     except ValueError as error:
-        raise ValueError(f"{quoted(text)} is no list of nodes: {error}") from None
+        raise ValueError(f"{quoted(text)} is not a list of nodes: {error}") from None
 
 
 def fold(names: Iterable[str]) -> str:
@@ -73,11 +73,11 @@ def fold(names: Iterable[str]) -> str:
 
 
 class _Groups:
-    """ClusterShell's group resolver with bounds on how often it is asked and how many names it answers with."""
+    """ClusterShell's group resolver with bounds on the number of look-ups and of names."""
 
     def __init__(self, resolver: Any) -> None:
         self._resolver = resolver
-        self._asked = 0
+        self._lookups = 0
         self._named = 0
 
     def group_nodes(self, group: str, namespace: str | None = None) -> list[str]:
@@ -92,11 +92,11 @@ class _Groups:
         """Return the names of all groups."""
         return self._bounded(self._resolver.grouplist(self._counted(namespace)))
 
-    def _counted(self, asked: str | None) -> str | None:
-        self._asked += 1
-        if self._asked > _GROUPS_MAX:
+    def _counted(self, group: str | None) -> str | None:
+        self._lookups += 1
+        if self._lookups > _GROUPS_MAX:
             raise ValueError(f"it needs more than {_GROUPS_MAX} groups")
-        return asked
+        return group
 
     def _bounded(self, found: list[str]) -> list[str]:
         for text in found:
@@ -134,17 +134,17 @@ def _operand(text: str, groups: _Groups | None) -> list[str]:
 
     try:
         return [str(name) for name in NodeSet(text, resolver=groups or RESOLVER_NOGROUP)]
-    except Exception as error:  # groups come from the site's files and commands: as many kinds as there are parsers
+    except Exception as error:  # groups come from the site's files and commands, and each parser has its own errors
         why = str(error)
         if isinstance(error, GroupResolverSourceError):
             why = f"ClusterShell's groups.conf has no source of groups {error}"
         elif "recursion" in why:
-            why = "its groups name one another without end"
+            why = "its groups are nested in a cycle"
     raise ValueError(why)
 
 
 def _size_of(operands: Iterable[str], most: int) -> int:
-    """Return how many names ``operands`` stand for at most. Raises ValueError for more than ``most``."""
+    """Return an upper bound of the names in ``operands``. Raises ValueError for more than ``most``."""
     total = 0
     for operand in operands:
         total += _size(operand.strip())
@@ -154,10 +154,10 @@ def _size_of(operands: Iterable[str], most: int) -> int:
 
 
 def _size(operand: str) -> int:
-    """Return how many names ``rack[0-3]node[1-4]`` stands for at most: the sizes of the brackets, multiplied."""
+    """Return an upper bound of the names in ``rack[0-3]node[1-4]``: the product of the brackets' sizes."""
     before, *brackets = operand.split("[")
     if not operand or "]" in before:
-        raise ValueError("a bracket is not opened" if operand else "nothing stands before or after an operator")
+        raise ValueError("a bracket is not opened" if operand else "an operand is missing beside an operator")
     sizes = []
     for bracket in brackets:
         inside, closed, after = bracket.partition("]")
@@ -168,18 +168,18 @@ def _size(operand: str) -> int:
     if re.search(r"[0-9]{19}", operand):
         raise ValueError("a number has more than 18 digits")
     if sizes and re.search(r"[*?]", operand) and prod(sizes) > _MASKS_MAX:
-        raise ValueError(f"a bracket beside * or ? stands for more than {_MASKS_MAX} patterns")
+        raise ValueError(f"a bracket beside * or ? expands to more than {_MASKS_MAX} patterns")
     return prod(sizes)
 
 
 def _bracket(inside: str, before: str) -> int:
-    """Return how many numbers ``1-4,7`` stands for; to ClusterShell ``1[1-16]`` is 11-116, so with digits ``before``
-    it may be all from the least to the greatest."""
+    """Return an upper bound of the numbers in ``1-4,7``. For ClusterShell ``1[1-16]`` is 11-116, so after digits
+    ``before`` the bound is the whole range from the least to the greatest."""
     ranges = []
     for text in inside.split(","):
         found = _RANGE.fullmatch(text)
         if not found:
-            raise ValueError(f"{quoted(text)} is no range of numbers")
+            raise ValueError(f"{quoted(text)} is not a range of numbers")
         ranges.append((found[1], found[2] or found[1], int(found[3] or 1)))
     if any(step < 1 for _, _, step in ranges):
         raise ValueError("a step is 0")
@@ -190,6 +190,6 @@ def _bracket(inside: str, before: str) -> int:
 
 
 def _order(name: str) -> tuple[str, list[tuple[int, str]]]:
-    """Return by what names are sorted: their letters, then their numbers, padded ones by length first."""
+    """Return a sort key: letters, then numbers, padded numbers by length first."""
     parts = re.split(r"([0-9]+)", name)
     return "%s".join(parts[::2]), [(len(digits), digits) for digits in parts[1::2]]

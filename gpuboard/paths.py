@@ -1,4 +1,4 @@
-"""Where gpuboard keeps files: the XDG folders, computed from an environment and made."""
+"""The folders of gpuboard's files: XDG folders from an environment."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ SITE_CONFIG = Path("/etc/gpuboard/config.toml")
 
 
 def _base(env: Mapping[str, str], variable: str, below_home: str) -> Path:
-    """Return the XDG folder named by ``variable``; a relative value is ignored, as the specification asks."""
+    """Return the XDG folder named by ``variable``; a relative value is ignored, as the specification requires."""
     value = env.get(variable, "")
     root = Path(value) if value.startswith("/") else Path(env.get("HOME") or _home()) / below_home
     return root / "gpuboard"
 
 
 def _home() -> str:
-    """Return the home that the user database knows: services and containers run without HOME."""
+    """Return the home folder from the user database: services and containers may run without HOME."""
     import os
     import pwd
 
@@ -37,12 +37,12 @@ def state_dir(env: Mapping[str, str]) -> Path:
 
 
 def cache_dir(env: Mapping[str, str]) -> Path:
-    """Return the folder of what can be had again at any time; it may be on a shared home."""
+    """Return the folder of caches; it may be on a shared home."""
     return _base(env, "XDG_CACHE_HOME", ".cache")
 
 
 def make_private(folder: str | Path) -> None:
-    """Make a folder and all that is missing above it with mode 0700, also where the umask is 0. Raises OSError."""
+    """Create a folder and its missing parents with mode 0700, even where the umask is 0. Raises OSError."""
     path = Path(folder)
     missing = [each for each in path.parents if not each.exists()]
     for each in (*reversed(missing), path):

@@ -131,7 +131,7 @@ def _aliases(patterns: str, ssh_config: str) -> list[str]:
     found = _SshConfig(ssh_config).names(wanted)
     if not found:
         raise UsageError(
-            f"ssh_config:{shown(patterns)}: no Host in {shown(ssh_config)} or its Includes matches; patterns do not count"
+            f"ssh_config:{shown(patterns)}: no Host (without patterns) in {shown(ssh_config)} or its Includes matches"
         )
     return found
 
