@@ -20,7 +20,7 @@ class Kind(msgspec.Struct, frozen=True):
     count: int
     memory: int  # bytes a GPU
     power: tuple[int, int]  # idle and limit, W
-    links: tuple[int, int]  # NVLinks between two GPUs of an island of so many
+    links: tuple[int, int]  # NVLinks between two GPUs of an island, GPUs per island
     pcie: int = 4
     mig: dict[str, list[tuple[str, int]]] = {}
 
@@ -43,8 +43,8 @@ KINDS = {
 def demo_nodes(claims_dir: str | None = None) -> list[Node]:
     """Return two simulated nodes, of 4 and of 2 GPUs, one GPU of the first busy.
 
-    Their GPUs' UUIDs begin with ``SIM-`` and hold our uid and pid, so that two demos on one machine, or a demo and the
-    machine's real GPUs, never meet in one claim. ``claims_dir`` None: where the settings say, as for real ones.
+    Their GPUs' UUIDs begin with ``SIM-`` and contain this process's uid and pid, so that claims of two demos on one
+    machine, or of a demo and real GPUs, are never about the same GPU. ``claims_dir`` None: as in the settings.
     """
     cluster = _own_name()
     busy = {"user": "bob", "command": "python finetune.py", "memory": 61 * _GIB, "utilization": 91}
@@ -72,12 +72,12 @@ def living_nodes(
     at: float | None = None,
     cluster: str | None = None,
 ) -> list[Node]:
-    """Return the seven nodes with 48 GPUs on which people come and go, things break and recover.
+    """Return seven nodes with 48 GPUs with a changing load and faults that come and go.
 
-    All of it follows from ``seed`` and the seconds since ``epoch`` (epoch seconds; None: now), or stands still ``at``
-    so many of them. ``cluster`` takes the place of our uid and pid in the UUIDs.
+    Everything follows from ``seed`` and the seconds since ``epoch`` (epoch seconds; None: now); ``at`` fixes that time.
+    ``cluster`` replaces this process's uid and pid in the UUIDs.
     """
-    told = scripts({name: (kind.count, kind.memory, kind.mig) for name, kind in KINDS.items()}, seed)
+    script_of = scripts({name: (kind.count, kind.memory, kind.mig) for name, kind in KINDS.items()}, seed)
     return [
         Node(
             name=name,
@@ -87,7 +87,7 @@ def living_nodes(
                 "cluster": cluster or _own_name(),
                 "epoch": time.time() if epoch is None else epoch,
                 "at": at,
-                "script": told[name],
+                "script": script_of[name],
             },
             claims_dir=claims_dir,
         )

@@ -1,7 +1,7 @@
-"""The story of the demo's cluster: who runs what where and when, and what goes wrong. Pure: a seed → scripts.
+"""The scripts of the demo's cluster: jobs, leases and faults over time. Pure: seed → scripts.
 
-A script is what gpuboard/agent/simulate/life.py plays. Some of it is told by hand, so that everything the board can
-show is there to be seen within the first two minutes; the rest is drawn by lot.
+They are played by gpuboard/agent/simulate/life.py. A part is written by hand, so that everything the board can show
+appears within the first two minutes; the rest is random.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GIB = 2**30
 _HOUR = 3600.0
 _DAY = 24 * _HOUR
 PEOPLE = ("alice", "bob", "carol", "dave", "erin", "frank")
-_FIRST_UID = 2000001  # nobody's, so that none of it is taken for ours
+_FIRST_UID = 2000001  # beyond real uids, so that no simulated process counts as this user's
 _COMMANDS = (
     ("python train.py --config vit_b16.yaml --lr 3e-4", "train", 0.72, 93),
     ("python finetune.py --model mistral-7b --lora 16", "train", 0.81, 88),
@@ -34,16 +34,18 @@ _Script = dict[str, Any]
 
 
 def scripts(nodes: Mapping[str, _Shape], seed: int) -> dict[str, _Script]:
-    """Return each node's script. ``nodes``: name → GPUs, bytes of one, MIG devices as the description has them."""
-    story = _Story(seed, nodes)
-    _told(story)
+    """Return each node's script. ``nodes``: name → GPUs, bytes per GPU, MIG devices as in a description."""
+    writer = _Writer(seed, nodes)
+    _leases(writer)
+    _faults(writer)
+    _oddities(writer)
     for name in nodes:
-        story.fill(name)
-    return story.scripts
+        writer.fill(name)
+    return writer.scripts
 
 
-class _Story:
-    """Scripts in the making."""
+class _Writer:
+    """Collects the scripts."""
 
     def __init__(self, seed: int, nodes: Mapping[str, _Shape]) -> None:
         self.dice = random.Random(seed)
@@ -53,7 +55,7 @@ class _Story:
             for k, name in enumerate(nodes)
         }
         self._pid = PIDS + 17
-        self._told: dict[str, set[str]] = {name: set() for name in nodes}  # GPUs about which nothing is left to lot
+        self._scripted: dict[str, set[str]] = {name: set() for name in nodes}  # GPUs without random jobs
 
     def job(
         self, node: str, gpus: str, user: str | None, what: tuple[str, float, int], *,
@@ -63,7 +65,7 @@ class _Story:
         on each GPU."""
         command, memory, utilization = what
         who = {} if user is None else {"user": user, "uid": uid(user)}
-        self._told[node].update(gpus.split())
+        self._scripted[node].update(gpus.split())
         self._pid += 40 + self.dice.randrange(2000)
         self.scripts[node]["jobs"].append(
             {
@@ -79,7 +81,7 @@ class _Story:
         """Add a lease over one or several nodes."""
         count = sum(len(on_node.split()) for on_node in gpus.values())
         for node, on_node in gpus.items():
-            self._told[node].update(on_node.split())
+            self._scripted[node].update(on_node.split())
             self.scripts[node]["claims"].append(
                 {
                     "gpus": on_node.split(), "from": start, "until": until, "user": user, "uid": uid(user),
@@ -90,26 +92,26 @@ class _Story:
     def fault(
         self, node: str, gpus: str, start: float, until: float | None, *, xids: Sequence[int] = (), **reading: Any
     ) -> None:
-        """Add something that readings say from ``start`` on, and the XIDs that the driver reports then."""
+        """Add values that readings have from ``start`` on, and the XIDs that the driver reports then."""
         self.scripts[node]["faults"].append(
             {"gpus": gpus.split(), "from": start, "until": until, "reading": reading, "xids": list(xids)}
         )
 
     def free(self, node: str, gpus: str) -> None:
-        """Leave these GPUs to whoever looks at the demo."""
-        self._told[node].update(gpus.split())
+        """Leave these GPUs to the user of the demo."""
+        self._scripted[node].update(gpus.split())
 
     def fill(self, node: str) -> None:
-        """Let jobs come and go on all GPUs of which nothing was told."""
+        """Add random jobs on all GPUs without a script."""
         count, memory, mig = self.nodes[node]
         whole = [str(k) for k in range(count) if str(k) not in mig]
         parts = [(f"{gpu}/{d}", size) for gpu, devices in mig.items() for d, (_, size) in enumerate(devices)]
         left = [(gpu, memory) for gpu in whole] + parts
         for gpu, size in left:
-            if gpu not in self._told[node]:
-                self._come_and_go(node, gpu, size)
+            if gpu not in self._scripted[node]:
+                self._random_jobs(node, gpu, size)
 
-    def _come_and_go(self, node: str, gpu: str, memory: int) -> None:
+    def _random_jobs(self, node: str, gpu: str, memory: int) -> None:
         dice = self.dice
         at = dice.uniform(-200.0, 60.0)
         end = at + PERIOD_S - 30.0
@@ -130,62 +132,55 @@ def uid(user: str) -> int:
     return _FIRST_UID + PEOPLE.index(user)
 
 
-def _told(story: _Story) -> None:
-    """Tell what everybody is to see."""
-    _leases(story)
-    _faults(story)
-    _oddities(story)
-
-
-def _leases(story: _Story) -> None:
-    # A training over two nodes that will go on for hours, under one lease.
-    story.lease("h4t9wd", "alice", {"sim01": "0 1 2 3", "sim02": "4 5 6 7"}, "llama-8b pretraining", start=-5 * _HOUR)
+def _leases(writer: _Writer) -> None:
+    # A training on two nodes under one lease, which lasts for hours.
+    writer.lease("h4t9wd", "alice", {"sim01": "0 1 2 3", "sim02": "4 5 6 7"}, "llama-8b pretraining", start=-5 * _HOUR)
     pretraining = ("python pretrain.py --config llama_8b.yaml", 71.5, 96)
     for node, gpus in (("sim01", "0 1 2 3"), ("sim02", "4 5 6 7")):
-        story.job(node, gpus, "alice", pretraining, start=-5 * _HOUR + 40, lease="h4t9wd")
-    # Reserved since this morning, and nothing runs there.
-    story.lease("q7m2ka", "carol", {"sim01": "5"}, "debug the loader", start=-3 * _HOUR, for_s=8 * _HOUR)
-    story.free("sim01", "6 7")
-    # Somebody who did not ask comes to a GPU that is reserved.
-    story.lease("c8x3rn", "erin", {"sim02": "0 1"}, "rlhf sweep", start=-0.7 * _HOUR, for_s=6 * _HOUR)
-    story.job("sim02", "0", "erin", ("python rlhf.py --beta 0.1", 58, 90), start=-0.6 * _HOUR, lease="c8x3rn")
+        writer.job(node, gpus, "alice", pretraining, start=-5 * _HOUR + 40, lease="h4t9wd")
+    # Reserved for hours, but idle.
+    writer.lease("q7m2ka", "carol", {"sim01": "5"}, "debug the loader", start=-3 * _HOUR, for_s=8 * _HOUR)
+    writer.free("sim01", "6 7")
+    # A user without a lease on a reserved GPU.
+    writer.lease("c8x3rn", "erin", {"sim02": "0 1"}, "rlhf sweep", start=-0.7 * _HOUR, for_s=6 * _HOUR)
+    writer.job("sim02", "0", "erin", ("python rlhf.py --beta 0.1", 58, 90), start=-0.6 * _HOUR, lease="c8x3rn")
     gan = ("python train_gan.py --gpu 1", 21, 77)
-    story.job("sim02", "1", "dave", gan, start=20.0, until=420.0, rogue=True)
-    story.free("sim02", "3")
-    # A lease that begins and ends while one looks.
+    writer.job("sim02", "1", "dave", gan, start=20.0, until=420.0, rogue=True)
+    writer.free("sim02", "3")
+    # A lease that begins and ends during the demo.
     course = ("torchrun --nproc-per-node 4 lab3.py", 14, 85)
-    story.lease("t5w8pz", "frank", {"sim03": "0 1 2 3"}, "course ML2", start=30.0, until=600.0, for_s=2 * _HOUR)
-    story.job("sim03", "0 1 2 3", "frank", course, start=42.0, until=520.0, lease="t5w8pz")
-    story.free("sim03", "12 13 14 15")
-    # What others do all day.
-    story.lease("m5v9ct", "bob", {"sim04": "0 2"}, "qwen ablations", start=-2.2 * _HOUR, for_s=9 * _HOUR)
-    story.job("sim04", "0 2", "bob", ("python train.py --lora 16", 48, 93), start=-2.1 * _HOUR, lease="m5v9ct")
-    story.lease("k9r2hj", "dave", {"sim05": "0"}, "nightly eval", start=-0.4 * _HOUR, for_s=3 * _HOUR)
-    story.job("sim05", "0", "dave", ("python eval.py --suite full", 37, 81), start=-0.3 * _HOUR, lease="k9r2hj")
-    # A part of a GPU.
+    writer.lease("t5w8pz", "frank", {"sim03": "0 1 2 3"}, "course ML2", start=30.0, until=600.0, for_s=2 * _HOUR)
+    writer.job("sim03", "0 1 2 3", "frank", course, start=42.0, until=520.0, lease="t5w8pz")
+    writer.free("sim03", "12 13 14 15")
+    # Ordinary leases.
+    writer.lease("m5v9ct", "bob", {"sim04": "0 2"}, "qwen ablations", start=-2.2 * _HOUR, for_s=9 * _HOUR)
+    writer.job("sim04", "0 2", "bob", ("python train.py --lora 16", 48, 93), start=-2.1 * _HOUR, lease="m5v9ct")
+    writer.lease("k9r2hj", "dave", {"sim05": "0"}, "nightly eval", start=-0.4 * _HOUR, for_s=3 * _HOUR)
+    writer.job("sim05", "0", "dave", ("python eval.py --suite full", 37, 81), start=-0.3 * _HOUR, lease="k9r2hj")
+    # A MIG device.
     notebook = ("python -m ipykernel_launcher -f kernel-91ab.json", 9, 40)
-    story.lease("y3k7fb", "frank", {"sim05": "2/0"}, "notebook", start=-1.2 * _HOUR, for_s=4 * _HOUR)
-    story.job("sim05", "2/0", "frank", notebook, start=-_HOUR, shape="notebook", lease="y3k7fb")
-    story.job("sim05", "3/0", "dave", ("python eval.py --suite mmlu", 27, 80), start=-0.4 * _HOUR)
-    story.free("sim05", "2/1 3/1 3/2 3/3")
+    writer.lease("y3k7fb", "frank", {"sim05": "2/0"}, "notebook", start=-1.2 * _HOUR, for_s=4 * _HOUR)
+    writer.job("sim05", "2/0", "frank", notebook, start=-_HOUR, shape="notebook", lease="y3k7fb")
+    writer.job("sim05", "3/0", "dave", ("python eval.py --suite mmlu", 27, 80), start=-0.4 * _HOUR)
+    writer.free("sim05", "2/1 3/1 3/2 3/3")
 
 
-def _faults(story: _Story) -> None:
-    # One falls off the bus after a while, one has had an uncorrected error, one gets too hot, one sits badly.
-    story.fault("sim03", "11", 45.0, 780.0, xids=[79], lost=True, error="fallen off the bus")
-    story.fault("sim03", "4", -5 * _HOUR, None, xids=[94], ecc_uncorrected=2)
-    story.fault("sim04", "3", 35.0, 590.0, throttle=["hw_thermal"], temperature=93, utilization=58, power=254.0)
-    story.job("sim04", "3", "carol", ("python diffusion.py --resolution 1024", 66, 97), start=-2 * _HOUR)
-    story.fault("sim07", "3", -_DAY, None, pcie_width=4)
-    # A node that stops to answer, and comes back.
-    story.scripts["sim07"]["hangs"] += [[70.0, 112.0], [520.0, 556.0]]
+def _faults(writer: _Writer) -> None:
+    # A GPU falls off the bus, one has an uncorrected error, one overheats, one has a narrow PCIe link.
+    writer.fault("sim03", "11", 45.0, 780.0, xids=[79], lost=True, error="fallen off the bus")
+    writer.fault("sim03", "4", -5 * _HOUR, None, xids=[94], ecc_uncorrected=2)
+    writer.fault("sim04", "3", 35.0, 590.0, throttle=["hw_thermal"], temperature=93, utilization=58, power=254.0)
+    writer.job("sim04", "3", "carol", ("python diffusion.py --resolution 1024", 66, 97), start=-2 * _HOUR)
+    writer.fault("sim07", "3", -_DAY, None, pcie_width=4)
+    # A node that stops answering, and recovers.
+    writer.scripts["sim07"]["hangs"] += [[70.0, 112.0], [520.0, 556.0]]
 
 
-def _oddities(story: _Story) -> None:
-    # A lease has ended, its processes have not.
-    story.job("sim04", "1", "bob", ("python finetune.py --model qwen2-7b", 62, 91), start=-26 * _HOUR, lease="n6d4ve")
-    # A process whose owner is hidden; memory in use and nobody to be seen.
+def _oddities(writer: _Writer) -> None:
+    # Processes of a lease that has ended.
+    writer.job("sim04", "1", "bob", ("python finetune.py --model qwen2-7b", 62, 91), start=-26 * _HOUR, lease="n6d4ve")
+    # A process with a hidden owner; memory in use without a visible process.
     server = ("/opt/app/server --listen 0.0.0.0:9000", 12, 44)
-    story.job("sim06", "1", None, server, shape="serve", container="6f1d0c9ab27e")
-    story.free("sim06", "2")
-    story.fault("sim06", "2", -_DAY, None, memory_used=18 * _GIB)
+    writer.job("sim06", "1", None, server, shape="serve", container="6f1d0c9ab27e")
+    writer.free("sim06", "2")
+    writer.fault("sim06", "2", -_DAY, None, memory_used=18 * _GIB)

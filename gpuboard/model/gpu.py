@@ -1,4 +1,4 @@
-"""What one GPU is (static facts) and does (a reading), as the agent on its node reports it.
+"""A GPU's static facts and its readings, as reported by the agent on its node.
 
 These are the wire types: the agent sends JSON objects with exactly these keys, and msgspec checks every one, because
 what a node sends is untrusted. Unknown is None, never 0. Memory in bytes, temperature in °C, power in W.
@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-# Numbers of a node, within what an agent passes on of claims (agent/claims/rules.py) and file times, which any user of
-# the node may choose. Beyond it sums, divisions and dates would raise: there the message is malformed.
+# Numbers from a node. The bounds cover what an agent forwards of claims (agent/claims/rules.py) and file times, which
+# any user of the node can choose. Larger numbers are malformed: sums, divisions or dates with them would raise.
 Count = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Number = Annotated[float, msgspec.Meta(ge=-1e20, le=1e20)]
 
@@ -27,7 +27,7 @@ class Process(msgspec.Struct, frozen=True, gc=False):
 
     pid: Count
     type: str  # "compute" | "graphics"
-    memory: Count | None = None  # bytes on this GPU; None where the driver does not say (MIG, some containers)
+    memory: Count | None = None  # bytes on this GPU; None where the driver does not report it (MIG, some containers)
     uid: Count | None = None
     system: bool = False  # its owner is a system account of the node, root included
     user: str | None = None
@@ -47,41 +47,41 @@ def is_mig(uuid: str) -> bool:
 THROTTLE_WORDS = {
     "hw_slowdown": "slowed down by the hardware",
     "hw_thermal": "too hot, slowed down by the hardware",
-    "hw_power_brake": "power brake: the supply asked for less",
+    "hw_power_brake": "power brake: requested by the power supply",
     "sw_thermal": "too hot, slowed down by the driver",
     "sw_power_cap": "at its power limit",
 }
 SERIOUS_THROTTLE = {"hw_thermal", "hw_power_brake", "sw_thermal"}
-# What NVIDIA's list of XID errors says of those that are met most.
+# The most frequent entries of NVIDIA's list of XID errors.
 _XIDS = {
-    13: "exception in the graphics engine, mostly a program's fault",
-    31: "memory page fault, mostly a program's fault",
-    43: "stopped processing, a program's fault",
+    13: "exception in the graphics engine, mostly caused by a program",
+    31: "memory page fault, mostly caused by a program",
+    43: "stopped processing, caused by a program",
     45: "cleaned up after an earlier error or a killed program",
     48: "double-bit ECC error",
     61: "internal microcontroller: breakpoint or warning",
     62: "internal microcontroller halted",
     63: "a row remap or page retirement was recorded",
     64: "a row remap or page retirement could not be recorded",
-    68: "exception in the video engine, mostly a program's fault",
+    68: "exception in the video engine, mostly caused by a program",
     74: "NVLink error",
     79: "fallen off the bus",
     92: "many single-bit ECC errors",
     94: "contained ECC error",
     95: "uncontained ECC error",
-    109: "context switch timed out, mostly a program's fault",
-    119: "the GPU's system processor does not answer",
-    120: "the GPU's system processor has failed",
+    109: "context switch timed out, mostly caused by a program",
+    119: "the GPU system processor (GSP) does not answer",
+    120: "the GPU system processor (GSP) has failed",
 }
 
 
 def xid_words(code: int) -> str:
-    """Return what an XID error means, as far as known."""
+    """Return an XID error with its meaning, if known."""
     return f"XID {code}: {_XIDS.get(code, 'see the list of XID errors in NVIDIA’s documentation')}"
 
 
 def cuda_name(index: int, uuid: str) -> str:
-    """Return what CUDA_VISIBLE_DEVICES takes for a UUID: one without a prefix (a Jetson's) CUDA does not know."""
+    """Return a GPU's name for CUDA_VISIBLE_DEVICES: CUDA does not accept UUIDs without a prefix (Jetson)."""
     return uuid if uuid.startswith(("GPU-", "MIG-", "SIM-")) else str(index)
 
 
@@ -102,7 +102,7 @@ class GpuStatic(msgspec.Struct, frozen=True, gc=False):
     uuid: str
     name: str
     pci_bus_id: str
-    memory_total: Count | None = None  # bytes, reserved memory not counted out
+    memory_total: Count | None = None  # bytes, including reserved memory
     memory_reserved: Count | None = None  # bytes
     pcie_generation_max: Count | None = None
     pcie_width_max: Count | None = None
@@ -112,11 +112,11 @@ class GpuStatic(msgspec.Struct, frozen=True, gc=False):
     pci: dict[str, Count] = {}  # peer UUID -> 10 SYS, 20 NODE, 30 PHB, 40 PXB, 50 PIX, 60 PSB
     mig: list[MigStatic] | None = None  # None: MIG not enabled; []: enabled, no devices
     minor: Count | None = None  # the number of its device file, /dev/nvidia0
-    memory_shared: bool = False  # it has no memory but the host's, whose sizes are here and in its readings
+    memory_shared: bool = False  # it uses the host's memory, whose size is in memory_total and in its readings
 
 
 class MigReading(msgspec.Struct, frozen=True, gc=False):
-    """What one MIG device does."""
+    """The reading of a MIG device."""
 
     uuid: str
     memory_used: Count | None = None
@@ -125,19 +125,19 @@ class MigReading(msgspec.Struct, frozen=True, gc=False):
 
 
 class Xid(msgspec.Struct, frozen=True, gc=False):
-    """An error that the driver reported of a GPU (NVIDIA's XID)."""
+    """An error that the driver reported for a GPU (NVIDIA's XID)."""
 
     code: Count
-    at: Number  # epoch seconds by the node's clock: when the agent was told
+    at: Number  # epoch seconds by the node's clock, when the agent got it
 
 
 class GpuReading(msgspec.Struct, frozen=True, gc=False):
-    """What one GPU does. A field is None when NVML did not say; ``error`` is set when the GPU as a whole failed."""
+    """The reading of one GPU. A field is None when NVML has no value; ``error`` is set when the whole GPU failed."""
 
     uuid: str
     error: str | None = None  # NVML's words for a failure of this GPU
     lost: bool = False  # GPU is lost or has fallen off the bus
-    delay_s: Number = 0.0  # how old the values are, beyond the age of the line that carries them (a hung call)
+    delay_s: Number = 0.0  # how much older the values are than the reading they come in (a call hangs)
     memory_used: Count | None = None  # bytes, without reserved memory
     utilization: Count | None = None  # percent of the last sample period in which a kernel ran
     temperature: Count | None = None
@@ -153,4 +153,4 @@ class GpuReading(msgspec.Struct, frozen=True, gc=False):
     remap_failed: bool | None = None
     recovery_action: str | None = None  # None or "none": nothing to do; else NVML's recommended action
     mig: list[MigReading] = []
-    xids: list[Xid] | None = None  # since the agent came, newest first; None: the driver does not tell
+    xids: list[Xid] | None = None  # since the agent started, newest first; None: the driver does not report them

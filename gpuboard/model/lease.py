@@ -1,4 +1,4 @@
-"""Leases as people see them, made of the claims that lie on the nodes (``leases --json``, schema 1)."""
+"""Leases as shown to users, built from the nodes' claims or Slurm's jobs (``leases --json``, schema 1)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class LeaseGpu(msgspec.Struct, frozen=True, gc=False):
 
 
 class LeaseHolder(msgspec.Struct, frozen=True, gc=False):
-    """The process a lease lives with; ``alive`` is None when it runs on another host than ours."""
+    """The process that a lease ends with; ``alive`` is None when it runs on another host."""
 
     pid: int
     alive: bool | None
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
-    """A reservation: who holds which GPUs, from when, until when."""
+    """A reservation: owner, GPUs, start and end."""
 
     id: str
     owner: str
@@ -41,7 +41,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
     job: str | None = None
     flags: list[str] = []
     remaining_s: float = 0.0
-    nodes: list[str] = []  # every node it covers, those included that gave no reading
+    nodes: list[str] = []  # every node it covers, including nodes without a reading
 
 
 class LeaseList(msgspec.Struct, frozen=True, gc=False):
@@ -50,11 +50,11 @@ class LeaseList(msgspec.Struct, frozen=True, gc=False):
     schema: int
     at: str
     leases: list[Lease]
-    unread: list[str] = []  # nodes whose claims could not be read: leases there are missing from the list
+    unread: list[str] = []  # nodes whose claims could not be read: their leases are missing
 
 
 def gpus_text(gpus: Sequence[LeaseGpu]) -> str:
-    """Return GPUs as ``gpu01:0,2@gpu02:1``; one that is not in the readings by its UUID, an unknown one as ?."""
+    """Return GPUs as ``gpu01:0,2@gpu02:1``; a GPU without a reading by its UUID, an unknown one as ``?``."""
     return "@".join(
         f"{clean(node, 64)}:{','.join(clean(g.uuid, 48) or '?' if g.index is None else str(g.index) for g in on_node)}"
         for node, on_node in groupby(gpus, key=lambda gpu: gpu.node)

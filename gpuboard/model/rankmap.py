@@ -1,4 +1,4 @@
-"""The rank map: rank → node, local rank, GPU (schema 1). Built from an allocation, or written by hand and checked."""
+"""The rank map: rank → node, local rank, GPU (schema 1). Built from an allocation, or written by hand and validated."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class RankMap(msgspec.Struct, frozen=True):
 
 
 def problems(rank_map: RankMap) -> list[str]:
-    """Return everything wrong with a rank map, each in words that name the entry; empty when it is sound.
+    """Return the problems of a rank map, each naming its entry; empty when it is valid.
 
-    Sound: ranks are exactly 0..world_size-1; local ranks of each node exactly 0..local_world_size-1 in the order of
+    Valid: ranks are exactly 0..world_size-1; local ranks of each node exactly 0..local_world_size-1 in the order of
     the ranks; node ranks 0..nodes-1; every rank's node is listed; no GPU twice on a node; node 0 holds rank 0.
     """
     found: list[str] = []
@@ -108,7 +108,7 @@ def problems(rank_map: RankMap) -> list[str]:
 
 
 def _numbering(numbers: list[int], word: str, where: str) -> list[str]:
-    """Return what keeps ``numbers`` from being exactly 0..n-1: duplicates first, then gaps."""
+    """Return why ``numbers`` are not exactly 0..n-1: duplicates first, then gaps."""
     counts = Counter(numbers)
     found = [f"{where}{word} {number} is listed {count} times" for number, count in counts.items() if count > 1]
     missing = sorted(set(range(len(numbers))) - set(numbers))

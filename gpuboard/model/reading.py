@@ -1,4 +1,4 @@
-"""What one pass of the agent saw of its node: the messages it sends, with the claims that lie there."""
+"""The messages of the agent of a node: its readings, with the claims that are stored there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpuboard.model.gpu import Count, GpuReading, GpuStatic, Number
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):
-    """The process a lease lives with. A pid alone would be reused; boot id and start time make it unique."""
+    """The process that a lease ends with. Pids are reused; boot id and start time make it unique."""
 
     host: str
     boot_id: str
@@ -18,7 +18,7 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
 
 class Claim(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
-    """One claim file, judged by the node's clock. ``uid`` is the file's owner: the kernel's word, not the file's."""
+    """One claim file, evaluated with the node's clock. ``uid`` is the file's owner, not what the file claims."""
 
     lease: str
     uuid: str
@@ -27,17 +27,17 @@ class Claim(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
     state: str  # "live" | "lapsed" | "garbage"
     since: Number  # epoch seconds
     until: Number
-    remaining_s: Number = 0.0  # until it ends, by the node's clock (clocks of two hosts are never subtracted)
-    age_s: Number = 0.0  # since its keeper last showed life
+    remaining_s: Number = 0.0  # until it ends, by the node's clock (never a difference of two hosts' clocks)
+    age_s: Number = 0.0  # since its keeper's last heartbeat
     share: Count | None = None  # bytes of the GPU's memory; None: the whole GPU
     holder: Holder | None = None  # None: detached
     purpose: str = ""
-    host: str = ""  # where the owner typed
-    job: str | None = None  # the Slurm job in which it was made; "123.1": restarted once
+    host: str = ""  # where it was made
+    job: str | None = None  # the Slurm job in which it was made; "123.1": requeued once
     nodes: list[str] = []  # every node of the lease
-    gpus: Count = 0  # how many GPUs the lease has in all, so that a reader can see a part of it missing
-    disputed_with: list[str] = []  # lease ids it contradicts
-    reason: str = ""  # why garbage, lapsed or disputed
+    gpus: Count = 0  # number of GPUs in the lease, so that missing claims are noticed
+    disputed_with: list[str] = []  # ids of the leases it conflicts with
+    reason: str = ""  # why it is garbage, expired or disputed
 
 
 class Hello(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="hello"):
@@ -49,12 +49,12 @@ class Hello(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="hello"):
     user: str
     pid: Count
     python: str
-    addresses: list[str] = []  # the node's own, loopback left out
-    job: str | None = None  # the Slurm job whose cgroup it is in; where devices are confined NVML shows that one's GPUs
+    addresses: list[str] = []  # of the node, without loopback
+    job: str | None = None  # the Slurm job whose cgroup it is in; with device cgroups NVML shows only that job's GPUs
 
 
 class Static(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="static"):
-    """Facts read once per NVML start; sent before the first reading and again when they change."""
+    """Facts read once per NVML start; sent before the first reading and after every change."""
 
     gpus: list[GpuStatic] = []
     driver: str | None = None
@@ -66,12 +66,12 @@ class Reading(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="reading
     """One tick of one node."""
 
     seq: Count
-    at: Number  # the node's clock, epoch seconds (shown, never compared with ours)
-    interval_s: Number  # between two readings; 0: only when asked
+    at: Number  # the node's clock, epoch seconds (shown, never compared with this host's)
+    interval_s: Number  # between two readings; 0: only on request
     gpus: list[GpuReading] = []
     nvml_error: str | None = None  # NVML as a whole: not installed, driver mismatch, hung
     claims: list[Claim] = []
-    claims_error: str | None = None  # why this node cannot hold claims
+    claims_error: str | None = None  # why this node cannot store claims
     cpu_percent: Number | None = None
     memory_used: Count | None = None
     memory_total: Count | None = None
@@ -79,12 +79,12 @@ class Reading(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="reading
 
 
 def shared(new: Reading, old: Reading | None) -> tuple[Reading, bool]:
-    """Return a reading equal to ``new`` whose GPUs, where nothing but numbers has changed, are made of ``old``'s parts.
+    """Return a reading equal to ``new`` that shares with ``old`` the parts of GPUs in which only numbers have changed.
 
-    And whether that is so of all of them: they are the same, in the same order, and differ in numbers alone.
+    The flag: all GPUs are the same, in the same order, and differ only in numbers.
 
-    1,000 nodes of 8 busy GPUs say 40 MB a second in objects, more than a processor's caches hold. With one copy of what
-    stays, whoever looks at all of them waits for memory less: a snapshot takes 31 ms instead of 50.
+    The readings of 1,000 nodes of 8 busy GPUs make 40 MB of objects a second, more than a processor's caches hold.
+    Sharing what is unchanged saves cache misses: a snapshot takes 31 ms instead of 50.
     """
     if old is None or len(new.gpus) != len(old.gpus):
         return new, False

@@ -1,7 +1,7 @@
-"""What agents answer to calls, by type (docs/agent-protocol.md, docs/launch-protocol.md): a node's word is untrusted.
+"""The typed answers of agents to calls (docs/agent-protocol.md, docs/launch-protocol.md); untrusted, so checked.
 
-:func:`decode` is the one way from bytes to these values: a field of another type or beyond its bounds, bytes that are
-no UTF-8 and nesting without end are :class:`Malformed`; text comes out cleaned.
+:func:`decode` is the only way from bytes to these values: wrong types, values out of bounds, invalid UTF-8 and
+excessive nesting raise :class:`Malformed`; text is cleaned.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ TEXT_LIMIT = 4096  # characters of one text
 
 
 class Malformed(Exception):
-    """What a node sent is not of the type that was asked for; its words are inert."""
+    """A node's answer has not the expected type; the message's text is cleaned."""
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The answer to a call that only does something: ``go``, ``hold``, ``stop``, ``ping``."""
+    """The answer to a call without a result: ``go``, ``hold``, ``stop``, ``ping``."""
 
 
 class Read(msgspec.Struct, frozen=True):
-    """The answer to ``read``: the number of the reading that was sent just before."""
+    """The answer to ``read``: the sequence number of the reading sent just before."""
 
     seq: Count
 
 
 class Ends(msgspec.Struct, frozen=True):
-    """The answer to ``take`` and ``renew``: when the lease ends there and what time it is, by the node's clock."""
+    """The answer to ``take`` and ``renew``: when the lease ends there, and the current time, by the node's clock."""
 
     until: Number
     now: Number
@@ -48,7 +48,7 @@ class Released(msgspec.Struct, frozen=True):
 
 
 class Touched(msgspec.Struct, frozen=True):
-    """The answer to ``touch``: the leases asked for, by what has become of their claims."""
+    """The answer to ``touch``: the requested leases by the state of their claims."""
 
     alive: list[str]
     lapsed: list[str]
@@ -56,7 +56,7 @@ class Touched(msgspec.Struct, frozen=True):
 
 
 class Carrier(msgspec.Struct, frozen=True):
-    """A process of ours that carries a lease or runs on its GPUs."""
+    """A process of this user that has a lease in its environment or runs on its GPUs."""
 
     pid: Count
     start: Count
@@ -133,22 +133,22 @@ class RanksStarted(msgspec.Struct, frozen=True):
 
 
 class Detail(msgspec.Struct, frozen=True):
-    """What a refused call says beyond its message."""
+    """The details of a refused call beyond its message."""
 
-    claims: list[Claim] = []  # ``conflict``: those in the way
-    holder: str | None = None  # ``port-in-use``: who has the port
+    claims: list[Claim] = []  # ``conflict``: the conflicting claims
+    holder: str | None = None  # ``port-in-use``: the process that has the port
 
 
 def decode(data: msgspec.Raw | bytes, kind: type[T]) -> T:
-    """Return ``data``, JSON of a node, as a ``kind``, its text cleaned. Raises Malformed."""
+    """Return ``data``, JSON from a node, as a ``kind`` with cleaned text. Raises Malformed."""
     return msgspec.convert(_inert(msgspec.to_builtins(parse(data, kind))), kind)
 
 
 def parse(data: msgspec.Raw | bytes, kind: type[T]) -> T:
-    """Return the same with its text as it came. Raises Malformed."""
+    """Return the same without cleaning its text. Raises Malformed."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # a ValueError: bytes that are no UTF-8
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: invalid UTF-8
         raise Malformed(clean(str(error), 200)) from None
 
 

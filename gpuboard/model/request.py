@@ -1,4 +1,4 @@
-"""A request for GPUs and its two answers: an allocation, or a refusal with a reason for every GPU."""
+"""A request for GPUs, and its two results: an allocation, or a refusal with a reason for every GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def slot(index: int | None, mig: int | None) -> str:
 
 
 class Pick(msgspec.Struct, frozen=True):
-    """One GPU named by the user: ``gpu01:3`` or a UUID (``node`` None: wherever it is)."""
+    """One GPU named by the user: ``gpu01:3`` or a UUID (``node`` None: on any node)."""
 
     node: str | None
     index: int | None
@@ -25,17 +25,17 @@ class Pick(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What was asked for. Exactly one of ``n`` and ``picks`` is set."""
+    """A request. Exactly one of ``n`` and ``picks`` is set."""
 
     n: int | None = None
     picks: tuple[Pick, ...] = ()
     per_node: int | None = None  # exactly this many on each node
     max_nodes: int | None = None
-    one_node: bool = False  # whoever asks can use one node only: several are no cure
+    one_node: bool = False  # the caller can use one node only: more nodes are no remedy
     model: str | None = None  # case-insensitive part of the name; a glob if it has * ? or [
     gpu_mem: int | None = None  # bytes of free memory that each GPU must have
     topology: Topology = "best"
-    allow_sick: bool = False  # else a sick GPU is taken only where ``picks`` or ``within`` name it
+    allow_sick: bool = False  # else a sick GPU is chosen only if ``picks`` or ``within`` name it
     exclude: tuple[Pick, ...] = ()
     within: tuple[str, ...] | None = None  # UUIDs; pick only among these (inside a lease)
 
@@ -55,11 +55,11 @@ class Choice(msgspec.Struct, frozen=True):
 
     gpus: tuple[ChosenGpu, ...]
     why: str
-    notes: tuple[str, ...] = ()  # what to know of these GPUs
+    notes: tuple[str, ...] = ()  # warnings about these GPUs
 
 
 class RefusedGpu(msgspec.Struct, frozen=True):
-    """Why one GPU did not serve."""
+    """Why one GPU was not chosen."""
 
     node: str
     index: int
@@ -75,4 +75,4 @@ class Refusal(msgspec.Struct, frozen=True):
     code: RefusalCode
     message: str
     gpus: tuple[RefusedGpu, ...] = ()
-    nearest: str = ""  # the nearest request that would work, as words or options
+    nearest: str = ""  # the nearest request that would succeed, as text or options

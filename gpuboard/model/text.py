@@ -1,4 +1,4 @@
-"""Hostile text made inert. Everything a node, a process title or a user says passes through here before it is shown."""
+"""Cleaning of hostile text: all text from nodes, processes and users passes through here before it is shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def clean(text: str, limit: int = 512) -> str:
     Tabs and line ends become one space; a cut is marked with an ellipsis.
     """
     if len(text) <= limit and text.isascii() and text.isprintable():
-        return text  # nearly all: a snapshot of 100 nodes cleans 20,000 strings
+        return text  # the usual case: a snapshot of 100 nodes cleans 20,000 strings
     text = text[: 4 * limit]  # a 10 MB title costs no more than a short one
     if not (text.isascii() and text.isprintable()):
         text = "".join(
@@ -28,33 +28,33 @@ def clean(text: str, limit: int = 512) -> str:
 def lines(text: str, limit: int = 4096) -> str:
     """Return ``text`` with each of its lines clean and at most ``limit`` characters long.
 
-    A byte that is no UTF-8, in an argument or a file's name, becomes an escape: ``\\udcff``.
+    An invalid UTF-8 byte in an argument or a file name becomes an escape: ``\\udcff``.
     """
     return "\n".join(clean(line, limit) for line in text.encode("utf-8", "backslashreplace").decode().split("\n"))
 
 
 def shown(name: object, limit: int = 200) -> str:
-    """Return a name or path as a message shows it: on one line, without control characters, cut at ``limit``."""
+    """Return a name or path for a message: on one line, without control characters, cut at ``limit``."""
     return clean(lines(str(name)), limit)
 
 
 def quoted(text: str, limit: int = 80) -> str:
-    """Return ``text`` in quotes and with escapes, as Python writes it, cut at ``limit``."""
+    """Return ``text`` quoted and escaped like a Python literal, cut at ``limit``."""
     return repr(text if len(text) <= limit else text[: limit - 1] + "…")
 
 
 def like(text: str, pattern: str) -> bool:
-    """Return whether a pattern of ssh's, with ``*`` and ``?``, fits ``text``: in time of both lengths, multiplied.
+    """Return whether ``text`` matches a pattern of ssh with ``*`` and ``?``, in time proportional to both lengths.
 
-    A regular expression would try every way to share the text among the asterisks. What is longer than 1,024
-    characters is no pattern for a name.
+    A regular expression backtracks exponentially over several asterisks. A pattern of more than 1,024 characters
+    matches nothing.
     """
     if "*" not in pattern and "?" not in pattern:
         return pattern == text
     if len(pattern) > 1024:
         return False
     at = position = 0
-    asterisk, begun = -1, 0  # the last one in the pattern, and where in the text what follows it is tried
+    asterisk, begun = -1, 0  # the last one in the pattern, and where in the text the rest is tried
     while at < len(text):
         sign = pattern[position : position + 1]
         if sign == "*":
@@ -71,9 +71,9 @@ def like(text: str, pattern: str) -> bool:
 
 
 def split_outside(text: str, signs: str) -> list[str]:
-    """Return what stands between the ``signs`` that are outside brackets, each sign an entry of its own between them.
+    """Split ``text`` at the ``signs`` outside brackets; each sign becomes an entry between the parts.
 
-    ``a[1,2],b!c`` by ``,!`` is ``["a[1,2]", ",", "b", "!", "c"]``. A bracket that is not closed lasts to the end.
+    ``a[1,2],b!c`` by ``,!`` is ``["a[1,2]", ",", "b", "!", "c"]``. An unclosed bracket extends to the end.
     """
     found = [""]
     for part in re.findall(rf"\[[^\]]*\]?|[{re.escape(signs)}]|[^\[{re.escape(signs)}]+", text):

@@ -12,12 +12,12 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _BYTES = {"b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BYTES |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE_MAX = 2**60  # bytes: no number of memory in any format is cut off by it
-_FIRST, _LAST = 0.0, 253370764799.0  # 1970 to 9998: in local time these have a year, too
+_SIZE_MAX = 2**60  # bytes: beyond any memory, and safe in every number format
+_FIRST, _LAST = 0.0, 253370764799.0  # 1970 to 9998: valid in every local time too
 
 
 def is_whole(text: str) -> bool:
-    """Return whether ``text`` is a whole number in ASCII digits and nothing else: no sign, blank or underscore."""
+    """Return whether ``text`` is a whole number in ASCII digits only: no sign, blank or underscore."""
     return bool(re.fullmatch(r"[0-9]{1,18}", text, re.ASCII))
 
 
@@ -84,7 +84,7 @@ def format_size(size: int | None) -> str:
 def iso(epoch: float) -> str:
     """Return epoch seconds as ISO 8601 in UTC with milliseconds: ``2026-01-31T12:00:00.000Z``.
 
-    What a node says may be beyond any calendar: such times become the first or the last one of it.
+    Times from nodes may be out of range; they are clamped.
     """
     epoch = min(max(epoch, _FIRST), _LAST)
     return datetime.fromtimestamp(epoch, UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"

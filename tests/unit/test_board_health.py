@@ -62,7 +62,8 @@ def test_nothing_read_is_nothing_known() -> None:
         ({"pcie_generation_max": None, "pcie_width_max": None},
          ("PCIe", "generation 5, x16 now; at most ?, x?", "good")),
         ({"xids": [XidView(79, AT, 65.0), XidView(31, AT, 3700.0)]},
-         ("XID", "79, 1m ago: fallen off the bus; 31, 1h01m ago: memory page fault, mostly a program's fault", "warn")),
+         ("XID", "79, 1m ago: fallen off the bus; 31, 1h01m ago: memory page fault, mostly caused by a program",
+          "warn")),
     ],
 )  # fmt: skip
 def test_each_piece_of_evidence(changes: dict[str, Any], expected: tuple[str, str, str]) -> None:

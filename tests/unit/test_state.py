@@ -199,7 +199,7 @@ def test_the_table(changes: dict[str, Any], state: str, reason: str, flags: tupl
         ({"ecc_uncorrected": 1}, ("1 uncorrected ECC error since the driver was loaded",)),
         ({"ecc_uncorrected": 3}, ("3 uncorrected ECC errors since the driver was loaded",)),
         ({"throttle": ["sw_power_cap", "hw_thermal"]}, ("too hot, slowed down by the hardware",)),
-        ({"throttle": ["hw_power_brake"]}, ("power brake: the supply asked for less",)),
+        ({"throttle": ["hw_power_brake"]}, ("power brake: requested by the power supply",)),
         ({"xids": [Xid(94, 2.0), Xid(31, 1.5), Xid(94, 1.0), Xid(7, 0.5)]},
          ("XID 94: contained ECC error", "XID 7: see the list of XID errors in NVIDIA’s documentation")),
         ({"narrow": "PCIe x4 of x16: narrower than before", "remap_pending": True},
