@@ -26,7 +26,7 @@ class ProcessView(msgspec.Struct, frozen=True, gc=False):
     lease: str | None = None
     job: str | None = None
     container: str | None = None
-    started: float | None = None  # epoch seconds by the node's clock; with the pid it says which process is meant
+    started: float | None = None  # epoch seconds by the node's clock; identifies the process together with the pid
     uid: int | None = None
     rogue: bool = False  # its user holds the GPU neither by a lease nor by a job
 
