@@ -1,4 +1,4 @@
-"""Settings: which source wins, where a value came from, and what is refused with which words."""
+"""Settings: precedence, origins of values, and messages of refused ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_numbers_in_the_environment() -> None:
     assert load({"GPUBOARD_MAX_CONNECTIONS": "7"}, {}).settings.max_connections == 7
 
 
-def test_inside_a_lease_gpuboard_nodes_describes_the_lease_and_sets_nothing() -> None:
+def test_inside_a_lease_gpuboard_nodes_is_no_setting() -> None:
     settings = load({"GPUBOARD_NODES": "gpu02", "GPUBOARD_LEASE": "k3f9"}, {}).settings
     assert settings.nodes == []
 
@@ -81,7 +81,7 @@ def test_inside_a_lease_gpuboard_nodes_describes_the_lease_and_sets_nothing() ->
         ("[users]\n'a.b' = 'A'\nroot = 1", "Expected `str`, got `int` - at `$.users.root`"),
     ],
 )
-def test_a_bad_file_is_refused_with_file_key_and_cure(tmp_path: Path, text: str, words: str) -> None:
+def test_a_bad_file_is_refused_with_file_key_and_remedy(tmp_path: Path, text: str, words: str) -> None:
     env = user_file(tmp_path, text)
     with pytest.raises(ConfigError) as raised:
         load(env, {})
@@ -103,7 +103,7 @@ def test_a_bad_variable_is_refused(env: dict[str, str], words: str) -> None:
         load(env, {})
 
 
-def test_a_named_file_must_exist_and_the_default_one_need_not(tmp_path: Path) -> None:
+def test_only_a_named_file_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such config file"):
         load({}, {}, tmp_path / "absent.toml")
     assert load({"XDG_CONFIG_HOME": str(tmp_path)}, {}).settings == Settings()

@@ -1,4 +1,4 @@
-"""Whether a process is in a Slurm job: variables, what the kernel says of it, what Slurm says of the job."""
+"""Whether a process is in a Slurm job: by its variables, its cgroups and ancestors, and Slurm's answer."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def fails(kind: Kind) -> Callable[[str], str]:
         ("vim slurmstepd: [7.batch]", False),
     ],
 )
-def test_the_kernels_word(text: str, child: bool) -> None:
+def test_cgroups_and_ancestors_of_a_job(text: str, child: bool) -> None:
     assert is_child("7", [text]) == child
 
 
-def test_a_batch_script_is_inside_without_asking_slurm() -> None:
+def test_a_batch_script_is_inside_without_a_query() -> None:
     assert look(BATCH, never, lambda: ["slurmstepd: [7.batch]"]) == Inside("7", NODES, "gpu01")
 
 
@@ -62,19 +62,19 @@ def test_without_a_number_there_is_no_job(env: dict[str, str]) -> None:
     assert look(env, never, list) == Outside()
 
 
-def test_others_ask_slurm_and_are_on_none_of_its_nodes() -> None:
+def test_other_shells_query_slurm_and_are_on_no_node_of_the_job() -> None:
     text = SHOWN.format("RUNNING")
     assert look(BATCH, lambda _: text.replace("2001", "0"), list) == Inside("7", NODES, None)
     assert look({"SLURM_JOB_ID": "7"}, lambda _: text.replace("2001", "0"), list) == Inside("7", NODES, None)
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
-def test_a_job_that_lives(state: str) -> None:
+def test_a_running_job(state: str) -> None:
     assert judge("7", SHOWN.format(state), 2001) == Inside("7", NODES, None)
 
 
 @pytest.mark.parametrize("state", ["COMPLETED", "CANCELLED", "PENDING", "COMPLETING", "FAILED"])
-def test_a_job_that_does_not(state: str) -> None:
+def test_a_job_that_is_not_running(state: str) -> None:
     found = judge("7", SHOWN.format(state), 2001)
     assert isinstance(found, Outside)
     assert found.stale == "SLURM_JOB_ID=7 of this shell names a job that is not running; ignored"
@@ -86,12 +86,12 @@ def test_another_users_job() -> None:
     assert "another user's job" in found.stale
 
 
-def test_a_job_that_is_forgotten_is_over() -> None:
+def test_an_unknown_job_has_ended() -> None:
     found = look({"SLURM_JOB_ID": "7"}, fails("no-job"), list)
     assert found == Outside("SLURM_JOB_ID=7 of this shell names a job that has ended; ignored")
 
 
-def test_whether_it_lives_must_be_known() -> None:
+def test_without_an_answer_the_job_is_an_error() -> None:
     with pytest.raises(
         GpuboardError, match="Slurm does not confirm that this job is running: words; unset SLURM_JOB_ID"
     ):
@@ -99,7 +99,7 @@ def test_whether_it_lives_must_be_known() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "JobId=7", "JobId=8 JobName=x\n   JobState=RUNNING\n", "garbage"])
-def test_an_answer_that_says_nothing_means_no_job(text: str) -> None:
+def test_an_answer_without_the_job_means_no_job(text: str) -> None:
     assert isinstance(judge("7", text, 0), Outside)
 
 
@@ -107,7 +107,7 @@ def test_this_process_has_surroundings() -> None:
     assert list(surroundings())
 
 
-def test_settings_without_slurm_know_no_job() -> None:
+def test_without_slurm_in_the_settings_there_is_no_job() -> None:
     assert current_job(Settings(scheduler="none"), BATCH, print) is None
     assert current_job(Settings(), {}, print) is None
     assert current_job(Settings(), {**BATCH, "GPUBOARD_INVENTORY": "/x"}, print) is None

@@ -1,4 +1,4 @@
-"""Which nodes there are, what is not a node's name, and which one we are on."""
+"""The inventory: its nodes, invalid names, and which node is this machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_nodesets_expand_in_order_each_name_once() -> None:
     assert expand_names(["gpu[1-5]!gpu3"]) == ["gpu1", "gpu2", "gpu4", "gpu5"]
 
 
-def test_said_names_select_within_the_inventory() -> None:
+def test_names_select_within_the_inventory() -> None:
     configured = Settings(nodes=["gpu[01-04]"])
     assert inventory(configured, ["gpu03,gpu01"]) == [Node("gpu01", "gpu01"), Node("gpu03", "gpu03")]
     with pytest.raises(UsageError, match="no node 'gpu09' in the configured inventory; it has: gpu01, gpu02"):
@@ -55,7 +55,7 @@ def test_said_names_select_within_the_inventory() -> None:
         "a" * 64, ".".join(["abc"] * 70), "a\\b", "a(b)", "{1..3}", "~root", "a=b", "a%b", "#", "root@gpu01",
     ],
 )  # fmt: skip
-def test_what_no_node_can_be_called_is_refused_with_the_word(text: str) -> None:
+def test_invalid_node_names_are_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         expand_names([text])
     assert caught.value.exit_code == 2

@@ -1,4 +1,4 @@
-"""Whose GPU is whose: the scheduler's numbers joined with a node's GPUs."""
+"""Which job holds which GPU: the scheduler's indexes joined with a node's GPUs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_numbers_are_nvmls_indexes() -> None:
     assert {ruling.note for ruling in ruled.gpus.values()} == {""}
 
 
-def test_device_files_in_another_order_are_said_and_count_where_processes_show_it() -> None:
+def test_device_files_in_another_order_are_noted_and_decide_where_processes_prove_it() -> None:
     given = [held(1, Gres("h100", 2, (0, 3))), held(2, Gres("h100", 1, (6,)))]
     upside_down = gpus(8, [7, 6, 5, 4, 3, 2, 1, 0])
 
@@ -77,7 +77,7 @@ def test_device_files_in_another_order_are_said_and_count_where_processes_show_i
         ([2, 9], (), {}),
     ],
 )
-def test_gpus_that_a_device_cgroup_leaves_stand_where_slurm_has_them(
+def test_gpus_visible_in_a_device_cgroup_keep_slurms_indexes(
     minors: list[int | None], told: tuple[int, ...] | None, places: dict[int, str]
 ) -> None:
     given = [] if told is None else [held(7, Gres("h100", 2, told))]
@@ -88,7 +88,7 @@ def test_gpus_that_a_device_cgroup_leaves_stand_where_slurm_has_them(
         assert set(said(scheduler_jobs.rule(node(Gres("h100", 4)), given, found, {}).gpus)) == {"u0", "u1"}
 
 
-def test_without_device_files_they_are_taken_by_order_and_that_is_said() -> None:
+def test_without_device_files_order_decides_and_is_noted() -> None:
     ruled = scheduler_jobs.rule(node(), [held(1, Gres("h100", 1, (2,)))], gpus(8, [None] * 8), {})
     assert said(ruled.gpus) == {"u2": "1"}
     assert {ruling.note for ruling in ruled.gpus.values()} == {scheduler_jobs.BY_ORDER}
@@ -102,7 +102,7 @@ def test_two_types_on_a_node_are_numbered_together() -> None:
     assert said(ruled.gpus) == {"u2": "3", "u3": "3", "u5": "3"}
 
 
-def test_a_gpu_that_the_node_has_lost_shifts_no_number() -> None:
+def test_a_lost_gpu_shifts_no_index() -> None:
     there = [gpu for gpu in gpus(8) if gpu.uuid != "u2"]
     ruled = scheduler_jobs.rule(node(), [held(1, Gres("h100", 2, (2, 3)))], there, {})
     assert said(ruled.gpus)["u3"] == "1"
@@ -110,7 +110,7 @@ def test_a_gpu_that_the_node_has_lost_shifts_no_number() -> None:
     assert not ruled.sure
 
 
-def test_a_node_with_more_gpus_than_slurm_has_is_told_by_processes() -> None:
+def test_on_a_node_with_more_gpus_than_slurm_counts_processes_decide() -> None:
     given = [held(1, Gres("h100", 2, (0, 1)))]
     blind = scheduler_jobs.rule(node(Gres("h100", 4)), given, gpus(8), {})
     assert set(said(blind.gpus).values()) == {"doubt"}
@@ -119,7 +119,7 @@ def test_a_node_with_more_gpus_than_slurm_has_is_told_by_processes() -> None:
     assert said(seen.gpus) == {"u4": "1", "u5": "1"}
 
 
-def test_what_slurm_counts_without_showing_the_job_is_hidden() -> None:
+def test_gpus_in_use_without_a_visible_job_are_hidden() -> None:
     used = (Gres("h100", 5, (0, 1, 2, 3, 4)),)
     ruled = scheduler_jobs.rule(node(used=used), [held(2, Gres("h100", 2, (3, 4)))], gpus(8), {})
     assert said(ruled.gpus) == {"u0": "hidden", "u1": "hidden", "u2": "hidden", "u3": "2", "u4": "2"}
@@ -135,7 +135,7 @@ def test_untyped_gpus_that_are_counted_only() -> None:
     assert said(full.gpus) == {"u0": "2", "u1": "hidden", "u2": "hidden", "u3": "hidden"}
 
 
-def test_a_count_without_numbers_makes_doubtful_what_is_left() -> None:
+def test_a_count_without_indexes_makes_the_remaining_gpus_doubtful() -> None:
     ruled = scheduler_jobs.rule(node(), [held(1, Gres("h100", 2)), held(2, Gres("h100", 1, (0,)))], gpus(8), {})
     assert said(ruled.gpus)["u0"] == "2"
     assert set(said(ruled.gpus).values()) == {"2", "doubt"}
@@ -179,7 +179,7 @@ def test_what_a_nodes_state_means_for_its_idle_gpus(state: str, reason: str, wor
     assert (ruled.gpus["u1"].withheld, ruled.gpus["u1"].doubt) == words
 
 
-def test_nothing_begins_on_a_node_where_a_job_is_ending() -> None:
+def test_no_job_starts_on_a_node_where_a_job_is_completing() -> None:
     there = node(state="mixed+completing")
     ruled = scheduler_jobs.rule(there, [held(1, Gres("h100", 1, (0,))), held(9, state="completing")], gpus(2), {})
     assert said(ruled.gpus)["u0"] == "1", "what a job holds it holds"
@@ -194,7 +194,7 @@ def test_a_node_whose_line_could_not_be_read_has_no_free_gpu() -> None:
     assert ruled.gpus["u1"].doubt == "Slurm: GresUsed=? cannot be read"
 
 
-def test_gpus_that_nothing_else_shows_have_slurms_numbers() -> None:
+def test_gpus_that_only_slurm_shows_have_its_indexes() -> None:
     both = node(Gres("h100", 2), Gres("", 1))
     assert [(gpu.index, gpu.name, gpu.uuid) for gpu in scheduler_jobs.alone(both)] == [
         (0, "h100", "slurm-n1-0"),
@@ -218,8 +218,8 @@ def test_a_node_is_known_by_its_other_names_but_its_own_comes_first() -> None:
 
 
 @given(st.data(), st.integers(1, 6), st.integers(1, 8), st.booleans())
-def test_no_gpu_is_free_that_may_be_somebodys(data: st.DataObject, there: int, counted: int, files: bool) -> None:
-    """As many GPUs as are given away are spoken for; where they cannot be told, no other one is called free."""
+def test_no_gpu_that_may_be_held_is_free(data: st.DataObject, there: int, counted: int, files: bool) -> None:
+    """At least as many GPUs are not free as jobs hold; ambiguous GPUs are never free."""
     left = data.draw(st.permutations(range(counted)))
     holders: list[Gres] = []
     named: set[int] = set()

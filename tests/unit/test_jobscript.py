@@ -42,7 +42,7 @@ def heartbeat(tmp_path: Path, name: str = "k3f9xy.alive") -> Path:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_it_lives_while_life_is_shown_and_ends_soon_after(tmp_path: Path, shell: str) -> None:
+def test_it_runs_while_heartbeats_arrive_and_ends_soon_after(tmp_path: Path, shell: str) -> None:
     file = heartbeat(tmp_path, "it's $(odd) `name`.alive")
     with start(tmp_path, script(str(file), 4.0, 0.1), shell) as process:
         until(lambda: (tmp_path / f"{file.name}.seen").stat().st_mtime > 1, "it has seen the file")
@@ -55,7 +55,7 @@ def test_it_lives_while_life_is_shown_and_ends_soon_after(tmp_path: Path, shell:
         assert ended.stop() < 20.0  # it counts forty looks, each late on a busy machine
 
 
-def test_what_it_cannot_look_at_for_a_while_counts_as_silence_and_no_more(tmp_path: Path) -> None:
+def test_a_failed_check_counts_as_one_without_a_heartbeat(tmp_path: Path) -> None:
     file = heartbeat(tmp_path)
     with start(tmp_path, script(str(file), 4.0, 0.1)) as process:
         until(lambda: (tmp_path / f"{file.name}.seen").stat().st_mtime > 1, "it has seen the file")
@@ -68,7 +68,7 @@ def test_what_it_cannot_look_at_for_a_while_counts_as_silence_and_no_more(tmp_pa
         assert process.poll() is None
 
 
-def test_a_suspended_job_does_not_find_that_hours_have_passed(tmp_path: Path) -> None:
+def test_a_suspended_job_does_not_count_the_time(tmp_path: Path) -> None:
     file = heartbeat(tmp_path)
     with start(tmp_path, script(str(file), 4.0, 0.1)) as process:
         until(lambda: (tmp_path / f"{file.name}.seen").stat().st_mtime > 1, "it has seen the file")
@@ -81,18 +81,18 @@ def test_a_suspended_job_does_not_find_that_hours_have_passed(tmp_path: Path) ->
         assert process.poll() is None
 
 
-def test_where_the_home_is_not_shared_it_stays(tmp_path: Path) -> None:
+def test_without_a_shared_home_it_runs_until_its_time_limit(tmp_path: Path) -> None:
     with start(tmp_path, script(str(tmp_path / "nowhere" / "x.alive"), 0.2, 0.01)) as process:
         time.sleep(2.0)
         assert process.poll() is None
         assert not (tmp_path / "nowhere").exists()
 
 
-def test_detached_it_looks_at_nothing() -> None:
+def test_detached_it_checks_no_file() -> None:
     assert "look" not in script("")
     assert script("").startswith("#!/bin/sh\n")
 
 
-def test_it_says_three_minutes_by_default() -> None:
+def test_the_default_is_three_minutes() -> None:
     text = script("/home/a/x.alive")
     assert 'while [ "$silent" -lt 12 ]; do\n    sleep 15\n' in text

@@ -1,4 +1,4 @@
-"""The scheduler's answers over time: made anew where something changed, aged where no new one comes."""
+"""The scheduler's answers over time: rebuilt after a change, aged without a newer one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def joined(seen: Seen, now: float = 100.0, at: float = AT) -> Join:
     return join
 
 
-def test_a_node_is_found_by_its_name_its_address_and_what_it_calls_itself() -> None:
+def test_a_node_is_found_by_its_name_its_address_and_its_own_hostname() -> None:
     join = joined(Seen(SCHEDULE, arrived=99.0))
     hello = Hello(hostname="host-a", boot_id="", uid=1, user="", pid=1, python="")
     for facts in (
@@ -54,7 +54,7 @@ def test_a_node_is_found_by_its_name_its_address_and_what_it_calls_itself() -> N
     assert join.of(replace(late, hello=hello)) is not None, "its name came with the first reading"
 
 
-def test_jobs_are_all_there_are_only_where_the_answer_is_current_and_hides_none() -> None:
+def test_the_list_of_jobs_is_complete_only_if_the_answer_is_current_and_hides_none() -> None:
     def jobs(schedule: Schedule = SCHEDULE, **seen: Any) -> frozenset[int] | None:
         found = joined(Seen(schedule, **({"arrived": 99.0} | seen))).of(GPU01)
         assert found is not None
@@ -76,7 +76,7 @@ def test_jobs_are_all_there_are_only_where_the_answer_is_current_and_hides_none(
     assert jobs(gpu01(state="down")) is None
 
 
-def test_nothing_is_made_anew_while_nothing_has_changed() -> None:
+def test_nothing_is_rebuilt_while_nothing_has_changed() -> None:
     join = joined(Seen(SCHEDULE, arrived=99.0))
     first = join.of(GPU01)
     join.take(Seen(SCHEDULE, arrived=99.0), 130.0, AT + 30)
@@ -88,7 +88,7 @@ def test_nothing_is_made_anew_while_nothing_has_changed() -> None:
     assert not again.gpus["u0"].jobs
 
 
-def test_an_old_answer_still_says_who_held_what_and_nothing_about_the_rest() -> None:
+def test_an_old_answer_proves_who_held_which_gpu_only() -> None:
     assert getattr(joined(Seen(SCHEDULE, arrived=11.0)).of(GPU01), "error", "") is None
     assert getattr(joined(Seen(SCHEDULE, arrived=56.0, error="connect failure")).of(GPU01), "error", "") is None
     assert getattr(joined(Seen(SCHEDULE, arrived=54.0, error="connect failure")).of(GPU01), "error", "")
@@ -102,7 +102,7 @@ def test_an_old_answer_still_says_who_held_what_and_nothing_about_the_rest() -> 
     assert join.of(GPU01) is found, "its words tell a time, not an age, so they stay"
 
 
-def test_without_any_answer_every_node_is_in_doubt() -> None:
+def test_without_an_answer_every_node_has_an_error() -> None:
     found = joined(Seen(error="connect failure")).of(GPU01)
     assert found is not None
     assert (found.gpus, found.error) == ({}, "no answer: connect failure")
@@ -116,7 +116,7 @@ def test_a_node_that_was_never_read_has_the_gpus_that_slurm_counts() -> None:
     assert found.reason == "a[31m b", "no control character is left"
 
 
-def test_processes_tell_whose_a_gpu_is_where_numbers_do_not() -> None:
+def test_processes_identify_a_jobs_gpus_where_indexes_do_not() -> None:
     counted = replace(JOB, grants=(Grant("gpu01", (Gres("h100", 1),)),))
     join = joined(Seen(replace(SCHEDULE, jobs=(counted,)), arrived=99.0))
     blind = join.of(GPU01)
@@ -130,7 +130,7 @@ def test_processes_tell_whose_a_gpu_is_where_numbers_do_not() -> None:
     assert not seen.gpus["u0"].doubt
 
 
-def test_a_node_that_shows_the_gpus_of_our_job_alone_has_the_others_by_slurm() -> None:
+def test_a_node_confined_to_our_jobs_gpus_shows_the_others_by_slurm() -> None:
     confined = [replace(STATICS[0], index=0, uuid="mine", minor=1)]  # NVML counts from 0 there
     hello = Hello(hostname="gpu01", boot_id="", uid=1, user="", pid=1, python="", job="7")
     ours = replace(JOB, grants=(Grant("gpu01", (Gres("h100", 1, (1,)),)),))

@@ -25,7 +25,7 @@ def sound() -> RankMap:
     )
 
 
-def test_a_sound_map_has_no_problems() -> None:
+def test_a_valid_map_has_no_problems() -> None:
     assert problems(sound()) == []
 
 

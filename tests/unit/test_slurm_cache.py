@@ -1,4 +1,4 @@
-"""What is learnt of Slurm is shared safely, and asked for rarely."""
+"""Slurm's answers are shared safely, and queried rarely."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stored(env: Mapping[str, str], key: str = "k") -> tuple[Cache, CachedAnswer,
     return cache, record, path
 
 
-def test_what_one_stores_another_loads(env: dict[str, str]) -> None:
+def test_one_process_loads_what_another_stored(env: dict[str, str]) -> None:
     _, record, path = stored(env)
     other = Cache(env, "k")
     assert other.load() == record
@@ -50,7 +50,7 @@ def test_what_one_stores_another_loads(env: dict[str, str]) -> None:
     assert Cache(env, "another").load() is None
 
 
-def test_what_was_not_written_by_us_whole_is_not_there(env: dict[str, str], tmp_path: Path) -> None:
+def test_torn_or_invalid_files_are_ignored(env: dict[str, str], tmp_path: Path) -> None:
     cache, record, path = stored(env)
     whole = path.read_bytes()
     for text in (
@@ -82,13 +82,13 @@ def test_what_was_not_written_by_us_whole_is_not_there(env: dict[str, str], tmp_
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
-def test_a_file_of_somebody_else_is_not_there(env: dict[str, str]) -> None:
+def test_another_users_file_is_ignored(env: dict[str, str]) -> None:
     _, _, path = stored(env)
     os.chown(path, 12345, 12345)
     assert Cache(env, "k").load() is None
 
 
-def test_an_earlier_start_of_this_host_and_the_future_are_not_believed(env: dict[str, str]) -> None:
+def test_files_of_an_earlier_boot_and_from_the_future_are_ignored(env: dict[str, str]) -> None:
     cache, record, _ = stored(env)
     cache.store(replace(record, boot="b4b1a6c4-another-boot"))
     assert Cache(env, "k").load() is None
@@ -106,7 +106,7 @@ def test_files_of_older_configurations_go_after_a_day(env: dict[str, str]) -> No
     assert [path.name for path in young.parent.iterdir() if path.name.startswith(".")] == []
 
 
-def test_without_a_place_for_it_everybody_has_the_turn(env: dict[str, str], tmp_path: Path) -> None:
+def test_without_a_folder_every_process_may_query(env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
     cache = Cache(env, "k")
     cache.store(CachedAnswer(cache.boot))
@@ -115,7 +115,7 @@ def test_without_a_place_for_it_everybody_has_the_turn(env: dict[str, str], tmp_
         assert (one, other) == (True, True)
 
 
-def test_one_at_a_time_has_the_turn(env: dict[str, str]) -> None:
+def test_one_process_at_a_time_holds_the_lock(env: dict[str, str]) -> None:
     cache = Cache(env, "k")
     with cache.turn() as ours:
         assert ours
@@ -126,7 +126,7 @@ def test_one_at_a_time_has_the_turn(env: dict[str, str]) -> None:
 
 
 def play(minutes: float, took_s: float, error: str | None = None, interval_s: float = 30.0) -> list[float]:
-    """Return when Slurm is asked in so many minutes, when each try takes ``took_s``."""
+    """Return the times at which Slurm is queried in ``minutes``, if each query takes ``took_s``."""
     rng = random.Random(1)
     known = CachedAnswer("", credit_s=slurm.TIMING.credit_s)
     at, found = 1000.0, []
@@ -140,7 +140,7 @@ def play(minutes: float, took_s: float, error: str | None = None, interval_s: fl
 @pytest.mark.parametrize("interval_s", [1.0, 30.0])
 @pytest.mark.parametrize("error", [None, "hung"])
 @pytest.mark.parametrize("took_s", [0.02, 0.3, 4.0, 12.0])
-def test_slurm_is_asked_for_a_twentieth_of_the_time_at_most(
+def test_slurms_commands_take_at_most_a_twentieth_of_the_time(
     took_s: float, error: str | None, interval_s: float
 ) -> None:
     for minutes in (10, 60, 600):
@@ -148,25 +148,25 @@ def test_slurm_is_asked_for_a_twentieth_of_the_time_at_most(
         assert asked <= 0.05 * 60 * minutes + slurm.TIMING.credit_s + took_s
 
 
-def test_a_quick_controller_is_asked_each_interval() -> None:
+def test_a_fast_controller_is_queried_every_interval() -> None:
     assert len(play(10, 0.1)) == 20
     assert len(play(1, 0.02, interval_s=1.0)) == 59
 
 
-def test_a_slow_or_hung_one_is_left_alone_up_to_five_minutes() -> None:
+def test_a_slow_or_hung_controller_is_retried_after_up_to_five_minutes() -> None:
     at = play(120, 12.0, "hung")
     gaps = [later - earlier for earlier, later in pairwise(at)]
     assert gaps[0] < 60
     assert 0.8 * 300 <= min(gaps[-5:]) <= max(gaps[-5:]) <= 1.2 * 300 + 12
 
 
-def test_one_that_refuses_at_once_is_tried_each_minute() -> None:
+def test_a_controller_that_refuses_at_once_is_retried_every_minute() -> None:
     at = play(60, 0.01, "refused")
     gaps = [later - earlier for earlier, later in pairwise(at)]
     assert max(gaps) <= 1.2 * 60 + 1
 
 
-def test_an_answer_counts_while_no_newer_one_may_be_had() -> None:
+def test_an_answer_counts_while_no_newer_one_is_allowed() -> None:
     known = slurm.after(CachedAnswer("", credit_s=0.0), CycleResult(SCHEDULE), 1000.0, 20.0)
     assert slurm.pause_s(known, 30.0, 1.0) == 100.0  # 5 s of credit are owed
 
@@ -194,7 +194,7 @@ def client(env: Mapping[str, str], timing: slurm.SlurmTiming = slurm.TIMING) -> 
     return slurm.Slurm(Settings(), env, here(env), timing)
 
 
-def test_a_later_look_takes_the_answer_of_an_earlier_one(bench: tuple[dict[str, str], Path]) -> None:
+def test_a_later_query_takes_the_answer_of_an_earlier_one(bench: tuple[dict[str, str], Path]) -> None:
     env, folder = bench
     first = client(env).look(60.0)
     second = client(env).look(60.0)
@@ -204,9 +204,7 @@ def test_a_later_look_takes_the_answer_of_an_earlier_one(bench: tuple[dict[str, 
     assert (folder / "log").read_text().split() == ["job", "node"]
 
 
-def test_the_clock_on_the_wall_plays_no_part(
-    bench: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_setting_the_date_changes_nothing(bench: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     env, folder = bench
     client(env).look(60.0)
     real = time.time()
@@ -218,7 +216,7 @@ def test_the_clock_on_the_wall_plays_no_part(
     assert (folder / "log").read_text().split() == ["job", "node"]
 
 
-def test_who_was_stopped_while_asking_keeps_nobody_waiting_for_ever(
+def test_a_process_suspended_while_querying_does_not_block_others(
     bench: tuple[dict[str, str], Path],
 ) -> None:
     env, _ = bench
@@ -231,7 +229,7 @@ def test_who_was_stopped_while_asking_keeps_nobody_waiting_for_ever(
         assert watch.stop() < 5
 
 
-def test_who_may_wait_no_longer_says_whom_he_waits_for(bench: tuple[dict[str, str], Path]) -> None:
+def test_a_timeout_while_another_process_queries_is_reported(bench: tuple[dict[str, str], Path]) -> None:
     env, _ = bench
     with client(env)._cache.turn():
         seen = client(env).look(0.2)
@@ -241,7 +239,7 @@ def test_who_may_wait_no_longer_says_whom_he_waits_for(bench: tuple[dict[str, st
     )
 
 
-def test_closing_ends_what_runs_and_nothing_is_said_of_it(bench: tuple[dict[str, str], Path]) -> None:
+def test_closing_kills_the_command_without_an_error(bench: tuple[dict[str, str], Path]) -> None:
     env, folder = bench
     (folder / "wait").touch()
     told: list[None] = []
@@ -257,7 +255,7 @@ def test_closing_ends_what_runs_and_nothing_is_said_of_it(bench: tuple[dict[str,
     assert client(env).look(60.0).error is None
 
 
-def test_what_another_process_learns_reaches_a_watch(
+def test_another_process_answer_reaches_a_watch(
     bench: tuple[dict[str, str], Path],
 ) -> None:
     env, folder = bench
@@ -273,7 +271,7 @@ def test_what_another_process_learns_reaches_a_watch(
         watching.close()
 
 
-def test_what_changes_while_slurm_is_asked_is_asked_for_anew(bench: tuple[dict[str, str], Path]) -> None:
+def test_a_change_during_a_query_is_queried_again(bench: tuple[dict[str, str], Path]) -> None:
     env, folder = bench
     asking = client(env)
     asking.look(60.0)
@@ -291,7 +289,7 @@ def test_what_changes_while_slurm_is_asked_is_asked_for_anew(bench: tuple[dict[s
     assert (folder / "log").read_text().split() == ["job", "node"] * 3, "and then no more"
 
 
-def test_an_answer_that_cannot_be_read_is_an_error_and_the_earlier_one_stays(
+def test_an_unreadable_answer_is_an_error_and_the_earlier_one_stays(
     bench: tuple[dict[str, str], Path],
 ) -> None:
     env, folder = bench
@@ -311,7 +309,7 @@ def test_an_answer_that_cannot_be_read_is_an_error_and_the_earlier_one_stays(
     assert asking.seen.error is None
 
 
-def test_auto_finds_slurm_only_where_it_is_set_up(tmp_path: Path) -> None:
+def test_auto_finds_slurm_only_where_it_is_installed(tmp_path: Path) -> None:
     folder = tmp_path / "opt/slurm/bin"
     folder.mkdir(parents=True)
     (folder / "scontrol").write_text("#!/bin/sh\n")

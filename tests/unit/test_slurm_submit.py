@@ -1,4 +1,4 @@
-"""What sbatch is told for a lease, what its refusals mean, and what squeue's lines say."""
+"""The arguments of sbatch for a lease, the meaning of its refusals, and parsers of squeue's lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def told(shape: Shape, asked: Ask | None = None, lease: JobSpec | None = None) -
     return sbatch_args.arguments(shape, asked or Ask(), lease or JobSpec("k3f9xy", 3600.0))
 
 
-def test_a_count_alone_asks_for_the_fewest_nodes_up_to_those_that_are_enough() -> None:
+def test_a_count_requests_one_node_up_to_as_many_as_needed() -> None:
     assert told(Shape(4, 1)) == ["--job-name=gpuboard-k3f9xy", "--time=60", "--nodes=1", "--gpus=4", *FIXED]
     assert told(Shape(12, 3, type="h100"))[2:4] == ["--nodes=1-3", "--gpus=h100:12"]
 
@@ -28,7 +28,7 @@ def test_a_count_per_node_fixes_the_nodes() -> None:
     assert told(Shape(8, 2, per_node=4, type="a100"))[2:4] == ["--nodes=2", "--gpus-per-node=a100:4"]
 
 
-def test_what_the_site_and_the_person_say_is_passed_on_in_this_order() -> None:
+def test_options_of_the_site_come_before_those_of_the_user() -> None:
     settings = SlurmSettings(partition="gpu", cpus_per_gpu=8, mem_per_gpu="64GiB", args=["--constraint=ib"])
     asked = sbatch_args.ask(settings, account="lab", qos="high", reservation="r1", more=["--exclusive"])
     found = told(Shape(2, 1, exclude="gpu[02-03]"), asked, JobSpec("k3f9xy", 90.0, "fine\ntuning"))
@@ -39,7 +39,7 @@ def test_what_the_site_and_the_person_say_is_passed_on_in_this_order() -> None:
     ]  # fmt: skip
 
 
-def test_a_flag_goes_before_the_setting() -> None:
+def test_a_flag_overrides_the_setting() -> None:
     assert sbatch_args.ask(SlurmSettings(partition="gpu"), partition="short").partition == "short"
 
 
@@ -50,13 +50,13 @@ def test_a_flag_goes_before_the_setting() -> None:
      "--partition=x", "-px", "--nodelist=gpu01", "-wgpu01", "--exclude=x", "-xgpu01", "--hold", "-H", "--g",
      "--requeue", "--clusters=all", "-Mall", "--ntask=8", "--ntasks-per-gpu=1"],
 )  # fmt: skip
-def test_options_that_are_ours_are_refused(option: str) -> None:
+def test_reserved_options_are_refused(option: str) -> None:
     with pytest.raises(UsageError, match="cannot be passed on"):
         sbatch_args.check_option(option, "--slurm")
 
 
 @pytest.mark.parametrize("option", ["train.sh", "-", "--", "--constraint a100", "-C a100", "--x\n--wrap=y", "", "--X"])
-def test_what_is_not_one_option_is_refused(option: str) -> None:
+def test_anything_but_one_option_is_refused(option: str) -> None:
     with pytest.raises(UsageError, match="is not an option"):
         sbatch_args.check_option(option, "--slurm")
 
@@ -69,7 +69,7 @@ def test_other_options_pass(option: str) -> None:
     sbatch_args.check_option(option, "--slurm")
 
 
-def test_options_of_the_config_are_held_to_the_same_rules() -> None:
+def test_options_of_the_config_follow_the_same_rules() -> None:
     with pytest.raises(UsageError, match=r"slurm\.args: --array cannot be passed on"):
         sbatch_args.ask(SlurmSettings(args=["--array=1-9"]))
 
@@ -111,9 +111,7 @@ def test_minutes_are_rounded_up() -> None:
         ("", 1, GpuboardError),
     ],
 )  # fmt: skip
-def test_refusals_have_slurms_words_and_the_exit_code_that_they_mean(
-    stderr: str, code: int, error: type[GpuboardError]
-) -> None:
+def test_refusals_have_slurms_message_and_its_exit_code(stderr: str, code: int, error: type[GpuboardError]) -> None:
     found = sbatch_args.refusal(stderr, code)
     assert type(found) is error
     assert "sbatch: error" not in str(found) and "Try " not in str(found)
@@ -130,19 +128,19 @@ def test_only_some_failures_may_have_left_a_job() -> None:
     )
 
 
-def test_the_number_is_found_among_what_a_site_prints_before_it() -> None:
+def test_the_job_number_is_found_after_a_sites_messages() -> None:
     assert sbatch_args.job_number("Welcome to the cluster\n1234;lab\n") == 1234
     assert sbatch_args.job_number("1234\n") == 1234
     assert sbatch_args.job_number("Submitted batch job\n") is None
 
 
-def test_only_names_of_ours_are_leases() -> None:
+def test_only_names_with_the_prefix_are_leases() -> None:
     assert sbatch_args.lease_of(sbatch_args.job_name("k3f9xy")) == "k3f9xy"
     for name in ("gpuboard-", "gpuboard-K3F9", "gpuboard-k3f9xy\n", "gpuboard-../x", "xgpuboard-k3f9xy", "wrap"):
         assert sbatch_args.lease_of(name) is None
 
 
-def test_reasons_that_no_waiting_cures_are_told_from_those_that_pass() -> None:
+def test_permanent_and_temporary_reasons_of_pending_jobs() -> None:
     assert sbatch_args.never_reason("PartitionTimeLimit") is not None
     assert sbatch_args.never_reason("Resources") is None
     for reason in (
@@ -192,7 +190,7 @@ QUEUE = """\
 """
 
 
-def test_the_place_in_the_queue_is_by_priority_then_number_and_held_jobs_are_ahead_of_nobody() -> None:
+def test_the_place_in_the_queue_is_by_priority_then_number_without_held_jobs() -> None:
     def place(number: int) -> tuple[int, int]:
         found = _place(QUEUE, number)
         assert isinstance(found, QueuePlace)

@@ -1,4 +1,4 @@
-"""What Slurm's commands print is read as it is meant; recordings of a real Slurm."""
+"""Parsers of Slurm's output, on recordings of a real Slurm."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_each_form_of_gres(field: str, found: Resources) -> None:
         "shard:5(5/4)",
     ],
 )
-def test_what_is_no_gres_is_said_to_be_none(field: str) -> None:
+def test_an_invalid_gres_is_an_error(field: str) -> None:
     with pytest.raises(GresError):
         resources(field)
 
 
-def test_a_job_is_read_whole() -> None:
+def test_all_fields_of_a_job() -> None:
     (found,) = [job for job in holding(recorded("base/job-d-oneliner")) if job.number == 17]
     assert found == SchedulerJob(
         id="15_1",
@@ -114,7 +114,7 @@ def test_each_shape_of_job_has_its_gpus() -> None:
     ]
 
 
-def test_a_job_whose_prolog_runs_is_being_made_ready_and_runs_nowhere_yet() -> None:
+def test_a_job_in_its_prolog_is_configuring_and_runs_nowhere_yet() -> None:
     text = recorded("shapes/job-d-oneliner").replace("JobState=RUNNING Reason=None", "JobState=RUNNING Reason=Prolog")
     pieces = {piece.number: piece for piece in jobs(text)}
     (merged, visiting) = pieces[12].job, pieces[13]
@@ -123,7 +123,7 @@ def test_a_job_whose_prolog_runs_is_being_made_ready_and_runs_nowhere_yet() -> N
     assert visiting == Piece(13, "13")
 
 
-def test_a_person_visits_the_nodes_where_his_running_jobs_hold_no_gpu() -> None:
+def test_visited_nodes_are_those_of_running_jobs_without_gpus() -> None:
     pieces = jobs(recorded("shapes/job-d-oneliner"))
     held = [piece.job for piece in pieces if piece.job is not None]
     assert consistency.visited(pieces, held, {}, 0) == {"node3": (13,)}
@@ -143,7 +143,7 @@ def test_jobs_of_untyped_gpus_and_of_shards() -> None:
     }
 
 
-def test_equal_nodes_that_slurm_has_merged_are_told_apart() -> None:
+def test_equal_nodes_that_slurm_has_merged_are_separated() -> None:
     (job,) = [job for job in holding(recorded("holes/job-d-oneliner")) if job.number == 8]
     assert held(job) == {"node2": {0, 1, 2, 3}, "node3": {0, 1, 2, 3}}
 
@@ -157,14 +157,14 @@ def test_a_completing_job_is_shown_where_it_ran() -> None:
 @pytest.mark.parametrize(
     "name", [name for name in recordings("job-d") if name.replace("-d", "-d-oneliner") in recordings("*")]
 )
-def test_both_forms_of_the_output_say_the_same_of_jobs(name: str) -> None:
+def test_both_output_formats_give_the_same_jobs(name: str) -> None:
     assert jobs(recorded(name)) == jobs(recorded(name.replace("-d", "-d-oneliner")))
 
 
 @pytest.mark.parametrize(
     "name", [name for name in recordings("node-d") if name.replace("-d", "-d-oneliner") in recordings("*")]
 )
-def test_both_forms_of_the_output_say_the_same_of_nodes(name: str) -> None:
+def test_both_output_formats_give_the_same_nodes(name: str) -> None:
     assert nodes(recorded(name)) == nodes(recorded(name.replace("-d", "-d-oneliner")))
 
 
@@ -183,7 +183,7 @@ def test_jobs_and_nodes_of_one_moment_fit(name: str) -> None:
     assert claims == {node.name: used(node) for node in listed.values()}
 
 
-def test_with_private_data_a_node_has_more_in_use_than_one_sees_jobs() -> None:
+def test_with_private_data_more_gpus_are_in_use_than_visible_jobs_hold() -> None:
     text = recorded("private/alice-job-d")
     listed = nodes(recorded("private/alice-node-d"))
     assert {job.number: held(job) for job in holding(text)} == {2: {"node1": {3, 4}}}
@@ -191,7 +191,7 @@ def test_with_private_data_a_node_has_more_in_use_than_one_sees_jobs() -> None:
     assert consistency.contradictions(jobs(text), listed) == []
 
 
-def test_a_node_is_read_whole() -> None:
+def test_all_fields_of_a_node() -> None:
     assert nodes(recorded("hetero/node-d-oneliner"))["node2"] == SchedulerNode(
         name="node2",
         hostname="node2",
@@ -230,7 +230,7 @@ def test_states_and_reasons_of_nodes() -> None:
         ("IDLE-", "idle+planned"),
     ],
 )
-def test_signs_behind_a_state_are_words(printed: str, state: str) -> None:
+def test_suffixes_of_a_state_are_flags(printed: str, state: str) -> None:
     text = recorded("empty/node-d-oneliner").replace("State=IDLE", f"State={printed}")
     assert {(node.state, node.doubt) for node in nodes(text).values()} == {(state, "")}
 
@@ -241,7 +241,7 @@ def test_times_in_seconds_and_in_local_time() -> None:
     assert [moment(text) for text in ("Unknown", "N/A", "None", "(null)", "", "17:10", "9" * 40)] == [None] * 7
 
 
-def test_only_reservations_in_force_count() -> None:
+def test_only_active_reservations_count() -> None:
     found = [Reservation("maint", ("node6",)), Reservation("course", ("node7",))]
     assert reservations(recorded("states/res-oneliner")) == found
     assert reservations(recorded("states/reservation")) == found
@@ -261,14 +261,14 @@ def test_nodes_get_the_names_of_their_reservations() -> None:
     assert again == found
 
 
-def test_a_node_that_names_its_reservation_itself_is_not_asked_about() -> None:
+def test_a_node_with_its_reservations_name_needs_no_query() -> None:
     text = recorded("states/node-d-oneliner").replace(" CapWatts", " ReservationName=own CapWatts")
     listed = nodes(text)
     assert listed["node6"].reservation == "own"
     assert not consistency.is_reserved(listed)
 
 
-def test_squeue_tells_who_has_which_nodes() -> None:
+def test_squeue_lists_owners_and_nodes() -> None:
     found = true_jobs(recorded("shapes/squeue"))
     assert found[12] == TrueJob(0, "root", "running", "gpu", 1795282523.0, None, ("node2", "node3"))
     assert found[8].nodes == ()
@@ -276,7 +276,7 @@ def test_squeue_tells_who_has_which_nodes() -> None:
 
 
 @pytest.mark.parametrize("name", [*recordings("node"), *recordings("job")])
-def test_without_details_nothing_is_called_free(name: str) -> None:
+def test_without_details_no_gpu_is_free(name: str) -> None:
     assert {node.doubt for node in nodes(recorded(name)).values()} == {
         "Slurm does not report which of its GPUs are in use"
     }
@@ -298,25 +298,25 @@ def test_without_details_nothing_is_called_free(name: str) -> None:
         ("State=MIXED ", "State=MI\u00c4ED ", "unknown state"),
     ],
 )
-def test_a_node_of_which_something_cannot_be_read_is_doubtful(old: str, new: str, doubt: str) -> None:
+def test_a_partly_unreadable_node_is_doubtful(old: str, new: str, doubt: str) -> None:
     text = recorded("states/node-d-oneliner")
     assert old in text
     assert doubt in nodes(text.replace(old, new, 1))["node1"].doubt
 
 
 @pytest.mark.parametrize("text", ["", "\n", "No jobs", "slurm_load_jobs error: x", "x\nJobId=1 JobName=x", " "])
-def test_what_is_no_list_of_jobs_is_an_error(text: str) -> None:
+def test_an_invalid_list_of_jobs_is_an_error(text: str) -> None:
     with pytest.raises(Unreadable):
         jobs(text)
 
 
 @pytest.mark.parametrize("text", ["", "\n", "No nodes", "x\nNodeName=x", "NodeName=node1 Arch=x86_64\n"])
-def test_what_is_no_list_of_nodes_is_an_error(text: str) -> None:
+def test_an_invalid_list_of_nodes_is_an_error(text: str) -> None:
     with pytest.raises(Unreadable):
         nodes(text)
 
 
-def test_an_output_that_is_cut_off_is_an_error() -> None:
+def test_truncated_output_is_an_error() -> None:
     text = recorded("base/job-d-oneliner")
     for cut in (len(text) - 1, len(text) // 2, 20):
         with pytest.raises(Unreadable):
@@ -337,7 +337,7 @@ def test_a_node_listed_twice_is_an_error() -> None:
         nodes(line + line)
 
 
-def test_a_node_that_only_a_job_names_is_there_and_doubtful() -> None:
+def test_a_node_that_only_a_job_names_is_doubtful() -> None:
     found = holding(recorded("states/job-d-oneliner"))
     listed = nodes(recorded("states/node-d-oneliner"))
     del listed["node2"]

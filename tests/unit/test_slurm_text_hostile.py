@@ -1,4 +1,4 @@
-"""No text makes the parsers raise, invents a free GPU, or lets one user speak for another."""
+"""No text makes the parsers raise, invents a free GPU, or lets a user forge another's jobs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES = ("base", "holes", "hetero", "mig", "states", "shapes", "untyped", "empty
 
 
 def free(listed: Mapping[str, SchedulerNode], held: Sequence[SchedulerJob]) -> dict[str, set[int]]:
-    """Return what would be called free for Slurm on each node, by Slurm's numbers: as the picture does."""
+    """Return the GPUs that count as free for Slurm on each node, by Slurm's indexes."""
     schedule = Schedule(0.0, "", consistency.joined(held, listed, []), tuple(held))
     holders = by_node(schedule)
     found: dict[str, set[int]] = {}
@@ -73,7 +73,7 @@ def free(listed: Mapping[str, SchedulerNode], held: Sequence[SchedulerJob]) -> d
 
 @st.composite
 def damaged(draw: st.DrawFn, text: str) -> str:
-    """Return ``text`` with one piece of it gone, doubled or replaced, or cut off."""
+    """Return ``text`` with one piece removed, duplicated or replaced, or truncated."""
     at = draw(st.integers(0, len(text)))
     length = draw(st.integers(0, 20) | st.integers(0, 400))  # less than a record: of two, one would fit seamlessly
     how = draw(st.sampled_from(["gone", "replaced", "doubled", "cut", "more"]))
@@ -123,7 +123,7 @@ def test_no_damage_to_the_text_about_jobs_invents_a_free_gpu(data: st.DataObject
 
 @dataclass
 class Job:
-    """A job as slurmctld knows it: one GPU of one node, and what its owner has written."""
+    """A job as slurmctld knows it: one GPU of one node, and the owner's texts."""
 
     number: int
     user: str
@@ -172,7 +172,7 @@ def node_text(name: str, used: set[int], *, typed: bool) -> str:
 
 
 def faked(number: int, uid: int, node: str, index: int, name: str) -> str:
-    """Return a record that somebody would like to be Slurm's."""
+    """Return a forged record."""
     users = {0: "root", 1001: "alice", 1002: "bob"}
     return Job(number, users[uid], uid, node, index, name).printed().rstrip("\n")
 
@@ -194,7 +194,7 @@ hostile = st.lists(
 
 @st.composite
 def clusters(draw: st.DrawFn) -> list[Job]:
-    """Jobs of three people; what alice's say of themselves is her attack."""
+    """Jobs of three users; the texts of alice's jobs are her attack."""
     places = draw(st.permutations([("node1", 0), ("node1", 1), ("node1", 2), ("node2", 0), ("node2", 3)]))
     people = [("alice", 1001), ("bob", 1002), ("root", 0), ("alice", 1001)]
     found = [
@@ -211,7 +211,7 @@ def clusters(draw: st.DrawFn) -> list[Job]:
 def looked(
     cluster: list[Job], *, typed: bool, tell: bool
 ) -> tuple[dict[str, SchedulerNode], list[SchedulerJob], list[str]]:
-    """Return what is made of a cluster's output, as a cycle does it; ``tell``: squeue answers."""
+    """Return the result of a query cycle for a cluster's output; ``tell``: squeue answers."""
     used: dict[str, set[int]] = {"node1": set(), "node2": set(), "node3": set()}
     for job in cluster:
         used[job.node].add(job.index)
@@ -226,7 +226,7 @@ def looked(
 
 @settings(max_examples=200, deadline=None)
 @given(clusters(), st.booleans())
-def test_nobody_speaks_for_another(cluster: list[Job], typed: bool) -> None:
+def test_no_user_can_forge_anothers_jobs(cluster: list[Job], typed: bool) -> None:
     listed, held, _ = looked(cluster, typed=typed, tell=True)
     said = {
         (job.uid, grant.node, i) for job in held for grant in job.grants for g in grant.gpus for i in g.indexes or ()
@@ -250,7 +250,7 @@ def test_nobody_speaks_for_another(cluster: list[Job], typed: bool) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(clusters(), st.booleans())
-def test_without_squeue_nothing_is_called_free_that_is_not(cluster: list[Job], typed: bool) -> None:
+def test_without_squeue_no_gpu_in_use_is_free(cluster: list[Job], typed: bool) -> None:
     listed, held, _ = looked(cluster, typed=typed, tell=False)
     now = free(listed, held)
     for job in cluster:
@@ -285,8 +285,7 @@ def test_texts_that_imitate_slurm(where: str, text: str) -> None:
 
 @pytest.mark.parametrize(("uid", "index"), [(1001, 1), (1002, 0), (1002, 1), (1001, 3)])
 def test_a_name_that_ends_its_own_record_early_gains_nothing(uid: int, index: int) -> None:
-    """Of alice's two lines the first is her invention, as whoever and with what she likes; the second is true but for
-    its number."""
+    """The first of alice's two lines is forged, with any owner and GPU; the second is true except for its number."""
     invented = faked(1, uid, "node1", index, "x").partition("JobName=")[2]
     alice = Job(1, "alice", 1001, "node1", 0, name=f"{invented}\nJobId=99 JobName=y")
     cluster = [alice, Job(2, "bob", 1002, "node1", 1), Job(3, "root", 0, "node2", 0)]
@@ -297,20 +296,20 @@ def test_a_name_that_ends_its_own_record_early_gains_nothing(uid: int, index: in
     assert notes[0] == "the text of one of these jobs imitates Slurm's output: 1 of alice"
 
 
-def test_a_text_over_several_lines_that_imitates_nothing_is_just_a_text() -> None:
+def test_a_harmless_text_with_line_ends_changes_nothing() -> None:
     job = Job(1, "alice", 1001, "node1", 0, name="two\nlines", comment="a\n  b=c\nJobName=d", command="sh -c 'a\nb'")
     (piece,) = jobs(job.printed())
     assert piece.job is not None
     assert (piece.job.name, piece.job.comment) == ("two lines", "a b=c JobName=d")
 
 
-def test_control_characters_do_not_pass() -> None:
+def test_control_characters_are_removed() -> None:
     (piece,) = jobs(Job(1, "alice", 1001, "node1", 0, name="\x1b[31mred\u202e", comment="\x07x").printed())
     assert piece.job is not None
     assert (piece.job.name, piece.job.comment) == ("[31mred", "x")
 
 
-def test_who_is_lied_about_keeps_his_nodes() -> None:
+def test_the_victim_of_a_forgery_keeps_the_nodes() -> None:
     liar = Job(2, "alice", 1001, "node1", 1, comment=f"x\n{Job(3, 'root', 0, 'node2', 0).printed()}")
     cluster = [Job(1, "bob", 1002, "node1", 0), liar, Job(4, "bob", 1002, "node1", 2), Job(3, "root", 0, "node2", 0)]
     _, held, notes = looked(cluster, typed=True, tell=True)
@@ -326,7 +325,7 @@ def test_who_is_lied_about_keeps_his_nodes() -> None:
     ]
 
 
-def test_the_number_of_anothers_job_in_a_text_does_it_no_harm() -> None:
+def test_another_jobs_number_in_a_text_is_harmless() -> None:
     comment = "see\nJobId=2 \nJobId=2 JobName=x UserId=alice(1001)\nJobId=3 JobName=y"
     liar = Job(1, "alice", 1001, "node1", 0, comment=comment)
     cluster = [liar, Job(2, "bob", 1002, "node1", 1), Job(3, "root", 0, "node2", 0)]
@@ -340,7 +339,7 @@ def test_the_number_of_anothers_job_in_a_text_does_it_no_harm() -> None:
     ("now", "kept"),
     [("RUNNING", [1, 2, 3]), ("COMPLETED", [1, 3]), ("CANCELLED", [1, 3]), ("COMPLETING", [1, 2, 3])],
 )
-def test_a_job_that_ends_between_two_questions_makes_nobody_a_liar(now: str, kept: list[int]) -> None:
+def test_a_job_that_ends_between_two_queries_raises_no_suspicion(now: str, kept: list[int]) -> None:
     cluster = [Job(1, "bob", 1002, "node1", 0), Job(2, "alice", 1001, "node1", 1), Job(3, "root", 0, "node2", 0)]
     pieces = jobs("".join(job.printed() for job in cluster))
     listed = nodes("".join(node_text(name, of, typed=True) for name, of in {"node1": {0}, "node2": {0}}.items()))
@@ -353,7 +352,7 @@ def test_a_job_that_ends_between_two_questions_makes_nobody_a_liar(now: str, kep
     assert ([job.number for job in held], notes) == (kept, [])
 
 
-def test_a_suspended_job_shares_its_gpus_where_jobs_take_turns() -> None:
+def test_a_suspended_job_shares_its_gpus_under_gang_scheduling() -> None:
     cluster = [Job(1, "bob", 1002, "node1", 0, state="SUSPENDED"), Job(2, "alice", 1001, "node1", 0)]
     listed, held, notes = looked(cluster, typed=True, tell=True)
     assert ([(job.number, job.state) for job in held], notes) == ([(1, "suspended"), (2, "running")], [])

@@ -1,4 +1,4 @@
-"""Snapshots made of the last one are what the straightforward function gives, whatever happens in between."""
+"""Snapshots built from the last one equal the first one of a new builder, over random histories."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def idle(uuid: str) -> GpuReading:
 
 
 class History:
-    """Two nodes to which things happen, drawn by ``data``."""
+    """Two nodes with random events, drawn by ``data``."""
 
     def __init__(self, data: st.DataObject, view: View) -> None:
         self.data, self.view = data, view
@@ -99,7 +99,7 @@ class History:
         return self.data.draw(what)
 
     def happen(self) -> None:
-        """Let one thing happen."""
+        """Apply one event."""
         node = self.nodes[0]
         what = self.draw(st.sampled_from(["tick"] * 6 + ["event", "node", "claims", "time", "frame", "other", "jobs"]))
         if what in {"tick", "event"}:
@@ -139,7 +139,7 @@ class History:
             self.nodes[1] = replace(self.nodes[1], reading=reading, arrived=self.view.now)
 
     def read(self, event: bool) -> None:
-        """Let a reading arrive that follows the last one, a second later."""
+        """Add a reading a second after the last one."""
         node, old = self.nodes[0], self.nodes[0].reading
         gpus = list(old.gpus) if old and old.gpus else [idle(gpu.uuid) for gpu in STATICS]
         for place, gpu in enumerate(gpus):
@@ -167,7 +167,7 @@ class History:
 
 @given(st.data(), st.booleans(), st.sampled_from([1.0, 5.0]))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_snapshot_made_of_the_last_one_is_the_same(data: st.DataObject, one_shot: bool, interval_s: float) -> None:
+def test_later_snapshots_equal_those_of_a_new_builder(data: st.DataObject, one_shot: bool, interval_s: float) -> None:
     view = View(
         now=1000.0, at=1.0, cluster="c", thresholds=Thresholds(), users=USERS, interval_s=interval_s, one_shot=one_shot
     )
@@ -180,7 +180,7 @@ def test_a_snapshot_made_of_the_last_one_is_the_same(data: st.DataObject, one_sh
 
 
 class Watch:
-    """A node of one GPU read once a second, seen by both functions."""
+    """A node of one GPU read once a second, in snapshots of one builder, each compared with a new builder's."""
 
     def __init__(self, gpu: GpuReading, claims: list[Claim], **facts: Any) -> None:
         self.gpu, self.claims = gpu, claims
@@ -236,7 +236,7 @@ def test_a_lease_that_ends_elsewhere_leaves_a_process_overdue() -> None:
     assert watch.see().flags == ["overdue"]
 
 
-def test_a_claim_that_lies_on_another_node_changes_nothing() -> None:
+def test_a_claim_stored_on_another_node_changes_nothing() -> None:
     watch = Watch(idle("GPU-a"), [])
     watch.read()
     watch.read()
@@ -260,8 +260,8 @@ def test_ages_within_a_reading_grow() -> None:
     assert [late.see(after).state for after in (0.0, 0.9, 0.2)] == ["free", "free", "unknown"]
 
 
-def test_gpus_that_change_in_numbers_alone_are_not_judged_again() -> None:
-    """Their views are made of the last ones: what does not change in them is the same object."""
+def test_gpus_that_change_in_numbers_only_are_not_judged_again() -> None:
+    """Their views are made from the last ones: what does not change is the same object."""
     statics = {gpu.uuid: inert_static(gpu) for gpu in STATICS[:2]}
     node = NodeFacts(name="gpu01", static=Static(gpus=STATICS[:2]), known=statics)
     view = View(

@@ -98,7 +98,7 @@ def test_node_states() -> None:
     assert state(facts("x", age_s=-3.0)) == ("up", None)
 
 
-def test_a_node_is_awaited_until_it_answers_or_something_speaks_against_it() -> None:
+def test_a_node_is_connecting_until_it_answers_or_has_an_error() -> None:
     def awaited(about: NodeFacts, said: Scheduled | None = None) -> bool:
         return node(about, scheduled={} if said is None else {about.name: said}).connecting
 
@@ -112,7 +112,7 @@ def test_a_node_is_awaited_until_it_answers_or_something_speaks_against_it() -> 
         assert not awaited(about)
 
 
-def test_an_agent_that_reads_seldom_is_given_its_time_and_no_more_than_that() -> None:
+def test_an_agents_longer_interval_counts_within_bounds() -> None:
     seldom = {"interval_s": 10.0}
     assert gpu(facts("x", "GPU-a", age_s=29.0, reading=seldom)).state == "free"
     assert gpu(facts("x", "GPU-a", age_s=31.0, reading=seldom)).state == "unknown"
@@ -130,7 +130,7 @@ def test_gpus_of_an_old_reading_are_unknown_never_free() -> None:
     assert (gpu(future).state, gpu(future).reason) == ("unknown", "NVML: the reading's age is negative")
 
 
-def test_a_gpu_that_is_missing_is_not_forgotten() -> None:
+def test_a_missing_gpu_stays_visible() -> None:
     missing = facts("x", "GPU-a", "GPU-b", reading={"gpus": [idle("GPU-b")]})
     assert [(g.state, g.reason) for g in node(missing).gpus] == [
         ("unknown", "NVML: missing from the newest reading"), ("free", "no process, no reservation"),
@@ -143,7 +143,7 @@ def test_a_gpu_that_is_missing_is_not_forgotten() -> None:
     assert (gpu(gone).state, gpu(gone).reason) == ("unknown", "NVML: driver reload")
 
 
-def test_gpus_that_a_session_in_a_job_without_gpus_does_not_show_are_not_lost() -> None:
+def test_gpus_hidden_in_a_job_without_gpus_are_not_lost() -> None:
     """A device cgroup hides all of them then; Slurm has shown them."""
     by_slurm = Scheduled(state="idle", gpus={"slurm-gpu01-0": Ruling()}, shown=[static("slurm-gpu01-0")])
 
@@ -157,7 +157,7 @@ def test_gpus_that_a_session_in_a_job_without_gpus_does_not_show_are_not_lost() 
     assert shown(confined, nvml_error="driver not loaded") == ("unknown", "NVML: driver not loaded")
 
 
-def test_claims_are_joined_by_uuid_on_the_node_they_lie_on() -> None:
+def test_claims_are_joined_by_uuid_on_the_node_that_stores_them() -> None:
     one = facts("gpu01", "GPU-a", "GPU-b", reading={"claims": [claim("k1", "GPU-a"), claim("k2", "GPU-d")]})
     two = facts("gpu02", "GPU-c", "GPU-d", reading={"claims": [claim("k2", "GPU-c"), claim("k3", "GPU-gone")]})
     seen = {g.uuid: (g.state, g.leases) for n in SnapshotBuilder().snapshot([one, two], view()).nodes for g in n.gpus}
@@ -176,7 +176,7 @@ def test_only_live_claims_reserve() -> None:
     assert seen.reason == "alice, 1m00s left; bob, 1m00s left"
 
 
-def test_a_claim_ends_with_its_job_when_slurm_says_so_after_it_was_made() -> None:
+def test_a_claim_ends_with_its_job_by_an_answer_queried_later() -> None:
     """The node's clock says 500 at the reading, which arrived here at 999.5; the claim was made 100 s before."""
 
     def state(
@@ -201,7 +201,7 @@ def test_a_node_that_cannot_hold_claims_has_no_free_gpu() -> None:
     assert seen.gpus[0].reason == "reservations: /var/tmp is on NFS"
 
 
-def test_people_go_by_the_names_to_show() -> None:
+def test_users_have_the_names_to_show() -> None:
     process = Process(pid=1, type="compute", user="al", name="python", started=440.0)
     about = facts(
         "x", "GPU-a", reading={"claims": [claim("k1", "GPU-a")], "gpus": [idle("GPU-a", processes=[process])]}
@@ -213,7 +213,7 @@ def test_people_go_by_the_names_to_show() -> None:
     assert (seen.processes[0].user, seen.processes[0].runtime_s) == ("alice", 60.0)
 
 
-def test_idle_is_flagged_once_it_was_watched_long_enough() -> None:
+def test_idle_is_flagged_after_it_was_read_long_enough() -> None:
     about = facts("x", "GPU-a", reading={"claims": [claim("k1", "GPU-a")]}, last_busy={"GPU-a": NOW - 900})
     assert gpu(about).flags == ["idle"]
     assert gpu(msgspec.structs.replace(about, last_busy={"GPU-a": NOW - 899})).flags == []
@@ -259,7 +259,7 @@ hostile = st.text(max_size=40) | st.sampled_from(
 
 @given(hostile, hostile, hostile)
 @settings(max_examples=80, deadline=None)
-def test_no_text_of_a_node_gets_through_uncleaned(a: str, b: str, c: str) -> None:
+def test_all_text_of_a_node_is_cleaned(a: str, b: str, c: str) -> None:
     process = Process(pid=1, type=a, user=b, name=c, command=a, lease=b, job=c, container=a)
     mig = MigStatic(uuid=a, profile=b)
     whole = GpuStatic(index=0, uuid=a, name=b, pci_bus_id=c, mig=[mig], links={a: 1}, pci={b: 10})

@@ -1,4 +1,4 @@
-"""Nodes from hostfiles, ssh_config, Slurm and ClusterShell's groups: what is found there, and what is refused."""
+"""Nodes from hostfiles, ssh_config, Slurm and ClusterShell's groups: what they contain, and what is refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_hostfiles_of_open_mpi_deepspeed_and_mpich_name_the_same_nodes(tmp_path:
     assert hosts(tmp_path, text) == [("gpu01", "gpu01"), ("gpu02", "gpu02")]
 
 
-def test_a_hostfile_says_whom_to_log_in_as_and_may_name_this_machine(tmp_path: Path) -> None:
+def test_a_hostfile_may_name_users_and_this_machine(tmp_path: Path) -> None:
     text = f"alice@gpu01 slots=4\ngpu02 username=bob\n{HERE} slots=2\n10.1.2.3\n{getpass.getuser()}@localhost\n"
     assert hosts(tmp_path, text) == [
         ("gpu01", "alice@gpu01"), ("gpu02", "bob@gpu02"), (HERE, None), ("10.1.2.3", "10.1.2.3"), ("localhost", None),
@@ -76,7 +76,7 @@ def test_a_hostfile_says_whom_to_log_in_as_and_may_name_this_machine(tmp_path: P
         ("# none\n\n", ": no host in this hostfile; a line is: gpu01 slots=4"),
     ],
 )
-def test_a_line_that_names_no_host_is_refused_with_its_number(tmp_path: Path, text: str, words: str) -> None:
+def test_an_invalid_line_is_refused_with_its_number(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         hosts(tmp_path, text)
     assert str(caught.value).startswith(f"{tmp_path}/hosts{words}")
@@ -121,7 +121,7 @@ def test_sources_nodesets_and_the_configuration_are_combined(tmp_path: Path) -> 
         expand_names([f"hostfile:{file}"])
 
 
-def test_a_hostfile_in_a_config_file_is_named_by_its_whole_path(tmp_path: Path) -> None:
+def test_a_hostfile_in_a_config_file_needs_an_absolute_path(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text('nodes = ["hostfile:hosts"]\n')
     with pytest.raises(ConfigError, match=r"config\.toml: nodes: 'hostfile:hosts' must be an absolute path"):
@@ -241,7 +241,7 @@ def test_slurms_nodes_with_gpus_by_partition() -> None:
         names("slurm:cpu")
 
 
-def test_without_nodes_said_or_configured_they_are_slurms() -> None:
+def test_without_named_or_configured_nodes_slurms_are_used() -> None:
     assert [node.name for node in inventory(Settings(), schedule=FOUR)] == ["gpu02", "gpu01", "big1"]
     assert inventory(Settings(), schedule=slurm(slurm_node("cpu1", gpus=0))) == [Node(HERE, None)]
     with pytest.raises(GpuboardError, match="could not get the nodes from Slurm: no route to slurmctld; name nodes"):
@@ -250,7 +250,7 @@ def test_without_nodes_said_or_configured_they_are_slurms() -> None:
         inventory(Settings(), schedule=slurm(slurm_node("-x")))
 
 
-def test_slurm_is_not_asked_for_nodes_that_are_named() -> None:
+def test_slurm_is_not_queried_for_named_nodes() -> None:
     def never() -> Seen:
         raise AssertionError("Slurm was asked")
 

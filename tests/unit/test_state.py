@@ -208,7 +208,7 @@ def test_the_table(changes: dict[str, Any], state: str, reason: str, flags: tupl
         ({"reading": None, "narrow": "PCIe x4 of x16: narrower than before"}, ()),
     ],
 )  # fmt: skip
-def test_sick_comes_with_its_reasons_in_words(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_the_reasons_of_sick(changes: dict[str, Any], words: tuple[str, ...]) -> None:
     verdict = judge(facts(**changes), Thresholds())
     assert verdict.sick == words
     assert ("sick" in verdict.flags) == bool(words)
@@ -232,7 +232,7 @@ def test_sick_comes_with_its_reasons_in_words(changes: dict[str, Any], words: tu
         ([None], {0: 16}, {}),
     ],
 )  # fmt: skip
-def test_a_link_is_narrow_by_what_it_was_or_what_most_of_its_model_have(
+def test_a_link_is_narrow_compared_with_before_or_with_its_model(
     widths: list[int | None], widest: dict[int, int], narrow: dict[int, str]
 ) -> None:
     gpus = [GpuStatic(index=k, uuid=f"GPU-{k}", name="A10G", pci_bus_id="", pcie_width_max=16) for k in range(9)]
@@ -290,7 +290,7 @@ any_facts = st.builds(
 
 
 @given(any_facts)
-def test_free_is_only_said_when_everything_is_known_and_nothing_speaks_against_it(about: Facts) -> None:
+def test_free_needs_all_data_and_no_contradiction(about: Facts) -> None:
     verdict = judge(about, Thresholds())
     assert verdict.state in STATES
     assert verdict.reason
@@ -320,7 +320,7 @@ def test_free_is_only_said_when_everything_is_known_and_nothing_speaks_against_i
 
 
 @given(any_facts, st.sampled_from(["error", "age", "memory_used", "processes", "compute_mode", "claims", "scheduler"]))
-def test_taking_knowledge_away_never_makes_a_gpu_free(about: Facts, what: str) -> None:
+def test_missing_data_never_makes_a_gpu_free(about: Facts, what: str) -> None:
     others: dict[str, dict[str, Any]] = {
         "age": {"age_s": 1e6},
         "claims": {"claims_error": "gone"},
