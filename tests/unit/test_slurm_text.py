@@ -383,6 +383,6 @@ def test_lists_of_nodes(text: str, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "@all", "a b", "n[1", "n]", "n[3-1]", "n[a-b]", "n,", "a!b", "n*", "n[1-99999]"])
-def test_what_is_no_list_of_nodes(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no list of nodes|more than"):
+def test_invalid_lists_of_nodes(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not a list of nodes|more than"):
         nodesets.listed(text)
