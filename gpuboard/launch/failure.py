@@ -16,6 +16,7 @@ from gpuboard.launch import events
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.run_folder import RankView
+from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.text import clean
 
 # What a rank says when another one has gone: gloo, NCCL, the store's client, the socket layer under them.
@@ -26,8 +27,6 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 _NOTICE_LINES = 20  # the end of a traceback says most
-ECHO_WAIT_S = 1.0  # an echo can overtake its cause by two connections' difference; the cause is waited for
-EXIT_WAIT_S = 1.5  # a rank that raised gets this long to end by itself (exit handlers, uploads) before SIGTERM
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -48,7 +47,7 @@ class Cause(msgspec.Struct, frozen=True):
 class FailureWatch:
     """The state of all ranks of one run, and the judgement of its first failure."""
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    def __init__(self, plan: LaunchPlan, timing: HeadTiming = DEFAULT_TIMING) -> None:
         ranks = {r.rank: (node.node, r) for node in plan.nodes for r in node.ranks}
         self.ranks = {rank: RankView(rank, node, r.local_rank, r.index) for rank, (node, r) in sorted(ranks.items())}
         self.exits: dict[int, events.Exited] = {}
@@ -57,6 +56,7 @@ class FailureWatch:
         self.cause: Cause | None = None
         self.stop_reason: str | None = None  # set once: the head stops every node for it
         self.said: list[str] = []  # lines for the person, taken by the head
+        self._timing = timing
         self._nodes = [node.node for node in plan.nodes]
         self._raised: dict[int, events.Raised] = {}
         self._candidates: list[Cause] = []
@@ -217,7 +217,7 @@ class FailureWatch:
         """Return what came first; None while that is still waited for."""
         real = [c for c in self._candidates if not c.echo]
         first = (real or self._candidates)[0]
-        waited = now - first.at >= ECHO_WAIT_S
+        waited = now - first.at >= self._timing.cause_wait_s
         if first.kind == "signal" and first.rank is not None and self.exits[first.rank].signal == signal.SIGTERM:
             # Who ends a node (Slurm, a shutdown) sends it to the ranks and to their supervisor, in any order.
             ends = [c for c in real if c.kind in {"node-stopped", "node-lost"}]

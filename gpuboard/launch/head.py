@@ -18,14 +18,15 @@ import msgspec
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
 from gpuboard.launch.control import ControlRequest, ControlServer
-from gpuboard.launch.failure import ECHO_WAIT_S, EXIT_WAIT_S, FailureWatch, rank_words, signal_name
+from gpuboard.launch.failure import FailureWatch, rank_words, signal_name
 from gpuboard.launch.output import Logs, Relay, Screen
 from gpuboard.launch.plan import LaunchPlan, shown
 from gpuboard.launch.preflight.check import Check, check_text, grouped
 from gpuboard.launch.preflight.checks import failed, interfaces, preflight
-from gpuboard.launch.preflight.collect import START_S, PreflightQuestions
+from gpuboard.launch.preflight.collect import PreflightQuestions
 from gpuboard.launch.run_folder import RunFolder, RunView, VerdictView, this_head
 from gpuboard.launch.supervisors import CallAnswer, Crew, Heard, Lost
+from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.replies import Done
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean
@@ -33,15 +34,6 @@ from gpuboard.model.units import format_duration, iso
 from gpuboard.transport.base import CallFailed, LinkLost
 from gpuboard.transport.connector import Connector
 
-EMPTY_S = 5.0  # from SIGKILL, or the end of a connection, to a node without a process of the run
-LOST_GRACE_S = (
-    3.0  # with a node gone nothing collective can be saved: all nodes are empty within 5 s, like the lost one
-)
-SWEEP_S = 2.0  # for looking after a node whose supervisor was lost; longer only if its network is gone, too
-REFUSED_GRACE_S = 2.0  # ranks that have not passed their gate have nothing to save
-MUTE_S = 4.0  # for which a node's word on a failure elsewhere is waited for
-_PING_S = 1.0
-_SAVE_S = 2.0
 _HOLD_ABOVE, _HOLD_BELOW = 8 * 2**20, 2**20  # characters the person's side has not read
 
 GpuReader = Callable[[Callable[[Snapshot], None]], None]
@@ -65,6 +57,7 @@ class Head:
         connector: Connector,
         nodes: Mapping[str, Node],
         read_gpus: GpuReader | None,
+        timing: HeadTiming = DEFAULT_TIMING,
     ) -> None:
         """``nodes``: how to reach each node of the plan. ``read_gpus`` starts a reading that it hands to its argument;
         None: no GPUs are needed."""
@@ -72,14 +65,15 @@ class Head:
         self._folder = folder
         self._screen = screen
         self._read_gpus = read_gpus
+        self._timing = timing
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._crew = Crew(plan, nodes, connector, self._inbox)
-        self._watch = FailureWatch(plan)
+        self._crew = Crew(plan, nodes, connector, self._inbox, timing)
+        self._watch = FailureWatch(plan, timing)
         self._logs = Logs(folder.path, self._say)
         labels = {rank: f"{view.node}:{view.index}" for rank, view in self._watch.ranks.items()}
         self._relay = Relay(labels, self._logs, screen, mark=self._watch.mark)
         self._names = [config.node for config in plan.nodes]
-        self._questions = PreflightQuestions(plan, self._crew)
+        self._questions = PreflightQuestions(plan, self._crew, timing)
         self._owners: dict[str, str] = {}  # node → the interface that the ranks there are to use
         self.checks: list[Check] = []
         self._state = "preflight"
@@ -189,7 +183,7 @@ class Head:
             names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - config.environ.keys()
             environ = {name: self._owners[config.node] for name in sorted(names) if config.node in self._owners}
             args = {"master_addr": first.master_addr, "master_port": self._questions.port, "environ": environ}
-            self._crew.ask(config.node, "go", args, START_S, Done)
+            self._crew.ask(config.node, "go", args, self._timing.start_s, Done)
         self._gone = True
         self._watch.opened()
         self._state = "starting"
@@ -212,7 +206,7 @@ class Head:
             self._periodic(now)
             told_to = self._crew.heard_to()
             with contextlib.suppress(queue.Empty):
-                self._take(self._inbox.get(timeout=0.1))
+                self._take(self._inbox.get(timeout=self._timing.poll_s))
                 for _ in range(1000):  # a burst of output is one round; the rest of the loop must not starve
                     self._take(self._inbox.get_nowait())
             self._heard_to, self._told_to = now, told_to
@@ -275,8 +269,8 @@ class Head:
     def _judge(self) -> None:
         if self._gone:
             # A supervisor may stand still for a while: the cause may be with it, and the echo come from another node.
-            told_to = max(self._told_to, self._heard_to - MUTE_S)
-            self._watch.tick(min(self._heard_to, told_to + ECHO_WAIT_S))
+            told_to = max(self._told_to, self._heard_to - self._timing.supervisor_wait_s)
+            self._watch.tick(min(self._heard_to, told_to + self._timing.cause_wait_s))
         for line in self._watch.said:
             self._say(line)
         self._watch.said.clear()
@@ -297,11 +291,11 @@ class Head:
             self._crew.tell("stop", {"grace_s": options.helper_grace_s, "reason": "all ranks ended"})
         if self._stop_at is not None:
             self._count_down(self._heard_to)
-        if now - self._pinged >= _PING_S:
+        if now - self._pinged >= self._timing.ping_s:
             self._pinged = now
             for node in self._crew.ping():
                 self._lose(node, f"nothing heard for {self._plan.options.lost_head_s:.0f} s", now)
-        if now - self._saved >= _SAVE_S:
+        if now - self._saved >= self._timing.save_s:
             self._save()
         backlog = self._screen.backlog
         if backlog > _HOLD_ABOVE if not self._holding else backlog < _HOLD_BELOW:
@@ -329,7 +323,7 @@ class Head:
 
     def _begin_stop(self, now: float) -> None:
         if self._watch.cause is not None and self._watch.cause.kind == "node-lost":
-            self._grace_s = min(self._grace_s, LOST_GRACE_S)
+            self._grace_s = min(self._grace_s, self._timing.lost_node_grace_s)
         self._stop_at = now
         self._countdown = -1
         reason = self._watch.stop_reason or ""
@@ -342,11 +336,11 @@ class Head:
 
     def _count_down(self, now: float) -> None:
         assert self._stop_at is not None
-        if self._spared and now - self._stop_at >= EXIT_WAIT_S:
+        if self._spared and now - self._stop_at >= self._timing.exit_wait_s:
             self._crew.tell("signal", {"signal": int(signal.SIGTERM), "ranks": self._spared})
             self._spared = []
         left = self._stop_at + self._grace_s - now
-        if left < -EMPTY_S:
+        if left < -self._timing.empty_s:
             for name in self._names:
                 if name not in self._watch.ended_nodes:
                     self._watch.node_lost(name, "its supervisor did not say that all has ended", now)
@@ -366,15 +360,15 @@ class Head:
         refused = bool(failed(self.checks)) and not self._gone
         if not self._watch.emptied:
             if refused:
-                self._grace_s = REFUSED_GRACE_S
+                self._grace_s = self._timing.closed_gate_grace_s
             elif not self._gone:
-                self._grace_s = min(self._grace_s, REFUSED_GRACE_S)
+                self._grace_s = min(self._grace_s, self._timing.closed_gate_grace_s)
             if self._stop_at is None:
                 self._watch.stop("preflight refused" if refused else "not started", time.monotonic())
                 self._stop_at = time.monotonic()
                 self._crew.tell("stop", {"grace_s": self._grace_s, "reason": self._watch.stop_reason or ""})
-            self._pump(lambda: self._watch.emptied, time.monotonic() + self._grace_s + EMPTY_S)
-        self._pump(lambda: not self._sweeping, time.monotonic() + SWEEP_S)
+            self._pump(lambda: self._watch.emptied, time.monotonic() + self._grace_s + self._timing.empty_s)
+        self._pump(lambda: not self._sweeping, time.monotonic() + self._timing.sweep_s)
         self._periodic(time.monotonic())
         for rank in self._watch.ranks:  # what helpers, and ranks of a lost node, left without a line end
             self._relay.ended(rank)

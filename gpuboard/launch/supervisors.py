@@ -14,6 +14,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
+from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.model.replies import Malformed
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
@@ -47,13 +48,19 @@ class Crew:
     """Opens one supervisor a node of the plan. Everything they say arrives on ``inbox``, in order for each node."""
 
     def __init__(
-        self, plan: LaunchPlan, nodes: Mapping[str, Node], connector: Connector, inbox: queue.SimpleQueue[Any]
+        self,
+        plan: LaunchPlan,
+        nodes: Mapping[str, Node],
+        connector: Connector,
+        inbox: queue.SimpleQueue[Any],
+        timing: HeadTiming = DEFAULT_TIMING,
     ) -> None:
         """``nodes``: how to reach each node of the plan, by its name there."""
         self._plan = plan
         self._nodes = nodes
         self._connector = connector
         self._inbox = inbox
+        self._timing = timing
         self._links: dict[str, AgentLink] = {}
         self._unanswered: dict[str, int] = {}
         self._asked: dict[str, tuple[float, Pending]] = {}  # the ping that is on its way to a node, and since when
@@ -99,7 +106,7 @@ class Crew:
     def ping(self) -> list[str]:
         """Say to every supervisor that we are there; return those that have said nothing for ``lost_head_s``.
 
-        To be called each second. Counted in pings, not in time: while we are stopped (ctrl-Z) nobody could answer.
+        To be called every ``ping_s``. Counted in pings, not in time: while we are stopped (ctrl-Z) nobody could answer.
         """
         limit_s = self._plan.options.lost_head_s
         silent = []
@@ -109,7 +116,7 @@ class Crew:
             if link.last_line >= self._pinged:
                 self._unanswered[node] = 0
             self._unanswered[node] = self._unanswered.get(node, 0) + 1
-            if limit_s is not None and self._unanswered[node] > limit_s + 1:
+            if limit_s is not None and self._unanswered[node] > limit_s / self._timing.ping_s + 1:
                 silent.append(node)
                 link.close()
             else:

@@ -12,20 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.launch.control import ControlRequest, ask
-from gpuboard.launch.failure import ECHO_WAIT_S
 from gpuboard.launch.head import Head
 from gpuboard.launch.output import Screen
 from gpuboard.launch.run_folder import RunFolder
 from gpuboard.launch.supervisors import Heard
+from gpuboard.launch.timing import HeadTiming
 from gpuboard.transport.connector import Connector
 from tests.unit.test_plan import planned
 from tests.unit.test_watch import BOOM, RESET
 from tests.waiting import until
+
+TIMING = HeadTiming(ping_s=0.1, cause_wait_s=0.2)
 
 
 class Inbox(queue.SimpleQueue[Any]):
@@ -38,7 +41,7 @@ class Inbox(queue.SimpleQueue[Any]):
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         if not self.empty() or self._meanwhile is None:
             return super().get(block, timeout)
-        time.sleep(ECHO_WAIT_S + 0.1)
+        time.sleep(TIMING.cause_wait_s + 0.1)
         self.put(self._meanwhile)
         self._meanwhile = None
         raise queue.Empty
@@ -86,7 +89,8 @@ def test_a_run_can_be_stopped_as_soon_as_it_is_seen(tmp_path: Path, end: Callabl
 def test_a_head_that_stood_still_hears_the_cause_before_it_takes_the_echo_for_it(tmp_path: Path) -> None:
     env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
     screen = Screen(io.StringIO(), io.StringIO())
-    head = Head(planned(), RunFolder(env, "rabc"), screen, connector=Connector(Settings()), nodes={}, read_gpus=None)
+    folder, connector = RunFolder(env, "rabc"), Connector(Settings())
+    head = Head(planned(), folder, screen, connector=connector, nodes={}, read_gpus=None, timing=TIMING)
     head._gone = True
     head._inbox = Inbox(Heard("gpu01", BOOM))
     head._inbox.put(Heard("gpu02", RESET))
@@ -96,13 +100,13 @@ def test_a_head_that_stood_still_hears_the_cause_before_it_takes_the_echo_for_it
 
 
 @contextmanager
-def two_nodes(tmp_path: Path) -> Iterator[tuple[Head, int]]:
+def two_nodes(tmp_path: Path, timing: HeadTiming = TIMING) -> Iterator[tuple[Head, int]]:
     """Yield the head of an open launch whose supervisors both have begun, and the pid of that of gpu01."""
     env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
     screen = Screen(io.StringIO(), io.StringIO())
-    plan, connector = planned(), Connector(Settings())
+    plan, connector, folder = planned(), Connector(Settings()), RunFolder(env, "rabc")
     nodes = {config.node: Node(config.node, None) for config in plan.nodes}
-    head = Head(plan, RunFolder(env, "rabc"), screen, connector=connector, nodes=nodes, read_gpus=None)
+    head = Head(plan, folder, screen, connector=connector, nodes=nodes, read_gpus=None, timing=timing)
     head._gone = True
     try:
         head._crew.open()
@@ -121,7 +125,7 @@ def test_the_cause_is_waited_for_while_its_supervisor_stands_still(tmp_path: Pat
     with two_nodes(tmp_path) as (head, supervisor):
         os.kill(supervisor, signal.SIGSTOP)
         head._inbox.put(Heard("gpu02", RESET))
-        assert not head._pump(lambda: head._watch.cause is not None, time.monotonic() + 2 * ECHO_WAIT_S)
+        assert not head._pump(lambda: head._watch.cause is not None, time.monotonic() + 2 * TIMING.cause_wait_s)
         os.kill(supervisor, signal.SIGCONT)
         head._inbox.put(Heard("gpu01", BOOM))  # what it has not come to say
         head._pump(lambda: head._watch.cause is not None, None)
@@ -129,7 +133,7 @@ def test_the_cause_is_waited_for_while_its_supervisor_stands_still(tmp_path: Pat
 
 
 def test_a_supervisor_that_says_nothing_for_long_is_not_waited_for(tmp_path: Path) -> None:
-    with two_nodes(tmp_path) as (head, supervisor):
+    with two_nodes(tmp_path, msgspec.structs.replace(TIMING, supervisor_wait_s=0.5)) as (head, supervisor):
         os.kill(supervisor, signal.SIGSTOP)
         head._inbox.put(Heard("gpu02", RESET))
         assert head._pump(lambda: head._watch.cause is not None, time.monotonic() + 60)

@@ -19,7 +19,8 @@ from gpuboard.launch.events import (
     Stopping,
     Store,
 )
-from gpuboard.launch.failure import ECHO_WAIT_S, FailureWatch, rank_words
+from gpuboard.launch.failure import FailureWatch, rank_words
+from gpuboard.launch.timing import DEFAULT_TIMING
 from tests.unit.test_plan import planned
 
 BOOM = Raised(1, "ValueError", "boom", "/exp/train.py", 41, "load_batch")
@@ -100,7 +101,7 @@ def test_an_echo_that_arrives_first_waits_for_its_cause() -> None:
 
 def test_an_echo_without_a_cause_is_the_cause() -> None:
     failed = feed(watch(), RESET)
-    failed.tick(10.0 + ECHO_WAIT_S)
+    failed.tick(10.0 + DEFAULT_TIMING.cause_wait_s)
     assert failed.said[0].startswith("rank 2 (gpu02:7) failed: RuntimeError: [gloo] Connection closed by peer")
 
 
@@ -180,7 +181,7 @@ def test_a_signal_that_was_passed_on_is_named_as_such() -> None:
     failed.forwarded(signal.SIGTERM)
     feed(failed, Exited(0, signal=15))
     assert failed.said == [], "it may be the node that ends"
-    failed.tick(10.0 + ECHO_WAIT_S)
+    failed.tick(10.0 + DEFAULT_TIMING.cause_wait_s)
     assert failed.said == ["rank 0 (gpu01:0) was killed by SIGTERM (passed on from the head)"]
     assert failed.exit_code() == 143
 

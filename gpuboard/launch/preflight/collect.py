@@ -5,13 +5,11 @@ from __future__ import annotations
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.preflight.checks import Answers, Failure
 from gpuboard.launch.supervisors import CallAnswer, Crew
+from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.replies import LaunchFacts, Listening, Ports, Probed, ProbeResult, RanksStarted
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost
 
-START_S = 20.0  # from the start of a connection to a checked node: interpreters on a cold network home
-PROBE_S = 10.0  # for a node's word on who reaches whom: 10 ms as a rule, 2 s behind a firewall, more where it is busy
-_ATTEMPT_S = 2.0  # after which a connection that nobody takes counts as dropped
 _PORTS = 2  # that every node opens for the others to try
 _PEERS = 16  # nodes that a node tries to reach: all of a small run, a ring of neighbours in a large one
 
@@ -19,9 +17,10 @@ _PEERS = 16  # nodes that a node tries to reach: all of a small run, a ring of n
 class PreflightQuestions:
     """Asks in three steps; ``take`` every answer, then go on when ``started``, ``listening`` and ``probed`` say so."""
 
-    def __init__(self, plan: LaunchPlan, crew: Crew) -> None:
+    def __init__(self, plan: LaunchPlan, crew: Crew, timing: HeadTiming = DEFAULT_TIMING) -> None:
         self._plan = plan
         self._crew = crew
+        self._timing = timing
         self._nodes = [config.node for config in plan.nodes]
         self._first = plan.nodes[0]
         self._answers: dict[tuple[str, str], object] = {}
@@ -31,16 +30,16 @@ class PreflightQuestions:
 
     def start(self) -> None:
         """Start store and ranks, and ask what a node is like; the ranks' import of torch overlaps all that follows."""
-        port = self._plan.rank_map.master_port
-        self._crew.ask(self._first.node, "listen", {"host": self._first.master_addr, "port": port}, START_S, Listening)
+        port, start_s = self._plan.rank_map.master_port, self._timing.start_s
+        self._crew.ask(self._first.node, "listen", {"host": self._first.master_addr, "port": port}, start_s, Listening)
         for node in self._nodes:
-            self._crew.ask(node, "spawn", {}, START_S, RanksStarted)
-            self._crew.ask(node, "check", {}, START_S, LaunchFacts)
+            self._crew.ask(node, "spawn", {}, start_s, RanksStarted)
+            self._crew.ask(node, "check", {}, start_s, LaunchFacts)
 
     def probe_listen(self) -> None:
         """Let every node open high ports for the others to try."""
         for node in self._nodes:
-            self._crew.ask(node, "probe-listen", {"count": _PORTS}, PROBE_S, Ports)
+            self._crew.ask(node, "probe-listen", {"count": _PORTS}, self._timing.probe_s, Ports)
 
     def probe_connect(self) -> None:
         """Let every node try to reach the others on those, and the first one on the master port."""
@@ -54,7 +53,13 @@ class PreflightQuestions:
             port = self.port
             if node != self._first.node and port is not None:
                 targets.insert(0, {"node": self._first.node, "address": self._first.master_addr, "port": port})
-            self._crew.ask(node, "probe-connect", {"targets": targets, "timeout_s": _ATTEMPT_S}, PROBE_S, Probed)
+            self._crew.ask(
+                node,
+                "probe-connect",
+                {"targets": targets, "timeout_s": self._timing.connect_s},
+                self._timing.probe_s,
+                Probed,
+            )
 
     def take(self, answer: CallAnswer) -> None:
         """Take an answer in."""
