@@ -1,7 +1,8 @@
-"""Reading the files that a person names: bounded in bytes, and in time where it is a pipe."""
+"""Files: reading those that a person names, bounded in bytes and in time; replacing our own in one step."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -36,6 +37,24 @@ def read(path: Path, most: int) -> bytes:
         return _read(fd, most)
     finally:
         os.close(fd)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace a file by one that only its owner can read: readers see all of the old content or of the new.
+
+    Raises OSError and leaves the old file; its folder must exist.
+    """
+    folder, name = os.path.split(os.fspath(path))
+    temporary = os.path.join(folder, f".{name}.{os.urandom(6).hex()}")  # unique among threads, processes and hosts
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def trouble(path: Path, most: int) -> str:

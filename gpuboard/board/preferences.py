@@ -5,8 +5,6 @@ Whatever is wrong with the file is no error: the board starts with what it can r
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,19 +53,10 @@ def load(env: Mapping[str, str]) -> tuple[Preferences, str | None]:
 
 def save(env: Mapping[str, str], kept: Preferences) -> str | None:
     """Write the file; return why that failed, if it did. Of two boards the last one wins, the file is always whole."""
-    import tempfile  # late: nothing is written at the start
-
     file = path(env)
-    temporary = ""
     try:
         paths.make_private(file.parent)
-        handle, temporary = tempfile.mkstemp(prefix=".board-", dir=file.parent)  # of mode 0600
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
-        os.replace(temporary, file)
+        files.write_private(file, msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
     except OSError as error:
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
         return f"{file}: {error.strerror}; sort, filter and theme are not kept"
     return None

@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal
 
+from gpuboard.files import write_private
 from gpuboard.keeper import processes
 from gpuboard.keeper.calls import NodeAnswer
 from gpuboard.keeper.heartbeats import Nodes, key_of
@@ -33,7 +34,6 @@ from gpuboard.keeper.runtime_dir import (
     peer_uid,
     receive,
     send,
-    write_file,
 )
 from gpuboard.keeper.timing import TIMING, KeeperTiming
 
@@ -502,7 +502,7 @@ class Keeper:
 
     def _rewrite(self, kept: Kept, record: LeaseRecord) -> None:
         kept.record = record
-        write_file(f"{self.folder}/{record.lease}.json", json.dumps(record.plain()))
+        write_private(f"{self.folder}/{record.lease}.json", json.dumps(record.plain()).encode())
 
 
 def record_loss(folder: str, message: str) -> None:
@@ -512,7 +512,7 @@ def record_loss(folder: str, message: str) -> None:
     try:
         with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
             before = file.read()
-        write_file(path, f"{before}{message}\n")
+        write_private(path, f"{before}{message}\n".encode())
     except OSError as error:
         log(f"lost: {error.strerror}")
 

@@ -217,18 +217,6 @@ def unresponsive(pid: int) -> str:
     )
 
 
-def write_file(path: str, text: str) -> None:
-    """Replace the file ``path`` atomically: also after a crash, a reader sees the old text or the new."""
-    try:
-        with open(path + ".new", "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(path + ".new", path)
-    except OSError:
-        with suppress(OSError):  # a partial file on a full disk
-            os.unlink(path + ".new")
-        raise
-
-
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
     """Send one message. Raises OSError."""
     connection.sendall(json.dumps(message).encode() + b"\n")

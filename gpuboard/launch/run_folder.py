@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from gpuboard import paths
+from gpuboard import files, paths
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
 from gpuboard.model.text import clean
@@ -122,11 +122,8 @@ class RunFolder:
 
         A disk that is full must not end a run.
         """
-        temporary = self.path / f".{name}.new"
         try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
-            temporary.replace(self.path / name)
+            files.write_private(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
         except OSError as error:
             first, self._full = not self._full, True
             return f"{self.path / name}: {error.strerror}; `gpuboard runs` will show less" if first else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gpuboard import paths
+from gpuboard import files, paths
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper.holder import Holder
 from gpuboard.model.rankmap import RankMap
@@ -71,15 +71,10 @@ def as_allocated(env: Mapping[str, str], lease: str, gpus: Sequence[ChosenGpu]) 
 
 def write_private(path: str, data: bytes) -> None:
     """Write a file atomically, readable by its owner only. Raises GpuboardError."""
-    temporary = f"{path}.{os.getpid()}"
     try:
         paths.make_private(os.path.dirname(path))
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
+        files.write_private(path, data)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
         raise GpuboardError(f"cannot write {path}: {error.strerror}") from error
 
 

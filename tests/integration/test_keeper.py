@@ -319,10 +319,11 @@ def test_lease_without_claims_is_refused(lab: Lab) -> None:
 
 def test_record_that_cannot_be_written(lab: Lab) -> None:
     script = started(lab, lab.take("first1") + "echo go; read")
-    (lab.place / "full1.json.new").mkdir()
+    (lab.place / "full1.json").mkdir()
     node = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
     with pytest.raises(keeper.KeeperError, match=r"refused the lease: .*: Is a directory"):
         keeper.adopt(keeper.record("full1", [node], {}, None, 60.0), lab.env)
+    (lab.place / "full1.json").rmdir()
     assert lab.records() == {"first1"}
     script.kill()
     script.communicate()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from gpuboard import files
 from gpuboard.model.schedule import Schedule
 from gpuboard.paths import cache_dir, make_private
 
@@ -82,17 +83,9 @@ class Cache:
 
     def store(self, record: CachedAnswer) -> None:
         """Replace the file."""
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}-{id(record):x}")
         try:
             make_private(self._folder)
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                with open(fd, "wb") as file:
-                    file.write(msgspec.msgpack.encode(record))
-                os.replace(temporary, self._path)
-            except BaseException:
-                os.unlink(temporary)
-                raise
+            files.write_private(self._path, msgspec.msgpack.encode(record))
             self._sweep()
         except OSError:
             return  # full or read-only home: every process queries for itself

@@ -146,16 +146,9 @@ class Resolver:
                 return
             text = json.dumps({"state": self._state, "hosts": self._answers})
             self._new = False
-        new = self._cache.with_name(f"{self._cache.name}.{os.getpid()}")
-        try:
+        with suppress(OSError):
             paths.make_private(self._cache.parent)
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-            with open(fd, "w", encoding="utf-8") as file:
-                file.write(text)
-            new.replace(self._cache)
-        except OSError:
-            with suppress(OSError):
-                new.unlink()
+            files.write_private(self._cache, text.encode())
 
     def _refresh(self) -> None:
         """Check whether the files have changed; if so, forget the answers."""
