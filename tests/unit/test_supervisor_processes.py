@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.launch import oom, teardown
+from gpuboard.agent.launch import CallRefused, oom, teardown
 from gpuboard.agent.launch import start as ranks
 
 # Says "up" when its own child runs; the child has the environment and the session it is told to have.
@@ -94,10 +94,10 @@ def test_the_interpreter_is_the_one_asked_for_then_the_environments_then_path(tm
     assert ranks.interpreter(None, environ, False) == f"{tmp_path}/path/python3"
     assert ranks.interpreter("python", environ, False) == f"{tmp_path}/path/python"
     assert ranks.interpreter(None, environ, True) == "python3"
-    with pytest.raises(ranks.NotStarted, match="--python") as told:
+    with pytest.raises(CallRefused, match="--python") as told:
         ranks.interpreter("python9", environ, False)
     assert told.value.kind == "python"
-    with pytest.raises(ranks.NotStarted, match="no python3 or python on PATH"):
+    with pytest.raises(CallRefused, match="no python3 or python on PATH"):
         ranks.interpreter(None, {"PATH": "/nonexistent"}, False)
 
 

@@ -14,6 +14,7 @@ import struct
 import time
 
 from gpuboard.agent.event_loop import IN, OUT, Loop
+from gpuboard.agent.launch import CallRefused
 
 MYPY = False
 if MYPY:
@@ -21,27 +22,17 @@ if MYPY:
 
 _HELLO = b"gpuboard"
 _NONCE = 16
-_ANSWER = 32
 _SIOCGIFFLAGS, _IFF_UP = 0x8913, 1  # netdevice(7)
 _MUTE = 3  # times the limit of an attempt, for the answer of who has taken the connection: a process that may be slow
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.EACCES, errno.EPERM)
 
 
-class CannotListen(Exception):
-    """``kind`` is the protocol's word: ``port-in-use`` (``holder`` says by whom) or ``address``."""
-
-    def __init__(self, kind: str, message: str, holder: "Optional[str]" = None) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.holder = holder
-
-
 def listen(host: str, port: int) -> socket.socket:
-    """Bind ``port`` (0: any free one) of ``host``, an address of this node, and listen. Raises CannotListen."""
+    """Bind ``port`` (0: any free one) of ``host``, an address of this node, and listen. Raises CallRefused."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise CannotListen("address", "%s cannot be resolved on this node: %s" % (host, error)) from error
+        raise CallRefused("address", "%s cannot be resolved on this node: %s" % (host, error)) from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -52,11 +43,11 @@ def listen(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             holder = port_holder(port)
             message = "port %d of %s is in use by %s" % (port, host, holder or "a process that this user may not see")
-            raise CannotListen("port-in-use", message, holder) from error
+            raise CallRefused("port-in-use", message, {"holder": holder}) from error
         if error.errno == errno.EADDRNOTAVAIL:
             known = ", ".join(ip for ips in addresses().values() for ip in ips)
-            raise CannotListen("address", "%s is not an address of this node (%s)" % (host, known)) from error
-        raise CannotListen("address", "cannot listen on %s port %d: %s" % (host, port, error)) from error
+            raise CallRefused("address", "%s is not an address of this node (%s)" % (host, known)) from error
+        raise CallRefused("address", "cannot listen on %s port %d: %s" % (host, port, error)) from error
     listener.setblocking(False)
     return listener
 

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import threading
 
-from gpuboard.agent.launch import network
+from gpuboard.agent.launch import CallRefused, network
 from gpuboard.agent.launch import start as ranks
 
 MYPY = False
@@ -60,16 +60,16 @@ _RESOLVE_S = 1.0
 
 
 def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, Any]":
-    """Return the facts. Raises ranks.NotStarted with ``cwd``, ``python`` or ``target``."""
+    """Return the facts. Raises CallRefused with ``cwd``, ``python`` or ``target``."""
     if not os.path.isdir(config["cwd"]):
-        raise ranks.NotStarted(
+        raise CallRefused(
             "cwd", "there is no folder %s on this node; launch from one that every node has" % config["cwd"]
         )
     if not os.access(config["cwd"], os.X_OK):
-        raise ranks.NotStarted("cwd", "this user may not enter %s on this node" % config["cwd"])
+        raise CallRefused("cwd", "this user may not enter %s on this node" % config["cwd"])
     facts = _ask(config, environ)
     if "target_error" in facts:
-        raise ranks.NotStarted(
+        raise CallRefused(
             "target", "%s cannot be read in %s: %s" % (config["target"]["name"], config["cwd"], facts["target_error"])
         )
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -103,15 +103,15 @@ def _ask(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, Any]
             check=False,
         )
     except OSError as error:
-        raise ranks.NotStarted("python", "cannot start %s: %s" % (line[0], error)) from error
+        raise CallRefused("python", "cannot start %s: %s" % (line[0], error)) from error
     except subprocess.TimeoutExpired as error:
-        raise ranks.NotStarted("python", "%s did not answer within %d s" % (line[0], _ASK_S)) from error
+        raise CallRefused("python", "%s did not answer within %d s" % (line[0], _ASK_S)) from error
     try:
         facts = json.loads(answer.stdout.decode("utf-8", "replace").splitlines()[-1])
         assert isinstance(facts, dict)
     except (ValueError, IndexError, AssertionError) as error:
         words = answer.stderr.decode("utf-8", "replace").strip()[-500:]
-        raise ranks.NotStarted("python", "%s ended with code %d: %s" % (line[0], answer.returncode, words)) from error
+        raise CallRefused("python", "%s ended with code %d: %s" % (line[0], answer.returncode, words)) from error
     return facts
 
 

@@ -8,6 +8,7 @@ import subprocess
 import time
 
 from gpuboard.agent import module_source
+from gpuboard.agent.launch import CallRefused
 from gpuboard.agent.launch import output as relay
 
 MYPY = False
@@ -42,14 +43,6 @@ _OURS_ALWAYS = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
 )  # fmt: skip
-
-
-class NotStarted(Exception):
-    """A rank or the check cannot be started: ``kind`` is the protocol's word (``python``, ``cwd``, ``target``)."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 class Worker:
@@ -134,14 +127,14 @@ def interpreter(python: "Optional[str]", environ: "Dict[str, str]", wrapped: boo
     """Return the training interpreter: the one asked for, else that of the environment, else PATH's.
 
     Inside a container (``wrapped``) paths cannot be looked at: only what was asked for counts, else ``python3``.
-    Raises NotStarted.
+    Raises CallRefused.
     """
     if wrapped:
         return python or "python3"
     if python:
         found = shutil.which(python, path=environ.get("PATH"))
         if found is None:
-            raise NotStarted("python", "there is no interpreter %s on this node; --python names another" % python)
+            raise CallRefused("python", "there is no interpreter %s on this node; --python names another" % python)
         return found
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         candidate = os.path.join(environ.get(variable, ""), "bin", "python")
@@ -151,7 +144,7 @@ def interpreter(python: "Optional[str]", environ: "Dict[str, str]", wrapped: boo
         found = shutil.which(name, path=environ.get("PATH"))
         if found is not None:
             return found
-    raise NotStarted("python", "no python3 or python on PATH (%s); --python names one" % environ.get("PATH", ""))
+    raise CallRefused("python", "no python3 or python on PATH (%s); --python names one" % environ.get("PATH", ""))
 
 
 def node_environ(config: "Dict[str, Any]") -> "Dict[str, str]":
@@ -204,7 +197,7 @@ def stale(environ: "Dict[str, str]") -> "List[str]":
 
 
 def command(config: "Dict[str, Any]", environ: "Dict[str, str]", after_python: "List[str]") -> "List[str]":
-    """Return wrapper, training interpreter and what follows it. Raises NotStarted."""
+    """Return wrapper, training interpreter and what follows it. Raises CallRefused."""
     wrap, python = list(config["wrap"]), config["python"]
     if python and "/" in python and not wrap:  # as the person means it, not below the folder that sshd starts in
         python = os.path.join(config["cwd"], os.path.expanduser(python))
@@ -224,7 +217,7 @@ def start(  # noqa: PLR0917
     """Start a fresh training interpreter on ``body`` ("worker" or "store") with ``task`` as its config.
 
     ``shown`` is what ps shows behind the interpreter's name; ``keep`` are descriptors it inherits. To be called from
-    the main thread only: a child's death signal fires when the thread that made it ends. Raises NotStarted.
+    the main thread only: a child's death signal fires when the thread that made it ends. Raises CallRefused.
     """
     script, script_end = os.pipe()
     ours, theirs = socket.socketpair()
@@ -245,7 +238,7 @@ def start(  # noqa: PLR0917
         except OSError as error:
             ours.close()
             kind = "cwd" if not os.path.isdir(config["cwd"]) else "python"
-            raise NotStarted(kind, "cannot start %s in %s: %s" % (body, config["cwd"], error)) from error
+            raise CallRefused(kind, "cannot start %s in %s: %s" % (body, config["cwd"], error)) from error
     finally:
         os.close(script)
         theirs.close()

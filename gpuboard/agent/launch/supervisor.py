@@ -7,7 +7,7 @@ import socket
 import time
 
 from gpuboard.agent.event_loop import IN, OUT, Loop
-from gpuboard.agent.launch import network, preflight, teardown
+from gpuboard.agent.launch import CallRefused, network, preflight, teardown
 from gpuboard.agent.launch import start as ranks
 from gpuboard.agent.launch.workers import Gang
 
@@ -24,15 +24,6 @@ _KILL_S = 4.0
 _LAST_WORDS_S = 2.0  # for what is still to be sent when the head is gone, and may be read by who carries it
 _HELPERS_TOLD_S = 3.0  # multiprocessing's own helpers end by themselves sooner, also on a machine that is busy
 _LATER = object()  # a call that is answered when its work is done
-
-
-class CallRefused(Exception):
-    """A call that gets an error for an answer."""
-
-    def __init__(self, kind: str, message: str, detail: "Any" = None) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.detail = detail
 
 
 class Supervisor:
@@ -140,8 +131,6 @@ class Supervisor:
             value = handler(call, args)
         except CallRefused as error:
             self._channel.refuse(call, error.kind, str(error), error.detail)
-        except ranks.NotStarted as error:
-            self._channel.refuse(call, error.kind, str(error))
         except (KeyError, TypeError, ValueError) as error:
             self._channel.refuse(call, "arguments", "%s: %s" % (type(error).__name__, error))
         else:
@@ -177,10 +166,7 @@ class Supervisor:
     def _listen(self, _call: int, args: "Dict[str, Any]") -> "Any":
         if self._master is not None:
             raise CallRefused("state", "the master port is bound already")
-        try:
-            self._master = network.listen(str(args["host"]), int(args["port"]))
-        except network.CannotListen as error:
-            raise CallRefused(error.kind, str(error), {"holder": error.holder})
+        self._master = network.listen(str(args["host"]), int(args["port"]))
         address, port = self._master.getsockname()[:2]
         self._answering.add(self._master)
         if self._spawned:
@@ -191,10 +177,7 @@ class Supervisor:
         any_address = "::" if socket.has_ipv6 and os.path.exists("/proc/net/if_inet6") else "0.0.0.0"
         found = []
         for _ in range(int(args["count"])):
-            try:
-                listener = network.listen(any_address, 0)
-            except network.CannotListen as error:
-                raise CallRefused(error.kind, str(error))
+            listener = network.listen(any_address, 0)
             self._answering.add(listener)
             found.append(listener.getsockname()[1])
         return {"ports": found}
@@ -212,7 +195,7 @@ class Supervisor:
     def _spawn(self, _call: int, _args: "Dict[str, Any]") -> "Any":
         if self._spawned or self._gang.running() or self._ending_at is not None:
             raise CallRefused("state", "the ranks were started already, or this node is being stopped")
-        stale = ranks.stale(self._environ_sent())
+        stale = ranks.stale(dict(os.environ, **self._config["environ"]))
         if stale:
             self._notice("set anew for every rank, the environment had: " + ", ".join(stale))
         if self._master is not None:
@@ -220,9 +203,6 @@ class Supervisor:
         pids = self._gang.start_ranks()
         self._spawned = True
         return {"pids": pids}
-
-    def _environ_sent(self) -> "Dict[str, str]":
-        return dict(os.environ, **self._config["environ"])
 
     def _go(self, _call: int, args: "Dict[str, Any]") -> "Any":
         if not self._spawned:
@@ -325,7 +305,12 @@ class Supervisor:
         if self._helpers() and started < self._helpers_until:
             # On a node of many processes a look costs more: a tenth of one core at most.
             self._look_soon(max(0.1, 10 * (time.monotonic() - started)))
-        elif self._gang.store_pid is None or self._stop_asked or self._ending_at is not None or self._alone():
+        elif (
+            self._gang.store_pid is None
+            or self._stop_asked
+            or self._ending_at is not None
+            or self._config["nodes"] == 1
+        ):
             self._kill()
         else:  # other nodes' ranks still need the store; the head says when it may end
             teardown.kill_all(self._config["run"], os.getpid(), self._spared(), self._reap, _KILL_S)
@@ -336,9 +321,6 @@ class Supervisor:
 
     def _spared(self) -> "Any":
         return [self._guard_pid] + ([self._gang.store_pid] if self._gang.store_pid is not None else [])
-
-    def _alone(self) -> bool:
-        return int(self._config["nodes"]) == 1
 
     def _end(self, reason: "Optional[str]", grace_s: float, spare: "Collection[int]" = ()) -> None:
         """SIGCONT and SIGTERM to the ranks now, SIGKILL to everything after the grace (an earlier end stands).

@@ -19,11 +19,9 @@ import traceback
 MYPY = False
 if MYPY:
     from types import TracebackType
-    from typing import Any, Callable, Dict, List, Optional, Tuple
+    from typing import Any, Dict, List, Optional, Tuple
 
     from gpuboard.agent.launch.worker_channel import Bond
-
-    Report = Callable[[BaseException], None]
 
 _OURS = "<gpuboard>"  # the file name of this code's frames
 _TEXT = 16384  # characters of a message or traceback that travel

@@ -54,7 +54,7 @@ class Gang:
         return all(child.status in (None, 0) for child in self._ranks)
 
     def start_ranks(self) -> "Dict[str, int]":
-        """Start the workers; they import torch and wait. Returns pids by rank. Raises ranks.NotStarted."""
+        """Start the workers; they import torch and wait. Returns pids by rank. Raises CallRefused."""
         self._oom_before = oom.oom_counts()
         target = self._config["target"]
         shown = ["-m", target["name"]] if target["kind"] == "module" else [target["name"]]
@@ -82,7 +82,7 @@ class Gang:
         return {str(child.rank): child.pid for child in self._ranks}
 
     def start_store(self, bound: "socket.socket") -> None:
-        """Start the store on a bound socket. It opens it when the gate opens. Raises ranks.NotStarted."""
+        """Start the store on a bound socket. It opens it when the gate opens. Raises CallRefused."""
         self._store_socket = bound
         address, port = bound.getsockname()[:2]
         task = {
