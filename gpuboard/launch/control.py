@@ -1,5 +1,7 @@
-"""The head's control socket in the run's folder: ``{"op": "stop", "grace_s": …, "reason": …}``
-and ``{"op": "state"}``."""
+"""The control socket in a run's folder: requests of other processes to its head.
+
+One JSON line each way: ``{"op": "stop", "grace_s": …, "reason": …}`` or ``{"op": "state"}``.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,13 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from gpuboard.errors import GpuboardError
+from gpuboard.launch import run_folder
 
 _NAME = "control.sock"
 
@@ -69,6 +72,28 @@ def ask(folder: Path, request: ControlRequest) -> object:
             return answer
     except (OSError, msgspec.DecodeError) as error:
         raise GpuboardError(f"{folder / _NAME}: the run's head does not answer: {error}") from error
+
+
+def ask_to_stop(
+    env: Mapping[str, str], view: run_folder.RunView, grace_s: float | None, reason: str = ""
+) -> run_folder.RunView:
+    """Ask the head of a run to stop it. Return ``view``, or the final state of a run that has ended meanwhile.
+
+    ``grace_s`` None: the time from SIGTERM to SIGKILL that launch was given. Raises GpuboardError when the head is on
+    another host or does not answer.
+    """
+    if view.state in run_folder.FINAL:
+        return view
+    if run_folder.alive(view.head) is None:
+        raise GpuboardError(f"run {view.id} is led from {view.head.host}; run `gpuboard stop {view.id}` there")
+    try:
+        ask(Path(view.folder), ControlRequest("stop", grace_s, reason))
+    except GpuboardError:
+        now = run_folder.find_run(env, view.id)
+        if now.state not in run_folder.FINAL:
+            raise
+        return now
+    return view
 
 
 @contextlib.contextmanager

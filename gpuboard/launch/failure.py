@@ -66,9 +66,8 @@ class FailureWatch:
     # what happens
 
     def event(self, node: str, event: LaunchEvent, now: float) -> None:
-        """Take in one event of ``node``; events about ranks of other nodes are not believed."""
-        rank = getattr(event, "rank", None)
-        if rank is not None and (rank not in self.ranks or self.ranks[rank].node != node):
+        """Process one event of ``node``; an event about a rank of another node is ignored."""
+        if not self.accepts(node, event):
             return
         if isinstance(event, events.Spawned):
             self._set(event.rank, pid=event.pid, state="importing")
@@ -91,10 +90,15 @@ class FailureWatch:
         elif isinstance(event, events.Stopping):
             if self.stop_reason is None:
                 text = f"{node}: {clean(event.reason)}; this node is stopped"
-                self._candidate(Cause("node-stopped", None, node, text, at=now))
+                self._candidates.append(Cause("node-stopped", None, node, text, at=now))
         elif isinstance(event, events.RunNotice):
             lines = [line for line in event.text.splitlines() if line.strip()]
             self.said += [f"{node}: {clean(line)}" for line in lines[-_NOTICE_LINES:]]
+
+    def accepts(self, node: str, event: LaunchEvent) -> bool:
+        """Return whether ``event`` concerns ``node`` as a whole or one of its own ranks."""
+        rank = getattr(event, "rank", None)
+        return rank is None or (rank in self.ranks and self.ranks[rank].node == node)
 
     def opened(self) -> None:
         """Note that the gate is open."""
@@ -119,7 +123,7 @@ class FailureWatch:
         for rank, view in self.ranks.items():
             if view.node == node and rank not in self.exits:
                 self._set(rank, state="lost")
-        self._candidate(Cause("node-lost", None, node, f"{node}: the connection is gone: {words}", at=now))
+        self._candidates.append(Cause("node-lost", None, node, f"{node}: the connection is gone: {words}", at=now))
 
     def stop(self, reason: str, now: float) -> None:
         """Take in that the person wants the run to end."""
@@ -210,9 +214,6 @@ class FailureWatch:
         if self.stop_reason is None:
             self.stop_reason = reason
 
-    def _candidate(self, cause: Cause) -> None:
-        self._candidates.append(cause)
-
     def _first(self, now: float) -> Cause | None:
         """Return what came first; None while that is still waited for."""
         real = [c for c in self._candidates if not c.echo]
@@ -236,7 +237,7 @@ class FailureWatch:
         what = clean(event.type) + (f": {message}" if message else "")
         text = f"{self._where(event.rank)} failed{while_words}: {what}{place}"
         echo = is_echo(f"{event.type}: {event.message}")
-        self._candidate(Cause("raised", event.rank, self.ranks[event.rank].node, text, echo=echo, at=now))
+        self._candidates.append(Cause("raised", event.rank, self.ranks[event.rank].node, text, echo=echo, at=now))
 
     def _take_exited(self, event: events.Exited, now: float) -> None:
         self.exits[event.rank] = event
@@ -257,12 +258,14 @@ class FailureWatch:
         kind = "signal" if event.signal is not None else "exit"
         node = self.ranks[event.rank].node
         echo = is_echo(error) and event.oom is None and event.signal in (None, signal.SIGABRT)
-        self._candidate(Cause(kind, event.rank, node, f"{self._where(event.rank)} {how}", evidence, echo=echo, at=now))
+        self._candidates.append(
+            Cause(kind, event.rank, node, f"{self._where(event.rank)} {how}", evidence, echo=echo, at=now)
+        )
 
     def _take_store(self, event: events.Store, node: str, now: float) -> None:
         if event.state == "died" and self.stop_reason is None and not self.finished:
             code = f" (exit code {event.code})" if event.code is not None else ""
-            self._candidate(
+            self._candidates.append(
                 Cause("store-died", None, node, f"{node}: the ranks' meeting point, the store, died{code}", at=now)
             )
 
@@ -279,7 +282,7 @@ class FailureWatch:
                 f"{self._where(gone[0])} ended with exit code 0 before init_process_group; "
                 f"{rank_words(waiting)} would wait for it in vain"
             )
-            self._candidate(Cause("before-init", gone[0], self.ranks[gone[0]].node, text, at=now))
+            self._candidates.append(Cause("before-init", gone[0], self.ranks[gone[0]].node, text, at=now))
 
 
 def is_echo(line: str) -> bool:

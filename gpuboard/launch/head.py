@@ -230,11 +230,8 @@ class Head:
 
     def _hear(self, item: Heard, now: float) -> None:
         event = item.event
-        if item.node in self._sweeping:
-            return  # a second supervisor has nothing to tell
-        rank = getattr(event, "rank", None)
-        if rank is not None and (rank not in self._watch.ranks or self._watch.ranks[rank].node != item.node):
-            return  # a node speaks for its own ranks only
+        if item.node in self._sweeping or not self._watch.accepts(item.node, event):
+            return  # from a second supervisor, which runs no ranks, or about another node's ranks
         if isinstance(event, events.Output):
             self._relay.output(event.rank, "err" if event.stream == "err" else "out", event.text)
             return
