@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection
+from typing import Literal
 
 import msgspec
 
@@ -29,13 +30,13 @@ _ECHO = re.compile(
 _NOTICE_LINES = 20  # the end of a traceback says most
 
 
+FailureKind = Literal["raised", "exit", "signal", "before-init", "node-lost", "node-stopped", "store-died", "stopped"]
+
+
 class Cause(msgspec.Struct, frozen=True):
-    """Why a run failed or was stopped.
+    """Why a run failed or was stopped."""
 
-    ``kind``: raised, exit, signal, before-init, node-lost, node-stopped, store-died or stopped.
-    """
-
-    kind: str
+    kind: FailureKind
     rank: int | None
     node: str | None
     text: str
@@ -255,7 +256,7 @@ class FailureWatch:
             how = f"was killed by {signal_name(event.signal)}{forwarded}" + (": out of memory" if event.oom else "")
         else:
             how = f"ended with exit code {event.code}"
-        kind = "signal" if event.signal is not None else "exit"
+        kind: FailureKind = "signal" if event.signal is not None else "exit"
         node = self.ranks[event.rank].node
         echo = is_echo(error) and event.oom is None and event.signal in (None, signal.SIGABRT)
         self._candidates.append(

@@ -24,7 +24,7 @@ from gpuboard.launch.plan import LaunchPlan, shown
 from gpuboard.launch.preflight.check import Check, check_text, grouped
 from gpuboard.launch.preflight.checks import failed, interfaces, preflight
 from gpuboard.launch.preflight.collect import PreflightQuestions
-from gpuboard.launch.run_folder import RunFolder, RunView, VerdictView, this_head
+from gpuboard.launch.run_folder import FINAL, RunFolder, RunState, RunView, VerdictView, this_head
 from gpuboard.launch.supervisors import CallAnswer, Crew, Heard, Lost
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.replies import Done
@@ -76,7 +76,7 @@ class Head:
         self._questions = PreflightQuestions(plan, self._crew, timing)
         self._owners: dict[str, str] = {}  # node → the interface that the ranks there are to use
         self.checks: list[Check] = []
-        self._state = "preflight"
+        self._state: RunState = "preflight"
         self._started = time.time()
         self._gone = False  # the gate is open
         self._over = False  # all ranks ended well
@@ -141,7 +141,7 @@ class Head:
             target=" ".join([self._plan.target.words(), *self._plan.target.args]),
             started=iso(self._started),
             state=self._state,
-            exit_code=self._exit_code() if self._state in {"done", "failed", "stopped"} else None,
+            exit_code=self._exit_code() if self._state in FINAL else None,
             ranks=list(watch.ranks.values()),
             verdicts=self._verdicts(),
             head=this_head(),

@@ -11,8 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, Literal, TextIO
 
+Stream = Literal["out", "err"]
+STREAMS: tuple[Stream, ...] = ("out", "err")
 MAX_LINE = 64 * 1024  # characters without an end of line that are kept; more is passed on in pieces of this size
 _REDRAW_S = 0.1
 _OPEN_FILES = 256  # below the usual limit of 1,024 with room for the connections
@@ -115,13 +117,13 @@ class Screen:
     """The person's stdout and stderr. On a terminal the last unfinished line stays below all others."""
 
     def __init__(self, out: TextIO, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._streams = {"out": out, "err": err}
+        self._streams: dict[Stream, TextIO] = {"out": out, "err": err}
         self._terminals = {name: stream.isatty() for name, stream in self._streams.items()}
         self._clock = clock
         # One for both where they show on one terminal, in order; else a stuck pipe must not hold our own words back.
         first = Writer()
         self._writers = {"out": first, "err": first if all(self._terminals.values()) else Writer()}
-        self._live: tuple[str, str] | None = None  # stream and line
+        self._live: tuple[Stream, str] | None = None  # stream and line
         self._drawn_at = float("-inf")
         self._pinned = False
 
@@ -130,11 +132,11 @@ class Screen:
         """Characters that the person's side has not taken yet."""
         return max(writer.backlog for writer in self._writers.values())
 
-    def terminal(self, stream: str) -> bool:
-        """Whether ``stream`` ("out" or "err") is a terminal."""
+    def terminal(self, stream: Stream) -> bool:
+        """Whether ``stream`` is a terminal."""
         return self._terminals[stream]
 
-    def lines(self, stream: str, lines: list[str]) -> None:
+    def lines(self, stream: Stream, lines: list[str]) -> None:
         """Print whole lines, above the live one."""
         if not lines:
             return
@@ -146,7 +148,7 @@ class Screen:
             self._erase()
         self._put(stream, text)
 
-    def live(self, stream: str, line: str) -> None:
+    def live(self, stream: Stream, line: str) -> None:
         """Show an unfinished line, on a terminal only and ten times a second at most."""
         if self._terminals[stream] and not self._pinned and self._clock() - self._drawn_at >= _REDRAW_S:
             self._draw(stream, line)
@@ -163,7 +165,7 @@ class Screen:
         if self._terminals["err"]:
             self._draw("err", line)
 
-    def _draw(self, stream: str, line: str) -> None:
+    def _draw(self, stream: Stream, line: str) -> None:
         if self.backlog:
             return
         self._erase()
@@ -180,7 +182,7 @@ class Screen:
             self._put(self._live[0], "\r\x1b[K")
             self._live = None
 
-    def _put(self, stream: str, text: str) -> None:
+    def _put(self, stream: Stream, text: str) -> None:
         self._writers[stream].write(self._streams[stream], text)
 
 
@@ -193,7 +195,7 @@ class Logs:
         self._files: dict[str, BinaryIO] = {}
         self._failed = False
 
-    def write(self, rank: int, stream: str, text: str) -> None:
+    def write(self, rank: int, stream: Stream, text: str) -> None:
         """Append ``text``; a full disk is said once and costs the log, never the run."""
         name = f"rank-{rank}.{stream}"
         try:
@@ -232,17 +234,17 @@ class Relay:
         self._prefixes = {
             (rank, stream): f"[rank {rank} {label}] " if len(labels) > 1 or screen.terminal(stream) else ""
             for rank, label in labels.items()
-            for stream in ("out", "err")
+            for stream in STREAMS
         }
         self._logs = logs
         self._screen = screen
         self._mark = mark
-        self._lines: dict[tuple[int, str], LineSplitter] = {}
+        self._lines: dict[tuple[int, Stream], LineSplitter] = {}
         self.last_line: dict[int, str] = {}
         self.last_error: dict[int, str] = {}
 
-    def output(self, rank: int, stream: str, text: str) -> None:
-        """Handle one piece of output of a rank; ``stream`` is "out" or "err"."""
+    def output(self, rank: int, stream: Stream, text: str) -> None:
+        """Handle one piece of output of a rank."""
         self._logs.write(rank, stream, text)
         lines = self._lines.setdefault((rank, stream), LineSplitter())
         self._print(rank, stream, lines.feed(text))
@@ -253,19 +255,19 @@ class Relay:
 
     def ended(self, rank: int) -> None:
         """Print what the rank left unfinished."""
-        for stream in ("out", "err"):
+        for stream in STREAMS:
             lines = self._lines.pop((rank, stream), None)
             if lines is not None:
                 self._print(rank, stream, lines.close())
 
-    def _print(self, rank: int, stream: str, lines: list[str]) -> None:
+    def _print(self, rank: int, stream: Stream, lines: list[str]) -> None:
         for line in lines:
             if line.strip():
                 self._remember(rank, stream, line)
         prefix = self._prefixes[rank, stream]
         self._screen.lines(stream, [prefix + self._mark(rank, line) + line for line in lines])
 
-    def _remember(self, rank: int, stream: str, line: str) -> None:
+    def _remember(self, rank: int, stream: Stream, line: str) -> None:
         line = _SGR.sub("", line)  # it is shown among our own words
         self.last_line[rank] = line
         if stream == "err":

@@ -6,6 +6,7 @@ import ipaddress
 import re
 import shlex
 from collections.abc import Collection, Mapping
+from typing import Literal
 
 import msgspec
 
@@ -22,10 +23,13 @@ _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _UUID = re.compile(r"[A-Za-z0-9_./-]+")
 
 
+Device = Literal["cuda", "cpu"]
+
+
 class LaunchOptions(msgspec.Struct, frozen=True):
     """The options of ``gpuboard launch`` that reach the nodes."""
 
-    device: str = "cuda"  # "cuda" | "cpu"
+    device: Device = "cuda"
     python: str | None = None  # the nodes' training interpreter; None: found there
     wrap: tuple[str, ...] = ()  # words put before the interpreter (a container's exec)
     grace_s: float = 30.0  # SIGTERM to SIGKILL
@@ -56,7 +60,7 @@ class StartConfig(msgspec.Struct, frozen=True):
     world_size: int
     ranks: list[StartRank]
     cuda_visible_devices: str
-    device: str
+    device: Device
     master_addr: str
     listen: bool
     target: Target
@@ -80,7 +84,7 @@ class LaunchPlan(msgspec.Struct, frozen=True):
     nodes: list[StartConfig]
 
 
-def check_rank_map(rank_map: RankMap, known: Collection[str], where: str, device: str) -> None:
+def check_rank_map(rank_map: RankMap, known: Collection[str], where: str, device: Device) -> None:
     """Raise UsageError naming everything wrong with ``rank_map`` (``where`` says which), nothing if it is sound.
 
     ``known`` are the names of the inventory. With ``device`` "cpu" the GPUs of the map are numbers, nothing more:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -22,19 +23,24 @@ from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
 from gpuboard.model.text import clean
 
-FINAL = frozenset({"done", "failed", "stopped"})
+if TYPE_CHECKING:
+    RunState = Literal["preflight", "starting", "running", "stalled", "failed", "done", "stopped"]
+    RankState = Literal["waiting", "importing", "gate", "running", "failed", "done", "killed", "lost"]
+else:  # files are decoded with any state: a newer gpuboard may have written them
+    RunState = RankState = str
+FINAL: frozenset[RunState] = frozenset({"done", "failed", "stopped"})
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # no l, o, 0, 1: run ids are read aloud and typed
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """One rank of ``runs --json``. ``state``: waiting, importing, gate, running, failed, done, killed or lost."""
+    """One rank of ``runs --json``."""
 
     rank: int
     node: str
     local_rank: int
     index: int
     pid: int | None = None
-    state: str = "waiting"
+    state: RankState = "waiting"
     last_line: str = ""
 
 
@@ -65,7 +71,7 @@ class RunView(msgspec.Struct, frozen=True):
     lease: str | None
     target: str
     started: str
-    state: str
+    state: RunState
     exit_code: int | None
     ranks: list[RankView]
     verdicts: list[VerdictView]

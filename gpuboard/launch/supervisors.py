@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,6 +21,11 @@ from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink, Pending
 
+# docs/launch-protocol.md, "Calls"
+SupervisorCall = Literal[
+    "check", "listen", "probe-listen", "probe-connect", "spawn", "go", "hold", "signal", "stop", "processes", "ping"
+]
+
 
 class Heard(msgspec.Struct, frozen=True):
     """An event of a supervisor."""
@@ -33,7 +38,7 @@ class CallAnswer(msgspec.Struct, frozen=True):
     """The answer to a call, of the kind that was asked for, or why there is none."""
 
     node: str
-    op: str
+    op: SupervisorCall
     value: object
 
 
@@ -83,7 +88,7 @@ class Crew:
         self._links[node] = self._open(node, msgspec.to_builtins(config))
         self._links[node].submit("stop", {"grace_s": 0.0})
 
-    def ask(self, node: str, op: str, args: Mapping[str, Any], timeout_s: float, kind: type) -> None:
+    def ask(self, node: str, op: SupervisorCall, args: Mapping[str, Any], timeout_s: float, kind: type) -> None:
         """Call a supervisor; an :class:`CallAnswer` follows on the inbox whatever happens."""
         pending = self._links[node].submit(op, dict(args))
 
@@ -97,7 +102,7 @@ class Crew:
 
         threading.Thread(target=wait, name=f"{op}-{node}", daemon=True).start()
 
-    def tell(self, op: str, args: Mapping[str, Any]) -> None:
+    def tell(self, op: SupervisorCall, args: Mapping[str, Any]) -> None:
         """Call every supervisor that still can be reached, without caring for the answers."""
         for link in self._links.values():
             if link.over is None:

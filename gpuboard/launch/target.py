@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -14,9 +15,9 @@ _FUNCTION = re.compile(rf"{_DOTTED}:{_DOTTED}")
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What each rank runs. ``kind`` is ``script``, ``module`` or ``function``; ``args`` reach it untouched."""
+    """What each rank runs; ``args`` reach it untouched."""
 
-    kind: str
+    kind: Literal["script", "module", "function"]
     name: str
     args: list[str] = []
 

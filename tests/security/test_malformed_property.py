@@ -351,13 +351,14 @@ def test_a_run_takes_whatever_a_supervisor_says(data: st.DataObject) -> None:
 def test_preflight_judges_whatever_was_answered(data: st.DataObject) -> None:
     plan = planned()
     asked = collect.PreflightQuestions(plan, supervisors.Crew(plan, {}, Connector(Settings()), queue.SimpleQueue()))
-    for op, kind in (
-        ("check", replies.LaunchFacts),
-        ("listen", replies.Listening),
-        ("spawn", replies.RanksStarted),
-        ("probe-listen", replies.Ports),
-        ("probe-connect", replies.Probed),
-    ):
+    kinds: dict[supervisors.SupervisorCall, type] = {
+        "check": replies.LaunchFacts,
+        "listen": replies.Listening,
+        "spawn": replies.RanksStarted,
+        "probe-listen": replies.Ports,
+        "probe-connect": replies.Probed,
+    }
+    for op, kind in kinds.items():
         for node in ("gpu01", "gpu02"):
             there = Answering(node, b'"value":%s' % raw(data.draw(of(kind))))
             value: object

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gpuboard.launch.plan import Device
 from gpuboard.launch.preflight.check import Check, check_text, grouped
 from gpuboard.launch.preflight.checks import Answers, Failure, failed, gpu_checks, interfaces, preflight
 from gpuboard.launch.preflight.collect import failure
@@ -59,7 +60,7 @@ def answers(**changes: Any) -> Answers:
     return msgspec.structs.replace(found, **changes)
 
 
-def problems(found: Answers, device: str = "cuda", rank_map: RankMap = MAP) -> list[Check]:
+def problems(found: Answers, device: Device = "cuda", rank_map: RankMap = MAP) -> list[Check]:
     """Return what is not in order."""
     return [c for c in preflight(rank_map, "10.0.0.1", device, found) if c.status in {"fail", "warn"}]
 

@@ -10,7 +10,7 @@ import pytest
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import UsageError
-from gpuboard.launch.plan import check_rank_map
+from gpuboard.launch.plan import Device, check_rank_map
 from gpuboard.launch.rank_map_source import nodes_of, read_rank_map
 from gpuboard.model.rankmap import Rank, RankMap, RankNode
 from gpuboard.model.text import clean
@@ -19,7 +19,7 @@ from tests.unit.test_plan import MAP
 KNOWN = ("gpu01", "gpu02")
 
 
-def refusal(rank_map: RankMap, device: str = "cuda") -> str:
+def refusal(rank_map: RankMap, device: Device = "cuda") -> str:
     """Return the words with which ``rank_map`` is refused."""
     with pytest.raises(UsageError) as caught:
         check_rank_map(rank_map, KNOWN, "map.json", device)

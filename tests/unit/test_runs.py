@@ -15,7 +15,7 @@ from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
 from gpuboard.launch import run_folder
 from gpuboard.launch.control import ControlRequest, ControlServer, ask
-from gpuboard.launch.run_folder import HeadProcess, RankView, RunFolder, RunView, find_run, read_runs
+from gpuboard.launch.run_folder import HeadProcess, RankView, RunFolder, RunState, RunView, find_run, read_runs
 from gpuboard.launch.run_index import Runbook
 
 
@@ -24,7 +24,9 @@ def env(tmp_path: Path) -> dict[str, str]:
     return {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
 
 
-def view(run: str, head: HeadProcess, state: str = "running", started: str = "2026-01-31T12:00:00.000Z") -> RunView:
+def view(
+    run: str, head: HeadProcess, state: RunState = "running", started: str = "2026-01-31T12:00:00.000Z"
+) -> RunView:
     """Return a run of one rank."""
     ranks = [RankView(0, "gpu01", 0, 3, 4242, "running", "loss 0.3")]
     return RunView(run, "k3f9", "train.py --lr 1", started, state, None, ranks, [], head)

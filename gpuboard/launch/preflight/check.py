@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+if TYPE_CHECKING:
+    CheckStatus = Literal["ok", "warn", "fail", "skipped"]
+else:  # preflight.json is decoded with any status: a newer gpuboard may have written it
+    CheckStatus = str
+
 
 class Check(msgspec.Struct, frozen=True):
-    """What was looked at, how it stands, and what to do. ``status``: ok, warn, fail or skipped."""
+    """What was looked at, how it stands, and what to do."""
 
     name: str
     node: str | None
-    status: str
+    status: CheckStatus
     evidence: str
     cause: str = ""
     remedy: str = ""

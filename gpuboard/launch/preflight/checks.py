@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from gpuboard.launch.preflight.check import Check
+from gpuboard.launch.plan import Device
+from gpuboard.launch.preflight.check import Check, CheckStatus
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.replies import LaunchFacts, ProbeResult
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
@@ -44,7 +45,7 @@ class Answers(msgspec.Struct, frozen=True):
     snapshot: Snapshot | None  # None: not asked for (--device cpu)
 
 
-def preflight(rank_map: RankMap, master_addr: str, device: str, answers: Answers) -> list[Check]:
+def preflight(rank_map: RankMap, master_addr: str, device: Device, answers: Answers) -> list[Check]:
     """Return every check, in the order a person would look."""
     checks = [_started(node.name, answers.failures.get(node.name)) for node in rank_map.nodes]
     checks += _torch(answers.facts, device)
@@ -75,7 +76,7 @@ def _started(node: str, failure: Failure | None) -> Check:
     return Check("start", node, "fail", clean(failure.message, 400), "", remedy)
 
 
-def _torch(facts: Mapping[str, LaunchFacts], device: str) -> list[Check]:
+def _torch(facts: Mapping[str, LaunchFacts], device: Device) -> list[Check]:
     checks = []
     for node, seen in facts.items():
         if seen.torch is None:
@@ -116,7 +117,7 @@ def _minor(version: str | None) -> str | None:
     return ".".join(version.split(".")[:2]) if version else None
 
 
-def _same(name: str, values: Mapping[str, str | None], status: str, remedy: str) -> Check:
+def _same(name: str, values: Mapping[str, str | None], status: CheckStatus, remedy: str) -> Check:
     known = {node: value for node, value in values.items() if value is not None}
     counts = Counter(known.values())
     if len(counts) > 1:
@@ -127,7 +128,7 @@ def _same(name: str, values: Mapping[str, str | None], status: str, remedy: str)
     return Check(name, None, "ok", f"{clean(next(iter(counts)))} on every node")
 
 
-def _limits(rank_map: RankMap, facts: Mapping[str, LaunchFacts], device: str) -> list[Check]:
+def _limits(rank_map: RankMap, facts: Mapping[str, LaunchFacts], device: Device) -> list[Check]:
     checks = []
     ranks = {node.name: node.local_world_size for node in rank_map.nodes}
     for node, seen in facts.items():
@@ -141,7 +142,7 @@ def _limits(rank_map: RankMap, facts: Mapping[str, LaunchFacts], device: str) ->
         elif shm is not None and shm < SHM_COMFORT:
             checks.append(Check("/dev/shm", node, "warn", words, "DataLoader workers may die of a bus error", remedy))
         if nofile is not None and 0 <= nofile < NOFILE_COMFORT:
-            status = "fail" if nofile < NOFILE_MIN else "warn"
+            status: CheckStatus = "fail" if nofile < NOFILE_MIN else "warn"
             remedy = "raise it: ulimit -n, /etc/security/limits.conf"
             checks.append(Check("open files", node, status, f"limit {nofile}", "sockets and workers need more", remedy))
         fabric = any(interface.startswith("ib") for interface in seen.addresses)  # elsewhere nothing is registered
@@ -291,7 +292,7 @@ def gpu_checks(rank_map: RankMap, snapshot: Snapshot | None) -> list[Check]:
 def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Check:
     """Return the check of one GPU. ``job``: it was read through a step of this Slurm job, which shows its own alone."""
 
-    def check(status: str, evidence: str, cause: str = "", remedy: str = "") -> Check:
+    def check(status: CheckStatus, evidence: str, cause: str = "", remedy: str = "") -> Check:
         return Check("GPU", view.name, status, f"GPU {index} {evidence}", cause, remedy)
 
     index, uuid = rank.index, rank.uuid

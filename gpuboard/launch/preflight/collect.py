@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.preflight.checks import Answers, Failure
-from gpuboard.launch.supervisors import CallAnswer, Crew
+from gpuboard.launch.supervisors import CallAnswer, Crew, SupervisorCall
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.replies import LaunchFacts, Listening, Ports, Probed, ProbeResult, RanksStarted
 from gpuboard.model.snapshot import Snapshot
@@ -103,10 +103,10 @@ class PreflightQuestions:
         refused = failure(listen) if isinstance(listen, (CallFailed, LinkLost)) else None
         return Answers(self._facts, self.failures, refused, probes, self.snapshot)
 
-    def _all(self, op: str) -> bool:
+    def _all(self, op: SupervisorCall) -> bool:
         return all(self._has(node, op) for node in self._nodes)
 
-    def _has(self, node: str, op: str) -> bool:
+    def _has(self, node: str, op: SupervisorCall) -> bool:
         return (node, op) in self._answers or node in self.failures
 
     def _ports(self, node: str) -> list[int]:
