@@ -21,7 +21,7 @@ _NAME = "control.sock"
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
-    """One line of a client. ``grace_s`` None: the run's own. ``reason``: who stops it and why, as the run will say."""
+    """One request. ``grace_s`` None: that of the run. ``reason``: who stops the run and why; the run prints it."""
 
     op: str
     grace_s: float | None = None
@@ -29,12 +29,12 @@ class ControlRequest(msgspec.Struct, frozen=True):
 
 
 class ControlServer:
-    """Listens until closed; ``asked`` is called in its thread and returns the answer to send."""
+    """Listens until closed; calls ``handle`` in its own thread and sends what that returns."""
 
-    def __init__(self, folder: Path, asked: Callable[[ControlRequest], object]) -> None:
-        """Raises OSError when the folder cannot hold a socket."""
+    def __init__(self, folder: Path, handle: Callable[[ControlRequest], object]) -> None:
+        """Raises OSError when there can be no socket in the folder."""
         self._folder = folder
-        self._asked = asked
+        self._handle = handle
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with _short(folder) as path:
             self._socket.bind(path)
@@ -42,7 +42,7 @@ class ControlServer:
         threading.Thread(target=self._serve, name="control", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening and take the socket away."""
+        """Stop listening and remove the socket."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept()
         self._socket.close()
@@ -56,22 +56,24 @@ class ControlServer:
             except OSError:
                 return
             with client, contextlib.suppress(OSError, msgspec.DecodeError):
-                client.settimeout(2.0)  # the folder is ours alone, but a client of ours may hang too
+                client.settimeout(2.0)  # the folder is private, but a client may hang
                 request = msgspec.json.decode(client.makefile("rb").readline(), type=ControlRequest)
-                client.sendall(msgspec.json.encode(self._asked(request)) + b"\n")
+                client.sendall(msgspec.json.encode(self._handle(request)) + b"\n")
 
 
 def ask(folder: Path, request: ControlRequest) -> object:
-    """Send a request to the head of the run in ``folder`` and return its answer. Raises GpuboardError."""
+    """Send a request to the head of the run in ``folder`` and return its reply. Raises GpuboardError."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client, _short(folder) as path:
             client.settimeout(5.0)
             client.connect(path)
             client.sendall(msgspec.json.encode(request) + b"\n")
-            answer: object = msgspec.json.decode(client.makefile("rb").readline())
-            return answer
+            reply: object = msgspec.json.decode(client.makefile("rb").readline())
+            return reply
     except (OSError, msgspec.DecodeError) as error:
-        raise GpuboardError(f"{folder / _NAME}: the run's head does not answer: {error}") from error
+        raise GpuboardError(
+            f"{folder / _NAME}: the run's head did not respond: {error}; `gpuboard runs` shows its state"
+        ) from error
 
 
 def ask_to_stop(
@@ -85,7 +87,7 @@ def ask_to_stop(
     if view.state in run_folder.FINAL:
         return view
     if run_folder.alive(view.head) is None:
-        raise GpuboardError(f"run {view.id} is led from {view.head.host}; run `gpuboard stop {view.id}` there")
+        raise GpuboardError(f"run {view.id} was launched on {view.head.host}; use `gpuboard stop {view.id}` there")
     try:
         ask(Path(view.folder), ControlRequest("stop", grace_s, reason))
     except GpuboardError:
@@ -98,7 +100,7 @@ def ask_to_stop(
 
 @contextlib.contextmanager
 def _short(folder: Path) -> Iterator[str]:
-    """Yield a short name of the socket: an address may have 108 bytes (unix(7)), a home's path more."""
+    """Yield a short path of the socket: an address has at most 108 bytes (unix(7)), a path in a home may have more."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{_NAME}"

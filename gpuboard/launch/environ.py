@@ -1,4 +1,4 @@
-"""Which of the caller's variables travel to the ranks (pure)."""
+"""Which of the caller's environment variables are sent to the ranks (pure)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpuboard.model.text import quoted
 _SENT = frozenset({"PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS"})
 _SENT_PREFIXES = ("CONDA_", "NCCL_", "GLOO_", "TORCH_", "HF_", "WANDB_")
 
-# What launch alone decides: a script written for torchrun reads these.
+# Variables of torchrun that launch sets for each rank.
 OWN = (
     "RANK",
     "LOCAL_RANK",
@@ -30,7 +30,7 @@ OWN = (
     "TORCHELASTIC_MAX_RESTARTS",
     "TORCHELASTIC_USE_AGENT_STORE",
 )
-# Slurm's variables of a job as a whole (sbatch(1), "OUTPUT ENVIRONMENT VARIABLES"), and the one of them that is not.
+# Slurm's variables of the whole job (sbatch(1), "OUTPUT ENVIRONMENT VARIABLES"); SLURM_JOB_GPUS is the first node's.
 _JOB = frozenset({"SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME", "SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST"})
 _JOB_PREFIXES = ("SLURM_JOB_", "SLURM_ARRAY_")
 _FIRST_NODES = frozenset({"SLURM_JOB_GPUS"})
@@ -39,38 +39,36 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def sent(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
-    """Return the variables that travel: the known families of ``env``, then ``--env`` words (``K=V``, or ``K`` alone).
+    """Return the variables to send: the known families of ``env``, then those of ``--env`` (``K=V``, or ``K`` alone).
 
-    Raises UsageError for a word that is not a variable, that the caller lacks, or that launch itself decides.
+    Raises UsageError for an invalid name, a variable that ``env`` lacks, and one that launch sets itself.
     """
     chosen = {k: v for k, v in env.items() if k in _SENT or k.startswith(_SENT_PREFIXES)}
     for word in extra:
         name, equals, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UsageError(
-                f"--env {quoted(name)} is not the name of a variable; write --env NAME=VALUE or --env NAME"
-            )
+            raise UsageError(f"--env {quoted(name)}: not a variable name; write --env NAME=VALUE or --env NAME")
         if name in _REFUSED:
-            raise UsageError(f"--env {name}: launch itself sets {name} for every rank")
+            raise UsageError(f"--env {name}: gpuboard sets {name} for each rank")
         if not equals and name not in env:
-            raise UsageError(f"--env {name}: you have no variable {name}; write --env {name}=VALUE")
+            raise UsageError(f"--env {name}: not set in your environment; write --env {name}=VALUE")
         chosen[name] = value if equals else env[name]
     return dict(sorted(chosen.items()))
 
 
 def of_job(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what a batch script may read of its Slurm job, for ranks on all nodes: a step there has less of it.
+    """Return the variables of the Slurm job as a whole, for the ranks on all nodes: a step lacks some of them.
 
-    Not what is one node's or one task's own (SLURM_JOB_GPUS, SLURM_PROCID, …).
+    Those of one node or task (SLURM_JOB_GPUS, SLURM_PROCID, …) are left out.
     """
     return {k: v for k, v in env.items() if (k.startswith(_JOB_PREFIXES) or k in _JOB) and k not in _FIRST_NODES}
 
 
 def stale(env: Mapping[str, str]) -> list[str]:
-    """Return the names of ``env`` that an earlier launcher left behind and that this launch overwrites."""
+    """Return the names in ``env`` that are left from another launcher and that launch overwrites."""
     return [name for name in OWN if name in env]
 
 
 def redacted(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` as it may lie in a file or stand on a screen: values of keys and tokens are left out."""
+    """Return ``environ`` without the values of keys and tokens, for files and screens."""
     return {name: "(not shown)" if _SECRET.search(name) else value for name, value in environ.items()}

@@ -1,4 +1,4 @@
-"""The events of a supervisor, typed (docs/launch-protocol.md): what a node sends is untrusted input."""
+"""The events of a supervisor (docs/launch-protocol.md), decoded by type: what a node sends is untrusted input."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from gpuboard.model.replies import parse
 
 
 class Spawned(msgspec.Struct, frozen=True):
-    """A rank's process exists."""
+    """A rank's process was started."""
 
     rank: Count
     pid: Count
 
 
 class Gate(msgspec.Struct, frozen=True):
-    """A rank has imported torch and waits for go (or passes at once when go has come)."""
+    """A rank has imported torch and waits for ``go``, unless that has arrived already."""
 
     rank: Count
     import_s: Number | None = None
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """A rank has reached the store: from now on others depend on it, and it on them."""
+    """A rank has connected to the store: from now on it and the other ranks depend on each other."""
 
     rank: Count
 
 
 class Store(msgspec.Struct, frozen=True):
-    """The store is ``ready`` or has ``died``."""
+    """The store's ``state`` is ``ready`` or ``died``."""
 
     state: str
     port: Count | None = None
@@ -60,7 +60,7 @@ class Raised(msgspec.Struct, frozen=True):
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """A rank's process has ended, with a code or by a signal. ``joined``: it had reached the store."""
+    """A rank's process has ended, with an exit code or by a signal. ``joined``: it had connected to the store."""
 
     rank: Count
     code: Annotated[int, msgspec.Meta(ge=0, le=255)] | None = None
@@ -77,13 +77,13 @@ class NodeEnded(msgspec.Struct, frozen=True):
 
 
 class Stopping(msgspec.Struct, frozen=True):
-    """The supervisor ends its node's ranks, of its own accord."""
+    """The supervisor stops the ranks of its node by its own decision."""
 
     reason: str
 
 
 class RunNotice(msgspec.Struct, frozen=True):
-    """Something a person should know."""
+    """A message for the user."""
 
     text: str
 
@@ -100,11 +100,11 @@ _TYPES: dict[str, type[LaunchEvent]] = {
     "ended": NodeEnded,
     "stopping": Stopping,
     "notice": RunNotice,
-    "stderr": RunNotice,  # what the agent's own interpreter said (docs/agent-protocol.md)
+    "stderr": RunNotice,  # output of the agent's own interpreter (docs/agent-protocol.md)
 }
 
 
 def decode(kind: str, data: bytes | msgspec.Raw) -> LaunchEvent | None:
-    """Return the event; None for a kind that this version does not know. Raises Malformed."""
+    """Return the event; None for a kind unknown to this version. Raises Malformed."""
     known = _TYPES.get(kind)
     return None if known is None else parse(data, known)

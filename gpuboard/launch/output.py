@@ -1,4 +1,4 @@
-"""What ranks print: whole logs in the run's folder, prefixed lines for the person, progress bars kept sane."""
+"""Output of the ranks: complete logs in the run's folder, prefixed lines and progress bars on the user's streams."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from typing import BinaryIO, Literal, TextIO
 
 Stream = Literal["out", "err"]
 STREAMS: tuple[Stream, ...] = ("out", "err")
-MAX_LINE = 64 * 1024  # characters without an end of line that are kept; more is passed on in pieces of this size
-_REDRAW_S = 0.1
-_OPEN_FILES = 256  # below the usual limit of 1,024 with room for the connections
+MAX_LINE = 64 * 1024  # characters: a longer line is split into pieces of this size, which bounds the memory
+_REDRAW_S = 0.1  # shortest time between two drawings of an unfinished line
+_OPEN_FILES = 256  # log files open at a time: leaves room for connections below the usual limit of 1,024
 
 # Cursor movements and erasures would tear prefixed lines of several ranks; colours (m) stay.
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
 _SGR = re.compile(r"\x1b\[[0-9;]*m")
-# What else a terminal obeys (character sets, a reset, its title): a rank that prints binary data must not break it.
+# Other control sequences (character sets, reset, title): binary output of a rank must not change the terminal's state.
 _CONTROLS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
 class LineSplitter:
-    """Cuts one stream into lines the way a terminal would show them: text before a carriage return is overwritten."""
+    """Splits one stream into lines as a terminal shows them: a carriage return discards the text before it."""
 
     def __init__(self) -> None:
         self._rest = ""
 
     def feed(self, text: str) -> list[str]:
-        """Return the lines that ``text`` completes, without their ends."""
+        """Return the lines that ``text`` completes, without line ends."""
         *whole, rest = (self._rest + text).split("\n")
         lines = [_visible(line) for line in whole]
-        if "\r" in rest:  # only what is visible of an unfinished line is kept: bars redraw it thousands of times
+        if "\r" in rest:  # keep the visible part only: progress bars redraw a line thousands of times
             rest = _visible(rest) + ("\r" if rest.endswith("\r") else "")
         while len(rest) > MAX_LINE:
             lines.append(rest[:MAX_LINE])
@@ -46,11 +46,11 @@ class LineSplitter:
 
     @property
     def partial(self) -> str:
-        """The unfinished line as it is visible now: a progress bar, a prompt."""
+        """The visible part of the unfinished line: a progress bar, a prompt."""
         return _visible(self._rest)
 
     def close(self) -> list[str]:
-        """Return the unfinished line, if there is one, as the last line."""
+        """Return the unfinished line, if any, as the last line."""
         rest, self._rest = self._rest, ""
         return [_visible(rest)] if rest else []
 
@@ -62,14 +62,14 @@ def _visible(line: str) -> str:
 
 
 class Writer:
-    """Writes to the person's streams from a thread: a pager that is not read must not stop the head from watching."""
+    """Writes to the user's streams in a thread, so that a full pipe (a pager, say) does not block the head."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._gone: set[TextIO] = set()
+        self._closed: set[TextIO] = set()  # whose reader has gone
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
-        self.backlog = 0  # characters that wait to be written
+        self.backlog = 0  # characters queued
         self._thread.start()
 
     def write(self, stream: TextIO, text: str) -> None:
@@ -79,7 +79,7 @@ class Writer:
         self._queue.put((stream, text))
 
     def finish(self) -> None:
-        """Wait until everything is written, as long as the reader takes."""
+        """Wait without limit until everything is written."""
         self._queue.put(None)
         self._thread.join()
 
@@ -87,20 +87,20 @@ class Writer:
         while (item := self._queue.get()) is not None:
             stream, text = item
             try:
-                if stream not in self._gone:
-                    encoding = stream.encoding or "utf-8"  # a rank may print what the person's terminal has no sign for
+                if stream not in self._closed:
+                    encoding = stream.encoding or "utf-8"  # which may lack some of the characters
                     _write(stream, text.encode(encoding, "replace"), encoding)
-            except (OSError, ValueError):  # the reader has left (`| head`); the run and its logs go on
-                self._gone.add(stream)
+            except (OSError, ValueError):  # the reader has gone (`| head`); the run and its logs continue
+                self._closed.add(stream)
             with self._lock:
                 self.backlog -= len(text)
 
 
 def _write(stream: TextIO, data: bytes, encoding: str) -> None:
-    """Write all of it. Not through Python's buffers, which lose the rest of a write that ctrl-Z broke off."""
+    """Write all of ``data``, not through Python's buffers: those lose the rest of a write that ctrl-Z interrupts."""
     try:
         fd = stream.fileno()
-    except OSError:  # no file
+    except OSError:  # without a descriptor, such as StringIO
         stream.write(data.decode(encoding))
         stream.flush()
         return
@@ -109,18 +109,18 @@ def _write(stream: TextIO, data: bytes, encoding: str) -> None:
     while rest:
         try:
             rest = rest[os.write(fd, rest) :]
-        except BlockingIOError:  # whoever shares it with us wants it so
+        except BlockingIOError:  # another process that shares it has set O_NONBLOCK
             select.select([], [fd], [])
 
 
 class Screen:
-    """The person's stdout and stderr. On a terminal the last unfinished line stays below all others."""
+    """The user's stdout and stderr. On a terminal the newest unfinished line stays below all others."""
 
     def __init__(self, out: TextIO, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._streams: dict[Stream, TextIO] = {"out": out, "err": err}
         self._terminals = {name: stream.isatty() for name, stream in self._streams.items()}
         self._clock = clock
-        # One for both where they show on one terminal, in order; else a stuck pipe must not hold our own words back.
+        # One writer keeps the order when both are terminals. Otherwise two: a full pipe must not delay our messages.
         first = Writer()
         self._writers = {"out": first, "err": first if all(self._terminals.values()) else Writer()}
         self._live: tuple[Stream, str] | None = None  # stream and line
@@ -129,7 +129,7 @@ class Screen:
 
     @property
     def backlog(self) -> int:
-        """Characters that the person's side has not taken yet."""
+        """Characters not yet written to the user's streams."""
         return max(writer.backlog for writer in self._writers.values())
 
     def terminal(self, stream: Stream) -> bool:
@@ -137,7 +137,7 @@ class Screen:
         return self._terminals[stream]
 
     def lines(self, stream: Stream, lines: list[str]) -> None:
-        """Print whole lines, above the live one."""
+        """Print whole lines above the unfinished one."""
         if not lines:
             return
         if self._terminals[stream]:
@@ -149,18 +149,18 @@ class Screen:
         self._put(stream, text)
 
     def live(self, stream: Stream, line: str) -> None:
-        """Show an unfinished line, on a terminal only and ten times a second at most."""
+        """Show an unfinished line; on a terminal only and at most ten times a second."""
         if self._terminals[stream] and not self._pinned and self._clock() - self._drawn_at >= _REDRAW_S:
             self._draw(stream, line)
 
     def close(self) -> None:
-        """Leave the cursor at the start of a line and wait until all is written."""
+        """Move the cursor to the start of a line and wait until all is written."""
         self._erase()
         for writer in dict.fromkeys(self._writers.values()):
             writer.finish()
 
     def pin(self, line: str) -> None:
-        """Show a line of ours on stderr, if that is a terminal, in place of the ranks' unfinished ones from now on."""
+        """From now on show ``line`` in place of the ranks' unfinished ones, if stderr is a terminal."""
         self._pinned = True
         if self._terminals["err"]:
             self._draw("err", line)
@@ -187,16 +187,16 @@ class Screen:
 
 
 class Logs:
-    """The files ``rank-<R>.out`` and ``rank-<R>.err``: every byte a rank wrote, as it wrote it."""
+    """The files ``rank-<R>.out`` and ``rank-<R>.err``: the ranks' output, unchanged."""
 
-    def __init__(self, folder: Path, complain: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
         self._folder = folder
-        self._complain = complain
+        self._report = report
         self._files: dict[str, BinaryIO] = {}
         self._failed = False
 
     def write(self, rank: int, stream: Stream, text: str) -> None:
-        """Append ``text``; a full disk is said once and costs the log, never the run."""
+        """Append ``text``. The first error (a full disk) is reported; none ends the run."""
         name = f"rank-{rank}.{stream}"
         try:
             if name not in self._files:
@@ -207,17 +207,17 @@ class Logs:
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                self._complain(f"logs are incomplete: {self._folder / name}: {error.strerror}")
+                self._report(f"logs are incomplete: {self._folder / name}: {error.strerror}")
 
     def close(self) -> None:
-        """Close the files; a later write opens them again."""
+        """Close the files; a later write reopens them."""
         for file in self._files.values():
             file.close()
         self._files.clear()
 
 
 class Relay:
-    """Takes the ranks' output to the logs and to the person."""
+    """Passes the ranks' output to the logs and to the user."""
 
     def __init__(
         self,
@@ -227,9 +227,9 @@ class Relay:
         *,
         mark: Callable[[int, str], str],
     ) -> None:
-        """``labels``: rank → ``gpu02:1``. ``mark`` returns words to put before a line of a rank ("": none).
+        """``labels``: rank → ``gpu02:1``. ``mark`` returns the prefix of a line of a rank, "" for none.
 
-        Lines carry their rank; those of a single rank do only on a terminal, so that a pipe gets what the script wrote.
+        Each line is labelled with its rank. A single rank is labelled on a terminal only: a pipe gets its output as is.
         """
         self._prefixes = {
             (rank, stream): f"[rank {rank} {label}] " if len(labels) > 1 or screen.terminal(stream) else ""
@@ -254,7 +254,7 @@ class Relay:
             self._screen.live(stream, self._prefixes[rank, stream] + partial)
 
     def ended(self, rank: int) -> None:
-        """Print what the rank left unfinished."""
+        """Print the rank's unfinished line."""
         for stream in STREAMS:
             lines = self._lines.pop((rank, stream), None)
             if lines is not None:
@@ -268,7 +268,7 @@ class Relay:
         self._screen.lines(stream, [prefix + self._mark(rank, line) + line for line in lines])
 
     def _remember(self, rank: int, stream: Stream, line: str) -> None:
-        line = _SGR.sub("", line)  # it is shown among our own words
+        line = _SGR.sub("", line)  # without colour: it is quoted in our messages
         self.last_line[rank] = line
         if stream == "err":
             self.last_error[rank] = line

@@ -1,4 +1,4 @@
-"""A life line: a descriptor whose end of file says that whoever started us, and holds its other end, is gone."""
+"""A lifeline: a pipe whose other end the parent process holds, so that end-of-file means the parent has ended."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import threading
 from collections.abc import Callable
 
 
-class LifeLine:
-    """Watches ``fd`` in a thread of its own and calls, once, what is to be done when it ends.
+class Lifeline:
+    """Calls ``act`` once, in a thread of its own, at end-of-file of ``fd``.
 
-    The kernel closes the other end however its process ends, by SIGKILL too.
+    The kernel closes the other end however the parent ends, SIGKILL included.
     """
 
     def __init__(self, fd: int, act: Callable[[], None]) -> None:
-        """``act`` is called in the thread. Raises OSError when ``fd`` is not open."""
-        os.set_inheritable(fd, False)  # whoever asked for it passed it on to us alone
+        """Raises OSError when ``fd`` is not open."""
+        os.set_inheritable(fd, False)  # the lifeline is of this process alone
         self._fd = fd
         self._act = act
-        self._gone = False
+        self._ended = False
         self._lock = threading.Lock()
-        threading.Thread(target=self._watch, name="life line", daemon=True).start()
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def then(self, act: Callable[[], None]) -> None:
-        """From now on do this; at once, should the line have ended already."""
+        """Replace ``act``; call the new one at once if end-of-file has come already."""
         with self._lock:
             self._act = act
-            if self._gone:
+            if self._ended:
                 act()
 
     def _watch(self) -> None:
@@ -34,7 +34,7 @@ class LifeLine:
             while os.read(self._fd, 64):
                 continue
         except OSError:
-            pass  # not readable: as good as gone
+            pass  # not readable: taken as end-of-file
         with self._lock:
-            self._gone = True
+            self._ended = True
             self._act()

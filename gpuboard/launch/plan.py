@@ -1,4 +1,4 @@
-"""Rank map + target + environment + options → launch plan (pure): what every node is told before anything starts."""
+"""Rank map + target + environment + options → launch plan (pure), with the start config of every node."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gpuboard.launch.target import Target
 from gpuboard.model.rankmap import RankMap, RankNode, problems
 from gpuboard.model.text import clean
 
-_SHOWN = 20  # of what is wrong with a rank map
+_SHOWN = 20  # errors of a rank map that a message lists
 LOOPBACK = "127.0.0.1"
-# What ssh, a hostfile and a shell all take as it stands; a leading dash would be an option to all three.
+# Names that ssh, a hostfile and a shell accept unquoted; a leading dash would be read as an option.
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _UUID = re.compile(r"[A-Za-z0-9_./-]+")
 
@@ -30,16 +30,16 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     """The options of ``gpuboard launch`` that reach the nodes."""
 
     device: Device = "cuda"
-    python: str | None = None  # the nodes' training interpreter; None: found there
-    wrap: tuple[str, ...] = ()  # words put before the interpreter (a container's exec)
-    grace_s: float = 30.0  # SIGTERM to SIGKILL
-    lost_head_s: float | None = 60.0  # None: a silent head is waited for without end
-    timeout_s: float = 600.0  # of the process group, in function targets
-    helper_grace_s: float = 30.0  # what ranks left running after success
+    python: str | None = None  # the nodes' training interpreter; None: found on each node
+    wrap: tuple[str, ...] = ()  # command put before the interpreter (a container's exec)
+    grace_s: float = 30.0  # from SIGTERM to SIGKILL
+    lost_head_s: float | None = 60.0  # a node without pings for this long ends its ranks; None: never
+    timeout_s: float = 600.0  # of init_process_group, in function targets
+    helper_grace_s: float = 30.0  # for processes that ranks leave running after success
 
 
 class StartRank(msgspec.Struct, frozen=True):
-    """One rank of a node, as its supervisor is told."""
+    """One rank in the start config of its node's supervisor."""
 
     rank: int
     local_rank: int
@@ -75,7 +75,7 @@ class StartConfig(msgspec.Struct, frozen=True):
 
 
 class LaunchPlan(msgspec.Struct, frozen=True):
-    """Everything a run will do, decided before it does any of it. ``nodes`` is in the order of the node ranks."""
+    """All decisions of a run, made before it starts. ``nodes`` is in the order of the node ranks."""
 
     run: str
     rank_map: RankMap
@@ -85,29 +85,29 @@ class LaunchPlan(msgspec.Struct, frozen=True):
 
 
 def check_rank_map(rank_map: RankMap, known: Collection[str], where: str, device: Device) -> None:
-    """Raise UsageError naming everything wrong with ``rank_map`` (``where`` says which), nothing if it is sound.
+    """Raise UsageError listing all errors of ``rank_map``; ``where`` is its source.
 
-    ``known`` are the names of the inventory. With ``device`` "cpu" the GPUs of the map are numbers, nothing more:
-    several ranks may name none, so only the numbering of ranks, nodes and local ranks must hold.
+    ``known`` are the names of the inventory. With ``device`` "cpu" the map's GPUs are not used: only the numbering of
+    ranks, nodes and local ranks is checked.
     """
     wrong = [p for p in problems(rank_map) if device == "cuda" or not _about_gpus(p)]
     inventory = clean(", ".join(sorted(known)), 400) or "none"
     for node in rank_map.nodes:
         if not _HOST.fullmatch(node.name):
-            wrong.append(f"node {node.name!r} is not a host name: letters, digits, dots, dashes and underscores only")
+            wrong.append(f"node {node.name!r} is not a host name: only letters, digits, dots, dashes, underscores")
         elif node.name not in known:
             wrong.append(
-                f"node {node.name!r} is unknown; the inventory has {inventory} "
-                "(add it to `nodes` of the config, or pass --nodes)"
+                f"node {node.name!r} is not in the inventory ({inventory}); "
+                "add it to `nodes` in the config file, or pass --nodes"
             )
         if not _host_or_address(node.address):
-            wrong.append(f"node {node.name!r}: {node.address!r} is neither a host name nor an address")
+            wrong.append(f"node {node.name!r}: {node.address!r} is neither a host name nor an IP address")
         if not all(_UUID.fullmatch(device) for device in node.cuda_visible_devices.split(",") if device):
             wrong.append(
                 f"node {node.name!r}: cuda_visible_devices {node.cuda_visible_devices!r} is not a list of GPUs"
             )
     if not _host_or_address(rank_map.master_addr):
-        wrong.append(f"master_addr {rank_map.master_addr!r} is neither a host name nor an address")
+        wrong.append(f"master_addr {rank_map.master_addr!r} is neither a host name nor an IP address")
     if wrong:
         more = [f"… and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         raise UsageError(f"{clean(where)}:\n" + "\n".join(f"  {clean(line)}" for line in [*wrong[:_SHOWN], *more]))
@@ -126,7 +126,7 @@ def _host_or_address(text: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether ``address`` (numbers or a name) only means the machine that says it."""
+    """Return whether ``address`` (IP address or name) is that of the local machine only."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -143,10 +143,10 @@ def launch_plan(
     environ: Mapping[str, str],
     options: LaunchOptions,
 ) -> LaunchPlan:
-    """Return the plan of a run on a sound rank map.
+    """Return the plan of a run on a valid rank map.
 
-    One node alone talks to itself over 127.0.0.1, whatever the map says: no name service, no firewall. Raises
-    UsageError when several nodes would have to meet at a loopback address, and for text that is not UTF-8.
+    A single node uses 127.0.0.1 whatever the map says: no name service, no firewall. Raises UsageError when the
+    master address of several nodes is a loopback address, and for text that is not UTF-8.
     """
     _check_text({"the folder": cwd, "--python": options.python or "", "the target": target.name})
     _check_text({f"argument {at} of the target": word for at, word in enumerate(target.args, 1)})
@@ -154,10 +154,12 @@ def launch_plan(
     _check_text({"--wrap": " ".join(options.wrap)})
     nodes = sorted(rank_map.nodes, key=lambda n: n.node_rank)
     master = LOOPBACK if len(nodes) == 1 else rank_map.master_addr
-    if is_loopback(master) and any(node.address != master for node in nodes[1:]):  # else all are one machine (the demo)
+    if is_loopback(master) and any(
+        node.address != master for node in nodes[1:]
+    ):  # if all are equal, it is one machine (the demo)
         raise UsageError(
             f"master_addr {master} is a loopback address, which {nodes[1].name} cannot reach; "
-            f"put the address of {nodes[0].name} there that the other nodes use"
+            f"set it to an address of {nodes[0].name} that the other nodes can reach"
         )
 
     def start(node: RankNode) -> StartConfig:
@@ -190,7 +192,7 @@ def launch_plan(
 
 
 def _check_text(words: Mapping[str, str]) -> None:
-    """Raise UsageError for bytes that are no UTF-8 (Python reads them as surrogates): JSON cannot carry them."""
+    """Raise UsageError for bytes that are not UTF-8 (surrogates in Python), which JSON cannot represent."""
     for what, text in words.items():
         try:
             text.encode()
@@ -199,7 +201,7 @@ def _check_text(words: Mapping[str, str]) -> None:
 
 
 def shown(plan: LaunchPlan) -> dict[str, object]:
-    """Return the plan as it may be printed or kept: no secret of the run, no value of a key or token."""
+    """Return the plan for printing and storing: without the run's secret and the values of keys and tokens."""
     raw: dict[str, object] = msgspec.to_builtins(plan)
     raw["nodes"] = [
         msgspec.to_builtins(msgspec.structs.replace(node, secret="(not shown)", environ=redacted(node.environ)))
@@ -209,7 +211,7 @@ def shown(plan: LaunchPlan) -> dict[str, object]:
 
 
 def plan_text(plan: LaunchPlan) -> str:
-    """Return what ``--dry-run`` prints for people."""
+    """Return the text that ``--dry-run`` prints."""
     first = plan.nodes[0]
     lines = [
         f"run {plan.run}: {shlex.join([*plan.target.words().split(), *plan.target.args])}",

@@ -1,4 +1,4 @@
-"""Rank maps that no allocation made: those in files, and those of ranks without GPUs."""
+"""Rank maps from files, and rank maps for ranks without GPUs."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from gpuboard.model.rankmap import RankMap
 from gpuboard.model.request import ChosenGpu
 from gpuboard.model.text import clean, shown
 
-_RANKS_MAX = 16_384  # as many as a nodeset may name nodes
-_BYTES_MAX = 4 << 20  # 10,000 ranks with blanks and line ends
+_RANKS_MAX = 16_384  # the limit of names in a nodeset
+_BYTES_MAX = 4 << 20  # bytes: 10,000 ranks with indentation
 
 
 def read_rank_map(path: Path) -> RankMap:
-    """Return the rank map in a file, typed but not yet checked. Raises UsageError."""
+    """Return the rank map in a file, decoded by type but not yet checked. Raises UsageError."""
     try:
-        text = files.read(path, _BYTES_MAX).removeprefix(BOM_UTF8)  # some editors write one
+        text = files.read(path, _BYTES_MAX).removeprefix(BOM_UTF8)  # written by some editors
         found = msgspec.json.decode(text, type=RankMap)
     except OSError as error:
-        raise UsageError(f"{shown(path)}: the rank map cannot be read: {error.strerror}") from error
+        raise UsageError(f"cannot read the rank map {shown(path)}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{shown(path)}: not a rank map: {clean(str(error))}") from error
     if max(len(found.ranks), len(found.nodes)) > _RANKS_MAX:
-        raise UsageError(f"{shown(path)}: at most {_RANKS_MAX} ranks and nodes are possible")
+        raise UsageError(f"{shown(path)}: more than {_RANKS_MAX} ranks or nodes")
     return found
 
 
 def nodes_of(rank_map: RankMap, nodes: Sequence[Node]) -> dict[str, Node]:
-    """Return ``nodes`` by name, with this machine under any name of its own that the map uses (``localhost``).
+    """Return ``nodes`` by name, with this machine under each of its names that the map uses (``localhost``).
 
-    Those of a map that names a Slurm job are reached through that, unless we are in it. Raises UsageError when the map
-    has this machine under two names.
+    If the map names a Slurm job that this process is not in, its nodes are reached through that job. Raises UsageError
+    when the map lists this machine under two names.
     """
     found = {node.name: node for node in nodes}
     if rank_map.job is not None and not any(node.job == rank_map.job for node in nodes):
@@ -47,18 +47,18 @@ def nodes_of(rank_map: RankMap, nodes: Sequence[Node]) -> dict[str, Node]:
     found |= {name: Node(name, None) for name in named if name not in found and is_here(name)}
     here = sorted({name for name in named if name in found and local_node([found[name]])})
     if len(here) > 1:
-        raise UsageError(f"the rank map has one machine under the names {' and '.join(here)}; list it once")
+        raise UsageError(f"the rank map lists this machine under the names {' and '.join(here)}; use one of them")
     return found
 
 
 def cpu_rank_map(n: int, nodes: Sequence[Node], *, spread: bool, addresses: Mapping[str, str] | None = None) -> RankMap:
     """Return a map of ``n`` ranks without GPUs: on this machine (else the first node), or spread over all ``nodes``.
 
-    Spread means evenly, the first nodes taking one more where it does not come out even. ``addresses``: where other
-    nodes reach a node, in place of its name. Raises UsageError for more than _RANKS_MAX.
+    Spread evenly; the first nodes take one more if ``n`` is not a multiple. ``addresses``: node → address for the other
+    nodes, in place of its name. Raises UsageError for more than _RANKS_MAX.
     """
     if n > _RANKS_MAX:
-        raise UsageError(f"--n {n}: at most {_RANKS_MAX} ranks are possible without GPUs")
+        raise UsageError(f"--n {n}: at most {_RANKS_MAX} ranks without GPUs")
     used = list(nodes)[:n] if spread else [local_node(nodes) or nodes[0]]
     chosen = [
         ChosenGpu(node.name, index, f"CPU-{index}")

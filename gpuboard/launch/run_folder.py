@@ -1,7 +1,7 @@
-"""The folders of runs: what a run leaves behind, how others find it, and whether its head still lives.
+"""The folders of runs: their files, how to find a run, and whether its head still runs.
 
 ``<state>/runs/<run>/``: plan.json, rank_map.json, state.json, rank-<R>.out, rank-<R>.err, head.log, control.sock.
-Nothing here ever deletes a run.
+No code deletes a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:  # files are decoded with any state: a newer gpuboard may have written them
     RunState = RankState = str
 FINAL: frozenset[RunState] = frozenset({"done", "failed", "stopped"})
-_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # no l, o, 0, 1: run ids are read aloud and typed
+_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # without l, o, 0, 1: run ids are read aloud and typed
 
 
 class RankView(msgspec.Struct, frozen=True):
@@ -45,7 +45,10 @@ class RankView(msgspec.Struct, frozen=True):
 
 
 class VerdictView(msgspec.Struct, frozen=True):
-    """What gpuboard concluded about a run. ``rank`` and ``node`` are None where it concerns none alone."""
+    """A conclusion about a run. ``rank`` and ``node`` are None if it concerns no single one.
+
+    ``kind``: one of ``failure.FailureKind``, or preflight, head-died, unreadable.
+    """
 
     at: str
     kind: str
@@ -56,7 +59,7 @@ class VerdictView(msgspec.Struct, frozen=True):
 
 
 class HeadProcess(msgspec.Struct, frozen=True):
-    """The process that leads a run: host, boot, pid and start time (clock ticks since boot) make it unique."""
+    """The process that leads a run, identified by host, boot, pid and start time (clock ticks since boot)."""
 
     host: str
     boot_id: str
@@ -80,69 +83,68 @@ class RunView(msgspec.Struct, frozen=True):
 
 
 class RunList(msgspec.Struct, frozen=True):
-    """What ``runs --json`` prints."""
+    """The output of ``runs --json``."""
 
     schema: int
     runs: list[RunView]
 
 
 def new_run_id() -> str:
-    """Return a fresh run id: r and seven letters or digits."""
+    """Return a new run id: r and seven letters or digits."""
     return "r" + "".join(secrets.choice(_ALPHABET) for _ in range(7))
 
 
 def runs_dir(env: Mapping[str, str]) -> Path:
-    """Return the folder of all runs of this user."""
+    """Return the folder of this user's runs."""
     return paths.state_dir(env) / "runs"
 
 
 def this_head() -> HeadProcess:
     """Return this process as a head."""
     me = holder.identify(os.getpid())
-    assert me is not None  # a process that runs this is there
+    assert me is not None  # it is this process
     return HeadProcess(*me)
 
 
 def alive(head: HeadProcess) -> bool | None:
-    """Return whether the head lives; None when it runs on another host."""
+    """Return whether the head runs; None if it is on another host."""
     return holder.alive(holder.Holder(head.host, head.boot_id, head.pid, head.start))
 
 
 class RunFolder:
-    """The folder of one run, written by its head alone."""
+    """The folder of one run, written by its head only."""
 
     def __init__(self, env: Mapping[str, str], run: str) -> None:
-        """Create the folder. Raises GpuboardError when it cannot be made or is not ours."""
+        """Create the folder. Raises GpuboardError."""
         self.path = runs_dir(env) / run
         try:
             paths.make_private(self.path.parent)
             self.path.mkdir(mode=0o700)
         except OSError as error:
             raise GpuboardError(
-                f"{self.path}: cannot make the run's folder: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+                f"{self.path}: cannot create the run's folder: {error.strerror}; "
+                "set XDG_STATE_HOME to a folder that you can write to"
             ) from error
-        self._full = False
+        self._failed = False
 
     def keep(self, name: str, value: object) -> str | None:
-        """Write ``value`` as JSON, whole or not at all; return words the first time that fails.
-
-        A disk that is full must not end a run.
-        """
+        """Write ``value`` as JSON; return a message at the first failure. A full disk must not end a run."""
         try:
             files.write_private(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
         except OSError as error:
-            first, self._full = not self._full, True
-            return f"{self.path / name}: {error.strerror}; `gpuboard runs` will show less" if first else None
+            first, self._failed = not self._failed, True
+            why = f"cannot write {self.path / name}: {error.strerror}"
+            return f"{why}; `gpuboard runs` will show an outdated state" if first else None
         return None
 
     def log(self, lines: Iterable[str]) -> None:
-        """Append to head.log; words that were already shown are not worth ending a run on a full disk."""
+        """Append to head.log; errors are ignored: the user has seen these lines, and a full disk must not end a run."""
         with contextlib.suppress(OSError), (self.path / "head.log").open("a", encoding="utf-8") as file:
             file.writelines(lines)
 
 
 def read_runs(env: Mapping[str, str]) -> list[RunView]:
-    """Return all runs of this user, oldest first. One whose head has died is ``failed`` with a verdict that says so."""
+    """Return all runs of this user, oldest first. One whose head has died is ``failed``, with a verdict."""
     try:
         folders = [entry for entry in runs_dir(env).iterdir() if entry.is_dir()]
     except OSError:
@@ -152,7 +154,7 @@ def read_runs(env: Mapping[str, str]) -> list[RunView]:
 
 
 def lived_s(view: RunView, until: float) -> float | None:
-    """Return seconds from a run's start to ``until`` (epoch seconds); None when its state cannot be read."""
+    """Return the seconds from a run's start to ``until`` (epoch seconds); None if its state cannot be read."""
     try:
         return max(0.0, until - datetime.fromisoformat(view.started).timestamp())
     except ValueError:
@@ -172,24 +174,24 @@ def _read(folder: Path) -> RunView | None:
 
 
 def read_state(folder: Path) -> RunView | None:
-    """Return the run as its head last wrote it; None while there is nothing. What cannot be read is ``failed``."""
+    """Return the run as its head last wrote it; None before the first time. An unreadable one is ``failed``."""
     try:
         view = msgspec.json.decode((folder / "state.json").read_bytes(), type=RunView)
     except FileNotFoundError:
-        return None  # its head has only just made the folder
+        return None  # the folder is new
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        text = f"{folder / 'state.json'} cannot be read: {error}"
+        text = f"cannot read {folder / 'state.json'}: {error}"
         verdicts = [VerdictView("", "unreadable", None, None, text)]
-        nobody = HeadProcess("", "", 0, 0)
-        return RunView(folder.name, None, "?", "", "failed", None, [], verdicts, head=nobody, folder=str(folder))
+        unknown = HeadProcess("", "", 0, 0)
+        return RunView(folder.name, None, "?", "", "failed", None, [], verdicts, head=unknown, folder=str(folder))
     return msgspec.structs.replace(view, folder=str(folder))
 
 
 def judged(view: RunView) -> RunView:
-    """Return the run as it is: ``failed``, with a verdict that says so, when its head has died before the end."""
+    """Return ``view``, or ``failed`` with a verdict if its head died before the run ended."""
     if view.state in FINAL or alive(view.head) is not False:
         return view
-    last = read_state(Path(view.folder))  # it may have ended, as runs do, since it was read
+    last = read_state(Path(view.folder))  # the run may have ended since it was read
     if last is not None and last.state in FINAL:
         return last
     where = f"pid {view.head.pid} on {view.head.host}"
@@ -199,16 +201,16 @@ def judged(view: RunView) -> RunView:
 
 
 def find_run(env: Mapping[str, str], name: str) -> RunView:
-    """Return the run called ``name``: its id, the start of one, or ``last``. Raises UsageError when none or several."""
+    """Return the run of ``name``: an id, the start of one, or ``last``. Raises UsageError unless one run matches."""
     views = read_runs(env)
     if not views:
         raise UsageError(f"no run {name!r}: there are no runs in {runs_dir(env)}")
     if name == "last":
         return views[-1]
     if not re.fullmatch(r"[a-z0-9]+", name):
-        raise UsageError(f"{name!r} is not a run id; `gpuboard runs` lists them")
+        raise UsageError(f"{name!r} is not a run id; `gpuboard runs` lists the ids")
     hits = [view for view in views if view.id == name] or [view for view in views if view.id.startswith(name)]
     if len(hits) != 1:
         ids = ", ".join(view.id for view in (hits or views)[-5:])
-        raise UsageError(f"{'several runs start' if hits else 'no run is called or starts'} with {name!r}: {ids}")
+        raise UsageError(f"{'several ids start' if hits else 'no id starts'} with {name!r}; recent: {ids}")
     return hits[0]

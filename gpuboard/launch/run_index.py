@@ -1,4 +1,4 @@
-"""All runs of a user, for somebody who looks again and again: only what has changed is read once more."""
+"""All runs of a user, for repeated reading: only changed files are read again."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from gpuboard.launch.run_folder import FINAL, RunView, alive, judged, read_state
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.text import clean
 
-_WORDS = 64 * 1024  # bytes of head.log that are looked at: its end
-_Stamp = tuple[int, int, int]  # mtime in ns, inode, size: a state is replaced by a new file, whole
+_TAIL = 64 * 1024  # bytes read from the end of head.log
+_Stamp = tuple[int, int, int]  # mtime in ns, inode, size: each write replaces the file
 
 
 class RunEntry(msgspec.Struct, frozen=True):
-    """One run as it is now."""
+    """The current state of one run."""
 
     view: RunView
-    written: float  # epoch seconds of its newest state: of its end, once it has ended
-    elsewhere: bool  # led from another host, so nobody here can tell whether its head lives
+    written: float  # epoch seconds of the last write: for a finished run, its end
+    elsewhere: bool  # its head is on another host, where it cannot be checked
 
     @property
     def live(self) -> bool:
-        """Whether it goes on, as far as can be known."""
+        """Whether the run may still be in progress."""
         return self.unreadable or self.view.state not in FINAL
 
     @property
     def unreadable(self) -> bool:
-        """Whether its state is there and cannot be read, so that nothing is known of it: not that it failed either."""
+        """Whether its state file cannot be read: nothing is known of the run, nor that it failed."""
         return any(verdict.kind == "unreadable" for verdict in self.view.verdicts)
 
 
 class RunDetail(msgspec.Struct, frozen=True):
-    """What else lies in a run's folder. ``grace_s`` None: its plan cannot be read."""
+    """The other files of a run's folder. ``grace_s`` None: its plan cannot be read."""
 
-    checks: list[Check]  # of preflight, that did not come out well
-    words: list[str]  # the newest words of the head, without its name
+    checks: list[Check]  # preflight checks with status fail or warn
+    words: list[str]  # the head's newest messages, without the prefix "gpuboard: "
     grace_s: float | None
     uuids: dict[int, str]  # rank → its GPU; empty when the rank map cannot be read
 
@@ -52,35 +52,35 @@ class Runbook:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.folder = runs_dir(env)
-        self._kept: dict[str, tuple[_Stamp, RunView]] = {}
+        self._active: dict[str, tuple[_Stamp, RunView]] = {}
         self._ended: dict[str, RunEntry] = {}
-        self._detail: tuple[str, RunDetail] | None = None  # of the one looked at last, if it has ended
+        self._detail: tuple[str, RunDetail] | None = None  # of the ended run that was read last
         self._lock = threading.Lock()
 
     def read(self) -> list[RunEntry]:
-        """Return all runs: those that go on first, then the newest first.
+        """Return all runs: those in progress first, the newest first among each; none if there is no folder.
 
-        One listing of the folder; of runs that have ended nothing more. Empty when there is no folder.
+        Lists the folder once and reads no file of a run that has ended.
         """
         try:
             names = os.listdir(self.folder)
         except OSError:
             names = []
         with self._lock:
-            entries = [entry for name in names if (entry := self._ended.get(name) or self._look(name))]
+            entries = [entry for name in names if (entry := self._ended.get(name) or self._read_entry(name))]
             for gone in self._ended.keys() - set(names):
                 del self._ended[gone]
-            for gone in self._kept.keys() - set(names):
-                del self._kept[gone]
+            for gone in self._active.keys() - set(names):
+                del self._active[gone]
         return sorted(entries, key=lambda e: (e.live and not e.unreadable, e.view.started, e.view.id), reverse=True)
 
     def one(self, run: str) -> RunEntry | None:
-        """Return one run; None while its head has written nothing."""
+        """Return one run; None before its head has written a state."""
         with self._lock:
-            return self._ended.get(run) or self._look(run)
+            return self._ended.get(run) or self._read_entry(run)
 
     def detail(self, run: str) -> RunDetail:
-        """Return what else a run's folder says; of one that has ended it is read once."""
+        """Return the details of a run; those of an ended run are read once."""
         if self._detail is not None and self._detail[0] == run:
             return self._detail[1]
         detail = read_detail(self.folder / run)
@@ -88,29 +88,29 @@ class Runbook:
             self._detail = (run, detail) if run in self._ended else None
         return detail
 
-    def _look(self, name: str) -> RunEntry | None:
+    def _read_entry(self, name: str) -> RunEntry | None:
         folder = self.folder / name
         try:
             status = os.stat(folder / "state.json")
         except OSError:
-            return None  # no run, or its head has only just made the folder
+            return None  # not a run, or a new folder
         stamp = (status.st_mtime_ns, status.st_ino, status.st_size)
-        kept = self._kept.get(name)
+        kept = self._active.get(name)
         if kept is None or kept[0] != stamp:
             view = read_state(folder)
             if view is None:
                 return None
-            kept = self._kept[name] = (stamp, view)
+            kept = self._active[name] = (stamp, view)
         view = judged(kept[1])
         if view is not kept[1]:
             with contextlib.suppress(OSError):
-                status = os.stat(folder / "state.json")  # it may have ended since
+                status = os.stat(folder / "state.json")  # the run may have ended since
         entry = RunEntry(view, status.st_mtime, view.state not in FINAL and alive(view.head) is None)
         if entry.unreadable:
-            del self._kept[name]  # it may be readable the next time: a network file system has its moments
-        elif view.state in FINAL and time.time() - status.st_mtime > 2.0:  # its head writes no more
+            del self._active[name]  # read it again next time: errors of a network file system may be temporary
+        elif view.state in FINAL and time.time() - status.st_mtime > 2.0:  # later writes are ruled out
             self._ended[name] = entry
-            del self._kept[name]
+            del self._active[name]
         return entry
 
 
@@ -127,7 +127,7 @@ class _Checks(msgspec.Struct, frozen=True):
 
 
 def read_detail(folder: Path) -> RunDetail:
-    """Return what else the folder of a run says; what cannot be read is left out."""
+    """Return the details in a run's folder; unreadable files are left out."""
     try:
         checks = msgspec.json.decode((folder / "preflight.json").read_bytes(), type=_Checks).checks
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -146,7 +146,7 @@ def read_detail(folder: Path) -> RunDetail:
 
 
 def log_trouble(folder: Path) -> str:
-    """Return in words why the logs in a run's folder may lack what the ranks wrote; "" when nothing is known."""
+    """Return why the logs in a run's folder may lack output of the ranks; "" if there is no sign of that."""
     for line in _tail(folder / "head.log"):
         words = clean(line.partition(" ")[2].removeprefix("gpuboard: "))
         if words.startswith("logs are incomplete"):
@@ -155,15 +155,15 @@ def log_trouble(folder: Path) -> str:
         free = os.statvfs(folder).f_bavail
     except OSError:
         return ""
-    return "" if free else f"the disk of {folder} is full: what the ranks write is lost"
+    return "" if free else f"the disk of {folder} is full: output of the ranks is lost; free some space"
 
 
 def _tail(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _WORDS))
-            lines = file.read(_WORDS).decode("utf-8", "replace").splitlines()
+            file.seek(max(0, size - _TAIL))
+            lines = file.read(_TAIL).decode("utf-8", "replace").splitlines()
     except OSError:
         return []
-    return lines[1:] if size > _WORDS else lines
+    return lines[1:] if size > _TAIL else lines

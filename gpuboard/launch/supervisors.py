@@ -1,4 +1,4 @@
-"""The supervisors of one run: a link to each, calls whose answers come back as items of one queue."""
+"""The supervisors of one run: one link per node; events and replies arrive as items of one queue."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ SupervisorCall = Literal[
 ]
 
 
-class Heard(msgspec.Struct, frozen=True):
-    """An event of a supervisor."""
+class SupervisorEvent(msgspec.Struct, frozen=True):
+    """An event from a supervisor."""
 
     node: str
     event: LaunchEvent
 
 
-class CallAnswer(msgspec.Struct, frozen=True):
-    """The answer to a call, of the kind that was asked for, or why there is none."""
+class CallReply(msgspec.Struct, frozen=True):
+    """The reply to a call: a value of the type given with the call, or the error."""
 
     node: str
     op: SupervisorCall
     value: object
 
 
-class Lost(msgspec.Struct, frozen=True):
-    """A supervisor's connection is over."""
+class SupervisorLost(msgspec.Struct, frozen=True):
+    """The connection to a supervisor has ended."""
 
     node: str
-    words: str
+    error: str
 
 
-class Crew:
-    """Opens one supervisor a node of the plan. Everything they say arrives on ``inbox``, in order for each node."""
+class Supervisors:
+    """Starts one supervisor per node of the plan. All they send arrives on ``inbox``, in order for each node."""
 
     def __init__(
         self,
@@ -67,29 +67,29 @@ class Crew:
         self._inbox = inbox
         self._timing = timing
         self._links: dict[str, AgentLink] = {}
-        self._unanswered: dict[str, int] = {}
-        self._asked: dict[str, tuple[float, Pending]] = {}  # the ping that is on its way to a node, and since when
-        self._heard: dict[str, float] = {}  # when the last one was sent that was answered
+        self._unanswered: dict[str, int] = {}  # pings in a row without any line from the node
+        self._ping: dict[str, tuple[float, Pending]] = {}  # the oldest ping without a reply, and when it was sent
+        self._complete: dict[str, float] = {}  # when the newest ping with a reply was sent
         self._pinged = 0.0
 
     def open(self) -> None:
-        """Start every supervisor; returns at once."""
+        """Start every supervisor without waiting for it."""
         for config in self._plan.nodes:
             self._links[config.node] = self._open(config.node, msgspec.to_builtins(config))
 
     def sweep(self, node: str) -> None:
-        """Empty a node whose supervisor is out of reach; an Ended or Lost of the node follows.
+        """End what a lost supervisor may have left on ``node``; its NodeEnded or SupervisorLost follows.
 
-        Killed at the same time, guard and supervisor leave those behind that the ranks' death signals do not reach.
-        Another supervisor of the run knows them by their GPUBOARD_RUN.
+        When guard and supervisor are killed together, processes without a death signal survive. A second supervisor
+        of the run finds them by their GPUBOARD_RUN.
         """
         config = next(config for config in self._plan.nodes if config.node == node)
         self._unanswered[node] = 0
         self._links[node] = self._open(node, msgspec.to_builtins(config))
         self._links[node].submit("stop", {"grace_s": 0.0})
 
-    def ask(self, node: str, op: SupervisorCall, args: Mapping[str, Any], timeout_s: float, kind: type) -> None:
-        """Call a supervisor; an :class:`CallAnswer` follows on the inbox whatever happens."""
+    def call(self, node: str, op: SupervisorCall, args: Mapping[str, Any], timeout_s: float, kind: type) -> None:
+        """Call a supervisor; exactly one :class:`CallReply` follows on the inbox."""
         pending = self._links[node].submit(op, dict(args))
 
         def wait() -> None:
@@ -98,55 +98,56 @@ class Crew:
                 value = pending.result(timeout_s, kind)
             except (CallFailed, LinkLost) as error:
                 value = error
-            self._inbox.put(CallAnswer(node, op, value))
+            self._inbox.put(CallReply(node, op, value))
 
         threading.Thread(target=wait, name=f"{op}-{node}", daemon=True).start()
 
-    def tell(self, op: SupervisorCall, args: Mapping[str, Any]) -> None:
-        """Call every supervisor that still can be reached, without caring for the answers."""
+    def call_all(self, op: SupervisorCall, args: Mapping[str, Any]) -> None:
+        """Call every reachable supervisor and ignore the replies."""
         for link in self._links.values():
             if link.over is None:
                 link.submit(op, dict(args))
 
     def ping(self) -> list[str]:
-        """Say to every supervisor that we are there; return those that have said nothing for ``lost_head_s``.
+        """Ping every supervisor; close and return those that have sent nothing for ``lost_head_s``.
 
-        To be called every ``ping_s``. Counted in pings, not in time: while we are stopped (ctrl-Z) nobody could answer.
+        To be called every ``ping_s``. The limit counts pings, not time: while suspended this process sends none.
         """
         limit_s = self._plan.options.lost_head_s
-        silent = []
+        lost = []
         for node, link in self._links.items():
-            if link.over is not None or link.hello is None:  # a connection that is being made has its own limit
+            if link.over is not None or link.hello is None:  # connecting has a timeout of its own
                 continue
             if link.last_line >= self._pinged:
                 self._unanswered[node] = 0
             self._unanswered[node] = self._unanswered.get(node, 0) + 1
             if limit_s is not None and self._unanswered[node] > limit_s / self._timing.ping_s + 1:
-                silent.append(node)
+                lost.append(node)
                 link.close()
             else:
-                now, asked = time.monotonic(), link.submit("ping", {})
-                if node not in self._asked or self._asked[node][1].settled:
-                    self._asked[node] = now, asked
+                now, pending = time.monotonic(), link.submit("ping", {})
+                if node not in self._ping or self._ping[node][1].settled:
+                    self._ping[node] = now, pending
         self._pinged = time.monotonic()
-        return silent
+        return lost
 
-    def heard_to(self) -> float:
-        """Return until when (monotonic) every supervisor that can be reached has said all: it is on the inbox by now.
+    def complete_until(self) -> float:
+        """Return the moment (monotonic) up to which the events of every reachable supervisor are on the inbox.
 
-        Each says things in order, so all that came before its answer to a ping was said before. Now where nobody is.
+        A link keeps the order: with the reply to a ping, all that was sent before the ping has arrived. Without
+        reachable supervisors: now.
         """
-        heard = [time.monotonic()]
+        times = [time.monotonic()]
         for node, link in self._links.items():
             if link.over is None and link.hello is not None:
-                sent, asked = self._asked.get(node, (0.0, None))
-                if asked is not None and asked.settled:
-                    self._heard[node] = sent
-                heard.append(self._heard.get(node, 0.0))
-        return min(heard)
+                sent, pending = self._ping.get(node, (0.0, None))
+                if pending is not None and pending.settled:
+                    self._complete[node] = sent
+                times.append(self._complete.get(node, 0.0))
+        return min(times)
 
     def close(self) -> None:
-        """End every connection: what is left on a node ends with it."""
+        """Close every connection; the processes left on a node end with it."""
         for link in self._links.values():
             link.close()
 
@@ -159,10 +160,10 @@ class Crew:
             except Malformed as error:
                 event = events.RunNotice(f"malformed event {message.kind}: {error}")
             if event is not None:
-                self._inbox.put(Heard(node, event))
+                self._inbox.put(SupervisorEvent(node, event))
 
         def ended(error: TransportError) -> None:
-            self._inbox.put(Lost(node, str(error)))
+            self._inbox.put(SupervisorLost(node, str(error)))
 
         there = self._nodes[node]
         return self._connector.open(

@@ -68,14 +68,14 @@ def test_what_is_typed_is_checked(tmp_path: Path) -> None:
         assert check_files(right, folder) == FileProblems(right, folder)
     assert check_command("") == "train.py or -m module"
     assert check_command("train.py 'open") == "the command: no closing quotation"
-    assert check_command("-m") == "-m needs the name of a module, not 'nothing'"
-    assert check_command("--n 4 train.py") == "--n is no option of launch"
+    assert check_command("-m") == "-m needs the name of a module, got 'nothing'"
+    assert check_command("--n 4 train.py") == "--n is not an option of launch"
     assert check_files("nothere.py", folder).no_script == "no file nothere.py in that folder"
     assert check_files("/no/where.py", folder).no_script == "no file /no/where.py"
     assert check_files("nothere.py", "/no/such") == FileProblems("nothere.py", "/no/such", no_folder="no such folder")
     assert [check_variables(text) for text in ("", "A=1 B='x y'", "HOME")] == ["", "", ""]
-    assert check_variables("RANK=1") == "RANK: launch itself sets RANK for every rank"
-    assert check_variables("1A=2") == "'1A' is not the name of a variable"
+    assert check_variables("RANK=1") == "RANK: gpuboard sets RANK for each rank"
+    assert check_variables("1A=2") == "'1A': not a variable name"
     assert check_variables("'") == "the variables: no closing quotation"
 
 
@@ -123,7 +123,7 @@ def test_what_earlier_launchers_and_the_board_s_own_lease_left_behind_is_left_ou
         ({"n": 9}, "asked for 9 GPUs", 3),
         ({"gpus": "sim01:1"}, "sim01:1 is busy", 4),
         ({"lease": "zzzz"}, "zzzz", 5),
-        ({"n": 1, "variables": "RANK=1"}, "launch itself sets RANK", 2),
+        ({"n": 1, "variables": "RANK=1"}, "gpuboard sets RANK", 2),
     ],
 )
 def test_why_a_launch_came_to_nothing_is_said(exp: Exp, changes: dict[str, Any], words: str, code: int) -> None:

@@ -481,7 +481,7 @@ def test_a_full_disk_is_known(tmp_path: Path) -> None:
         assert log_trouble(tmp_path) == ""
         with pytest.raises(OSError, match="No space left on device"):
             (tmp_path / "rank-0.out").write_bytes(bytes(2**16))
-        assert log_trouble(tmp_path) == f"the disk of {tmp_path} is full: what the ranks write is lost"
+        assert log_trouble(tmp_path) == f"the disk of {tmp_path} is full: output of the ranks is lost; free some space"
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 

@@ -55,7 +55,7 @@ def test_an_exception_without_a_module_is_told(tmp_path: Path) -> None:
 def test_a_loopback_that_is_down_is_told_before_anything_runs(tmp_path: Path) -> None:
     with Launch(tmp_path, "print('up')", n=1, before=("unshare", "-n")) as run:
         assert run.wait() == 7
-        assert "its interface lo is down" in run.text["err"]
+        assert "the interface lo is down" in run.text["err"]
         assert "ip link set lo up" in run.text["err"]
         assert "up" not in run.text["out"]
 
@@ -64,7 +64,7 @@ def test_helpers_that_end_by_themselves_are_no_news(tmp_path: Path) -> None:
     script = "import multiprocessing as mp\nif __name__ == '__main__':\n    p = mp.get_context('spawn').Pool(1)"
     with Launch(tmp_path, script, n=1) as run:
         assert run.wait() == 0
-        assert "left behind" not in run.text["err"]
+        assert "left running" not in run.text["err"]
 
 
 def test_gpus_are_read_however_long_nvml_takes_to_start(here: Here) -> None:
@@ -160,7 +160,7 @@ def test_a_terminal_that_hangs_up_twice_leaves_the_ranks_their_grace(tmp_path: P
     with Launch(tmp_path, SLOW) as run:
         run.wait_for("up", times=2)
         run.signal(signal.SIGHUP)
-        run.wait_for("the terminal is gone", "err")
+        run.wait_for("the terminal was closed", "err")
         run.signal(signal.SIGHUP)
         assert run.wait() == 129
         assert run.text["out"].count("saved") == 2
@@ -174,7 +174,7 @@ def test_a_head_that_is_stopped_for_too_long_tells_what_that_did(tmp_path: Path)
         run.signal(signal.SIGCONT)
         assert run.wait() == 1
         text = run.view().verdicts[0].text
-        told = re.search(r": nothing heard from the head for (\d+) s; this node is stopped", text)
+        told = re.search(r": no ping from the head for (\d+) s; its ranks are being stopped", text)
         assert told and int(told[1]) >= 8, text  # it looks each second, and later where it is kept from that
 
 
@@ -213,7 +213,7 @@ def test_nohup_is_respected(tmp_path: Path) -> None:
         run.signal(signal.SIGHUP)
         run.signal(signal.SIGUSR1)  # the first thing that it acts upon
         assert run.wait() == 128 + signal.SIGUSR1
-        assert "the terminal is gone" not in run.text["err"]
+        assert "the terminal was closed" not in run.text["err"]
 
 
 def test_an_interface_of_the_nodes_own_environment_stands(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_silence_of_the_head_ends_the_run(folder: Path) -> None:
         go(here)
         until(lambda: here.call("ping") is not False and ready(here), "it is ready while the head speaks")
         here.wait_ended()
-        assert "nothing heard from the head" in here.data("stopping")[-1]["reason"]
+        assert "no ping from the head" in here.data("stopping")[-1]["reason"]
         assert carriers(here.run) == []
 
 
@@ -196,7 +196,7 @@ def test_stop_before_the_gate(folder: Path) -> None:
     with node(folder, "print('never')", count=2) as here:
         here.call("spawn")
         here.wait(lambda n: len(n.data("gate")) == 2)
-        here.call("stop", grace_s=30, reason="preflight refused")
+        here.call("stop", grace_s=30, reason="preflight failed")
         ends = here.wait_ended()
         assert [e["signal"] for e in ends] == [signal.SIGTERM] * 2
         assert here.data("output") == []
@@ -210,7 +210,7 @@ subprocess.Popen([sys.executable, "-c", upload], start_new_session=True)
 """
     with node(folder, script) as here:
         go(here)
-        here.wait(lambda n: "waiting for what they left behind" in str(n.data("notice")))
+        here.wait(lambda n: "waiting for processes they left running" in str(n.data("notice")))
         (folder / "go").touch()
         ends = here.wait_ended()
         assert ends[0]["code"] == 0

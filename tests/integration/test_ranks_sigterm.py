@@ -12,7 +12,7 @@ from tests.integration.ranks_driver import go, node, with_fake_torch
 from tests.integration.test_ranks import parent, wait_dead
 
 SLEEP = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
-WORDS = {"reason": "Slurm ends job 7: it was cancelled, or its time is up"}
+WORDS = {"reason": "Slurm is ending job 7: it was cancelled, or it reached its time limit"}
 
 
 @pytest.fixture

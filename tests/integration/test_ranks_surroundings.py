@@ -81,7 +81,7 @@ def test_a_node_whose_ranks_have_ended_at_once_still_says_why(folder: Path) -> N
     with node(folder, "pass", python="/bin/false") as here:
         here.call("spawn")
         here.wait(lambda n: n.data("exited"))
-        with pytest.raises(CallFailed, match="/bin/false ended with code 1"):
+        with pytest.raises(CallFailed, match="/bin/false ended with exit code 1"):
             here.call("check")
         here.call("go", master_addr="127.0.0.1", master_port=1, environ={})
         assert here.wait_ended()[0]["code"] == 1

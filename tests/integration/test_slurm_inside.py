@@ -134,7 +134,7 @@ def test_scancel_ends_all_of_it(lab: Lab, cgroups: bool) -> None:
     job.cancel()
     job.wait()
     until(lambda: not lab.processes(), "nothing of it is left")
-    assert f"Slurm ends job {job.number}: it was cancelled, or its time is up" in job.err
+    assert f"Slurm is ending job {job.number}: it was cancelled, or it reached its time limit" in job.err
 
 
 def test_usr1_reaches_the_ranks(lab: Lab) -> None:
@@ -147,7 +147,7 @@ def test_usr1_reaches_the_ranks(lab: Lab) -> None:
     job.wait_out("up", 3)
     job.cancel("--signal=USR1", "--batch")  # what --signal=B: makes Slurm do a minute before the end
     job.wait_out("saved", 3)
-    until(lambda: "SIGUSR1 is passed on to ranks 0-2" in job.err, "it says so")
+    until(lambda: "forwarding SIGUSR1 to ranks 0-2" in job.err, "it says so")
     job.cancel("--signal=USR1")  # to all steps: to the ranks on the other node, past the supervisor there
     job.wait_out("saved", 4)
     lab.put("stop", "")

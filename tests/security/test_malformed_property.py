@@ -320,7 +320,7 @@ def test_a_keeper_takes_whatever_a_node_answers(data: st.DataObject) -> None:
 def test_a_run_takes_whatever_a_supervisor_says(data: st.DataObject) -> None:
     plan = planned()
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    run = supervisors.Crew(plan, {}, Connector(Settings()), inbox)
+    run = supervisors.Supervisors(plan, {}, Connector(Settings()), inbox)
     watch = FailureWatch(plan)
     listener: list[Any] = []
 
@@ -350,7 +350,7 @@ def test_a_run_takes_whatever_a_supervisor_says(data: st.DataObject) -> None:
 @settings(max_examples=60)
 def test_preflight_judges_whatever_was_answered(data: st.DataObject) -> None:
     plan = planned()
-    asked = collect.PreflightQuestions(plan, supervisors.Crew(plan, {}, Connector(Settings()), queue.SimpleQueue()))
+    asked = collect.PreflightCalls(plan, supervisors.Supervisors(plan, {}, Connector(Settings()), queue.SimpleQueue()))
     kinds: dict[supervisors.SupervisorCall, type] = {
         "check": replies.LaunchFacts,
         "listen": replies.Listening,
@@ -366,7 +366,7 @@ def test_preflight_judges_whatever_was_answered(data: st.DataObject) -> None:
                 value = there.link.call(op, {}, 1.0, kind)
             except LinkLost as error:
                 value = error
-            asked.take(supervisors.CallAnswer(node, op, value))
+            asked.take(supervisors.CallReply(node, op, value))
     answers = asked.collect()
     checks = preflight(plan.rank_map, plan.nodes[0].master_addr, "cuda", answers)
     for check in grouped(checks):

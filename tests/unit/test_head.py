@@ -1,4 +1,4 @@
-"""The head's loop: what it concludes from silence when it could not listen, and how soon it can be ended."""
+"""The head's loop: timeouts after a suspension, and stopping a run right after its start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpuboard.launch.control import ControlRequest, ask
 from gpuboard.launch.head import Head
 from gpuboard.launch.output import Screen
 from gpuboard.launch.run_folder import RunFolder
-from gpuboard.launch.supervisors import Heard
+from gpuboard.launch.supervisors import SupervisorEvent
 from gpuboard.launch.timing import HeadTiming
 from gpuboard.transport.connector import Connector
 from tests.unit.test_plan import planned
@@ -32,32 +32,32 @@ TIMING = HeadTiming(ping_s=0.1, cause_wait_s=0.2)
 
 
 class Inbox(queue.SimpleQueue[Any]):
-    """That of a process which stands still when it has nothing to do; afterwards its main thread runs first."""
+    """The inbox of a process that is suspended when idle; ``arrived`` comes in meanwhile."""
 
-    def __init__(self, meanwhile: Heard) -> None:
+    def __init__(self, arrived: SupervisorEvent) -> None:
         super().__init__()
-        self._meanwhile: Heard | None = meanwhile
+        self._arrived: SupervisorEvent | None = arrived
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        if not self.empty() or self._meanwhile is None:
+        if not self.empty() or self._arrived is None:
             return super().get(block, timeout)
         time.sleep(TIMING.cause_wait_s + 0.1)
-        self.put(self._meanwhile)
-        self._meanwhile = None
+        self.put(self._arrived)
+        self._arrived = None
         raise queue.Empty
 
 
 class Seen(RunFolder):
-    """A folder whose run is asked to stop, or gets a signal, in the moment in which its state is first seen."""
+    """A folder whose run is stopped, or gets a signal, as soon as its state can be seen."""
 
     end: Callable[[Path], object] | None = None
 
     def keep(self, name: str, value: object) -> str | None:
-        words = super().keep(name, value)
+        error = super().keep(name, value)
         if name == "state.json" and self.end is not None:
             end, self.end = self.end, None
             end(self.path)
-        return words
+        return error
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_a_run_can_be_stopped_as_soon_as_it_is_seen(tmp_path: Path, end: Callabl
     nodes = {config.node: Node(config.node, None) for config in plan.nodes}
     head = Head(plan, folder, screen, connector=Connector(Settings()), nodes=nodes, read_gpus=None)
 
-    def unheard(number: int, _frame: object) -> None:
-        raise AssertionError(f"the head left signal {number} to others")
+    def not_ours(number: int, _frame: object) -> None:
+        raise AssertionError(f"the head did not handle signal {number}")
 
-    usual = signal.signal(signal.SIGTERM, unheard)
+    usual = signal.signal(signal.SIGTERM, not_ours)
     try:
         head.run()
     finally:
@@ -86,14 +86,14 @@ def test_a_run_can_be_stopped_as_soon_as_it_is_seen(tmp_path: Path, end: Callabl
     assert [verdict.kind for verdict in head.view().verdicts] == ["stopped"]
 
 
-def test_a_head_that_stood_still_hears_the_cause_before_it_takes_the_echo_for_it(tmp_path: Path) -> None:
+def test_a_resumed_head_reads_its_inbox_before_it_names_the_root_cause(tmp_path: Path) -> None:
     env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
     screen = Screen(io.StringIO(), io.StringIO())
     folder, connector = RunFolder(env, "rabc"), Connector(Settings())
     head = Head(planned(), folder, screen, connector=connector, nodes={}, read_gpus=None, timing=TIMING)
-    head._gone = True
-    head._inbox = Inbox(Heard("gpu01", BOOM))
-    head._inbox.put(Heard("gpu02", RESET))
+    head._gate_open = True
+    head._inbox = Inbox(SupervisorEvent("gpu01", BOOM))
+    head._inbox.put(SupervisorEvent("gpu02", RESET))
     head._pump(lambda: head._watch.cause is not None, None)
     assert [(verdict.rank, verdict.kind) for verdict in head.view().verdicts] == [(1, "raised")]
     screen.close()
@@ -101,41 +101,41 @@ def test_a_head_that_stood_still_hears_the_cause_before_it_takes_the_echo_for_it
 
 @contextmanager
 def two_nodes(tmp_path: Path, timing: HeadTiming = TIMING) -> Iterator[tuple[Head, int]]:
-    """Yield the head of an open launch whose supervisors both have begun, and the pid of that of gpu01."""
+    """Yield the head of a launch with an open gate and two running supervisors, and the pid of that of gpu01."""
     env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
     screen = Screen(io.StringIO(), io.StringIO())
     plan, connector, folder = planned(), Connector(Settings()), RunFolder(env, "rabc")
     nodes = {config.node: Node(config.node, None) for config in plan.nodes}
     head = Head(plan, folder, screen, connector=connector, nodes=nodes, read_gpus=None, timing=timing)
-    head._gone = True
+    head._gate_open = True
     try:
-        head._crew.open()
-        links = head._crew._links
-        until(lambda: all(link.hello is not None for link in links.values()), "the supervisors begin")
+        head._supervisors.open()
+        links = head._supervisors._links
+        until(lambda: all(link.hello is not None for link in links.values()), "the supervisors start")
         hello = links["gpu01"].hello
         assert hello is not None
         yield head, hello.pid
     finally:
-        head._crew.close()
+        head._supervisors.close()
         connector.close()
         screen.close()
 
 
-def test_the_cause_is_waited_for_while_its_supervisor_stands_still(tmp_path: Path) -> None:
+def test_the_head_waits_for_events_of_a_suspended_supervisor(tmp_path: Path) -> None:
     with two_nodes(tmp_path) as (head, supervisor):
         os.kill(supervisor, signal.SIGSTOP)
-        head._inbox.put(Heard("gpu02", RESET))
+        head._inbox.put(SupervisorEvent("gpu02", RESET))
         assert not head._pump(lambda: head._watch.cause is not None, time.monotonic() + 2 * TIMING.cause_wait_s)
         os.kill(supervisor, signal.SIGCONT)
-        head._inbox.put(Heard("gpu01", BOOM))  # what it has not come to say
+        head._inbox.put(SupervisorEvent("gpu01", BOOM))  # sent late
         head._pump(lambda: head._watch.cause is not None, None)
         assert [(verdict.rank, verdict.kind) for verdict in head.view().verdicts] == [(1, "raised")]
 
 
-def test_a_supervisor_that_says_nothing_for_long_is_not_waited_for(tmp_path: Path) -> None:
+def test_the_wait_for_a_suspended_supervisor_is_limited(tmp_path: Path) -> None:
     with two_nodes(tmp_path, msgspec.structs.replace(TIMING, supervisor_wait_s=0.5)) as (head, supervisor):
         os.kill(supervisor, signal.SIGSTOP)
-        head._inbox.put(Heard("gpu02", RESET))
+        head._inbox.put(SupervisorEvent("gpu02", RESET))
         assert head._pump(lambda: head._watch.cause is not None, time.monotonic() + 60)
         assert [verdict.rank for verdict in head.view().verdicts] == [RESET.rank]
         os.kill(supervisor, signal.SIGCONT)

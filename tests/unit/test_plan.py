@@ -56,7 +56,7 @@ def test_a_target_has_three_forms(words: list[str], module: list[str] | None, ta
         ([], None, "nothing to launch"),
         ([], [], "needs the name of a module"),
         ([], ["train.py/x"], "needs the name of a module"),
-        (["--lr", "3"], None, "--lr is no option of launch"),
+        (["--lr", "3"], None, "--lr is not an option of launch"),
         (["a b:c"], None, "neither a script nor"),
     ],
 )
@@ -112,7 +112,7 @@ def test_one_node_alone_meets_at_the_loopback_address() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
 def test_several_nodes_cannot_meet_at_a_loopback_address(address: str) -> None:
-    with pytest.raises(UsageError, match=r"gpu02 cannot reach; put the address of gpu01"):
+    with pytest.raises(UsageError, match=r"gpu02 cannot reach; set it to an address of gpu01"):
         planned(msgspec.structs.replace(MAP, master_addr=address))
 
 
@@ -133,10 +133,10 @@ def test_known_families_of_variables_travel_and_asked_for_ones() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("NOT_THERE", "you have no variable NOT_THERE"),
-        ("A-B=1", "not the name of a variable"),
-        ("RANK=1", "launch itself sets RANK"),
-        ("CUDA_VISIBLE_DEVICES=0", "launch itself sets"),
+        ("NOT_THERE", "NOT_THERE: not set in your environment"),
+        ("A-B=1", "not a variable name"),
+        ("RANK=1", "gpuboard sets RANK"),
+        ("CUDA_VISIBLE_DEVICES=0", "gpuboard sets"),
     ],
 )
 def test_a_variable_that_cannot_travel_is_refused(word: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What keeps the gate shut, with cause and remedy, decided from what the nodes answered."""
+"""Preflight: which replies of the nodes keep the gate closed, with cause and remedy."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_all_in_order() -> None:
         ({"nccl": "2.21.5"}, "NCCL", "fail", "2.27.3 on gpu01; 2.21.5 on gpu02"),
         ({"torch_cuda": "11.8"}, "CUDA of torch", "fail", "12.8 on gpu01; 11.8 on gpu02"),
         ({"target_sha256": "f" * 64}, "script", "fail", "0123456789ab on gpu01; ffffffffffff on gpu02"),
-        ({"shm_free": 2**20}, "/dev/shm", "fail", "NCCL needs 32 MiB a rank"),
-        ({"shm_free": 64 * 2**20}, "/dev/shm", "warn", "may die of a bus error"),
+        ({"shm_free": 2**20}, "/dev/shm", "fail", "NCCL needs 32 MiB per rank"),
+        ({"shm_free": 64 * 2**20}, "/dev/shm", "warn", "may die of SIGBUS"),
         ({"nofile": 64}, "open files", "fail", "limit 64"),
         ({"nofile": 512}, "open files", "warn", "limit 512"),
         ({"loopback": False}, "loopback", "fail", "lo is down"),
@@ -119,7 +119,7 @@ def test_a_build_without_cuda_is_refused_on_gpus_alone() -> None:
     ("kind", "message", "remedy"),
     [
         ("python", "no python3 or python on PATH", "--python PATH"),
-        ("cwd", "there is no folder /exp", "launch from a folder that every node has"),
+        ("cwd", "no folder /exp", "launch from a folder that every node has"),
         ("target", "train.py cannot be read", "copy the file to the node"),
         ("connection", "gpu02: no answer in 20 s", "gpuboard status"),
     ],
@@ -135,8 +135,8 @@ def test_a_node_that_could_not_start(kind: str, message: str, remedy: str) -> No
     [
         ("refused", "a firewall rejects it", "iptables -I INPUT -p tcp -s 10.0.0.2 --dport 1024:65535 -j ACCEPT"),
         ("dropped", "a firewall drops it", "on gpu01, as root: iptables"),
-        ("unreachable", "no route", "use an address of gpu01 in the rank map that gpu02 can reach: 10.0.0.1"),
-        ("stranger", "something else answers", "use an address of gpu01"),
+        ("unreachable", "no route", "set an address of gpu01 in the rank map that gpu02 can reach: 10.0.0.1"),
+        ("stranger", "another program replies", "set an address of gpu01"),
     ],
 )
 def test_a_connection_that_fails_names_the_missing_rule(result: str, cause: str, remedy: str) -> None:
@@ -151,14 +151,14 @@ def test_a_taken_port_names_its_holder() -> None:
     listen = Failure("port-in-use", "port 29500 of 10.0.0.1 is in use", "pid 12 (alice, python)")
     check = only(problems(answers(listen=listen)))
     assert (check.name, check.cause) == ("master port", "held by pid 12 (alice, python)")
-    assert "master_port 0" in check.remedy
+    assert "set master_port to 0" in check.remedy
 
 
 def test_a_master_address_of_no_interface_names_those_that_are() -> None:
     said = failure(CallFailed("address", "10.9.9.9 is not an address of this node", Detail()))
     check = only(problems(answers(listen=said)))
     assert check.cause == ""
-    assert check.remedy.endswith("in the rank map: 10.0.0.1")  # not the link-local one
+    assert check.remedy == "set master_addr in the rank map to one of gpu01: 10.0.0.1"  # not the link-local one
 
 
 def test_a_name_that_means_different_things_is_a_warning() -> None:
@@ -181,9 +181,10 @@ def test_a_name_that_is_loopback_on_its_own_node_is_not_blamed_on_a_firewall() -
         "gpu02",
         "gpu02 cannot reach gpu01 at gpu01, port 29500",
     )
-    assert check.cause == "on gpu01 that name is 127.0.1.1, which only gpu01 itself can reach"
+    assert check.cause == "on gpu01 that name resolves to 127.0.1.1, which only gpu01 itself can reach"
     assert check.remedy == (
-        "write the address itself as master_addr: 10.0.0.1; or take the name out of that line of /etc/hosts on gpu01"
+        "set master_addr in the rank map to an IP address: 10.0.0.1; "
+        "or remove the name from that line of /etc/hosts on gpu01"
     )
 
 
@@ -203,20 +204,28 @@ def test_the_interface_is_the_one_of_the_address_or_of_the_route() -> None:
         (
             {"leases": ["zzzz"], "reason": "reserved by bob"},
             "fail",
-            "GPU 7 is no longer of lease k3f9; reserved by bob",
+            "GPU 7 is no longer held by lease k3f9; reserved by bob",
         ),
-        ({"leases": [], "state": "free"}, "fail", "is no longer of lease k3f9"),
+        ({"leases": [], "state": "free"}, "fail", "is no longer held by lease k3f9"),
         ({"flags": ["disputed"]}, "fail", "GPU 7 is disputed"),
         (
             {"flags": ["rogue"], "processes": [ProcessView(9, "bob", "python x", 1, "compute", rogue=True)]},
             "fail",
-            "used by somebody else; bob (pid 9, python x)",
+            "runs processes of others; bob (pid 9, python x)",
         ),
-        ({"index": 6}, "fail", "GPU-c is index 6 now"),
-        ({"uuid": "GPU-x"}, "fail", "GPU-c is not there; the node has GPU-x"),
+        ({"index": 6}, "fail", "GPU-c has index 6 now"),
+        ({"uuid": "GPU-x"}, "fail", "GPU-c is missing; the node has GPU-x"),
         ({"flags": ["sick"]}, "warn", "GPU 7 is sick"),
-        ({"memory_used": 2 * 2**30, "memory_total": 80 * 2**30}, "warn", "has 2.0 GiB of 80 GiB in use; by no process"),
-        ({"memory_used": 70 * 2**30, "memory_total": 80 * 2**30}, "fail", "has 70 GiB of 80 GiB in use; by no process"),
+        (
+            {"memory_used": 2 * 2**30, "memory_total": 80 * 2**30},
+            "warn",
+            "has 2.0 GiB of 80 GiB in use; by no visible process",
+        ),
+        (
+            {"memory_used": 70 * 2**30, "memory_total": 80 * 2**30},
+            "fail",
+            "has 70 GiB of 80 GiB in use; by no visible process",
+        ),
         ({"processes": [ProcessView(9, "alice", "python", 1, "compute")]}, "warn", "already runs pid 9"),
     ],
 )
@@ -246,7 +255,7 @@ def test_without_a_lease_a_gpu_must_be_free(changes: dict[str, Any], status: str
         ({"state": "reserved", "leases": ["zzzz"]}, "ok", "is held by Slurm job 12"),
         ({"state": "busy", "processes": [ProcessView(9, "bob", "python", 1, "compute")]}, "warn", "already runs pid 9"),
         ({"state": "broken", "reason": "GPU is lost"}, "fail", "is broken; GPU is lost"),
-        ({"uuid": "GPU-other"}, "fail", "is not there"),
+        ({"uuid": "GPU-other"}, "fail", "is missing"),
     ],
 )
 def test_a_gpu_of_a_slurm_job_is_held_by_that(changes: dict[str, Any], status: str, words: str) -> None:
@@ -269,10 +278,10 @@ def test_a_node_that_was_not_read_is_no_proof(state: NodeState, error: str) -> N
 
 
 def test_checks_that_differ_in_their_evidence_alone_are_one_line() -> None:
-    checks = [Check("GPU", "gpu01", "warn", f"GPU {n} is not reserved", "cause", "cure") for n in range(3)]
+    checks = [Check("GPU", "gpu01", "warn", f"GPU {n} is not reserved", "cause", "remedy") for n in range(3)]
     words = "GPU 0 is not reserved, GPU 1 is not reserved, GPU 2 is not reserved"
     other = Check("GPU", "gpu02", "warn", "GPU 0 is sick")
-    assert grouped([*checks, other]) == [Check("GPU", "gpu01", "warn", words, "cause", "cure"), other]
+    assert grouped([*checks, other]) == [Check("GPU", "gpu01", "warn", words, "cause", "remedy"), other]
 
 
 def test_a_check_in_words() -> None:

@@ -116,17 +116,17 @@ def test_runs_are_found_by_their_beginning_and_by_last(env: dict[str, str]) -> N
             "state.json", view(run, run_folder.this_head(), "done", f"2026-01-31T12:0{minute}:00.000Z")
         )
     assert [find_run(env, name).id for name in ("last", "ra", "rbbb", "rbbb2")] == ["rbba3", "raaa1", "rbbb2", "rbbb2"]
-    with pytest.raises(UsageError, match="several runs start with 'rbb': rbbb2, rbba3"):
+    with pytest.raises(UsageError, match="several ids start with 'rbb'; recent: rbbb2, rbba3"):
         find_run(env, "rbb")
-    with pytest.raises(UsageError, match="no run is called or starts with 'x'"):
+    with pytest.raises(UsageError, match="no id starts with 'x'"):
         find_run(env, "x")
     with pytest.raises(UsageError, match="is not a run id"):
         find_run(env, "../../etc")
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_with_its_cure(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(GpuboardError, match="set XDG_STATE_HOME to a folder of yours"):
+    with pytest.raises(GpuboardError, match="set XDG_STATE_HOME to a folder that you can write to"):
         RunFolder({"XDG_STATE_HOME": str(tmp_path / "file")}, "rabc")
 
 
@@ -153,7 +153,7 @@ def test_the_control_socket_answers_also_under_a_long_path(tmp_path: Path) -> No
     server.close()
     assert asked == [ControlRequest("stop", 5.0)]
     assert not os.path.lexists(folder / "control.sock")
-    with pytest.raises(GpuboardError, match="the run's head does not answer"):
+    with pytest.raises(GpuboardError, match="the run's head did not respond"):
         ask(folder, ControlRequest("state"))
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.launch import CallRefused, oom, teardown
-from gpuboard.agent.launch import start as ranks
+from gpuboard.agent.launch import CallRefused, oom, start, teardown
 
 # Says "up" when its own child runs; the child has the environment and the session it is told to have.
 PARENT = """
@@ -22,7 +21,7 @@ time.sleep(60)
 """
 
 
-def start(run: str, how: str) -> subprocess.Popen[str]:
+def start_parent(run: str, how: str) -> subprocess.Popen[str]:
     child = subprocess.Popen(
         [sys.executable, "-c", PARENT, how],
         stdout=subprocess.PIPE,
@@ -52,7 +51,7 @@ def test_a_name_with_brackets_and_blanks(tmp_path: Path) -> None:
 
 def test_descendants_and_carriers_are_found() -> None:
     run = f"r{os.getpid()}"
-    bare, dressed = start(run, "bare"), start(run, "dressed")
+    bare, dressed = start_parent(run, "bare"), start_parent(run, "dressed")
     of_bare = teardown.descendants(bare.pid, teardown.read_processes())
     assert len(of_bare) == 1
     found = {process.pid for process in teardown.living(run, bare.pid, ())}
@@ -69,7 +68,7 @@ def test_descendants_and_carriers_are_found() -> None:
 
 def test_a_stopped_process_is_ended() -> None:
     run = f"s{os.getpid()}"
-    child = start(run, "dressed")
+    child = start_parent(run, "dressed")
     os.kill(child.pid, signal.SIGSTOP)
     assert teardown.kill_all(run, os.getpid(), (), nothing_to_reap, 60.0) == 0
     assert child.wait() == -signal.SIGKILL
@@ -86,19 +85,19 @@ def test_the_interpreter_is_the_one_asked_for_then_the_environments_then_path(tm
         "CONDA_PREFIX": f"{tmp_path}/conda",
         "PATH": f"{tmp_path}/path",
     }
-    assert ranks.interpreter(sys.executable, environ, False) == sys.executable
-    assert ranks.interpreter(None, environ, False) == f"{tmp_path}/venv/bin/python"
+    assert start.interpreter(sys.executable, environ, False) == sys.executable
+    assert start.interpreter(None, environ, False) == f"{tmp_path}/venv/bin/python"
     del environ["VIRTUAL_ENV"]
-    assert ranks.interpreter(None, environ, False) == f"{tmp_path}/conda/bin/python"
+    assert start.interpreter(None, environ, False) == f"{tmp_path}/conda/bin/python"
     environ["CONDA_PREFIX"] = f"{tmp_path}/gone"
-    assert ranks.interpreter(None, environ, False) == f"{tmp_path}/path/python3"
-    assert ranks.interpreter("python", environ, False) == f"{tmp_path}/path/python"
-    assert ranks.interpreter(None, environ, True) == "python3"
+    assert start.interpreter(None, environ, False) == f"{tmp_path}/path/python3"
+    assert start.interpreter("python", environ, False) == f"{tmp_path}/path/python"
+    assert start.interpreter(None, environ, True) == "python3"
     with pytest.raises(CallRefused, match="--python") as told:
-        ranks.interpreter("python9", environ, False)
+        start.interpreter("python9", environ, False)
     assert told.value.kind == "python"
     with pytest.raises(CallRefused, match="no python3 or python on PATH"):
-        ranks.interpreter(None, {"PATH": "/nonexistent"}, False)
+        start.interpreter(None, {"PATH": "/nonexistent"}, False)
 
 
 def test_no_evidence_without_a_kill() -> None:

@@ -50,7 +50,7 @@ def test_a_bar_waits_less_than_a_prompt() -> None:
     stream.feed(b"\r50%", 12.0)
     assert (stream.due(), stream.overdue(12.1), stream.overdue(12.2)) == (12.2, [], ["\r50%"])
     stream.feed(b"half", 13.0)
-    stream.wait_anew(20.0)
+    stream.restart_wait(20.0)
     assert (stream.overdue(20.5), stream.overdue(21.0)) == ([], ["half"])
     assert (stream.due(), finish(stream, write_end)) == (None, [])
 

@@ -1,4 +1,4 @@
-"""The first failure of a run: which rank, why, what it exits with; what merely echoes it."""
+"""The root cause of a failed run: which rank, why, the exit code; and its secondary failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def watch() -> FailureWatch:
     for rank in (0, 1, 2):
         started.event(_node(rank), Spawned(rank, 100 + rank), 0.0)
         started.event(_node(rank), Gate(rank), 0.0)
-    started.opened()
+    started.gate_opened()
     return started
 
 
@@ -42,25 +42,25 @@ def _node(rank: int) -> str:
 
 
 def feed(target: FailureWatch, *happened: LaunchEvent, at: float = 10.0) -> FailureWatch:
-    """Let events happen and time be judged once."""
+    """Process events, then evaluate once."""
     for event in happened:
         target.event(_node(getattr(event, "rank", 0)), event, at)
     target.tick(at)
     return target
 
 
-def test_an_exception_is_told_with_rank_node_and_place() -> None:
+def test_an_exception_is_reported_with_rank_node_and_place() -> None:
     failed = feed(watch(), BOOM)
-    assert failed.said == ["rank 1 (gpu01:3) failed: ValueError: boom at /exp/train.py:41 in load_batch"]
-    assert (failed.stop_reason, failed.ending) == ("rank 1 failed", [1]), "the others are stopped, it may end by itself"
+    assert failed.messages == ["rank 1 (gpu01:3) failed: ValueError: boom at /exp/train.py:41 in load_batch"]
+    assert (failed.stop_reason, failed.exiting) == ("rank 1 failed", [1]), "it may run its exit handlers"
     feed(failed, Exited(1, code=1))
-    assert (failed.ending, failed.exit_code()) == ([], 1)
+    assert (failed.exiting, failed.exit_code()) == ([], 1)
 
 
 def test_a_rank_that_raised_and_was_stopped_in_the_end_failed_with_1() -> None:
     failed = feed(watch(), BOOM)
     feed(failed, Exited(1, signal=signal.SIGTERM), Exited(0, signal=signal.SIGTERM), at=11.0)
-    assert failed.exit_code() == 1, "our own SIGTERM is not its code"
+    assert failed.exit_code() == 1, "the exit code is not that of our own SIGTERM"
     assert [failed.ranks[rank].state for rank in (0, 1)] == ["killed", "failed"]
 
 
@@ -74,46 +74,46 @@ def test_a_rank_that_raised_and_was_stopped_in_the_end_failed_with_1() -> None:
 )
 def test_the_run_exits_with_the_code_of_the_rank(ended: Exited, words: str, code: int) -> None:
     failed = feed(watch(), ended)
-    assert (failed.said, failed.exit_code(), failed.stop_reason) == ([words], code, "rank 1 failed")
+    assert (failed.messages, failed.exit_code(), failed.stop_reason) == ([words], code, "rank 1 failed")
 
 
-def test_out_of_memory_is_told_with_its_evidence() -> None:
+def test_out_of_memory_is_reported_with_its_evidence() -> None:
     failed = feed(watch(), Exited(1, signal=9, oom="memory.events: oom_kill 1"))
-    assert failed.said == ["rank 1 (gpu01:3) was killed by SIGKILL: out of memory", "  memory.events: oom_kill 1"]
+    assert failed.messages == ["rank 1 (gpu01:3) was killed by SIGKILL: out of memory", "  memory.events: oom_kill 1"]
     assert failed.exit_code() == 137
 
 
 def test_the_last_line_of_stderr_is_evidence() -> None:
     failed = watch()
-    failed.last_words(1, "step 3", "error: no such data set")
+    failed.note_output(1, "step 3", "error: no such data set")
     feed(failed, Exited(1, code=2))
-    assert failed.said[1] == "  its last line on stderr: error: no such data set"
+    assert failed.messages[1] == "  last line on stderr: error: no such data set"
 
 
-def test_an_echo_that_arrives_first_waits_for_its_cause() -> None:
+def test_a_secondary_failure_that_arrives_first_waits_for_the_root_cause() -> None:
     failed = feed(watch(), RESET, Exited(2, code=1))
-    assert failed.said == []
+    assert failed.messages == []
     feed(failed, BOOM, Exited(1, code=7), at=10.4)
-    assert failed.said[0].startswith("rank 1 (gpu01:3) failed: ValueError")
+    assert failed.messages[0].startswith("rank 1 (gpu01:3) failed: ValueError")
     assert failed.exit_code() == 7
-    assert failed.summary()[1] == "then: rank 2 ended because of that"
+    assert failed.summary()[1] == "secondary failures: rank 2"
 
 
-def test_an_echo_without_a_cause_is_the_cause() -> None:
+def test_a_secondary_failure_alone_is_the_cause() -> None:
     failed = feed(watch(), RESET)
     failed.tick(10.0 + DEFAULT_TIMING.cause_wait_s)
-    assert failed.said[0].startswith("rank 2 (gpu02:7) failed: RuntimeError: [gloo] Connection closed by peer")
+    assert failed.messages[0].startswith("rank 2 (gpu02:7) failed: RuntimeError: [gloo] Connection closed by peer")
 
 
-def test_echoes_in_the_output_of_others_are_marked() -> None:
+def test_secondary_failures_in_the_output_of_others_are_marked() -> None:
     failed = feed(watch(), BOOM)
-    assert failed.mark(2, "RuntimeError: Connection reset by peer") == "(echo of rank 1) "
+    assert failed.mark(2, "RuntimeError: Connection reset by peer") == "(caused by rank 1) "
     assert failed.mark(2, "loss 0.3") == ""
     assert failed.mark(1, "Connection reset by peer") == ""
     assert watch().mark(2, "Connection reset by peer") == "", "nothing has failed yet"
 
 
-def test_exit_0_is_no_failure_and_rank_0_may_take_its_time() -> None:
+def test_exit_0_is_no_failure_and_rank_0_may_end_much_later() -> None:
     done = feed(watch(), *(Joined(rank) for rank in range(3)), Exited(1, code=0), Exited(2, code=0))
     done.tick(3600.0)
     assert (done.cause, done.finished, done.running) == (None, False, [0])
@@ -124,10 +124,10 @@ def test_exit_0_is_no_failure_and_rank_0_may_take_its_time() -> None:
 
 def test_exit_0_before_init_is_a_failure_as_soon_as_another_waits() -> None:
     failed = feed(watch(), Exited(1, code=0))
-    assert failed.cause is None, "nobody waits for it yet"
+    assert failed.cause is None, "no rank waits for it yet"
     feed(failed, Joined(0))
-    assert failed.said == [
-        "rank 1 (gpu01:3) ended with exit code 0 before init_process_group; rank 0 would wait for it in vain"
+    assert failed.messages == [
+        "rank 1 (gpu01:3) ended with exit code 0 before init_process_group; rank 0 would wait for it until the timeout"
     ]
     assert (failed.stop_reason, failed.exit_code()) == ("rank 1 failed", 1)
 
@@ -141,12 +141,12 @@ def test_a_lost_node_is_a_failure_of_the_run() -> None:
     failed = watch()
     failed.node_lost("gpu02", "connection reset", 10.0)
     failed.tick(10.0)
-    assert failed.said == ["gpu02: the connection is gone: connection reset"]
+    assert failed.messages == ["gpu02: connection lost: connection reset"]
     assert (failed.exit_code(), failed.running) == (1, [0, 1])
     assert failed.ranks[2].state == "lost"
 
 
-def test_a_node_that_ended_well_is_not_lost() -> None:
+def test_a_node_that_has_ended_is_not_lost() -> None:
     done = feed(watch(), Exited(2, code=0))
     done.event("gpu02", NodeEnded(), 10.0)
     done.node_lost("gpu02", "the agent ended", 10.1)
@@ -156,13 +156,13 @@ def test_a_node_that_ended_well_is_not_lost() -> None:
 
 def test_the_death_of_the_store_ends_the_run() -> None:
     failed = feed(watch(), Store("died", code=-9))
-    assert failed.said == ["gpu01: the ranks' meeting point, the store, died (exit code -9)"]
+    assert failed.messages == ["gpu01: the store, through which the ranks meet, died: killed by SIGKILL"]
     assert failed.stop_reason is not None
 
 
 def test_a_node_that_stops_itself_is_the_cause_of_what_follows() -> None:
-    failed = feed(watch(), Stopping("nothing heard from the head for 60 s"), Exited(0, signal=15))
-    assert failed.said == ["gpu01: nothing heard from the head for 60 s; this node is stopped"]
+    failed = feed(watch(), Stopping("no ping from the head for 60 s"), Exited(0, signal=15))
+    assert failed.messages == ["gpu01: no ping from the head for 60 s; its ranks are being stopped"]
     assert failed.exit_code() == 1
     assert failed.cause is not None
     assert failed.cause.kind == "node-stopped"
@@ -176,22 +176,22 @@ def test_a_stop_is_no_failure_of_a_rank() -> None:
     assert {view.state for view in stopped.ranks.values()} == {"killed"}
 
 
-def test_a_signal_that_was_passed_on_is_named_as_such() -> None:
+def test_a_forwarded_signal_is_named_as_such() -> None:
     failed = watch()
-    failed.forwarded(signal.SIGTERM)
+    failed.note_forwarded(signal.SIGTERM)
     feed(failed, Exited(0, signal=15))
-    assert failed.said == [], "it may be the node that ends"
+    assert failed.messages == [], "it may be the node that ends"
     failed.tick(10.0 + DEFAULT_TIMING.cause_wait_s)
-    assert failed.said == ["rank 0 (gpu01:0) was killed by SIGTERM (passed on from the head)"]
+    assert failed.messages == ["rank 0 (gpu01:0) was killed by SIGTERM (forwarded by the head)"]
     assert failed.exit_code() == 143
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
-def test_ranks_that_get_the_sigterm_of_their_node_first_are_not_the_cause(all_of_them: bool) -> None:
+def test_ranks_that_get_the_sigterm_of_their_node_first_are_not_the_root_cause(all_of_them: bool) -> None:
     failed = feed(watch(), *(Exited(rank, signal=15) for rank in ((0, 1, 2) if all_of_them else (0,))))
-    failed.event("gpu02", Stopping("Slurm ends job 7"), 10.5)
+    failed.event("gpu02", Stopping("Slurm is ending job 7"), 10.5)
     failed.tick(10.5)
-    assert failed.said == ["gpu02: Slurm ends job 7; this node is stopped"]
+    assert failed.messages == ["gpu02: Slurm is ending job 7; its ranks are being stopped"]
 
 
 def test_what_sigterm_ended_is_the_cause_when_all_nodes_are_empty() -> None:
@@ -199,32 +199,32 @@ def test_what_sigterm_ended_is_the_cause_when_all_nodes_are_empty() -> None:
     failed.event("gpu01", NodeEnded(0), 10.1)
     failed.event("gpu02", NodeEnded(0), 10.1)
     failed.tick(10.1)
-    assert failed.said == ["rank 0 (gpu01:0) was killed by SIGTERM"]
+    assert failed.messages == ["rank 0 (gpu01:0) was killed by SIGTERM"]
 
 
-def test_a_node_speaks_for_its_own_ranks_only() -> None:
-    honest = watch()
-    honest.event("gpu02", Exited(0, code=1), 10.0)
-    honest.event("gpu02", Exited(17, code=1), 10.0)
-    honest.tick(20.0)
-    assert (honest.cause, honest.exits) == (None, {})
+def test_events_about_the_ranks_of_another_node_are_ignored() -> None:
+    watched = watch()
+    watched.event("gpu02", Exited(0, code=1), 10.0)
+    watched.event("gpu02", Exited(17, code=1), 10.0)
+    watched.tick(20.0)
+    assert (watched.cause, watched.exits) == (None, {})
 
 
-def test_notices_and_what_cannot_be_killed_are_said() -> None:
-    told = watch()
-    told.event("gpu02", RunNotice("Traceback:\n  File x\nBoom: 1\n"), 10.0)
-    told.event("gpu02", NodeEnded(left=2), 10.0)
-    assert told.said == [
+def test_notices_and_processes_that_cannot_be_killed_are_reported() -> None:
+    watched = watch()
+    watched.event("gpu02", RunNotice("Traceback:\n  File x\nBoom: 1\n"), 10.0)
+    watched.event("gpu02", NodeEnded(left=2), 10.0)
+    assert watched.messages == [
         "gpu02: Traceback:",
         "gpu02:   File x",
         "gpu02: Boom: 1",
-        "gpu02: 2 processes of the run cannot be killed; they end when the kernel lets",
+        "gpu02: processes in uninterruptible sleep (driver or file system) cannot be killed yet: 2",
     ]
 
 
-def test_hostile_words_are_made_inert() -> None:
+def test_control_characters_are_removed() -> None:
     failed = feed(watch(), Raised(1, "E\x1b[2J", "a\nb\x07\u202e", "f\x00.py", 1))
-    assert failed.said == ["rank 1 (gpu01:3) failed: E[2J: a b at f.py:1"]
+    assert failed.messages == ["rank 1 (gpu01:3) failed: E[2J: a b at f.py:1"]
 
 
 def test_events_are_typed_and_unknown_ones_ignored() -> None:
@@ -234,5 +234,5 @@ def test_events_are_typed_and_unknown_ones_ignored() -> None:
         events.decode("exited", b'{"rank": "1"}')
 
 
-def test_ranks_in_words() -> None:
+def test_ranks_as_text() -> None:
     assert [rank_words(r) for r in ([3], [0, 1, 2, 5], [7, 6])] == ["rank 3", "ranks 0-2,5", "ranks 6-7"]

@@ -1,7 +1,7 @@
-"""The outermost process of a launch on its node: it outlives nothing and lets nothing outlive it.
+"""The guard: the outermost process of a launch on its node, which ends last and leaves no process of the run behind.
 
-The guard forks the supervisor and then does three things only: it adopts orphans (PR_SET_CHILD_SUBREAPER), it watches
-the supervisor through a pipe, and it watches the connection for its end, in case the supervisor is stopped or stuck.
+It forks the supervisor and then does three things only: it adopts orphans (PR_SET_CHILD_SUBREAPER), watches the
+supervisor through a pipe, and watches the connection for its end, in case the supervisor is stopped or hangs.
 """
 
 import os
@@ -17,41 +17,44 @@ if MYPY:
 
     from gpuboard.agent.protocol import AgentChannel
 
-_PATIENCE_S = 1.6  # what a supervisor gets to empty the node itself after the end of the connection
-_POLLRDHUP = 0x2000  # select.POLLRDHUP came with Python 3.7
+_TEARDOWN_S = 1.6  # for the supervisor to end the run's processes itself, after the end of the connection
+_POLLRDHUP = 0x2000  # select.POLLRDHUP is new in Python 3.7
 
 
 def run(channel: "AgentChannel", config: "Dict[str, Any]") -> None:
-    """Run a launch on this node until nothing of it is left (docs/launch-protocol.md)."""
+    """Run a launch on this node until none of its processes is left (docs/launch-protocol.md)."""
     teardown.adopt_orphans()
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all processes of a step; only ranks heed them
+    for number in (
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):  # sent by Slurm to all processes of a step, for the ranks
         signal.signal(number, lambda *_: None)
-    supervisor_life, supervisor_end = os.pipe()  # the supervisor holds the second: end-of-file when it dies
+    supervisor_life, supervisor_end = os.pipe()  # each process holds the write end of its own lifeline
     guard_life, guard_end = os.pipe()
     guard_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
-        os.setsid()  # a terminal's ctrl-C and hang-up are the head's affair
+        os.setsid()  # ctrl-C and hang-up of a terminal are for the head
         os.close(supervisor_life)
         os.close(guard_end)
-        from gpuboard.agent.launch import supervisor  # late: the guard itself stays small
+        from gpuboard.agent.launch import supervisor  # late: the guard needs little memory
 
         _supervise(supervisor.Supervisor(channel, config, guard_life, guard_pid), channel)
     os.close(supervisor_end)
     os.close(guard_life)
     if _watch(channel.fd_in, supervisor_life, pid):
-        channel.event("stopping", {"reason": teardown.signal_words(signal.SIGTERM)})
+        channel.event("stopping", {"reason": teardown.signal_text(signal.SIGTERM)})
     teardown.kill_all(str(config.get("run")), os.getpid(), (), _reap, 4.0)
 
 
 def _supervise(supervisor: "Any", channel: "AgentChannel") -> None:
-    """Run the supervisor and end its process; never returns into the guard's stack."""
+    """Run the supervisor and end its process; does not return."""
     code = 1
     try:
         supervisor.run()
         code = 0
     except BaseException:
-        import traceback  # late: only when something is wrong
+        import traceback  # late: for errors only
 
         channel.event("stderr", {"text": traceback.format_exc()})
     finally:
@@ -60,11 +63,11 @@ def _supervise(supervisor: "Any", channel: "AgentChannel") -> None:
 
 
 def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> bool:
-    """Return when the supervisor is dead, or, killed by us, when it did not act on the end of the connection.
+    """Return when the supervisor has ended; kill it if it does not act on the end of the connection or on SIGTERM.
 
-    True: a SIGTERM came that it did not act upon, so that nobody has told the head.
+    True: it did not act on a SIGTERM, so the head does not know of it.
     """
-    # Handlers, not SIG_IGN: an ignored signal would be inherited by every rank.
+    # Handlers, not SIG_IGN: ranks inherit ignored signals.
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
@@ -74,7 +77,7 @@ def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> bool:
         signal.signal(number, lambda *_: None)
     poller = select.poll()
     poller.register(supervisor_life, select.POLLIN)
-    poller.register(connection, _POLLRDHUP)  # POLLHUP and POLLERR are always told; the data is the supervisor's
+    poller.register(connection, _POLLRDHUP)  # and POLLHUP, POLLERR; the supervisor reads the data
     poller.register(wake_read, select.POLLIN)
     deadline = None
     while True:
@@ -90,7 +93,7 @@ def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> bool:
         if (connection in ready or ending) and deadline is None:
             if ending:
                 teardown.send_signal(supervisor_pid, signal.SIGTERM)
-            deadline = time.monotonic() + _PATIENCE_S
+            deadline = time.monotonic() + _TEARDOWN_S
         if deadline is not None and time.monotonic() >= deadline:
             teardown.send_signal(supervisor_pid, signal.SIGKILL)
             return bool(ending)

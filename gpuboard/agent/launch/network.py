@@ -1,7 +1,7 @@
-"""What preflight asks of the network: a bound master port, sockets that answer a handshake, and attempts to reach them.
+"""Network part of preflight: the bound master port, sockets that answer a handshake, connections to those.
 
-The handshake: the caller sends ``gpuboard`` and 16 random bytes, the listener answers HMAC-SHA256 of them under the
-run's secret. Who is something else, or of another run, cannot answer; the secret itself never travels.
+The handshake: the caller sends ``gpuboard`` and 16 random bytes, the listener replies with their HMAC-SHA256 under the
+run's secret. Other programs and other runs cannot compute it; the secret itself is not sent.
 """
 
 import errno
@@ -23,7 +23,7 @@ if MYPY:
 _HELLO = b"gpuboard"
 _NONCE = 16
 _SIOCGIFFLAGS, _IFF_UP = 0x8913, 1  # netdevice(7)
-_MUTE = 3  # times the limit of an attempt, for the answer of who has taken the connection: a process that may be slow
+_REPLY_FACTOR = 3  # timeout of the handshake as a multiple of the connect timeout: the peer process may be slow
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.EACCES, errno.EPERM)
 
 
@@ -32,7 +32,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise CallRefused("address", "%s cannot be resolved on this node: %s" % (host, error)) from error
+        raise CallRefused("address", "%s does not resolve on this node: %s" % (host, error)) from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -42,7 +42,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             holder = port_holder(port)
-            message = "port %d of %s is in use by %s" % (port, host, holder or "a process that this user may not see")
+            message = "port %d of %s is in use by %s" % (port, host, holder or "an unknown process")
             raise CallRefused("port-in-use", message, {"holder": holder}) from error
         if error.errno == errno.EADDRNOTAVAIL:
             known = ", ".join(ip for ips in addresses().values() for ip in ips)
@@ -53,7 +53,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def port_holder(port: int) -> "Optional[str]":
-    """Return who listens on a TCP port of this node, as ``pid 12 (alice, python)`` or ``a process of alice``."""
+    """Return the process that listens on a TCP port: ``pid 12 (alice, python)``, else ``a process of alice``."""
     owners: "Dict[str, int]" = {}  # socket inode → uid
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
@@ -74,7 +74,7 @@ def port_holder(port: int) -> "Optional[str]":
             with open("/proc/%s/comm" % entry) as file:
                 name = file.read().strip()
         except OSError:
-            continue  # gone, or another user's
+            continue  # ended, or another user's
         if wanted.intersection(links):
             return "pid %s (%s, %s)" % (entry, _user(uid), name)
     for uid in owners.values():
@@ -83,7 +83,7 @@ def port_holder(port: int) -> "Optional[str]":
 
 
 def _user(uid: int) -> str:
-    import pwd  # late: needed for this message only
+    import pwd  # late: for this message only
 
     try:
         return pwd.getpwuid(uid).pw_name
@@ -92,7 +92,7 @@ def _user(uid: int) -> str:
 
 
 def addresses() -> "Dict[str, List[str]]":
-    """Return the addresses of every interface, by its name, as the kernel tells over netlink (rtnetlink(7))."""
+    """Return the addresses of every interface, by its name, from netlink (rtnetlink(7))."""
     found: "Dict[str, List[str]]" = {}
     request = struct.pack("=LHHLLBBBBi", 24, 22, 0x301, 1, 0, 0, 0, 0, 0, 0)  # RTM_GETADDR, REQUEST | DUMP, any family
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as netlink:
@@ -109,7 +109,7 @@ def addresses() -> "Dict[str, List[str]]":
 
 
 def loopback_is_up() -> bool:
-    """Return whether ``lo`` is up, which leads to a node's own addresses, too; True where that cannot be asked."""
+    """Return whether ``lo`` is up: it also routes to the node's other addresses. True if that cannot be read."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFFLAGS, struct.pack("=16s16x", b"lo"))
@@ -132,11 +132,11 @@ def _take_address(message: bytes, found: "Dict[str, List[str]]") -> None:
         try:
             found.setdefault(socket.if_indextoname(index), []).append(text)
         except OSError:
-            return  # the interface went away meanwhile
+            return  # the interface was removed meanwhile
 
 
 class Answering:
-    """Listening sockets that answer the handshake until ``stop``."""
+    """Answers the handshake on listening sockets until ``stop``."""
 
     def __init__(self, loop: Loop, secret: str) -> None:
         self._loop = loop
@@ -145,17 +145,17 @@ class Answering:
         self._callers: "Dict[int, socket.socket]" = {}
 
     def add(self, listener: socket.socket) -> None:
-        """Answer on this socket too."""
+        """Answer on this socket."""
         self._listeners.append(listener)
         self._loop.watch(listener.fileno(), IN, lambda: self._accept(listener))
 
     def leave(self, listener: socket.socket) -> None:
-        """Answer no more on this socket, which stays open."""
+        """Stop answering on this socket and leave it open."""
         self._loop.unwatch(listener.fileno())
         self._listeners.remove(listener)
 
     def stop(self) -> None:
-        """Close everything."""
+        """Close all sockets."""
         for opened in [*self._listeners, *self._callers.values()]:
             self._loop.unwatch(opened.fileno())
             opened.close()
@@ -177,16 +177,17 @@ class Answering:
             if data.startswith(_HELLO) and len(data) == len(_HELLO) + _NONCE:
                 caller.send(_mac(self._secret, data[len(_HELLO) :]))
         except OSError:
-            pass  # the caller went away; a stranger gets nothing
+            pass  # the caller has gone
         self._loop.unwatch(caller.fileno())
         del self._callers[caller.fileno()]
         caller.close()
 
 
 class Attempts:
-    """Connections to other nodes' answering sockets, all at once; ``done`` gets one result for each.
+    """Simultaneous connections to the answering sockets of other nodes; ``done`` gets one result for each.
 
-    Who has not taken the connection in ``timeout_s`` drops it: their kernel does that at once, however busy they are.
+    A connection that is not accepted within ``timeout_s`` is dropped: the peer's kernel accepts at once, also when the
+    peer process is busy.
     """
 
     def __init__(
@@ -201,14 +202,14 @@ class Attempts:
         self._secret = secret.encode("utf-8")
         self._done = done
         self._started = time.monotonic()
-        self._mute_s = _MUTE * timeout_s
-        self._asked: "Dict[int, float]" = {}  # when the handshake was sent, of those that took the connection
+        self._reply_s = _REPLY_FACTOR * timeout_s
+        self._handshakes: "Dict[int, float]" = {}  # when the handshake was sent, for accepted connections
         self._results: "List[Dict[str, Any]]" = [
             {"node": t["node"], "address": t["address"], "port": t["port"], "result": None} for t in targets
         ]
         self._sockets: "Dict[int, socket.socket]" = {}
         self._interfaces = {ip: name for name, ips in addresses().items() for ip in ips}
-        self._timer = loop.after(timeout_s, self._time_up)
+        self._timer = loop.after(timeout_s, self._on_timeout)
         for number in range(len(targets)):
             self._connect(number)
         self._finish_if_done()
@@ -245,7 +246,7 @@ class Attempts:
         except OSError:
             self._settle(number, "stranger")
             return
-        self._asked[number] = time.monotonic()
+        self._handshakes[number] = time.monotonic()
         self._loop.watch(caller.fileno(), IN, lambda: self._answered(number, nonce))
 
     def _answered(self, number: int, nonce: bytes) -> None:
@@ -263,9 +264,9 @@ class Attempts:
         else:
             self._settle(number, "dropped")
 
-    def _settle(self, number: int, word: str) -> None:
+    def _settle(self, number: int, outcome: str) -> None:
         result = self._results[number]
-        result["result"] = word
+        result["result"] = outcome
         result["ms"] = round((time.monotonic() - self._started) * 1000, 1)
         result.setdefault("local_address", None)
         result.setdefault("interface", None)
@@ -281,20 +282,22 @@ class Attempts:
             done, self._done = self._done, lambda _results: None
             done(self._results)
 
-    def _time_up(self) -> None:
-        self._timer = self._loop.after(0.0, self._give_up)  # we may be late ourselves: first what is there by now
+    def _on_timeout(self) -> None:
+        self._timer = self._loop.after(
+            0.0, self._settle_overdue
+        )  # this process may be late: first process what has arrived
 
-    def _give_up(self) -> None:
-        """Settle what has had its time, and wait for the rest: it is connected but mute."""
+    def _settle_overdue(self) -> None:
+        """Settle the connections that have timed out; wait for those that were accepted and may still reply."""
         now = time.monotonic()
         for number in sorted(self._sockets):
-            if number not in self._asked:
+            if number not in self._handshakes:
                 self._settle(number, "dropped")
-            elif now - self._asked[number] >= self._mute_s:
+            elif now - self._handshakes[number] >= self._reply_s:
                 self._settle(number, "stranger")
         if self._sockets:
-            first = min(self._asked[number] for number in self._sockets)
-            self._timer = self._loop.after(max(0.0, first + self._mute_s - now), self._time_up)
+            first = min(self._handshakes[number] for number in self._sockets)
+            self._timer = self._loop.after(max(0.0, first + self._reply_s - now), self._on_timeout)
 
 
 def _mac(secret: bytes, nonce: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Why a rank was killed: what the memory cgroup counted and what the kernel's log says."""
+"""Evidence that a rank was killed for memory: counters of its cgroup, the kernel's log."""
 
 import os
 import re
@@ -9,7 +9,7 @@ if MYPY:
 
 
 def oom_counts(pid: "int | str" = "self") -> "Dict[str, int]":
-    """Return oom_kill of the cgroup of ``pid`` and of those above it, by folder; empty where it cannot be read.
+    """Return oom_kill of the cgroup of ``pid`` and of its ancestors, by folder; unreadable ones are left out.
 
     cgroup v2 counts in memory.events (kernel: Documentation/admin-guide/cgroup-v2.rst), v1 in memory.oom_control.
     """
@@ -39,14 +39,14 @@ def oom_counts(pid: "int | str" = "self") -> "Dict[str, int]":
 
 
 def oom_text(pid: int, before: "Dict[str, int]") -> "Optional[str]":
-    """Return the evidence that ``pid`` was killed for memory, None when there is none."""
+    """Return the evidence that ``pid`` was killed for memory, or None."""
     kernel = _kernel_line(pid)
     if kernel:
         return "kernel: " + kernel
     now = oom_counts()
     grown = sorted((folder for folder in now if now[folder] > before.get(folder, 0)), key=len)
     if grown:
-        folder = grown[-1]  # v2 counts upwards: the deepest one is where the limit was
+        folder = grown[-1]  # v2 also counts in the ancestors: the deepest one has the limit
         return "%s: oom_kill %d -> %d" % (folder, before.get(folder, 0), now[folder])
     return None
 
@@ -61,7 +61,7 @@ def _count(path: str) -> "Optional[int]":
 
 
 def _kernel_line(pid: int) -> "Optional[str]":
-    """Return the kernel's line about killing ``pid`` for memory, if this user may read the log."""
+    """Return the kernel's message about killing ``pid`` for memory, if this user may read the log."""
     try:
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -73,7 +73,7 @@ def _kernel_line(pid: int) -> "Optional[str]":
             try:
                 record = os.read(fd, 8192).decode("utf-8", "replace")
             except BrokenPipeError:
-                continue  # records were overwritten while we read: go on with the oldest left
+                continue  # records were overwritten meanwhile: continue with the oldest left
             text = record.partition(";")[2].partition("\n")[0]
             if pattern.search(text):
                 found = text

@@ -1,4 +1,4 @@
-"""A rank's output on its way to the head: whole lines where there are lines, pieces where there are progress bars."""
+"""A rank's output on its way to the head: whole lines, or pieces of progress bars and prompts."""
 
 import codecs
 import os
@@ -9,8 +9,8 @@ if MYPY:
 
 PIECE = 65536  # bytes of text in one event at most
 _READ = 65536
-_PROMPT_S = 1.0  # text without a line end is passed on after this long: a prompt, or a bar between two updates
-_BAR_S = 0.2  # the same for text with a carriage return: a progress bar must be seen moving
+_PROMPT_S = 1.0  # text without a line end is sent after this time: a prompt, or a part of a progress bar
+_BAR_S = 0.2  # the same for text with a carriage return: a progress bar has to move
 
 
 class Stream:
@@ -23,10 +23,10 @@ class Stream:
         self.closed = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # text after the last line end
-        self._since = 0.0  # when the oldest of it came, monotonic
+        self._since = 0.0  # when the oldest of it arrived, monotonic
 
     def read(self, now: float) -> "List[str] | None":
-        """Read once without waiting; return the pieces that are complete, None when nothing was there.
+        """Read once without blocking; return the complete pieces, None if there was nothing to read.
 
         Sets ``closed`` at end-of-file.
         """
@@ -41,7 +41,7 @@ class Stream:
         return self.feed(data, now)
 
     def feed(self, data: bytes, now: float) -> "List[str]":
-        """Take bytes as they came; return whole lines, several of them in one piece."""
+        """Add bytes; return whole lines, several of them in one piece."""
         text = self._decoder.decode(data)
         end = text.rfind("\n") + 1
         if end == 0:
@@ -57,17 +57,17 @@ class Stream:
         return _cut(whole)
 
     def due(self) -> "float | None":
-        """When held text must be passed on without its line end (monotonic seconds); None when nothing is held."""
+        """When held text is to be sent without its line end (monotonic seconds); None when nothing is held."""
         if not self._held:
             return None
         return self._since + (_BAR_S if "\r" in self._held else _PROMPT_S)
 
-    def wait_anew(self, now: float) -> None:
-        """Give held text its whole time again: the pipe was not read for a while."""
+    def restart_wait(self, now: float) -> None:
+        """Restart the time of held text, after a pause in which the pipe was not read."""
         self._since = now
 
     def overdue(self, now: float) -> "List[str]":
-        """Return held text whose time has come."""
+        """Return held text that is due."""
         due = self.due()
         return self.release() if due is not None and due <= now else []
 
@@ -77,7 +77,7 @@ class Stream:
         return _cut(held)
 
     def finish(self) -> "List[str]":
-        """Close the pipe; return what was still held."""
+        """Close the pipe; return the held text."""
         if self.closed:
             return []
         self.closed = True

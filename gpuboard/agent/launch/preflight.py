@@ -1,4 +1,4 @@
-"""What preflight wants to know of a node before ranks pass their gate (docs/launch-protocol.md, ``check``)."""
+"""Facts of a node for the preflight checks (docs/launch-protocol.md, call ``check``)."""
 
 import json
 import os
@@ -7,16 +7,15 @@ import socket
 import subprocess
 import threading
 
-from gpuboard.agent.launch import CallRefused, network
-from gpuboard.agent.launch import start as ranks
+from gpuboard.agent.launch import CallRefused, network, start
 
 MYPY = False
 if MYPY:
     from typing import Any, Dict, List, Optional
 
-# Run by the training interpreter. It finds torch without importing it (1.75 s): version.py is executed by itself, and
-# NCCL's version is the name of its package's folder.
-_ASK = r"""
+# Run by the training interpreter. It finds torch without importing it (1.75 s): it executes version.py only, and reads
+# NCCL's version from the folder name of its package.
+_SCRIPT = r"""
 import contextlib, glob, hashlib, importlib.machinery as machinery, json, os, re, sys
 kind, name = sys.argv[1:3]
 def find(path, search):
@@ -33,7 +32,7 @@ spec = find("torch", sys.path[1:])
 if spec is not None and spec.origin:
     folder = os.path.dirname(spec.origin)
     space = {}
-    with contextlib.suppress(Exception):  # a broken torch says so itself when it is imported
+    with contextlib.suppress(Exception):  # a broken torch fails at its import
         with open(os.path.join(folder, "version.py")) as file:
             exec(file.read(), space)
     facts["torch"] = space.get("__version__") and str(space["__version__"])
@@ -55,22 +54,20 @@ except OSError as error:
     facts["target_error"] = str(error) if target else "no module named %s" % name.partition(":")[0]
 print(json.dumps(facts))
 """
-_ASK_S = 10.0  # a cold interpreter on a network file system is slow; a container more so
-_RESOLVE_S = 1.0
+_SCRIPT_S = 10.0  # timeout: a cold interpreter on a network file system is slow, a container more so
+_RESOLVE_S = 1.0  # timeout of name resolution
 
 
 def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, Any]":
     """Return the facts. Raises CallRefused with ``cwd``, ``python`` or ``target``."""
     if not os.path.isdir(config["cwd"]):
-        raise CallRefused(
-            "cwd", "there is no folder %s on this node; launch from one that every node has" % config["cwd"]
-        )
+        raise CallRefused("cwd", "no folder %s on this node" % config["cwd"])
     if not os.access(config["cwd"], os.X_OK):
-        raise CallRefused("cwd", "this user may not enter %s on this node" % config["cwd"])
-    facts = _ask(config, environ)
+        raise CallRefused("cwd", "no permission to enter %s on this node" % config["cwd"])
+    facts = _run_script(config, environ)
     if "target_error" in facts:
         raise CallRefused(
-            "target", "%s cannot be read in %s: %s" % (config["target"]["name"], config["cwd"], facts["target_error"])
+            "target", "cannot read %s in %s: %s" % (config["target"]["name"], config["cwd"], facts["target_error"])
         )
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     facts.update(
@@ -88,50 +85,50 @@ def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, An
     return facts
 
 
-def _ask(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, Any]":
+def _run_script(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, Any]":
     target = config["target"]
-    line = ranks.command(config, environ, ["-c", _ASK, target["kind"], target["name"]])
+    line = start.command(config, environ, ["-c", _SCRIPT, target["kind"], target["name"]])
     try:
-        answer = subprocess.run(
+        done = subprocess.run(
             line,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=config["cwd"],
             env=environ,
-            timeout=_ASK_S,
+            timeout=_SCRIPT_S,
             check=False,
         )
     except OSError as error:
         raise CallRefused("python", "cannot start %s: %s" % (line[0], error)) from error
     except subprocess.TimeoutExpired as error:
-        raise CallRefused("python", "%s did not answer within %d s" % (line[0], _ASK_S)) from error
+        raise CallRefused("python", "%s did not respond within %d s" % (line[0], _SCRIPT_S)) from error
     try:
-        facts = json.loads(answer.stdout.decode("utf-8", "replace").splitlines()[-1])
+        facts = json.loads(done.stdout.decode("utf-8", "replace").splitlines()[-1])
         assert isinstance(facts, dict)
     except (ValueError, IndexError, AssertionError) as error:
-        words = answer.stderr.decode("utf-8", "replace").strip()[-500:]
-        raise CallRefused("python", "%s ended with code %d: %s" % (line[0], answer.returncode, words)) from error
+        errors = done.stderr.decode("utf-8", "replace").strip()[-500:]
+        raise CallRefused("python", "%s ended with exit code %d: %s" % (line[0], done.returncode, errors)) from error
     return facts
 
 
 def _limit(kind: int) -> "Optional[int]":
-    """Return a soft limit in its own unit (bytes, files), None for unlimited."""
+    """Return a soft limit in its unit (bytes, files), None for unlimited."""
     soft = resource.getrlimit(kind)[0]
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _resolve(names: "List[str]") -> "Dict[str, List[str]]":
-    """Return what names mean on this node; a name that is not answered within a second means nothing."""
+    """Return the addresses that names resolve to on this node; none on errors and after _RESOLVE_S."""
     found: "Dict[str, List[str]]" = {}
 
-    def ask(name: str) -> None:
+    def resolve(name: str) -> None:
         try:
             found[name] = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
         except OSError:
             found[name] = []
 
-    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in set(names)]
+    threads = [threading.Thread(target=resolve, args=(name,), daemon=True) for name in set(names)]
     for thread in threads:
         thread.start()
     for thread in threads:

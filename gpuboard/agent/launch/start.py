@@ -1,4 +1,4 @@
-"""Starting ranks and the store: interpreter, environment, command line, pipes."""
+"""How ranks and the store are started: interpreter, environment, command line, pipes."""
 
 import json
 import os
@@ -15,10 +15,10 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict, List, Optional, Tuple
 
-# What runs first in a worker's interpreter. It is read from a pipe under a name like /dev/fd/7 (so no file is left
-# behind and no source on a command line), and fetches the rest over the socket: a pipe may hold as little as 4 kB.
-# That name stays at the bottom of every stack, and whoever shows a stack opens it (linecache): /dev/null is kept there,
-# else it would be any file or pipe of the script, read empty or waited for without end.
+# The first code in a worker's interpreter. It is read from a pipe named like /dev/fd/7, so that no file remains and no
+# source is on a command line, and reads the rest from the socket: a pipe may hold as little as 4 kB. That name stays in
+# the outermost frame, and linecache opens it for every printed stack. The descriptor becomes /dev/null: otherwise it
+# could be a file or pipe of the script, which linecache would read empty or block on.
 _STUB = """import os as o,json
 n=o.open(o.devnull,0)
 o.dup2(n,%(script)d,False)
@@ -26,20 +26,20 @@ o.close(n)
 def r(n):
  d=b""
  while len(d)<n:
-  c=o.read(%(bond)d,n-len(d))
+  c=o.read(%(channel)d,n-len(d))
   if not c:o._exit(1)
   d+=c
  return d
 p=json.loads(r(int(r(8),16)).decode())
-b=type(o)("bond")
-exec(compile(p["bond"],"<gpuboard>","exec"),b.__dict__)
+b=type(o)("channel")
+exec(compile(p["channel"],"<gpuboard>","exec"),b.__dict__)
 m=type(o)("body")
 exec(compile(p["body"],"<gpuboard>","exec"),m.__dict__)
-m.main(globals(),b.Bond(%(bond)d,p["config"]),p["config"])
+m.main(globals(),b.WorkerChannel(%(channel)d,p["config"]),p["config"])
 """
 
-# Set for every rank by us: a value the caller's environment had is stale.
-_OURS_ALWAYS = (
+# Variables that gpuboard sets for each rank: values from the caller's environment are stale.
+_SET_PER_RANK = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
 )  # fmt: skip
@@ -54,7 +54,7 @@ class Worker:
         self.pid = process.pid
         self.link = link
         self.started = time.monotonic()
-        self.status: "Optional[int]" = None  # as waitpid gives it
+        self.status: "Optional[int]" = None  # exit code, or minus the signal's number
         self.joined = False
         self.at_gate = False  # it has imported torch
         assert process.stdout is not None and process.stderr is not None
@@ -71,35 +71,35 @@ class Worker:
         self._out = b""
 
     def ended(self, status: int) -> None:
-        """Take the status that waitpid gave: the supervisor waits for everything itself."""
+        """Record the status from waitpid, which the supervisor calls for all children."""
         self.status = status
-        self.process.returncode = status  # so that subprocess neither waits nor warns
+        self.process.returncode = status  # subprocess then neither waits nor warns
 
     @property
     def pending(self) -> bool:
-        """Whether something said to the child is still to be written."""
+        """Whether data for the child is still to be written."""
         return bool(self._out)
 
-    def tell(self, message: "Dict[str, Any]") -> None:
-        """Queue a line for the child."""
-        self._send(json.dumps(message).encode("ascii") + b"\n")
+    def send(self, message: "Dict[str, Any]") -> None:
+        """Queue a message for the child."""
+        self._queue(json.dumps(message).encode("ascii") + b"\n")
 
-    def _send(self, data: bytes) -> None:
+    def _queue(self, data: bytes) -> None:
         self._out += data
         self.flush()
 
     def flush(self) -> None:
-        """Write what the child takes now."""
+        """Write what the socket takes without blocking."""
         while self._out:
             try:
                 self._out = self._out[self.link.send(self._out) :]
             except BlockingIOError:
                 return
             except OSError:
-                self._out = b""  # it is gone; its end is told elsewhere
+                self._out = b""  # the child has ended, which waitpid reports
 
-    def heard(self) -> "Tuple[List[Dict[str, Any]], bool]":
-        """Return the messages that have arrived whole, and whether the child has closed its side."""
+    def receive(self) -> "Tuple[List[Dict[str, Any]], bool]":
+        """Return the complete messages so far, and whether the child has closed its side."""
         closed = False
         while True:
             try:
@@ -119,22 +119,21 @@ class Worker:
             try:
                 found.append(json.loads(line.decode("ascii")))
             except ValueError:
-                continue  # the script found our descriptor and wrote into it: its loss only
+                continue  # the script has written into this descriptor
         return [message for message in found if isinstance(message, dict)], closed
 
 
 def interpreter(python: "Optional[str]", environ: "Dict[str, str]", wrapped: bool) -> str:
-    """Return the training interpreter: the one asked for, else that of the environment, else PATH's.
+    """Return the training interpreter: ``python``, else that of the environment, else that of PATH.
 
-    Inside a container (``wrapped``) paths cannot be looked at: only what was asked for counts, else ``python3``.
-    Raises CallRefused.
+    Paths inside a container (``wrapped``) cannot be checked: ``python``, else ``python3``. Raises CallRefused.
     """
     if wrapped:
         return python or "python3"
     if python:
         found = shutil.which(python, path=environ.get("PATH"))
         if found is None:
-            raise CallRefused("python", "there is no interpreter %s on this node; --python names another" % python)
+            raise CallRefused("python", "no interpreter %s on this node; pass --python PATH" % python)
         return found
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         candidate = os.path.join(environ.get(variable, ""), "bin", "python")
@@ -144,11 +143,11 @@ def interpreter(python: "Optional[str]", environ: "Dict[str, str]", wrapped: boo
         found = shutil.which(name, path=environ.get("PATH"))
         if found is not None:
             return found
-    raise CallRefused("python", "no python3 or python on PATH (%s); --python names one" % environ.get("PATH", ""))
+    raise CallRefused("python", "no python3 or python on PATH (%s); pass --python PATH" % environ.get("PATH", ""))
 
 
 def node_environ(config: "Dict[str, Any]") -> "Dict[str, str]":
-    """Return this node's environment with the sent variables on top and what all ranks of the node share."""
+    """Return the environment that all ranks of the node share: the node's own, the sent variables, those of launch."""
     environ = dict(os.environ)
     environ.update(config["environ"])
     ranks = config["ranks"]
@@ -182,7 +181,7 @@ def node_environ(config: "Dict[str, Any]") -> "Dict[str, str]":
 
 
 def rank_environ(shared: "Dict[str, str]", rank: "Dict[str, Any]", master_addr: str) -> "Dict[str, str]":
-    """Return the environment of one rank. MASTER_PORT follows at the gate, MASTER_ADDR again."""
+    """Return the environment of one rank. The gate sets MASTER_PORT, and MASTER_ADDR again."""
     number = str(rank["rank"])
     environ = dict(shared)
     environ.pop("MASTER_PORT", None)
@@ -192,19 +191,19 @@ def rank_environ(shared: "Dict[str, str]", rank: "Dict[str, Any]", master_addr: 
 
 
 def stale(environ: "Dict[str, str]") -> "List[str]":
-    """Return the assignments of the caller's or the node's environment that every rank gets anew."""
-    return ["%s=%s" % (name, environ[name]) for name in _OURS_ALWAYS if name in environ]
+    """Return the assignments in ``environ`` that launch replaces for each rank."""
+    return ["%s=%s" % (name, environ[name]) for name in _SET_PER_RANK if name in environ]
 
 
 def command(config: "Dict[str, Any]", environ: "Dict[str, str]", after_python: "List[str]") -> "List[str]":
-    """Return wrapper, training interpreter and what follows it. Raises CallRefused."""
+    """Return the command line: wrapper, training interpreter, its arguments. Raises CallRefused."""
     wrap, python = list(config["wrap"]), config["python"]
-    if python and "/" in python and not wrap:  # as the person means it, not below the folder that sshd starts in
+    if python and "/" in python and not wrap:  # relative to the user's folder, not to the one that sshd starts in
         python = os.path.join(config["cwd"], os.path.expanduser(python))
     return [*wrap, interpreter(python, environ, bool(wrap)), *after_python]
 
 
-def start(  # noqa: PLR0917
+def start_worker(  # noqa: PLR0917
     config: "Dict[str, Any]",
     environ: "Dict[str, str]",
     rank: int,
@@ -214,15 +213,15 @@ def start(  # noqa: PLR0917
     *,
     keep: "Tuple[int, ...]" = (),
 ) -> Worker:
-    """Start a fresh training interpreter on ``body`` ("worker" or "store") with ``task`` as its config.
+    """Start a new training interpreter that runs module ``body`` ("worker" or "store") with ``task`` as its config.
 
-    ``shown`` is what ps shows behind the interpreter's name; ``keep`` are descriptors it inherits. To be called from
-    the main thread only: a child's death signal fires when the thread that made it ends. Raises CallRefused.
+    ``shown``: arguments that ps shows; ``keep``: descriptors to inherit. To be called in the main thread only: a
+    child's death signal fires when the thread that started it ends. Raises CallRefused.
     """
     script, script_end = os.pipe()
     ours, theirs = socket.socketpair()
     try:
-        os.write(script_end, (_STUB % {"script": script, "bond": theirs.fileno()}).encode("ascii"))
+        os.write(script_end, (_STUB % {"script": script, "channel": theirs.fileno()}).encode("ascii"))
         os.close(script_end)
         try:
             process = subprocess.Popen(
@@ -233,7 +232,7 @@ def start(  # noqa: PLR0917
                 cwd=config["cwd"],
                 env=environ,
                 pass_fds=(script, theirs.fileno(), *keep),
-                start_new_session=True,  # a terminal's signals reach the head alone, which passes them on
+                start_new_session=True,  # signals of a terminal are for the head, which forwards them
             )
         except OSError as error:
             ours.close()
@@ -246,10 +245,10 @@ def start(  # noqa: PLR0917
     task = dict(task, supervisor=os.getpid(), wrapped=bool(config["wrap"]))
     payload = json.dumps(
         {
-            "bond": module_source.source("gpuboard.agent.launch.worker_channel"),
+            "channel": module_source.source("gpuboard.agent.launch.worker_channel"),
             "body": module_source.source("gpuboard.agent.launch." + body),
             "config": task,
         }
     ).encode("ascii")
-    child._send(b"%08x" % len(payload) + payload)
+    child._queue(b"%08x" % len(payload) + payload)
     return child

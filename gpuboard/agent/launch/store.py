@@ -1,7 +1,7 @@
-"""The process that hosts the store ranks meet at, on the socket that gpuboard bound. Travels like the worker.
+"""The process that hosts the ranks' store (TCPStore) on the socket that gpuboard bound; executed like the worker.
 
-It tries torch's C extension alone (0.5 s and 144 MB against 1.75 s); the supervisor starts it anew with the whole of
-torch if that fails in any way, a crash included.
+It loads torch's C extension only (0.5 s and 144 MB against 1.75 s). If that fails in any way, a crash included, the
+supervisor starts the process again with all of torch.
 """
 
 import datetime
@@ -15,35 +15,38 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict
 
-    from gpuboard.agent.launch.worker_channel import Bond
+    from gpuboard.agent.launch.worker_channel import WorkerChannel
 
 
-def main(namespace: "Dict[str, Any]", bond: "Bond", config: "Dict[str, Any]") -> None:
-    """Load, prove that a store works, say ``ready``, open the real one when told to, and live with the supervisor."""
+def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[str, Any]") -> None:
+    """Load torch, test a store, report ``ready``, open the real store at ``open``; end with the supervisor."""
     namespace.clear()
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all processes of a step; only ranks heed them
+    for number in (
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):  # sent by Slurm to all processes of a step, for the ranks
         signal.signal(number, signal.SIG_IGN)
-    store_class = _extension() if config["extension_only"] else _whole()
-    _prove(store_class)
-    bond.send({"t": "ready"})
-    bond.receive()  # until the gate opens, the supervisor answers preflight's handshakes on this socket
+    store_class = _extension_only() if config["extension_only"] else _all_of_torch()
+    _test_store(store_class)
+    channel.send({"t": "ready"})
+    channel.receive()  # until then the supervisor serves preflight's handshakes on this socket
     try:
         store = _open(store_class, config["address"], config["port"], config["fd"], config["timeout_s"])
     except Exception as error:
-        bond.send({"t": "failed", "text": "%s: %s" % (type(error).__name__, error)})
+        channel.send({"t": "failed", "text": "%s: %s" % (type(error).__name__, error)})
         raise
-    bond.send({"t": "open"})
-    _live(bond, store)
+    channel.send({"t": "open"})
+    _serve(channel, store)
 
 
-def _live(bond: "Bond", _store: "Any") -> None:
-    """Keep the store. Nothing more is said: end-of-file ends this process, and the store with it."""
+def _serve(channel: "WorkerChannel", _store: "Any") -> None:
+    """Keep the store open until end-of-file, which ends this process."""
     while True:
-        bond.receive()
+        channel.receive()
 
 
-def _extension() -> "Any":
-    """Load torch's C extension alone. Stand-ins for both packages: without the second one it aborts."""
+def _extension_only() -> "Any":
+    """Load torch's C extension only, with empty modules for both packages: without the second one it aborts."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("no torch")
@@ -56,10 +59,10 @@ def _extension() -> "Any":
     return extension._distributed_c10d.TCPStore
 
 
-def _whole() -> "Any":
+def _all_of_torch() -> "Any":
     import torch.distributed
 
-    return torch.distributed.TCPStore  # type: ignore[attr-defined]  # its stubs do not say so
+    return torch.distributed.TCPStore  # type: ignore[attr-defined]  # missing in its stubs
 
 
 def _open(store_class: "Any", address: str, port: int, fd: int, timeout_s: float) -> "Any":
@@ -73,8 +76,8 @@ def _open(store_class: "Any", address: str, port: int, fd: int, timeout_s: float
     )
 
 
-def _prove(store_class: "Any") -> None:
-    """Set and get in a store of its own, opened the same way, so that a torch which cannot do it shows here."""
+def _test_store(store_class: "Any") -> None:
+    """Set and get a key in a temporary store that is opened in the same way; raise if this torch cannot do it."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(8)
@@ -82,4 +85,4 @@ def _prove(store_class: "Any") -> None:
         store = _open(store_class, "127.0.0.1", port, listener.detach(), 10.0)
         store.set("gpuboard", "works")
         if store.get("gpuboard") != b"works":
-            raise RuntimeError("the store gave back something else than was set")
+            raise RuntimeError("the store returned another value than was set")

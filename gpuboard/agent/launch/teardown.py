@@ -1,7 +1,7 @@
-"""Which processes belong to a run, and ending every one of them.
+"""Which processes belong to a run, and how all of them are ended.
 
-A process belongs to a run when it descends from the caller (a subreaper, so that orphans come back to it) or when its
-environment carries the run's id (a helper that was handed over to another parent).
+A process belongs to a run if it descends from the caller (a subreaper, which adopts orphaned processes) or if its
+environment has the run's id (a helper that another process has adopted).
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import signal
 import time
 
 MYPY = False
-if MYPY:  # typing costs start-up, and nothing here needs it at run time
+if MYPY:  # importing typing takes time and is not needed at run time
     from typing import Callable, Collection, Dict, List, NamedTuple, Optional, Set
 
     class RunProcess(NamedTuple):
@@ -32,25 +32,25 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def adopt_orphans() -> None:
-    """Make this process the one that orphans below it are handed to (since Linux 3.4)."""
+    """Make this process the parent of its orphaned descendants (since Linux 3.4)."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def signal_words(number: int) -> str:
-    """Return what it means that a signal has come to the supervisor or its guard."""
+def signal_text(number: int) -> str:
+    """Return the meaning of a signal to the supervisor or its guard."""
     if number == signal.SIGTERM and os.environ.get("SLURM_JOB_ID"):
-        return "Slurm ends job %s: it was cancelled, or its time is up" % os.environ["SLURM_JOB_ID"]
-    return "the supervisor got signal %d" % number
+        return "Slurm is ending job %s: it was cancelled, or it reached its time limit" % os.environ["SLURM_JOB_ID"]
+    return "the supervisor received signal %d" % number
 
 
 def read_process(pid: int) -> "Optional[RunProcess]":
-    """Return what /proc/PID/stat says (proc(5)), None when there is no such process."""
+    """Return the fields of /proc/PID/stat (proc(5)), None if there is no such process."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as file:
             raw = file.read()
     except OSError:
         return None
-    head, _, tail = raw.rpartition(b")")  # the name may hold brackets and blanks; nothing after it does
+    head, _, tail = raw.rpartition(b")")  # the name may contain brackets and blanks
     fields = tail.split()
     if len(fields) < 22:
         return None
@@ -76,26 +76,26 @@ def descendants(root: int, processes: "Dict[int, RunProcess]") -> "Set[int]":
     for process in processes.values():
         children.setdefault(process.parent, []).append(process.pid)
     found: "Set[int]" = set()
-    open_ends = [root]
-    while open_ends:
-        for child in children.get(open_ends.pop(), ()):
+    queue = [root]
+    while queue:
+        for child in children.get(queue.pop(), ()):
             if child not in found:
                 found.add(child)
-                open_ends.append(child)
+                queue.append(child)
     return found
 
 
 def carries(pid: int, variable: bytes) -> bool:
-    """Whether the environment the process was started with holds ``variable`` (NAME=value)."""
+    """Whether the initial environment of the process contains ``variable`` (NAME=value)."""
     try:
         with open("/proc/%d/environ" % pid, "rb") as file:
             return variable in file.read().split(b"\0")
     except OSError:
-        return False  # gone, or another user's: not ours to end
+        return False  # ended, or another user's
 
 
 def living(run: str, root: int, spare: "Collection[int]") -> "List[RunProcess]":
-    """Return the processes of ``run``: below ``root`` or carrying GPUBOARD_RUN; zombies and ``spare`` left out."""
+    """Return the processes of ``run``: below ``root`` or with its GPUBOARD_RUN, without zombies and ``spare``."""
     processes = read_processes()
     below = descendants(root, processes)
     variable = b"GPUBOARD_RUN=" + run.encode("utf-8", "surrogateescape")
@@ -107,7 +107,7 @@ def living(run: str, root: int, spare: "Collection[int]") -> "List[RunProcess]":
 
 
 def send_signal(pid: int, number: int) -> bool:
-    """Signal a process; False when it is gone or not ours."""
+    """Send a signal to a process; False if it has ended or is another user's."""
     try:
         os.kill(pid, number)
     except OSError:
@@ -116,10 +116,10 @@ def send_signal(pid: int, number: int) -> bool:
 
 
 def kill_all(run: str, root: int, spare: "Collection[int]", reap: "Callable[[], None]", timeout_s: float) -> int:
-    """SIGKILL every process of the run until none is found twice in a row; return how many are left.
+    """Send SIGKILL to every process of the run until none is found twice in a row; return how many are left.
 
-    SIGKILL also ends stopped processes. What sits in an uninterruptible call outlives ``timeout_s`` and is counted.
-    ``reap`` is called in between: a zombie keeps its place in the tree until somebody waits for it.
+    SIGKILL also ends stopped processes. Those in uninterruptible sleep after ``timeout_s`` are counted. ``reap`` is
+    called in between: a zombie stays in the process tree until its parent waits for it.
     """
     until = time.monotonic() + timeout_s
     empty = 0

@@ -1,7 +1,7 @@
-"""A rank: import torch, wait at the gate, then run the target as plain ``python`` would.
+"""A rank: it imports torch, waits at the gate, then runs the target as plain ``python`` would.
 
-Its text travels into a fresh training interpreter (Python 3.8 and later), where it finds nothing of ours but the bond.
-Scripts and modules run in the real ``__main__``, whose namespace is handed in.
+This source is executed in a new training interpreter (Python 3.8 or later), without other modules of gpuboard than
+worker_channel. Scripts and modules run in the real ``__main__``, whose namespace is passed in.
 """
 
 import atexit
@@ -21,30 +21,30 @@ if MYPY:
     from types import TracebackType
     from typing import Any, Dict, List, Optional, Tuple
 
-    from gpuboard.agent.launch.worker_channel import Bond
+    from gpuboard.agent.launch.worker_channel import WorkerChannel
 
-_OURS = "<gpuboard>"  # the file name of this code's frames
-_TEXT = 16384  # characters of a message or traceback that travel
-_SETTLE_S = 2.0  # for gloo's threads at the end of a rank, at most
+_OUR_FILE = "<gpuboard>"  # file name of the frames of this code
+_TEXT = 16384  # characters of a message or traceback that are sent
+_SETTLE_S = 2.0  # longest wait for gloo's threads at the end of a rank
 _RENDEZVOUS = ("init_process_group", "rendezvous", "_create_c10d_store")
 
 
-def main(namespace: "Dict[str, Any]", bond: "Bond", config: "Dict[str, Any]") -> None:
-    """Run one rank. ``namespace`` is that of ``__main__``; what the target raises leaves as it would under python."""
+def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[str, Any]") -> None:
+    """Run one rank. ``namespace`` is that of ``__main__``; exceptions of the target propagate as under python."""
     state = {"phase": "import", "joined": False}
-    # Should the script close all descriptors: nobody is to open the file name of the outermost frame (start.py).
+    # linecache must not open the file name of the outermost frame, should the script close all descriptors (start.py).
     linecache.cache[sys.argv[0]] = (0, None, [], sys.argv[0])
-    bond.follow_forks()
+    channel.follow_forks()
     try:
         started = time.monotonic()
-        atexit.register(_let_gloo_settle)  # first, so that it is called last
-        gc.disable()  # an import makes no garbage, and looking for it takes a seventh of the time
+        atexit.register(_wait_for_gloo)  # registered first: called last
+        gc.disable()  # an import leaves no garbage, and collecting takes a seventh of the time
         import torch  # 1.3 s: overlaps preflight, which opens the gate
 
-        _watch_store(bond, state)
+        _watch_store(channel, state)
         gc.enable()
-        bond.send({"t": "gate", "import_s": round(time.monotonic() - started, 3), "torch": str(torch.__version__)})
-        _pass_gate(bond, config)
+        channel.send({"t": "gate", "import_s": round(time.monotonic() - started, 3), "torch": str(torch.__version__)})
+        _pass_gate(channel, config)
         if config["kind"] == "script":
             _run_script(namespace, config["name"], config["args"])
         elif config["kind"] == "module":
@@ -54,23 +54,23 @@ def main(namespace: "Dict[str, Any]", bond: "Bond", config: "Dict[str, Any]") ->
     except SystemExit:
         raise
     except BaseException as error:
-        _report(bond, error, bool(state["joined"]))
-        _hide_ourselves()
+        _report(channel, error, bool(state["joined"]))
+        _hide_our_frames()
         raise
 
 
-def _let_gloo_settle() -> None:
-    """Hold the interpreter's end until gloo's threads have dropped the tensors of their last operation.
+def _wait_for_gloo() -> None:
+    """Delay the interpreter's end until gloo's threads have released the tensors of their last operation.
 
-    For that they take the GIL, and before Python 3.14 a thread that asks for it while the interpreter ends is unwound
-    through C++ code, which aborts the process (seen with torch 2.13 wherever cores are scarce). With a
-    DistributedDataParallel model destroy_process_group() does not end these threads. A thread has nothing left to do
-    when it slept before and after a time in which the GIL was free, and was not woken in between.
+    They need the GIL for that. Before Python 3.14 a thread that requests it while the interpreter ends is unwound
+    through C++ code, which aborts the process (seen with torch 2.13 when cores are scarce). With a
+    DistributedDataParallel model destroy_process_group() does not end these threads. A thread is done when it slept
+    before and after a time in which the GIL was free, and was not scheduled in between.
     """
     until = time.monotonic() + _SETTLE_S
     before = _gloo_threads()
     while before and time.monotonic() < until:
-        time.sleep(0.001)  # lets go of the GIL
+        time.sleep(0.001)  # releases the GIL
         now = _gloo_threads()
         if now == before and all(state == "S" for state, _ in now.values()):
             return
@@ -78,7 +78,7 @@ def _let_gloo_settle() -> None:
 
 
 def _gloo_threads() -> "Dict[str, Tuple[str, List[str]]]":
-    """Return state and counts of context switches of the threads that run gloo's operations, by thread id."""
+    """Return, by thread id, state and context-switch counts of the threads that run gloo's operations."""
     found: "Dict[str, Tuple[str, List[str]]]" = {}
     for thread in os.listdir("/proc/self/task"):
         try:
@@ -92,9 +92,9 @@ def _gloo_threads() -> "Dict[str, Tuple[str, List[str]]]":
     return found
 
 
-def _pass_gate(bond: "Bond", config: "Dict[str, Any]") -> None:
-    """Wait until preflight is green; take over what only became known meanwhile."""
-    go = bond.receive()
+def _pass_gate(channel: "WorkerChannel", config: "Dict[str, Any]") -> None:
+    """Wait for ``go``; apply the variables that it brings."""
+    go = channel.receive()
     os.environ.update(go["environ"])
     if config["memory_fraction"] is not None and config["device"] == "cuda":
         import torch
@@ -102,10 +102,10 @@ def _pass_gate(bond: "Bond", config: "Dict[str, Any]") -> None:
         torch.cuda.set_per_process_memory_fraction(config["memory_fraction"], config["local_rank"])
 
 
-def _watch_store(bond: "Bond", state: "Dict[str, Any]") -> None:
-    """Tell the supervisor when this rank has reached the store.
+def _watch_store(channel: "WorkerChannel", state: "Dict[str, Any]") -> None:
+    """Report to the supervisor when this rank has connected to the store.
 
-    The class is replaced only where torch's env:// rendezvous looks it up; everybody else still gets the real one.
+    TCPStore is replaced only in the module of torch's env:// rendezvous; other code gets the real class.
     """
     try:
         rendezvous: "Any" = importlib.import_module("torch.distributed.rendezvous")
@@ -119,14 +119,14 @@ def _watch_store(bond: "Bond", state: "Dict[str, Any]") -> None:
         store = real(*args, **kwargs)
         if not state["joined"]:
             state["joined"] = True
-            bond.send({"t": "joined"})
+            channel.send({"t": "joined"})
         return store
 
     rendezvous.TCPStore = connect
 
 
-def _fresh(namespace: "Dict[str, Any]") -> None:
-    """Leave in ``__main__`` what the interpreter itself puts there."""
+def _reset_namespace(namespace: "Dict[str, Any]") -> None:
+    """Reset ``__main__`` to what the interpreter itself puts there."""
     builtins = namespace["__builtins__"]
     namespace.clear()
     namespace.update(
@@ -139,23 +139,23 @@ def _fresh(namespace: "Dict[str, Any]") -> None:
 
 def _set_command_line(argv: "List[str]", first_path: str, after_python: "List[str]") -> None:
     sys.argv[:] = argv
-    if not getattr(sys.flags, "safe_path", False):  # python -P puts nothing in front
+    if not getattr(sys.flags, "safe_path", False):  # python -P adds no entry
         sys.path[0] = first_path
     if hasattr(sys, "orig_argv"):
-        # novm: looked for above
+        # novm: tested above
         sys.orig_argv[:] = [sys.orig_argv[0], *after_python]
 
 
 def _run_script(namespace: "Dict[str, Any]", name: str, args: "List[str]") -> None:
-    """Do what ``python NAME ARGS`` does."""
-    _fresh(namespace)
+    """Run a script as ``python NAME ARGS`` does."""
+    _reset_namespace(namespace)
     # Since 3.9 the interpreter makes the path absolute, without normalising it.
     file = os.path.join(os.getcwd(), name) if sys.version_info >= (3, 9) else name
     if os.path.isdir(name):  # a folder with a __main__.py
         import runpy
 
         _set_command_line([name, *args], file, [name, *args])
-        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # what python itself calls
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # as python itself does
         return
     _set_command_line([name, *args], os.path.dirname(os.path.realpath(name)), [name, *args])
     namespace["__file__"] = file
@@ -167,23 +167,23 @@ def _run_script(namespace: "Dict[str, Any]", name: str, args: "List[str]") -> No
 
 
 def _run_module(namespace: "Dict[str, Any]", name: str, args: "List[str]") -> None:
-    """Do what ``python -m NAME ARGS`` does: runpy runs it in the real ``__main__`` (not ``runpy.run_module``)."""
+    """Run a module as ``python -m NAME ARGS`` does, in the real ``__main__`` (unlike ``runpy.run_module``)."""
     import runpy
 
-    _fresh(namespace)
+    _reset_namespace(namespace)
     _set_command_line(["-m", *args], os.getcwd(), ["-m", name, *args])
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
 def _run_function(namespace: "Dict[str, Any]", config: "Dict[str, Any]") -> None:
-    """Call ``package.module:function`` once, inside the process group, which is ours to end."""
+    """Call ``package.module:function`` inside a process group, which is created and destroyed here."""
     import datetime
     import inspect
 
     import torch
     from torch import distributed
 
-    _fresh(namespace)
+    _reset_namespace(namespace)
     name, args = config["name"], config["args"]
     _set_command_line([name, *args], os.getcwd(), [name, *args])
     module_name, _, path = name.partition(":")
@@ -199,49 +199,47 @@ def _run_function(namespace: "Dict[str, Any]", config: "Dict[str, Any]") -> None
     try:
         inspect.signature(function).bind(*args)
     except TypeError:
-        args = []  # it reads sys.argv, as a main() with argparse does
+        args = []  # it parses sys.argv, like a main() with argparse
     function(*args)
-    if distributed.is_initialized():  # the function may have ended it itself
+    if distributed.is_initialized():  # unless the function has done it
         distributed.destroy_process_group()
 
 
 def _init_process_group(distributed: "Any", backend: str, options: "Dict[str, Any]") -> None:
-    """Return when every rank is in: one whose function is quick would leave while another still connects to it.
-
-    torch waits for all where this variable says so (since 2.1; the older ones always do).
-    """
+    """Initialize the process group and wait for every rank: a rank with a quick function would otherwise leave while
+    another still connects to it. torch waits for all ranks with this variable since 2.1, and always before."""
     name = "TORCH_DIST_INIT_BARRIER"
     unset = name not in os.environ
     os.environ.setdefault(name, "1")
     distributed.init_process_group(backend, **options)
     if unset:
-        del os.environ[name]  # what the function does about it is its own affair
+        del os.environ[name]  # not for process groups that the function creates
 
 
 def _strip(trace: "Optional[TracebackType]") -> "Optional[TracebackType]":
-    """Return the traceback from the first frame that is not ours on."""
-    while trace is not None and _leads(trace.tb_frame.f_code.co_filename):
+    """Return the traceback without the outer frames of gpuboard."""
+    while trace is not None and _is_outer_frame(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
 
 
-def _leads(filename: str) -> bool:
-    return filename == _OURS or filename.startswith("/dev/fd/") or filename.endswith("importlib/__init__.py")
+def _is_outer_frame(filename: str) -> bool:
+    return filename == _OUR_FILE or filename.startswith("/dev/fd/") or filename.endswith("importlib/__init__.py")
 
 
-def _hide_ourselves() -> None:
-    """Let the interpreter print what is about to leave without our frames, through the script's own hook if any."""
+def _hide_our_frames() -> None:
+    """Have uncaught exceptions printed without our frames, also by the script's own hook."""
     hook = sys.excepthook
 
-    def without_us(kind: "Any", error: BaseException, trace: "Optional[TracebackType]") -> "Any":
+    def stripped(kind: "Any", error: BaseException, trace: "Optional[TracebackType]") -> "Any":
         error.__traceback__ = _strip(trace)
         return hook(kind, error, error.__traceback__)
 
-    sys.excepthook = without_us
+    sys.excepthook = stripped
 
 
-def _report(bond: "Bond", error: BaseException, joined: bool) -> None:
-    """Tell the supervisor what ends this rank, before it does."""
+def _report(channel: "WorkerChannel", error: BaseException, joined: bool) -> None:
+    """Report the exception that is about to end this rank."""
     trace = _strip(error.__traceback__)
     frames = traceback.extract_tb(trace)
     file, line, function = _place(error, frames)
@@ -253,11 +251,11 @@ def _report(bond: "Bond", error: BaseException, joined: bool) -> None:
     )
     try:
         message = str(error)
-    except Exception as second:
+    except Exception as second:  # from the exception's own __str__
         message = "(its message cannot be read: %s)" % type(second).__name__
     in_rendezvous = any(frame.name in _RENDEZVOUS and "distributed" in frame.filename for frame in frames)
     text = "".join(traceback.format_exception(kind, error, trace))
-    bond.send(
+    channel.send(
         {
             "t": "raised",
             "type": name,

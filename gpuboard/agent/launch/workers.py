@@ -1,11 +1,10 @@
-"""The ranks of one node and, on the first node, the store: started, let through the gate, listened to, buried."""
+"""The workers of one node: its ranks and, on the first node, the store; their start, gate, output and end."""
 
 import signal
 import time
 
 from gpuboard.agent.event_loop import IN, OUT, Loop
-from gpuboard.agent.launch import oom, teardown
-from gpuboard.agent.launch import start as ranks
+from gpuboard.agent.launch import oom, start, teardown
 
 MYPY = False
 if MYPY:
@@ -14,27 +13,27 @@ if MYPY:
 
     from gpuboard.agent.launch.output import Stream
 
-    Tell = Callable[[str, Dict[str, Any]], None]
+    Emit = Callable[[str, Dict[str, Any]], None]
 
-_STORE = -1  # the store's place among the children's ranks
-_DRAIN_READS = 64  # of what a rank left in its pipe: a pipe holds 16 of them at most
+_STORE = -1  # the rank number of the store
+_DRAIN_READS = 64  # limit of reads from the pipe of an ended rank: a pipe holds 1 MiB at most, 16 reads
 
 
-class Gang:
-    """``tell`` sends an event to the head."""
+class WorkerGroup:
+    """``emit`` sends an event to the head."""
 
-    def __init__(self, loop: Loop, tell: "Tell", config: "Dict[str, Any]", environ: "Dict[str, str]") -> None:
+    def __init__(self, loop: Loop, emit: "Emit", config: "Dict[str, Any]", environ: "Dict[str, str]") -> None:
         self._loop = loop
-        self._tell = tell
+        self._emit = emit
         self._config = config
         self._environ = environ
-        self._ranks: "List[ranks.Worker]" = []
-        self._store: "Optional[ranks.Worker]" = None
+        self._ranks: "List[start.Worker]" = []
+        self._store: "Optional[start.Worker]" = None
         self._store_only = True  # the store was started on torch's C extension alone
         self._store_ready = False
         self._store_socket: "Optional[socket.socket]" = None
         self.store_lost = False
-        self.ending = False  # everything is being killed: an end is no news then
+        self.ending = False  # all processes are being killed, so their ends are not reported
         self._gate: "Optional[Dict[str, str]]" = None
         self._paused = False
         self._flushing = False
@@ -45,12 +44,12 @@ class Gang:
         """The store's process, None when there is none."""
         return self._store.pid if self._store is not None else None
 
-    def running(self) -> "List[ranks.Worker]":
+    def running(self) -> "List[start.Worker]":
         """Return the ranks that have not ended."""
         return [child for child in self._ranks if child.status is None]
 
-    def all_well(self) -> bool:
-        """Whether no rank ended other than with code 0."""
+    def all_succeeded(self) -> bool:
+        """Whether every rank that has ended exited with 0."""
         return all(child.status in (None, 0) for child in self._ranks)
 
     def start_ranks(self) -> "Dict[str, int]":
@@ -59,9 +58,9 @@ class Gang:
         target = self._config["target"]
         shown = ["-m", target["name"]] if target["kind"] == "module" else [target["name"]]
         for rank in self._config["ranks"]:
-            child = ranks.start(
+            child = start.start_worker(
                 self._config,
-                ranks.rank_environ(self._environ, rank, self._config["master_addr"]),
+                start.rank_environ(self._environ, rank, self._config["master_addr"]),
                 rank["rank"],
                 "worker",
                 {
@@ -77,12 +76,12 @@ class Gang:
                 [*shown, *target["args"]],
             )
             self._ranks.append(child)
-            self._attend(child)
-            self._tell("spawned", {"rank": child.rank, "pid": child.pid})
+            self._watch(child)
+            self._emit("spawned", {"rank": child.rank, "pid": child.pid})
         return {str(child.rank): child.pid for child in self._ranks}
 
     def start_store(self, bound: "socket.socket") -> None:
-        """Start the store on a bound socket. It opens it when the gate opens. Raises CallRefused."""
+        """Start the store for a bound socket, which it takes over when the gate opens. Raises CallRefused."""
         self._store_socket = bound
         address, port = bound.getsockname()[:2]
         task = {
@@ -93,24 +92,24 @@ class Gang:
             "timeout_s": self._config["timeout_s"],
         }
         environ = dict(self._environ, CUDA_VISIBLE_DEVICES="")
-        child = ranks.start(
+        child = start.start_worker(
             self._config, environ, _STORE, "store", task, ["gpuboard-store", str(port)], keep=(bound.fileno(),)
         )
         self._store = child
-        self._attend(child)
+        self._watch(child)
         if self._gate is not None:
-            child.tell({"t": "open"})
-            self._attend_writing(child)
+            child.send({"t": "open"})
+            self._watch_link(child)
 
     def open_gate(self, environ: "Dict[str, str]") -> None:
-        """Let the ranks run the target, with these variables added."""
+        """Let the ranks run the target with these variables added to their environment."""
         self._gate = environ
         if self._store is not None:
-            self._store.tell({"t": "open"})
-            self._attend_writing(self._store)
+            self._store.send({"t": "open"})
+            self._watch_link(self._store)
         for child in self.running():
-            child.tell({"t": "go", "environ": environ})
-            self._attend_writing(child)
+            child.send({"t": "go", "environ": environ})
+            self._watch_link(child)
 
     def signal(self, number: int, wanted: "Optional[Collection[int]]") -> "List[int]":
         """Signal the ranks' own processes; return the ranks that got it."""
@@ -121,18 +120,18 @@ class Gang:
         ]
 
     def pause(self, paused: bool) -> None:
-        """Leave the ranks' output in their pipes (they block when those are full), or read it again."""
+        """Stop or resume reading the ranks' output; they block while their pipes are full."""
         if paused == self._paused:
             return
         self._paused = paused
         for child in self._children():
             for stream in child.streams:
                 if not stream.closed:
-                    stream.wait_anew(time.monotonic())
-                    self._attend_stream(stream)
+                    stream.restart_wait(time.monotonic())
+                    self._watch_stream(stream)
 
     def ended(self, pid: int, status: int) -> None:
-        """Take the end of a child process: ``status`` is its exit code, or minus the signal's number."""
+        """Process the end of a child: ``status`` is its exit code, or minus the signal's number."""
         for child in self._children():
             if child.pid == pid and child.status is None:
                 child.ended(status)
@@ -143,51 +142,51 @@ class Gang:
                     self._rank_ended(child, status)
 
     def close(self) -> None:
-        """Read what is left and forget everything."""
+        """Read what is left in the pipes and close them."""
         for child in self._children():
             self._drain(child)
             self._close(child)
 
     # one child
 
-    def _children(self) -> "List[ranks.Worker]":
+    def _children(self) -> "List[start.Worker]":
         return self._ranks + ([self._store] if self._store is not None else [])
 
-    def _attend(self, child: "ranks.Worker") -> None:
-        # The link first: poll answers in this order, so `raised` leaves before the traceback that is printed after it.
-        self._attend_writing(child)
+    def _watch(self, child: "start.Worker") -> None:
+        # The link first: poll keeps this order, so `raised` is sent before the traceback that is printed after it.
+        self._watch_link(child)
         for stream in child.streams:
-            self._attend_stream(stream)
+            self._watch_stream(stream)
 
-    def _attend_stream(self, stream: "Stream") -> None:
+    def _watch_stream(self, stream: "Stream") -> None:
         if self._paused:
             self._loop.unwatch(stream.fd)
         else:
             self._loop.watch(stream.fd, IN, lambda: self._read(stream))
 
-    def _attend_writing(self, child: "ranks.Worker") -> None:
-        self._loop.watch(child.link.fileno(), IN | OUT if child.pending else IN, lambda: self._talk(child))
+    def _watch_link(self, child: "start.Worker") -> None:
+        self._loop.watch(child.link.fileno(), IN | OUT if child.pending else IN, lambda: self._exchange(child))
 
-    def _talk(self, child: "ranks.Worker") -> None:
+    def _exchange(self, child: "start.Worker") -> None:
         child.flush()
-        if not self._listen(child):
-            self._attend_writing(child)
+        if not self._receive(child):
+            self._watch_link(child)
 
-    def _listen(self, child: "ranks.Worker") -> bool:
-        """Take what a child says; True when it has nothing more to say."""
-        messages, closed = child.heard()
+    def _receive(self, child: "start.Worker") -> bool:
+        """Process the messages of a child; return whether it has closed its link."""
+        messages, closed = child.receive()
         for message in messages:
             kind = message.pop("t", None)
             if child is self._store:
-                self._store_said(kind, message)
+                self._on_store_message(kind, message)
             elif kind == "gate":
                 child.at_gate = True
-                self._tell("gate", dict(message, rank=child.rank))
+                self._emit("gate", dict(message, rank=child.rank))
             elif kind == "joined":
                 child.joined = True
-                self._tell("joined", {"rank": child.rank})
+                self._emit("joined", {"rank": child.rank})
             elif kind == "raised":
-                self._tell("raised", dict(message, rank=child.rank))
+                self._emit("raised", dict(message, rank=child.rank))
         if closed:
             self._loop.unwatch(child.link.fileno())
         return closed
@@ -203,13 +202,13 @@ class Gang:
             self._loop.after(0.1, self._flush_held)
 
     def _flush_held(self) -> None:
-        """Pass on what has waited for its line end long enough."""
+        """Send text that has waited for its line end long enough."""
         self._flushing = False
         now = time.monotonic()
         held = False
         for child in self._children():
             for stream in child.streams:
-                if not self._paused:  # the rest of the line may well be in the pipe
+                if not self._paused:  # while paused, the rest of the line may be in the pipe
                     self._pass(stream, stream.overdue(now))
                 held = held or stream.due() is not None
         if held:
@@ -219,14 +218,14 @@ class Gang:
     def _pass(self, stream: "Stream", pieces: "List[str]") -> None:
         for piece in pieces:
             if stream.rank != _STORE:
-                self._tell("output", {"rank": stream.rank, "stream": stream.name, "text": piece})
-            elif not self._store_only or self._store_ready:  # why the first try failed is nobody's concern
-                self._tell("notice", {"text": "store: " + piece.rstrip()})
+                self._emit("output", {"rank": stream.rank, "stream": stream.name, "text": piece})
+            elif not self._store_only or self._store_ready:  # not of the first attempt
+                self._emit("notice", {"text": "store: " + piece.rstrip()})
 
-    def _drain(self, child: "ranks.Worker") -> None:
-        """Read what an ended child left in its pipes; helpers it left behind may write on."""
+    def _drain(self, child: "start.Worker") -> None:
+        """Read what an ended child left in its pipes; its helpers may write more."""
         if child.link.fileno() >= 0:
-            self._listen(child)
+            self._receive(child)
             self._loop.unwatch(child.link.fileno())
             child.link.close()
         for stream in child.streams:
@@ -240,18 +239,18 @@ class Gang:
             if not stream.closed:
                 self._pass(stream, stream.release())
 
-    def _close(self, child: "ranks.Worker") -> None:
+    def _close(self, child: "start.Worker") -> None:
         for stream in child.streams:
-            if not stream.closed:  # the number of a closed one may belong to another by now
+            if not stream.closed:  # the number of a closed descriptor may be in use again
                 self._loop.unwatch(stream.fd)
                 self._pass(stream, stream.finish())
 
-    def _rank_ended(self, child: "ranks.Worker", status: int) -> None:
+    def _rank_ended(self, child: "start.Worker", status: int) -> None:
         if self._config["wrap"] and status > 0 and not child.at_gate:
-            words = "rank %d did not reach its gate: what --wrap names must pass on file descriptors and environment"
-            self._tell("notice", {"text": words % child.rank})
+            text = "rank %d ended before it reached the gate; --wrap must pass on file descriptors and environment"
+            self._emit("notice", {"text": text % child.rank})
         killed = status == -signal.SIGKILL and not self.ending
-        self._tell(
+        self._emit(
             "exited",
             {
                 "rank": child.rank,
@@ -265,28 +264,28 @@ class Gang:
 
     # the store
 
-    def _store_said(self, kind: "Any", message: "Dict[str, Any]") -> None:
+    def _on_store_message(self, kind: "Any", message: "Dict[str, Any]") -> None:
         assert self._store_socket is not None
         if kind == "ready":
             self._store_ready = True
             port = self._store_socket.getsockname()[1]
             only = self._store_only
-            self._tell("store", {"state": "ready", "port": port, "extension_only": only, "code": None})
+            self._emit("store", {"state": "ready", "port": port, "extension_only": only, "code": None})
         elif kind == "open":
-            self._store_socket.close()  # the store has it now; it goes with the store
+            self._store_socket.close()  # the store holds it now
         elif kind == "failed":
-            self._tell("notice", {"text": "the store could not open its port: %s" % message.get("text")})
+            self._emit("notice", {"text": "the store cannot open the master port: %s" % message.get("text")})
 
-    def _store_ended(self, child: "ranks.Worker", status: int) -> None:
+    def _store_ended(self, child: "start.Worker", status: int) -> None:
         self._store = None
         self._close(child)
         if self.ending:
-            return  # we killed it
+            return  # killed by this supervisor
         assert self._store_socket is not None
         if self._store_only and not self._store_ready and status != -signal.SIGKILL:
-            self._store_only = False  # whatever went wrong, the whole of torch is the way everybody else goes
+            self._store_only = False  # second attempt, with all of torch
             self.start_store(self._store_socket)
             return
         self.store_lost = True
         data = {"state": "died", "port": None, "extension_only": self._store_only, "code": status}
-        self._tell("store", data)
+        self._emit("store", data)

@@ -23,7 +23,7 @@ from gpuboard.cli.reserve.allocate import add_request, add_slurm, add_terms, job
 from gpuboard.cli.say import say
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 from gpuboard.errors import NoSuchLease, Refused, UsageError
-from gpuboard.launch.parent_watch import LifeLine
+from gpuboard.launch.parent_watch import Lifeline
 from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     line = None
     if args.life_line is not None:
         try:
-            line = LifeLine(args.life_line, lambda: os.kill(os.getpid(), signal.SIGINT))
+            line = Lifeline(args.life_line, lambda: os.kill(os.getpid(), signal.SIGINT))
         except OSError as error:
             raise UsageError(f"--life-line {args.life_line}: {error.strerror}") from error
     with recorded(outcome, args.status_file):
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     return code
 
 
-def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any], line: LifeLine | None) -> int:
+def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any], line: Lifeline | None) -> int:
     from gpuboard.launch import environ, plan, rank_map_source, run_folder, target
 
     parsed = target.parse_target(args.target, args.module)
@@ -160,7 +160,7 @@ def _head(
     screen: Screen,
     outcome: dict[str, Any],
     *,
-    line: LifeLine | None,
+    line: Lifeline | None,
 ) -> int:
     from gpuboard.launch.head import Head
     from gpuboard.launch.run_folder import RunFolder

@@ -1,4 +1,4 @@
-"""One named check, as ``doctor --json`` prints it (schema 1) and as preflight decides by it."""
+"""The result of one named check, for preflight and for ``doctor --json`` (schema 1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ else:  # preflight.json is decoded with any status: a newer gpuboard may have wr
 
 
 class Check(msgspec.Struct, frozen=True):
-    """What was looked at, how it stands, and what to do."""
+    """What was checked, the result, its cause and the remedy."""
 
     name: str
     node: str | None
@@ -25,7 +25,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def grouped(checks: Sequence[Check]) -> list[Check]:
-    """Return checks with those of one node that differ in their evidence alone made one."""
+    """Return ``checks`` with those merged that differ in their evidence only."""
     merged: dict[tuple[str, str | None, str, str, str], Check] = {}
     for check in checks:
         key = (check.name, check.node, check.status, check.cause, check.remedy)
@@ -36,7 +36,7 @@ def grouped(checks: Sequence[Check]) -> list[Check]:
 
 
 def check_text(check: Check) -> str:
-    """Return a check in one line, or two where there is a remedy."""
+    """Return a check as one line, or two if it has a remedy."""
     where = f" {check.node}:" if check.node else ""
     words = "; ".join(part for part in (check.evidence, check.cause) if part)
     line = f"{check.status:<4} {check.name}:{where} {words}"

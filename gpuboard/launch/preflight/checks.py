@@ -1,6 +1,6 @@
-"""What must hold before ranks pass their gate (pure): what the nodes answered → checks with cause and remedy.
+"""Preflight checks (pure): replies of the nodes → results with cause and remedy.
 
-The head asks (docs/launch-protocol.md) and hands the answers over; nothing here talks to a node.
+The calls are in docs/launch-protocol.md; ``collect`` makes them.
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import format_size
 
 _MIB = 2**20
-SHM_PER_RANK = 32 * _MIB  # NCCL's shared-memory transport, a rank (docs.nvidia.com/deeplearning/nccl, troubleshooting)
-SHM_COMFORT = 1024 * _MIB  # below, DataLoader workers with tensors of some size die with a bus error
-OCCUPIED = 1024 * _MIB  # of GPU memory: a driver and an idle context take less
+SHM_PER_RANK = (
+    32 * _MIB
+)  # of NCCL's shared-memory transport, per rank (docs.nvidia.com/deeplearning/nccl, troubleshooting)
+SHM_COMFORT = 1024 * _MIB  # with less, DataLoader workers that share large tensors die of SIGBUS
+OCCUPIED = 1024 * _MIB  # bytes of GPU memory: a driver and an idle context use less
 NOFILE_MIN = 256
 NOFILE_COMFORT = 1024
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A call that a node refused."""
+    """A call that a node refused, or a lost connection."""
 
     kind: str
     message: str
-    holder: str = ""  # port-in-use: who has it
+    holder: str = ""  # of port-in-use: the process that listens there
 
 
 class Answers(msgspec.Struct, frozen=True):
-    """Everything the nodes answered, by node name in the order of the node ranks."""
+    """All replies, by node name in the order of the node ranks."""
 
     facts: dict[str, LaunchFacts]
     failures: dict[str, Failure]  # of check, spawn or the connection itself
     listen: Failure | None  # None: the master port is bound
     probes: dict[str, list[ProbeResult]]
-    snapshot: Snapshot | None  # None: not asked for (--device cpu)
+    snapshot: Snapshot | None  # None: not needed (--device cpu)
 
 
 def preflight(rank_map: RankMap, master_addr: str, device: Device, answers: Answers) -> list[Check]:
-    """Return every check, in the order a person would look."""
+    """Return all checks, in the order in which problems are best fixed."""
     checks = [_started(node.name, answers.failures.get(node.name)) for node in rank_map.nodes]
     checks += _torch(answers.facts, device)
     checks += _agree(answers)
@@ -60,7 +62,7 @@ def preflight(rank_map: RankMap, master_addr: str, device: Device, answers: Answ
 
 
 def failed(checks: Sequence[Check]) -> list[Check]:
-    """Return the checks that keep the gate shut."""
+    """Return the checks that keep the gate closed."""
     return [check for check in checks if check.status == "fail"]
 
 
@@ -69,9 +71,9 @@ def _started(node: str, failure: Failure | None) -> Check:
         return Check("start", node, "ok", "supervisor and ranks started")
     remedy = {
         "python": "activate the training environment before launch, or pass --python PATH (a path on the nodes)",
-        "cwd": "launch from a folder that every node has (a shared home), or copy it there",
+        "cwd": "launch from a folder that every node has (a shared home), or copy it to the node",
         "target": "copy the file to the node, or launch from a folder that every node has",
-        "connection": "`gpuboard status` shows what is wrong with the node",
+        "connection": "`gpuboard status` shows the state of the node",
     }.get(failure.kind, "")
     return Check("start", node, "fail", clean(failure.message, 400), "", remedy)
 
@@ -80,7 +82,7 @@ def _torch(facts: Mapping[str, LaunchFacts], device: Device) -> list[Check]:
     checks = []
     for node, seen in facts.items():
         if seen.torch is None:
-            remedy = "install torch into that environment, or pass --python PATH of one that has it"
+            remedy = "install torch into that environment, or pass --python PATH of one that has torch"
             checks.append(Check("torch", node, "fail", f"{clean(seen.python)} has no torch", "", remedy))
         elif device == "cuda" and seen.torch_cuda is None and "+cpu" in seen.torch:
             remedy = "install a CUDA build of torch there, or launch with --device cpu"
@@ -94,7 +96,7 @@ def _agree(answers: Answers) -> list[Check]:
     facts = answers.facts
     if len(facts) < 2:
         return []
-    different = "ranks of different versions hang or give wrong sums; use the same environment on every node"
+    different = "use the same environment on every node: ranks of different versions hang or compute wrong results"
     drivers: dict[str, str | None] = {}
     if answers.snapshot is not None:
         drivers = {view.name: view.driver for view in answers.snapshot.nodes if view.name in facts}
@@ -103,12 +105,12 @@ def _agree(answers: Answers) -> list[Check]:
         _same("torch version", {n: f.torch for n, f in facts.items()}, "fail", different),
         _same("CUDA of torch", {n: f.torch_cuda for n, f in facts.items()}, "fail", different),
         _same("NCCL", {n: f.nccl for n, f in facts.items()}, "fail", different),
-        _same("driver", drivers, "warn", "NCCL may choose other paths on the nodes; update the older driver"),
+        _same("driver", drivers, "warn", "update the older driver: NCCL may choose different paths on the nodes"),
         _same(
             "script",
             {n: f.target_sha256[:12] if f.target_sha256 else None for n, f in facts.items()},
             "fail",
-            "the nodes would run different code; copy the newest file to all of them",
+            "copy the newest version to every node: they would run different code",
         ),
     ]
 
@@ -134,21 +136,23 @@ def _limits(rank_map: RankMap, facts: Mapping[str, LaunchFacts], device: Device)
     for node, seen in facts.items():
         shm, nofile = seen.shm_free, seen.nofile
         words = f"/dev/shm has {format_size(shm)} free"
-        remedy = "free it, or start the container with a larger --shm-size"
+        remedy = "delete files there, or start the container with a larger --shm-size"
         if shm is not None and device == "cuda" and shm < SHM_PER_RANK * ranks[node]:
             checks.append(
-                Check("/dev/shm", node, "fail", words, f"NCCL needs {SHM_PER_RANK // _MIB} MiB a rank", remedy)
+                Check("/dev/shm", node, "fail", words, f"NCCL needs {SHM_PER_RANK // _MIB} MiB per rank", remedy)
             )
         elif shm is not None and shm < SHM_COMFORT:
-            checks.append(Check("/dev/shm", node, "warn", words, "DataLoader workers may die of a bus error", remedy))
+            checks.append(Check("/dev/shm", node, "warn", words, "DataLoader workers may die of SIGBUS", remedy))
         if nofile is not None and 0 <= nofile < NOFILE_COMFORT:
             status: CheckStatus = "fail" if nofile < NOFILE_MIN else "warn"
-            remedy = "raise it: ulimit -n, /etc/security/limits.conf"
-            checks.append(Check("open files", node, status, f"limit {nofile}", "sockets and workers need more", remedy))
-        fabric = any(interface.startswith("ib") for interface in seen.addresses)  # elsewhere nothing is registered
+            remedy = "raise the limit: ulimit -n, or /etc/security/limits.conf"
+            checks.append(
+                Check("open files", node, status, f"limit {nofile}", "sockets and DataLoader workers need more", remedy)
+            )
+        fabric = any(interface.startswith("ib") for interface in seen.addresses)  # other networks register no memory
         if seen.memlock is not None and 0 <= seen.memlock < 64 * _MIB and fabric and len(ranks) > 1:
             words = f"limit {seen.memlock // 1024} KiB"
-            remedy = "raise it: ulimit -l unlimited, /etc/security/limits.conf"
+            remedy = "raise the limit: ulimit -l unlimited, or /etc/security/limits.conf"
             checks.append(Check("locked memory", node, "warn", words, "InfiniBand cannot register buffers", remedy))
     return checks
 
@@ -159,8 +163,8 @@ def _master(rank_map: RankMap, master_addr: str, answers: Answers) -> list[Check
     if answers.listen is not None:
         holder = f"held by {clean(answers.listen.holder)}" if answers.listen.holder else ""
         remedy = {
-            "port-in-use": "end that process, or use master_port 0: launch then finds a free one",
-            "address": f"use an address of {first} in the rank map: {_addresses(answers.facts.get(first))}",
+            "port-in-use": "end that process, or set master_port to 0: launch then chooses a free port",
+            "address": f"set master_addr in the rank map to one of {first}: {_addresses(answers.facts.get(first))}",
         }.get(answers.listen.kind, "")
         words = clean(answers.listen.message, 400)
         checks.append(Check("master port", first, "fail", words, holder, remedy))
@@ -173,25 +177,27 @@ def _master(rank_map: RankMap, master_addr: str, answers: Answers) -> list[Check
         loops = [node for node, found in by_node.items() if any(_loopback(address) for address in found)]
         if len(answers.facts) > 1 and name == master_addr and (loops or len(set(by_node.values())) > 1):
             words = "; ".join(f"{', '.join(sorted(found)) or 'nothing'} on {node}" for node, found in by_node.items())
-            cause = f"{clean(name)} means different things on the nodes"
-            remedy = f"write the address itself as master_addr: {_addresses(answers.facts.get(first))}"
+            cause = f"{clean(name)} resolves differently on the nodes, or to loopback"
+            remedy = f"set master_addr in the rank map to an IP address: {_addresses(answers.facts.get(first))}"
             checks.append(Check("master address", None, "warn", words, cause, remedy))
     return checks
 
 
 def _loopbacks(facts: Mapping[str, LaunchFacts]) -> list[Check]:
-    cause = "ranks could not even reach those of their own node"
+    cause = "ranks cannot connect to other ranks on the same node"
     return [
-        Check("loopback", node, "fail", "its interface lo is down", cause, "as root there: ip link set lo up")
+        Check("loopback", node, "fail", "the interface lo is down", cause, "on that node, as root: ip link set lo up")
         for node, seen in facts.items()
         if not seen.loopback
     ]
 
 
 def _addresses(facts: LaunchFacts | None) -> str:
-    """Return the addresses of a node at which others may reach it, in words."""
+    """Return the addresses of a node that others may reach, as text."""
     listed = [a for found in (facts.addresses.values() if facts else []) for a in found]
-    found = [a for a in listed if not _loopback(a) and not a.lower().startswith("fe80:")]  # link-local: of no use alone
+    found = [
+        a for a in listed if not _loopback(a) and not a.lower().startswith("fe80:")
+    ]  # link-local: needs an interface too
     return ", ".join(clean(address) for address in found) or "unknown"
 
 
@@ -204,9 +210,9 @@ def _loopback(address: str) -> bool:
 
 _PROBE_CAUSE = {
     "refused": "refused at once: a firewall rejects it",
-    "dropped": "no answer: a firewall drops it",
+    "dropped": "no reply: a firewall drops it",
     "unreachable": "no route to that address",
-    "stranger": "something else answers there: the address leads to another machine",
+    "stranger": "another program replies there: the address may belong to another machine",
 }
 
 
@@ -231,32 +237,32 @@ def _connections(rank_map: RankMap, answers: Answers) -> list[Check]:
 
 
 def _own_loopback(bad: ProbeResult, source: str, facts: Mapping[str, LaunchFacts]) -> tuple[str, str] | None:
-    """Return cause and remedy where the name leads the target (Debian's 127.0.1.1) or the source back to itself."""
+    """Return cause and remedy if the name is loopback on the target (Debian's 127.0.1.1) or on the source."""
     for node in (bad.node, source):
         seen = facts.get(node)
         loops = [address for address in (seen.resolves.get(bad.address, []) if seen else []) if _loopback(address)]
         if loops:
-            cause = f"on {node} that name is {clean(loops[0])}, which only {node} itself can reach"
-            better = f"write the address itself as master_addr: {_addresses(facts.get(bad.node))}"
-            return cause, f"{better}; or take the name out of that line of /etc/hosts on {node}"
+            cause = f"on {node} that name resolves to {clean(loops[0])}, which only {node} itself can reach"
+            better = f"set master_addr in the rank map to an IP address: {_addresses(facts.get(bad.node))}"
+            return cause, f"{better}; or remove the name from that line of /etc/hosts on {node}"
     return None
 
 
 def _rule(bad: ProbeResult, source: str, facts: Mapping[str, LaunchFacts]) -> str:
-    """Return the firewall rule that is missing, or what else to do about an attempt that failed."""
+    """Return the remedy for a failed connection: a firewall rule, or another address."""
     if bad.result not in {"refused", "dropped"}:
         return (
-            f"use an address of {bad.node} in the rank map that {source} can reach: {_addresses(facts.get(bad.node))}"
+            f"set an address of {bad.node} in the rank map that {source} can reach: {_addresses(facts.get(bad.node))}"
         )
     sender = clean(bad.local_address) if bad.local_address else _addresses(facts.get(source)).split(",")[0]
     return (
         f"on {bad.node}, as root: iptables -I INPUT -p tcp -s {sender} --dport 1024:65535 -j ACCEPT "
-        "(the ranks meet on the master port and on random high ones)"
+        "(ranks connect on the master port and on random high ports)"
     )
 
 
 def interfaces(master_addr: str, first: str, answers: Answers) -> dict[str, str]:
-    """Return node → the interface that owns the master address (node 0) or routes to it (the others), where known."""
+    """Return node → the interface that owns the master address (node 0) or routes to it (the others), if known."""
     found: dict[str, str] = {}
     if (facts := answers.facts.get(first)) is not None:
         addresses = {master_addr, *facts.resolves.get(master_addr, [])}
@@ -273,15 +279,15 @@ def interfaces(master_addr: str, first: str, answers: Answers) -> dict[str, str]
 
 
 def gpu_checks(rank_map: RankMap, snapshot: Snapshot | None) -> list[Check]:
-    """Return, for every GPU of the map, whether it still is what the lease (or the map) says."""
+    """Return, for every GPU of the map, whether it still matches the lease (or the map)."""
     views = {view.name: view for view in (snapshot.nodes if snapshot else [])}
     checks = []
     for node in rank_map.nodes:
         view = views.get(node.name)
         ranks = [r for r in rank_map.ranks if r.node == node.name]
         if view is None or view.state != "up" or (view.error is not None and not view.gpus):
-            reason = clean(view.error or view.state) if view else "not asked"
-            remedy = "`gpuboard status` shows more"
+            reason = clean(view.error or view.state) if view else "not queried"
+            remedy = "`gpuboard status` shows the state of the node"
             checks.append(Check("GPU", node.name, "fail", "its GPUs could not be read", reason, remedy))
             continue
         for rank in ranks:
@@ -290,7 +296,7 @@ def gpu_checks(rank_map: RankMap, snapshot: Snapshot | None) -> list[Check]:
 
 
 def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Check:
-    """Return the check of one GPU. ``job``: it was read through a step of this Slurm job, which shows its own alone."""
+    """Return the check of one GPU. ``job``: it was read through a step of this Slurm job, which sees its GPUs only."""
 
     def check(status: CheckStatus, evidence: str, cause: str = "", remedy: str = "") -> Check:
         return Check("GPU", view.name, status, f"GPU {index} {evidence}", cause, remedy)
@@ -300,44 +306,45 @@ def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Chec
     if gpu is None:
         here = ", ".join(g.uuid for g in view.gpus) or "none"
         return check(
-            "fail", f"{clean(uuid)} is not there", f"the node has {here}", "release the lease and allocate anew"
+            "fail", f"{clean(uuid)} is missing", f"the node has {here}", "release the lease and allocate again"
         )
     if gpu.index != index:
-        remedy = "allocate anew: CUDA_VISIBLE_DEVICES would name another GPU"
-        return check(
-            "fail", f"{clean(uuid)} is index {gpu.index} now", "a GPU came or went since the map was made", remedy
-        )
+        cause = "a GPU was added or lost since the rank map was written"
+        remedy = "allocate again: CUDA_VISIBLE_DEVICES would select another GPU"
+        return check("fail", f"{clean(uuid)} has index {gpu.index} now", cause, remedy)
     part: GpuView | MigView = next((m for m in gpu.mig if m.uuid == uuid), gpu)
     leases = part.leases
     if part.state in {"broken", "mig", "unknown", "allocated"}:
-        return check("fail", f"is {part.state}", clean(part.reason), "choose another GPU: gpuboard status")
+        return check("fail", f"is {part.state}", clean(part.reason), "choose another GPU; see `gpuboard status`")
     if "disputed" in gpu.flags:
-        return check("fail", "is disputed", clean(part.reason), "agree with the other holder, or allocate anew")
+        return check("fail", "is disputed", clean(part.reason), "agree with the other owner, or allocate again")
     if job is not None:
         lease = f"Slurm job {job}"
     elif lease is not None and lease not in leases:
-        return check("fail", f"is no longer of lease {lease}", clean(part.reason), "the lease lapsed: allocate anew")
+        return check(
+            "fail", f"is no longer held by lease {lease}", clean(part.reason), "the lease has ended: allocate again"
+        )
     elif lease is None and leases:
-        remedy = "choose another GPU; if the lease is yours: --lease, or write it into the rank map"
+        remedy = "choose another GPU; if the lease is yours, pass --lease or set it in the rank map"
         return check("fail", f"is reserved by lease {', '.join(leases)}", clean(part.reason), remedy)
     if "rogue" in gpu.flags and job is None:
-        strangers = [p for p in gpu.processes or [] if p.rogue]
-        who = ", ".join(f"{clean(p.user or 'owner hidden')} (pid {p.pid}, {clean(p.command, 60)})" for p in strangers)
-        return check("fail", "is used by somebody else", who, "talk to them, or allocate anew")
+        others = [p for p in gpu.processes or [] if p.rogue]
+        who = ", ".join(f"{clean(p.user or 'owner hidden')} (pid {p.pid}, {clean(p.command, 60)})" for p in others)
+        return check("fail", "runs processes of others", who, "talk to their owner, or allocate again")
     if lease is None and part.state != "free":
         return check("fail", f"is {part.state}", clean(part.reason), "choose another GPU, or wait")
     if lease is None:
         return check(
-            "warn", "is not reserved", "others may take it while the run lasts", "gpuboard launch --n N reserves"
+            "warn", "is not reserved", "others may take it during the run", "`gpuboard launch --n N` reserves GPUs"
         )
     if "sick" in gpu.flags:
-        return check("warn", "is sick", clean("; ".join(gpu.sick)), "gpuboard status shows what")
+        return check("warn", "is sick", clean("; ".join(gpu.sick)), "`gpuboard status` shows details")
     if gpu.processes:
         pids = ", ".join(str(p.pid) for p in gpu.processes)
-        return check("warn", f"already runs pid {pids}", "memory and time are shared with it", "")
+        return check("warn", f"already runs pid {pids}", "the ranks share memory and time with it", "")
     if part.memory_used is not None and part.memory_used >= OCCUPIED and not gpu.memory_shared:
         total = f"{format_size(part.memory_used)} of {format_size(part.memory_total)}"
         full = part.memory_total is not None and part.memory_used > part.memory_total // 2
-        remedy = "a run that has just ended? try again; else choose another GPU"
-        return check("fail" if full else "warn", f"has {total} in use", "by no process that can be seen", remedy)
+        remedy = "if a run has just ended there, try again; else choose another GPU"
+        return check("fail" if full else "warn", f"has {total} in use", "by no visible process", remedy)
     return check("ok", f"is held by {lease if job is not None else f'lease {lease}'}")

@@ -1,48 +1,51 @@
-"""What the head asks every node before the gate opens, and the answers as far as they have come."""
+"""The preflight calls to every node, and their replies so far."""
 
 from __future__ import annotations
 
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.preflight.checks import Answers, Failure
-from gpuboard.launch.supervisors import CallAnswer, Crew, SupervisorCall
+from gpuboard.launch.supervisors import CallReply, SupervisorCall, Supervisors
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.replies import LaunchFacts, Listening, Ports, Probed, ProbeResult, RanksStarted
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost
 
-_PORTS = 2  # that every node opens for the others to try
-_PEERS = 16  # nodes that a node tries to reach: all of a small run, a ring of neighbours in a large one
+_PORTS = 2  # random high ports that each node opens for the others to connect to
+_PEERS = 16  # nodes that each node connects to: all of a small run, the next ones of the ring in a large run
 
 
-class PreflightQuestions:
-    """Asks in three steps; ``take`` every answer, then go on when ``started``, ``listening`` and ``probed`` say so."""
+class PreflightCalls:
+    """Three steps, each to be awaited: ``start`` (``started``), ``probe_listen`` (``listening``), ``probe_connect``
+    (``probed``). Pass every reply to ``take``."""
 
-    def __init__(self, plan: LaunchPlan, crew: Crew, timing: HeadTiming = DEFAULT_TIMING) -> None:
+    def __init__(self, plan: LaunchPlan, supervisors: Supervisors, timing: HeadTiming = DEFAULT_TIMING) -> None:
         self._plan = plan
-        self._crew = crew
+        self._supervisors = supervisors
         self._timing = timing
         self._nodes = [config.node for config in plan.nodes]
         self._first = plan.nodes[0]
-        self._answers: dict[tuple[str, str], object] = {}
+        self._replies: dict[tuple[str, str], object] = {}  # (node, call) → value or error
         self._facts: dict[str, LaunchFacts] = {}
         self.failures: dict[str, Failure] = {}
         self.snapshot: Snapshot | None = None
 
     def start(self) -> None:
-        """Start store and ranks, and ask what a node is like; the ranks' import of torch overlaps all that follows."""
+        """Start store and ranks and collect each node's facts; the ranks import torch during all further checks."""
         port, start_s = self._plan.rank_map.master_port, self._timing.start_s
-        self._crew.ask(self._first.node, "listen", {"host": self._first.master_addr, "port": port}, start_s, Listening)
+        self._supervisors.call(
+            self._first.node, "listen", {"host": self._first.master_addr, "port": port}, start_s, Listening
+        )
         for node in self._nodes:
-            self._crew.ask(node, "spawn", {}, start_s, RanksStarted)
-            self._crew.ask(node, "check", {}, start_s, LaunchFacts)
+            self._supervisors.call(node, "spawn", {}, start_s, RanksStarted)
+            self._supervisors.call(node, "check", {}, start_s, LaunchFacts)
 
     def probe_listen(self) -> None:
-        """Let every node open high ports for the others to try."""
+        """Open random high ports on every node."""
         for node in self._nodes:
-            self._crew.ask(node, "probe-listen", {"count": _PORTS}, self._timing.probe_s, Ports)
+            self._supervisors.call(node, "probe-listen", {"count": _PORTS}, self._timing.probe_s, Ports)
 
     def probe_connect(self) -> None:
-        """Let every node try to reach the others on those, and the first one on the master port."""
+        """Connect from every node to those ports of the others, and to the master port of the first node."""
         addresses = {node.name: node.address for node in self._plan.rank_map.nodes}
         count = len(self._nodes)
         for at, node in enumerate(self._nodes):
@@ -53,7 +56,7 @@ class PreflightQuestions:
             port = self.port
             if node != self._first.node and port is not None:
                 targets.insert(0, {"node": self._first.node, "address": self._first.master_addr, "port": port})
-            self._crew.ask(
+            self._supervisors.call(
                 node,
                 "probe-connect",
                 {"targets": targets, "timeout_s": self._timing.connect_s},
@@ -61,45 +64,45 @@ class PreflightQuestions:
                 Probed,
             )
 
-    def take(self, answer: CallAnswer) -> None:
-        """Take an answer in."""
-        value = answer.value
-        self._answers[answer.node, answer.op] = value
+    def take(self, reply: CallReply) -> None:
+        """Record a reply."""
+        value = reply.value
+        self._replies[reply.node, reply.op] = value
         if isinstance(value, (CallFailed, LinkLost)):
-            if answer.op != "listen":  # which has its own check: the port's holder, the addresses there are
-                self.failures.setdefault(answer.node, failure(value))
+            if reply.op != "listen":  # which has a check of its own, "master port"
+                self.failures.setdefault(reply.node, failure(value))
         elif isinstance(value, LaunchFacts):
-            self._facts[answer.node] = value
+            self._facts[reply.node] = value
 
-    def lost(self, node: str, words: str) -> None:
-        """Take in that the connection to a node is gone."""
-        self.failures.setdefault(node, Failure("connection", words))
+    def lost(self, node: str, error: str) -> None:
+        """Record that the connection to a node is lost."""
+        self.failures.setdefault(node, Failure("connection", error))
 
     def started(self) -> bool:
-        """Whether every node has answered, or failed."""
+        """Whether every node has replied or failed."""
         return self._all("spawn") and self._all("check") and self._has(self._first.node, "listen")
 
     def listening(self) -> bool:
-        """Whether every node has opened its ports, or failed."""
+        """Whether every node has opened its ports or failed."""
         return self._all("probe-listen")
 
     def probed(self) -> bool:
-        """Whether every node has tried all, or failed."""
+        """Whether every node has tried all connections or failed."""
         return self._all("probe-connect")
 
     @property
     def port(self) -> int | None:
-        """The master port; None when it is not bound."""
-        bound = self._answers.get((self._first.node, "listen"))
+        """The master port; None while it is not bound."""
+        bound = self._replies.get((self._first.node, "listen"))
         return bound.port if isinstance(bound, Listening) else None
 
     def collect(self) -> Answers:
-        """Return all that is known by now."""
+        """Return all replies so far."""
         probes: dict[str, list[ProbeResult]] = {}
         for node in self._nodes:
-            tried = self._answers.get((node, "probe-connect"))
+            tried = self._replies.get((node, "probe-connect"))
             probes[node] = tried.results if isinstance(tried, Probed) else []
-        listen = self._answers.get((self._first.node, "listen"))
+        listen = self._replies.get((self._first.node, "listen"))
         refused = failure(listen) if isinstance(listen, (CallFailed, LinkLost)) else None
         return Answers(self._facts, self.failures, refused, probes, self.snapshot)
 
@@ -107,16 +110,16 @@ class PreflightQuestions:
         return all(self._has(node, op) for node in self._nodes)
 
     def _has(self, node: str, op: SupervisorCall) -> bool:
-        return (node, op) in self._answers or node in self.failures
+        return (node, op) in self._replies or node in self.failures
 
     def _ports(self, node: str) -> list[int]:
-        """Return the ports that a node has opened, no more than it was asked for."""
-        opened = self._answers.get((node, "probe-listen"))
+        """Return the ports that a node has opened, at most as many as requested."""
+        opened = self._replies.get((node, "probe-listen"))
         return opened.ports[:_PORTS] if isinstance(opened, Ports) else []
 
 
 def failure(error: CallFailed | LinkLost) -> Failure:
-    """Return a refused or unanswered call as preflight takes it."""
+    """Return a refused call, or one without a reply, as a Failure."""
     if isinstance(error, LinkLost):
         return Failure("connection", str(error))
     return Failure(error.kind, error.message, (error.detail.holder or "") if error.detail else "")
