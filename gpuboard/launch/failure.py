@@ -114,15 +114,15 @@ class FailureWatch:
         """Record that the head forwarded a signal to the ranks: it explains a rank that this signal ends."""
         self._forwarded.add(number)
 
-    def node_lost(self, node: str, error: str, now: float) -> None:
-        """Record that the connection to ``node`` is lost."""
+    def node_lost(self, node: str, reason: str, now: float) -> None:
+        """Record that nothing more is known of ``node``."""
         if node in self.ended_nodes:
             return
         self.ended_nodes.add(node)
         for rank, view in self.ranks.items():
             if view.node == node and rank not in self.exits:
                 self._set(rank, state="lost")
-        self._candidates.append(Cause("node-lost", None, node, f"{node}: connection lost: {error}", at=now))
+        self._candidates.append(Cause("node-lost", None, node, f"{node}: {reason}", at=now))
 
     def stop(self, reason: str, now: float) -> None:
         """Stop the run at the user's request."""

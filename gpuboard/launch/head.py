@@ -249,7 +249,7 @@ class Head:
         if item.op != "go":
             self._preflight_calls.take(item)
         elif isinstance(item.value, (CallFailed, LinkLost)):
-            self._watch.node_lost(item.node, str(item.value), time.monotonic())
+            self._watch.node_lost(item.node, f"cannot start its ranks: {item.value}", time.monotonic())
 
     def _on_lost(self, node: str, error: str, now: float) -> None:
         if node in self._sweeping:
@@ -258,7 +258,7 @@ class Head:
             if self._gate_open and node not in self._watch.ended_nodes:
                 self._sweeping.add(node)
                 self._supervisors.sweep(node)
-            self._watch.node_lost(node, error, now)
+            self._watch.node_lost(node, f"connection lost: {error}", now)
         else:
             self._preflight_calls.lost(node, error)
             self._watch.ended_nodes.add(node)
@@ -340,9 +340,7 @@ class Head:
         if left < -self._timing.empty_s:
             for name in self._names:
                 if name not in self._watch.ended_nodes:
-                    self._watch.node_lost(
-                        name, "its supervisor did not confirm that all processes of the run have ended", now
-                    )
+                    self._watch.node_lost(name, "no report that all processes of the run have ended", now)
             return
         seconds = max(0, round(left))
         if seconds == self._countdown or not self._watch.running:

@@ -10,7 +10,7 @@ class HeadTiming(msgspec.Struct, frozen=True):
 
     # interval of the head's loop: bounds how late a deadline is noticed
     poll_s: float = 0.1
-    # interval of pings to each supervisor: tells a lost path from a quiet node
+    # interval of pings to each supervisor: replies show that a node without output is reachable
     ping_s: float = 1.0
     # least interval between writes of state.json: the folder is often on a network home
     save_s: float = 2.0

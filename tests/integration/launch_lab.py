@@ -1,4 +1,4 @@
-"""Runs `gpuboard launch` as a person would, and looks at what it leaves. Ranks may find a small stand-in for torch."""
+"""Runs `gpuboard launch` as a user does and checks what it leaves. Ranks may import a small replacement of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpuboard.launch.rank_map_source import cpu_rank_map
 from gpuboard.launch.run_folder import RunView, read_runs
 from tests.integration.ranks_driver import carriers
 
-# As much of torch as the launch itself touches: 1.5 s less for every rank. `meet()` is what init_process_group is.
+# The parts of torch that launch itself uses: saves 1.5 s per rank. `meet()` is in place of init_process_group.
 _TORCH = {
     "__init__.py": '__version__ = "0"\n',
     "version.py": '__version__ = "0"\ncuda = None\n',
@@ -35,9 +35,9 @@ class _distributed_c10d:
     "distributed/rendezvous.py": "class TCPStore: pass\n",
 }
 
-# Scripts of ranks that many tests use
+# Scripts that many tests use
 SLEEP = "import time\nprint('up', flush=True)\ntime.sleep(600)\n"
-# Rank 0 stays and the others fail when told to; none minds SIGTERM.
+# Rank 0 runs on, the others fail once the file `fail` exists; all ignore SIGTERM.
 STUBBORN = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -46,7 +46,7 @@ while os.environ["RANK"] == "0" or not os.path.exists("fail"):
     time.sleep(0.02)
 sys.exit(5)
 """
-# Grandchildren: one in a session of its own, one handed over to another parent, one stopped.
+# Grandchildren: one in a session of its own, one orphaned, one stopped.
 FAMILY = """
 import os, signal, subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -59,7 +59,7 @@ time.sleep(600)
 
 
 def write_torch(folder: Path) -> Path:
-    """Write the stand-in and return what PYTHONPATH must name."""
+    """Write the replacement and return its folder, for PYTHONPATH."""
     for name, text in _TORCH.items():
         file = folder / "torch" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class Launch:
                 stream.close()
 
     def wait_for(self, words: str, stream: str = "out", timeout_s: float = 60.0, times: int = 1) -> str:
-        """Read on until ``words`` were printed so often; return all that was printed there."""
+        """Read until ``words`` were printed ``times`` times; return all output of that stream."""
         self._read(lambda: self.text[stream].count(words) >= times, timeout_s, f"{words!r} on {stream}")
         return self.text[stream]
 
@@ -142,7 +142,7 @@ class Launch:
         return read_runs(self.env)[-1]
 
     def wait_view(self, condition: Callable[[RunView], bool], timeout_s: float = 60.0) -> RunView:
-        """Wait until the run's state is as ``condition`` asks, and return it."""
+        """Wait until ``condition`` holds for the run's state, and return it."""
         until = time.monotonic() + timeout_s
         while not condition(view := self.view()):
             assert time.monotonic() < until, view
@@ -155,7 +155,7 @@ class Launch:
         return subprocess.run(command, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=60)
 
     def carriers(self) -> list[int]:
-        """Return the processes of this run that live."""
+        """Return the running processes of this run."""
         return carriers(self.view().id)
 
     def _read(self, done: Callable[[], Any], timeout_s: float, what: str) -> None:
@@ -181,7 +181,7 @@ def parent(pid: int) -> int:
 
 
 def kill(pid: int) -> float:
-    """Kill a process the hard way; return the time."""
+    """Send SIGKILL; return the time."""
     at = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     return at

@@ -99,7 +99,7 @@ class Node:
         return pids
 
     def wait(self, condition: Callable[[Node], Any], timeout_s: float = 60.0) -> Any:
-        """Wait until ``condition`` holds, and return what it gave. Fails with what happened so far."""
+        """Wait until ``condition`` holds and return its value. Fails with the events so far."""
         until = time.monotonic() + timeout_s
         with self._changed:
             while not (value := condition(self)):
@@ -114,17 +114,17 @@ class Node:
         return [data for name, data in self.events if name == kind]
 
     def text(self, stream: str = "out", rank: int = 0) -> str:
-        """Return what a rank has written so far."""
+        """Return the output of a rank so far."""
         return "".join(d["text"] for d in self.data("output") if d["rank"] == rank and d["stream"] == stream)
 
     def wait_ended(self, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-        """Wait until the node is empty; return the ranks' ends in the order of the ranks."""
+        """Wait for the end of all processes; return the ranks' exits in the order of the ranks."""
         assert self.wait(lambda n: n.data("ended"), timeout_s) == [{"left": 0}]
         return sorted(self.data("exited"), key=lambda d: d["rank"])
 
 
 def carriers(run: str) -> list[int]:
-    """Return the processes that carry the run's id."""
+    """Return the processes with the run's id in their environment."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -139,7 +139,7 @@ def carriers(run: str) -> list[int]:
 
 
 def wait_gone(run: str, timeout_s: float = 5.0) -> float:
-    """Wait until no process carries the run's id; return the seconds it took."""
+    """Wait until no process has the run's id; return the seconds it took."""
     clock = Clock()
     while left := carriers(run):
         if clock.spent_s() > timeout_s:

@@ -1,4 +1,4 @@
-"""The same scripts under ``python``, ``torchrun`` and a supervisor: they must not be able to tell."""
+"""The same scripts under ``python``, ``torchrun`` and a supervisor see no difference."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def found(text: str) -> dict[str, Any]:
 
 
 def without_rank(text: str) -> str:
-    """Take away the prefix that torch puts before tracebacks under torchrun."""
+    """Remove the prefix that torch adds to tracebacks under torchrun."""
     return re.sub(r"(?m)^\[rank0\]: ?", "", text)
 
 
-def test_a_script_cannot_tell() -> None:
+def test_a_script_sees_no_difference() -> None:
     by_python = plain(["whole.py", "--lr", "3e-4"])
     by_torchrun = torchrun(["whole.py", "--lr", "3e-4"])
     out, err, end, raised = supervised("script", "whole.py", "--lr", "3e-4")
@@ -80,7 +80,7 @@ def test_a_script_cannot_tell() -> None:
     assert raised[0]["file"] == str(SCRIPTS / "whole.py")
 
 
-def test_a_module_of_a_package_cannot_tell() -> None:
+def test_a_module_of_a_package_sees_no_difference() -> None:
     by_python = plain(["-m", "package.train", "--fast"])
     by_torchrun = torchrun(["-m", "package.train", "--fast"])
     out, _, end, raised = supervised("module", "package.train", "--fast")
@@ -92,7 +92,7 @@ def test_a_module_of_a_package_cannot_tell() -> None:
     assert raised == []
 
 
-def test_a_module_that_is_missing_is_told_as_by_python() -> None:
+def test_a_missing_module_is_reported_as_by_python() -> None:
     by_python = plain(["-m", "package.missing"])
     _, err, end, _ = supervised("module", "package.missing")
     assert (err, end["code"]) == (by_python.stderr.decode(), by_python.returncode)

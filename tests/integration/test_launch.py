@@ -1,4 +1,4 @@
-"""`gpuboard launch` on this machine: output, failures, signals, stops, and nothing left behind.
+"""`gpuboard launch` on this machine: output, failures, signals, stops, and no process left.
 
 Most ranks here find a stand-in for torch, since these tests are about processes; the last ones train.
 """
@@ -50,7 +50,7 @@ meet()
 def step():
     while os.environ["RANK"] != "1" or not os.path.exists("fail"):
         time.sleep(0.02)
-    raise ValueError("as told")
+    raise ValueError("as planned")
 print("up", flush=True)
 step()
 """
@@ -62,7 +62,7 @@ step()
         assert took.stop() <= 2.0
         first = run.text["err"].splitlines()[0]
         assert re.fullmatch(
-            rf"gpuboard: rank 1 \(.+:1\) failed: ValueError: as told at {tmp_path}/script.py:8 in step", first
+            rf"gpuboard: rank 1 \(.+:1\) failed: ValueError: as planned at {tmp_path}/script.py:8 in step", first
         )
         assert run.carriers() == []
         view = run.view()
@@ -73,7 +73,7 @@ step()
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 11)", 139), ("os.abort()", 134)])
-def test_the_command_ends_with_the_code_of_the_rank_that_failed_first(tmp_path: Path, end: str, code: int) -> None:
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, end: str, code: int) -> None:
     script = f"import os, sys, time\nif os.environ['RANK'] == '0': {end}\ntime.sleep(600)\n"
     with Launch(tmp_path, script, "--status-file", "status.json") as run:
         assert run.wait() == code
@@ -98,7 +98,7 @@ time.sleep(600)
         )
 
 
-def test_rank_0_may_go_on_after_the_others(tmp_path: Path) -> None:
+def test_rank_0_may_run_on_after_the_others(tmp_path: Path) -> None:
     script = """
 import os, time
 from torch.distributed import meet
@@ -113,7 +113,7 @@ if os.environ["RANK"] == "0":
         assert run.view().state == "done"
 
 
-def test_a_rank_that_ignores_sigterm_is_gone_after_the_grace(tmp_path: Path) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
     with Launch(tmp_path, STUBBORN, "--grace", "1s") as run:
         run.wait_for("up", times=2)
         took, at = Stopwatch(), time.monotonic()
@@ -125,7 +125,7 @@ def test_a_rank_that_ignores_sigterm_is_gone_after_the_grace(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("who", ["head", "supervisor", "guard", "supervisor and guard"])
-def test_whoever_is_killed_nothing_of_the_run_is_left(tmp_path: Path, who: str) -> None:
+def test_no_process_is_left_when_one_is_killed(tmp_path: Path, who: str) -> None:
     with Launch(tmp_path, FAMILY) as run:
         run.wait_for("up", times=2)
         view = run.view()
@@ -135,7 +135,7 @@ def test_whoever_is_killed_nothing_of_the_run_is_left(tmp_path: Path, who: str) 
         pids = {"head": run.process.pid, "supervisor": supervisor, "guard": parent(supervisor)}
         killed = [pids[name] for name in who.split(" and ")]
         for pid in killed:
-            os.kill(pid, signal.SIGSTOP)  # so that no one of them sees the end of another
+            os.kill(pid, signal.SIGSTOP)  # none of them can react to the end of another
         for pid in killed:
             kill(pid)
         assert wait_gone(view.id) <= 5.0
@@ -145,7 +145,7 @@ def test_whoever_is_killed_nothing_of_the_run_is_left(tmp_path: Path, who: str) 
             "head": (-signal.SIGKILL, "head-died", "failed"),
             "supervisor": (1, "node-lost", "failed"),
             "supervisor and guard": (1, "node-lost", "failed"),
-            "guard": (1, "node-stopped", "failed"),  # the supervisor lives to tell
+            "guard": (1, "node-stopped", "failed"),  # the supervisor reports it
         }[who]
 
 
@@ -163,7 +163,7 @@ def test_ctrl_c_stops_and_twice_stops_at_once(tmp_path: Path) -> None:
         assert (run.carriers(), run.view().state) == ([], "stopped")
 
 
-def test_signals_are_passed_on_to_the_ranks(tmp_path: Path) -> None:
+def test_signals_are_forwarded_to_the_ranks(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, time
 def got(number, frame):
@@ -235,7 +235,7 @@ for number in range(20000):
                 assert log.read_text().splitlines() == lines
 
 
-def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_closed_pipe_does_not_end_the_run(tmp_path: Path) -> None:
     script = "import time\nfor n in range(200):\n    print(n, flush=True)\n    time.sleep(0.005)\n"
     with Launch(tmp_path, script) as run:
         run.wait_for("5")
@@ -245,7 +245,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
         assert (Path(run.view().folder) / "rank-1.out").read_text().splitlines()[-1] == "199"
 
 
-def test_on_a_terminal_bars_are_drawn_in_place_and_a_countdown_is_seen(tmp_path: Path) -> None:
+def test_a_terminal_shows_bars_in_place_and_the_countdown(tmp_path: Path) -> None:
     script = """
 import signal, sys, time
 signal.signal(15, signal.SIG_IGN)
@@ -298,7 +298,7 @@ def test_a_missing_script_is_refused(tmp_path: Path) -> None:
         assert f"cannot read missing.py in {tmp_path}" in run.text["err"]
 
 
-def test_a_taken_port_is_refused_and_its_holder_named(tmp_path: Path) -> None:
+def test_a_port_in_use_is_refused_and_its_holder_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -319,7 +319,7 @@ def test_a_taken_port_is_refused_and_its_holder_named(tmp_path: Path) -> None:
         (["--rank-map", "elsewhere.json"], "elsewhere.json:\n  node 'gpu77' is not in the inventory ("),
     ],
 )
-def test_what_cannot_be_understood_is_a_usage_error(tmp_path: Path, options: list[str], words: str) -> None:
+def test_usage_errors(tmp_path: Path, options: list[str], words: str) -> None:
     text = (
         '{"schema": 1, "lease": null, "master_addr": "127.0.0.1", "master_port": 0, "world_size": 1, "nodes": [{'
         '"name": "gpu77", "address": "127.0.0.1", "node_rank": 0, "local_world_size": 1, "cuda_visible_devices": "0"}],'
@@ -362,7 +362,7 @@ def test_a_function_is_called_inside_the_process_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_the_words_of_a_rank_that_lost_its_peer_are_marked_as_echoes(tmp_path: Path) -> None:
+def test_a_rank_that_lost_its_peer_is_marked_as_a_secondary_failure(tmp_path: Path) -> None:
     script = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -28,7 +28,7 @@ HOME = "/srv/home/alice"
 
 @pytest.fixture
 def lab(nodes: Cluster) -> Iterator[Cluster]:
-    """gpu01 and gpu02 with eight GPUs each, alice's config, and the stand-in for torch in her home."""
+    """gpu01 and gpu02 with eight GPUs each, alice's config, and the replacement of torch in her home."""
     for name in ("gpu01", "gpu02"):
         nodes[name].script([Gpu() for _ in range(8)])
     login = nodes["login1"]
@@ -71,7 +71,7 @@ def rank_map(first: int, second: int) -> str:
 def launched(
     lab: Cluster, script: str, *options: str, gpus: Sequence[str] = ("--rank-map", "map.json"), first: int = 1
 ) -> Iterator[Running]:
-    """Start a launch on both nodes from login1, with the stand-in for torch; kill what is left of it in the end."""
+    """Start a launch on both nodes from login1, with the replacement of torch; kill its processes at the end."""
     login = lab["login1"]
     put(login, "script.py", script)
     put(login, "map.json", rank_map(first, 1))
@@ -85,7 +85,7 @@ def launched(
 
 
 def left(lab: Cluster) -> list[tuple[str, ...]]:
-    """Return what runs as alice on the nodes beside sshd's sessions and agents that hold no run."""
+    """Return alice's processes on the nodes, without sshd's sessions and agents without a run."""
     return [
         p.argv
         for name in ("gpu01", "gpu02")
@@ -95,12 +95,12 @@ def left(lab: Cluster) -> list[tuple[str, ...]]:
 
 
 def wait_left(lab: Cluster, timeout_s: float) -> None:
-    """Wait until both nodes are empty."""
+    """Wait until both nodes are without processes of the run."""
     until(lambda: not left(lab), "both nodes are empty", timeout_s)
 
 
 def wait_up(process: Running, times: int) -> None:
-    """Read the launch's stdout until so many ranks have said that they are up."""
+    """Read the launch's stdout until ``times`` ranks have printed that they are up."""
     assert process.stdout is not None
     seen = 0
     while seen < times:
@@ -117,7 +117,7 @@ meet()
 print("up", flush=True)
 while os.environ["RANK"] != "2" or not os.path.exists("fail"):
     time.sleep(0.02)
-raise ValueError("as told")
+raise ValueError("as planned")
 """
     with launched(lab, script, first=2) as process:
         wait_up(process, 3)
@@ -126,13 +126,13 @@ raise ValueError("as told")
         out, err = process.communicate(timeout=60)
         assert process.returncode == 1
         assert took.stop() <= 2.0
-        assert re.match(rf"gpuboard: rank 2 \(gpu02:0\) failed: ValueError: as told at {HOME}/script.py:8", err)
+        assert re.match(rf"gpuboard: rank 2 \(gpu02:0\) failed: ValueError: as planned at {HOME}/script.py:8", err)
         wait_left(lab, 2.0)
         assert out == ""
 
 
 @pytest.mark.parametrize("who", ["head", "supervisor"])
-def test_whoever_is_killed_both_nodes_are_empty_within_five_seconds(lab: Cluster, who: str) -> None:
+def test_both_nodes_are_empty_within_five_seconds_when_a_process_is_killed(lab: Cluster, who: str) -> None:
     with launched(lab, FAMILY) as process:
         wait_up(process, 2)
         assert len(left(lab)) >= 2 * 5
@@ -149,14 +149,14 @@ def test_whoever_is_killed_both_nodes_are_empty_within_five_seconds(lab: Cluster
             assert "gpu02: connection lost" in err
 
 
-def test_a_cut_network_is_told_to_the_rest_and_both_nodes_end(lab: Cluster) -> None:
+def test_a_cut_network_ends_the_run_on_both_nodes(lab: Cluster) -> None:
     with launched(lab, SLEEP, "--lost-head", "8s") as process:
         wait_up(process, 2)
         lab["gpu02"].unplug()
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "gpu02: connection lost: no response for 8 s" in err
-        wait_left(lab, 20.0)  # the node that hears nothing of the head ends its ranks by itself
+        wait_left(lab, 20.0)  # the node without pings from the head ends its ranks
         lab["gpu02"].plug()
 
 
@@ -181,7 +181,7 @@ def test_a_firewall_is_found_before_the_ranks_hang(lab: Cluster, rule: str, word
         wait_left(lab, 5.0)
 
 
-# An interpreter; on gpu02 whoever asks it something about itself stands still for a while soon afterwards.
+# An interpreter that on gpu02, soon after a call with -c, suspends its parent for a while.
 HINDERED = """#!/bin/sh
 case "$(hostname)$1" in
 gpu02-c) (sleep 0.3; kill -STOP $PPID; sleep 4; kill -CONT $PPID) >/dev/null 2>&1 & ;;
@@ -190,7 +190,7 @@ exec python3 "$@"
 """
 
 
-def test_a_firewall_is_found_by_a_node_that_stands_still_meanwhile(lab: Cluster) -> None:
+def test_a_firewall_is_found_by_a_node_that_is_suspended_meanwhile(lab: Cluster) -> None:
     lab["gpu01"].firewall("add rule inet t in iif eth0 tcp dport 1024-65535 ct state new drop")
     put(lab["login1"], "python", HINDERED)
     lab["login1"].run(["chmod", "+x", "python"], check=True)
@@ -248,10 +248,10 @@ def test_the_lease_of_a_launch_that_is_killed_ends_with_it(lab: Cluster) -> None
         wait_up(process, 2)
         assert len(json.loads(lab["login1"].run(look, check=True).stdout)["leases"]) == 1
         process.send_signal(signal.SIGKILL)
-    until(lambda: not json.loads(lab["login1"].run(look, check=True).stdout)["leases"], "nobody holds it")
+    until(lambda: not json.loads(lab["login1"].run(look, check=True).stdout)["leases"], "it is released")
 
 
-def test_gpus_are_looked_at_again_before_the_gate_opens(lab: Cluster) -> None:
+def test_gpus_are_re_checked_before_the_gate_opens(lab: Cluster) -> None:
     gpus = lab["gpu02"].script([Gpu(), Gpu(used=70 * 2**30)])
     login = lab["login1"]
     put(login, "script.py", SLEEP)
@@ -283,7 +283,7 @@ def test_ranks_see_their_gpus_and_the_interface_of_the_network(lab: Cluster) -> 
     ]
 
 
-def test_a_gpu_of_the_lease_that_somebody_else_uses_is_refused(lab: Cluster) -> None:
+def test_a_gpu_of_the_lease_that_another_user_occupies_is_refused(lab: Cluster) -> None:
     login = lab["login1"]
     words = ["gpuboard", "allocate", "--gpus", "gpu01:0,5@gpu02:3", "--for", "10m", "--detach", "--format", "json"]
     lease = json.loads(login.run(words, check=True).stdout)["lease"]["id"]
@@ -313,7 +313,7 @@ gpuboard launch --device cpu --env PYTHONPATH={HOME}/fake script.py
 
 
 @pytest.mark.torch
-def test_the_example_job_reserves_trains_twice_and_gives_back(lab: Cluster) -> None:
+def test_the_example_job_reserves_trains_twice_and_releases(lab: Cluster) -> None:
     login = lab["login1"]
     done = login.run([str(EXAMPLES / "job.sh")], env={"DEVICE": "cpu"}, timeout=150)
     assert done.returncode == 0, done.stderr

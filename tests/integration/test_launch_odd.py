@@ -1,4 +1,4 @@
-"""Launches in odd surroundings: bytes that are no text, hang-ups, impatience, a node's own environment."""
+"""Launches in unusual conditions: invalid UTF-8, hang-ups, repeated stops, a node's own environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.waiting import until
 
 __all__ = ["here"]
 
-# Ranks that take their time after SIGTERM
+# Ranks that run on for a second after SIGTERM
 SLOW = """
 import os, signal, sys, time
 def saved(*_):
@@ -36,7 +36,7 @@ time.sleep(600)
 """
 
 
-def test_an_exception_that_is_no_text_is_told_all_the_same(tmp_path: Path) -> None:
+def test_an_exception_with_surrogates_in_a_file_name_is_reported(tmp_path: Path) -> None:
     with Launch(tmp_path, "open('no-\\udcff-such')", n=1) as run:
         assert run.wait() == 1
         assert "rank 0 (" in run.text["err"]
@@ -44,7 +44,7 @@ def test_an_exception_that_is_no_text_is_told_all_the_same(tmp_path: Path) -> No
         assert run.view().verdicts[0].kind == "raised"
 
 
-def test_an_exception_without_a_module_is_told(tmp_path: Path) -> None:
+def test_an_exception_without_a_module_is_reported(tmp_path: Path) -> None:
     with Launch(tmp_path, "class E(Exception):\n    __module__ = None\nraise E('x')", n=1) as run:
         assert run.wait() == 1
         assert "failed before init_process_group: None.E: x at " in run.text["err"]
@@ -52,7 +52,7 @@ def test_an_exception_without_a_module_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a network of its own")
-def test_a_loopback_that_is_down_is_told_before_anything_runs(tmp_path: Path) -> None:
+def test_a_loopback_that_is_down_fails_preflight(tmp_path: Path) -> None:
     with Launch(tmp_path, "print('up')", n=1, before=("unshare", "-n")) as run:
         assert run.wait() == 7
         assert "the interface lo is down" in run.text["err"]
@@ -60,14 +60,14 @@ def test_a_loopback_that_is_down_is_told_before_anything_runs(tmp_path: Path) ->
         assert "up" not in run.text["out"]
 
 
-def test_helpers_that_end_by_themselves_are_no_news(tmp_path: Path) -> None:
+def test_helpers_that_end_soon_are_not_reported(tmp_path: Path) -> None:
     script = "import multiprocessing as mp\nif __name__ == '__main__':\n    p = mp.get_context('spawn').Pool(1)"
     with Launch(tmp_path, script, n=1) as run:
         assert run.wait() == 0
         assert "left running" not in run.text["err"]
 
 
-def test_gpus_are_read_however_long_nvml_takes_to_start(here: Here) -> None:
+def test_gpus_are_read_while_nvml_starts_slowly(here: Here) -> None:
     write_script(here.script, [Gpu()], seed=here.seed, trouble=["slow nvmlInitWithFlags 3000"])
     name, path = os.uname().nodename.partition(".")[0], here.folder / "script.py"
     path.write_text("print('ran')\n")
@@ -81,7 +81,7 @@ def test_gpus_are_read_however_long_nvml_takes_to_start(here: Here) -> None:
 
 
 @pytest.mark.parametrize("first", ["", "os.closerange(3, 256)", "linecache.clearcache()"])
-def test_whoever_looks_at_the_stack_reads_no_pipe_of_the_script(tmp_path: Path, first: str) -> None:
+def test_printing_a_stack_reads_no_pipe_of_the_script(tmp_path: Path, first: str) -> None:
     script = f"""
 import linecache, os, traceback
 {first}
@@ -93,7 +93,7 @@ print(len(traceback.extract_stack().format()) > 0)
         assert run.text["out"] == "True\n"
 
 
-def test_words_of_an_exception_with_surrogates(tmp_path: Path) -> None:
+def test_an_exception_message_with_surrogates(tmp_path: Path) -> None:
     with Launch(tmp_path, "raise ValueError('bad \\udcff name')", n=1) as run:
         assert run.wait() == 1
         assert "failed before init_process_group: ValueError: bad ? name at " in run.text["err"]
@@ -106,22 +106,20 @@ def test_words_of_an_exception_with_surrogates(tmp_path: Path) -> None:
         ([], ["fine", "a\udcff"], "argument 2 of the target is not UTF-8 and cannot be sent"),
     ],
 )
-def test_bytes_that_cannot_travel_are_a_usage_error(
-    tmp_path: Path, options: list[str], args: list[str], words: str
-) -> None:
+def test_invalid_utf_8_is_a_usage_error(tmp_path: Path, options: list[str], args: list[str], words: str) -> None:
     with Launch(tmp_path, "", *options, args=args) as run:
         assert run.wait() == 2
         assert words in run.text["err"]
 
 
-def test_values_with_line_ends_arrive_as_they_are(tmp_path: Path) -> None:
+def test_values_with_line_ends_are_unchanged(tmp_path: Path) -> None:
     script = "import os, sys\nprint(ascii([os.environ['ODD'], sys.argv[1:]]))"
     with Launch(tmp_path, script, "--env", "ODD=a\nb\u00e9 '\"$", n=1, args=["", "x\ny", "--help"]) as run:
         assert run.wait() == 0
         assert run.text["out"] == "['a\\nb\\xe9 \\'\"$', ['', 'x\\ny', '--help']]\n"
 
 
-def test_the_folder_is_the_one_that_the_shell_names(tmp_path: Path) -> None:
+def test_the_folder_is_that_of_pwd(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     with Launch(tmp_path, "import os\nprint(os.environ['PWD'])", n=1, env={"PWD": str(link)}) as run:
@@ -139,7 +137,7 @@ def test_a_folder_that_was_removed_is_a_usage_error(tmp_path: Path) -> None:
     )
 
 
-def test_a_relative_interpreter_is_below_this_folder(tmp_path: Path) -> None:
+def test_a_relative_interpreter_is_relative_to_this_folder(tmp_path: Path) -> None:
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "python").symlink_to(sys.executable)
     with Launch(tmp_path, "import sys\nprint(sys.orig_argv[0])", "--python", "venv/python", n=1) as run:
@@ -147,7 +145,7 @@ def test_a_relative_interpreter_is_below_this_folder(tmp_path: Path) -> None:
         assert run.text["out"] == f"{tmp_path}/venv/python\n"
 
 
-def test_ctrl_c_while_a_failure_is_cleared_up_ends_it_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_after_a_failure_kills_at_once(tmp_path: Path) -> None:
     with Launch(tmp_path, STUBBORN, "--grace", "60s") as run:
         run.wait_for("up", times=2)
         (tmp_path / "fail").touch()
@@ -166,7 +164,7 @@ def test_a_terminal_that_hangs_up_twice_leaves_the_ranks_their_grace(tmp_path: P
         assert run.text["out"].count("saved") == 2
 
 
-def test_a_head_that_is_stopped_for_too_long_tells_what_that_did(tmp_path: Path) -> None:
+def test_a_head_that_was_suspended_for_too_long_reports_the_consequence(tmp_path: Path) -> None:
     with Launch(tmp_path, SLEEP, "--lost-head", "8s") as run:
         run.wait_for("up", times=2)
         run.signal(signal.SIGSTOP)
@@ -174,11 +172,11 @@ def test_a_head_that_is_stopped_for_too_long_tells_what_that_did(tmp_path: Path)
         run.signal(signal.SIGCONT)
         assert run.wait() == 1
         text = run.view().verdicts[0].text
-        told = re.search(r": no ping from the head for (\d+) s; its ranks are being stopped", text)
-        assert told and int(told[1]) >= 8, text  # it looks each second, and later where it is kept from that
+        stopping = re.search(r": no ping from the head for (\d+) s; its ranks are being stopped", text)
+        assert stopping and int(stopping[1]) >= 8, text  # checked each second, later on a busy machine
 
 
-def test_a_head_that_is_stopped_while_its_run_ends_well_hears_all_of_it(tmp_path: Path) -> None:
+def test_a_head_that_is_suspended_while_its_run_ends_gets_all_output(tmp_path: Path) -> None:
     script = """
 import os, time
 print("up", flush=True)
@@ -203,20 +201,20 @@ for line in range(700):  # more than pipes hold, and less than a supervisor take
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:
-    heeded = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
     try:
         run = Launch(tmp_path, SLEEP)
     finally:
-        signal.signal(signal.SIGHUP, heeded)
+        signal.signal(signal.SIGHUP, before)
     with run:
         run.wait_for("up", times=2)
         run.signal(signal.SIGHUP)
-        run.signal(signal.SIGUSR1)  # the first thing that it acts upon
+        run.signal(signal.SIGUSR1)  # the first signal that it handles
         assert run.wait() == 128 + signal.SIGUSR1
         assert "the terminal was closed" not in run.text["err"]
 
 
-def test_an_interface_of_the_nodes_own_environment_stands(tmp_path: Path) -> None:
+def test_an_interface_of_the_nodes_own_environment_is_kept(tmp_path: Path) -> None:
     script = "import os\nprint(os.environ['NCCL_SOCKET_IFNAME'], os.environ['GLOO_SOCKET_IFNAME'])"
     with Launch(tmp_path, script, n=1, env={"NCCL_SOCKET_IFNAME": "site0"}) as run:
         assert run.wait() == 0
@@ -233,7 +231,7 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5); print('la
         assert run.text["out"] == "late\n"
 
 
-def test_an_ended_run_is_stopped_already(tmp_path: Path) -> None:
+def test_stopping_a_run_that_has_ended(tmp_path: Path) -> None:
     with Launch(tmp_path, "print('x')", n=1) as run:
         assert run.wait() == 0
         done = run.command("stop", "last")

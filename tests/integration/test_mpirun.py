@@ -46,7 +46,7 @@ def leased(nodes: Cluster, request: pytest.FixtureRequest) -> tuple[Cluster, str
 
 
 def mpirun(nodes: Cluster, *args: str) -> list[dict[str, Any]]:
-    """Return what each rank said of itself, by rank."""
+    """Return what each rank printed about itself, by rank."""
     done = nodes["login1"].run(["mpirun", *args])
     assert done.returncode == 0, done.stderr
     return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda found: found["RANK"])

@@ -1,4 +1,4 @@
-"""A node's processes during a launch: started right, listened to, and all gone at the end.
+"""A node's processes during a launch: their start, their output, and that none is left at the end.
 
 Most of these tests are about processes, not about torch: their ranks find an empty package of that name, which takes
 1.5 s off each. What depends on torch is in test_ranks_torch.py.
@@ -21,7 +21,7 @@ from gpuboard.transport.base import CallFailed
 from tests.integration.ranks_driver import Node, carriers, go, launch_config, node, wait_gone, with_fake_torch
 from tests.waiting import Stopwatch, until
 
-# A helper with its own session, one that was handed over to init's place, a stopped one, and one without our variables.
+# A helper with its own session, an orphaned one, a stopped one, and one without our variables.
 FAMILY = """
 import os, signal, subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -101,7 +101,7 @@ def test_end_of_the_connection_empties_the_node(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["guard", "supervisor"])
-def test_whoever_is_killed_takes_the_node_with_it(folder: Path, victim: str) -> None:
+def test_the_end_of_a_process_empties_the_node(folder: Path, victim: str) -> None:
     with node(folder, FAMILY) as here:
         guard, supervisor, pids = family(here)
         os.kill(guard if victim == "guard" else supervisor, signal.SIGKILL)
@@ -115,7 +115,7 @@ def test_a_stopped_supervisor_does_not_keep_ranks_alive(folder: Path) -> None:
     wait_dead(pids | {guard, supervisor})
 
 
-def test_a_guard_that_is_slow_still_ends_the_ranks_of_a_stopped_supervisor(folder: Path) -> None:
+def test_a_slow_guard_ends_the_ranks_of_a_stopped_supervisor(folder: Path) -> None:
     with node(folder, FAMILY) as here:
         guard, supervisor, pids = family(here)
         for each in (guard, supervisor):
@@ -125,7 +125,7 @@ def test_a_guard_that_is_slow_still_ends_the_ranks_of_a_stopped_supervisor(folde
     wait_dead(pids | {guard, supervisor})
 
 
-def test_a_killed_head_takes_the_node_with_it(folder: Path) -> None:
+def test_the_end_of_the_head_empties_the_node(folder: Path) -> None:
     (folder / "script.py").write_text(FAMILY)
     config = launch_config(folder, "script.py", listen=False, environ={"PYTHONPATH": str(folder / "fake")})
     program = """
@@ -151,10 +151,10 @@ node.wait(lambda n: False)
     wait_gone(config["run"])  # a helper may have been started after we looked
 
 
-def test_silence_of_the_head_ends_the_run(folder: Path) -> None:
+def test_without_pings_of_the_head_the_run_ends(folder: Path) -> None:
     with node(folder, FAMILY, lost_head_s=6) as here:
         go(here)
-        until(lambda: here.call("ping") is not False and ready(here), "it is ready while the head speaks")
+        until(lambda: here.call("ping") is not False and ready(here), "the ranks are ready")
         here.wait_ended()
         assert "no ping from the head" in here.data("stopping")[-1]["reason"]
         assert carriers(here.run) == []
@@ -164,7 +164,7 @@ def test_pings_keep_the_run_alive(folder: Path) -> None:
     with node(folder, FAMILY, lost_head_s=6) as here:
         go(here)
         begun = time.monotonic()
-        until(lambda: here.call("ping") is not False and time.monotonic() - begun > 9, "the head speaks all the time")
+        until(lambda: here.call("ping") is not False and time.monotonic() - begun > 9, "pings go on")
         assert ready(here)
         assert not here.data("ended")
 
@@ -232,7 +232,7 @@ def test_helpers_of_a_failed_rank_are_ended(folder: Path) -> None:
         assert here.wait_ended()[0]["code"] == 2
 
 
-def test_signals_are_passed_to_the_ranks_alone(folder: Path) -> None:
+def test_signals_go_to_the_ranks_only(folder: Path) -> None:
     script = """
 import os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -267,7 +267,7 @@ while True:
         ("import threading, time; threading.Thread(target=time.sleep, args=(0.3,)).start()", 0, None),
     ],
 )
-def test_how_a_rank_ends_is_told_as_it_is(folder: Path, script: str, code: int | None, number: int | None) -> None:
+def test_the_end_of_a_rank_is_reported(folder: Path, script: str, code: int | None, number: int | None) -> None:
     with node(folder, script) as here:
         go(here)
         end = here.wait_ended()[0]
@@ -287,7 +287,7 @@ print(os.getsid(0) == os.getpid(), flush=True)
         assert here.text() == "'' /dev/null\n['0', '1', '2', '3']\nTrue\n"  # 3: ls reads the folder
 
 
-def test_closing_all_descriptors_hurts_nobody(folder: Path) -> None:
+def test_a_script_may_close_all_descriptors(folder: Path) -> None:
     script = "import os; os.closerange(3, 1000); f = open('own.txt', 'w'); raise ValueError('x')"
     with node(folder, script) as here:
         go(here)
@@ -297,21 +297,21 @@ def test_closing_all_descriptors_hurts_nobody(folder: Path) -> None:
     assert (folder / "own.txt").read_text() == ""
 
 
-def test_an_exception_is_told_with_its_place_and_without_our_frames(folder: Path) -> None:
+def test_an_exception_is_reported_with_its_place_and_without_our_frames(folder: Path) -> None:
     script = "import json\ndef load():\n    json.loads('{')\nload()\n"
     with node(folder, script) as here:
         go(here)
         assert here.wait_ended()[0]["code"] == 1
-        (told,) = here.data("raised")
-        assert told["type"] == "json.decoder.JSONDecodeError"
-        assert (told["file"], told["line"], told["function"]) == (str(folder / "script.py"), 3, "load")
-        assert told["phase"] == "import"
-        assert told["traceback"] == here.text("err")
+        (raised,) = here.data("raised")
+        assert raised["type"] == "json.decoder.JSONDecodeError"
+        assert (raised["file"], raised["line"], raised["function"]) == (str(folder / "script.py"), 3, "load")
+        assert raised["phase"] == "import"
+        assert raised["traceback"] == here.text("err")
         plain = subprocess.run([sys.executable, "script.py"], cwd=folder, stderr=subprocess.PIPE, text=True)
         assert here.text("err") == plain.stderr
 
 
-def test_workers_that_a_rank_forks_die_with_it_but_daemons_live_on(folder: Path) -> None:
+def test_workers_that_a_rank_forks_die_with_it_but_daemons_do_not(folder: Path) -> None:
     script = """
 import multiprocessing, os, sys, threading, time
 rank = os.getpid()
@@ -336,7 +336,7 @@ os._exit(0)
         assert sorted(here.text().splitlines()) == ["daemon lives", "of a thread lives"]
 
 
-def test_a_worker_that_starts_late_finds_its_rank_gone_and_ends(folder: Path) -> None:
+def test_a_worker_that_starts_after_the_end_of_its_rank_ends(folder: Path) -> None:
     script = """
 import multiprocessing, os, time
 rank = os.getpid()
@@ -356,7 +356,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("script", ["x = (\n", "def broken(:\n    pass\n", "1/0 # é\n"])
-def test_a_broken_script_is_told_as_by_python(folder: Path, script: str) -> None:
+def test_a_broken_script_is_reported_as_by_python(folder: Path, script: str) -> None:
     with node(folder, script) as here:
         go(here)
         assert here.wait_ended()[0]["code"] == 1
@@ -416,7 +416,7 @@ for _ in range({size // 100}): sys.stdout.write(line)
         supervisor = parent(rank)
         here.call("hold", on=True)
         (folder / "go").touch()
-        until(lambda: stuck(rank), "the rank waits until somebody takes what it writes")
+        until(lambda: stuck(rank), "the rank blocks until its output is read")
         here.call("ping")
         assert here.data("output") == []
         assert alive(rank)
@@ -444,20 +444,20 @@ sys.stderr.write("\\n")
         assert here.text("err") == "".join(f"\r{i}/5 \x1b[32mé\x1b[0m" for i in range(6)) + "\n"
 
 
-def test_a_rank_that_cannot_be_started_says_why(folder: Path) -> None:
-    with node(folder, "pass", python="/no/such/python") as here, pytest.raises(CallFailed) as told:
+def test_why_a_rank_cannot_be_started(folder: Path) -> None:
+    with node(folder, "pass", python="/no/such/python") as here, pytest.raises(CallFailed) as refused:
         here.call("spawn")
-    assert told.value.kind == "python"
+    assert refused.value.kind == "python"
     with node(folder, "pass", cwd=str(folder / "missing")) as here:
         for op in ("check", "spawn"):
-            with pytest.raises(CallFailed) as told:
+            with pytest.raises(CallFailed) as refused:
                 here.call(op)
-            assert told.value.kind == "cwd"
+            assert refused.value.kind == "cwd"
     config = launch_config(folder, "missing.py", listen=False)
-    with Node(config) as here, pytest.raises(CallFailed) as told:
+    with Node(config) as here, pytest.raises(CallFailed) as refused:
         here.call("check")
-    assert told.value.kind == "target"
-    assert "missing.py" in told.value.message
+    assert refused.value.kind == "target"
+    assert "missing.py" in refused.value.message
 
 
 def test_wrapped_ranks(folder: Path) -> None:
@@ -468,7 +468,7 @@ def test_wrapped_ranks(folder: Path) -> None:
         assert here.text() == "yes 0\n"
 
 
-def test_a_wrapper_that_closes_descriptors_is_told(folder: Path) -> None:
+def test_a_wrapper_that_closes_descriptors_is_reported(folder: Path) -> None:
     wrap = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"]
     with node(folder, "pass", wrap=wrap) as here:
         go(here)
@@ -492,7 +492,7 @@ def test_processes_are_listed_with_their_rank(folder: Path) -> None:
 def test_an_unknown_call_and_a_call_out_of_order_are_refused(folder: Path) -> None:
     with node(folder, "pass") as here:
         for op, kind in (("dance", "unknown"), ("go", "state"), ("signal", "arguments")):
-            with pytest.raises(CallFailed) as told:
+            with pytest.raises(CallFailed) as refused:
                 here.call(op)
-            assert told.value.kind == kind
+            assert refused.value.kind == kind
     wait_gone(here.run)

@@ -1,4 +1,4 @@
-"""A node that is ended by SIGTERM, as Slurm and a shutdown do: the head hears of that, whoever stands still."""
+"""SIGTERM to a node's processes, as from Slurm and a shutdown, is reported even if one of them is suspended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return with_fake_torch(tmp_path)
 
 
-def test_a_guard_tells_what_its_supervisor_stands_still_for(folder: Path) -> None:
+def test_the_guard_reports_it_for_a_suspended_supervisor(folder: Path) -> None:
     with node(folder, SLEEP) as here:
         rank = go(here)["0"]
         here.wait(lambda n: "ready" in n.text())

@@ -1,4 +1,4 @@
-"""Ranks and supervisors under other interpreters than ours, and a rank in a cgroup without memory."""
+"""Ranks and supervisors under other interpreters, and a rank in a cgroup with too little memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ fail()
 
 
 @pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.12", "3.13", "3.14"])
-def test_a_script_cannot_tell_under_any_interpreter(folder: Path, version: str) -> None:
+def test_a_script_sees_no_difference_under_any_interpreter(folder: Path, version: str) -> None:
     python = interpreter(version)
     environ = {"PYTHONPATH": str(folder / "fake"), "PYTHONUNBUFFERED": "1"}
     with node(folder, SEEN, "--lr", "1", python=python, environ=environ) as here:
@@ -63,7 +63,7 @@ def test_a_script_cannot_tell_under_any_interpreter(folder: Path, version: str) 
 
 
 @pytest.mark.parametrize("version", ["3.6", "3.7"])
-def test_a_supervisor_of_an_old_interpreter(folder: Path, version: str) -> None:
+def test_a_supervisor_under_an_old_interpreter(folder: Path, version: str) -> None:
     python = interpreter(version)
     (folder / "script.py").write_text("import sys; print(sys.version_info >= (3, 8))")
     config = launch_config(folder, "script.py", environ={"PYTHONPATH": str(folder / "fake")}, listen=False)
@@ -77,7 +77,7 @@ def test_a_supervisor_of_an_old_interpreter(folder: Path, version: str) -> None:
         assert here.link.hello.python.startswith(version)
 
 
-def test_a_node_whose_ranks_have_ended_at_once_still_says_why(folder: Path) -> None:
+def test_a_node_whose_ranks_ended_at_once_reports_why(folder: Path) -> None:
     with node(folder, "pass", python="/bin/false") as here:
         here.call("spawn")
         here.wait(lambda n: n.data("exited"))
@@ -116,7 +116,7 @@ def memory_cgroup() -> Iterator[Path]:
     pytest.skip("needs a memory cgroup that this user may make")
 
 
-def test_a_rank_killed_for_memory_is_told_as_such(folder: Path, memory_cgroup: Path) -> None:
+def test_a_rank_killed_for_memory_is_reported_as_such(folder: Path, memory_cgroup: Path) -> None:
     (folder / "script.py").write_text("held = []\nwhile True:\n    held.append(bytearray(b'x') * 10_000_000)\n")
     config = launch_config(folder, "script.py", environ={"PYTHONPATH": str(folder / "fake")}, listen=False)
     enter = f'echo $$ > {memory_cgroup}/cgroup.procs; exec "$@"'

@@ -1,4 +1,4 @@
-"""Ranks with the real torch: the store, the process group, function targets, and what goes wrong with them."""
+"""Ranks with the real torch: the store, the process group, function targets, and their failures."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ distributed.destroy_process_group()
 """
 
 
-def test_ranks_end_well_while_gloo_threads_still_hold_tensors(tmp_path: Path) -> None:
+def test_ranks_exit_with_0_while_gloo_threads_still_hold_tensors(tmp_path: Path) -> None:
     (tmp_path / "starved.py").write_text(STARVED)
     for _ in range(3):  # without the wait at the end two of three such runs are aborted
         with Node(launch_config(tmp_path, "starved.py", count=2)) as node:
@@ -85,15 +85,15 @@ def test_ranks_end_well_while_gloo_threads_still_hold_tensors(tmp_path: Path) ->
             assert "starved" in node.text(rank=0)
 
 
-def test_the_first_failure_is_told_with_its_place(tmp_path: Path) -> None:
+def test_the_first_failure_is_reported_with_its_place(tmp_path: Path) -> None:
     with library(tmp_path, "one_fails") as node:
         node.start()
-        told = node.wait(lambda n: [d for d in n.data("raised") if d["rank"] == 1])[0]
+        raised = node.wait(lambda n: [d for d in n.data("raised") if d["rank"] == 1])[0]
         node.call("stop", grace_s=5, reason="rank 1 failed")
         node.wait_ended()
-        assert (told["rank"], told["type"], told["function"]) == (1, "KeyError", "one_fails")
-        assert (told["file"], told["line"]) == (str(tmp_path / "library.py"), 14)
-        assert told["phase"] == "train"
+        assert (raised["rank"], raised["type"], raised["function"]) == (1, "KeyError", "one_fails")
+        assert (raised["file"], raised["line"]) == (str(tmp_path / "library.py"), 14)
+        assert raised["phase"] == "train"
         assert "<gpuboard>" not in node.text("err", 1)
 
 
@@ -108,12 +108,12 @@ def test_a_function_that_is_missing(tmp_path: Path) -> None:
     with library(tmp_path, "absent") as node:
         node.start()
         node.wait_ended()
-        told = node.data("raised")[0]
-        assert (told["type"], told["phase"]) == ("AttributeError", "import")
-        assert "absent" in told["message"]
+        raised = node.data("raised")[0]
+        assert (raised["type"], raised["phase"]) == ("AttributeError", "import")
+        assert "absent" in raised["message"]
 
 
-def test_failure_in_init_is_told_as_such(tmp_path: Path) -> None:
+def test_a_failure_in_init_is_reported_as_such(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import torch.distributed as d\nd.init_process_group('gloo', world_size=-3, rank=0)\n"
     )
@@ -155,8 +155,8 @@ def test_the_store_of_several_nodes_stays_until_stop(tmp_path: Path) -> None:
         node.wait_ended(20)
 
 
-def test_without_the_extension_alone_the_store_loads_all_of_torch(tmp_path: Path) -> None:
-    """A torch whose C extension cannot be loaded by itself: here it is refused while torch is a stand-in."""
+def test_if_the_extension_fails_the_store_loads_all_of_torch(tmp_path: Path) -> None:
+    """A torch whose C extension fails to load without the package torch."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "class Refuse:\n"
@@ -174,7 +174,7 @@ def test_without_the_extension_alone_the_store_loads_all_of_torch(tmp_path: Path
         assert node.data("store")[0]["extension_only"] is False
 
 
-def test_two_nodes_of_uneven_size_meet(tmp_path: Path) -> None:
+def test_two_nodes_of_different_size(tmp_path: Path) -> None:
     """Two supervisors on one machine, each with an address of its own: handshakes, then one process group."""
     (tmp_path / "script.py").write_text(
         "import os, torch, torch.distributed as d\n"

@@ -1,4 +1,4 @@
-"""Output of ranks: lines stay whole, progress bars sane, memory bounded, logs complete."""
+"""Output of ranks: whole lines, readable progress bars, bounded memory, complete logs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpuboard.launch.output import MAX_LINE, LineSplitter, Logs, Relay, Screen
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream whose isatty() is true."""
 
     def isatty(self) -> bool:
         return True
@@ -36,13 +36,13 @@ class Terminal(io.StringIO):
         (["a\n\nb\n"], ["a", "", "b"], ""),
     ],
 )
-def test_lines_are_what_a_terminal_would_show(pieces: list[str], lines: list[str], partial: str) -> None:
+def test_lines_are_as_a_terminal_shows_them(pieces: list[str], lines: list[str], partial: str) -> None:
     cut = LineSplitter()
     assert [line for piece in pieces for line in cut.feed(piece)] == lines
     assert cut.partial == partial
 
 
-def test_a_bar_takes_no_memory() -> None:
+def test_a_progress_bar_needs_no_memory() -> None:
     cut = LineSplitter()
     for step in range(10_000):
         assert cut.feed(f"\r{step:>80}%") == []
@@ -50,7 +50,7 @@ def test_a_bar_takes_no_memory() -> None:
     assert len(cut.close()[0]) == 81
 
 
-def test_a_line_without_end_is_passed_on_in_pieces() -> None:
+def test_an_endless_line_is_split() -> None:
     cut = LineSplitter()
     assert [len(line) for line in cut.feed("x" * (2 * MAX_LINE + 5))] == [MAX_LINE, MAX_LINE]
     assert cut.close() == ["x" * 5]
@@ -66,7 +66,7 @@ def relay(folder: Path, out: TextIO, err: TextIO, ranks: int = 2) -> tuple[Relay
     ), screen
 
 
-def test_binary_data_neither_breaks_a_terminal_nor_changes_a_pipe(tmp_path: Path) -> None:
+def test_binary_data_does_not_break_a_terminal_and_is_unchanged_in_a_pipe(tmp_path: Path) -> None:
     shown, piped = Terminal(), io.StringIO()
     both, screen = relay(tmp_path, shown, piped)
     for stream in ("out", "err"):
@@ -76,7 +76,7 @@ def test_binary_data_neither_breaks_a_terminal_nor_changes_a_pipe(tmp_path: Path
     assert piped.getvalue() == "[rank 0 gpu01:0] a\x1b[31mred\x0e\x1bc\x1b]0;title\x07\x9b\tb\n"
 
 
-def test_lines_carry_their_rank_and_logs_are_whole(tmp_path: Path) -> None:
+def test_lines_are_labelled_and_logs_are_complete(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     both, screen = relay(tmp_path, out, err)
     both.output(0, "out", "one\ntw")
@@ -92,7 +92,7 @@ def test_lines_carry_their_rank_and_logs_are_whole(tmp_path: Path) -> None:
     assert (both.last_line, both.last_error) == ({0: "two", 1: "10%"}, {1: "reset by peer"})
 
 
-def test_a_single_rank_in_a_pipe_is_passed_on_as_it_is(tmp_path: Path) -> None:
+def test_output_of_a_single_rank_in_a_pipe_is_unchanged(tmp_path: Path) -> None:
     out, err = io.StringIO(), Terminal()
     one, screen = relay(tmp_path, out, err, ranks=1)
     one.output(0, "out", "loss 0.3\n")
@@ -101,7 +101,7 @@ def test_a_single_rank_in_a_pipe_is_passed_on_as_it_is(tmp_path: Path) -> None:
     assert (out.getvalue(), err.getvalue()) == ("loss 0.3\n", "[rank 0 gpu01:0] warning\n")
 
 
-def test_on_a_terminal_a_bar_stays_below_the_lines(tmp_path: Path) -> None:
+def test_on_a_terminal_a_progress_bar_stays_below_the_lines(tmp_path: Path) -> None:
     out = err = Terminal()
     both, screen = relay(tmp_path, out, err)
     both.output(0, "err", "\r50%")
@@ -112,13 +112,13 @@ def test_on_a_terminal_a_bar_stays_below_the_lines(tmp_path: Path) -> None:
 
 
 def _written(screen: Screen, stream: io.StringIO) -> str:
-    """Return what has been written once nothing waits any more."""
+    """Return all output, once the queue is empty."""
     while screen.backlog:
         pass
     return stream.getvalue()
 
 
-def test_a_reader_that_left_costs_nothing_but_the_words(tmp_path: Path) -> None:
+def test_a_closed_pipe_does_not_end_the_run(tmp_path: Path) -> None:
     class Gone(io.StringIO):
         def write(self, _: str) -> int:
             raise BrokenPipeError
@@ -130,7 +130,7 @@ def test_a_reader_that_left_costs_nothing_but_the_words(tmp_path: Path) -> None:
     assert screen.backlog == 0
 
 
-def test_nothing_is_lost_where_a_stop_breaks_off_what_is_being_written() -> None:
+def test_a_write_that_is_interrupted_by_a_stop_loses_nothing() -> None:
     program = """
 import sys
 from gpuboard.launch.output import Writer
@@ -145,13 +145,13 @@ writer.finish()
         read = b""
         while part := os.read(process.stdout.fileno(), 8192):
             read += part
-            process.send_signal(signal.SIGSTOP)  # the pipe is full: it stands in the middle of a write
+            process.send_signal(signal.SIGSTOP)  # the pipe is full: in the middle of a write
             if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT):
                 process.send_signal(signal.SIGCONT)
     assert read.decode().splitlines() == [f"{number:06d} {'x' * 80}" for number in range(20000)]
 
 
-def test_signs_that_the_terminal_lacks_are_replaced(tmp_path: Path) -> None:
+def test_characters_that_the_terminal_lacks_are_replaced(tmp_path: Path) -> None:
     data = io.BytesIO()
     both, screen = relay(tmp_path, io.TextIOWrapper(data, encoding="latin-1"), io.StringIO())
     both.output(0, "out", "ä 🏖\n")
@@ -160,10 +160,10 @@ def test_signs_that_the_terminal_lacks_are_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "rank-0.out").read_text(encoding="utf-8") == "ä 🏖\n"
 
 
-def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
+    messages: list[str] = []
     (tmp_path / "rank-0.out").symlink_to("/dev/full")
-    logs = Logs(tmp_path, said.append)
+    logs = Logs(tmp_path, messages.append)
     logs.write(0, "out", "a\n")
     logs.write(0, "out", "b\n")
-    assert said == [f"logs are incomplete: {tmp_path}/rank-0.out: No space left on device"]
+    assert messages == [f"logs are incomplete: {tmp_path}/rank-0.out: No space left on device"]

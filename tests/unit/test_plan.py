@@ -1,4 +1,4 @@
-"""A launch is decided before it does anything: target, variables, rank map → plan."""
+"""Target, variables and rank map → launch plan."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_target_has_three_forms(words: list[str], module: list[str] | None, ta
         (["a b:c"], None, "neither a script nor"),
     ],
 )
-def test_what_is_no_target_is_refused(words: list[str], module: list[str] | None, message: str) -> None:
+def test_invalid_targets(words: list[str], module: list[str] | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_target(words, module)
 
@@ -75,7 +75,7 @@ def test_what_is_no_target_is_refused(words: list[str], module: list[str] | None
         ("--n 2 -- train.py -x", 2, Target("script", "train.py", ["-x"])),
     ],
 )  # fmt: skip
-def test_what_follows_the_target_reaches_it_untouched(line: str, n: int | None, target: Target) -> None:
+def test_arguments_of_the_target_are_passed_unchanged(line: str, n: int | None, target: Target) -> None:
     parser = Parser("gpuboard launch", launch.HELP)
     launch.add_arguments(parser)
     add_common(parser)
@@ -100,23 +100,23 @@ def test_the_start_config_is_that_of_the_protocol() -> None:
     assert set(re.findall(r'"([a-z_]+)":', described)) | {"master_addr", "listen"} == keys
 
 
-def test_without_gpus_the_ranks_see_none_and_speak_gloo() -> None:
+def test_without_gpus_the_ranks_see_none_and_use_gloo() -> None:
     node = planned(device="cpu").nodes[0]
     assert (node.cuda_visible_devices, node.backend, node.device) == ("", "gloo", "cpu")
 
 
-def test_one_node_alone_meets_at_the_loopback_address() -> None:
+def test_a_single_node_uses_the_loopback_address() -> None:
     alone = msgspec.structs.replace(MAP, nodes=[MAP.nodes[1]], ranks=[MAP.ranks[0], MAP.ranks[2]], world_size=2)
     assert planned(alone).nodes[0].master_addr == "127.0.0.1"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
-def test_several_nodes_cannot_meet_at_a_loopback_address(address: str) -> None:
+def test_several_nodes_cannot_use_a_loopback_address(address: str) -> None:
     with pytest.raises(UsageError, match=r"gpu02 cannot reach; set it to an address of gpu01"):
         planned(msgspec.structs.replace(MAP, master_addr=address))
 
 
-def test_a_shown_plan_holds_no_secret() -> None:
+def test_a_printed_plan_contains_no_secret() -> None:
     text = str(shown(planned())) + plan_text(planned())
     assert "5ec" not in text
     assert "t0ken" not in text
@@ -124,7 +124,7 @@ def test_a_shown_plan_holds_no_secret() -> None:
     assert "rank 2  local rank 0  GPU 7  GPU-c" in plan_text(planned())
 
 
-def test_known_families_of_variables_travel_and_asked_for_ones() -> None:
+def test_known_and_requested_variables_are_sent() -> None:
     env = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "HF_HOME": "/hf", "EDITOR": "vi", "DATA": "/d", "RANK": "3"}
     sent = environ.sent(env, ["DATA", "SEED=1=2", "HF_HOME="])
     assert sent == {"PATH": "/bin", "NCCL_DEBUG": "INFO", "HF_HOME": "", "DATA": "/d", "SEED": "1=2"}
@@ -139,16 +139,16 @@ def test_known_families_of_variables_travel_and_asked_for_ones() -> None:
         ("CUDA_VISIBLE_DEVICES=0", "gpuboard sets"),
     ],
 )
-def test_a_variable_that_cannot_travel_is_refused(word: str, message: str) -> None:
+def test_invalid_variables(word: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         environ.sent({}, [word])
 
 
-def test_what_an_earlier_launcher_left_behind_is_named() -> None:
+def test_stale_variables_of_another_launcher() -> None:
     assert environ.stale({"MASTER_PORT": "29500", "RANK": "1", "HOME": "/"}) == ["RANK", "MASTER_PORT"]
 
 
-def test_ranks_on_all_nodes_are_told_of_their_job() -> None:
+def test_variables_of_the_slurm_job_are_sent_to_all_nodes() -> None:
     env = {
         "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1",
         "SLURM_SUBMIT_DIR": "/home/alice", "SLURM_JOB_GPUS": "0,1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4",

@@ -54,24 +54,24 @@ def snapshot(**changes: list[GpuView]) -> Snapshot:
 
 
 def answers(**changes: Any) -> Answers:
-    """Return answers that are all in order, with changes."""
+    """Return answers without problems, with changes."""
     both = {"gpu01": FACTS, "gpu02": FACTS2}
     found = Answers(both, {}, None, {"gpu01": [OK1], "gpu02": [OK2]}, snapshot())
     return msgspec.structs.replace(found, **changes)
 
 
 def problems(found: Answers, device: Device = "cuda", rank_map: RankMap = MAP) -> list[Check]:
-    """Return what is not in order."""
+    """Return the checks that fail or warn."""
     return [c for c in preflight(rank_map, "10.0.0.1", device, found) if c.status in {"fail", "warn"}]
 
 
 def only(checks: list[Check]) -> Check:
-    """Return the one check there is."""
+    """Return the only check."""
     assert len(checks) == 1, checks
     return checks[0]
 
 
-def test_all_in_order() -> None:
+def test_no_problems() -> None:
     assert problems(answers()) == []
     assert {c.name for c in preflight(MAP, "10.0.0.1", "cuda", answers())} == {
         "start", "torch", "python", "torch version", "CUDA of torch", "NCCL", "driver", "script", "master port",
@@ -96,7 +96,7 @@ def test_all_in_order() -> None:
         ({"memlock": 65536}, "locked memory", "warn", "limit 64 KiB"),
     ],
 )
-def test_one_node_differs_or_lacks_something(changes: dict[str, Any], name: str, status: str, words: str) -> None:
+def test_one_node_that_differs_or_is_incomplete(changes: dict[str, Any], name: str, status: str, words: str) -> None:
     other = msgspec.structs.replace(FACTS2, **changes)
     check = only(problems(answers(facts={"gpu01": FACTS, "gpu02": other})))
     assert (check.name, check.status) == (name, status)
@@ -104,12 +104,12 @@ def test_one_node_differs_or_lacks_something(changes: dict[str, Any], name: str,
     assert check.remedy
 
 
-def test_python_differs_only_in_its_last_digit() -> None:
+def test_micro_versions_of_python_may_differ() -> None:
     other = msgspec.structs.replace(FACTS2, python_version="3.11.9")
     assert problems(answers(facts={"gpu01": FACTS, "gpu02": other})) == []
 
 
-def test_a_build_without_cuda_is_refused_on_gpus_alone() -> None:
+def test_a_build_without_cuda_fails_on_gpus_only() -> None:
     bare = {n: msgspec.structs.replace(FACTS, torch="2.13.0+cpu", torch_cuda=None) for n in ("gpu01", "gpu02")}
     assert [c.cause for c in problems(answers(facts=bare))] == ["a build without CUDA"] * 2
     assert problems(answers(facts=bare, snapshot=None), "cpu") == []
@@ -139,7 +139,7 @@ def test_a_node_that_could_not_start(kind: str, message: str, remedy: str) -> No
         ("stranger", "another program replies", "set an address of gpu01"),
     ],
 )
-def test_a_connection_that_fails_names_the_missing_rule(result: str, cause: str, remedy: str) -> None:
+def test_a_failed_connection_names_cause_and_remedy(result: str, cause: str, remedy: str) -> None:
     bad = msgspec.structs.replace(OK2, result=result, ms=None)
     check = only(problems(answers(probes={"gpu01": [OK1], "gpu02": [bad, OK2]})))
     assert check.evidence == "gpu02 cannot reach gpu01 at 10.0.0.1, port 29500"
@@ -147,21 +147,21 @@ def test_a_connection_that_fails_names_the_missing_rule(result: str, cause: str,
     assert remedy in check.remedy
 
 
-def test_a_taken_port_names_its_holder() -> None:
+def test_a_port_in_use_names_its_holder() -> None:
     listen = Failure("port-in-use", "port 29500 of 10.0.0.1 is in use", "pid 12 (alice, python)")
     check = only(problems(answers(listen=listen)))
     assert (check.name, check.cause) == ("master port", "held by pid 12 (alice, python)")
     assert "set master_port to 0" in check.remedy
 
 
-def test_a_master_address_of_no_interface_names_those_that_are() -> None:
-    said = failure(CallFailed("address", "10.9.9.9 is not an address of this node", Detail()))
-    check = only(problems(answers(listen=said)))
+def test_a_foreign_master_address_names_those_of_the_node() -> None:
+    listen = failure(CallFailed("address", "10.9.9.9 is not an address of this node", Detail()))
+    check = only(problems(answers(listen=listen)))
     assert check.cause == ""
     assert check.remedy == "set master_addr in the rank map to one of gpu01: 10.0.0.1"  # not the link-local one
 
 
-def test_a_name_that_means_different_things_is_a_warning() -> None:
+def test_a_name_that_resolves_differently_is_a_warning() -> None:
     first = msgspec.structs.replace(FACTS, resolves={"gpu01": ["127.0.1.1"]})
     second = msgspec.structs.replace(FACTS2, resolves={"gpu01": ["10.0.0.1"]})
     checks = preflight(MAP, "gpu01", "cuda", answers(facts={"gpu01": first, "gpu02": second}))
@@ -169,7 +169,7 @@ def test_a_name_that_means_different_things_is_a_warning() -> None:
     assert (check.status, check.evidence) == ("warn", "127.0.1.1 on gpu01; 10.0.0.1 on gpu02")
 
 
-def test_a_name_that_is_loopback_on_its_own_node_is_not_blamed_on_a_firewall() -> None:
+def test_a_name_that_is_loopback_on_its_own_node_is_the_cause() -> None:
     first = msgspec.structs.replace(FACTS, resolves={"gpu01": ["127.0.1.1"]})
     second = msgspec.structs.replace(FACTS2, resolves={"gpu01": ["10.0.0.1"]})
     refused = ProbeResult("gpu01", "gpu01", 29500, "refused", 0.2, "10.0.0.2", "ib0")
@@ -229,7 +229,7 @@ def test_the_interface_is_the_one_of_the_address_or_of_the_route() -> None:
         ({"processes": [ProcessView(9, "alice", "python", 1, "compute")]}, "warn", "already runs pid 9"),
     ],
 )
-def test_a_gpu_that_is_not_what_the_lease_says(changes: dict[str, Any], status: str, words: str) -> None:
+def test_a_gpu_that_does_not_match_the_lease(changes: dict[str, Any], status: str, words: str) -> None:
     changed = msgspec.structs.replace(GPUS["gpu02"][0], **changes)
     check = only([c for c in gpu_checks(MAP, snapshot(gpu02=[changed])) if c.status != "ok"])
     assert (check.node, check.status) == ("gpu02", status)
@@ -258,7 +258,7 @@ def test_without_a_lease_a_gpu_must_be_free(changes: dict[str, Any], status: str
         ({"uuid": "GPU-other"}, "fail", "is missing"),
     ],
 )
-def test_a_gpu_of_a_slurm_job_is_held_by_that(changes: dict[str, Any], status: str, words: str) -> None:
+def test_a_gpu_of_a_slurm_job(changes: dict[str, Any], status: str, words: str) -> None:
     unheld = {name: [msgspec.structs.replace(g, state="free", leases=[]) for g in gpus] for name, gpus in GPUS.items()}
     unheld["gpu02"] = [msgspec.structs.replace(unheld["gpu02"][0], **changes)]
     check = only(
@@ -271,19 +271,19 @@ def test_a_gpu_of_a_slurm_job_is_held_by_that(changes: dict[str, Any], status: s
 @pytest.mark.parametrize(
     ("state", "error"), [("unreachable", "ssh: no answer in 5 s"), ("up", "NVML: NVML has not answered yet")]
 )
-def test_a_node_that_was_not_read_is_no_proof(state: NodeState, error: str) -> None:
+def test_a_node_that_was_not_read_fails(state: NodeState, error: str) -> None:
     dark = Snapshot(1, "", "lab", [snapshot().nodes[0], NodeView("gpu02", state, error=error)])
     check = only([c for c in gpu_checks(MAP, dark) if c.status != "ok"])
     assert (check.status, check.evidence, check.cause) == ("fail", "its GPUs could not be read", error)
 
 
-def test_checks_that_differ_in_their_evidence_alone_are_one_line() -> None:
+def test_checks_that_differ_in_their_evidence_only_are_merged() -> None:
     checks = [Check("GPU", "gpu01", "warn", f"GPU {n} is not reserved", "cause", "remedy") for n in range(3)]
     words = "GPU 0 is not reserved, GPU 1 is not reserved, GPU 2 is not reserved"
     other = Check("GPU", "gpu02", "warn", "GPU 0 is sick")
     assert grouped([*checks, other]) == [Check("GPU", "gpu01", "warn", words, "cause", "remedy"), other]
 
 
-def test_a_check_in_words() -> None:
+def test_a_check_as_text() -> None:
     check = Check("connect", "gpu02", "fail", "no way", "a firewall drops it", "open it")
     assert check_text(check) == "fail connect: gpu02: no way; a firewall drops it\n     → open it"

@@ -1,4 +1,4 @@
-"""A rank map written by hand is checked as strictly as any input; every problem is named at once."""
+"""Hand-written rank maps are checked like any input; all errors are listed at once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KNOWN = ("gpu01", "gpu02")
 
 
 def refusal(rank_map: RankMap, device: Device = "cuda") -> str:
-    """Return the words with which ``rank_map`` is refused."""
+    """Return the message with which ``rank_map`` is refused."""
     with pytest.raises(UsageError) as caught:
         check_rank_map(rank_map, KNOWN, "map.json", device)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
 
-def test_a_sound_map_passes() -> None:
+def test_a_valid_map_passes() -> None:
     assert check_rank_map(MAP, KNOWN, "map.json", "cuda") is None  # type: ignore[func-returns-value]
 
 
@@ -51,7 +51,7 @@ def test_every_problem_is_named() -> None:
         assert part in words
 
 
-def test_what_a_map_says_is_shown_without_its_escapes() -> None:
+def test_control_characters_of_a_map_are_removed() -> None:
     named = "gpu01\x1b[31m\nx"
     ranks = [Rank(rank, named, rank, 0, "GPU-\x1b]0;owned\x07") for rank in range(2)]
     words = refusal(RankMap(1, None, "10.0.0.1", 0, 2, [RankNode(named, "10.0.0.1", 0, 2, "0,0")], ranks))
@@ -59,7 +59,7 @@ def test_what_a_map_says_is_shown_without_its_escapes() -> None:
     assert [c for c in words if c != "\n" and clean(c) != c] == []
 
 
-def test_without_gpus_only_the_numbering_counts() -> None:
+def test_without_gpus_only_the_numbering_is_checked() -> None:
     nodes = [RankNode("gpu01", "10.0.0.1", 0, 2, ""), RankNode("gpu02", "10.0.0.2", 1, 1, "")]
     ranks = [Rank(0, "gpu01", 0, 0, ""), Rank(1, "gpu01", 1, 0, ""), Rank(2, "gpu02", 0, 0, "")]
     bare = RankMap(1, None, "10.0.0.1", 0, 3, nodes, ranks)
@@ -81,19 +81,19 @@ def test_without_gpus_only_the_numbering_counts() -> None:
         (b'{"schema": 1}', "missing required field"),
     ],
 )
-def test_a_file_that_is_no_rank_map_is_a_usage_error(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_file_without_a_rank_map_is_a_usage_error(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "map.json").write_bytes(content)
     with pytest.raises(UsageError) as caught:
         read_rank_map(tmp_path / "map.json")
     assert words in str(caught.value)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_map(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "map.json").write_bytes(b"\xef\xbb\xbf" + msgspec.json.encode(MAP))
     assert read_rank_map(tmp_path / "map.json") == MAP
 
 
-def test_a_file_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read the rank map .*: No such file"):
         read_rank_map(tmp_path / "map.json")
 
@@ -103,7 +103,7 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     assert read_rank_map(tmp_path / "map.json") == MAP
 
 
-def test_this_machine_may_be_called_by_any_name_of_its_own_but_only_one() -> None:
+def test_this_machine_may_be_listed_under_one_of_its_names_only() -> None:
     own = [RankNode(name, "127.0.0.1", at, 1, "0") for at, name in enumerate(("localhost", os.uname().nodename))]
     one = RankMap(1, None, "127.0.0.1", 0, 1, own[:1], [Rank(0, "localhost", 0, 0, "a")])
     there = Node("gpu01", "gpu01")

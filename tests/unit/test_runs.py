@@ -1,4 +1,4 @@
-"""The folders of runs: private, whole, found again; a run whose head has died says so."""
+"""The folders of runs: private, complete, found by name; a run whose head has died is failed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_run_is_private_and_found_again(env: dict[str, str]) -> None:
     assert (folder.path / "state.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_state_is_replaced_whole(env: dict[str, str]) -> None:
+def test_a_state_is_replaced_atomically(env: dict[str, str]) -> None:
     folder = RunFolder(env, "rabc")
     folder.keep("state.json", view("rabc", run_folder.this_head()))
     with (folder.path / "state.json").open("rb") as before:
@@ -50,7 +50,7 @@ def test_a_state_is_replaced_whole(env: dict[str, str]) -> None:
     assert read_runs(env)[0].state == "done"
 
 
-def test_a_run_whose_head_has_died_says_so(env: dict[str, str]) -> None:
+def test_a_run_whose_head_has_died_is_failed(env: dict[str, str]) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     start = holder.identify(child.pid)
     assert start is not None
@@ -67,7 +67,7 @@ def test_a_run_whose_head_has_died_says_so(env: dict[str, str]) -> None:
     "read",
     [lambda env: read_runs(env)[0], lambda env: next(e.view for e in Runbook(env).read() if e.written > 1)],
 )
-def test_a_run_that_ends_while_it_is_looked_at_has_ended_well(
+def test_a_run_that_ends_while_it_is_read_is_done(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch, read: Callable[[dict[str, str]], RunView]
 ) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -75,11 +75,11 @@ def test_a_run_that_ends_while_it_is_looked_at_has_ended_well(
     assert start is not None
     folder = RunFolder(env, "rabc")
     folder.keep("state.json", view("rabc", HeadProcess(*start)))
-    os.utime(folder.path / "state.json", (1, 1))  # it has been quiet for long
+    os.utime(folder.path / "state.json", (1, 1))  # long ago
     real = run_folder.alive
 
     def alive(head: HeadProcess) -> bool | None:
-        """Look a moment later, when the head has said how the run went, and is no more."""
+        """Check the head after it has written the final state and ended."""
         folder.keep("state.json", view("rabc", HeadProcess(*start), "done"))
         child.kill()
         child.wait()
@@ -90,7 +90,7 @@ def test_a_run_that_ends_while_it_is_looked_at_has_ended_well(
     assert (found.state, found.verdicts) == ("done", [])
 
 
-def test_another_boot_means_the_head_is_dead_and_another_host_that_nobody_knows(env: dict[str, str]) -> None:
+def test_after_a_reboot_the_head_is_dead_and_on_another_host_unknown(env: dict[str, str]) -> None:
     me = run_folder.this_head()
     assert run_folder.alive(me) is True
     assert run_folder.alive(msgspec.structs.replace(me, boot_id="another")) is False
@@ -108,7 +108,7 @@ def test_a_state_that_cannot_be_read_is_a_row(env: dict[str, str], content: byte
     assert (found.id, found.state, found.verdicts[0].kind) == ("rabc", "failed", "unreadable")
 
 
-def test_runs_are_found_by_their_beginning_and_by_last(env: dict[str, str]) -> None:
+def test_runs_are_found_by_the_start_of_their_id_and_by_last(env: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="there are no runs in"):
         find_run(env, "last")
     for minute, run in enumerate(("rbbb2", "raaa1", "rbba3")):
@@ -133,13 +133,13 @@ def test_a_folder_that_cannot_be_created_is_an_error_with_a_remedy(tmp_path: Pat
 def test_a_state_that_cannot_be_written_is_reported_once(env: dict[str, str]) -> None:
     folder = RunFolder(env, "rabc")
     (folder.path / "state.json").mkdir()
-    said = [folder.keep("state.json", view("rabc", run_folder.this_head())) for _ in range(2)]
-    assert said[0] is not None
-    assert "Is a directory" in said[0]
-    assert said[1] is None
+    messages = [folder.keep("state.json", view("rabc", run_folder.this_head())) for _ in range(2)]
+    assert messages[0] is not None
+    assert "Is a directory" in messages[0]
+    assert messages[1] is None
 
 
-def test_the_control_socket_answers_also_under_a_long_path(tmp_path: Path) -> None:
+def test_the_control_socket_works_under_a_long_path(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 40)
     folder.mkdir()
     asked: list[ControlRequest] = []

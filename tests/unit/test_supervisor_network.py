@@ -28,7 +28,7 @@ def attempt(loop: Loop, targets: list[tuple[str, int]], secret: str = SECRET, ti
     return {result["port"]: result for result in found[0]}
 
 
-def test_each_way_a_connection_can_fail_has_its_word() -> None:
+def test_results_of_connections() -> None:
     loop = Loop()
     answering = network.Answering(loop, SECRET)
     listener = network.listen("127.0.0.1", 0)
@@ -37,19 +37,19 @@ def test_each_way_a_connection_can_fail_has_its_word() -> None:
     closed = network.listen("127.0.0.1", 0)
     refused = closed.getsockname()[1]
     closed.close()
-    mute = socket.create_server(("127.0.0.1", 0))
+    silent = socket.create_server(("127.0.0.1", 0))
     targets = [("127.0.0.1", port), ("127.0.0.1", refused), ("no-such-host.invalid", 9)]
-    results = attempt(loop, targets, timeout_s=60.0) | attempt(loop, [("127.0.0.1", mute.getsockname()[1])])
-    words = [results[p]["result"] for p in (port, refused, mute.getsockname()[1], 9)]
+    results = attempt(loop, targets, timeout_s=60.0) | attempt(loop, [("127.0.0.1", silent.getsockname()[1])])
+    words = [results[p]["result"] for p in (port, refused, silent.getsockname()[1], 9)]
     assert words == ["ok", "refused", "stranger", "unreachable"]
     assert (results[port]["local_address"], results[port]["interface"]) == ("127.0.0.1", "lo")
     assert attempt(loop, [("127.0.0.1", port)], secret="another run")[port]["result"] == "stranger"
     answering.stop()
-    mute.close()
+    silent.close()
     assert attempt(loop, [("127.0.0.1", port)])[port]["result"] == "refused"
 
 
-def test_who_takes_the_connection_and_answers_late_is_no_stranger() -> None:
+def test_a_late_reply_on_an_accepted_connection_is_ok() -> None:
     loop = Loop()
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -64,7 +64,7 @@ def test_who_takes_the_connection_and_answers_late_is_no_stranger() -> None:
     listener.close()
 
 
-def test_who_stood_still_until_the_time_was_up_looks_at_what_has_come() -> None:
+def test_after_a_suspension_arrived_replies_are_read_before_the_timeout() -> None:
     loop = Loop()
     answering = network.Answering(loop, SECRET)
     answering.add(network.listen("127.0.0.1", 0))
@@ -88,11 +88,11 @@ def test_a_full_backlog_is_dropped() -> None:
         opened.close()
 
 
-def test_no_targets_are_answered_at_once() -> None:
+def test_no_targets_give_no_results_at_once() -> None:
     assert attempt(Loop(), []) == {}
 
 
-def test_a_master_socket_is_left_open_for_the_store() -> None:
+def test_the_master_socket_stays_open_for_the_store() -> None:
     loop = Loop()
     answering = network.Answering(loop, SECRET)
     listener = network.listen("127.0.0.1", 0)
@@ -111,24 +111,24 @@ def test_a_port_in_use_names_its_holder() -> None:
     child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     port = int(child.stdout.readline())
-    with pytest.raises(CallRefused) as told:
+    with pytest.raises(CallRefused) as refused:
         network.listen("127.0.0.1", port)
     child.communicate()
     name = os.path.basename(os.path.realpath(sys.executable))[:15]
-    assert told.value.kind == "port-in-use"
-    holder = told.value.detail["holder"]
+    assert refused.value.kind == "port-in-use"
+    holder = refused.value.detail["holder"]
     assert holder.startswith(f"pid {child.pid} (")
     assert name[:6] in holder
-    assert holder in str(told.value)
+    assert holder in str(refused.value)
 
 
 def test_an_address_of_another_node() -> None:
-    with pytest.raises(CallRefused) as told:
+    with pytest.raises(CallRefused) as refused:
         network.listen("192.0.2.200", 0)
-    assert (told.value.kind, "127.0.0.1" in str(told.value)) == ("address", True)
-    with pytest.raises(CallRefused) as told:
+    assert (refused.value.kind, "127.0.0.1" in str(refused.value)) == ("address", True)
+    with pytest.raises(CallRefused) as refused:
         network.listen("no-such-host.invalid", 0)
-    assert told.value.kind == "address"
+    assert refused.value.kind == "address"
 
 
 def test_addresses_by_interface() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from gpuboard.agent.launch import CallRefused, oom, start, teardown
 
-# Says "up" when its own child runs; the child has the environment and the session it is told to have.
+# Prints "up" when its own child runs, which has a session of its own and, with "bare", an empty environment.
 PARENT = """
 import os, subprocess, sys, time
 subprocess.Popen(["sleep", "60"], start_new_session=True, env={} if sys.argv[1] == "bare" else None)
@@ -34,10 +34,10 @@ def start_parent(run: str, how: str) -> subprocess.Popen[str]:
 
 
 def nothing_to_reap() -> None:
-    """These children are waited for by their Popen; zombies are not counted as living."""
+    """Popen waits for these children; zombies are not counted."""
 
 
-def test_a_name_with_brackets_and_blanks(tmp_path: Path) -> None:
+def test_process_names_with_brackets_and_blanks(tmp_path: Path) -> None:
     program = tmp_path / "a) R (b"
     program.symlink_to("/bin/sleep")
     child = subprocess.Popen([str(program), "60"])
@@ -49,33 +49,33 @@ def test_a_name_with_brackets_and_blanks(tmp_path: Path) -> None:
     assert teardown.read_process(child.pid) is None
 
 
-def test_descendants_and_carriers_are_found() -> None:
+def test_processes_are_found_by_descent_and_by_environment() -> None:
     run = f"r{os.getpid()}"
-    bare, dressed = start_parent(run, "bare"), start_parent(run, "dressed")
+    bare, marked = start_parent(run, "bare"), start_parent(run, "marked")
     of_bare = teardown.descendants(bare.pid, teardown.read_processes())
     assert len(of_bare) == 1
     found = {process.pid for process in teardown.living(run, bare.pid, ())}
     assert of_bare < found  # below bare, without its environment
-    assert dressed.pid in found  # by its environment, though not below
+    assert marked.pid in found  # by its environment, though not below
     assert bare.pid not in found
-    assert teardown.kill_all(run, bare.pid, [dressed.pid], nothing_to_reap, 60.0) == 0
-    assert dressed.poll() is None
-    assert teardown.living(run, bare.pid, [dressed.pid]) == []
-    for child in (bare, dressed):
+    assert teardown.kill_all(run, bare.pid, [marked.pid], nothing_to_reap, 60.0) == 0
+    assert marked.poll() is None
+    assert teardown.living(run, bare.pid, [marked.pid]) == []
+    for child in (bare, marked):
         child.kill()
         child.communicate()
 
 
 def test_a_stopped_process_is_ended() -> None:
     run = f"s{os.getpid()}"
-    child = start_parent(run, "dressed")
+    child = start_parent(run, "marked")
     os.kill(child.pid, signal.SIGSTOP)
     assert teardown.kill_all(run, os.getpid(), (), nothing_to_reap, 60.0) == 0
     assert child.wait() == -signal.SIGKILL
     child.communicate()
 
 
-def test_the_interpreter_is_the_one_asked_for_then_the_environments_then_path(tmp_path: Path) -> None:
+def test_the_interpreter_is_python_then_that_of_the_environment_then_of_path(tmp_path: Path) -> None:
     for folder in ("venv/bin", "conda/bin", "path"):
         (tmp_path / folder).mkdir(parents=True)
         for name in ("python", "python3"):
@@ -93,9 +93,9 @@ def test_the_interpreter_is_the_one_asked_for_then_the_environments_then_path(tm
     assert start.interpreter(None, environ, False) == f"{tmp_path}/path/python3"
     assert start.interpreter("python", environ, False) == f"{tmp_path}/path/python"
     assert start.interpreter(None, environ, True) == "python3"
-    with pytest.raises(CallRefused, match="--python") as told:
+    with pytest.raises(CallRefused, match="--python") as refused:
         start.interpreter("python9", environ, False)
-    assert told.value.kind == "python"
+    assert refused.value.kind == "python"
     with pytest.raises(CallRefused, match="no python3 or python on PATH"):
         start.interpreter(None, {"PATH": "/nonexistent"}, False)
 

@@ -1,4 +1,4 @@
-"""A rank's output on its way: nothing lost, no line torn, no character cut."""
+"""A rank's output on its way to the head: complete, in whole lines and characters."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_pieces_joined_are_the_output(text: str, sizes: list[int]) -> None:
     assert "".join(pieces + finish(stream, write_end)) == text
 
 
-def test_bytes_that_are_no_text_are_replaced() -> None:
+def test_invalid_utf_8_is_replaced() -> None:
     stream, write_end = pipe()
     assert stream.feed(b"a\xff\n\xe2\x82", 0.0) == ["a\ufffd\n"]
     assert stream.feed(b"\xac", 0.0) == []
     assert finish(stream, write_end) == ["\u20ac"]
 
 
-def test_a_bar_waits_less_than_a_prompt() -> None:
+def test_a_progress_bar_waits_less_than_a_prompt() -> None:
     stream, write_end = pipe()
     stream.feed(b"name? ", 10.0)
     assert (stream.due(), stream.overdue(10.9), stream.overdue(11.0)) == (11.0, [], ["name? "])
@@ -55,7 +55,7 @@ def test_a_bar_waits_less_than_a_prompt() -> None:
     assert (stream.due(), finish(stream, write_end)) == (None, [])
 
 
-def test_lines_and_their_absence_are_cut_to_size() -> None:
+def test_pieces_have_a_limited_size() -> None:
     stream, write_end = pipe()
     lines = ("é" * 99 + "\n") * 2000
     pieces = stream.feed(lines.encode(), 0.0)

@@ -139,9 +139,9 @@ def test_ranks_that_never_join_are_independent() -> None:
 
 def test_a_lost_node_is_a_failure_of_the_run() -> None:
     failed = watch()
-    failed.node_lost("gpu02", "connection reset", 10.0)
+    failed.node_lost("gpu02", "connection lost: reset", 10.0)
     failed.tick(10.0)
-    assert failed.messages == ["gpu02: connection lost: connection reset"]
+    assert failed.messages == ["gpu02: connection lost: reset"]
     assert (failed.exit_code(), failed.running) == (1, [0, 1])
     assert failed.ranks[2].state == "lost"
 

@@ -24,10 +24,8 @@ _POLLRDHUP = 0x2000  # select.POLLRDHUP is new in Python 3.7
 def run(channel: "AgentChannel", config: "Dict[str, Any]") -> None:
     """Run a launch on this node until none of its processes is left (docs/launch-protocol.md)."""
     teardown.adopt_orphans()
-    for number in (
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-    ):  # sent by Slurm to all processes of a step, for the ranks
+    # Slurm sends these to all processes of a step; they are for the ranks.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     supervisor_life, supervisor_end = os.pipe()  # each process holds the write end of its own lifeline
     guard_life, guard_end = os.pipe()

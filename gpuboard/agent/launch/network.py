@@ -283,9 +283,7 @@ class Attempts:
             done(self._results)
 
     def _on_timeout(self) -> None:
-        self._timer = self._loop.after(
-            0.0, self._settle_overdue
-        )  # this process may be late: first process what has arrived
+        self._timer = self._loop.after(0.0, self._settle_overdue)  # after what has arrived: this process may be late
 
     def _settle_overdue(self) -> None:
         """Settle the connections that have timed out; wait for those that were accepted and may still reply."""

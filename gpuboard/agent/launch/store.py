@@ -21,10 +21,8 @@ if MYPY:
 def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[str, Any]") -> None:
     """Load torch, test a store, report ``ready``, open the real store at ``open``; end with the supervisor."""
     namespace.clear()
-    for number in (
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-    ):  # sent by Slurm to all processes of a step, for the ranks
+    # Slurm sends these to all processes of a step; they are for the ranks.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     store_class = _extension_only() if config["extension_only"] else _all_of_torch()
     _test_store(store_class)

@@ -196,7 +196,7 @@ class Supervisor:
             raise CallRefused("state", "the ranks are already started, or this node is being stopped")
         stale = start.stale(dict(os.environ, **self._config["environ"]))
         if stale:
-            self._notice("ignoring %s from the environment; gpuboard sets them for each rank" % ", ".join(stale))
+            self._notice("ignoring %s from your environment; gpuboard sets them for each rank" % ", ".join(stale))
         if self._master is not None:
             self._workers.start_store(self._master)
         pids = self._workers.start_ranks()
@@ -273,11 +273,9 @@ class Supervisor:
             self._workers.ended(pid, os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status))
         if self._workers.store_lost and self._workers.running():
             self._end("the store died", _LOST_GRACE_S)
-        asked_all = (
-            self._opened or self._ending_at is not None
-        )  # before, preflight still makes calls to this supervisor
+        preflight_over = self._opened or self._ending_at is not None  # before, the head has more calls to make
         over = self._spawned and not self._finished and not self._workers.running()
-        if over and asked_all and self._helpers_until is None:
+        if over and preflight_over and self._helpers_until is None:
             self._ranks_ended()
 
     def _ranks_ended(self) -> None:

@@ -20,9 +20,7 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import format_size
 
 _MIB = 2**20
-SHM_PER_RANK = (
-    32 * _MIB
-)  # of NCCL's shared-memory transport, per rank (docs.nvidia.com/deeplearning/nccl, troubleshooting)
+SHM_PER_RANK = 32 * _MIB  # for NCCL's shared-memory transport (docs.nvidia.com/deeplearning/nccl, troubleshooting)
 SHM_COMFORT = 1024 * _MIB  # with less, DataLoader workers that share large tensors die of SIGBUS
 OCCUPIED = 1024 * _MIB  # bytes of GPU memory: a driver and an idle context use less
 NOFILE_MIN = 256
@@ -195,9 +193,7 @@ def _loopbacks(facts: Mapping[str, LaunchFacts]) -> list[Check]:
 def _addresses(facts: LaunchFacts | None) -> str:
     """Return the addresses of a node that others may reach, as text."""
     listed = [a for found in (facts.addresses.values() if facts else []) for a in found]
-    found = [
-        a for a in listed if not _loopback(a) and not a.lower().startswith("fe80:")
-    ]  # link-local: needs an interface too
+    found = [a for a in listed if not _loopback(a) and not a.lower().startswith("fe80:")]  # nor link-local ones
     return ", ".join(clean(address) for address in found) or "unknown"
 
 
