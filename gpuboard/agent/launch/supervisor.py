@@ -243,21 +243,17 @@ class Supervisor:
 
     def _processes(self, _call: int, _args: "Dict[str, Any]") -> "Any":
         processes = teardown.read_processes()
-        found = []
-        for child in self._workers.running():
-            for pid in sorted({child.pid} | teardown.descendants(child.pid, processes)):
-                if pid in processes:
-                    process = processes[pid]
-                    found.append(
-                        {
-                            "pid": pid,
-                            "rank": child.rank,
-                            "state": process.state,
-                            "cpu_s": process.cpu_s,
-                            "rss": process.rss,
-                        }
-                    )
-        return {"processes": found}
+        found = [
+            (child.rank, processes[pid])
+            for child in self._workers.running()
+            for pid in sorted({child.pid} | teardown.descendants(child.pid, processes))
+            if pid in processes
+        ]
+        return {
+            "processes": [
+                {"pid": p.pid, "rank": rank, "state": p.state, "cpu_s": p.cpu_s, "rss": p.rss} for rank, p in found
+            ]
+        }
 
     # the end
 

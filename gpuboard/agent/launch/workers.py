@@ -55,26 +55,13 @@ class WorkerGroup:
     def start_ranks(self) -> "Dict[str, int]":
         """Start the workers; they import torch and wait. Returns pids by rank. Raises CallRefused."""
         self._oom_before = oom.oom_counts()
-        target = self._config["target"]
-        shown = ["-m", target["name"]] if target["kind"] == "module" else [target["name"]]
-        for rank in self._config["ranks"]:
-            child = start.start_worker(
-                self._config,
-                start.rank_environ(self._environ, rank, self._config["master_addr"]),
-                rank["rank"],
-                "worker",
-                {
-                    "kind": target["kind"],
-                    "name": target["name"],
-                    "args": target["args"],
-                    "local_rank": rank["local_rank"],
-                    "memory_fraction": rank["memory_fraction"],
-                    "device": self._config["device"],
-                    "backend": self._config["backend"],
-                    "timeout_s": self._config["timeout_s"],
-                },
-                [*shown, *target["args"]],
-            )
+        config, target = self._config, self._config["target"]
+        shown = [*(["-m"] if target["kind"] == "module" else []), target["name"], *target["args"]]
+        for rank in config["ranks"]:
+            environ = start.rank_environ(self._environ, rank, config["master_addr"])
+            task = {key: rank[key] for key in ("local_rank", "memory_fraction")}
+            task.update({key: config[key] for key in ("device", "backend", "timeout_s")}, **target)
+            child = start.start_worker(config, environ, rank["rank"], "worker", task, shown)
             self._ranks.append(child)
             self._watch(child)
             self._emit("spawned", {"rank": child.rank, "pid": child.pid})
