@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -17,6 +18,7 @@ from gpuboard.model.rankmap import RankMap
 from gpuboard.model.text import clean
 
 _TAIL = 64 * 1024  # bytes read from the end of head.log
+_T = TypeVar("_T")
 _Stamp = tuple[int, int, int]  # mtime in ns, inode, size: each write replaces the file
 
 
@@ -128,29 +130,26 @@ class _Checks(msgspec.Struct, frozen=True):
 
 def read_detail(folder: Path) -> RunDetail:
     """Return the details in a run's folder; unreadable files are left out."""
+    preflight = _decoded(folder / "preflight.json", _Checks)
+    rank_map = _decoded(folder / "rank_map.json", RankMap)
+    plan = _decoded(folder / "plan.json", _Plan)
+    wrong = [check for check in preflight.checks if check.status in {"fail", "warn"}] if preflight else []
+    uuids = {rank.rank: rank.uuid for rank in rank_map.ranks} if rank_map else {}
+    return RunDetail(grouped(wrong), _messages(folder)[-20:], plan.options.grace_s if plan else None, uuids)
+
+
+def _decoded(path: Path, kind: type[_T]) -> _T | None:
     try:
-        checks = msgspec.json.decode((folder / "preflight.json").read_bytes(), type=_Checks).checks
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        checks = []
-    try:
-        ranks = msgspec.json.decode((folder / "rank_map.json").read_bytes(), type=RankMap).ranks
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        ranks = []
-    try:
-        grace_s = msgspec.json.decode((folder / "plan.json").read_bytes(), type=_Plan).options.grace_s
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        grace_s = None
-    words = [clean(line.partition(" ")[2].removeprefix("gpuboard: ")) for line in _tail(folder / "head.log")]
-    wrong = [check for check in checks if check.status in {"fail", "warn"}]
-    return RunDetail(grouped(wrong), words[-20:], grace_s, {rank.rank: rank.uuid for rank in ranks})
+        return None
 
 
 def log_trouble(folder: Path) -> str:
     """Return why the logs in a run's folder may lack output of the ranks; "" if there is no sign of that."""
-    for line in _tail(folder / "head.log"):
-        words = clean(line.partition(" ")[2].removeprefix("gpuboard: "))
-        if words.startswith("logs are incomplete"):
-            return words
+    for message in _messages(folder):
+        if message.startswith("logs are incomplete"):
+            return message
     try:
         free = os.statvfs(folder).f_bavail
     except OSError:
@@ -158,12 +157,14 @@ def log_trouble(folder: Path) -> str:
     return "" if free else f"the disk of {folder} is full: output of the ranks is lost; free some space"
 
 
-def _tail(path: Path) -> list[str]:
+def _messages(folder: Path) -> list[str]:
+    """Return the head's newest messages, without time and prefix."""
     try:
-        with path.open("rb") as file:
+        with (folder / "head.log").open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL))
             lines = file.read(_TAIL).decode("utf-8", "replace").splitlines()
     except OSError:
         return []
-    return lines[1:] if size > _TAIL else lines
+    whole = lines[1:] if size > _TAIL else lines
+    return [clean(line.partition(" ")[2].removeprefix("gpuboard: ")) for line in whole]
