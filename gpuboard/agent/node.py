@@ -249,12 +249,12 @@ class _Node:
 
 def hello(user: str) -> "Dict[str, Any]":
     """Return the agent's first message."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot_id = file.read().strip()
+    from gpuboard.agent import proc  # late: only when NVML's process is at work
+
     return {
         "t": "hello",
         "hostname": os.uname().nodename,
-        "boot_id": boot_id,
+        "boot_id": proc.boot_id(),
         "uid": os.getuid(),
         "user": user,
         "pid": os.getpid(),
@@ -276,16 +276,10 @@ def job() -> "Optional[str]":
 
 def addresses() -> "List[str]":
     """Return this host's own addresses, IPv4 first, loopback and link-local ones left out (from /proc/net)."""
-    found: "List[str]" = []
+    from gpuboard.agent import proc  # late: only when NVML's process is at work
+
+    found = [address for address in proc.ipv4_addresses() if not address.startswith("127.")]
     try:
-        with open("/proc/net/fib_trie") as file:
-            last = ""
-            for line in file:
-                words = line.split()
-                if words[:1] == ["|--"]:
-                    last = words[1]
-                elif words == ["/32", "host", "LOCAL"] and not last.startswith("127.") and last not in found:
-                    found.append(last)
         with open("/proc/net/if_inet6") as file:
             for line in file:
                 digits, _, _, scope = line.split()[:4]

@@ -1,17 +1,38 @@
-"""What /proc says: who owns a process and what it is, and how busy the host is.
+"""The one reader of /proc, for the agent and its client: processes, the boot id, addresses and load of this host.
 
-``root`` is where /proc is mounted; tests read a folder of their own there.
+``root`` is where /proc is mounted; tests pass a folder of their own.
 """
 
 import os
 
 MYPY = False
 if MYPY:
-    from typing import Any, Dict, List, Optional, Tuple
+    from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+    class ProcessStat(NamedTuple):
+        """A line of /proc/PID/stat (proc(5))."""
+
+        pid: int
+        name: str  # at most 15 bytes, chosen by the process: never trust it
+        state: str  # one letter
+        parent: int
+        group: int
+        session: int
+        cpu_s: float
+        start: int  # clock ticks since boot
+        rss: int  # bytes
+
+else:
+    from collections import namedtuple
+
+    ProcessStat = namedtuple("ProcessStat", "pid name state parent group session cpu_s start rss")
 
 COMMAND_LIMIT = 512  # characters of a command line that travel
-_ENVIRON_LIMIT = 1024 * 1024
+_ENVIRON_LIMIT = 8 * 1024 * 1024  # bytes; execve(2) takes 6 MiB at most
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _LEASE = b"GPUBOARD_LEASE="
+_boot_id = ""
 FIRST_PERSON = 1000  # UID_MIN where login.defs does not set it
 
 
@@ -38,21 +59,81 @@ def be_gentle() -> None:
         pass  # refused in some containers; we are light anyway
 
 
-def parse_stat(data: bytes) -> "Tuple[str, int]":
-    """Return (comm, start time in clock ticks since boot) of /proc/PID/stat; comm may hold blanks and brackets."""
-    comm = data[data.index(b"(") + 1 : data.rindex(b")")]
-    fields = data[data.rindex(b")") + 2 :].split()
-    return comm.decode("utf-8", "replace"), int(fields[19])  # field 22 of proc(5), counted from 3
+def boot_id() -> str:
+    """Return the kernel's id of this boot. Raises OSError."""
+    global _boot_id  # noqa: PLW0603 (reading it each time took a third of listing 250 leases)
+    if not _boot_id:
+        _boot_id = read("/proc/sys/kernel/random/boot_id", 64).decode("ascii").strip()
+    return _boot_id
 
 
-def activity(pid: int) -> "Tuple[str, float]":
-    """Return (state letter, seconds of processor time used so far) of a process; ("X", 0) when it has ended."""
+def user_name(uid: int) -> str:
+    """Return this host's name for a uid, its digits when it has none. May be slow: it asks the directory service."""
+    import pwd  # late: not every reader needs names
+
     try:
-        data = read("/proc/%d/stat" % pid)
-        fields = data[data.rindex(b")") + 2 :].split()
-        return fields[0].decode("ascii"), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def ipv4_addresses() -> "List[str]":
+    """Return this host's IPv4 addresses, loopback included; empty where /proc does not list them."""
+    found: "Dict[str, None]" = {}  # in order, each once
+    address = ""
+    for line in _text("/proc/net/fib_trie", 4 * 1024 * 1024).splitlines():
+        words = line.split()
+        if words[:1] == ["|--"]:
+            address = words[1]
+        elif words == ["/32", "host", "LOCAL"]:
+            found[address] = None
+    return list(found)
+
+
+def pids(root: str = "/proc") -> "List[int]":
+    """Return all processes of this PID namespace."""
+    return [int(name) for name in os.listdir(root) if name.isdigit()]
+
+
+def own_pids() -> "List[int]":
+    """Return this user's processes. Those that hide their memory (setuid programs) belong to root there."""
+    uid = os.geteuid()
+    found = []
+    for pid in pids():
+        try:
+            if os.stat("/proc/%d" % pid).st_uid == uid:
+                found.append(pid)
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def parse_stat(data: bytes) -> "ProcessStat":
+    """Return a line of /proc/PID/stat. Raises ValueError or IndexError."""
+    head, _, tail = data.rpartition(b")")  # the name may contain blanks and brackets
+    pid, _, name = head.partition(b" (")
+    fields = tail.split()  # the first is field 3 of proc(5)
+    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
+    return ProcessStat(
+        int(pid), name.decode("utf-8", "replace"), fields[0].decode("ascii", "replace"), int(fields[1]), int(fields[2]),
+        int(fields[3]), cpu_s, int(fields[19]), int(fields[21]) * _PAGE,
+    )  # fmt: skip
+
+
+def read_process(pid: int, root: str = "/proc") -> "Optional[ProcessStat]":
+    """Return process ``pid``; None when it does not exist."""
+    try:
+        return parse_stat(read("%s/%d/stat" % (root, pid)))
     except (OSError, ValueError, IndexError):
-        return "X", 0.0
+        return None
+
+
+def read_environ(pid: int, root: str = "/proc") -> "Optional[List[bytes]]":
+    """Return the environment that ``pid`` was started with, as ``NAME=value``; None where it cannot be read."""
+    try:
+        return [entry for entry in read("%s/%d/environ" % (root, pid), _ENVIRON_LIMIT).split(b"\0") if entry]
+    except OSError:
+        return None
 
 
 def parse_cgroup(text: str) -> "Tuple[Optional[str], Optional[str]]":
@@ -136,7 +217,6 @@ class Processes:
         self._known: "Dict[int, Tuple[Tuple[str, int, int], Dict[str, Any]]]" = {}
         self._names: "Dict[int, str]" = {}
         self._people: "Optional[int]" = None  # the lowest uid of a person
-        self._ticks = os.sysconf("SC_CLK_TCK")
         self._boot: "Optional[float]" = None
 
     def describe(self, pid: int, kind: str, memory: "Optional[int]") -> "Dict[str, Any]":
@@ -146,19 +226,21 @@ class Processes:
         namespace; and when it is root's in a container and carries no lease that can be read.
         """
         process = {"pid": pid, "type": kind, "memory": memory}
+        path = "%s/%d" % (self.root, pid)
+        stat = read_process(pid, self.root)
         try:
-            path = "%s/%d" % (self.root, pid)
-            comm, start = parse_stat(read(path + "/stat"))
             uid = os.stat(path).st_uid
-        except (OSError, ValueError, IndexError):
+        except OSError:
+            stat = None
+        if stat is None:
             self._known.pop(pid, None)
             return process
-        key = (comm, start, uid)
+        key = (stat.name, stat.start, uid)
         known = self._known.get(pid)
         if known is None or known[0] != key:
-            environ = self._environ(path)
-            known = (key, self._facts(path, comm, start, uid, environ))
-            if known[1]["command"] and environ != b"":  # in the middle of its exec a process has neither yet
+            environ = read_environ(pid, self.root)
+            known = (key, self._facts(path, stat, uid, environ))
+            if known[1]["command"] and environ != []:  # during its exec a process has neither yet
                 self._known[pid] = known
         process.update(known[1])
         return process
@@ -168,7 +250,7 @@ class Processes:
         for pid in [pid for pid in self._known if pid not in alive]:
             del self._known[pid]
 
-    def _facts(self, path: str, comm: str, start: int, uid: int, environ: "Optional[bytes]") -> "Dict[str, Any]":
+    def _facts(self, path: str, stat: "ProcessStat", uid: int, environ: "Optional[List[bytes]]") -> "Dict[str, Any]":
         job, container = parse_cgroup(_text(path + "/cgroup"))
         lease = _lease(environ)
         hidden = uid == 0 and container is not None and lease is None
@@ -176,34 +258,20 @@ class Processes:
             "uid": uid,
             "system": self._is_system(uid),
             "user": None if hidden else self.user(uid),
-            "name": comm,
+            "name": stat.name,
             "command": _text(path + "/cmdline", 4 * COMMAND_LIMIT).replace("\0", " ").strip()[:COMMAND_LIMIT],
-            "started": round(self.boot() + start / self._ticks, 2),
+            "started": round(self.boot() + stat.start / _TICKS, 2),
             "lease": lease,
             "job": job,
             "container": container,
         }
 
-    def lease(self, path: str) -> "Optional[str]":
-        """Return GPUBOARD_LEASE in the environment of the process at ``path``; None where it cannot be read."""
-        return _lease(self._environ(path))
-
-    def _environ(self, path: str) -> "Optional[bytes]":
-        """Return the environment of the process at ``path``, None where it cannot be read."""
-        try:
-            return read(path + "/environ", _ENVIRON_LIMIT)
-        except OSError:
-            return None
-
     def user(self, uid: int) -> str:
-        """Return this node's name for a uid, or the name of who has it for his containers; else its digits."""
+        """Return this node's name for a uid, or the name of the user whose containers have it; else its digits."""
         if uid not in self._names:
-            import pwd  # asks the directory service, which may be slow: once for everybody new
-
-            try:
-                self._names[uid] = pwd.getpwuid(uid).pw_name
-            except KeyError:
-                self._names[uid] = delegated_to(uid, _text("/etc/subuid", 1024 * 1024)) or str(uid)
+            name = user_name(uid)
+            delegated = delegated_to(uid, _text("/etc/subuid", 1024 * 1024)) if name == str(uid) else None
+            self._names[uid] = delegated or name
         return self._names[uid]
 
     def _is_system(self, uid: int) -> bool:
@@ -221,11 +289,8 @@ class Processes:
 
     def started(self, pid: int) -> "Optional[float]":
         """Return when a process was started, epoch seconds as in its description; None when it has ended."""
-        try:
-            _, start = parse_stat(read("%s/%d/stat" % (self.root, pid)))
-        except (OSError, ValueError, IndexError):
-            return None
-        return self.boot() + start / self._ticks
+        stat = read_process(pid, self.root)
+        return None if stat is None else self.boot() + stat.start / _TICKS
 
     def carriers(self, lease: str, on_gpus: "Any", uid: int, leave_out: "Any" = ()) -> "List[Dict[str, Any]]":
         """Return the processes of ``uid`` that carry ``lease`` in their environment or are in ``on_gpus`` (pids).
@@ -233,20 +298,19 @@ class Processes:
         Each as ``{"pid", "start", "name", "why"}``; ``start`` in clock ticks since boot.
         """
         found = []
-        for name in os.listdir(self.root):
-            if not name.isdigit() or int(name) in leave_out:
+        for pid in pids(self.root):
+            if pid in leave_out:
                 continue
-            path = self.root + "/" + name
             try:
-                if os.stat(path).st_uid != uid:
+                if os.stat("%s/%d" % (self.root, pid)).st_uid != uid:
                     continue
-                carries = self.lease(path) == lease
-                if carries or int(name) in on_gpus:
-                    comm, start = parse_stat(read(path + "/stat"))
-                    why = "environment" if carries else "gpu"
-                    found.append({"pid": int(name), "start": start, "name": comm, "why": why})
-            except (OSError, ValueError, IndexError):
-                continue  # it has ended meanwhile
+            except OSError:
+                continue  # it has ended
+            carries = _lease(read_environ(pid, self.root)) == lease
+            stat = read_process(pid, self.root) if carries or pid in on_gpus else None
+            if stat is not None:
+                why = "environment" if carries else "gpu"
+                found.append({"pid": pid, "start": stat.start, "name": stat.name, "why": why})
         return found
 
 
@@ -287,8 +351,8 @@ class Host:
             return None
 
 
-def _lease(environ: "Optional[bytes]") -> "Optional[str]":
-    for entry in (environ or b"").split(b"\0"):
+def _lease(environ: "Optional[List[bytes]]") -> "Optional[str]":
+    for entry in environ or ():
         if entry.startswith(_LEASE):
             return entry[len(_LEASE) :].decode("utf-8", "replace")[:64] or None
     return None

@@ -11,7 +11,7 @@ The rule, first match wins:
 3. Our parent; if that is a plain fork of its own parent (same executable, command line and session) or a wrapper that
    only waits for us (``timeout``, ``flock``), its parent, and so on.
 
-On allocate's measured path: imports only the standard library's os and stat, and gpuboard.errors.
+On allocate's measured path: imports only os, stat, the agent's reader of /proc and gpuboard.errors.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import os
 import stat
 from typing import NamedTuple
 
+from gpuboard.agent.proc import ProcessStat, boot_id, own_pids, read_process
 from gpuboard.errors import UsageError
 
 # Programs that pass text on and end with it. Any other reader (a subshell of `| while read`, a consumer written in
@@ -30,7 +31,6 @@ _FILTERS = """
 """.split()  # noqa: SIM905 (more readable than 40 lines)
 _WRAPPERS = ("doas", "flock", "ltrace", "script", "strace", "sudo", "time", "timeout", "unbuffer", "uv", "uvx")
 _REAPERS = ("catatonit", "docker-init", "dumb-init", "init", "systemd", "tini")
-_boot_id = ""
 _MAX_DEPTH = 64  # ancestors followed: more means a loop, as /proc changes while it is read
 
 
@@ -41,18 +41,6 @@ class Holder(NamedTuple):
     boot_id: str
     pid: int
     start: int  # field 22 of /proc/PID/stat: clock ticks since boot
-
-
-class ProcessStat(NamedTuple):
-    """The fields of /proc/PID/stat (proc(5)) that are used here."""
-
-    pid: int
-    name: str  # at most 15 bytes, chosen by the process: not trustworthy
-    state: str
-    parent: int
-    group: int
-    session: int
-    start: int  # clock ticks since boot
 
 
 def find_holder(holder_pid: int | None = None, stdout_fd: int = 1) -> Holder:
@@ -97,45 +85,6 @@ def evaluator_kind() -> str:
         return shell_kind(find_holder().pid)
     except UsageError:
         return "shell"
-
-
-def boot_id() -> str:
-    """Return this machine's boot id, which changes with every boot."""
-    global _boot_id  # noqa: PLW0603 (constant; reading it each time took a third of listing 250 leases)
-    if not _boot_id:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            _boot_id = file.read().strip()
-    return _boot_id
-
-
-def read_process(pid: int) -> ProcessStat | None:
-    """Return the process ``pid``; None when it does not exist."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        return None
-    head, _, tail = text.rpartition(b")")  # the name may contain blanks and brackets
-    fields = tail.split()
-    if len(fields) < 20:
-        return None
-    name = head.partition(b"(")[2].decode("utf-8", "replace")
-    state = fields[0].decode("ascii", "replace")
-    return ProcessStat(pid, name, state, int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
-
-
-def own_pids() -> list[int]:
-    """Return the pids of this user's processes, without setuid programs: their /proc folders belong to root."""
-    uid = os.geteuid()
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                if os.stat(f"/proc/{name}").st_uid == uid:
-                    found.append(int(name))
-            except OSError:
-                continue  # ended meanwhile
-    return found
 
 
 def ancestors(pid: int) -> list[int]:

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpuboard.agent.proc import own_pids, read_environ
 from gpuboard.keeper.calls import Calls, NodeAnswer
-from gpuboard.keeper.holder import own_pids
 from gpuboard.keeper.loop import boottime, log
 
 if TYPE_CHECKING:
@@ -160,11 +160,7 @@ def _submitting(job: KeptJob) -> bool:
     mark = job.mark.encode()
     inside = f"{job.inside}=".encode()
     for pid in own_pids():
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                variables = file.read().split(b"\0")
-        except OSError:
-            continue  # ended
+        variables = read_environ(pid) or ()
         if mark in variables and not any(variable.startswith(inside) for variable in variables):
             return True
     return False

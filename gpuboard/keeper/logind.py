@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 from collections.abc import Iterator, Mapping
+
+from gpuboard.agent.proc import user_name
 
 # logind.conf(5): the first folder that has logind.conf counts, drop-ins of all of them are read in order of name.
 _FOLDERS = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")
@@ -15,7 +16,7 @@ def reapers(env: Mapping[str, str], uid: int, root: str = "") -> list[str]:
     """Return warnings for user ``uid`` about what would kill the keeper; ``root`` is a prefix of every path read."""
     found = []
     cgroup = _read(f"{root}/proc/self/cgroup")
-    if "/session-" in cgroup and _kills_user_processes(root, _user(uid)):
+    if "/session-" in cgroup and _kills_user_processes(root, user_name(uid)):
         found.append(
             "logind kills background processes at logout here (KillUserProcesses=yes), the keeper too: your leases "
             "on this host expire 90 s later; run the session under `systemd-run --user --scope` with "
@@ -28,13 +29,6 @@ def reapers(env: Mapping[str, str], uid: int, root: str = "") -> list[str]:
             "too: your leases on this host expire 90 s later; any gpuboard command run before that keeps them"
         )
     return found
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name if uid else "root"
-    except KeyError:
-        return ""  # in a container whose user database lacks this uid
 
 
 def _kills_user_processes(root: str, user: str) -> bool:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import os
 
-from gpuboard.keeper.holder import ProcessStat, own_pids, read_process
+from gpuboard.agent.proc import ProcessStat, own_pids, read_environ, read_process
 
 
 def carriers(lease: str) -> list[int]:
     """Return the pids of this user's processes that were started with GPUBOARD_LEASE=``lease``."""
-    wanted = b"\0GPUBOARD_LEASE=" + lease.encode() + b"\0"
-    found = []
-    for pid in own_pids():
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                if wanted in b"\0" + file.read() + b"\0":
-                    found.append(pid)
-        except OSError:
-            continue  # ended, or not readable: a setuid program
-    return found
+    wanted = b"GPUBOARD_LEASE=" + lease.encode()
+    return [pid for pid in own_pids() if wanted in (read_environ(pid) or ())]  # None: ended, or a setuid program
 
 
 def orphans(session: int, group: int, created_s: float) -> list[int]:

@@ -27,8 +27,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from gpuboard.agent.proc import boot_id, read_process
 from gpuboard.errors import GpuboardError
-from gpuboard.keeper.holder import boot_id, read_process
 
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # linux/proc_ns.h: PROC_PID_INIT_INO
 _LINE_LIMIT = 1 << 20

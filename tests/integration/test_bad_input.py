@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import pytest
 
 from gpuboard.agent.claims import files, rules
+from gpuboard.agent.proc import boot_id
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, View
 from gpuboard.leases.claims.client import leases_of
@@ -170,7 +171,7 @@ def forged(uuid: str, **changes: Any) -> bytes:
     now = time.time()
     content = {
         "lease": "zzzzzz", "uuid": uuid, "from": now, "until": now + 3600, "up": up,
-        "boot": files.boot_id(), "share": None, "holder": None, "purpose": "", "host": "h", "nodes": [NAME],
+        "boot": boot_id(), "share": None, "holder": None, "purpose": "", "host": "h", "nodes": [NAME],
         "gpus": 1, "took": [],
     }  # fmt: skip
     return json.dumps(content | changes).encode()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from gpuboard.agent import proc
 from gpuboard.agent.claims import store as claims
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper import holder, runtime_dir
@@ -274,7 +275,7 @@ def test_keeper_inherits_nothing(lab: Lab) -> None:
     script = started(lab, "exec 7</dev/zero; export SLURM_PROCID=1\n" + lab.take("alone1") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
-    process = holder.read_process(pid)
+    process = proc.read_process(pid)
     assert process is not None
     until(lambda: opened(lab, pid) == {"/dev/null"})  # apart from its own files, once the command has disconnected
     environ = Path(f"/proc/{pid}/environ").read_bytes()
@@ -289,7 +290,7 @@ def test_keeper_inherits_nothing(lab: Lab) -> None:
 
 def test_holder_that_ended_before_the_handover_is_refused(lab: Lab) -> None:
     dead = subprocess.Popen(["true"])
-    who = holder.Holder(os.uname().nodename, holder.boot_id(), dead.pid, 1)
+    who = holder.Holder(os.uname().nodename, proc.boot_id(), dead.pid, 1)
     dead.wait()
     node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
     with pytest.raises(keeper.KeeperError, match=rf"pid {dead.pid}, has ended"):

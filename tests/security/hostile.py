@@ -18,6 +18,7 @@ import pytest
 
 from gpuboard.agent.claims import files
 from gpuboard.agent.claims import store as claims
+from gpuboard.agent.proc import boot_id
 from tests.unit.claims_help import BOB, become
 
 ANSWER_S = 15.0  # after so long a file system that never answers is taken away, so that a test fails and does not hang
@@ -96,7 +97,7 @@ def by_hand(folder: str, uid: int, *claimed: tuple[str, str], **changes: Any) ->
     clock = files.Files(folder).clock()
     content = {
         "from": clock.wall, "until": clock.wall + 600.0, "up": clock.up, "share": None, "holder": None, "nodes": [],
-        "gpus": 1, "purpose": "", "host": "", "boot": files.boot_id(), "took": [], **changes,
+        "gpus": 1, "purpose": "", "host": "", "boot": boot_id(), "took": [], **changes,
     }  # fmt: skip
     for uuid, lease in claimed:
         path = Path(folder, f"gpuboard.{uuid}.{lease}")

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from gpuboard.agent.claims import files as claims_files
 from gpuboard.agent.claims import rules
 from gpuboard.agent.claims import store as claims
+from gpuboard.agent.proc import boot_id
 from tests.security.hostile import Counted
 from tests.unit.claims_help import ALICE, BOB, ask, become, root, take
 
@@ -87,7 +88,7 @@ def content(folder: str, uuid: str, lease: str, wanted: Any) -> bytes:
     clock = claims_files.Files(folder).clock()
     whole = {
         "from": clock.wall, "until": clock.wall + 600.0, "up": clock.up, "share": None, "holder": None, "nodes": [],
-        "gpus": 1, "purpose": "", "host": "", "boot": claims_files.boot_id(), "took": [], "uuid": uuid, "lease": lease,
+        "gpus": 1, "purpose": "", "host": "", "boot": boot_id(), "took": [], "uuid": uuid, "lease": lease,
     }  # fmt: skip
     return json.dumps({**whole, **wanted}).encode()
 

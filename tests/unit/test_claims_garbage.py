@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gpuboard.agent.claims import files
 from gpuboard.agent.claims import store as claims
+from gpuboard.agent.proc import boot_id
 from tests.unit.claims_help import ALICE, BOB, ask, become, claims_folder, read, root, take
 
 __all__ = ["claims_folder"]
@@ -19,7 +19,7 @@ __all__ = ["claims_folder"]
 
 GOOD = {
     "lease": "k3f9", "uuid": "GPU-a", "from": 1e9, "until": 1e9 + 60, "up": 1.0, "share": None, "holder": None,
-    "nodes": [], "gpus": 1, "purpose": "", "host": "", "boot": files.boot_id(), "took": [],
+    "nodes": [], "gpus": 1, "purpose": "", "host": "", "boot": boot_id(), "took": [],
 }  # fmt: skip
 GARBAGE: dict[str, tuple[Any, str]] = {
     "empty": (b"", "empty"),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from gpuboard.agent.proc import boot_id
 from gpuboard.keeper import runtime_dir as place
-from gpuboard.keeper.holder import boot_id
 
 
 def test_one_of_two_keepers_acquires_the_folder(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpuboard.agent.proc import read_process
 from gpuboard.keeper import processes
-from gpuboard.keeper.holder import read_process
 from tests.waiting import until
 
 LEASE = f"t{os.getpid()}"

@@ -33,8 +33,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_comm_may_hold_brackets_and_blanks() -> None:
-    line = b"12 (a) (b c) S " + b"0 " * 18 + b"777 0\n"
-    assert parse_stat(line) == ("a) (b c", 777)
+    line = b"12 (a) (b c) S 11 10 9 " + b"0 " * 15 + b"777 0 2\n"
+    assert parse_stat(line) == (12, "a) (b c", "S", 11, 10, 9, 0.0, 777, 2 * os.sysconf("SC_PAGE_SIZE"))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpuboard.agent.launch import CallRefused, oom, start, teardown
+from gpuboard.agent.proc import read_process
 
 # Prints "up" when its own child runs, which has a session of its own and, with "bare", an empty environment.
 PARENT = """
@@ -41,12 +42,12 @@ def test_process_names_with_brackets_and_blanks(tmp_path: Path) -> None:
     program = tmp_path / "a) R (b"
     program.symlink_to("/bin/sleep")
     child = subprocess.Popen([str(program), "60"])
-    found = teardown.read_process(child.pid)
+    found = read_process(child.pid)
     child.kill()
     child.wait()
     assert found is not None
     assert (found.parent, found.name) == (os.getpid(), "a) R (b")
-    assert teardown.read_process(child.pid) is None
+    assert read_process(child.pid) is None
 
 
 def test_processes_are_found_by_descent_and_by_environment() -> None:

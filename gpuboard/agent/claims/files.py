@@ -16,6 +16,7 @@ import time
 
 from gpuboard.agent.claims import rules
 from gpuboard.agent.claims.protocol import Refuse
+from gpuboard.agent.proc import user_name
 
 MYPY = False
 if MYPY:
@@ -41,12 +42,6 @@ _SHARED = frozenset(
         "vmhgfs", "virtiofs", "prl_fs", "davfs", "ncpfs", "coda",
     )
 )  # fmt: skip
-
-
-def boot_id() -> str:
-    """Return the kernel's id of this boot."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
 
 
 def max_lease() -> float:
@@ -358,18 +353,10 @@ def mount_trouble(real: str, mountinfo: str, uid: int) -> "Optional[str]":
     parts = [part for part in root.split("/") if part]
     last = parts[-1] if parts else ""
     # pam_namespace(8) and systemd's PrivateTmp mount a folder of their own over it.
-    if any("-inst" in part or part.startswith("systemd-private-") for part in parts) or last in _names_of(uid):
+    named = not last.isdigit() and last == user_name(uid)  # only a folder mounted from another is asked about
+    if named or any("-inst" in part or part.startswith("systemd-private-") for part in parts):
         return "it is a private instance (%s): other users would not see the claims" % root
     return None
-
-
-def _names_of(uid: int) -> "Tuple[str, ...]":
-    import pwd  # asks the directory service: only when a folder is mounted from another
-
-    try:
-        return (pwd.getpwuid(uid).pw_name,)
-    except KeyError:
-        return ()
 
 
 def _mount_of(real: str, mountinfo: str) -> "Tuple[str, str]":

@@ -9,8 +9,9 @@ import random
 import time
 
 from gpuboard.agent.claims import protocol, rules
-from gpuboard.agent.claims.files import SITE_CONFIG, Files, UnreadableClaim, boot_id
+from gpuboard.agent.claims.files import SITE_CONFIG, Files, UnreadableClaim
 from gpuboard.agent.claims.protocol import Refuse
+from gpuboard.agent.proc import boot_id, user_name
 
 MYPY = False
 if MYPY:
@@ -91,12 +92,7 @@ class Folder:
     def owner(self, uid: int) -> str:
         """Return this node's name for a uid, its digits when it has none."""
         if uid not in self._owners:
-            import pwd  # asks the directory service, which may be slow: only for somebody new
-
-            try:
-                self._owners[uid] = pwd.getpwuid(uid).pw_name
-            except KeyError:
-                self._owners[uid] = str(uid)
+            self._owners[uid] = user_name(uid)  # kept: it asks the directory service
         return self._owners[uid]
 
     def _concerns(self, one: "rules.Judged") -> bool:

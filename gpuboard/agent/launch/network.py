@@ -15,6 +15,7 @@ import time
 
 from gpuboard.agent.event_loop import IN, OUT, Loop
 from gpuboard.agent.launch import CallRefused
+from gpuboard.agent.proc import user_name
 
 MYPY = False
 if MYPY:
@@ -76,19 +77,10 @@ def port_holder(port: int) -> "Optional[str]":
         except OSError:
             continue  # ended, or another user's
         if wanted.intersection(links):
-            return "pid %s (%s, %s)" % (entry, _user(uid), name)
+            return "pid %s (%s, %s)" % (entry, user_name(uid), name)
     for uid in owners.values():
-        return "a process of %s" % _user(uid)
+        return "a process of %s" % user_name(uid)
     return None
-
-
-def _user(uid: int) -> str:
-    import pwd  # late: for this message only
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def addresses() -> "Dict[str, List[str]]":

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 
+from gpuboard.agent import proc
 from gpuboard.agent.event_loop import IN, OUT, Loop
 from gpuboard.agent.launch import CallRefused, network, preflight, start, teardown
 from gpuboard.agent.launch.workers import WorkerGroup
@@ -357,16 +358,9 @@ class Supervisor:
 
 def hello() -> "Dict[str, Any]":
     """Return the agent's first message (gpuboard/model/reading.py, Hello)."""
-    import pwd  # late: used once
-
     uid = os.getuid()
     try:
-        user = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        user = str(uid)
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot_id = file.read().strip()
+        boot_id = proc.boot_id()
     except OSError:
         boot_id = ""
     own = [ip for name, ips in sorted(network.addresses().items()) if name != "lo" for ip in ips]
@@ -375,7 +369,7 @@ def hello() -> "Dict[str, Any]":
         "hostname": socket.gethostname(),
         "boot_id": boot_id,
         "uid": uid,
-        "user": user,
+        "user": proc.user_name(uid),
         "pid": os.getpid(),
         "python": platform.python_version(),
         "addresses": own,

@@ -9,26 +9,15 @@ import os
 import signal
 import time
 
+from gpuboard.agent.proc import pids, read_environ, read_process
+
 MYPY = False
 if MYPY:  # importing typing takes time and is not needed at run time
-    from typing import Callable, Collection, Dict, List, NamedTuple, Optional, Set
+    from typing import Callable, Collection, Dict, List, Set
 
-    class RunProcess(NamedTuple):
-        pid: int
-        parent: int
-        state: str  # one letter of /proc/PID/stat
-        name: str
-        cpu_s: float
-        rss: int  # bytes
-
-else:
-    from collections import namedtuple
-
-    RunProcess = namedtuple("RunProcess", "pid parent state name cpu_s rss")
+    from gpuboard.agent.proc import ProcessStat
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def adopt_orphans() -> None:
@@ -43,34 +32,13 @@ def signal_text(number: int) -> str:
     return "the supervisor received signal %d" % number
 
 
-def read_process(pid: int) -> "Optional[RunProcess]":
-    """Return the fields of /proc/PID/stat (proc(5)), None if there is no such process."""
-    try:
-        with open("/proc/%d/stat" % pid, "rb") as file:
-            raw = file.read()
-    except OSError:
-        return None
-    head, _, tail = raw.rpartition(b")")  # the name may contain brackets and blanks
-    fields = tail.split()
-    if len(fields) < 22:
-        return None
-    name = head.partition(b"(")[2].decode("utf-8", "replace")
-    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
-    return RunProcess(pid, int(fields[1]), fields[0].decode("ascii"), name, cpu_s, int(fields[21]) * _PAGE)
-
-
-def read_processes() -> "Dict[int, RunProcess]":
+def read_processes() -> "Dict[int, ProcessStat]":
     """Return every process of this PID namespace, by pid."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            process = read_process(int(entry))
-            if process is not None:
-                found[process.pid] = process
-    return found
+    found = (read_process(pid) for pid in pids())
+    return {process.pid: process for process in found if process is not None}
 
 
-def descendants(root: int, processes: "Dict[int, RunProcess]") -> "Set[int]":
+def descendants(root: int, processes: "Dict[int, ProcessStat]") -> "Set[int]":
     """Return the pids below ``root``, without it."""
     children: "Dict[int, List[int]]" = {}
     for process in processes.values():
@@ -87,14 +55,10 @@ def descendants(root: int, processes: "Dict[int, RunProcess]") -> "Set[int]":
 
 def carries(pid: int, variable: bytes) -> bool:
     """Whether the initial environment of the process contains ``variable`` (NAME=value)."""
-    try:
-        with open("/proc/%d/environ" % pid, "rb") as file:
-            return variable in file.read().split(b"\0")
-    except OSError:
-        return False  # ended, or another user's
+    return variable in (read_environ(pid) or ())  # None: ended, or another user's
 
 
-def living(run: str, root: int, spare: "Collection[int]") -> "List[RunProcess]":
+def living(run: str, root: int, spare: "Collection[int]") -> "List[ProcessStat]":
     """Return the processes of ``run``: below ``root`` or with its GPUBOARD_RUN, without zombies and ``spare``."""
     processes = read_processes()
     below = descendants(root, processes)

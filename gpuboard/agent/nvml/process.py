@@ -44,11 +44,11 @@ class NvmlProcess:
             self._seen, self.since, self._cpu_s = seen, now, None
         if now - self.since <= limit_s:
             return 0.0
-        state, cpu_s = proc.activity(self.pid)
-        if state == "R":
+        stat = proc.read_process(self.pid)
+        if stat is not None and stat.state == "R":
             if self._cpu_s is None:
-                self._cpu_s = cpu_s
-            if cpu_s - self._cpu_s < SPIN_S:
+                self._cpu_s = stat.cpu_s
+            if stat.cpu_s - self._cpu_s < SPIN_S:
                 return 0.0
         return now - self.since
 

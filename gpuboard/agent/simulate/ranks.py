@@ -1,7 +1,5 @@
 """Real processes on simulated GPUs: the ranks of our own runs, as if they computed on the GPUs of their lease."""
 
-import os
-
 from gpuboard.agent import proc
 
 MYPY = False
@@ -18,8 +16,8 @@ def ranks(ours: "List[Dict[str, Any]]", root: str = "/proc") -> "Dict[str, Dict[
         by_lease.setdefault(one["lease"], []).append(one)
     found: "Dict[str, Dict[str, Any]]" = {}
     reader = proc.Processes(root)
-    for pid in sorted(int(name) for name in os.listdir(root) if name.isdigit()):
-        values = _variables("%s/%d/environ" % (root, pid))
+    for pid in sorted(proc.pids(root)):
+        values = _variables(pid, root)
         on_node = by_lease.get(values.get("GPUBOARD_LEASE", ""), [])
         local_rank = values.get("LOCAL_RANK", "")
         if not on_node or not local_rank.isdigit() or int(local_rank) >= len(on_node):
@@ -47,12 +45,9 @@ def _index(uuid: str) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _variables(path: str) -> "Dict[str, str]":
-    try:
-        data = proc.read(path, 262144)
-    except OSError:
+def _variables(pid: int, root: str) -> "Dict[str, str]":
+    environ = proc.read_environ(pid, root) or ()
+    if not any(entry.startswith(b"GPUBOARD_LEASE=") for entry in environ):
         return {}
-    if b"GPUBOARD_LEASE=" not in data:
-        return {}
-    pairs = [part.decode("utf-8", "replace").partition("=") for part in data.split(b"\0")]
+    pairs = [entry.decode("utf-8", "replace").partition("=") for entry in environ]
     return {name: value for name, _, value in pairs}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from gpuboard.agent.proc import ipv4_addresses, user_name
 from gpuboard.errors import UsageError
 from gpuboard.model.text import quoted
 
@@ -141,7 +140,7 @@ def check_node(node: Node, where: str) -> None:
 
 def _host(name: str, user: str) -> str | None:
     """Return ssh's argument; None for this machine, unless another user logs in there."""
-    if is_here(name) and (not user or user == pwd.getpwuid(os.getuid()).pw_name):
+    if is_here(name) and (not user or user == user_name(os.getuid())):
         return None
     return f"{user}@{name}" if user else name
 
@@ -161,22 +160,12 @@ def is_here(name: str) -> bool:
     if name in _LOCAL or name in {hostname, hostname.partition(".")[0]}:
         return True
     if re.fullmatch(r"[0-9.]+", name):
-        return name.startswith("127.") or name in own_addresses()
+        return name.startswith("127.") or name in ipv4_addresses()
     if "." in name and name.partition(".")[0] == hostname.partition(".")[0]:
         import socket  # 6 ms and perhaps a DNS query: only if the short names are equal
 
         return socket.getfqdn() == name
     return False
-
-
-def own_addresses() -> set[str]:
-    """Return this machine's IPv4 addresses from /proc/net/fib_trie; empty where there is no such file."""
-    try:
-        with open("/proc/net/fib_trie", encoding="ascii") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return set()
-    return {above.split()[-1] for above, line in pairwise(lines) if line.strip() == "/32 host LOCAL"}
 
 
 def local_node(nodes: Sequence[Node]) -> Node | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from gpuboard import paths
+from gpuboard.agent.proc import user_name
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.client import KeeperError
 from gpuboard.keeper.holder import alive
@@ -82,14 +82,6 @@ def forget(lease: str, env: Mapping[str, str]) -> None:
     for name in (f"{lease}.alive", f"{lease}.alive.seen"):
         with contextlib.suppress(OSError):
             os.unlink(f"{paths.state_dir(env)}/leases/{name}")
-
-
-def user_name(uid: int) -> str:
-    """Return the name of a user of this host, the number where there is none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def known_holder(lease: str, env: Mapping[str, str]) -> LeaseHolder | None:

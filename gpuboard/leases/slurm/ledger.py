@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gpuboard.agent.proc import user_name
 from gpuboard.errors import GpuboardError, NoNodeReached, NoSuchLease
 from gpuboard.leases.ledger import (
     NO_OPTIONS,
@@ -21,7 +22,7 @@ from gpuboard.leases.ledger import (
     Scope,
     not_yours,
 )
-from gpuboard.leases.slurm.lease import end, find, gpus_of, known_holder, lease_of, renew, user_name
+from gpuboard.leases.slurm.lease import end, find, gpus_of, known_holder, lease_of, renew
 from gpuboard.leases.slurm.schedule import leases, schedule_of
 from gpuboard.leases.terms import stored_rank_map
 from gpuboard.model.lease import Lease, LeaseList

@@ -12,11 +12,11 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import msgspec
 
 from gpuboard import files
+from gpuboard.agent.proc import boot_id
 from gpuboard.model.schedule import Schedule
 from gpuboard.paths import cache_dir, make_private
 
@@ -45,19 +45,13 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def boot_id() -> str:
-    """Return the id of this host's boot; "" where it is unknown."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return ""
-
-
 class Cache:
     """The file of one configuration. Nothing here raises: without a file every process queries for itself."""
 
     def __init__(self, env: Mapping[str, str], key: str) -> None:
-        self.boot = boot_id()
+        self.boot = ""  # unknown: nothing is stored
+        with contextlib.suppress(OSError):
+            self.boot = boot_id()
         self._folder = cache_dir(env)
         self._name = f"slurm-{os.uname().nodename}-"
         self._path = self._folder / f"{self._name}{_FORMAT}-{key}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from gpuboard.agent.proc import read_process
 from gpuboard.errors import GpuboardError
 from gpuboard.nodesets import listed
 from gpuboard.scheduler.base import QUERY_S
@@ -111,11 +112,11 @@ def surroundings() -> Iterable[str]:
         for _ in range(_ANCESTORS_MAX):
             with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
                 yield file.read().split("\0")[0]
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                pid = int(file.read().rpartition(")")[2].split()[1])
-            if pid <= 1:
+            process = read_process(pid)
+            if process is None or process.parent <= 1:
                 return
-    except (OSError, ValueError):
+            pid = process.parent
+    except OSError:
         return  # hidepid hides other users' processes
 
 
