@@ -1,18 +1,32 @@
-"""A small event loop over poll: descriptors and timers, one thread, no asyncio (it costs 64 ms to import)."""
+"""A small event loop over poll(2): descriptors and timers, one thread. asyncio costs 64 ms to import.
+
+Not ``selectors``: it has no timers, and it cannot watch a descriptor for its end alone (an event mask of 0).
+"""
 
 import select
 import time
 
 MYPY = False
 if MYPY:
-    from typing import Callable, Dict, List, Tuple
+    from typing import Callable, Dict, List, Optional, Tuple
 
 IN = select.POLLIN
 OUT = select.POLLOUT
 
 
+def poll(watched: "Dict[int, int]", timeout_s: "Optional[float]" = None) -> "Dict[int, int]":
+    """Wait until one of ``watched`` (descriptor: events) is ready, ``timeout_s`` at most; return the same of the ready.
+
+    POLLHUP and POLLERR are always reported, with events 0 nothing else.
+    """
+    poller = select.poll()
+    for fd, events in watched.items():
+        poller.register(fd, events)
+    return dict(poller.poll(None if timeout_s is None else _milliseconds(timeout_s)))
+
+
 class Loop:
-    """Call-backs for descriptors that are ready and for moments that have come."""
+    """Callbacks for descriptors that are ready and for timers that are due."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -21,13 +35,13 @@ class Loop:
         self._count = 0
 
     def watch(self, fd: int, events: int, callback: "Callable[[], None]") -> None:
-        """Call ``callback`` whenever ``fd`` is ready for ``events`` or broken; replaces an earlier watch."""
+        """Call ``callback`` whenever ``fd`` is ready for ``events`` or has failed; replaces an earlier watch."""
         if self._watched.get(fd, (None, None))[0] != events:
             self._poll.register(fd, events)
         self._watched[fd] = (events, callback)
 
     def unwatch(self, fd: int) -> None:
-        """Forget ``fd``; before it is closed."""
+        """Stop watching ``fd``; call before it is closed."""
         if self._watched.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
@@ -38,20 +52,25 @@ class Loop:
         return self._count
 
     def cancel(self, handle: int) -> None:
-        """Forget a timer; one that has fired or was forgotten is no error."""
+        """Drop a timer; one that has fired or was dropped is no error."""
         self._timers = [timer for timer in self._timers if timer[1] != handle]
 
     def turn(self) -> None:
-        """Wait for the next thing that happens and handle all that is ready."""
+        """Wait for the next event and handle all that are ready."""
         timeout = None
         if self._timers:
-            timeout = max(0.0, min(timer[0] for timer in self._timers) - time.monotonic()) * 1000 + 1
+            timeout = _milliseconds(min(timer[0] for timer in self._timers) - time.monotonic())
         for fd, _ in self._poll.poll(timeout):
             watched = self._watched.get(fd)
-            if watched is not None:  # an earlier call-back of this turn may have forgotten it
+            if watched is not None:  # an earlier callback of this turn may have unwatched it
                 watched[1]()
         now = time.monotonic()
         for timer in sorted(self._timers, key=lambda timer: timer[:2]):
             if timer[0] <= now and timer in self._timers:
                 self._timers.remove(timer)
                 timer[2]()
+
+
+def _milliseconds(seconds: float) -> int:
+    """Return a timeout of poll(2), rounded up: what waits for this moment is then due."""
+    return int(max(0.0, seconds) * 1000) + 1

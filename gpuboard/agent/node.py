@@ -5,11 +5,11 @@ is sent whatever it does. Interface: docs/agent-protocol.md.
 """
 
 import os
-import select
 import sys
 import time
 
 from gpuboard.agent import protocol
+from gpuboard.agent.event_loop import IN, OUT, poll
 from gpuboard.agent.nvml import monitor as probes
 from gpuboard.agent.nvml import terms
 
@@ -101,13 +101,9 @@ class _Node:
 
     def _wait(self, timeout_s: "Optional[float]") -> None:
         channel = self.channel
-        poller = select.poll()
-        poller.register(channel.fd_in, select.POLLIN)
-        poller.register(channel.fd_noise, select.POLLIN)
-        poller.register(channel.fd_out, select.POLLOUT if channel.pending else 0)  # 0: only when nobody reads any more
-        for fd in self.probe.fds():
-            poller.register(fd, select.POLLIN)
-        for fd, event in poller.poll(None if timeout_s is None else int(timeout_s * 1000) + 1):
+        watched = dict.fromkeys([channel.fd_in, channel.fd_noise] + self.probe.fds(), IN)
+        watched[channel.fd_out] = OUT if channel.pending else 0  # 0: only its end, when the client reads no more
+        for fd, event in poll(watched, timeout_s).items():
             if fd == channel.fd_in:
                 self.heard_at = time.monotonic()
                 for message in channel.read_available():
@@ -115,7 +111,7 @@ class _Node:
             elif fd == channel.fd_noise:
                 channel.pass_noise()
             elif fd == channel.fd_out:
-                if event & (select.POLLERR | select.POLLHUP):
+                if event & ~OUT:  # POLLERR, POLLHUP
                     channel.closed = True
                 channel.flush()
             elif fd in self.probe.fds():

@@ -7,7 +7,8 @@ that no print, no leftover child and no library can write into it.
 import errno
 import fcntl
 import os
-import select
+
+from gpuboard.agent.event_loop import IN, OUT, poll
 
 MYPY = False
 if MYPY:  # typing costs start-up, and nothing here needs it at run time
@@ -46,10 +47,8 @@ class AgentChannel:
 
     def read_start(self) -> "Optional[Dict[str, Any]]":
         """Wait for the start line and return it; None when the client went away. Sets ``nonce``."""
-        poller = select.poll()
-        poller.register(self.fd_in, select.POLLIN)
         while not self.closed:
-            poller.poll()
+            poll({self.fd_in: IN})
             self._fill()
             line = self._line()
             if line is not None:
@@ -112,9 +111,7 @@ class AgentChannel:
 
         until = time.monotonic() + timeout_s
         while self._out and not self._deaf and time.monotonic() < until:
-            poller = select.poll()
-            poller.register(self.fd_out, select.POLLOUT)
-            poller.poll(max(1, int(min(1.0, until - time.monotonic()) * 1000)))  # in turns: no time may be without end
+            poll({self.fd_out: OUT}, min(1.0, until - time.monotonic()))  # at most 1 s: ``until`` may be infinite
             self.flush()
 
     def pass_noise(self) -> None:

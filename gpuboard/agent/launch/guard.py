@@ -5,10 +5,10 @@ supervisor through a pipe, and watches the connection for its end, in case the s
 """
 
 import os
-import select
 import signal
 import time
 
+from gpuboard.agent.event_loop import IN, poll
 from gpuboard.agent.launch import teardown
 
 MYPY = False
@@ -73,21 +73,18 @@ def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> bool:
     signal.signal(signal.SIGTERM, lambda *_: ending.append(True))
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
-    poller = select.poll()
-    poller.register(supervisor_life, select.POLLIN)
-    poller.register(connection, _POLLRDHUP)  # and POLLHUP, POLLERR; the supervisor reads the data
-    poller.register(wake_read, select.POLLIN)
+    # Of the connection only its end: the supervisor reads the data.
+    watched = {supervisor_life: IN, connection: _POLLRDHUP, wake_read: IN}
     deadline = None
     while True:
-        left = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))
-        ready = dict(poller.poll(left))
+        ready = poll(watched, None if deadline is None else deadline - time.monotonic())
         if wake_read in ready:
             os.read(wake_read, 4096)
             _reap()
         if supervisor_life in ready:
             return False
         if connection in ready:
-            poller.unregister(connection)
+            del watched[connection]
         if (connection in ready or ending) and deadline is None:
             if ending:
                 teardown.send_signal(supervisor_pid, signal.SIGTERM)

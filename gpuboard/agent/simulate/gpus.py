@@ -13,10 +13,10 @@ ones are, but no files lie there. Ranks of a run on a lease of ours are real pro
 
 import math
 import os
-import select
 import time
 
 from gpuboard.agent.claims import store as claims
+from gpuboard.agent.event_loop import poll
 from gpuboard.agent.simulate import life
 from gpuboard.agent.simulate.ranks import ranks
 
@@ -75,9 +75,7 @@ class Simulated:
         """Return when to call again: never. While the node hangs it does not return, unless the client goes."""
         left_s = life.hang_left_s(self.script, self.clock()[0])
         if left_s > 0 and self._fd is not None:
-            poller = select.poll()
-            poller.register(self._fd, 0)  # its end alone
-            poller.poll(None if self.description.get("at") is not None else int(left_s * 1000) + 1)
+            poll({self._fd: 0}, None if self.description.get("at") is not None else left_s)  # 0: its end only
         return None
 
     def pids(self) -> "List[int]":

@@ -6,11 +6,11 @@ a second one.
 """
 
 import os
-import select
 import subprocess
 import time
 
 from gpuboard.agent import proc
+from gpuboard.agent.event_loop import IN, poll
 from gpuboard.agent.nvml import terms
 from gpuboard.agent.smi import parse as smi
 from gpuboard.agent.smi import xml as smi_xml
@@ -135,7 +135,7 @@ class _Asked:
         waiting = list(read)
         while waiting:
             self.beat()
-            for fd in select.select(waiting, [], [], _BEAT_S)[0]:
+            for fd in poll(dict.fromkeys(waiting, IN), _BEAT_S):
                 data = os.read(fd, _CHUNK)
                 read[fd].append(data)
                 size += len(data)
