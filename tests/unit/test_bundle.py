@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from gpuboard.agent import bundle_loader as bundled
-from gpuboard.agent import module_source
 from gpuboard.transport import bundle
 from gpuboard.transport.exit_errors import explain_exit
 
@@ -125,10 +124,10 @@ def test_pynvml_is_sent_for_role_node_only() -> None:
 
 
 def test_every_module_of_the_agent_is_sent() -> None:
-    root = Path(module_source.__file__).parents[2]
+    root = Path(bundled.__file__).parents[2]
     found = {
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        for path in Path(module_source.__file__).parent.rglob("*.py")
+        for path in Path(bundled.__file__).parent.rglob("*.py")
     }
     assert found == bundle.sources("launch").keys() - {"gpuboard"}
 
@@ -141,7 +140,7 @@ def test_an_interpreter_with_odd_characters_in_its_path_is_quoted(tmp_path: Path
 
 
 def test_the_source_of_a_module_is_found_in_files_and_in_the_bundle() -> None:
-    assert module_source.source("gpuboard.agent.protocol") == bundle.sources("launch")["gpuboard.agent.protocol"]
+    assert bundled.module_source("gpuboard.agent.protocol") == bundle.sources("launch")["gpuboard.agent.protocol"]
     finder = bundled.Finder({"a": "", "a.b": "x = 1\n"})
     assert (finder.get_source("a.b"), finder.is_package("a"), finder.is_package("a.b")) == ("x = 1\n", True, False)
     with pytest.raises(ImportError, match=r"a\.c is not in the bundle"):

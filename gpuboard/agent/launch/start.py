@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 
-from gpuboard.agent import module_source
+from gpuboard.agent.bundle_loader import module_source
 from gpuboard.agent.launch import CallRefused
 from gpuboard.agent.launch import output as relay
 
@@ -245,8 +245,8 @@ def start_worker(  # noqa: PLR0917
     task = dict(task, supervisor=os.getpid(), wrapped=bool(config["wrap"]))
     payload = json.dumps(
         {
-            "channel": module_source.source("gpuboard.agent.launch.worker_channel"),
-            "body": module_source.source("gpuboard.agent.launch." + body),
+            "channel": module_source("gpuboard.agent.launch.worker_channel"),
+            "body": module_source("gpuboard.agent.launch." + body),
             "config": task,
         }
     ).encode("ascii")
