@@ -191,7 +191,7 @@ def _config(
     hangup_only: bool = False,
     parent: int | None = None,
 ) -> str:
-    config = {"argv": list(argv), "environ": dict(environ), "cwd": cwd, "remote": remote, "deaf": hangup_only}
+    config = {"argv": list(argv), "environ": dict(environ), "cwd": cwd, "remote": remote, "hangup_only": hangup_only}
     return _encoded(config | {"parent": parent})
 
 

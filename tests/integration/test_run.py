@@ -111,7 +111,7 @@ os.posix_spawn("/bin/sh", ["sh", "-c", 'read line < late; exec "$@"', "sh", *run
 def test_leftover_processes_are_killed_and_reported(here: Here) -> None:  # noqa: F811
     done = here.run("run", "--n", "1", "--", "sh", "-c", "setsid sleep 300 >/dev/null 2>&1 & echo $!")
     assert gone(int(done.stdout))
-    assert "1 process that the command left behind was ended" in done.stderr
+    assert "ended 1 process that the command left running" in done.stderr
 
 
 def test_helper_that_ends_with_the_command_is_not_reported(here: Here, tmp_path: Path) -> None:  # noqa: F811
