@@ -163,7 +163,7 @@ def test_one_that_hangs_is_killed_and_the_last_values_go_on_with_their_age(scrip
         assert (late.nvml_error, late.gpus[0].utilization) == (None, 0)
         dead = agent.reading(when=lambda reading: reading.nvml_error is not None)
         assert dead.nvml_error == (
-            "no NVIDIA driver here (libnvidia-ml.so.1 not found); nvidia-smi: it has not ended for 30 s"
+            "no NVIDIA driver here (libnvidia-ml.so.1 not found); nvidia-smi: it did not end within 30 s"
         )
         assert still_there(sleeping) == []
         assert dead.gpus[0].delay_s > 30

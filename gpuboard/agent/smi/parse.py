@@ -1,9 +1,9 @@
-"""nvidia-smi's output → the facts and values of GPUs that gpuboard/agent/nvml/reader.py's passes have too; pure.
+"""nvidia-smi's output → facts and values of GPUs, in the form of gpuboard/agent/nvml/reader.py; pure.
 
-``nvidia-smi -q -x`` says everything at once, the types of processes too (gpuboard/agent/smi/xml.py). Where its XML
-cannot be read, the two queries here say less: they know of no graphics processes. Both leave out processes' names: a
-name is whatever its owner likes, and nvidia-smi does not escape it. Forms of the output:
-``nvidia-smi --help-query-gpu``, and what drivers from 340 to 590 write (tests/data/nvidia-smi).
+``nvidia-smi -q -x`` reports everything at once, the types of processes included (gpuboard/agent/smi/xml.py). Where its
+XML cannot be parsed, two CSV queries are used, which list no graphics processes. Names of processes are ignored: their
+owners choose them, and nvidia-smi does not escape them. Formats: ``nvidia-smi --help-query-gpu``, and the output of
+drivers 340 to 590 (tests/data/nvidia-smi).
 """
 
 import re
@@ -15,10 +15,10 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict, List, Optional, Set, Tuple
 
-LIMIT = 16 * 1024 * 1024  # bytes of output; 8 GPUs of the talkative kind write 1 MB
+LIMIT = 16 * 1024 * 1024  # bytes of output; 8 GPUs with long reports write 1 MB
 GPUS_LIMIT = 256
 
-# In this order; the name is last, should it have a comma. A driver that lacks one says so, and it is left out.
+# In this order; the name is last because it may contain a comma. Fields that the driver does not know are dropped.
 FIELDS = (
     "index",
     "uuid",
@@ -47,7 +47,7 @@ FIELDS = (
 )
 APPS = ("gpu_uuid", "pid", "used_memory")
 
-MIG_UNSEEN = "nvidia-smi does not show its MIG devices one by one"
+MIG_UNSEEN = "nvidia-smi does not report its MIG devices separately"
 _NO_HANDLE = re.compile(
     r"Unable to (?:determine|detect) the device handle for GPU\s*"
     r"(?:(?P<index>\d{1,3})(?::\s+|\s*$))?"
@@ -58,15 +58,15 @@ _NO_GPUS = re.compile(r"No devices were found", re.IGNORECASE)
 
 
 class Bad(Exception):
-    """Output that cannot be read, or not be believed; its words say why."""
+    """Output that cannot be parsed or is contradictory; the message gives the reason."""
 
 
 class Gpu:
     """One GPU in one output."""
 
     def __init__(self, facts: "Dict[str, Any]", values: "Dict[str, Any]") -> None:
-        self.facts = facts  # GpuStatic of gpuboard/model/gpu.py; "error" where it could not be identified
-        self.values = values  # its GpuReading, but for the UUID
+        self.facts = facts  # GpuStatic of gpuboard/model/gpu.py; has "error" if the GPU was not identified
+        self.values = values  # its GpuReading without the UUID
         self.index: "Optional[int]" = facts.get("index")
 
     @property
@@ -75,12 +75,12 @@ class Gpu:
 
     @property
     def place(self) -> "Tuple[int, ...]":
-        """Where it stands on the bus, which NVML's order follows; () when that is not known."""
+        """Its address on the bus, which NVML's order follows; () when unknown."""
         return terms.pci_key(str(self.facts.get("pci_bus_id", "")))
 
 
 class Listing:
-    """What one run of nvidia-smi said: ``facts`` and ``values`` by NVML's index."""
+    """The GPUs that one run of nvidia-smi reported."""
 
     def __init__(
         self, gpus: "List[Gpu]", attached: "Optional[int]", driver: "Optional[str]", cuda: "Optional[str]"
@@ -91,9 +91,9 @@ class Listing:
         self.cuda = cuda
 
     def number(self, known: "Dict[str, int]") -> "Dict[str, int]":
-        """Give every GPU its index and return them by UUID; ``known``: those of an earlier listing.
+        """Assign every GPU its index and return the indexes by UUID; ``known``: those of an earlier listing.
 
-        The XML has no indexes. They follow the bus, and a GPU that fails keeps its own.
+        The XML has no indexes. NVML's follow the bus, and a failing GPU keeps its own.
         """
         taken: "Set[Optional[int]]" = set()
         for gpu in self.gpus:
@@ -115,31 +115,31 @@ class Listing:
 def make_gpu(
     facts: "Dict[str, Any]",
     values: "Dict[str, Any]",
-    said_uuid: str,
+    uuid_text: str,
     needed: "Dict[str, Tuple[Any, str]]",
     texts: "List[str]",
 ) -> Gpu:
-    """Return a GPU of what was read of it; ``said_uuid``: what stands where its UUID is due.
+    """Return a GPU from its fields; ``uuid_text``: the raw text of its UUID.
 
-    ``needed``: values that a decision needs, and those that only a failing GPU lacks, by name and each with its text;
-    one that is None though its text is not "there is no such value" makes the whole GPU fail, as in NVML. ``texts``:
-    everywhere that a lost GPU is told of.
+    ``needed``: name → (value, raw text) of values that decide a GPU's state, and of those that only a failing GPU
+    lacks. If one is None and its text is not a form of "not available", the whole GPU counts as failed, as with NVML.
+    ``texts``: every text that may report a lost GPU.
     """
-    telling = [text for text in texts if value.lost(text) or "requires reset" in text.lower()]
+    reports = [text for text in texts if value.lost(text) or "requires reset" in text.lower()]
     if not facts["uuid"]:
-        words = value.plain((telling + [said_uuid])[0])
-        words = words if words and not value.withheld(words) else "nvidia-smi gives it no UUID"
-        failed = {"error": words[:200], "lost": any(value.lost(text) for text in telling)}
+        words = value.plain((reports + [uuid_text])[0])
+        words = words if words and not value.withheld(words) else "nvidia-smi reports no UUID for it"
+        failed = {"error": words[:200], "lost": any(value.lost(text) for text in reports)}
         return Gpu(dict(failed, index=facts.get("index"), pci_bus_id=facts["pci_bus_id"]), failed)
     if terms.shares_memory(facts["name"]):
         facts["memory_shared"] = True
         for table, name in ((facts, "memory_total"), (facts, "memory_reserved"), (values, "memory_used")):
-            table[name] = None  # the host's, whatever is said here
+            table[name] = None  # its memory is the host's, whatever is reported
         if values["compute_mode"] is None and value.withheld(needed["compute mode"][1]):
             values["compute_mode"] = 0  # a Jetson has no modes
     error = None
-    if telling:
-        error = telling[0]
+    if reports:
+        error = reports[0]
     else:
         for name, (found, text) in needed.items():
             if found is None and not value.withheld(text):
@@ -149,15 +149,15 @@ def make_gpu(
         error = MIG_UNSEEN
     if error is not None:
         values["error"] = value.plain(error)[:200]
-        values["lost"] = any(value.lost(text) for text in telling)
+        values["lost"] = any(value.lost(text) for text in reports)
     kept = {name: item for name, item in values.items() if item is not None and (item or name != "throttle")}
     return Gpu({name: item for name, item in facts.items() if item is not None}, kept)
 
 
-def without_handle(said: str) -> "List[Gpu]":
-    """Return the GPUs that nvidia-smi names in its messages because it cannot get hold of them."""
+def without_handle(output: str) -> "List[Gpu]":
+    """Return the GPUs for which nvidia-smi reports that it cannot open them."""
     found = []
-    for line in said.splitlines()[:GPUS_LIMIT]:
+    for line in output.splitlines()[:GPUS_LIMIT]:
         match = _NO_HANDLE.search(line)
         if match is not None:
             words = " ".join(match.group("words").split())[:200] or "no handle"
@@ -170,12 +170,12 @@ def without_handle(said: str) -> "List[Gpu]":
     return found
 
 
-def with_failed(gpus: "List[Gpu]", said: str) -> "List[Gpu]":
-    """Return ``gpus`` and those that ``said`` tells of; one that was listed all the same is not told twice."""
+def with_failed(gpus: "List[Gpu]", output: str) -> "List[Gpu]":
+    """Return ``gpus`` and those that ``output`` reports as failed, without duplicates."""
     listed = {gpu.place for gpu in gpus if gpu.place}
     numbered: "Set[Optional[int]]" = {gpu.index for gpu in gpus}
     found = list(gpus)
-    for gpu in without_handle(said):
+    for gpu in without_handle(output):
         if gpu.place not in listed and (gpu.index is None or gpu.index not in numbered):
             found.append(gpu)
             listed.add(gpu.place or (-len(found),))
@@ -183,36 +183,35 @@ def with_failed(gpus: "List[Gpu]", said: str) -> "List[Gpu]":
     return found
 
 
-def nothing(said: str) -> "Optional[Listing]":
-    """Return the listing where nvidia-smi says that it works and finds no GPU, but for those that it cannot get."""
-    return Listing(with_failed([], said), 0, None, None) if _NO_GPUS.search(said) else None
+def no_gpus(output: str) -> "Optional[Listing]":
+    """Return the listing where nvidia-smi works and reports no GPU or only failed ones; None for other output."""
+    return Listing(with_failed([], output), 0, None, None) if _NO_GPUS.search(output) else None
 
 
-def complaint(said: str) -> str:
-    """Return why there is no listing, out of what nvidia-smi said instead."""
-    lines = [" ".join(line.split()) for line in said.splitlines()]
+def complaint(output: str) -> str:
+    """Return nvidia-smi's error message from output without a listing."""
+    lines = [" ".join(line.split()) for line in output.splitlines()]
     lines = [line for line in lines if line and not line.startswith("<")]
-    return lines[0][:300] if lines else "it said nothing"
+    return lines[0][:300] if lines else "no output"
 
 
-def not_a_field(said: str) -> "Optional[str]":
-    """Return the field that this driver's nvidia-smi does not know."""
-    match = _NOT_A_FIELD.search(said)
+def not_a_field(output: str) -> "Optional[str]":
+    """Return the field that this driver's nvidia-smi does not know; None where it knows all."""
+    match = _NOT_A_FIELD.search(output)
     return match.group(1) if match else None
 
 
 def read_csv(rows: bytes, apps: bytes, fields: "Tuple[str, ...]") -> Listing:
-    """Return what ``--query-gpu=<fields>`` and ``--query-compute-apps=<APPS>`` said, both as csv,noheader,nounits.
+    """Parse ``--query-gpu=<fields>`` and ``--query-compute-apps=<APPS>``, both as csv,noheader,nounits.
 
-    Graphics processes are in neither: a GPU without compute processes has a list only where no memory is in use at
-    all. A row without an index is a GPU of which nothing is sure. Raises Bad when there is no GPU in it, and when one
-    is in it twice.
+    Neither lists graphics processes, so an empty list of processes counts only if no memory is in use at all. A row
+    without an index is a failed GPU. Raises Bad when there is no GPU, or one twice.
     """
-    said = _text(rows)
+    output = _text(rows)
     gpus = []
     driver = None
     by_uuid = _apps(_text(apps))
-    for line in said.splitlines()[: 4 * GPUS_LIMIT]:
+    for line in output.splitlines()[: 4 * GPUS_LIMIT]:
         cells = [cell.strip() for cell in line.split(", ")]
         if len(cells) < len(fields) or cells[0] == fields[0]:
             continue  # a heading, a warning, a message
@@ -221,12 +220,12 @@ def read_csv(rows: bytes, apps: bytes, fields: "Tuple[str, ...]") -> Listing:
         driver = driver or (None if value.withheld(row.get("driver_version")) else row["driver_version"][:32])
         gpus.append(_row(row, by_uuid))
     if len({gpu.uuid for gpu in gpus if gpu.uuid}) != len([gpu for gpu in gpus if gpu.uuid]):
-        raise Bad("it lists a GPU twice")
-    gpus = with_failed(gpus, said)
+        raise Bad("its output lists a GPU twice")
+    gpus = with_failed(gpus, output)
     if not gpus:
-        empty = nothing(said)
+        empty = no_gpus(output)
         if empty is None:
-            raise Bad(complaint(said))
+            raise Bad(complaint(output))
         return empty
     return Listing(gpus[:GPUS_LIMIT], None, driver, None)
 
@@ -236,7 +235,7 @@ def _row(row: "Dict[str, str]", by_uuid: "Optional[Dict[str, Any]]") -> Gpu:
     used = value.size(row.get("memory.used"))
     processes = None if by_uuid is None else by_uuid.get(uuid, [])
     if processes == [] and used != 0:
-        processes = None  # perhaps a graphics process has that memory
+        processes = None  # a graphics process may use that memory
     pending, retired = value.yes(row.get("remapped_rows.pending")), value.yes(row.get("retired_pages.pending"))
     index = value.whole(row["index"])
     facts: "Dict[str, Any]" = {
@@ -275,14 +274,14 @@ def _row(row: "Dict[str, str]", by_uuid: "Optional[Dict[str, Any]]") -> Gpu:
     needed = {name: (found, row.get(column, "")) for name, (found, column) in columns.items()}
     gpu = make_gpu(facts, values, row.get("uuid", ""), needed, list(row.values()))
     if index is None:
-        gpu.values.setdefault("error", "nvidia-smi gives it no index")
+        gpu.values.setdefault("error", "nvidia-smi reports no index for it")
     return gpu
 
 
-def _apps(said: str) -> "Optional[Dict[str, Any]]":
-    """Return processes by UUID; None where a line of it cannot be told from a process that is hidden."""
+def _apps(output: str) -> "Optional[Dict[str, Any]]":
+    """Return processes by UUID; None where a line may be a process that could not be parsed."""
     entries: "Dict[str, List[Tuple[str, str, str]]]" = {}
-    for line in said.splitlines():
+    for line in output.splitlines():
         cells = [cell.strip() for cell in line.split(", ")]
         uuid = value.uuid(cells[0])
         if len(cells) == len(APPS) and uuid:
@@ -294,5 +293,5 @@ def _apps(said: str) -> "Optional[Dict[str, Any]]":
 
 def _text(data: bytes) -> str:
     if len(data) > LIMIT:
-        raise Bad("it says more than %d MiB" % (LIMIT // 2**20))
+        raise Bad("its output is more than %d MiB" % (LIMIT // 2**20))
     return data.decode("utf-8", "replace")

@@ -1,8 +1,7 @@
-"""The NVML process's other self: where NVML cannot be loaded, it runs nvidia-smi and says what that says.
+"""Fallback of the NVML process: where NVML cannot be loaded, it runs nvidia-smi instead.
 
-It speaks to its parent as nvml/reader.py does, with ``nvidia-smi`` as the source. A run that takes too long is
-killed; one that cannot be killed (a call into the driver that does not return) is waited for, so that there is never
-a second one.
+It sends its parent the messages of nvml/reader.py, with source ``nvidia-smi``. A run that exceeds its deadline is
+killed. One that cannot be killed (a call into the driver does not return) is waited for, so that two never run at once.
 """
 
 import os
@@ -22,14 +21,14 @@ if MYPY:
     Send = Callable[[Tuple[Any, ...]], None]
 
 FOLDERS = ("/usr/bin", "/usr/local/bin", "/bin", "/opt/bin", "/usr/local/nvidia/bin", "/usr/lib/wsl/lib")
-RUN_S = 30.0  # of a run; many GPUs without the persistence daemon take 1 s each
-NVML_S = 600.0  # until NVML is tried again
-_BEAT_S = 1.0  # how often the parent sees that we wait, not hang
+RUN_S = 30.0  # deadline of a run; without the persistence daemon each GPU may take 1 s
+NVML_S = 600.0  # retry NVML after this long
+_BEAT_S = 1.0  # how often the progress mark changes, by which the parent sees a wait from a hang
 _CHUNK = 65536
 
 
 def find() -> "Optional[str]":
-    """Return where nvidia-smi is: on PATH, or where drivers, containers and clusters put it."""
+    """Return the path of nvidia-smi: on PATH, or where drivers, containers and clusters install it."""
     for folder in os.environ.get("PATH", "").split(os.pathsep) + list(FOLDERS):
         path = os.path.join(folder, "nvidia-smi")
         if folder.startswith("/") and os.access(path, os.X_OK) and os.path.isfile(path):
@@ -37,27 +36,27 @@ def find() -> "Optional[str]":
     return None
 
 
-def serve(fd_in: int, beat: "Callable[[], None]", send: "Send", nvml_words: str) -> None:
-    """Send what nvidia-smi says now and for every byte that arrives, until ``fd_in`` ends or nvidia-smi fails.
+def serve(fd_in: int, beat: "Callable[[], None]", send: "Send", nvml_error: str) -> None:
+    """Run nvidia-smi and send its readings, now and for every byte on ``fd_in``, until that ends or nvidia-smi fails.
 
-    ``nvml_words``: why NVML itself gives nothing; the answer where there is no nvidia-smi either.
+    ``nvml_error``: why NVML failed; sent as the error where there is no nvidia-smi either.
     """
     path = find()
     if path is None:
-        send(("init", nvml_words, None, None, 0, "nvml"))
+        send(("init", nvml_error, None, None, 0, "nvml"))
         return
-    asked = _Asked(path, beat)
+    nvidia_smi = _NvidiaSmi(path, beat)
     until = time.monotonic() + NVML_S
     send(("slow", "nvidia-smi"))
     while True:
         began = time.monotonic()
         try:
-            listing = asked.listing()
+            listing = nvidia_smi.listing()
         except smi.Bad as bad:
-            send(("init", "%s; nvidia-smi: %s" % (nvml_words, bad), None, None, 0, "nvidia-smi"))
-            asked.wait()
+            send(("init", "%s; nvidia-smi: %s" % (nvml_error, bad), None, None, 0, "nvidia-smi"))
+            nvidia_smi.wait()
             return
-        if asked.has_changed(listing):
+        if nvidia_smi.has_changed(listing):
             send(("init", None, listing.driver, listing.cuda, listing.count, "nvidia-smi"))
             send(("static", {gpu.index: _placed(gpu.facts) for gpu in listing.gpus}))
         values = {gpu.index: gpu.values for gpu in listing.gpus}
@@ -66,24 +65,24 @@ def serve(fd_in: int, beat: "Callable[[], None]", send: "Send", nvml_words: str)
         if not os.read(fd_in, 1):
             return
         if time.monotonic() > until:
-            send(("again",))  # an updated driver's library can only be loaded by a new process
+            send(("again",))  # only a new process can load the library of an updated driver
             os.read(fd_in, 1)
             return
 
 
-class _Asked:
-    """nvidia-smi, asked again and again."""
+class _NvidiaSmi:
+    """Runs nvidia-smi; keeps what is known of it between runs."""
 
     def __init__(self, path: str, beat: "Callable[[], None]") -> None:
         self.path = path
         self.beat = beat
-        self.fields = list(smi.FIELDS)  # those that this driver's nvidia-smi knows, as far as tried
-        self.known: "Dict[str, int]" = {}
-        self.told: "Tuple[Any, ...]" = ()
+        self.fields = list(smi.FIELDS)  # those that this driver's nvidia-smi is not known to lack
+        self.known: "Dict[str, int]" = {}  # UUID → index
+        self.sent: "Tuple[Any, ...]" = ()
         self.process: "Optional[subprocess.Popen[bytes]]" = None
 
     def listing(self) -> smi.Listing:
-        """Return what it says. Raises Bad."""
+        """Return the listing of one run. Raises Bad."""
         try:
             listing = smi_xml.read_xml(*self.run("-q", "-x"))
         except smi.Bad as bad:
@@ -97,20 +96,20 @@ class _Asked:
         return listing
 
     def csv(self) -> smi.Listing:
-        """Return what the queries say, without the fields that this driver lacks. Raises Bad."""
+        """Return the listing from CSV queries, without the fields that this driver lacks. Raises Bad."""
         while True:
-            rows, said = self.run("--query-gpu=" + ",".join(self.fields), "--format=csv,noheader,nounits")
-            unknown = smi.not_a_field((rows + said).decode("utf-8", "replace"))
+            rows, messages = self.run("--query-gpu=" + ",".join(self.fields), "--format=csv,noheader,nounits")
+            unknown = smi.not_a_field((rows + messages).decode("utf-8", "replace"))
             if unknown not in self.fields:
                 break
             self.fields.remove(unknown)
         apps, _ = self.run("--query-compute-apps=" + ",".join(smi.APPS), "--format=csv,noheader,nounits")
-        return smi.read_csv(said + b"\n" + rows, apps, tuple(self.fields))
+        return smi.read_csv(messages + b"\n" + rows, apps, tuple(self.fields))
 
     def has_changed(self, listing: smi.Listing) -> bool:
-        """Return whether the driver or any GPU's facts are others than the last time."""
-        told = (listing.driver, listing.count, {gpu.index: gpu.facts for gpu in listing.gpus})
-        changed, self.told = told != self.told, told
+        """Return whether the driver or any GPU's facts differ from the last listing."""
+        sent = (listing.driver, listing.count, {gpu.index: gpu.facts for gpu in listing.gpus})
+        changed, self.sent = sent != self.sent, sent
         return changed
 
     def run(self, *options: str) -> "Tuple[bytes, bytes]":
@@ -143,7 +142,7 @@ class _Asked:
                     waiting.remove(fd)
             if waiting and (time.monotonic() > until or size > 2 * smi.LIMIT):
                 process.kill()
-                raise _Ended("it has not ended for %.0f s" % RUN_S if size <= smi.LIMIT else "it does not stop talking")
+                raise _Ended("it did not end within %.0f s" % RUN_S if size <= smi.LIMIT else "its output does not end")
         process.stdout.close()
         process.stderr.close()
         process.wait()
@@ -151,19 +150,19 @@ class _Asked:
         return out, err
 
     def wait(self) -> None:
-        """Wait until nothing of it is left."""
+        """Wait for the end of a killed run."""
         while self.process is not None and self.process.poll() is None:
             self.beat()
             time.sleep(_BEAT_S)
 
 
 class _Ended(smi.Bad):
-    """It had to be killed: nothing else is asked of it."""
+    """The run was killed: no other query is tried."""
 
 
 def _end_with(parent: int) -> None:
-    """Ask the kernel for our end when ``parent`` ends; end now where it has ended already."""
-    import ctypes  # loaded already: the NVML process has tried NVML
+    """Have the kernel kill this process when ``parent`` ends; end now if it has ended already."""
+    import ctypes  # already loaded: the NVML process has tried NVML
 
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     if os.getppid() != parent:
@@ -171,6 +170,6 @@ def _end_with(parent: int) -> None:
 
 
 def _placed(facts: "Dict[str, Any]") -> "Dict[str, Any]":
-    """Return a GPU's facts with what the system knows of its slot."""
+    """Return a GPU's facts with the NUMA node and CPUs of its PCI slot."""
     numa, cpus = proc.pci_slot(terms.pci_key(facts.get("pci_bus_id", "")))
     return dict(facts, links={}, pci={}, numa_node=numa, cpus=cpus) if "error" not in facts else facts

@@ -1,8 +1,7 @@
-"""What nvidia-smi writes in one field → a value, or None; pure. No text makes these raise or guess in a GPU's favour.
+"""One field of nvidia-smi's output → a value, or None; pure. No text raises an error or makes a GPU look healthier.
 
-A field can hold a number with or without a unit, ``N/A``, ``[N/A]``, ``[Not Supported]``, ``ERR!``, ``[GPU is lost]``,
-``[Unknown Error]``, ``Requested functionality has been deprecated`` and, where a locale has its way, numbers with other
-marks.
+A field holds a number with or without a unit, ``N/A``, ``[N/A]``, ``[Not Supported]``, ``ERR!``, ``[GPU is lost]``,
+``[Unknown Error]`` or ``Requested functionality has been deprecated``. Some locales write other separators in numbers.
 """
 
 import re
@@ -15,8 +14,8 @@ if MYPY:
 
     Processes = List[Tuple[int, str, Optional[int]]]
 
-DIGITS = 15  # longer numbers are no measurement, and JSON readers stop at 19
-_MARKS = "'\u2019\u00a0\u202f "  # between thousands, beside . and ,
+DIGITS = 15  # longer numbers are not measurements, and JSON readers stop at 19
+_MARKS = "'\u2019\u00a0\u202f "  # thousands separators other than . and ,
 _NUMBER = re.compile(r"\s*(?P<number>[0-9](?:[0-9.,%s]*[0-9])?)\s*(?P<unit>[A-Za-z%%/]*)\s*" % _MARKS)
 _GROUPED = re.compile(r"[0-9]{1,3}(?P<mark>[.,%s])[0-9]{3}(?:(?P=mark)[0-9]{3})*" % _MARKS)
 _UNITS = {
@@ -52,28 +51,28 @@ _RECOVERIES = {
 
 
 def plain(text: "Optional[str]") -> str:
-    """Return a field without blanks around it and the brackets of ``[N/A]``."""
+    """Return a field without surrounding blanks and without the brackets of ``[N/A]``."""
     text = " ".join((text or "").split())
     return text[1:-1].strip() if text.startswith("[") and text.endswith("]") else text
 
 
 def withheld(text: "Optional[str]") -> bool:
-    """Return whether a field says that there is no such value, rather than that it could not be read."""
+    """Return whether a field is "not available" in any form, as opposed to a failure to read it."""
     return _WITHHELD.fullmatch(plain(text)) is not None
 
 
 def lost(text: str) -> bool:
-    """Return whether a field or a message says that its GPU is lost."""
+    """Return whether a field or message reports a lost GPU."""
     return _LOST.search(text) is not None
 
 
 def whole(text: "Optional[str]") -> "Optional[int]":
-    """Return a number without decimals and its unit dropped: ``12``, ``16x``, ``37 C``, ``1.024 MiB`` (1024)."""
+    """Return an integer, its unit dropped: ``12``, ``16x``, ``37 C``, ``1.024 MiB`` (1024)."""
     return _split(text)[0]
 
 
 def size(text: "Optional[str]") -> "Optional[int]":
-    """Return bytes of ``81559 MiB`` or, with nounits, ``81559``."""
+    """Return ``81559 MiB`` or, with nounits, ``81559`` in bytes."""
     number, unit = _split(text)
     factor = _UNITS.get(unit.lower())
     return None if number is None or factor is None else number * factor
@@ -88,7 +87,7 @@ def decimal(text: "Optional[str]") -> "Optional[float]":
     marks = [mark for mark in number if not mark.isdigit()]
     if marks:
         last = marks[-1]
-        if marks.count(last) > 1 or last in _MARKS:  # thousands throughout
+        if marks.count(last) > 1 or last in _MARKS:  # thousands separators only
             number = "".join(digit for digit in number if digit.isdigit())
         else:
             before, _, after = number.rpartition(last)
@@ -97,7 +96,7 @@ def decimal(text: "Optional[str]") -> "Optional[float]":
 
 
 def yes(text: "Optional[str]") -> "Optional[bool]":
-    """Return the answer of a field with Yes or No, Active or Not Active, Enabled or Disabled."""
+    """Return the value of a field with Yes or No, Active or Not Active, Enabled or Disabled; None for other text."""
     word = plain(text).lower()
     if word in ("yes", "active", "enabled"):
         return True
@@ -105,7 +104,7 @@ def yes(text: "Optional[str]") -> "Optional[bool]":
 
 
 def unless_no(text: "Optional[str]") -> "Optional[bool]":
-    """Return the answer of a field where anything but a clear No must be taken for Yes; None where there is none."""
+    """Return the value of a field where every text but No and "not available" (None) means Yes."""
     return None if withheld(text) else yes(text) is not False
 
 
@@ -126,7 +125,7 @@ def bitmask(text: "Optional[str]") -> "Optional[int]":
 
 
 def recovery(text: "Optional[str]") -> "Optional[str]":
-    """Return the words for a recovery action; those that are not known here as they are."""
+    """Return the name of a recovery action; an unknown one as reported."""
     word = plain(text).lower()
     if word in _RECOVERIES:
         return terms.recovery(_RECOVERIES[word])
@@ -134,7 +133,7 @@ def recovery(text: "Optional[str]") -> "Optional[str]":
 
 
 def pci_address(text: "Optional[str]") -> str:
-    """Return a PCI address as NVML writes it, ``00000000:1B:00.0``; "" for what is none."""
+    """Return a PCI address as NVML writes it, ``00000000:1B:00.0``; "" for any other text."""
     found = re.fullmatch(r"(?:([0-9a-fA-F]{1,8}):)?([0-9a-fA-F]{1,2}):([0-9a-fA-F]{1,2})\.([0-9a-fA-F])", plain(text))
     if found is None:
         return ""
@@ -147,15 +146,15 @@ def pci_address(text: "Optional[str]") -> str:
 
 
 def uuid(text: "Optional[str]") -> str:
-    """Return a GPU's UUID, "" for what is none. A Jetson's has no ``GPU-`` before it."""
+    """Return a GPU's UUID, "" for any other text. A Jetson's has no prefix ``GPU-``."""
     word = plain(text)
     return word if re.fullmatch(r"(?:GPU-)?[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", word) else ""
 
 
 def processes(entries: "List[Tuple[str, str, str]]") -> "Optional[Processes]":
-    """Return processes as NVML's pass does, of ``(pid, type, memory)`` as text; None where one cannot be read.
+    """Parse ``(pid, type, memory)`` texts into the form of NVML's pass; None where one cannot be parsed.
 
-    Types are ``C``, ``G``, ``C+G``, and ``M+C`` for clients of MPS. A pid that is listed twice is one process.
+    Types are ``C``, ``G``, ``C+G``, and ``M+C`` for clients of MPS. A pid listed twice is one process.
     """
     found: "Dict[int, Tuple[int, str, Optional[int]]]" = {}
     for pid_text, kind_text, memory_text in entries:
@@ -172,7 +171,7 @@ def processes(entries: "List[Tuple[str, str, str]]") -> "Optional[Processes]":
 
 
 def _split(text: "Optional[str]") -> "Tuple[Optional[int], str]":
-    """Return (number without decimals, unit); None for anything else, so that 12.34 is never taken for 12."""
+    """Return (integer, unit); None for other text and for fractions, so that 12.34 never becomes 12."""
     found = _NUMBER.fullmatch(plain(text))
     if found is None:
         return None, ""

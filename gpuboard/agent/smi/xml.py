@@ -1,8 +1,8 @@
 """``nvidia-smi -q -x`` → a listing of GPUs (smi/parse.py); pure. Tags: ``nvidia-smi --dtd``, versions 6 to 13.
 
-What it writes is not always XML: names of processes are not escaped, and some drivers close an element of the
-supported clocks twice. Both are cut out before it is parsed. What a name could forge then shows as a GPU, an element or
-a UUID too many, and such a listing is refused as a whole.
+The output is not always well-formed: names of processes are not escaped, and some drivers close an element of the
+supported clocks twice. Both are cut out before parsing. A forged name then leaves an extra GPU, element or UUID, and
+such a listing is rejected as a whole.
 """
 
 import re
@@ -29,33 +29,33 @@ class _Element:
     def __init__(self, tag: str, attributes: "Dict[str, str]") -> None:
         self.tag = tag
         self.attributes = attributes
-        self.words: "List[str]" = []
+        self.words: "List[str]" = []  # its text, in pieces
         self.children: "List[_Element]" = []
 
     def all(self, tag: str) -> "List[_Element]":
         return [child for child in self.children if child.tag == tag]
 
     def find(self, path: str) -> "Optional[_Element]":
-        """Return what stands at ``a/b/c``. Raises Bad where that is more than one."""
+        """Return the element at ``a/b/c``, None if absent. Raises Bad if there are several."""
         here = self
         for tag in path.split("/"):
             found = here.all(tag)
             if len(found) > 1:
-                raise smi.Bad("its XML has <%s> twice where one is due" % tag)
+                raise smi.Bad("its XML has more than one <%s> where one is expected" % tag)
             if not found:
                 return None
             here = found[0]
         return here
 
     def texts(self) -> "Iterator[str]":
-        """Yield the words of every element within."""
+        """Yield the text of this element and of all below."""
         yield " ".join("".join(self.words).split())
         for child in self.children:
             for words in child.texts():
                 yield words
 
     def text(self, *paths: str) -> str:
-        """Return the words at the first of ``paths`` that there is; "" when there is none."""
+        """Return the text at the first of ``paths`` that exists, else ""."""
         for path in paths:
             element = self.find(path)
             if element is not None:
@@ -64,16 +64,16 @@ class _Element:
 
 
 def read_xml(data: bytes, messages: bytes = b"") -> smi.Listing:
-    """Return what nvidia-smi said; ``messages``: its standard error. Raises Bad when that is no whole listing."""
+    """Parse nvidia-smi's standard output; ``messages``: its standard error. Raises Bad for an incomplete listing."""
     if len(data) > smi.LIMIT:
-        raise smi.Bad("it says more than %d MiB" % (smi.LIMIT // 2**20))
+        raise smi.Bad("its output is more than %d MiB" % (smi.LIMIT // 2**20))
     raw = data.decode("utf-8", "replace")
     start, end = raw.find(_START), raw.rfind(_END)
     if start < 0 or end < start:
-        said = messages.decode("utf-8", "replace") + "\n" + raw
-        empty = smi.nothing(said)
+        output = messages.decode("utf-8", "replace") + "\n" + raw
+        empty = smi.no_gpus(output)
         if empty is None:
-            raise smi.Bad(smi.complaint(said))
+            raise smi.Bad(smi.complaint(output))
         return empty
     around = "\n".join([messages.decode("utf-8", "replace"), raw[:start], raw[end + len(_END) :]])
     raw = raw[start : end + len(_END)]
@@ -81,7 +81,7 @@ def read_xml(data: bytes, messages: bytes = b"") -> smi.Listing:
     for pattern in _CUT:
         text = pattern.sub(r"\1\2", text)
     if "&" in text or "<!" in text or "<?" in text:
-        raise smi.Bad("its XML has what nvidia-smi does not write")
+        raise smi.Bad("its XML has entities or declarations, which nvidia-smi never writes")
     root = _parse(text)
     listed = root.all("gpu")
     attached = value.whole(root.text("attached_gpus"))
@@ -92,21 +92,21 @@ def read_xml(data: bytes, messages: bytes = b"") -> smi.Listing:
         raise smi.Bad("its XML has a GPU's UUID twice")
     gpus = smi.with_failed([_gpu(element) for element in listed], around)
     return smi.Listing(
-        gpus, min(attached or 0, smi.GPUS_LIMIT), _said(root, "driver_version"), _said(root, "cuda_version")
+        gpus, min(attached or 0, smi.GPUS_LIMIT), _text(root, "driver_version"), _text(root, "cuda_version")
     )
 
 
-def _said(root: _Element, tag: str) -> "Optional[str]":
+def _text(root: _Element, tag: str) -> "Optional[str]":
     text = root.text(tag)
     return None if value.withheld(text) else text[:32]
 
 
 def _parse(text: str) -> _Element:
-    """Return the root. Raises Bad for what is not well-formed. No entity can be in it: it declares none."""
+    """Return the root element. Raises Bad for malformed XML; read_xml has rejected entities."""
     try:
-        from xml.parsers import expat  # late: only where nvidia-smi is asked; some builds of Python lack it
+        from xml.parsers import expat  # late: only where nvidia-smi is used; some builds of Python lack it
     except ImportError as error:
-        raise smi.Bad("this Python cannot read XML: %s" % error)
+        raise smi.Bad("this Python cannot parse XML: %s" % error)
     top = _Element("", {})
     stack = [top]
     left = [_ELEMENTS]
@@ -119,14 +119,14 @@ def _parse(text: str) -> _Element:
         stack[-1].children.append(element)
         stack.append(element)
 
-    def say(words: str) -> None:
+    def characters(words: str) -> None:
         stack[-1].words.append(words)
 
     parser = expat.ParserCreate("utf-8")
     parser.buffer_text = True
     parser.StartElementHandler = begin
     parser.EndElementHandler = lambda tag: stack.pop()
-    parser.CharacterDataHandler = say
+    parser.CharacterDataHandler = characters
     try:
         parser.Parse(text.encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
@@ -192,19 +192,19 @@ def _gpu(gpu: _Element) -> smi.Gpu:
 
 
 def _processes(gpu: _Element) -> "Tuple[Optional[value.Processes], str]":
-    """Return (processes, what stands in their place where there is no list of them)."""
+    """Return (processes, the text in place of the list where there is none)."""
     found = [element for element in (gpu.find(tag) for tag in _PROCESSES) if element is not None]
     if len(found) != 1:
         return None, ""
-    said = " ".join("".join(found[0].words).split())
-    if said:
-        return None, said
+    text = " ".join("".join(found[0].words).split())
+    if text:
+        return None, text
     if [child for child in found[0].children if child.tag != "process_info"]:
         return None, ""
     entries = [(one.text("pid"), one.text("type") or "C", one.text("used_memory")) for one in found[0].children]
     listed = value.processes(entries)
     if listed == [] and found[0].tag != _PROCESSES[0] and value.size(gpu.text("fb_memory_usage/used")) != 0:
-        return None, ""  # perhaps a graphics process has that memory
+        return None, ""  # a graphics process may use that memory
     return listed, ""
 
 
@@ -212,16 +212,16 @@ def _throttle(gpu: _Element) -> "List[str]":
     found = []
     for word in ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal", "sw_power_cap"):
         tail = word + "_slowdown" if word in ("hw_thermal", "hw_power_brake", "sw_thermal") else word
-        said = gpu.text(
+        active = gpu.text(
             "clocks_event_reasons/clocks_event_reason_" + tail, "clocks_throttle_reasons/clocks_throttle_reason_" + tail
         )
-        if value.yes(said):
+        if value.yes(active):
             found.append(word)
     return found
 
 
 def _uncorrected(gpu: _Element) -> "Optional[int]":
-    """Return the volatile uncorrected errors, summed over where they were counted; before Ampere a total is given."""
+    """Return the volatile uncorrected errors: the total (before Ampere), else the sum of all counters."""
     counted = gpu.find("ecc_errors/volatile")
     if counted is None:
         return None
@@ -234,9 +234,9 @@ def _uncorrected(gpu: _Element) -> "Optional[int]":
 
 
 def _recovery(gpu: _Element) -> "Optional[str]":
-    said = value.recovery(gpu.text("gpu_recovery_action"))
-    if said is not None:
-        return said
+    reported = value.recovery(gpu.text("gpu_recovery_action"))
+    if reported is not None:
+        return reported
     for tag, action in (("drain_and_reset_recommended", "drain and reset"), ("reset_required", "reset")):
         if value.unless_no(gpu.text("gpu_reset_status/" + tag)):
             return value.recovery(action)
