@@ -1,4 +1,4 @@
-"""How the agent is imported on a node: from memory, out of the bundle that came over the connection.
+"""Imports the agent on a node from memory, out of the bundle that came over the connection.
 
 The loader's command line (gpuboard.transport.bundle) executes this file first and calls :func:`run`. On the client's
 own machine the agent is imported from its files; :func:`module_source` works in both cases.
@@ -23,15 +23,15 @@ class Finder:
         self._sources = sources
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "Optional[ModuleSpec]":
-        """Return the spec of a module that travelled, None for any other."""
+        """Return the spec of a module in the bundle, None for any other."""
         if name not in self._sources:
             return None
         spec = ModuleSpec(name, self, origin=self._file(name), is_package=self.is_package(name))  # type: ignore[arg-type]
-        spec.has_location = True  # sets __file__, by which traceback finds the source through get_source
+        spec.has_location = True  # sets __file__, so that traceback finds the source by get_source
         return spec
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to the import system to make the module."""
+        """Let the import system create the module."""
 
     def exec_module(self, module: "ModuleType") -> None:
         """Run a module's source."""
@@ -41,14 +41,14 @@ class Finder:
             _trim(sys.modules["ctypes"])
 
     def get_source(self, name: str) -> str:
-        """Return a module's source text. Raises ImportError for one that did not travel."""
+        """Return a module's source text. Raises ImportError if it is not in the bundle."""
         try:
             return self._sources[name]
         except KeyError:
             raise ImportError("%s is not in the bundle" % name, name=name)
 
     def is_package(self, name: str) -> bool:
-        """Return whether other modules that travelled lie in ``name``."""
+        """Return whether ``name`` contains other modules of the bundle."""
         return any(other.startswith(name + ".") for other in self._sources)
 
     def _file(self, name: str) -> str:
@@ -67,7 +67,7 @@ def module_source(name: str) -> str:
 
 
 def _trim(ctypes: "ModuleType") -> None:
-    """Give back to the system what the compiler took and freed: 10 of 20 MB for pynvml under Python 3.11."""
+    """Return the memory that the compiler freed to the system: 10 of 20 MB for pynvml under Python 3.11."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError):
@@ -77,6 +77,6 @@ def _trim(ctypes: "ModuleType") -> None:
 def run(parts: "List[str]") -> None:
     """Make the modules in ``parts`` (name, source, name, source, …) importable and run the agent."""
     sys.meta_path.insert(0, Finder({parts[i]: parts[i + 1] for i in range(0, len(parts), 2)}))
-    from gpuboard.agent.main import main  # late: out of the bundle just installed
+    from gpuboard.agent.main import main  # late: imported from the bundle
 
     main()

@@ -1,4 +1,4 @@
-"""Where the agent starts: it takes over the connection, reads the start line and hands over to the role asked for."""
+"""The agent's entry point: take over the connection, read the start line, run the requested role."""
 
 import os
 
@@ -24,23 +24,23 @@ def main() -> None:
     except protocol.BadStream as error:
         channel.event("stderr", {"text": "gpuboard agent: %s\n" % error})
     except Exception:
-        import traceback  # late: only when something is wrong
+        import traceback  # late: only for errors
 
         channel.event("stderr", {"text": traceback.format_exc()})
     channel.drain(0.5)
-    os._exit(code)  # no exit handlers: a forked child, a library or a thread must not hold the node's process back
+    os._exit(code)  # no exit handlers: a forked child, a library or a thread must not delay the end
 
 
 def _run(channel: protocol.AgentChannel, role: str, config: "Dict[str, Any]") -> int:
     if role == "node":
-        from gpuboard.agent import node  # late: a supervisor needs no probe
+        from gpuboard.agent import node  # late: only this role needs it
 
         node.run(channel, config)
         return 0
     if role == "launch":
-        from gpuboard.agent.launch import guard  # late: a probe needs no supervisor
+        from gpuboard.agent.launch import guard  # late: only this role needs it
 
         guard.run(channel, config)
         return 0
-    channel.event("stderr", {"text": "gpuboard agent: no role %r; this agent knows %s\n" % (role, ", ".join(ROLES))})
+    channel.event("stderr", {"text": "gpuboard agent: no role %r; this agent has %s\n" % (role, ", ".join(ROLES))})
     return 2

@@ -1,7 +1,7 @@
 """Role ``node``: readings of this node's GPUs each tick, and the calls on claims and processes.
 
-One loop over the client, NVML's process and the clock. Nothing here waits for NVML: a claim is answered and a reading
-is sent whatever it does. Interface: docs/agent-protocol.md.
+One loop over the client, the NVML process and the clock. It never blocks on NVML: calls are answered and readings are
+sent even if NVML hangs. Interface: docs/agent-protocol.md.
 """
 
 import os
@@ -20,23 +20,23 @@ if MYPY:
     from gpuboard.agent.simulate.gpus import Simulated
     from gpuboard.agent.slurm_gpus import JobGpus
 
-FIRST_S = 3.5  # the first reading waits so long for NVML: longer than it takes to find out that one GPU hangs
-LATE_S = 1.0  # a later one goes out with what is there
-READ_S = 5.0  # a call of `read` is refused after so long
-OLD_S = 20.0  # a client that hears nothing for a minute believes that we are gone
-BACKLOG = 1024 * 1024  # bytes: while a client does not read, it gets no new readings
+FIRST_S = 3.5  # the first reading waits this long for NVML; one hanging GPU is detected in less
+LATE_S = 1.0  # the same for later readings; then the last values are sent
+READ_S = 5.0  # deadline of a call of `read`
+OLD_S = 20.0  # longest time without a reading; clients mark a node stale after a minute
+BACKLOG = 1024 * 1024  # bytes; while this much waits for the client, no new readings are sent
 
 
 def run(channel: protocol.AgentChannel, config: "Dict[str, Any]") -> None:
     """Serve until the connection ends. ``config`` as in docs/agent-protocol.md."""
     probe: "Union[probes.Probe, Simulated]"
     if config.get("simulate"):
-        from gpuboard.agent.simulate.gpus import Simulated  # late: the demo's alone
+        from gpuboard.agent.simulate.gpus import Simulated  # late: only for the demo
 
         probe = Simulated(config["simulate"], str(config.get("node")), channel.fd_in)
     else:
         probe = probes.Probe((channel.fd_in, channel.fd_out, channel.fd_noise))
-    first = probe.start()  # before anything else is imported: it takes longest
+    first = probe.start()  # before other imports: it takes longest
     node = _Node(channel, config, probe, first)
     try:
         node.loop()
@@ -46,16 +46,16 @@ def run(channel: protocol.AgentChannel, config: "Dict[str, Any]") -> None:
 
 class _Node:
     def __init__(self, channel: protocol.AgentChannel, config: "Dict[str, Any]", probe: "Any", first: int) -> None:
-        from gpuboard.agent import proc  # late: NVML's process is at work meanwhile
+        from gpuboard.agent import proc  # late: the NVML process is running meanwhile
         from gpuboard.agent.claims import store as claims
 
         self.channel = channel
         self.probe = probe
         self.name = str(config.get("node"))
         self.interval_s: "Optional[float]" = config.get("interval_s")
-        self.job: "Optional[JobGpus]" = None  # where only a job's GPUs are listed
+        self.job: "Optional[JobGpus]" = None  # set where only a job's GPUs are listed
         if config.get("job"):
-            from gpuboard.agent.slurm_gpus import JobGpus  # late: only inside a job
+            from gpuboard.agent.slurm_gpus import JobGpus  # late: only in a job
 
             self.job = JobGpus(os.environ)
         simulated = probe.source == "simulated"
@@ -68,13 +68,13 @@ class _Node:
         self.host = probe.host if simulated else proc.Host()
         self.seq = 0
         self.sent_version = 0
-        self.sent_done = 0  # the pass whose values went out last
+        self.sent_done = 0  # the pass whose values were sent last
         self.sent_at = time.monotonic()
         self.due: "Optional[float]" = None  # the next tick
-        self.wanted: "Optional[Tuple[int, float]]" = None  # pass a reading waits for, when it goes out anyway
-        self.reads: "List[Tuple[int, int, float]]" = []  # call id, pass, when to give up
+        self.wanted: "Optional[Tuple[int, float]]" = None  # (pass that a reading waits for, when it is sent anyway)
+        self.reads: "List[Tuple[int, int, float]]" = []  # (call id, pass, deadline)
         self.silence_s: "Optional[float]" = config.get("silence_s")
-        now = self.heard_at = time.monotonic()
+        now = self.received_at = time.monotonic()
         if config.get("now"):
             self.wanted = (first, now + FIRST_S)
         if self.interval_s:
@@ -82,18 +82,18 @@ class _Node:
 
     def loop(self) -> None:
         self.channel.send(hello(self.processes.user(os.getuid())))
-        for message in self.channel.read_available():  # calls that came in one piece with the start line
+        for message in self.channel.read_available():  # calls that arrived with the start line
             self._message(message)
-        self._send_what_is_ready(time.monotonic())  # simulated GPUs keep nobody waiting
+        self._send_what_is_ready(time.monotonic())  # simulated GPUs have no delay
         while not self.channel.closed:
             now = time.monotonic()
             times = [at for at in (self.probe.check(now), self.due) if at is not None]
             given_up = ([self.wanted[1]] if self.wanted else []) + [read[2] for read in self.reads]
             times += [at + self.probe.slow_s for at in given_up]
-            times += [self.heard_at + self.silence_s] if self.silence_s else []
+            times += [self.received_at + self.silence_s] if self.silence_s else []
             self._wait(max(0.0, min(times) - now) if times else None)
             now = time.monotonic()
-            if self.silence_s and now - self.heard_at >= self.silence_s:
+            if self.silence_s and now - self.received_at >= self.silence_s:
                 return
             if self.due is not None and now >= self.due:
                 self._tick(now)
@@ -105,7 +105,7 @@ class _Node:
         watched[channel.fd_out] = OUT if channel.pending else 0  # 0: only its end, when the client reads no more
         for fd, event in poll(watched, timeout_s).items():
             if fd == channel.fd_in:
-                self.heard_at = time.monotonic()
+                self.received_at = time.monotonic()
                 for message in channel.read_available():
                     self._message(message)
             elif fd == channel.fd_noise:
@@ -140,13 +140,13 @@ class _Node:
             except self.claims.Refuse as refused:
                 self.channel.refuse(call_id, refused.kind, refused.message, refused.detail)
         else:
-            self.channel.refuse(call_id, "unknown-op", "this agent knows no call %r" % op)
+            self.channel.refuse(call_id, "unknown-op", "this agent has no call %r" % op)
 
     def _signal(self, call_id: int, args: "Dict[str, Any]") -> None:
-        from gpuboard.agent import signals  # late: hardly ever needed
+        from gpuboard.agent import signals  # late: rarely needed
 
         try:
-            if self.probe.source == "simulated":  # its pids may be anybody's
+            if self.probe.source == "simulated":  # its pids may be those of real processes
                 raise signals.SignalRefused("not-found", "that process is simulated")
             self.channel.reply(call_id, signals.send(args, self.processes))
         except signals.SignalRefused as refused:
@@ -156,13 +156,15 @@ class _Node:
         pids: "Set[int]" = set()
         for reading in self.probe.readings(time.monotonic(), lambda pid, kind, memory: pid):
             for part in [reading] + list(reading.get("mig", ())):
-                if part["uuid"] in uuids and self.probe.source != "simulated":  # whose pids may be anybody's
+                if (
+                    part["uuid"] in uuids and self.probe.source != "simulated"
+                ):  # its pids may be those of real processes
                     pids.update(part.get("processes") or ())
         return pids
 
     def _tick(self, now: float) -> None:
         if self.interval_s:
-            missed = int((now - (self.due or now)) / self.interval_s)  # after a sleep of the machine: no burst
+            missed = int((now - (self.due or now)) / self.interval_s)  # after a suspend: no burst
             self.due = (self.due or now) + (missed + 1) * self.interval_s
         else:
             self.due = None
@@ -171,9 +173,9 @@ class _Node:
         if not self.probe.period_s or self.probe.error is not None:
             self.wanted = (self.probe.ask(), now + min(LATE_S, self.interval_s or LATE_S))
         elif not self.probe.resting(now):
-            self.probe.ask()  # its values go out when they come
+            self.probe.ask()  # its values are sent when complete
         elif now > self.sent_at + min(self.probe.period_s, OLD_S) + self.probe.slow_s:
-            self.wanted = (self.probe.done, now)  # the last ones again, with their age
+            self.wanted = (self.probe.done, now)  # resend the last values with their age
 
     def _send_what_is_ready(self, now: float) -> None:
         done, failed, slow_s = self.probe.done, self.probe.error is not None, self.probe.slow_s
@@ -189,14 +191,14 @@ class _Node:
             if done >= number:
                 self.channel.reply(call_id, {"seq": self.seq})
             else:
-                words = self.probe.error or "%s has not answered for %.0f s" % (self._asked(), READ_S + slow_s)
-                self.channel.refuse(call_id, "nvml", words)
+                message = self.probe.error or "%s has not answered for %.0f s" % (self._source(), READ_S + slow_s)
+                self.channel.refuse(call_id, "nvml", message)
         self.reads = [read for read in self.reads if read not in answered]
 
     def _reading(self, now: float) -> None:
-        statics, not_told = self.probe.statics(), None
+        statics, job_error = self.probe.statics(), None
         if self.job is not None:
-            statics, not_told = self.job.only(statics)
+            statics, job_error = self.job.only(statics)
         host, shared = self.host.reading(), terms.sharing(statics)
         statics = terms.lent(statics, shared, "memory_total", host["memory_total"])
         if self.probe.version != self.sent_version or self.seq == 0:
@@ -213,7 +215,7 @@ class _Node:
         self.seq += 1
         self.sent_done, self.sent_at = self.probe.done, now
         if self.seq == 1:
-            self.procfs.be_gentle()  # now: a person waits for the first reading
+            self.procfs.be_gentle()  # only now: a user waits for the first reading
         alive: "Set[int]" = set()
 
         def describe(pid: int, kind: str, memory: "Optional[int]") -> "Dict[str, Any]":
@@ -232,20 +234,20 @@ class _Node:
             "interval_s": max(self.interval_s, self.probe.period_s) if self.interval_s else 0.0,
             "gpus": terms.lent(gpus, shared, "memory_used", host["memory_used"]),
             "nvml_error": self.probe.error
-            or (not_told if self.probe.done else "%s has not answered yet" % self._asked()),
+            or (job_error if self.probe.done else "%s has not answered yet" % self._source()),
             "claims": claims,
             "claims_error": claims_error,
         }
         message.update(host)
         self.channel.send(message)
 
-    def _asked(self) -> str:
+    def _source(self) -> str:
         return "nvidia-smi" if self.probe.source == "nvidia-smi" else "NVML"
 
 
 def hello(user: str) -> "Dict[str, Any]":
     """Return the agent's first message."""
-    from gpuboard.agent import proc  # late: only when NVML's process is at work
+    from gpuboard.agent import proc  # late: after the NVML process was started
 
     return {
         "t": "hello",
@@ -261,8 +263,8 @@ def hello(user: str) -> "Dict[str, Any]":
 
 
 def job() -> "Optional[str]":
-    """Return the Slurm job that this agent is a process of: a step's, or one that sshd was adopted into."""
-    from gpuboard.agent import proc  # late: only when NVML's process is at work
+    """Return the Slurm job that this agent belongs to: a step's, or the one that adopted its sshd."""
+    from gpuboard.agent import proc  # late: after the NVML process was started
 
     try:
         return proc.parse_cgroup(proc.read("/proc/self/cgroup").decode("utf-8", "replace"))[0]
@@ -271,8 +273,8 @@ def job() -> "Optional[str]":
 
 
 def addresses() -> "List[str]":
-    """Return this host's own addresses, IPv4 first, loopback and link-local ones left out (from /proc/net)."""
-    from gpuboard.agent import proc  # late: only when NVML's process is at work
+    """Return this host's own addresses, IPv4 first, without loopback and link-local ones (from /proc/net)."""
+    from gpuboard.agent import proc  # late: after the NVML process was started
 
     found = [address for address in proc.ipv4_addresses() if not address.startswith("127.")]
     try:

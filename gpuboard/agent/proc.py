@@ -52,11 +52,11 @@ def read(path: str, limit: int = 65536) -> bytes:
 
 
 def be_gentle() -> None:
-    """Take the processors only when nobody else wants them, from now on."""
+    """Lower this process's priority: it runs when CPUs are idle."""
     try:
         os.nice(19)
     except OSError:
-        pass  # refused in some containers; we are light anyway
+        pass  # refused in some containers
 
 
 def boot_id() -> str:
@@ -139,9 +139,9 @@ def read_environ(pid: int, root: str = "/proc") -> "Optional[List[bytes]]":
 def parse_cgroup(text: str) -> "Tuple[Optional[str], Optional[str]]":
     """Return (Slurm job id, container id of 12 digits) named by /proc/PID/cgroup.
 
-    Below user.slice systemd lets each user name cgroups as he likes: no job of Slurm's is there.
+    Names below user.slice are ignored: users choose them there, and Slurm's jobs are elsewhere.
     """
-    import re  # json has loaded it by the time there is a process to look at
+    import re  # late: json has loaded it by the time a process is described
 
     job = re.search(r"^(?!.*/user\.slice/).*?/job_(\d+)(?:/|$)", text, re.MULTILINE)
     container = re.search(r"(?:^|[/:-])([0-9a-f]{64})(?:\.scope)?(?:/|$)", text, re.MULTILINE)
@@ -149,7 +149,7 @@ def parse_cgroup(text: str) -> "Tuple[Optional[str], Optional[str]]":
 
 
 def cpu_times(line: str) -> "Optional[Tuple[int, int]]":
-    """Return (idle, all) in clock ticks since boot, of the first line of /proc/stat; guests' are in user time."""
+    """Return (idle, all) clock ticks since boot from the first line of /proc/stat; user time includes guests'."""
     try:
         fields = [int(word) for word in line.split()[1:9]]
         return fields[3] + fields[4], sum(fields)
@@ -158,7 +158,7 @@ def cpu_times(line: str) -> "Optional[Tuple[int, int]]":
 
 
 def cpu_percent(before: "Optional[Tuple[int, int]]", now: "Optional[Tuple[int, int]]") -> "Optional[float]":
-    """Return the processors' share in use between two ``cpu_times``; a few ticks say nothing."""
+    """Return the CPUs' utilization between two ``cpu_times``; None for fewer than 5 ticks."""
     if now is None or before is None or now[1] - before[1] < 5:
         return None
     return round(100.0 * (1 - (now[0] - before[0]) / float(now[1] - before[1])), 1)
@@ -176,7 +176,7 @@ def memory(text: str) -> "Tuple[Optional[int], Optional[int]]":
 
 
 def first_person(login_defs: str) -> int:
-    """Return the lowest uid of a person, by /etc/login.defs (UID_MIN): those below are system accounts."""
+    """Return the lowest uid of a person by /etc/login.defs (UID_MIN); lower ones are system accounts."""
     for line in login_defs.splitlines():
         words = line.split()
         if len(words) == 2 and words[0] == "UID_MIN" and words[1].isdigit():
@@ -185,7 +185,7 @@ def first_person(login_defs: str) -> int:
 
 
 def delegated_to(uid: int, subuid: str) -> "Optional[str]":
-    """Return to whom /etc/subuid gives a uid, for his containers (subuid(5)); None: to nobody."""
+    """Return the user whose containers own a uid by /etc/subuid (subuid(5)); None if there is no such user."""
     for line in subuid.splitlines():
         name, _, span = line.partition(":")
         first, _, count = span.partition(":")
@@ -195,9 +195,9 @@ def delegated_to(uid: int, subuid: str) -> "Optional[str]":
 
 
 def pci_slot(address: "Tuple[int, ...]") -> "Tuple[Optional[int], Optional[str]]":
-    """Return (NUMA node, processors beside it as ``0-15,32-47``) of a PCI device (domain, bus, device), from sysfs.
+    """Return (NUMA node, its CPUs as ``0-15,32-47``) of a PCI device (domain, bus, device), from sysfs.
 
-    The processors are None where there is no such device; the node is where the system does not number them.
+    The CPUs are None if there is no such device; the node is None if the system does not number its nodes.
     """
     if len(address) != 3:
         return None, None
@@ -210,7 +210,7 @@ def pci_slot(address: "Tuple[int, ...]") -> "Tuple[Optional[int], Optional[str]]
 
 
 class Processes:
-    """Facts about processes; those that cannot change are read once a process."""
+    """Facts about processes; constant ones are read once per process."""
 
     def __init__(self, root: str = "/proc") -> None:
         self.root = root
@@ -222,8 +222,8 @@ class Processes:
     def describe(self, pid: int, kind: str, memory: "Optional[int]") -> "Dict[str, Any]":
         """Return the Process (gpuboard/model/gpu.py) of ``pid``.
 
-        Its owner is hidden (``user`` None) when /proc does not show it: it has just ended, or lives in another PID
-        namespace; and when it is root's in a container and carries no lease that can be read.
+        Its owner is hidden (``user`` None) when /proc does not show it (it has just ended, or is in another PID
+        namespace), and when it is root's in a container and has no readable lease.
         """
         process = {"pid": pid, "type": kind, "memory": memory}
         path = "%s/%d" % (self.root, pid)
@@ -246,7 +246,7 @@ class Processes:
         return process
 
     def forget(self, alive: "Any") -> None:
-        """Drop what is known of processes that are not in the set ``alive``."""
+        """Drop the facts of processes that are not in the set ``alive``."""
         for pid in [pid for pid in self._known if pid not in alive]:
             del self._known[pid]
 
@@ -280,7 +280,7 @@ class Processes:
         return uid < self._people
 
     def boot(self) -> float:
-        """Return when the host was started, epoch seconds."""
+        """Return the host's boot time, epoch seconds."""
         if self._boot is None:
             lines = _text(self.root + "/stat", 1024 * 1024).splitlines()
             found = [line for line in lines if line.startswith("btime ")]
@@ -288,7 +288,7 @@ class Processes:
         return self._boot
 
     def started(self, pid: int) -> "Optional[float]":
-        """Return when a process was started, epoch seconds as in its description; None when it has ended."""
+        """Return the start time of a process, epoch seconds as in its description; None when it has ended."""
         stat = read_process(pid, self.root)
         return None if stat is None else self.boot() + stat.start / _TICKS
 
@@ -315,14 +315,14 @@ class Processes:
 
 
 class Host:
-    """Load and memory of the host; the processors' share is measured from one reading to the next."""
+    """Load and memory of the host; CPU utilization is measured between readings."""
 
     def __init__(self, root: str = "/proc") -> None:
         self.root = root
         self._before = self._times()
 
     def reading(self) -> "Dict[str, Any]":
-        """Return ``cpu_percent, memory_used, memory_total, load1``; None for what cannot be told."""
+        """Return ``cpu_percent, memory_used, memory_total, load1``; None for what cannot be read."""
         used, total = memory(_text(self.root + "/meminfo", 512))
         return {
             "cpu_percent": self._percent(),

@@ -1,7 +1,7 @@
 """The agent's end of the connection: nonce frames out, JSON lines in, and nothing else on either.
 
 A frame is ``@``, the connection's nonce, one JSON object, a line end. The protocol is moved off fds 0 to 2 first, so
-that no print, no leftover child and no library can write into it.
+that no print, orphaned child or library can write into it.
 """
 
 import errno
@@ -19,34 +19,34 @@ _CHUNK = 65536
 
 
 class BadStream(Exception):
-    """The client's stream is out of step: a line is too long or no JSON object."""
+    """A line from the client is too long or not a JSON object."""
 
 
 class AgentChannel:
     """The connection of one agent.
 
-    A role's loop polls ``fd_in`` and ``fd_noise`` for reading and, while ``pending`` is not 0, ``fd_out`` for writing;
-    it calls ``read_available``, ``pass_noise`` and ``flush`` in turn and ends when ``closed`` is true.
+    A role polls ``fd_in`` and ``fd_noise`` for reading and, while ``pending`` is not 0, ``fd_out`` for writing. It then
+    calls ``read_available``, ``pass_noise`` or ``flush``, and ends when ``closed`` is true.
     """
 
     def __init__(self, fd_in: int, fd_out: int, fd_noise: int) -> None:
         self.fd_in = fd_in
         self.fd_out = fd_out
-        self.fd_noise = fd_noise  # what was written to fds 1 and 2
+        self.fd_noise = fd_noise  # the read end of fds 1 and 2
         self.nonce = ""
-        self.closed = False  # the client is gone: end-of-file, or nobody reads any more
-        self._deaf = False  # nobody reads; after an end-of-file somebody still may
+        self.closed = False  # the client is gone: end-of-file, or it has stopped reading
+        self._broken = False  # writes fail; after end-of-file on fd_in they may still succeed
         self._in = bytearray()
         self._out = bytearray()
-        self._noise_cut = 0  # bytes of noise that were not passed on
+        self._noise_cut = 0  # bytes of noise that were dropped
 
     @property
     def pending(self) -> int:
-        """Bytes that wait for the client to read: a producer that can wait should, above 1 MiB or so."""
+        """Bytes the client has not read yet; above about 1 MiB, producers should wait."""
         return len(self._out)
 
     def read_start(self) -> "Optional[Dict[str, Any]]":
-        """Wait for the start line and return it; None when the client went away. Sets ``nonce``."""
+        """Wait for the start line and return it; None when the client is gone. Sets ``nonce``."""
         while not self.closed:
             poll({self.fd_in: IN})
             self._fill()
@@ -54,12 +54,12 @@ class AgentChannel:
             if line is not None:
                 start = _decode(line)
                 self.nonce = str(start.get("nonce", ""))
-                self._out += b"\n"  # what a start-up file of the login shell has printed may have no line end
+                self._out += b"\n"  # output of the login shell's start-up files may lack a line end
                 return start
         return None
 
     def read_available(self) -> "List[Dict[str, Any]]":
-        """Return the objects that have arrived whole, without waiting. Raises BadStream."""
+        """Return the complete messages received so far, without waiting. Raises BadStream."""
         self._fill()
         found = []
         line = self._line()
@@ -68,16 +68,16 @@ class AgentChannel:
                 found.append(_decode(line))
             line = self._line()
         if len(self._in) > LINE_LIMIT:
-            raise BadStream("a line of the client is longer than %d bytes" % LINE_LIMIT)
+            raise BadStream("a line from the client is longer than %d bytes" % LINE_LIMIT)
         return found
 
     def send(self, message: "Dict[str, Any]") -> None:
-        """Queue one message and write what the client takes at once; never blocks."""
-        import json  # 10 ms: the NVML child is already at work when the first message is sent
+        """Queue one message and write as much as the client accepts; never blocks."""
+        import json  # 10 ms; when the first message is sent the NVML process is already running
 
-        if not self._deaf:
+        if not self._broken:
             text = json.dumps(message, separators=(",", ":"), ensure_ascii=False)
-            # Lone surrogates (a file name that is no UTF-8) become `?`: no JSON reader need take them.
+            # Lone surrogates (file names that are not UTF-8) become `?`: JSON readers may reject them.
             self._out += ("@" + self.nonce + text + "\n").encode("utf-8", "replace")
             self.flush()
 
@@ -94,23 +94,23 @@ class AgentChannel:
         self.send({"t": "reply", "id": call_id, "error": {"kind": kind, "message": message, "detail": detail}})
 
     def flush(self) -> None:
-        """Write what the client takes now; never blocks."""
-        while self._out and not self._deaf:
+        """Write as much as the client accepts; never blocks."""
+        while self._out and not self._broken:
             try:
                 count = os.write(self.fd_out, bytes(self._out[:_CHUNK]))
             except OSError as error:
                 if error.errno == errno.EAGAIN:
                     return
-                self.closed = self._deaf = True  # EPIPE, ECONNRESET
+                self.closed = self._broken = True  # EPIPE, ECONNRESET
                 return
             del self._out[:count]
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until everything queued is written or nobody reads any more, at most ``timeout_s``."""
+        """Wait until the queue is written or the client has stopped reading, at most ``timeout_s``."""
         import time
 
         until = time.monotonic() + timeout_s
-        while self._out and not self._deaf and time.monotonic() < until:
+        while self._out and not self._broken and time.monotonic() < until:
             poll({self.fd_out: OUT}, min(1.0, until - time.monotonic()))  # at most 1 s: ``until`` may be infinite
             self.flush()
 
@@ -122,10 +122,10 @@ class AgentChannel:
             if error.errno == errno.EAGAIN:
                 return
             raise
-        if self.pending > LINE_LIMIT:  # a client that does not read gets no more of it
+        if self.pending > LINE_LIMIT:  # the client is not reading: drop it
             self._noise_cut += len(data)
         elif data:
-            cut = "[%d bytes left out]\n" % self._noise_cut if self._noise_cut else ""
+            cut = "[%d bytes dropped]\n" % self._noise_cut if self._noise_cut else ""
             self._noise_cut = 0
             self.event("stderr", {"text": cut + data.decode("utf-8", "replace")})
 
@@ -136,7 +136,7 @@ class AgentChannel:
             except OSError as error:
                 if error.errno == errno.EAGAIN:
                     return
-                data = b""  # ECONNRESET and the like end the connection as end-of-file does
+                data = b""  # ECONNRESET and others end the connection like end-of-file
             if not data:
                 self.closed = True
                 return
@@ -156,7 +156,7 @@ class AgentChannel:
 def take_over() -> AgentChannel:
     """Move the protocol from fds 0 and 1 to private close-on-exec ones and return the channel.
 
-    Afterwards 0 is /dev/null, and 1 and 2 are a pipe that nobody but ``Channel.pass_noise`` reads.
+    Afterwards 0 is /dev/null, and 1 and 2 are a pipe that only ``AgentChannel.pass_noise`` reads.
     """
     fd_in = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 10)
     fd_out = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 10)
@@ -175,12 +175,12 @@ def take_over() -> AgentChannel:
 
 
 def _decode(line: bytes) -> "Dict[str, Any]":
-    import json  # late: see Channel.send
+    import json  # late: see AgentChannel.send
 
     try:
         message = json.loads(line.decode("utf-8"))
     except ValueError as error:
-        raise BadStream("a line of the client is no JSON: %s" % error)
+        raise BadStream("a line from the client is not JSON: %s" % error)
     if not isinstance(message, dict):
-        raise BadStream("a line of the client is no JSON object")
+        raise BadStream("a line from the client is not a JSON object")
     return message

@@ -1,11 +1,10 @@
-"""Which of a node's GPUs a Slurm job has there, by what Slurm tells the job's processes. Pure.
+"""Which of a node's GPUs belong to a Slurm job, by the variables that Slurm sets for its processes. Pure.
 
-SLURM_STEP_GPUS are Slurm's numbers of the GPUs that a step has on its node; a batch script has no step's variables but
-SLURM_JOB_GPUS, which is the same for the first node of the job and wrong on the others. The numbers are places in the
-list of devices of gres.conf (Slurm 22.05: `File=/dev/nvidia[2-5]` gives 0 to 3) or, with AutoDetect, in NVML's, never
-those of device files. CUDA takes them for its own indexes, and so does every program that Slurm starts: it sets
-CUDA_VISIBLE_DEVICES to them. Under device cgroups NVML shows the job's GPUs only, and CUDA_VISIBLE_DEVICES counts from
-0; scripts may also have set it to what they like.
+SLURM_STEP_GPUS lists Slurm's numbers of a step's GPUs on its node. A batch script has SLURM_JOB_GPUS instead, which is
+the same on the job's first node and wrong on the others. The numbers are positions in the device list of gres.conf
+(Slurm 22.05: `File=/dev/nvidia[2-5]` gives 0 to 3) or, with AutoDetect, of NVML; never those of device files. Slurm
+sets CUDA_VISIBLE_DEVICES to them, and CUDA reads them as its own indexes. Under device cgroups NVML shows the job's
+GPUs only, and CUDA_VISIBLE_DEVICES counts from 0. Scripts may have overwritten it.
 """
 
 MYPY = False
@@ -14,7 +13,7 @@ if MYPY:
 
 
 class JobGpus:
-    """The GPUs of the job that a process with the variables ``environ`` is in. Without any it has none."""
+    """The GPUs of the job that a process with the environment ``environ`` is in; none without Slurm's variables."""
 
     def __init__(self, environ: "Mapping[str, str]") -> None:
         first = environ.get("SLURM_NODEID", "") == "0"
@@ -22,15 +21,15 @@ class JobGpus:
         visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         self.count = len(text.split(",")) if text else 0
         self.indexes = _numbers(visible)
-        if len(self.indexes) != self.count:  # a script's own
+        if len(self.indexes) != self.count:  # set by a script
             self.indexes = _numbers(text.split(","))
         self.mig = {word for word in visible if word.startswith("MIG-")} if text else set()
         restarts = environ.get("SLURM_RESTART_COUNT") or "0"
-        # A job that was requeued is another one: what was reserved in it before is over.
+        # A requeued job counts as another one: its earlier claims have ended.
         self.tag = environ.get("SLURM_JOB_ID", "") + ("" if restarts == "0" else "." + restarts)
 
     def only(self, statics: "List[Dict[str, Any]]") -> "Tuple[List[Dict[str, Any]], Optional[str]]":
-        """Return those of the node's GpuStatic that are the job's, and why they cannot be told."""
+        """Return (GpuStatics of the job's GPUs, why they cannot be determined)."""
         if self.mig:
             return self._mig_devices(statics), None
         if not self.count or not statics:
@@ -40,11 +39,11 @@ class JobGpus:
         found = [gpu for gpu in statics if gpu["index"] in self.indexes]
         if len(found) == self.count:
             return found, None
-        words = "Slurm says that the job has %d GPUs here, and NVML shows %d, which do not fit"
-        return [], words % (self.count, len(statics))
+        message = "cannot match the job's GPUs: Slurm lists %d on this node, NVML shows %d"
+        return [], message % (self.count, len(statics))
 
     def readings(self, readings: "List[Dict[str, Any]]", statics: "List[Dict[str, Any]]") -> "List[Dict[str, Any]]":
-        """Return the GpuReadings of what ``only`` has returned."""
+        """Return the GpuReadings of the GPUs that ``only`` returned."""
         known = {gpu["uuid"]: {device["uuid"] for device in gpu.get("mig") or ()} for gpu in statics}
         found = []
         for reading in readings:
@@ -62,5 +61,5 @@ class JobGpus:
         return found
 
 
-def _numbers(words: "List[str]") -> "List[int]":
-    return [int(word) for word in words if word.isdigit()]
+def _numbers(texts: "List[str]") -> "List[int]":
+    return [int(text) for text in texts if text.isdigit()]

@@ -391,7 +391,7 @@ def test_gpus_that_cannot_be_seen_or_are_broken_are_given_back(slurm: SlurmClust
     gpu01.script([Gpu() for _ in range(3)])
     words = refused(slurm, "--n", "5", "--nodes", "gpu01", code=1)
     assert "cannot be seen" in words
-    assert "Slurm says that the job has 5 GPUs here, and NVML shows 3" in words
+    assert "Slurm lists 5 on this node, NVML shows 3" in words
     until(lambda: not slurm.jobs(), "no job is left")
 
 

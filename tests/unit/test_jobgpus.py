@@ -51,7 +51,7 @@ def test_device_files_of_other_numbers_change_nothing() -> None:
 def test_what_does_not_fit_is_told_and_nothing_is_listed() -> None:
     found, trouble = JobGpus({**STEP, "SLURM_STEP_GPUS": "6,7", "CUDA_VISIBLE_DEVICES": "6,7"}).only(gpus(7))
     assert found == []
-    assert trouble == "Slurm says that the job has 2 GPUs here, and NVML shows 7, which do not fit"
+    assert trouble == "cannot match the job's GPUs: Slurm lists 2 on this node, NVML shows 7"
 
 
 def test_a_gpu_that_cannot_be_read_stays_the_jobs() -> None:

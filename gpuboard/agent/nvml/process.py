@@ -1,4 +1,4 @@
-"""One NVML process as its parent sees it: started by fork, asked through a pipe, watched through shared memory."""
+"""One NVML process from its parent's side: started by fork, controlled by a pipe, watched through shared memory."""
 
 import errno
 import marshal
@@ -14,8 +14,8 @@ MYPY = False
 if MYPY:
     from typing import Any, List, Optional, Set, Tuple
 
-SIGKILL = 9  # the module signal costs 3 ms, before the fork that everybody waits for
-SPIN_S = 1.0  # processor time in one call after which it hangs rather than waits for its turn
+SIGKILL = 9  # the module signal costs 3 ms, before the fork that the first reading waits for
+SPIN_S = 1.0  # CPU time in one call after which a runnable process counts as hanging
 
 
 class NvmlProcess:
@@ -28,16 +28,16 @@ class NvmlProcess:
         self.mark = mark  # two shared bytes: the GPU being read, a counter of progress
         self.born = now
         self.busy = True
-        self.since = now  # when it was last seen to get on
+        self.since = now  # when its progress mark last changed
         self._seen = b""
-        self._cpu_s: "Optional[float]" = None  # when it was first found silent yet runnable
+        self._cpu_s: "Optional[float]" = None  # when it was first found runnable without progress
         self._data = bytearray()
 
-    def silent_s(self, now: float, limit_s: float) -> float:
-        """Return how long it has been in one call, in seconds; 0 below ``limit_s`` and where it only lacks a processor.
+    def stalled_s(self, now: float, limit_s: float) -> float:
+        """Return how long it has been in one call, in seconds; 0 below ``limit_s`` and while it only lacks a CPU.
 
-        On a node whose processors are all taken a gentle process can wait for seconds: it is runnable then and uses no
-        time, while a hung call sleeps or, spinning, uses much.
+        On a node with all CPUs busy a process of nice 19 can wait for seconds. It is then runnable and uses no CPU
+        time, while a hung call sleeps or spins.
         """
         seen = bytes(self.mark[:2])
         if seen != self._seen:
@@ -53,11 +53,11 @@ class NvmlProcess:
         return now - self.since
 
     def at(self) -> "Optional[int]":
-        """Return the GPU it is reading (or XIDS), None between them."""
+        """Return the GPU it is reading (or XIDS), None between GPUs."""
         return None if self.mark[0] == NO_GPU else self.mark[0]
 
     def receive(self) -> "Tuple[List[Any], bool]":
-        """Return (messages that have arrived whole, whether it has ended)."""
+        """Return (complete messages, whether the process has ended)."""
         ended = False
         while True:
             try:
@@ -84,7 +84,7 @@ class NvmlProcess:
         try:
             os.write(self.fd_out, b"r")
         except OSError:
-            pass  # it has ended: the end-of-file on fd_in says so next
+            pass  # it has ended; end-of-file on fd_in follows
 
     def close(self) -> None:
         os.close(self.fd_in)
@@ -92,9 +92,9 @@ class NvmlProcess:
 
 
 def spawn(now: float, close: "List[int]", skip: "Set[int]", only: "Optional[int]") -> NvmlProcess:
-    """Start an NVML process that leaves out the GPUs in ``skip`` or reads ``only`` one; it closes ``close`` first.
+    """Start an NVML process that skips the GPUs in ``skip`` or reads ``only`` one; it closes ``close`` first.
 
-    Raises OSError where no process can be started.
+    Raises OSError if no process can be started.
     """
     mark = mmap.mmap(-1, 2)
     mark[0] = NO_GPU
@@ -117,15 +117,15 @@ def spawn(now: float, close: "List[int]", skip: "Set[int]", only: "Optional[int]
 
 
 def _serve(parent: int, fds: "Tuple[int, int]", mark: "Any", skip: "Set[int]", only: "Optional[int]") -> None:
-    """Be the NVML process."""
+    """Run as the NVML process."""
     try:
-        import ctypes  # here alone, as nvml: the parent must never load NVML or its bindings
+        import ctypes  # only here, like nvml: the parent must never load NVML or its bindings
 
         ctypes.CDLL(None).prctl(1, SIGKILL)  # PR_SET_PDEATHSIG: end with the agent
         if os.getppid() != parent:
             os._exit(0)
         _stand_in_for_ctypes_util()
-        from gpuboard.agent.nvml import reader as nvml  # 30 ms; from its source, as it travels, 200
+        from gpuboard.agent.nvml import reader as nvml  # 30 ms; 200 ms when compiled from its source on a node
 
         nvml.serve(fds[0], fds[1], mark, skip, only)
         os._exit(0)

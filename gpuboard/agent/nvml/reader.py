@@ -1,15 +1,15 @@
-"""NVML through nvidia-ml-py, in a process of its own; the only importer of pynvml. Reads, never sets.
+"""NVML through nvidia-ml-py, in a separate process; the only importer of pynvml. Reads only, sets nothing.
 
-The parent (monitor.py) never loads NVML: a call can hang for minutes, and then this process is killed or left
-behind. It talks with its parent through two pipes: messages are marshal with a 4-byte length (both ends are the same
-Python), a byte from the parent asks for one pass. Before it touches GPU k it writes k into shared memory, so that the
-parent knows who hangs.
+The parent (monitor.py) never loads NVML: a call can hang for minutes, and then this process is killed or abandoned.
+Two pipes connect them: messages are marshal with a 4-byte length (both ends are the same Python), and a byte from the
+parent requests one pass. Before it touches GPU k it writes k into shared memory, so that the parent knows which GPU
+hangs.
 
 Messages: ``("init", error, driver, cuda, count, source)``, ``("static", {index: facts})``, ``("pass", {index: values},
 xids, took_s)``; facts and values have the keys of gpuboard/model/gpu.py, processes as ``(pid, type, memory)``. ``xids``
-are the errors told since the pass before, ``{index: [(code, at)]}``; a GPU whose driver does not tell of them is
-missing there. Where NVML cannot be started, gpuboard/agent/smi/process.py speaks in its place; it also has
-``("slow", source)``: a pass takes its time, and ``("again",)``: a new process should be tried.
+are the errors since the previous pass, ``{index: [(code, at)]}``; a GPU whose driver does not report them is missing.
+Where NVML cannot be started, gpuboard/agent/smi/process.py sends these messages; it adds ``("slow", source)``: passes
+are slow, and ``("again",)``: start a new process.
 """
 
 import ctypes
@@ -33,11 +33,11 @@ if MYPY:
 _AFFINITY_WORDS = 16  # 1024 CPUs
 _SCOPE_NODE = 0
 _GPU, _NPU = 0, 1  # NVLink remote device types; anything else that is active leads to a switch
-_LISTS = ("throttle", "mig")  # left out when empty; an empty list of processes says something
+_LISTS = ("throttle", "mig")  # omitted when empty; an empty list of processes is information
 _WITHHELD = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-# A GPU or MIG device without graphics has no such list; any other failure hides it
+# a GPU or MIG device without graphics has no list of graphics processes; other failures hide it
 _NONE_AT_ALL = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)
-_XIDS_A_PASS = 32  # a GPU in trouble may tell of very many
+_XIDS_A_PASS = 32  # a failing GPU may report very many
 _RECOVERY_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 
 
@@ -45,7 +45,7 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
     """Start NVML, send the facts and one pass, then a pass for every byte that arrives; end with ``fd_in``.
 
     ``mark`` is two shared bytes: the GPU being read (or XIDS) and a counter of progress. GPUs in ``skip`` are never
-    touched, with ``only`` no other one is; with XIDS in ``skip`` errors are not listened for.
+    touched; with ``only``, no other GPU is. With XIDS in ``skip`` it does not listen for errors.
     """
     try:
         reader = _Reader(mark)
@@ -55,8 +55,8 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
         def beat() -> None:
             mark[1] = (mark[1] + 1) % 256
 
-        words = terms.words(error.value, str(error))
-        smi_child.serve(fd_in, beat, lambda message: _send(fd_out, message), words)
+        nvml_error = terms.words(error.value, str(error))
+        smi_child.serve(fd_in, beat, lambda message: _send(fd_out, message), nvml_error)
         return
     _send(fd_out, ("init", None, reader.driver, reader.cuda, reader.count, "nvml"))
     wanted = [k for k in range(reader.count) if k not in skip and only in (None, k)]
@@ -69,16 +69,16 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
     xids: "Optional[_Xids]" = None
     while True:
         values = {k: reader.values(k) for k in wanted}
-        if reader.layout != layout:  # someone made or removed MIG devices: their facts change too
+        if reader.layout != layout:  # MIG devices were created or removed: their facts change too
             layout = dict(reader.layout)
             for k in reader.handles:
                 facts[k]["mig"] = reader.mig_facts(k)
             _send(fd_out, ("static", facts))
         mark[0] = XIDS
-        told = xids.new() if xids else {}
+        new_xids = xids.new() if xids else {}
         mark[0] = NO_GPU
-        _send(fd_out, ("pass", values, told, 0.0))
-        if first:  # what is done now nobody waits for
+        _send(fd_out, ("pass", values, new_xids, 0.0))
+        if first:  # the first reading is out: the rest is not urgent
             first = False
             proc.be_gentle()
             if only is None and XIDS not in skip:
@@ -89,7 +89,7 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
 
 
 class _Reader:
-    """NVML, started. Raises NVMLError when it cannot be."""
+    """NVML, started. Raises NVMLError if that fails."""
 
     def __init__(self, mark: "Any") -> None:
         self.mark = mark
@@ -98,7 +98,7 @@ class _Reader:
         self.uuids: "Dict[int, str]" = {}
         self.pci: "Dict[int, str]" = {}
         self.chosen: "Dict[str, Any]" = {}
-        self.shared: "Set[int]" = set()  # those that have no memory but the host's
+        self.shared: "Set[int]" = set()  # GPUs whose only memory is the host's
         self.layout: "Dict[int, Optional[List[str]]]" = {}  # the MIG devices of each GPU, None: MIG is off
         pynvml.nvmlInit()
         self.driver = terms.text(_ask(pynvml.nvmlSystemGetDriverVersion))
@@ -112,13 +112,13 @@ class _Reader:
         self.mark[1] = (self.mark[1] + 1) % 256
 
     def open(self, indexes: "List[int]") -> None:
-        """Get the handles, UUIDs and PCI addresses, which the facts of every other GPU refer to."""
+        """Get handles, UUIDs and PCI addresses, to which the facts of other GPUs refer."""
         for k in indexes:
             self.at(k)
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(k)
                 self.uuids[k] = terms.text(pynvml.nvmlDeviceGetUUID(handle)) or ""
-                pci = _need(pynvml.nvmlDeviceGetPciInfo, handle)  # a Jetson's is on no bus
+                pci = _need(pynvml.nvmlDeviceGetPciInfo, handle)  # None: a Jetson's GPU is on no bus
                 self.pci[k] = "" if pci is None else (terms.text(pci.busId) or "").upper()
                 self.handles[k] = handle
                 if terms.shares_memory(terms.text(_ask(pynvml.nvmlDeviceGetName, handle)) or ""):
@@ -127,7 +127,7 @@ class _Reader:
                 self.failed[k] = error
 
     def facts(self, k: int) -> "Dict[str, Any]":
-        """Return the GpuStatic of GPU ``k`` without connections, as far as known; a failure if it has no handle."""
+        """Return the GpuStatic of GPU ``k`` without connections, as far as known; its failure if it has no handle."""
         if k not in self.handles:
             return _failure(self.failed[k])
         self.at(k)
@@ -146,11 +146,11 @@ class _Reader:
             else:
                 facts["memory_total"], _, facts["memory_reserved"] = self._memory(handle)
         except pynvml.NVMLError:
-            return facts  # its readings will say what is wrong with it
+            return facts  # its readings carry the error
         return facts
 
     def connections(self, facts: "Dict[int, Dict[str, Any]]") -> None:
-        """Fill in ``links`` and ``pci``. Through a switch a pair has as many links as the one that has fewer."""
+        """Fill in ``links`` and ``pci``. Behind a switch a pair counts the links of the GPU with fewer."""
         good = [k for k in facts if "error" not in facts[k]]
         by_pci = {terms.pci_key(self.pci[k]): k for k in good if self.pci[k]}
         switched: "Dict[int, int]" = {}
@@ -186,18 +186,18 @@ class _Reader:
                 if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
                     continue
             except pynvml.NVMLError:
-                break  # real links end before the largest number, with INVALID_ARGUMENT or NOT_SUPPORTED
+                break  # after the last real link: INVALID_ARGUMENT or NOT_SUPPORTED
             kind = _ask(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
             remote = _ask(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
             peer = None if remote is None else by_pci.get(terms.pci_key(terms.text(remote.busId) or ""))
             if peer is not None:
                 direct[peer] = direct.get(peer, 0) + 1
-            elif kind not in (_GPU, _NPU):  # a switch, which some systems call FFFFFFFF:FF:FF.0 of unknown type
+            elif kind not in (_GPU, _NPU):  # a switch; on some systems FFFFFFFF:FF:FF.0 of unknown type
                 switched += 1
         return direct, switched
 
     def values(self, k: int) -> "Dict[str, Any]":
-        """Return the GpuReading of GPU ``k`` as far as it could be read; ``error`` where the GPU as a whole fails."""
+        """Return the GpuReading of GPU ``k`` as far as readable; ``error`` where the GPU as a whole fails."""
         if k not in self.handles:
             return _failure(self.failed[k])
         self.at(k)
@@ -207,7 +207,7 @@ class _Reader:
             values["memory_used"] = None if k in self.shared else self._memory(handle)[1]
             values["compute_mode"] = _need(pynvml.nvmlDeviceGetComputeMode, handle)
             if values["compute_mode"] is None and k in self.shared:
-                values["compute_mode"] = 0  # a Jetson has no modes
+                values["compute_mode"] = 0  # a Jetson has no compute modes
             values["processes"] = self._processes(handle)
             utilization = _sense(pynvml.nvmlDeviceGetUtilizationRates, handle)
             values["utilization"] = None if utilization is None else utilization.gpu
@@ -286,7 +286,7 @@ class _Reader:
     def _memory(self, handle: "Any") -> "Tuple[Optional[int], Optional[int], Optional[int]]":
         """Return total, used without reserved, and reserved bytes.
 
-        v1 counts reserved memory as used; it serves drivers without v2, and what is reserved stays unknown there.
+        v1, for drivers without v2, counts reserved memory as used and does not report it separately.
         """
         try:
             memory = self._first_or_raise(
@@ -300,7 +300,7 @@ class _Reader:
         return int(memory.total), int(memory.used), None if reserved is None else int(reserved)
 
     def _processes(self, handle: "Any") -> "Optional[Processes]":
-        """Return compute, MPS and graphics processes, each pid once; None where a list may not be read."""
+        """Return compute, MPS and graphics processes, each pid once; None where a list is not permitted."""
         found: "Dict[int, Tuple[int, str, Optional[int]]]" = {}
         for kind, calls in self.lists:
             try:
@@ -322,7 +322,7 @@ class _Reader:
         return list(found.values())
 
     def _first_or_raise(self, what: str, *calls: "Callable[[], Any]") -> "Any":
-        """Return the answer of the first call that this driver has; which one that is is remembered."""
+        """Return the result of the first call that this driver supports, and remember which one that is."""
         start = self.chosen.get(what, 0)
         for number in range(start, len(calls)):
             try:
@@ -337,7 +337,7 @@ class _Reader:
 
 
 class _Xids:
-    """The XID errors that NVML tells of from now on. To listen changes nothing on a GPU."""
+    """XID errors that NVML reports from now on. Listening changes nothing on a GPU."""
 
     def __init__(self, reader: _Reader) -> None:
         self.reader = reader
@@ -356,14 +356,14 @@ class _Xids:
             self.watched.append(k)
 
     def new(self) -> "Dict[int, List[Tuple[int, float]]]":
-        """Return the codes and times (epoch seconds) of what was told since the last call, by index, in its order."""
+        """Return codes and times (epoch seconds) of the errors since the last call, by index, oldest first."""
         found: "Dict[int, List[Tuple[int, float]]]" = {k: [] for k in self.watched}
         for _ in range(_XIDS_A_PASS if self.watched else 0):
             try:
                 event = pynvml.nvmlEventSetWait_v2(self.events, 0)
             except pynvml.NVMLError_Timeout:
                 break  # nothing more
-            except pynvml.NVMLError:  # without the function, or broken: what is not told is not known
+            except pynvml.NVMLError:  # not supported, or it fails: stop listening
                 self.watched = []
                 return {}
             at = _address(event.device)
@@ -374,15 +374,15 @@ class _Xids:
 
 
 def _address(handle: "Any") -> "Optional[int]":
-    """Return what is the same in every handle to one GPU: two of them compare unequal."""
+    """Return the address behind a handle: two handles to one GPU compare unequal."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def _process_calls(driver: str) -> "List[Tuple[str, List[Callable[[Any], Any]]]]":
-    """Return ``(kind, calls)`` of the process lists; a driver has one of the calls.
+    """Return ``(kind, calls)`` of the process lists; a driver supports one of the calls.
 
-    Drivers 535.43 to 535.86 answer _v3 with a longer record than any before or after (garbage pids, the second process
-    lost); their _v2 is sound.
+    Drivers 535.43 to 535.86 answer _v3 with a longer record than all others (garbage pids, the second process is
+    lost); their _v2 is correct.
     """
     parts = driver.split(".")
     release = tuple(int(part) for part in parts[:2]) if all(part.isdigit() for part in parts[:2]) else ()
@@ -398,7 +398,7 @@ def _process_calls(driver: str) -> "List[Tuple[str, List[Callable[[Any], Any]]]]
 
 
 def _need(call: "Callable[..., Any]", *args: "Any") -> "Any":
-    """Return the answer, None where this GPU or user has none. Raises NVMLError for any other failure."""
+    """Return the result, None where this GPU or user has none. Raises NVMLError for any other failure."""
     try:
         return call(*args)
     except pynvml.NVMLError as error:
@@ -408,7 +408,7 @@ def _need(call: "Callable[..., Any]", *args: "Any") -> "Any":
 
 
 def _ask(call: "Callable[..., Any]", *args: "Any") -> "Any":
-    """Return the answer, None for a failure of something the state does not need. Raises NVMLError when it is lost."""
+    """Return the result, None for a failure: the state does not need it. Raises NVMLError when the GPU is lost."""
     try:
         return call(*args)
     except pynvml.NVMLError as error:
@@ -416,7 +416,7 @@ def _ask(call: "Callable[..., Any]", *args: "Any") -> "Any":
 
 
 def _sense(call: "Callable[..., Any]", *args: "Any") -> "Any":
-    """Return the answer as ``_ask`` does. An Unknown Error is raised too: a GPU whose sensors give it is failing."""
+    """Like ``_ask``, but raise an Unknown Error too: a GPU whose sensors return it is failing."""
     try:
         return call(*args)
     except pynvml.NVMLError as error:
@@ -437,13 +437,13 @@ def _failure(error: "Any") -> "Dict[str, Any]":
 def _numa_node(handle: "Any", address: str) -> "Optional[int]":
     """Return the NUMA node of the GPU's PCI slot (not nvmlDeviceGetNumaNodeId: that is the GPU's own memory)."""
     node, cpus = proc.pci_slot(terms.pci_key(address))
-    if cpus is None:  # no sysfs of it: in some containers
+    if cpus is None:  # not in sysfs, in some containers
         return terms.lowest(_ask(pynvml.nvmlDeviceGetMemoryAffinity, handle, 1, _SCOPE_NODE))
     return node
 
 
 def _remap(handle: "Any") -> "Tuple[Optional[bool], Optional[bool]]":
-    """Return whether a row remap waits for a reset and whether one failed; before Ampere: page retirement."""
+    """Return (a row remap is pending until a reset, one has failed); before Ampere: pending page retirement."""
     rows = _ask(pynvml.nvmlDeviceGetRemappedRows, handle)
     if rows is not None:
         return bool(rows[2]), bool(rows[3])

@@ -1,4 +1,4 @@
-"""What NVML's numbers are called in readings (gpuboard/model/gpu.py); pure. The numbers are nvml.h's."""
+"""The names of NVML's numbers in readings (gpuboard/model/gpu.py); pure. The numbers are those of nvml.h."""
 
 import re
 
@@ -6,11 +6,11 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict, List, Optional, Set, Tuple
 
-# What a process of NVML marks as being read, where it is no GPU.
+# Values of an NVML process's mark that are not GPUs.
 NO_GPU = 255  # between GPUs
-XIDS = 254  # while errors of all GPUs are listened for
+XIDS = 254  # reading the errors of all GPUs
 
-# NVML_TOPOLOGY_* (INTERNAL 0 … SYSTEM 50) to the levels of NVIDIA's best-effort rule
+# NVML_TOPOLOGY_* (INTERNAL 0 … SYSTEM 50) → the levels of NVIDIA's best-effort rule
 LEVELS = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}
 
 _THROTTLE = (
@@ -43,20 +43,20 @@ _WORDS = {
 
 
 def pause_s(took_s: float) -> float:
-    """Return how far apart the starts of two runs of nvidia-smi are, when one takes ``took_s``.
+    """Return the seconds between the starts of two runs of nvidia-smi, when one takes ``took_s``.
 
-    One costs 30 to 1,000 ms of a processor, and holds locks of the driver meanwhile.
+    A run costs 30 to 1,000 ms of CPU time and holds locks of the driver.
     """
     return max(_PAUSE_S, _PAUSES * took_s)
 
 
 def words(code: int, default: str) -> str:
-    """Return what a return code means to a person."""
+    """Return the message for an NVML return code."""
     return _WORDS.get(code, default)
 
 
 def shares_memory(name: str) -> bool:
-    """Return whether a GPU of this name has no memory but the host's, of which NVML tells nothing."""
+    """Return whether a GPU of this name uses the host's memory, which NVML does not report."""
     return _UNIFIED.search(name) is not None
 
 
@@ -66,17 +66,17 @@ def sharing(statics: "List[Dict[str, Any]]") -> "Set[str]":
 
 
 def lent(found: "List[Dict[str, Any]]", shared: "Set[str]", name: str, size: "Optional[int]") -> "List[Dict[str, Any]]":
-    """Return GpuStatics or GpuReadings with a size of the host's memory as ``name`` of those that share it."""
+    """Return GpuStatics or GpuReadings where ``name`` of the GPUs that share the host's memory is ``size``."""
     return [dict(gpu, **{name: size}) if gpu["uuid"] in shared else gpu for gpu in found] if shared else found
 
 
 def throttle(reasons: int) -> "List[str]":
-    """Return the words of the throttle reasons that a GPU's owner should know of."""
+    """Return the names of the throttle reasons that matter to a GPU's user."""
     return [word for bit, word in _THROTTLE if reasons & bit]
 
 
 def recovery(action: int) -> str:
-    """Return the word for a recovery action; "none": nothing to do."""
+    """Return the name of a recovery action; "none": nothing to do."""
     return _RECOVERY.get(action, "action %d" % action)
 
 
@@ -86,12 +86,12 @@ def text(value: "Any") -> "Optional[str]":
 
 
 def watts(milliwatts: "Optional[int]") -> "Optional[float]":
-    """Return W of NVML's mW."""
+    """Return NVML's milliwatts as watts."""
     return None if milliwatts is None else milliwatts / 1000.0
 
 
 def pci_key(address: str) -> "Tuple[int, ...]":
-    """Return domain, bus and device as numbers: the same address is written with 4 or 8 digits of domain."""
+    """Return domain, bus and device as numbers, since the domain is written with 4 or 8 digits; () for other text."""
     try:
         return tuple(int(part, 16) for part in address.split(".", 1)[0].split(":"))
     except ValueError:
