@@ -8,9 +8,10 @@ killed (a call into the driver does not return) is not waited for, and no second
 """
 
 import os
+import signal
 import time
 
-from gpuboard.agent.nvml.process import SIGKILL, NvmlProcess, spawn
+from gpuboard.agent.nvml.process import NvmlProcess, spawn
 from gpuboard.agent.nvml.terms import XIDS, pause_s
 
 MYPY = False
@@ -80,7 +81,7 @@ class Probe:
         self._hangs_in_start: "Optional[int]" = None  # pid of a killed process
         self._facts: "Dict[int, Dict[str, Any]]" = {}
         self._values: "Dict[int, Tuple[Dict[str, Any], float]]" = {}
-        self._xids: "Dict[str, List[Dict[str, Any]]]" = {}  # by UUID, newest first; kept when the NVML process is replaced
+        self._xids: "Dict[str, List[Dict[str, Any]]]" = {}  # by UUID, newest first; outlives the NVML process
         self._skip_xids = False  # listening for them hung or crashed the driver
 
     def start(self) -> int:
@@ -337,7 +338,7 @@ class Probe:
 
     def _kill(self, child: NvmlProcess) -> int:
         child.close()
-        os.kill(child.pid, SIGKILL)  # not reaped yet, so the pid is still its own
+        os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
         self._killed.add(child.pid)
         self._reap()
         return child.pid

@@ -4,8 +4,8 @@ import errno
 import marshal
 import mmap
 import os
+import signal
 import struct
-import sys
 
 from gpuboard.agent import proc
 from gpuboard.agent.nvml.terms import NO_GPU
@@ -14,7 +14,7 @@ MYPY = False
 if MYPY:
     from typing import Any, List, Optional, Set, Tuple
 
-SIGKILL = 9  # the module signal costs 3 ms, before the fork that the first reading waits for
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SPIN_S = 1.0  # CPU time in one call after which a runnable process counts as hanging
 
 
@@ -121,10 +121,9 @@ def _serve(parent: int, fds: "Tuple[int, int]", mark: "Any", skip: "Set[int]", o
     try:
         import ctypes  # only here, like nvml: the parent must never load NVML or its bindings
 
-        ctypes.CDLL(None).prctl(1, SIGKILL)  # PR_SET_PDEATHSIG: end with the agent
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # end with the agent
         if os.getppid() != parent:
             os._exit(0)
-        _stand_in_for_ctypes_util()
         from gpuboard.agent.nvml import reader as nvml  # 30 ms; 200 ms when compiled from its source on a node
 
         nvml.serve(fds[0], fds[1], mark, skip, only)
@@ -135,18 +134,3 @@ def _serve(parent: int, fds: "Tuple[int, int]", mark: "Any", skip: "Set[int]", o
         import traceback  # late: only when something is wrong
 
         os.write(2, traceback.format_exc().encode("utf-8", "replace"))
-
-
-def _stand_in_for_ctypes_util() -> None:
-    """Spare pynvml an import of 10 ms (shutil, subprocess, tempfile) for a function that it does not call on Linux."""
-    name = "ctypes.util"
-    module = type(sys)(name)
-
-    def find_library(library: str) -> "Optional[str]":
-        del sys.modules[name]
-        from ctypes import util  # the real one, should it be called after all
-
-        return util.find_library(library)
-
-    module.find_library = find_library  # type: ignore[attr-defined]
-    sys.modules[name] = module
