@@ -264,7 +264,7 @@ def test_garbage_costs_a_look_each_and_its_owner_is_named(folder: str, monkeypat
     found, _ = reader.read()
     first, counted.calls = counted.calls, {}
     assert len(found) < 100
-    assert found[-1]["reason"] == f"{3000 - len(found) + 2} more files are no claims"
+    assert found[-1]["reason"] == f"{3000 - len(found) + 2} more files are not claims"
     assert found[-1]["uid"] == BOB
     assert first["open"] < 2 * 3001 + 20  # its pin, and the mount that is on
     Path(folder, "gpuboard.GPU-b.zzzz").touch()
@@ -360,11 +360,15 @@ def test_max_lease_of_the_node_holds_for_all_that_read_there(folder: str, site: 
     content = json.loads(file.read_text())
     old = {**content, "from": content["from"] - 6000, "up": content["up"] - 6000}
     file.write_text(json.dumps(old))
-    assert (read(folder)["zzzz GPU-a"].state, read(folder)["zzzz GPU-a"].reason) == ("lapsed", "its time is over")
+    claim = read(folder)["zzzz GPU-a"]
+    assert (claim.state, claim.reason) == (
+        "lapsed",
+        "its end time has passed",
+    )
     file.write_text(json.dumps({**old, "renewed": content["up"]}))
     assert read(folder)["zzzz GPU-a"].state == "live"
     file.write_text(json.dumps({**old, "renewed": content["up"] + 1e6}))
-    assert read(folder)["zzzz GPU-a"].reason.endswith("from the future")
+    assert read(folder)["zzzz GPU-a"].reason.endswith("dated in the future")
 
 
 def test_a_renewal_counts_from_its_own_time(folder: str, site: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_lapsed_claim_is_not_revived(folder: str) -> None:
     take(folder, "k3f9", "GPU-a", "GPU-b")
     age(folder, "gpuboard.GPU-a.k3f9", 95)
     claim = read(folder)["k3f9 GPU-a"]
-    assert (claim.state, claim.reason) == ("lapsed", "no sign of life for 95 s")
+    assert (claim.state, claim.reason) == ("lapsed", "no heartbeat for 95 s")
     assert ask("touch", folder, leases=["k3f9"]) == {"alive": [], "lapsed": ["k3f9"], "missing": []}
     assert os.listdir(folder) == []  # the other half too: never a part
 
@@ -103,7 +103,11 @@ def test_claims_end_with_their_time_and_with_their_boot(folder: str) -> None:
     age(folder, "gpuboard.GPU-a.aaaa", 80)
     assert read(folder)["aaaa GPU-a"].state == "live"
     age(folder, "gpuboard.GPU-a.aaaa", 30)
-    assert (read(folder)["aaaa GPU-a"].state, read(folder)["aaaa GPU-a"].reason) == ("lapsed", "its time is over")
+    claim = read(folder)["aaaa GPU-a"]
+    assert (claim.state, claim.reason) == (
+        "lapsed",
+        "its end time has passed",
+    )
     file = Path(folder, "gpuboard.GPU-b.bbbb")
     file.write_text(json.dumps({**json.loads(file.read_text()), "boot": "another"}))
     assert read(folder)["bbbb GPU-b"].reason == "from another boot of this node"
@@ -121,7 +125,7 @@ def test_what_no_claim_can_say_is_refused(folder: str) -> None:
     ):
         assert refused(lambda changes=changes: take(folder, "k3f9", "GPU-a", **changes)) == (  # type: ignore[misc]
             "invalid",
-            f"no claim can say this: {words}",
+            f"invalid claim: {words}",
         )
     assert refused(lambda: take(folder, "k3f9", "GPU-a", "../GPU-b"))[0] == "invalid"
     assert refused(lambda: take(folder, "../k3f9", "GPU-a"))[0] == "invalid"
@@ -191,9 +195,9 @@ def test_a_dispute_is_shown_with_both_names(folder: str) -> None:
     become(BOB, lambda: Path(folder, "gpuboard.GPU-a.zzzz").write_text(json.dumps(forged)) and None)
     found = read(folder)
     assert found["k3f9 GPU-a"].disputed_with == ["zzzz"]
-    assert found["k3f9 GPU-a"].reason == "zzzz of 20002 took this for lapsed"
+    assert found["k3f9 GPU-a"].reason == "zzzz of 20002 took this over as expired"
     assert found["zzzz GPU-a"].disputed_with == ["k3f9"]
-    assert found["zzzz GPU-a"].reason == "took k3f9 of 20001 for lapsed, which shows life"
+    assert found["zzzz GPU-a"].reason == "took over k3f9 of 20001 as expired, but it is live"
     assert become(BOB + 1, lambda: take(folder, "cccc", "GPU-a"))[0] == "conflict"
     assert become(ALICE, lambda: ask("touch", folder, leases=["k3f9"]))["alive"] == ["k3f9"]  # hers does not give way
 

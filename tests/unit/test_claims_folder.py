@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_hold_claims(tmp_path: Path) -> None:
             (missing, "No such file or directory"),
             (file, "Not a directory"),
             (plain, "it is not sticky"),
-            (narrow, "not everybody may write there"),
+            (narrow, "it is not writable by all users"),
             (shm, "logind empties /dev/shm"),
         ):
             kind, message = refused(lambda path=path: take(str(path), "k3f9", "GPU-a"))  # type: ignore[misc]

@@ -38,7 +38,7 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     "a sum that is infinite": ({"from": 10**308, "until": 10**308 + 60, "up": -1e308}, "from is not a number"),
     "for ever": ({"until": 1e18}, "it would last 999999999000000000 s"),
     "ends before it begins": ({"until": 0.0}, "it would last -1000000000 s"),
-    "from the future": ({"up": 1e12}, "from the future"),
+    "from the future": ({"up": 1e12}, "dated in the future"),
     "a holder that is none": ({"holder": {"pid": "1"}}, "holder is not a process"),
     "a purpose too long": ({"purpose": "x" * 513}, "purpose is not a text of at most 512 characters"),
     "nodes that are none": ({"nodes": "gpu01"}, "nodes is not a list of names"),

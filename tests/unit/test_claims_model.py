@@ -99,17 +99,17 @@ MUTANTS: dict[str, tuple[str | World, ...]] = {
     "a late keeper looks neither before nor after": (
         'alive = all(x.state == "live" for x in own)\n        for',
         "alive = True\n        for",
-        "return there and not (yield from _late(one))",
+        "return there and not (yield from _may_have_expired(one))",
         "return there",
         World((keeper("touch"), taker(1, *TAKE)), ticks=(100,)),
     ),
     "a late keeper does not look again": (
-        "return there and not (yield from _late(one))",
+        "return there and not (yield from _may_have_expired(one))",
         "return there",
         World((keeper("touch"), taker(1, *TAKE)), ticks=(100,)),
     ),
     "a late renewal does not look again": (
-        "alive = alive and not (yield from _late(one))",
+        "alive = alive and not (yield from _may_have_expired(one))",
         "alive = True",
         World((keeper("renew"), taker(1, *TAKE)), ticks=(100,)),
     ),

@@ -1,10 +1,10 @@
-"""The claim protocol's steps on a real folder, and which folders can hold claims at all.
+"""The steps of the claim protocol on a real folder, and the checks of that folder.
 
-Every step is one system call that matters to others, relative to one descriptor of the folder, follows no link and
-blocks on nothing: not on a FIFO, not on a lock that somebody keeps, not on a file system of a user.
+Every step has one system call that other processes can observe, relative to one descriptor of the folder. It follows no
+links and never blocks: not on a FIFO, not on a lock that stays held, not on a user's file system.
 
-What lies under a name is first pinned by an O_PATH descriptor, which asks neither the file nor its file system, and is
-looked at through that alone. Where another file system is mounted, even stat(2) may never return.
+A name is first opened with O_PATH, which accesses neither the file nor its file system, and is then used only through
+that descriptor. On a mounted file system even stat(2) may never return.
 """
 
 import errno
@@ -24,17 +24,16 @@ if MYPY:
 
 SITE_CONFIG = "/etc/gpuboard/config.toml"
 TEMPORARY = ".gpuboard-claim."
-STALE_S = 60.0  # an own temporary file older than this was left by a process that died
+STALE_S = 60.0  # an own temporary file older than this is from a process that has died
 _CLOCK_BOOTTIME = 7  # time.CLOCK_BOOTTIME came with Python 3.7; the kernel has had it since 2.6.39
 
-# What a file's owner can make of reading it: no permission, a lease of fcntl(2), a key that others lack (fscrypt).
+# Read errors that a file's owner can cause: no permission, a lease of fcntl(2), a key that others lack (fscrypt).
 _BY_OWNER = frozenset((errno.EACCES, errno.EPERM, errno.EAGAIN, errno.ENOKEY, errno.ETXTBSY))
-_READERS_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR))  # tell nothing about a file
-# Root's files, of which some are written all the time: the kernel stamps each such change with the wall clock's time.
+_READERS_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR))  # not caused by the file
+# Root's files, some of which are written constantly: the kernel stamps each change with the wall clock.
 _STAMPED = ("/run", "/var/log", "/dev/pts")
 
-# File systems that other machines share or whose links and times are not this kernel's: what a claim rests on is
-# not given there.
+# File systems that other machines share, or whose links and times do not come from this kernel. Claims need both.
 _SHARED = frozenset(
     (
         "nfs", "nfs3", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "9p", "afs", "auristorfs", "ceph", "lustre",
@@ -45,7 +44,7 @@ _SHARED = frozenset(
 
 
 def max_lease() -> float:
-    """Return how long a claim may last on this node: the site's ``max_lease``, where root alone can have written it."""
+    """Return the longest duration of a claim on this node: the site's ``max_lease``, if only root can have set it."""
     try:
         fd = os.open(SITE_CONFIG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -62,7 +61,7 @@ def max_lease() -> float:
 
 
 class UnreadableClaim(OSError):
-    """The system cannot read a file that may be a claim; ``entry`` is what is known of it."""
+    """The system cannot read a file that may be a claim; ``entry``: what is known of it."""
 
     def __init__(self, why: OSError, entry: "rules.Entry") -> None:
         OSError.__init__(self, why.errno, why.strerror)
@@ -72,8 +71,8 @@ class UnreadableClaim(OSError):
 class Files:
     """One opened folder of claims. Raises Refuse ``folder`` when it cannot hold claims.
 
-    ``good`` is ``identity`` of a folder whose file system was found good before: reading mountinfo of a node with
-    hundreds of containers each tick would cost more than all else.
+    ``good``: ``identity`` of a folder whose file system has passed the checks. On a node with hundreds of containers
+    reading mountinfo at each tick would cost more than all the rest.
     """
 
     def __init__(self, path: str, sim_prefix: "Optional[str]" = None, good: "Any" = None) -> None:
@@ -84,7 +83,7 @@ class Files:
         self._longest_s = max_lease()
 
     def close(self) -> None:
-        """Give the descriptor back; that also drops the lock."""
+        """Close the descriptor, which also drops the lock."""
         os.close(self.fd)
 
     def lock(self, wait_s: float) -> bool:
@@ -97,13 +96,13 @@ class Files:
                 return True
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
-                    return False  # a file system without flock: a courtesy less
+                    return False  # a file system without flock: go on without the lock
             if time.monotonic() >= end:
                 return False
             time.sleep(0.01)
 
     def unlock(self) -> None:
-        """Drop the lock if we have it."""
+        """Drop the lock if held."""
         if self._locked:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
             self._locked = False
@@ -123,23 +122,23 @@ class Files:
                 yield one.name, one.inode()
 
     def _entries(self) -> "Iterator[os.DirEntry[str]]":
-        """Go through the folder without holding all of its names."""
-        with os.scandir("/proc/self/fd/%d" % self.fd) as found:  # by fd it can since Python 3.7
+        """Iterate over the folder without holding all names in memory."""
+        with os.scandir("/proc/self/fd/%d" % self.fd) as found:  # scandir(fd) needs Python 3.7
             yield from found
 
     def list(self, wanted: "Callable[[str], bool]") -> "List[str]":
-        """Return the wanted ones of ``names``."""
+        """Return the wanted names, sorted."""
         return sorted(name for name, _ in self.names() if wanted(name))
 
     def read(self, name: str, uid: "Optional[int]" = None) -> "Optional[rules.Entry]":
-        """Return a claim's file as it is now, None when it is gone, or is not ``uid``'s."""
+        """Return a claim's file, None when it is gone or not ``uid``'s."""
         return self.look(name, uid=uid)[1]
 
     def look(self, name: str, known: "Any" = None, uid: "Optional[int]" = None) -> "Tuple[Any, Optional[rules.Entry]]":
         """Return (a key that changes with the file, the file); (None, None) when it is gone, or is not ``uid``'s.
 
-        It is not read, and None in its place, when its key is still ``known``. Raises Unreadable, or OSError for what
-        is wrong with this process.
+        If the key is still ``known``, the file is not read and is None. Raises UnreadableClaim, or OSError for problems
+        of this process.
         """
         try:
             fd = self._pin(name)
@@ -183,9 +182,7 @@ class Files:
             entry = _entry(name, found, None, "not readable: %s" % error.strerror)
             if error.errno in _BY_OWNER:
                 return entry
-            raise UnreadableClaim(
-                error, entry
-            )  # a failing disk must not make a claim look like garbage, which blocks nobody
+            raise UnreadableClaim(error, entry)  # a failing disk: the file may be a claim, so it is not garbage
 
     def _bytes(self, pinned: int) -> bytes:
         fd = os.open("/proc/self/fd/%d" % pinned, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -195,7 +192,7 @@ class Files:
             os.close(fd)
 
     def stat(self, name: str) -> "Optional[os.stat_result]":
-        """Return what lies under ``name`` itself, None when it is gone or another file system is mounted there."""
+        """Return the status of ``name``, None when it is gone or a file system is mounted on it."""
         fd = self._pin(name)
         if fd is None:
             return None
@@ -205,32 +202,32 @@ class Files:
             os.close(fd)
 
     def owner(self, name: str) -> "Optional[int]":
-        """Return the uid that owns a file, None when that cannot be known."""
+        """Return the uid of a file's owner, None if unknown."""
         found = self.stat(name)
         return found and found.st_uid
 
     def stamps(self) -> "List[float]":
-        """Return wall times at which the kernel has stamped files of this node, of root's for the most part."""
+        """Return wall times at which the kernel has stamped files of this node, most of them root's."""
         found = []
         for path in _STAMPED:
             try:
                 with os.scandir(path) as entries:
                     for one in entries:
-                        if not one.is_dir(follow_symlinks=False):  # where file systems are mounted, which may hang
+                        if not one.is_dir(follow_symlinks=False):  # mounted file systems may hang
                             found.append(one.stat(follow_symlinks=False).st_ctime)
             except OSError:
-                continue  # not there, or a file that has gone meanwhile
+                continue  # missing, or a file was removed meanwhile
         return found
 
     def create(self, data: bytes) -> str:
-        """Write a temporary file that everybody may read; return its name. Nobody else looks at such names."""
+        """Write a temporary file that all users can read; return its name, which other readers ignore."""
         name = "%s%d.%s" % (TEMPORARY, os.getpid(), os.urandom(6).hex())
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         try:
-            # No fsync: after a crash the claim is from another boot and lapsed anyway.
+            # No fsync: after a crash the claim is from another boot and has expired.
             if os.write(fd, data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fchmod(fd, 0o644)  # whatever the umask
+            os.fchmod(fd, 0o644)  # independent of the umask
         except OSError:
             self.unlink(name)
             raise
@@ -239,7 +236,7 @@ class Files:
         return name
 
     def link(self, temporary: str, name: str) -> bool:
-        """Publish a temporary file as ``name``; return False when there is such a file."""
+        """Publish a temporary file as ``name``; return False if it exists."""
         try:
             os.link(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
         except FileExistsError:
@@ -247,11 +244,11 @@ class Files:
         return True
 
     def rename(self, temporary: str, name: str) -> None:
-        """Replace ``name``, ours, by a temporary file in one step."""
+        """Replace ``name``, an own claim, atomically by a temporary file."""
         os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def unlink(self, name: str) -> bool:
-        """Remove a file; return False when it is gone already or not ours to remove."""
+        """Remove a file; return False when it is gone or may not be removed."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except OSError as error:
@@ -270,7 +267,7 @@ class Files:
         return True
 
     def sweep_temporaries(self) -> None:
-        """Remove temporary files that a dead process of ours left behind."""
+        """Remove temporary files of this user's processes that have died."""
         now = time.time()
         for one in self._entries():
             if one.name.startswith(TEMPORARY):
@@ -286,7 +283,7 @@ def _entry(name: str, found: "os.stat_result", data: "Optional[bytes]", trouble:
 
 
 def _mount_id(fd: int) -> "Optional[int]":
-    """Return the id of the mount that a descriptor is on, None on kernels before 3.15, which do not tell it."""
+    """Return the mount id of a descriptor, None on kernels before 3.15."""
     info = os.open("/proc/self/fdinfo/%d" % fd, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = re.search(b"mnt_id:\\s*([0-9]+)", os.read(info, 1024))
@@ -296,7 +293,7 @@ def _mount_id(fd: int) -> "Optional[int]":
 
 
 def _mounted(name: str, mount: "Optional[int]") -> "rules.Entry":
-    """Return what is known of a name that another file system is mounted on: who mounted it."""
+    """Return an entry for a name that a file system is mounted on; its owner is the user who mounted it."""
     with open("/proc/self/mountinfo", errors="replace") as file:
         line = next((line for line in file if line.startswith("%s " % mount)), "")
     user = re.search(r"\buser_id=([0-9]+)", line.partition(" - ")[2])  # FUSE's; only root mounts others
@@ -330,20 +327,20 @@ def _refuse(path: str, why: str) -> "Refuse":
 
 
 def _trouble(real: str, found: "os.stat_result") -> "Optional[str]":
-    """Return why a folder's place, owner or mode rules it out, None when they do not."""
+    """Return why a folder's path, owner or mode rules it out, None if it is suitable."""
     if real == "/dev/shm" or real.startswith("/dev/shm/"):
         return "logind empties /dev/shm when a user logs out"
     if found.st_uid != 0:
-        return "it belongs to uid %d, not to root, and its owner can remove every claim" % found.st_uid
+        return "it belongs to uid %d, not to root, so its owner can remove any claim" % found.st_uid
     if not found.st_mode & stat.S_ISVTX:
-        return "it is not sticky (chmod 1777), so that everybody can remove every claim"
+        return "it is not sticky (chmod 1777), so any user can remove any claim"
     if not found.st_mode & stat.S_IWOTH:
-        return "not everybody may write there (chmod 1777)"
+        return "it is not writable by all users (chmod 1777)"
     return None
 
 
 def mount_trouble(real: str, mountinfo: str, uid: int) -> "Optional[str]":
-    """Return why the file system under ``real`` rules it out, None when it does not.
+    """Return why the file system under ``real`` rules it out, None if it is suitable.
 
     ``mountinfo`` is /proc/self/mountinfo (proc(5)): id, parent, device, root, mount point, options, … - type, source.
     """
@@ -352,15 +349,15 @@ def mount_trouble(real: str, mountinfo: str, uid: int) -> "Optional[str]":
         return "it is on %s, which other machines share; claims need this node's own disk or a tmpfs" % kind
     parts = [part for part in root.split("/") if part]
     last = parts[-1] if parts else ""
-    # pam_namespace(8) and systemd's PrivateTmp mount a folder of their own over it.
-    named = not last.isdigit() and last == user_name(uid)  # only a folder mounted from another is asked about
-    if named or any("-inst" in part or part.startswith("systemd-private-") for part in parts):
+    # pam_namespace(8) and systemd's PrivateTmp mount a private folder over it. user_name is slow: only for bind mounts.
+    private = any("-inst" in part or part.startswith("systemd-private-") for part in parts)
+    if private or (last and not last.isdigit() and last == user_name(uid)):
         return "it is a private instance (%s): other users would not see the claims" % root
     return None
 
 
 def _mount_of(real: str, mountinfo: str) -> "Tuple[str, str]":
-    """Return (type, root) of the mount that ``real`` lies on: the longest mount point, the last of equals."""
+    """Return (type, root) of the mount of ``real``: the longest mount point, the last of equals."""
     best = ("", "", "")
     for line in mountinfo.splitlines():
         fields, _, rest = line.partition(" - ")

@@ -1,16 +1,16 @@
-"""How claims are taken, kept, renewed and dropped: the protocol, one primitive step at a time.
+"""The protocol that takes, touches, renews and releases claims, one primitive step at a time.
 
-Every function here is a generator. It yields a step, ``(name, *arguments)``, is sent what the step gave (or is thrown
-its OSError), and returns its result. The steps are the methods of claims_files.Files; :func:`drive` runs a protocol on
-real files, and the model checker in tests/unit runs the very same code on a folder in memory, with other processes in
-between any two steps.
+Every function here is a generator. It yields a step, ``(name, *arguments)``, receives the step's result (or its
+OSError), and returns its own result. The steps are the methods of files.Files. :func:`drive` runs a protocol on real
+files; the model checker in tests/unit runs the same code on a folder in memory, with other processes between any two
+steps.
 
-Why two takers never both stay: each publishes all its claims before it reads the folder again, so of two that want
-one GPU the one whose claim appears later reads the earlier one's, unless that is withdrawn. Whoever reads a
-contradiction withdraws everything. The lock only keeps them from meeting; nothing depends on it.
+Two takers never both succeed: each publishes all its claims before it reads the folder again. So of two that want one
+GPU, the one whose claim appears later reads the earlier one's, unless that was withdrawn. A taker that finds a conflict
+withdraws all its claims. The lock only makes such meetings rare; correctness does not depend on it.
 
-Why the lapse is safe: a reader takes the time before it looks at a file, so it never takes a claim for older than it
-is; an owner takes the time after he has touched it, and withdraws when others may have called it lapsed by then.
+Expiry is safe: a reader reads the clock before a file, so it never overestimates a claim's age. An owner reads the
+clock after touching its claim, and withdraws it if others may have seen it as expired by then.
 """
 
 from gpuboard.agent.claims import rules
@@ -23,14 +23,14 @@ if MYPY:
 
     Steps = Generator[Tuple[Any, ...], Any, Any]
 
-LOCK_WAIT_S = 2.0  # whoever keeps the lock longer is ignored
-HURRY_S = 30.0  # a taker held up for longer starts over: who is told of a lease has a minute to show its life
+LOCK_WAIT_S = 2.0  # a lock held longer is ignored
+HURRY_S = 30.0  # a taker delayed for longer starts over, so that a minute is left for the first heartbeat
 ATTEMPTS = 8
-OWNERS_ASKED = 16  # names that are looked at for whose a lease is that is not ours
+OWNERS_ASKED = 16  # names checked for the owner of another user's lease
 
 
 class Refuse(Exception):
-    """The node says no. ``kind`` is for programs (docs/agent-protocol.md), ``message`` for people."""
+    """The node refuses a call. ``kind`` is for programs (docs/agent-protocol.md), ``message`` for users."""
 
     def __init__(self, kind: str, message: str, detail: "Any" = None) -> None:
         Exception.__init__(self, message)
@@ -58,9 +58,9 @@ def drive(protocol: "Steps", files: "Any") -> "Any":
 def survey(
     wanted: "Callable[[str], bool]", boot_id: str, margin_s: float = 0.0, uid: "Optional[int]" = None
 ) -> "Steps":
-    """Read the claims whose names are ``wanted``, of ``uid`` alone if given; return (clock from before, judged claims).
+    """Read the claims whose names are ``wanted``, only ``uid``'s if given; return (clock from before, judged claims).
 
-    Left out is garbage, which blocks nobody, and what does not fit into a reading (rules.fair).
+    Omits garbage, which blocks no GPU, and claims that do not fit into a reading (rules.fair).
     """
     clock = yield ("clock",)
     names = yield ("list", wanted)
@@ -83,7 +83,7 @@ def take(
 ) -> "Steps":
     """Claim all of ``uuids`` or nothing; return the clock at which they were taken.
 
-    ``content`` is what all claims say but uuid, from, until, up, boot and took; ``jitter`` gives the seconds to wait
+    ``content``: the claims' common keys, all but uuid, from, until, up, boot and took; ``jitter``: the seconds to wait
     before attempt k. Raises Refuse: ``conflict`` (detail: the judged claims in the way), ``disk``, ``invalid``.
     """
     for uuid in uuids:
@@ -94,7 +94,7 @@ def take(
             yield ("sleep", jitter(attempt))
         locked = yield ("lock", patience)
         if not locked:
-            patience = 0.0  # once is enough: a lock that is kept delays an operation by 2 s, not each attempt
+            patience = 0.0  # wait once: a lock that stays held delays an operation by 2 s, not each attempt
         published: "List[str]" = []
         try:
             taken, in_the_way, over = yield from _attempt(content, uuids, published, for_s, boot_id)
@@ -103,7 +103,7 @@ def take(
         except OSError as error:
             yield from withdraw(published)
             yield ("unlock",)
-            raise Refuse("disk", "the claims could not be read or written: %s" % (error.strerror or error))
+            raise Refuse("disk", "cannot read or write the claims: %s" % (error.strerror or error))
         yield ("unlock",)
         if taken is not None:
             return taken
@@ -115,9 +115,9 @@ def take(
 def _attempt(
     content: "Dict[str, Any]", uuids: "List[str]", published: "List[str]", for_s: float, boot_id: str
 ) -> "Steps":
-    """Try once; return (clock or None, claims in the way, whether trying again is of no use).
+    """Try once; return (clock or None, conflicting claims, whether retrying is useless).
 
-    Adds to ``published`` what the caller has to withdraw when this gives no clock, or fails.
+    Adds to ``published`` what the caller must withdraw if the clock is None or this raises.
     """
     stems = {rules.file_name(uuid, "") for uuid in uuids}
     clock, before = yield from survey(lambda name: name[: name.rfind(".") + 1] in stems, boot_id)
@@ -134,7 +134,7 @@ def _attempt(
         claim["from"] = clock.wall
         name = rules.file_name(uuid, content["lease"])
         if not (yield from _publish(name, rules.encode(claim), published)):
-            # A file of this very name: somebody guessed the lease id, or the lease was taken here already.
+            # The name exists: another user guessed the lease id, or the lease was already taken here.
             entry = yield ("read", name, None)
             return None, [rules.judge(entry, clock, boot_id)] if entry is not None else [], True
     _, after = yield from survey(lambda name: name[: name.rfind(".") + 1] in stems, boot_id)
@@ -147,14 +147,14 @@ def _attempt(
 
 
 def _sound(content: "Dict[str, Any]") -> None:
-    """Refuse to write what every reader would call garbage."""
+    """Refuse to write a claim that readers would reject as garbage."""
     trouble = rules.wrong(content)
     if trouble:
-        raise Refuse("invalid", "no claim can say this: %s" % trouble)
+        raise Refuse("invalid", "invalid claim: %s" % trouble)
 
 
 def _publish(name: str, data: bytes, published: "List[str]") -> "Steps":
-    """Make ``name`` appear whole and note it; return False when there is such a file already."""
+    """Create ``name`` atomically and add it to ``published``; return False if it exists."""
     temporary = yield ("create", data)
     try:
         linked = yield ("link", temporary, name)
@@ -168,13 +168,13 @@ def _publish(name: str, data: bytes, published: "List[str]") -> "Steps":
 
 
 def withdraw(names: "List[str]") -> "Steps":
-    """Remove claims of ours; those that are gone already are no error."""
+    """Remove own claims; missing ones are no error."""
     for name in names:
         yield ("unlink", name)
 
 
 def _own(found: "List[Judged]", lease: str) -> "List[Judged]":
-    """Return what of our ``found`` is a well-formed claim for ``lease``."""
+    """Return the valid claims for ``lease`` among this user's ``found``."""
     return [x for x in found if x.content is not None and x.content["lease"] == lease]
 
 
@@ -183,9 +183,9 @@ def _names_of(lease: str) -> "Callable[[str], bool]":
 
 
 def touch(leases: "List[str]", uid: int, boot_id: str) -> "Steps":
-    """Show life of our claims of ``leases``; return {"alive": [], "lapsed": [], "missing": []}.
+    """Send a heartbeat to this user's claims of ``leases``; return {"alive": [], "lapsed": [], "missing": []}.
 
-    A lease of which a claim had lapsed is dropped from this node: nothing revives it, it must be taken anew.
+    If one claim of a lease has expired, all its claims here are removed: it cannot be revived, only taken again.
     """
     suffixes = {"." + lease for lease in leases}
     result: "Dict[str, List[str]]" = {"alive": [], "lapsed": [], "missing": []}
@@ -198,7 +198,7 @@ def touch(leases: "List[str]", uid: int, boot_id: str) -> "Steps":
             continue
         alive = all(x.state == "live" for x in own)
         for one in own if alive else ():
-            alive = alive and (yield from _show_life(one))
+            alive = alive and (yield from _heartbeat(one))
         if not alive:
             yield from withdraw([x.entry.name for x in own])
         result["alive" if alive else "lapsed"].append(lease)
@@ -206,22 +206,22 @@ def touch(leases: "List[str]", uid: int, boot_id: str) -> "Steps":
     return result
 
 
-def _show_life(one: "Judged") -> "Steps":
-    """Touch one live claim; return whether nobody can have taken it for lapsed before."""
+def _heartbeat(one: "Judged") -> "Steps":
+    """Touch one live claim; return False if others may have seen it as expired before."""
     clock = yield ("clock",)
     there = yield ("touch", one.entry.name, rules.stamp(one.content, clock.up))
-    return there and not (yield from _late(one))
+    return there and not (yield from _may_have_expired(one))
 
 
-def _late(one: "Judged") -> "Steps":
-    """Return whether the claim as ``one`` has it may have been called lapsed by somebody by now."""
+def _may_have_expired(one: "Judged") -> "Steps":
+    """Return whether others may have seen the claim, as read in ``one``, as expired by now."""
     clock = yield ("clock",)
     now = rules.judge(one.entry, clock, one.content["boot"], rules.MARGIN_S)
     return now.state != "live"
 
 
 def renew(lease: str, for_s: float, uid: int, boot_id: str) -> "Steps":
-    """Let our lease end ``for_s`` from now; return the clock.
+    """Set the end of this user's lease to ``for_s`` from now; return the clock.
 
     Raises Refuse: not-found, not-yours, lapsed, disk, invalid.
     """
@@ -238,15 +238,15 @@ def renew(lease: str, for_s: float, uid: int, boot_id: str) -> "Steps":
             _sound(_until(one, for_s, clock))  # all of them before any is replaced
         for one in own if alive else ():
             yield from _prolong(one, for_s, clock)
-            alive = alive and not (yield from _late(one))
+            alive = alive and not (yield from _may_have_expired(one))
     except OSError as error:
         yield ("unlock",)
-        raise Refuse("disk", "the claims could not be rewritten: %s" % (error.strerror or error))
+        raise Refuse("disk", "cannot rewrite the claims: %s" % (error.strerror or error))
     if not alive:
         yield from withdraw([x.entry.name for x in own])
     yield ("unlock",)
     if not alive:
-        raise Refuse("lapsed", "lease %s has lapsed; allocate anew" % lease)
+        raise Refuse("lapsed", "lease %s has expired; allocate again" % lease)
     return clock
 
 
@@ -255,7 +255,7 @@ def _until(one: "Judged", for_s: float, clock: "Clock") -> "Dict[str, Any]":
 
 
 def _prolong(one: "Judged", for_s: float, clock: "Clock") -> "Steps":
-    """Replace one claim by itself with a later end, in one step."""
+    """Replace one claim atomically by one with a later end."""
     temporary = yield ("create", rules.encode(_until(one, for_s, clock)))
     try:
         yield ("touch", temporary, rules.stamp(one.content, clock.up))
@@ -266,14 +266,17 @@ def _prolong(one: "Judged", for_s: float, clock: "Clock") -> "Steps":
 
 
 def release(lease: str, uid: int, boot_id: str) -> "Steps":
-    """Remove our claims of ``lease`` (root: anybody's); return their UUIDs. Raises Refuse: not-found, not-yours."""
+    """Remove this user's claims of ``lease`` (root: all users'); return their UUIDs.
+
+    Raises Refuse: not-found, not-yours.
+    """
     clock = yield ("clock",)
     names = yield ("list", _names_of(lease))
     own = []
     for name in names:
         entry = yield ("read", name, uid or None)
         if entry is not None:
-            own.append(rules.judge(entry, clock, boot_id))  # garbage too: what is ours we may clear away
+            own.append(rules.judge(entry, clock, boot_id))  # garbage too: own files may be removed
     if not own:
         raise (yield from _not_ours(lease))
     yield from withdraw([x.entry.name for x in own])
@@ -281,7 +284,7 @@ def release(lease: str, uid: int, boot_id: str) -> "Steps":
 
 
 def _not_ours(lease: str) -> "Steps":
-    """Return the refusal of a lease that we have no claim of."""
+    """Return the refusal for a lease of which this user has no claim."""
     names = yield ("list", _names_of(lease))
     for name in names[:OWNERS_ASKED]:
         owner = yield ("owner", name)
@@ -291,13 +294,13 @@ def _not_ours(lease: str) -> "Steps":
 
 
 def sweep(uid: int, boot_id: str) -> "Steps":
-    """Remove our own lapsed claims: in a sticky folder nobody else could."""
+    """Remove this user's expired claims; in a sticky folder other users cannot."""
     clock = yield ("clock",)
     names = yield ("list", lambda name: True)
     for name in names:
         try:
             entry = yield ("read", name, uid)
         except OSError:
-            continue  # whatever it is, it is in the way of its own GPU alone
+            continue  # it can only block the GPU of its own name
         if entry is not None and rules.judge(entry, clock, boot_id).state == "lapsed":
             yield ("unlink", name)

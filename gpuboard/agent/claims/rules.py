@@ -1,8 +1,8 @@
-"""What a claim file says and whether it counts: names, contents, life, disputes. Pure: no I/O, no clock.
+"""Claim files: names, contents, expiry (state ``lapsed``), conflicts. Pure: no I/O, no clock.
 
-A claim is judged by two clocks of its node. ``wall`` is the epoch clock that also stamps files; ``up`` is
-CLOCK_BOOTTIME, which nobody can set. Each claim carries both readings of its birth, so a wall clock that was set
-forward or back since then shows, and neither frees a claim that is kept nor prolongs one that is not.
+Two clocks of the node decide. ``wall`` is the epoch clock, which also stamps files; ``up`` is CLOCK_BOOTTIME, which
+cannot be set. Each claim stores both clocks at its creation, so later steps of the wall clock are detected: they
+neither free a claim that gets heartbeats nor prolong one that gets none.
 """
 
 import json
@@ -12,26 +12,26 @@ from collections import namedtuple
 from itertools import islice
 
 MYPY = False
-if MYPY:  # typing costs 8 ms of start-up on old interpreters and is only needed by the checker
+if MYPY:  # typing costs 8 ms of start-up on old interpreters; only the type checker needs it
     from typing import Any, Dict, Iterable, List, Optional, Tuple
 
     Decoded = Tuple[Optional[Dict[str, Any]], str]
     Bucket = Dict[int, List["Judged"]]
 
-LIFE_S = 90.0  # a claim without a sign of life for this long has lapsed for good
-MARGIN_S = 2.0  # owners call their claim lapsed this much earlier than anybody else: clocks of files are coarse
-FUTURE_S = 2.0  # what a stamp may lie ahead before it counts as set by hand
+LIFE_S = 90.0  # a claim without a heartbeat for this long has expired for good
+MARGIN_S = 2.0  # owners treat their claims as expired this much earlier: clocks of files are coarse
+FUTURE_S = 2.0  # tolerance for stamps in the future; beyond it they were set by hand
 LONGEST_S = 366 * 86400.0
-MAX_BYTES = 65536  # of a claim file; a larger one is not read
-CLAIMS_BYTES = 3 * 2**20  # of all claims of a node that travel: a reading, at most 4 MiB, always has room for them
-GARBAGE_BYTES = 65536  # of all garbage of a node that travels
-CONFLICT_BYTES = 65536  # of the claims that a refusal names
-OVERHEAD_BYTES = 900  # what a claim's JSON on the wire may have more than its file: owner, ages, conflicts
-USERS_NAMED = 16  # of those that have more files than are looked at
-RIVALS_NAMED = 16  # of the leases that a claim is in conflict with
+MAX_BYTES = 65536  # largest claim file that is read
+CLAIMS_BYTES = 3 * 2**20  # budget of all claims of a node in a reading, which has at most 4 MiB
+GARBAGE_BYTES = 65536  # budget of all garbage of a node in a reading
+CONFLICT_BYTES = 65536  # budget of the claims in a refusal
+OVERHEAD_BYTES = 900  # what a claim's JSON on the wire has beyond its file: owner, ages, conflicts
+USERS_NAMED = 16  # users named whose files exceed a budget
+RIVALS_NAMED = 16  # conflicting leases named per claim
 RIVAL_USERS_NAMED = 4
-TOOK_MOST = 16  # a claim names the latest; so many may lie there that all of them would make it unreadable
-NUMBER_MOST = 1e18  # of a time in a claim: JSON has larger ones, whose sums are infinite or no float at all
+TOOK_MOST = 16  # expired claims named by the claim that replaces them, the latest; more might exceed MAX_BYTES
+NUMBER_MOST = 1e18  # largest time in a claim: sums of larger JSON numbers overflow
 PREFIX = "gpuboard."
 SIMULATED = "SIM-"
 
@@ -54,11 +54,11 @@ class Clock(namedtuple("Clock", "wall up longest_s")):
         return super(Clock, cls).__new__(cls, wall, up, longest_s)
 
 
-# One file as it was found. data: its bytes, or None with the trouble in words. mtime and ctime: epoch seconds.
+# One file as found. data: its bytes, or None with the reason in ``trouble``. mtime and ctime: epoch seconds.
 Entry = namedtuple("Entry", "name uid ino mtime ctime data trouble")
 
-# One file as it is judged. state: live, lapsed or garbage; content: the checked JSON object, None for garbage;
-# age_s: since the last sign of life; left_s: until it ends.
+# One file after judge(). state: live, lapsed (expired) or garbage; content: the validated JSON object, None for
+# garbage; age_s: since the last heartbeat; left_s: until its end.
 Judged = namedtuple("Judged", "entry state reason content age_s left_s")
 
 
@@ -74,7 +74,7 @@ def split_name(name: str) -> "Optional[Tuple[str, str]]":
 
 
 def relevant(name: str, sim_prefix: "Optional[str]") -> bool:
-    """Return whether a folder's reader looks at ``name``: simulated GPUs and real ones never see each other."""
+    """Return whether a reader looks at ``name``: claims on simulated and on real GPUs never mix."""
     if not name.startswith(PREFIX):
         return False
     if sim_prefix is None:
@@ -90,7 +90,7 @@ def encode(content: "Dict[str, Any]") -> bytes:
 def max_lease(toml: str) -> float:
     """Return the seconds of ``max_lease`` in a site's configuration, LONGEST_S where it sets none.
 
-    A pattern, for Python has a TOML parser since 3.11 only: the key before the first table, its value one string.
+    By a pattern, since Python has no TOML parser before 3.11: the key before the first table, with a string value.
     """
     found = _MAX_LEASE.search(re.split(r"(?m)^[ \t]*\[", toml)[0])
     parts = re.findall(r"([0-9.]+)([smhdw])", found.group(1)) if found else []
@@ -98,11 +98,11 @@ def max_lease(toml: str) -> float:
 
 
 def no_claim(mode: int, size: int) -> str:
-    """Return why a file of this mode and size is no claim whatever it contains, "" when it may be one.
+    """Return why a file of this mode and size cannot be a claim, "" when it may be one.
 
-    A file that others may write has anybody's words under its owner's name (an ACL's mask shows in the group's bits).
-    The number of links decides nothing: a claim's content fits one name only, and where fs.protected_hardlinks is off
-    others can add links to an honest claim.
+    The owner is not the author of a file that others can write (an ACL's mask shows in the group bits). The number of
+    links is ignored: a claim's content matches one name only, and where fs.protected_hardlinks is off others can add
+    links to a valid claim.
     """
     if stat.S_ISLNK(mode):
         return "a symbolic link"
@@ -116,9 +116,9 @@ def no_claim(mode: int, size: int) -> str:
 def judge(
     entry: "Entry", clock: "Clock", boot_id: str, margin_s: float = 0.0, decoded: "Optional[Decoded]" = None
 ) -> "Judged":
-    """Return what one file counts for at ``clock``. An owner judges his own claims with ``margin_s``.
+    """Return the state of one file at ``clock``. Owners judge their own claims with ``margin_s``.
 
-    ``decoded``: what ``decode`` has returned for this entry, where a reader keeps it.
+    ``decoded``: the result of ``decode`` for this entry, if the reader has it.
     """
     content, trouble = decoded or decode(entry)
     if content is None:
@@ -127,19 +127,19 @@ def judge(
         return Judged(entry, "lapsed", "from another boot of this node", content, 0.0, 0.0)
     renewed = content.get("renewed", content["up"])
     if max(content["up"], renewed) > clock.up + FUTURE_S:
-        return Judged(entry, "garbage", "from the future", None, 0.0, 0.0)
-    age_s = max(0.0, clock.up - _shown(entry, content, clock))
+        return Judged(entry, "garbage", "dated in the future", None, 0.0, 0.0)
+    age_s = max(0.0, clock.up - _last_heartbeat(entry, content, clock))
     left_s = content["until"] - content["from"] - (clock.up - content["up"])
     left_s = min(left_s, clock.longest_s - (clock.up - renewed))
     if left_s <= margin_s:
-        return Judged(entry, "lapsed", "its time is over", content, age_s, max(0.0, left_s))
+        return Judged(entry, "lapsed", "its end time has passed", content, age_s, max(0.0, left_s))
     if age_s >= LIFE_S - margin_s:
-        return Judged(entry, "lapsed", "no sign of life for %d s" % age_s, content, age_s, left_s)
+        return Judged(entry, "lapsed", "no heartbeat for %d s" % age_s, content, age_s, left_s)
     return Judged(entry, "live", "", content, age_s, left_s)
 
 
 def unreadable(entry: "Entry", clock: "Clock", boot_id: str) -> "Judged":
-    """Return a file that the system cannot read and that may be a claim: it holds the GPU of its name until it can."""
+    """Return a live claim for a file that may be one but cannot be read now: it blocks the GPU of its name."""
     uuid, lease = split_name(entry.name) or ("", "")
     if uuid.startswith("MIG-GPU-"):
         uuid = uuid.replace("_", "/")
@@ -151,38 +151,38 @@ def unreadable(entry: "Entry", clock: "Clock", boot_id: str) -> "Judged":
 
 
 def skipped(one: "Judged", clock: "Clock") -> "Optional[Tuple[float, float]]":
-    """Return between which wall times the clock must have been set forward if ``one`` is live; None: it need not.
+    """Return the wall times that the clock must have skipped for ``one`` to be live; None: no step is needed.
 
-    Its last heartbeat is at most LIFE_S before the step, and the step at most LIFE_S ago.
+    Its last heartbeat is at most LIFE_S before such a step, and the step at most LIFE_S ago.
     """
     after, before = one.entry.ctime + LIFE_S + MARGIN_S, clock.wall - LIFE_S - MARGIN_S
     return (after, before) if one.state == "live" and one.entry.data is not None and after < before else None
 
 
 def without_step(one: "Judged", clock: "Clock", stamps: "List[float]") -> "Judged":
-    """Return ``one``, lapsed where it is live only by a step of the clock that ``stamps`` of the kernel disprove.
+    """Return ``one``, as lapsed if it is live only by a step of the clock that ``stamps`` of the kernel disprove.
 
-    Without this, a set of claims that each give another time of birth would come alive one after another.
+    Otherwise claims with forged creation times could come alive one after another.
     """
     span = skipped(one, clock)
     if span is None or not any(span[0] < at < span[1] for at in stamps):
         return one
     age_s = clock.wall - one.entry.ctime
-    return one._replace(state="lapsed", reason="no sign of life for %d s" % age_s, age_s=age_s)
+    return one._replace(state="lapsed", reason="no heartbeat for %d s" % age_s, age_s=age_s)
 
 
 def stamp(content: "Dict[str, Any]", up: float) -> float:
-    """Return the mtime that shows life at ``up``: the wall clock as it would stand had nobody set it since birth."""
+    """Return the mtime of a heartbeat at ``up``: the wall clock as if it had never been set since creation."""
     return float(content["from"] - content["up"] + up)
 
 
-def _shown(entry: "Entry", content: "Dict[str, Any]", clock: "Clock") -> float:
-    """Return when the claim last showed life, in seconds since boot.
+def _last_heartbeat(entry: "Entry", content: "Dict[str, Any]", clock: "Clock") -> float:
+    """Return the time of the claim's last heartbeat, in seconds since boot.
 
-    The owner can set mtime to anything but each such change moves ctime to the kernel's now, and others can move
-    ctime alone at most (a hard link, where fs.protected_hardlinks is off): the earlier of the two counts. Where the
-    wall clock was set forward since the claim's birth, ctimes from before look too old by as much, and mtime, which
-    is written in the claim's own time, counts alone unless it lies ahead.
+    The owner can set mtime to anything, but each change sets ctime to the kernel's time. Others can change only ctime
+    (by a hard link, where fs.protected_hardlinks is off). So the earlier of the two counts. If the wall clock was set
+    forward since the claim's creation, ctimes from before the step look too old; then mtime, which is written in the
+    claim's own time, counts alone unless it is in the future.
     """
     born = content["from"] - content["up"]
     by_mtime = entry.mtime - born
@@ -194,24 +194,24 @@ def _shown(entry: "Entry", content: "Dict[str, Any]", clock: "Clock") -> float:
 
 
 def contradicts(one: "Judged", other: "Judged") -> bool:
-    """Return whether two live claims cannot both stand: the same GPU, another lease, and neither gives way."""
+    """Return whether two live claims of different leases on one GPU conflict."""
     if one.state != "live" or other.state != "live" or one.entry.name == other.entry.name:
         return False
     return one.content["uuid"] == other.content["uuid"] and stands_against(one.content, other.content)
 
 
 def stands_against(one: "Dict[str, Any]", other: "Dict[str, Any]") -> bool:
-    """Return whether two claims on one GPU exclude each other: not where both are for a part of it.
+    """Return whether two claims on one GPU exclude each other: unless both are for a part of it.
 
-    Nor where they were made in different Slurm jobs: Slurm has given the GPU from one to the other, and what the first
-    left behind, killed with its keeper, must not keep the second from what it was given.
+    Claims of different Slurm jobs do not: Slurm has allocated the GPU to another job since, and claims that the first
+    job left, because Slurm killed its keeper, must not block the second.
     """
     jobs = (one.get("job"), other.get("job"))
     return (one["share"] is None or other["share"] is None) and (None in jobs or jobs[0] == jobs[1])
 
 
 def decode(entry: "Entry") -> "Decoded":
-    """Return (content, "") of a well-formed claim file, else (None, what is wrong with it)."""
+    """Return (content, "") of a valid claim file, else (None, the error)."""
     parts = split_name(entry.name)
     if parts is None:
         return None, "not a claim's name"
@@ -232,12 +232,12 @@ def decode(entry: "Entry") -> "Decoded":
 
 
 def _int(digits: str) -> "Any":
-    """Return a number of JSON; one of 60,000 digits would take a tenth of a second to read."""
+    """Parse an integer of JSON; 60,000 digits would take 0.1 s."""
     return int(digits) if len(digits) <= 20 else float("inf")
 
 
 def wrong(content: "Dict[str, Any]") -> "Optional[str]":
-    """Return what is wrong with a claim's content, None when every key has its type and range."""
+    """Return the first error in a claim's content, None when every key has its type and range."""
     for key, pattern in (("uuid", _UUID), ("lease", _LEASE)):
         if not isinstance(content.get(key), str) or not pattern.match(content[key]):
             return "%s is missing or malformed" % key
@@ -287,9 +287,9 @@ def _number(value: "Any") -> bool:
 
 
 def fair(found: "Iterable[Tuple[int, Any, int, Any]]", most_bytes: int) -> "Tuple[List[Any], Dict[int, int]]":
-    """Return what of ``found`` fits into ``most_bytes``, and how many of whom do not: cut is who has the most.
+    """Return the part of ``found`` that fits into ``most_bytes``, and the number dropped per user.
 
-    ``found``: (uid, rank, size, anything); of one user those of the lowest rank stay.
+    The users with the most bytes lose entries first. ``found``: (uid, rank, size, anything); lowest ranks are kept.
     """
     ordered = sorted(found, key=lambda one: one[1])
     totals: "Dict[int, int]" = {}
@@ -309,23 +309,23 @@ def fair(found: "Iterable[Tuple[int, Any, int, Any]]", most_bytes: int) -> "Tupl
 
 
 class Shelf:
-    """Keeps what fits into ``most_bytes`` of any number of files, cut fairly; never more than twice that."""
+    """Keeps the fair part (see ``fair``) of any number of files; uses at most twice ``most_bytes``."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
         self._size = 0
         self._found: "List[Any]" = []
-        self.left_out: "Dict[int, int]" = {}  # uid: how many
+        self.left_out: "Dict[int, int]" = {}  # uid → number
 
     def add(self, uid: int, rank: "Any", size: int, what: "Any") -> None:
-        """Put one more there. Of one user those of the lowest ``rank`` stay."""
+        """Add a file."""
         self._found.append((uid, rank, size, what))
         self._size += size + OVERHEAD_BYTES
         if self._size > 2 * self._most:
             self._cut()
 
     def kept(self) -> "List[Any]":
-        """Return what stays."""
+        """Return the files that fit."""
         self._cut()
         return [what for _, _, _, what in self._found]
 
@@ -337,20 +337,20 @@ class Shelf:
 
 
 def rank(one: "Judged") -> "Tuple[bool, str]":
-    """Return the order in which a user's own files stay where he has too many."""
+    """Return the rank of a user's file: lower ones are kept when there are too many."""
     return (one.state != "live", one.entry.name)
 
 
 def left_out(counts: "Dict[int, int]", words: str, owners: "Any") -> "List[Dict[str, Any]]":
-    """Return what travels in place of files that do not, a user each; ``words`` has a place for their number."""
+    """Return one entry per user for the files dropped from a reading; ``words`` has a %d for their number."""
     named = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:USERS_NAMED]
     return [_garbage("", "", uid, owners(uid), words % count) for uid, count in named]
 
 
 def picture(judged: "Iterable[Judged]", clock: "Clock", owners: "Any") -> "List[Dict[str, Any]]":
-    """Return the claims as they travel (gpuboard.model.reading.Claim), conflicts worked out.
+    """Return the claims for the wire (gpuboard.model.reading.Claim), with their conflicts.
 
-    ``owners`` maps a uid to the node's name for it.
+    ``owners`` maps a uid to its name on the node.
     """
     found = list(judged)
     live: "Dict[Any, Bucket]" = {}
@@ -363,7 +363,7 @@ def picture(judged: "Iterable[Judged]", clock: "Clock", owners: "Any") -> "List[
 
 
 def _rivals(one: "Judged", live: "Dict[Any, Bucket]") -> "List[Bucket]":
-    """Return the live claims, by user, that ``contradicts`` holds of, and ``one`` itself if it is for a whole GPU."""
+    """Return the live claims, by user, that conflict with ``one``; includes ``one`` if it is for a whole GPU."""
     if one.state != "live":
         return []
     job = one.content.get("job")
@@ -405,7 +405,7 @@ def _wire(one: "Judged", rivals: "List[Bucket]", clock: "Clock", owners: "Any") 
 
 
 def _conflict(one: "Judged", rivals: "List[List[Judged]]", owners: "Any") -> str:
-    """Return what ``one`` is in conflict with of one user's claims, at a price that does not grow with their number."""
+    """Return the message about the conflict of ``one`` with one user's claims, in time independent of their number."""
     first = [x for xs in rivals for x in xs[:2] if x is not one]
     if not first:
         return ""
@@ -414,7 +414,7 @@ def _conflict(one: "Judged", rivals: "List[List[Judged]]", owners: "Any") -> str
     if count > 1:
         return "in conflict with %d claims of %s, first %s" % (count, owner, lease)
     if any(t["name"] == first[0].entry.name for t in one.content["took"]):
-        return "took %s of %s for lapsed, which shows life" % (lease, owner)
+        return "took over %s of %s as expired, but it is live" % (lease, owner)
     if any(t["name"] == one.entry.name for t in first[0].content["took"]):
-        return "%s of %s took this for lapsed" % (lease, owner)
+        return "%s of %s took this over as expired" % (lease, owner)
     return "in conflict with %s of %s" % (lease, owner)

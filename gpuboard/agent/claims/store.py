@@ -1,7 +1,7 @@
-"""Claims on the GPUs of this node: the folder they lie in and the calls of role ``node`` that work on it.
+"""Claims on the GPUs of this node: their folder, and the calls of role ``node`` on it.
 
-A claim is the file ``gpuboard.<GPU uuid>.<lease id>`` in a root-owned sticky folder; its owner is the file's. The
-rules are in claims/rules.py, the protocol in claims/protocol.py, the system calls in claims/files.py.
+A claim is the file ``gpuboard.<GPU uuid>.<lease id>`` in a root-owned sticky folder; the file's owner is the claim's.
+Rules: claims/rules.py. Protocol: claims/protocol.py. System calls: claims/files.py.
 """
 
 import os
@@ -17,27 +17,27 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict, List, Optional, Set, Tuple
 
-    Seen = Tuple[Any, rules.Entry, rules.Decoded]  # key of Files.look, what it gave, what rules.decode made of it
+    Seen = Tuple[Any, rules.Entry, rules.Decoded]  # key of Files.look, its entry, the result of rules.decode
 
 __all__ = ["OPS", "Folder", "Refuse", "handle"]
 
 OPS = ("take", "release", "renew", "touch", "claims")
-_GRAIN_S = 0.05  # a folder's mtime moves in steps of up to 10 ms: a list read so soon after one is read again
-_REST = 30.0  # background readings look for new names for at most a part in so many of the time, each way of looking
-_CHEAP_S = 0.01  # of CPU time: what costs less is done each time
-_MARKS_MOST = 250000  # names of garbage that are remembered, 60 bytes each
-_NAMED_MOST = 8  # claims that a refusal's message names; its detail has more
+_GRAIN_S = 0.05  # mtime has steps of up to 10 ms: a list read this soon after a change is read again
+_REST = 30.0  # searches for new names in the background take at most 1/30 of the time, for each kind of search
+_CHEAP_S = 0.01  # CPU time below which a search is not limited
+_MARKS_MOST = 250000  # garbage names kept in memory, 60 bytes each
+_NAMED_MOST = 8  # claims named in a refusal's message; its detail has more
 
 
 class Folder:
-    """A folder of claims, read each tick at the price of a few system calls per claim.
+    """A folder of claims; reading it costs a few system calls per claim.
 
-    ``sim_prefix``: look at claims on simulated GPUs whose UUIDs start so (``SIM-…``), and only at those.
-    ``job``: set inside a Slurm job: claims are made as this job's, and those of other jobs are not looked at.
+    ``sim_prefix``: read only claims on simulated GPUs whose UUIDs start with this (``SIM-…``).
+    ``job``: set inside a Slurm job: claims are made as this job's, and claims of other jobs are ignored.
 
-    The claims that are known are looked at in every reading. New ones are looked for when the folder has changed: of
-    all names, or of those that were not garbage when last seen. In a folder full of garbage that changes all the time
-    both take turns with rests; ``refresh`` ends them, as does each call.
+    Every reading checks the known claims. When the folder has changed, it also searches for new ones, among all names
+    or among those not known as garbage. In a folder full of garbage that changes constantly, both searches pause in
+    between to limit their cost; ``refresh`` ends a pause, as does each call.
     """
 
     def __init__(self, path: str, sim_prefix: "Optional[str]" = None) -> None:
@@ -46,21 +46,21 @@ class Folder:
         self.job: "Optional[str]" = None
         self.boot_id = boot_id()
         self._good: "Any" = None
-        self._known: "Dict[str, Seen]" = {}  # what travels: bounded by rules.CLAIMS_BYTES and GARBAGE_BYTES
+        self._known: "Dict[str, Seen]" = {}  # bounded by rules.CLAIMS_BYTES and GARBAGE_BYTES
         self._garbage: "Set[int]" = set()  # hashes of (name, inode)
-        self._left_out: "Tuple[Dict[int, int], Dict[int, int]]" = ({}, {})  # claims, garbage
+        self._left_out: "Tuple[Dict[int, int], Dict[int, int]]" = ({}, {})  # uid → number; of claims, of garbage
         self._listed_key: "Any" = None
         self._rest_until = {"all": 0.0, "new": 0.0}
         self._owners: "Dict[int, str]" = {}
 
     def open(self) -> "Files":
-        """Return the folder opened for one operation; raises Refuse ``folder``."""
+        """Open the folder for one operation. Raises Refuse ``folder``."""
         files = Files(self.path, self.sim_prefix, self._good)
         self._good = files.identity
         return files
 
     def read(self) -> "Tuple[List[Dict[str, Any]], Optional[str]]":
-        """Return (the claims as they travel, None), or ([], why this node cannot hold claims)."""
+        """Return (the claims for the wire, None), or ([], why this node cannot hold claims)."""
         try:
             files = self.open()
         except Refuse as refused:
@@ -75,7 +75,7 @@ class Folder:
                 seen = [rules.without_step(one, clock, stamps) for one in seen]
             claims = rules.picture([one for one in seen if self._concerns(one)], clock, self.owner)
             claims += rules.left_out(self._left_out[0], "%d more claims are not shown", self.owner)
-            claims += rules.left_out(self._left_out[1], "%d more files are no claims", self.owner)
+            claims += rules.left_out(self._left_out[1], "%d more files are not claims", self.owner)
             return claims, None
         except OSError as error:
             return [], "%s cannot be read: %s" % (self.path, error.strerror or error)
@@ -83,16 +83,16 @@ class Folder:
             files.close()
 
     def refresh(self) -> None:
-        """Let the next reading look for new claims, whatever that costs."""
+        """Have the next reading search for new claims at any cost."""
         self._rest_until = {"all": 0.0, "new": 0.0}
 
     def veto(self, op: str, args: "Dict[str, Any]") -> None:
-        """Refuse a call for what no file says: nothing here, other people's claims where they are simulated."""
+        """Hook for refusals that no file causes: simulated claims of other users."""
 
     def owner(self, uid: int) -> str:
-        """Return this node's name for a uid, its digits when it has none."""
+        """Return this node's name for a uid, else its digits."""
         if uid not in self._owners:
-            self._owners[uid] = user_name(uid)  # kept: it asks the directory service
+            self._owners[uid] = user_name(uid)  # cached: user_name may be slow
         return self._owners[uid]
 
     def _concerns(self, one: "rules.Judged") -> bool:
@@ -105,7 +105,7 @@ class Folder:
         return rules.judge(entry, clock, self.boot_id, decoded=decoded)
 
     def _look(self, files: "Files", name: str) -> "Optional[Seen]":
-        """Return what lies under ``name``, read again only when it changed; None when it is gone."""
+        """Return the file ``name``, read again only if changed; None when it is gone."""
         known = self._known.get(name)
         try:
             key, entry = files.look(name, known and known[0])
@@ -116,12 +116,12 @@ class Folder:
         return key, entry, rules.decode(entry)
 
     def _look_again(self, files: "Files") -> None:
-        """Look at what is known."""
+        """Check the known claims."""
         seen = ((name, self._look(files, name)) for name in list(self._known))
         self._known = {name: one for name, one in seen if one is not None}
 
     def _look_for_more(self, files: "Files", clock: "rules.Clock") -> None:
-        """Look for claims that are not known yet, when the folder has changed."""
+        """Search for unknown claims if the folder has changed."""
         found = os.fstat(files.fd)
         key = (found.st_dev, found.st_ino, found.st_mtime_ns)
         now = time.monotonic()
@@ -136,10 +136,10 @@ class Folder:
         self._listed_key = None if fresh or way != "all" else key
 
     def _list(self, files: "Files", clock: "rules.Clock", everything: bool) -> None:
-        """Go through the folder, one name at a time; keep what may travel.
+        """Go through the folder, one name at a time; keep what fits into a reading.
 
-        Unless ``everything``, leave out what was garbage under this name and inode. A claim that took the place of such
-        a file within one tick of its inode's reuse is then seen by the next that goes through everything.
+        Unless ``everything``, skip names and inodes known as garbage. A claim that replaces such a file and reuses its
+        inode is found by the next search of everything.
         """
         shelves = rules.Shelf(rules.CLAIMS_BYTES), rules.Shelf(rules.GARBAGE_BYTES)
         garbage: "Set[int]" = set() if everything else self._garbage
@@ -194,7 +194,7 @@ def _answer(op: str, args: "Dict[str, Any]", folder: "Folder", files: "Files") -
 
 
 def _take(args: "Dict[str, Any]", folder: "Folder", files: "Files") -> "Dict[str, float]":
-    """Claim GPUs; what we leave behind from earlier is cleared away first."""
+    """Claim GPUs, after removing leftovers of this user's earlier claims."""
     content = {key: args.get(key) for key in ("lease", "share", "holder", "nodes", "gpus")}
     content.update(purpose=args.get("purpose") or "", host=args.get("host") or "", job=folder.job)
     files.sweep_temporaries()
@@ -210,12 +210,12 @@ def _take(args: "Dict[str, Any]", folder: "Folder", files: "Files") -> "Dict[str
             claims = rules.picture([x for _, _, _, x in kept], files.clock(), folder.owner)
             words = sorted({"%s by %s (%s)" % (c["uuid"], c["owner"], c["lease"]) for c in claims})
             more = ["%d more" % (len(refused.detail) - _NAMED_MOST)] if len(refused.detail) > _NAMED_MOST else []
-            message = ", ".join(words[:_NAMED_MOST] + more) or "others take at the same time"
-            raise Refuse("conflict", "claimed already: %s" % message, {"claims": claims})
+            message = ", ".join(words[:_NAMED_MOST] + more) or "other users are reserving at the same time"
+            raise Refuse("conflict", "already claimed: %s" % message, {"claims": claims})
         raise
     return {"until": taken.wall + args["for_s"], "now": taken.wall}
 
 
 def _jitter(attempt: int) -> float:
-    """Return the seconds to wait before attempt ``attempt``: longer than a take (3 ms), longer each time."""
+    """Return the wait before attempt ``attempt`` in seconds: more than a take needs (3 ms), growing."""
     return random.uniform(0.005, 0.02) * float(2**attempt)

@@ -227,7 +227,7 @@ class SimulatedFolder(claims.Folder):
             in_the_way = [one for one in others if one["uuid"] in args["uuids"]]
             if in_the_way:
                 words = ", ".join(sorted({"%s by %s (%s)" % (c["uuid"], c["owner"], c["lease"]) for c in in_the_way}))
-                raise claims.Refuse("conflict", "claimed already: %s" % words, {"claims": in_the_way})
+                raise claims.Refuse("conflict", "already claimed: %s" % words, {"claims": in_the_way})
         elif op in ("release", "renew"):
             theirs = [one for one in others if one["lease"] == args["lease"]]
             if theirs:
