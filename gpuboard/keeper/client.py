@@ -30,7 +30,7 @@ from gpuboard.keeper.runtime_dir import (
     unresponsive,
 )
 from gpuboard.keeper.timing import TIMING, KeeperTiming
-from gpuboard.transport.spawn import SLURM_SETUP, readable
+from gpuboard.transport.spawn import SLURM_SETUP, import_path, readable
 
 __all__ = [
     "Handover",
@@ -58,10 +58,9 @@ RESTARTS = 3  # attempts to start a keeper that ends before it is handed a lease
 _JOB_VARIABLES = ("GPUBOARD_", "CUDA_", "SLURM_", "PBS_", "LSB_", "BUILD_", "JENKINS_", "HUDSON_", "CI_", "RUNNER_")
 
 # The loader inherits no descriptor of the caller (an open pipe of `$(…)` would hang it, one under flock would keep the
-# lock), and its parent is init, so that no `wait` waits for it. `gpuboard` is a stub, as in transport/spawn.py.
+# lock), and its parent is init, so that no `wait` waits for it.
 _BOOT = (
     "import os, sys; os.closerange(3, 65536); os.fork() and os._exit(0); sys.path += {path!r}; "
-    "package = type(sys)('gpuboard'); package.__path__ = [{package!r}]; sys.modules['gpuboard'] = package; "
     "from gpuboard.keeper.daemon import main; main()"
 )
 
@@ -361,14 +360,7 @@ def _spawn(folder: str, env: Mapping[str, str], timing: KeeperTiming) -> tuple[i
     pipe, write_end = os.pipe()
     end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, 3)  # not 0 to 2, which the child's file actions replace
     os.close(write_end)
-    library = os.path.dirname(os.__file__)
-    path = [
-        entry
-        for entry in dict.fromkeys(sys.path)
-        if entry.startswith("/") and entry not in (library, library + "/lib-dynload")
-    ]
-    boot = _BOOT.format(path=path, package=os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    command = [sys.executable, "-I", "-S", "-c", boot, folder]
+    command = [sys.executable, "-I", "-S", "-c", _BOOT.format(path=import_path()), folder]
     if timing != TIMING:
         command.append(json.dumps(timing._asdict()))
     try:

@@ -10,13 +10,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # collections.abc would load before the agent starts
     from collections.abc import Mapping
 
-# Isolated (-I) and without site (-S): saves 20 ms. The agent must load the same code as this process, so it gets this
-# import path; `gpuboard` is a stub there, because the real package imports more than the agent needs.
-_BOOT = (
-    "import sys; sys.path[:] = sys.path + {path!r}; package = type(sys)('gpuboard'); "
-    "package.__path__ = [{package!r}]; sys.modules['gpuboard'] = package; "
-    "{preload}from gpuboard.agent.main import main; main()"
-)
+# Isolated (-I) and without site (-S). The agent must import the same code as this process: it gets the same path, after
+# the folder that contains this package.
+_BOOT = "import sys; sys.path += {path!r}; {preload}from gpuboard.agent.main import main; main()"
 # What role `node` imports, pynvml included: the NVML process is a fork and inherits the loaded modules.
 _PRELOAD = (
     "import json, gpuboard.agent.node, gpuboard.agent.nvml.reader, gpuboard.agent.claims.store, gpuboard.agent.proc; "
@@ -53,19 +49,17 @@ def take_prestarted() -> Child | None:
 
 
 def agent_command(*, preload: bool = False) -> list[str]:
-    """Return the command line of an agent on this machine; ``preload``: it imports before it reads the start line."""
-    path = [entry for entry in sys.path if entry.startswith("/") and entry not in _stdlib()]
-    boot = _BOOT.format(
-        path=path,
-        preload=_PRELOAD if preload else "",
-        package=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-    )
+    """Return the command line of an agent on this machine; with ``preload`` it imports before it reads the start line."""
+    boot = _BOOT.format(path=import_path(), preload=_PRELOAD if preload else "")
     return [sys.executable, "-I", "-S", "-c", boot]
 
 
-def _stdlib() -> tuple[str, ...]:
+def import_path() -> list[str]:
+    """Return the folders for sys.path of an isolated Python (-I -S) that is to import what this process does."""
     library = os.path.dirname(os.__file__)
-    return (library, library + "/lib-dynload")
+    package = os.path.dirname(os.path.abspath(__file__))
+    found = [os.path.dirname(os.path.dirname(package)), *(entry for entry in sys.path if entry.startswith("/"))]
+    return [entry for entry in dict.fromkeys(found) if entry not in (library, library + "/lib-dynload")]
 
 
 def spawn(command: list[str], environ: Mapping[str, str] | None = None) -> Child:
