@@ -1,14 +1,14 @@
-"""Simulated GPUs: what they say follows from a description and the clock alone. Our own claims on them are real.
+"""Simulated GPUs: their readings follow from a description and the clock. The user's own claims on them are real.
 
 The description: ``{"cluster": "demo-1000-4242", "model": "NVIDIA H100 80GB HBM3", "count": 8, "memory": 85899345920,
 "power": [70, 700], "links": [18, 8], "mig": {"5": [["3g.40gb", 42949672960]]}, "epoch": 1767225600.0, "at": null,
-"script": {…}}``; all but ``cluster`` may be left out. ``power``: idle and limit in W; ``links``: so many NVLinks
-between GPUs of an island of so many; ``epoch``: when the script's time was 0, in epoch seconds; ``at``: where that
-time stands still. The script is that of gpuboard/agent/simulate/life.py, or in short ``"busy": {"2": {"user": "bob",
+"script": {…}}``; only ``cluster`` is required. ``power``: idle and limit in W; ``links``: NVLinks between two GPUs of
+an island, GPUs per island; ``epoch``: when the script's time was 0, in epoch seconds; ``at``: a fixed script time, in
+place of the clock. The script is that of gpuboard/agent/simulate/life.py, or in short ``"busy": {"2": {"user": "bob",
 "command": "python train.py", "memory": 34359738368, "utilization": 87}}``.
 
-Other people's claims on these GPUs come with the script: they are shown, and refused to whoever wants them, as real
-ones are, but no files lie there. Ranks of a run on a lease of ours are real processes, and shown on its GPUs.
+Claims of other users come with the script. They are shown, and block requests, like real ones, but have no files.
+Ranks of a run on a lease of the user are real processes and are shown on its GPUs.
 """
 
 import math
@@ -28,12 +28,12 @@ GIB = life.GIB
 
 
 def prefix(description: "Dict[str, Any]", node: str) -> str:
-    """Return what the UUIDs of a node's simulated GPUs start with."""
+    """Return the prefix of the UUIDs of a node's simulated GPUs."""
     return "SIM-%s-%s-" % (description["cluster"], node)
 
 
 class Simulated:
-    """Stands where a Probe would: the same methods, and never anything to wait for, unless the node hangs."""
+    """Has the methods of monitor.Probe; never waits, unless the simulated node hangs."""
 
     source = "simulated"
     slow_s = period_s = 0.0
@@ -42,7 +42,7 @@ class Simulated:
     error: "Optional[str]" = None
 
     def __init__(self, description: "Dict[str, Any]", node: str, fd: "Optional[int]" = None) -> None:
-        """``fd``: the client's; a node that hangs ends when it closes."""
+        """``fd``: the client's; a node that hangs ends when it is closed."""
         self.description = description
         self.start_of_uuid = prefix(description, node)
         self.count = int(description.get("count", 8))
@@ -52,7 +52,7 @@ class Simulated:
         self.script = description.get("script") or {"jobs": _busy(description, self.memory)}
         self.host = SimulatedHost(self)
         self.version = 1
-        self._midnight = time.time() // 86400.0 * 86400.0  # time 0 of scripts that do not say; any agent's
+        self._midnight = time.time() // 86400.0 * 86400.0  # default of ``epoch``, the same in all agents
         self.done = 0
         self._fd = fd
         self._folder: "Optional[SimulatedFolder]" = None
@@ -69,10 +69,10 @@ class Simulated:
         return []
 
     def on_readable(self, fd: int) -> None:
-        raise AssertionError("fd %d is not ours" % fd)
+        raise AssertionError("fd %d is not watched" % fd)
 
     def check(self, now: float) -> "Optional[float]":
-        """Return when to call again: never. While the node hangs it does not return, unless the client goes."""
+        """Block while the node hangs and the client is connected; return when to call again: never."""
         left_s = life.hang_left_s(self.script, self.clock()[0])
         if left_s > 0 and self._fd is not None:
             poll({self._fd: 0}, None if self.description.get("at") is not None else left_s)  # 0: its end only
@@ -140,7 +140,7 @@ class Simulated:
         ]
 
     def readings(self, now: float, describe: "Callable[..., Any]") -> "List[Dict[str, Any]]":
-        """Return the GpuReadings; they move with the clock, slowly, as real ones do."""
+        """Return the GpuReadings; they change slowly with the clock, like real ones."""
         t, at = self.clock()
         real = self._folder.real() if self._folder is not None else []
         ours = ranks([c for c in real if c["uid"] == os.geteuid()]) if real else {}
@@ -160,7 +160,7 @@ class Simulated:
         for _, fault in faults:
             instead.update(fault["reading"])
         if instead.get("lost"):
-            return dict(instead, uuid=uuid, xids=xids)  # nothing else can be asked
+            return dict(instead, uuid=uuid, xids=xids)  # a lost GPU has no other values
         utilization = life.gpu_utilization(self.script, gpu, t, taken_at)
         heat = life.heat(self.script, gpu, t, taken_at)
         processes = self._processes(gpu, t, at, taken_at)
@@ -190,7 +190,7 @@ class Simulated:
         }
         if gpu in self.mig:
             found["mig"] = [self._mig_reading("%s/%d" % (gpu, d), t, at, since) for d in range(len(self.mig[gpu]))]
-            found.update(processes=[], utilization=None)  # a parent's own are empty
+            found.update(processes=[], utilization=None)  # a MIG parent has none
             found["memory_used"] = sum(device["memory_used"] for device in found["mig"])
         found.update(instead)
         return found
@@ -206,7 +206,7 @@ class Simulated:
 
 
 class SimulatedFolder(claims.Folder):
-    """The folder of claims on one node's simulated GPUs, and beside it the claims of people who are simulated."""
+    """The folder of claims on one node's simulated GPUs, and the claims of simulated users."""
 
     def __init__(self, path: str, probe: Simulated) -> None:
         claims.Folder.__init__(self, path, probe.start_of_uuid)
@@ -217,11 +217,11 @@ class SimulatedFolder(claims.Folder):
         return found + ([] if error else self.others(_live(found))), error
 
     def real(self) -> "List[Dict[str, Any]]":
-        """Return the claims that live as files."""
+        """Return the live claims that are files."""
         return _live(claims.Folder.read(self)[0])
 
     def veto(self, op: str, args: "Dict[str, Any]") -> None:
-        """Refuse what the simulated have, as the protocol refuses what others have."""
+        """Refuse GPUs and leases of simulated users, as the protocol does for real ones."""
         others = self.others(self.real())
         if op == "take":
             in_the_way = [one for one in others if one["uuid"] in args["uuids"]]
@@ -236,7 +236,7 @@ class SimulatedFolder(claims.Folder):
                 )
 
     def others(self, real: "List[Dict[str, Any]]") -> "List[Dict[str, Any]]":
-        """Return the claims of the simulated; whoever would come later than a real one stays away."""
+        """Return the claims of simulated users, without those that would start after a real one."""
         t, at = self._probe.clock()
         since = {one["uuid"]: one["from"] - at + t for one in real}
         found = []
@@ -250,7 +250,7 @@ class SimulatedFolder(claims.Folder):
 
 
 class SimulatedHost:
-    """Load and memory of the simulated node: more where more runs."""
+    """Load and memory of the simulated node, by the number of its jobs."""
 
     def __init__(self, probe: Simulated) -> None:
         self._probe = probe
@@ -275,7 +275,7 @@ def _live(found: "List[Dict[str, Any]]") -> "List[Dict[str, Any]]":
 
 
 def _busy(description: "Dict[str, Any]", memory: int) -> "List[Dict[str, Any]]":
-    """Return the script's jobs of the short form: something that runs for ever."""
+    """Return the script's jobs for the short form: each runs forever."""
     return [
         {
             "gpus": [gpu],

@@ -1,4 +1,4 @@
-"""Real processes on simulated GPUs: the ranks of our own runs, as if they computed on the GPUs of their lease."""
+"""Real processes on simulated GPUs: ranks of the user's runs, shown on the GPUs of their lease."""
 
 from gpuboard.agent import proc
 
@@ -6,11 +6,11 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict, List
 
-_MEMORY = 11 * 2**30  # bytes that a rank seems to take
+_MEMORY = 11 * 2**30  # bytes shown for a rank
 
 
 def ranks(ours: "List[Dict[str, Any]]", root: str = "/proc") -> "Dict[str, Dict[str, Any]]":
-    """Return, by the UUID of a GPU that we hold, the rank of a run of ours that would compute on it."""
+    """Return, by GPU UUID, the rank that would compute on each GPU of the user's claims ``ours``."""
     by_lease: "Dict[str, List[Dict[str, Any]]]" = {}
     for one in ours:
         by_lease.setdefault(one["lease"], []).append(one)
@@ -25,7 +25,7 @@ def ranks(ours: "List[Dict[str, Any]]", root: str = "/proc") -> "Dict[str, Dict[
         if values.get("LOCAL_WORLD_SIZE") != str(len(on_node)) or not _is_here(on_node, values.get("GROUP_RANK", "")):
             continue
         uuid = sorted(on_node, key=lambda one: _index(one["uuid"]))[int(local_rank)]["uuid"]
-        if uuid not in found:  # the first one: what it starts has its variables, too
+        if uuid not in found:  # the first one: its children have its variables too
             found[uuid] = reader.describe(pid, "compute", _MEMORY)
     return found
 
@@ -37,7 +37,7 @@ def _is_here(on_node: "List[Dict[str, Any]]", group_rank: str) -> bool:
     for k, node in enumerate(nodes):
         if "-%s-" % node in name and on_node[0]["gpus"] == len(on_node) * len(nodes):
             return str(k) == group_rank
-    return True  # nodes with different numbers of GPUs: told apart by the local world size alone
+    return True  # nodes with different numbers of GPUs: the local world size distinguishes them
 
 
 def _index(uuid: str) -> int:
