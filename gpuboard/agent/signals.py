@@ -5,7 +5,7 @@ import signal
 
 MYPY = False
 if MYPY:
-    from typing import Any, Dict
+    from typing import Any, Dict, Literal  # novm
 
     from gpuboard.agent.proc import Processes
 
@@ -16,7 +16,7 @@ SAME_S = 1.0  # tolerance of start times, which readings round; pids are not reu
 class SignalRefused(Exception):
     """No signal was sent; ``kind`` as in docs/agent-protocol.md."""
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: "Literal['invalid', 'not-found', 'not-yours']", message: str) -> None:
         Exception.__init__(self, message)
         self.kind = kind
         self.message = message

@@ -13,10 +13,11 @@ from itertools import islice
 
 MYPY = False
 if MYPY:  # typing costs 8 ms of start-up on old interpreters; only the type checker needs it
-    from typing import Any, Dict, Iterable, List, Optional, Tuple
+    from typing import Any, Dict, Iterable, List, Literal, NamedTuple, Optional, Tuple  # novm
 
     Decoded = Tuple[Optional[Dict[str, Any]], str]
     Bucket = Dict[int, List["Judged"]]
+    State = Literal["live", "lapsed", "garbage"]  # on the wire; lapsed: expired
 
 LIFE_S = 90.0  # a claim without a heartbeat for this long has expired for good
 MARGIN_S = 2.0  # owners treat their claims as expired this much earlier: clocks of files are coarse
@@ -54,12 +55,32 @@ class Clock(namedtuple("Clock", "wall up longest_s")):
         return super(Clock, cls).__new__(cls, wall, up, longest_s)
 
 
-# One file as found. data: its bytes, or None with the reason in ``trouble``. mtime and ctime: epoch seconds.
-Entry = namedtuple("Entry", "name uid ino mtime ctime data trouble")
+if MYPY:
 
-# One file after judge(). state: live, lapsed (expired) or garbage; content: the validated JSON object, None for
-# garbage; age_s: since the last heartbeat; left_s: until its end.
-Judged = namedtuple("Judged", "entry state reason content age_s left_s")
+    class Entry(NamedTuple):
+        """One file as found."""
+
+        name: str
+        uid: int
+        ino: int
+        mtime: float  # epoch seconds, as ctime
+        ctime: float
+        data: Optional[bytes]  # None: ``trouble`` is the reason
+        trouble: str
+
+    class Judged(NamedTuple):
+        """One file after judge()."""
+
+        entry: Entry
+        state: State
+        reason: str
+        content: Any  # the validated JSON object, None for garbage
+        age_s: float  # since the last heartbeat
+        left_s: float  # until its end
+
+else:
+    Entry = namedtuple("Entry", "name uid ino mtime ctime data trouble")
+    Judged = namedtuple("Judged", "entry state reason content age_s left_s")
 
 
 def file_name(uuid: str, lease: str) -> str:

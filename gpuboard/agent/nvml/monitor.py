@@ -16,7 +16,9 @@ from gpuboard.agent.nvml.terms import XIDS, pause_s
 
 MYPY = False
 if MYPY:
-    from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+    from typing import Any, Callable, Dict, List, Literal, Optional, Set, Tuple  # novm
+
+    Source = Literal["nvml", "nvidia-smi"]
 
 CALL_S = 2.0  # timeout of calls on one GPU; without the persistence daemon the first one may take 1 s
 START_S = 10.0  # timeout of starting NVML
@@ -58,7 +60,7 @@ class Probe:
 
     def __init__(self, keep_out: "Tuple[int, ...]" = ()) -> None:
         self.keep_out = keep_out  # descriptors to close in NVML processes: the connection's
-        self.source = "nvml"  # or "nvidia-smi"
+        self.source: "Source" = "nvml"
         self.slow_s = 0.0  # added to the usual deadlines
         self.period_s = 0.0  # shortest period of passes by tick; calls of `read` are exempt
         self.driver: "Optional[str]" = None
@@ -226,7 +228,7 @@ class Probe:
                 self._again = False
                 self.ask()
 
-    def _set_source(self, source: str) -> None:
+    def _set_source(self, source: "Source") -> None:
         self.source = source
         self.slow_s, self.period_s = (0.0, 0.0) if source == "nvml" else (SMI_S, max(self.period_s, pause_s(0.0)))
 
