@@ -1,4 +1,4 @@
-"""An agent of role ``node`` as a process of the test's own, spoken to over its pipes."""
+"""An agent of role ``node`` as a child process of the test, connected by pipes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Agent:
             assert message is not None, f"the agent has ended: {self.events}"
             if not isinstance(message, Reading):
                 continue
-            if str(message.nvml_error).endswith(" has not answered yet"):  # a machine that stood still: ask once more
+            if str(message.nvml_error).endswith(" has not answered yet"):  # the machine was suspended: query again
                 self.write(b'{"t":"call","id":8,"op":"read"}\n')
             elif when(message):
                 return message

@@ -42,7 +42,7 @@ class Asker(msgspec.Struct):
 
     @property
     def gpus(self) -> set[tuple[str, str]]:
-        """What it was told that it has, as (node, UUID)."""
+        """The GPUs it was granted, as (node, UUID)."""
         return {(gpu["node"], gpu["uuid"]) for gpu in self.answer["lease"]["gpus"]} if self.won else set()
 
     @property
@@ -101,7 +101,7 @@ def history_is_sound(askers: list[Asker], left: Lying) -> None:
         if asker.killed:
             continue  # what it left lapses
         assert asker.process.returncode in {0, 4}, (asker.process.returncode, asker.errors, asker.answer)
-        assert mine == asker.gpus, "holds what it was told and nothing else; the refused hold no part"
+        assert mine == asker.gpus, "holds what it was granted and nothing else; refused takers hold nothing"
         assert len(mine) == (asker.n if asker.won else 0)
     for asker in askers:
         if not asker.killed and not asker.won:
@@ -109,17 +109,17 @@ def history_is_sound(askers: list[Asker], left: Lying) -> None:
 
 
 def refusal_is_true(asker: Asker, by_purpose: dict[str, Asker], claimed: Set[tuple[str, str]]) -> None:
-    """Check what a refused asker was told of each GPU: who it says holds one does, or was killed or refused later.
+    """Check a refusal: the named holder of each GPU holds it, or was killed or refused later.
 
     Without the GPUs of those who dropped them again there were fewer than it asked for.
     """
     error = asker.answer["error"]
-    gpus = {(told["node"], told["uuid"]): told for told in error["gpus"]}
+    gpus = {(reported["node"], reported["uuid"]): reported for reported in error["gpus"]}
     assert len(gpus) == 24
     dropped = set()
-    for gpu, told in gpus.items():
-        if told["state"] == "reserved":
-            holder = by_purpose[told["reason"].rpartition(": ")[2]]
+    for gpu, reported in gpus.items():
+        if reported["state"] == "reserved":
+            holder = by_purpose[reported["reason"].rpartition(": ")[2]]
             assert gpu in holder.gpus or not holder.won, f"{gpu} is not {holder.purpose}'s: {error}"
             dropped |= set() if holder.won else {gpu}
     free = len(gpus.keys() - claimed - dropped)

@@ -1,4 +1,4 @@
-"""The probe against a scripted NVML library: what it says equals what nvidia-ml-py reads, whatever fails beside it."""
+"""The probe against a scripted NVML library: readings equal those of nvidia-ml-py, and failures stay with their GPU."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_list_of_processes_is_whole_or_unknown(script: Path, function: str, co
     assert (gpu.error, seen) == (None, [me] if listed else None)
 
 
-def test_a_driver_that_fails_as_a_whole_is_said_in_words(script: Path) -> None:
+def test_a_driver_that_fails_as_a_whole_is_reported(script: Path) -> None:
     write_script(script, [Gpu()], trouble=[f"fault nvmlInitWithFlags {nvml.MISMATCH}"])
     with Agent(script) as agent:
         reading = agent.reading()
@@ -238,7 +238,7 @@ def test_a_driver_that_fails_as_a_whole_is_said_in_words(script: Path) -> None:
         assert (refused.kind, refused.message) == ("nvml", reading.nvml_error)
 
 
-def test_no_library_gives_words_and_no_gpu() -> None:
+def test_a_missing_library_is_reported() -> None:
     with Agent(None) as agent:
         reading = agent.reading()
     assert (reading.nvml_error, reading.gpus) == ("no NVIDIA driver here (libnvidia-ml.so.1 not found)", [])
@@ -330,7 +330,7 @@ def freezer() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_process_that_cannot_be_killed_is_left_alone(script: Path, freezer: Path) -> None:
+def test_a_process_that_cannot_be_killed_is_abandoned(script: Path, freezer: Path) -> None:
     good = [Gpu(), Gpu(), Gpu()]
     write_script(script, good)
     with Agent(script, interval_s=0.2) as agent:
@@ -341,7 +341,7 @@ def test_a_process_that_cannot_be_killed_is_left_alone(script: Path, freezer: Pa
         (freezer / "cgroup.procs").write_text(str(stuck))
         (freezer / "freezer.state").write_text("FROZEN")
         agent.reading(when=lambda r: [g.delay_s > 0 for g in r.gpus] == [False, True, False])
-        write_script(script, good)  # the GPU would answer again, but nobody may ask while the old call is under way
+        write_script(script, good)  # the GPU works again, but must not be queried while the old call hangs
         agent.reading(when=lambda r: r.gpus[1].delay_s > 9.0)
         assert len(agent.children()) == 2
         assert stuck in agent.children()
@@ -492,7 +492,7 @@ def test_carriers_are_own_processes_with_the_lease_or_on_the_gpus(script: Path) 
     assert [(p.pid, p.user, p.name, p.command) for p in seen or []] == [(worker.pid, "root", "sleep", "sleep 60")]
 
 
-def test_simulated_gpus_say_so_and_stand_still_but_for_the_clock() -> None:
+def test_simulated_gpus_are_marked_and_change_only_with_the_clock() -> None:
     description = {"cluster": "demo-1000-42", "count": 4, "busy": {"2": {"user": "bob", "memory": 3 * GIB}}}
     with Agent(None, simulate=description) as agent:
         reading = agent.reading()

@@ -26,7 +26,7 @@ def over_ssh(nodes: Cluster, node: str, user: str = "alice", interval_s: float |
     return Agent(None, python="python3", through=through, node=node, interval_s=interval_s)
 
 
-def test_every_node_says_who_and_what_it_is(nodes: Cluster) -> None:
+def test_every_node_identifies_itself(nodes: Cluster) -> None:
     names = ("gpu01", "gpu02", "gpu03")
     scripts = {
         name: nodes[name].script([Gpu(temperature=40 + k + 10 * n) for k in range(8)]) for n, name in enumerate(names)
@@ -113,7 +113,7 @@ def test_nothing_is_left_on_the_node_when_the_client_is_killed(nodes: Cluster) -
         assert killed.stop() < 2.0
 
 
-def test_a_node_without_a_driver_says_so_and_still_holds_claims(nodes: Cluster) -> None:
+def test_a_node_without_a_driver_reports_it_and_still_holds_claims(nodes: Cluster) -> None:
     nodes["gpu02"].hide_library()
     with over_ssh(nodes, "gpu02") as agent:
         reading = agent.reading()

@@ -1,4 +1,4 @@
-"""XID errors through the real probe and a scripted NVML library: told once, kept, and never a danger to the rest."""
+"""XID errors through the real probe and a scripted NVML library: reported once, kept, and harmless to readings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def codes(reading: Reading) -> list[list[int] | None]:
 
 
 @pytest.mark.parametrize("python", [None, old_python() or "none"])
-def test_errors_are_told_newest_first_with_the_nodes_time(tmp_path: Path, python: str | None) -> None:
+def test_errors_are_reported_newest_first_with_the_nodes_time(tmp_path: Path, python: str | None) -> None:
     if python == "none":
         pytest.skip("needs an older Python")
     script = tmp_path / "script"
@@ -38,8 +38,8 @@ def test_errors_are_told_newest_first_with_the_nodes_time(tmp_path: Path, python
         third = next_reading(agent)
         fourth = next_reading(agent)
     assert [codes(reading) for reading in (first, second, third, fourth)] == [
-        [None, None],  # nobody waits for them
-        [[], []],  # what was before is not told
+        [None, None],  # the first reading does not wait for them
+        [[], []],  # earlier errors are not reported
         [[], [48, 79]],
         [[], [48, 79]],
     ]
@@ -70,7 +70,7 @@ def test_they_stay_when_the_gpu_is_lost(tmp_path: Path) -> None:
     assert ([gpu.lost for gpu in reading.gpus], codes(reading)) == ([False, True], [[], [79]])
 
 
-def test_an_old_driver_does_not_tell(tmp_path: Path) -> None:
+def test_an_old_driver_reports_none(tmp_path: Path) -> None:
     script = tmp_path / "script"
     write_script(script, [Gpu()], driver="470.57.02")
     with Agent(script, old=True) as agent:
@@ -80,7 +80,7 @@ def test_an_old_driver_does_not_tell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", ["nvmlEventSetCreate", "nvmlEventSetWait_v2"])
-def test_a_library_that_refuses_does_not_tell(tmp_path: Path, function: str) -> None:
+def test_a_library_that_refuses_reports_none(tmp_path: Path, function: str) -> None:
     script = tmp_path / "script"
     write_script(script, [Gpu()], trouble=[f"fault {function} {nvml.NOT_SUPPORTED}"])
     with Agent(script) as agent:
@@ -89,7 +89,7 @@ def test_a_library_that_refuses_does_not_tell(tmp_path: Path, function: str) -> 
     assert (codes(reading), reading.gpus[0].error) == ([None], None)
 
 
-def test_a_gpu_that_refuses_does_not_tell_and_others_do(tmp_path: Path) -> None:
+def test_a_gpu_that_refuses_reports_none_and_others_do(tmp_path: Path) -> None:
     script = tmp_path / "script"
     write_script(script, [Gpu(trouble=(f"fault nvmlDeviceRegisterEvents {nvml.NO_PERMISSION}",)), Gpu()])
     with Agent(script) as agent:

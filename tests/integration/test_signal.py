@@ -54,14 +54,14 @@ def test_stops_and_continues(sleeper: subprocess.Popen[bytes]) -> None:
         assert sleeper.poll() is None
 
 
-def test_leaves_alone_what_has_the_pid_now(sleeper: subprocess.Popen[bytes]) -> None:
+def test_refuses_a_reused_pid(sleeper: subprocess.Popen[bytes]) -> None:
     with Agent(None) as agent:
         answer = agent.call("signal", pid=sleeper.pid, started=started(sleeper.pid) - 60, signal="KILL")
         assert refusal(answer) == ("not-found", f"process {sleeper.pid} has ended")
         assert sleeper.poll() is None
 
 
-def test_says_when_it_has_ended(sleeper: subprocess.Popen[bytes]) -> None:
+def test_reports_that_it_has_ended(sleeper: subprocess.Popen[bytes]) -> None:
     at = started(sleeper.pid)
     sleeper.kill()
     sleeper.wait()
@@ -70,8 +70,8 @@ def test_says_when_it_has_ended(sleeper: subprocess.Popen[bytes]) -> None:
         assert refusal(answer) == ("not-found", f"process {sleeper.pid} has ended")
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become somebody else")
-def test_leaves_other_peoples_alone(sleeper: subprocess.Popen[bytes]) -> None:
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_refuses_processes_of_other_users(sleeper: subprocess.Popen[bytes]) -> None:
     with Agent(None, python="/usr/bin/python3", through=_OTHER) as agent:
         answer = agent.call("signal", pid=sleeper.pid, started=started(sleeper.pid), signal="KILL")
         assert refusal(answer) == ("not-yours", f"process {sleeper.pid} is not yours")

@@ -1,4 +1,4 @@
-"""The agent where NVML cannot be loaded: it asks nvidia-smi, seldom, and says whose word it is and how old."""
+"""The agent where NVML cannot be loaded: it runs nvidia-smi, rarely, and reports the source and the age of values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def no_nvml(path: Path, code: int = NO_LIBRARY) -> Path:
     return path
 
 
-def test_nvidia_smi_speaks_for_nvml_and_says_so(script: Path, fake: FakeSmi) -> None:
+def test_nvidia_smi_replaces_nvml_and_is_named_as_the_source(script: Path, fake: FakeSmi) -> None:
     fake.says("v13-h100-590")
     with Agent(script) as agent:
         reading = agent.reading()
@@ -80,15 +80,13 @@ def test_a_driver_that_nvidia_smi_survives_is_read_through_it(tmp_path: Path, fa
     assert [(gpu.error, gpu.lost) for gpu in reading.gpus] == [(None, False), ("Unknown Error", False), (None, False)]
 
 
-def test_where_there_is_no_nvidia_smi_either_the_words_are_nvmls(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_nvidia_smi_the_error_is_nvmls(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with Agent(script) as agent:
         assert agent.reading().nvml_error == "no NVIDIA driver here (libnvidia-ml.so.1 not found)"
 
 
-def test_what_nvidia_smi_says_in_place_of_a_listing_is_told(script: Path, fake: FakeSmi) -> None:
+def test_errors_of_nvidia_smi_are_reported(script: Path, fake: FakeSmi) -> None:
     fake.says("says-no-driver", code=9)
     fake.answers("csv-no-handle")
     (fake.folder / "rows").write_bytes((fake.folder / "listing").read_bytes())
@@ -133,7 +131,7 @@ def test_xml_that_cannot_be_read_is_asked_for_again_by_queries_without_unknown_f
     assert "memory.reserved" not in fake.calls()[-2]
 
 
-def test_it_is_asked_seldom_and_each_reading_says_how_seldom(script: Path, fake: FakeSmi) -> None:
+def test_it_runs_rarely_and_each_reading_has_the_interval(script: Path, fake: FakeSmi) -> None:
     fake.says("v13-h100-590")
     fake.takes(0.6)
     began = time.time()

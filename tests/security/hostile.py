@@ -21,11 +21,11 @@ from gpuboard.agent.claims import store as claims
 from gpuboard.agent.proc import boot_id
 from tests.unit.claims_help import BOB, become
 
-ANSWER_S = 15.0  # after so long a file system that never answers is taken away, so that a test fails and does not hang
+ANSWER_S = 15.0  # then a file system that never answers is unmounted, so that a test fails instead of hanging
 _MNT_FORCE, _MNT_DETACH = 1, 2
 _HOLD_LEASE = """
 import fcntl, os, signal, sys
-signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel's word that somebody wants the file
+signal.signal(signal.SIGIO, signal.SIG_IGN)  # sent by the kernel when another process opens the file
 os.setresgid(*[int(sys.argv[2])] * 3)
 os.setresuid(*[int(sys.argv[2])] * 3)
 fd = os.open(sys.argv[1], os.O_RDWR)
@@ -51,7 +51,7 @@ def write_lease(path: str, uid: int = BOB) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fuse(path: str, kind: str, uid: int = BOB) -> Iterator[None]:
-    """Mount on the file ``path`` what fusermount mounts for ``uid``: a file system that nobody serves.
+    """Mount on the file ``path`` what fusermount mounts for ``uid``: a file system without a server.
 
     ``kind``: "denies" others, as without allow_other; "never answers"; "is gone", its server has ended.
     """

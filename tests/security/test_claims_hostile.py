@@ -30,7 +30,7 @@ READING = 4 * 2**20  # bytes of a line of the protocol
 
 @pytest.fixture(name="shared")
 def shared_folder() -> Iterator[str]:
-    """A folder of alice's, on the same file system, that everybody may write and that is not sticky."""
+    """A folder of alice on the same file system, writable by all and not sticky."""
     with tempfile.TemporaryDirectory(prefix="alices-", dir="/var/tmp") as path:
         os.chmod(path, 0o777)
         os.chown(path, ALICE, ALICE)
@@ -70,7 +70,7 @@ def test_a_write_lease_on_a_foreign_file_ends_no_survey(folder: str) -> None:
         assert "until" in become(CAROL, lambda: take(folder, "cccc", "GPU-b"))
 
 
-def test_a_write_lease_under_her_lease_id_keeps_alice_from_nothing(folder: str) -> None:
+def test_a_write_lease_under_her_lease_id_hinders_alice_in_nothing(folder: str) -> None:
     alice_holds(folder)
     make(f"{folder}/gpuboard.GPU-b.k3f9", BOB)
     with write_lease(f"{folder}/gpuboard.GPU-b.k3f9"):
@@ -98,7 +98,7 @@ def test_a_file_system_mounted_on_a_claims_name_is_its_owners_garbage(kind: str,
 
 
 @pytest.mark.parametrize("step", ["_pin", "_bytes"])
-def test_a_claim_that_the_disk_does_not_give_keeps_its_gpu(
+def test_a_claim_that_the_disk_cannot_read_blocks_its_gpu(
     step: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bad sector below alice's claim frees nothing; another GPU is had as before."""
@@ -168,7 +168,7 @@ def test_files_that_others_put_there_hide_none_of_her_claims(how: str, folder: s
 
 @pytest.mark.parametrize("way", ["mode 0666", "mode 0664", "an ACL"])
 def test_a_claim_in_her_name_is_none(way: str, folder: str, shared: str) -> None:
-    """Bob writes what a claim says into a file of alice's that he may write, and links it as a claim."""
+    """Bob writes a claim's content into a file of alice that he may write, and links it as a claim."""
     make(f"{shared}/notes", ALICE, mode=0o664 if way == "mode 0664" else 0o644 if way == "an ACL" else 0o666)
     if way == "mode 0664":
         os.chown(f"{shared}/notes", ALICE, BOB)
@@ -198,7 +198,7 @@ def test_links_that_others_add_to_her_claim_hide_nothing(folder: str) -> None:
     alice_keeps(folder)
 
 
-def test_an_honest_claim_is_one_whatever_umask_and_default_acl(folder: str) -> None:
+def test_a_claim_is_valid_under_any_umask_and_default_acl(folder: str) -> None:
     acl(folder, "default", user=7, bob=7, group=7, mask=7, other=7)
 
     def careless() -> Any:
@@ -232,7 +232,7 @@ def test_many_claims_on_one_gpu_are_a_short_conflict(folder: str) -> None:
 
 
 def test_a_reading_always_fits(folder: str) -> None:
-    """20,000 claims of one user, 200 of each of 10 others, with all that a claim can say; alice has 16."""
+    """20,000 claims of one user, 200 of each of 10 others, each of the largest size; alice has 16."""
     alice_holds(folder, *(f"GPU-{number:02}" for number in range(16)))
     by_hand(folder, BOB, *(("GPU-00", lease) for lease in names("b", 20000)))
     for number in range(10):
@@ -250,7 +250,7 @@ def test_a_reading_always_fits(folder: str) -> None:
     assert cut == f"{20000 - by_user[BOB]} more claims are not shown"
 
 
-def test_garbage_costs_a_look_each_and_its_owner_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_costs_a_check_each_and_its_owner_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file is looked at once, none of them is read; afterwards a reading looks at what it shows alone."""
     alice_holds(folder)
     for number, lease in enumerate(names("z", 3000)):
@@ -300,7 +300,7 @@ UP, WALL = 10_000.0, 1_700_000_000.0
 
 
 def staggered(offset: float) -> rules.Entry:
-    """Return a claim made at UP that says it was born when the clock stood ``offset`` seconds back."""
+    """Return a claim made at UP that records a wall clock ``offset`` seconds back."""
     content: dict[str, Any] = {
         "lease": "zzzz", "uuid": "GPU-a", "share": None, "holder": None, "nodes": [], "gpus": 1, "purpose": "",
         "host": "", "boot": "b", "took": [], "from": WALL - offset, "up": UP, "until": WALL - offset + 86400.0,
@@ -380,7 +380,7 @@ def test_a_renewal_counts_from_its_own_time(folder: str, site: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["another's", "others may write", "a FIFO", "no duration"])
-def test_max_lease_that_root_alone_did_not_write_is_none(way: str, folder: str, site: Path) -> None:
+def test_max_lease_counts_only_if_root_alone_can_write_it(way: str, folder: str, site: Path) -> None:
     if way == "a FIFO":
         os.mkfifo(site)
     else:

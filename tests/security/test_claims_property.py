@@ -132,7 +132,7 @@ def put(folder: str, entry: dict[str, Any]) -> str | None:
 
 @settings(max_examples=int(os.environ.get("GPUBOARD_TEST_EXAMPLES", "60")))
 @given(entries=ENTRIES)
-def test_alices_claims_are_seen_and_kept_whatever_lies_beside_them(entries: list[dict[str, Any]]) -> None:
+def test_alices_claims_are_seen_and_kept_beside_any_files(entries: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory(prefix="gpuboard-claims-", dir="/var/tmp") as folder:
         os.chmod(folder, 0o1777)
         assert "until" in become(ALICE, lambda: take(folder, "k3f9", *HERS))

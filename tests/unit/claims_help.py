@@ -69,7 +69,7 @@ def read(path: str) -> dict[str, Claim]:
 
 
 def age(path: str, name: str, seconds: float) -> None:
-    """Make a claim as old as if its keeper had gone ``seconds`` ago: shift what it says of its birth."""
+    """Age a claim as if its keeper had ended ``seconds`` ago: shift its creation time."""
     file = Path(path, name)
     before = file.stat()
     content = json.loads(file.read_text())

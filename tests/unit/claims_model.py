@@ -3,15 +3,15 @@
 Processes run scripts of operations. In every state each of them may take its next step, die (a bounded number of
 times), meet a full disk (bounded), or time may pass (a given list of jumps); all orders are explored, depth first,
 each state once. A process is deterministic, so what it has been answered so far is its state; where it goes on from
-there is worked out by running the generator anew and remembered.
+there is computed by running the generator again, and cached.
 
-Reductions, each of which leaves out only orders that nobody could tell apart:
+Reductions, each of which omits only orders with identical effects:
 
 * A step that no other process can see or influence is taken together with the one before: removing and touching one's
-  temporary file, the lock when somebody hostile keeps it, reading and listing files whose only writer (a claim is
+  temporary file, the lock when a hostile user holds it, reading and listing files whose only writer (a claim is
   written by its taker alone) is this process or has ended.
 * A step that only the passing of time influences, looking at the clock or making a temporary file, is taken at once or
-  put off until time has passed: when exactly between two jumps makes no difference to anybody. (Who waits for a jump
+  put off until time has passed: when exactly between two jumps makes no difference. (Who waits for a jump
   that never comes is no way for things to end: the same story without the wait is explored as well.)
 * A list holds the names that the protocol asks for and no others.
 * Inode numbers read as 0: they are noted in claims for people to read, nothing is decided by them.
@@ -51,12 +51,12 @@ class World(NamedTuple):
     ticks: tuple[float, ...] = ()  # seconds that pass, in this order, at any moment
     deaths: int = 0
     faults: int = 0  # steps that meet a full disk
-    hostile_lock: bool = True  # somebody keeps the lock for ever
+    hostile_lock: bool = True  # a hostile user holds the lock forever
     patient: bool = False  # a taker that starts over does so when no other is at it: jitter is longer than an attempt
 
 
 class Process(NamedTuple):
-    """Where a process stands. valid_until: it was told that it holds its lease, and shows life by then or loses it."""
+    """The state of a process. valid_until: its lease was reported as taken and expires then without a heartbeat."""
 
     node: int  # of Machine; -1: ended
     op: int
@@ -74,7 +74,7 @@ class State(NamedTuple):
     passed: int  # ticks that have passed
     deaths: int  # left
     faults: int  # left
-    lock: int  # who has it; -1: nobody
+    lock: int  # process that holds it; -1: none
 
 
 class Violation(AssertionError):
@@ -274,7 +274,7 @@ class Checker:
         return state
 
     def _settle(self, state: State, who: int) -> State:
-        """Take the steps of ``who`` that nobody else can see or influence; go on to its next operation."""
+        """Take the steps of ``who`` that others cannot observe or influence; go on to its next operation."""
         while state.processes[who].node >= 0:
             step = self.machine.nodes[state.processes[who].node].step
             if step is None:
@@ -358,42 +358,41 @@ class Checker:
         """Take note of an operation's result and start the next one of the script."""
         process, script = state.processes[who], self.world.scripts[who]
         node, kind = self.machine.nodes[process.node], script.ops[process.op]
-        told = kind in {"take", "renew"} and node.refused is None
-        told = told or (kind == "touch" and node.result["alive"] == [script.lease])
-        if kind == "take" and not told:
+        granted = kind in {"take", "renew"} and node.refused is None
+        granted = granted or (kind == "touch" and node.result["alive"] == [script.lease])
+        if kind == "take" and not granted:
             left = [name for name in names(script) if name in dict(state.files)]
             if left:
                 raise Violation(f"process {who} has given up and leaves {left}")
             if not self.world.hostile_lock and node.refused.kind == "conflict":
                 self._refusal_is_true(state, node.refused.detail)
-        valid_until = self._shown(state, who) + OWN_LIFE_S if told else None
+        valid_until = self._last_heartbeat(state, who) + OWN_LIFE_S if granted else None
         if valid_until is not None and valid_until <= self._now(state) and self.world.hostile_lock:
-            raise Violation(f"process {who} is told of a lease that has lapsed")  # (unlocking may take its time)
-        more = process.op + 1 < len(script.ops) and (told or kind == "sweep")
+            raise Violation(f"process {who} got a lease that has expired")  # (unlocking may take its time)
+        more = process.op + 1 < len(script.ops) and (granted or kind == "sweep")
+        took = process.took or (kind == "take" and granted)
         if not more:
-            after = process._replace(node=-1, valid_until=valid_until, took=process.took or (kind == "take" and told))
-            return _with(state, who, after)
+            return _with(state, who, process._replace(node=-1, valid_until=valid_until, took=took))
         following = script.ops[process.op + 1]
-        took = process.took or (kind == "take" and told)
         return _with(state, who, Process(self.machine.start(who, following), process.op + 1, valid_until, took=took))
 
     def _refusal_is_true(self, state: State, claims: list[Any]) -> None:
-        """With the lock honoured, whoever is in the way has got his lease (or died, or was ended by a full disk)."""
+        """With the lock honoured, the owner of a conflicting claim has its lease (or died, or met a full disk)."""
         for claim in claims:
             holder = state.processes[self._writer[claim.entry.name]]
             if not (holder.took or holder.dead):
                 raise Violation(f"refused because of {claim.entry.name}, which its taker did not get")
 
-    def _shown(self, state: State, who: int) -> float:
-        """Return when the lease of ``who`` last showed life on all its GPUs, in seconds since boot."""
+    def _last_heartbeat(self, state: State, who: int) -> float:
+        """Return the time of the last heartbeat of the lease of ``who`` on all its GPUs, in seconds since boot."""
         files = dict(state.files)
         missing = [name for name in names(self.world.scripts[who]) if name not in files]
         if missing:
-            raise Violation(f"process {who} is told that it holds {missing}, which are not there")
+            raise Violation(f"process {who} got {missing}, which do not exist")
         return min(min(files[name][1], files[name][2]) for name in names(self.world.scripts[who])) - WALL
 
     def _check(self, state: State) -> None:
-        """Raise Violation when two hold one GPU, or somebody does not hold what he was told, or a dispute is hidden."""
+        """Raise Violation when two hold one GPU, a process lacks a GPU it was granted, or a dispute is hidden."""
         now = self._now(state)
         clock = rules.Clock(WALL + now, now)
         judged = [self._judge(name, file, clock) for name, file in state.files if name.startswith(rules.PREFIX)]
@@ -407,7 +406,7 @@ class Checker:
             script = self.world.scripts[who]
             lost = [name for name in names(script) if name not in live]
             if lost:
-                raise Violation(f"process {who} was told that it holds {lost}, which is not so")
+                raise Violation(f"process {who} has lost {lost}, which it was granted")
             for gpu in script.gpus:
                 if gpu in holders:
                     raise Violation(f"{gpu} is held by processes {holders[gpu]} and {who}")

@@ -1,4 +1,4 @@
-"""A signal reaches the very process that was meant, or nobody."""
+"""A signal reaches the intended process or none."""
 
 from __future__ import annotations
 

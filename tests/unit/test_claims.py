@@ -44,7 +44,7 @@ def test_a_life(folder: str) -> None:
     assert refused(lambda: ask("renew", folder, lease="k3f9", for_s=1.0))[0] == "not-found"
 
 
-def test_a_refusal_names_who_is_in_the_way(folder: str) -> None:
+def test_a_refusal_names_the_conflicting_owner(folder: str) -> None:
     take(folder, "k3f9", "GPU-a")
     with pytest.raises(claims.Refuse) as caught:
         take(folder, "zzzz", "GPU-b", "GPU-a")
@@ -63,7 +63,7 @@ def take_in(folder: claims.Folder, lease: str, *uuids: str) -> object:
     return claims.handle("take", args, folder)
 
 
-def test_what_another_job_has_left_is_in_nobodys_way(folder: str) -> None:
+def test_claims_of_another_job_do_not_conflict(folder: str) -> None:
     first, second, third = in_job(folder, "7"), in_job(folder, "8"), in_job(folder, None)
     take_in(first, "k3f9", "GPU-a")
     take_in(second, "zzzz", "GPU-a")
@@ -75,13 +75,13 @@ def test_what_another_job_has_left_is_in_nobodys_way(folder: str) -> None:
     assert {claim["lease"]: claim["disputed_with"] for claim in everything} == {"k3f9": [], "zzzz": []}
 
 
-def test_a_claim_of_no_job_is_in_the_way_of_all(folder: str) -> None:
+def test_a_claim_outside_jobs_conflicts_with_all(folder: str) -> None:
     take_in(in_job(folder, None), "k3f9", "GPU-a")
     assert refused(lambda: take_in(in_job(folder, "7"), "zzzz", "GPU-a"))[0] == "conflict"
     assert [claim["lease"] for claim in in_job(folder, "7").read()[0]] == ["k3f9"]
 
 
-def test_a_lapsed_claim_is_not_revived(folder: str) -> None:
+def test_an_expired_claim_is_not_revived(folder: str) -> None:
     take(folder, "k3f9", "GPU-a", "GPU-b")
     age(folder, "gpuboard.GPU-a.k3f9", 95)
     claim = read(folder)["k3f9 GPU-a"]
@@ -90,7 +90,7 @@ def test_a_lapsed_claim_is_not_revived(folder: str) -> None:
     assert os.listdir(folder) == []  # the other half too: never a part
 
 
-def test_a_lapsed_claim_is_not_renewed(folder: str) -> None:
+def test_an_expired_claim_is_not_renewed(folder: str) -> None:
     take(folder, "k3f9", "GPU-a")
     age(folder, "gpuboard.GPU-a.k3f9", 95)
     assert refused(lambda: ask("renew", folder, lease="k3f9", for_s=600.0))[0] == "lapsed"
@@ -115,8 +115,8 @@ def test_claims_end_with_their_time_and_with_their_boot(folder: str) -> None:
     assert sorted(os.listdir(folder)) == ["gpuboard.GPU-a.cccc", "gpuboard.GPU-b.cccc"]
 
 
-def test_what_no_claim_can_say_is_refused(folder: str) -> None:
-    """Rather than written and then taken for garbage by everybody."""
+def test_invalid_claims_are_refused(folder: str) -> None:
+    """Readers would reject them as garbage."""
     for changes, words in (
         ({"purpose": "x" * 513}, "purpose is not a text of at most 512 characters"),
         ({"for_s": 0.0}, "it would last 0 s"),
@@ -243,7 +243,7 @@ def test_a_quiet_folder_full_of_other_files_is_not_read_again(folder: str) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(claims, "Files", Counting)
         before = -1
-        while lists != before:  # while the folder's own time is too close to now to tell changes apart
+        while lists != before:  # while the folder's mtime is too recent to distinguish changes
             assert clock.spent_s() < 10.0
             before = lists
             reader.read()

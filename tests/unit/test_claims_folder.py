@@ -38,9 +38,9 @@ LONG = {"from": 10_000.0, "up": 100.0, "until": 90_000.0}  # born when the wall 
     [
         ("touched 30 s ago", 10_400, 500, 10_370, 10_370, "live"),
         ("touched 95 s ago", 10_400, 500, 10_305, 10_305, "lapsed"),
-        ("mtime set ahead: ctime tells", 10_400, 500, 99_999, 10_305, "lapsed"),
+        ("mtime in the future: ctime counts", 10_400, 500, 99_999, 10_305, "lapsed"),
         ("mtime set back by its owner", 10_400, 500, 10_000, 10_399, "lapsed"),
-        ("ctime moved by somebody's hard link: mtime tells", 10_400, 500, 10_305, 10_399, "lapsed"),
+        ("ctime changed by another user's hard link: mtime counts", 10_400, 500, 10_305, 10_399, "lapsed"),
         ("clock set forward an hour since the touch", 14_000, 500, 10_370, 10_370, "live"),
         ("clock set forward an hour, touched since", 14_000, 500, 10_370, 13_970, "live"),
         ("clock set forward an hour, no touch for 95 s", 14_000, 500, 10_305, 10_305, "lapsed"),
@@ -50,7 +50,7 @@ LONG = {"from": 10_000.0, "up": 100.0, "until": 90_000.0}  # born when the wall 
         ("clock set back an hour, no touch for 95 s", 6_800, 500, 10_305, 10_305, "lapsed"),
     ],
 )
-def test_life_whatever_the_clock_does(case: tuple[str, float, float, float, float, str]) -> None:
+def test_heartbeats_count_when_the_clock_is_set(case: tuple[str, float, float, float, float, str]) -> None:
     words, wall, up, mtime, ctime, state = case
     found = rules.judge(entry(mtime, ctime, **LONG), rules.Clock(wall, up), "b")
     assert found.state == state, words
@@ -151,7 +151,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
             subprocess.run(["umount", mounted], check=True)
 
 
-def test_what_a_dead_process_left_is_swept(folder: str) -> None:
+def test_leftovers_of_a_dead_process_are_removed(folder: str) -> None:
     files = claims_files.Files(folder)
     fresh, stale = files.create(b"x"), files.create(b"x")
     files.close()
@@ -169,7 +169,7 @@ def test_what_a_dead_process_left_is_swept(folder: str) -> None:
 
 
 @root
-def test_whoever_keeps_the_lock_delays_by_two_seconds_at_most(folder: str) -> None:
+def test_a_held_lock_delays_by_at_most_two_seconds(folder: str) -> None:
     import fcntl
 
     fd = os.open(folder, os.O_RDONLY)

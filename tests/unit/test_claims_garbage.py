@@ -1,4 +1,4 @@
-"""Files that are no claims are named, with their owner, and block nobody; what is not ours to see is not seen."""
+"""Files that are not claims are listed with their owner and block no GPU; claims of other jobs are ignored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     "no lease": ({"lease": None}, "lease is missing or malformed"),
     "another GPU": ({"uuid": "GPU-b"}, "its content belongs to another name"),
     "another lease": ({"lease": "zzzz"}, "its content belongs to another name"),
-    "a number that is none": (json.dumps({**GOOD, "from": float("nan")}).encode(), "from is not a number"),
+    "not a number": (json.dumps({**GOOD, "from": float("nan")}).encode(), "from is not a number"),
     "infinite": (b'{"lease":"k3f9","uuid":"GPU-a","from":1e999}', "from is not a number"),
     "no float": ({"from": 10**400, "until": 10**400 + 60}, "from is not a number"),
     "an end that is no float": ({"until": 10**400}, "until is not a number"),
@@ -39,16 +39,16 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     "for ever": ({"until": 1e18}, "it would last 999999999000000000 s"),
     "ends before it begins": ({"until": 0.0}, "it would last -1000000000 s"),
     "from the future": ({"up": 1e12}, "dated in the future"),
-    "a holder that is none": ({"holder": {"pid": "1"}}, "holder is not a process"),
+    "not a holder": ({"holder": {"pid": "1"}}, "holder is not a process"),
     "a purpose too long": ({"purpose": "x" * 513}, "purpose is not a text of at most 512 characters"),
-    "nodes that are none": ({"nodes": "gpu01"}, "nodes is not a list of names"),
-    "a share that is none": ({"share": True}, "share is not a size"),
-    "a count that is none": ({"gpus": -1}, "gpus is not a count"),
+    "not a list of nodes": ({"nodes": "gpu01"}, "nodes is not a list of names"),
+    "not a share": ({"share": True}, "share is not a size"),
+    "not a count": ({"gpus": -1}, "gpus is not a count"),
 }
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-def test_garbage_is_named_and_blocks_nobody(name: str, folder: str) -> None:
+def test_garbage_is_named_and_blocks_no_gpu(name: str, folder: str) -> None:
     value, reason = GARBAGE[name]
     data = value if isinstance(value, bytes) else json.dumps({**GOOD, **value}).encode()
     Path(folder, "gpuboard.GPU-a.k3f9").write_bytes(data)
@@ -62,7 +62,7 @@ def test_garbage_is_named_and_blocks_nobody(name: str, folder: str) -> None:
 
 @root
 @pytest.mark.parametrize("kind", ["link", "fifo", "socket", "folder", "unreadable", "hard link", "odd name"])
-def test_what_is_no_file_neither_blocks_nor_hangs(kind: str, folder: str) -> None:
+def test_other_than_regular_files_neither_block_nor_hang(kind: str, folder: str) -> None:
     """Read as alice, who has no rights over it; bob made it."""
     path = f"{folder}/gpuboard.GPU-a.k3f9"
 
@@ -108,7 +108,7 @@ def test_real_and_simulated_gpus_do_not_see_each_other(folder: str) -> None:
     assert list(read(folder)) == ["aaaa GPU-a"]
 
 
-def test_old_mig_uuids_hold_slashes(folder: str) -> None:
+def test_old_mig_uuids_contain_slashes(folder: str) -> None:
     take(folder, "k3f9", "MIG-GPU-a/1/0")
     assert os.listdir(folder) == ["gpuboard.MIG-GPU-a_1_0.k3f9"]
     assert read(folder)["k3f9 MIG-GPU-a/1/0"].state == "live"

@@ -20,16 +20,16 @@ def taker(number: int, *ops: str) -> Script:
 
 
 def keeper(*ops: str) -> Script:
-    """Return somebody who holds G0 and G1 from the start."""
+    """Return a process that holds G0 and G1 from the start."""
     return Script("kk", ("G0", "G1"), ops, holds=True)
 
 
 THREE = (taker(0, *TAKE_RELEASE), taker(1, *TAKE_RELEASE), taker(2, *TAKE_RELEASE))
 TWO_AFTER = (taker(1, *TAKE), taker(2, *TAKE))
 
-# 89 s: owners call it lapsed, others do not yet; 2 s more, or 100 s at once: everybody does.
+# 89 s: expired for its owner, not yet for others; 2 s more, or 100 s at once: expired for all.
 WORLDS = {
-    "three takers, one dies, the lock kept by somebody hostile": (World(THREE, deaths=1), 1),
+    "three takers, one dies, the lock held by a hostile user": (World(THREE, deaths=1), 1),
     "three takers, one dies, a disk is full": (World(THREE, deaths=1, faults=1), 1),
     "three takers that start over": (World(THREE, patient=True, deaths=1), 2),
     "two takers that start over at once": (World(THREE[:2], deaths=1), 3),
@@ -60,7 +60,7 @@ def check(monkeypatch: pytest.MonkeyPatch, protocol: types.ModuleType, world: Wo
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_every_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU has two holders, who was told of a lease has all of it, who gives up leaves nothing, disputes show."""
+    """No GPU has two holders, a reported lease is complete, a failed take leaves nothing, disputes are visible."""
     world, attempts = WORLDS[name]
     checker = check(monkeypatch, claims_protocol, world, attempts)
     print(f"{name}: {checker.states} states, {len(checker.endings)} endings")
@@ -75,15 +75,15 @@ def test_three_takers_while_time_passes(monkeypatch: pytest.MonkeyPatch) -> None
     assert checker.states > 100_000
 
 
-def test_somebody_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody dies, the lock is useless, all collide: who starts over alone wins, within two attempts."""
+def test_one_taker_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process dies, the lock is useless, all collide: a taker that retries alone succeeds within two attempts."""
     checker = check(monkeypatch, claims_protocol, World(THREE, patient=True), 2)
     assert all(any(ending) for ending in checker.endings), checker.endings
     assert (True, True, True) in checker.endings
 
 
-def test_with_the_lock_nobody_collides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One attempt is enough for somebody, and every refusal names a lease that its taker got (Checker looks)."""
+def test_the_lock_prevents_collisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One attempt suffices for one taker, and every refusal names a lease that its taker got (checked by Checker)."""
     checker = check(monkeypatch, claims_protocol, World(THREE, hostile_lock=False), 1)
     assert all(any(ending) for ending in checker.endings), checker.endings
 
@@ -127,7 +127,7 @@ MUTANTS: dict[str, tuple[str | World, ...]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_checker_sees_a_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checker_detects_a_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     *edits, world = MUTANTS[name]
     assert isinstance(world, World)
     source = inspect.getsource(claims_protocol)

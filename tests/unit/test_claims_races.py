@@ -63,7 +63,7 @@ def overlaps(lines: list[str], killed_at: float) -> list[str]:
 
 
 @root
-@pytest.mark.parametrize("lock", ["honoured", "kept by somebody hostile"])
+@pytest.mark.parametrize("lock", ["honoured", "held by a hostile user"])
 def test_two_users_race_and_die(lock: str, folder: str, tmp_path: Path) -> None:
     """24 processes of two users, one killed every 50 ms: no GPU twice, and no part of a set left by the living."""
     log = tmp_path / "log"

@@ -23,14 +23,14 @@ def gpus(count: int, **changes: Any) -> list[dict[str, Any]]:
         (STEP, 8, [1, 2]),
         # the same under a device cgroup: CUDA counts from 0, NVML shows two
         ({**STEP, "CUDA_VISIBLE_DEVICES": "0,1"}, 2, [0, 1]),
-        # under a device cgroup with a third GPU that Slurm does not know and hides from nobody
+        # under a device cgroup with a third GPU that Slurm does not know and never hides
         ({**STEP, "CUDA_VISIBLE_DEVICES": "0,1"}, 3, [0, 1]),
         # a batch script on the first node, before and after `export CUDA_VISIBLE_DEVICES=`
         ({"SLURM_JOB_ID": "2", "SLURM_NODEID": "0", "SLURM_JOB_GPUS": "4,6", "CUDA_VISIBLE_DEVICES": "4,6"}, 8, [4, 6]),
         ({"SLURM_JOB_ID": "2", "SLURM_NODEID": "0", "SLURM_JOB_GPUS": "4,6", "CUDA_VISIBLE_DEVICES": ""}, 8, [4, 6]),
         # inside a lease on one GPU of the job
         ({"SLURM_JOB_ID": "2", "SLURM_NODEID": "0", "SLURM_JOB_GPUS": "4,6", "CUDA_VISIBLE_DEVICES": "6"}, 8, [4, 6]),
-        # a process on another node than the first, which is told the first one's
+        # a process on another node, with the first node's value
         ({"SLURM_JOB_ID": "2", "SLURM_NODEID": "1", "SLURM_JOB_GPUS": "4,6"}, 8, []),
         # a job without GPUs has none of the variables: none, not all
         ({"SLURM_JOB_ID": "2", "SLURM_NODEID": "0"}, 8, []),
@@ -48,7 +48,7 @@ def test_device_files_of_other_numbers_change_nothing() -> None:
     assert [gpu["index"] for gpu in JobGpus(STEP).only(upside_down)[0]] == [1, 2]
 
 
-def test_what_does_not_fit_is_told_and_nothing_is_listed() -> None:
+def test_a_mismatch_is_reported_and_nothing_is_listed() -> None:
     found, trouble = JobGpus({**STEP, "SLURM_STEP_GPUS": "6,7", "CUDA_VISIBLE_DEVICES": "6,7"}).only(gpus(7))
     assert found == []
     assert trouble == "cannot match the job's GPUs: Slurm lists 2 on this node, NVML shows 7"
@@ -61,7 +61,7 @@ def test_a_gpu_that_cannot_be_read_stays_the_jobs() -> None:
     assert [gpu["uuid"] for gpu in found] == ["GPU-1", "unread-gpu01-2"]
 
 
-def test_mig_devices_are_told_by_their_uuids() -> None:
+def test_mig_devices_are_identified_by_their_uuids() -> None:
     job = JobGpus({**STEP, "CUDA_VISIBLE_DEVICES": "MIG-b"})
     shown = [*gpus(1), {"index": 1, "uuid": "GPU-1", "mig": MIG}]
     found, _ = job.only(shown)

@@ -28,7 +28,7 @@ def test_lowest_bit(mask: list[int] | None, expected: int | None) -> None:
     assert terms.lowest(mask) == expected
 
 
-def test_one_address_is_one_key_however_it_is_written() -> None:
+def test_all_forms_of_an_address_have_one_key() -> None:
     assert terms.pci_key("00000000:1B:00.0") == terms.pci_key("0000:1b:00.0") == (0, 0x1B, 0)
     assert terms.pci_key("FFFFFFFF:FF:FF.0") == (0xFFFFFFFF, 0xFF, 0xFF)
     assert terms.pci_key("[N/A]") == terms.pci_key("") == ()
@@ -43,11 +43,11 @@ def test_one_address_is_one_key_however_it_is_written() -> None:
         ("NVIDIA H100 80GB HBM3", False), ("NVIDIA GeForce RTX 4090", False), ("", False),
     ],
 )  # fmt: skip
-def test_which_gpus_have_no_memory_but_the_hosts(name: str, shared: bool) -> None:
+def test_gpus_that_share_the_hosts_memory(name: str, shared: bool) -> None:
     assert terms.shares_memory(name) is shared
 
 
-def test_numbers_that_nobody_has_named_yet_are_still_said() -> None:
+def test_unknown_codes_are_reported_as_numbers() -> None:
     assert [terms.recovery(n) for n in (0, 1, 99)] == ["none", "GPU reset", "action 99"]
     assert terms.words(4711, "Something New") == "Something New"
     assert terms.throttle(1 << 40) == []

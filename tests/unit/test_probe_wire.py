@@ -53,7 +53,7 @@ def pipes() -> Iterator[Pipes]:
         made.close(fd)
 
 
-def test_lines_come_whole_however_they_are_cut(pipes: Pipes) -> None:
+def test_lines_are_reassembled(pipes: Pipes) -> None:
     pipes.say(b'{"t":"tick","in_ms":')
     assert pipes.channel.read_available() == []
     pipes.say(b'5}\n\n{"t":"call"}\n{"a"')
@@ -89,7 +89,7 @@ def test_an_endless_line_is_refused(pipes: Pipes) -> None:
             pipes.channel.read_available()
 
 
-def test_a_client_that_does_not_read_blocks_nobody_and_gets_everything_later(pipes: Pipes) -> None:
+def test_a_client_that_does_not_read_blocks_nothing_and_gets_everything_later(pipes: Pipes) -> None:
     text = "x" * 300_000  # more than a pipe holds
     pipes.channel.event("output", {"text": text})
     pipes.channel.reply(3, {"seq": 1})
@@ -110,7 +110,7 @@ def test_a_client_that_is_gone_closes(pipes: Pipes) -> None:
     pipes.close(pipes.from_agent)
     pipes.channel.send({"t": "hello"})
     assert (pipes.channel.closed, pipes.channel.pending > 0) == (True, True)
-    pipes.channel.drain(1.0)  # returns: there is nobody to wait for
+    pipes.channel.drain(1.0)  # returns at once: the client is gone
 
 
 def test_noise_becomes_events(pipes: Pipes) -> None:
@@ -130,7 +130,7 @@ def agent(data: bytes) -> tuple[int, list[bytes]]:
     return done.returncode, done.stdout.splitlines()
 
 
-def test_an_unknown_role_is_said_and_exits_2() -> None:
+def test_an_unknown_role_is_reported_and_exits_2() -> None:
     code, lines = agent(b'{"t":"start","nonce":"0f","role":"cook","config":{}}\n')
     assert code == 2
     assert lines[0] == b""

@@ -96,7 +96,7 @@ def test_root_in_a_container_is_hidden_unless_its_lease_can_be_read(root: Path) 
     assert seen == [(None, None, CONTAINER[:12]), ("root", "k3f9", CONTAINER[:12]), ("root", None, None)]
 
 
-def test_a_reused_pid_is_read_anew(root: Path, tmp_path: Path) -> None:
+def test_a_reused_pid_is_read_again(root: Path, tmp_path: Path) -> None:
     proc(root, 7, comm="first", start=1)
     processes = Processes(str(root))
     assert processes.describe(7, "compute", 0)["name"] == "first"
@@ -120,14 +120,14 @@ def test_a_uid_without_a_name_is_its_digits() -> None:
     assert Processes().user(54321987) == "54321987"
 
 
-def test_the_uids_of_somebodys_containers_are_his() -> None:
+def test_container_uids_belong_to_their_user() -> None:
     subuid = "alice:100000:65536\n# nonsense\nbob:165536:65536\n:x\n"
     assert [delegated_to(uid, subuid) for uid in (99999, 100000, 165535, 165536, 231071, 231072)] == [
         None, "alice", "alice", "bob", "bob", None,
     ]  # fmt: skip
 
 
-def test_people_begin_where_the_node_says() -> None:
+def test_uid_min_is_read_from_login_defs() -> None:
     assert [first_person(text) for text in ("", "#UID_MIN 5\nUID_MIN\t500\n", "UID_MIN x\n")] == [1000, 500, 1000]
 
 

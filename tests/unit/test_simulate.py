@@ -1,4 +1,4 @@
-"""Simulated nodes: what they say follows from their description and the clock; others' claims count as real ones do."""
+"""Simulated nodes: readings follow from description and clock; simulated claims count like real ones."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def owners(probe: Simulated, folder: str) -> dict[str, str]:
     return {claim.uuid.removeprefix(probe.start_of_uuid): claim.owner for claim in msgspec.convert(found, list[Claim])}
 
 
-def test_what_has_an_end_comes_again_each_period() -> None:
+def test_elements_with_an_end_repeat_each_period() -> None:
     times = [99.0, 100.0, 199.0, 200.0, 1000.0, 1100.0, -750.0]
     assert [life.began(JOB, t, 900.0) for t in times] == [None, 100.0, 100.0, None, 1000.0, None, -800.0]
     assert life.began({"from": -5.0, "until": None}, 1e6, 900.0) == -5.0
@@ -85,7 +85,7 @@ def test_a_job_starts_grows_and_is_gone() -> None:
     assert (seen[3].temperature or 0) > (seen[4].temperature or 0) > (seen[0].temperature or 0)  # it cools slowly
 
 
-def test_the_same_moment_is_the_same_whenever_one_looks() -> None:
+def test_readings_depend_on_the_moment_alone() -> None:
     one, other = reading(151.5), reading(151.5)
     assert msgspec.structs.replace(one, processes=None) == msgspec.structs.replace(other, processes=None)
 
@@ -97,7 +97,7 @@ def test_a_process_of_the_simulated_has_a_pid_that_no_signal_reaches() -> None:
     assert min(pids) > max(highest, 2**22)
 
 
-def test_a_lost_gpu_says_nothing_else_and_an_xid_tells_when() -> None:
+def test_a_lost_gpu_has_no_other_values_and_an_xid_has_its_time() -> None:
     fault = {
         "gpus": ["0"],
         "from": 120.0,
@@ -146,14 +146,14 @@ def test_claims_of_others_are_read_with_the_real_ones_and_refused_as_they_are(fo
     assert owners(probe, folder) == {"0": me, "1": "alice", "2-mig0": "alice"}  # nothing of it was taken
 
 
-def test_nobody_ends_what_belongs_to_one_of_the_simulated(folder: str) -> None:
+def test_leases_of_simulated_users_cannot_be_ended(folder: str) -> None:
     for op in ("release", "renew"):
         with pytest.raises(claims.Refuse) as refused:
             claims.handle(op, {"lease": "k3f9qa", "for_s": 60.0}, simulated(60.0).folder(folder))
         assert (refused.value.kind, refused.value.message) == ("not-yours", "k3f9qa belongs to alice, who is simulated")
 
 
-def test_the_simulated_keep_away_from_what_is_really_reserved_but_for_rogues(folder: str) -> None:
+def test_simulated_users_respect_real_claims_except_rogues(folder: str) -> None:
     soon = {"from": 40.3, "until": 900.0}
     script = {"jobs": [{**JOB, **soon}, {**JOB, **soon, "user": "dave", "rogue": True}], "claims": [{**CLAIM, **soon}]}
     probe = simulated(0.0, **script)
@@ -183,7 +183,7 @@ def pipe() -> Iterator[tuple[int, Callable[[], None]]]:
         os.close(fd)
 
 
-def test_a_node_that_hangs_says_nothing_until_it_is_over_or_the_client_goes(
+def test_a_node_that_hangs_sends_nothing_until_its_end_or_the_clients(
     pipe: tuple[int, Callable[[], None]],
 ) -> None:
     fd, close = pipe
@@ -228,7 +228,7 @@ def test_the_demos_cluster_follows_from_its_seed() -> None:
     assert sum(kind.count for kind in KINDS.values()) == 48
 
 
-def test_every_script_tells_readings_and_claims_of_their_types_at_any_time(folder: str) -> None:
+def test_every_script_gives_readings_and_claims_of_their_types_at_any_time(folder: str) -> None:
     for at in (0.0, 47.0, 90.0, 650.0, 5000.0):
         for node in living_nodes(seed=3, at=at, cluster="c"):
             assert node.simulate is not None

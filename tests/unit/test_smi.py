@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 def xml(name: str) -> smi.Listing:
-    """Read a recorded ``-q -x``, with what was said on standard error beside it."""
+    """Parse a recorded ``-q -x`` with its standard error."""
     messages = DATA / f"{name}.err"
     listing = smi_xml.read_xml((DATA / f"{name}.xml").read_bytes(), messages.read_bytes() if messages.exists() else b"")
     listing.number({})
@@ -37,7 +37,7 @@ def gpu(listing: smi.Listing, index: int) -> smi.Gpu:
 
 
 def state(found: smi.Gpu) -> tuple[str, str]:
-    """Return what the board would say of a GPU; its facts and values must be of the wire's types."""
+    """Return a GPU's state and reason on the board; its facts and values must have the wire's types."""
     if "error" in found.facts:
         static = GpuStatic(index=0, uuid="GPU-x", name="", pci_bus_id="")
     else:
@@ -83,14 +83,14 @@ def test_the_newest_schema_is_read_field_by_field() -> None:
     assert state(gpu(listing, 0)) == ("free", "no process, no reservation")
 
 
-def test_mig_devices_are_said_to_be_unknown() -> None:
+def test_mig_devices_are_reported_as_unknown() -> None:
     listing = xml("v12-a100-mig-535")
     assert gpu(listing, 0).facts["mig"] == []
     assert state(gpu(listing, 0)) == ("mig", f"in MIG mode; NVML: {smi.MIG_UNSEEN}")
     assert state(gpu(listing, 1)) == ("broken", "the driver asks for: GPU reset")
 
 
-def test_a_gpu_with_unified_memory_is_told_by_its_name_and_may_have_a_bare_uuid() -> None:
+def test_a_gpu_with_unified_memory_is_recognized_by_its_name_and_may_have_a_bare_uuid() -> None:
     spark, jetson = gpu(xml("v13-gb10-580"), 0), gpu(xml("v12-orin-540"), 0)
     assert (spark.facts["name"], spark.facts["memory_shared"]) == ("NVIDIA GB10", True)
     assert (jetson.facts["uuid"], jetson.facts["memory_shared"]) == ("ddae9891-aaa8-5edd-bbf3-3a33c5adc75f", True)
@@ -105,7 +105,7 @@ def test_a_gpu_with_unified_memory_is_told_by_its_name_and_may_have_a_bare_uuid(
     assert state(gpu(listing, 0)) == ("unknown", "not readable: memory")
 
 
-def test_names_that_are_no_xml_and_clocks_closed_twice_are_read_past() -> None:
+def test_malformed_process_names_and_clocks_are_skipped() -> None:
     listing = xml("v12-odd-names-545")
     assert gpu(listing, 0).values["processes"] == [
         (7001, "compute", 512 * MIB),
@@ -125,7 +125,7 @@ def test_a_gpu_without_a_handle_keeps_its_place_among_the_others() -> None:
     assert gpu(listing, 1).values == {"error": "Unknown Error", "lost": False}
 
 
-def test_a_lost_gpu_is_lost_and_the_other_is_well() -> None:
+def test_a_lost_gpu_does_not_affect_the_other() -> None:
     for listing in (xml("v12-lost-fields-550"), csv("csv-lost-550")):
         assert gpu(listing, 1).values["lost"] is True
         assert state(gpu(listing, 1)) == ("broken", "GPU lost: GPU is lost")
@@ -133,7 +133,7 @@ def test_a_lost_gpu_is_lost_and_the_other_is_well() -> None:
     assert state(gpu(csv("csv-lost-550"), 2)) == ("unknown", "NVML: memory used: Unknown Error")
 
 
-def test_older_schemas_say_less_under_other_names() -> None:
+def test_older_schemas_are_read() -> None:
     volta = gpu(xml("v11-v100-470"), 1).values
     assert volta["processes"] == [(811, "compute", 8 * MIB), (911, "compute", 303 * MIB)]
     assert (volta["compute_mode"], volta["ecc_uncorrected"], volta["remap_pending"]) == (2, 3, True)
@@ -148,7 +148,7 @@ def test_older_schemas_say_less_under_other_names() -> None:
     assert state(gpu(kepler, 1)) == ("busy", "owner hidden: process (pid 3113)")
 
 
-def test_the_queries_say_it_too_but_for_graphics_processes() -> None:
+def test_the_queries_report_the_same_but_for_graphics_processes() -> None:
     listing = csv("csv-h100-580", (DATA / "csv-h100-580.apps").read_bytes())
     assert (listing.driver, listing.cuda, listing.count) == ("580.95.05", None, 4)
     busy = gpu(listing, 1)
@@ -198,17 +198,17 @@ def test_a_query_that_starts_with_a_message_has_the_gpus_that_follow() -> None:
         ("not-a-field", 'Field "memory.reserved" is not a valid field to query.'),
     ],
 )  # fmt: skip
-def test_what_it_says_in_place_of_a_listing_is_told(name: str, words: str) -> None:
-    said = (DATA / f"says-{name}.txt").read_bytes()
+def test_messages_without_a_listing_are_reported(name: str, words: str) -> None:
+    output = (DATA / f"says-{name}.txt").read_bytes()
     with pytest.raises(smi.Bad) as bad:
-        smi_xml.read_xml(b"", said)
+        smi_xml.read_xml(b"", output)
     assert str(bad.value) == words
     with pytest.raises(smi.Bad) as bad:
-        smi.read_csv(said, b"", smi.FIELDS)
+        smi.read_csv(output, b"", smi.FIELDS)
     assert str(bad.value) == words
 
 
-def test_no_gpus_is_an_answer_and_one_lost_gpu_is_too() -> None:
+def test_no_gpu_and_one_lost_gpu_are_valid_listings() -> None:
     empty = smi_xml.read_xml((DATA / "says-no-devices.txt").read_bytes())
     assert (empty.gpus, empty.count) == ([], 0)
     lost = smi.read_csv((DATA / "says-lost.txt").read_bytes(), b"", smi.FIELDS)
@@ -218,8 +218,8 @@ def test_no_gpus_is_an_answer_and_one_lost_gpu_is_too() -> None:
 
 
 def test_the_only_gpu_of_a_node_that_is_lost_is_a_gpu_and_not_a_node_without_any() -> None:
-    said = (DATA / "says-only-gpu-lost.txt").read_bytes()
-    for listing in (smi_xml.read_xml(b"", said), smi_xml.read_xml(said), smi.read_csv(said, b"", smi.FIELDS)):
+    output = (DATA / "says-only-gpu-lost.txt").read_bytes()
+    for listing in (smi_xml.read_xml(b"", output), smi_xml.read_xml(output), smi.read_csv(output, b"", smi.FIELDS)):
         listing.number({})
         [lost] = listing.gpus
         assert (listing.count, lost.index, lost.facts["pci_bus_id"]) == (1, 0, "00000000:81:00.0")
@@ -371,7 +371,7 @@ def test_numbers(text: str, whole: int | None, size: int | None, decimal: float 
     assert (value.whole(text), value.size(text), value.decimal(text)) == (whole, size, decimal)
 
 
-def test_recovery_actions_have_nvmls_words() -> None:
+def test_recovery_actions_have_nvmls_names() -> None:
     assert [value.recovery(text) for text in ("None", "Reset", "Drain P2P", "Drain and Reset", "N/A", "Pray")] == [
         "none", "GPU reset", "drain of peer-to-peer traffic", "drain and GPU reset", None, "pray",
     ]  # fmt: skip
