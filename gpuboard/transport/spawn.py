@@ -10,8 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # collections.abc would load before the agent starts
     from collections.abc import Mapping
 
-# Isolated (-I) and without site (-S). The agent must import the same code as this process: it gets the same path, after
-# the folder that contains this package.
+# Isolated (-I) and without site (-S). The agent must import the same code as this process, so it gets the same path.
 _BOOT = "import sys; sys.path += {path!r}; {preload}from gpuboard.agent.main import main; main()"
 # What role `node` imports, pynvml included: the NVML process is a fork and inherits the loaded modules.
 _PRELOAD = (
@@ -57,9 +56,11 @@ def agent_command(*, preload: bool = False) -> list[str]:
 def import_path() -> list[str]:
     """Return the folders for sys.path of an isolated Python (-I -S) that is to import what this process does."""
     library = os.path.dirname(os.__file__)
-    package = os.path.dirname(os.path.abspath(__file__))
-    found = [os.path.dirname(os.path.dirname(package)), *(entry for entry in sys.path if entry.startswith("/"))]
-    return [entry for entry in dict.fromkeys(found) if entry not in (library, library + "/lib-dynload")]
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    found = [entry for entry in dict.fromkeys(sys.path) if entry.startswith("/")]
+    if root not in found:  # gpuboard was imported from the current folder or by an import hook
+        found.insert(0, root)
+    return [entry for entry in found if entry not in (library, library + "/lib-dynload")]
 
 
 def spawn(command: list[str], environ: Mapping[str, str] | None = None) -> Child:
