@@ -1,7 +1,7 @@
 """Imports the agent on a node from memory, out of the bundle that came over the connection.
 
 The loader's command line (gpuboard.transport.bundle) executes this file first and calls :func:`run`. On the client's
-own machine the agent is imported from its files; :func:`module_source` works in both cases.
+own machine the agent is imported from its files.
 """
 
 import sys
@@ -53,17 +53,6 @@ class Finder:
 
     def _file(self, name: str) -> str:
         return "<bundle>/%s%s" % (name.replace(".", "/"), "/__init__.py" if self.is_package(name) else ".py")
-
-
-def module_source(name: str) -> str:
-    """Return the source text of a module, to run it under another interpreter. Raises ImportError."""
-    import importlib.util  # late: only where ranks are started
-
-    spec = importlib.util.find_spec(name)
-    text = spec.loader.get_source(name) if spec is not None and spec.loader is not None else None  # type: ignore[attr-defined]
-    if text is None:
-        raise ImportError("no source of %s here" % name, name=name)
-    return str(text)
 
 
 def _trim(ctypes: "ModuleType") -> None:

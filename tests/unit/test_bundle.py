@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gpuboard.agent import bundle_loader as bundled
+from gpuboard.agent.launch.start import module_source
 from gpuboard.transport import bundle
 from gpuboard.transport.exit_errors import explain_exit
 
@@ -140,7 +141,7 @@ def test_an_interpreter_with_odd_characters_in_its_path_is_quoted(tmp_path: Path
 
 
 def test_the_source_of_a_module_is_found_in_files_and_in_the_bundle() -> None:
-    assert bundled.module_source("gpuboard.agent.protocol") == bundle.sources("launch")["gpuboard.agent.protocol"]
+    assert module_source("gpuboard.agent.protocol") == bundle.sources("launch")["gpuboard.agent.protocol"]
     finder = bundled.Finder({"a": "", "a.b": "x = 1\n"})
     assert (finder.get_source("a.b"), finder.is_package("a"), finder.is_package("a.b")) == ("x = 1\n", True, False)
     with pytest.raises(ImportError, match=r"a\.c is not in the bundle"):

@@ -1,5 +1,6 @@
-"""How ranks and the store are started: interpreter, environment, command line, pipes."""
+"""Starting ranks and the store: interpreter, environment, command line, pipes."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -7,7 +8,6 @@ import socket
 import subprocess
 import time
 
-from gpuboard.agent.bundle_loader import module_source
 from gpuboard.agent.launch import CallRefused
 from gpuboard.agent.launch import output as relay
 
@@ -252,3 +252,12 @@ def start_worker(  # noqa: PLR0917
     ).encode("ascii")
     child._queue(b"%08x" % len(payload) + payload)
     return child
+
+
+def module_source(name: str) -> str:
+    """Return the source text of a module, to run it under another interpreter. Raises ImportError."""
+    spec = importlib.util.find_spec(name)
+    text = spec.loader.get_source(name) if spec is not None and spec.loader is not None else None  # type: ignore[attr-defined]
+    if text is None:
+        raise ImportError("no source of %s here" % name, name=name)
+    return str(text)
