@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from textual.timer import Timer
 
+from gpuboard.board.background import Background
 from gpuboard.board.dialogs.launch_process import StartedRun
 from gpuboard.board.text.run import ended_words
-from gpuboard.errors import GpuboardError
 from gpuboard.launch.run_folder import FINAL
 from gpuboard.launch.run_index import RunEntry
 from gpuboard.model.text import clean
@@ -37,7 +37,7 @@ class Follower:
     def __init__(self, board: BoardApp) -> None:
         self._board = board
         self._timer: Timer | None = None
-        self._asking = False
+        self._background: Background[tuple[list[_Seen], dict[str, RunEntry | None]]] = Background(board)
         self._told: dict[str, str] = {}  # run → the state that was said last
         self._others: set[str] = set()  # runs of other terminals, stopped here
 
@@ -49,9 +49,6 @@ class Follower:
             self._timer = self._board.set_interval(_POLL_S, self._look)
 
     def _look(self) -> None:
-        if self._asking:
-            return
-        self._asking = True
         core, others = self._board.core, list(self._others)
 
         def work() -> tuple[list[_Seen], dict[str, RunEntry | None]]:
@@ -62,14 +59,9 @@ class Follower:
                 seen.append(_Seen(started, entry, over, failure))
             return seen, {run: core.runbook.one(run) for run in others}
 
-        self._board.ask(work, lambda found: self._seen(*found), self._failed)
-
-    def _failed(self, error: GpuboardError) -> None:
-        self._asking = False
-        self._board.tell_once(error)
+        self._background.ask(work, lambda found: self._seen(*found))
 
     def _seen(self, mine: list[_Seen], others: dict[str, RunEntry | None]) -> None:
-        self._asking = False
         for started, entry, over, failure in mine:
             if entry is not None and not entry.unreadable:
                 self._tell(entry)

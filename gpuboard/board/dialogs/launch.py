@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 from textual.app import ComposeResult
 
+from gpuboard.board.background import Background
 from gpuboard.board.dialogs import request_form
 from gpuboard.board.dialogs.base import YES, Dialog, Field, duration
 from gpuboard.board.dialogs.launch_process import (
@@ -21,7 +22,6 @@ from gpuboard.board.dialogs.launch_process import (
 )
 from gpuboard.board.dialogs.planner import Answer, Planner, refused
 from gpuboard.board.scene import Scene
-from gpuboard.errors import GpuboardError
 from gpuboard.model.lease import Lease
 from gpuboard.model.request import Choice, Request
 from gpuboard.model.units import format_duration, is_whole, parse_duration
@@ -99,10 +99,10 @@ class LaunchDialog(Dialog[str]):
             verb="Launch",
         )  # fmt: skip
         self._files = FileProblems("", "")  # what the last look at them found
-        self._reading = False
+        self._file_checks: Background[FileProblems] = Background(self)
+        self._run_checks: Background[tuple[bool, RunEntry | None, list[str], str]] = Background(self)
         self._wanted = False  # launch as soon as it is known whether the files are there
         self._started: StartedRun | None = None
-        self._looking = False  # for its run; one look at a time
         self._before = Text()  # why the last try came to nothing, until something is typed
 
     def compose(self) -> ComposeResult:
@@ -124,20 +124,18 @@ class LaunchDialog(Dialog[str]):
     def _look_at_files(self) -> None:
         """Look beside the UI whether the files are there, one look at a time: their file system may hang."""
         command, folder = self.values["command"], self.values["folder"]
-        if self._reading or check_command(command) or (self._files.command, self._files.folder) == (command, folder):
+        if check_command(command) or (self._files.command, self._files.folder) == (command, folder):
             return
-        self._reading = True
 
         def then(files: FileProblems) -> None:
-            self._reading = False
             if self.is_attached:
                 self._files = files
                 self._checked()
                 self._look_at_files()
-                if self._wanted and not self._reading:
+                if self._wanted and not self._file_checks.busy:
                     self.action_commit()
 
-        self.board.ask(lambda: check_files(command, folder), then)
+        self._file_checks.ask(lambda: check_files(command, folder), then)
 
     def _which(self, text: str) -> str:
         if self._lease(text) is not None:
@@ -231,8 +229,8 @@ class LaunchDialog(Dialog[str]):
 
     def commit(self, values: dict[str, str]) -> None:
         """Start it, and wait for its run."""
-        self._wanted = self._reading
-        if self._reading:
+        self._wanted = self._file_checks.busy
+        if self._wanted:
             return
         board, form = self.board, self.form(values)
         self.busy = True
@@ -257,9 +255,8 @@ class LaunchDialog(Dialog[str]):
     def _wait(self) -> None:
         """See whether the run is there, or why there will be none."""
         started = self._started
-        if started is None or self._looking:
+        if started is None:
             return
-        self._looking = True
         book = self.board.core.runbook
 
         def work() -> tuple[bool, RunEntry | None, list[str], str]:
@@ -268,7 +265,6 @@ class LaunchDialog(Dialog[str]):
             return over, entry, started.said, started.failure() if over and entry is None else ""
 
         def then(found: tuple[bool, RunEntry | None, list[str], str]) -> None:
-            self._looking = False
             over, entry, said, failure = found
             if not self.is_attached or self._started is not started:
                 return
@@ -283,11 +279,7 @@ class LaunchDialog(Dialog[str]):
             else:
                 self.say(said[-1] if said else "Reserving and starting …", "dim")
 
-        def failed(error: GpuboardError) -> None:
-            self._looking = False
-            self.board.tell_once(error)
-
-        self.board.ask(work, then, failed)
+        self._run_checks.ask(work, then)
 
     def _leave(self) -> None:
         self._timer.stop()

@@ -10,6 +10,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Input, Static
 
+from gpuboard.board.background import Background
 from gpuboard.board.screens.base import BoardScreen
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.log_view import LogView
@@ -18,7 +19,6 @@ from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
     from gpuboard.board.scene import Scene
-    from gpuboard.errors import GpuboardError
 
 _POLL_S = 0.25
 _STATE_S = 1.0
@@ -63,7 +63,7 @@ class LogScreen(BoardScreen):
         self._entry = entry
         self._rank = rank
         self._streams = _STREAMS[0]
-        self._asking = False
+        self._background: Background[tuple[RunEntry | None, str]] = Background(self)
 
     def compose(self) -> ComposeResult:
         """Whose log it is, what is wrong, the streams, the line to search with, the footer."""
@@ -128,13 +128,11 @@ class LogScreen(BoardScreen):
 
     def _look(self) -> None:
         """See how the rank does, and whether its log is whole."""
-        if self._asking or not self.is_current:
+        if not self.is_current:
             return
-        self._asking = True
         book, run, folder = self.board.core.runbook, self._entry.view.id, Path(self._entry.view.folder)
 
         def then(found: tuple[RunEntry | None, str]) -> None:
-            self._asking = False
             entry, trouble = found
             if not self.is_attached:
                 return
@@ -144,11 +142,7 @@ class LogScreen(BoardScreen):
             bar.set_class(bool(trouble), "-shown")
             bar.update(Text(trouble, self.board.look.style("warn"), no_wrap=True, overflow="ellipsis"))
 
-        def failed(error: GpuboardError) -> None:
-            self._asking = False
-            self.board.tell_once(error)
-
-        self.board.ask(lambda: (book.one(run), log_trouble(folder)), then, failed)
+        self._background.ask(lambda: (book.one(run), log_trouble(folder)), then)
 
     def _say(self, words: str) -> None:
         said = self.query_one("#said", Static)

@@ -12,6 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import Button
 
+from gpuboard.board.background import Background
 from gpuboard.board.dialogs.base import Confirm
 from gpuboard.board.dialogs.launch import open_launch
 from gpuboard.board.screens.base import BoardScreen
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpuboard.board.scene import Scene
-    from gpuboard.errors import GpuboardError
 
 _POLL_S = 1.0
 _REASON = "stopped from the board"
@@ -116,7 +116,7 @@ class RunsScreen(BoardScreen):
         self._entries: dict[str, RunEntry] = {}
         self._detail: tuple[str, RunDetail] | None = None
         self._stopping: dict[str, Stop] = {}
-        self._asking = self._again = False
+        self._background: Background[tuple[list[RunEntry], tuple[str, RunDetail] | None]] = Background(self)
 
     def compose(self) -> ComposeResult:
         """The list, what is known of the run under its cursor, the ranks."""
@@ -151,12 +151,8 @@ class RunsScreen(BoardScreen):
 
     def _look(self) -> None:
         """Read beside the UI what has changed."""
-        if self._asking:
-            self._again = True
-            return
         if not self.is_current:
             return
-        self._asking, self._again = True, False
         book, run = self.board.core.runbook, self._wanted or self.query_one("#list", Grid).cursor
 
         def work() -> tuple[list[RunEntry], tuple[str, RunDetail] | None]:
@@ -165,14 +161,9 @@ class RunsScreen(BoardScreen):
             chosen = run if run in known else known[0] if known else None
             return entries, None if chosen is None else (chosen, book.detail(chosen))
 
-        self.board.ask(work, lambda found: self._seen(*found), self._failed)
-
-    def _failed(self, error: GpuboardError) -> None:
-        self._asking = False
-        self.board.tell_once(error)
+        self._background.ask(work, lambda found: self._seen(*found), again=self._look)
 
     def _seen(self, entries: list[RunEntry], detail: tuple[str, RunDetail] | None) -> None:
-        self._asking = False
         if not self.is_attached:
             return
         self._entries = {entry.view.id: entry for entry in entries}
@@ -180,8 +171,6 @@ class RunsScreen(BoardScreen):
         going = {run for run, entry in self._entries.items() if entry.live}
         self._stopping = {run: stop for run, stop in self._stopping.items() if run in going}
         self._draw()
-        if self._again:
-            self._look()
 
     def _draw(self) -> None:
         grid = self.query_one("#list", Grid)

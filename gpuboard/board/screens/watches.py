@@ -10,9 +10,10 @@ import msgspec
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
+from gpuboard.board.background import REST, Background
 from gpuboard.board.dialogs import request_form
 from gpuboard.board.dialogs.base import YES, Dialog, Field, duration, number, size
-from gpuboard.board.dialogs.planner import REST, Answer, Planner
+from gpuboard.board.dialogs.planner import Answer, Planner
 from gpuboard.board.dialogs.reserve import taken_words
 from gpuboard.board.operations import Attempt
 from gpuboard.board.scene import Scene
@@ -82,9 +83,8 @@ class Watches:
         self._board = board
         self.all: list[Watch] = []
         self._last = 0
-        self._looking = False  # one look at a time, in a thread: the policy may take longer than a frame
+        self._background: Background[list[tuple[Watch, str]]] = Background(board, rest=REST)  # the policy is slow
         self._taking: tuple[int, Attempt] | None = None  # a watch's number, and the reservation that it is making
-        self._rest_until = 0.0  # monotonic
 
     @property
     def active(self) -> list[Watch]:
@@ -113,25 +113,14 @@ class Watches:
     def look(self, scene: Scene) -> None:
         """See which conditions hold in a new scene."""
         active = self.active
-        began = time.monotonic()
-        if not active or self._looking or began < self._rest_until:
+        if not active or not self._background.rested:
             return
-        self._looking = True
         runbook = self._board.core.runbook
-
-        def looked(met: list[tuple[Watch, str]]) -> None:
-            now = time.monotonic()
-            self._rest_until = now + REST * (now - began)
-            self._looked(met)
-
-        def failed(error: GpuboardError) -> None:
-            self._looking = False
-            self._board.tell_once(error)
 
         def work() -> list[tuple[Watch, str]]:
             return [(one, words) for one in active if (words := _holds(one, scene, runbook))]
 
-        self._board.ask(work, looked, failed)
+        self._background.ask(work, self._looked)
 
     def _looked(self, met: Sequence[tuple[Watch, str]]) -> None:
         there = [(watch, words) for watch, words in met if watch in self.all]  # not removed meanwhile
@@ -143,7 +132,6 @@ class Watches:
         reserve = sorted((watch for watch, _ in there if watch.reserve_s is not None), key=lambda watch: watch.words)
         if reserve and self._taking is None:
             self._reserve(reserve[0])
-        self._looking = False
 
     def _reserve(self, watch: Watch) -> None:
         """Reserve what was waited for; when somebody is quicker the watch goes on."""

@@ -14,6 +14,7 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from gpuboard.board.background import Background
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.log_line import bytes_words, spans
 from gpuboard.board.widgets.log_file import Found, LogFile, LogGone, LogPosition, Page, Window, find_in
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
 
 Read = Callable[[LogFile, LogPosition, Window], Page]
+Shown = tuple[Window, tuple[int, int, int]]  # the window, and the file's stamp when it was read
 _WHEEL_ROWS = 3
 
 
@@ -61,8 +63,8 @@ class LogView(Widget):
         self.hit: int | None = None  # the line found last, by its start
         self._file: LogFile | None = None
         self._pending: list[Read] = []
-        self._busy = False
-        self._shown: tuple[Window, tuple[int, int, int]] | None = None  # the window and the file when it was last read
+        self._background: Background[tuple[Page | None, Shown | None, str]] = Background(self)
+        self._shown: Shown | None = None  # the window and the file when it was last read
         self._search = 0  # the number of the newest search: older ones give up
         self.searching = False
 
@@ -129,7 +131,7 @@ class LogView(Widget):
 
     def poll(self) -> None:
         """Look whether the log has changed."""
-        if not self._busy and self._file is not None and self.size.width:
+        if self._file is not None and self.size.width:
             self._pump(only_if_changed=True)
 
     def _do(self, read: Read) -> None:
@@ -137,7 +139,7 @@ class LogView(Widget):
         self._pump()
 
     def _pump(self, *, only_if_changed: bool = False) -> None:
-        if self._busy or self._file is None or not (self._pending or only_if_changed):
+        if self._background.busy or self._file is None or not (self._pending or only_if_changed):
             return
         file, window, follow, seen = self._file, self.window, self.follow, self._shown
         place = self.page.place if self.page is not None else LogPosition(0)
@@ -145,7 +147,7 @@ class LogView(Widget):
         if not reads:
             reads = [lambda file, place, window: file.end(window) if follow else file.page(place, window)]
 
-        def work() -> tuple[Page | None, tuple[Window, tuple[int, int, int]] | None, str]:
+        def work() -> tuple[Page | None, Shown | None, str]:
             try:
                 now = (window, file.stamp())
                 if only_if_changed and now == seen:
@@ -157,15 +159,11 @@ class LogView(Widget):
             except LogGone as error:
                 return None, None, str(error)
 
-        self._busy = True
-        self.board.ask(
+        self._background.ask(
             work, lambda found: self._read(file, *found), lambda error: self._read(file, None, None, str(error))
         )
 
-    def _read(
-        self, file: LogFile, page: Page | None, shown: tuple[Window, tuple[int, int, int]] | None, gone: str
-    ) -> None:
-        self._busy = False
+    def _read(self, file: LogFile, page: Page | None, shown: Shown | None, gone: str) -> None:
         if file is not self._file or not self.is_attached:
             self.poll()
             return
