@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from textual.app import App
 from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette, SearchIcon
@@ -20,7 +19,7 @@ from textual.message import Message
 
 from gpuboard.board import keys, preferences
 from gpuboard.board.arrange import ViewState
-from gpuboard.board.command_palette import Commands, Palette, Themes, UseTheme
+from gpuboard.board.command_palette import Palette, Themes, UseTheme
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.base import Box
 from gpuboard.board.following import Follower
@@ -36,6 +35,7 @@ from gpuboard.board.terminal.crash import report
 from gpuboard.board.terminal.guard import Guard, is_utf8
 from gpuboard.board.terminal.key_queue import InOrder
 from gpuboard.board.terminal.line_filters import AsciiFilter, ColorlessFilter
+from gpuboard.board.terminal.textual_compat import CrashHookApp, SafePalette
 from gpuboard.board.theme import themes
 from gpuboard.board.theme.styles import ASCII, UNICODE, Look
 from gpuboard.errors import GpuboardError
@@ -69,7 +69,7 @@ class WorkDone(Message):
         self.then = then
 
 
-class BoardApp(App[int]):
+class BoardApp(CrashHookApp):
     """The board. ``guard``: of the terminal it is drawn on, if any; it sees to it that leaving takes no time."""
 
     TITLE = "gpuboard"
@@ -341,12 +341,12 @@ class BoardApp(App[int]):
 
     def action_theme(self) -> None:
         """Choose a theme; the highlighted one is shown."""
-        self.push_screen(Commands(providers=[Themes], placeholder="Theme…"))
+        self.push_screen(SafePalette(providers=[Themes], placeholder="Theme…"))
 
     def action_command_palette(self) -> None:
         """Open the palette."""
         if not isinstance(self.screen, CommandPalette):
-            self.push_screen(Commands())
+            self.push_screen(SafePalette())
 
     def action_redraw(self) -> None:
         """Draw the whole screen again, where something else has written on it."""
@@ -390,10 +390,10 @@ class BoardApp(App[int]):
         self.next = list(words)
         self.exit(0)
 
-    def _fatal_error(self) -> None:
-        """End after an exception that nobody expected; textual would show a page of local variables."""
-        if self._exception is not None and not self._crashed:
+    def on_crash(self, error: Exception) -> None:
+        """End with one line that asks to report the bug."""
+        if not self._crashed:
             from rich.text import Text
 
-            self._crashed = True  # what follows from the first one is no news
-            self.panic(Text(f"gpuboard: {report(self._exception, self.core.env)}"))
+            self._crashed = True  # what follows is a consequence of the first exception
+            self.panic(Text(f"gpuboard: {report(error, self.core.env)}"))

@@ -6,21 +6,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from textual.command import CommandList, CommandPalette, DiscoveryHit, Hit, Hits, Provider
+from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
 
 _JUMPS = 12  # at most so many nodes and GPUs are offered
-
-
-class Commands(CommandPalette):
-    """textual's palette, which fails at a page key that comes before its list is drawn."""
-
-    def _action_command_list(self, action: str) -> None:
-        if self.query_one(CommandList).scrollable_content_region:
-            super()._action_command_list(action)
 
 
 class UseTheme:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, TypeGuard
 from textual.events import Event, Key, Paste
 from textual.widgets import Input
 
+from gpuboard.board.terminal.textual_compat import is_closing
+
 if TYPE_CHECKING:
     from textual.app import App
     from textual.message_pump import MessagePump
@@ -27,11 +29,11 @@ _LOOK_S, _MOST_LOOKS = 0.5, 20
 class InOrder:
     """The keys and pastes of an app that have not been dealt with."""
 
-    def __init__(self, app: App[int]) -> None:
-        self._app = app
+    def __init__(self, board: App[int]) -> None:
+        self._board = board
         self._waiting: deque[Event] = deque()
         self._now: Event | None = None  # what is being dealt with
-        self._at: MessagePump = app  # who has to do with it now, or has what follows it
+        self._at: MessagePump = board  # who has to do with it now, or has what follows it
         self._watch: Timer | None = None  # there while something waits
         self._looks = 0
 
@@ -44,8 +46,8 @@ class InOrder:
             self._waiting.append(event)
             self._be_patient(self._now)
             return
-        self._now, self._at = event, self._app
-        target = self._app.focused or self._app.screen
+        self._now, self._at = event, self._board
+        target = self._board.focused or self._board.screen
         await handle(event)
         # The way that an unhandled key takes up to the app; and once more, for the messages that it has caused
         way = [*target.ancestors_with_self, *target.ancestors_with_self]
@@ -57,7 +59,7 @@ class InOrder:
             self._at = way.popleft()
             if self._at.call_later(self._follow, event, way):
                 return
-        self._at = self._app.screen
+        self._at = self._board.screen
         if not self._at.call_later(self._next, event):  # one that opens: not before it is there
             self._next(event)
 
@@ -68,16 +70,16 @@ class InOrder:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        self._now, self._at = self._take() if self._waiting else None, self._app
+        self._now, self._at = self._take() if self._waiting else None, self._board
         if self._now is not None:
-            self._app.post_message(self._now)
+            self._board.post_message(self._now)
             if self._waiting:
                 self._be_patient(self._now)
 
     def _take(self) -> Event:
         """Return what is next; all the characters that wait for a line of text are one thing to deal with."""
         event = self._waiting.popleft()
-        if not isinstance(self._app.focused, Input) or not _is_text(event):
+        if not isinstance(self._board.focused, Input) or not _is_text(event):
             return event
         text = [event.character or ""]
         while self._waiting and _is_text(more := self._waiting[0]):
@@ -88,12 +90,12 @@ class InOrder:
     def _be_patient(self, event: Event) -> None:
         if self._watch is None:
             self._looks = 0
-            self._watch = self._app.set_interval(_LOOK_S, lambda: self._look(event))
+            self._watch = self._board.set_interval(_LOOK_S, lambda: self._look(event))
 
     def _look(self, event: Event) -> None:
         """Go on where nobody is left who could."""
         self._looks += 1
-        if self._at._closing or self._looks >= _MOST_LOOKS:
+        if is_closing(self._at) or self._looks >= _MOST_LOOKS:
             self._next(event)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from gpuboard.board.terminal.textual_compat import write_to_terminal
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
@@ -20,9 +21,7 @@ def announce(board: BoardApp, title: str, words: str) -> None:
     """Tell it in every way this terminal may know."""
     board.notify(words, title=title, timeout=_TOAST_S, markup=False)
     board.bell()
-    driver = board._driver  # textual has no door for sequences of one's own: its clipboard and bell write here, too
-    if driver is not None and not board.is_headless:
-        driver.write(sequences(title, words, board.core.env))
+    write_to_terminal(board, sequences(title, words, board.core.env))
 
 
 def sequences(title: str, words: str, env: Mapping[str, str]) -> str:

@@ -19,6 +19,8 @@ from textual.app import App
 from textual.driver import Driver
 from textual.drivers.web_driver import WebDriver
 
+from gpuboard.board.terminal.textual_compat import app_of
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LEAVE_S = 1.5  # for an orderly end once the server has gone
 
@@ -36,7 +38,7 @@ class BrowserDriver(WebDriver):
         """Pass input on until stdin ends: then the server has gone, perhaps before it could be watched for."""
         super().run_input_thread()
         if not self.exit_event.is_set():
-            self._app.post_message(messages.ExitApp())
+            app_of(self).post_message(messages.ExitApp())
             threading.Thread(target=_leave_soon, name="leave", daemon=True).start()
 
     def open_url(self, url: str, new_tab: bool = True) -> None:

@@ -1,0 +1,74 @@
+"""Every use of textual's private attributes, each with its test in tests/board/test_textual_compat.py.
+
+Checked with textual 8.2; a new release can rename them without notice, so look here first when an upgrade fails.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from textual.app import App
+from textual.command import CommandList, CommandPalette
+from textual.driver import Driver
+from textual.drivers.linux_driver import LinuxDriver
+from textual.message_pump import MessagePump
+
+
+def app_of(driver: Driver) -> App[Any]:
+    """Return the app that a driver serves."""
+    return driver._app
+
+
+def write_to_terminal(app: App[Any], sequence: str) -> None:
+    """Write a control sequence to the terminal of ``app``; not in tests, which have none.
+
+    textual's bell and clipboard write this way; it has no public method for other sequences.
+    """
+    if app._driver is not None and not app.is_headless:
+        app._driver.write(sequence)
+
+
+def is_closing(pump: MessagePump) -> bool:
+    """Return whether a widget, screen or app handles no further messages. ``is_running`` is false before it starts."""
+    return pump._closing
+
+
+class CrashHookApp(App[int]):
+    """An app that handles its own unhandled exceptions: textual prints a page with the values of local variables."""
+
+    def on_crash(self, error: Exception) -> None:
+        """Hook: end the app. Called at every unhandled exception, always with the first one."""
+        raise NotImplementedError
+
+    def _fatal_error(self) -> None:
+        if self._exception is not None:
+            self.on_crash(self._exception)
+
+
+class SafePalette(CommandPalette):
+    """A palette that ignores keys for its list while the list has no size; textual's fails at a page key then."""
+
+    def _action_command_list(self, action: str) -> None:
+        if self.query_one(CommandList).scrollable_content_region:
+            super()._action_command_list(action)
+
+
+class ContinueHookDriver(LinuxDriver):
+    """A driver with a hook for a SIGCONT after a SIGSTOP; textual takes each SIGCONT for the end of its own suspend."""
+
+    @property
+    def reads_keys(self) -> bool:
+        """Whether the thread that reads keys runs; it has ended once the app leaves the terminal."""
+        return self._key_thread is not None and self._key_thread.is_alive()
+
+    def on_continue(self) -> None:
+        """Hook: called in the event loop when the process goes on and textual had not suspended it."""
+        raise NotImplementedError
+
+    def _sigcont_application(self, *arguments: object) -> None:
+        if self._must_signal_resume:
+            super()._sigcont_application(*arguments)
+        else:
+            with suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(self.on_continue)

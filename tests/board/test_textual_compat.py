@@ -1,0 +1,132 @@
+"""textual's private attributes that the board uses do what it relies on, in this release of textual."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from textual.app import App
+from textual.command import CommandList
+from textual.drivers.headless_driver import HeadlessDriver
+from textual.drivers.linux_driver import LinuxDriver
+from textual.screen import Screen
+
+import gpuboard.board
+from gpuboard.board.terminal import textual_compat as compat
+
+
+def test_the_driver_s_app() -> None:
+    async def story() -> None:
+        app: App[int] = App()
+        assert compat.app_of(HeadlessDriver(app)) is app
+
+    asyncio.run(story())
+
+
+def test_a_sequence_is_written_to_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(HeadlessDriver, "write", lambda _, data: written.append(data))
+
+    async def story() -> None:
+        app: App[int] = App()
+        compat.write_to_terminal(app, "before it runs")
+        async with app.run_test():
+            compat.write_to_terminal(app, "headless")
+            monkeypatch.setattr(type(app), "is_headless", property(lambda _: False))
+            compat.write_to_terminal(app, "\x1b]9;x\x07")
+            monkeypatch.undo()
+
+    asyncio.run(story())
+    assert [data for data in written if data in {"before it runs", "headless", "\x1b]9;x\x07"}] == ["\x1b]9;x\x07"]
+
+
+def test_a_screen_closes_but_is_not_closing_before_it_runs() -> None:
+    async def story() -> None:
+        app: App[int] = App()
+        async with app.run_test():
+            screen: Screen[None] = Screen()
+            assert not compat.is_closing(screen)
+            await app.push_screen(screen)
+            assert not compat.is_closing(screen)
+            await app.pop_screen()
+            assert compat.is_closing(screen)
+
+    asyncio.run(story())
+
+
+def test_the_first_unhandled_exception_goes_to_the_hook() -> None:
+    class Crashing(compat.CrashHookApp):
+        crashes: list[Exception] = []  # noqa: RUF012
+
+        def on_mount(self) -> None:
+            raise KeyError("first")
+
+        def on_crash(self, error: Exception) -> None:
+            self.crashes.append(error)
+            self.exit(1)
+
+    async def story() -> None:
+        async with Crashing().run_test():
+            pass
+
+    with pytest.raises(KeyError, match="first"):  # run_test raises it, too
+        asyncio.run(story())
+    assert [str(error) for error in Crashing.crashes[:1]] == ["'first'"]
+
+
+def test_a_page_key_before_the_palette_has_a_size_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        app: App[int] = App()
+        async with app.run_test() as pilot:
+            await app.push_screen(compat.SafePalette())
+            await pilot.pause()
+            region = CommandList.scrollable_content_region
+            monkeypatch.setattr(CommandList, "scrollable_content_region", property(lambda _: ()))
+            await pilot.press("pagedown")
+            monkeypatch.setattr(CommandList, "scrollable_content_region", region)
+            await pilot.press("down", "pagedown")
+            assert isinstance(app.screen, compat.SafePalette)
+
+    asyncio.run(story())
+
+
+def test_sigcont_goes_to_the_hook_unless_textual_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Driver(compat.ContinueHookDriver):
+        def __init__(self) -> None:
+            """Without a terminal and without signal handlers."""
+            self._must_signal_resume = False
+            self._key_thread = None
+            self._loop = asyncio.get_running_loop()
+
+        def on_continue(self) -> None:
+            calls.append("hook")
+
+    monkeypatch.setattr(LinuxDriver, "_sigcont_application", lambda *_: calls.append("textual"))
+
+    async def story() -> None:
+        driver = Driver()
+        assert not driver.reads_keys
+        handler = cast("Any", driver)._sigcont_application
+        handler(18, None)
+        await asyncio.sleep(0)
+        driver._must_signal_resume = True
+        handler(18, None)
+
+    asyncio.run(story())
+    assert calls == ["hook", "textual"]
+    source = inspect.getsource(LinuxDriver)
+    for name in ("self._must_signal_resume = True", "SIGCONT, self._sigcont_application", "self._key_thread.start()"):
+        assert name in source
+
+
+def test_no_other_module_uses_private_attributes_of_textual() -> None:
+    private = r"\.(_driver|_app|_exception|_closing|_key_thread|_loop|_must_signal_resume|_compositor|_bindings)\b"
+    files = Path(gpuboard.board.__file__).parent.rglob("*.py")
+    found = {file.name for file in files if re.search(private, file.read_text())}
+    assert found == {"textual_compat.py"}
