@@ -1,7 +1,9 @@
 """The board in a browser: a server on this machine's loopback that starts a board for each connection (extra ``web``).
 
-textual-serve brings the terminal for the page (xterm.js and its font; nothing comes from elsewhere). Its own server is
-not used: that one asks nobody who he is and runs a shell command. web/session.py speaks what its script speaks.
+textual-serve provides the terminal for the page (xterm.js and its font; nothing is loaded from elsewhere);
+web/session.py speaks its script's protocol. Its server is not subclassed: every method that handles a request or a
+process would be overridden, because it authenticates no one, runs a shell command, accepts packets and terminals of
+any size, serves files that the program chose, and waits without a limit for the program to end.
 
 This module, web/clients.py and web/session.py are the only importers of aiohttp.
 """
@@ -99,7 +101,10 @@ class Server:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-        """Let nobody pass who is not known; a token becomes a cookie."""
+        """Refuse a request with a foreign Host, without token or cookie, or for a websocket from a foreign Origin.
+
+        A valid token is exchanged for the cookie.
+        """
         guard = self._guard
         if not guard.is_our_host(request.headers.get("Host")) or not request.raw_path.startswith("/"):
             return self._refuse(request, "this is not the name and port that it is served under")
@@ -110,6 +115,9 @@ class Server:
             return self._welcome(request)
         if not guard.knows_cookie(request.cookies.get(COOKIE)):
             return self._refuse(request, "no valid token: open the URL that `gpuboard serve` printed")
+        is_websocket = request.path.endswith("/ws") or "Upgrade" in request.headers
+        if is_websocket and not guard.is_our_origin(request.headers.get("Origin"), request.headers.get("Host")):
+            return self._refuse(request, "the page that asks is not the board's own")
         _admit_client(request)
         response: web.StreamResponse = await handler(request)
         return response
@@ -142,8 +150,6 @@ class Server:
         return web.Response(text=webpage.board(_TITLE, font_size), content_type="text/html")
 
     async def _websocket(self, request: web.Request) -> web.StreamResponse:
-        if not self._guard.is_our_origin(request.headers.get("Origin"), request.headers.get("Host")):
-            return self._refuse(request, "the page that asks is not the board's own")
         if len(self._boards) >= MOST_BOARDS:
             return _words(503, f"{MOST_BOARDS} boards are open already")
         size = terminal_size(request.query.get("width"), request.query.get("height"))
