@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gpuboard.board.widgets.banners import banners
+from gpuboard.board.core import banners
 from gpuboard.model.snapshot import NodeView, SchedulerView, Snapshot
 from tests.board.made import gpu
 

@@ -24,8 +24,8 @@ from gpuboard.board.text.lines import wrapped
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.pane import Banners, Lines, Summary
 from gpuboard.board.widgets.picture import Picture
-from gpuboard.board.widgets.summary import Banners, Lines, Summary
 from gpuboard.board.widgets.table import GpuTable
 
 _CYCLE = ("", "model", "memory", "utilization", "power", "temperature", "user", "age", "state", "reason")
@@ -144,8 +144,8 @@ class ClusterScreen(ActingScreen):
 
     def show(self, scene: Scene) -> None:
         """Draw ``scene``: what is visible, and one pass for sums, filter and order."""
-        self.query_one("#summary", Summary).show(scene)
-        self.query_one("#banners", Banners).show(scene)
+        self.query_one("#summary", Summary).show_scene(scene)
+        self.query_one("#banners", Banners).show_scene(scene)
         matches = self._query.matches if self._query else None
         grid = self.grid
         grid.say(_NO_MATCH if matches else _NO_NODES)

@@ -23,7 +23,7 @@ from gpuboard.board.text import timeline
 from gpuboard.board.text.rows import Runs, share
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
-from gpuboard.board.widgets.summary import Lines
+from gpuboard.board.widgets.pane import Lines
 from gpuboard.model.lease import Lease
 from gpuboard.model.units import format_duration, parse_duration
 

@@ -22,7 +22,7 @@ from gpuboard.board.terminal.notify import announce
 from gpuboard.board.text.run import ended_words
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
-from gpuboard.board.widgets.summary import Lines
+from gpuboard.board.widgets.pane import Lines
 from gpuboard.errors import GpuboardError, Refused
 from gpuboard.leases.policy.choose import choose
 from gpuboard.model.lease import Lease

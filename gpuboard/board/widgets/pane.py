@@ -1,21 +1,24 @@
-"""A widget of text lines on the Line API: cut to its width, as high as it needs, drawn again only where it changed."""
+"""Widgets of text lines on the Line API: cut to their width, as high as needed, redrawn only where a line changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
-from rich.segment import Segment
+from rich.style import Style
 from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 
 from gpuboard.board.text.cells import fit_runs
-from gpuboard.board.text.lines import Runs
+from gpuboard.board.text.rows import Cell, runs_of, strip
+from gpuboard.board.widgets.header import header
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
+    from gpuboard.board.scene import Scene
 
+Runs = Sequence[tuple[str, str | Style]]  # (text, role of Look or style)
 Make = Callable[[int], Sequence[Runs]]  # width in cells → lines
 
 
@@ -50,13 +53,40 @@ class Pane(Widget):
         """Return one line of the widget."""
         self._take(self.content_size.width)
         base = self.visual_style.rich_style
-        line = self._lines[y] if 0 <= y < len(self._lines) else []
         look = cast("BoardApp", self.app).look
-        runs = [(text, base + look.style(role) if role else base) for text, role in line]
-        fitted = fit_runs(runs, self._width, base, ellipsis=look.glyphs.ellipsis)
-        return Strip([Segment(text, style) for text, style in fitted]).adjust_cell_length(self._width, base)
+        runs = runs_of(Cell(tuple(self._lines[y])), base, look) if y < len(self._lines) else []
+        return strip(fit_runs(runs, self._width, base, ellipsis=look.glyphs.ellipsis), base, self._width)
 
     def _take(self, width: int) -> None:
         if width != self._width:
             self._width = width
             self._lines = self._make(width)
+
+
+class Lines(Pane):
+    """Lines that do not depend on the width; takes no room without any."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.display = False
+
+    def set_lines(self, lines: Sequence[Runs]) -> None:
+        """Show ``lines``."""
+        self.display = bool(lines)
+        super().show(lambda _: lines)
+
+
+class Summary(Lines):
+    """The header of a screen that shows scenes."""
+
+    def show_scene(self, scene: Scene) -> None:
+        """Show what is free in ``scene``."""
+        self.set_lines(header(scene, self.app.size.width, tall=self.app.size.height >= 24))
+
+
+class Banners(Lines):
+    """What is wrong with the cluster as a whole."""
+
+    def show_scene(self, scene: Scene) -> None:
+        """Show the banners of ``scene``."""
+        self.set_lines([((f" {banner}", "bad"),) for banner in scene.banners])
