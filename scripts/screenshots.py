@@ -199,7 +199,7 @@ def failing_run(env: Mapping[str, str], folder: Path) -> None:
         code = started.process.wait(120)
         made = runs_dir(core.env) / started.run
         if code == 0 or not made.is_dir():
-            raise SystemExit(f"the run was to fail, and ended with {code}: {started.said}")
+            raise SystemExit(f"the run was to fail, and ended with {code}: {started.messages}")
     finally:
         core.close()
         demo_board.end(core)

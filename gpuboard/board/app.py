@@ -1,4 +1,4 @@
-"""The board's app: its core, the newest scene, themes and keys, and how what may take long is done beside the UI."""
+"""The board's app: core, newest scene, screens, themes and keys, and work in background threads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gpuboard.board.screens.leases import LeasesScreen
 from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.screens.watches import Watches, WatchesScreen, open_watch
 from gpuboard.board.screens.welcome import welcome
-from gpuboard.board.terminal.crash import report
+from gpuboard.board.terminal.crash import report as crash_report
 from gpuboard.board.terminal.guard import Guard, is_utf8
 from gpuboard.board.terminal.key_queue import InOrder
 from gpuboard.board.terminal.line_filters import AsciiFilter, ColorlessFilter
@@ -45,24 +45,24 @@ if TYPE_CHECKING:
     from gpuboard.board.theme.themes import BoardTheme
 
 T = TypeVar("T")
-_KEEP_S = 0.5  # preferences are written this long after the last of several changes
-_LAST_S = 0.2  # a home that hangs may hold up the end by this much
+_SAVE_S = 0.5  # debounce: preferences are written this long after the last change
+_LAST_SAVE_S = 0.2  # limit for the write at exit: the home may be on a file system that hangs
 
 
 class SceneChanged(Message):
-    """A new scene; older ones that were not handled yet are dropped."""
+    """A new scene; it replaces older ones that still wait."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__()
         self.scene = scene
 
     def can_replace(self, message: Message) -> bool:
-        """Only the newest one counts."""
+        """Replace any older scene."""
         return isinstance(message, SceneChanged)
 
 
 class WorkDone(Message):
-    """Something that was done beside the UI has ended; ``then`` is called in the UI's thread."""
+    """Background work has ended; ``then`` is called in the UI's thread."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class WorkDone(Message):
 
 
 class BoardApp(CrashHookApp):
-    """The board. ``guard``: of the terminal it is drawn on, if any; it sees to it that leaving takes no time."""
+    """The board. ``guard``: of its terminal, if it has one; ends the process in time."""
 
     TITLE = "gpuboard"
     ENABLE_COMMAND_PALETTE = True
@@ -78,14 +78,14 @@ class BoardApp(CrashHookApp):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l", "leases", "Leases", id="app.leases"),
         Binding("u", "runs", "Runs", id="app.runs"),
-        Binding("w", "watches", "Tell me when", id="app.watches"),
+        Binding("w", "watches", "Notify when", id="app.watches"),
         Binding("q", "quit", "Quit", id="app.quit"),
         Binding("ctrl+c", "quit", "Quit", id="app.interrupt", show=False),
         Binding("ctrl+p", "command_palette", "Palette", id="app.palette", priority=True),
-        Binding("question_mark,f1", "help", "Help", id="app.help", show=False),  # at the footer's right
+        Binding("question_mark,f1", "help", "Help", id="app.help", show=False),  # the footer shows it at its right
         Binding("ctrl+t", "theme", "Theme", id="app.theme", show=False),
-        # in dialogs, too
-        Binding("ctrl+l", "redraw", "Draw again", id="app.redraw", show=False, priority=True),
+        # priority: in dialogs, too
+        Binding("ctrl+l", "redraw", "Redraw", id="app.redraw", show=False, priority=True),
         Binding("ctrl+z", "suspend_process", "Suspend", id="app.suspend", show=False, priority=True),
     ]
     CSS = """
@@ -104,7 +104,7 @@ class BoardApp(CrashHookApp):
         self.scene: Scene | None = None
         self.watches = Watches(self)
         self.follower = Follower(self)
-        self._typed = InOrder(self)
+        self._keys = InOrder(self)
         self.keymap: dict[str, str] = {}
         settings, env = core.settings, core.env
         self.preferences, wrong = preferences.load(env)
@@ -115,10 +115,10 @@ class BoardApp(CrashHookApp):
         self._problems += [*bad, *themes.unknown(settings.theme, self.themes)]
         self.theme_in_use = themes.choose(env, settings.theme, self.preferences.theme, self.themes)
         self._colorless = bool(env.get("NO_COLOR"))
-        self._keeping: threading.Timer | None = None
-        self._began = False  # whether it is known that there is something to see, or was said that there is not
-        self.may_restart = False  # whether who runs this app starts gpuboard with ``next`` when it has ended
-        self.next: list[str] | None = None  # the command and arguments to go on with
+        self._save_timer: threading.Timer | None = None
+        self._welcomed = False  # whether a node has been read, or the welcome has been shown
+        self.may_restart = False  # whether the caller starts gpuboard with ``next`` after this app
+        self.next: list[str] | None = None  # the command and arguments to continue with
         self._crashed = False
         self.look: Look = self.themes[self.theme_in_use].look(self._glyphs)
         for name, theme in self.themes.items():
@@ -128,7 +128,7 @@ class BoardApp(CrashHookApp):
         self.set_class(not utf8, "-ascii")
 
     def on_mount(self) -> None:
-        """Open the cluster view and start to watch."""
+        """Open the cluster view and connect to the nodes."""
         self.keymap, clashes = keys.remap(self.core.settings.keys)
         self.set_keymap(self.keymap)
         self.push_screen(ClusterScreen())
@@ -142,15 +142,15 @@ class BoardApp(CrashHookApp):
             self.notify("\n".join(problems[:4]) + more, severity="warning", timeout=12, markup=False)
 
     async def on_event(self, event: Event) -> None:
-        """Handle an event; what was typed in the order in which it was typed."""
-        await self._typed.pass_on(event, super().on_event)
+        """Handle an event; keys and pastes one after the other."""
+        await self._keys.pass_on(event, super().on_event)
 
     def on_scene_changed(self, message: SceneChanged) -> None:
-        """Hand the newest scene to what is seen: the screen on top, or a dialog and the screen below it."""
+        """Show the newest scene on the visible screens: the top one, or a dialog and the screen below it."""
         self.scene = message.scene
         self.watches.look(message.scene)
-        if not self._began:
-            self._began = welcome(self, message.scene)
+        if not self._welcomed:
+            self._welcomed = welcome(self, message.scene)
         for screen in reversed(self.screen_stack):
             if isinstance(screen, BoardScreen) and screen.is_mounted:
                 screen.notice(message.scene)
@@ -160,7 +160,7 @@ class BoardApp(CrashHookApp):
                 break
 
     def on_work_done(self, message: WorkDone) -> None:
-        """Go on in the UI's thread with what was done beside it."""
+        """Continue in the UI's thread after background work."""
         message.then()
 
     def ask(
@@ -169,49 +169,49 @@ class BoardApp(CrashHookApp):
         then: Callable[[T], None],
         failed: Callable[[GpuboardError], None] | None = None,
     ) -> None:
-        """Do ``work`` in a thread and then call ``then`` with its value in the UI's; errors go to ``failed``.
+        """Run ``work`` in a thread, then call ``then`` with its value in the UI's thread; errors go to ``failed``.
 
-        Without ``failed`` they become a toast. A thread of our own, daemonic: leaving never waits for what hangs.
+        Without ``failed`` they become a toast. The thread is a daemon: quitting never waits for work that hangs.
         """
-        told = failed or self.tell
+        report_error = failed or self.show_error
 
         def run() -> None:
             try:
                 value = work()
             except GpuboardError as error:
-                self.post_message(WorkDone(lambda error=error: told(error)))  # type: ignore[misc]
-            except Exception as error:  # a bug: said like any other error, so that nobody waits for an answer for ever
-                bug = GpuboardError(report(error, self.core.env))
-                self.post_message(WorkDone(lambda: told(bug)))
+                self.post_message(WorkDone(lambda error=error: report_error(error)))  # type: ignore[misc]
+            except Exception as error:  # a bug: reported like any error, so that the caller does not wait forever
+                bug = GpuboardError(crash_report(error, self.core.env))
+                self.post_message(WorkDone(lambda: report_error(bug)))
             else:
                 self.post_message(WorkDone(lambda: then(value)))
 
         threading.Thread(target=run, name="ask", daemon=True).start()
 
-    def tell(self, error: GpuboardError) -> None:
+    def show_error(self, error: GpuboardError) -> None:
         """Show an error as a toast."""
         self.notify(str(error), severity="error", timeout=12, markup=False)
 
-    def tell_once(self, error: GpuboardError) -> None:
-        """Show an error of what is done again and again, the first time that it comes."""
+    def show_error_once(self, error: GpuboardError) -> None:
+        """Show an error of repeated work, the first time it occurs."""
         if str(error) not in self._problems:
             self._problems.append(str(error))
-            self.tell(error)
+            self.show_error(error)
 
-    def _warn_each(self, lost: list[str]) -> None:
-        for words in lost:
-            self.notify(words, severity="warning", timeout=12, markup=False)
+    def _warn_each(self, warnings: list[str]) -> None:
+        for warning in warnings:
+            self.notify(warning, severity="warning", timeout=12, markup=False)
 
-    # Themes and what is kept of them
+    # Themes and preferences
 
     def use_theme(self, name: str) -> None:
-        """Draw with a theme from now on, also after the next start."""
+        """Use a theme, also after the next start."""
         self.theme_in_use = name
         self.theme = name
         self.remember(theme=name)
 
     def watch_theme(self, name: str) -> None:
-        """Draw everything anew; also while themes are only looked at in the palette."""
+        """Redraw everything; also while themes are previewed in the palette."""
         theme: BoardTheme | None = self.themes.get(name)
         if theme is None:
             return
@@ -223,51 +223,51 @@ class BoardApp(CrashHookApp):
                 widget.refresh()
 
     def on_command_palette_opened(self) -> None:
-        """Show a prompt that every terminal has, instead of a picture of two cells."""
+        """Show a prompt of ASCII instead of an emoji of two cells."""
         for icon in self.screen.query(SearchIcon):
             icon.icon = ">"
 
     def on_command_palette_option_highlighted(self, message: CommandPalette.OptionHighlighted) -> None:
-        """Show a theme while it is highlighted."""
+        """Preview the highlighted theme."""
         command = getattr(getattr(message.highlighted_event.option, "hit", None), "command", None)
         self.theme = command.name if isinstance(command, UseTheme) else self.theme_in_use
 
     def on_command_palette_closed(self, message: CommandPalette.Closed) -> None:
-        """Go back to the theme in use, unless another was chosen."""
+        """End the preview, unless its theme was chosen."""
         if not message.option_selected:
             self.theme = self.theme_in_use
 
     def remember(self, *, theme: str | None = None, view: ViewState | None = None) -> None:
-        """Keep a choice for the next start; written a moment later, beside the UI."""
-        kept = self.preferences
-        new = preferences.Preferences(theme=theme or kept.theme, view=view or kept.view)
-        if new == kept:
+        """Keep a choice for the next start; saved after a debounce, in the background."""
+        old = self.preferences
+        new = preferences.Preferences(theme=theme or old.theme, view=view or old.view)
+        if new == old:
             return
         self.preferences = new
-        if self._keeping is not None:
-            self._keeping.cancel()
-        self._keeping = threading.Timer(_KEEP_S, self._keep)
-        self._keeping.daemon = True
-        self._keeping.start()
+        if self._save_timer is not None:
+            self._save_timer.cancel()
+        self._save_timer = threading.Timer(_SAVE_S, self._save)
+        self._save_timer.daemon = True
+        self._save_timer.start()
 
-    def _keep(self) -> None:
+    def _save(self) -> None:
         wrong = preferences.save(self.core.env, self.preferences)
         if wrong:
-            self.post_message(WorkDone(lambda: self.tell_once(GpuboardError(wrong))))
+            self.post_message(WorkDone(lambda: self.show_error_once(GpuboardError(wrong))))
 
-    # How it is drawn
+    # Drawing
 
     def get_driver_class(self) -> type[Driver]:
-        """Return what draws on the terminal: textual's choice, made sturdier where that is a plain terminal."""
+        """Return textual's choice of driver, with our own in place of the one for a plain terminal."""
         from textual.drivers.linux_driver import LinuxDriver
 
         from gpuboard.board.terminal.driver import TerminalDriver
 
-        usual = super().get_driver_class()
-        return TerminalDriver if usual is LinuxDriver else usual
+        default = super().get_driver_class()
+        return TerminalDriver if default is LinuxDriver else default
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Return what lines pass: textual's own, and ours where there is to be no colour or ASCII alone."""
+        """Return the filters for drawn lines: textual's, or no colour; and ASCII where the terminal needs it."""
         if self._colorless or self.theme == "plain":
             found: list[LineFilter] = [ColorlessFilter()]
         else:
@@ -275,7 +275,7 @@ class BoardApp(CrashHookApp):
         return [*found, AsciiFilter()] if self._glyphs is ASCII else found
 
     def get_key_display(self, binding: Binding) -> str:
-        """Return how a key is shown: by name where its sign is not ASCII and the terminal's characters are."""
+        """Return how a key is shown: by name on ASCII terminals where its sign is not ASCII."""
         shown = super().get_key_display(binding)
         if self._glyphs is ASCII and not shown.isascii():
             names = {sign: name for name, sign in KEY_DISPLAY_ALIASES.items()}
@@ -292,17 +292,17 @@ class BoardApp(CrashHookApp):
             self.push_screen(HelpScreen(getattr(self.screen, "TITLE_WORDS", "")))
 
     def action_leases(self) -> None:
-        """Open the leases, or go back from them."""
+        """Open the leases, or close them."""
         self._toggle(LeasesScreen)
 
     def action_watches(self) -> None:
-        """Open what is watched, or go back from it; where nothing is, ask what to watch for."""
+        """Open the watches, or close them; without any, ask for the first."""
         self._toggle(WatchesScreen)
         if isinstance(self.screen, WatchesScreen) and not self.watches.all:
             open_watch(self)
 
     def _toggle(self, kind: type[BoardScreen]) -> None:
-        """Go back from a screen of this kind, or to the one that is open below, or open one."""
+        """Close a screen of this kind if it is on top, return to it if it is open below, else open one."""
         if isinstance(self.screen, kind):
             self.pop_screen()
         elif any(isinstance(screen, kind) for screen in self.screen_stack):
@@ -312,7 +312,7 @@ class BoardApp(CrashHookApp):
             self.push_screen(kind())
 
     def pop_screen(self) -> AwaitComplete:
-        """Go back by a screen, from the cluster view to nowhere: a footer can be clicked twice before it has gone."""
+        """Close the top screen, but never the cluster view: a footer can be clicked twice before it is redrawn."""
         return AwaitComplete() if isinstance(self.screen, ClusterScreen) else super().pop_screen()
 
     def action_runs(self) -> None:
@@ -320,7 +320,7 @@ class BoardApp(CrashHookApp):
         self.open_runs()
 
     def open_runs(self, run: str | None = None) -> None:
-        """Show the runs, with the cursor on ``run``; where they are open already, go back to them."""
+        """Show the runs, with the cursor on ``run``; return to the screen if it is open below."""
         from gpuboard.board.screens.runs import RunsScreen  # late: runs and logs are not shown at the start
 
         if not any(isinstance(screen, RunsScreen) for screen in self.screen_stack):
@@ -340,7 +340,7 @@ class BoardApp(CrashHookApp):
         self.push_screen(NodeScreen(name))
 
     def action_theme(self) -> None:
-        """Choose a theme; the highlighted one is shown."""
+        """Choose a theme, with a preview."""
         self.push_screen(SafePalette(providers=[Themes], placeholder="Theme…"))
 
     def action_command_palette(self) -> None:
@@ -349,7 +349,7 @@ class BoardApp(CrashHookApp):
             self.push_screen(SafePalette())
 
     def action_redraw(self) -> None:
-        """Draw the whole screen again, where something else has written on it."""
+        """Redraw the whole screen: another program may have written on it."""
         self.refresh(layout=True)
 
     def go_to_node(self, name: str) -> None:
@@ -367,23 +367,23 @@ class BoardApp(CrashHookApp):
             self.screen.go_to(key)
 
     async def action_quit(self) -> None:
-        """Leave at once; whatever hangs is left behind."""
+        """End the board at once; work that hangs is abandoned."""
         self.leave(0)
 
     def leave(self, code: int) -> None:
         """End the board with an exit code."""
         if self.guard is not None:
             self.guard.leave(code)
-        if self._keeping is not None and self._keeping.is_alive():
-            self._keeping.cancel()
+        if self._save_timer is not None and self._save_timer.is_alive():
+            self._save_timer.cancel()
             last = threading.Thread(target=preferences.save, args=(self.core.env, self.preferences), daemon=True)
             last.start()
-            last.join(_LAST_S)
+            last.join(_LAST_SAVE_S)
         self.core.close()
         self.exit(code, return_code=code)
 
     def restart(self, *words: str) -> None:
-        """End the board and go on with another command of gpuboard in its place."""
+        """End the board and continue with another gpuboard command."""
         if not self.may_restart:
             self.notify(f"in a terminal: gpuboard {shlex.join(words)}", timeout=12, markup=False)
             return
@@ -396,4 +396,4 @@ class BoardApp(CrashHookApp):
             from rich.text import Text
 
             self._crashed = True  # what follows is a consequence of the first exception
-            self.panic(Text(f"gpuboard: {report(error, self.core.env)}"))
+            self.panic(Text(f"gpuboard: {crash_report(error, self.core.env)}"))

@@ -1,7 +1,7 @@
 """Scene + sort + group + filter → rows, for the picture and the table (pure).
 
-A row is a :class:`Place` (a GPU, key: its UUID), a NodeView (a node of which no GPU is known, key ``node:NAME``) or a
-:class:`Group` (the header of the rows below it, key ``group:NAME``).
+A row is a :class:`Place` (a GPU; key: its UUID), a NodeView (a node without known GPUs; key ``node:NAME``) or a
+:class:`Group` (the heading of the rows below it; key ``group:NAME``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Matches = Callable[[NodeView, GpuView | None, Scene], bool]
 
 
 class ViewState(msgspec.Struct, frozen=True):
-    """How the cluster is looked at; kept between starts."""
+    """View, order and filter of the cluster screen; kept between starts."""
 
     view: str = "picture"  # one of VIEWS
     sort: str = ""  # a key of SORTS; "": by node and index
@@ -36,12 +36,12 @@ class ViewState(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """The header of the rows below it."""
+    """The heading of the rows below it."""
 
     key: str
     name: str
-    counts: Tally  # of the GPUs below it
-    node: NodeView | None = None  # grouped by node: that one
+    counts: Tally  # of its GPUs
+    node: NodeView | None = None  # when grouped by node
 
 
 class NodeRow(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class NodeRow(msgspec.Struct, frozen=True):
 
     key: str
     node: NodeView
-    shown: frozenset[str] | None  # UUIDs of the GPUs that match and belong here; None: all of them
+    shown: frozenset[str] | None  # UUIDs of the GPUs shown in this row; None: all
 
 
 Row = Place | NodeView | Group
@@ -63,7 +63,7 @@ def key_of(row: Row) -> str:
 
 
 def arrange(scene: Scene, view: ViewState, matches: Matches | None = None) -> list[Row]:
-    """Return the rows of the table. Sorting is stable and what is unknown comes last, in either direction."""
+    """Return the rows of the table. Sorting is stable; unknown values come last in both directions."""
     rows = _sorted(_rows(scene, matches), view, scene)
     if view.group not in GROUPS or view.group == "none":
         return rows
@@ -83,9 +83,9 @@ def arrange(scene: Scene, view: ViewState, matches: Matches | None = None) -> li
 
 
 def arrange_nodes(scene: Scene, view: ViewState, matches: Matches | None = None) -> list[NodeRow | Group]:
-    """Return the rows of the picture. Nodes stand in the order of the first of their GPUs in the table.
+    """Return the rows of the picture. Nodes are ordered by the first of their GPUs in the table.
 
-    A node whose GPUs belong to several groups has a row in each. By node, every row is a group already.
+    A node whose GPUs belong to several groups has a row in each. Grouping by node adds no headings.
     """
     whole = matches is None and view.group in {"none", "node"}
     if whole and not view.sort:
@@ -117,19 +117,19 @@ def arrange_nodes(scene: Scene, view: ViewState, matches: Matches | None = None)
 
 
 def natural_nodes(scene: Scene) -> list[NodeView]:
-    """Return the nodes as people count: gpu2 before gpu10."""
+    """Return the nodes in natural order: gpu2 before gpu10."""
     return sorted(scene.snapshot.nodes, key=lambda node: natural(node.name))
 
 
 @lru_cache(maxsize=20_000)
 def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """Return a key that sorts names with numbers in them as people do: gpu2 < gpu10, upper case as lower."""
+    """Return a sort key for natural order: gpu2 < gpu10, case ignored."""
     # isdecimal digits of other scripts would pass \d and int(), but sort apart from ASCII ones all the same
     return tuple((words.casefold(), int(digits or -1)) for words, digits in re.findall(r"([^0-9]*)([0-9]{0,18})", name))
 
 
 def users_of(gpu: GpuView, scene: Scene) -> tuple[str, ...]:
-    """Return whose GPU it is: owners of its leases, of its jobs, of its processes (most memory first); each once."""
+    """Return a GPU's users, each once: owners of its leases, jobs, and processes (most memory first)."""
     names: dict[str, None] = {}
     for lease in scene.leases_on(gpu.uuid):
         names[lease.owner] = None
@@ -181,7 +181,7 @@ def _rows(scene: Scene, matches: Matches | None) -> list[Row]:
             continue
         for gpu in node.gpus:
             place = places[gpu.uuid]
-            # `is`: one UUID on two nodes (one machine under two names) is one row
+            # `is`: a UUID on two nodes (one machine with two names) is one row
             if place.gpu is gpu and (matches is None or matches(node, gpu, scene)):
                 found.append(place)
     return found

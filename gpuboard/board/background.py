@@ -61,5 +61,5 @@ class Background(Generic[T]):
                 waiting()
 
         board = cast("BoardApp", self._owner.app)
-        report = failed or board.tell_once
+        report = failed or board.show_error_once
         board.ask(work, lambda value: done(lambda: then(value)), lambda error: done(lambda: report(error)))

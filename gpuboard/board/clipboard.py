@@ -1,4 +1,4 @@
-"""What can be copied: UUIDs, lines for a shell, an ssh command. Quoted, as names come from nodes and config files."""
+"""Texts to copy: UUIDs, lines for a shell, ssh commands. Quoted: names come from nodes and config files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
     from gpuboard.cluster.inventory.nodes import Node
 
-_SHOWN = 300  # characters of what was copied in the toast
+_SHOWN = 300  # characters of the copied text in the toast
 
 
 def uuids_line(scene: Scene, uuids: Sequence[str]) -> str:
@@ -34,33 +34,35 @@ def export_line(scene: Scene, uuids: Sequence[str], *, by_uuid: bool) -> str:
     mig = [(uuid == place.gpu.uuid, place.gpu.index) for uuid, place in places if "mig" in place.gpu.flags]
     if any(parent for parent, _ in mig) or (mig and not by_uuid):
         raise GpuboardError(f"{nodes[0]}:{mig[0][1]} is in MIG mode; CUDA takes the UUID of one of its devices")
-    label = "  # SIMULATED" if places[0][1].node.source == "simulated" else ""  # its indexes are not this machine's
+    label = (
+        "  # SIMULATED" if places[0][1].node.source == "simulated" else ""
+    )  # its indexes mean nothing on a real machine
     if by_uuid:
         return f"export CUDA_VISIBLE_DEVICES={shlex.quote(uuids_line(scene, uuids))}{label}"
     indexes = ",".join(str(place.gpu.index) for _, place in places)
-    # CUDA's own order is fastest first: indexes mean NVML's only with this.
+    # CUDA's default order is fastest first; with PCI_BUS_ID indexes are NVML's.
     return f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indexes}{label}"
 
 
 def ssh_line(node: Node) -> str:
-    """Return the command that goes to a node. Raises GpuboardError for this machine."""
+    """Return the ssh command for a node. Raises GpuboardError for this machine."""
     if node.host is None:
-        raise GpuboardError(f"{node.name} is this machine; there is nowhere to go")
+        raise GpuboardError(f"{node.name} is this machine; no ssh is needed")
     return f"ssh {shlex.quote(node.host)}"
 
 
 def copy(board: BoardApp, text: str) -> None:
-    """Put text into the terminal's clipboard (OSC 52) and show it."""
+    """Copy text to the terminal's clipboard (OSC 52) and show it."""
     board.copy_to_clipboard(text)
     shown = text if len(text) <= _SHOWN else text[:_SHOWN] + board.look.glyphs.ellipsis
     board.notify(shown, title="Copied", timeout=8, markup=False)
 
 
 def open_copy(board: BoardApp, uuids: Sequence[str]) -> None:
-    """Offer what can be copied of these GPUs."""
+    """Offer texts about these GPUs to copy."""
     scene = board.scene
     if scene is None or not any(uuid in scene.devices for uuid in uuids):
-        board.notify("no GPU is selected", markup=False)
+        board.notify("no GPU selected", markup=False)
         return
     places = _places(scene, uuids)
     makers: dict[str, Callable[[], str]] = {
@@ -85,7 +87,7 @@ def open_copy(board: BoardApp, uuids: Sequence[str]) -> None:
 
 
 def copy_lease(board: BoardApp, lease: Lease) -> None:
-    """Offer what can be copied of a lease."""
+    """Offer texts about a lease to copy."""
     makers: dict[str, Callable[[], str]] = {
         "id": lambda: lease.id,
         "gpus": lambda: places_words(lease.gpus),
@@ -97,7 +99,7 @@ def copy_lease(board: BoardApp, lease: Lease) -> None:
 
 
 def lease_options(leases: Sequence[Lease], makers: dict[str, Callable[[], str]]) -> list[tuple[str, str]]:
-    """Return the lines that take a lease into a shell as options, one a node; adds how each is made to ``makers``."""
+    """Return the shell lines of a lease as options, one per node; adds them to ``makers``."""
     options = []
     for lease in leases:
         for line in lines(lease.id, [gpu.node for gpu in lease.gpus]):

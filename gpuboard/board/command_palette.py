@@ -12,30 +12,30 @@ from textual.content import Content
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
 
-_JUMPS = 12  # at most so many nodes and GPUs are offered
+_JUMPS = 12  # nodes and GPUs offered, at most
 
 
 class UseTheme:
-    """The command that changes the theme; while it is highlighted in the palette, the theme is shown."""
+    """The command that changes the theme; the app previews the theme while the command is highlighted."""
 
     def __init__(self, board: BoardApp, name: str) -> None:
         self.board = board
         self.name = name
 
     def __call__(self) -> None:
-        """Use the theme from now on."""
+        """Use the theme."""
         self.board.use_theme(self.name)
 
 
 class _Command(NamedTuple):
     title: str
-    note: str  # its keys, or what it is now
+    note: str  # its keys, or its status
     run: Callable[[], object]
-    shown: bool = True  # also before anything was typed
+    shown: bool = True  # also before anything is typed
 
 
 class Themes(Provider):
-    """Every theme; the highlighted one is shown at once, escape brings the old one back."""
+    """Every theme, with a preview of the highlighted one; escape ends the preview."""
 
     @property
     def board(self) -> BoardApp:
@@ -45,13 +45,13 @@ class Themes(Provider):
     def commands(self) -> Iterator[_Command]:
         """Yield what is offered, in order."""
         used = self.board.theme_in_use
-        # the one in use first: it is highlighted when the list opens, and nothing changes by that
+        # the one in use first: the list opens with it highlighted, so the preview changes nothing
         for name in sorted(self.board.themes, key=lambda name: (name != used, name)):
             note = "in use" if name == used else ""
             yield _Command(f"Theme: {self.board.themes[name].title}", note, UseTheme(self.board, name))
 
     async def discover(self) -> Hits:
-        """Offer the commands that are shown before anything was typed."""
+        """Offer the commands that are shown before anything is typed."""
         for command in self.commands():
             if command.shown:
                 yield DiscoveryHit(_prompt(Content(command.title), command.note), command.run, command.title)
@@ -66,7 +66,7 @@ class Themes(Provider):
 
 
 class Palette(Themes):
-    """Everything that has a key on the screen below the palette, then the themes; and by name, nodes and GPUs."""
+    """Every action of the screen below the palette, then the themes; nodes and GPUs by name."""
 
     def commands(self) -> Iterator[_Command]:
         """Yield an entry for every active binding; several keys of one action are one entry."""
@@ -80,21 +80,21 @@ class Palette(Themes):
                 known = found[binding.id]
                 found[binding.id] = known._replace(note=f"{known.note} {key}")
                 continue
-            # by the node that declared it: a screen's action is looked for there, not in the app
+            # in the namespace of the declaring node: a screen's action is not found on the app
             run = partial(self.board.run_action, binding.action, active.node)
             found[binding.id] = _Command(binding.description, key, run, binding.show or binding.id.startswith("app."))
         yield from found.values()
         yield from super().commands()
 
     async def search(self, query: str) -> Hits:
-        """Offer the commands that match, and the nodes and GPUs whose name holds what was typed."""
+        """Offer the commands that match, and the nodes and GPUs whose name contains the text."""
         for place in self._places(query.strip().lower()):
             yield place
         async for hit in super().search(query):
             yield hit
 
     def _places(self, words: str) -> Iterator[Hit]:
-        """Yield nodes, and GPUs as ``gpu07:3`` or by UUID; names that begin with what was typed come first."""
+        """Yield nodes, and GPUs as ``gpu07:3`` or by UUID; names that begin with the text come first."""
         scene = self.board.scene
         left = _JUMPS
         for node in scene.snapshot.nodes if scene is not None else ():
@@ -119,7 +119,7 @@ def _jump(title: str, words: str, run: Callable[[], object], begins: bool) -> Hi
 
 
 def _highlighted(title: str, words: str) -> Content:
-    """Return ``title`` with the part that was typed underlined. Never markup: names come from the nodes."""
+    """Return ``title`` with the typed part underlined. Never markup: names come from the nodes."""
     at = title.lower().find(words.strip().lower())
     content = Content(title)
     return content if at < 0 else content.stylize("underline", at, at + len(words.strip()))

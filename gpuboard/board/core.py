@@ -1,4 +1,4 @@
-"""What the board works on: the fleet and its newest scene, made in a thread of its own. No textual."""
+"""The board without its UI: the fleet and its newest scene, made in a background thread. No textual."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from gpuboard.scheduler.base import Scheduler
     from gpuboard.shellprobe.connector import NodeConnector
 
-_PACE_S = 1.0  # ages grow on the screen also when nothing arrives
-_REST = 9  # after a scene nine times as long as it took: nodes that answer out of step cost a tenth of a core at most
+_PACE_S = 1.0  # a new scene at least this often: ages on the screen grow
+_REST = 9  # pause after a scene, as a multiple of its CPU time: at most a tenth of a core, however nodes answer
 _REST_MOST_S = 1.0
 _FIRST_S = 10.0  # after the start, nodes without a connection count as connecting for this long
 
 
 class Core:
-    """The cluster behind one board. What may take long is called in a thread (``BoardApp.ask``), not in the UI's."""
+    """The cluster behind one board. Call what can block through ``BoardApp.ask``, never in the UI's thread."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Core:
         connector: NodeConnector | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
-        """``connector``: how nodes are reached, where it is not by the settings (a recorded feed).
+        """``connector``: reaches nodes in place of the one from the settings (a recorded feed).
 
-        ``scheduler``: what else holds the nodes' GPUs; it is closed with the core.
+        ``scheduler``: closed with the core.
         """
         self.nodes = {node.name: node for node in nodes}
         self.settings = settings
@@ -70,24 +70,24 @@ class Core:
         self._began = time.monotonic()
 
     def connect(self) -> None:
-        """Connect to every node; returns at once. ``start`` does it, if nobody did it earlier."""
+        """Connect to every node; returns at once. ``start`` calls it, too; a second call does nothing."""
         if not self._connected:
             self._connected = True
             self.fleet.start()
 
     def start(self, changed: Callable[[Scene], object]) -> None:
-        """Connect, and from now on call ``changed`` with every new scene, from a thread of the core's own."""
+        """Connect, then call ``changed`` with every new scene, in a background thread."""
         self.connect()
         threading.Thread(target=self._watch, args=(changed,), name="scenes", daemon=True).start()
 
     def scene(self) -> Scene:
         """Return the cluster as it is now."""
         snapshot = self.fleet.snapshot()
-        said = banners(snapshot, running_s=time.monotonic() - self._began)
-        return Scene(snapshot, self.operations.leases(snapshot), uids=self.fleet.uids(), banners=said)
+        lines = banners(snapshot, running_s=time.monotonic() - self._began)
+        return Scene(snapshot, self.operations.leases(snapshot), uids=self.fleet.uids(), banners=lines)
 
     def close(self) -> None:
-        """End every connection; takes less than half a second whatever hangs."""
+        """End every connection within half a second, hung ones included."""
         self._closed.set()
         self.starter.close()
         self.operations.close()
@@ -99,7 +99,9 @@ class Core:
             try:
                 scene = self.scene()
                 self.history.add(scene.snapshot, time.monotonic())
-            except Exception as error:  # a bug: said, and no old picture is shown for the truth; the next may do
+            except (
+                Exception
+            ) as error:  # a bug: shown in place of an old scene that looks current; the next scene may work
                 at = iso(time.time())
                 nothing = LeaseList(schema=1, at=at, leases=[], unread=self.fleet.names)
                 scene = Scene(Snapshot(1, at, "", []), nothing, uids={}, banners=(clean(report(error, self.env)),))
@@ -109,37 +111,37 @@ class Core:
 
 
 def banners(snapshot: Snapshot, *, running_s: float) -> tuple[str, ...]:
-    """Return what to say, the worst first; ``running_s``: how long we have been looking."""
+    """Return what is wrong with the cluster as a whole, the worst first; ``running_s``: since the start."""
     nodes = snapshot.nodes
     found: list[str] = []
     if not nodes:
-        return ("no node to look at: name some with --nodes, or as `nodes` in the config",)
-    silence = scheduler_words(snapshot.scheduler)
-    if silence and all(node.source == "slurm" for node in nodes):
-        return (silence,)
+        return ("no nodes: name some with --nodes, or as `nodes` in the config",)
+    scheduler = scheduler_words(snapshot.scheduler)
+    if scheduler and all(node.source == "slurm" for node in nodes):
+        return (scheduler,)
     if all(node.state == "unreachable" for node in nodes):
         failed = [node.error for node in nodes if not node.connecting]
         if not failed and running_s < _FIRST_S:
             return ()
         yet = " yet" if len(failed) < len(nodes) else ""
-        found.append(f"no node answers{yet}{_reason(nodes, failed)}")
+        found.append(f"no node is reachable{yet}{_reason(nodes, failed)}")
     elif all(node.state != "up" for node in nodes):
-        found.append(f"no node answers any more{_reason(nodes, [node.error for node in nodes])}")
+        found.append(f"every node is stale or unreachable{_reason(nodes, [node.error for node in nodes])}")
     elif not any(node.gpus for node in nodes) and all(node.state == "up" for node in nodes):
         where = "here" if len(nodes) == 1 else "on these nodes"
         found.append(f"no GPU {where}: name other nodes with --nodes, or as `nodes` in the config")
-    if silence:
-        found.append(silence)
+    if scheduler:
+        found.append(scheduler)
     without = [node for node in nodes if node.claims_error is not None and node.state == "up"]
     if without:
         reason = _reason(without, [node.claims_error for node in without])
         what = "this node" if len(nodes) == 1 else f"{len(without)} of {len(nodes)} nodes"
-        found.append(f"{what} cannot hold reservations{reason}; nothing there is called free")
+        found.append(f"{what} cannot hold reservations{reason}; no GPU there counts as free")
     return tuple(found)
 
 
 def _reason(nodes: Sequence[NodeView], reasons: Sequence[str | None]) -> str:
-    """Return the reason that most nodes give, and how many have others."""
+    """Return the most frequent reason, with its count where nodes differ."""
     counts = Counter(reason for reason in reasons if reason)
     if not counts:
         return ""

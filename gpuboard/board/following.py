@@ -1,4 +1,4 @@
-"""Says how the runs that were launched or stopped here ended, wherever in the board the person is."""
+"""Notifies, on any screen, of how runs that were launched or stopped in this board end."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
 
 _POLL_S = 0.5
-_LONG_S = 20.0  # that a toast stays
+_TOAST_S = 20.0
 
 
 class _Seen(NamedTuple):
-    """One launch of ours, as it was looked at."""
+    """The state of one launch of this board."""
 
     started: StartedRun
-    entry: RunEntry | None  # None: no run yet, or never one
+    entry: RunEntry | None  # None: no run, or none yet
     over: bool
-    failure: str  # why there is no run, or what was said after its end
+    failure: str  # why there is no run, or messages after its end
 
 
 class Follower:
-    """Looks at the runs of this board, as long as there are some that go on."""
+    """Polls the runs of this board while any of them is live."""
 
     def __init__(self, board: BoardApp) -> None:
         self._board = board
         self._timer: Timer | None = None
         self._background: Background[tuple[list[_Seen], dict[str, RunEntry | None]]] = Background(board)
-        self._told: dict[str, str] = {}  # run → the state that was said last
-        self._others: set[str] = set()  # runs of other terminals, stopped here
+        self._notified: dict[str, str] = {}  # run → its state in the last notification
+        self._others: set[str] = set()  # runs started elsewhere and stopped here
 
     def follow(self, run: str | None = None) -> None:
-        """Look at what the core has started; ``run``: at this one too, which was stopped here."""
+        """Poll the launches of this board; ``run``: also this run, which was stopped here."""
         if run is not None:
             self._others.add(run)
         if self._timer is None:
@@ -55,7 +55,7 @@ class Follower:
             seen = []
             for started, entry in core.starter.look(core.runbook):
                 over = started not in core.starter.started
-                failure = "" if not over else "\n".join(started.said) if entry is not None else started.failure()
+                failure = "" if not over else "\n".join(started.messages) if entry is not None else started.failure()
                 seen.append(_Seen(started, entry, over, failure))
             return seen, {run: core.runbook.one(run) for run in others}
 
@@ -64,30 +64,30 @@ class Follower:
     def _seen(self, mine: list[_Seen], others: dict[str, RunEntry | None]) -> None:
         for started, entry, over, failure in mine:
             if entry is not None and not entry.unreadable:
-                self._tell(entry)
+                self._notify(entry)
             if over and not started.awaited:
-                if failure and not (started.given_up and entry is None):
+                if failure and not (started.cancelled and entry is None):
                     there = entry is not None
                     title = f"Run {started.run}" if there else f"{clean(started.form.command, 40)} was not launched"
                     self._toast(failure, title, "warning" if there else "error")
                 started.clear()
         for run, entry in others.items():
             if entry is not None and not entry.unreadable and all(seen.started.run != run for seen in mine):
-                self._tell(entry)
+                self._notify(entry)
             if entry is None or not entry.live:
                 self._others.discard(run)
         if not self._others and not self._board.core.starter.started and self._timer is not None:
             self._timer.stop()
             self._timer = None
 
-    def _tell(self, entry: RunEntry) -> None:
-        """Say what a run has come to, each state once."""
+    def _notify(self, entry: RunEntry) -> None:
+        """Notify of a run's final state or stall, once for each."""
         view = entry.view
-        before, self._told[view.id] = self._told.get(view.id), view.state
+        before, self._notified[view.id] = self._notified.get(view.id), view.state
         if view.state != before and view.state in {*FINAL, "stalled"}:
             severity: SeverityLevel = "information" if view.state == "done" else "warning"
             title = f"Run {view.id} {'is ' if view.state == 'done' else ''}{view.state}"
             self._toast(ended_words(entry), title, "error" if view.state == "failed" else severity)
 
     def _toast(self, words: str, title: str, severity: SeverityLevel) -> None:
-        self._board.notify(words, title=title, severity=severity, timeout=_LONG_S, markup=False)
+        self._board.notify(words, title=title, severity=severity, timeout=_TOAST_S, markup=False)

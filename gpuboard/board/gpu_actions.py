@@ -1,4 +1,4 @@
-"""What can be done to GPUs, the same on every screen that shows some."""
+"""The actions on GPUs, shared by every screen that shows GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpuboard.board.screens.base import BoardScreen
 
 
 class ActingScreen(BoardScreen):
-    """A screen whose GPUs can be reserved, and so on. A subclass says which ones are meant."""
+    """A screen with actions on GPUs; a subclass returns the GPUs concerned in ``targets``."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("r", "reserve", "Reserve", id="gpus.reserve"),
@@ -23,7 +23,7 @@ class ActingScreen(BoardScreen):
     ]
 
     def targets(self) -> list[str]:
-        """Return the UUIDs of the GPUs that an action is meant for: the marked ones, or the cursor's."""
+        """Return the UUIDs of the GPUs that an action applies to: the marked ones, else the cursor's."""
         raise NotImplementedError
 
     def action_reserve(self) -> None:
@@ -39,5 +39,5 @@ class ActingScreen(BoardScreen):
         processes.open_signal(self.board, self.targets())
 
     def action_copy(self) -> None:
-        """Offer what can be copied of them."""
+        """Offer texts about them to copy."""
         clipboard.open_copy(self.board, self.targets())

@@ -1,4 +1,4 @@
-"""What the last minutes were, by GPU: rings of five bytes a sample (pure; 12 MB for 8,000 GPUs)."""
+"""The last five minutes of each GPU in ring buffers of five bytes per sample (pure; 12 MB for 8,000 GPUs)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 
 SPAN_S = 300.0
-_SLOTS = 310  # more than a reader looks at: the one being written is not among them
-_DELAY_S = 5.0  # a GPU whose values are older than its node's reading by more has no value now
-_PERIODS_S = ((512, 1.0), (2048, 2.0))  # up to so many GPUs a sample each second, …
-_PERIOD_S = 5.0  # … and beyond
+_SLOTS = 310  # more than a reader uses, so that it never reads the slot being written
+_DELAY_S = 5.0  # values of a GPU older than this at its node's reading do not count as current
+_PERIODS_S = ((512, 1.0), (2048, 2.0))  # (GPUs at most, seconds per sample), …
+_PERIOD_S = 5.0  # … and above that
 _SAMPLE = Struct("<BBBH")  # utilization, memory, temperature, power; the largest value of each means unknown
 _BYTE, _SHORT = 0xFF, 0xFFFF
 _GAP = _SAMPLE.pack(_BYTE, _BYTE, _BYTE, _SHORT)
@@ -20,7 +20,7 @@ _PARTS = 250  # memory is kept in 250ths
 
 
 class Samples(NamedTuple):
-    """The samples of one GPU, oldest first, all of one length; None is a gap. Times by the clock given to ``add``."""
+    """One GPU's samples, oldest first, all of one length; None is a gap. Times are of the clock given to ``add``."""
 
     times: tuple[float, ...] = ()
     utilization: tuple[int | None, ...] = ()  # percent
@@ -47,9 +47,9 @@ class History:
         self._due = float("-inf")
 
     def add(self, snapshot: Snapshot, now: float) -> bool:
-        """Take a sample if one is due and there is anything; return whether it was taken.
+        """Take a sample if one is due; return whether it was taken.
 
-        ``now``: seconds of a clock that only goes forward.
+        ``now``: monotonic seconds.
         """
         if now < self._due or not any(node.gpus for node in snapshot.nodes):
             return False
@@ -63,7 +63,7 @@ class History:
                     ring = rings[gpu.uuid] = _Ring(number)
                 elif ring.last < number - 1:
                     _forget(ring, number)
-                if tells(node, gpu):
+                if is_current(node, gpu):
                     _put(ring.data, slot * _SAMPLE.size, gpu)
                 else:
                     ring.data[slot * _SAMPLE.size : (slot + 1) * _SAMPLE.size] = _GAP
@@ -72,7 +72,9 @@ class History:
         self._count = number + 1
         period_s = next((period_s for most, period_s in _PERIODS_S if len(rings) <= most), _PERIOD_S)
         late_s = now - self._due
-        on_time = late_s if late_s < period_s / 2 else 0.0  # scenes come unevenly: a late one does not delay the next
+        on_time = (
+            late_s if late_s < period_s / 2 else 0.0
+        )  # scenes come unevenly: a late sample does not delay the next
         self._due = now + period_s - on_time
         if slot == 0:
             for uuid in [uuid for uuid, ring in rings.items() if number - ring.last >= _SLOTS]:
@@ -99,7 +101,7 @@ class History:
         )
 
     def utilization(self, uuid: str, count: int) -> tuple[int | None, ...]:
-        """Return the newest ``count`` samples of a GPU's utilization, oldest first; what was not sampled is None."""
+        """Return the newest ``count`` samples of a GPU's utilization, oldest first; None where there is no sample."""
         ring = self._rings.get(uuid)
         first = self._count - min(count, _SLOTS)
         if ring is None:
@@ -110,13 +112,13 @@ class History:
         return (None,) * (count - len(found)) + tuple(None if value == _BYTE else value for value in found)
 
 
-def tells(node: NodeView, gpu: GpuView) -> bool:
-    """Return whether a GPU's values are those of now: its node answers, and NVML does so for this GPU."""
+def is_current(node: NodeView, gpu: GpuView) -> bool:
+    """Return whether a GPU's values are current: its node is up and NVML answers for this GPU."""
     return node.state == "up" and gpu.error is None and gpu.delay_s <= _DELAY_S
 
 
 def _forget(ring: _Ring, number: int) -> None:
-    """Make gaps of the samples that a GPU was not there for."""
+    """Write gaps for the samples in which the GPU was missing."""
     for missed in range(max(ring.last + 1, number - _SLOTS), number):
         at = missed % _SLOTS * _SAMPLE.size
         ring.data[at : at + _SAMPLE.size] = _GAP
@@ -125,7 +127,7 @@ def _forget(ring: _Ring, number: int) -> None:
 def _put(data: bytearray, at: int, gpu: GpuView) -> None:
     used, total, power = gpu.memory_used, gpu.memory_total, gpu.power
     utilization, temperature = gpu.utilization, gpu.temperature
-    # What a node says may be beyond any sense: bounded, so that it fits
+    # Untrusted input: clamp it to what fits
     _SAMPLE.pack_into(
         data,
         at,

@@ -1,7 +1,7 @@
 """The bindings of all screens by id, and the config's ``[keys]``, which gives actions other keys.
 
-textual's own ``set_keymap`` passes over unknown ids in silence, and an action whose key is taken loses it unsaid.
-So what is handed to it was checked here first: what is wrong is reported, and such an action keeps its key.
+textual's own ``set_keymap`` ignores unknown ids, and an action whose key is given to another loses it without an error.
+So the keymap is checked here first: every problem is reported, and the action in question keeps its key.
 """
 
 from __future__ import annotations
@@ -30,47 +30,47 @@ _NAMED = frozenset(str(key.value) for key in Keys if "+" not in key.value and "<
 
 
 class Action(NamedTuple):
-    """Something that a key does, somewhere."""
+    """An action with its keys."""
 
     id: str
     keys: tuple[str, ...]
     description: str
-    section: str  # the screen's name, for people
+    section: str  # the screen's title
     owner: type[DOMNode]
 
 
 class Remapped(NamedTuple):
-    """What came of the config's ``[keys]``."""
+    """The keymap from the config's ``[keys]``, and what is wrong there."""
 
     keymap: dict[str, str]  # for textual's set_keymap: id → keys with commas between
     problems: list[str]
 
 
 def load_screens() -> None:
-    """Import every module of the board: only then are all bindings known."""
+    """Import every module of the board, so that all bindings are known."""
     for module in pkgutil.walk_packages(gpuboard.board.__path__, "gpuboard.board."):
         if not module.name.startswith("gpuboard.board.web"):  # need textual-serve, and have no bindings
             importlib.import_module(module.name)
 
 
 def actions() -> list[Action]:
-    """Return every action of the board, of the modules that are loaded; call ``load_screens`` first for all of them."""
+    """Return every action of the loaded modules; call ``load_screens`` first for all of the board."""
     return [action for owner in _owners() for action in _declared(owner)]
 
 
-def remap(said: Mapping[str, Mapping[str, str | list[str]]]) -> Remapped:
-    """Return the keymap that ``[keys]`` asks for, and what is wrong with it; what clashes keeps the key it had."""
-    if not said:
+def remap(config: Mapping[str, Mapping[str, str | list[str]]]) -> Remapped:
+    """Return the keymap for ``[keys]`` and its problems; an action whose new key clashes keeps its old one."""
+    if not config:
         return Remapped({}, [])
     load_screens()
     known = {action.id: action for action in actions()}
     wanted: dict[str, tuple[str, ...]] = {}
     problems: list[str] = []
-    for screen, table in said.items():
+    for screen, table in config.items():
         for name, keys in table.items():
             id_ = f"{screen}.{name}"
             if id_ not in known:
-                problems.append(f"[keys] {id_}: there is no such action; the help screen (?) has the names")
+                problems.append(f"[keys] {id_}: no such action; the help screen (?) lists the names")
                 continue
             texts = [keys] if isinstance(keys, str) else keys
             found = [normal(text) for text in texts]
@@ -86,14 +86,14 @@ def remap(said: Mapping[str, Mapping[str, str | list[str]]]) -> Remapped:
         action = known.get(other)
         whose = f"{other} ({action.description})" if action else "textual itself"
         problems.append(
-            f"[keys] {loser} = {key!r}: that is the key of {whose}; it keeps {', '.join(known[loser].keys)}"
+            f"[keys] {loser} = {key!r}: this is the key of {whose}; {loser} keeps {', '.join(known[loser].keys)}"
         )
         del wanted[loser]
     return Remapped({id_: ",".join(keys) for id_, keys in wanted.items()}, problems)
 
 
 def normal(text: str) -> str | None:
-    """Return a key as textual names it (``?`` → ``question_mark``, ``shift+r`` → ``R``), or None when it is none."""
+    """Return a key as textual names it (``?`` → ``question_mark``, ``shift+r`` → ``R``), or None if it is not a key."""
     *modifiers, key = text.strip().split("+") if text.strip() != "+" else ["+"]
     if text.strip().endswith("++"):
         *modifiers, key = [*text.strip()[:-2].split("+"), "+"]
@@ -118,9 +118,9 @@ def normal(text: str) -> str | None:
 
 
 def clashes() -> list[str]:
-    """Return which of the bindings that are built in take each other's keys; empty unless there is a bug.
+    """Return the built-in bindings that share a key; empty unless there is a bug.
 
-    What has the focus may take a key from its screen on purpose (enter opens a row), never one from the app.
+    A focused widget may take a key from its screen on purpose (enter opens a row), never one from the app.
     """
     found = []
     for context in _contexts():
@@ -135,11 +135,11 @@ def clashes() -> list[str]:
 
 
 def _clash(wanted: Mapping[str, tuple[str, ...]]) -> tuple[str, str, str] | None:
-    """Return the first remapped action that wants another's key: its id, the key, the other's id ("": textual's)."""
+    """Return the first remapped action with another's key: its id, the key, the other's id ("": textual's)."""
     for context in _contexts():
         taken: dict[str, str] = dict.fromkeys(_TEXTUALS, "")
         together = context.screen + context.app + [action for widget in context.widgets for action in widget]
-        # those that stay as they are first: of a clash the one that was remapped loses
+        # actions that keep their keys first: in a clash the remapped one loses
         for action in sorted(together, key=lambda action: action.id in wanted):
             for key in wanted.get(action.id, action.keys):
                 other = taken.setdefault(key, action.id)
@@ -149,10 +149,10 @@ def _clash(wanted: Mapping[str, tuple[str, ...]]) -> tuple[str, str, str] | None
 
 
 class _Context(NamedTuple):
-    """What can be reached together."""
+    """The actions that are active together."""
 
     screen: list[Action]
-    widgets: list[list[Action]]  # of what may have the focus on it
+    widgets: list[list[Action]]  # of each widget that can have the focus
     app: list[Action]
 
 
@@ -171,7 +171,7 @@ def _contexts() -> Iterator[_Context]:
 
 
 def _is_on(widget: type[DOMNode], screen: type[DOMNode]) -> bool:
-    """Tell whether a screen draws a kind of widget: its module, or one of a class it derives from, names it."""
+    """Return whether a screen has a kind of widget: its module, or a base class's, names the class."""
     named = (
         value for owner in screen.__mro__ if _is_ours(owner) for value in vars(sys.modules[owner.__module__]).values()
     )

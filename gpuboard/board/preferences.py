@@ -1,6 +1,6 @@
-"""What is kept between starts: theme, sort, filter and grouping, in the state folder's ``board.json``.
+"""Preferences kept between starts: theme, sort, filter and grouping, in the state folder's ``board.json``.
 
-Whatever is wrong with the file is no error: the board starts with what it can read and says in a line what it cannot.
+A bad file is no error: the board starts with the defaults and shows one line about it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from gpuboard import files, paths
 from gpuboard.board.arrange import GROUPS, SORTS, VIEWS, ViewState
 from gpuboard.board.filter.query import TEXT_MAX
 
-_SIZE = 64 * 1024  # bytes: what is longer was not written by us
+_SIZE = 64 * 1024  # bytes; we never write more
 
 
 class Preferences(msgspec.Struct, frozen=True):
-    """Keys of later versions are passed over, lacking ones have their defaults."""
+    """Unknown keys, of later versions, are ignored; missing ones have their defaults."""
 
     theme: str | None = None  # None: never chosen
     view: ViewState = ViewState()
 
 
 def path(env: Mapping[str, str]) -> Path:
-    """Return where the file is."""
+    """Return the file's path."""
     return paths.state_dir(env) / "board.json"
 
 
 def load(env: Mapping[str, str]) -> tuple[Preferences, str | None]:
-    """Return what was kept, and what is wrong with the file, if anything is."""
+    """Return the preferences and what is wrong with the file, or None."""
     file = path(env)
     try:
         kept = msgspec.json.decode(files.read(file, _SIZE), type=Preferences)
     except FileNotFoundError:
         return Preferences(), None
     except OSError as error:
-        return Preferences(), f"{file}: {error.strerror}; sort, filter and theme start anew"
+        return Preferences(), f"{file}: {error.strerror}; using default sort, filter and theme"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Preferences(), f"{file} cannot be understood; sort, filter and theme start anew"
+        return Preferences(), f"{file} is not valid; using default sort, filter and theme"
     view = kept.view
     if (
         view.view not in VIEWS
@@ -52,11 +52,11 @@ def load(env: Mapping[str, str]) -> tuple[Preferences, str | None]:
 
 
 def save(env: Mapping[str, str], kept: Preferences) -> str | None:
-    """Write the file; return why that failed, if it did. Of two boards the last one wins, the file is always whole."""
+    """Replace the file atomically; return why that failed, or None. Of two boards the last one to write wins."""
     file = path(env)
     try:
         paths.make_private(file.parent)
         files.write_private(file, msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
     except OSError as error:
-        return f"{file}: {error.strerror}; sort, filter and theme are not kept"
+        return f"{file}: {error.strerror}; sort, filter and theme were not saved"
     return None

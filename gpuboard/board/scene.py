@@ -1,4 +1,4 @@
-"""What the board shows: the cluster at one moment with its leases. Values alone; no textual."""
+"""The cluster at one moment with its leases, as the board shows it. Values; no textual."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """A GPU and the node it is in. Not a tuple: 8,000 of those a second keep the cycle collector busy for 40 ms."""
+    """A GPU and its node. Not a tuple: 8,000 tuples per second cost the cycle collector 40 ms."""
 
     node: NodeView
     gpu: GpuView
 
 
 class Scene:
-    """One picture of the cluster. Never changed after it was made; made anew at every change."""
+    """The cluster at one moment; immutable, replaced at every change."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Scene:
         uids: dict[str, int],
         banners: tuple[str, ...] = (),
     ) -> None:
-        """``uids``: who we are on each node that has answered; ``banners``: what is wrong as a whole, in words."""
+        """``uids``: our uid on each node with a reading; ``banners``: what is wrong with the cluster as a whole."""
         self.snapshot = snapshot
         self.leases = leases
         self.uids = uids
@@ -42,7 +42,7 @@ class Scene:
         return {gpu.uuid: Place(node, gpu) for node in self.snapshot.nodes for gpu in node.gpus}
 
     def place(self, uuid: str) -> Place | None:
-        """Return where one GPU is; None: nowhere. To look through all of them costs less than to make ``places``."""
+        """Return the place of a GPU or None. A linear search costs less than building ``places`` for one GPU."""
         if "places" in self.__dict__:
             return self.places.get(uuid)
         for node in reversed(self.snapshot.nodes):
@@ -53,7 +53,7 @@ class Scene:
 
     @cached_property
     def devices(self) -> dict[str, Place]:
-        """Every GPU and MIG device by its UUID; a MIG device with the GPU that it is a part of."""
+        """Every GPU and MIG device by its UUID; a MIG device with its parent GPU."""
         parts = {mig.uuid: place for place in self.places.values() for mig in place.gpu.mig}
         return {**self.places, **parts}
 
@@ -64,14 +64,14 @@ class Scene:
 
     @cached_property
     def by_lease(self) -> dict[str, Lease]:
-        """Every lease by its id; where somebody else took the id of one of ours for his, ours."""
+        """Every lease by its id; where another user's lease has the id of one of ours, ours."""
         return {lease.id: lease for lease in sorted(self.leases.leases, key=self.is_mine)}
 
     @cached_property
     def by_gpu(self) -> dict[str, list[Lease]]:
-        """The leases on every GPU and MIG device that has some, by its UUID: an id alone can be anybody's.
+        """The leases on each reserved GPU and MIG device, by UUID. Lease ids are not unique across users.
 
-        A claim on a GPU that its node does not have (no index) is on nothing, whatever other node has that GPU.
+        A claim on a GPU that its node does not have (no index) is left out, even where another node has that GPU.
         """
         found: dict[str, list[Lease]] = {}
         for lease in self.leases.leases:
@@ -81,25 +81,25 @@ class Scene:
         return found
 
     def leases_on(self, uuid: str) -> Sequence[Lease]:
-        """Return the leases that hold a GPU or MIG device, or parts of it."""
+        """Return the leases that hold a GPU or MIG device, or a share of it."""
         return self.by_gpu.get(uuid, ())
 
     @cached_property
     def simulated(self) -> bool:
-        """Whether any of it is invented."""
+        """Whether any node is simulated."""
         return any(node.source == "simulated" for node in self.snapshot.nodes)
 
     def is_mine(self, lease: Lease) -> bool:
-        """Return whether we own a lease, by the uid that we have on the first of its nodes: there its own was read.
+        """Return whether we own a lease: its uid was read on its first node and is compared with ours there.
 
-        On another node the same uid may be somebody else. Slurm's jobs are those of the uid that asks for them here.
+        On another node the same uid can belong to another user. For Slurm's jobs our local uid counts.
         """
         if lease.job is not None:
             return lease.uid == os.geteuid()
         return self.uids.get(lease.gpus[0].node) == lease.uid
 
     def may_end(self, lease: Lease) -> bool:
-        """Return whether we may end a lease: our own, and as root anybody's."""
+        """Return whether we may end a lease: one of our own, or any as root."""
         if self.is_mine(lease):
             return True
         if lease.job is not None:

@@ -1,6 +1,6 @@
-"""Takes note of the actions that tests of the board try, so that none is left out (test_every_action.py).
+"""Records which actions the tests of the board run, so that none is untested (test_every_action.py).
 
-And remembers toasts, and ends the keepers of leases that a test has left to their own end.
+Also records toasts, and ends the keepers of leases that a test has left.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from gpuboard.board.app import BoardApp
 HERE = Path(__file__).parent
 LAST = "test_every_action_was_tried"
 FRAME_S = 0.02  # longer than textual waits before it draws what has changed
-TRIED: set[str] = set()  # ids of bindings whose action was run, by whatever test of this session
+TRIED: set[str] = set()  # ids of bindings whose action was run in this session
 
 
 @pytest.fixture(autouse=True)
 def take_note(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take note of every action that is run through its binding: by key, footer or palette."""
+    """Record every action that is run through its binding: by key, footer or palette."""
     check, run = BoardApp._check_bindings, BoardApp.run_action
     pressed: list[str] = []
 
@@ -54,9 +54,9 @@ def take_note(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def whatever_is_done_has_taken_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a pilot go on when nothing is left to do in the app, nor a moment later, when what has changed was drawn.
+    """Let a pilot continue when the app is idle, also after the next frame.
 
-    textual's own takes a process that gets no processor for one that has nothing to do, and goes on before the key.
+    textual's own takes a process that gets no CPU time for an idle one, and continues before the key.
     """
 
     async def idle(*_: float) -> None:
@@ -72,13 +72,13 @@ def whatever_is_done_has_taken_effect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def toasts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep account of every toast: one that has gone from the screen before a test looks was there all the same."""
+    """Record every toast, also one that has gone from the screen before a test checks."""
 
     def kept(toasts: Notifications) -> Notifications:
         return toasts
 
     def forget(_: Notifications, toast: Notification) -> None:
-        """Keep it; what is on the screen goes by itself."""
+        """Keep it in the list; the screen removes it by itself."""
 
     monkeypatch.setattr(Notifications, "_reap", kept)
     monkeypatch.setattr(Notifications, "__delitem__", forget)
@@ -86,7 +86,7 @@ def toasts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_keeper_is_left(tmp_path: Path) -> Iterator[None]:
-    """End the keepers whose folder is the test's: what a board reserves lasts for hours."""
+    """End the keepers of the test's folder: leases of a board last for hours."""
     yield
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -96,7 +96,7 @@ def no_keeper_is_left(tmp_path: Path) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Ask last whether every action was tried, and only where all tests of the board are run."""
+    """Check last whether every action was run, and only where all tests of the board are run."""
     ours = {item.path.name for item in items if item.path.parent == HERE}
     complete = ours == {path.name for path in HERE.glob("test_*.py")} and not config.option.keyword
     last = [item for item in items if item.path.parent == HERE and item.name == LAST]

@@ -25,7 +25,7 @@ from gpuboard.config import Settings, StateSettings
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.model.request import Request
 
-# A machine that stands still for some seconds makes no GPU unknown where a test is about something else.
+# A machine that pauses for some seconds makes no GPU unknown in tests about other things.
 PATIENT = Settings(state=StateSettings(stale_min="1m"))
 # Readings come when the test wants them. They are due at multiples of it since 1970: at 1m one may come at any moment.
 SELDOM = Settings(interval="13d")

@@ -45,7 +45,7 @@ def gpu(node: str, index: int, state: str = "free", **changes: Any) -> GpuView:
 
 
 def busy(node: str, index: int, user: str | None = "bob", **changes: Any) -> GpuView:
-    """Return a GPU on which somebody trains."""
+    """Return a GPU with a training process."""
     process = ProcessView(
         pid=4000 + index,
         user=user,
@@ -72,7 +72,7 @@ def mig(node: str, index: int, *states: GpuState) -> GpuView:
             uuid=f"MIG-{node}-{index}-{number}",
             profile="3g.40gb",
             state=state,
-            reason=f"said to be {state}",
+            reason=f"made {state}",
             memory_used=0,
             memory_total=40 * GIB,
         )

@@ -13,7 +13,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from tests.agent import Agent
 
 UID = 65534  # nobody
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to become somebody else")
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
 _THROUGH = ("setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "sh", "-c")
 
 

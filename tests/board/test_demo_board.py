@@ -90,7 +90,7 @@ def test_everything_the_board_can_show_is_there_after_two_minutes(make: Callable
 
 
 def test_a_node_hangs_and_comes_back(make: Callable[[float], Core]) -> None:
-    for room_s in (5.0, 15.0, 40.0):  # until 112 it says nothing: that is how long the others have to come
+    for room_s in (5.0, 15.0, 40.0):  # no output until 112: the deadline for the others
         began = time.time()
         core = make(112.0 - room_s)
         scene = started(core, but="sim07")

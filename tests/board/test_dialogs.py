@@ -1,4 +1,4 @@
-"""Dialogs and screens close once, whatever is pressed twice; what fails beside the UI is told to whoever waits."""
+"""Dialogs and screens close once, also after a double press; background errors reach the caller."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_going_back_ends_at_the_cluster_and_screens_do_not_pile_up(tmp_path: Pat
     asyncio.run(story())
 
 
-def test_a_bug_beside_the_ui_is_told_to_whoever_waits(tmp_path: Path) -> None:
+def test_a_bug_in_background_work_reaches_the_caller(tmp_path: Path) -> None:
     async def story() -> None:
         async with board(make_core(tmp_path)) as (app, pilot):
             failures: list[GpuboardError] = []
@@ -95,8 +95,8 @@ def test_a_bug_beside_the_ui_is_told_to_whoever_waits(tmp_path: Path) -> None:
             app.ask(lambda: nothing["key"], pytest.fail, failures.append)
             await settle(pilot, lambda: failures)
             assert "this is a bug: KeyError" in str(failures[0])
-            app.tell_once(failures[0])
-            app.tell_once(failures[0])
+            app.show_error_once(failures[0])
+            app.show_error_once(failures[0])
             await settle(pilot, lambda: app._notifications)
             assert [toast.message for toast in app._notifications] == [str(failures[0])]
 

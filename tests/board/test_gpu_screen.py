@@ -75,7 +75,7 @@ def test_everything_is_said(tmp_path: Path) -> None:
         for words in (
             "gpu1  GPU 1  NVIDIA H100 80GB HBM3",
             "B busy: bob: python (pid 4001)",
-            "rogue: a process of someone who does not hold it",
+            "rogue: a process of a user who does not hold it",
             "Lease        k3f9 of alice, 8h00m left",
             "Utilization  90 %",
             "Memory       60 GiB of 80 GiB",
@@ -116,7 +116,7 @@ def test_no_process_and_unreadable_ones_are_told_apart(tmp_path: Path) -> None:
         await next_scene(app, pilot, scene(node("gpu1", [gpu("gpu1", 1)])))
         await settle(pilot, lambda: "no process\n" in screen(app) + "\n")
         await next_scene(app, pilot, scene(node("gpu1", [gpu("gpu1", 1, processes=None)])))
-        await settle(pilot, lambda: "the processes could not be read" in screen(app))
+        await settle(pilot, lambda: "cannot read the processes" in screen(app))
 
     run(tmp_path, check)
 
@@ -143,7 +143,7 @@ def test_keys_go_to_the_neighbours_the_node_and_back(tmp_path: Path) -> None:
 def test_a_gpu_that_no_node_lists_any_more_stays_with_its_last_values(tmp_path: Path) -> None:
     async def check(app: BoardApp, pilot: Pilot[int]) -> None:
         await next_scene(app, pilot, scene(node("gpu1", [gpu("gpu1", 0)])))
-        await settle(pilot, lambda: "No node lists this GPU any more. What is shown is " in screen(app))
+        await settle(pilot, lambda: "No node lists this GPU now. The values shown are " in screen(app))
         assert "Utilization  90 %" in screen(app)
         assert [row.dim for row in app.screen.query_one("#processes", Grid).rows] == [True] * 3
         await pilot.press("right", "left")  # leads nowhere, and breaks nothing
@@ -207,7 +207,7 @@ def test_the_panel_follows_the_cursor_and_says_when_there_is_nothing(tmp_path: P
             for words in ("!eve            42", "ECC          2 uncorrected", "NV18 GPU 0; SYS GPU 2"):
                 assert words in shown, f"{words}\n{shown}"
             panel.show_gpu(scene(), "GPU-gpu1-1", app.core.history, app.look.glyphs)
-            await settle(pilot, lambda: "No node lists this GPU any more" in screen(app))
+            await settle(pilot, lambda: "No node lists this GPU now" in screen(app))
 
     asyncio.run(go())
 

@@ -56,7 +56,7 @@ class GridApp(App[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[tuple[str, object]] = []
+        self.messages: list[tuple[str, object]] = []
 
     def compose(self) -> ComposeResult:
         """One grid."""
@@ -64,19 +64,19 @@ class GridApp(App[None]):
 
     def on_grid_moved(self, message: Grid.Moved) -> None:
         """Note it."""
-        self.said.append(("moved", message.key))
+        self.messages.append(("moved", message.key))
 
     def on_grid_chosen(self, message: Grid.Chosen) -> None:
         """Note it."""
-        self.said.append(("chosen", message.key))
+        self.messages.append(("chosen", message.key))
 
     def on_grid_marked(self, message: Grid.Marked) -> None:
         """Note it."""
-        self.said.append(("marked", sorted(message.keys)))
+        self.messages.append(("marked", sorted(message.keys)))
 
     def on_grid_sorted(self, message: Grid.Sorted) -> None:
         """Note it."""
-        self.said.append(("sorted", message.key))
+        self.messages.append(("sorted", message.key))
 
 
 Check = Callable[[GridApp, Grid, Pilot[None]], Awaitable[None]]
@@ -102,7 +102,7 @@ def rows(*keys: str, words: str = "some words") -> list[Row]:
 
 
 def many(count: int, made: list[int] | None = None) -> Sequence[Row]:
-    """Return ``count`` rows k0, k1, …; ``made`` hears which cells are made."""
+    """Return ``count`` rows k0, k1, …; ``made`` records which cells are made."""
 
     def cells(number: int) -> Sequence[Cell]:
         if made is not None:
@@ -157,7 +157,7 @@ def test_without_rows_it_says_what_to_do() -> None:
         grid.set_rows([])
         await pilot.pause()
         assert lines(grid)[1:4] == ["", "  Nothing here.", "  Press a to add."]
-        assert app.said == [("moved", "a"), ("moved", None)]
+        assert app.messages == [("moved", "a"), ("moved", None)]
 
     run(check)
 
@@ -191,7 +191,7 @@ def test_keys_move_the_cursor() -> None:
         await pilot.press("down", "down", "up", "pagedown", "end", "home", "pagedown", "pageup", "enter")
         await pilot.pause()
         moves = ["k0", "k1", "k2", "k1", "k11", "k99", "k0", "k10", "k0"]
-        assert app.said == [*(("moved", key) for key in moves), ("chosen", "k0")]
+        assert app.messages == [*(("moved", key) for key in moves), ("chosen", "k0")]
 
     run(check)
 
@@ -231,7 +231,7 @@ def test_the_mouse_does_all_of_it() -> None:
     async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
         grid.set_rows(many(100))
         await pilot.pause()
-        app.said.clear()
+        app.messages.clear()
         await pilot.click(Grid, offset=(15, 0))  # a header
         await pilot.click(Grid, offset=(5, 3))  # a row
         await pilot.click(Grid, offset=(0, 4))  # the column of marks
@@ -239,7 +239,7 @@ def test_the_mouse_does_all_of_it() -> None:
         await pilot.click(Grid, offset=(20, 6), button=3)
         await pilot.click(Grid, offset=(20, 7), times=2)
         await pilot.pause()
-        assert app.said == [
+        assert app.messages == [
             ("sorted", "number"),
             ("moved", "k2"),
             ("moved", "k3"),
@@ -250,11 +250,11 @@ def test_the_mouse_does_all_of_it() -> None:
             ("moved", "k6"),
             ("chosen", "k6"),
         ]
-        app.said.clear()
+        app.messages.clear()
         grid.scroll_relative(y=50, animate=False)
         await pilot.click(Grid, offset=(5, 1))
         await pilot.pause()
-        assert app.said == [("moved", "k50")]
+        assert app.messages == [("moved", "k50")]
 
     run(check)
 
@@ -270,7 +270,7 @@ def test_dragging_selects_from_where_the_button_was_pressed_to_where_it_is() -> 
         await pilot.hover(Grid, offset=(5, 8))
         assert grid.cursor == "k1"  # it is over
         assert app.mouse_captured is None
-        assert {"chosen", "sorted"}.isdisjoint(kind for kind, _ in app.said)
+        assert {"chosen", "sorted"}.isdisjoint(kind for kind, _ in app.messages)
 
     run(check)
 
@@ -373,7 +373,7 @@ def test_cursor_marks_and_place_on_the_screen_stay_when_rows_are_sorted() -> Non
         await pilot.press("down", "down", "space")
         await pilot.pause()
         assert (grid.cursor, lines(grid).index("  k3             3 words")) == ("k3", 4)
-        app.said.clear()
+        app.messages.clear()
         grid.set_rows(list(reversed([*many(100)])))
         await pilot.pause()
         assert (grid.cursor, lines(grid).index("  k3             3 words")) == ("k3", 7)  # as far up as the rows go
@@ -381,7 +381,7 @@ def test_cursor_marks_and_place_on_the_screen_stay_when_rows_are_sorted() -> Non
         await pilot.pause()
         assert grid.cursor == "k3"
         assert grid.marks == {"k2"}
-        assert app.said == []
+        assert app.messages == []
 
     run(check)
 

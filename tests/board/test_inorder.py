@@ -76,7 +76,7 @@ def test_page_keys_before_a_list_is_drawn(tmp_path: Path) -> None:
 def test_a_machine_that_stands_still_lets_no_key_pass_another(tmp_path: Path) -> None:
     async def main() -> None:
         async with board(make_core(tmp_path)) as (app, pilot):
-            typed, widget = app._typed, app.screen.query_one("#filter")
+            typed, widget = app._keys, app.screen.query_one("#filter")
             typed._now, typed._at = Key("a", "a"), widget  # that has not come so far
             burst(app, "l")
             await settle(pilot, lambda: typed._waiting)

@@ -69,23 +69,23 @@ def test_keys_are_named_as_textual_names_them(text: str, key: str | None) -> Non
 
 
 def test_what_is_right_is_remapped_and_what_is_wrong_keeps_its_key_and_is_told() -> None:
-    said: dict[str, dict[str, str | list[str]]] = {
+    config: dict[str, dict[str, str | list[str]]] = {
         "app": {"quit": ["ctrl+x", "Q"], "hepl": "h"},
         "cluster": {"sort": "space", "group": "nokey", "view": "tab"},
         "grid": {"up": "j", "down": "j"},
         "dialog": {"yes": "n", "no": "y"},  # these two change places
         "leases": {"release": []},
     }
-    keymap, problems = keys.remap(said)
+    keymap, problems = keys.remap(config)
     assert keymap == {"app.quit": "ctrl+x,Q", "grid.up": "j", "dialog.yes": "n", "dialog.no": "y"}
     assert sorted(problems) == sorted(
         [
-            "[keys] app.hepl: there is no such action; the help screen (?) has the names",
+            "[keys] app.hepl: no such action; the help screen (?) lists the names",
             "[keys] cluster.group = 'nokey': not a key; write R, ctrl+r, f5 or question_mark",
             "[keys] leases.release = '': not a key; write R, ctrl+r, f5 or question_mark",
-            "[keys] cluster.view = 'tab': that is the key of textual itself; it keeps t",
-            "[keys] grid.down = 'j': that is the key of grid.up (Up); it keeps down",
-            "[keys] cluster.sort = 'space': that is the key of grid.mark (Select); it keeps s",
+            "[keys] cluster.view = 'tab': this is the key of textual itself; cluster.view keeps t",
+            "[keys] grid.down = 'j': this is the key of grid.up (Up); grid.down keeps down",
+            "[keys] cluster.sort = 'space': this is the key of grid.mark (Select); cluster.sort keeps s",
         ]
     )
 
@@ -109,16 +109,16 @@ def test_the_config_takes_names_with_dots_and_tables(tmp_path: Path) -> None:
 
 
 def test_remapped_keys_work_are_shown_and_the_old_ones_no_longer_do_it(tmp_path: Path) -> None:
-    said: dict[str, dict[str, str | list[str]]] = {
+    config: dict[str, dict[str, str | list[str]]] = {
         "app": {"help": "f5", "quit": "Q"},
         "cluster": {"reverse": "s", "sort": "S"},  # these two change places
         "nosuch": {"thing": "x"},
     }
 
     async def story() -> None:
-        async with board(make_core(tmp_path, settings=Settings(keys=said))) as (app, pilot):
+        async with board(make_core(tmp_path, settings=Settings(keys=config))) as (app, pilot):
             (toast,) = app._notifications
-            assert toast.message == "[keys] nosuch.thing: there is no such action; the help screen (?) has the names"
+            assert toast.message == "[keys] nosuch.thing: no such action; the help screen (?) lists the names"
             await pilot.press("question_mark", "f1", "q")
             assert app.is_running
             assert not isinstance(app.screen, HelpScreen)
@@ -143,7 +143,7 @@ def test_config_tells_what_is_wrong_with_keys(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text('[keys]\n"cluster.sort" = "q"\n')
     command = [sys.executable, "-m", "gpuboard", "config", "--config", str(file)]
-    words = "[keys] cluster.sort = 'q': that is the key of app.quit (Quit); it keeps s"
+    words = "[keys] cluster.sort = 'q': this is the key of app.quit (Quit); cluster.sort keeps s"
     people = run(command, capture_output=True, text=True, timeout=60, check=True)
     assert people.stderr == f"gpuboard: {words}\n"
     data = run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)

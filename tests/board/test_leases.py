@@ -32,7 +32,7 @@ Test = Callable[[BoardApp, Pilot[int], Core], Awaitable[None]]
 
 
 def with_leases(folder: Path, wanted: Sequence[tuple[int, float, str]], test: Test, size: tuple[int, int]) -> None:
-    """Run ``test`` on the leases screen with leases of ours: GPUs, seconds, purpose. They are released at the end."""
+    """Run ``test`` on the leases screen with leases of this user: GPUs, seconds, purpose. Releases them at the end."""
 
     async def main() -> None:
         core = lab.make_core(folder)
@@ -128,7 +128,7 @@ def test_releases_when_that_is_meant(tmp_path: Path) -> None:
         assert f"Release {lease}?" in lab.screen(app)
         await pilot.press("y")
         await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
-        await lab.settle(pilot, lambda: "Nobody holds a GPU." in lab.screen(app))
+        await lab.settle(pilot, lambda: "No GPU is reserved." in lab.screen(app))
         await lab.settle(pilot, lambda: any(note.startswith(f"Released: {lease}: sim01:") for note in notes(app)))
 
     with_leases(tmp_path, [(2, 3600, "")], test, (80, 24))
@@ -188,7 +188,7 @@ def test_without_leases_it_says_how_to_get_one(tmp_path: Path) -> None:
         for key in ("d", "n", "y"):
             await pilot.press(key)
         await lab.settle(pilot, lambda: len(notes(app)) == 3)
-        assert set(notes(app)) == {": there is no lease; r reserves"}
+        assert set(notes(app)) == {": no lease selected; r reserves"}
         await pilot.press("r")
         await lab.settle(pilot, lambda: isinstance(app.screen, ReserveDialog))
         await pilot.press("escape", "l")
@@ -198,7 +198,7 @@ def test_without_leases_it_says_how_to_get_one(tmp_path: Path) -> None:
         core = lab.make_core(tmp_path)
         async with lab.board(core, (80, 24)) as (app, pilot):
             await pilot.press("l")
-            await lab.settle(pilot, lambda: "Nobody holds a GPU." in lab.screen(app))
+            await lab.settle(pilot, lambda: "No GPU is reserved." in lab.screen(app))
             await test(app, pilot, core)
 
     asyncio.run(main())
@@ -240,7 +240,7 @@ def test_idle_and_rogue_ones_are_marked_with_names_and_others_are_left_alone(tmp
             app.post_message(SceneChanged(crowd()))
             await lab.settle(pilot, lambda: grid(app) is not None)
             text = lab.screen(app)
-            assert "Not read, so leases there are missing: gpu02" in text
+            assert "Not read, leases there are missing: gpu02" in text
             assert "idle" in row(app, "aaaaaa")
             assert "alice from login1, pid 9 there; " in text
             assert all(words in row(app, "bbbbbb") for words in ("rogue: eve", "pid 4194304 gone"))
@@ -252,8 +252,8 @@ def test_idle_and_rogue_ones_are_marked_with_names_and_others_are_left_alone(tmp
             await lab.settle(pilot, lambda: len(notes(app)) == 2)
             assert isinstance(app.screen, LeasesScreen)
             assert notes(app) == [
-                ": bbbbbb is bob's; only its owner can end it, or root",
-                ": bbbbbb is bob's; only its owner can renew it",
+                ": lease bbbbbb belongs to bob; only the owner or root can release it",
+                ": lease bbbbbb belongs to bob; only the owner can renew it",
             ]
 
     asyncio.run(main())
@@ -273,7 +273,7 @@ def test_root_may_end_somebody_elses(tmp_path: Path) -> None:
                 await pilot.press("l")
                 await lab.settle(pilot, lambda: grid(app) == "abcdef nobody")
                 await pilot.press("d")
-                await lab.settle(pilot, lambda: "It is nobody's; as root you may end it." in lab.screen(app))
+                await lab.settle(pilot, lambda: "Its owner is nobody; as root you may release it." in lab.screen(app))
                 await pilot.press("y")
                 await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
 

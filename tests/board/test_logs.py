@@ -116,7 +116,7 @@ def test_a_log_that_grows_is_cut_or_goes_is_told(tmp_path: Path) -> None:
     with pytest.raises(LogGone, match="the run's folder was removed"):
         log.end(W)
     path.parent.mkdir()
-    with pytest.raises(LogGone, match="nothing was written here"):
+    with pytest.raises(LogGone, match="empty"):
         log.end(W)
     path.write_text("".join(f"{n}\n" for n in range(100)))
     first = log.end(W)
@@ -129,7 +129,7 @@ def test_a_log_that_grows_is_cut_or_goes_is_told(tmp_path: Path) -> None:
     cut = log.page(first.place, W)
     assert (texts(cut), cut.shrunk, cut.size) == (["new"], True, 4)
     path.unlink()
-    with pytest.raises(LogGone, match="nothing was written here"):
+    with pytest.raises(LogGone, match="empty"):
         log.page(cut.place, W)
     path.mkdir()
     with pytest.raises(LogGone, match="cannot be read: Is a directory"):
@@ -341,13 +341,13 @@ def test_what_is_looked_for_is_found_highlighted_and_gone_through(tmp_path: Path
             await log.until(lambda: any("step 907 Error" in row for row in log.rows()))
             await log.press("n")
             await log.until(lambda: any("step 7 Error" in row for row in log.rows()))
-            assert "from the beginning on" in lab.screen(log.app)
+            assert "wrapped to the beginning" in lab.screen(log.app)
             strip = log.out.render_line(1 + log.rows().index("step 7 Error here"))
             styles = {segment.text: segment.style for segment in strip}
             assert styles["Error"] is not None
             assert styles["Error"] != styles[" here"]
             await log.press("slash", *"nothing like this", "enter")
-            await log.until(lambda: "is not in this log" in lab.screen(log.app))
+            await log.until(lambda: "was not found" in lab.screen(log.app))
             await log.press("slash")
             assert log.app.focused is log.app.screen.query_one("#words", Input)
             await log.press("escape")
@@ -385,7 +385,7 @@ def test_ranks_and_streams_change_by_key(tmp_path: Path) -> None:
             log.write("two err\n", "err", rank=2)
             await log.until(lambda: "zero out" in log.rows() and "zero err" in log.rows(log.err))
             await log.press("right_square_bracket")
-            await log.until(lambda: "one out" in log.rows() and "nothing was written here" in log.title(log.err))
+            await log.until(lambda: "one out" in log.rows() and "empty" in log.title(log.err))
             await log.until(lambda: log.err.size.height == 1)  # what has nothing to show takes one line
             await log.press("left_square_bracket", "left_square_bracket")
             await log.until(lambda: "two err" in log.rows(log.err) and "Rank 2 of 3" in lab.screen(log.app))
@@ -461,11 +461,11 @@ def test_a_log_that_is_cut_or_removed_while_it_is_watched_is_told(tmp_path: Path
     async def scenario() -> None:
         async with opened(tmp_path, out=numbered(0, 100)) as log:
             await log.until(lambda: "line 99" in log.rows())
-            (log.folder / "rank-0.out").write_text("anew\n")
-            await log.until(lambda: "stdout was cut to" in lab.screen(log.app))
-            assert log.rows()[0] == "anew"
+            (log.folder / "rank-0.out").write_text("again\n")
+            await log.until(lambda: "stdout was truncated to" in lab.screen(log.app))
+            assert log.rows()[0] == "again"
             (log.folder / "rank-0.out").unlink()
-            await log.until(lambda: "nothing was written here" in log.title())
+            await log.until(lambda: "empty" in log.title())
             (log.folder / "head.log").write_text(
                 "2026-01-31T12:00:00Z gpuboard: logs are incomplete: rank-0.out: No space left on device\n"
             )

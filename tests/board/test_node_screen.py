@@ -79,8 +79,8 @@ def test_everything_is_said(tmp_path: Path) -> None:
             "0 B busy bob ███████▌ 60.0/80 90% 64° 540 W H100 80GB [rogue] bob: python (pid 4000)",
             "1 R reserved alice 0.0/80 0% 31° 70 W H100 80GB no process, no reservation",
             "2 M mig - 0.0/80 ? 31° 70 W H100 80GB in MIG mode",
-            "MIG F free - 0.0/40 - - - 3g.40gb said to be free",
-            "MIG B busy - 0.0/40 - - - 3g.40gb said to be busy",
+            "MIG F free - 0.0/40 - - - 3g.40gb made free",
+            "MIG B busy - 0.0/40 - - - 3g.40gb made busy",
         ]
 
     run(tmp_path, "gpu2", check)
@@ -89,9 +89,15 @@ def test_everything_is_said(tmp_path: Path) -> None:
 def test_a_node_that_never_answered_says_why_and_the_cure(tmp_path: Path) -> None:
     async def check(app: BoardApp, pilot: Pilot[int]) -> None:
         shown = screen(app)
-        for words in (f"Error        {CURE}", "Connection   none", "Last reading never", "load ?", "Host name    ?"):
+        for words in (
+            f"Error        {CURE}",
+            "Connection   unreachable: never connected",
+            "Last reading never",
+            "load ?",
+            "Host name    ?",
+        ):
             assert words in shown, f"{words}\n{shown}"
-        assert "no GPU is known: the node was never read" in shown
+        assert "no GPUs known: no reading from this node" in shown
         assert "read through" not in shown
 
     run(tmp_path, "gpu10", check)
@@ -139,8 +145,8 @@ def test_a_double_click_opens_a_gpu(tmp_path: Path) -> None:
 def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[int, int]) -> None:
     async def check(app: BoardApp, pilot: Pilot[int]) -> None:
         bad = gpu("gpu2", 0, name=HOSTILE, reason=HOSTILE)
-        said = node("gpu2", [bad], driver=HOSTILE, error=HOSTILE, claims_error=HOSTILE, addresses=[HOSTILE] * 3)
-        await next_scene(app, pilot, scene(said, banners=(HOSTILE,)))
+        bad_node = node("gpu2", [bad], driver=HOSTILE, error=HOSTILE, claims_error=HOSTILE, addresses=[HOSTILE] * 3)
+        await next_scene(app, pilot, scene(bad_node, banners=(HOSTILE,)))
         await settle(pilot, lambda: "漢" in screen(app))
         widgets: list[Pane | Grid] = [app.screen.query_one("#node", Pane), app.screen.query_one("#gpus", Grid)]
         for widget in widgets:
@@ -164,7 +170,7 @@ def test_a_real_node_that_stops_answering_while_its_screen_is_open(tmp_path: Pat
             pid = agent_pid(core, "sim01")
             os.kill(pid, signal.SIGSTOP)
             try:
-                await settle(pilot, lambda: "stale: connected, but silent" in screen(app))
+                await settle(pilot, lambda: "stale: connected, but no new reading" in screen(app))
                 grid = app.screen.query_one("#gpus", Grid)
                 await settle(pilot, lambda: {row.dim for row in grid.rows} == {True})
                 assert "? unknown" in screen(app) and "F free" not in screen(app)

@@ -113,7 +113,7 @@ def test_a_run_that_is_kept_goes_on_when_the_board_ends(exp: Exp, end: str) -> N
             [sys.executable, "-m", "gpuboard", "stop", "--now", run.id], env=exp.env, capture_output=True, text=True
         )
         assert stop.returncode == 0, stop.stderr
-        until(lambda: exp.claims() == [], "the reservation to be given back")
+        until(lambda: exp.claims() == [], "the reservation to be released")
     finally:
         board.close()
 
@@ -128,7 +128,7 @@ def test_a_run_that_is_not_kept_ends_with_the_board(exp: Exp, end: str) -> None:
         (entry,) = exp.entries()
         assert (entry.view.state, entry.view.verdicts[0].text) == ("stopped", "the board that launched it is closed")
         until(lambda: not carriers(run.id), "its processes to end")
-        until(lambda: exp.claims() == [], "the reservation to be given back")
+        until(lambda: exp.claims() == [], "the reservation to be released")
     finally:
         board.close()
 

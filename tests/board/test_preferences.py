@@ -58,8 +58,8 @@ def test_garbage_is_passed_over_and_told(tmp_path: Path, content: bytes) -> None
     file = preferences.path(env)
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
-    what = ": larger than 64 KiB" if len(content) > 65536 else " cannot be understood"
-    assert preferences.load(env) == (Preferences(), f"{file}{what}; sort, filter and theme start anew")
+    what = ": larger than 64 KiB" if len(content) > 65536 else " is not valid"
+    assert preferences.load(env) == (Preferences(), f"{file}{what}; using default sort, filter and theme")
     assert preferences.save(env, OTHER) is None
     assert preferences.load(env) == (OTHER, None)
 
@@ -80,12 +80,12 @@ def test_a_file_that_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
     env = env_of(tmp_path)
     file = preferences.path(env)
     file.mkdir(parents=True)  # root may read and write everything, but no folder as a file
-    assert preferences.load(env) == (Preferences(), f"{file}: Is a directory; sort, filter and theme start anew")
-    assert preferences.save(env, OTHER) == f"{file}: Is a directory; sort, filter and theme are not kept"
+    assert preferences.load(env) == (Preferences(), f"{file}: Is a directory; using default sort, filter and theme")
+    assert preferences.save(env, OTHER) == f"{file}: Is a directory; sort, filter and theme were not saved"
     assert os.listdir(file.parent) == ["board.json"]
     nowhere = {"XDG_STATE_HOME": "/dev/null/state"}
     wrong = preferences.save(nowhere, OTHER)
-    assert wrong == "/dev/null/state/gpuboard/board.json: Not a directory; sort, filter and theme are not kept"
+    assert wrong == "/dev/null/state/gpuboard/board.json: Not a directory; sort, filter and theme were not saved"
 
 
 def test_of_two_boards_the_last_one_wins_and_the_file_is_always_whole(tmp_path: Path) -> None:
@@ -127,16 +127,16 @@ def test_a_board_looks_as_it_did_when_it_was_left(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_a_state_folder_that_takes_nothing_is_told_once(tmp_path: Path) -> None:
+def test_an_unwritable_state_folder_is_reported_once(tmp_path: Path) -> None:
     async def story() -> None:
         core = make_core(tmp_path)
         (Path(core.env["XDG_STATE_HOME"])).write_text("a file where a folder should be")
         async with board(core) as (app, pilot):
             for theme in ("light", "dark"):
                 app.use_theme(theme)
-                await settle(pilot, lambda: app._keeping is not None and not app._keeping.is_alive())
+                await settle(pilot, lambda: app._save_timer is not None and not app._save_timer.is_alive())
             await settle(pilot, lambda: app._notifications)
-            told = [toast.message for toast in app._notifications if "not kept" in toast.message]
-            assert told == [f"{preferences.path(core.env)}: Not a directory; sort, filter and theme are not kept"]
+            messages = [toast.message for toast in app._notifications if "not saved" in toast.message]
+            assert messages == [f"{preferences.path(core.env)}: Not a directory; sort, filter and theme were not saved"]
 
     asyncio.run(story())

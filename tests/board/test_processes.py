@@ -138,7 +138,7 @@ def test_other_peoples_are_named_and_left_alone(
             await lab.settle(pilot, lambda: "nobody" in lab.screen(app))
             await pilot.press("k")
             await lab.settle(pilot, lambda: notes(app))
-            assert notes(app) == [f"process {process.pid} on gpu01 is nobody's; nothing was sent"]
+            assert notes(app) == [f"process {process.pid} on gpu01 belongs to nobody; nothing was sent"]
             assert len(app.screen_stack) == 2
             assert process.poll() is None
 
@@ -166,7 +166,7 @@ def test_without_processes_it_says_so(tmp_path: Path) -> None:
         async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
             await pilot.press("k")
             await lab.settle(pilot, lambda: notes(app))
-            assert notes(app) == ["no process is seen on this GPU"]
+            assert notes(app) == ["no process on this GPU"]
 
     asyncio.run(main())
 
@@ -193,6 +193,6 @@ def test_copies_with_keys_and_shows_what(tmp_path: Path) -> None:
                 assert app.clipboard == text
             await pilot.press("y")
             await choose(app, pilot, "ssh sim01")
-            await lab.settle(pilot, lambda: notes(app)[-1] == "sim01 is this machine; there is nowhere to go")
+            await lab.settle(pilot, lambda: notes(app)[-1] == "sim01 is this machine; no ssh is needed")
 
     asyncio.run(main())

@@ -65,7 +65,7 @@ def test_reserves_the_selected_gpus(tmp_path: Path) -> None:
         core = lab.make_core(tmp_path)
         async with lab.board(core) as (app, pilot):
             await pilot.press("r")
-            await lab.settle(pilot, lambda: shown(app, "Takes sim01:0"))
+            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0"))
             await fill(pilot, "for", "90m")
             await fill(pilot, "purpose", "a [b]test[/b]")
             await pilot.press("enter")
@@ -91,9 +91,9 @@ def test_the_policy_picks_the_best_n_and_says_why(tmp_path: Path) -> None:
         async with lab.board(core, (80, 24)) as (app, pilot):
             await open_for(app, pilot, [])
             await fill(pilot, "gpus", "2")
-            await lab.settle(pilot, lambda: shown(app, "Takes sim01:2,3", "joined by 18 NVLinks"))
+            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:2,3", "joined by 18 NVLinks"))
             await fill(pilot, "model", "l40")
-            await lab.settle(pilot, lambda: shown(app, "Takes sim02:0,1", "2 of 2 free"))
+            await lab.settle(pilot, lambda: shown(app, "Reserves sim02:0,1", "2 of 2 free"))
             await pilot.click("#commit")
             await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 2)
             assert [claim.split()[1] for claim in lab.claims(tmp_path)] == ["sim02-0", "sim02-1"]
@@ -114,7 +114,7 @@ def test_says_why_not_and_what_would_work(tmp_path: Path) -> None:
             assert "--" not in lab.screen(app)
             await pilot.press("enter")
             await fill(pilot, "gpus", "5")
-            await lab.settle(pilot, lambda: shown(app, "Never here:"))
+            await lab.settle(pilot, lambda: shown(app, "Impossible here:"))
             await pilot.press("enter")
             await pilot.press("escape")
             assert lab.claims(tmp_path) == []
@@ -163,12 +163,12 @@ def test_somebody_was_quicker_and_the_next_best_set_is_offered(tmp_path: Path) -
         async with lab.seen_twice(core) as (app, pilot):
             with other.somebody(tmp_path, nodes[0]) as agent:
                 await open_for(app, pilot, uuids(app, "sim01", 0, 2))
-                await lab.settle(pilot, lambda: shown(app, "Takes sim01:0,2"))
+                await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,2"))
                 other.take(agent, "abcdef", uuids(app, "sim01", 2))
                 await pilot.press("enter")
                 await lab.settle(pilot, lambda: shown(app, "Not reserved: sim01:2 is reserved", "nobody"))
                 assert lab.claims(tmp_path) == ["abcdef: sim01-2"]
-                await lab.settle(pilot, lambda: shown(app, "Takes sim01:0,3"))
+                await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,3"))
                 assert value(app, "gpus") == "sim01:0,3"
                 await pilot.press("enter")
                 await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
@@ -193,7 +193,7 @@ def test_when_no_other_set_is_left_it_says_so(tmp_path: Path) -> None:
                 await open_for(app, pilot, [])
                 await fill(pilot, "gpus", "3")
                 await fill(pilot, "model", "H100")
-                await lab.settle(pilot, lambda: shown(app, "Takes sim01:0,2,3"))
+                await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,2,3"))
                 other.take(agent, "abcdef", uuids(app, "sim01", 2))
                 await pilot.press("enter")
                 await lab.settle(pilot, lambda: shown(app, "Not reserved: sim01:2 is reserved", "Nearest: 2 GPUs"))
@@ -216,7 +216,7 @@ async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int
     """Reserve over two nodes, the second of which hangs within the block; yield its pid. Nothing is left afterwards."""
     await open_for(app, pilot, [])
     await fill(pilot, "gpus", "5")
-    await lab.settle(pilot, lambda: shown(app, "Takes sim01:0,2,3@sim02:0,1"))
+    await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,2,3@sim02:0,1"))
     pid = hung(core, "sim02")
     try:
         await pilot.press("enter")
@@ -256,21 +256,21 @@ def settled(core: Core) -> None:
     until(lambda: lab.known(core.scene()), "all nodes are known")
 
 
-def test_a_lease_that_nobody_was_told_of_ends_with_the_board(tmp_path: Path) -> None:
+def test_a_lease_that_was_never_shown_ends_with_the_board(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     core.start(lambda _: None)
     settled(core)
-    told = core.operations.reserve(Request(n=1), 600, "told")
-    core.operations.published(told)
-    untold = core.operations.reserve(Request(n=1), 600, "untold")
-    assert {claim.split(":")[0] for claim in lab.claims(tmp_path)} == {told.lease.id, untold.lease.id}
+    kept = core.operations.reserve(Request(n=1), 600, "kept")
+    core.operations.published(kept)
+    unseen = core.operations.reserve(Request(n=1), 600, "unseen")
+    assert {claim.split(":")[0] for claim in lab.claims(tmp_path)} == {kept.lease.id, unseen.lease.id}
     core.close()
-    until(lambda: len(lab.claims(tmp_path)) <= 1, "one is given back")
-    assert lab.claims(tmp_path) == [f"{told.lease.id}: sim02-0"]
+    until(lambda: len(lab.claims(tmp_path)) <= 1, "one is released")
+    assert lab.claims(tmp_path) == [f"{kept.lease.id}: sim02-0"]
     again = lab.make_core(tmp_path, list(core.nodes.values()))
     again.start(lambda _: None)
     settled(again)
-    again.operations.release(told.lease.id)
+    again.operations.release(kept.lease.id)
     again.close()
     assert lab.claims(tmp_path) == []
 
@@ -285,7 +285,7 @@ def test_what_was_given_up_a_moment_too_late_is_given_back_all_the_same(tmp_path
         attempt.give_up()
         core.operations.published(allocation)
         core.close()
-        until(lambda: lab.claims(tmp_path) == [], "it is given back")
+        until(lambda: lab.claims(tmp_path) == [], "it is released")
     finally:
         core.close()
 

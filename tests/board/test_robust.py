@@ -167,7 +167,7 @@ def test_stopped_without_notice_it_comes_back_whole_and_leaves_the_terminal_as_i
 
 def test_bytes_that_are_no_utf_8_are_passed_over(opened: Terminal) -> None:
     opened.press(b"\xff\xfe")
-    opened.press(b"\xe9")  # é in Latin 1; in UTF-8 the beginning of a character: the next byte shows that it is none
+    opened.press(b"\xe9")  # é in Latin 1; in UTF-8 the start of a character: the next byte makes it invalid
     seen = len(opened.written)
 
     def asked() -> bool:
@@ -187,7 +187,7 @@ def test_a_terminal_that_cannot_place_text_gets_the_status(here: Here, term: str
     try:
         terminal.ends(30)
         assert terminal.process.returncode == 0
-        why = "TERM is 'dumb': this terminal cannot place text" if term else "TERM is not set"
+        why = "TERM is 'dumb': this terminal cannot position text" if term else "TERM is not set"
         assert f"gpuboard: cannot show the board on this terminal: {why}; showing the status instead:" in terminal.text
         assert "free" in terminal.text
         assert b"\x1b[?1049h" not in terminal.written
@@ -212,10 +212,10 @@ def test_an_exception_that_nobody_expected_is_told_on_a_whole_terminal(here: Her
         terminal.ends(5)
         assert (terminal.process.returncode, terminal.restored) == (1, True)
         file = here.folder / ".local" / "state" / "gpuboard" / "crash.txt"
-        said = " ".join(terminal.text.split())
-        assert "gpuboard: this is a bug: KeyError at <string>:3: '[/x] of nobody' please report it with" in said
-        assert file.name in said.replace(" ", "")  # a long path goes over the edge
-        assert "Traceback" not in said
+        output = " ".join(terminal.text.split())
+        assert "gpuboard: this is a bug: KeyError at <string>:3: '[/x] of nobody' please report it with" in output
+        assert file.name in output.replace(" ", "")  # a long path goes over the edge
+        assert "Traceback" not in output
         assert "KeyError: '[/x] of nobody'" in file.read_text()
         assert file.stat().st_mode & 0o777 == 0o600
     finally:
@@ -235,7 +235,7 @@ def test_a_lost_ledger_is_a_banner_and_nothing_is_free_until_it_is_back(tmp_path
             assert app.scene is not None
             assert app.scene.leases.unread == ["sim01", "sim02"]
             await pilot.press("l")
-            await settle(pilot, lambda: "Not read, so leases there are missing: sim01, sim02" in screen(app))
+            await settle(pilot, lambda: "Not read, leases there are missing: sim01, sim02" in screen(app))
             await pilot.press("escape")
             claims.chmod(0o1777)
             await settle(pilot, lambda: app.scene is not None and not app.scene.banners)

@@ -1,4 +1,4 @@
-"""The runs screen: what is known of every run, read cheaply; stopping one; what is said when one ends."""
+"""The runs screen: every run's details, read cheaply; stopping a run; the notification at its end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def keep(env: Mapping[str, str], run: RunView, files: Mapping[str, object] | Non
 
 
 def old(path: Path) -> None:
-    """Make a state as old as one that nobody writes any more."""
+    """Make a state as old as one whose head has died."""
     os.utime(path / "state.json", (1e9, 1e9))
 
 
@@ -155,7 +155,7 @@ def test_a_failure_is_said_with_its_evidence() -> None:
         ("Run rabc2345", "failed, exit code 137; ranks: 2 running", "bad"),
         ("Why", "rank 1 (gpu01:5) was killed by SIGKILL: out of memory", "bad"),
         ("", "cgroup: 1 kill", ""),
-        ("Lease", "k3f9, no longer held", ""),
+        ("Lease", "k3f9, ended", ""),
         ("Folder", "/state/runs/rabc2345", ""),
     ]
     assert first_rank(entry(run)) == 1
@@ -176,9 +176,9 @@ def test_preflight_is_said_with_its_cures_once() -> None:
     lines = about(entry(run), RunDetail(checks, ["said"], 30.0, {}), None, None, made_at())
     assert [(name, words) for name, words, _ in lines[1:5]] == [
         ("Why", text),
-        ("Cure", "ulimit -l unlimited"),
+        ("Remedy", "ulimit -l unlimited"),
         ("Preflight", "master address: 127.0.1.1 on gpu02; it means different things"),
-        ("Cure", "write the address"),
+        ("Remedy", "write the address"),
     ]
 
 
@@ -186,7 +186,7 @@ def test_a_run_of_another_host_is_said_to_be_one() -> None:
     lines = about(entry(view(head=NOBODY), elsewhere=True), None, None, None, made_at() + 240.0)
     assert (
         "Elsewhere",
-        "led from login2, and only there can be seen whether it lives; written 3m ago",
+        "its head is on login2; only there can gpuboard check that it runs; written 3m ago",
         "warn",
     ) in lines
 
@@ -195,12 +195,12 @@ def test_a_stop_counts_down() -> None:
     run, detail = entry(view()), RunDetail([], [], 30.0, {})
     assert state_of(run, Stop(0.0, None)) == "stopping"
     assert countdown(run, detail, Stop(100.0, None), 110.0)[1] == (
-        "SIGTERM sent 10 s ago, SIGKILL in 20 s; ranks 0-1 still there"
+        "SIGTERM sent 10 s ago, SIGKILL in 20 s; ranks 0-1 still running"
     )
-    assert countdown(run, detail, Stop(100.0, 0.0), 101.0)[1] == "SIGKILL sent 1 s ago; ranks 0-1 still there"
+    assert countdown(run, detail, Stop(100.0, 0.0), 101.0)[1] == "SIGKILL sent 1 s ago; ranks 0-1 still running"
     gone = [msgspec.structs.replace(rank, state="killed") for rank in run.view.ranks]
     ended = entry(msgspec.structs.replace(run.view, ranks=gone))
-    assert countdown(ended, None, Stop(100.0, None), 102.0)[1] == "asked 2 s ago; every rank has ended"
+    assert countdown(ended, None, Stop(100.0, None), 102.0)[1] == "requested 2 s ago; every rank has ended"
 
 
 # The screen
@@ -223,21 +223,21 @@ def shown(app: BoardApp, *words: str) -> bool:
 
 
 def counted_down(app: BoardApp, words: str) -> bool:
-    """Tell whether a stop with ten minutes of grace is counted down, whatever second it is at, and this said of it."""
+    """Return whether the countdown of a stop with ten minutes of grace is shown, at any second, with ``words``."""
     text = " ".join(lab.screen(app).replace("│", " ").split())
     found = re.search(rf"SIGTERM sent (\d+) s ago, SIGKILL in (\d+) s; {words}", text)
     return found is not None and 599 <= int(found[1]) + int(found[2]) <= 601
 
 
 def told(app: BoardApp, *words: str) -> bool:
-    """Tell whether a toast says all of this."""
+    """Return whether one toast has all ``words``."""
     return any(all(word in f"{toast.title} {toast.message}" for word in words) for toast in app._notifications)
 
 
 def test_without_runs_it_says_how_to_make_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(tmp_path, (80, 24)) as (app, pilot, _):
-            assert shown(app, "No runs yet.", "x launches", "the best that are free.", "gpuboard launch --n 2 train.py")
+            assert shown(app, "No runs yet.", "x launches", "the best free GPUs.", "gpuboard launch --n 2 train.py")
             await pilot.press("s", "o", "enter")
             assert isinstance(app.screen, RunsScreen)
             await pilot.press("escape")
@@ -319,7 +319,7 @@ def test_a_run_of_another_host_or_an_ended_one_is_not_stopped(tmp_path: Path, en
 
     async def scenario() -> None:
         async with opened(tmp_path) as (app, pilot, _):
-            await lab.settle(pilot, lambda: shown(app, "led from login2"))
+            await lab.settle(pilot, lambda: shown(app, "its head is on login2"))
             await pilot.press("s")
             await lab.settle(pilot, lambda: told(app, "gpuboard stop rfar` there"))
             await pilot.press("down", "s")
@@ -377,7 +377,7 @@ def test_a_run_that_ignores_it_is_counted_down_and_killed_at_once_by_the_mouse(t
             await pilot.press("s")
             await lab.settle(pilot, lambda: isinstance(app.screen, StopConfirm))
             await pilot.press("y")
-            await lab.settle(pilot, lambda: counted_down(app, "ranks 0-1 still there"))
+            await lab.settle(pilot, lambda: counted_down(app, "ranks 0-1 still running"))
             await pilot.press("s")
             await lab.settle(pilot, lambda: isinstance(app.screen, StopConfirm))
             await pilot.click("#kill")

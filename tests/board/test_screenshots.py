@@ -1,4 +1,4 @@
-"""The pictures in docs/screenshots are what the board draws now, and tell nothing of the machine they were drawn on."""
+"""The pictures in docs/screenshots are what the board draws now, and reveal nothing of the build machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_pictures_are_what_the_board_draws_now(tmp_path: Path) -> None:
         assert kept[name] == svg, f"{name} looks different: run scripts/screenshots.py"
 
 
-def test_the_pictures_are_in_the_readme_and_tell_nothing_of_the_machine() -> None:
+def test_the_pictures_are_in_the_readme_and_reveal_nothing_of_the_machine() -> None:
     readme = (ROOT / "README.md").read_text()
     shown = set(re.findall(r'"docs/screenshots/(\w+\.svg)"', readme))
     assert shown == {path.name for path in DRAWN.iterdir()}

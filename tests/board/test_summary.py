@@ -1,4 +1,4 @@
-"""The header: what is free is said at any width."""
+"""The header shows the free GPUs at any width."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.board.made import GIB, awaited, busy, gpu, mig, node, scene, unread
 
 
 def cluster(**changes: str) -> Scene:
-    """Return a cluster with two models, a MIG GPU and a node that is down."""
+    """Return a cluster with two models, a MIG GPU and an unreachable node."""
     h100 = [gpu("gpu01", 0), gpu("gpu01", 1, "reserved"), busy("gpu01", 2), gpu("gpu01", 3, "broken")]
     l40s = [gpu("gpu02", i, name="NVIDIA L40S") for i in range(3)] + [gpu("gpu02", 3, "unknown", name="NVIDIA L40S")]
     return scene(
@@ -30,7 +30,7 @@ def texts(found: Scene, columns: int, *, tall: bool = True) -> list[str]:
 
 def test_a_wide_header_says_it_in_two_lines() -> None:
     top, counts = texts(cluster(), 160)
-    assert top.split() == ["lab", "4", "nodes", "·", "1", "down", "·", "oldest", "3s", "·"]
+    assert top.split() == ["lab", "4", "nodes", "·", "1", "unreachable", "·", "oldest", "3s", "·"]
     assert counts == (
         " H100 80GB 1 free of 4  1 reserved  1 busy  1 broken · L40S 3 free of 4  1 unknown"
         " · H100 80GB 3g.40gb 1 free of 2  1 busy"
@@ -48,12 +48,12 @@ def test_states_that_have_no_room_beside_their_models_are_summed_above() -> None
 @pytest.mark.parametrize(
     ("columns", "line"),
     [
-        (99, " H100 80GB 1 free of 4 · L40S 3 free of 4 · H100 80GB 3g.40gb 1 free of 2        1 node down ·  3s"),
-        (80, " free  H100 80GB 1/4 · L40S 3/4 · H100 80GB 3g.40gb 1/2       1 node down ·  3s"),
-        (66, " free  H100 1/4 · L40S 3/4 · H100 3g.40gb 1/2   1 node down ·  3s"),
-        (60, " 5 free of 10:  L40S 3  H100 1  …         1 node down ·  3s"),
-        (50, " 5 free of 10:  L40S 3  …       1 node down ·  3s"),
-        (40, " 5 free of 10         1 node down ·  3s"),
+        (99, " H100 80GB 1 free of 4 · L40S 3 free of 4 · H100 80GB 3g.40gb 1 free of 2      1 unreachable ·  3s"),
+        (80, " free  H100 80GB 1/4 · L40S 3/4 · H100 80GB 3g.40gb 1/2     1 unreachable ·  3s"),
+        (66, " free  H100 1/4 · L40S 3/4 · H100 3g.40gb 1/2  1 unreachable ·  3s"),
+        (60, " 5 free of 10:  L40S 3  H100 1  …       1 unreachable ·  3s"),
+        (50, " 5 free of 10:  L40S 3  …     1 unreachable ·  3s"),
+        (40, " 5 free of 10       1 unreachable ·  3s"),
         (20, " 5 free of 10  "),
     ],
 )
@@ -76,8 +76,8 @@ def test_before_anything_is_known_it_says_so() -> None:
     (line,) = texts(scene(awaited("gpu01"), awaited("gpu02")), 80)
     assert line.split() == ["no", "GPU", "seen", "2", "nodes", "·", "2", "connecting", "·", "oldest", "?", "·"]
     (line,) = texts(scene(awaited("gpu01"), unread("gpu02")), 80)
-    assert " · 1 down · 1 connecting · " in line
-    assert (sums(scene(awaited("gpu01"), unread("gpu02"))).down, sums(cluster()).connecting) == (1, 0)
+    assert " · 1 unreachable · 1 connecting · " in line
+    assert (sums(scene(awaited("gpu01"), unread("gpu02"))).unreachable, sums(cluster()).connecting) == (1, 0)
 
 
 def test_sums_count_mig_devices_and_not_their_parents() -> None:

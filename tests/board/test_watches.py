@@ -1,4 +1,4 @@
-"""Conditions to be told of ("tell me when") over real agents: what is told, and what is reserved at once."""
+"""Watches over real agents: notifications, and reservations made at once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_tells_when_so_many_are_free(tmp_path: Path) -> None:
             assert (len(app.watches.active), rung) == (1, [])
             core.operations.release(taken.lease.id)
             await lab.settle(pilot, lambda: not app.watches.active)
-            assert notes(app)[-1] == "It is so: 2 free l40s on one node: sim02:0,1"
+            assert notes(app)[-1] == "Available: 2 free l40s on one node: sim02:0,1"
             assert rung == [1]
             await lab.settle(pilot, lambda: "watching" not in lab.screen(app))
             assert lab.claims(tmp_path) == []
@@ -101,7 +101,7 @@ def test_goes_on_when_somebody_was_quicker(tmp_path: Path) -> None:
             with other.somebody(tmp_path, nodes[0]) as agent:
                 other.take(agent, "abcdef", [app.scene.nodes["sim01"].gpus[0].uuid])
                 app.watches.add(Watch(0, time.time(), Request(n=3, model="H100"), reserve_s=600.0))
-                await lab.settle(pilot, lambda: app.watches.all[0].words.startswith("somebody was quicker at "))
+                await lab.settle(pilot, lambda: app.watches.all[0].words.startswith("another user was faster at "))
                 assert lab.claims(tmp_path) == ["abcdef: sim01-0"]
                 assert len(app.watches.active) == 1
                 agent.call("release", lease="abcdef")
@@ -143,7 +143,7 @@ def test_tells_when_a_lease_ends(tmp_path: Path) -> None:
             taken = await lab.reserved(app, core, pilot, 1, "L40S")
             await pilot.press("w")
             await fill(pilot, what=taken.lease.id)
-            await lab.settle(pilot, lambda: f"Tells you when lease {taken.lease.id} ends" in lab.screen(app))
+            await lab.settle(pilot, lambda: f"Notifies you when lease {taken.lease.id} ends" in lab.screen(app))
             await pilot.press("enter")
             await lab.settle(pilot, lambda: len(app.watches.active) == 1)
             core.operations.release(taken.lease.id)
@@ -162,7 +162,7 @@ def test_tells_when_a_run_ends(tmp_path: Path) -> None:
         async with lab.board(core, (80, 24)) as (app, pilot):
             await pilot.press("w")
             await fill(pilot, what="r7k2m")
-            await lab.settle(pilot, lambda: "Tells you when run r7k2m ends" in lab.screen(app))
+            await lab.settle(pilot, lambda: "Notifies you when run r7k2m ends" in lab.screen(app))
             await pilot.press("enter")
             await lab.settle(pilot, lambda: len(app.watches.active) == 1)
             folder.keep("state.json", msgspec.structs.replace(view, state="failed", exit_code=1))
@@ -181,7 +181,7 @@ def test_a_lease_under_the_cursor(tmp_path: Path) -> None:
             await pilot.press("l")
             await lab.settle(pilot, lambda: taken.lease.id in lab.screen(app))
             await pilot.press("e")
-            await lab.settle(pilot, lambda: f"Tells you when lease {taken.lease.id} ends" in lab.screen(app))
+            await lab.settle(pilot, lambda: f"Notifies you when lease {taken.lease.id} ends" in lab.screen(app))
             await pilot.press("escape")
             core.operations.release(taken.lease.id)
 
@@ -199,12 +199,12 @@ def test_a_real_terminal_is_told(tmp_path: Path) -> None:
     with contextlib.closing(Terminal([sys.executable, "-m", "gpuboard", "board"], env)) as terminal:
         terminal.shows("1 free of 1")
         terminal.press(b"w")
-        terminal.shows("It is so now")
+        terminal.shows("Available now")
         terminal.press(b"\r")
-        told = b"\x1b]9;gpuboard: It is so: 1 free GPU: "
-        until(lambda: told in terminal.written, "a notification")
-        until(lambda: b"\x1b]777;notify;gpuboard: It is so;1 free GPU: " in terminal.written, "the other one")
-        assert b"\x07" in terminal.written.partition(told)[0][-500:]
+        sequence = b"\x1b]9;gpuboard: Available: 1 free GPU: "
+        until(lambda: sequence in terminal.written, "a notification")
+        until(lambda: b"\x1b]777;notify;gpuboard: Available;1 free GPU: " in terminal.written, "the other one")
+        assert b"\x07" in terminal.written.partition(sequence)[0][-500:]
         terminal.press(b"q")
         terminal.ends(5)
 
@@ -216,7 +216,7 @@ def test_watches_are_listed_and_removed(tmp_path: Path) -> None:
             await pilot.press("w")
             await lab.settle(pilot, lambda: isinstance(app.screen, WatchDialog) and app.screen.is_mounted)
             await pilot.press("escape")
-            await lab.settle(pilot, lambda: "Nothing is watched." in lab.screen(app))
+            await lab.settle(pilot, lambda: "No watches." in lab.screen(app))
             for what in ("6", "5"):
                 await pilot.press("a")
                 await fill(pilot, what=what)
@@ -239,9 +239,9 @@ def test_what_was_not_read_has_not_ended() -> None:
     watch = Watch(1, 0.0, lease=lease)
     held = made.scene(made.node("gpu01", [made.gpu("gpu01", 0, "reserved")]), leases=[lease])
     assert holds(watch, held) == ""
-    silent = made.scene(made.unread("gpu01"))
-    silent.leases.unread.append("gpu01")
-    assert holds(watch, silent) == ""
+    unread = made.scene(made.unread("gpu01"))
+    unread.leases.unread.append("gpu01")
+    assert holds(watch, unread) == ""
     assert holds(watch, made.scene(made.node("gpu01", [made.gpu("gpu01", 0)]))) == "gpu01:0 of bob"
     again = made.scene(made.node("gpu01", [made.gpu("gpu01", 0)]), leases=[made.lease("abcdef", "eve", [("gpu01", 0)])])
     assert holds(watch, again) == "gpu01:0 of bob"
@@ -250,6 +250,6 @@ def test_what_was_not_read_has_not_ended() -> None:
 def test_unknown_is_not_free() -> None:
     watch = Watch(1, 0.0, Request(n=1))
     assert holds(watch, made.scene(made.node("gpu01", [made.gpu("gpu01", 0, "unknown")]))) == ""
-    stale = made.node("gpu01", [made.gpu("gpu01", 0)], state="stale", error="nothing heard for 9 s")
+    stale = made.node("gpu01", [made.gpu("gpu01", 0)], state="stale", error="no reading for 9 s")
     assert holds(watch, made.scene(stale)) == ""
     assert holds(watch, made.scene(made.node("gpu01", [made.gpu("gpu01", 0)]))) == "gpu01:0"

@@ -53,7 +53,7 @@ def test_three_choices_in_place_of_a_blank_screen(tmp_path: Path, size: tuple[in
             assert "Back" in lab.screen(app), "all of it has room"
             await pilot.press("enter")
             await lab.settle(pilot, lambda: isinstance(app.screen, Choose))
-            await pilot.press("enter")  # where nobody can start another command, it is said which
+            await pilot.press("enter")  # without a way to start another command, the toast names it
             await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
             assert [note.message for note in app._notifications] == ["in a terminal: gpuboard demo --board"]
             await made.next_scene(app, pilot, made.scene(BARE))
@@ -135,7 +135,7 @@ def test_a_person_at_a_terminal_comes_to_the_demo_and_to_named_nodes(here: Here)
     here.needs_claims()
     env = here.env | {"TERM": "xterm-256color", "LANG": "C.UTF-8", "LD_LIBRARY_PATH": ""}
     with closing(Terminal(here.command(), env, (120, 40))) as terminal:
-        terminal.shows("Look at a simulated cluster")
+        terminal.shows("Try a simulated cluster")
         terminal.press(b"\r")
         terminal.shows("SIMULATED")
         terminal.press(b"q")
@@ -146,7 +146,7 @@ def test_a_person_at_a_terminal_comes_to_the_demo_and_to_named_nodes(here: Here)
     with closing(Terminal(here.command(), env, (120, 40))) as terminal:
         terminal.shows("Name the nodes that have GPUs")
         terminal.press(b"\x1b[B\r")
-        terminal.shows("by the names that ssh knows them by")
+        terminal.shows("by their ssh host names")
         since = len(terminal.written)
         terminal.press(b"127.0.0.9\r")  # this machine by another name: it answers, with the reason
         until(lambda: b"\x1b[?1049h" in terminal.written[since:], "the board starts again")

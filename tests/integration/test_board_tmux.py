@@ -149,8 +149,8 @@ def screen(pane: Pane, started_nodes: Cluster) -> Iterator[Pane]:
 def test_every_gpu_of_every_node_is_there_with_its_state(screen: Pane) -> None:
     text = screen.shows("15 free of 18", "2 busy", "1 broken", "3 nodes")
     assert letters(text) == USUAL
-    assert "down" not in text
-    assert "silent" not in text
+    assert "unreachable" not in text
+    assert "stale" not in text
 
 
 def test_the_filter_works_while_it_is_typed_and_the_table_says_why(screen: Pane) -> None:
@@ -182,7 +182,7 @@ def test_reserving_with_keys_is_a_claim_on_the_node_and_releasing_ends_it(screen
     screen.keys("Down", "Space", "Space")
     screen.shows("2 selected")
     screen.keys("r")
-    screen.shows("Takes gpu02:0,1")
+    screen.shows("Reserves gpu02:0,1")
     screen.keys("Enter")
     lease = screen.shows("Reserved: ").partition("Reserved: ")[2].split()[0]
     claims = sorted(gpu02.path("/var/tmp").glob(f"gpuboard.*.{lease}"))
@@ -227,13 +227,13 @@ def test_a_node_that_hangs_goes_unknown_alone_and_comes_back(screen: Pane, start
     started_nodes["gpu02"].pause_sshd()
     started_nodes["gpu03"].script([Gpu(), Gpu(trouble=("hang *",))])  # and NVML on one GPU
     text = screen.states({"gpu02": "????????", "gpu01": USUAL["gpu01"]})
-    assert re.search(r"silent +\d+s", row(text, "gpu02 "))
+    assert re.search(r"stale +\d+s", row(text, "gpu02 "))
     screen.wait(lambda text: letters(text).get("gpu03") == "F?" and row(text, "gpu03 up"), "one GPU of gpu03 hangs")
 
     def grown(text: str) -> bool:
-        silent = re.search("silent ([89]|[0-9]{2,})s", row(text, "gpu02 "))
-        told = re.search(r"1 silent · oldest +[0-9]+s", text) and " 6 free of 18" in text
-        return bool(silent and told and row(text, "gpu01 up"))
+        stale = re.search("stale ([89]|[0-9]{2,})s", row(text, "gpu02 "))
+        counted = re.search(r"1 stale · oldest +[0-9]+s", text) and " 6 free of 18" in text
+        return bool(stale and counted and row(text, "gpu01 up"))
 
     screen.wait(grown, "its age grows, and the others go on")
     started_nodes["gpu02"].resume_sshd()
@@ -248,13 +248,13 @@ def test_a_node_that_dies_keeps_the_selection_and_is_never_free(screen: Pane, st
     screen.shows("1 selected")
     seen: set[str] = set()
 
-    def is_down(text: str) -> bool:
+    def is_unreachable(text: str) -> bool:
         if "gpu03" in letters(text):
             seen.add(letters(text)["gpu03"])
-        return "down" in row(text, "gpu03 ") and letters(text) == {**USUAL, "gpu03": "??"}
+        return "unreachable" in row(text, "gpu03 ") and letters(text) == {**USUAL, "gpu03": "??"}
 
     gpu03.stop_sshd()
-    text = screen.wait(is_down, "it is down")
+    text = screen.wait(is_unreachable, "gpu03 is unreachable")
     assert seen <= {"FF", "??"}
     assert "1 selected" in text
     screen.keys("Enter")

@@ -47,7 +47,7 @@ def test_the_board_in_a_browser(here: Here, browser: Browser) -> None:
         until(lambda: "claims contradict each other" not in browser.text(), "the help is closed")
 
         browser.keys("r")
-        browser.wait_text(f"Takes {host}:0")
+        browser.wait_text(f"Reserves {host}:0")
         browser.keys("Enter")
         browser.wait_text("Reserved: ", "1 reserved")
         (lease,) = here.json("leases", "--json")["leases"]
@@ -70,7 +70,7 @@ def test_the_board_in_a_browser(here: Here, browser: Browser) -> None:
         browser.wait_text("free of 3")
         until(lambda: len(serving.boards()) == 1 and serving.boards() != before, "another board in place of the first")
         browser.keys("q")
-        until(lambda: "The board has ended" in str(browser.evaluate("document.body.innerText")), "the page says so")
+        until(lambda: "The board has ended" in str(browser.evaluate("document.body.innerText")), "the page shows it")
         assert browser.evaluate("document.body.classList.contains('-closed')")
         browser.evaluate("document.getElementById('again').click()")
         browser.wait_text("free of 3")
@@ -88,12 +88,12 @@ def test_a_page_that_hears_nothing_says_so_and_greys_out(here: Here, browser: Br
         browser.open(serving.url)
         browser.wait_text("free of 2")
         serving.process.send_signal(signal.SIGSTOP)
-        until(lambda: browser.evaluate("document.body.classList.contains('-silent')"), "the page says so")
-        assert browser.evaluate("getComputedStyle(document.getElementById('silent')).display") == "flex"
+        until(lambda: browser.evaluate("document.body.classList.contains('-stale')"), "the page shows it")
+        assert browser.evaluate("getComputedStyle(document.getElementById('stale')).display") == "flex"
         assert browser.evaluate("getComputedStyle(document.getElementById('terminal')).opacity") == "0.5"
-        assert "Nothing heard for" in browser.evaluate("document.body.innerText")
+        assert "No data from the server for" in browser.evaluate("document.body.innerText")
         serving.process.send_signal(signal.SIGCONT)
-        until(lambda: not browser.evaluate("document.body.classList.contains('-silent')"), "it goes on")
+        until(lambda: not browser.evaluate("document.body.classList.contains('-stale')"), "it continues")
         assert browser.evaluate("getComputedStyle(document.getElementById('terminal')).opacity") == "1"
     finally:
         serving.process.send_signal(signal.SIGCONT)
@@ -120,7 +120,7 @@ def test_another_page_cannot_reach_the_board_through_the_browser(here: Here, bro
         browser.call("Page.reload")
         browser.wait_text("free of 2")
         assert browser.evaluate(opened % page.replace("http", "ws")) == "refused"
-        until(lambda: any("the page that asks is not the board's own" in line for line in serving.said), "it says why")
+        until(lambda: any("Origin is not the board's own page" in line for line in serving.said), "it says why")
         framed = "new Promise(done => { const f = document.createElement('iframe'); f.onload = () => done(1); "
         browser.evaluate(framed + f"f.src = '{page}'; document.body.append(f); }})")
         assert serving.boards() == []

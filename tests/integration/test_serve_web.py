@@ -286,7 +286,7 @@ def test_a_port_in_use_is_named(here: Here) -> None:
         port = taken.getsockname()[1]
         done = here.run("serve", "--web", "--port", str(port))
     assert done.returncode == 1
-    assert f"port {port} of 127.0.0.1 cannot be served on: address already in use" in done.stderr
+    assert f"cannot listen on port {port} of 127.0.0.1: address already in use" in done.stderr
     assert done.stdout == ""
 
 
@@ -363,7 +363,7 @@ def test_a_unix_socket_is_closed_to_others_and_goes_with_the_server(here: Here) 
         asyncio.run(_visit_socket(path, server.token))
         second = here.run("serve", "--web", "--socket", str(path))
         assert (second.returncode, second.stdout) == (1, "")
-        assert f"{path} cannot be served on: address already in use" in second.stderr
+        assert f"cannot listen on {path}: address already in use" in second.stderr
     finally:
         server.stop()
     assert not path.exists()

@@ -14,7 +14,7 @@ from gpuboard.errors import GpuboardError
 
 
 class FakeApp:
-    """An app whose threads end when the test says so."""
+    """An app whose threads end in ``finish``."""
 
     def __init__(self) -> None:
         self.app = self
@@ -24,7 +24,7 @@ class FakeApp:
     def ask(self, work: Any, then: Any, failed: Any) -> None:
         self.running.append((work, then, failed))
 
-    def tell_once(self, error: GpuboardError) -> None:
+    def show_error_once(self, error: GpuboardError) -> None:
         self.toasts.append(str(error))
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""What is said of the cluster as a whole."""
+"""Banners: what is wrong with the cluster as a whole."""
 
 from __future__ import annotations
 
@@ -39,19 +39,23 @@ LOST = node(claims_error="/var/tmp is on NFS", gpus=[gpu("gpu01", 0)])
         ([UP, UP], 60, ("no GPU on these nodes: name other nodes with --nodes, or as `nodes` in the config",)),
         ([UP], 60, ("no GPU here: name other nodes with --nodes, or as `nodes` in the config",)),
         ([UP, away("no route")], 60, ()),
-        ([], 0, ("no node to look at: name some with --nodes, or as `nodes` in the config",)),
+        ([], 0, ("no nodes: name some with --nodes, or as `nodes` in the config",)),
         ([WAITING, WAITING], 3, ()),
-        ([WAITING, WAITING], 30, ("no node answers yet",)),
-        ([WAITING, away("no route")], 3, ("no node answers yet: no route (1 of 2)",)),
-        ([away("no route"), away("no route")], 0.5, ("no node answers: no route",)),
-        ([away("no route"), away("refused"), away("no route")], 9, ("no node answers: no route (2 of 3)",)),
-        ([node(state="stale", error="nothing heard for 9 s")], 9, ("no node answers any more: nothing heard for 9 s",)),
+        ([WAITING, WAITING], 30, ("no node is reachable yet",)),
+        ([WAITING, away("no route")], 3, ("no node is reachable yet: no route (1 of 2)",)),
+        ([away("no route"), away("no route")], 0.5, ("no node is reachable: no route",)),
+        ([away("no route"), away("refused"), away("no route")], 9, ("no node is reachable: no route (2 of 3)",)),
+        (
+            [node(state="stale", error="no reading for 9 s")],
+            9,
+            ("every node is stale or unreachable: no reading for 9 s",),
+        ),
         (
             [LOST, UP, LOST],
             9,
-            ("2 of 3 nodes cannot hold reservations: /var/tmp is on NFS; nothing there is called free",),
+            ("2 of 3 nodes cannot hold reservations: /var/tmp is on NFS; no GPU there counts as free",),
         ),
-        ([LOST], 9, ("this node cannot hold reservations: /var/tmp is on NFS; nothing there is called free",)),
+        ([LOST], 9, ("this node cannot hold reservations: /var/tmp is on NFS; no GPU there counts as free",)),
         ([node(state="stale", error="old", claims_error="x"), UP], 9, ()),
     ],
 )

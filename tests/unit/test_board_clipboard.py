@@ -1,4 +1,4 @@
-"""Lines to copy: quoted, of one node, and refused in words where they would mean something else."""
+"""Lines to copy: quoted, for one node, and refused with a reason where they would mean something else."""
 
 from __future__ import annotations
 

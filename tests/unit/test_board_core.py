@@ -1,4 +1,4 @@
-"""The thread that makes the board's scenes: what goes wrong in it is said, and it goes on."""
+"""The thread that makes the board's scenes reports errors and continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_bug_is_shown_instead_of_an_old_picture_and_the_next_scene_comes(tmp_p
     env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
     simulated = {"cluster": "c", "count": 2}
     core = Core([Node(name="sim", host=None, simulate=simulated, claims_dir=str(tmp_path))], Settings(), env)
-    wrong = [ValueError("a \x1b[31mcase nobody thought of")]
+    wrong = [ValueError("a \x1b[31mcase without a test")]
     right = core.fleet.snapshot
 
     def snapshot() -> Snapshot:

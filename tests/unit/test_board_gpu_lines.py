@@ -1,4 +1,4 @@
-"""One GPU, and one node, in lines: what is said, that every line fits, and that unknown is said to be unknown."""
+"""One GPU, and one node, as lines: their text, every line fits, and unknown is shown as unknown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def place(one: Any, *others: Any, **changes: Any) -> Place:
 
 
 def here(hour: int, minute: int) -> str:
-    """Return a time of the scenes' day as the board says it where we are."""
+    """Return a time of the scenes' day as the board writes it in the local time zone."""
     now, then = datetime.fromisoformat(AT), datetime(2026, 1, 31, hour, minute, tzinfo=UTC)
     return local(then.timestamp(), now.timestamp())
 
@@ -49,7 +49,7 @@ def test_the_head_says_what_why_and_who() -> None:
         "n  GPU 1  NVIDIA H100 80GB HBM3",
         "GPU-n-1   00000000:01:00.0   NUMA 0",
         "State        B busy: eve: python (pid 4001)",
-        "             rogue: a process of someone who does not hold it",
+        "             rogue: a process of a user who does not hold it",
         "Lease        k3f9 of alice, 8h00m left",
         "Lease        gone",
         f"Job          77 of dan in gpu, 3h10m left, until {here(15, 10)}",
@@ -70,8 +70,8 @@ def test_what_the_head_does_not_know_is_a_question_mark() -> None:
 def test_mig_devices_are_listed() -> None:
     lines = text(gpu_lines.head(place(mig("n", 0, "free", "busy")), scene(), 100))
     assert lines[-2:] == [
-        "MIG 3g.40gb  F free: said to be free; 0.0 GiB of 40 GiB",
-        "MIG 3g.40gb  B busy: said to be busy; 0.0 GiB of 40 GiB",
+        "MIG 3g.40gb  F free: made free; 0.0 GiB of 40 GiB",
+        "MIG 3g.40gb  B busy: made busy; 0.0 GiB of 40 GiB",
     ]
 
 
@@ -124,7 +124,7 @@ def test_processes_in_lines() -> None:
         "and 1 more",
     ]
     assert text(gpu_lines.processes(place(gpu("n", 0)), 2)) == ["none"]
-    assert text(gpu_lines.processes(place(gpu("n", 0, processes=None)), 2)) == ["could not be read"]
+    assert text(gpu_lines.processes(place(gpu("n", 0, processes=None)), 2)) == ["cannot be read"]
 
 
 def test_links_as_a_matrix_or_in_a_line() -> None:
@@ -201,18 +201,18 @@ def test_a_notice_says_why_values_are_old() -> None:
     unreadable = place(gpu("n", 0, "unknown", error="Unknown Error"))
     hung = place(gpu("n", 0, "unknown", reason="last reading is 30 s old", delay_s=30.0))
     never = place(gpu("n", 0, "unknown", error="NVML hangs", memory_used=None))
-    silent = place(busy("n", 0), state="stale", error="nothing heard for 9 s")
+    stale = place(busy("n", 0), state="stale", error="no reading for 9 s")
     assert [text(notice(known, 100)) for known in (
         Known(one, one, None), Known(None, one, 65.0), Known(None, None, None), Known(lost, one, 5.0),
-        Known(unreadable, one, 5.0), Known(silent, silent, 9.0), Known(hung, one, 30.0), Known(never, never, 0.5),
+        Known(unreadable, one, 5.0), Known(stale, stale, 9.0), Known(hung, one, 30.0), Known(never, never, 0.5),
     )] == [
         [],
-        ["Gone         No node lists this GPU any more. What is shown is 1m old."],
+        ["Gone         No node lists this GPU now. The values shown are 1m old."],
         ["Gone         No node lists this GPU."],
-        ["Lost         GPU is lost. What is shown is 5s old."],
-        ["Not read     Unknown Error. What is shown is 5s old."],
-        ["Silent       n: nothing heard. What is shown is 9s old."],
-        ["Not read     last reading is 30 s old. What is shown is 30s old."],
+        ["Lost         GPU is lost. The values shown are 5s old."],
+        ["Not read     Unknown Error. The values shown are 5s old."],
+        ["Stale        n: no new reading. The values shown are 9s old."],
+        ["Not read     last reading is 30 s old. The values shown are 30s old."],
         ["Not read     NVML hangs."],
     ]  # fmt: skip
 
@@ -235,7 +235,7 @@ def test_a_node_that_never_answered() -> None:
     cure = "ssh: host key unknown; run: ssh-keyscan gpu07 >> ~/.ssh/known_hosts"
     assert text(node_lines(unread("n", cure), ASCII, 60)) == [
         "n  driver ?   CUDA ?",
-        "Connection   none",
+        "Connection   unreachable: never connected",
         "Error        ssh: host key unknown; run: ssh-keyscan gpu07",
         "             >> ~/.ssh/known_hosts",
         "Last reading never",
@@ -256,12 +256,12 @@ def test_a_node_whose_first_answer_is_still_to_come_is_not_called_down() -> None
     assert text(notice(Known(about, about, 1.0), 60)) == ["Connecting   n: no answer yet."]
 
 
-def test_a_node_without_reservations_and_one_that_fell_silent() -> None:
+def test_a_node_without_reservations_and_a_stale_one() -> None:
     lines = text(node_lines(node("n", claims_error="/var/tmp is NFS"), UNICODE, 80))
     assert lines[2] == "Reservations not possible here: /var/tmp is NFS"
-    silent = node("n", state="stale", age_s=12.0, error="nothing heard for 12 s", connected=True)
-    assert text(node_lines(silent, UNICODE, 80))[1:4] == [
-        "Connection   stale: connected, but silent",
-        "Error        nothing heard for 12 s",
+    stale = node("n", state="stale", age_s=12.0, error="no reading for 12 s", connected=True)
+    assert text(node_lines(stale, UNICODE, 80))[1:4] == [
+        "Connection   stale: connected, but no new reading",
+        "Error        no reading for 12 s",
         "Last reading 12s ago",
     ]

@@ -1,4 +1,4 @@
-"""Health in words: every piece of evidence, and what could not be read is never fine."""
+"""Health checks as text; what could not be read is never good."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_a_well_gpu() -> None:
     assert evidence(gpu("n", 0, **WELL)) == [
         ("ECC", "0 uncorrected since the driver loaded", "good"),
         ("Row remap", "none pending, none failed", "good"),
-        ("Recovery", "nothing to do", "good"),
+        ("Recovery", "none", "good"),
         ("Clocks", "not slowed down", "good"),
         ("PCIe", "generation 5, x16 now; at most 5, x16", "good"),
-        ("XID", "none since gpuboard watches", "good"),
+        ("XID", "none while gpuboard was connected", "good"),
     ]
 
 
@@ -50,7 +50,7 @@ def test_nothing_read_is_nothing_known() -> None:
         ({"remap_pending": True}, ("Row remap", "pending: takes effect with the next reset of the GPU", "warn")),
         ({"remap_failed": True}, ("Row remap", "failed: the GPU needs replacement", "bad")),
         ({"remap_failed": None}, ("Row remap", "none pending", "good")),
-        ({"recovery_action": "GPU reset"}, ("Recovery", "the driver asks for: GPU reset", "bad")),
+        ({"recovery_action": "GPU reset"}, ("Recovery", "requested by the driver: GPU reset", "bad")),
         ({"throttle": ["sw_power_cap"]}, ("Clocks", "at its power limit", "dim")),
         ({"throttle": ["hw_thermal", "sw_power_cap"]},
          ("Clocks", "too hot, slowed down by the hardware; at its power limit", "warn")),

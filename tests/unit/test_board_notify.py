@@ -6,8 +6,8 @@ import pytest
 
 from gpuboard.board.terminal.notify import sequences
 
-_SEVEN = "\x1b]777;notify;gpuboard: It is so;4 free\x1b\\"
-_NINE = "\x1b]9;gpuboard: It is so: 4 free\x07"
+_SEVEN = "\x1b]777;notify;gpuboard: Available;4 free\x1b\\"
+_NINE = "\x1b]9;gpuboard: Available: 4 free\x07"
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,12 @@ _NINE = "\x1b]9;gpuboard: It is so: 4 free\x07"
     ],
 )
 def test_what_each_terminal_knows(env: dict[str, str], expected: str) -> None:
-    assert sequences("It is so", "4 free", env) == expected
+    assert sequences("Available", "4 free", env) == expected
 
 
 def test_through_tmux() -> None:
-    found = sequences("It is so", "4 free", {"TERM": "xterm-kitty", "TMUX": "/tmp/tmux-0/default,1,0"})
-    assert found == "\x1bPtmux;\x1b\x1b]777;notify;gpuboard: It is so;4 free\x1b\x1b\\\x1b\\"
+    found = sequences("Available", "4 free", {"TERM": "xterm-kitty", "TMUX": "/tmp/tmux-0/default,1,0"})
+    assert found == "\x1bPtmux;\x1b\x1b]777;notify;gpuboard: Available;4 free\x1b\x1b\\\x1b\\"
 
 
 def test_text_neither_ends_a_sequence_nor_begins_one() -> None:

@@ -1,4 +1,4 @@
-"""The filter's language: what each term finds, what it says of terms that are wrong or half typed."""
+"""The filter's language: what each term matches, and the errors of wrong or incomplete terms."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def found(text: str, within: Scene = SCENE) -> list[str]:
 )
 def test_what_a_query_finds(text: str, expected: list[str] | None) -> None:
     if expected is None:
-        with pytest.raises(QueryError, match="is not something to filter by"):
+        with pytest.raises(QueryError, match="is not a key"):
             parse(text)
     else:
         assert found(text) == expected
@@ -139,15 +139,19 @@ def test_nodes_not_heard_from_yet_are_told_from_those_that_are_down() -> None:
 @pytest.mark.parametrize(
     ("text", "words", "position"),
     [
-        ("mem>", "mem> what? the memory in use, mem>40GiB or mem>50%", 0),
-        ("state:free  util<", "util< what? a percentage, util<10", 12),
-        ("state:free,", "state: what? one of allocated, broken, mig, unknown, reserved, busy, occupied, free", 0),
-        ("alice -", "- what? a word or key:value to leave out", 6),
+        ("mem>", "mem> needs a value: the memory in use, mem>40GiB or mem>50%", 0),
+        ("state:free  util<", "util< needs a value: a percentage, util<10", 12),
+        (
+            "state:free,",
+            "state: needs a value: one of allocated, broken, mig, unknown, reserved, busy, occupied, free",
+            0,
+        ),
+        ("alice -", "- needs a word or key:value to exclude", 6),
         ("mem>40", "mem>40: write a size or a part, mem>40GiB or mem>50%", 0),
         ("age>5", "age>5: write age>5s", 0),
         ("state:fine", "no state begins with 'fine'; there are allocated, broken, mig, unknown, reserved, busy, "
          "occupied, free, up, stale, connecting, unreachable", 0),
-        ("user>alice", "user is no number; write user:alice", 0),
+        ("user>alice", "user is not a number; write user:alice", 0),
         ("x node:gpu[01-", "the bracket is not closed", 2),
         ('purpose:"night', "the quote is not closed", 0),
     ],
@@ -168,7 +172,7 @@ def test_every_key_says_how_it_goes_on() -> None:
     for key, about in KEYS.items():
         with pytest.raises(QueryError) as caught:
             parse(f"{key}:")
-        assert caught.value.words == f"{key}: what? {about.hint}"
+        assert caught.value.words == f"{key}: needs a value: {about.hint}"
 
 
 def test_brackets_and_markup_in_words_are_words() -> None:

@@ -10,7 +10,7 @@ LEVELS = {(0, 1): 60, (0, 2): 50, (0, 3): 40, (1, 2): 30, (1, 3): 20, (2, 3): 10
 
 
 def linked() -> NodeView:
-    """Return a node with four GPUs: two pairs joined by NVLink, every PCIe level once, and a GPU that says nothing."""
+    """Return a node with four GPUs: two pairs joined by NVLink, every PCIe level once, and a GPU without link data."""
     gpus: list[GpuView] = []
     for k in range(4):
         pci = {f"GPU-n-{a if b == k else b}": level for (a, b), level in LEVELS.items() if k in (a, b)}

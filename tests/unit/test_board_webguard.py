@@ -85,11 +85,11 @@ def test_path_and_cookie_come_from_the_token_and_do_not_tell_it() -> None:
     assert len({guard.path.strip("/"), guard.cookie, other.path.strip("/"), other.cookie, TOKEN}) == 5
 
 
-@pytest.mark.parametrize("said", ["", "t", "T" * 43, "t" * 44, "ü", "\udcff"])
-def test_a_wrong_token_or_cookie_is_not_known(said: str) -> None:
+@pytest.mark.parametrize("value", ["", "t", "T" * 43, "t" * 44, "ü", "\udcff"])
+def test_a_wrong_token_or_cookie_is_not_known(value: str) -> None:
     guard = RequestGuard(TOKEN, 8000)
-    assert not guard.knows_token(said)
-    assert not guard.knows_cookie(said)
+    assert not guard.knows_token(value)
+    assert not guard.knows_cookie(value)
     assert not guard.knows_cookie(None)
     assert not guard.knows_cookie(TOKEN)  # what is in the URL is not what is in the cookie
     assert not guard.knows_token(guard.cookie)
@@ -124,7 +124,7 @@ def test_a_token_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> 
     file = tmp_path / "token"
     token_of(file)
     file.chmod(mode)
-    with pytest.raises(GpuboardError, match=f"closed to others .*chmod 600 {file}"):
+    with pytest.raises(GpuboardError, match=f"belong to you and be private .*chmod 600 {file}"):
         token_of(file)
 
 
@@ -147,10 +147,10 @@ def test_what_is_no_file_of_ours_is_refused(tmp_path: Path) -> None:
             token_of(file)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a file of somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a file of another user")
 def test_somebody_elses_token_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "token"
     token_of(file)
     os.chown(file, 65534, 65534)
-    with pytest.raises(GpuboardError, match="must be yours"):
+    with pytest.raises(GpuboardError, match="must belong to you"):
         token_of(file)

@@ -1,4 +1,4 @@
-"""Dialogs over a screen: fields that are checked while you type, a choice from a list, a question before what hurts."""
+"""Dialogs over a screen: fields checked while typing, a choice from a list, a confirmation before harm."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Field(msgspec.Struct, frozen=True):
     key: str
     label: str
     value: str = ""
-    hint: str = ""  # beside the field as long as nothing is wrong
+    hint: str = ""  # beside the field while it is valid
     check: Callable[[str], str] = _fine
-    toggle: bool = False  # a box to tick; its value is YES or ""
+    toggle: bool = False  # a check box; its value is YES or ""
 
 
 def number(least: int, most: int, *, needed: bool = True) -> Callable[[str], str]:
-    """Return a check for a whole number from ``least`` to ``most``; not ``needed``: an empty field is fine, too."""
+    """Return a check for a whole number from ``least`` to ``most``; ``needed`` False: may be empty."""
 
     def check(text: str) -> str:
         text = text.strip()
@@ -75,7 +75,7 @@ def duration(most_s: float) -> Callable[[str], str]:
 
 
 def size(text: str) -> str:
-    """Check a size in memory (``40GiB``); empty is fine."""
+    """Check a size in memory (``40GiB``); may be empty."""
     try:
         parse_size(text or "1GiB")
     except ValueError:
@@ -84,12 +84,12 @@ def size(text: str) -> str:
 
 
 class Tick(Static, can_focus=True):
-    """A box to tick, told by its mark and not by colour alone: textual's own shows an X in both states."""
+    """A check box whose mark shows its state without colour; textual's own shows an X in both states."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "tick", "Tick", id="dialog.tick", show=False)]
 
     class Changed(Message):
-        """It was ticked, or is no longer."""
+        """The box was changed."""
 
     def __init__(self, value: bool, name: str) -> None:
         super().__init__(id=name, markup=False)
@@ -131,7 +131,7 @@ class Box(ModalScreen[T]):
         Binding("right", "app.focus_next", "Next", id="dialog.right", show=False),
         Binding("left", "app.focus_previous", "Previous", id="dialog.left", show=False),
         Binding("down", "app.focus_next", "Next field", id="dialog.next", show=False),
-        Binding("up", "app.focus_previous", "Field before", id="dialog.previous", show=False),
+        Binding("up", "app.focus_previous", "Previous field", id="dialog.previous", show=False),
     ]
 
     def __init__(self, title: str) -> None:
@@ -144,7 +144,7 @@ class Box(ModalScreen[T]):
         return cast("BoardApp", self.app)
 
     def compose(self) -> ComposeResult:
-        """Title, what the dialog asks, buttons."""
+        """Title, content, buttons."""
         self.set_class(self.board.look.glyphs is ASCII, "-ascii")
         with Vertical(id="box"):
             yield Static(self._heading, id="title", markup=False)
@@ -153,7 +153,7 @@ class Box(ModalScreen[T]):
                 yield from self.buttons()
 
     def inside(self) -> ComposeResult:
-        """What stands between title and buttons."""
+        """The content between title and buttons."""
         return iter(())
 
     def buttons(self) -> Iterator[Button]:
@@ -161,12 +161,12 @@ class Box(ModalScreen[T]):
         return iter(())
 
     def show(self, scene: Scene) -> None:
-        """Take note of a newer scene while the dialog is open."""
+        """Handle a new scene while the dialog is open."""
 
     def dismiss(self, result: T | None = None) -> AwaitComplete:
-        """Close, with what covers it (the palette), and answer; once.
+        """Close, together with a palette above it, and return ``result``; once.
 
-        textual's own closes whatever is on top: a second click or enter would close the screen below.
+        textual's own closes the top screen: a second click or enter would close the screen below.
         """
         if self not in self.app.screen_stack:
             return AwaitComplete()
@@ -180,9 +180,9 @@ class Box(ModalScreen[T]):
 
 
 class Dialog(Box[T]):
-    """Labelled fields that are checked as you type, words below them, a verb and Cancel.
+    """Labelled fields that are checked while typing, a message below them, a verb and Cancel.
 
-    A subclass says what happens in ``commit`` and may follow the typing in ``changed``. Enter in a field commits.
+    A subclass implements ``commit``, and ``changed`` to follow the typing. Enter in a field commits.
     """
 
     DEFAULT_CSS = """
@@ -193,30 +193,30 @@ class Dialog(Box[T]):
     Dialog .field Tick { width: 26; }
     Dialog .field .note { width: 1fr; padding-left: 2; height: 1; }
     Dialog #fields { height: auto; max-height: 12; }
-    Dialog #said { height: auto; max-height: 8; margin-top: 1; }
-    Dialog #said.-empty { display: none; }
+    Dialog #message { height: auto; max-height: 8; margin-top: 1; }
+    Dialog #message.-empty { display: none; }
     Dialog #words { width: 100%; }
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "commit", "Do it", id="dialog.commit", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "commit", "Confirm", id="dialog.commit", show=False)]
 
     def __init__(self, title: str, fields: Sequence[Field], *, verb: str) -> None:
         super().__init__(title)
         self.fields = {field.key: field for field in fields}
         self.verb = verb
         self._busy = False
-        self._notes: dict[str, Text] = {}  # as they are drawn: drawing one again lays all of the dialog out again
-        self._said = Text()
+        self._notes: dict[str, Text] = {}  # as drawn: an update lays out the whole dialog again
+        self._message = Text()
 
     def inside(self) -> ComposeResult:
-        """The fields, and the words below them."""
+        """The fields, and the message below them."""
         with VerticalScroll(id="fields", can_focus=False):
             for field in self.fields.values():
                 with Horizontal(classes="field"):
                     yield Label(field.label, markup=False)
                     yield _entry(field)
                     yield Static("", classes="note", id=f"note-{field.key}", markup=False)
-        with VerticalScroll(id="said", can_focus=False, classes="-empty"):
+        with VerticalScroll(id="message", can_focus=False, classes="-empty"):
             yield Static("", id="words", markup=False)
 
     def buttons(self) -> Iterator[Button]:
@@ -225,12 +225,12 @@ class Dialog(Box[T]):
         yield Button(Content(self.verb), id="commit", variant="primary", compact=True)
 
     def on_mount(self) -> None:
-        """Begin in the first field."""
+        """Check the defaults; the first field has the focus."""
         self.check()
 
     @property
     def values(self) -> dict[str, str]:
-        """What stands in the fields now, without blanks around it."""
+        """The text of each field, without blanks around it."""
         found = {}
         for key, field in self.fields.items():
             if field.toggle:
@@ -240,35 +240,35 @@ class Dialog(Box[T]):
         return found
 
     def put(self, key: str, text: str) -> None:
-        """Put text into a field; ``changed`` is not called."""
+        """Set a field's text without calling ``changed``."""
         entry = self.query_one(f"#field-{key}", Input)
         with entry.prevent(Input.Changed):
             entry.value = text
         self._checked()
 
     def wrong(self) -> dict[str, str]:
-        """Return what is wrong, by field."""
+        """Return the errors by field."""
         return {key: words for key, text in self.values.items() if (words := self.fields[key].check(text))}
 
     def changed(self) -> None:
-        """Follow what is typed; also called when the dialog opens."""
+        """Hook: the fields have changed, or the dialog has opened."""
 
     def commit(self, values: dict[str, str]) -> None:
-        """Do it: every field is right. Ends with ``dismiss``, maybe later."""
+        """Hook: act on valid fields; call ``dismiss`` when done."""
         raise NotImplementedError
 
-    def say(self, words: str | Text, role: str = "") -> None:
-        """Show words below the fields, in the style of ``role``; none: nothing."""
+    def show_message(self, words: str | Text, role: str = "") -> None:
+        """Show a message below the fields, in the style of ``role``; "" removes it."""
         text = Text(words, self.board.look.style(role)) if isinstance(words, str) else words
-        if text == self._said:
+        if text == self._message:
             return
-        self._said = text
+        self._message = text
         self.query_one("#words", Static).update(text)
-        self.query_one("#said").set_class(not text.plain, "-empty")
+        self.query_one("#message").set_class(not text.plain, "-empty")
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way: the fields and the verb wait for it, Cancel does not."""
+        """Whether work is in progress: fields and verb are disabled, Cancel is not."""
         return self._busy
 
     @busy.setter
@@ -278,7 +278,7 @@ class Dialog(Box[T]):
         self._checked()
 
     def action_commit(self) -> None:
-        """Commit when every field is right, else go to the first one that is not."""
+        """Commit when every field is valid, else go to the first invalid one."""
         if self._busy:
             return
         wrong = self.wrong()
@@ -299,7 +299,7 @@ class Dialog(Box[T]):
         self.query_one("#commit", Button).disabled = bool(wrong) or self._busy
 
     def check(self) -> None:
-        """Look at all fields again: what they are checked against has changed."""
+        """Check all fields again."""
         self._checked()
         self.changed()
 
@@ -328,7 +328,7 @@ def _entry(field: Field) -> Widget:
 
 
 class Confirm(Box[bool]):
-    """A question before something that hurts: yes takes its button or ``y``; enter and escape leave things be."""
+    """A confirmation: its button or ``y`` confirms; enter and escape cancel."""
 
     DEFAULT_CSS = """
     Confirm #box { width: 64; }
@@ -345,17 +345,17 @@ class Confirm(Box[bool]):
         self._verb = verb
 
     def inside(self) -> ComposeResult:
-        """What it is about."""
+        """The details."""
         with VerticalScroll(id="detail", can_focus=False):
             yield Static(self._detail, markup=False)
 
     def buttons(self) -> Iterator[Button]:
-        """The harmless one has the focus."""
+        """Cancel and the verb."""
         yield Button(Content("Cancel"), id="cancel", compact=True)
         yield Button(Content(f"{self._verb} (y)"), id="yes", variant="error", compact=True)
 
     def on_mount(self) -> None:
-        """Enter must not do it."""
+        """Give Cancel the focus: enter must not confirm."""
         self.query_one("#cancel").focus()
 
     @on(Button.Pressed)
@@ -364,16 +364,16 @@ class Confirm(Box[bool]):
         self.dismiss(event.button.id == "yes")
 
     def action_yes(self) -> None:
-        """Do it."""
+        """Confirm."""
         self.dismiss(True)
 
     def action_cancel(self) -> None:
-        """Leave things as they are."""
+        """Cancel."""
         self.dismiss(False)
 
 
 class _Options(OptionList):
-    """A list that bears page keys before it is drawn."""
+    """A list that ignores page keys before it has a size; textual's fails then."""
 
     def action_page_up(self) -> None:
         """Go up by a page."""
@@ -387,7 +387,7 @@ class _Options(OptionList):
 
 
 class Choose(Box[str]):
-    """One of several: ``options`` are (key, words); the answer is the key, None when nothing was chosen."""
+    """A choice from ``options``, pairs of (key, text); the result is the key, None if cancelled."""
 
     DEFAULT_CSS = """
     Choose #box { width: 76; }
@@ -405,11 +405,11 @@ class Choose(Box[str]):
         yield _Options(*rows, id="options", markup=False)
 
     def buttons(self) -> Iterator[Button]:
-        """The way out; a click or enter on a line chooses it."""
+        """Cancel; a click or enter on a line chooses it."""
         yield Button(Content("Cancel"), id="cancel", compact=True)
 
     def on_mount(self) -> None:
-        """Begin in the list, on its first line."""
+        """Give the focus to the first line."""
         self.query_one(OptionList).focus()
 
     @on(OptionList.OptionSelected)

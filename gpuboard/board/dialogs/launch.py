@@ -1,4 +1,4 @@
-"""The dialog that launches: a target on these GPUs, on a lease, or on the best n; it waits until the run is there."""
+"""The launch dialog: a target on chosen GPUs, on a lease, or on the best n; it waits until the run exists."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _GRACE = "30s"
 
 
 def open_launch(board: BoardApp, uuids: Sequence[str] = (), lease: str | None = None) -> None:
-    """Open the dialog for these GPUs, or for a lease; without either for the best one."""
+    """Open the dialog for these GPUs, or for a lease; without either for the best GPU."""
     scene = board.scene
     if scene is None:
-        board.notify("nothing is known of the GPUs yet", markup=False)
+        board.notify("no reading yet; try again in a moment", markup=False)
         return
     if lease is None and uuids:
         lease = _lease_of(uuids, scene)
     words = lease or request_form.picks_of(uuids, scene)[0]
     if len(uuids) == 1 and lease is None and uuids[0] in scene.places and scene.places[uuids[0]].gpu.state != "free":
-        words = ""  # the cursor is somewhere; nobody means a GPU that cannot be had
+        words = ""  # the cursor just happens to be there: the user cannot mean a GPU that is not free
 
     def launched(run: str | None) -> None:
         if run is not None:
@@ -54,7 +54,7 @@ def open_launch(board: BoardApp, uuids: Sequence[str] = (), lease: str | None = 
 
 
 def _lease_of(uuids: Sequence[str], scene: Scene) -> str | None:
-    """Return the lease of ours that is meant: that of the one GPU, or the one that holds exactly these."""
+    """Return our lease on these GPUs: the one on a single GPU, or the one of exactly these."""
     for lease in scene.leases.leases:
         held = {gpu.uuid for gpu in lease.gpus}
         if scene.is_mine(lease) and (held == set(uuids) or (len(uuids) == 1 and uuids[0] in held)):
@@ -63,7 +63,7 @@ def _lease_of(uuids: Sequence[str], scene: Scene) -> str | None:
 
 
 class LaunchDialog(Dialog[str]):
-    """Asks what to launch on which GPUs and how; its answer is the run's id."""
+    """Asks what to launch, where and how; its result is the run's id."""
 
     DEFAULT_CSS = """
     LaunchDialog #box { width: 100; }
@@ -73,7 +73,7 @@ class LaunchDialog(Dialog[str]):
     """
 
     def __init__(self, board: BoardApp, scene: Scene, gpus: str, uuids: Sequence[str]) -> None:
-        """``gpus``: what stands in the field at first; ``uuids``: those that it means, if it means GPUs."""
+        """``gpus``: the field's default; ``uuids``: its GPUs, if it names GPUs."""
         self._scene = scene
         self._uuids = {gpus: tuple(uuids)} if not is_whole(gpus) else {}
         starter = board.core.starter
@@ -81,7 +81,7 @@ class LaunchDialog(Dialog[str]):
         cpu = last.device == "cpu" if last else starter.simulated
         settings = board.core.settings
         most = parse_duration(settings.max_lease)
-        hint = "simulated: they cannot compute" if starter.simulated else "gloo; the GPUs stay unused"
+        hint = "simulated GPUs cannot compute" if starter.simulated else "gloo; GPUs stay unused"
         super().__init__(
             "Launch: one rank per GPU",
             [
@@ -93,20 +93,20 @@ class LaunchDialog(Dialog[str]):
                 Field("variables", "Variables", last.variables if last else "", "K=V K2=V2", check_variables),
                 Field("cpu", "On the CPU", YES if cpu else "", hint, toggle=True),
                 Field("grace", "Grace", last.grace if last else _GRACE, "from SIGTERM to SIGKILL", _grace),
-                Field("for", "At most for", settings.max_lease, "the reservation, at most that", duration(most)),
+                Field("for", "At most for", settings.max_lease, "the reservation's duration", duration(most)),
                 Field("keep", "Keep running", YES, "when the board is closed", toggle=True),
             ],
             verb="Launch",
         )  # fmt: skip
-        self._files = FileProblems("", "")  # what the last look at them found
+        self._files = FileProblems("", "")  # result of the last check
         self._file_checks: Background[FileProblems] = Background(self)
         self._run_checks: Background[tuple[bool, RunEntry | None, list[str], str]] = Background(self)
-        self._wanted = False  # launch as soon as it is known whether the files are there
+        self._wanted = False  # launch as soon as the files are checked
         self._started: StartedRun | None = None
-        self._before = Text()  # why the last try came to nothing, until something is typed
+        self._before = Text()  # why the last launch failed; until something is typed
 
     def compose(self) -> ComposeResult:
-        """The fields; what is typed into them is looked at from the first message on."""
+        """Create the planner before the fields: they send messages at once."""
         self._planner = Planner(self.board, self._answered)
         yield from super().compose()
 
@@ -117,12 +117,12 @@ class LaunchDialog(Dialog[str]):
         return self._wrong_files().no_folder
 
     def _wrong_files(self) -> FileProblems:
-        """Return what is known to be wrong with the files that are typed now."""
+        """Return the errors known for the files that are typed now."""
         known, values = self._files, self.values
         return known if (known.command, known.folder) == (values["command"], values["folder"]) else FileProblems("", "")
 
     def _look_at_files(self) -> None:
-        """Look beside the UI whether the files are there, one look at a time: their file system may hang."""
+        """Check the files in the background: their file system may hang."""
         command, folder = self.values["command"], self.values["folder"]
         if check_command(command) or (self._files.command, self._files.folder) == (command, folder):
             return
@@ -148,29 +148,29 @@ class LaunchDialog(Dialog[str]):
         return lease if lease is not None and self._scene.is_mine(lease) else None
 
     def show(self, scene: Scene) -> None:
-        """Look again: what is free has changed."""
+        """Ask again: free GPUs may have changed."""
         self._scene = scene
         if self.is_mounted:
             self._plan(self._planner.look_again)
 
     def changed(self) -> None:
-        """Say which GPUs are meant by what is typed now."""
+        """Check the files and show which GPUs a launch would use."""
         self._before = Text()
         self._wanted = False
         self._look_at_files()
         self._plan(self._planner.look)
 
     def _plan(self, look: Callable[[Request | None], None]) -> None:
-        """Say what the lease is, or let ``look`` find out what the policy would take."""
+        """Show the lease, or let ``look`` ask the policy."""
         if self.busy:
             return
         text = self.values["gpus"]
         lease = self._lease(text)
         if lease is not None:
             held = f"{request_form.places_words(lease.gpus)}, {format_duration(lease.remaining_s)} left"
-            self.say(self._before + Text(f"Lease {lease.id}: {held}", self.board.look.style("good")))
+            self.show_message(self._before + Text(f"Lease {lease.id}: {held}", self.board.look.style("good")))
         elif self._which(text):
-            self.say(self._before)
+            self.show_message(self._before)
         else:
             look(self._request(self.values))
             return
@@ -185,7 +185,7 @@ class LaunchDialog(Dialog[str]):
             return
         values = self.values
         if not (self._which(values["gpus"]) or self._lease(values["gpus"])) and request == self._request(values):
-            self.say(self._before + self._words(request, answer))
+            self.show_message(self._before + self._words(request, answer))
 
     def _words(self, request: Request, answer: Answer) -> Text:
         look = self.board.look
@@ -199,7 +199,7 @@ class LaunchDialog(Dialog[str]):
     # Launching
 
     def form(self, values: dict[str, str]) -> LaunchForm:
-        """Return what the fields ask for."""
+        """Return the form for valid fields."""
         text = values["gpus"]
         lease = self._lease(text)
         nodes: tuple[str, ...] = ()
@@ -228,18 +228,18 @@ class LaunchDialog(Dialog[str]):
         )
 
     def commit(self, values: dict[str, str]) -> None:
-        """Start it, and wait for its run."""
+        """Start the launch and wait for its run."""
         self._wanted = self._file_checks.busy
         if self._wanted:
             return
         board, form = self.board, self.form(values)
         self.busy = True
-        self.say("Starting …")
+        self.show_message("Starting …")
 
         def started(launch: StartedRun) -> None:
             board.follower.follow()
             if not self.is_attached:
-                _give_up(launch)
+                _cancel(launch)
                 return
             self._started = launch
             self._timer = self.set_interval(_POLL_S, self._wait)
@@ -253,19 +253,19 @@ class LaunchDialog(Dialog[str]):
         return launch
 
     def _wait(self) -> None:
-        """See whether the run is there, or why there will be none."""
+        """Check whether the run exists, or the launch has failed."""
         started = self._started
         if started is None:
             return
         book = self.board.core.runbook
 
         def work() -> tuple[bool, RunEntry | None, list[str], str]:
-            over = started.over  # before the run: it leaves its last state before it ends
+            over = started.over  # before reading the run, whose final state is written before the process ends
             entry = book.one(started.run)
-            return over, entry, started.said, started.failure() if over and entry is None else ""
+            return over, entry, started.messages, started.failure() if over and entry is None else ""
 
         def then(found: tuple[bool, RunEntry | None, list[str], str]) -> None:
-            over, entry, said, failure = found
+            over, entry, messages, failure = found
             if not self.is_attached or self._started is not started:
                 return
             if entry is not None:
@@ -277,7 +277,7 @@ class LaunchDialog(Dialog[str]):
                 started.clear()
                 self._failed(failure)
             else:
-                self.say(said[-1] if said else "Reserving and starting …", "dim")
+                self.show_message(messages[-1] if messages else "Reserving and starting …", "dim")
 
         self._run_checks.ask(work, then)
 
@@ -290,20 +290,20 @@ class LaunchDialog(Dialog[str]):
             self._before = Text.assemble(
                 ("Not launched: ", self.board.look.style("bad")), request_form.plain(words), "\n"
             )
-            self.say(self._before)
+            self.show_message(self._before)
             self.busy = False
 
     def action_cancel(self) -> None:
-        """Close; a launch that has not come so far as to have a run is given up, and gives back what it reserved."""
+        """Close; cancel a launch that has no run yet, which releases its reservation."""
         if self._started is not None:
             started = self._started
             self._leave()
-            _give_up(started)
+            _cancel(started)
         self.dismiss(None)
 
 
-def _give_up(started: StartedRun) -> None:
-    started.given_up, started.awaited = True, False
+def _cancel(started: StartedRun) -> None:
+    started.cancelled, started.awaited = True, False
     started.cancel()
 
 

@@ -1,7 +1,7 @@
 """Runs started from the board: each a ``gpuboard launch`` in a session of its own. No textual.
 
-One that is kept goes on when the board is closed or dies. One that is not holds the reading end of a pipe whose other
-end the board keeps: however the board ends, the launch reads the end of the file and ends the run.
+With ``keep`` the run survives the board. Without it the launch has the reading end of a pipe (its lifeline) whose other
+end the board holds: however the board ends, the launch reads end of file and ends the run.
 """
 
 from __future__ import annotations
@@ -29,15 +29,20 @@ from gpuboard.launch.run_index import Runbook, RunEntry
 from gpuboard.launch.target import Target, parse_target
 from gpuboard.model.text import clean
 
-# Of a lease that the board itself was opened in: what is launched takes the GPUs that the dialog says.
+# Variables of a lease in whose shell the board runs: a launch uses the GPUs from the dialog instead.
 _OF_A_LEASE = ("GPUBOARD_LEASE", "GPUBOARD_RANK_MAP", "GPUBOARD_RUN", "CUDA_VISIBLE_DEVICES")
-_OLD_S = 30 * 86400.0  # files of launches that outlived their board
-_LINES = 8  # of what it said last: more than any error of ours has
-_MEANS = {3: "this can never be had here", 4: "not free now", 5: "no such lease", 6: "no node was reached"}
+_OLD_S = 30 * 86400.0  # then left-over files of launches that survived their board are removed
+_LINES = 8  # of the last output: longer than any of our error messages
+_MEANS = {
+    3: "this cluster can never satisfy the request",
+    4: "not free now",
+    5: "no such lease",
+    6: "no node could be reached",
+}
 
 
 class LaunchForm(msgspec.Struct, frozen=True):
-    """What the dialog asks for. GPUs: ``gpus`` as ``--gpus`` takes them, else ``lease``, else the best ``n``."""
+    """The values of the launch dialog. GPUs: ``gpus`` as for ``--gpus``, else ``lease``, else the best ``n``."""
 
     command: str  # TARGET and ARGS as in a shell
     folder: str
@@ -45,17 +50,17 @@ class LaunchForm(msgspec.Struct, frozen=True):
     lease: str | None = None
     n: int | None = None
     model: str = ""
-    nodes: tuple[str, ...] = ()  # that can serve; (): all
+    nodes: tuple[str, ...] = ()  # candidates; (): all
     device: str = "cuda"
     python: str = ""
     variables: str = ""  # K=V K2=V2 as in a shell
     grace: str = "30s"
-    for_s: str = ""  # the longest the reservation may last, when one is made
-    keep: bool = True  # goes on when the board is closed
+    for_s: str = ""  # duration of the reservation, if one is made
+    keep: bool = True  # the run survives the board
 
 
 def target_of(command: str) -> Target:
-    """Return what a line of shell words means to launch. Raises UsageError."""
+    """Return the target and arguments of a command line. Raises UsageError."""
     words = _words(command, "the command")
     if words[:1] == ["-m"]:
         return parse_target([], words[1:])
@@ -63,7 +68,7 @@ def target_of(command: str) -> Target:
 
 
 def check_command(command: str) -> str:
-    """Return what is wrong with the words of a command line, "" for nothing."""
+    """Return the error in a command line or ""."""
     try:
         target_of(command)
     except UsageError as error:
@@ -72,7 +77,7 @@ def check_command(command: str) -> str:
 
 
 class FileProblems(msgspec.Struct, frozen=True):
-    """What is wrong with the files that a command line in a folder needs; "" for nothing."""
+    """Errors about the files that a command line needs in a folder; "" for none."""
 
     command: str  # as typed
     folder: str
@@ -81,7 +86,7 @@ class FileProblems(msgspec.Struct, frozen=True):
 
 
 def check_files(command: str, folder: str) -> FileProblems:
-    """Look at the files that a right command line needs. Blocks as long as the folder's file system does."""
+    """Check the files that a valid command line needs. Blocks if the folder's file system hangs."""
     place = absolute(folder)
     if not os.path.isdir(place):
         return FileProblems(command, folder, no_folder="no such folder")
@@ -93,7 +98,7 @@ def check_files(command: str, folder: str) -> FileProblems:
 
 
 def check_variables(text: str) -> str:
-    """Return what is wrong with ``K=V K2=V2``, "" for nothing."""
+    """Return the error in ``K=V K2=V2`` or ""."""
     try:
         environ.sent({}, [word if "=" in word else f"{word}=" for word in _words(text, "the variables")])
     except UsageError as error:
@@ -102,12 +107,12 @@ def check_variables(text: str) -> str:
 
 
 def absolute(folder: str) -> str:
-    """Return a folder as typed as an absolute path; ``~`` is home."""
+    """Return the absolute path of a folder as typed; ``~`` is home."""
     return os.path.abspath(os.path.expanduser(folder))
 
 
 def arguments(form: LaunchForm) -> list[str]:
-    """Return the words of ``gpuboard launch`` for a form. Raises UsageError."""
+    """Return the arguments of ``gpuboard launch`` for a form. Raises UsageError."""
     target = target_of(form.command)
     words = []
     if form.gpus:
@@ -134,24 +139,24 @@ def _words(text: str, what: str) -> list[str]:
 
 
 class StartedRun:
-    """One ``gpuboard launch`` that this board has started."""
+    """One ``gpuboard launch`` process of this board."""
 
     def __init__(self, run: str, form: LaunchForm, process: subprocess.Popen[bytes], folder: Path) -> None:
         self.run = run
         self.form = form
         self.process = process
-        self.awaited = False  # a dialog waits for the run, or shows why there is none
-        self.given_up = False  # nobody wants it any more
+        self.awaited = False  # a dialog waits for the run and reports its failure
+        self.cancelled = False  # the user cancelled it
         self._folder = folder
 
     @property
     def over(self) -> bool:
-        """Whether the process has ended; it has given back by then what it had reserved."""
+        """Whether the process has ended; it releases its reservation before it ends."""
         return self.process.poll() is not None
 
     @property
-    def said(self) -> list[str]:
-        """The last lines that it wrote for people, before its run's folder was there or after the run's end."""
+    def messages(self) -> list[str]:
+        """Its last lines on stderr, from before its run's folder was created or after the run's end."""
         try:
             with self._file("stderr").open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
@@ -162,15 +167,15 @@ class StartedRun:
         return [line for line in lines if line.strip()][-_LINES:]
 
     def failure(self) -> str:
-        """Return in words why it ended without a run."""
+        """Return why it ended without a run."""
         code = self.process.returncode
-        words = "\n".join(self.said)
+        words = "\n".join(self.messages)
         if code is not None and code < 0:
             return f"{words}\ngpuboard launch was killed by {signal.Signals(-code).name}".strip()
-        return words or f"gpuboard launch ended with exit code {code}: {_MEANS.get(code, 'it said nothing')}"
+        return words or f"gpuboard launch ended with exit code {code}: {_MEANS.get(code, 'no message')}"
 
     def cancel(self) -> None:
-        """End it as ctrl-C would: nothing stays reserved."""
+        """Interrupt it; it releases its reservation."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGINT)
 
@@ -184,20 +189,20 @@ class StartedRun:
 
 
 class Starter:
-    """Starts runs and follows them until they have ended."""
+    """Starts runs and follows them until they end."""
 
     def __init__(self, nodes: Sequence[Node], env: Mapping[str, str]) -> None:
         self._nodes = list(nodes)
         self._env = env
         self._folder = paths.state_dir(env) / "board"
-        self._lines: dict[str, int] = {}  # run → our end of its life line
+        self._lines: dict[str, int] = {}  # run → our end of its lifeline
         self.started: list[StartedRun] = []
         self.last: LaunchForm | None = None
         self.here = _here(env)
 
     @property
     def simulated(self) -> bool:
-        """Whether the nodes are invented: their GPUs cannot compute."""
+        """Whether the nodes are simulated: their GPUs cannot compute."""
         return any(node.simulate is not None for node in self._nodes)
 
     def start(self, form: LaunchForm) -> StartedRun:
@@ -215,7 +220,7 @@ class Starter:
                 write_nodes(Path(env[VARIABLE]), self._nodes)
             stderr = os.open(self._folder / f"{run}.stderr", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise GpuboardError(f"{self._folder}: cannot be written to: {error.strerror}") from error
+            raise GpuboardError(f"cannot write to {self._folder}: {error.strerror}") from error
         theirs: int | None = None
         try:
             if not form.keep:
@@ -233,7 +238,7 @@ class Starter:
             )
         except OSError as error:
             self._cut(run)
-            raise GpuboardError(f"gpuboard launch cannot be started in {folder}: {error.strerror}") from error
+            raise GpuboardError(f"cannot start gpuboard launch in {folder}: {error.strerror}") from error
         finally:
             os.close(stderr)
             if theirs is not None:
@@ -244,13 +249,13 @@ class Starter:
         return started
 
     def look(self, book: Runbook) -> list[tuple[StartedRun, RunEntry | None]]:
-        """Return what was started and has not been seen to its end, each with its run as far as there is one.
+        """Return the processes whose end has not been returned yet, each with its run or None.
 
-        What has ended is returned for the last time; whoever has told people of it clears it away.
+        An ended process is returned once more; the caller reports it and then calls its ``clear``.
         """
         found = []
         for started in list(self.started):
-            over = started.over  # before looking at the run: it writes its last state before it ends
+            over = started.over  # before reading the run, whose final state is written before the process ends
             found.append((started, book.one(started.run)))
             if over:
                 self.started.remove(started)
@@ -258,7 +263,7 @@ class Starter:
         return found
 
     def close(self) -> None:
-        """Let go of what is not to outlive the board; it ends by itself."""
+        """Close the lifelines: runs without ``keep`` end themselves."""
         for run in list(self._lines):
             self._cut(run)
 
@@ -275,7 +280,7 @@ class Starter:
     def _environment(self, folder: str) -> dict[str, str]:
         dropped = {*environ.OWN, *_OF_A_LEASE}
         if self._env.get("GPUBOARD_LEASE"):
-            dropped.add("GPUBOARD_NODES")  # it describes the lease, not the settings
+            dropped.add("GPUBOARD_NODES")  # set by the lease, not by the user
         env = {name: value for name, value in self._env.items() if name not in dropped}
         if config := env.get("GPUBOARD_CONFIG"):
             env["GPUBOARD_CONFIG"] = os.path.abspath(config)
@@ -289,7 +294,7 @@ class Starter:
 
 
 def _here(env: Mapping[str, str]) -> str:
-    """Return the folder that the board was started in, as the shell names it."""
+    """Return the folder in which the board was started, by the shell's name for it."""
     named = env.get("PWD", "")
     try:
         return named if named.startswith("/") and os.path.samefile(named, ".") else os.getcwd()
@@ -298,6 +303,6 @@ def _here(env: Mapping[str, str]) -> str:
 
 
 def command() -> list[str]:
-    """Return the words that start gpuboard as it runs now, whatever Python files lie in the folder it is started in."""
+    """Return the command that starts this gpuboard; Python files in its folder cannot shadow modules."""
     code = "import sys; sys.path.append(sys.argv.pop(1)); from gpuboard.__main__ import main; sys.exit(main())"
     return [sys.executable, "-P", "-c", code, str(Path(gpuboard.__file__).parents[1])]

@@ -1,4 +1,4 @@
-"""What the policy says to what somebody types, live: one question at a time, and with rests on large clusters."""
+"""The policy's live answer to what is typed in a dialog: one request at a time, with pauses on large clusters."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Planner:
 
 
 def refused(answer: Refusal | str, look: Look) -> Text:
-    """Return why not, and what would work."""
+    """Return why the request is refused and the nearest one that would work."""
     if isinstance(answer, str):
         return Text(answer, look.style("bad"))
     message, nearest = refusal_words(answer)
-    found = Text.assemble(("Not now: " if answer.code == 4 else "Never here: ", look.style("warn")), message)
+    found = Text.assemble(("Not now: " if answer.code == 4 else "Impossible here: ", look.style("warn")), message)
     return found.append(f"\nNearest: {nearest}", look.style("good")) if nearest else found

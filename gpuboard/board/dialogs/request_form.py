@@ -1,4 +1,4 @@
-"""What people type into a dialog → a request; the policy's answers and times in their words. Pure."""
+"""Text of dialog fields → a request; answers of the policy and times → text for users. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gpuboard.leases.picks import parse_picks
 from gpuboard.model.request import ChosenGpu, Pick, Refusal, Request, slot
 from gpuboard.model.units import format_duration, is_whole, parse_size
 
-MOST = 8192  # GPUs in one request: the largest clusters this is made for
-_INSTEAD = (  # the command line's words in a refusal → the board's
+MOST = 8192  # GPUs in one request: the largest cluster that is tested
+_INSTEAD = (  # command-line options in a refusal → the board's terms
     (r"--max-nodes (\d+)", r"at most \1 nodes"),
     (r"--n 1\b", "1 GPU"),
     (r"--n (\d+)", r"\1 GPUs"),
@@ -27,7 +27,7 @@ _INSTEAD = (  # the command line's words in a refusal → the board's
     (r"named by --gpus", "named"),
     (r"--gpus names", "you named"),
     (r"--gpus (\S)", r"\1"),
-    (r"--wait", "a watch (w) that tells you when"),
+    (r"--wait", "a watch (w) that notifies you"),
 )
 
 
@@ -39,7 +39,7 @@ class _Placed(Protocol):
 
 
 def which(text: str) -> str:
-    """Check what is asked for: a number, ``gpu01:0,3@gpu02:1`` or UUIDs; return what is wrong, "" for nothing."""
+    """Check a choice of GPUs: a number, ``gpu01:0,3@gpu02:1`` or UUIDs; return the error or ""."""
     text = text.strip()
     if is_whole(text):
         return "" if 1 <= int(text) <= MOST else f"a number from 1 to {MOST}"
@@ -51,9 +51,9 @@ def which(text: str) -> str:
 
 
 def request_of(values: Mapping[str, str], marked: Mapping[str, Sequence[Pick]]) -> Request:
-    """Return the request of a dialog's fields ``gpus, model, memory, nodes``, all of them right.
+    """Return the request for a dialog's valid fields ``gpus, model, memory, nodes``.
 
-    ``marked``: texts of ``gpus`` that stand for GPUs known by UUID. Model, memory and nodes go with a number only.
+    ``marked``: texts of ``gpus`` that mean GPUs known by UUID. Model, memory and nodes apply to a number only.
     """
     text = values["gpus"]
     if text in marked:
@@ -69,7 +69,7 @@ def request_of(values: Mapping[str, str], marked: Mapping[str, Sequence[Pick]]) 
 
 
 def request_words(request: Request) -> str:
-    """Return a request for a number as words: ``4 free H100 with 40 GiB on one node``."""
+    """Return a request for a number of GPUs as text: ``4 free H100 with 40 GiB on one node``."""
     words = [f"{request.n} free", request.model or ("GPU" if request.n == 1 else "GPUs")]
     if request.gpu_mem is not None:
         words.append(f"with {request.gpu_mem / 2**30:g} GiB")
@@ -88,7 +88,7 @@ def places_words(gpus: Iterable[_Placed]) -> str:
 
 
 def picks_of(uuids: Iterable[str], scene: Scene) -> tuple[str, tuple[Pick, ...]]:
-    """Return GPUs and MIG devices that are in ``scene`` as words (``gpu01:0,2@gpu02:1``) and as picks by UUID."""
+    """Return those of the GPUs and MIG devices that are in ``scene``, as ``gpu01:0,2@gpu02:1`` and as picks by UUID."""
     found = [(scene.devices[uuid], uuid) for uuid in uuids if uuid in scene.devices]
     gpus = (ChosenGpu(place.node.name, place.gpu.index, uuid, mig=_mig(place, uuid)) for place, uuid in found)
     words = places_words(gpus)
@@ -96,17 +96,17 @@ def picks_of(uuids: Iterable[str], scene: Scene) -> tuple[str, tuple[Pick, ...]]
 
 
 def _mig(place: Place, uuid: str) -> int | None:
-    """Return the number of the MIG device with this UUID; None: it is the GPU."""
+    """Return the number of the MIG device with this UUID; None: it is the GPU's."""
     return next((number for number, device in enumerate(place.gpu.mig) if device.uuid == uuid), None)
 
 
 def refusal_words(refusal: Refusal) -> tuple[str, str]:
-    """Return why not, and the nearest request that would work ("" when there is none), in the board's words."""
+    """Return the reason of a refusal and the nearest request that would work or "", in the board's terms."""
     return plain(refusal.message.removesuffix(f"; try {refusal.nearest}")), plain(refusal.nearest)
 
 
 def plain(text: str) -> str:
-    """Return a message of the commands without their options."""
+    """Return a message of a command with its options in the board's terms."""
     for pattern, words in _INSTEAD:
         text = re.sub(pattern, words, text)
     return text

@@ -1,4 +1,4 @@
-"""What the filter can ask of a GPU, by key: each with what comes after it and how it is compiled (pure)."""
+"""The filter's keys: for each a hint and how its values are compiled to a predicate (pure)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gpuboard.model.text import quoted, shown
 from gpuboard.model.units import parse_duration, parse_number, parse_size
 
 Predicate = Callable[[NodeView, GpuView | None, Scene], bool]
-_NODES_MAX = 4096  # in one nodeset of a filter
+_NODES_MAX = 4096  # nodes in one nodeset of a filter
 NODE_STATES = ("up", "stale", "connecting", "unreachable")
 FLAGS = ("rogue", "idle", "overdue", "disputed", "sick", "mig")
 
 
 class QueryError(UsageError):
-    """A query that cannot be understood (yet): in words, and at which character the term in question begins."""
+    """An invalid or incomplete query: the message, and where the term in question begins."""
 
     def __init__(self, words: str, position: int) -> None:
         super().__init__(words)
@@ -39,7 +39,7 @@ class Term(NamedTuple):
 
 
 class Key(NamedTuple):
-    hint: str  # what comes after it, with an example
+    hint: str  # its values, with an example
     cost: int
     compile: Callable[[Term], Predicate]
 
@@ -103,7 +103,7 @@ def _text_test(wanted: str, sign: str, begins: bool) -> Callable[[list[str]], bo
 
 def _only_equal(term: Term) -> tuple[str, ...]:
     if term.operator not in ":=":
-        raise QueryError(f"{term.key} is no number; write {term.key}:{shown(term.values[0])}", term.position)
+        raise QueryError(f"{term.key} is not a number; write {term.key}:{shown(term.values[0])}", term.position)
     return term.values
 
 
@@ -115,7 +115,7 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 def _number(
     value_of: Callable[[NodeView, GpuView], float | None], read: Callable[[str], float], example: str
 ) -> Callable[[Term], Predicate]:
-    """Compile a key with a number; ``read`` raises ValueError for what is none. Unknown is neither above nor below."""
+    """Compile a key with a number; ``read`` raises ValueError for bad text. Unknown matches no comparison."""
 
     def compiled(term: Term) -> Predicate:
         compare = _COMPARE[term.operator]
@@ -160,7 +160,7 @@ def _free_memory(gpu: GpuView) -> float | None:
 
 
 def is_nodeset(value: str) -> bool:
-    """Return whether a node's value has to be expanded."""
+    """Return whether a node value is a nodeset."""
     return "@" in value or "[" in value
 
 
@@ -168,7 +168,7 @@ def _node(term: Term) -> Predicate:
     tests: list[Callable[[str], bool]] = []
     for value in _only_equal(term):
         if is_nodeset(value):
-            from gpuboard.nodesets import expand  # 30 ms: only where names need it
+            from gpuboard.nodesets import expand  # 30 ms: only for nodesets
 
             try:
                 names = frozenset(name.casefold() for name in expand(value, _NODES_MAX))
@@ -193,7 +193,7 @@ def _node(term: Term) -> Predicate:
 def _one_of(
     words: tuple[str, ...], values: Callable[[NodeView, GpuView | None], Iterable[str]]
 ) -> Callable[[Term], Predicate]:
-    """Compile a key whose values are words of ours; their beginnings do."""
+    """Compile a key with fixed values; a prefix suffices."""
 
     def compiled(term: Term) -> Predicate:
         wanted: set[str] = set()
@@ -214,7 +214,7 @@ def _one_of(
 
 
 def _states(gpu: GpuView | None) -> tuple[str, ...]:
-    """Return the states of what can be had of a GPU, and its own."""
+    """Return the states of a GPU and of its MIG devices."""
     return ("unknown",) if gpu is None else (gpu.state, *(device.state for device in gpu.mig))
 
 
@@ -231,7 +231,7 @@ def _leases(gpu: GpuView) -> list[str]:
 
 
 def _people(gpu: GpuView, scene: Scene) -> list[str | None]:
-    """Return what ``users_of`` does, in no order: that takes half the time."""
+    """Return the same names as ``users_of``, unordered: that takes half the time."""
     owners: list[str | None] = [lease.owner for uuid in _uuids(gpu) for lease in scene.leases_on(uuid)]
     if gpu.jobs:
         owners += [job.user for job in gpu.jobs]

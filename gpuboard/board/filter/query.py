@@ -2,10 +2,9 @@
 
     user:alice state:free,busy mem>40G -model:L40S node:gpu[01-04] util<10 age>5s "python train"
 
-Terms stand beside each other and must all hold. A plain word matches anything that is shown of a GPU. ``key:value``
-asks whether the value is a part (or the beginning) of it, ``key=value`` whether it is exactly that, and numbers also
-take ``< <= > >=``. Commas mean or, ``-`` in front means not, quotes keep spaces, ``?`` as a value means unknown. What
-is unknown is neither above nor below any number, also after ``-``. Upper and lower case are the same.
+All terms must match. A plain word matches any text shown of a GPU. ``key:value`` matches a part (or the beginning),
+``key=value`` the whole value, and numbers also take ``< <= > >=``. A comma means or, a leading ``-`` means not, quotes
+keep spaces, ``?`` as a value means unknown. An unknown number matches no comparison, also after ``-``. Case is ignored.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from gpuboard.board.scene import Scene
 from gpuboard.model.snapshot import GpuView, NodeView
 from gpuboard.model.text import shown
 
-TEXT_MAX = 1000  # characters: each term is held against every GPU of every picture
-_SETS_MAX = 16  # each is written out
+TEXT_MAX = 1000  # characters: every term is evaluated for every GPU in every scene
+_SETS_MAX = 16  # each is expanded
 
 __all__ = ["Query", "QueryError", "parse"]
 
@@ -31,16 +30,16 @@ class Query:
         self._predicates = predicates
 
     def __bool__(self) -> bool:
-        """Whether it leaves anything out."""
+        """Whether the filter has any term."""
         return bool(self._predicates)
 
     def matches(self, node: NodeView, gpu: GpuView | None, scene: Scene) -> bool:
-        """Return whether a GPU of ``node`` is meant; with ``gpu`` None a node of which no GPU is known."""
+        """Return whether a GPU of ``node`` matches; with ``gpu`` None, a node without known GPUs."""
         return all(holds(node, gpu, scene) for holds in self._predicates)
 
 
 def parse(text: str) -> Query:
-    """Return the query. Raises QueryError, which says what is missing or wrong."""
+    """Compile a query. Raises QueryError with what is missing or wrong."""
     if len(text) > TEXT_MAX:
         raise QueryError(f"longer than {TEXT_MAX} characters", TEXT_MAX)
     terms = _terms(text)
@@ -48,7 +47,7 @@ def parse(text: str) -> Query:
     if len(sets) > _SETS_MAX:
         raise QueryError(f"more than {_SETS_MAX} nodesets; write several as one: gpu[1-4,7-9]", sets[-1].position)
     compiled = [compile_term(term) for term in terms]
-    compiled.sort(key=lambda pair: pair[0])  # what is cheap to look at first
+    compiled.sort(key=lambda pair: pair[0])  # cheap tests first
     return Query(text, tuple(predicate for _, predicate in compiled))
 
 
@@ -67,23 +66,23 @@ def _terms(text: str) -> list[Term]:
         values, end = _values(text, begin, at, commas=start is not None)
         if start is None:
             if not any(values):
-                raise QueryError("- what? a word or key:value to leave out", at)
+                raise QueryError("- needs a word or key:value to exclude", at)
             found.append(Term(at, text[at] == "-", "", ":", values))
         else:
             name = start[2].lower()
             key = ALIASES.get(name, name)
             if key not in KEYS:
-                raise QueryError(f"{shown(start[2])} is not something to filter by; there are {', '.join(KEYS)}", at)
+                raise QueryError(f"{shown(start[2])} is not a key; the keys are: {', '.join(KEYS)}", at)
             negative = (start[1] == "-") != (start[3] == "!=")
             if not all(values):
-                raise QueryError(f"{start[2]}{start[3]} what? {KEYS[key].hint}", at)
+                raise QueryError(f"{start[2]}{start[3]} needs a value: {KEYS[key].hint}", at)
             found.append(Term(at, negative, key, start[3].replace("!=", "="), values))
         at = end
     return found
 
 
 def _values(text: str, at: int, term: int, *, commas: bool) -> tuple[tuple[str, ...], int]:
-    """Return the values from ``at`` to the next blank, and where that is. Brackets and quotes keep commas."""
+    """Return the values from ``at`` to the next blank, and its position. Commas in brackets and quotes are kept."""
     values, current, depth = [""], "", 0
     while at < len(text) and not text[at].isspace():
         character = text[at]

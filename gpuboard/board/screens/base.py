@@ -1,4 +1,4 @@
-"""What all screens of the board have in common."""
+"""The base class of the board's screens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Notice(Static):
-    """What stands above everything: that it is invented, and what is wrong with the cluster as a whole."""
+    """Lines at the top of a screen: SIMULATED, and what is wrong with the cluster as a whole."""
 
     DEFAULT_CSS = """
     Notice { dock: top; height: auto; padding: 0 1; display: none; }
@@ -23,11 +23,11 @@ class Notice(Static):
 
 
 class BoardScreen(Screen[None]):
-    """A full screen that shows scenes. Every binding has an id: it can be remapped, and help and palette list it."""
+    """A full screen that shows scenes. Every binding has an id, for remapping, help and palette."""
 
-    TITLE_WORDS = ""  # what the help screen calls it
-    NOTICE = True  # whether a Notice is to be mounted; False: the screen says the same itself
-    INSTEAD_OF: ClassVar[frozenset[str]] = frozenset()  # ids of the app's actions whose keys this screen needs itself
+    TITLE_WORDS = ""  # its title in the help screen
+    NOTICE = True  # whether to mount a Notice; False: the screen shows these lines itself
+    INSTEAD_OF: ClassVar[frozenset[str]] = frozenset()  # ids of app actions whose keys this screen uses itself
 
     @property
     def board(self) -> BoardApp:
@@ -35,12 +35,12 @@ class BoardScreen(Screen[None]):
         return cast("BoardApp", self.app)
 
     def on_mount(self) -> None:
-        """Make room for what stands above everything."""
-        if self.NOTICE and self.is_attached:  # not where it was closed before it was drawn
+        """Mount the notice."""
+        if self.NOTICE and self.is_attached:  # false where it was closed before it was drawn
             self.mount(Notice(), before=0)
 
     def notice(self, scene: Scene) -> None:
-        """Say above everything what ``scene`` calls for. Called before each ``show``."""
+        """Update the notice for ``scene``. Called before each ``show``."""
         for widget in self.query(Notice):
             lines = [Text("SIMULATED", self.board.look.style("warn"))] if scene.simulated else []
             lines += [Text(words, self.board.look.style("bad")) for words in scene.banners]
@@ -48,20 +48,20 @@ class BoardScreen(Screen[None]):
             widget.update(Text("\n").join(lines))
 
     def show(self, scene: Scene) -> None:
-        """Draw ``scene``. Called at every new one while this screen is on top, and when it comes back."""
+        """Draw ``scene``. Called for every new scene while this screen is on top, and when it returns there."""
         raise NotImplementedError
 
     def on_screen_resume(self) -> None:
-        """Catch up with what happened while another screen was on top."""
+        """Show the newest scene after another screen was on top."""
         if self.board.scene is not None:
             self.notice(self.board.scene)
             self.show(self.board.scene)
 
     def restyle(self) -> None:
-        """Draw anew what was drawn with an older ``app.look``."""
+        """Redraw everything with the new ``app.look``."""
         if self.board.scene is not None:
             self.notice(self.board.scene)
             self.show(self.board.scene)
 
     def go_to(self, key: str) -> None:
-        """Put the cursor on a node (``node:NAME``) or a GPU (its UUID), on a screen that has a row for it."""
+        """Put the cursor on a node (``node:NAME``) or a GPU (its UUID), if this screen has a row for it."""

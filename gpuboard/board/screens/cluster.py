@@ -1,4 +1,4 @@
-"""The cluster view: what is free, every node and GPU, as a picture or as a table."""
+"""The cluster view: free GPUs in the header, every node and GPU as a picture or as a table."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ from gpuboard.board.widgets.picture import Picture
 from gpuboard.board.widgets.table import GpuTable
 
 _CYCLE = ("", "model", "memory", "utilization", "power", "temperature", "user", "age", "state", "reason")
-_DOWN_FIRST = frozenset({"memory", "utilization", "power", "temperature", "age"})  # the most is what one looks for
+_DOWN_FIRST = frozenset(
+    {"memory", "utilization", "power", "temperature", "age"}
+)  # usually the highest value is of interest
 _HINT = "user:alice state:free mem>40G model:H100 node:gpu[01-04], or any word"
-_NO_MATCH = "No GPU matches the filter.\nEscape takes it away."
-_NO_NODES = "There are no nodes.\nName some: gpuboard --nodes gpu[01-04], or in the config file."
-_NAME_MOST = 24  # cells of a filter's text below the rows
-_NODE = "node:"  # what keys of nodes begin with
+_NO_MATCH = "No GPU matches the filter.\nEscape clears it."
+_NO_NODES = "No nodes.\nName some with gpuboard --nodes gpu[01-04], or as `nodes` in the config file."
+_NAME_MOST = 24  # cells of the filter's text in the status line
+_NODE = "node:"  # prefix of the keys of nodes
 
 
 class ClusterScreen(ActingScreen):
-    """The first screen. One cursor and one selection, by UUID, for picture and table."""
+    """The first screen. Picture and table share one cursor and one selection, both by UUID."""
 
     TITLE_WORDS = "Cluster"
     NOTICE = False
-    AUTO_FOCUS = ""  # the rows are, as soon as they are there
+    AUTO_FOCUS = ""  # on_mount gives the focus to the rows
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (160, "-rich")]  # noqa: RUF012  # textual's own type
     DEFAULT_CSS = """
     ClusterScreen #filter { display: none; height: 1; border: none; padding: 0 1; }
@@ -55,10 +57,10 @@ class ClusterScreen(ActingScreen):
         Binding("slash", "filter", "Filter", id="cluster.filter"),
         Binding("t", "view", "View", id="cluster.view"),
         Binding("s", "sort", "Sort", id="cluster.sort"),
-        Binding("S", "reverse", "Sort the other way", id="cluster.reverse", show=False),
+        Binding("S", "reverse", "Reverse order", id="cluster.reverse", show=False),
         Binding("g", "group", "Group", id="cluster.group"),
         Binding("n", "node", "Node", id="cluster.node", show=False),
-        Binding("escape", "clear", "No filter or selection", id="cluster.clear", show=False),
+        Binding("escape", "clear", "Clear filter/selection", id="cluster.clear", show=False),
         Binding("down", "rows", "To the rows", id="cluster.rows", show=False),
     ]
 
@@ -67,7 +69,7 @@ class ClusterScreen(ActingScreen):
         self.view = ViewState()
         self._query: Query = parse("")
         self._marks: frozenset[str] = frozenset()
-        self._matching: int | None = None  # how many GPUs the filter leaves
+        self._matching: int | None = None  # GPUs that match the filter; None: no filter
 
     def compose(self) -> ComposeResult:
         """Header, filter, picture or table, the cursor's GPU, keys."""
@@ -83,27 +85,27 @@ class ClusterScreen(ActingScreen):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Look at the cluster as the last time."""
+        """Restore view, order and filter from the last start."""
         self.view = self.board.preferences.view
         box = self.query_one("#filter", Input)
         box.value = self.view.filter
         box.set_class(bool(self.view.filter), "-open")
-        box.disabled = not self.view.filter  # else what is typed early lands in it
+        box.disabled = not self.view.filter  # else keys pressed early would go into it
         self._switch()
-        self.grid.say(f"Reading {len(self.board.core.nodes)} nodes")
+        self.grid.set_empty(f"Reading {len(self.board.core.nodes)} nodes")
         self.set_focus(self.grid)
 
-    # For the actions on GPUs
+    # The targets of actions on GPUs
 
     @property
     def cursor_uuid(self) -> str | None:
-        """The UUID of the GPU or MIG device under the cursor; None on a node of which no GPU is known."""
+        """The UUID of the GPU or MIG device under the cursor; None on a node without known GPUs."""
         key = self.grid.cursor
         return None if key is None or key.startswith(_NODE) else key
 
     @property
     def cursor_place(self) -> Place | None:
-        """The GPU under the cursor, with its node; for a MIG device the GPU that it is a part of."""
+        """The GPU under the cursor, with its node; for a MIG device its parent GPU."""
         uuid = self.cursor_uuid
         return None if uuid is None or self.board.scene is None else _place(self.board.scene, uuid)
 
@@ -117,16 +119,16 @@ class ClusterScreen(ActingScreen):
         return place.node.name if place else None
 
     def targets(self) -> list[str]:
-        """Return what an action is meant for: the selected GPUs that are there, in their order, else the cursor's.
+        """Return the targets of an action: the selected GPUs that still exist, in order, else the cursor's.
 
-        Never the cursor's while others are selected, were they all gone: it would be another GPU than the person meant.
+        While GPUs are selected, never the cursor's, even if all of them are gone: the user did not choose that GPU.
         """
         if self._marks:
             return self._selected()
         return [] if self.cursor_uuid is None else [self.cursor_uuid]
 
     def _selected(self) -> list[str]:
-        """Return the selected GPUs and MIG devices that are there."""
+        """Return the selected GPUs and MIG devices that still exist."""
         scene = self.board.scene
         if scene is None:
             return []
@@ -137,18 +139,18 @@ class ClusterScreen(ActingScreen):
 
     @property
     def grid(self) -> Picture | GpuTable:
-        """The one of the two views that is shown."""
+        """The view that is shown."""
         return (
             self.query_one("#picture", Picture) if self.view.view == "picture" else self.query_one("#table", GpuTable)
         )
 
     def show(self, scene: Scene) -> None:
-        """Draw ``scene``: what is visible, and one pass for sums, filter and order."""
+        """Draw ``scene``: the visible rows, and one pass over all GPUs for sums, filter and order."""
         self.query_one("#summary", Summary).show_scene(scene)
         self.query_one("#banners", Banners).show_scene(scene)
         matches = self._query.matches if self._query else None
         grid = self.grid
-        grid.say(_NO_MATCH if matches else _NO_NODES)
+        grid.set_empty(_NO_MATCH if matches else _NO_NODES)
         if isinstance(grid, Picture):
             nodes = arrange_nodes(scene, self.view, matches)
             grid.show(scene, nodes)
@@ -163,10 +165,10 @@ class ClusterScreen(ActingScreen):
         self._show_status()
 
     def on_resize(self) -> None:
-        """Say as much as there is room for."""
+        """Redraw what depends on the width."""
         if self.query_one("#wrong", Lines).display:
             self._filter_by(self.query_one("#filter", Input).value)
-        self.call_after_refresh(self.on_screen_resume)  # the newest scene by then, not the one of now
+        self.call_after_refresh(self.on_screen_resume)  # with the scene that is the newest then
 
     def restyle(self) -> None:
         """Draw both views with the new look."""
@@ -175,7 +177,7 @@ class ClusterScreen(ActingScreen):
         super().restyle()
 
     def go_to(self, key: str) -> None:
-        """Put the cursor on a node or a GPU; a filter that hides it is taken away."""
+        """Put the cursor on a node or a GPU; a filter that hides it is cleared."""
         scene = self.board.scene
         if scene is None:
             return
@@ -194,25 +196,25 @@ class ClusterScreen(ActingScreen):
             side.show_gpu(self.board.scene, uuid, self.board.core.history, self.board.look.glyphs)
 
     def _show_status(self) -> None:
-        """Say what is selected and how the view was changed; letters and marks are explained where room is left."""
-        view, said = self.view, []
+        """Show selection, filter and order, then the legend of letters and marks as far as it fits."""
+        view, parts = self.view, []
         glyphs = self.board.look.glyphs
         if watched := self.board.watches.words:
-            said.append((watched, "title"))
+            parts.append((watched, "title"))
         if self._marks:
             gone = len(self._marks) - len(self._selected())
-            said.append((f"{len(self._marks)} selected" + (f", {gone} gone" if gone else ""), "marked"))
+            parts.append((f"{len(self._marks)} selected" + (f", {gone} gone" if gone else ""), "marked"))
         if self._matching is not None:
             words = "1 GPU matches" if self._matching == 1 else f"{self._matching} GPUs match"
-            if self.query_one("#wrong", Lines).display:  # what stands there is not what it is filtered by
+            if self.query_one("#wrong", Lines).display:  # the text in the field is not the filter in force
                 words += f" {fit(self._query.text, min(width(self._query.text), _NAME_MOST))}"
-            said.append((words, "title"))
+            parts.append((words, "title"))
         if view.sort:
-            said.append((f"by {view.sort} {glyphs.down if view.reverse else glyphs.up}", ""))
+            parts.append((f"by {view.sort} {glyphs.down if view.reverse else glyphs.up}", ""))
         if view.group != "none":
-            said.append((f"grouped by {view.group}", ""))
+            parts.append((f"grouped by {view.group}", ""))
         runs: list[tuple[str, str | Style]] = [(" ", "")]
-        for text, style in said:
+        for text, style in parts:
             runs += [(text, style), ("  ", "")]
         room = self.size.width - sum(width(text) for text, _ in runs)
         marks = [(mark, "warn", flag) for flag, mark in FLAG_MARKS.items()]
@@ -251,7 +253,7 @@ class ClusterScreen(ActingScreen):
     # Order and view
 
     def on_grid_sorted(self, message: Grid.Sorted) -> None:
-        """Sort by a column: at first as one most likely wants it, then the other way."""
+        """Sort by a column: first in its usual direction, then reversed."""
         if self.view.sort == message.key:
             self.action_reverse()
         else:
@@ -264,15 +266,15 @@ class ClusterScreen(ActingScreen):
         self._change(sort=sort, reverse=sort in _DOWN_FIRST)
 
     def action_reverse(self) -> None:
-        """Sort the other way."""
+        """Reverse the order."""
         self._change(sort=self.view.sort or "node", reverse=not self.view.reverse)
 
     def action_group(self) -> None:
-        """Group by the next of node, model, user, state, or not at all."""
+        """Group by the next of node, model, user, state, none."""
         self._change(group=GROUPS[(GROUPS.index(self.view.group) + 1) % len(GROUPS)])
 
     def action_view(self) -> None:
-        """Show the table instead of the picture, or the picture again."""
+        """Switch between picture and table."""
         place, key = self.cursor_place, self.grid.cursor
         focused = self.grid.has_focus
         self._change(view="table" if self.view.view == "picture" else "picture")
@@ -282,7 +284,7 @@ class ClusterScreen(ActingScreen):
             self.set_focus(self.grid)
 
     def _switch(self) -> None:
-        """Show the view that was chosen, with the selection of the other."""
+        """Show the chosen view with the selection of the other."""
         for grid in (self.query_one("#picture", Picture), self.query_one("#table", GpuTable)):
             grid.display = grid is self.grid
         self.grid.marks = self._marks
@@ -290,7 +292,7 @@ class ClusterScreen(ActingScreen):
         self.refresh_bindings()
 
     def _change(self, **changes: str | bool) -> None:
-        """Look at the cluster in another way, also after the next start."""
+        """Change view, order or grouping, also for the next start."""
         self.view = msgspec.structs.replace(self.view, **changes)
         self.board.remember(view=self.view)
         self.grid.set_sort(self.view.sort or None, self.view.reverse)
@@ -300,14 +302,14 @@ class ClusterScreen(ActingScreen):
     # The filter
 
     def action_filter(self) -> None:
-        """Type a filter."""
+        """Open the filter's field."""
         box = self.query_one("#filter", Input)
         box.add_class("-open")
         box.disabled = False
         self.set_focus(box)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """While a filter is typed ``/`` is a part of it, and no key for the footer."""
+        """Hide ``/`` from the footer while a filter is typed: it is text then."""
         typing = self.focused is not None and self.focused.id == "filter"
         return not (action == "filter" and typing) and super().check_action(action, parameters)
 
@@ -316,7 +318,7 @@ class ClusterScreen(ActingScreen):
         self.set_focus(self.grid)
 
     def action_clear(self) -> None:
-        """Take the filter away, or, when there is none, the selection."""
+        """Clear the filter, or, without one, the selection."""
         box = self.query_one("#filter", Input)
         if box.has_class("-open"):
             self._close_filter()
@@ -335,19 +337,19 @@ class ClusterScreen(ActingScreen):
 
     @on(Input.Changed, "#filter")
     def typed(self, message: Input.Changed) -> None:
-        """Filter by what is typed so far; what cannot be understood is said, and the filter before it stays."""
+        """Filter as the user types; for an invalid query show why and keep the last valid filter."""
         self._filter_by(message.value)
 
     @on(Input.Submitted, "#filter")
     def submitted(self) -> None:
-        """Go on among the rows; an empty filter goes away."""
+        """Return to the rows; close an empty filter."""
         if self.query_one("#filter", Input).value.strip():
             self.set_focus(self.grid)
         else:
             self._close_filter()
 
     def _filter_by(self, text: str) -> None:
-        """Compile a filter and look through it."""
+        """Compile a filter and apply it."""
         wrong = self.query_one("#wrong", Lines)
         try:
             query = parse(text)
@@ -364,7 +366,7 @@ class ClusterScreen(ActingScreen):
 
 
 def _place(scene: Scene, uuid: str) -> Place | None:
-    """Return where a GPU is; a MIG device is in the GPU that it is a part of."""
+    """Return the place of a GPU, or of a MIG device's parent GPU."""
     return scene.place(uuid) or scene.devices.get(uuid)
 
 

@@ -1,4 +1,4 @@
-"""One GPU in detail: GpuScreen, and GpuPanel, which stands beside the cluster where there is room."""
+"""One GPU in detail: GpuScreen, and GpuPanel, which is beside the cluster on wide terminals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from textual.containers import Container, VerticalScroll
 
 from gpuboard.board.arrange import age_of, natural_nodes
 from gpuboard.board.gpu_actions import ActingScreen
-from gpuboard.board.history import History, tells
+from gpuboard.board.history import History, is_current
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.screens import processes
 from gpuboard.board.text import gpu as gpu_lines
@@ -26,7 +26,7 @@ from gpuboard.model.snapshot import ProcessView
 from gpuboard.model.units import format_duration, format_size
 
 _PLOT_LINES, _PANEL_PLOT_LINES = 4, 2
-_PROCESSES = 12  # rows shown at once; a GPU with more is scrolled
+_PROCESSES = 12  # rows shown at once; more can be scrolled to
 _PANEL_PROCESSES = 6
 
 PROCESS_COLUMNS = (
@@ -43,11 +43,11 @@ PROCESS_COLUMNS = (
 
 
 class Known(NamedTuple):
-    """What can be said of a GPU now. ``values``: where readings come from, None if there never were any."""
+    """What is known of a GPU now."""
 
-    now: Place | None  # None: no node lists it any more
-    values: Place | None
-    old_s: float | None  # how old the values are when they are not of now; None: they are
+    now: Place | None  # None: no node lists it
+    values: Place | None  # the newest values; None: never read
+    old_s: float | None  # age of the values; None: they are current
 
 
 class Memory:
@@ -59,40 +59,40 @@ class Memory:
         self._at = 0.0
 
     def look(self, scene: Scene, now: float) -> Known:
-        """Return what can be said with the newest scene; ``now`` is a monotonic clock's."""
+        """Return what is known with the newest scene; ``now`` is monotonic."""
         place = scene.place(self.uuid)
-        if place is not None and tells(place.node, place.gpu):
+        if place is not None and is_current(place.node, place.gpu):
             self._last, self._at = place, now
             return Known(place, place, None)
         if self._last is None:
             return Known(place, place, None if place is None else age_of(place.node, place.gpu))
         old_s = now - self._at
-        if place is not None and (heard_s := age_of(place.node, place.gpu)) is not None and place.node.state != "up":
-            old_s = heard_s  # as it is said everywhere else
+        if place is not None and (age_s := age_of(place.node, place.gpu)) is not None and place.node.state != "up":
+            old_s = age_s  # the same age as on the other screens
         return Known(place, self._last, old_s)
 
 
 def notice(known: Known, width: int) -> list[Runs]:
-    """Return what keeps the values from being those of now, in words; no line when nothing does."""
+    """Return why the values are not current; no line when they are."""
     if known.old_s is None and known.now is not None:
         return []
     nothing = known.values is None or known.values.gpu.memory_used is None
-    age = "" if nothing or known.old_s is None else f" What is shown is {format_duration(known.old_s)} old."
+    age = "" if nothing or known.old_s is None else f" The values shown are {format_duration(known.old_s)} old."
     if known.now is None:
-        gone = "No node lists this GPU any more." if known.values is not None else "No node lists this GPU."
+        gone = "No node lists this GPU now." if known.values is not None else "No node lists this GPU."
         return named("Gone", f"{gone}{age}", "bad", width)
     node, gpu = known.now.node, known.now.gpu
     if node.state == "stale":
-        return named("Silent", f"{node.name}: nothing heard.{age}", "warn", width)
+        return named("Stale", f"{node.name}: no new reading.{age}", "warn", width)
     if node.connecting:
         return named("Connecting", f"{node.name}: {node.error or 'no answer yet'}.{age}", "unknown", width)
     if node.state != "up":
-        return named("Down", f"{node.name}: {node.error or 'no answer'}.{age}", "warn", width)
+        return named("Unreachable", f"{node.name}: {node.error or 'no answer'}.{age}", "warn", width)
     return named("Lost" if gpu.state == "broken" else "Not read", f"{gpu.error or gpu.reason}.{age}", "bad", width)
 
 
 def process_key(process: ProcessView) -> str:
-    """Return what tells a process from one that has its pid later."""
+    """Return a process's identity: pids are reused."""
     return f"{process.pid}:{process.started}"
 
 
@@ -119,8 +119,8 @@ def _process_cells(process: ProcessView) -> Sequence[Cell]:
 
 
 def no_processes(place: Place) -> str:
-    """Return what is said where a GPU shows no processes."""
-    return "no process" if place.gpu.processes is not None else "? the processes could not be read"
+    """Return the text in place of processes where there are none to show."""
+    return "no process" if place.gpu.processes is not None else "? cannot read the processes"
 
 
 class GpuPanel(VerticalScroll, can_focus=False):
@@ -137,7 +137,7 @@ class GpuPanel(VerticalScroll, can_focus=False):
         yield Pane()
 
     def show_gpu(self, scene: Scene, uuid: str | None, history: History, glyphs: Glyphs) -> None:
-        """Show a GPU, or what to do when none is chosen."""
+        """Show a GPU, or how to choose one."""
         pane = self.query_one(Pane)
         if uuid is None:
             self._memory = None
@@ -163,11 +163,11 @@ def _panel_lines(known: Known, scene: Scene, history: History, glyphs: Glyphs, w
 
 
 class GpuScreen(ActingScreen):
-    """One GPU: state and owner, the last minutes, processes, links, health."""
+    """One GPU: state and owner, plots of the last minutes, processes, links, health."""
 
     TITLE_WORDS = "GPU"
     NOTICE = False
-    AUTO_FOCUS = ""  # it would scroll to the processes
+    AUTO_FOCUS = ""  # focus on the processes would scroll to them
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012 - as textual declares it
     DEFAULT_CSS = """
     GpuScreen #body { padding: 0 1; }
@@ -197,7 +197,7 @@ class GpuScreen(ActingScreen):
         return self._memory.uuid
 
     def compose(self) -> ComposeResult:
-        """What can be scrolled, and the keys."""
+        """The scrolled body and the footer."""
         with VerticalScroll(id="body", can_focus=False):
             yield Pane(id="notice")
             yield Pane(id="head")
@@ -209,11 +209,11 @@ class GpuScreen(ActingScreen):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Let the arrows move among the processes."""
+        """Give the focus to the processes: arrow keys move among them."""
         self.query_one("#processes", Grid).focus(scroll_visible=False)
 
     def show(self, scene: Scene) -> None:
-        """Draw the GPU as it is now, or as it was when it was last seen."""
+        """Draw the GPU as it is now, or with its last known values."""
         known = self._memory.look(scene, time.monotonic())
         self.query_one("#notice", Pane).show(lambda width: [*above(scene, width), *notice(known, width)])
         place, values = known.now or known.values, known.values
@@ -253,14 +253,14 @@ class GpuScreen(ActingScreen):
             if cursor == process_key(one.process):
                 processes.signal_one(self.board, one)
                 return
-        self.board.notify("no process is selected", markup=False)
+        self.board.notify("no process selected", markup=False)
 
     def action_back(self) -> None:
-        """Return to the screen before."""
+        """Return to the previous screen."""
         self.app.pop_screen()
 
     def action_step(self, by: int) -> None:
-        """Show the GPU before or after this one, in the order of nodes and indexes."""
+        """Show the previous or next GPU, by node and index."""
         scene = self.board.scene
         if scene is None:
             return

@@ -1,4 +1,4 @@
-"""The help screen: every key by screen, what letters and flags mean, how to filter. Made from the bindings."""
+"""The help screen: every key by screen, letters and flags, the filter. Generated from the bindings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gpuboard.board.widgets.footer import Footer
 
 STATE_WORDS = {
     "free": "no process, no reservation",
-    "reserved": "a lease covers it",
-    "allocated": "the scheduler gave it to a job",
+    "reserved": "held by a lease",
+    "allocated": "held by a job of the scheduler",
     "busy": "in use without a reservation",
     "occupied": "memory in use, owner not visible",
     "mig": "in MIG mode: see its devices",
@@ -30,29 +30,29 @@ STATE_WORDS = {
     "broken": "lost, failed or needs recovery",
 }
 FLAG_WORDS = {
-    "rogue": "a process of somebody else runs on it",
+    "rogue": "another user's process runs on it",
     "idle": "held, but unused for a while",
     "overdue": "the lease ended, its processes did not",
     "disputed": "claims contradict each other",
-    "sick": "ECC, row remap, heat, PCIe, XID: see it",
+    "sick": "ECC, row remap, heat, PCIe, XID: open it",
 }
 FILTER_WORDS = (
-    ("alice", "whatever holds the word"),
-    ("user:alice -state:busy", "both must hold; - is not"),
+    ("alice", "any text with the word"),
+    ("user:alice -state:busy", "and; - negates"),
     ("mem>40G util<5 temp>=80", "numbers: < <= > >="),
     ("model:H100 node:gpu[01-04]", "part of a name; a nodeset"),
-    ("flag:idle,rogue", "either; more in the docs"),
+    ("flag:idle,rogue", "or; more in the docs"),
 )
 MOUSE_WORDS = (
-    ("click", "the cursor; in the footer a key"),
+    ("click", "move the cursor; press a footer key"),
     ("double click", "open it"),
-    ("ctrl-click", "select, or no longer; also the right button"),
+    ("ctrl-click", "select or deselect; also the right button"),
     ("drag", "select from there to here"),
-    ("click on a title", "sort by it; again: the other way"),
+    ("click on a title", "sort by it; again: reverse"),
 )
 _COLUMN = 58  # cells of one column of the screen
-_KEYS = 16  # cells that a line gives to keys,
-_WORDS = 22  # and to what they do; the name to remap it by follows
+_KEYS = 16  # cells for the keys
+_WORDS = 22  # cells for the description; the binding's id follows
 
 
 class HelpScreen(BoardScreen):
@@ -86,7 +86,7 @@ class HelpScreen(BoardScreen):
         yield Footer()
 
     def show(self, scene: Scene) -> None:
-        """Nothing here depends on the cluster."""
+        """Nothing to draw: the help does not depend on the cluster."""
 
     def on_resize(self, event: Resize) -> None:
         """Lay the sections out in as many columns as fit."""
@@ -96,7 +96,7 @@ class HelpScreen(BoardScreen):
             self.draw()
 
     def draw(self) -> None:
-        """Write the text, in the colours of now."""
+        """Write the text with the current look."""
         sections = [self._legend(), *self._keys(), self._mouse(), self._filters()]
         self.query_one("#words", Static).update(_in_columns(sections, max(1, self._columns)))
 
@@ -122,9 +122,9 @@ class HelpScreen(BoardScreen):
         return [[self._title(name), *by_section[name]] for name in names if name in by_section]
 
     def _shown(self, action: keys.Action) -> str:
-        """Return the keys of an action as they are now, remapped or not."""
-        said = self.board.keymap.get(action.id)
-        found = said.split(",") if said else action.keys
+        """Return the current keys of an action."""
+        remapped = self.board.keymap.get(action.id)
+        found = remapped.split(",") if remapped else action.keys
         return " ".join(self.board.get_key_display(Binding(key, "", "")) for key in found)
 
     def _legend(self) -> list[Text]:
@@ -155,7 +155,7 @@ class HelpScreen(BoardScreen):
 
 
 def _in_columns(sections: Sequence[list[Text]], columns: int) -> Text:
-    """Lay sections side by side, each whole, in columns of about the same length."""
+    """Lay whole sections out in columns of about the same length."""
     total = sum(len(section) + 1 for section in sections)
     laid: list[list[Text]] = [[]]
     for section in sections:

@@ -1,4 +1,4 @@
-"""Who holds what until when: every lease in a list and on a time line; ending, prolonging and copying them."""
+"""All leases in a list and on a time line, and the actions release, renew and copy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gpuboard.leases.ledger import Released
     from gpuboard.model.snapshot import GpuView, ProcessView
 
-_RICH = 150  # terminal cells from which list and time line stand side by side
+_RICH = 150  # terminal cells from which list and time line are side by side
 _BAR = "bar"
 _LIST = (
     Column("id", "Lease", 6),
@@ -52,33 +52,33 @@ _LINE = (
     Column("gpus", "GPUs", 16, drop=2),
     Column("left", "Left", 6, right=True),
 )
-_MARKS = Column("marks", "Marks", 12, drop=3)  # beside the time line only where there are any
+_MARKS = Column("marks", "Marks", 12, drop=3)  # only beside the time line, and only where a lease has marks
 _ORDERS = ("left", "owner", "gpus")
 
 
 class HeldLease(NamedTuple):
-    """A lease with what the readings say of its GPUs."""
+    """A lease with the readings of its GPUs."""
 
     lease: Lease
     mine: bool
     since: float  # epoch seconds
     until: float
-    gpus: list[GpuView]  # those that are seen
-    rogues: list[tuple[GpuView, ProcessView]]  # other people's processes on them
+    gpus: list[GpuView]  # those in the snapshot
+    rogues: list[tuple[GpuView, ProcessView]]  # other users' processes on them
 
     @property
     def key(self) -> str:
-        """What tells it from all others: one id with two owners is two leases."""
+        """Its unique key: the same id of two owners is two leases."""
         return f"{self.lease.id} {self.lease.owner}"
 
     @property
     def idle(self) -> int:
-        """How many of its GPUs have not been used for long."""
+        """The number of its GPUs with the flag idle."""
         return sum("idle" in gpu.flags for gpu in self.gpus)
 
     @property
     def marks(self) -> tuple[tuple[str, str], ...]:
-        """What is wrong or wasteful as runs of (words, role): rogues by name first."""
+        """What is wrong or wasteful, as runs of (words, role); rogue users first, by name."""
         found = []
         if users := sorted({process.user or "?" for _, process in self.rogues}):
             found.append((f"rogue: {', '.join(users)}", "bad"))
@@ -90,7 +90,7 @@ class HeldLease(NamedTuple):
 
 
 def held(scene: Scene) -> list[HeldLease]:
-    """Return every lease of a scene with what is seen of its GPUs."""
+    """Return every lease of a scene with the readings of its GPUs."""
     return [_held(lease, scene) for lease in scene.leases.leases]
 
 
@@ -108,7 +108,7 @@ def _held(lease: Lease, scene: Scene) -> HeldLease:
 
 
 class LeasesScreen(BoardScreen):
-    """Every lease; one's own in bold."""
+    """Every lease; the user's own in bold."""
 
     TITLE_WORDS = "Leases"
     DEFAULT_CSS = """
@@ -118,27 +118,27 @@ class LeasesScreen(BoardScreen):
         Binding("escape", "app.pop_screen", "Back", id="leases.back"),
         Binding("d", "release", "Release", id="leases.release"),
         Binding("n", "renew", "Renew", id="leases.renew"),
-        Binding("g", "jump", "Its GPUs", id="leases.jump", show=False),  # and enter, which is the list's
+        Binding("g", "jump", "Its GPUs", id="leases.jump", show=False),  # enter does the same
         Binding("x", "launch", "Launch", id="leases.launch"),
         Binding("y", "copy", "Copy", id="leases.copy"),
         Binding("t", "timeline", "Time line", id="leases.timeline"),
         Binding("s", "sort", "Sort", id="leases.sort", show=False),
         Binding("r", "reserve", "Reserve", id="leases.reserve"),
-        Binding("e", "watch", "Tell me when it ends", id="leases.watch", show=False),
+        Binding("e", "watch", "Notify when it ends", id="leases.watch", show=False),
     ]
 
     def __init__(self) -> None:
         super().__init__()
-        self._line: bool | None = None  # whether the time line is shown; None: where there is room beside the list
+        self._line: bool | None = None  # whether the time line is shown; None: where it fits beside the list
         self._order = "left"
         self._held: dict[str, HeldLease] = {}
 
     def compose(self) -> ComposeResult:
-        """Sums, what is missing, the leases, the one under the cursor."""
+        """Sums and warnings, the leases, details of the one under the cursor."""
         yield Lines(id="sums")
         yield Grid(
             _LIST,
-            empty="Nobody holds a GPU.\n\nr reserves; in the cluster view, mark GPUs with space first.",
+            empty="No GPU is reserved.\n\nr reserves; to choose GPUs, mark them with space in the cluster view first.",
             id="leases",
         )
         yield Lines(id="about")
@@ -153,10 +153,10 @@ class LeasesScreen(BoardScreen):
         now = time.time()
         ordered = sorted(held(scene), key=self._place)
         self._held = {one.key: one for one in ordered}
-        said: list[Runs] = [((_sums(ordered), "title"),)]
+        lines: list[Runs] = [((_sums(ordered), "title"),)]
         if unread := scene.leases.unread:
-            said.append(((f"Not read, so leases there are missing: {', '.join(unread)}", "warn"),))
-        self.query_one("#sums", Lines).set_lines(said)
+            lines.append(((f"Not read, leases there are missing: {', '.join(unread)}", "warn"),))
+        self.query_one("#sums", Lines).set_lines(lines)
         columns = self._columns(ordered, now)
         self._grid.set_columns(columns)
         self._grid.set_sort(self._order, False)
@@ -171,7 +171,7 @@ class LeasesScreen(BoardScreen):
         return one.until, one.lease.id
 
     def _columns(self, ordered: Sequence[HeldLease], now: float) -> tuple[Column, ...]:
-        """Return the columns that fit; the title of the time line is its ruler."""
+        """Return the columns that fit; the title of the time line's column is its ruler."""
         wide = self._wide
         if not self._lined:
             self._axis = timeline.axis([], now, 1)
@@ -198,7 +198,7 @@ class LeasesScreen(BoardScreen):
 
     @property
     def _wide(self) -> bool:
-        """Whether list and time line stand side by side."""
+        """Whether list and time line are side by side."""
         return self.size.width >= _RICH
 
     @property
@@ -211,22 +211,22 @@ class LeasesScreen(BoardScreen):
         return "bad" if one.rogues else "warn" if one.idle else "mine" if one.mine else "reserved"
 
     def _about(self) -> None:
-        """Say all of the lease under the cursor: what the columns cut."""
+        """Show the lease under the cursor in full: columns cut long values."""
         one = self._held.get(self._grid.cursor or "")
         now = time.time()
-        said: list[Runs] = []
+        lines: list[Runs] = []
         if one is not None:
             lease, span = one.lease, f"{local(one.since, now)} to {local(one.until, now)}"
             purpose = f"; {lease.purpose}" if lease.purpose else ""
-            said = [
+            lines = [
                 ((f"{lease.id}  {places_words(lease.gpus)}", ""),),
                 ((f"{lease.owner}{_whence(lease)}, {_holder(lease)}; {span}{purpose}", ""),),
             ]
             for gpu, process in one.rogues[:2]:
                 node = next((part.node for part in lease.gpus if part.uuid == gpu.uuid), "?")
                 words = f"rogue on {node}:{gpu.index}: {process.user}'s process {process.pid}  {process.command}"
-                said.append(((words, "bad"),))
-        self.query_one("#about", Lines).set_lines(said)
+                lines.append(((words, "bad"),))
+        self.query_one("#about", Lines).set_lines(lines)
 
     @on(Grid.Moved)
     def _moved(self) -> None:
@@ -240,48 +240,48 @@ class LeasesScreen(BoardScreen):
     def _sorted(self, event: Grid.Sorted) -> None:
         if event.key in _ORDERS:
             self._order = event.key
-            self._again()
+            self._redraw()
 
     def on_resize(self) -> None:
-        """Other columns may fit."""
-        self._again()
+        """Choose the columns for the new width."""
+        self._redraw()
 
-    def _again(self) -> None:
+    def _redraw(self) -> None:
         if self.board.scene is not None:
             self.show(self.board.scene)
 
     def _selected(self) -> HeldLease | None:
         one = self._held.get(self._grid.cursor or "")
         if one is None:
-            self.board.notify("there is no lease; r reserves", markup=False)
+            self.board.notify("no lease selected; r reserves", markup=False)
         return one
 
     def action_timeline(self) -> None:
-        """Show the time line, beside the list or in its place, or the list alone again."""
+        """Show or hide the time line."""
         self._line = not self._lined
-        self._again()
+        self._redraw()
 
     def action_sort(self) -> None:
-        """Sort by what is next: time left, owner, GPUs."""
+        """Sort by the next of time left, owner, GPUs."""
         self._order = _ORDERS[(_ORDERS.index(self._order) + 1) % len(_ORDERS)]
-        self._again()
+        self._redraw()
 
     def action_reserve(self) -> None:
-        """Open the dialog that reserves."""
+        """Open the reserve dialog."""
         open_reserve(self.board, ())
 
     def action_launch(self) -> None:
-        """Open the dialog that launches on the lease, if it is one's own."""
+        """Open the launch dialog, on the lease under the cursor if it is the user's own."""
         one = self._held.get(self._grid.cursor or "")
         open_launch(self.board, lease=one.lease.id if one is not None and one.mine else None)
 
     def action_watch(self) -> None:
-        """Be told when the lease ends."""
+        """Set a watch for the lease's end."""
         if one := self._selected():
             open_watch(self.board, one.lease.id)
 
     def action_copy(self) -> None:
-        """Offer what can be copied of the lease."""
+        """Offer texts about the lease to copy."""
         if one := self._selected():
             clipboard.copy_lease(self.board, one.lease)
 
@@ -291,23 +291,23 @@ class LeasesScreen(BoardScreen):
             self.board.go_to_gpu(one.lease.gpus[0].uuid)
 
     def action_release(self) -> None:
-        """End the lease, when that is meant."""
+        """Release the lease, after a question."""
         one = self._selected()
         if one is None:
             return
         lease, scene = one.lease, self.board.scene
         assert scene is not None
         if not scene.may_end(lease):
-            self._theirs(lease, "end")
+            self._refuse(lease, "release")
             return
         now = time.time()
         words = [f"{places_words(lease.gpus)}, held until {local(one.until, now)}"]
-        words += [f"It is {lease.owner}'s; as root you may end it."] if not one.mine else []
+        words += [f"Its owner is {lease.owner}; as root you may release it."] if not one.mine else []
         pids = [f"{process.user}'s {process.pid}" for gpu in one.gpus for process in gpu.processes or ()]
         if lease.job is not None:
-            words.append(f"Slurm ends its job {lease.job}, and what runs in it.")
+            words.append(f"Slurm cancels job {lease.job} with its processes.")
         elif pids:
-            words.append(f"Nothing is killed: {', '.join(dict.fromkeys(pids))} will be shown as overdue.")
+            words.append(f"No process is killed: {', '.join(dict.fromkeys(pids))} will be flagged overdue.")
 
         def done(ended: Released) -> None:
             failed = "".join(f"\n{node}: {why}" for node, why in ended.failed.items())
@@ -322,22 +322,23 @@ class LeasesScreen(BoardScreen):
         self.board.push_screen(Confirm(f"Release {lease.id}?", "\n".join(words), verb="Release"), meant)
 
     def action_renew(self) -> None:
-        """Let the lease end at another time."""
+        """Renew the lease."""
         one = self._selected()
         if one is None:
             return
         if not one.mine:
-            self._theirs(one.lease, "renew")
+            self._refuse(one.lease, "renew")
             return
         self.board.push_screen(RenewDialog(one.lease, parse_duration(self.board.core.settings.max_lease)))
 
-    def _theirs(self, lease: Lease, what: str) -> None:
-        words = f"{lease.id} is {lease.owner}'s; only its owner can {what} it" + (", or root" if what == "end" else "")
+    def _refuse(self, lease: Lease, action: str) -> None:
+        root = " or root" if action == "release" else ""
+        words = f"lease {lease.id} belongs to {lease.owner}; only the owner{root} can {action} it"
         self.board.notify(words, severity="warning", markup=False)
 
 
 class RenewDialog(Dialog[str]):
-    """Asks how long from now a lease is to last."""
+    """Asks for how long, from now, to renew a lease."""
 
     def __init__(self, lease: Lease, most_s: float) -> None:
         usual = lasting(min(8 * 3600.0, most_s))
@@ -346,10 +347,10 @@ class RenewDialog(Dialog[str]):
         self._lease = lease
 
     def changed(self) -> None:
-        """Say when it would end."""
+        """Show the new end."""
         now = time.time()
         words = "" if self.wrong() else f"Ends {local(now + parse_duration(self.values['for']), now)}"
-        self.say(words, "good")
+        self.show_message(words, "good")
 
     def commit(self, values: dict[str, str]) -> None:
         """Renew it on all its nodes."""
@@ -365,7 +366,7 @@ class RenewDialog(Dialog[str]):
         def failed(error: Exception) -> None:
             if self.is_attached:
                 self.busy = False
-                self.say(str(error), "bad")
+                self.show_message(str(error), "bad")
 
         board.ask(lambda: board.core.operations.renew(lease, for_s), done, failed)
 
@@ -390,7 +391,7 @@ def _text(one: HeldLease, key: str, now: float) -> str:
 def _holder(lease: Lease) -> str:
     if lease.holder is None:
         return "detached" if lease.job is None else f"job {lease.job}"
-    alive = {True: "", False: " gone", None: " there"}[lease.holder.alive]
+    alive = {True: "", False: " ended", None: " ?"}[lease.holder.alive]
     return f"pid {lease.holder.pid}{alive}"
 
 

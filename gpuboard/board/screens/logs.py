@@ -1,4 +1,4 @@
-"""What one rank writes: both streams, followed while they grow, searched, as large as they may be."""
+"""One rank's output: both streams, followed and searched, of any size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.25
 _STATE_S = 1.0
 _STREAMS = ("both", "out", "err")
-_SIDE = 16  # cells that left and right move
+_SIDE = 16  # cells per left or right
 
 
 class LogScreen(BoardScreen):
@@ -37,7 +37,7 @@ class LogScreen(BoardScreen):
         Binding("slash", "search", "Search", id="log.search"),
         Binding("n", "next", "Next", id="log.next"),
         Binding("N", "previous", "Previous", id="log.previous", show=False),
-        Binding("left_square_bracket", "rank(-1)", "Rank before", id="log.rank-before", show=False),
+        Binding("left_square_bracket", "rank(-1)", "Previous rank", id="log.rank-before", show=False),
         Binding("right_square_bracket", "rank(1)", "Next rank", id="log.rank-next"),
         Binding("s", "streams", "Streams", id="log.streams"),
         Binding("tab", "other", "Other stream", id="log.other", show=False),
@@ -52,10 +52,10 @@ class LogScreen(BoardScreen):
         Binding("right", "right(1)", "Right", id="log.right", show=False),
     ]
     CSS = """
-    LogScreen #head, LogScreen #trouble, LogScreen #said { height: 1; }
-    LogScreen #trouble, LogScreen #said, LogScreen #words { display: none; }
+    LogScreen #head, LogScreen #trouble, LogScreen #message { height: 1; }
+    LogScreen #trouble, LogScreen #message, LogScreen #words { display: none; }
     LogScreen #words { height: 1; }
-    LogScreen #trouble.-shown, LogScreen #said.-shown, LogScreen #words.-shown { display: block; }
+    LogScreen #trouble.-shown, LogScreen #message.-shown, LogScreen #words.-shown { display: block; }
     """
 
     def __init__(self, entry: RunEntry, rank: int) -> None:
@@ -66,17 +66,17 @@ class LogScreen(BoardScreen):
         self._background: Background[tuple[RunEntry | None, str]] = Background(self)
 
     def compose(self) -> ComposeResult:
-        """Whose log it is, what is wrong, the streams, the line to search with, the footer."""
+        """Title, problems, the two streams, messages, the search field, the footer."""
         yield Static(id="head", markup=False)
         yield Static(id="trouble", markup=False)
         yield LogView("stdout", id="out")
         yield LogView("stderr", id="err")
-        yield Static(id="said", markup=False)
-        yield Input(placeholder="look for … (capitals count if there are some)", id="words", compact=True)
+        yield Static(id="message", markup=False)
+        yield Input(placeholder="search … (case matters if you type capitals)", id="words", compact=True)
         yield Footer()
 
     def on_mount(self) -> None:
-        """Show the end of both streams and stay there."""
+        """Show the end of both streams and follow them."""
         self._open()
         self.set_interval(_POLL_S, self._poll)
         self.set_interval(_STATE_S, self._look)
@@ -88,21 +88,21 @@ class LogScreen(BoardScreen):
 
     @property
     def active(self) -> LogView:
-        """The stream that the keys are for."""
+        """The stream that keys act on."""
         return next((view for view in self.views if view.active), self.views[0])
 
     def show(self, scene: Scene) -> None:
-        """Nothing here follows the cluster."""
+        """Nothing to draw: logs do not depend on the cluster."""
 
     def restyle(self) -> None:
-        """Draw anew."""
+        """Redraw with the new look."""
         self._head()
 
     def _open(self) -> None:
         self._pick(self.active)
         for stream in ("out", "err"):
             self.query_one(f"#{stream}", LogView).open(Path(self._entry.view.folder) / f"rank-{self._rank}.{stream}")
-        self._say("")
+        self._show_message("")
         self._head()
         self._look()
 
@@ -127,7 +127,7 @@ class LogScreen(BoardScreen):
                 view.poll()
 
     def _look(self) -> None:
-        """See how the rank does, and whether its log is whole."""
+        """Read the rank's state, and whether its log is complete."""
         if not self.is_current:
             return
         book, run, folder = self.board.core.runbook, self._entry.view.id, Path(self._entry.view.folder)
@@ -144,10 +144,10 @@ class LogScreen(BoardScreen):
 
         self._background.ask(lambda: (book.one(run), log_trouble(folder)), then)
 
-    def _say(self, words: str) -> None:
-        said = self.query_one("#said", Static)
-        said.set_class(bool(words), "-shown")
-        said.update(Text(words, self.board.look.style("dim"), no_wrap=True, overflow="ellipsis"))
+    def _show_message(self, words: str) -> None:
+        message = self.query_one("#message", Static)
+        message.set_class(bool(words), "-shown")
+        message.update(Text(words, self.board.look.style("dim"), no_wrap=True, overflow="ellipsis"))
 
     def _pick(self, view: LogView) -> None:
         for other in self.query(LogView):
@@ -155,52 +155,52 @@ class LogScreen(BoardScreen):
             other.refresh()
 
     def on_log_view_picked(self, message: LogView.Picked) -> None:
-        """The keys are for the stream that was clicked."""
+        """Make the clicked stream the active one."""
         self._pick(message.view)
 
-    def on_log_view_told(self, message: LogView.Told) -> None:
-        """Say what a stream has to say."""
-        self._say(message.words)
+    def on_log_view_notified(self, message: LogView.Notified) -> None:
+        """Show a message of a stream."""
+        self._show_message(message.words)
 
     # Actions
 
     def action_back(self) -> None:
-        """Close the search, stop one that runs, or leave."""
+        """Close the search field, else stop a running search, else leave the screen."""
         words = self.query_one("#words", Input)
         if words.has_class("-shown"):
             words.remove_class("-shown")
             self.set_focus(None)
         elif searching := [view for view in self.views if view.searching]:
             searching[0].stop_search()
-            self._say("the search was stopped")
+            self._show_message("search stopped")
         else:
             self.app.pop_screen()
 
     def action_follow(self) -> None:
-        """Stay at the end while the log grows, or no longer."""
+        """Switch following on or off."""
         if self.active.follow:
             self.active.stay()
         else:
             self.active.bottom()
 
     def action_search(self) -> None:
-        """Ask what to look for."""
+        """Open the search field."""
         words = self.query_one("#words", Input)
         words.add_class("-shown")
         words.value = self.active.words
         self.set_focus(words)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Look for it: below, or above when we are at the end."""
+        """Search downwards, or upwards from the end."""
         event.stop()
         self.query_one("#words", Input).remove_class("-shown")
         self.set_focus(None)
-        self._say("")
+        self._show_message("")
         page = self.active.page
         self._search(event.value, backwards=page is not None and page.at_end)
 
     def _search(self, words: str, *, backwards: bool) -> None:
-        """Look for ``words`` in the streams that are shown, from where we are in the active one if it has anything."""
+        """Search the visible streams for ``words``, from the position in the active one unless it is empty."""
         first, *others = sorted(self.views, key=lambda view: (view.page is None, not view.active))
         for view in (first, *others):
             view.stop_search()
@@ -209,11 +209,11 @@ class LogScreen(BoardScreen):
         first.search(words, backwards=backwards, others=others)
 
     def action_next(self) -> None:
-        """Go to the next match below."""
+        """Go to the next match."""
         self._find(backwards=False)
 
     def action_previous(self) -> None:
-        """Go to the next match above."""
+        """Go to the previous match."""
         self._find(backwards=True)
 
     def _find(self, *, backwards: bool) -> None:
@@ -238,12 +238,12 @@ class LogScreen(BoardScreen):
         self._pick(self.active)
 
     def action_other(self) -> None:
-        """Give the keys to the other stream."""
+        """Make the other stream the active one."""
         views = self.views
         self._pick(views[(views.index(self.active) + 1) % len(views)])
 
     def action_wrap(self) -> None:
-        """Break long lines, or cut them."""
+        """Switch between wrapping and cutting long lines."""
         for view in self.query(LogView):
             view.toggle_wrap()
 
@@ -252,7 +252,7 @@ class LogScreen(BoardScreen):
         self.active.top()
 
     def action_bottom(self) -> None:
-        """Go to the end and stay there."""
+        """Go to the end and follow."""
         self.active.bottom()
 
     def action_rows(self, rows: int) -> None:
@@ -264,5 +264,5 @@ class LogScreen(BoardScreen):
         self.active.move_pages(pages)
 
     def action_right(self, steps: int) -> None:
-        """Show what is further right, or left."""
+        """Scroll right, or left."""
         self.active.move_right(steps * _SIDE)

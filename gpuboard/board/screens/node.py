@@ -1,4 +1,4 @@
-"""One node in detail: its host, its connection with the last error and its cure, and all its GPUs."""
+"""One node in detail: its host, its connection with the last error and its remedy, and all its GPUs."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ GPU_COLUMNS = (
 
 
 def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
-    """Return what is known of a node beside its GPUs."""
+    """Return the lines about a node, its GPUs left out."""
     driver = f"driver {node.driver or '?'}   CUDA {node.cuda or '?'}"
-    if node.age_s is not None or node.source != "nvml":  # nvml is assumed until it was read
+    if node.age_s is not None or node.source != "nvml":  # until the first reading "nvml" is an assumption
         driver += f"   read through {node.source}"
     lines: list[Runs] = [[(node.name, "title"), (f"  {driver}", "")]]
     role = "unknown" if node.connecting else _STATE_ROLES.get(node.state, "unknown")
@@ -75,10 +75,10 @@ def _connection(node: NodeView) -> str:
     if node.source == "slurm":
         return "none: only Slurm shows it (docs/slurm.md, Ways to a node)"
     if node.state == "up":
-        return "up" if node.connected else "lost; the newest reading is still fresh"
+        return "up" if node.connected else "up: connection lost, the newest reading is still fresh"
     if node.state == "stale":
-        return "stale: connected, but silent"
-    return "none" if node.age_s is None else "lost"
+        return "stale: connected, but no new reading"
+    return "unreachable: never connected" if node.age_s is None else "unreachable: connection lost"
 
 
 def _cpu_words(node: NodeView) -> str:
@@ -170,11 +170,11 @@ class NodeScreen(ActingScreen):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Let the arrows move among the GPUs."""
+        """Give the focus to the GPUs: arrow keys move among them."""
         self.query_one("#gpus", Grid).focus()
 
     def show(self, scene: Scene) -> None:
-        """Draw the node as it is now."""
+        """Draw the node."""
         node = scene.nodes.get(self.node_name)
         if node is None:
             return
@@ -183,7 +183,7 @@ class NodeScreen(ActingScreen):
         grid = self.query_one("#gpus", Grid)
         empty = "no GPU"
         if node.age_s is None:
-            empty = f"no GPU is known{' yet' if node.connecting else ''}: the node was never read"
+            empty = f"no GPUs known{' yet' if node.connecting else ''}: no reading from this node"
         if grid.empty != empty:
             grid.empty = empty
             grid.redraw()
@@ -202,11 +202,11 @@ class NodeScreen(ActingScreen):
         return [] if cursor is None else [cursor]
 
     def action_back(self) -> None:
-        """Return to the screen before."""
+        """Return to the previous screen."""
         self.app.pop_screen()
 
     def action_step(self, by: int) -> None:
-        """Show the node before or after this one."""
+        """Show the previous or next node."""
         scene = self.board.scene
         if scene is None:
             return

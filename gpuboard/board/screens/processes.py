@@ -1,4 +1,4 @@
-"""Signals to one's own processes: which one, which signal, is it meant. Other people's are named and left alone."""
+"""Send a signal to one's own process: choose process and signal, confirm. Other users' processes are refused."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SIGNALS = {
     "TERM": "end; a program may save and clean up first",
     "INT": "as ctrl-C does",
     "KILL": "end at once; nothing is saved or cleaned up",
-    "USR1": "what the program makes of it; often: save a checkpoint",
+    "USR1": "defined by the program; often: save a checkpoint",
     "STOP": "pause; its GPU memory stays in use",
-    "CONT": "go on after a pause",
+    "CONT": "continue after a pause",
 }
 
 
 class Running(NamedTuple):
-    """A process and where it runs."""
+    """A process with its node and GPUs."""
 
     node: str
     gpus: str  # "gpu01:0,2"
@@ -50,18 +50,18 @@ def running(scene: Scene, uuids: Sequence[str]) -> list[Running]:
     ]
 
 
-def not_ours(scene: Scene, one: Running) -> str:
+def refusal(scene: Scene, one: Running) -> str:
     """Return why we may not send a signal to a process, "" when we may."""
     process = one.process
     if process.uid is None or process.user is None or process.started is None:
-        return f"process {process.pid} on {one.node}: its owner is hidden, so it is not known to be yours"
+        return f"process {process.pid} on {one.node} has a hidden owner and may not be yours; nothing was sent"
     if scene.uids.get(one.node) != process.uid:
-        return f"process {process.pid} on {one.node} is {process.user}'s; nothing was sent"
+        return f"process {process.pid} on {one.node} belongs to {process.user}; nothing was sent"
     return ""
 
 
 def open_signal(board: BoardApp, uuids: Sequence[str]) -> None:
-    """Let the person choose one of the processes on these GPUs and a signal for it."""
+    """Let the user choose a process on these GPUs and a signal."""
     scene = board.scene
     if scene is None or not (found := running(scene, uuids)):
         board.notify(_none_seen(scene, uuids), markup=False)
@@ -74,7 +74,7 @@ def open_signal(board: BoardApp, uuids: Sequence[str]) -> None:
     def line(one: Running) -> Text:
         process = one.process
         words = f"{process.pid:>8} {fit(process.user or '?', 10)} {fit(one.gpus, 14)} {format_size(process.memory):>8} "
-        return Text(words + fit(process.command, 28), look.style("dim" if not_ours(scene, one) else ""))
+        return Text(words + fit(process.command, 28), look.style("dim" if refusal(scene, one) else ""))
 
     def chosen(key: str | None) -> None:
         if key is not None:
@@ -87,21 +87,23 @@ def _none_seen(scene: Scene | None, uuids: Sequence[str]) -> str:
     places = [scene.devices[uuid] for uuid in uuids if scene is not None and uuid in scene.devices]
     unread = [ChosenGpu(at.node.name, at.gpu.index, at.gpu.uuid) for at in places if at.gpu.processes is None]
     if unread:
-        return f"the processes on {places_words(unread)} could not be read"
-    return f"no process is seen on {'this GPU' if len(uuids) == 1 else 'these GPUs'}"
+        return f"cannot read the processes on {places_words(unread)}"
+    return f"no process on {'this GPU' if len(uuids) == 1 else 'these GPUs'}"
 
 
 def signal_one(board: BoardApp, one: Running) -> None:
-    """Let the person choose a signal for this process, ask whether it is meant, and send it."""
-    if board.scene is None or (words := not_ours(board.scene, one)):
-        board.notify(words if board.scene else "nothing is known yet", severity="warning", markup=False)
+    """Let the user choose a signal for this process, confirm, and send it."""
+    if board.scene is None or (words := refusal(board.scene, one)):
+        board.notify(
+            words if board.scene else "no reading yet; try again in a moment", severity="warning", markup=False
+        )
         return
     process, name = one.process, f"process {one.process.pid} on {one.node}"
 
     def sent(_: None) -> None:
         board.notify(f"signal sent to {name}", markup=False)
 
-    def meant(signal: str) -> None:
+    def send(signal: str) -> None:
         started = process.started
         assert started is not None
         operations = board.core.operations
@@ -113,7 +115,7 @@ def signal_one(board: BoardApp, one: Running) -> None:
         detail = Text(f"{one.node}  pid {process.pid}\n{process.command}\n\nSIG{signal}: {SIGNALS[signal]}")
         verb = f"Send {signal}"
         board.push_screen(
-            Confirm(f"Send SIG{signal} to {name}?", detail, verb=verb), lambda yes: meant(signal) if yes else None
+            Confirm(f"Send SIG{signal} to {name}?", detail, verb=verb), lambda yes: send(signal) if yes else None
         )
 
     options = [(signal, f"{signal:<5} {words}") for signal, words in SIGNALS.items()]

@@ -1,4 +1,4 @@
-"""All runs of this user, and of the one under the cursor everything that is known: ranks, verdicts, what to do."""
+"""All runs of this user, and the one under the cursor in detail: ranks, verdicts, remedies."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _POLL_S = 1.0
 _REASON = "stopped from the board"
 _EMPTY = """No runs yet.
-x launches one: on selected GPUs, on a lease, or on the best that are free.
-`gpuboard launch --n 2 train.py` in a shell does the same."""
+x launches one on selected GPUs, on a lease, or on the best free GPUs.
+In a shell: `gpuboard launch --n 2 train.py`."""
 _LIST = (
     Column("run", "Run", 8),
     Column("state", "State", 9),
@@ -61,13 +61,13 @@ _RANKS = (
 
 
 class StopConfirm(Confirm):
-    """Asks whether to stop a run: with its grace, or at once (``now`` is set then)."""
+    """Asks whether to stop a run: with its grace period, or at once (then ``now`` is set)."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("k", "kill", "Kill now", id="dialog.kill")]
 
     def __init__(self, entry: RunEntry, grace_s: float | None) -> None:
         self.now = False
-        grace = "its grace" if grace_s is None else format_duration(grace_s)
+        grace = "its grace period" if grace_s is None else format_duration(grace_s)
         super().__init__(
             f"Stop run {entry.view.id}?",
             f"{clean(entry.view.target, 200)}\nRanks: {places(entry.view)}\n\n"
@@ -87,13 +87,13 @@ class StopConfirm(Confirm):
         self.action_kill()
 
     def action_kill(self) -> None:
-        """Stop it without grace."""
+        """Stop it without a grace period."""
         self.now = True
         self.dismiss(True)
 
 
 class RunsScreen(BoardScreen):
-    """Every run: a list, and the one under the cursor rank by rank."""
+    """A list of all runs, and the ranks of the one under the cursor."""
 
     TITLE_WORDS = "Runs"
     DEFAULT_CSS = """
@@ -110,7 +110,7 @@ class RunsScreen(BoardScreen):
     ]
 
     def __init__(self, run: str | None = None) -> None:
-        """``run``: where the cursor is to be, as soon as it is there."""
+        """``run``: the cursor goes there when the run appears."""
         super().__init__()
         self._wanted = run
         self._entries: dict[str, RunEntry] = {}
@@ -119,23 +119,23 @@ class RunsScreen(BoardScreen):
         self._background: Background[tuple[list[RunEntry], tuple[str, RunDetail] | None]] = Background(self)
 
     def compose(self) -> ComposeResult:
-        """The list, what is known of the run under its cursor, the ranks."""
+        """The list, details of the run under the cursor, its ranks."""
         yield Grid(_LIST, empty="Reading runs …", id="list")
         yield Pane(id="detail")
         yield Grid(_RANKS, id="ranks")
         yield Footer()
 
     def on_mount(self) -> None:
-        """Look each second."""
+        """Poll the runs every second."""
         self.query_one("#list", Grid).focus()
         self._look()
         self.set_interval(_POLL_S, self._look)
 
     def show(self, scene: Scene) -> None:
-        """The cluster has changed; of it only whether the lease lasts is shown here."""
+        """Nothing to draw: the details take the lease from the newest scene at the next poll."""
 
     def restyle(self) -> None:
-        """Draw anew."""
+        """Redraw with the new look."""
         self._draw()
 
     def jump(self, run: str) -> None:
@@ -150,7 +150,7 @@ class RunsScreen(BoardScreen):
         return None if key is None else self._entries.get(key)
 
     def _look(self) -> None:
-        """Read beside the UI what has changed."""
+        """Read the runs in the background."""
         if not self.is_current:
             return
         book, run = self.board.core.runbook, self._wanted or self.query_one("#list", Grid).cursor
@@ -174,7 +174,7 @@ class RunsScreen(BoardScreen):
 
     def _draw(self) -> None:
         grid = self.query_one("#list", Grid)
-        grid.say(_EMPTY)
+        grid.set_empty(_EMPTY)
         now = time.time()
         grid.set_rows([Row(run, partial(self._cells, entry, now)) for run, entry in self._entries.items()])
         if self._wanted in self._entries:
@@ -234,10 +234,10 @@ class RunsScreen(BoardScreen):
             self.app.push_screen(LogScreen(self.entry, int(event.key)))
 
     def action_log(self) -> None:
-        """Open the log of the rank under the cursor; from the list that of the rank that failed first."""
+        """Open the log of the rank under the cursor; from the list, of the rank that failed first."""
         entry = self.entry
         if entry is None or not entry.view.ranks:
-            self.notify("there is no run with ranks under the cursor", markup=False)
+            self.notify("no run with ranks under the cursor", markup=False)
             return
         ranks = self.query_one("#ranks", Grid)
         chosen = int(ranks.cursor) if ranks.has_focus and ranks.cursor is not None else None
@@ -245,19 +245,19 @@ class RunsScreen(BoardScreen):
         self.app.push_screen(LogScreen(entry, rank))
 
     def action_stop(self) -> None:
-        """Ask, and stop the run under the cursor."""
+        """Stop the run under the cursor, after a question."""
         entry = self.entry
         if entry is None:
             return
         view = entry.view
         if entry.unreadable:
-            self.notify(f"the state of run {view.id} cannot be read", severity="warning", markup=False)
+            self.notify(f"cannot read the state of run {view.id}", severity="warning", markup=False)
             return
         if view.state in FINAL:
             self.notify(f"run {view.id} has ended already: {view.state}", markup=False)
             return
         if entry.elsewhere:
-            words = f"run {view.id} is led from {clean(view.head.host)}; run `gpuboard stop {view.id}` there"
+            words = f"the head of run {view.id} is on {clean(view.head.host)}; run `gpuboard stop {view.id}` there"
             self.notify(words, severity="warning", timeout=12, markup=False)
             return
         grace_s = self._detail[1].grace_s if self._detail and self._detail[0] == view.id else None
@@ -281,7 +281,7 @@ class RunsScreen(BoardScreen):
         board.ask(lambda: ask_to_stop(env, entry.view, grace_s, _REASON), asked)
 
     def action_launch(self) -> None:
-        """Open the dialog that launches."""
+        """Open the launch dialog."""
         open_launch(self.board)
 
 

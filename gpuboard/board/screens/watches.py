@@ -1,4 +1,4 @@
-"""Conditions to be told of ("tell me when"), looked at in every new picture of the cluster; what follows when met."""
+"""Watches: conditions checked in every new scene; when one is met, a notification and, if wanted, a reservation."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 
 
 class Watch(msgspec.Struct, frozen=True):
-    """What is waited for: ``request`` can be had, or ``lease`` or ``run`` has ended; one of the three."""
+    """One condition: GPUs for ``request`` are free, or ``lease`` has ended, or ``run`` has ended."""
 
     number: int
     since: float  # epoch seconds
     request: Request | None = None
     lease: Lease | None = None  # as it was when the watch was set
     run: str | None = None
-    reserve_s: float | None = None  # reserve it at once for so long
+    reserve_s: float | None = None  # seconds; None: notify only
     purpose: str = ""
     met_at: float | None = None
-    words: str = ""  # how it went
+    words: str = ""  # result, or why it could not be reserved yet
 
     @property
     def condition(self) -> str:
-        """What is waited for, in words."""
+        """The condition as text."""
         if self.lease is not None:
             return f"lease {self.lease.id} ends ({self.lease.owner}, {request_form.places_words(self.lease.gpus)})"
         if self.run is not None:
@@ -61,9 +61,9 @@ class Watch(msgspec.Struct, frozen=True):
 
 
 def holds(watch: Watch, scene: Scene, run: RunEntry | None = None) -> str:
-    """Return how the condition is met in ``scene``, in words; "" when it is not, or cannot be known to be.
+    """Return what meets the condition in ``scene`` as text; "" when it is not met or unknown.
 
-    ``run``: the run of a watch for one, as it is now.
+    ``run``: the current state of ``watch.run``.
     """
     if watch.run is not None:
         return "" if run is None or run.live else f"{run.view.state}: {ended_words(run).splitlines()[0]}"
@@ -77,41 +77,41 @@ def holds(watch: Watch, scene: Scene, run: RunEntry | None = None) -> str:
 
 
 class Watches:
-    """The watches of this session of the board."""
+    """The watches of this board."""
 
     def __init__(self, board: BoardApp) -> None:
         self._board = board
         self.all: list[Watch] = []
         self._last = 0
         self._background: Background[list[tuple[Watch, str]]] = Background(board, rest=REST)  # the policy is slow
-        self._taking: tuple[int, Attempt] | None = None  # a watch's number, and the reservation that it is making
+        self._taking: tuple[int, Attempt] | None = None  # the watch that is reserving: its number
 
     @property
     def active(self) -> list[Watch]:
-        """Those that have not been met yet."""
+        """The watches that have not been met."""
         return [watch for watch in self.all if watch.met_at is None]
 
     @property
     def words(self) -> str:
-        """What is watched for, short; "" for nothing."""
+        """A short text for the status line; "" without active watches."""
         active = self.active
         return f"watching for {active[0].condition}" if len(active) == 1 else f"{len(active)} watches" if active else ""
 
     def add(self, watch: Watch) -> None:
-        """Watch for this from now on."""
+        """Add a watch."""
         self._last += 1
         self.all.append(msgspec.structs.replace(watch, number=self._last))
         if self._board.scene is not None:
             self.look(self._board.scene)
 
     def remove(self, number: int) -> None:
-        """Watch for this no longer; what is being reserved for it is given back."""
+        """Remove a watch; a reservation in progress for it is cancelled."""
         self.all = [watch for watch in self.all if watch.number != number]
         if self._taking is not None and self._taking[0] == number:
             self._taking[1].give_up()
 
     def look(self, scene: Scene) -> None:
-        """See which conditions hold in a new scene."""
+        """Check the conditions in a new scene."""
         active = self.active
         if not active or not self._background.rested:
             return
@@ -126,15 +126,15 @@ class Watches:
         there = [(watch, words) for watch, words in met if watch in self.all]  # not removed meanwhile
         for watch, words in there:
             if watch.reserve_s is None:
-                announce(self._board, "It is so" if watch.request else "Ended", f"{watch.condition}: {words}")
+                announce(self._board, "Available" if watch.request else "Ended", f"{watch.condition}: {words}")
                 self._put(watch, words, met=True)
-        # one after the other, those first for which nobody was quicker yet
+        # one at a time; first those whose GPUs were not taken by another user before
         reserve = sorted((watch for watch, _ in there if watch.reserve_s is not None), key=lambda watch: watch.words)
         if reserve and self._taking is None:
             self._reserve(reserve[0])
 
     def _reserve(self, watch: Watch) -> None:
-        """Reserve what was waited for; when somebody is quicker the watch goes on."""
+        """Reserve for a watch; when another user was faster, the watch stays active."""
         request, for_s = watch.request, watch.reserve_s
         assert request is not None and for_s is not None
         operations, attempt = self._board.core.operations, Attempt()
@@ -143,7 +143,7 @@ class Watches:
         def taken(allocation: Allocation) -> None:
             self._taking = None
             operations.published(allocation)
-            if attempt.given_up:  # removed a moment before we were told: it is being given back
+            if attempt.given_up:  # the watch was removed meanwhile: the lease is being released
                 return
             announce(self._board, f"Reserved: {allocation.lease.id}", taken_words(allocation))
             self._put(watch, f"reserved as {allocation.lease.id}", met=True)
@@ -152,10 +152,10 @@ class Watches:
             self._taking = None
             if isinstance(error, Refused) and error.refusal.code == 4:
                 now = time.time()
-                self._put(watch, f"somebody was quicker at {request_form.local(now, now)}", met=False)
+                self._put(watch, f"another user was faster at {request_form.local(now, now)}", met=False)
             elif watch in self.all:
-                self._board.tell(GpuboardError(f"{watch.condition}: {request_form.plain(str(error))}"))
-                self._put(watch, f"could not be reserved: {request_form.plain(str(error))}", met=True)
+                self._board.show_error(GpuboardError(f"{watch.condition}: {request_form.plain(str(error))}"))
+                self._put(watch, f"could not reserve: {request_form.plain(str(error))}", met=True)
 
         self._board.ask(lambda: operations.reserve(request, for_s, watch.purpose, attempt), taken, refused)
 
@@ -167,44 +167,44 @@ class Watches:
 def _holds(watch: Watch, scene: Scene, runbook: Runbook) -> str:
     try:
         return holds(watch, scene, runbook.one(watch.run) if watch.run is not None else None)
-    except GpuboardError:  # a node that was named has left the inventory: checked when the watch was set
+    except GpuboardError:  # a named node has left the inventory since the watch was set
         return ""
 
 
 class WatchDialog(Dialog[Watch]):
-    """Asks what to wait for. ``ends``: the lease whose end is offered first."""
+    """Asks for the condition. ``ends``: a lease whose end to wait for, as the default."""
 
     def __init__(self, scene: Scene, most_s: float, ends: str = "") -> None:
         self._scene = scene
-        self._runs: frozenset[str] = frozenset()  # that go on
+        self._runs: frozenset[str] = frozenset()  # live runs
 
         def what(text: str) -> str:
             if text in self._scene.by_lease or text in self._runs:
                 return ""
             return number(1, request_form.MOST)(text) and "a number, a lease or a run"
 
-        usual = request_form.lasting(min(8 * 3600.0, most_s))
+        default = request_form.lasting(min(8 * 3600.0, most_s))
         super().__init__(
-            "Tell me when",
+            "Notify me when",
             [
                 Field("what", "Wait for", ends or "1", "free GPUs, or a lease or run", what),
                 Field("model", "Model", "", "any; a part of its name: H100"),
                 Field("memory", "Free memory", "", "any; of each: 40GiB", size),
                 Field("nodes", "Nodes", "", "any number; at most 1, 2, …", number(1, 4096, needed=False)),
-                Field("reserve", "Reserve", "", "at once when it is so", toggle=True),
-                Field("for", "For", usual, f"at most {request_form.lasting(most_s)}", duration(most_s)),
+                Field("reserve", "Reserve", "", "as soon as available", toggle=True),
+                Field("for", "For", default, f"at most {request_form.lasting(most_s)}", duration(most_s)),
                 Field("purpose", "Purpose", "", "shown to others"),
             ],
             verb="Watch",
         )
 
     def compose(self) -> ComposeResult:
-        """The fields; what is typed into them is looked at from the first message on."""
+        """Create the planner before the fields: they send messages at once."""
         self._planner = Planner(self.board, self._answered)
         yield from super().compose()
 
     def on_mount(self) -> None:
-        """Ask which runs go on."""
+        """Read which runs are live."""
         super().on_mount()
         runbook = self.board.core.runbook
 
@@ -216,19 +216,19 @@ class WatchDialog(Dialog[Watch]):
         self.board.ask(lambda: frozenset(run.view.id for run in runbook.read() if run.live), known)
 
     def show(self, scene: Scene) -> None:
-        """Look again: what is free has changed."""
+        """Ask again: free GPUs may have changed."""
         self._scene = scene
         if self.is_mounted and not self.wrong():
             self._planner.look_again(self._watch(self.values).request)
 
     def changed(self) -> None:
-        """Say whether it is so now."""
+        """Show whether the condition is met now."""
         if self.wrong():
-            self.say("")
+            self.show_message("")
             return
         watch = self._watch(self.values)
         if watch.request is None:
-            self.say(f"Tells you when {watch.condition}")
+            self.show_message(f"Notifies you when {watch.condition}")
             return
         self._planner.look(watch.request)
 
@@ -236,15 +236,15 @@ class WatchDialog(Dialog[Watch]):
         if not self.is_attached or self.wrong() or request != self._watch(self.values).request:
             return
         if isinstance(answer, Choice):
-            self.say(f"It is so now: {request_form.places_words(answer.gpus)}", "good")
+            self.show_message(f"Available now: {request_form.places_words(answer.gpus)}", "good")
         elif isinstance(answer, str):
-            self.say(answer, "bad")
+            self.show_message(answer, "bad")
         else:
             words, never = request_form.refusal_words(answer)[0], answer.code == 3
-            self.say(f"Never here: {words}" if never else f"Not now: {words}", "warn" if never else "")
+            self.show_message(f"Impossible here: {words}" if never else f"Not now: {words}", "warn" if never else "")
 
     def commit(self, values: dict[str, str]) -> None:
-        """Set the watch."""
+        """Return the watch."""
         self.dismiss(self._watch(values))
 
     def _watch(self, values: dict[str, str]) -> Watch:
@@ -258,9 +258,9 @@ class WatchDialog(Dialog[Watch]):
 
 
 def open_watch(board: BoardApp, ends: str = "") -> None:
-    """Ask what to wait for, and wait for it. ``ends``: the lease whose end is offered first."""
+    """Ask for a condition and set a watch. ``ends``: a lease whose end to wait for, as the default."""
     if board.scene is None:
-        board.notify("nothing is known yet", markup=False)
+        board.notify("no reading yet; try again in a moment", markup=False)
         return
 
     def set_(watch: Watch | None) -> None:
@@ -272,7 +272,7 @@ def open_watch(board: BoardApp, ends: str = "") -> None:
 
 
 class WatchesScreen(BoardScreen):
-    """What is watched, and what was met."""
+    """All watches, active and met."""
 
     TITLE_WORDS = "Watches"
     DEFAULT_CSS = """
@@ -290,10 +290,10 @@ class WatchesScreen(BoardScreen):
         yield Grid(
             (
                 Column("since", "Since", 10),
-                Column("condition", "Tell me when", 30, weight=2, least=24),
+                Column("condition", "Notify when", 30, weight=2, least=24),
                 Column("state", "State", 30, weight=2, least=16),
             ),
-            empty="Nothing is watched.\n\na: be told when so many GPUs are free, or a lease or a run ends.",
+            empty="No watches.\n\na adds one: for free GPUs, or for the end of a lease or a run.",
             id="watches",
         )
         yield Footer()
@@ -315,14 +315,14 @@ class WatchesScreen(BoardScreen):
         self.query_one(Grid).set_rows(rows)
 
     def action_add(self) -> None:
-        """Set a watch."""
+        """Add a watch."""
         open_watch(self.board)
 
     def action_remove(self) -> None:
-        """Forget the watch under the cursor."""
+        """Remove the watch under the cursor."""
         cursor = self.query_one(Grid).cursor
         if cursor is None:
-            self.board.notify("nothing is watched; a sets a watch", markup=False)
+            self.board.notify("no watches; a adds one", markup=False)
             return
         self.board.watches.remove(int(cursor))
         if self.board.scene is not None:

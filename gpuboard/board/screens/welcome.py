@@ -1,4 +1,4 @@
-"""A first start without any GPU: look at a simulated cluster, name the nodes, or see why this machine shows none."""
+"""The first start on a machine without GPUs: try a simulated cluster, name the nodes, or see why there are none."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from gpuboard.model.snapshot import NodeView
 
 _CHECKS = (
-    ("Has it an NVIDIA GPU?", "lspci -d 10de:   (AMD and Intel GPUs are not supported)"),
-    ("Is the driver installed?", "nvidia-smi lists the GPUs when it is; CUDA alone is not the driver"),
+    ("Is there an NVIDIA GPU?", "lspci -d 10de:   (AMD and Intel GPUs are not supported)"),
+    ("Is the driver installed?", "then nvidia-smi lists the GPUs; CUDA does not include the driver"),
     ("In a container?", "docker run --gpus all …, apptainer exec --nv …"),
-    ("In WSL?", "the driver belongs into Windows; its library is in /usr/lib/wsl/lib"),
-    ("After an update?", "a driver that was updated under a running system needs a reboot"),
+    ("In WSL?", "install the driver in Windows; its library is in /usr/lib/wsl/lib"),
+    ("After an update?", "a driver updated on a running system needs a reboot"),
 )
 
 
 def welcome(board: BoardApp, scene: Scene) -> bool:
-    """Offer what one can do where there is no GPU; return whether the first look at the nodes is over."""
+    """Offer choices where there is no GPU; return whether a node has been read or the offer made."""
     core = board.core
     node = bare_machine(core.nodes.values(), core.settings, scene.snapshot)
     if node is not None:
@@ -43,9 +43,9 @@ def welcome(board: BoardApp, scene: Scene) -> bool:
 
 def _offer(board: BoardApp, node: NodeView) -> None:
     options = [
-        ("demo", _option("Look at a simulated cluster", "gpuboard demo --board; nothing to install or to break")),
-        ("nodes", _option("Name the nodes that have GPUs", "what you reach with ssh, as gpu01 or gpu[01-04]")),
-        ("here", _option("Why does this machine show none?", f"{clean(node.name, 40)}: {clean(why_bare(node))}")),
+        ("demo", _option("Try a simulated cluster", "gpuboard demo --board; it changes nothing on this machine")),
+        ("nodes", _option("Name the nodes that have GPUs", "hosts that you reach with ssh: gpu01 or gpu[01-04]")),
+        ("here", _option("Why are there no GPUs on this machine?", f"{clean(node.name, 40)}: {clean(why_bare(node))}")),
     ]
 
     def chosen(key: str | None) -> None:
@@ -56,7 +56,7 @@ def _offer(board: BoardApp, node: NodeView) -> None:
         elif key == "here":
             board.push_screen(WhyNone(node), lambda _: _offer(board, node))
 
-    board.push_screen(Choose("No GPU here, and no nodes are named yet. What now?", options), chosen)
+    board.push_screen(Choose("No GPU here and no nodes configured. What next?", options), chosen)
 
 
 def _option(title: str, words: str) -> Text:
@@ -69,16 +69,18 @@ class NameNodes(Dialog[bool]):
     def __init__(self) -> None:
         fields = [
             Field("nodes", "Nodes", "", "or ssh_config:gpu*", _some),
-            Field("keep", "Keep", YES, "", toggle=True),
+            Field("keep", "Save", YES, "", toggle=True),
         ]
-        super().__init__("The nodes that have GPUs, by the names that ssh knows them by", fields, verb="Show them")
+        super().__init__("Nodes with GPUs, by their ssh host names", fields, verb="Show them")
 
     def changed(self) -> None:
-        """Say where they would be kept."""
-        self.say(f"kept in {config_of(self.board.core.env)}" if self.values["keep"] else "for this time alone", "dim")
+        """Show where the names would be saved."""
+        self.show_message(
+            f"saved in {config_of(self.board.core.env)}" if self.values["keep"] else "for this start only", "dim"
+        )
 
     def commit(self, values: dict[str, str]) -> None:
-        """Check the names, keep them, and start again."""
+        """Check the names, save them, and restart."""
         board, text, keep = self.board, values["nodes"], values["keep"]
         self.busy = True
 
@@ -95,7 +97,7 @@ class NameNodes(Dialog[bool]):
         def failed(error: GpuboardError) -> None:
             if self.is_attached:
                 self.busy = False
-                self.say(str(error), "bad")
+                self.show_message(str(error), "bad")
 
         board.ask(work, done, failed)
 
@@ -105,14 +107,14 @@ def _some(text: str) -> str:
 
 
 class WhyNone(Box[None]):
-    """What was looked for on this machine, and what to check."""
+    """Why this machine shows no GPU, and what to check."""
 
     DEFAULT_CSS = """
     WhyNone #words { height: auto; }
     """
 
     def __init__(self, node: NodeView) -> None:
-        super().__init__(f"Why {clean(node.name, 40)} shows no GPU")
+        super().__init__(f"Why {clean(node.name, 40)} has no GPUs")
         self._node = node
 
     def inside(self) -> ComposeResult:
@@ -122,11 +124,11 @@ class WhyNone(Box[None]):
         for question, words in _CHECKS:
             text.append(f"\n{question}\n")
             text.append(f"  {words}\n", dim)
-        text.append("\nThe board shows the GPUs as soon as the driver does.")
+        text.append("\nThe board shows the GPUs as soon as the driver finds them.")
         yield Static(text, id="words", markup=False)
 
     def buttons(self) -> Iterator[Button]:
-        """The way back."""
+        """Back."""
         yield Button(Content("Back"), id="back", compact=True)
 
     def on_mount(self) -> None:

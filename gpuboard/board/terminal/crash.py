@@ -1,4 +1,4 @@
-"""What is said of an exception that nobody expected: one line, and a file with the rest to send along. No textual."""
+"""The report of an unexpected exception: a short message, and a file with the traceback. No textual."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpuboard import __version__, paths
 
 
 def report(error: BaseException, env: Mapping[str, str]) -> str:
-    """Return what to tell, where to report it included; the traceback goes to a private file in the state folder."""
+    """Return the message for the user; write the traceback to a private file in the state folder."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

@@ -1,4 +1,4 @@
-"""The driver of a real terminal: textual's; a first frame stays, and bytes that are no UTF-8 do not end the board."""
+"""The driver of a real terminal: keeps the first frame, survives SIGSTOP and input that is not UTF-8."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _ALTERNATE = "\x1b[?1049h"
 class TerminalDriver(ContinueHookDriver):
     """See the module's docstring."""
 
-    _inside = False  # in the alternate screen already
+    _inside = False  # already in the alternate screen
 
     def start_application_mode(self) -> None:
-        """Take the terminal, from the first frame where there is one."""
+        """Set up the terminal, or take it over after the first frame."""
         guard = cast("BoardApp", app_of(self)).guard
         self._inside = guard is not None and guard.hand_over()
         super().start_application_mode()  # type: ignore[no-untyped-call]
         if guard is not None and self._inside:
-            self.attrs_before = guard.attributes  # the ones that textual found were ours
+            self.attrs_before = guard.attributes  # textual has saved the settings of the first frame
         self._inside = False
 
     def on_continue(self) -> None:
@@ -46,12 +46,12 @@ class TerminalDriver(ContinueHookDriver):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def write(self, data: str) -> None:
-        """Write, but do not enter the alternate screen twice: most terminals blank it then."""
+        """Write, but do not enter the alternate screen twice: most terminals clear it then."""
         if not (self._inside and data == _ALTERNATE):
             super().write(data)
 
     def run_input_thread(self) -> None:
-        """Read keys until the board ends. What cannot be decoded is passed over, with what was read along with it."""
+        """Read keys until the board ends. Input that is not UTF-8 is dropped with all that was read with it."""
         while True:
             try:
                 super().run_input_thread()

@@ -1,7 +1,7 @@
-"""The first frame: this machine's GPUs in the board's own layout, written while textual, 0.2 s of it, is imported.
+"""The first frame: this machine's GPUs in the board's layout, written while textual is imported (0.2 s).
 
-It is drawn by what draws the board: header, picture and theme, which need no textual. The board's own first frame
-covers every cell of it. No textual.
+It is drawn with the board's header, picture and theme, which need no textual. The board's own first frame covers every
+cell of it. No textual.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from gpuboard.board.theme import file as themefile
 from gpuboard.board.theme.styles import ASCII, UNICODE, Glyphs, Look
 from gpuboard.board.widgets.header import header
 
-_WAIT_S = 5.0  # for the node's answer; textual is there long before
-_SIDE, _SIDE_FROM = 64, 160  # ClusterScreen shows the cursor's GPU at the side, that wide, on terminals that wide
-_EDGE = 1  # cells that the picture leaves free at its left, and at its right for the scroll bar
+_WAIT_S = 5.0  # for the first reading; the import of textual ends long before
+_SIDE, _SIDE_FROM = 64, 160  # width of ClusterScreen's side panel, and least width of a terminal that has it
+_EDGE = 1  # free cells at the picture's left, and at its right for the scroll bar
 
 
 class FirstFrame:
-    """Waits in a thread for the node's first reading and writes it, once, unless it is told to ``end`` before."""
+    """Waits in a thread for the node's first reading and writes one frame, unless ``end`` is called before."""
 
     def __init__(self, core: Core, guard: Guard) -> None:
         self._core = core
@@ -42,11 +42,11 @@ class FirstFrame:
         self._shown: Scene | None = None
 
     def start(self) -> None:
-        """Begin to wait."""
+        """Start the thread."""
         threading.Thread(target=self._wait, name="first-frame", daemon=True).start()
 
     def end(self) -> Scene | None:
-        """Write nothing from now on; return what is shown, None where nothing is."""
+        """Stop; return the scene of the written frame, or None."""
         self._over.set()
         with self._lock:
             return self._shown
@@ -58,7 +58,7 @@ class FirstFrame:
         try:
             scene = self._core.scene()
             frame = draw(scene, self._core, shutil.get_terminal_size())
-        except Exception:  # a bug: the board meets it, too, and says it
+        except Exception:  # a bug: the board runs into it, too, and reports it
             return
         with self._lock:
             if not self._over.is_set() and self._guard.enter(frame):
@@ -66,14 +66,14 @@ class FirstFrame:
 
 
 def draw(scene: Scene, core: Core, size: tuple[int, int]) -> str:
-    """Return what draws ``scene`` on a terminal of ``size`` (columns, lines) as the board will when it starts."""
+    """Return the output that draws ``scene`` on a terminal of ``size`` (columns, lines) like the board's start."""
     columns, rows = size
     kept, _ = preferences.load(core.env)
     glyphs = core.settings.glyphs
     unicode = is_utf8(core.env) if glyphs == "auto" else glyphs == "unicode"
     look, base = look_for(core, kept.theme, UNICODE if unicode else ASCII)
-    said: list[Runs] = [*header(scene, columns, tall=rows >= 24), *(((f" {words}", "bad"),) for words in scene.banners)]
-    lines = [fit_runs(runs_of(Cell(runs), base, look), columns, base, ellipsis=look.glyphs.ellipsis) for runs in said]
+    top: list[Runs] = [*header(scene, columns, tall=rows >= 24), *(((f" {words}", "bad"),) for words in scene.banners)]
+    lines = [fit_runs(runs_of(Cell(runs), base, look), columns, base, ellipsis=look.glyphs.ellipsis) for runs in top]
     if kept.view.view == "picture" and not kept.view.filter:
         lines += _picture(scene, kept.view, columns, base, look)
     lines = lines[:rows] + [[(" " * columns, base)]] * (rows - len(lines))
@@ -86,7 +86,7 @@ def draw(scene: Scene, core: Core, size: tuple[int, int]) -> str:
 
 
 def _picture(scene: Scene, view: ViewState, columns: int, base: Style, look: Look) -> list[Styled]:
-    """Return the picture's lines, the cursor on the first GPU."""
+    """Return the picture's lines with the cursor on the first GPU."""
     items = arrange_nodes(scene, view)
     first = next((item for item in items if isinstance(item, NodeRow)), None)
     if first is None:
@@ -108,15 +108,15 @@ def _picture(scene: Scene, view: ViewState, columns: int, base: Style, look: Loo
 
 
 def look_for(core: Core, kept: str | None, glyphs: Glyphs) -> tuple[Look, Style]:
-    """Return what the board will draw with, and the style of its ground; a theme that is none is drawn plain."""
+    """Return the board's Look and the style of its background; plain for an invalid theme."""
     files = {path.stem: path for folder in themefile.folders(core.env) for path in folder.glob("*.toml")}
     name = themefile.choose(core.env, core.settings.theme, kept, files)
     try:
-        said = themefile.read(files[name])
-        if said.like:
-            said = themefile.onto(themefile.read(files[said.like]), said)
-        styles = {role: themefile.style(text, role, _color) for role, text in (said.states | said.roles).items()}
-        base = Style(color=_color(said.colors["foreground"], ""), bgcolor=_color(said.colors["background"], ""))
+        theme = themefile.read(files[name])
+        if theme.like:
+            theme = themefile.onto(themefile.read(files[theme.like]), theme)
+        styles = {role: themefile.style(text, role, _color) for role, text in (theme.states | theme.roles).items()}
+        base = Style(color=_color(theme.colors["foreground"], ""), bgcolor=_color(theme.colors["background"], ""))
     except (themefile.BadTheme, KeyError):
         return Look({}, glyphs), Style()
     if name == "plain":
@@ -125,7 +125,7 @@ def look_for(core: Core, kept: str | None, glyphs: Glyphs) -> tuple[Look, Style]
 
 
 def _color(text: str, _: str) -> Color:
-    """Return a colour; those that only textual knows by name are the terminal's own until it is there."""
+    """Return a colour; names that only textual has become the terminal's default until it is imported."""
     try:
         return Color.parse(text.removeprefix("ansi_"))
     except ColorParseError:
@@ -133,7 +133,7 @@ def _color(text: str, _: str) -> Color:
 
 
 def _colors(env: Mapping[str, str]) -> ColorSystem:
-    """Return how many colours the terminal shows, as rich will find."""
+    """Return the terminal's colour system, as rich will."""
     if env.get("COLORTERM", "") in {"truecolor", "24bit"}:
         return ColorSystem.TRUECOLOR
     return ColorSystem.EIGHT_BIT if themefile.many_colors(env) else ColorSystem.STANDARD

@@ -1,6 +1,6 @@
-"""What every line passes on its way to the terminal: without colour, or in ASCII, where the terminal asks for that.
+"""Filters for every drawn line: no colour, or ASCII only, where the terminal requires it.
 
-One filter for all there is: borders, scroll bars, the footer, and the nodes' text alike.
+They apply to everything: borders, scroll bars, footer, and text from nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpuboard.board.text.ascii import to_ascii
 
 
 class AsciiFilter(LineFilter):
-    """Draw lines of ASCII: frames as ``+ - |``, what has no like as ``?``, every cell in its place."""
+    """Draw in ASCII: frames as ``+ - |``, characters without an equivalent as ``?``; widths are kept."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         """Return the segments of one line, in ASCII."""
@@ -24,14 +24,14 @@ class AsciiFilter(LineFilter):
 
     @staticmethod
     def _ascii(segment: Segment) -> Segment:
-        """Return a segment in ASCII; the ends of a scroll bar, parts of a cell in height, would look like data."""
+        """Return a segment in ASCII; parts of a scroll bar become blanks, as they would look like data."""
         bar = segment.style is not None and "@mouse.down" in segment.style.meta
         text = " " * segment.cell_length if bar else to_ascii(segment.text)
         return Segment(text, segment.style, segment.control)
 
 
 class ColorlessFilter(LineFilter):
-    """Leave letters, bold, dim, underline and reverse, and no colour."""
+    """Remove colour; keep bold, dim, underline and reverse."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         """Return the segments of one line, without colour."""

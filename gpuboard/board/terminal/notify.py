@@ -1,4 +1,4 @@
-"""Telling a person who may be looking elsewhere: toast, bell, and the terminal's own notification (OSC 9 and 777)."""
+"""Notifications for a user who may be in another window: toast, bell, and the terminal's own (OSC 9 and 777)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from gpuboard.model.text import clean
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
 
-_LONG = 200  # characters; notifications of desktops show less
-_TOAST_S = 60.0  # whoever was told to come back should still see why
-# Terminals that know both would show it twice; those not listed get both, and pass over what they do not know.
+_LONG = 200  # characters; desktop notifications show less
+_TOAST_S = 60.0  # long enough for a user who comes back to the board
+# Terminals that support both would show two notifications. Others get both sequences and ignore the unknown one.
 _ONE = {"xterm-kitty": 777, "xterm-ghostty": 777, "wezterm": 777, "foot": 777, "rxvt-unicode-256color": 777}
 
 
 def announce(board: BoardApp, title: str, words: str) -> None:
-    """Tell it in every way this terminal may know."""
+    """Notify in every way that this terminal may support."""
     board.notify(words, title=title, timeout=_TOAST_S, markup=False)
     board.bell()
     write_to_terminal(board, sequences(title, words, board.core.env))
 
 
 def sequences(title: str, words: str, env: Mapping[str, str]) -> str:
-    """Return the terminal's notifications, of text that can neither end the sequence nor begin another.
+    """Return the terminal's notification sequences; the text can neither end a sequence nor start another.
 
-    OSC 9: iTerm2's; begins with a letter, as ``9;4`` is a progress bar elsewhere. OSC 777: rxvt-unicode's
-    (``777;notify;title;text``). Under tmux both go in its pass-through (tmux(1), ``allow-passthrough``).
+    OSC 9 is iTerm2's; its text starts with a letter, because ``9;4`` is a progress bar elsewhere. OSC 777 is
+    rxvt-unicode's (``777;notify;title;text``). In tmux both are in its pass-through (tmux(1), ``allow-passthrough``).
     """
     head, body = _inert(title), _inert(words)
     nine = f"\x1b]9;gpuboard: {head}: {body}\x07"

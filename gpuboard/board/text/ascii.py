@@ -1,4 +1,4 @@
-"""Text in ASCII, for terminals that show nothing else; every character in as many cells as before (pure)."""
+"""Text in ASCII for terminals without Unicode; every character keeps its width (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIKE = {
 
 @lru_cache(1024)
 def to_ascii(text: str) -> str:
-    """Return ``text`` in ASCII; it takes as many cells as before."""
+    """Return ``text`` in ASCII; its width in cells is unchanged."""
     return "".join(character if character.isascii() else _alike(character) for character in text)
 
 

@@ -1,7 +1,7 @@
-"""Text into cells of a fixed width: cut, padded and aligned, whatever it is made of. Pure; knows no colours.
+"""Text in cells of a fixed width: cut, padded and aligned, for any characters. Pure; knows no colours.
 
-Terminals disagree on what sequences of characters take: flags, joined emoji, emoji with a skin tone or a variation
-selector, piled-up combining marks. Such sequences are taken apart into characters that all terminals draw equally wide.
+Terminals disagree on the width of some sequences: flags, joined emoji, emoji with a skin tone or a variation selector,
+many combining marks. Such sequences are split into characters that have the same width in all terminals.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from rich.cells import cell_len, get_character_cell_size
 
 S = TypeVar("S")
 
-_MARKS_KEPT = 2  # combining marks on one character; more is a pile that runs over neighbouring lines
-_REGIONAL = range(0x1F1E6, 0x1F200)  # letters of flags: two of them are one flag here and two there
+_MARKS_KEPT = 2  # combining marks per character; more would overlap neighbouring lines
+_REGIONAL = range(0x1F1E6, 0x1F200)  # letters of flags: a pair is one flag in some terminals, two letters in others
 _SKIN_TONES = range(0x1F3FB, 0x1F400)
-_LEFT_TO_RIGHT = "\u200e"  # ends what a terminal that reorders right-to-left text would move into the next column
+_LEFT_TO_RIGHT = "\u200e"  # LEFT-TO-RIGHT MARK: right-to-left text ends before the next column
 
 
 def inert(text: str) -> str:
-    """Return ``text`` in characters whose widths all terminals agree on; printable ASCII is returned as it is."""
+    """Return ``text`` in characters of the same width in all terminals; printable ASCII is unchanged."""
     if text.isascii() and text.isprintable():
         return text
     kept: list[str] = []
-    marks = _MARKS_KEPT  # none is kept where there is no character to sit on
+    marks = _MARKS_KEPT  # drops marks without a base character
     for char in unicodedata.normalize("NFC", text):
         code = ord(char)
         category = unicodedata.category(char)
@@ -47,13 +47,13 @@ def inert(text: str) -> str:
 
 
 def width(text: str) -> int:
-    """Return how many terminal cells ``text``, made inert, takes."""
+    """Return the width of ``inert(text)`` in terminal cells."""
     text = inert(text)
     return len(text) if text.isascii() else cell_len(text)
 
 
 def fit(text: str, size: int, *, right: bool = False, ellipsis: str = "…") -> str:
-    """Return ``text`` in exactly ``size`` terminal cells; what does not fit is cut and ends in ``ellipsis``."""
+    """Return ``text`` in exactly ``size`` terminal cells; text that is too long is cut and ends in ``ellipsis``."""
     if text.isascii() and text.isprintable() and len(text) <= size:
         return text.rjust(size) if right else text.ljust(size)
     return "".join(part for part, _ in fit_runs([(text, None)], size, None, right=right, ellipsis=ellipsis))
@@ -62,15 +62,15 @@ def fit(text: str, size: int, *, right: bool = False, ellipsis: str = "…") -> 
 def fit_runs(
     runs: Iterable[tuple[str, S]], size: int, pad: S, *, right: bool = False, ellipsis: str = "…"
 ) -> list[tuple[str, S]]:
-    """Return runs of (text, style) that take exactly ``size`` terminal cells; ``pad`` is the style of what is added."""
+    """Return runs of (text, style) that take exactly ``size`` terminal cells; ``pad`` is the style of padding."""
     fitted: list[tuple[str, S]] = []
     left = size
     for text, style in runs:
-        # A character takes one cell at least, with its marks it is three long: enough of a 10 kB title to cut it.
+        # A cell takes at most three characters (two marks): avoids cleaning all of a 10 kB title.
         clean = inert(text[: 4 * left + 8])
         used = len(clean) if clean.isascii() else cell_len(clean)
         if used > left:
-            if left <= 0 and fitted:  # full to the last cell, and more was to come: make room for the sign
+            if left <= 0 and fitted:  # full, and there is more text: make space for the ellipsis
                 clean, last = fitted.pop()
                 left = cell_len(clean)
             else:
@@ -89,7 +89,7 @@ def fit_runs(
 
 
 def _cut(text: str, size: int, ellipsis: str) -> Iterable[str]:
-    """Cut ``text`` to ``size`` cells, the last of them the sign that it was cut (one cell, or none)."""
+    """Cut ``text`` to ``size`` cells, the ellipsis (one cell, or none) included."""
     if size <= 0:
         return
     room = size - len(ellipsis)

@@ -1,4 +1,4 @@
-"""Names and numbers as the board writes them: short, of fixed form, ``?`` for what is unknown (pure)."""
+"""Names and numbers in the board's short, fixed forms; ``?`` for unknown (pure)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ FLAG_MARKS: Mapping[str, str] = {"rogue": "!", "disputed": "d", "overdue": "o", 
 
 @lru_cache(maxsize=1024)
 def short_model(name: str) -> str:
-    """Return a GPU's name as people say it: ``NVIDIA H100 80GB HBM3`` → ``H100 80GB``."""
+    """Return a GPU's usual name: ``NVIDIA H100 80GB HBM3`` → ``H100 80GB``."""
     words = [word for word in re.split(r"[\s-]+", name) if word and word.lower() not in _MAKERS]
     return " ".join(word for word in words if not _PACKAGE.fullmatch(word)) or name or UNKNOWN
 
 
 def shortest_model(model: str) -> str:
-    """Return a name as ``short_model`` makes it without the size of its memory: ``H100``."""
+    """Return a name from ``short_model`` without the memory size: ``H100``."""
     return " ".join(word for word in model.split() if not re.fullmatch(r"[0-9]+G(i?B)?", word)) or model
 
 
 def age(seconds: float | None) -> str:
-    """Return how old a reading is; what is younger than a second and a half does not flicker between 0 and 1."""
+    """Return the age of a reading, at least 1 s: 0 and 1 would alternate."""
     return UNKNOWN if seconds is None else format_duration(max(1, round(seconds)))
 
 
 def gib(size: int | None) -> str:
-    """Return bytes as whole GiB without the unit; some, but less than a half, is ``<1``."""
+    """Return bytes as whole GiB without the unit; more than 0 and less than a half is ``<1``."""
     if size is None:
         return UNKNOWN
     return "<1" if 0 < size < 2**29 else str(round(size / 2**30))
 
 
 def pair(used: int | None, total: int | None, size: int) -> str:
-    """Return used and total memory in GiB, ``61/80G``; the slashes of a column stand below each other."""
+    """Return used and total memory in GiB, ``61/80G``; the slashes in a column are aligned."""
     return f"{gib(used):>{size}}/{gib(total)}G"
 
 

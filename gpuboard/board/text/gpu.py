@@ -1,4 +1,4 @@
-"""One GPU in lines of text: what it is, who has it, its last minutes, its links and its health (pure)."""
+"""One GPU as lines of text: identity, users, plots of the last minutes, links and health (pure)."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from gpuboard.model.snapshot import GpuView, NodeView, shown_flags
 from gpuboard.model.units import format_duration, format_size
 
 FLAG_WORDS = {
-    "rogue": "a process of someone who does not hold it",
-    "idle": "held, but not used for a while",
-    "overdue": "its lease has ended, its owner's processes have not",
-    "disputed": "two leases claim it, or a job and a lease",
-    "sick": "see its health",
+    "rogue": "a process of a user who does not hold it",
+    "idle": "reserved or allocated, but unused for a while",
+    "overdue": "its lease has ended, processes of its owner still run",
+    "disputed": "held by two leases, or by a job and a lease",
+    "sick": "see Health",
     "mig": "split into MIG devices",
 }
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 _CELL = 6  # of a matrix of links
-_TWO_COLUMNS = 72  # from this width two plots stand side by side
+_TWO_COLUMNS = 72  # least width for two plots side by side
 
 
 class Frame(NamedTuple):
-    """How readings are drawn: in how many cells, each plot of how many lines, and with which glyphs."""
+    """How readings are drawn: width in cells, lines per plot, glyphs."""
 
     width: int
     height: int
@@ -50,7 +50,7 @@ class _Reading(NamedTuple):
 
 
 def head(place: Place, scene: Scene, width: int) -> list[Runs]:
-    """Return what a GPU is, its state with the reason, and who has it until when."""
+    """Return a GPU's identity, its state with the reason, and its leases and jobs."""
     node, gpu = place.node, place.gpu
     lines: list[Runs] = [[(f"{node.name}  GPU {gpu.index}", "title"), (f"  {gpu.name}", "")]]
     place_words = [gpu.pci_bus_id or "PCI ?", f"NUMA {'?' if gpu.numa_node is None else gpu.numa_node}"]
@@ -85,7 +85,7 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
 
 
 def age_line(node: NodeView, gpu: GpuView) -> Runs:
-    """Return how old the values are, and the compute mode."""
+    """Return the age of the values and the compute mode."""
     mode = "?" if gpu.compute_mode is None else COMPUTE_MODES.get(gpu.compute_mode, "?")
     return [
         ("Age".ljust(NAME), "dim"),
@@ -96,7 +96,7 @@ def age_line(node: NodeView, gpu: GpuView) -> Runs:
 
 
 def readings(gpu: GpuView, samples: Samples, frame: Frame) -> list[Runs]:
-    """Return the four readings, each with its plot; two stand side by side where there is room."""
+    """Return the four readings, each with its plot; two side by side where they fit."""
     total_gib = (gpu.memory_total or 0) / 2**30
     limit = "?" if gpu.power_limit is None else f"{gpu.power_limit:.0f}"
     power_top = gpu.power_limit or max((p for p in samples.power if p is not None), default=100)
@@ -130,7 +130,7 @@ def readings(gpu: GpuView, samples: Samples, frame: Frame) -> list[Runs]:
 
 
 def _block(reading: _Reading, state: str, times: Sequence[float], frame: Frame) -> list[Runs]:
-    """Return a reading: its name and value, and its plot below them; every line takes the whole width."""
+    """Return a reading: name and value, the plot below them; every line has the full width."""
     role = "dim" if frame.dim else "unknown" if reading.now.startswith("?") else ""
     lines: list[Runs] = [[(reading.name.ljust(NAME), "dim"), (fit(reading.now, frame.width - NAME), role)]]
     rows = plot(times, reading.values, frame.width, frame.height, frame.glyphs, span_s=SPAN_S, high=reading.high)
@@ -144,10 +144,10 @@ def _unit(value: float | None, unit: str) -> str:
 
 
 def processes(place: Place, most: int) -> list[Runs]:
-    """Return the processes in a line each: user, pid, memory, command."""
+    """Return a line per process: user, pid, memory, command."""
     found = place.gpu.processes
     if found is None:
-        return [[("could not be read", "unknown")]]
+        return [[("cannot be read", "unknown")]]
     if not found:
         return [[("none", "dim")]]
     by_memory = sorted(found, key=lambda process: -(process.memory or 0))
@@ -168,7 +168,7 @@ def processes(place: Place, most: int) -> list[Runs]:
 
 
 def links(place: Place, width: int) -> list[Runs]:
-    """Return the links to the node's other GPUs as a matrix, or its own row alone where that does not fit."""
+    """Return the links between the node's GPUs as a matrix, or only this GPU's row where that does not fit."""
     node, gpu = place.node, place.gpu
     if len(node.gpus) < 2:
         return [[("the only GPU of its node", "dim")]]
@@ -199,7 +199,7 @@ def neighbour_line(place: Place, width: int) -> list[Runs]:
 
 
 def health(gpu: GpuView, width: int, *, only_bad: bool = False) -> list[Runs]:
-    """Return the evidence for a GPU's health; ``only_bad``: what speaks against it, or that nothing does."""
+    """Return the health checks; ``only_bad``: only those that found something, or one line for none."""
     found = evidence(gpu)
     if only_bad:
         bad = [item for item in found if item.role in {"bad", "warn"}]
@@ -207,7 +207,7 @@ def health(gpu: GpuView, width: int, *, only_bad: bool = False) -> list[Runs]:
         lines = [line for item in bad for line in named(item.name, item.words, item.role, width)]
         if unread:
             lines += named("Not readable", ", ".join(unread), "unknown", width)
-        return lines or named("Health", "nothing against it", "good", width)
+        return lines or named("Health", "no problem found", "good", width)
     marks = {"good": "ok", "warn": "warn", "bad": "bad", "unknown": "?", "dim": ""}
     lines = []
     for item in found:

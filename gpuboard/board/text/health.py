@@ -1,4 +1,4 @@
-"""A GPU's health with its evidence, in words (pure). What could not be read is said, and is never "fine"."""
+"""A GPU's health with its evidence (pure). What could not be read is shown as unknown, never as good."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_READABLE = "not readable"
 
 
 class Evidence(NamedTuple):
-    """One thing looked at. ``role``: of Look: good, warn, bad, unknown, or dim where it says nothing either way."""
+    """One health check. ``role`` of Look: good, warn, bad, unknown, or dim for neither."""
 
     name: str
     words: str
@@ -20,7 +20,7 @@ class Evidence(NamedTuple):
 
 
 def evidence(gpu: GpuView) -> list[Evidence]:
-    """Return everything that speaks for or against a GPU's health, in a fixed order."""
+    """Return all health checks of a GPU, in a fixed order."""
     found = [_ecc(gpu), _remap(gpu), _recovery(gpu), _throttle(gpu), _pcie(gpu), _xids(gpu)]
     if gpu.error is not None:
         return [Evidence("NVML", gpu.error, "bad"), *found]
@@ -49,7 +49,7 @@ def _recovery(gpu: GpuView) -> Evidence:
     action = gpu.recovery_action
     if action is None:
         return Evidence("Recovery", NOT_READABLE, "unknown")
-    return Evidence("Recovery", "nothing to do" if action == "none" else f"the driver asks for: {action}",
+    return Evidence("Recovery", "none" if action == "none" else f"requested by the driver: {action}",
                     "good" if action == "none" else "bad")  # fmt: skip
 
 
@@ -78,9 +78,9 @@ def _pcie(gpu: GpuView) -> Evidence:
 
 def _xids(gpu: GpuView) -> Evidence:
     if gpu.xids is None:
-        return Evidence("XID", "not readable: the driver does not report them to us", "unknown")
+        return Evidence("XID", "not readable: the driver does not report them", "unknown")
     if not gpu.xids:
-        return Evidence("XID", "none since gpuboard watches", "good")
+        return Evidence("XID", "none while gpuboard was connected", "good")
     return Evidence("XID", "; ".join(_xid(xid) for xid in gpu.xids), "warn")
 
 

@@ -1,4 +1,4 @@
-"""Lines of text in runs of one style each, and long words broken into them (pure)."""
+"""Lines of text as runs of one style each, and wrapping (pure)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import width
 
 Runs = list[tuple[str, str]]  # (text, role of Look; "" is plain)
-NAME = 13  # cells of the names that stand before values
+NAME = 13  # cells of the names before values
 
 
 def title(text: str) -> Runs:
@@ -15,19 +15,19 @@ def title(text: str) -> Runs:
 
 
 def above(scene: Scene, cells: int) -> list[Runs]:
-    """Return what stands above everything: that it is invented, and what is wrong with the cluster as a whole."""
+    """Return the lines at the top of a screen: SIMULATED, and what is wrong with the cluster as a whole."""
     label: list[Runs] = [[(" SIMULATED ", "warn")]] if scene.simulated else []
     return label + [[(line, "bad")] for banner in scene.banners for line in wrapped(banner, cells)]
 
 
 def named(name: str, words: str, role: str, cells: int) -> list[Runs]:
-    """Return a name and its words, broken into lines that stand below each other, ``cells`` wide in all."""
+    """Return a name and its text, wrapped into aligned lines, ``cells`` wide in all."""
     lines = wrapped(words, max(10, cells - NAME)) or [""]
     return [[((name if not number else "").ljust(NAME), "dim"), (line, role)] for number, line in enumerate(lines)]
 
 
 def wrapped(text: str, cells: int, *, most: int = 6) -> list[str]:
-    """Return ``text`` broken at blanks into lines of at most ``cells``; beyond ``most`` lines the last one is cut."""
+    """Return ``text`` wrapped at blanks to ``cells``, at most ``most`` lines; the last one holds the rest."""
     lines: list[str] = []
     current, used = "", 0
     words = text.split()

@@ -1,4 +1,4 @@
-"""A line of a log as a person sees it: colours kept, every other escape and control inert, tabs in columns (pure)."""
+"""A line of a log as displayed: colours kept, every other escape and control removed, tabs expanded (pure)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpuboard.board.text.cells import inert
 
 _TAB = 8
 
-# ECMA-48: control strings with all that they carry, control sequences, other escapes. SGR (colours) is told apart.
+# ECMA-48: control strings with their content, control sequences, other escapes. SGR (colours) matches separately.
 _SGR = re.compile(r"(\x1b\[[0-9;:]*m)")
 _ESCAPE = re.compile(
     r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c|$)"
@@ -22,22 +22,22 @@ _ESCAPE = re.compile(
 
 
 def visible(line: str) -> str:
-    """Return what a terminal would still show of a line: nothing of what a carriage return let be written over."""
+    """Return the part of a line that a terminal still shows: a carriage return overwrites what is before it."""
     return line.removesuffix("\n").rstrip("\r").rpartition("\r")[2]
 
 
 def plain(line: str) -> str:
-    """Return a line without any escape."""
+    """Return a line without escapes."""
     return _ESCAPE.sub("", line)
 
 
 def matches(line: str, words: str) -> bool:
-    """Return whether a line shows ``words``."""
+    """Return whether a line contains ``words``."""
     return bool(spans(plain(line), words))
 
 
 def spans(text: str, words: str) -> list[tuple[int, int]]:
-    """Return where ``words`` stand in ``text``; capitals count where ``words`` has some."""
+    """Return the spans of ``words`` in ``text``; case matters only if ``words`` has capitals."""
     if not words:
         return []
     pattern = re.compile(re.escape(words), 0 if words != words.lower() else re.IGNORECASE)
@@ -45,11 +45,11 @@ def spans(text: str, words: str) -> list[tuple[int, int]]:
 
 
 def drawn(line: str, width: int | None, most: int) -> list[Text]:
-    """Return a line as rows of ``width`` cells, one row at least; None: one row, however long.
+    """Return a line as rows of ``width`` cells, at least one; None: one row of any length.
 
-    Of that no more than the first ``most`` cells are needed: what follows may be left out.
+    The caller needs only the first ``most`` cells of it.
     """
-    if width is None and len(line) > 2 * most + 4096:  # escapes and marks take no cell; 64 kB of them are no colours
+    if width is None and len(line) > 2 * most + 4096:  # 4096: escapes and combining marks take no cells
         line = line[: 2 * most + 4096]
     text = Text(line) if line.isascii() and line.isprintable() else _coloured(line)
     if width is None:
@@ -90,7 +90,7 @@ def _coloured(line: str) -> Text:
 
 
 def _cuts(text: str, width: int) -> list[int]:
-    """Return where to cut ``text`` so that no part takes more than ``width`` cells."""
+    """Return where to cut ``text`` into parts of at most ``width`` cells."""
     if text.isascii():
         return list(range(width, len(text), width))
     cuts, used = [], 0

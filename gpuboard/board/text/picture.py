@@ -1,4 +1,4 @@
-"""What stands in the rows of the dense picture: columns by what is there, a cell a GPU (pure)."""
+"""The rows of the dense picture, one cell per GPU, and the columns they need (pure)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from gpuboard.board.theme.styles import LETTERS, Look
 from gpuboard.model.snapshot import GpuView, NodeView
 
 CELL = 2  # a letter and the mark of a flag
-PACK = 4  # so many cells stand together: eyes count them
+PACK = 4  # cells per group: easier to count by eye
 MIG = LETTERS["mig"]
 _NAME_LEAST, _NAME_MOST = 6, 24
-_WORST = frozenset("!d")  # marks of what somebody has to look at
+_WORST = frozenset("!d")  # marks that call for action
 
 Item = NodeRow | Group
 
 
 class Focus(NamedTuple):
-    """What the person has chosen in the picture: the row with the cursor, its GPU, the marked GPUs."""
+    """The user's position in the picture: the row and GPU under the cursor, the marked GPUs."""
 
     row: str | None = None  # key
     uuid: str | None = None
@@ -34,14 +34,14 @@ class Focus(NamedTuple):
 
 
 def columns_for(items: Sequence[Item]) -> tuple[Column, ...]:
-    """Choose the columns' widths by what is there; they hardly ever change."""
+    """Return the columns for these rows; their widths rarely change."""
     nodes = [item.node for item in items if isinstance(item, NodeRow)]
     name = max((width(node.name) for node in nodes), default=0)
     most = max((len(node.gpus) for node in nodes), default=1) or 1
     titles = "".join(f"{' ' if i and i % PACK == 0 else ''}{i % 10} " for i in range(most))
     return (
         Column("node", "Node", min(max(name, _NAME_LEAST), _NAME_MOST)),
-        Column("connection", "State", 10),
+        Column("connection", "State", 11),
         Column("gpus", titles, CELL * most + (most - 1) // PACK),
         Column("free", "Free", 5, right=True),
         Column("model", "Model", 12, drop=2),
@@ -65,7 +65,8 @@ def cells_of(item: NodeRow, scene: Scene, focus: Focus, look: Look) -> tuple[Cel
     count = Cell(f"{free if known else UNKNOWN}/{total}", ("free" if free else "dim") if known else "unknown")
     head = (name, connection, Cell(_gpus(item, focus, look)), count)
     if node.error:
-        return (*head, Cell(node.error, trouble_role(node), rest=True))
+        seen = f"read {age(node.age_s)} ago; " if node.state == "unreachable" and node.age_s is not None else ""
+        return (*head, Cell(f"{seen}{node.error}", trouble_role(node), rest=True))
     models = Counter(short_model(gpu.name) for gpu in node.gpus).most_common()
     model = models[0][0] + (f" +{len(models) - 1}" if len(models) > 1 else "")
     return (
@@ -106,7 +107,7 @@ def _users(gpus: Sequence[GpuView], scene: Scene) -> str:
 
 
 def group_words(group: Group) -> Runs:
-    """Return the heading of a group: its name, and how many GPUs it has in each state."""
+    """Return the heading of a group: its name and its GPUs by state."""
     name = fit(group.name, min(width(group.name), _NAME_MOST))
     runs: list[tuple[str, str | Style]] = [(name, "group")]
     for what, states in group.counts.parts:
@@ -116,7 +117,7 @@ def group_words(group: Group) -> Runs:
 
 
 def letter_of(gpu: GpuView) -> tuple[str, str]:
-    """Return the letter of a GPU and the state it is coloured by; in MIG mode that of its best device."""
+    """Return a GPU's letter and the state that gives its colour; in MIG mode those of its best device."""
     if not gpu.mig or gpu.state == "broken":
         return LETTERS.get(gpu.state, UNKNOWN), gpu.state
     states = {device.state for device in gpu.mig}
@@ -124,7 +125,7 @@ def letter_of(gpu: GpuView) -> tuple[str, str]:
 
 
 def units(gpu: GpuView) -> tuple[int, int]:
-    """Return how many of what can be had of a GPU are free, and how many there are: itself, or its MIG devices."""
+    """Return the free and all allocatable units of a GPU: the GPU itself, or its MIG devices."""
     if gpu.mig:
         return sum(device.state == "free" for device in gpu.mig), len(gpu.mig)
     return int(gpu.state == "free"), 1
@@ -135,12 +136,12 @@ def _connection(node: NodeView) -> Cell:
         return Cell("up", "warn" if node.error else "dim")
     if node.connecting:
         return Cell("connecting", "unknown")
-    word = "silent" if node.state == "stale" else "down"
-    return Cell(word if node.age_s is None else f"{word} {age(node.age_s)}", trouble_role(node))
+    words = f"stale {age(node.age_s)}" if node.state == "stale" else "unreachable"
+    return Cell(words, trouble_role(node))
 
 
 def trouble_role(node: NodeView) -> str:
-    """Return the style of what is said of a node whose newest reading is not all there is to say."""
+    """Return the role for an error of a node."""
     if node.connecting:
         return "unknown"
     return "bad" if node.state == "unreachable" else "warn"

@@ -1,4 +1,4 @@
-"""Spark lines, bars and small plots as text (pure). What is unknown is a gap in a line, and ``?`` in a bar."""
+"""Spark lines, bars and small plots as text (pure). Unknown is a gap in a line, and ``?`` in a bar."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from gpuboard.board.theme.styles import Glyphs
 
 Values = Sequence[float | None]
 _LABEL = 4  # cells of the numbers beside a plot
-_HELD = 2.5  # a value stands for the time until the next sample; a gap begins after so many periods without one
+_HELD = 2.5  # periods: a value holds until the next sample, at most this long; then a gap begins
 
 
 def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> list[float | None]:
     """Return the highest value in each of the ``count`` newest bins of ``bin_s`` seconds, the last with the newest one.
 
-    Bins begin at multiples of ``bin_s`` by the clock of ``times``, which ascend: what was drawn once only moves. Where
-    samples are rarer than bins, each holds until the next one is due; a sample without a value ends that. A bin without
-    any value is None.
+    Bins begin at multiples of ``bin_s`` of the (ascending) ``times``, so that a drawn plot only shifts. Where there are
+    fewer samples than bins, a value holds until the next sample is due or a sample has no value. A bin without a value
+    is None.
     """
     period_s = median_low([later - time for time, later in pairwise(times)]) if len(times) > 1 else bin_s
     peaks: dict[int, float] = {}
@@ -45,7 +45,7 @@ def spark(values: Values, cells: int, glyphs: Glyphs, low: float = 0.0, high: fl
 
 
 def bar(part: float | None, cells: int, glyphs: Glyphs) -> str:
-    """Return a bar that is full to ``part`` (0 to 1) of ``cells``; what is little is never drawn as nothing."""
+    """Return a bar that is full to ``part`` (0 to 1) of ``cells``; values above 0 show at least the smallest part."""
     if part is None:
         return "?".ljust(cells)[:cells]
     steps = len(glyphs.bar) - 1
@@ -83,7 +83,7 @@ def plot(
 
 
 def time_axis(width: int, glyphs: Glyphs, span_s: float) -> str:
-    """Return the line below a plot: how far back it goes, and now."""
+    """Return the time axis below a plot."""
     cells = max(1, width - _LABEL - 1)
     left, right = f"{span_s / 60:.0f} min ago", "now"
     if cells < len(left) + len(right) + 3:
@@ -93,7 +93,7 @@ def time_axis(width: int, glyphs: Glyphs, span_s: float) -> str:
 
 
 def _level(value: float, low: float, high: float, top: int) -> int:
-    """Return which of the levels 0 to ``top`` a value is at."""
+    """Return the level of a value, 0 to ``top``."""
     if high <= low:
         return 0
     return round(min(max((value - low) / (high - low), 0.0), 1.0) * top)

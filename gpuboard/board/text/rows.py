@@ -1,4 +1,4 @@
-"""Columns, rows and cells as values, and how a line of them is drawn (``grid.py`` is the widget). No textual."""
+"""Columns, rows and cells as values, and drawing a line of them (the widget is ``grid.py``). No textual."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ GAP = 1  # between columns
 
 
 class Column(NamedTuple):
-    """A column. ``width`` in terminal cells; with a ``weight`` it has ``least`` at least and a part of what is left.
+    """A column. ``width`` in terminal cells; with ``weight`` at least ``least`` and a share of the remaining space.
 
-    Where not all fit, the columns with the highest ``drop`` are left out first; those with 0 never are.
+    Where not all fit, columns with the highest ``drop`` go first; those with 0 always stay.
     """
 
     key: str
@@ -41,10 +41,10 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What stands in one column of a row. ``style``: a role of Look or a Style.
+    """One column of a row. ``style``: a role of Look or a Style.
 
-    ``text`` of several styles: runs, each a text and its style, or a Text. With ``rest`` it takes all columns from its
-    own on; cells after it are not drawn.
+    ``text`` in several styles: runs of (text, style), or a Text. With ``rest`` it spans its own and all later columns;
+    cells after it are not drawn.
     """
 
     text: str | Runs | Text
@@ -53,9 +53,9 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row. ``cells``: one for each column of the grid, or a callable that makes them when the row becomes visible.
+    """A row. ``cells``: one for each column of the grid, or a callable that returns them when the row becomes visible.
 
-    A ``group`` is a heading: its first cell takes the whole width and the cursor skips it. Keys are unique.
+    A ``group`` is a heading: its first cell spans the whole width and the cursor skips it. Keys are unique.
     """
 
     key: str
@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 class LazyRows(Sequence[Row], Generic[T]):
-    """Rows made of items one by one, when they are looked at: for thousands of rows of which few are visible."""
+    """Rows made from items on access: for thousands of rows of which few are visible."""
 
     def __init__(self, items: Sequence[T], key: Callable[[T], str], make: Callable[[T], Row]) -> None:
         """``make`` returns the row of an item; its key is ``key`` of the item."""
@@ -86,7 +86,7 @@ class LazyRows(Sequence[Row], Generic[T]):
         return self._make(self.items[index])
 
     def keys(self) -> Iterable[str]:
-        """Return all keys; no row is made."""
+        """Return all keys without making rows."""
         return map(self._key, self.items)
 
 
@@ -96,7 +96,7 @@ def keys_of(rows: Sequence[Row]) -> Iterable[str]:
 
 
 class Line(NamedTuple):
-    """Everything that a line on the screen depends on beside columns and look."""
+    """All that a line on the screen depends on, except columns and look."""
 
     cells: tuple[Cell, ...]
     group: bool

@@ -1,4 +1,4 @@
-"""What is known of a run, in words: how it stands, why it ended, what to do about it. No textual."""
+"""A run as text: its state, why it ended, and the remedy. No textual."""
 
 from __future__ import annotations
 
@@ -27,54 +27,54 @@ RANK_STYLES = {"failed": "bad", "killed": "warn", "lost": "bad", "running": "goo
 _ENDED = frozenset({"failed", "done", "killed", "lost"})
 _LINES = 12  # of a verdict's evidence
 
-Said = tuple[str, str, str]  # a name, words, a role of Look
+Entry = tuple[str, str, str]  # name, text, role of Look
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """A stop that was asked for here. ``at`` is monotonic; ``grace_s`` None: the run's own."""
+    """A stop requested in this board. ``at`` is monotonic; ``grace_s`` None: the run's own."""
 
     at: float
     grace_s: float | None
 
 
-def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: Scene | None, now: float) -> list[Said]:
-    """Return what is known of a run, the gravest first. ``now``: epoch seconds."""
+def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: Scene | None, now: float) -> list[Entry]:
+    """Return the details of a run, the worst first. ``now``: epoch seconds."""
     view = entry.view
     lines = [_headline(entry, stop)]
     if entry.elsewhere:
         age = format_duration(max(0.0, now - entry.written))
-        words = f"led from {clean(view.head.host)}, and only there can be seen whether it lives; written {age} ago"
+        words = f"its head is on {clean(view.head.host)}; only there can gpuboard check that it runs; written {age} ago"
         lines.append(("Elsewhere", words, "warn"))
     for verdict in view.verdicts:
         lines.append(("Why", clean(verdict.text, 600), "warn" if view.state == "stopped" else "bad"))
         if verdict.kind == "preflight" and verdict.evidence:
-            lines.append(("Cure", clean(verdict.evidence, 400), "good"))
+            lines.append(("Remedy", clean(verdict.evidence, 400), "good"))
         else:
             lines += [("", clean(line, 400), "") for line in verdict.evidence.splitlines()[:_LINES]]
     refused = any(verdict.kind == "preflight" for verdict in view.verdicts)
     for check in detail.checks if detail else ():
         if refused and check.status == "fail":
-            continue  # said above
+            continue  # its verdict is above
         where = f" on {clean(check.node)}" if check.node else ""
         what = "; ".join(clean(part, 300) for part in (check.evidence, check.cause) if part)
         lines.append(("Preflight", f"{check.name}{where}: {what}", "bad" if check.status == "fail" else "warn"))
         if check.remedy:
-            lines.append(("Cure", clean(check.remedy, 300), "good"))
+            lines.append(("Remedy", clean(check.remedy, 300), "good"))
     if stop is None and detail and detail.words and (entry.live or not view.verdicts):
-        lines.append(("Head said", detail.words[-1], "dim"))
+        lines.append(("Head", detail.words[-1], "dim"))
     lines.append(("Lease", _lease(view.lease, scene), ""))
     lines.append(("Folder", clean(view.folder), ""))
     return lines
 
 
-def countdown(entry: RunEntry, detail: RunDetail | None, stop: Stop, monotonic: float) -> Said:
-    """Return how far a stop has come."""
+def countdown(entry: RunEntry, detail: RunDetail | None, stop: Stop, monotonic: float) -> Entry:
+    """Return the progress of a stop."""
     grace_s = stop.grace_s if stop.grace_s is not None else detail.grace_s if detail else None
     since = max(0.0, monotonic - stop.at)
     left = [rank.rank for rank in entry.view.ranks if rank.state not in _ENDED]
-    who = f"; {rank_words(left)} still there" if left else "; every rank has ended"
+    who = f"; {rank_words(left)} still running" if left else "; every rank has ended"
     if grace_s is None:
-        words = f"asked {since:.0f} s ago"
+        words = f"requested {since:.0f} s ago"
     elif since < grace_s:
         words = f"SIGTERM sent {since:.0f} s ago, SIGKILL in {grace_s - since:.0f} s"
     else:
@@ -83,21 +83,21 @@ def countdown(entry: RunEntry, detail: RunDetail | None, stop: Stop, monotonic: 
 
 
 def state_of(entry: RunEntry, stop: Stop | None) -> str:
-    """Return a run's state, ``stopping`` while it is being stopped from here, ``?`` when it cannot be read."""
+    """Return a run's state; ``stopping`` after a stop in this board, ``?`` when it cannot be read."""
     if entry.unreadable:
         return UNKNOWN
     return "stopping" if stop is not None and entry.live else clean(entry.view.state)
 
 
 def first_rank(entry: RunEntry) -> int | None:
-    """Return the rank whose log says most: the one that failed first, else the first one; None without ranks."""
+    """Return the rank whose log matters most: the first to fail, else the first one; None without ranks."""
     named = [verdict.rank for verdict in entry.view.verdicts if verdict.rank is not None]
     known = {rank.rank for rank in entry.view.ranks}
     return next((rank for rank in named if rank in known), min(known, default=None))
 
 
 def ended_words(entry: RunEntry) -> str:
-    """Return in words what became of a run: what it was, how long it ran, and why it ended."""
+    """Return a run's end as text: target, duration, and why it ended."""
     view = entry.view
     lived = lived_s(view, entry.written)
     ran = f" ran {format_duration(lived)}" if lived is not None else ""
@@ -111,7 +111,7 @@ def ended_words(entry: RunEntry) -> str:
     return "\n".join(lines)
 
 
-def _headline(entry: RunEntry, stop: Stop | None) -> Said:
+def _headline(entry: RunEntry, stop: Stop | None) -> Entry:
     view, state = entry.view, state_of(entry, stop)
     counts = Counter(clean(rank.state) for rank in view.ranks)
     ranks = ", ".join(f"{count} {name}" for name, count in counts.most_common())
@@ -125,9 +125,9 @@ def _headline(entry: RunEntry, stop: Stop | None) -> Said:
 
 def _lease(lease: str | None, scene: Scene | None) -> str:
     if lease is None:
-        return "none: nothing was reserved"
+        return "none"
     held = scene.by_lease.get(lease) if scene is not None else None
     if held is None:
-        return f"{clean(lease)}, no longer held"
+        return f"{clean(lease)}, ended"
     count = len(held.gpus)
     return f"{clean(lease)}, {count} GPU{'' if count == 1 else 's'}, {format_duration(held.remaining_s)} left"

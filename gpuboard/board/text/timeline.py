@@ -1,4 +1,4 @@
-"""Who holds what until when, as bars on a common axis of local times. Pure."""
+"""Leases as bars on a common axis of local times. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gpuboard.board.theme.styles import Glyphs
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _STEPS = (5 * _MINUTE, 15 * _MINUTE, 30 * _MINUTE, _HOUR, 2 * _HOUR, 3 * _HOUR, 6 * _HOUR, 12 * _HOUR, _DAY, 2 * _DAY,
           7 * _DAY, 28 * _DAY)  # fmt: skip
-_LABEL = 8  # terminal cells between two labels, at least: "14:00", "Tue 24"
-_PAST = 0.2  # of the axis: what has gone by tells less than what is to come
+_LABEL = 8  # least cells from one label to the next: "14:00", "Tue 24"
+_PAST = 0.2  # part of the axis at most for the past: the future matters more
 _LEAST_S = 3600.0
 
 
@@ -25,23 +25,23 @@ class Axis(NamedTuple):
     width: int
 
     def at(self, time: float) -> int:
-        """Return the cell of a time, from 0 to ``width``; what lies outside is at an end."""
+        """Return the cell of a time, clamped to 0 and ``width``."""
         part = (time - self.start) / (self.end - self.start)
         return max(0, min(self.width, round(part * self.width)))
 
 
 def axis(spans: Iterable[tuple[float, float]], now: float, width: int) -> Axis:
-    """Return the axis on which all of ``spans`` (from, until) end; at most a fifth of it is past."""
+    """Return an axis that contains the ends of all ``spans`` (from, until); at most a fifth of it is past."""
     known = list(spans)
     ahead = max([_LEAST_S, *(until - now for _, until in known)])
     behind = min(ahead * _PAST / (1 - _PAST), max([0.0, *(now - since for since, _ in known)]))
-    # on whole twelfths of an hour: the picture does not slide at every second
+    # rounded to 5 minutes: the bars do not move every second
     start = (now - behind) // 300 * 300
     return Axis(start, -(-(now + ahead) // 300) * 300 + 300, now, max(1, width))
 
 
 def ruler(axis: Axis) -> str:
-    """Return the labels of an axis, each beginning at its time: hours, and days where a day has passed."""
+    """Return the labels of an axis, each starting at its time: hours, and weekdays at midnight."""
     step = next((s for s in _STEPS if s * axis.width >= _LABEL * (axis.end - axis.start)), _STEPS[-1])
     line = ""
     for time in _ticks(axis.start, axis.end, step):
@@ -55,9 +55,9 @@ def ruler(axis: Axis) -> str:
 
 
 def bar(axis: Axis, since: float, until: float, role: str, glyphs: Glyphs) -> tuple[tuple[str, str], ...]:
-    """Return a lease as runs of (text, role) over the whole axis: thin while past, full from now on.
+    """Return a lease as runs of (text, role) over the whole axis: a line for the past, a bar from now on.
 
-    A lease always has one full cell, however soon it ends.
+    A lease always has at least one full cell.
     """
     first, now, last = axis.at(since), axis.at(axis.now), axis.at(until)
     now = max(now, first)
@@ -73,11 +73,11 @@ def bar(axis: Axis, since: float, until: float, role: str, glyphs: Glyphs) -> tu
 
 
 def _ticks(start: float, end: float, step: int) -> Iterable[float]:
-    """Return the times within an axis that are whole multiples of ``step`` by the local clock."""
+    """Return the times within an axis that are multiples of ``step`` by the local clock."""
     at = datetime.fromtimestamp(start).replace(hour=0, minute=0, second=0, microsecond=0)
     if step >= 7 * _DAY:
         at -= timedelta(days=at.weekday())
     while (time := at.timestamp()) <= end:
         if time >= start:
             yield time
-        at += timedelta(seconds=step)  # by the wall clock: a change to summer time moves no label off its hour
+        at += timedelta(seconds=step)  # by the wall clock: labels stay on the hour across a change to summer time

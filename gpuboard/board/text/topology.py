@@ -53,7 +53,7 @@ def neighbours(gpu: GpuView, node: NodeView) -> list[tuple[str, list[int]]]:
 
 
 def legend(node: NodeView) -> list[tuple[str, str]]:
-    """Return what the words that occur on a node mean, the best first."""
+    """Return the meanings of the link kinds on a node, the best first."""
     words = {word for row in matrix(node).words for word in row} - {SELF, UNKNOWN}
     shown = {"NV" if word.startswith("NV") else word for word in words}
     return [("NV#" if word == "NV" else word, meaning) for word, meaning in _MEANINGS.items() if word in shown]

@@ -1,7 +1,7 @@
-"""Themes' files: TOML → what it says, the choice among them, the form of a style. No textual.
+"""Theme files: reading TOML, choosing a theme, parsing styles. No textual.
 
-A file has ``title``, ``dark``, ``ansi`` (the terminal's own colours; optional), ``like`` (a theme to take from what the
-file does not say; optional) and the tables ``[colors]`` (textual's base colours), ``[variables]`` (textual's design
+A file has ``title``, ``dark``, ``ansi`` (the terminal's own colours; optional), ``like`` (a theme that supplies
+missing keys; optional) and the tables ``[colors]`` (textual's base colours), ``[variables]`` (textual's design
 variables), ``[states]`` and ``[roles]``: styles, written ``bold #ff7b7b on #000000``.
 """
 
@@ -19,11 +19,11 @@ from gpuboard import files, paths
 from gpuboard.config import parse_toml
 
 ATTRIBUTES = ("bold", "dim", "italic", "reverse", "strike", "underline")
-_SIZE = 64 * 1024  # bytes: no theme is longer
+_SIZE = 64 * 1024  # bytes; no valid theme is longer
 
 
 class ThemeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a theme's file says, before it is checked."""
+    """The content of a theme file, not yet checked."""
 
     title: str = ""
     dark: bool = True
@@ -36,22 +36,22 @@ class ThemeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BadTheme(Exception):
-    """A file that is no theme; says the file, the key and what is wrong."""
+    """An invalid theme file; the message names the file, the key and the error."""
 
 
 def folder() -> Path:
-    """Return the folder of our own themes: in the package of a wheel, in the repository's root when run from there."""
+    """Return the folder of built-in themes: in an installed package, or in the root of a source checkout."""
     packaged = Path(__file__).parents[1] / "themes"
     return packaged if packaged.is_dir() else Path(__file__).parents[3] / "themes"
 
 
 def folders(env: Mapping[str, str]) -> tuple[Path, Path]:
-    """Return where themes are: ours, then the user's, which go before ours."""
+    """Return the folders of themes: built-in, then the user's, which override them."""
     return folder(), paths.user_config(env).parent / "themes"
 
 
 def choose(env: Mapping[str, str], setting: str, kept: str | None, known: Container[str]) -> str:
-    """Return the theme to start with: NO_COLOR, then the setting, then the one last chosen, then what fits."""
+    """Return the theme to start with: by NO_COLOR, else the setting, else the last choice, else the terminal."""
     if env.get("NO_COLOR"):
         return "plain"
     for name in (setting, kept):
@@ -61,13 +61,13 @@ def choose(env: Mapping[str, str], setting: str, kept: str | None, known: Contai
 
 
 def many_colors(env: Mapping[str, str]) -> bool:
-    """Tell whether the terminal shows 256 colours or more, as far as it says (rich decides by the same variables)."""
+    """Return whether the terminal shows 256 colours or more, by the variables that rich uses, too."""
     term = env.get("TERM", "")
     return env.get("COLORTERM", "") in {"truecolor", "24bit"} or "256color" in term or "kitty" in term
 
 
 def read(path: Path) -> ThemeFile:
-    """Return what a file says. Raises BadTheme."""
+    """Read a theme file. Raises BadTheme."""
     try:
         return msgspec.convert(parse_toml(files.read(path, _SIZE)), ThemeFile)
     except OSError as error:
@@ -81,18 +81,18 @@ def read(path: Path) -> ThemeFile:
         raise BadTheme(f"{path.name}: not valid TOML: {error}") from error
 
 
-def onto(base: ThemeFile, said: ThemeFile) -> ThemeFile:
-    """Return ``said`` with what it does not say taken from ``base``."""
+def onto(base: ThemeFile, theme: ThemeFile) -> ThemeFile:
+    """Return ``theme`` with its missing keys from ``base``."""
     tables: dict[str, Any] = {
-        name: {**getattr(base, name), **getattr(said, name)} for name in ("colors", "variables", "states", "roles")
+        name: {**getattr(base, name), **getattr(theme, name)} for name in ("colors", "variables", "states", "roles")
     }
-    return ThemeFile(title=said.title, dark=base.dark, ansi=base.ansi, like=said.like, **tables)
+    return ThemeFile(title=theme.title, dark=base.dark, ansi=base.ansi, like=theme.like, **tables)
 
 
 def style(text: str, where: str, color: Callable[[str, str], Color]) -> Style:
-    """Return the style that ``text`` describes: attributes, a colour, ``on`` a colour. Raises BadTheme.
+    """Return the style for ``text``: attributes, a colour, ``on`` a colour. Raises BadTheme.
 
-    ``color`` returns a colour for its name and where it stands.
+    ``color`` returns a colour for its name and position.
     """
     attributes: dict[str, Any] = {}
     fore: Color | None = None

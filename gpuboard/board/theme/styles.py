@@ -1,4 +1,4 @@
-"""How things are drawn: a letter and a style for every state, styles by role, and the glyphs the terminal can show."""
+"""The look: a letter and a style for every state, styles by role, and the terminal's glyphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLES = ("dim", "title", "cursor", "marked", "good", "warn", "bad", "mine", "gro
 
 
 class Glyphs(msgspec.Struct, frozen=True):
-    """What bars, spark lines and trees are made of."""
+    """Characters for bars, spark lines and trees."""
 
     spark: str  # from empty to full
     bar: str  # from empty to full: parts of one cell
@@ -37,7 +37,7 @@ ASCII = Glyphs(spark=" .:-=+*#@", bar=" -=#", line="-", ellipsis="~", marked="*"
 
 
 class Look(msgspec.Struct, frozen=True):
-    """Everything that widgets draw with. ``styles``: one for each of ``THEMED`` and of ``ROLES``."""
+    """Styles and glyphs for all widgets. ``styles``: one for each of ``THEMED`` and ``ROLES``."""
 
     styles: Mapping[str, Style]
     glyphs: Glyphs = UNICODE

@@ -1,4 +1,4 @@
-"""Themes: ours and the user's files → textual's colours and a Look. Everything in a file is checked on load."""
+"""Themes: built-in and user files → textual's colours and a Look. Files are fully checked on load."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ __all__ = ["BadTheme", "BoardTheme", "check", "choose", "load_all", "unknown"]
 _COLORS = (
     "primary", "secondary", "accent", "success", "warning", "error", "foreground", "background", "surface", "panel",
 )  # fmt: skip
-# textual's stylesheets use these, and its ANSI colour system lacks them (8.2.8)
+# used by textual's stylesheets but missing in its ANSI colour system (8.2.8)
 _ANSI = dict.fromkeys(("ansi-background", "ansi-foreground", "surface-active", "foreground-disabled"), "ansi_default")
 _PART = re.compile(r"(?:auto|(?P<color>.+?))(?: (?:\d|[1-9]\d|100)%)?")  # a variable's value: a colour, 60 % of it
 
 
 class BoardTheme(msgspec.Struct, frozen=True):
-    """A theme that was checked: textual's part, and styles by state and role."""
+    """A checked theme: textual's part, and styles by state and role."""
 
     title: str
     textual: Theme
     styles: Mapping[str, Style]
 
     def look(self, glyphs: Glyphs) -> Look:
-        """Return what widgets draw with."""
+        """Return the Look of this theme."""
         return Look(self.styles, glyphs)
 
 
 def load_all(env: Mapping[str, str]) -> tuple[dict[str, BoardTheme], list[str]]:
-    """Return every theme by name (the file's, without .toml; the user's before ours), and what is wrong with others."""
+    """Return every theme by name (the file's, without .toml; user themes override ours), and errors of bad files."""
     found: dict[str, BoardTheme] = {}
     problems: list[str] = []
     files: dict[str, ThemeFile] = {}
@@ -52,46 +52,52 @@ def load_all(env: Mapping[str, str]) -> tuple[dict[str, BoardTheme], list[str]]:
             continue
         for path in listed:
             try:
-                said = themefile.read(path)
-                base = files.get(said.like) if said.like else None
-                if said.like and base is None:
-                    raise BadTheme(f"{path.name}: like = {said.like!r} is not one of: {', '.join(files)}")
-                theme = check(path.stem, said if base is None else themefile.onto(base, said), path.name)
+                theme_file = themefile.read(path)
+                base = files.get(theme_file.like) if theme_file.like else None
+                if theme_file.like and base is None:
+                    raise BadTheme(f"{path.name}: like = {theme_file.like!r} is not one of: {', '.join(files)}")
+                theme = check(path.stem, theme_file if base is None else themefile.onto(base, theme_file), path.name)
             except BadTheme as error:
                 problems.append(clean(str(error), 240))
                 continue
-            files.setdefault(path.stem, said)
+            files.setdefault(path.stem, theme_file)
             found[path.stem] = theme
     return found, problems
 
 
 def unknown(setting: str, found: Collection[str]) -> list[str]:
-    """Return what is wrong with the setting ``theme`` where these themes were found."""
+    """Return the error if the setting ``theme`` is none of these themes."""
     return [] if setting in {"auto", *found} else [f"no theme {setting!r}; there are: {', '.join(found)}"]
 
 
-def check(name: str, said: ThemeFile, file: str) -> BoardTheme:
-    """Return the theme that a file describes. Raises BadTheme for the first thing in it that is wrong."""
+def check(name: str, theme_file: ThemeFile, file: str) -> BoardTheme:
+    """Return the theme of a file. Raises BadTheme for its first error."""
     for table, known in (("colors", _COLORS), ("states", THEMED), ("roles", ROLES)):
-        values: dict[str, str] = getattr(said, table)
+        values: dict[str, str] = getattr(theme_file, table)
         for key in values:
             if key not in known:
                 raise BadTheme(f"{file}: [{table}] has no key {key!r}; there are: {', '.join(known)}")
         lacking = [key for key in known if key not in values]
         if lacking:
-            raise BadTheme(f'{file}: [{table}] lacks {", ".join(lacking)}; or say like = "dark"')
-    for key, value in said.colors.items():
+            raise BadTheme(f'{file}: [{table}] lacks {", ".join(lacking)}; or add like = "dark"')
+    for key, value in theme_file.colors.items():
         _color(value, f"{file}: colors.{key}")
-    variables = (_ANSI if said.ansi else {}) | said.variables
-    textual = Theme(name=name, dark=said.dark, ansi=said.ansi, variables=variables, **cast(Any, said.colors))
-    known_variables = textual.to_color_system().generate() | _ANSI if said.variables else {}
-    for key, value in said.variables.items():
+    variables = (_ANSI if theme_file.ansi else {}) | theme_file.variables
+    textual = Theme(
+        name=name, dark=theme_file.dark, ansi=theme_file.ansi, variables=variables, **cast(Any, theme_file.colors)
+    )
+    known_variables = textual.to_color_system().generate() | _ANSI if theme_file.variables else {}
+    for key, value in theme_file.variables.items():
         if key not in known_variables:
             raise BadTheme(f"{file}: variables.{key}: textual has no such variable")
         _variable(key, value, f"{file}: variables.{key}")
-    styles = {key: themefile.style(value, f"{file}: states.{key}", _rich_color) for key, value in said.states.items()}
-    styles |= {key: themefile.style(value, f"{file}: roles.{key}", _rich_color) for key, value in said.roles.items()}
-    return BoardTheme(clean(said.title, 60) or name, textual, styles)
+    styles = {
+        key: themefile.style(value, f"{file}: states.{key}", _rich_color) for key, value in theme_file.states.items()
+    }
+    styles |= {
+        key: themefile.style(value, f"{file}: roles.{key}", _rich_color) for key, value in theme_file.roles.items()
+    }
+    return BoardTheme(clean(theme_file.title, 60) or name, textual, styles)
 
 
 def _color(text: str, where: str) -> Color:

@@ -1,12 +1,11 @@
-"""Who may talk to the board in a browser: its token, the cookie it becomes, and which Host and Origin are ours. Pure
-but for the token's file.
+"""Access control of the board in a browser: token, cookie, Host and Origin. Pure except for the token's file.
 
-Every user of a machine can connect to 127.0.0.1, and every web page that is open in the browser can make it connect.
-The token keeps the first out. Host and Origin keep out the second: a page whose name was re-bound to 127.0.0.1 sends
-its own name as Host, another page sends its own Origin.
+Every user of a machine can connect to 127.0.0.1, and every web page open in the browser can make it connect. The token
+keeps other users out. Host and Origin keep other pages out: a page whose name was rebound to 127.0.0.1 (DNS rebinding)
+sends its own name as Host, any other page sends its own Origin.
 
 A cookie is sent to every port of its host. On a shared machine another port may be another user's, so the cookie is
-bound to a path that nobody else can know, and neither it nor the path tells the token.
+bound to a secret path. Cookie and path are derived from the token and do not reveal it.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from gpuboard.model.text import quoted
 
 COOKIE = "gpuboard"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-_LEAST = 24  # characters of a token of one's own: 144 bits when they are random
+_LEAST = 24  # characters of a user-supplied token: 144 bits if random
 _TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
 _PORT = re.compile(r"[0-9]{1,5}")
 
 
 class RequestGuard:
-    """Decides about requests. ``port`` None: a unix socket, which people forward from a port of their choice."""
+    """Decides about requests. ``port`` None: a unix socket, which users forward from a port of their choice."""
 
     def __init__(self, token: str, port: int | None, public_url: str | None = None) -> None:
         self._token = token.encode()
@@ -44,20 +43,20 @@ class RequestGuard:
 
     @property
     def secure(self) -> bool:
-        """Whether browsers reach us through TLS alone."""
+        """Whether browsers reach us only through TLS."""
         return self._public is not None and self._public.startswith("https:")
 
     def _derived(self, purpose: str) -> str:
         digest = hmac.digest(self._token, purpose.encode(), hashlib.sha256)
         return base64.urlsafe_b64encode(digest[:18]).decode()
 
-    def knows_token(self, said: str) -> bool:
+    def knows_token(self, token: str) -> bool:
         """Compare a token with ours in constant time."""
-        return hmac.compare_digest(said.encode("utf-8", "surrogateescape"), self._token)
+        return hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self._token)
 
-    def knows_cookie(self, said: str | None) -> bool:
+    def knows_cookie(self, value: str | None) -> bool:
         """Compare a cookie's value with ours in constant time."""
-        return said is not None and hmac.compare_digest(said.encode("utf-8", "surrogateescape"), self.cookie.encode())
+        return value is not None and hmac.compare_digest(value.encode("utf-8", "surrogateescape"), self.cookie.encode())
 
     def is_our_host(self, host: str | None) -> bool:
         """Return whether a Host header names us: a loopback name with our port, or the public URL's host."""
@@ -72,23 +71,21 @@ class RequestGuard:
         )
 
     def is_our_origin(self, origin: str | None, host: str | None) -> bool:
-        """Return whether a websocket was opened by our own page; without an Origin it was not."""
+        """Return whether a websocket was opened by our own page, which always sends an Origin."""
         return origin is not None and origin.lower() in (f"http://{host}".lower(), self._public)
 
 
 def check_public_url(text: str) -> str:
-    """Return scheme and host of a URL at which a proxy shows us. Raises UsageError when it has more, or not these."""
+    """Return scheme and host of the URL of a proxy in front of us. Raises UsageError for anything else."""
     try:
         parts = urlsplit(text)
-        parts.port  # noqa: B018  # raises ValueError, as a host in brackets that are not closed does
+        parts.port  # noqa: B018  # raises ValueError, like urlsplit for an unclosed bracket
     except ValueError as error:
         raise UsageError(f"--public-url {quoted(text)}: {error}") from None
     if parts.scheme not in {"http", "https"} or not parts.netloc or "@" in parts.netloc:
         raise UsageError(f"--public-url {quoted(text)}: expected something like https://board.example.org")
     if parts.path not in {"", "/"} or parts.query or parts.fragment:
-        raise UsageError(
-            f"--public-url {quoted(text)}: only scheme, host and port; the board is shown at the top of a host"
-        )
+        raise UsageError(f"--public-url {quoted(text)}: only scheme, host and port; the board is served at the root")
     return f"{parts.scheme}://{parts.netloc}".lower()
 
 
@@ -98,26 +95,26 @@ def new_token() -> str:
 
 
 def token_of(file: Path) -> str:
-    """Return the token in a private file; a file that is not there is made. Raises GpuboardError when others can read
-    it, when it is not ours, or when it holds no usable token."""
+    """Return the token in a private file; a missing file is created. Raises GpuboardError when others can read it, when
+    it is not ours, or when it contains no valid token."""
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
         pass  # the usual case: it is read below
     except OSError as error:
-        raise GpuboardError(f"{file}: cannot be made: {error.strerror}") from error
+        raise GpuboardError(f"cannot create {file}: {error.strerror}") from error
     else:
         with os.fdopen(descriptor, "w", encoding="ascii") as new:
             new.write(new_token() + "\n")
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise GpuboardError(f"{file}: cannot be read: {error.strerror}") from error
+        raise GpuboardError(f"cannot read {file}: {error.strerror}") from error
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
             raise GpuboardError(
-                f"{file}: the token's file must be yours and closed to others (it has mode "
+                f"{file}: the token file must belong to you and be private (it has mode "
                 f"{stat.S_IMODE(facts.st_mode):04o}, owner {facts.st_uid}): chmod 600 {file}"
             )
         token = os.read(descriptor, 4096).decode("utf-8", "replace").strip()
@@ -125,7 +122,7 @@ def token_of(file: Path) -> str:
         os.close(descriptor)
     if len(token) < _LEAST or not _TOKEN.fullmatch(token):
         raise GpuboardError(
-            f"{file}: a token has at least {_LEAST} letters, digits or any of -_.~ on one line; "
-            "remove the file and a new one is made"
+            f"{file}: a token needs at least {_LEAST} letters, digits or -_.~ on one line; "
+            "remove the file to create a new token"
         )
     return token

@@ -1,10 +1,9 @@
-"""Connections of the board in a browser, and which of them have shown the token. With server.py and session.py the only
-importer of aiohttp.
+"""Connections of the board in a browser. Only this module, server.py and session.py import aiohttp.
 
-Every user of the machine can connect, send half a request and wait. aiohttp has a deadline for idle connections, but
-limits neither their number nor the bytes of a head, and asyncio logs a traceback for each connection without a file
-descriptor. So connections are accepted here. One that has not shown the token has a deadline and few bytes; where there
-are many, the oldest is closed for the newest, and a person with the token always gets in.
+Every user of the machine can connect, send half a request and wait. aiohttp has a timeout for idle connections, but no
+limit for their number or for the size of a head, and asyncio logs a traceback for each connection that lacks a file
+descriptor. So connections are accepted here. Without the token a connection has a deadline and a size limit; when there
+are many, the oldest is closed for the newest, so that a user with the token can always connect.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from contextlib import suppress
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-TOKEN_S = 10.0  # for a connection to show the token, or to read why it is refused
-IDLE_S = 30.0  # until the next request on a connection that has shown it
-_HEAD_BYTES = 65536  # before the token; browsers send less than 16 kB, most of it cookies
-_MOST_STRANGERS = 1024  # connections without the token, if file descriptors suffice; each takes some 10 kB
+TOKEN_S = 10.0  # to present the token, or to read the refusal
+IDLE_S = 30.0  # until the next request on an authenticated connection
+_HEAD_BYTES = 65536  # before authentication; browsers send less than 16 kB, most of it cookies
+_MOST_STRANGERS = 1024  # unauthenticated connections, if file descriptors suffice; each takes about 10 kB
 _FILES = 8192  # open files
-_FULL_S = 0.1  # pause where no connection can be accepted
-_QUIET_S = 60.0
+_FULL_S = 0.1  # back-off when no connection can be accepted
+_QUIET_S = 60.0  # per kind of log line
 
 
 class Log:
-    """Lines on stderr. Of what any client can cause, one line of a kind is written every 60 s; others are counted."""
+    """Log lines on stderr. Lines that any client can cause are limited to one of each kind per 60 s."""
 
     def __init__(self, write: Callable[[str], object], now: Callable[[], float] = time.monotonic) -> None:
         self.line = write
         self._now = now
-        self._kinds: dict[str, tuple[float, int]] = {}  # when the last line was written, how many were omitted since
+        self._kinds: dict[str, tuple[float, int]] = {}  # time of the last line, lines omitted since
 
     def limited(self, kind: str, words: str) -> None:
         """Write ``words`` unless a line of this kind was written within 60 s."""
@@ -49,7 +48,7 @@ class Log:
 
 
 class LogHandler(logging.Handler):
-    """Writes what aiohttp and asyncio log: a bad request in one line, anything else with its traceback."""
+    """Writes the log of aiohttp and asyncio: bad requests in one line, other errors with traceback."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
@@ -64,7 +63,7 @@ class LogHandler(logging.Handler):
 
 
 class WebClient(web.RequestHandler):
-    """One connection: a stranger until it shows the token."""
+    """One connection; a stranger until it is authenticated."""
 
     def __init__(self, clients: Clients) -> None:
         loop = asyncio.get_running_loop()
@@ -82,7 +81,7 @@ class WebClient(web.RequestHandler):
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what was sent; of a stranger only so much."""
+        """Parse input; drop a stranger that sends too much."""
         self._bytes += len(data)
         if self._bytes > _HEAD_BYTES and self in self._clients.strangers:
             self.drop()
@@ -95,19 +94,19 @@ class WebClient(web.RequestHandler):
         super().connection_lost(exc)
 
     def admit(self) -> None:
-        """It has shown the token: lift the limits."""
+        """Lift the limits: the connection is authenticated."""
         self._deadline.cancel()
         self._clients.strangers.pop(self, None)
 
     def drop(self) -> None:
-        """Close it at once, whatever it still has to read."""
+        """Close it at once, without flushing."""
         self.admit()
         if self._connection is not None:
             self._connection.abort()
 
 
 class Clients:
-    """All connections. ``server``: who answers their requests."""
+    """All connections. ``server`` answers their requests."""
 
     def __init__(self, server: web.Server, log: Log) -> None:
         self.server = server
@@ -122,20 +121,18 @@ class Clients:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # no file descriptor or memory for it, or it has gone again
-                self._log.limited("accept", f"a connection cannot be accepted: {error.strerror}")
+            except OSError as error:  # no file descriptor or memory, or the client has disconnected
+                self._log.limited("accept", f"cannot accept a connection: {error.strerror}")
                 self._drop_oldest()
                 await asyncio.sleep(_FULL_S)
                 continue
             if len(self.strangers) >= self._most:
-                self._log.limited(
-                    "full", f"{self._most} connections without the token: closing the oldest for new ones"
-                )
+                self._log.limited("full", f"{self._most} unauthenticated connections: closing the oldest for new ones")
                 self._drop_oldest()
             try:
                 await loop.connect_accepted_socket(lambda: WebClient(self), connection)
             except OSError:
-                connection.close()  # it has gone again
+                connection.close()  # the client has disconnected
 
     def _drop_oldest(self) -> None:
         for client in self.strangers:
@@ -144,7 +141,7 @@ class Clients:
 
 
 def _raise_file_limit() -> int:
-    """Raise the limit of open files as far as we need and may; return it."""
+    """Raise the limit of open files to what we need, as far as allowed; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

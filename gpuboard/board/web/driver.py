@@ -1,7 +1,6 @@
-"""The driver of a board whose terminal is a browser: textual's, speaking packets over stdin and stdout, made safe.
+"""The driver of a board in a browser: textual's web driver (packets over stdin and stdout), made safe.
 
-The board ends with the server that started it, however that ends. Files that it saves stay on this machine, as those
-of a board in a terminal do.
+The board ends with its server, however the server ends. Saved files stay on this machine, as for a board in a terminal.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from textual.drivers.web_driver import WebDriver
 from gpuboard.board.terminal.textual_compat import app_of
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LEAVE_S = 1.5  # for an orderly end once the server has gone
+_LEAVE_S = 1.5  # for an orderly end after the server has ended
 
 
 class BrowserDriver(WebDriver):
-    """See the module's docstring. Taken by `gpuboard board --browser`, which ``web/session.py`` starts."""
+    """See the module's docstring. Used by `gpuboard board --browser`, which ``web/session.py`` starts."""
 
     def __init__(
         self, app: App[Any], *, debug: bool = False, mouse: bool = True, size: tuple[int, int] | None = None
@@ -35,14 +34,14 @@ class BrowserDriver(WebDriver):
         super().__init__(app, debug=debug, mouse=mouse, size=size)
 
     def run_input_thread(self) -> None:
-        """Pass input on until stdin ends: then the server has gone, perhaps before it could be watched for."""
+        """Read input until end of file: then the server has ended, perhaps before PDEATHSIG was set."""
         super().run_input_thread()
         if not self.exit_event.is_set():
             app_of(self).post_message(messages.ExitApp())
             threading.Thread(target=_leave_soon, name="leave", daemon=True).start()
 
     def open_url(self, url: str, new_tab: bool = True) -> None:
-        """Open a web address; no other kind of URL is handed to the browser."""
+        """Open an http or https URL in the browser; ignore all others."""
         if url.startswith(("https://", "http://")):
             super().open_url(url, new_tab=True)
 
@@ -57,7 +56,7 @@ class BrowserDriver(WebDriver):
         mime_type: str | None = None,
         name: str | None = None,
     ) -> None:
-        """Save a file on this machine, as in a terminal: the server serves no files that a program chose."""
+        """Save a file on this machine, as in a terminal: the server never serves files chosen by a program."""
         Driver.deliver_binary(
             self, binary, delivery_key=delivery_key, save_path=save_path, encoding=encoding, name=name
         )

@@ -1,4 +1,4 @@
-"""Where the board in a browser is served: a port of this machine's loopback, or a unix socket closed to others."""
+"""Listening sockets of the board in a browser: a loopback port, or a private unix socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpuboard.errors import GpuboardError
 
 
 def listen(port: int, host: str = "127.0.0.1") -> socket.socket:
-    """Return a socket that listens on a port of this machine's loopback; 0: any free one. Raises GpuboardError."""
+    """Return a socket that listens on a loopback port; 0: any free one. Raises GpuboardError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -19,19 +19,19 @@ def listen(port: int, host: str = "127.0.0.1") -> socket.socket:
     except OSError as error:
         listener.close()
         raise GpuboardError(
-            f"port {port} of {host} cannot be served on: {(error.strerror or str(error)).lower()}; "
-            "--port N takes another one, --port 0 any that is free"
+            f"cannot listen on port {port} of {host}: {(error.strerror or str(error)).lower()}; "
+            "choose another with --port N, or any free one with --port 0"
         ) from error
     return listener
 
 
 def listen_at(path: Path) -> socket.socket:
-    """Return a unix socket of mode 0600 that listens at ``path``; one that nobody serves any more is replaced.
+    """Return a unix socket of mode 0600 that listens at ``path``; replaces one left over by an ended server.
 
     Raises GpuboardError.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o177)  # closed to others from its first moment on
+    mask = os.umask(0o177)  # private from its creation
     try:
         if _is_left_over(path):
             path.unlink()
@@ -39,14 +39,14 @@ def listen_at(path: Path) -> socket.socket:
         listener.listen(1024)  # a flood must not fill the queue before it is read
     except OSError as error:
         listener.close()
-        raise GpuboardError(f"{path} cannot be served on: {(error.strerror or str(error)).lower()}") from error
+        raise GpuboardError(f"cannot listen on {path}: {(error.strerror or str(error)).lower()}") from error
     finally:
         os.umask(mask)
     return listener
 
 
 def _is_left_over(path: Path) -> bool:
-    """Return whether ``path`` is a socket of ours that nobody listens on."""
+    """Return whether ``path`` is a socket of our own without a listener."""
     if not path.is_socket() or path.lstat().st_uid != os.geteuid():
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

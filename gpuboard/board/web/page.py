@@ -1,4 +1,4 @@
-"""The pages of the board in a browser, and the headers that go with everything: nothing is loaded from elsewhere."""
+"""The pages of the board in a browser, and the headers of every response: nothing is loaded from other hosts."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ body, button { font: 16px "Roboto Mono", monospace; color: #e8eef2 }
   padding: 12px; z-index: 3; background: #12232d; border-top: 1px solid #3b5566 }
 button { padding: 8px 20px; border: 1px solid #6f93a8; background: #1d3a4a; cursor: pointer }
 body.-first-byte #opening, body.-closed #opening { display: none }
-body.-closed #ended, body.-silent #silent { display: flex }
-body.-closed #terminal, body.-silent #terminal { opacity: .5; filter: grayscale(1) }
+body.-closed #ended, body.-stale #stale { display: flex }
+body.-closed #terminal, body.-stale #terminal { opacity: .5; filter: grayscale(1) }
 """
 
 # textual.js reads the websocket's address from the element when the page has loaded. It comes from the address bar:
-# only the browser knows by which name and port we are reached.
+# only the browser knows the name and port under which it reaches us.
 SCRIPT = """
 "use strict";
 const terminal = document.getElementById("terminal");
 terminal.dataset.sessionWebsocketUrl = location.origin.replace(/^http/, "ws") + location.pathname + "ws";
-// A connection can hang without an end. The server says something every 3 s, however still the board is.
-let heard = Date.now();
+// A connection can hang without being closed. The server sends a heartbeat every 3 s.
+let last = Date.now();
 window.WebSocket = class extends WebSocket {
   constructor(...words) {
     super(...words);
-    this.addEventListener("message", () => { heard = Date.now(); });
+    this.addEventListener("message", () => { last = Date.now(); });
   }
 };
 setInterval(() => {
-  const silent_s = Math.round((Date.now() - heard) / 1000);
-  document.body.classList.toggle("-silent", silent_s >= 8 && !document.body.classList.contains("-closed"));
-  document.getElementById("age").textContent = silent_s;
+  const age_s = Math.round((Date.now() - last) / 1000);
+  document.body.classList.toggle("-stale", age_s >= 8 && !document.body.classList.contains("-closed"));
+  document.getElementById("age").textContent = age_s;
 }, 1000);
-// Keys go to the terminal without a click, but not before the first picture: textual.js tells the board of the focus,
-// and until then there may be nobody to tell.
+// Focus the terminal, so that keys work without a click; not before the first output: textual.js sends the focus to the
+// board, which may not be connected before.
 const observer = new MutationObserver(() => {
   if (!document.body.classList.contains("-first-byte")) return;
   observer.disconnect();
@@ -82,7 +82,7 @@ def board(title: str, font_size: int) -> str:
 </head>
 <body>
 <div id="opening">opening the board …</div>
-<div id="silent" class="bar"><span>Nothing heard for <span id="age"></span> s: what is shown is as old.</span></div>
+<div id="stale" class="bar"><span>No data from the server for <span id="age"></span> s: the picture is old.</span></div>
 <div id="ended" class="bar">The board has ended. <button id="again" type="button">Open it again</button></div>
 <div id="terminal" class="textual-terminal" data-font-size="{font_size}"></div>
 <script src="board.js"></script>
@@ -92,7 +92,7 @@ def board(title: str, font_size: int) -> str:
 
 
 def words(title: str, text: str, link: str = "") -> str:
-    """Return a page that says ``text``; with ``link`` it goes there by itself."""
+    """Return a page with ``text``; with ``link`` it redirects there."""
     onward = f'<meta http-equiv="refresh" content="0; url={escape(link)}">' if link else ""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>{onward}</head>\n'

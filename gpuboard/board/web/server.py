@@ -34,7 +34,7 @@ _TITLE = "gpuboard"
 
 
 class Server:
-    """Serves boards until it is told to stop. ``log`` gets a line for every page and for refusals, never the token.
+    """Serves boards until a signal. ``log`` gets a line for every board and for refusals, never the token.
 
     Raises GpuboardError where textual-serve is missing.
     """
@@ -64,7 +64,7 @@ class Server:
                 stopped.set_exception(error)
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays ignored
+            if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup SIGHUP stays ignored
                 asyncio.get_running_loop().add_signal_handler(number, stop, number)
         handler = LogHandler(self._log)
         libraries = [logging.getLogger(name) for name in ("aiohttp", "asyncio")]
@@ -107,27 +107,27 @@ class Server:
         """
         guard = self._guard
         if not guard.is_our_host(request.headers.get("Host")) or not request.raw_path.startswith("/"):
-            return self._refuse(request, "this is not the name and port that it is served under")
+            return self._refuse(request, "unknown host name or port")
         if request.path == "/" and "token" in request.query:
             if not guard.knows_token(request.query["token"]):
-                return self._refuse(request, "that is not the token: open the URL that `gpuboard serve` printed")
+                return self._refuse(request, "wrong token: open the URL that `gpuboard serve` printed")
             _admit_client(request)
             return self._welcome(request)
         if not guard.knows_cookie(request.cookies.get(COOKIE)):
             return self._refuse(request, "no valid token: open the URL that `gpuboard serve` printed")
         is_websocket = request.path.endswith("/ws") or "Upgrade" in request.headers
         if is_websocket and not guard.is_our_origin(request.headers.get("Origin"), request.headers.get("Host")):
-            return self._refuse(request, "the page that asks is not the board's own")
+            return self._refuse(request, "the websocket's Origin is not the board's own page")
         _admit_client(request)
         response: web.StreamResponse = await handler(request)
         return response
 
     def _welcome(self, request: web.Request) -> web.Response:
-        """Answer with the cookie, and lead to the page without the token in its address."""
+        """Set the cookie and redirect to the page, whose address has no token."""
         page = f"{self._guard.path}/"
         if request.headers.get("Sec-Fetch-Site") == "cross-site":
-            # from a link in another site's page: a redirect would still count as that site's, and the browser would
-            # hold the cookie back; what a page of ours leads to does not
+            # A link on another site's page: after a redirect the browser still treats the request as cross-site and
+            # withholds the Strict cookie; after a page of our own it does not.
             response = _words(200, "Opening the board …", link=page)
         else:
             response = web.Response(status=303, headers={"Location": page})
@@ -139,12 +139,12 @@ class Server:
     def _refuse(self, request: web.Request, why: str) -> web.Response:
         self._log.limited(why, f"refused {request.method} from {_origin_words(request)}: {why}")
         response = _words(403, why)
-        response.force_close()  # one request for who has no token
+        response.force_close()  # one request per connection without the token
         return response
 
     async def _page(self, request: web.Request) -> web.Response:
         if len(self._boards) >= MOST_BOARDS:
-            return _words(503, f"{MOST_BOARDS} boards are open already: close one of them, then reload this page.")
+            return _words(503, f"{MOST_BOARDS} boards are open already: close one, then reload this page.")
         size = request.query.get("fontsize", "")
         font_size = min(max(int(size), 6), 60) if size.isdecimal() and len(size) < 4 else 15
         return web.Response(text=webpage.board(_TITLE, font_size), content_type="text/html")
@@ -168,26 +168,26 @@ class Server:
         finally:
             await board.stop()
             self._boards.discard(board)
-            said = "".join(f"\n    {line}" for line in board.said)
-            self._log.line(f"{name} closed after {time.monotonic() - began:.0f} s; open: {len(self._boards)}{said}")
+            errors = "".join(f"\n    {line}" for line in board.errors)
+            self._log.line(f"{name} closed after {time.monotonic() - began:.0f} s; open: {len(self._boards)}{errors}")
             with contextlib.suppress(ConnectionError):
                 await websocket.close()
         return websocket
 
 
 def _assets() -> Path:
-    """Return the folder of textual-serve's script, style and fonts. Raises GpuboardError when there is none."""
+    """Return the folder of textual-serve's script, style and fonts. Raises GpuboardError if it is missing."""
     spec = find_spec("textual_serve")
     folder = Path(spec.origin).parent / "static" if spec is not None and spec.origin is not None else None
     if folder is None or not (folder / "js" / "textual.js").is_file():
-        raise GpuboardError("textual-serve is not installed, or not as expected: pip install 'gpuboard[web]'")
+        raise GpuboardError("textual-serve is not installed or incomplete: pip install 'gpuboard[web]'")
     return folder
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers.update(webpage.HEADERS)
     if response.status in {200, 206, 304} and "/static/" in request.path:
-        response.headers["Cache-Control"] = "private, no-cache"  # kept, and asked about each time
+        response.headers["Cache-Control"] = "private, no-cache"  # cached, and revalidated each time
 
 
 async def _style(_: web.Request) -> web.Response:

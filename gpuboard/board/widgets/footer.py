@@ -1,6 +1,6 @@
-"""The last line: the keys of what is on top, each whole or not at all; help at the right, which has all the others.
+"""The last line: the keys of the active screen, none of them cut, and help at the right, which lists all keys.
 
-textual's own footer is a widget per key: a fifth of the time to the first picture, and it cuts what does not fit.
+textual's own footer has a widget per key, which takes a fifth of the start-up time, and it cuts keys that do not fit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HELP = "app.help"
 
 
 class FooterEntry(NamedTuple):
-    """One key: where its words begin on the line, how many cells they take, what they are, what a click presses."""
+    """One key: its position and width in cells, its text, and the key that a click presses."""
 
     x: int
     cells: int
@@ -31,7 +31,7 @@ class FooterEntry(NamedTuple):
 
 
 class Footer(Widget):
-    """The keys of the active screen's bindings. A click presses one."""
+    """The keys of the active screen's bindings; a click presses one."""
 
     ALLOW_SELECT = False
     COMPONENT_CLASSES = {"footer--key", "footer--words"}  # noqa: RUF012  # textual's own type
@@ -48,12 +48,12 @@ class Footer(Widget):
         self.entries: list[FooterEntry] = []  # as drawn
 
     def on_mount(self) -> None:
-        """Follow the bindings: they change with the focus and with remapped keys."""
+        """Subscribe to the bindings: they change with the focus and with remapped keys."""
         self.screen.bindings_updated_signal.subscribe(self, self._changed)
         self._arrange()
 
     def on_resize(self) -> None:
-        """Another number of keys fits."""
+        """Place the keys for the new width."""
         self._arrange()
 
     def _changed(self, screen: Screen[object]) -> None:
@@ -61,8 +61,8 @@ class Footer(Widget):
             self._arrange()
 
     def _arrange(self) -> None:
-        """Place what fits, in the order of the bindings, and help at the right edge."""
-        shown: dict[str, tuple[str, str, str, bool]] = {}  # by action: an action of several keys shows the first
+        """Place the keys that fit, in the order of the bindings, and help at the right edge."""
+        shown: dict[str, tuple[str, str, str, bool]] = {}  # by action; only the first of several keys is shown
         help_entry: tuple[str, str, str, bool] | None = None
         for _, binding, enabled, _ in self.screen.active_bindings.values():
             entry = (self.app.get_key_display(binding), binding.description, binding.key, enabled)

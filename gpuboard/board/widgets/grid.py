@@ -1,6 +1,6 @@
-"""Rows on textual's Line API: only visible lines are made, only changed ones are drawn again.
+"""Rows on textual's Line API: only visible lines are made, only changed ones are redrawn.
 
-8,000 rows cost what 80 do. Cursor and marks are keys, so they stay where they belong when rows are sorted, come and go.
+8,000 rows cost as much as 80. Cursor and marks are keys, so they stay on their rows when rows move, come and go.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 __all__ = ["HEADER", "RIGHT", "Cell", "Column", "Grid", "LazyRows", "Row"]
 
-RIGHT = 3  # the mouse's button; some terminals keep ctrl and click to themselves
+RIGHT = 3  # right mouse button; some terminals do not pass on ctrl-click
 HEADER = 1  # lines above the rows
 
 
 class Grid(Dragging, can_focus=True):
-    """A table that stays calm while what it shows changes."""
+    """A table whose cursor, marks and scroll position are stable while its rows change."""
 
     ROW_CURSOR = True  # draw the cursor over the whole row
     DEFAULT_CSS = """
@@ -63,7 +63,7 @@ class Grid(Dragging, can_focus=True):
     ]
 
     class RowMessage(Message):
-        """What all messages of a grid have in common."""
+        """Base class of a grid's messages."""
 
         def __init__(self, grid: Grid) -> None:
             super().__init__()
@@ -75,7 +75,7 @@ class Grid(Dragging, can_focus=True):
             return self.grid
 
     class Moved(RowMessage):
-        """The cursor is on another row; ``key`` is None when there is none left."""
+        """The cursor is on another row; ``key`` is None when there are no rows."""
 
         def __init__(self, grid: Grid, key: str | None) -> None:
             super().__init__(grid)
@@ -89,7 +89,7 @@ class Grid(Dragging, can_focus=True):
             self.key = key
 
     class Marked(RowMessage):
-        """The marks have changed; ``keys`` are all of them, those of rows that are not shown now included."""
+        """The marks have changed; ``keys`` are all of them, also of rows that are not shown."""
 
         def __init__(self, grid: Grid, keys: frozenset[str]) -> None:
             super().__init__(grid)
@@ -111,7 +111,7 @@ class Grid(Dragging, can_focus=True):
         mark_column: bool = True,
         id: str | None = None,
     ) -> None:
-        """``empty``: what to say while there are no rows; ``marks``: whether rows can be marked, in a column for it."""
+        """``empty``: the text without rows; ``marks``: whether rows can be marked."""
         super().__init__(id=id)
         self.columns = tuple(columns)
         self.empty = empty
@@ -120,21 +120,21 @@ class Grid(Dragging, can_focus=True):
         self._rows: Sequence[Row] = ()
         self._indexes: dict[str, int] | None = {}
         self._cursor: str | None = None
-        self._wanted: str | None = None  # where the person put the cursor
-        self._told: str | None = None  # the cursor of the last message
+        self._wanted: str | None = None  # the key the user put the cursor on
+        self._notified: str | None = None  # the cursor in the last Moved message
         self._at = 0  # index of the cursor's row
         self._marks: frozenset[str] = frozenset()
         self._sort: tuple[str, bool] | None = None
-        self._space = 0  # the width that the columns share
-        self._widths: dict[int, int] = {}  # by index of a column; those that do not fit are missing
+        self._space = 0  # the width shared by the columns
+        self._widths: dict[int, int] = {}  # by index of a column; columns that do not fit are missing
         self._lines: dict[int, tuple[Line, Strip | None]] = {}  # by index of a row: as drawn
         self._drawn_with: Look | None = None
 
-    # What others use
+    # Public interface
 
     @property
     def cursor(self) -> str | None:
-        """The key of the row under the cursor; what is set and not there yet is gone to when it comes."""
+        """The key of the row under the cursor. May be set before its row exists; the cursor goes there when it does."""
         return self._cursor
 
     @cursor.setter
@@ -147,12 +147,12 @@ class Grid(Dragging, can_focus=True):
 
     @property
     def marks(self) -> frozenset[str]:
-        """The keys of all marked rows, also of those that are not shown now."""
+        """The keys of all marked rows, also of rows that are not shown."""
         return self._marks
 
     @marks.setter
     def marks(self, keys: Iterable[str]) -> None:
-        """Mark these and no others; no message is sent."""
+        """Set the marks without sending a message."""
         self._marks = frozenset(keys)
         self._touch()
 
@@ -162,15 +162,15 @@ class Grid(Dragging, can_focus=True):
         return self._rows
 
     def index_of(self, key: str | None) -> int | None:
-        """Return where the row of ``key`` is; None when there is none."""
+        """Return the index of the row with ``key`` or None."""
         if self._indexes is None:
             self._indexes = {key: index for index, key in enumerate(keys_of(self._rows))}
         return None if key is None else self._indexes.get(key)
 
     def set_rows(self, rows: Sequence[Row]) -> None:
-        """Show ``rows``. Cursor, marks and place on the screen stay; only lines that changed are drawn again.
+        """Show ``rows``. Cursor, marks and scroll position stay; only changed lines are redrawn.
 
-        A cursor whose row has gone waits on the nearest one, and returns with it.
+        If the cursor's row is gone, the cursor is on the nearest one until the row returns.
         """
         old, self._rows = self._rows, rows
         self._indexes = None
@@ -191,10 +191,10 @@ class Grid(Dragging, can_focus=True):
                 self.scroll_to(y=max(0, self.scroll_offset.y + at - before), animate=False, force=True)
         self._settle()
         self._touch()
-        self._tell()
+        self._send_moved()
 
     def set_columns(self, columns: Sequence[Column]) -> None:
-        """Show other columns; rows must fit them, so ``set_rows`` comes next."""
+        """Set the columns; call ``set_rows`` with matching rows next."""
         if tuple(columns) != self.columns:
             self.columns = tuple(columns)
             self._measure()
@@ -206,15 +206,15 @@ class Grid(Dragging, can_focus=True):
             self._sort = sort
             self.refresh(Region(0, 0, self.size.width, 1))
 
-    def say(self, empty: str) -> None:
-        """Say something else while there are no rows."""
+    def set_empty(self, empty: str) -> None:
+        """Set the text that is shown without rows."""
         if empty != self.empty:
             self.empty = empty
             if not self._rows:
                 self.refresh()
 
     def redraw(self) -> None:
-        """Draw everything again, after the look has changed."""
+        """Redraw everything after the look has changed."""
         self._lines.clear()
         self.refresh()
 
@@ -226,15 +226,15 @@ class Grid(Dragging, can_focus=True):
 
     @property
     def _page(self) -> int:
-        """How many rows fit."""
+        """The number of rows that fit."""
         return max(1, self.scrollable_content_region.height - HEADER)
 
     def on_mount(self) -> None:
-        """Take our size."""
+        """Return the given size."""
         self._resized()
 
     def on_resize(self) -> None:
-        """Share the new width among the columns, and keep the cursor in sight."""
+        """Share the new width among the columns and keep the cursor visible."""
         self._measure()
         self._resized()
         if self._rows:
@@ -260,7 +260,7 @@ class Grid(Dragging, can_focus=True):
         )
 
     def _touch(self, only: Collection[int] | None = None) -> None:
-        """Draw those visible lines again that would look different now; ``only``: no others can."""
+        """Redraw the visible lines that have changed; ``only``: check only these."""
         first = self.scroll_offset.y
         last = min(len(self._rows), first + self._page)
         width = self.size.width
@@ -279,19 +279,19 @@ class Grid(Dragging, can_focus=True):
         if only is not None:
             return
         below = last - first
-        if len(self._lines) > below or not self._rows:  # rows have gone: blank what they leave
+        if len(self._lines) > below or not self._rows:  # fewer rows: clear the lines below them
             self.refresh(Region(0, below + HEADER, width, max(0, self._page - below)))
         self._lines = lines
 
     def render_line(self, y: int) -> Strip:
-        """Return a line of the widget: the header, a row, or what is said when there are none."""
+        """Return a line of the widget: the header, a row, or the text without rows."""
         base = self.visual_style.rich_style
         width = self.scrollable_content_region.width
         if self._drawn_with is not self._look:
             self._drawn_with = self._look
             self._lines.clear()
         if width != self._space:
-            self._share()  # the first frame is drawn before we are told our size
+            self._share()  # the first frame is drawn before the resize event
             self._lines.clear()
         if y < HEADER:
             titles = header_runs(
@@ -330,7 +330,7 @@ class Grid(Dragging, can_focus=True):
     # Moving and marking
 
     def _neighbour(self, old: Sequence[Row], at: int) -> int | None:
-        """Return the row that stands nearest to where the vanished cursor's row was; None when there is none."""
+        """Return the row nearest to the position of the cursor's vanished row, or None."""
         keys = list(keys_of(old))
         for step in range(1, len(keys)):
             for near in (at + step, at - step):
@@ -339,7 +339,7 @@ class Grid(Dragging, can_focus=True):
         return self._selectable(min(at, len(self._rows) - 1), 1)
 
     def _selectable(self, index: int, step: int) -> int | None:
-        """Return the first row from ``index`` on that is no heading, looked for in the direction of ``step`` first."""
+        """Return the row nearest to ``index`` that is not a heading; the direction of ``step`` first."""
         for direction in (step, -step):
             at = index
             while 0 <= at < len(self._rows):
@@ -349,7 +349,7 @@ class Grid(Dragging, can_focus=True):
         return None
 
     def _go(self, index: int, step: int = 1) -> None:
-        """Put the cursor on the row at ``index``, or the next one beside a heading, and bring it into sight."""
+        """Put the cursor on the row at ``index``, or the next one beside a heading, and scroll to it."""
         if not self._rows:
             return
         at = self._selectable(max(0, min(index, len(self._rows) - 1)), step)
@@ -360,19 +360,19 @@ class Grid(Dragging, can_focus=True):
         self._settle()
         self._reveal()
         self._touch({before, at})
-        self._tell()
+        self._send_moved()
 
     def _settle(self) -> None:
-        """Hook: the rows, or the cursor's row, may be others now."""
+        """Hook: the rows or the cursor may have changed."""
 
-    def _tell(self) -> None:
-        """Say it when the cursor is on something else."""
-        if self.cursor != self._told:
-            self._told = self.cursor
-            self.post_message(self.Moved(self, self._told))
+    def _send_moved(self) -> None:
+        """Send Moved if the cursor has changed."""
+        if self.cursor != self._notified:
+            self._notified = self.cursor
+            self.post_message(self.Moved(self, self._notified))
 
     def _reveal(self) -> None:
-        """Scroll so far that the cursor is seen, with the heading above it when it is the first below one."""
+        """Scroll to the cursor, and to the heading if the cursor is right below it."""
         top = self._at - 1 if self._at and self._rows[self._at - 1].group else self._at
         if top < self.scroll_offset.y:
             self.scroll_to(y=top, animate=False, force=True)
@@ -380,7 +380,7 @@ class Grid(Dragging, can_focus=True):
             self.scroll_to(y=self._at - self._page + 1, animate=False, force=True)
 
     def can_mark(self, key: str) -> bool:
-        """Return whether what ``key`` stands for can be marked."""
+        """Return whether the row of ``key`` can be marked."""
         return True
 
     def _toggle(self, key: str | None) -> None:
@@ -388,7 +388,7 @@ class Grid(Dragging, can_focus=True):
             self._set_marks(self._marks ^ {key}, {self._at})
 
     def _extend(self, move: Callable[[], None]) -> None:
-        """Mark what is under the cursor, and what it moves to."""
+        """Mark the row under the cursor and the one it moves to."""
         if self._marking:
             before, at = self.cursor, self._at
             move()
@@ -410,11 +410,11 @@ class Grid(Dragging, can_focus=True):
         self._go(self._at + 1, 1)
 
     def action_page_up(self) -> None:
-        """A screenful up."""
+        """One page up."""
         self._go(self._at - self._page, -1)
 
     def action_page_down(self) -> None:
-        """A screenful down."""
+        """One page down."""
         self._go(self._at + self._page, 1)
 
     def action_first(self) -> None:
@@ -427,12 +427,12 @@ class Grid(Dragging, can_focus=True):
         self._go(len(self._rows) - 1, -1)
 
     def action_choose(self) -> None:
-        """Open what the row stands for."""
+        """Open the row."""
         if self.cursor is not None:
             self.post_message(self.Chosen(self, self.cursor))
 
     def action_mark(self) -> None:
-        """Mark the row or take its mark away, and go on to the next."""
+        """Mark or unmark the row, and move to the next."""
         self._toggle(self.cursor)
         self.action_down()
 
@@ -445,7 +445,7 @@ class Grid(Dragging, can_focus=True):
         self._extend(self.action_down)
 
     def column_at(self, x: int) -> str | None:
-        """Return the key of the column at ``x``, in cells from our left edge."""
+        """Return the key of the column at ``x``, in cells from the left edge."""
         left = self._indent
         for index, size in self._widths.items():
             if left <= x < left + size + GAP:
@@ -463,16 +463,16 @@ class Grid(Dragging, can_focus=True):
         """Mark the rows from ``grip`` to the one at ``at``."""
         start = self.index_of(grip)
         if start is None:
-            return False  # it is no longer there
+            return False  # the row is gone
         beyond = self._drag_to(at.y, start)
         rows = self._rows[min(start, self._at) : max(start, self._at) + 1]
         self._set_marks(before.union(row.key for row in rows if not row.group and self.can_mark(row.key)), None)
         return beyond
 
     def _drag_to(self, y: int, start: int) -> bool:
-        """Put the cursor on the row at ``y``, or past the edge; return whether it is that."""
+        """Put the cursor on the row at ``y``, or past the edge; return whether it is past the edge."""
         index, beyond = row_at(y - HEADER, self.scroll_offset.y, self._page, len(self._rows))
-        self._go(index, 1 if beyond == (index > start) else -1)  # a heading ends no drag past the edge
+        self._go(index, 1 if beyond == (index > start) else -1)  # a heading does not stop a drag past the edge
         return beyond
 
     def on_click(self, event: events.Click) -> None:

@@ -1,4 +1,4 @@
-"""The header: what is free, by model; nodes that are down or not heard from; the age of the oldest reading (pure)."""
+"""The header: free GPUs by model; unreachable and stale nodes; the age of the oldest reading (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpuboard.board.text.rows import Runs
 if TYPE_CHECKING:
     from gpuboard.board.scene import Scene
 
-# Beside free: the word for it, its letter where there is no room, and the states that are counted as it
+# What is counted beside free: its word, its letter where space is short, and its states
 _REST = (
     ("reserved", "R", ("reserved",)),
     ("allocated", "A", ("allocated",)),
@@ -27,8 +27,10 @@ _REST = (
     ("broken", "X", ("broken",)),
     ("unknown", "?", ("unknown",)),
 )
-_MODEL_AND_STATE = attrgetter("name", "state")  # with Counter in C: 8,000 GPUs a second are counted, most of them alike
-_WIDE = 100  # from here on two lines
+_MODEL_AND_STATE = attrgetter(
+    "name", "state"
+)  # for Counter, which counts in C: 8,000 GPUs per second, most of them equal
+_WIDE = 100  # columns from which the header takes two lines
 _SEPARATOR = " · "
 
 
@@ -41,14 +43,14 @@ class Count(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the header says, as numbers."""
+    """The numbers that the header shows."""
 
     models: list[Count]  # most GPUs first
     nodes: int
-    down: int  # not reachable
-    connecting: int  # never heard from, and nothing has failed yet
-    silent: int  # stale
-    oldest_s: float | None  # age of the oldest reading, also of nodes that are silent or down; None: there is none
+    unreachable: int
+    connecting: int  # no reading and no failure yet
+    stale: int
+    oldest_s: float | None  # age of the oldest reading, stale and unreachable nodes included; None: no reading
 
 
 def sums(scene: Scene) -> Sums:
@@ -75,7 +77,7 @@ def sums(scene: Scene) -> Sums:
 
 
 def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
-    """Return the header for a terminal of ``columns``: words go where there is no room, the free counts never.
+    """Return the header for a terminal of ``columns``: free counts always fit, words only where space is left.
 
     Two lines where it is ``tall`` and wide, else one.
     """
@@ -105,7 +107,7 @@ def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
 
 
 def _models(facts: Sums) -> list[Runs]:
-    """Return what there is of each model, the most words first, at last what is free in all."""
+    """Return texts from the longest to the shortest: each model in detail, at last the free total alone."""
     if not facts.models:
         return [(("no GPU seen", "unknown"),)]
     free = [count for count in facts.models if count.states["free"]]
@@ -138,7 +140,7 @@ def _count(count: Count, words: int) -> Runs:
 
 
 def _others(facts: Sums) -> Runs:
-    """Return how many GPUs are not free, by state, of all models together."""
+    """Return how many GPUs of all models are not free, by state."""
     found: list[Runs] = []
     for word, _, states in _REST:
         if number := sum(count.states[state] for count in facts.models for state in states):
@@ -159,18 +161,18 @@ def _total(facts: Sums) -> Runs:
 
 
 def _about(facts: Sums, *, words: bool) -> list[Runs]:
-    """Return what is to be said of the nodes."""
+    """Return the part about nodes."""
     parts: list[Runs] = []
     if words:
         parts.append(((f"{facts.nodes} nodes" if facts.nodes != 1 else "1 node", "dim"),))
-    if facts.down:
-        parts.append(((f"{facts.down} down" if words else f"{facts.down} node{'s' * (facts.down > 1)} down", "bad"),))
+    if facts.unreachable:
+        parts.append(((f"{facts.unreachable} unreachable", "bad"),))
     if facts.connecting:
         parts.append(((f"{facts.connecting} connecting", "unknown"),))
-    if facts.silent:
-        parts.append(((f"{facts.silent} silent", "warn"),))
+    if facts.stale:
+        parts.append(((f"{facts.stale} stale", "warn"),))
     oldest = age(facts.oldest_s)
-    style = "unknown" if oldest == UNKNOWN else "warn" if facts.silent or facts.down else "dim"
+    style = "unknown" if oldest == UNKNOWN else "warn" if facts.stale or facts.unreachable else "dim"
     parts.append((((f"oldest {oldest:>3}" if words else f"{oldest:>3}"), style),))
     return parts
 

@@ -1,8 +1,8 @@
 """A window into a log that may be huge and may grow: reads only around what is shown. No textual.
 
-Lines are known by the byte they start at, never by number: nobody counts the lines of 2 GB. A line starts at 0, after
-each line end, and at each multiple of BLOCK with no line end in the BLOCK bytes before it; so none is longer than two
-blocks, and where one starts can be told from the two blocks before it.
+Lines are identified by the byte they start at, not by number: counting the lines of 2 GB takes too long. A line starts
+at 0, after each line end, and at each multiple of BLOCK with no line end in the BLOCK bytes before it. So no line is
+longer than two blocks, and the two blocks before a position suffice to find the start of its line.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _SEARCH_STEP = 4 * 2**20
 
 
 class LogGone(Exception):
-    """The log cannot be read; the message says why, in words."""
+    """The log cannot be read; the message is the reason."""
 
 
 class LogPosition(msgspec.Struct, frozen=True):
-    """What stands in the first row: the line that starts at byte ``start``, from its wrapped row ``row`` on."""
+    """The top of a page: the line that starts at byte ``start``, from its wrapped row ``row`` on."""
 
     start: int
     row: int = 0
 
 
 class Window(msgspec.Struct, frozen=True):
-    """How it is looked at. Sizes in terminal cells."""
+    """Size and horizontal position of the visible part, in terminal cells."""
 
     width: int
     height: int
@@ -44,24 +44,24 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """What a window shows: its rows, each with the byte its line starts at."""
+    """The rows in a window, each with the start of its line."""
 
     rows: list[tuple[int, Text]]
     place: LogPosition
     size: int  # bytes of the file
     at_end: bool
-    shrunk: bool = False  # it was cut since it was looked at before
+    shrunk: bool = False  # truncated since the last read
 
 
 class LogFile:
-    """One log. Every call opens the file anew: it may be replaced, cut or removed between two."""
+    """One log. Every call opens the file again: it can be replaced, truncated or removed meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._size = 0
 
     def stamp(self) -> tuple[int, int, int]:
-        """Return what is another when the file has changed. Raises LogGone."""
+        """Return a value that differs when the file has changed. Raises LogGone."""
         with _Reader(self.path) as file:
             return file.stamp
 
@@ -93,11 +93,11 @@ class LogFile:
     def find(
         self, words: str, start: int | None, *, backwards: bool, go_on: Callable[[int], bool], rest: bool = False
     ) -> int | None:
-        """Return where the next line that shows ``words`` starts, after (before) the one at ``start``; None: nowhere.
+        """Return the start of the next line with ``words``, after (before) the one at ``start``; None: no match.
 
-        ``rest``: in what such a search leaves out, from the beginning (end) to the one at ``start``. ``start`` None: in
-        all of it. Without capitals in ``words`` those of the log do not count; words that change colour within are not
-        found. ``go_on`` gets the byte that was reached and returns whether to continue. Raises LogGone.
+        ``rest``: search the part that such a search leaves out, from the beginning (end) to the line at ``start``.
+        ``start`` None: search everything. Case matters only if ``words`` has capitals; words that change colour inside
+        are not found. ``go_on`` gets the byte reached and returns whether to continue. Raises LogGone.
         """
         with _Reader(self.path) as file:
             if start is None:
@@ -120,17 +120,17 @@ class LogFile:
 
 
 class Found(NamedTuple):
-    """A line that shows what was looked for."""
+    """A match."""
 
-    log: int  # which of the logs
+    log: int  # index of the log
     start: int
-    wrapped: bool  # beyond the end (beginning) of all logs, from where the search began
+    wrapped: bool  # past the end (beginning), found before (after) the start of the search
 
 
 def find_in(
     logs: Sequence[LogFile], words: str, start: int, *, backwards: bool, go_on: Callable[[int, int], bool]
 ) -> Found | None:
-    """Return the next line that shows ``words``: on from ``start`` in the first log, in the others, in what is left.
+    """Return the next match: from ``start`` in the first log, in the others, in the rest of the first.
 
     ``go_on``: as of :meth:`LogFile.find`, with the log before the byte. Raises LogGone for the first log alone.
     """
@@ -147,14 +147,14 @@ def find_in(
 
 
 class _Reader:
-    """The file, open, and the piece of it that was read last."""
+    """The open file and the piece read last."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             gone = not path.parent.is_dir()
-            raise LogGone("the run's folder was removed" if gone else "nothing was written here") from None
+            raise LogGone("the run's folder was removed" if gone else "empty") from None
         except OSError as error:
             raise LogGone(f"cannot be read: {error.strerror}") from error
         status = os.fstat(self._fd)
@@ -174,7 +174,7 @@ class _Reader:
         if not (self._at <= low and high <= self._at + len(self._data)):
             self._at = max(0, low - _STEP // 2)
             self._data = self._pread(max(high, low + _STEP // 2) - self._at, self._at)
-            if self._at + len(self._data) < high:  # cut while we look
+            if self._at + len(self._data) < high:  # truncated meanwhile
                 self.size = min(self.size, self._at + len(self._data))
         return self._data[low - self._at : high - self._at]
 
@@ -185,14 +185,14 @@ class _Reader:
             raise LogGone(f"cannot be read: {error.strerror}") from error
 
     def start_of(self, offset: int) -> int:
-        """Return the greatest start of a line below ``offset``, 0 at least."""
+        """Return the last start of a line before ``offset``, at least 0."""
         block = max(0, offset - 1) // BLOCK * BLOCK
         low = max(0, block - BLOCK)
-        at = self.read(low, offset - 1).rfind(b"\n")  # one at offset - 1 ends the line that is looked for
+        at = self.read(low, offset - 1).rfind(b"\n")  # a line end at offset - 1 ends the line in question
         return low + at + 1 if at >= 0 else block
 
     def next_start(self, start: int) -> int:
-        """Return where the line after the one that starts at ``start`` starts: the size where there is none."""
+        """Return the start of the line after the one at ``start``; the file's size after the last one."""
         limit = -(-start // BLOCK) * BLOCK + BLOCK
         at = self.read(start, limit).find(b"\n")
         return start + at + 1 if at >= 0 else min(limit, self.size)
@@ -205,7 +205,7 @@ class _Reader:
         return visible(self.read(start, end).decode("utf-8", "replace"))
 
     def back(self, place: LogPosition, rows: int, window: Window) -> LogPosition:
-        """Return the place ``rows`` rows above; the beginning where there are fewer."""
+        """Return the place ``rows`` rows above, or the beginning."""
         start, left = place.start, rows - place.row
         while left > 0 and start > 0:
             end, start = start, self.start_of(start)
@@ -213,7 +213,7 @@ class _Reader:
         return LogPosition(start, max(0, -left))
 
     def on(self, place: LogPosition, rows: int, window: Window) -> LogPosition:
-        """Return the place ``rows`` rows below; the last row where there are fewer."""
+        """Return the place ``rows`` rows below, or the last row."""
         start, left = place.start, rows + place.row
         while start < self.size:
             end = self.next_start(start)
@@ -225,7 +225,7 @@ class _Reader:
         return LogPosition(start)
 
     def search(self, words: str, part: range, backwards: bool, go_on: Callable[[int], bool]) -> int | None:
-        """Return the start of the first (last) line that shows ``words`` in a part of the file, cut between lines."""
+        """Return the start of the first (last) line with ``words`` in a part of the file that ends between lines."""
         fold = words == words.lower()
         wanted = words.encode()
         steps = range(part.start, part.stop, _SEARCH_STEP)

@@ -1,4 +1,4 @@
-"""A window into one log on the Line API. Everything that reads happens beside the UI, one thing after the other."""
+"""A window into one log on the Line API. All reading happens in the background, one piece at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WHEEL_ROWS = 3
 
 
 class LogView(Widget):
-    """One stream of one rank: a line that says what it is and where in it we are, and what it shows."""
+    """One stream of one rank: a title line with the position, and the visible part."""
 
     DEFAULT_CSS = """
     LogView { height: 1fr; }
@@ -37,14 +37,14 @@ class LogView(Widget):
     """
 
     class Picked(Message):
-        """The person means this one: clicked or scrolled."""
+        """The user chose this stream by a click, or a search found its match there."""
 
         def __init__(self, view: LogView) -> None:
             super().__init__()
             self.view = view
 
-    class Told(Message):
-        """Something to say about the log or about what was looked for in it."""
+    class Notified(Message):
+        """A message about the log or about a search in it."""
 
         def __init__(self, words: str) -> None:
             super().__init__()
@@ -54,18 +54,18 @@ class LogView(Widget):
         super().__init__(id=id)
         self.title = title
         self.page: Page | None = None
-        self.gone = ""  # why there is nothing to show
+        self.gone = ""  # why the log cannot be read
         self.follow = True
         self.active = False
         self.wrap = False
         self.left = 0
-        self.words = ""  # looked for
-        self.hit: int | None = None  # the line found last, by its start
+        self.words = ""  # that are searched for
+        self.hit: int | None = None  # start of the line found last
         self._file: LogFile | None = None
         self._pending: list[Read] = []
         self._background: Background[tuple[Page | None, Shown | None, str]] = Background(self)
-        self._shown: Shown | None = None  # the window and the file when it was last read
-        self._search = 0  # the number of the newest search: older ones give up
+        self._shown: Shown | None = None  # of the page
+        self._search = 0  # number of the newest search; older ones stop
         self.searching = False
 
     @property
@@ -75,7 +75,7 @@ class LogView(Widget):
 
     @property
     def window(self) -> Window:
-        """How it is looked at now: below the title, left of the scroll bar."""
+        """The visible part: below the title, left of the scroll bar."""
         width, height = max(1, self.size.width - 1), max(1, self.size.height - 1)
         return Window(width, height, self.wrap, 0 if self.wrap else self.left)
 
@@ -91,20 +91,20 @@ class LogView(Widget):
     # Moving
 
     def move(self, rows: int) -> None:
-        """Go ``rows`` rows down, or up if negative."""
+        """Scroll down by ``rows``, or up if negative."""
         if rows < 0:
             self.follow = False
         self._do(lambda file, place, window: file.page(place, window, rows))
 
     def move_pages(self, pages: int) -> None:
-        """Go so many screenfuls down, or up if negative; one row stays in sight."""
+        """Scroll down by ``pages``, or up if negative; pages overlap by one row."""
         self.move(pages * max(1, self.window.height - 1))
 
     def move_right(self, cells: int) -> None:
-        """Show what is further right, or left if negative."""
+        """Scroll right by ``cells``, or left if negative."""
         if not self.wrap:
             self.left = max(0, self.left + cells)
-            self._again()
+            self._reload()
 
     def top(self) -> None:
         """Go to the beginning."""
@@ -112,25 +112,25 @@ class LogView(Widget):
         self._do(lambda file, place, window: file.page(LogPosition(0), window))
 
     def bottom(self) -> None:
-        """Go to the end and stay there."""
+        """Go to the end and follow."""
         self.follow = True
         self._do(lambda file, place, window: file.end(window))
 
     def stay(self) -> None:
-        """Stay here, whatever is written below."""
+        """Stop following."""
         self.follow = False
         self.refresh()
 
     def toggle_wrap(self) -> None:
-        """Break long lines, or cut them."""
+        """Switch between wrapping and cutting long lines."""
         self.wrap, self.left = not self.wrap, 0
-        self._again()
+        self._reload()
 
-    def _again(self) -> None:
+    def _reload(self) -> None:
         self._do(lambda file, place, window: file.end(window) if self.follow else file.page(place, window))
 
     def poll(self) -> None:
-        """Look whether the log has changed."""
+        """Read the log if it has changed."""
         if self._file is not None and self.size.width:
             self._pump(only_if_changed=True)
 
@@ -170,25 +170,25 @@ class LogView(Widget):
         self._shown = shown
         if gone != self.gone or page is not None:
             if gone and self.page is not None and not self.gone:
-                self.post_message(self.Told(f"{self.title}: {gone}"))
+                self.post_message(self.Notified(f"{self.title}: {gone}"))
             self.gone = gone
             if page is not None:
                 if page.shrunk:
-                    self.post_message(self.Told(f"{self.title} was cut to {bytes_words(page.size)} while we looked"))
+                    self.post_message(self.Notified(f"{self.title} was truncated to {bytes_words(page.size)}"))
                 self.page = page
             self.set_class((bool(gone) and self.page is None) or (page is not None and page.size == 0), "-empty")
             self.refresh()
         if shown is not None and shown[0] != self.window:  # resized meanwhile
-            self._again()
+            self._reload()
         else:
             self._pump()
 
     # Searching
 
     def search(self, words: str, *, backwards: bool, others: Sequence[LogView] = ()) -> None:
-        """Go to the next line that shows ``words``, below or above; first of all to one that is in sight.
+        """Go to the next line with ``words``, down or up; a new search starts with the visible lines.
 
-        After the end of this log come ``others``, then the beginning of this one; the one it is found in is picked.
+        After the end of this log it goes on in ``others``, then from the beginning of this one.
         """
         new = words != self.words
         self.words = words
@@ -216,8 +216,8 @@ class LogView(Widget):
             nonlocal steps
             steps += 1
             if steps % 16 == 2:
-                words_of = f"looking for {words!r} in {views[log].title}: {min(100, 100 * at // sizes[log])} %"
-                self.post_message(self.Told(f"{words_of} (escape: stop)"))
+                words_of = f"searching for {words!r} in {views[log].title}: {min(100, 100 * at // sizes[log])} %"
+                self.post_message(self.Notified(f"{words_of} (escape stops)"))
             return self._search == number
 
         def work() -> Found | None:
@@ -231,30 +231,30 @@ class LogView(Widget):
                 return
             self.searching = False
             if found is None:
-                self.post_message(self.Told(f"{words!r} is not in this log"))
+                self.post_message(self.Notified(f"{words!r} was not found"))
                 return
             view = views[found.log]
-            self.post_message(self.Told(
+            self.post_message(self.Notified(
                 f"found in {view.title}" if not view.active else
                 "" if not found.wrapped else
-                "found beyond the beginning, from the end on" if backwards else
-                "found beyond the end, from the beginning on"
+                "wrapped to the end" if backwards else
+                "wrapped to the beginning"
             ))  # fmt: skip
             view._found(files[found.log], found.start)
 
         def failed(error: GpuboardError) -> None:
             self.stop_search()
-            self.post_message(self.Told(str(error)))
+            self.post_message(self.Notified(str(error)))
 
         self.board.ask(work, then, failed)
 
     def stop_search(self) -> None:
-        """Give up a search that is under way."""
+        """Stop a running search."""
         self._search += 1
         self.searching = False
 
     def highlight(self, words: str) -> None:
-        """Show where ``words`` stand; go nowhere."""
+        """Highlight ``words`` without moving."""
         self.words = words
         self.refresh()
 
@@ -312,7 +312,7 @@ class LogView(Widget):
         elif page is None:
             parts.append("reading …")
         elif page.size == 0:
-            parts.append("nothing was written here")
+            parts.append("empty")
         else:
             parts.append(bytes_words(page.size))
             parts.append("end" if page.at_end else f"{100 * page.place.start // page.size} %")
@@ -325,7 +325,7 @@ class LogView(Widget):
         return Strip([Segment(t, s) for t, s in fit_runs(runs, width, base, ellipsis=line)])
 
     def _thumb(self) -> int:
-        """Return the row in which the scroll bar shows where we are; -1 when all of it is in sight."""
+        """Return the row of the scroll bar's thumb; -1 when the whole log is visible."""
         page, height = self.page, self.window.height
         if page is None or page.size == 0 or (page.at_end and page.place == LogPosition(0)):
             return -1
@@ -344,7 +344,7 @@ class LogView(Widget):
         self.move(-_WHEEL_ROWS)
 
     def on_click(self, event: events.Click) -> None:
-        """Take the keys; on the scroll bar: go there."""
+        """Become the active stream; on the scroll bar, go to that position."""
         event.stop()
         self.post_message(self.Picked(self))
         if event.y >= 1 and event.x >= self.size.width - 1 and self.page is not None:
@@ -353,8 +353,8 @@ class LogView(Widget):
             self._do(lambda file, place, window: file.at(offset, window))
 
     def on_resize(self) -> None:
-        """Read what fits now."""
+        """Read for the new size."""
         if self.page is None:
             self.poll()
         else:
-            self._again()
+            self._reload()

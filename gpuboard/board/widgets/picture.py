@@ -1,4 +1,4 @@
-"""The dense picture: a row a node, a cell a GPU, with a letter and a colour for its state and a mark for its flags."""
+"""The dense picture: a row per node, a cell per GPU; letter and colour show its state, a mark its flags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SORTS = {"node": "node", "connection": "age", "gpus": "state", "model": "model"
 class Picture(Grid):
     """Every GPU of every node.
 
-    The cursor is on a GPU, or on a node of which none is known: keys are UUIDs, or ``node:NAME`` of such nodes.
+    The cursor is on a GPU, or on a node without known GPUs: keys are UUIDs, or ``node:NAME`` of such nodes.
     """
 
     ROW_CURSOR = False
@@ -38,8 +38,8 @@ class Picture(Grid):
     def __init__(self, *, empty: str = "", id: str | None = None) -> None:
         super().__init__((), empty=empty, marks=True, mark_column=False, id=id)
         self._uuid: str | None = None  # the GPU under the cursor
-        self._wish: str | None = None  # where the person put the cursor: a key
-        self._column = 0  # the place of that GPU in its row: up and down keep to it
+        self._wish: str | None = None  # the key the user put the cursor on
+        self._column = 0  # position of that GPU in its row: up and down keep it
         self._items: Sequence[Item] = ()
         self._scene: Scene | None = None
 
@@ -62,7 +62,7 @@ class Picture(Grid):
         return item.node if isinstance(item, NodeRow) else None
 
     def set_sort(self, key: str | None, reverse: bool = False) -> None:
-        """Show in the header which of our columns, if any, stands for what the rows are sorted by."""
+        """Mark the column in the header, if any, by which the rows are sorted."""
         super().set_sort(next((column for column, sort in _SORTS.items() if sort == key), None), reverse)
 
     def can_mark(self, key: str) -> bool:
@@ -79,12 +79,12 @@ class Picture(Grid):
                 break
         self.set_rows(LazyRows(items, lambda item: item.key, self._row))
 
-    # Where GPUs are
+    # Positions of GPUs
 
     def _index_with(self, key: str) -> int | None:
-        """Return the row that a GPU is shown in, or the one of that key."""
+        """Return the row of a GPU, or the row with that key."""
         if self._at < len(self._items) and self._holds(self._items[self._at], key):
-            return self._at  # nearly always: 1,000 nodes need not be looked through
+            return self._at  # the usual case, without a search through 1,000 nodes
         return next((index for index, item in enumerate(self._items) if self._holds(item, key)), None)
 
     def _holds(self, item: Item, key: str) -> bool:
@@ -95,11 +95,11 @@ class Picture(Grid):
         return any(gpu.uuid == key for gpu in item.node.gpus) if item.shown is None else key in item.shown
 
     def _reachable(self) -> list[tuple[int, str]]:
-        """Return place and UUID of the GPUs in the cursor's row that the cursor can go to."""
+        """Return position and UUID of the GPUs shown in the cursor's row."""
         return _shown(self._items[self._at]) if self._at < len(self._items) else []
 
     def _settle(self) -> None:
-        """Stay on the GPU the person chose, else on the one nearest to where it stood."""
+        """Stay on the GPU the user chose, else on the nearest one."""
         reachable = self._reachable()
         uuids = {uuid for _, uuid in reachable}
         if self._wish in uuids:
@@ -118,10 +118,10 @@ class Picture(Grid):
         self._column = next((place for place, other in self._reachable() if other == uuid), self._column)
         self._settle()
         self._touch({self._at})
-        self._tell()
+        self._send_moved()
 
     def _step(self, step: int) -> bool:
-        """Go to the GPU beside; False at the end of the row."""
+        """Move to the next GPU in the row; return False at its end."""
         reachable = [uuid for _, uuid in self._reachable()]
         at = reachable.index(self._uuid) + step if self._uuid in reachable else -1
         if not 0 <= at < len(reachable):
@@ -129,7 +129,7 @@ class Picture(Grid):
         self._hop(reachable[at])
         return True
 
-    # What keys and mouse do
+    # Keys and mouse
 
     def action_left(self) -> None:
         """One GPU to the left."""
@@ -140,7 +140,7 @@ class Picture(Grid):
         self._step(1)
 
     def action_mark(self) -> None:
-        """Mark the GPU or take its mark away, and go on to the next, in the row below after the last."""
+        """Mark or unmark the GPU, and move to the next, after the last to the row below."""
         self._toggle(self.cursor)
         if not self._step(1) and self._at + 1 < len(self._items):
             self._column = 0
@@ -156,7 +156,7 @@ class Picture(Grid):
 
     def on_click(self, event: events.Click) -> None:
         """A click on a GPU moves there, with ctrl or right marks, twice opens; on a node twice opens; a title sorts."""
-        event.prevent_default()  # what Grid would do
+        event.prevent_default()  # replaces Grid.on_click
         at = event.get_content_offset(self)
         if at is None or self.is_drag(event):
             return
@@ -183,20 +183,20 @@ class Picture(Grid):
             self.post_message(self.Chosen(self, f"node:{item.node.name}"))
 
     def key_at(self, at: Offset) -> str | None:
-        """Return the UUID of the GPU that stands at ``at``."""
+        """Return the UUID of the GPU at ``at``."""
         index, place = at.y - HEADER + self.scroll_offset.y, self._place_at(at.x)
         if at.y < HEADER or index >= len(self._items) or place is None:
             return None
         return dict(_shown(self._items[index])).get(place)
 
     def drag(self, grip: str, at: Offset, before: frozenset[str]) -> bool:
-        """Mark the block of GPUs with ``grip`` in the one corner and what stands at ``at`` in the other."""
+        """Mark the block of GPUs with corners at ``grip`` and ``at``."""
         start = self._index_with(grip)
         if start is None:
-            return False  # it is no longer there
+            return False  # the row is gone
         begun = next(place for place, uuid in _shown(self._items[start]) if uuid == grip)
         place = self._place_at(at.x, nearest=True) or 0
-        self._column, self._uuid, self._wish = place, None, None  # the nearest of the row that we go to
+        self._column, self._uuid, self._wish = place, None, None  # the nearest in the new row
         beyond = self._drag_to(at.y, start)
         places = range(min(begun, place), max(begun, place) + 1)
         rows = self._items[min(start, self._at) : max(start, self._at) + 1]
@@ -204,7 +204,7 @@ class Picture(Grid):
         return beyond
 
     def _place_at(self, x: int, *, nearest: bool = False) -> int | None:
-        """Return which GPU of its row stands at ``x``, or ``nearest`` to it."""
+        """Return the position in its row of the GPU at ``x``, or ``nearest`` to it."""
         left = 0
         for index, size in self._widths.items():
             if self.columns[index].key == "gpus":
@@ -215,10 +215,10 @@ class Picture(Grid):
             left += size + GAP
         return None
 
-    # How it looks
+    # Drawing
 
     def _lay_out(self) -> None:
-        """Choose the columns' widths by what is there."""
+        """Set the columns for the current rows."""
         self.set_columns(columns_for(self._items))
 
     def _row(self, item: Item) -> Row:
@@ -233,7 +233,7 @@ class Picture(Grid):
 
 
 def _shown(item: Item) -> list[tuple[int, str]]:
-    """Return place and UUID of the GPUs in a row that the cursor can go to."""
+    """Return position and UUID of the GPUs shown in a row."""
     if isinstance(item, Group):
         return []
     shown = item.shown

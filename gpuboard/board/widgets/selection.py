@@ -1,4 +1,4 @@
-"""Dragging the mouse over rows: where it began, where it is, when it is over; past an edge the rows scroll on."""
+"""Selecting rows by dragging the mouse; past an edge the rows scroll."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ from textual.geometry import Offset
 from textual.scroll_view import ScrollView
 from textual.timer import Timer
 
-_LEFT = 1  # the mouse's button
-_PACE_S = 0.08  # between two steps past an edge; the further beyond it, the longer they are
+_LEFT = 1  # mouse button
+_PACE_S = 0.08  # between two scroll steps past an edge; steps grow with the distance
 
 
 def row_at(y: int, first: int, page: int, rows: int) -> tuple[int, bool]:
-    """Return the index of the row at ``y``, where ``first`` and so many as ``page`` are in sight, and if it is not.
+    """Return the index of the row at ``y`` and whether it is past an edge, with ``page`` rows from ``first`` visible.
 
-    Past an edge it is one that has yet to come into sight, further on the further off ``y`` is.
+    Past an edge it is a row to scroll to; its distance grows with that of ``y``.
     """
     return max(0, min(first + y, rows - 1)), (y < 0 < first) or (y >= page and first + page < rows)
 
 
 class Dragging(ScrollView):
-    """A view in which a range is selected by pressing the left button on its one end and releasing it on the other."""
+    """A view in which dragging with the left button selects a range."""
 
-    ALLOW_SELECT = False  # textual's own selection, of text, would begin where ours does
+    ALLOW_SELECT = False  # textual's text selection would start with the same gesture
 
-    _grip: str | None = None  # the key of what the button was pressed on
+    _grip: str | None = None  # the key under the pointer when the button was pressed
     _marks_before: frozenset[str] = frozenset()
-    _dragged = False  # the pointer has left what it was pressed on: the click that textual makes of it is none
+    _dragged = False  # the pointer has left the grip: ignore the click event that follows
     _pointer = Offset()
     _pace: Timer | None = None  # while the pointer is past an edge
 
     @property
     def marks(self) -> frozenset[str]:
-        """Hook: the keys of what is selected."""
+        """Hook: the selected keys."""
         raise NotImplementedError
 
     def key_at(self, at: Offset) -> str | None:
-        """Hook: return the key of what stands at ``at`` (in our content) if it can be selected, else None."""
+        """Hook: return the key at ``at`` (content coordinates) if it can be selected, else None."""
         raise NotImplementedError
 
     def drag(self, grip: str, at: Offset, before: frozenset[str]) -> bool:
-        """Hook: select ``before`` and all from ``grip`` to ``at``, which may lie outside; move the cursor there.
+        """Hook: select ``before`` and the range from ``grip`` to ``at``, which may be outside; move the cursor there.
 
-        Return whether ``at`` is past an edge, where more may come into sight.
+        Return whether ``at`` is past an edge with more rows beyond it.
         """
         raise NotImplementedError
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
-        """Take note of where a drag may begin."""
+        """Remember where a drag may begin."""
         self._end()
         self._dragged = False
         at = event.get_content_offset(self)
@@ -58,7 +58,7 @@ class Dragging(ScrollView):
         """Follow the pointer."""
         if self._grip is None:
             return
-        if event.button != _LEFT:  # released where we were not told of it
+        if event.button != _LEFT:  # released outside: no event came
             self._end()
             return
         self._pointer = event.get_content_offset_capture(self)
@@ -70,16 +70,16 @@ class Dragging(ScrollView):
         self._follow()
 
     def on_mouse_up(self) -> None:
-        """The selection stays as it is."""
+        """End the drag; keep the selection."""
         self._end()
 
     def on_mouse_release(self) -> None:
-        """Another screen came, say. Where a drag has the mouse this is word of an earlier one, late."""
+        """End the drag, e.g. when another screen opens; ignore a late event of an earlier drag."""
         if self._dragged and self.app.mouse_captured is not self:
             self._end()
 
     def is_drag(self, event: events.Click) -> bool:
-        """Return whether a click is but the end of a drag; then it is done with."""
+        """Return whether a click only ends a drag; if so, stop the event."""
         if not self._dragged:
             return False
         self._dragged = False
@@ -87,7 +87,7 @@ class Dragging(ScrollView):
         return True
 
     def _follow(self) -> None:
-        assert self._grip is not None  # whoever calls has looked, or ends the timer with it
+        assert self._grip is not None  # callers check it; the timer ends with the drag
         beyond = self.drag(self._grip, self._pointer, self._marks_before)
         if beyond and self._pace is None:
             self._pace = self.set_interval(_PACE_S, self._follow)

@@ -1,4 +1,4 @@
-"""The table of GPUs: a row a GPU, below it a row for each of its MIG devices."""
+"""The table of GPUs: a row per GPU, and below it one per MIG device."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gpuboard.model.snapshot import GpuView, MigView, NodeView
 _BAR = 4
 _SPARK = 10
 _NAME_LEAST, _NAME_MOST = 6, 20
-_RED_HOT = 85  # °C: from here on most data-centre GPUs slow themselves down
+_RED_HOT = 85  # °C from which most data-centre GPUs throttle
 
 Utilization = Callable[[str, int], Sequence[int | None]]  # a GPU's newest samples, as History.utilization
 
 
 class Device(NamedTuple):
-    """A MIG device with the GPU that it is a part of."""
+    """A MIG device with its parent GPU."""
 
     place: Place
     mig: MigView
@@ -49,7 +49,7 @@ def with_devices(items: Sequence[Item]) -> Sequence[Shown]:
 
 
 class GpuTable(Grid):
-    """GPUs in rows. Keys are UUIDs, of MIG devices too, and ``node:NAME`` of nodes of which no GPU is known."""
+    """GPUs in rows. Keys are UUIDs, also of MIG devices, and ``node:NAME`` of nodes without known GPUs."""
 
     def __init__(self, utilization: Utilization, *, empty: str = "", id: str | None = None) -> None:
         super().__init__((), empty=empty, marks=True, id=id)
@@ -61,7 +61,7 @@ class GpuTable(Grid):
         return not key.startswith("node:")
 
     def show(self, scene: Scene, items: Sequence[Item]) -> None:
-        """Show rows of a scene as ``arrange`` makes them."""
+        """Show the rows of ``arrange`` for a scene."""
         self._scene = scene
         self._lay_out(scene)
         self.set_rows(LazyRows(with_devices(items), _key, self._row))
@@ -91,8 +91,8 @@ class GpuTable(Grid):
         if isinstance(item, Device):
             return Row(item.mig.uuid, partial(self._device, item), dim=item.place.node.state != "up")
         if isinstance(item, NodeView):
-            said = item.error or "no GPU found"
-            words = Cell(f"connecting: {said}" if item.connecting else said, trouble_role(item), rest=True)
+            error = item.error or "no GPU found"
+            words = Cell(f"connecting: {error}" if item.connecting else error, trouble_role(item), rest=True)
             return Row(key_of(item), (Cell(item.name), Cell(UNKNOWN, "unknown"), words))
         return Row(item.gpu.uuid, partial(self._gpu, item), dim=item.node.state != "up")
 
@@ -127,7 +127,7 @@ class GpuTable(Grid):
             Cell("MIG", "dim"),
             Cell(mig.profile),
             self._memory(mig.memory_used, mig.memory_total, mig.state),
-            Cell("-", "dim"),  # NVML measures none for MIG devices
+            Cell("-", "dim"),  # NVML has no utilization of MIG devices
             Cell(""),
             Cell("-", "dim"),
             Cell("-", "dim"),
@@ -167,7 +167,7 @@ def _age(seconds: float | None) -> Cell:
 
 
 def _state(gpu: GpuView) -> Runs:
-    """Return a state as the picture shows it, and its word; of a GPU in MIG mode how many devices are free."""
+    """Return the state's letter, as in the picture, and name; in MIG mode the number of free devices."""
     letter, style = letter_of(gpu)
     word: str = gpu.state
     if letter == MIG:

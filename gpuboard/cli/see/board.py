@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         guard.restored(app.return_code or 0)
         return app.return_code or 0
     finally:
-        guard.give_back()
+        guard.undo_enter()
         core.close()
 
 
