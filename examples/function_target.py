@@ -1,6 +1,6 @@
 """A function that gpuboard calls in every rank, after init_process_group:
 
-    gpuboard launch --n 2 examples.function_target:main
+gpuboard launch --n 2 examples.function_target:main
 """
 
 from __future__ import annotations

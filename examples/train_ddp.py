@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def dataset(samples: int, features: int) -> TensorDataset:
-    """Return inputs (samples, features) and targets (samples, 1) of a fixed nonlinear function, the same in every rank."""
+    """Return inputs (samples, features) and targets (samples, 1) of one fixed nonlinear function for all ranks."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(samples, features, generator=generator)
     weights = torch.randn(features, 1, generator=generator) / features**0.5

@@ -1,8 +1,8 @@
 """The interface of a ledger, the record of who reserved which GPUs. Imports little: on allocate's measured path.
 
 Claims on the nodes and Slurm's jobs are ledgers; commands, the board and the Python interface use
-:mod:`gpuboard.leases.composite`, which combines those in use. A ledger is short-lived: it opens connections on demand and
-closes them with its ``with`` block, from one thread; only :meth:`Allocator.abandon` is thread-safe.
+:mod:`gpuboard.leases.composite`, which combines those in use. A ledger is short-lived: it opens connections on demand
+and closes them with its ``with`` block, from one thread; only :meth:`Allocator.abandon` is thread-safe.
 tests/integration/test_ledger_conformance.py states what a ledger must do.
 """
 

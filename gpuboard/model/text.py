@@ -7,6 +7,7 @@ import unicodedata
 
 # Control (Cc), format (Cf: bidi marks, zero-width), surrogate (Cs), private use (Co), line and paragraph separators.
 _DROPPED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+_BLANK = frozenset("\t\n\r\v\f")
 
 
 def clean(text: str, limit: int = 512) -> str:

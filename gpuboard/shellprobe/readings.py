@@ -142,7 +142,7 @@ def _by_process(text: str) -> dict[int, str]:
 def _started(stat: str, host: Mapping[str, str]) -> float | None:
     """Return the start time of a process, epoch seconds."""
     try:
-        _, start = proc.parse_stat(stat.encode())
+        start = proc.parse_stat(stat.encode()).start
         return round(float(host["btime"]) + start / float(host["hz"]), 2)
     except (KeyError, ValueError, IndexError, ArithmeticError):
         return None

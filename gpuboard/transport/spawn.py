@@ -48,7 +48,7 @@ def take_prestarted() -> Child | None:
 
 
 def agent_command(*, preload: bool = False) -> list[str]:
-    """Return the command line of an agent on this machine; with ``preload`` it imports before it reads the start line."""
+    """Return the command line of an agent on this machine; ``preload``: import before reading the start line."""
     boot = _BOOT.format(path=import_path(), preload=_PRELOAD if preload else "")
     return [sys.executable, "-I", "-S", "-c", boot]
 

@@ -281,13 +281,13 @@ def leases_of(
     """Return the leases that the live claims form, by node then id. Pure.
 
     ``claims``: by node, only of nodes that were read; ``index``: NVML's by node and UUID; ``now``: epoch seconds here,
-    to which the claims' remaining times refer; ``alive``: whether a holder is alive, None if unknown here; ``uids``: the
-    caller's uid on each node.
+    to which the claims' remaining times refer; ``alive``: whether a holder is alive, None if unknown here; ``uids``:
+    the caller's uid on each node.
 
     A lease is identified by id and owner: one id with two owners is two leases, one of them a forgery. On each node the
-    kernel gives the owner; across nodes the displayed name (with `[users]` aliases) identifies it, because a user's uids
-    may differ between servers. The caller's claims are identified by uid on each node (as in :func:`mine`) and form one
-    lease, whatever the user's name is there.
+    kernel gives the owner; across nodes the displayed name (with `[users]` aliases) identifies it, because a user's
+    uids may differ between servers. The caller's claims are identified by uid on each node (as in :func:`mine`) and
+    form one lease, whatever the user's name is there.
 
     Flags: ``disputed``; ``unread``: a node it names was not read; ``partial``: all were read, but GPUs are missing.
     """
