@@ -17,7 +17,7 @@ from tests.board.test_cluster import run, status
 
 def test_dragging_over_the_picture_selects_a_block_of_gpus(tmp_path: Path) -> None:
     async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
-        left = len(" gpu1   up         ")
+        left = len(" gpu1   up          ")
         grid = shown.grid
         await drag(pilot, grid, (left + 2, 1), (left + 4, 1), (left + 4, 2))  # GPU 1 of gpu1, 2 of gpu2, which has none
         assert shown.targets() == ["GPU-gpu1-1", "GPU-gpu1-2", "GPU-gpu2-1"]
@@ -52,7 +52,7 @@ def test_dragging_over_the_table_selects_rows(tmp_path: Path) -> None:
 
 def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
     async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
-        left = len(" gpu1   up         ")
+        left = len(" gpu1   up          ")
         await pilot.click(Picture, offset=(left + 2 * 4 + 1, 1))  # beyond the gap after four
         assert shown.cursor_uuid == "GPU-gpu1-4"
         await pilot.click(Picture, offset=(left + 3, 2), control=True)
