@@ -1,5 +1,13 @@
-"""The interface between the keeper and a ledger: heartbeat (``touch``), query (``read``, ``carriers``), ``release``.
+"""The interface between the keeper and a ledger.
 
+Operations, arguments → value of the answer:
+
+    touch     leases → {alive, lapsed, words}: a heartbeat; which leases live, which expired; a scheduler's reason
+    release   lease → {released}: UUIDs
+    read      → a reading, with the processes on the lease's GPUs; {} where there is none
+    carriers  lease → {processes}: the pids with the lease in their environment
+
+Kinds of failure: ``lost`` (no answer), ``not-found`` (no such lease), others of the agent (docs/agent-protocol.md).
 Claims on a node (:mod:`gpuboard.keeper.nodes`) and jobs of a scheduler (:mod:`gpuboard.keeper.jobs`) are the two kinds.
 """
 
@@ -27,7 +35,7 @@ Call = tuple[str, dict[str, Any], Report]
 
 
 class Calls(ABC):
-    """Calls to one node or job, executed one at a time by a thread that the first call starts.
+    """Calls to one node, for all leases there, or to one job, executed one at a time by a thread of its own.
 
     ``name``: the node or the scheduler; ``every_s``: seconds between two heartbeats.
     """

@@ -1,9 +1,10 @@
 """The interface of a ledger, the record of who reserved which GPUs. Imports little: on allocate's measured path.
 
 Claims on the nodes and Slurm's jobs are ledgers; commands, the board and the Python interface use
-:mod:`gpuboard.leases.composite`, which combines those in use. A ledger is short-lived: it opens connections on demand
-and closes them with its ``with`` block, from one thread; only :meth:`Allocator.abandon` is thread-safe.
-tests/integration/test_ledger_conformance.py states what a ledger must do.
+:mod:`gpuboard.leases.composite`, which combines those in use. A ledger is short-lived: it opens connections on demand,
+in the one thread that uses it, and :meth:`Ledger.close` closes them. Thread-safe and without I/O are
+:meth:`Allocator.abandon` and what the board calls every second: ``covers(ask=False)``, ``Ledger.plan``, ``names_gpus``
+and ``leases(fresh=False)``. tests/integration/test_ledger_conformance.py states what a ledger must do.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Released(msgspec.Struct, frozen=True):
-    """A lease that was released: its GPUs; by node where that failed, why, and when the lease expires there."""
+    """A lease that was released: its GPUs; by node (or scheduler) where that failed, why, and when it expires there."""
 
     lease: str
     gpus: list[LeaseGpu]
@@ -71,7 +72,7 @@ class Released(msgspec.Struct, frozen=True):
 
 
 class Renewed(msgspec.Struct, frozen=True):
-    """The nodes on which a lease was renewed; by node where that failed, why."""
+    """The nodes (or the scheduler) where a lease was renewed; by node where that failed, why."""
 
     nodes: list[str]
     failed: dict[str, str]
@@ -135,14 +136,15 @@ class Ledger(Protocol):
     def covers(self, nodes: Sequence[Node], *, ask: bool = True) -> Collection[str]:
         """Return the names of those ``nodes`` whose GPUs are reserved in this ledger. Raises NoNodeReached.
 
-        ``ask`` False: only from what is already known, without waiting.
+        Of several ledgers the first that covers a node has it. ``ask`` False: only from what is already known, without
+        waiting.
         """
 
     def owns(self, lease: Lease) -> bool:
-        """Return whether a lease is recorded in this ledger."""
+        """Return whether a lease is recorded in this ledger: exactly one of those in use."""
 
     def allocator(self, scope: Scope, *, options: JobOptions, progress: Progress) -> Allocator:
-        """Return the allocator for the nodes of ``scope``. Raises UsageError for invalid options."""
+        """Return the allocator for the nodes of ``scope`` that this ledger covers. Raises UsageError for the options."""
 
     def plan(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
         """Return the allocation that ``snapshot`` allows, or a refusal, without new readings. Raises UsageError."""
@@ -157,7 +159,7 @@ class Ledger(Protocol):
         """
 
     def release(self, lease: Lease) -> Released:
-        """End a lease at once; success also if it has already ended."""
+        """End a lease of any ledger object at once; success also if it has already ended."""
 
     def renew(self, lease: Lease, for_s: float) -> Renewed:
         """Make a lease end ``for_s`` seconds from now."""

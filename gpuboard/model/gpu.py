@@ -132,7 +132,11 @@ class Xid(msgspec.Struct, frozen=True, gc=False):
 
 
 class GpuReading(msgspec.Struct, frozen=True, gc=False):
-    """The reading of one GPU. A field is None when NVML has no value; ``error`` is set when the whole GPU failed."""
+    """The reading of one GPU. A field is None when NVML has no value; ``error`` is set when the whole GPU failed.
+
+    Fields that change at nearly every reading are also listed in ``reading.shared`` and in the snapshot builder
+    (``_gpu_without_numbers``, ``_with_numbers``), so that such a change costs no new decision about the GPU's state.
+    """
 
     uuid: str
     error: str | None = None  # NVML's words for a failure of this GPU
@@ -142,7 +146,7 @@ class GpuReading(msgspec.Struct, frozen=True, gc=False):
     utilization: Count | None = None  # percent of the last sample period in which a kernel ran
     temperature: Count | None = None
     power: Number | None = None
-    power_limit: Number | None = None
+    power_limit: Number | None = None  # the enforced limit
     compute_mode: Count | None = None  # 0 default, 1 exclusive thread, 2 prohibited, 3 exclusive process
     processes: list[Process] | None = None  # None: the list could not be read
     throttle: list[str] = []  # "hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal", "sw_power_cap"

@@ -20,6 +20,7 @@ from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.gpu import GpuPanel, GpuScreen
 from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.table import GpuTable
 from tests.board.lab import screen, settle
 from tests.board.made import GIB, awaited, busy, gpu, lease, mig, next_scene, node, scene, still, unread
 
@@ -295,6 +296,16 @@ def test_down_leads_from_the_filter_to_the_rows(tmp_path: Path) -> None:
     async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
         await pilot.press("slash", *"l40s", "down", "right")
         assert (shown.grid.has_focus, shown.cursor_uuid) == (True, "GPU-gpu2-1")
+
+    run(tmp_path, check)
+
+
+def test_the_header_of_a_column_that_does_not_sort(tmp_path: Path) -> None:
+    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+        await pilot.press("t")
+        column = next(x for x in range(shown.grid.size.width) if shown.grid.column_at(x) == "spark")
+        await pilot.click(GpuTable, offset=(column, 0))
+        assert shown.view.sort == ""
 
     run(tmp_path, check)
 

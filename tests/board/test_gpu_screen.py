@@ -227,7 +227,9 @@ def test_a_real_gpu_that_is_lost_while_its_screen_is_open(tmp_path: Path, monkey
             assert app.scene is not None
             lost = app.scene.nodes["here"].gpus[1]
             await app.push_screen(GpuScreen(lost.uuid))
-            await settle(pilot, lambda: "Utilization  80 %" in screen(app) and "none while gpuboard was connected" in screen(app))
+            await settle(
+                pilot, lambda: "Utilization  80 %" in screen(app) and "none while gpuboard was connected" in screen(app)
+            )
             grid = app.screen.query_one("#processes", Grid)
             assert [row.key.split(":")[0] for row in grid.rows] == [str(os.getpid())]
             write_script(script, [Gpu(), Gpu(xids=(79,), trouble=(f"fault * {nvml.LOST}",))])

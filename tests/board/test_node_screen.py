@@ -179,7 +179,7 @@ def test_a_real_node_that_stops_answering_while_its_screen_is_open(tmp_path: Pat
             await settle(pilot, lambda: "Connection   up" in screen(app) and "F free" in screen(app))
             feed = core.fleet._feeds["sim01"]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(feed, "look", lambda now: None)  # it connects again once the error was seen
+                patch.setattr(feed, "check", lambda now: None)  # it connects again once the error was seen
                 os.kill(agent_pid(core, "sim01"), signal.SIGKILL)
                 await settle(pilot, lambda: "Error" in screen(app))
             await settle(pilot, lambda: "Connection   up" in screen(app) and "Error" not in screen(app))

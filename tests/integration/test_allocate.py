@@ -161,7 +161,7 @@ def test_waiting_ends_with_the_process_it_is_for(here: Here) -> None:  # noqa: F
         finally:
             process.kill()
     assert (process.returncode, out.startswith("export CUDA_VISIBLE_DEVICES='';")) == (1, True)
-    assert errors == f"gpuboard: process {script.pid}, for which this waited, has ended: nothing is reserved\n"
+    assert errors == f"gpuboard: the holder, pid {script.pid}, ended while the request waited; nothing is reserved\n"
     assert claims(here) == []
 
 
@@ -172,7 +172,7 @@ def test_what_moves_in_after_the_claim_makes_us_take_the_next_set(here: Here) ->
     write_script(here.script, [Gpu(), Gpu()], seed=here.seed, trouble=[f"then {claimed} {stranger}"])
     got = here.json("allocate", "--n", "1", "--format", "json")
     assert [gpu["index"] for gpu in got["lease"]["gpus"]] == [1]
-    assert "moved in" in got["why"]
+    assert "started on it" in got["why"]
     assert [name for name in claims(here) if "-000000000000." in name] == []
 
 
@@ -319,7 +319,7 @@ def test_on_a_node_of_the_inventory_only_it_is_looked_at_and_that_is_said(here: 
     assert got["lease"]["nodes"] == [name]
     refused = here.run("allocate", "--n", "1")
     assert refused.returncode == 4
-    assert "only this machine was looked at; add --nodes '" in refused.stderr
+    assert "only this machine was considered; add --nodes '" in refused.stderr
     assert "elsewhere" in refused.stderr
 
 

@@ -117,7 +117,7 @@ def test_unread_nodes_are_reported(here: Here) -> None:
     for command in (["release", "zzzzzz"], ["renew", "zzzzzz", "--for", "1h"]):
         done = here.run(*command)
         assert done.returncode == 1, "5 would mean that it has ended"
-        assert "it may lie on a node without a reading: gone" in done.stderr
+        assert "it may be on a node without a reading: gone" in done.stderr
     done = here.run("release", "--mine")
     assert done.returncode == 1
     assert done.stdout == "you have no leases on the nodes that were read\n"

@@ -95,7 +95,9 @@ def test_leases_on_honest_nodes_live_on_whatever_a_keeper_is_answered(nodes: Clu
     # a renewed lease is touched at once; the connection that the keeper has there says what it said before
     nodes["gpu03"].run(["pkill", "-f", "fake_agent.py"], user="root")
     gpuboard(nodes, "renew", lied, "--for", "20m", scope="gpu03")
-    until(lambda: "gpu03: heartbeat failed: " in keeper(nodes)[1] or not lives(nodes, pid), "the keeper was answered that")
+    until(
+        lambda: "gpu03: heartbeat failed: " in keeper(nodes)[1] or not lives(nodes, pid), "the keeper was answered that"
+    )
     before = [path.stat().st_mtime for path in claims(nodes, honest)]
     assert len(before) == 2
     assert gpuboard(nodes, "renew", honest, "--for", "20m", scope="gpu[01-02]").returncode == 0

@@ -103,7 +103,7 @@ def test_allocate_goes_on_with_the_other_nodes(lab: Cluster, silence: Callable[[
     assert code == 0, answer
     assert [gpu["node"] for gpu in answer["lease"]["gpus"]] == ["gpu02"]
     assert "gpu01: no answer in" in answer["why"]
-    assert "expires within 90 s" in answer["why"]
+    assert "will expire within 90 s" in answer["why"]
     assert spent_s < 15.0
     end()
     until(lambda: not claims(lab["gpu01"]), "gpu01 drops the claim once it goes on", 120.0)
@@ -116,7 +116,7 @@ def test_all_or_nothing_over_several_nodes(lab: Cluster) -> None:
         code, answer = result(process)
     assert code == 4
     assert "not read: gpu02 (no answer in" in answer["error"]["message"]
-    assert "expires within 90 s" in answer["error"]["message"]
+    assert "will expire within 90 s" in answer["error"]["message"]
     assert claims(lab["gpu01"]) == []
     end()
     until(lambda: not claims(lab["gpu02"]), "gpu02 drops the claim once it goes on")

@@ -30,7 +30,7 @@ PROCESSES = [
     Process(pid=3, type="graphics", memory=9, user="root", name="Xorg", started=1.5),
     Process(pid=4, type="compute", memory=GIB, user="bob", name="python", started=20.0, uid=7, lease="old"),
 ]
-# Mostly what happens every second, now and then what changes a verdict.
+# Every field of GpuReading: NUMBERS change at nearly every reading, EVENTS now and then.
 NUMBERS: dict[str, Any] = {
     "memory_used": st.sampled_from([0, 0, 1, 512 * 2**20, 3 * GIB]),
     "utilization": st.sampled_from([0, 0, 4, 5, 50]),
@@ -43,6 +43,7 @@ EVENTS: dict[str, Any] = {
     "utilization": st.none(),
     "processes": st.none() | st.lists(st.sampled_from(PROCESSES), max_size=2),
     "compute_mode": st.sampled_from([None, 0, 2, 3]),
+    "power_limit": st.sampled_from([None, 700.0]),
     "error": st.sampled_from([None, "Unknown \x1b Error"]),
     "lost": st.booleans(),
     "delay_s": st.sampled_from([0.0, 0.5, 9.0, -1.0]),
@@ -50,6 +51,7 @@ EVENTS: dict[str, Any] = {
     "pcie_width": st.sampled_from([None, 8, 16]),
     "ecc_uncorrected": st.sampled_from([None, 0, 3]),
     "remap_pending": st.booleans(),
+    "remap_failed": st.booleans(),
     "recovery_action": st.sampled_from([None, "none", "reset"]),
     "xids": st.sampled_from([None, [], [Xid(79, 5.0)]]),
     "mig": st.sampled_from([[], [MigReading("MIG-0", 0, [])], [MigReading("MIG-0", 1, PROCESSES[:1])]]),
@@ -177,6 +179,11 @@ def test_later_snapshots_equal_those_of_a_new_builder(data: st.DataObject, one_s
         expected = SnapshotBuilder().snapshot(history.nodes, history.view)
         assert builder.snapshot(history.nodes, history.view) == expected
         assert [builder.claims(node, USERS) for node in history.nodes] == [node_claims(n, USERS) for n in history.nodes]
+
+
+def test_histories_change_every_field_of_a_gpu() -> None:
+    fields = {field.name for field in msgspec.structs.fields(GpuReading)}
+    assert NUMBERS.keys() | EVENTS.keys() == fields - {"uuid"}
 
 
 class Watch:

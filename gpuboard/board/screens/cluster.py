@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widgets import Input
 
-from gpuboard.board.arrange import GROUPS, NodeRow, ViewState, arrange, arrange_nodes, natural
+from gpuboard.board.arrange import GROUPS, SORTS, NodeRow, ViewState, arrange, arrange_nodes, natural
 from gpuboard.board.filter.query import Query, QueryError, parse
 from gpuboard.board.gpu_actions import ActingScreen
 from gpuboard.board.scene import Place, Scene
@@ -254,6 +254,8 @@ class ClusterScreen(ActingScreen):
 
     def on_grid_sorted(self, message: Grid.Sorted) -> None:
         """Sort by a column: first in its usual direction, then reversed."""
+        if message.key not in SORTS:  # the sparkline
+            return
         if self.view.sort == message.key:
             self.action_reverse()
         else:

@@ -67,6 +67,7 @@ class GpuTable(Grid):
         self.set_rows(LazyRows(with_devices(items), _key, self._row))
 
     def _lay_out(self, scene: Scene) -> None:
+        """Set the columns. Keys are those of ``arrange.SORTS``; ``_gpu`` and ``_device`` give a cell for each."""
         name = max((width(node.name) for node in scene.snapshot.nodes), default=0)
         self.set_columns(
             (

@@ -1,4 +1,4 @@
-"""`gpuboard status`: a table with a row per GPU, its state and the reason; or JSON (schema 1)."""
+"""`gpuboard status`: a table with a row per GPU, its state and the reason; or JSON (model/snapshot.py, schema 1)."""
 
 from __future__ import annotations
 
