@@ -144,7 +144,7 @@ class Ledger(Protocol):
         """Return whether a lease is recorded in this ledger: exactly one of those in use."""
 
     def allocator(self, scope: Scope, *, options: JobOptions, progress: Progress) -> Allocator:
-        """Return the allocator for the nodes of ``scope`` that this ledger covers. Raises UsageError for the options."""
+        """Return the allocator for the nodes of ``scope`` that this ledger covers. Raises UsageError."""
 
     def plan(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
         """Return the allocation that ``snapshot`` allows, or a refusal, without new readings. Raises UsageError."""
