@@ -138,7 +138,7 @@ ROWS = {
     "status-file": Row("run --n 0 --status-file {}/fifo -- true", "--status-file"),
     "bytes-rank-map": Row("launch --device cpu --rank-map", "cannot read the rank map", {}, [b"/\xff", "train.py"]),
     "line-config": Row("status --config", "no such config file", {}, ["/a\nb\x1b[31m"]),
-    "line-rank-map": Row("launch --device cpu --rank-map", "cannot read the rank map", {}, ["/a\nb\x1b[31m", "train.py"]),
+    "line-rank-map": Row("launch --device cpu --rank-map", "cannot read the rank", {}, ["/a\nb\x1b[31m", "train.py"]),
     "line-hostfile": Row("status --nodes", "", {}, ["hostfile:/a\nb\x1b[31m"]),
     "line-option": Row("status", "no such", {}, ["--a\nb\x1b[31m"]),
     "line-command": Row("", "is not a command", {}, ["a\nb\x1b[31m"]),
