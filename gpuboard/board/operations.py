@@ -1,4 +1,4 @@
-"""What a person does with leases and processes, over the board's own connections. Everything here blocks."""
+"""Operations on leases and processes over the board's connections; all of them block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpuboard.errors import GpuboardError, Interrupted
 from gpuboard.leases.composite import CompositeLedger, open_ledger
@@ -33,35 +33,43 @@ _SIGNAL_S = 5.0
 
 
 class Attempt:
-    """A reservation that somebody may give up while it is being made."""
+    """A reservation in progress, which the user can cancel."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._allocator: Allocator | None = None
-        self._over = False
+        self._cancelled = False
 
     @property
-    def given_up(self) -> bool:
-        """Whether it was given up."""
-        return self._over
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self._cancelled
 
-    def give_up(self) -> None:
-        """Want it no longer; what is taken already is given back. Does not wait."""
+    def cancel(self) -> None:
+        """Cancel it; GPUs already reserved are released. Does not wait."""
         with self._lock:
-            self._over = True
+            self._cancelled = True
             if self._allocator is not None:
                 self._allocator.abandon()
 
     def begin(self, allocator: Allocator) -> None:
-        """Take note of who makes it."""
+        """Set the allocator that :meth:`cancel` abandons."""
         with self._lock:
             self._allocator = allocator
-            if self._over:
+            if self._cancelled:
                 allocator.abandon()
 
 
+class _Unpublished(NamedTuple):
+    """A lease that the user has not seen yet."""
+
+    allocator: Allocator
+    stack: contextlib.ExitStack  # closing it publishes the lease
+    notes: list[str]  # messages about it, once it is published
+
+
 class Operations:
-    """Reserving, releasing, renewing, signals. Safe from several threads."""
+    """Reserve, release, renew, signal. Thread-safe."""
 
     def __init__(
         self,
@@ -71,7 +79,7 @@ class Operations:
         fleet: Fleet,
         scheduler: Callable[[], Scheduler] | None = None,
     ) -> None:
-        """``scheduler`` makes one to ask, where there is one."""
+        """``scheduler``: opens the scheduler, where there is one."""
         scope = Scope(tuple(nodes))
         self._ledger: Callable[[], CompositeLedger] = partial(
             open_ledger, lambda: scope, settings, env, scheduler, running=fleet
@@ -80,18 +88,18 @@ class Operations:
         self._settings = settings
         self._fleet = fleet
         self._changed = threading.Condition()
-        self._taking: set[Allocator] = set()
-        self._unpublished: dict[str, tuple[Allocator, contextlib.ExitStack]] = {}  # the user has not seen them yet
+        self._reserving: set[Allocator] = set()
+        self._unpublished: dict[str, _Unpublished] = {}
         self._closed = False
 
     def leases(self, snapshot: Snapshot) -> LeaseList:
-        """Return everybody's leases in the newest readings."""
+        """Return all users' leases in the newest readings."""
         return self._known.leases(self._fleet, snapshot)
 
     def plan(self, request: Request, snapshot: Snapshot | None = None) -> Choice | Refusal:
-        """Return what would be taken now, or in ``snapshot``, or why nothing. Raises UsageError.
+        """Return what would be reserved now (in ``snapshot``), or the refusal. Raises UsageError.
 
-        The choice names no GPUs where the ledger chooses them itself. 8,000 GPUs take 0.1 s and more.
+        The choice names no GPUs where the ledger chooses them at the start. 8,000 GPUs take 0.1 s and more.
         """
         return self._known.plan(request, snapshot or self._fleet.snapshot())
 
@@ -100,12 +108,10 @@ class Operations:
         return self._known.names_gpus(request)
 
     def reserve(self, request: Request, for_s: float, purpose: str, attempt: Attempt | None = None) -> Allocation:
-        """Reserve for ``for_s`` seconds, without a holder. The caller then shows it and calls
-        :meth:`published`.
+        """Reserve for ``for_s`` seconds, without a holder; ``attempt`` can cancel it.
 
-        Until then nothing counts: when the board is closed, the lease is released. ``attempt``: by which it can be
-        given up. Raises Refused, UsageError, NoNodeReached, KeeperError, Interrupted; whatever is raised, nothing
-        stays reserved.
+        The caller then shows the lease and calls :meth:`published`; if the board closes before, the lease is released.
+        Raises Refused, UsageError, NoNodeReached, KeeperError, Interrupted; after any exception nothing is reserved.
         """
         terms = terms_of(for_s, None, purpose, self._settings)
         attempt = attempt or Attempt()
@@ -113,25 +119,27 @@ class Operations:
             ledger = stack.enter_context(self._ledger())
             allocator = stack.enter_context(ledger.allocator(picks=request.picks))
             with self._changed:
-                self._go_on(attempt)
-                self._taking.add(allocator)
+                self._check_cancelled(attempt)
+                self._reserving.add(allocator)
             try:
                 attempt.begin(allocator)
-                allocation = stack.enter_context(reserve(allocator, request, terms, notify=lambda _: None))
+                notes: list[str] = []
+                allocation = stack.enter_context(reserve(allocator, request, terms, notify=notes.append))
                 with self._changed:
-                    self._go_on(attempt)
-                    self._unpublished[allocation.lease.id] = allocator, stack.pop_all()
+                    self._check_cancelled(attempt)
+                    self._unpublished[allocation.lease.id] = _Unpublished(allocator, stack.pop_all(), notes)
                 return allocation
             finally:
                 with self._changed:
-                    self._taking.discard(allocator)
+                    self._reserving.discard(allocator)
                     self._changed.notify_all()
 
-    def published(self, allocation: Allocation) -> None:
-        """The user has seen the lease: from now on it lasts."""
+    def published(self, allocation: Allocation) -> list[str]:
+        """Keep a lease that is shown to the user; return the messages about it."""
         with self._changed:
-            _, stack = self._unpublished.pop(allocation.lease.id)
-        stack.close()
+            made = self._unpublished.pop(allocation.lease.id)
+        made.stack.close()
+        return made.notes
 
     def release(self, lease: str) -> Released:
         """End a lease at once. Raises NoSuchLease when it has ended or is another user's (root may end any)."""
@@ -143,7 +151,7 @@ class Operations:
         return released
 
     def renew(self, lease: str, for_s: float) -> None:
-        """Let a lease end ``for_s`` seconds from now. Raises NoSuchLease, UsageError above max_lease, GpuboardError."""
+        """Make a lease end ``for_s`` seconds from now. Raises NoSuchLease, UsageError, GpuboardError."""
         seconds = duration(for_s, self._settings)
         with self._ledger() as ledger:
             for found in _found(ledger, lease):
@@ -155,24 +163,23 @@ class Operations:
         self._fleet.call(node, "signal", {"pid": pid, "started": started, "signal": name}, _SIGNAL_S, Signalled)
 
     def close(self) -> None:
-        """Release what is being taken and what was not published, in a quarter of a second at most.
+        """Release leases that are being reserved or are not published, in a quarter of a second at most.
 
-        A node that does not answer by then has been asked to release; its claims expire within 90 s at the latest.
+        A node that does not answer by then has received the release; its claims expire within 90 s at the latest.
         """
         with self._changed:
             self._closed = True
-            taking = list(self._taking)
-            unpublished = [allocator for allocator, _ in self._unpublished.values()]
-        for allocator in (*taking, *unpublished):
+            allocators = [*self._reserving, *(made.allocator for made in self._unpublished.values())]
+        for allocator in allocators:
             allocator.abandon()
         until = time.monotonic() + _LEAVE_S
         with self._changed:
-            while self._taking and (left_s := until - time.monotonic()) > 0:
+            while self._reserving and (left_s := until - time.monotonic()) > 0:
                 self._changed.wait(left_s)
 
-    def _go_on(self, attempt: Attempt) -> None:
-        if self._closed or attempt.given_up:
-            raise Interrupted("given up; nothing is reserved")
+    def _check_cancelled(self, attempt: Attempt) -> None:
+        if self._closed or attempt.cancelled:
+            raise Interrupted("cancelled; nothing is reserved")
 
 
 def _found(ledger: CompositeLedger, lease: str) -> list[Lease]:

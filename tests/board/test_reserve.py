@@ -17,12 +17,14 @@ from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.reserve import ReserveDialog, open_reserve
 from gpuboard.board.operations import Attempt
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings
 from gpuboard.errors import Interrupted
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.model.request import Request
 from tests.board import lab, other
+from tests.nvml import Gpu, library, write_script
 from tests.waiting import Stopwatch, until
 
 
@@ -53,6 +55,25 @@ async def open_for(app: BoardApp, pilot: Pilot[int], which: Sequence[str]) -> Re
 def shown(app: BoardApp, *words: str) -> bool:
     text = " ".join(lab.screen(app).replace("│", " ").split())
     return all(word in text for word in words)
+
+
+def test_the_toast_has_the_messages_about_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_script(tmp_path / "script", [Gpu(remap=(1, 0))])
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library()))
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "script"))
+    core = lab.make_core(tmp_path, [Node(name="here", host=None, claims_dir=str(lab.claims_folder(tmp_path)))])
+
+    async def main() -> None:
+        async with lab.board(core) as (app, pilot):
+            await open_for(app, pilot, uuids(app, "here", 0))
+            await lab.settle(pilot, lambda: shown(app, "Reserves here:0"))
+            await pilot.press("enter")
+            await lab.settle(
+                pilot, lambda: any("here:0 is sick: row" in note.message for note in app._notifications)
+            )
+            end_all(core)
+
+    asyncio.run(main())
 
 
 def end_all(core: Core) -> None:
@@ -275,14 +296,14 @@ def test_a_lease_that_was_never_shown_ends_with_the_board(tmp_path: Path) -> Non
     assert lab.claims(tmp_path) == []
 
 
-def test_what_was_given_up_a_moment_too_late_is_given_back_all_the_same(tmp_path: Path) -> None:
+def test_a_reservation_cancelled_after_it_was_made_is_released(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     core.start(lambda _: None)
     try:
         settled(core)
         attempt = Attempt()
         allocation = core.operations.reserve(Request(n=1), 600, "", attempt)
-        attempt.give_up()
+        attempt.cancel()
         core.operations.published(allocation)
         core.close()
         until(lambda: lab.claims(tmp_path) == [], "it is released")
@@ -290,13 +311,13 @@ def test_what_was_given_up_a_moment_too_late_is_given_back_all_the_same(tmp_path
         core.close()
 
 
-def test_what_was_given_up_before_it_began_takes_nothing(tmp_path: Path) -> None:
+def test_a_reservation_cancelled_before_it_starts_takes_nothing(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     core.start(lambda _: None)
     try:
         settled(core)
         attempt = Attempt()
-        attempt.give_up()
+        attempt.cancel()
         with pytest.raises(Interrupted):
             core.operations.reserve(Request(n=1), 600, "", attempt)
         core.operations.close()

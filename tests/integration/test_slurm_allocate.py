@@ -286,7 +286,7 @@ def test_renewing_shortens_and_is_not_granted_more(slurm: SlurmCluster) -> None:
     done = gpuboard(slurm, "renew", lease["id"], "--for", "2h")
     assert done.returncode == 1
     assert f"Slurm does not allow you to extend job {lease['job']}: Access/permission denied" in done.stderr
-    assert "reserve anew before it ends" in done.stderr
+    assert "make a new reservation before it ends" in done.stderr
     theirs = allocate(slurm, "--n", "1", user="root")["lease"]
     assert gpuboard(slurm, "renew", theirs["id"], "--for", "2h", user="root").returncode == 0
     assert slurm.job(int(theirs["job"]))["TimeLimit"] in {"02:00:00", "02:01:00"}
@@ -317,7 +317,7 @@ def test_a_plan_shows_the_line_and_slurms_answer_and_takes_nothing(slurm: SlurmC
 def test_where_slurm_has_no_part_its_flags_are_refused(slurm: SlurmCluster) -> None:
     done = gpuboard(slurm, "allocate", "--n", "1", "--nodes", "login2", "--qos", "high", "--detach", "--for", "5m")
     assert done.returncode == 2
-    assert "are for nodes of Slurm" in done.stderr
+    assert "apply to Slurm nodes only" in done.stderr
     done = gpuboard(slurm, "allocate", "--n", "1", "--nodes", "login2,gpu01", "--detach", "--for", "5m")
     assert done.returncode == 2
     assert "Slurm has no node 'login2', but other nodes in scope" in done.stderr

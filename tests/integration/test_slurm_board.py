@@ -24,7 +24,7 @@ def test_reserving_and_releasing_through_slurm(slurm: SlurmCluster) -> None:
         pane.states({"gpu01": "FFFFFFFF", "gpu02": "AAAAAAAA", "gpu03": "RRRRRRRR"})  # drawn after what stands above
         pane.wait(lambda text: "bob 8" in row(text, "gpu02 up"), "whose job it is")
         pane.keys("r")
-        pane.shows("Asks Slurm, which chooses the GPUs")
+        pane.shows("Slurm chooses the GPUs")
         pane.keys("BSpace")
         pane.type("3")
         pane.shows("3 GPUs: 1 node")

@@ -93,7 +93,7 @@ kill %1; wait"""
     assert re.findall(r"^(?:all|two|one) \d+", job.out, re.MULTILINE) == ["all 4", "two 4", "one 0"], job.err
     assert "asked for 4 GPUs; " in job.err
     assert "3 reserved" in job.err
-    assert f"only what Slurm job {job.number} has was looked at" in job.err
+    assert f"only GPUs of Slurm job {job.number} were considered" in job.err
     assert "\n0 gpu02\n" in job.out, "the three have taken this node's"
     assert lab.claims() == []
 
@@ -189,7 +189,7 @@ gpuboard allocate --n 1; echo code $?
 gpuboard launch script.py; echo code $?
 gpuboard launch --n 5 {FAKE} script.py"""
     job = lab.run(script, "--nodes=2", "--nodelist=gpu0[1-2]")
-    words = f"gpuboard: Slurm job {job.number} has no GPUs; ask Slurm for some when you submit it: --gpus=2"
+    words = f"gpuboard: Slurm job {job.number} has no GPUs; request them when you submit it, e.g. --gpus=2"
     assert job.err.count(words) == 2
     assert job.out.count("code 3") == 2
     assert ranks(job.out) == ["0 gpu01", "1 gpu01", "2 gpu01", "3 gpu02", "4 gpu02"], job.err

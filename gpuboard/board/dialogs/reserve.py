@@ -125,15 +125,16 @@ class ReserveDialog(Dialog[Allocation]):
         )
 
     def _taken(self, board: BoardApp, allocation: Allocation) -> None:
-        board.core.operations.published(allocation)
-        if self._attempt.given_up:  # cancelled meanwhile: the lease is being released
+        notes = board.core.operations.published(allocation)
+        if self._attempt.cancelled:  # cancelled meanwhile: the lease is being released
             return
-        board.notify(taken_words(allocation), title=f"Reserved: {allocation.lease.id}", timeout=15, markup=False)
+        text = reserved_text(allocation, notes)
+        board.notify(text, title=f"Reserved: {allocation.lease.id}", timeout=15, markup=False)
         self.dismiss(allocation)
 
     def _refused(self, board: BoardApp, error: GpuboardError, choice: Choice) -> None:
         """Show why it failed, and find the next best set of the same size."""
-        if self._attempt.given_up:
+        if self._attempt.cancelled:
             return
         words = request_form.refusal_words(error.refusal)[0] if isinstance(error, Refused) else str(error)
         if choice.gpus and (self.values["gpus"] in self._marked or not is_whole(self.values["gpus"])):
@@ -168,16 +169,17 @@ class ReserveDialog(Dialog[Allocation]):
     def action_cancel(self) -> None:
         """Close; a reservation in progress is cancelled."""
         if self.busy:
-            self._attempt.give_up()
+            self._attempt.cancel()
             self.board.notify("Cancelled: nothing is reserved", markup=False)
         self.dismiss(None)
 
 
-def taken_words(allocation: Allocation) -> str:
-    """Return the toast's text: GPUs, end, and the line for a shell."""
+def reserved_text(allocation: Allocation, notes: Sequence[str]) -> str:
+    """Return the toast's text: GPUs, end, the line for a shell, and the messages about the lease."""
     lease, now = allocation.lease, time.time()
     until = request_form.local(now + lease.remaining_s, now)
-    return f"{request_form.places_words(lease.gpus)} until {until}\n{lines(lease.id, [g.node for g in lease.gpus])[0]}"
+    command = lines(lease.id, [gpu.node for gpu in lease.gpus])[0]
+    return "\n".join([f"{request_form.places_words(lease.gpus)} until {until}", command, *notes])
 
 
 def lines(lease: str, nodes: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from gpuboard.board.background import REST, Background
 from gpuboard.board.dialogs import request_form
 from gpuboard.board.dialogs.base import YES, Dialog, Field, duration, number, size
 from gpuboard.board.dialogs.planner import Answer, Planner
-from gpuboard.board.dialogs.reserve import taken_words
+from gpuboard.board.dialogs.reserve import reserved_text
 from gpuboard.board.operations import Attempt
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import BoardScreen
@@ -108,7 +108,7 @@ class Watches:
         """Remove a watch; a reservation in progress for it is cancelled."""
         self.all = [watch for watch in self.all if watch.number != number]
         if self._taking is not None and self._taking[0] == number:
-            self._taking[1].give_up()
+            self._taking[1].cancel()
 
     def look(self, scene: Scene) -> None:
         """Check the conditions in a new scene."""
@@ -142,10 +142,10 @@ class Watches:
 
         def taken(allocation: Allocation) -> None:
             self._taking = None
-            operations.published(allocation)
-            if attempt.given_up:  # the watch was removed meanwhile: the lease is being released
+            notes = operations.published(allocation)
+            if attempt.cancelled:  # the watch was removed meanwhile: the lease is being released
                 return
-            announce(self._board, f"Reserved: {allocation.lease.id}", taken_words(allocation))
+            announce(self._board, f"Reserved: {allocation.lease.id}", reserved_text(allocation, notes))
             self._put(watch, f"reserved as {allocation.lease.id}", met=True)
 
         def refused(error: GpuboardError) -> None:
