@@ -8,8 +8,7 @@ The Python interface is two functions, imported on first use so that ``import gp
     the current state of the cluster, a :class:`gpuboard.model.snapshot.Snapshot`.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: a local agent may run under Python 3.6.
 TYPE_CHECKING = False
 __version__ = "0.1.0"
 __all__ = ["__version__", "lease", "status"]
@@ -20,7 +19,7 @@ if TYPE_CHECKING:  # importing typing takes 6 ms and would delay the agent (gpub
     from gpuboard.api import lease, status
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import the Python interface on first use."""
     if name in {"lease", "status"}:
         from gpuboard import api

@@ -68,9 +68,7 @@ def test_the_toast_has_the_messages_about_the_lease(tmp_path: Path, monkeypatch:
             await open_for(app, pilot, uuids(app, "here", 0))
             await lab.settle(pilot, lambda: shown(app, "Reserves here:0"))
             await pilot.press("enter")
-            await lab.settle(
-                pilot, lambda: any("here:0 is sick: row" in note.message for note in app._notifications)
-            )
+            await lab.settle(pilot, lambda: any("here:0 is sick: row" in note.message for note in app._notifications))
             end_all(core)
 
     asyncio.run(main())

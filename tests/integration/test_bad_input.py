@@ -283,7 +283,7 @@ def test_a_rank_map_goes_into_a_file_and_replaces_nothing_else(here: Here) -> No
     link.symlink_to(target)
     for path in (fifo, here.folder, here.folder / "none" / "map.json"):
         done = here.run("allocate", "--n", "1", "--rank-map", str(path))
-        assert (done.returncode, f"--rank-map {path}: it must be a file" in done.stderr) == (2, True)
+        assert (done.returncode, f"--rank-map {path}: must be a file" in done.stderr) == (2, True)
     assert fifo.is_fifo()
     assert list(folder.iterdir()) == []
     done = here.run("allocate", "--n", "1", "--rank-map", str(link))

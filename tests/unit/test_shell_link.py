@@ -23,7 +23,7 @@ FACTS = (
     b"/proc/99/status:Name:\tXorg\n/proc/99/status:Uid:\t0\t0\t0\t0\n"
     b"\n@N groups\n/proc/4242/cgroup:0::/system.slice/slurmstepd.scope/job_77/step_0/user/task_0\n"
     b"/proc/99/cgroup:0::/docker/" + b"ab" * 32 + b"\n"
-    b"\n@N stats\n/proc/4242/stat:4242 (two\n/proc/4242/stat:lines) S 1 " + b"0 " * 17 + b"5000 0\n"
+    b"\n@N stats\n/proc/4242/stat:4242 (two\n/proc/4242/stat:lines) S 1 " + b"0 " * 17 + b"5000 0 0\n"
     b"\n@N args\n 4242 python train.py --lr 3e-4\n   99 /usr/lib/xorg/Xorg :0\n"
     b"\n@N users\nbob:x:1002:1002::/home/bob:/bin/sh\n"
     b"\n@N host\nat 1795283079\nhz 100\n3.73 4.56 3.79 14/336 17373\ncpu  10 0 10 80 0 0 0 0 0 0\nbtime 1795257384\n"
