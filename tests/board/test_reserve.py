@@ -244,7 +244,7 @@ async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int
     finally:
         with contextlib.suppress(ProcessLookupError):  # closing the core has ended it
             os.kill(pid, signal.SIGCONT)
-    await lab.settle(pilot, lambda: core.operations._taking == set() and lab.claims(tmp_path) == [])
+    await lab.settle(pilot, lambda: core.operations._reserving == set() and lab.claims(tmp_path) == [])
 
 
 def test_closing_the_dialog_gives_back_what_was_taken(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_reservation_that_hangs_holds_no_watch_up_and_is_given_back_when_its_w
                 await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
             finally:
                 os.kill(hello.pid, signal.SIGCONT)
-            await lab.settle(pilot, lambda: core.operations._taking == set() and lab.claims(tmp_path) == [])
+            await lab.settle(pilot, lambda: core.operations._reserving == set() and lab.claims(tmp_path) == [])
             assert len(notes(app)) == 1
 
     asyncio.run(main())
