@@ -154,12 +154,12 @@ def test_what_an_allocation_leaves_behind_is_named(nodes: Cluster, lie: Lie) -> 
     lie(hello={"uid": 4711}, replies={"release": [RUBBISH["no value"]]})
     done = gpuboard(nodes, "allocate", "--n", "1", "--for", "1m", "--detach", scope="gpu03")
     assert done.returncode == 1
-    assert "is not in the readings that followed: " in done.stderr
-    assert " was not released on gpu03: gpu03: malformed answer to release: " in done.stderr
-    assert "it expires there by itself within 90 s" in done.stderr
+    assert "the readings after claiming lack claims of lease " in done.stderr
+    assert " on gpu03: gpu03: malformed answer to release: " in done.stderr
+    assert "it will expire there within 90 s" in done.stderr
     lie(hello={"uid": 4711})
     done = gpuboard(nodes, "allocate", "--n", "1", "--for", "1m", "--detach", scope="gpu03")
-    assert (done.returncode, "it was released again" in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, "it was released on all of them" in done.stderr) == (1, True), done.stderr
 
 
 @pytest.mark.parametrize("host", ["login1", "login2"])
@@ -173,7 +173,7 @@ def test_a_node_out_of_reach_is_named_and_release_fails(nodes: Cluster, host: st
     assert f"{lease}: not released on gpu02: " in done.stderr
     # alice's keeper on login1 goes on keeping what another host could not release
     when = "within 90 s" if host == "login1" else "when its holder ends, at the latest at 20"
-    assert f"it expires there by itself {when}" in done.stderr
+    assert f"it will expire there {when}" in done.stderr
     nodes["gpu01"].firewall("add rule inet t in tcp dport 22 drop")
     for command in (["release", "--mine"], ["release", lease], ["renew", lease, "--for", "5m"]):
         done = nodes[host].run(["gpuboard", *command, "--nodes", "gpu[01-02]"], env={"GPUBOARD_CONNECT_TIMEOUT": "3s"})
