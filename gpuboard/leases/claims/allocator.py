@@ -63,7 +63,7 @@ class ClaimsAllocator:
         self._failed: dict[str, str] = {}  # by node that could not hold a claim or did not answer: why
         self._slow: set[str] = set()  # those that get more time, once, if no other node suffices
         self._waited_for_slow = False
-        self._asked: dict[str, list[str]] = {}  # by unpublished lease: nodes that may have claims of it
+        self._unpublished: dict[str, list[str]] = {}  # by unpublished lease: nodes that may have claims of it
         self._keeper: keeper.Started | None = None
         self._handed: dict[str, keeper.Handover] = {}  # by lease that the keeper has and its owner does not have yet
         self._adopting = ""  # the lease that the keeper is being handed
@@ -96,7 +96,7 @@ class ClaimsAllocator:
         self._abandoned.set()
         for lease in list(self._handed):
             self._leave_to_keeper(lease)
-        for lease, nodes in list(self._asked.items()):
+        for lease, nodes in list(self._unpublished.items()):
             if lease != self._adopting:  # the keeper would report that as a loss
                 for node in list(nodes):
                     self._fleet.send(node, "release", {"lease": lease})
@@ -307,7 +307,7 @@ class ClaimsAllocator:
         """Call an agent; before a claim, note the node, as an interrupt can occur at any line."""
         if op == "take":
             self._check_abandoned()
-            self._asked.setdefault(args["lease"], []).append(node)
+            self._unpublished.setdefault(args["lease"], []).append(node)
         return self._fleet.call(node, op, args, timeout_s, kind)
 
     def _adopt(self, taken: client.Taken, terms: Terms) -> None:
@@ -395,7 +395,7 @@ class ClaimsAllocator:
     def published(self, lease: Lease) -> None:
         """The owner has the lease: from now on an exception in the ``with`` block does not release it."""
         self.handing_over(lease)
-        self._asked.pop(lease.id, None)
+        self._unpublished.pop(lease.id, None)
 
     def _check_abandoned(self) -> None:
         if self._abandoned.is_set():
@@ -406,7 +406,7 @@ class ClaimsAllocator:
         handed = self._handed.pop(lease, None)
         if handed is None:
             return False
-        self._asked.pop(lease, None)
+        self._unpublished.pop(lease, None)
         handed.abandon()
         remove_rank_map(self._env, lease)
         return True
@@ -414,7 +414,7 @@ class ClaimsAllocator:
     def _release(self, lease: str) -> list[str]:
         """Release a lease on all nodes that may have claims of it; return a message for each failure."""
         with uninterrupted():
-            outcome = client.release(self._fleet.call, lease, self._asked.pop(lease, []))
+            outcome = client.release(self._fleet.call, lease, self._unpublished.pop(lease, []))
         return [
             f"could not release lease {lease} on {node}: {clean(str(error))}; it will expire there within 90 s"
             for node, error in outcome.failed.items()
@@ -431,7 +431,7 @@ class ClaimsAllocator:
     def _release_all(self) -> list[str]:
         left: list[str] = []
         with uninterrupted():
-            for lease in list(self._asked):
+            for lease in list(self._unpublished):
                 if self._abandoned.is_set() and self._leave_to_keeper(lease):
                     continue  # the connections may be closed already
                 left += self._withdraw(lease)
