@@ -120,7 +120,7 @@ def test_what_earlier_launchers_and_the_board_s_own_lease_left_behind_is_left_ou
 @pytest.mark.parametrize(
     ("changes", "words", "code"),
     [
-        ({"n": 9}, "asked for 9 GPUs", 3),
+        ({"n": 9}, "requested 9 GPUs", 3),
         ({"gpus": "sim01:1"}, "sim01:1 is busy", 4),
         ({"lease": "zzzz"}, "zzzz", 5),
         ({"n": 1, "variables": "RANK=1"}, "gpuboard sets RANK", 2),

@@ -110,7 +110,7 @@ def test_the_policy_picks_the_best_n_and_says_why(tmp_path: Path) -> None:
         async with lab.board(core, (80, 24)) as (app, pilot):
             await open_for(app, pilot, [])
             await fill(pilot, "gpus", "2")
-            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:2,3", "joined by 18 NVLinks"))
+            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:2,3", "linked by 18 NVLinks"))
             await fill(pilot, "model", "l40")
             await lab.settle(pilot, lambda: shown(app, "Reserves sim02:0,1", "2 of 2 free"))
             await pilot.click("#commit")
@@ -165,7 +165,7 @@ def test_checks_what_is_typed(tmp_path: Path) -> None:
                 await pilot.pause()
                 assert dialog.wrong() == {}
             await fill(pilot, "gpus", "nowhere:0")
-            await lab.settle(pilot, lambda: shown(app, "'nowhere' is not among the nodes"))
+            await lab.settle(pilot, lambda: shown(app, "no node 'nowhere' in scope"))
             await pilot.press("enter", "escape")
             assert lab.claims(tmp_path) == []
 

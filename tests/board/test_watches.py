@@ -48,7 +48,7 @@ def test_tells_when_so_many_are_free(tmp_path: Path) -> None:
             app.bell = lambda: rung.append(1)  # type: ignore[method-assign]  # headless, textual's does nothing
             await pilot.press("w")
             await fill(pilot, what="2", model="l40s", nodes="1")
-            await lab.settle(pilot, lambda: "Not now: asked for 2 GPUs on one node of model l40s" in lab.screen(app))
+            await lab.settle(pilot, lambda: "Not now: requested 2 GPUs on one node of model l40s" in lab.screen(app))
             await pilot.press("enter")
             await lab.settle(pilot, lambda: "2 free l40s on one node" in lab.screen(app))
             await pilot.press("escape")

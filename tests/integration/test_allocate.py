@@ -137,7 +137,7 @@ def test_waiting_ends_when_the_gpu_becomes_free(here: Here) -> None:  # noqa: F8
         env=here.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
     ) as process:  # fmt: skip
         assert process.stderr is not None
-        assert "none is free (1 busy)" in process.stderr.readline()
+        assert "no GPU is free (1 busy)" in process.stderr.readline()
         free = here.gpus([Gpu()])
         out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, f"{free[0].uuid}\n")
@@ -153,7 +153,7 @@ def test_waiting_ends_with_the_process_it_is_for(here: Here) -> None:  # noqa: F
         ) as process,
     ):  # fmt: skip
         assert process.stderr is not None
-        assert "none is free (1 busy)" in process.stderr.readline()
+        assert "no GPU is free (1 busy)" in process.stderr.readline()
         script.kill()
         script.wait()
         try:
@@ -209,7 +209,7 @@ def test_a_dry_run_explains_and_takes_nothing(here: Here) -> None:  # noqa: F811
     here.gpus([Gpu(links=("1",)), Gpu(links=("0",)), Gpu(utilization=50)])
     done = here.run("allocate", "--n", "2", "--dry-run")
     name = os.uname().nodename.partition(".")[0]
-    assert f"{name}: 0,1 (2 of 2 free, each two joined by 1 NVLink)" in done.stderr
+    assert f"{name}: 0,1 (2 of 2 free, each pair linked by 1 NVLink)" in done.stderr
     assert (done.returncode, claims(here)) == (0, [])
     refused = here.run("allocate", "--n", "3", "--dry-run")
     assert refused.returncode == 4
@@ -223,7 +223,7 @@ def test_a_sick_gpu_is_left_alone_until_it_is_named_or_allowed_and_then_said(her
     assert [gpu["index"] for gpu in here.json("allocate", "--n", "1", "--dry-run", "--json")["gpus"]] == [1]
     refused = here.run("allocate", "--n", "2", "--dry-run")
     assert refused.returncode == 4
-    assert f"{name}:0 free: sick: row remap pending; reset the GPU (--allow-sick takes it)" in refused.stderr
+    assert f"{name}:0 free: sick: row remap pending; reset the GPU (allowed with --allow-sick)" in refused.stderr
     assert "try --n 1, --allow-sick or --wait" in refused.stderr
     taken = here.run("allocate", "--n", "2", "--allow-sick", "--format", "uuids", "--detach", "--for", "1m")
     assert taken.returncode == 0

@@ -94,7 +94,7 @@ for wrong in ({"n": 0}, {}, {"n": 1, "gpu_mem": "lots"}, {"gpus": "x"}, {"n": 1,
         say(str(error) != "")
 """,
     )
-    assert values == [[3, ["could be had", "could be had"]], True, True, True, True, True]
+    assert values == [[3, ["available", "available"]], True, True, True, True, True]
 
 
 @pytest.mark.nodes

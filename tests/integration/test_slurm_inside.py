@@ -91,7 +91,7 @@ kill %1; wait"""
     lab.put("up", "")
     job.wait()
     assert re.findall(r"^(?:all|two|one) \d+", job.out, re.MULTILINE) == ["all 4", "two 4", "one 0"], job.err
-    assert "asked for 4 GPUs; " in job.err
+    assert "requested 4 GPUs; " in job.err
     assert "3 reserved" in job.err
     assert f"only GPUs of Slurm job {job.number} were considered" in job.err
     assert "\n0 gpu02\n" in job.out, "the three have taken this node's"

@@ -159,7 +159,7 @@ def test_where_the_home_is_not_shared_that_is_said(slurm: SlurmCluster, keeper: 
             assert says(process) == "code 0"
             assert process.stderr is not None
             said = process.stderr.readline()
-            assert "do not see /srv/home/alice/.local/state/gpuboard/leases: should this host or the lease's" in said
+            assert "do not share /srv/home/alice/.local/state/gpuboard/leases: if this host or the keeper fails" in said
             assert "lasts until its time limit" in said
             number = running(slurm)
             if keeper == "lives":  # the login node's keeper needs no file for it

@@ -139,11 +139,11 @@ def test_a_refusal_names_the_nearest_request_that_works() -> None:
     answer = refused(Request(n=4, max_nodes=1), node("gpu01", "fffbb"), node("gpu02", "frr"))
     assert answer.code == 4
     assert answer.message == (
-        "asked for 4 GPUs on one node; gpu01 has 3 free, gpu02 has 1 free (2 busy, 2 reserved); "
+        "requested 4 GPUs on one node; gpu01 has 3 free, gpu02 has 1 free (2 busy, 2 reserved); "
         "try --max-nodes 2, --n 3 or --wait"
     )
     assert {(g.node, g.index, g.state, g.reason) for g in answer.gpus} >= {
-        ("gpu01", 0, "free", "could be had"), ("gpu01", 3, "busy", "it is busy"),
+        ("gpu01", 0, "free", "available"), ("gpu01", 3, "busy", "it is busy"),
         ("gpu02", 1, "reserved", "it is reserved"),
     }  # fmt: skip
 
@@ -178,9 +178,9 @@ def test_free_memory_is_what_is_not_used() -> None:
     answer = refused(Request(n=2, gpu_mem=40 * GIB), one)
     assert answer.nearest == "--n 1, --gpu-mem 30GiB or --wait"
     assert [g.reason for g in answer.gpus] == [
-        "30 GiB free, 40 GiB were asked for",
-        "could be had",
-        "? free, 40 GiB were asked for",
+        "30 GiB free, 40 GiB requested",
+        "available",
+        "? free, 40 GiB requested",
     ]
     assert refused(Request(n=1, gpu_mem=100 * GIB), one).code == 3
     assert refused(Request(n=3, gpu_mem=40 * GIB), one).code == 4
@@ -260,15 +260,16 @@ def test_mig_devices_go_alone_and_their_parent_never() -> None:
     one = mig_node()
     assert choose(Request(n=1, model="3g.40gb"), cluster(one)) == Choice(
         (ChosenGpu("gpu01", 0, "MIG-1", mig=1),),
-        "gpu01: 0:1 (MIG 3g.40gb, 1 of 1 free); 1 node, the fewest; lowest indexes, then whole nodes left to others",
+        "gpu01: 0:1 (MIG 3g.40gb, 1 of 1 free); 1 node, the fewest possible; "
+        "lowest indexes, then whole nodes kept free",
     )
     named = choose(Request(picks=(Pick(None, None, "MIG-0"),)), cluster(one))
     assert isinstance(named, Choice)
     assert named.gpus[0].uuid == "MIG-0"
     assert [g.reason for g in refused(Request(n=1), one).gpus if g.index == 0] == [
-        "in MIG mode: its devices can be had: --n 1 --model 1g.10gb",
-        "MIG device 1g.10gb: ask for it with --model 1g.10gb",
-        "MIG device 3g.40gb: ask for it with --model 3g.40gb",
+        "in MIG mode: use --n 1 --model 1g.10gb",
+        "MIG device 1g.10gb: use --model 1g.10gb",
+        "MIG device 3g.40gb: use --model 3g.40gb",
     ]
     assert refused(Request(n=2, model="3g.40gb"), one).code == 3
 
@@ -290,13 +291,13 @@ def test_a_mig_device_is_named_as_status_prints_it() -> None:
         answer = choose(Request(picks=picks), cluster(one, other))
         assert isinstance(answer, Choice)
         assert answer.gpus == (ChosenGpu("gpu01", 0, "MIG-1", mig=1),)
-        assert answer.why == "gpu01:0:1: as named, all free"
+        assert answer.why == "gpu01:0:1: as requested, all free"
     alone = choose(Request(picks=parse_picks("0:1")), cluster(one))
     assert isinstance(alone, Choice)
     assert [gpu.uuid for gpu in alone.gpus] == ["MIG-1"]
-    assert "there is no GPU gpu01:0:7" in refused(Request(picks=parse_picks("gpu01:0:7")), one).message
+    assert "no GPU gpu01:0:7" in refused(Request(picks=parse_picks("gpu01:0:7")), one).message
     whole = refused(Request(picks=parse_picks("gpu01:0")), one)
-    assert whole.message.startswith("gpu01:0 is mig: in MIG mode: its devices can be had: --n 1 --model 1g.10gb")
+    assert whole.message.startswith("gpu01:0 is mig: in MIG mode: use --n 1 --model 1g.10gb")
     assert got(Request(n=1, model="1g", exclude=parse_picks("gpu01:1:0", whole_nodes=True)), one) == {"gpu01": [0]}
     excluded = refused(Request(n=1, model="1g", exclude=parse_picks("gpu01:0:0", whole_nodes=True)), one)
     assert [(g.mig, g.reason) for g in excluded.gpus if g.mig == 0] == [(0, "excluded")]
@@ -323,7 +324,7 @@ def test_a_sick_gpu_is_taken_only_by_name_or_when_allowed_and_healthy_ones_come_
     assert answer.code == 4
     assert answer.nearest == "--n 3, --allow-sick or --wait"
     assert "5 free but sick" in answer.message
-    assert answer.gpus[0].reason == "sick: row remap pending; reset the GPU (--allow-sick takes it)"
+    assert answer.gpus[0].reason == "sick: row remap pending; reset the GPU (allowed with --allow-sick)"
     assert got(Request(n=2, allow_sick=True), *nodes) == {"gpu02": [1, 3]}
     assert got(Request(n=3, max_nodes=1, allow_sick=True), *nodes) == {"gpu02": [0, 1, 3]}
     taken = choose(Request(picks=parse_picks("gpu01:0,3")), cluster(*nodes))

@@ -54,20 +54,21 @@ def test_as_many_nodes_as_would_be_enough_where_too_few_are_free() -> None:
     found = fit(Request(n=10), schedule(*eight(used=8)), ALL)
     assert isinstance(found, Fit)
     assert found.shape == Shape(10, 2, type="h100")
-    assert found.why == "10 GPUs: at most 2 nodes, the fewest; free for Slurm: none, so it has to wait; type h100"
+    why = "10 GPUs: at most 2 nodes, the fewest possible; free for Slurm: none, so the job waits; type h100"
+    assert found.why == why
 
 
 def test_max_nodes_and_per_node() -> None:
     assert shape(Request(n=6, max_nodes=2), *eight(used=6)).nodes == 1  # waits for a whole node
     assert shape(Request(n=8, per_node=4), *eight()) == Shape(8, 2, 4, "h100")
     assert refused(Request(n=9, max_nodes=1), *eight()).nearest == "--max-nodes 2 or --n 8"
-    assert refused(Request(n=20, per_node=10), *eight()).message.startswith("asked for 20 GPUs, 10 on each node; never")
+    assert refused(Request(n=20, per_node=10), *eight()).message.startswith("requested 20 GPUs, 10 on each node; never")
 
 
 def test_more_than_exist_is_never_possible() -> None:
     found = refused(Request(n=25), *eight())
     assert found.nearest == "--n 24"
-    assert "24 could serve if all were free, at most 8 on one node" in found.message
+    assert "matching GPUs in total: 24, at most 8 on one node" in found.message
     assert len(found.gpus) == 24
 
 
@@ -87,7 +88,7 @@ def test_the_model_is_a_type_a_feature_or_a_glob() -> None:
     assert shape(Request(n=2, model="H100 80GB"), node("x", ("h100_80gb_hbm3", 4))).type == "h100_80gb_hbm3"
     untyped = [node("x", ("", 4), features=("rtx6000", "ib")), node("y", ("", 4), features=("v100",))]
     assert shape(Request(n=2, model="v100"), *untyped) == Shape(2, 1, exclude="x")
-    assert "types of GPUs here: a100, h100" in refused(Request(n=1, model="b200"), *two).message
+    assert "GPU types here: a100, h100" in refused(Request(n=1, model="b200"), *two).message
 
 
 def test_several_types_that_serve_leave_out_nodes_that_have_others_too() -> None:
@@ -105,7 +106,7 @@ def test_memory_is_what_a_type_or_a_feature_tells() -> None:
     assert shape(Request(n=2, gpu_mem=60 * 2**30), *nodes).type == "a100_80gb"
     assert shape(Request(n=2, gpu_mem=60 * 2**30), node("x", ("a100", 4), features=("gpu80gb",))).nodes == 1
     silent = refused(Request(n=2, gpu_mem=60 * 2**30), *eight())
-    assert "none of which tells how much memory it has" in silent.message
+    assert "without a memory size in their names" in silent.message
     assert silent.nearest == "--model TYPE without --gpu-mem, or --slurm=--constraint=FEATURE"
 
 
@@ -120,11 +121,11 @@ def test_scope_exclude_and_partition() -> None:
 
 
 def test_what_slurm_cannot_promise_is_refused_with_what_works() -> None:
-    with pytest.raises(UsageError, match="Slurm chooses them; try --n 2 --nodes 'gpu01'"):
+    with pytest.raises(UsageError, match="Slurm, which chooses the GPUs; try --n 2 --nodes 'gpu01'"):
         fit(Request(picks=parse_picks("gpu01:0,3")), schedule(*eight()), ALL)
-    with pytest.raises(UsageError, match="not single GPUs, as Slurm chooses them; try --exclude gpu01"):
+    with pytest.raises(UsageError, match="only whole nodes with Slurm, which chooses the GPUs; try --exclude gpu01"):
         fit(Request(n=1, exclude=parse_picks("gpu01:0", whole_nodes=True)), schedule(*eight()), ALL)
-    with pytest.raises(UsageError, match="Slurm knows no node 'gpu09'"):
+    with pytest.raises(UsageError, match="no node 'gpu09' in Slurm"):
         fit(Request(n=1, exclude=parse_picks("gpu09", whole_nodes=True)), schedule(*eight()), ALL)
 
 
@@ -133,7 +134,7 @@ def test_slices_go_to_who_names_them() -> None:
     assert shape(Request(n=2), *nodes) == Shape(2, 1, type="a100")
     assert shape(Request(n=1, model="3g.40gb"), *nodes) == Shape(1, 1, type="a100_3g.40gb")
     assert shape(Request(n=1), nodes[1]).type == "a100_3g.40gb"
-    with pytest.raises(UsageError, match="a process sees one MIG device"):
+    with pytest.raises(UsageError, match="only one MIG device"):
         fit(Request(n=2, model="3g.40gb"), schedule(*nodes), ALL)
 
 

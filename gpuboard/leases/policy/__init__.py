@@ -1,1 +1,1 @@
-"""Request + snapshot → the GPUs to take, or a refusal. Pure."""
+"""Request + snapshot → allocation or refusal. Pure."""

@@ -1,4 +1,4 @@
-"""Why a request was not granted, and the nearest one that would work. Pure."""
+"""Refusals: the reason for every GPU, and the nearest request that would succeed. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from gpuboard.leases.policy.candidates import Candidate, by_node, look, nodes_needed, read
+from gpuboard.leases.policy.candidates import Candidate, by_node, evaluate, is_current, nodes_needed
 from gpuboard.model.request import Choice, Pick, Refusal, RefusalCode, RefusedGpu, Request, slot
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.units import format_size
@@ -17,104 +17,104 @@ Choose = Callable[[Request, Snapshot], Choice | Refusal]
 _SHOWN = 4  # nodes named in a message
 
 
-def refuse(request: Request, snapshot: Snapshot, looked: Sequence[Candidate]) -> Refusal:
+def refuse(request: Request, snapshot: Snapshot, candidates: Sequence[Candidate]) -> Refusal:
     """Return the refusal of a request for ``n`` GPUs that does not fit now.
 
-    Code 3 only when every node was read and the request would not fit if all their GPUs were free.
+    Code 3 only if every node was read and the request would not fit even if all their GPUs were free.
     """
     assert request.n is not None
     unread = _unread(snapshot)
-    ever = [len(gpus) for gpus in by_node([c for c in looked if not c.never]).values()]
+    ever = [len(gpus) for gpus in by_node([c for c in candidates if not c.never]).values()]
     code: RefusalCode = 3 if not unread and nodes_needed(request, ever) is None else 4
-    nearest = _nearest(request, snapshot, looked, code)
-    message = f"asked for {asked_words(request)}; {_have(looked)}"
+    nearest = _nearest(request, snapshot, candidates, code)
+    message = f"requested {described(request)}; {_free(candidates)}"
     if code == 3:
-        message += f"; never possible here: {sum(ever)} could serve if all were free"
+        message += f"; never possible here: matching GPUs in total: {sum(ever)}"
     if unread:
         message += f"; {'; '.join(unread)}"
-    return Refusal(code, message + (f"; try {nearest}" if nearest else ""), _reasons(looked), nearest)
+    return Refusal(code, message + (f"; try {nearest}" if nearest else ""), _reasons(candidates), nearest)
 
 
 def refuse_picks(
     request: Request, snapshot: Snapshot, named: Sequence[Candidate], missing: Sequence[Pick], choose: Choose
 ) -> Refusal:
-    """Return the refusal of a request for named GPUs, some of which are taken or not there.
+    """Return the refusal of a request for named GPUs, some of which are not available or do not exist.
 
-    ``choose``: the policy, which looks for others in their place.
+    ``choose``: the policy, which finds alternatives.
     """
     unread = _unread(snapshot)
-    absent = [_pick_words(pick) for pick in missing]
     code: RefusalCode = 3 if not unread and (missing or any(c.never for c in named)) else 4
-    words = [f"{c.place} is {c.state}: {c.why_not}" for c in named if c.why_not is not None]
-    words += [f"there is no GPU {pick}" for pick in absent]
-    words += unread
-    options = [_instead(request, snapshot, named, choose), "--wait" if code == 4 else ""]
+    why = [f"{c.place} is {c.state}: {c.reason}" for c in named if c.reason is not None]
+    why += [f"no GPU {_name(pick)}" for pick in missing]
+    why += unread
+    options = [_alternative(request, snapshot, named, choose), "--wait" if code == 4 else ""]
     nearest = " or ".join(option for option in options if option)
-    return Refusal(code, "; ".join(words) + (f"; try {nearest}" if nearest else ""), _reasons(named), nearest)
+    return Refusal(code, "; ".join(why) + (f"; try {nearest}" if nearest else ""), _reasons(named), nearest)
 
 
-def _reasons(looked: Sequence[Candidate]) -> tuple[RefusedGpu, ...]:
-    return tuple(RefusedGpu(c.node, c.index, c.uuid, c.state, c.why_not or "could be had", c.mig) for c in looked)
+def _reasons(candidates: Sequence[Candidate]) -> tuple[RefusedGpu, ...]:
+    return tuple(RefusedGpu(c.node, c.index, c.uuid, c.state, c.reason or "available", c.mig) for c in candidates)
 
 
 def _unread(snapshot: Snapshot) -> list[str]:
-    """Return words about nodes that say nothing, and about nodes that hold no reservations."""
-    silent = [f"{node.name} ({node.error or node.state})" for node in snapshot.nodes if not read(node)]
-    unfit = [f"{node.name} ({node.claims_error})" for node in snapshot.nodes if read(node) and node.claims_error]
-    found = {"not read": silent, "cannot be reserved": unfit}
-    return [f"{words}: {_some(nodes)}" for words, nodes in found.items() if nodes]
+    """Return messages about nodes without a current reading, and about nodes that cannot hold claims."""
+    unread = [f"{node.name} ({node.error or node.state})" for node in snapshot.nodes if not is_current(node)]
+    failed = [f"{node.name} ({node.claims_error})" for node in snapshot.nodes if is_current(node) and node.claims_error]
+    found = {"not read": unread, "cannot be reserved": failed}
+    return [f"{what}: {_shortened(nodes)}" for what, nodes in found.items() if nodes]
 
 
-def _some(words: Sequence[str]) -> str:
-    more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
-    return ", ".join(words[:_SHOWN]) + more
+def _shortened(nodes: Sequence[str]) -> str:
+    more = f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else ""
+    return ", ".join(nodes[:_SHOWN]) + more
 
 
-def _pick_words(pick: Pick) -> str:
+def _name(pick: Pick) -> str:
     where = f"{pick.node}:" if pick.node else ""
     return where + (pick.uuid if pick.uuid is not None else slot(pick.index, pick.mig))
 
 
-def asked_words(request: Request) -> str:
-    """Return what was asked for: ``4 GPUs, 2 on each node``."""
-    words = f"{request.n} GPU{'s' if request.n != 1 else ''}"
+def described(request: Request) -> str:
+    """Return a request as text: ``4 GPUs, 2 on each node``."""
+    text = f"{request.n} GPU{'s' if request.n != 1 else ''}"
     if request.per_node is not None:
-        words += f", {request.per_node} on each node"
+        text += f", {request.per_node} on each node"
     if request.max_nodes is not None:
-        words += " on one node" if request.max_nodes == 1 else f" on at most {request.max_nodes} nodes"
+        text += " on one node" if request.max_nodes == 1 else f" on at most {request.max_nodes} nodes"
     if request.model is not None:
-        words += f" of model {request.model}"
+        text += f" of model {request.model}"
     if request.gpu_mem is not None:
-        words += f" with {format_size(request.gpu_mem)} free"
-    return words
+        text += f" with {format_size(request.gpu_mem)} free"
+    return text
 
 
-def _have(looked: Sequence[Candidate]) -> str:
-    able = [c for c in looked if not c.never]
-    free = by_node([c for c in able if c.why_not is None])
+def _free(candidates: Sequence[Candidate]) -> str:
+    """Return the free GPUs by node and, by state, the number of others: ``gpu01 has 3 free (5 busy)``."""
+    able = [c for c in candidates if not c.never]
+    free = by_node([c for c in able if c.reason is None])
     if free:
         fullest = sorted(free.items(), key=lambda item: (-len(item[1]), item[0]))
-        words = _some([f"{name} has {len(gpus)} free" for name, gpus in fullest])
+        text = _shortened([f"{name} has {len(gpus)} free" for name, gpus in fullest])
     else:
-        words = "none is free"
-    states = Counter(_why_not(c) for c in able if c.why_not is not None)
+        text = "no GPU is free"
+    states = Counter(_category(c) for c in able if c.reason is not None)
     others = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-    unfit = sum(c.never for c in looked)
-    others += (", " if others and unfit else "") + (f"{unfit} cannot serve this request" if unfit else "")
-    return words + (f" ({others})" if others else "")
+    unmatched = sum(c.never for c in candidates)
+    others += (", " if others and unmatched else "") + (f"{unmatched} not matching" if unmatched else "")
+    return text + (f" ({others})" if others else "")
 
 
-def _why_not(candidate: Candidate) -> str:
+def _category(candidate: Candidate) -> str:
     if candidate.state != "free":
         return candidate.state
-    if (candidate.why_not or "").startswith("sick"):
+    if (candidate.reason or "").startswith("sick"):
         return "free but sick"
-    return "free but too full" if (candidate.why_not or "").endswith("were asked for") else "not reservable"
+    return "with too little free memory" if (candidate.reason or "").endswith("requested") else "not reservable"
 
 
-def _nearest(request: Request, snapshot: Snapshot, looked: Sequence[Candidate], code: int) -> str:
+def _nearest(request: Request, snapshot: Snapshot, candidates: Sequence[Candidate], code: int) -> str:
     """Return options that would make the request work, the nearest first: ``--max-nodes 2, --n 3 or --wait``."""
-    free = [len(gpus) for gpus in by_node([c for c in looked if c.why_not is None]).values()]
+    free = [len(gpus) for gpus in by_node([c for c in candidates if c.reason is None]).values()]
     options: list[str] = []
     without_limit = msgspec.structs.replace(request, max_nodes=None)
     if request.max_nodes is not None and not request.one_node and (needed := nodes_needed(without_limit, free)):
@@ -127,14 +127,14 @@ def _nearest(request: Request, snapshot: Snapshot, looked: Sequence[Candidate], 
         if nodes_needed(msgspec.structs.replace(request, n=n), free):
             options.append(f"--n {n}")
             break
-    if not request.allow_sick and _works(msgspec.structs.replace(request, allow_sick=True), snapshot):
+    if not request.allow_sick and _fits(msgspec.structs.replace(request, allow_sick=True), snapshot):
         options.append("--allow-sick")
     if request.gpu_mem is not None and (size := _memory_that_fits(request, snapshot)):
         options.append(f"--gpu-mem {size}")
-    if request.exclude and _works(msgspec.structs.replace(request, exclude=()), snapshot):
+    if request.exclude and _fits(msgspec.structs.replace(request, exclude=()), snapshot):
         options.append("without --exclude")
-    leaves_model = request.model is not None and not _model_is_free(request, snapshot)
-    if leaves_model and _works(msgspec.structs.replace(request, model=None), snapshot):
+    is_model_taken = request.model is not None and not _model_is_free(request, snapshot)
+    if is_model_taken and _fits(msgspec.structs.replace(request, model=None), snapshot):
         options.append("without --model")
     if code == 4:
         options.append("--wait")
@@ -142,18 +142,18 @@ def _nearest(request: Request, snapshot: Snapshot, looked: Sequence[Candidate], 
 
 
 def _model_is_free(request: Request, snapshot: Snapshot) -> bool:
-    """Tell whether a GPU of the model asked for is free, too small or excluded ones included."""
-    return _works(Request(n=1, model=request.model), snapshot)
+    """Return whether any GPU of the requested model is free, also an excluded one or one with too little memory."""
+    return _fits(Request(n=1, model=request.model), snapshot)
 
 
-def _works(request: Request, snapshot: Snapshot) -> bool:
-    """Tell whether the request could be had now."""
-    free = by_node([c for c in look(request, snapshot, ()) if c.why_not is None])
+def _fits(request: Request, snapshot: Snapshot) -> bool:
+    """Return whether the request could be granted now."""
+    free = by_node([c for c in evaluate(request, snapshot, ()) if c.reason is None])
     return nodes_needed(request, [len(gpus) for gpus in free.values()]) is not None
 
 
 def _memory_that_fits(request: Request, snapshot: Snapshot) -> str | None:
-    """Return the largest whole number of GiB that as many free GPUs have, None when there is none."""
+    """Return the largest ``--gpu-mem``, in whole GiB, that would let the request succeed now; None if none does."""
     unlimited = msgspec.structs.replace(request, gpu_mem=None)
     sizes = sorted(
         {(gpu.memory_total - gpu.memory_used) // 2**30 for node in snapshot.nodes for gpu in node.gpus
@@ -161,18 +161,15 @@ def _memory_that_fits(request: Request, snapshot: Snapshot) -> str | None:
         reverse=True,
     )  # fmt: skip
     for size in sizes:
-        if 0 < size * 2**30 < (request.gpu_mem or 0) and _works(
+        if 0 < size * 2**30 < (request.gpu_mem or 0) and _fits(
             msgspec.structs.replace(unlimited, gpu_mem=size * 2**30), snapshot
         ):
             return f"{size}GiB"
     return None
 
 
-def _instead(request: Request, snapshot: Snapshot, named: Sequence[Candidate], choose: Choose) -> str:
-    """Return as many other GPUs that are free, as ``--gpus gpu01:4,5``; of the models that were named while any is.
-
-    Fewer of these where there are not so many.
-    """
+def _alternative(request: Request, snapshot: Snapshot, named: Sequence[Candidate], choose: Choose) -> str:
+    """Return free GPUs as ``--gpus gpu01:4,5``: as many as possible of the named models, else as many of any model."""
     models = {candidate.gpu.name for candidate in named}
     nodes = [
         msgspec.structs.replace(node, gpus=[gpu for gpu in node.gpus if gpu.name in models]) for node in snapshot.nodes
@@ -180,7 +177,7 @@ def _instead(request: Request, snapshot: Snapshot, named: Sequence[Candidate], c
     alike = msgspec.structs.replace(snapshot, nodes=nodes)
     for n, among in (*((n, alike) for n in range(len(request.picks), 0, -1)), (len(request.picks), snapshot)):
         plain = msgspec.structs.replace(request, picks=(), n=n)
-        if _works(plain, among):
+        if _fits(plain, among):
             found = choose(plain, among)
             assert isinstance(found, Choice)
             places: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
-"""Which GPUs of one node belong together, and in which order ranks go onto them. Pure; by links alone.
+"""Choose a group of GPUs of one node, and their rank order, by their links alone. Pure.
 
-The rule is NVIDIA's best effort: among all ways to split the available GPUs into groups of the asked size (the rest,
-too few for a group, is one more group), maximise the sum of the pair scores inside all groups and take the best group
-of that split. A greedy choice would leave worse sets for whoever comes next.
+The rule is NVIDIA's best effort: among all ways to split the available GPUs into groups of the requested size (the
+rest, too few for a group, is one more group), maximise the sum of the pair scores inside all groups and take the best
+group of that split. A greedy choice would leave worse groups for the next request.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from itertools import combinations, pairwise
 import msgspec
 
 NVLINK = 100  # added per NVLink to the PCIe level: 10 SYS, 20 NODE, 30 PHB, 40 PXB, 50 PIX, 60 PSB
-BUDGET = 12_000  # groups looked at: below 50 ms for 16 GPUs; a count and not a time, so that answers repeat
-_EXACT_RING = 9  # GPUs: up to here the best ring is searched exactly (2^8 · 8² steps)
+BUDGET = 12_000  # groups examined: below 50 ms for 16 GPUs; a count, not a time, so that results are reproducible
+_EXACT_RING = 9  # GPUs: the largest number for which the best ring is searched exactly (2^8 · 8² steps)
 
 Matrix = Sequence[Sequence[int]]
 
@@ -27,31 +27,31 @@ class GpuGroup(msgspec.Struct, frozen=True):
     exact: bool
 
 
-class _Spent(Exception):
-    """The budget ran out."""
+class _BudgetExceeded(Exception):
+    """The search examined more groups than its budget allows."""
 
 
 def best_group(scores: Matrix, size: int, budget: int = BUDGET) -> GpuGroup:
-    """Return the group of ``size`` that the rule chooses; ties go to the lowest positions.
+    """Return the group of ``size`` members that the rule chooses; ties go to the lowest positions.
 
-    ``scores`` is symmetric, n x n, with a zero diagonal; 1 <= size <= n. Groups never have fewer members than asked.
-    When ``budget`` runs out the best split found so far (exchanging members while that helps) gives the answer.
+    ``scores`` is symmetric, n x n, with a zero diagonal; 1 <= size <= n. When ``budget`` is exceeded, the result comes
+    from the best split found so far, improved by exchanging members.
     """
     count = len(scores)
     if size == count:
         return GpuGroup(tuple(range(count)), _inner(scores, tuple(range(count))), True)
-    if size == 1:  # the rule is silent: every group scores 0. Take the GPU that the others miss least
+    if size == 1:  # every group scores 0: take the GPU whose links to the others are worst
         return GpuGroup((min(range(count), key=lambda i: (sum(scores[i]), i)),), 0, True)
     classes = equal_rows(scores)
     search = _Search(scores, classes, size, budget)
     try:
         return search.run()
-    except _Spent:
+    except _BudgetExceeded:
         return _by_exchange(scores, size, search.members(search.best[2]) if search.best else ())
 
 
 def equal_rows(scores: Matrix) -> list[list[int]]:
-    """Return the positions in classes; two of one class can be exchanged without changing any score."""
+    """Return classes of positions; exchanging two of one class changes no score."""
     classes: list[list[int]] = []
     for i in range(len(scores)):
         for members in classes:
@@ -65,10 +65,10 @@ def equal_rows(scores: Matrix) -> list[list[int]]:
 
 
 class _Search:
-    """The exact search: dynamic programming over the set of GPUs left, with a bound on what a set can still bring.
+    """The exact search: dynamic programming over the set of remaining GPUs, with an upper bound on its score.
 
     Sets are bit masks in which position 0 is the highest bit: of two groups of one size, the one with the lower
-    positions is the larger number. GPUs of one class are always taken from the front, so that sets that differ only by
+    positions is the larger number. GPUs of one class are always taken in order, so that sets that differ only by
     an exchange within a class are one set.
     """
 
@@ -76,7 +76,7 @@ class _Search:
         count = len(scores)
         self.size = size
         self.budget = budget
-        self.best: tuple[int, int, int] | None = None  # of the outermost set so far
+        self.best: tuple[int, int, int] | None = None  # of the full set, so far
         self._scores = scores
         self._bits = [1 << (count - 1 - i) for i in range(count)]
         self._before = [0] * count  # the bit of the class member that must be taken first
@@ -87,7 +87,7 @@ class _Search:
         self._known: dict[int, tuple[int, int, int]] = {0: (0, -1, 0)}
 
     def run(self) -> GpuGroup:
-        """Return the chosen group. Raises _Spent; ``best`` is then what was found until there."""
+        """Return the chosen group. Raises _BudgetExceeded; ``best`` is then the best found so far."""
         everything = (1 << len(self._bits)) - 1
         _, score, group = self._one_group() if 2 * self.size >= len(self._bits) else self._value(everything)
         return GpuGroup(self.members(group), score, True)
@@ -97,10 +97,10 @@ class _Search:
         return tuple(i for i, bit in enumerate(self._bits) if group & bit)
 
     def _one_group(self) -> tuple[int, int, int]:
-        """Return the best split into one group and a rest that is not larger: each group is looked at once."""
+        """Return the best split into one group and a rest that is not larger; examines each group once."""
         degrees = [sum(row) for row in self._scores]
-        total = sum(degrees) // 2  # less the pairs with an end in the group is the rest's; the inner ones went twice
-        self.budget += 4 << len(degrees)  # C(n, k) groups and the way to them, never more
+        total = sum(degrees) // 2  # of all pairs; a split has total - (degrees in the group) + 2 * (pairs in it)
+        self.budget += 4 << len(degrees)  # upper limit of C(n, k) groups and the steps to them
         return max(
             (total + 2 * score - cost, score, group)
             for group, score, cost in self._groups((1 << len(degrees)) - 1, self.size, degrees, first=False)
@@ -117,12 +117,12 @@ class _Search:
         outermost = count == len(self._bits)
         best = (-1, -1, 0)
         found = [(2 * score - cost, score, group) for group, score, cost in self._groups(left, self.size, self._most)]
-        if rest:  # the first GPU may also be one of the odd ones out
+        if rest:  # the first GPU may also be in the rest
             found += [(2 * score - cost, score, group) for group, score, cost in self._groups(left, rest, self._most)]
         found.sort(reverse=True)
         for ahead, score, group in found:
             if ahead + most < 2 * best[0]:
-                break  # the bound: nothing further down can reach what is found
+                break  # bound: no later group can be better
             total, inner, members = self._value(left & ~group)
             full = group.bit_count() == self.size
             if full and (score, group) > (inner, members):
@@ -136,7 +136,7 @@ class _Search:
     def _groups(
         self, left: int, size: int, weights: Sequence[int], *, first: bool = True
     ) -> list[tuple[int, int, int]]:
-        """Return (mask, score, sum of ``weights``) of the groups in ``left``; ``first``: those with its first GPU."""
+        """Return (mask, score, sum of ``weights``) of the groups in ``left``; ``first``: with its first GPU."""
         places = [i for i, bit in enumerate(self._bits) if left & bit]
         rows = [[self._scores[i][j] for j in places] for i in places]
         bits = [self._bits[i] for i in places]
@@ -146,7 +146,7 @@ class _Search:
 
         def extend(start: int, need: int, group: int, score: int, cost: int, gains: list[int]) -> None:  # noqa: PLR0917
             if self.budget < 0:
-                raise _Spent
+                raise _BudgetExceeded
             if need == 1:
                 ends = [
                     (group | bits[j], score + gains[j], cost + costs[j])
@@ -172,9 +172,9 @@ class _Search:
 
 
 def _by_exchange(scores: Matrix, size: int, found: tuple[int, ...]) -> GpuGroup:
-    """Return a good group when the exact search was too long: split greedily, exchange members while the sum grows.
+    """Return a good group without the exact search: split greedily, exchange members while the sum grows.
 
-    ``found`` is the group the search had, if any: a second split to start from.
+    ``found``: the best group of the unfinished search, if any; a second split starts from it.
     """
     starts = [_greedy(scores, size, ())] + ([_greedy(scores, size, found)] if found else [])
     splits = [_exchange(scores, start) for start in starts]
@@ -184,7 +184,7 @@ def _by_exchange(scores: Matrix, size: int, found: tuple[int, ...]) -> GpuGroup:
 
 
 def _greedy(scores: Matrix, size: int, first: tuple[int, ...]) -> list[list[int]]:
-    """Return a split: ``first``, then again and again the best pair left and whatever goes best with it."""
+    """Return a split: ``first``, then repeatedly the best remaining pair and the GPUs that add most to it."""
     groups = [list(first)] if first else []
     left = [i for i in range(len(scores)) if i not in first]
     while len(left) > size:
@@ -199,7 +199,7 @@ def _greedy(scores: Matrix, size: int, first: tuple[int, ...]) -> list[list[int]
 
 
 def _exchange(scores: Matrix, groups: list[list[int]]) -> list[tuple[int, ...]]:
-    """Return the split after exchanging two members at a time while that makes the sum larger."""
+    """Return the split after exchanging two members at a time while the sum grows."""
     where = {member: g for g, group in enumerate(groups) for member in group}
     reach = [[sum(scores[i][j] for j in group) for group in groups] for i in range(len(scores))]
     improved = True
@@ -221,9 +221,9 @@ def _inner(scores: Matrix, members: Sequence[int]) -> int:
 
 
 def ring_order(scores: Matrix) -> tuple[int, ...]:
-    """Return all positions in the order that keeps the best links between neighbours, the last one and the first too.
+    """Return all positions in the ring order with the best links between neighbours.
 
-    Starts with position 0; of equally good orders the lowest is taken, so that equal links give the order of indexes.
+    Starts with position 0; of equally good orders the lowest is taken, so that equal links keep the order of indexes.
     """
     count = len(scores)
     if count <= 3 or len({scores[a][b] for a in range(count) for b in range(a)}) == 1:
@@ -232,7 +232,7 @@ def ring_order(scores: Matrix) -> tuple[int, ...]:
 
 
 def _exact_ring(scores: Matrix) -> tuple[int, ...]:
-    """Held and Karp's recursion: best way from ``at`` through ``left`` back to 0."""
+    """Held-Karp: the best path from ``at`` through ``left`` back to 0."""
     known: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
 
     def onward(at: int, left: int) -> tuple[int, tuple[int, ...]]:
@@ -253,7 +253,7 @@ def _exact_ring(scores: Matrix) -> tuple[int, ...]:
 
 
 def _near_ring(scores: Matrix) -> tuple[int, ...]:
-    """Nearest neighbour, then turning parts of the ring round while that helps (2-opt)."""
+    """Nearest neighbour, then reversing parts of the ring while the score grows (2-opt)."""
     order = [0]
     while len(order) < len(scores):
         left = [i for i in range(len(scores)) if i not in order]

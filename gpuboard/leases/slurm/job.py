@@ -1,4 +1,4 @@
-"""The GPUs of a running job: seen on each of its nodes through a step of the job, as CUDA sees them there."""
+"""The GPUs of a running job as CUDA sees them on each of its nodes, read in a step of the job there."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from gpuboard.transport.base import TransportError
 from gpuboard.transport.slurm.srun import show_job
 from gpuboard.transport.slurm.srun_errors import gpus_by_nodes
 
-_FIRST_READING_S = 15.0  # beyond the steps' start: the agent's, and NVML's without persistence mode
+_FIRST_READING_S = 15.0  # in addition to the start of the steps: for the agent, and for NVML without persistence mode
 
 
 class GrantedJob(msgspec.Struct, frozen=True):
-    """What a job has: how its nodes are reached, and a snapshot of nothing but its GPUs."""
+    """The nodes of a job with their routes, and a snapshot of its GPUs only."""
 
     nodes: dict[str, Node]
     snapshot: Snapshot
-    here: str | None  # the node that this machine is; None: none of them
-    notes: tuple[str, ...] = ()  # what the person should know of them
+    here: str | None  # the name of this machine if it is one of the nodes
+    notes: tuple[str, ...] = ()  # warnings about these GPUs
 
-    def all(self) -> list[LeaseGpu]:
-        """Return all of them; MIG devices stand for the GPU they are of."""
+    def gpus(self) -> list[LeaseGpu]:
+        """Return all GPUs of the job; MIG devices in place of a GPU in MIG mode."""
         return [
             LeaseGpu(node.name, gpu.index, uuid)
             for node in self.snapshot.nodes
@@ -39,18 +39,18 @@ class GrantedJob(msgspec.Struct, frozen=True):
         ]
 
 
-def nodes_of(number: int, settings: Settings) -> dict[str, int]:
-    """Return how many GPUs a job has on each of its nodes; nodes without any are left out. Raises GpuboardError."""
+def gpu_counts(number: int, settings: Settings) -> dict[str, int]:
+    """Return the number of GPUs that a job has on each of its nodes with GPUs. Raises GpuboardError."""
     try:
         text = show_job(str(number), parse_duration(settings.connect_timeout))
         counts = {name: count for nodes, count in gpus_by_nodes(text, str(number), "") for name in listed(nodes)}
     except (TransportError, ValueError) as error:
-        raise GpuboardError(f"what Slurm job {number} has cannot be read: {error}") from None
+        raise GpuboardError(f"could not determine the nodes and GPUs of Slurm job {number}: {error}") from None
     return {name: count for name, count in counts.items() if count}
 
 
-def look(number: int, counts: Mapping[str, int], settings: Settings) -> GrantedJob:
-    """Return the GPUs of a running job of ours. Raises GpuboardError when a node does not show what Slurm gave it."""
+def granted_job(number: int, counts: Mapping[str, int], settings: Settings) -> GrantedJob:
+    """Read the GPUs of a running job of this user. Raises GpuboardError where a node does not show ``counts`` GPUs."""
     nodes = {name: Node(name, name, job=str(number)) for name in counts}
     fleet = Fleet(list(nodes.values()), settings, interval_s=None)
     try:
@@ -62,7 +62,7 @@ def look(number: int, counts: Mapping[str, int], settings: Settings) -> GrantedJ
         fleet.close()
     for node in snapshot.nodes:
         _check(number, node, counts[node.name])
-    notes = tuple(words for node in snapshot.nodes for words in _cautions(number, node))
+    notes = tuple(note for node in snapshot.nodes for note in _warnings(number, node))
     here = next((name for name in nodes if is_here(name)), None)
     return GrantedJob(nodes, snapshot, here, notes)
 
@@ -70,20 +70,20 @@ def look(number: int, counts: Mapping[str, int], settings: Settings) -> GrantedJ
 def _check(number: int, node: NodeView, count: int) -> None:
     if node.age_s is None or node.error is not None:
         raise GpuboardError(
-            f"Slurm job {number} runs, but its GPUs on {node.name} cannot be seen: {node.error or 'no answer'}"
+            f"could not read the GPUs of Slurm job {number} on {node.name}: {node.error or 'no answer'}"
         )
     shown = sum(len(gpu.mig) if "mig" in gpu.flags else 1 for gpu in node.gpus)
     if shown != count:
-        raise GpuboardError(f"Slurm gave job {number} {count} GPUs on {node.name}, and the node shows {shown} of them")
-    if lost := [gpu for gpu in node.gpus if gpu.state == "broken"]:
-        words = "; ".join(f"{node.name}:{gpu.index}: {gpu.reason}" for gpu in lost)
-        raise GpuboardError(f"Slurm gave job {number} GPUs that are broken: {words}; try --exclude {node.name}")
+        raise GpuboardError(f"Slurm job {number} has {count} GPUs on {node.name}, but the node shows {shown}")
+    if broken := [gpu for gpu in node.gpus if gpu.state == "broken"]:
+        why = "; ".join(f"{node.name}:{gpu.index}: {gpu.reason}" for gpu in broken)
+        raise GpuboardError(f"GPUs of Slurm job {number} are broken: {why}; try --exclude {node.name}")
 
 
-def _cautions(number: int, node: NodeView) -> list[str]:
-    """Return words about GPUs of the job that somebody else is on, and about sick ones."""
+def _warnings(number: int, node: NodeView) -> list[str]:
+    """Return a message for each GPU of the job that is in use by others or sick."""
     used = [
-        f"{node.name}:{gpu.index} is {gpu.state}: {gpu.reason}, though Slurm gave it to job {number}"
+        f"{node.name}:{gpu.index} of Slurm job {number} is {gpu.state}: {gpu.reason}"
         for gpu in node.gpus
         if gpu.state in {"busy", "occupied", "reserved"}
     ]

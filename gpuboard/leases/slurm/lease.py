@@ -1,4 +1,4 @@
-"""A lease that is a job of Slurm: found by its id, described as a lease, renewed, ended."""
+"""Find, describe, renew and end a lease that is a Slurm job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lease_of(
     holder: LeaseHolder | None,
     host: str | None = None,
 ) -> Lease:
-    """Return the lease that a job is, as it is now. ``host``: where it was reserved from; None: here."""
+    """Return a job as a lease, as of now. ``host``: where it was reserved; None: this host."""
     now = time.time()
     left_s = job.left_s if job.left_s is not None else LONGEST_S
     return Lease(
@@ -52,7 +52,7 @@ def lease_of(
 
 
 def find(text: str, mine: Sequence[JobState]) -> tuple[str, JobState]:
-    """Return our lease of this id, or the only one whose id starts so, with its job. Raises NoSuchLease."""
+    """Return the lease in ``mine`` with this id or unique prefix of an id, and its job. Raises NoSuchLease."""
     known = {job.lease: job for job in mine if job.lease is not None}
     if (lease := matching(text, known)) is None:
         raise no_such_lease(text, known)
@@ -60,21 +60,21 @@ def find(text: str, mine: Sequence[JobState]) -> tuple[str, JobState]:
 
 
 def renew(jobs: Jobs, job: JobState, for_s: float, env: Mapping[str, str]) -> None:
-    """Let a lease's job end ``for_s`` from now: its limit counts from its start. Raises GpuboardError."""
+    """Set the time limit of a lease's job, which counts from its start, to ``for_s`` from now. Raises GpuboardError."""
     jobs.set_limit(job.number, sbatch_args.minutes(job.used_s + for_s))
     if job.lease is not None:
         keeper.renew(job.lease, for_s, env)
 
 
 def end(lease: str, cancel: Callable[[], None], env: Mapping[str, str]) -> None:
-    """End a lease of ours: ``cancel`` its job, and forget it. Raises what that raises; then the lease is kept on."""
+    """Cancel the job of a lease of this user and forget the lease; if ``cancel`` raises, the lease continues."""
     keeper.announce_end(lease, env)
     cancel()
     forget(lease, env)
 
 
 def forget(lease: str, env: Mapping[str, str]) -> None:
-    """Forget a lease whose job has been cancelled."""
+    """Remove the keeper's record and the files of a lease whose job was cancelled."""
     outdate(env)
     with contextlib.suppress(KeeperError, OSError):
         keeper.forget(lease, env)
@@ -85,13 +85,13 @@ def forget(lease: str, env: Mapping[str, str]) -> None:
 
 
 def known_holder(lease: str, env: Mapping[str, str]) -> LeaseHolder | None:
-    """Return the process that a lease of this host lives with; None: it is detached, or another host's."""
+    """Return the holder of a lease; None if it is detached or was reserved on another host."""
     holder = keeper.holders(env).get(lease)
     return LeaseHolder(holder.pid, alive(holder)) if holder is not None else None
 
 
 def gpus_of(lease: str, job: JobState, env: Mapping[str, str]) -> list[LeaseGpu]:
-    """Return the GPUs of a job by the rank map of its lease; where that is not here, its nodes without their GPUs."""
+    """Return the GPUs of a job from the lease's rank map; without one on this host, one entry per node, no index."""
     found = stored_rank_map(env, lease)
     if found is not None and found.job == str(job.number):
         return [LeaseGpu(rank.node, rank.index, rank.uuid) for rank in found.ranks]

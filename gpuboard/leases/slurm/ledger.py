@@ -1,4 +1,4 @@
-"""Slurm as a ledger: a lease is a job. See :mod:`gpuboard.leases.ledger`."""
+"""The ledger in which a lease is a Slurm job. See :mod:`gpuboard.leases.ledger`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.base import Scheduler
 
-SLURM = "Slurm"  # stands for the node in what failed and in messages: the scheduler is asked, not a node
+SLURM = "Slurm"  # used in place of a node's name in messages and failures
 
 
 class SlurmLedger:
-    """Leases as jobs of Slurm. ``scheduler`` returns a new one, which is closed with the ledger.
+    """Leases as Slurm jobs. ``scheduler`` makes a scheduler, which is closed with the ledger.
 
-    ``running``: a fleet whose schedule is used in place of a question to Slurm, where it has one (the board's).
+    ``running``: a running fleet (the board's), whose schedule, if it has one, replaces a query to Slurm.
     """
 
     name = SLURM
@@ -74,15 +74,15 @@ class SlurmLedger:
         self._opened: Scheduler | None = None
 
     def close(self) -> None:
-        """Stop asking Slurm."""
+        """Close the scheduler."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
 
     def covers(self, nodes: Sequence[Node], *, ask: bool = True) -> Collection[str]:
-        """Return the nodes that Slurm has. Raises NoNodeReached where it does not answer."""
+        """Return the names of the nodes that are in Slurm. Raises NoNodeReached if Slurm does not answer."""
         if not nodes or any(node.simulate is not None or node.job is not None for node in nodes):
-            return ()  # simulated, or of the job that this process is in: claims keep its launches apart
+            return ()  # simulated nodes, and nodes of the current job, whose launches use claims
         if self._running is not None and self._running.schedule is not None:
             return [node.name for node in nodes if self._running.known_as(node.name) is not None]
         if not ask:
@@ -92,11 +92,11 @@ class SlurmLedger:
         return scheduler_names(nodes, schedule_of(self._scheduler), self._settings)
 
     def owns(self, lease: Lease) -> bool:
-        """Return whether a lease is a job."""
+        """Return whether a lease is a Slurm job."""
         return lease.job is not None
 
     def allocator(self, scope: Scope, *, options: JobOptions, progress: Progress) -> SlurmAllocator:
-        """Return what reserves through Slurm. Raises UsageError for options that sbatch cannot have."""
+        """Return the allocator for Slurm jobs. Raises UsageError for options that may not be passed to sbatch."""
         from gpuboard.leases.slurm.allocator import SlurmAllocator
 
         return SlurmAllocator(
@@ -104,12 +104,12 @@ class SlurmLedger:
             self._settings,
             self._env,
             scheduler=self._scheduler,
-            asked=ask(self._settings.slurm, **msgspec.structs.asdict(options)),
+            options=ask(self._settings.slurm, **msgspec.structs.asdict(options)),
             progress=progress,
         )
 
     def plan(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
-        """Return what Slurm would be asked for; without GPUs, which Slurm chooses. Raises UsageError."""
+        """Return the job that would be requested, without GPUs, as Slurm chooses them. Raises UsageError."""
         from gpuboard.leases.slurm.fit import Limits, fit
 
         fleet = self._running
@@ -119,7 +119,7 @@ class SlurmLedger:
         return answer if isinstance(answer, Refusal) else Choice((), answer.why)
 
     def leases(self, fleet: Fleet, snapshot: Snapshot, *, fresh: bool = False) -> LeaseList:
-        """Return the leases in the newest schedule, which may be 30 s old; ``fresh``: the caller's as they are now."""
+        """Return the leases in the newest schedule, which may be 30 s old; ``fresh``: query the caller's own again."""
         now = time.time()
         found: list[Lease] = []
         if (schedule := fleet.schedule) is not None:
@@ -132,8 +132,8 @@ class SlurmLedger:
         return LeaseList(schema=1, at=iso(now), leases=found)
 
     def find(self, ids: Sequence[str]) -> Found:
-        """Return the caller's jobs; inside a job only those that ids name."""
-        if not self._is_asked(ids):
+        """Return the caller's leases. Inside a job Slurm is queried only for ids that may be jobs."""
+        if not self._may_be_jobs(ids):
             return Found([], {text: NoSuchLease(f"no lease {text!r} in Slurm") for text in ids})
         mine = self._jobs.mine()
         if not ids:
@@ -150,7 +150,7 @@ class SlurmLedger:
                 if others and os.geteuid():
                     raise not_yours(text, {user_name(job.uid) for job in others}) from None
                 if not others:
-                    missing[text] = NoSuchLease(f"{error} in Slurm; `gpuboard leases` lists them")
+                    missing[text] = NoSuchLease(f"{error}; see `gpuboard leases`")
                 found |= {job.number: self._lease(text, job) for job in others}
             else:
                 found[job.number] = self._lease(lease, job)
@@ -161,7 +161,7 @@ class SlurmLedger:
         assert lease.job is not None
         try:
             if lease.uid == os.geteuid():
-                end(lease.id, partial(self._jobs.cancel, lease.id), self._env)  # by name: it may have ended already
+                end(lease.id, partial(self._jobs.cancel, lease.id), self._env)  # by name: no error if it has ended
             else:
                 self._jobs.cancel_number(int(lease.job))
         except GpuboardError as error:
@@ -169,7 +169,7 @@ class SlurmLedger:
         return Released(lease.id, lease.gpus, {})
 
     def renew(self, lease: Lease, for_s: float) -> Renewed:
-        """Set the job's time limit, which counts from its start; only administrators may extend it on most sites."""
+        """Set the job's time limit; on most sites only administrators may extend it."""
         assert lease.job is not None
         try:
             job = self._jobs.job(int(lease.job))
@@ -181,8 +181,8 @@ class SlurmLedger:
         return Renewed(sorted({gpu.node for gpu in lease.gpus}), {})
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
-        """Return the lease that a job is. Raises NotFree while it is pending."""
-        if not self._is_asked([text]):
+        """Return a lease of the caller. Raises NotFree while its job is pending."""
+        if not self._may_be_jobs([text]):
             raise NoSuchLease(f"no lease {text!r} in Slurm")
         with self.allocator(Scope(()), options=NO_OPTIONS, progress=lambda _: None) as allocator:
             return allocator.existing(text, n)
@@ -197,15 +197,15 @@ class SlurmLedger:
             self._opened = self._make_scheduler()
         return self._opened
 
-    def _is_asked(self, ids: Sequence[str]) -> bool:
-        """Return whether ids may name jobs. Inside a job few do, and Slurm need not answer there."""
+    def _may_be_jobs(self, ids: Sequence[str]) -> bool:
+        """Return whether ids may name jobs; inside a job by their rank maps, as Slurm may be unreachable there."""
         if not self._env.get("SLURM_JOB_ID") or self._scope().job is None:
             return True
         known = [stored_rank_map(self._env, text) for text in ids]
         return any(rank_map is not None and rank_map.job is not None for rank_map in known)
 
     def _with_own(self, found: Sequence[Lease]) -> list[Lease]:
-        """Return ``found`` with the caller's own leases as squeue and their rank maps have them now."""
+        """Return ``found`` with the caller's own leases replaced by the current data of squeue and the rank maps."""
         uid = os.geteuid()
         known = {lease.id: lease for lease in found if lease.uid == uid}
         own = [self._lease(job.lease, job) for job in self._jobs.mine() if job.lease and job.state != "PENDING"]

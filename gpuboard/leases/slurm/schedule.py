@@ -1,4 +1,4 @@
-"""What Slurm holds: its newest schedule, and everybody's leases in it."""
+"""The newest schedule of Slurm, and all users' leases in it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from gpuboard.scheduler.base import Scheduler
 
 _GONE = frozenset({"completing"})
-_PLACEHOLDER = "slurm-"  # how the UUID of a GPU begins that nothing but Slurm shows
+_PLACEHOLDER = "slurm-"  # prefix of the UUID of a GPU that has no reading
 
 
 def schedule_of(scheduler: Scheduler) -> Schedule:
-    """Return what Slurm holds, as far as it can be known. Raises NoNodeReached."""
+    """Return the newest schedule, querying Slurm if it is due. Raises NoNodeReached if there is none."""
     seen = scheduler.look()
     if seen.schedule is None:
         raise NoNodeReached(
@@ -33,13 +33,13 @@ def schedule_of(scheduler: Scheduler) -> Schedule:
 
 
 def leases(schedule: Schedule, snapshot: Snapshot, now: float, known_as: Callable[[str], str | None]) -> list[Lease]:
-    """Return the leases that jobs of a schedule are, by their numbers.
+    """Return the leases among a schedule's jobs, by job number.
 
-    ``known_as``: a node's name → Slurm's, None where it knows none. GPUs are those that the snapshot shows under the
-    job; where it does not show all of them, they have no index.
+    ``known_as``: a node's name → its name in Slurm, None if it is not in Slurm. A lease's GPUs are those that the
+    snapshot shows as allocated to the job; if their number differs from Slurm's, they have no index.
     """
     leased = [(job.number, lease, job) for job in schedule.jobs if (lease := lease_named(job.name)) is not None]
-    if not leased:  # the board asks each second, and 8,000 GPUs take 10 ms to be looked at
+    if not leased:  # the board calls this every second, and 8,000 GPUs take 10 ms
         return []
     where = {grant.node for _, _, job in leased for grant in job.grants}
     shown: dict[tuple[str, str], list[tuple[str, GpuView]]] = {}  # by Slurm's node and the job's id

@@ -1,4 +1,4 @@
-"""From a submitted job to one that runs, or the reason why it does not: few questions, fewer the longer it takes."""
+"""Wait until a submitted job runs, or find out why it does not; polls Slurm with growing intervals."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gpuboard.scheduler.slurm.sbatch_args import is_undecided, never_reason
 _FIRST_POLL_S = 0.1
 _POLL_MAX_S = 30.0
 _GROWTH = 1.4
-_SHARE = 20  # the pause is at least so many times what the last answer took
-_QUIET_S = 1.0  # most jobs that can start have started by then
-_DECIDED_S = 1.0  # a job that has just been submitted may get a reason that is out of date in the next second
+_QUERY_SHARE = 20  # a pause lasts at least this many times as long as the query before it
+_QUIET_S = 1.0  # no progress shown before: most jobs that can start have started by then
+_DECIDED_S = 1.0  # the reason of a newly submitted job may be outdated within a second
 
 
-class Waiting:
-    """Waits for one job. ``wait_s``: how long (inf: for ever), None: only for Slurm to make up its mind."""
+class JobWait:
+    """Waits for one job. ``wait_s``: how long (inf: no limit), None: until Slurm has considered it."""
 
     def __init__(
         self,
@@ -31,15 +31,15 @@ class Waiting:
         patience_s: float,
         *,
         progress: Callable[[str], None],
-        each: Callable[[], None],
+        before_poll: Callable[[], None],
     ) -> None:
-        """``each`` is called before every question: whoever gave up raises there."""
+        """``before_poll`` may raise to end the wait."""
         self._jobs = jobs
         self._number = number
         self._wait_s = wait_s
         self._patience_s = patience_s
         self._progress = progress
-        self._each = each
+        self._before_poll = before_poll
         self._started = time.monotonic()
 
     def run(self) -> JobState:
@@ -49,27 +49,27 @@ class Waiting:
         """
         pause_s = _FIRST_POLL_S
         place: QueuePlace | None = None
-        partition: str | None = None  # whose queue the job is known to stand in
+        partition: str | None = None  # the partition in whose queue the job is
         while True:
-            self._each()
-            asked = time.monotonic()
+            self._before_poll()
+            polled_at = time.monotonic()
             try:
-                # Who waits long wants to know when: then the queue is asked for, and the job alone when it left that.
+                # Query the whole queue, for the job's place in it, and only the job once it has left the queue.
                 place = self._jobs.place(self._number, partition) if partition is not None else None
                 job = place.job if place is not None else self._jobs.job(self._number)
                 if job is not None and self._wait_s is not None:
                     partition = job.partition if job.state == "PENDING" else None
             except NoNodeReached as error:
-                self._unreached(error)
+                self._check_unreached(error)
                 job = None
             else:
-                if self._started_or_ended(job):
+                if self._has_started(job):
                     self._progress("")
                     assert job is not None
                     return job
-                self._judge(job, place)
-            # at most: a question to a dead controller takes 10 s, and a job must not run for minutes before we see it
-            pause_s = min(_POLL_MAX_S, max(pause_s, _SHARE * (time.monotonic() - asked)))
+                self._check_pending(job, place)
+            # capped: a query to a controller that is down takes 10 s, and a started job must be noticed soon
+            pause_s = min(_POLL_MAX_S, max(pause_s, _QUERY_SHARE * (time.monotonic() - polled_at)))
             left_s = (self._patience_s if self._wait_s is None else self._wait_s) - self.waited_s
             time.sleep(max(0.05, min(pause_s, left_s if left_s > 0 else pause_s)))
             pause_s = min(pause_s * _GROWTH, _POLL_MAX_S)
@@ -79,10 +79,10 @@ class Waiting:
         """Seconds since the job was submitted."""
         return time.monotonic() - self._started
 
-    def _started_or_ended(self, job: JobState | None) -> bool:
-        """Tell whether the job runs. Raises GpuboardError when it has ended."""
+    def _has_started(self, job: JobState | None) -> bool:
+        """Return whether the job runs. Raises GpuboardError if it has ended."""
         if job is None:
-            raise GpuboardError(f"Slurm knows no job {self._number} any more: it has ended, or was cancelled")
+            raise GpuboardError(f"job {self._number} is no longer known to Slurm: it ended or was cancelled")
         if job.ended:
             reason = f" ({job.reason})" if job.reason not in {"", "None"} else ""
             raise GpuboardError(
@@ -91,30 +91,30 @@ class Waiting:
             )
         return job.state in {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING"}
 
-    def _judge(self, job: JobState | None, place: QueuePlace | None) -> None:
-        """Say how a job that does not run yet stands. Raises Refused when it is not waited for any longer."""
+    def _check_pending(self, job: JobState | None, place: QueuePlace | None) -> None:
+        """Show the progress of a job that does not run yet. Raises Refused if the wait for it ends."""
         assert job is not None
         if job.state != "PENDING":  # CONFIGURING: it has its nodes, which may have to boot
-            self._progress(f"waiting {format_duration(self.waited_s)}: Slurm makes the nodes of job {job.number} ready")
+            self._progress(f"waiting {format_duration(self.waited_s)}: Slurm prepares the nodes of job {job.number}")
             return
-        if words := never_reason(job.reason):
+        if why := never_reason(job.reason):
             self._progress("")
-            raise NeverPossible(Refusal(3, f"Slurm would never start it: {job.reason}: {words}"))
-        words = pending_words(job, place)
+            raise NeverPossible(Refusal(3, f"Slurm can never start job {job.number}: {job.reason}: {why}"))
+        pending = described(job, place)
         if self._wait_s is None:
             decided = not is_undecided(job.reason) and self.waited_s >= _DECIDED_S
             if decided or self.waited_s >= self._patience_s:
                 self._progress("")
-                raise NotFree(Refusal(4, f"not free now: {words}; try --wait", nearest="--wait"))
+                raise NotFree(Refusal(4, f"not free now: {pending}; try --wait", nearest="--wait"))
         elif self.waited_s >= self._wait_s:
             self._progress("")
             waited = format_duration(self._wait_s)
-            raise NotFree(Refusal(4, f"not free within {waited}: {words}", nearest="--wait"))
+            raise NotFree(Refusal(4, f"not free within {waited}: {pending}", nearest="--wait"))
         if self.waited_s >= _QUIET_S:
-            self._progress(f"waiting {format_duration(self.waited_s)}: {words}")
+            self._progress(f"waiting {format_duration(self.waited_s)}: {pending}")
 
-    def _unreached(self, error: NoNodeReached) -> None:
-        """Go on where somebody has time; the job is in the queue, whoever answers for it."""
+    def _check_unreached(self, error: NoNodeReached) -> None:
+        """Show that Slurm does not answer. Raises the error if the wait is over; until then the job stays queued."""
         limit_s = self._patience_s if self._wait_s is None else self._wait_s
         if self.waited_s >= limit_s:
             self._progress("")
@@ -122,12 +122,12 @@ class Waiting:
         self._progress(f"waiting {format_duration(self.waited_s)}: {error}")
 
 
-def pending_words(job: JobState, place: QueuePlace | None) -> str:
-    """Return why a job waits, where in the queue it is, and when Slurm expects it to start."""
-    reason = clean(job.reason, 200) if job.reason not in {"", "None"} else "Slurm has not looked at it yet"
-    words = f"Slurm job {job.number} is pending ({reason})"
+def described(job: JobState, place: QueuePlace | None) -> str:
+    """Return the reason for which a job is pending, its place in the queue and its expected start."""
+    reason = clean(job.reason, 200) if job.reason not in {"", "None"} else "not considered by Slurm yet"
+    text = f"Slurm job {job.number} is pending ({reason})"
     if place is not None:
-        words += f", number {place.ahead + 1} of {place.waiting} in {job.partition or 'its partition'}"
+        text += f", number {place.ahead + 1} of {place.waiting} in {job.partition or 'its partition'}"
     if job.start is not None:
-        words += f", start expected {day_time(job.start)}"
-    return words
+        text += f", expected start {day_time(job.start)}"
+    return text
