@@ -1,4 +1,4 @@
-"""What tests of leases in Slurm share: commands on the login node, shells that hold leases, what is left behind."""
+"""Helpers of the tests of leases in Slurm: commands on the login node, shells that hold leases, remaining files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def gpuboard(
 
 
 def settled(slurm: SlurmCluster) -> None:
-    """Wait until no job is about to end: until then Slurm keeps its GPUs, and mostly all of its nodes, from others."""
-    until(lambda: slurm.jobs() == slurm.jobs(ending=False), "Slurm has done with the jobs that end")
+    """Wait until no job is ending: until then Slurm allocates neither its GPUs nor, usually, its nodes."""
+    until(lambda: slurm.jobs() == slurm.jobs(ending=False), "no job is ending")
 
 
 def allocate(slurm: SlurmCluster, *args: str, user: str = "alice", code: int = 0) -> Any:
@@ -34,7 +34,7 @@ def allocate(slurm: SlurmCluster, *args: str, user: str = "alice", code: int = 0
 
 
 def refused(slurm: SlurmCluster, *args: str, code: int) -> str:
-    """Return the words with which a reservation was refused; nothing is left of it."""
+    """Return the message of a refused reservation; checks that nothing remains of it."""
     error = allocate(slurm, *args, code=code)["error"]
     assert error["code"] == code
     until(lambda: not left(slurm), "nothing is left of it")
@@ -42,18 +42,18 @@ def refused(slurm: SlurmCluster, *args: str, code: int) -> str:
 
 
 def shell(slurm: SlurmCluster, *args: str, user: str = "alice", env: dict[str, str] | None = None) -> Running:
-    """Start a shell on the login node that evaluates `allocate`, says how that went, and then does what it is told."""
+    """Start a shell on the login node that evaluates `allocate`, prints its exit code, and runs commands from stdin."""
     settled(slurm)
-    words = " ".join(f"'{arg}'" for arg in args)
+    options = " ".join(f"'{arg}'" for arg in args)
     script = f"""
         export CUDA_VISIBLE_DEVICES=stale
-        eval "$(gpuboard allocate {words})"; echo "code $?"
+        eval "$(gpuboard allocate {options})"; echo "code $?"
         while IFS= read -r line; do eval "$line"; done
     """
     return slurm.nodes["login1"].popen(["bash", "-c", script], user=user, env=env, stdin=subprocess.PIPE)
 
 
-def says(process: Running) -> str:
+def line_of(process: Running) -> str:
     """Return the next line that a shell prints."""
     assert process.stdout is not None
     return process.stdout.readline().rstrip("\n")
@@ -64,17 +64,17 @@ def do(process: Running, command: str) -> str:
     assert process.stdin is not None
     process.stdin.write(command + "\n")
     process.stdin.flush()
-    return says(process)
+    return line_of(process)
 
 
 def left(slurm: SlurmCluster, user: str = "alice") -> list[str]:
-    """Return what lies in the state folder for leases, on whatever host, once the keepers have done their work."""
+    """Return the names of all files of leases in the user's state folder, for any host."""
     state = slurm.nodes.home(user) / ".local" / "state" / "gpuboard"
     names = [path for folder in ("leases", "keeper") for path in (state / folder).rglob("*")]
     return sorted(path.name for path in names if path.suffix in {".json", ".alive", ".seen", ".bad"})
 
 
 def all_gone(slurm: SlurmCluster, user: str = "alice", timeout_s: float = 60.0) -> None:
-    """Wait until no job is left, and no file of one."""
+    """Wait until no job and no file of one is left."""
     until(lambda: not slurm.jobs(), "no job is left", timeout_s)
     until(lambda: not left(slurm, user), f"nothing is left: {left(slurm, user)}", timeout_s)

@@ -1,4 +1,4 @@
-"""Leases through a real Slurm: what is asked, what is given, who may end it."""
+"""Leases through a real Slurm: what is requested, what is allocated, who may end it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from gpuboard.model.rankmap import RankMap, problems
-from tests.integration.slurm_leases import DETACHED, all_gone, allocate, do, gpuboard, left, refused, says, shell
+from tests.integration.slurm_leases import DETACHED, all_gone, allocate, do, gpuboard, left, line_of, refused, shell
 from tests.nvml import Gpu
 from tests.slurm import SlurmCluster
 from tests.waiting import Stopwatch, until
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.nodes
 
 
 def occupy(slurm: SlurmCluster, **nodes: int) -> list[int]:
-    """Have bob hold so many GPUs of each node."""
+    """Have bob hold this many GPUs of each node."""
     return [slurm.submit(["-N1", f"--gpus={count}", "-w", name, "--wrap", "sleep 600"], user="bob", running=True)
             for name, count in nodes.items()]  # fmt: skip
 
@@ -32,7 +32,7 @@ def held(slurm: SlurmCluster, job: str) -> dict[str, set[int]]:
 
 def test_a_shell_evaluates_it_and_the_job_ends_with_the_shell(slurm: SlurmCluster) -> None:
     with shell(slurm, "--n", "2", "--purpose", "fine; tuning") as process:
-        assert says(process) == "code 0"
+        assert line_of(process) == "code 0"
         variables = do(process, 'echo "$GPUBOARD_LEASE|$GPUBOARD_NODES|$CUDA_VISIBLE_DEVICES|$CUDA_DEVICE_ORDER"')
         lease, nodes, visible, order = variables.split("|")
         assert (nodes, visible, order) == ("gpu01", "", "PCI_BUS_ID")
@@ -53,9 +53,9 @@ def test_a_shell_evaluates_it_and_the_job_ends_with_the_shell(slurm: SlurmCluste
     all_gone(slurm)
 
 
-def test_what_carries_the_lease_keeps_it(slurm: SlurmCluster) -> None:
+def test_a_process_with_the_variable_of_the_lease_keeps_it(slurm: SlurmCluster) -> None:
     with shell(slurm, "--n", "1") as process:
-        assert says(process) == "code 0"
+        assert line_of(process) == "code 0"
         pid = do(process, "setsid sleep 600 >/dev/null 2>&1 & echo $!")
         until(lambda: slurm.nodes["login1"].processes(lambda p: p.argv[:1] == ("sleep",)), "it runs")
         process.send_signal(signal.SIGKILL)
@@ -68,7 +68,7 @@ def test_what_carries_the_lease_keeps_it(slurm: SlurmCluster) -> None:
 
 @pytest.mark.parametrize("user", ["alice", "root"])
 @pytest.mark.parametrize("cgroups", [False, True])
-def test_uneven_nodes_give_their_true_gpus(slurm: SlurmCluster, user: str, cgroups: bool) -> None:
+def test_the_gpus_of_uneven_nodes(slurm: SlurmCluster, user: str, cgroups: bool) -> None:
     if cgroups:
         slurm.configure(cgroups=True)
     upside_down = [Gpu(minor=7 - k) for k in range(8)]
@@ -82,11 +82,11 @@ def test_uneven_nodes_give_their_true_gpus(slurm: SlurmCluster, user: str, cgrou
     ]  # fmt: skip
     given = held(slurm, made["lease"]["job"])
     assert given == {"gpu01": {3, 4, 5, 6, 7}, "gpu02": {6, 7}}
-    # A device cgroup lets the job have those device files, here in the reverse order of NVML's indexes; without one
-    # Slurm tells its jobs to use these indexes.
+    # A device cgroup gives the job these device files, here in the reverse order of NVML's indexes; without one the
+    # job's CUDA_VISIBLE_DEVICES has these numbers as indexes.
     truth = {(name, gpus[name][7 - k if cgroups else k].uuid) for name, numbers in given.items() for k in numbers}
     assert {(rank.node, rank.uuid) for rank in found.ranks} == truth
-    seen = {0, 1} if cgroups else {6, 7}  # in a device cgroup NVML and CUDA count what they see
+    seen = {0, 1} if cgroups else {6, 7}  # in a device cgroup NVML and CUDA count only visible GPUs
     assert {rank.index for rank in found.ranks if rank.node == "gpu02"} == seen
     assert {(gpu["node"], gpu["uuid"]) for gpu in made["lease"]["gpus"]} == truth
     assert (made["lease"]["owner"], made["lease"]["holder"]) == (user, None)
@@ -125,12 +125,12 @@ def test_other_shells_evaluate_it(slurm: SlurmCluster) -> None:
 
 def test_a_refusal_fails_closed(slurm: SlurmCluster) -> None:
     with shell(slurm, "--n", "99") as process:
-        assert says(process) == "code 3"
+        assert line_of(process) == "code 3"
         assert do(process, 'echo "[$CUDA_VISIBLE_DEVICES][$GPUBOARD_LEASE]"') == "[][]"
     all_gone(slurm)
 
 
-def test_what_can_never_be_is_told_from_what_is_not_now_and_from_slips(slurm: SlurmCluster) -> None:
+def test_exit_codes_of_never_possible_not_now_and_usage(slurm: SlurmCluster) -> None:
     slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[0-3]\nName=gpu Type=a100 File=/dev/nvidia[4-7]")
     assert "matching GPUs in total: 12, at most 4 on one node; try --n 12" in refused(
         slurm, "--n", "13", "--model", "a100", code=3
@@ -148,7 +148,7 @@ def test_what_can_never_be_is_told_from_what_is_not_now_and_from_slips(slurm: Sl
     assert slurm.jobs() == set()
 
 
-def test_limits_of_a_partition_are_told_from_a_partition_that_is_closed(slurm: SlurmCluster) -> None:
+def test_exit_codes_of_a_partitions_limits_and_of_closed_partitions(slurm: SlurmCluster) -> None:
     slurm.configure(
         "PartitionName=small Nodes=ALL MaxMemPerNode=1000 State=UP\n"
         "PartitionName=pairs Nodes=ALL MinNodes=2 State=UP\n"
@@ -157,17 +157,17 @@ def test_limits_of_a_partition_are_told_from_a_partition_that_is_closed(slurm: S
         "PartitionName=down Nodes=ALL State=DOWN"
     )
 
-    def words(partition: str, code: int, *more: str) -> str:
+    def message(partition: str, code: int, *more: str) -> str:
         return refused(slurm, "--n", "1", "--partition", partition, *more, code=code)
 
-    assert ": MaxMemPerLimit: more memory" in words("small", 3, "--slurm=--mem=200000")
-    assert ": PartitionNodeLimit: the partition allows a job fewer or more nodes" in words("pairs", 3)
-    assert "try --account, --qos or --partition" in words("theirs", 3, "--account", "chemistry")
-    assert "Required partition not available (inactive or drain)" in words("closed", 4)
-    assert "is pending (PartitionDown); try --wait" in words("down", 4)
+    assert ": MaxMemPerLimit: more memory" in message("small", 3, "--slurm=--mem=200000")
+    assert ": PartitionNodeLimit: the partition allows a job fewer or more nodes" in message("pairs", 3)
+    assert "try --account, --qos or --partition" in message("theirs", 3, "--account", "chemistry")
+    assert "Required partition not available (inactive or drain)" in message("closed", 4)
+    assert "is pending (PartitionDown); try --wait" in message("down", 4)
 
 
-def test_the_kind_that_was_asked_for(slurm: SlurmCluster) -> None:
+def test_the_requested_model(slurm: SlurmCluster) -> None:
     slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[0-3]\nName=gpu Type=a100 File=/dev/nvidia[4-7]")
     assert held(slurm, allocate(slurm, "--n", "2", "--model", "A100")["lease"]["job"]) == {"gpu01": {4, 5}}
     assert held(slurm, allocate(slurm, "--n", "5", "--model", "h100")["lease"]["job"]) == {
@@ -175,7 +175,7 @@ def test_the_kind_that_was_asked_for(slurm: SlurmCluster) -> None:
     }  # fmt: skip
 
 
-def test_nodes_that_were_named_and_left_out(slurm: SlurmCluster) -> None:
+def test_named_and_excluded_nodes(slurm: SlurmCluster) -> None:
     assert held(slurm, allocate(slurm, "--n", "1", "--nodes", "gpu03")["lease"]["job"]) == {"gpu03": {0}}
     assert held(slurm, allocate(slurm, "--n", "9", "--exclude", "gpu02")["lease"]["job"]).keys() == {"gpu01", "gpu03"}
 
@@ -189,26 +189,26 @@ def test_settings_and_flags_reach_the_job(slurm: SlurmCluster) -> None:
     assert (job["Partition"], job["TimeLimit"], job["NumCPUs"], job["Nice"]) == ("short", "00:04:00", "6", "5")
     assert "mem=4G" in job["TRES"]
     with shell(slurm, "--n", "1") as process:  # without --for: the setting, but not longer than the partition allows
-        assert says(process) == "code 0"
+        assert line_of(process) == "code 0"
         assert slurm.job(max(slurm.jobs()))["TimeLimit"] == "00:05:00"
     number = json.loads(done.stdout)["lease"]["job"]
     script = slurm.run(["scontrol", "write", "batch_script", number, "-"], check=True).stdout
     assert script.startswith("#!/bin/sh\n# gpuboard")
 
 
-def test_variables_of_the_shell_stay_there(slurm: SlurmCluster) -> None:
+def test_variables_of_the_shell_do_not_reach_the_job(slurm: SlurmCluster) -> None:
     env = {"WANDB_API_KEY": "s3cret", "SBATCH_ARRAY_INX": "1-5", "SLURM_GPUS": "5"}
     with shell(slurm, "--n", "1", env=env) as process:
-        assert says(process) == "code 0"
+        assert line_of(process) == "code 0"
         [number] = slurm.jobs()
         scripts = slurm.nodes["gpu01"].processes(lambda p: p.name == "slurm_script", user="alice")
-        script = min(scripts, key=lambda p: p.inner)  # another one is about to become what it starts
+        script = min(scripts, key=lambda p: p.inner)  # a younger one is a fork that has not called exec yet
         assert b"s3cret" not in Path(f"/proc/{script.pid}/environ").read_bytes()
         assert slurm.job(number)["NumNodes"] == "1"
     all_gone(slurm)
 
 
-def test_waiting_shows_reason_place_and_estimate_and_gets_them_in_the_end(slurm: SlurmCluster) -> None:
+def test_waiting_shows_reason_place_and_estimate_until_it_succeeds(slurm: SlurmCluster) -> None:
     blockers = [slurm.submit(["-t5", "-N3", "--gpus-per-node=8", "--wrap", "sleep 600"], user="bob", running=True)]
     blockers.append(slurm.submit(["-t5", "-N3", "--gpus-per-node=8", "--wrap", "sleep 600"], user="bob"))
     with shell(slurm, "--n", "2", "--wait", "5m") as process:
@@ -220,14 +220,14 @@ def test_waiting_shows_reason_place_and_estimate_and_gets_them_in_the_end(slurm:
         assert "(Priority)" in words or "(Resources)" in words
         for number in blockers:
             slurm.run(["scancel", str(number)], user="root", check=True)
-        assert says(process) == "code 0"
+        assert line_of(process) == "code 0"
         where = do(process, "echo $GPUBOARD_NODES")
-        [number] = slurm.jobs() - set(blockers)  # what was cancelled may still be about to end
+        [number] = slurm.jobs() - set(blockers)  # the cancelled ones may still be ending
         assert {name: len(gpus) for name, gpus in slurm.held(number).items()} == {where: 2}
     all_gone(slurm)
 
 
-def test_a_wait_that_runs_out_leaves_no_job(slurm: SlurmCluster) -> None:
+def test_a_wait_that_times_out_leaves_no_job(slurm: SlurmCluster) -> None:
     occupy(slurm, gpu01=8, gpu02=8, gpu03=8)
     for args, words in (((), "not free now: Slurm job"), (("--wait", "3s"), "not free within 3s: Slurm job")):
         started = Stopwatch()
@@ -240,7 +240,7 @@ def test_a_wait_that_runs_out_leaves_no_job(slurm: SlurmCluster) -> None:
         until(lambda: not left(slurm), "nothing is left of it")
 
 
-def test_two_that_want_the_same_never_both_get_it(slurm: SlurmCluster) -> None:
+def test_of_two_concurrent_requests_for_the_same_gpus_one_succeeds(slurm: SlurmCluster) -> None:
     args = ["gpuboard", "allocate", "--n", "16", "--detach", "--for", "5m", "--format", "json"]
     both = [slurm.nodes[host].popen(args, user=user) for host, user in (("login1", "alice"), ("login2", "bob"))]
     outs = [process.communicate(timeout=60)[0] for process in both]
@@ -252,7 +252,7 @@ def test_two_that_want_the_same_never_both_get_it(slurm: SlurmCluster) -> None:
     assert sum(map(len, slurm.held(number).values())) == 16
 
 
-def test_leases_of_everybody_and_their_end(slurm: SlurmCluster) -> None:
+def test_leases_of_all_users_and_their_release(slurm: SlurmCluster) -> None:
     slurm.submit(["-N1", "--gpus=1", "-w", "gpu03", "--job-name=gpuboard-$(reboot);\x1b[31m", "--wrap", "sleep 600"],
                  user="bob", running=True)  # fmt: skip
     slurm.submit(["-N1", "--gpus=1", "-w", "gpu03", "--job-name=gpuboard-abcdef", "--comment=\x1b[31m<b>", "--wrap",
@@ -303,7 +303,7 @@ def test_env_gives_a_second_shell_the_variables(slurm: SlurmCluster) -> None:
     assert "got 0,1" in there.stdout, there.stderr
 
 
-def test_a_plan_shows_the_line_and_slurms_answer_and_takes_nothing(slurm: SlurmCluster) -> None:
+def test_a_dry_run_shows_the_line_and_slurms_estimate(slurm: SlurmCluster) -> None:
     done = gpuboard(slurm, "allocate", "--n", "12", "--dry-run", "--format", "env")
     assert done.returncode == 0, done.stderr
     line, why, answer = done.stdout.splitlines()[1:4]
@@ -314,7 +314,7 @@ def test_a_plan_shows_the_line_and_slurms_answer_and_takes_nothing(slurm: SlurmC
     assert slurm.jobs() == set()
 
 
-def test_where_slurm_has_no_part_its_flags_are_refused(slurm: SlurmCluster) -> None:
+def test_slurms_options_are_refused_for_nodes_outside_slurm(slurm: SlurmCluster) -> None:
     done = gpuboard(slurm, "allocate", "--n", "1", "--nodes", "login2", "--qos", "high", "--detach", "--for", "5m")
     assert done.returncode == 2
     assert "apply to Slurm nodes only" in done.stderr
@@ -323,14 +323,14 @@ def test_where_slurm_has_no_part_its_flags_are_refused(slurm: SlurmCluster) -> N
     assert "Slurm has no node 'login2', but other nodes in scope" in done.stderr
 
 
-def test_without_a_scheduler_nothing_is_asked_of_it(slurm: SlurmCluster) -> None:
+def test_without_a_scheduler_claims_are_used(slurm: SlurmCluster) -> None:
     args = ("allocate", "--n", "1", "--nodes", "gpu01", "--detach", "--for", "5m", "--format", "json")
     done = gpuboard(slurm, *args, env={"GPUBOARD_SCHEDULER": "none"})
     assert json.loads(done.stdout)["lease"]["job"] is None, done.stderr
     assert slurm.jobs() == set()
 
 
-def test_a_node_with_slurm_asks_for_its_own_gpus(slurm: SlurmCluster) -> None:
+def test_on_a_slurm_node_its_own_gpus_are_requested(slurm: SlurmCluster) -> None:
     done = slurm.nodes["gpu02"].run(["gpuboard", "allocate", "--n", "1", "--detach", "--for", "5m", "--format", "json"])
     made = json.loads(done.stdout)
     assert held(slurm, made["lease"]["job"]) == {"gpu02": {0}}
@@ -339,7 +339,7 @@ def test_a_node_with_slurm_asks_for_its_own_gpus(slurm: SlurmCluster) -> None:
     assert "only this machine was considered; add --nodes 'gpu[01-03]' for all nodes" in done.stderr
 
 
-def test_somebody_on_a_gpu_that_slurm_gave_is_named(slurm: SlurmCluster) -> None:
+def test_another_users_process_on_an_allocated_gpu_is_reported(slurm: SlurmCluster) -> None:
     gpu02 = slurm.nodes["gpu02"]
     with gpu02.popen(["sleep", "600"], user="bob") as process:
         try:
@@ -366,8 +366,8 @@ def test_the_python_interface(slurm: SlurmCluster) -> None:
     all_gone(slurm)
 
 
-def test_a_node_that_is_reached_late_makes_no_other_one_unseen(slurm: SlurmCluster) -> None:
-    """A reading counts for 5 s; the job's other nodes are looked at again."""
+def test_a_node_that_answers_late_does_not_make_the_others_stale(slurm: SlurmCluster) -> None:
+    """A reading is current for 5 s; the job's other nodes are read again."""
     folder = slurm.nodes.home("alice") / "bin"
     folder.mkdir()
     (folder / "srun").write_text('#!/bin/sh\ncase "$*" in *=gpu02*) sleep 6 ;; esac\nexec /usr/bin/srun "$@"\n')
@@ -377,7 +377,7 @@ def test_a_node_that_is_reached_late_makes_no_other_one_unseen(slurm: SlurmClust
     assert (done.returncode, done.stdout.count("GPU-")) == (0, 2), done.stderr
 
 
-def test_gpus_that_cannot_be_seen_or_are_broken_are_given_back(slurm: SlurmCluster) -> None:
+def test_a_job_with_unreadable_or_broken_gpus_is_cancelled(slurm: SlurmCluster) -> None:
     gpu01 = slurm.nodes["gpu01"]
     gpu01.hide_library()
     words = refused(slurm, "--n", "1", "--nodes", "gpu01", code=1)
@@ -394,7 +394,7 @@ def test_gpus_that_cannot_be_seen_or_are_broken_are_given_back(slurm: SlurmClust
     until(lambda: not slurm.jobs(), "no job is left")
 
 
-def test_a_full_home_is_said_before_anything_is_asked(slurm: SlurmCluster) -> None:
+def test_an_unwritable_home_is_reported_before_a_job_is_submitted(slurm: SlurmCluster) -> None:
     home = slurm.nodes.home("alice")
     (home / ".local").write_text("in the way")
     done = gpuboard(slurm, "allocate", "--n", "1", *DETACHED, "--format", "uuids")

@@ -1,4 +1,4 @@
-"""Slurm's controller killed, hung and restarted while somebody takes GPUs through it or uses them."""
+"""Slurm's controller killed, hung and restarted while a user reserves or uses GPUs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]
 
 SLEEP = ("--wrap", "sleep 600")
 TAKE = """
-said=$(gpuboard allocate {options}); code=$?
-eval "$said" || {{ echo "code $code, left: '$CUDA_VISIBLE_DEVICES'"; exit $code; }}
+text=$(gpuboard allocate {options}); code=$?
+eval "$text" || {{ echo "code $code, left: '$CUDA_VISIBLE_DEVICES'"; exit $code; }}
 echo "lease $GPUBOARD_LEASE on $GPUBOARD_NODES"
 exec sleep 600
 """
@@ -35,8 +35,8 @@ def full(slurm: SlurmCluster) -> int:
     return slurm.submit(["--gres=gpu:8", "-N3", *SLEEP], user="bob", running=True)
 
 
-def taking(slurm: SlurmCluster, options: str = "--n 4 --wait 5m") -> Running:
-    """Start a shell of alice's that takes GPUs and keeps them."""
+def reserving(slurm: SlurmCluster, options: str = "--n 4 --wait 5m") -> Running:
+    """Start a shell of alice's that reserves GPUs and keeps them."""
     env = {"CUDA_VISIBLE_DEVICES": "all"}
     return slurm.nodes["login1"].popen(["sh", "-c", TAKE.format(options=options)], user="alice", env=env)
 
@@ -53,14 +53,14 @@ def queued(slurm: SlurmCluster, shell: Running, other: int) -> int:
 
 
 @pytest.mark.parametrize(("fault", "cure"), [("kill", "restart"), ("stop", "continue")])
-def test_waiting_for_gpus_outlives_the_controller(slurm: SlurmCluster, fault: str, cure: str) -> None:
+def test_waiting_for_gpus_survives_a_failed_controller(slurm: SlurmCluster, fault: str, cure: str) -> None:
     other = full(slurm)
-    with taking(slurm) as shell:
+    with reserving(slurm) as shell:
         number = queued(slurm, shell, other)
         slurm.save()
         slurm.controller(fault)
         begun = time.monotonic()
-        until(lambda: time.monotonic() - begun > 12, "a question or two went unanswered")
+        until(lambda: time.monotonic() - begun > 12, "one or two queries failed")
         assert shell.poll() is None, shell.communicate()
         slurm.controller(cure)
         until(lambda: slurm.run(["scancel", str(other)], user="root").returncode == 0, "bob's job is cancelled")
@@ -75,26 +75,26 @@ def test_waiting_for_gpus_outlives_the_controller(slurm: SlurmCluster, fault: st
 
 
 @pytest.mark.parametrize(("fault", "cure"), [("kill", "restart"), ("stop", "continue")])
-def test_giving_up_without_a_controller_leaves_no_job(slurm: SlurmCluster, fault: str, cure: str) -> None:
+def test_an_interrupt_without_a_controller_leaves_no_job(slurm: SlurmCluster, fault: str, cure: str) -> None:
     other = full(slurm)
-    with taking(slurm) as shell:
+    with reserving(slurm) as shell:
         queued(slurm, shell, other)
         slurm.save()
         slurm.controller(fault)
         found = slurm.nodes["login1"].processes(lambda p: "allocate" in p.argv and "keeper" not in p.name)
-        process = min(found, key=lambda p: p.inner)  # a younger one is about to become a command of Slurm's
+        process = min(found, key=lambda p: p.inner)  # a younger one is a fork that has not called exec yet
         os.kill(process.pid, signal.SIGINT)
         out, err = shell.communicate(timeout=90)
     assert out == "code 130, left: ''\n", err
     slurm.controller(cure)
-    until(lambda: slurm.jobs() == {other}, f"the job is cancelled when that is possible again; it said: {err}", 90)
+    until(lambda: slurm.jobs() == {other}, f"the job is cancelled when the controller answers again; stderr: {err}", 90)
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])
-def test_asking_without_a_controller_is_refused_in_time(slurm: SlurmCluster, fault: str) -> None:
+def test_allocate_without_a_controller_fails_in_time(slurm: SlurmCluster, fault: str) -> None:
     slurm.controller(fault)
     begun = time.monotonic()
-    with taking(slurm, "--n 1 --nodes 'gpu[01-03]'") as shell:
+    with reserving(slurm, "--n 1 --nodes 'gpu[01-03]'") as shell:
         out, err = shell.communicate(timeout=90)
     assert time.monotonic() - begun < 45
     assert out == "code 6, left: ''\n", err
@@ -102,11 +102,11 @@ def test_asking_without_a_controller_is_refused_in_time(slurm: SlurmCluster, fau
 
 
 @pytest.mark.parametrize(
-    ("fault", "before_its_end", "after_it"),
+    ("fault", "before_end", "after_end"),
     [("kill", None, "restart"), ("stop", "continue", None), ("restart", None, None)],
 )
-def test_a_launch_goes_on_without_the_controller(
-    slurm: SlurmCluster, fault: str, before_its_end: str | None, after_it: str | None
+def test_a_launch_continues_without_the_controller(
+    slurm: SlurmCluster, fault: str, before_end: str | None, after_end: str | None
 ) -> None:
     with opened(slurm) as lab:
         lab.put("script.py", WAIT)
@@ -120,13 +120,13 @@ def test_a_launch_goes_on_without_the_controller(
             begun = time.monotonic()
             until(lambda: time.monotonic() - begun > 5, "it had time to notice")
             assert process.poll() is None, process.communicate()
-            if before_its_end:
-                slurm.controller(before_its_end)
+            if before_end:
+                slurm.controller(before_end)
             lab.put("stop", "")
             out, err = process.communicate(timeout=120)
             assert process.returncode == 0, (out, err)
             assert out.count("done") == 4
-        if after_it:
-            slurm.controller(after_it)
-        until(lambda: slurm.jobs() == set(), f"no job is left; it said: {err}", 90)
+        if after_end:
+            slurm.controller(after_end)
+        until(lambda: slurm.jobs() == set(), f"no job is left; stderr: {err}", 90)
         until(lambda: lab.processes() == [], "nothing of it is left on the nodes")

@@ -15,8 +15,8 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]
 
-# Stands before a command of Slurm's on PATH. It counts its calls and, at the one that $HOME/stop/at names, says so and
-# waits: before the real command is started, or when that has done its work and nobody has heard of it.
+# Precedes a Slurm command on PATH. It counts its calls and, at the one that $HOME/stop/at names, creates the file
+# $HOME/stop/reached and waits: before the real command starts, or after its end and before its output is passed on.
 WRAPPER = """\
 #!/bin/sh
 name=${0##*/} stop=$HOME/stop
@@ -32,20 +32,20 @@ hold after
 cat "$stop/out.$$"; cat "$stop/err.$$" >&2
 exit $code
 """
-# srun's stdin and stdout are an agent's, so it is only held up before it begins.
+# srun's stdin and stdout are an agent's, so it is stopped only before it starts.
 PASSING = WRAPPER[: WRAPPER.index("/usr/bin")] + 'exec /usr/bin/$name "$@"\n'
 
 POINTS = [
-    ("sinfo", "before", 1, "--n 2"),  # the partitions: nothing is asked for yet
+    ("sinfo", "before", 1, "--n 2"),  # the partitions: nothing is submitted yet
     ("sinfo", "after", 1, "--n 2"),
-    ("sbatch", "before", 1, "--n 2"),  # the keeper has the lease, Slurm knows nothing of it
-    ("sbatch", "after", 1, "--n 2"),  # there is a job, and nobody knows its number
+    ("sbatch", "before", 1, "--n 2"),  # the keeper has the lease, no job is submitted
+    ("sbatch", "after", 1, "--n 2"),  # there is a job, whose number is unknown
     ("squeue", "before", 1, "--n 2"),  # the number is known
-    ("squeue", "after", 1, "--n 2"),  # it runs, and nobody knows that
+    ("squeue", "after", 1, "--n 2"),  # it runs, which is not known yet
     ("squeue", "before", 3, "--n 24 --wait 5m"),  # it waits in the queue
-    ("scontrol", "before", 1, "--n 2"),  # it runs: what has it got?
+    ("scontrol", "before", 1, "--n 2"),  # it runs: its nodes are queried
     ("scontrol", "after", 2, "--n 2"),
-    ("srun", "before", 1, "--n 2"),  # which are its GPUs?
+    ("srun", "before", 1, "--n 2"),  # its GPUs are read
 ]
 
 
@@ -62,7 +62,7 @@ def home(slurm: SlurmCluster) -> Path:
 
 
 def start(slurm: SlurmCluster, home: Path, point: str, args: str, holder: int) -> Running:
-    """Start an allocation that is held up at ``point``."""
+    """Start an allocation that stops at ``point``."""
     stop = home / "stop"
     if stop.exists():
         for path in stop.iterdir():
@@ -81,7 +81,7 @@ def test_no_job_is_left(slurm: SlurmCluster, home: Path, point: tuple[str, str, 
     blocker = 0
     if "--wait" in args:
         blocker = slurm.submit(["-N1", "--gpus=1", "--wrap", "sleep 600"], user="bob", running=True)
-    # What Slurm holds is asked for by scontrol too; here it is known already, so that the calls are allocate's own.
+    # `status` fills the cache of Slurm's answers, so that the counted scontrol calls are allocate's own.
     with slurm.nodes["login1"].popen(["sleep", "600"]) as holder:
         try:
             slurm.run(["gpuboard", "status"], check=True)
@@ -105,7 +105,7 @@ def test_no_job_is_left(slurm: SlurmCluster, home: Path, point: tuple[str, str, 
             holder.kill()
 
 
-def test_nobody_reads_what_was_allocated(slurm: SlurmCluster) -> None:
+def test_a_closed_stdout_leaves_no_job(slurm: SlurmCluster) -> None:
     read, write = os.pipe()
     os.close(read)
     command = ["gpuboard", "allocate", "--n", "2", "--detach", "--for", "5m"]

@@ -1,4 +1,4 @@
-"""What keeps a lease in Slurm alive, and what ends it when its holder, its keeper or both are gone."""
+"""Heartbeats of leases in Slurm, and their end when the holder, the keeper or both are gone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import PATH, Running
-from tests.integration.slurm_leases import all_gone, allocate, do, gpuboard, left, says, shell
+from tests.integration.slurm_leases import all_gone, allocate, do, gpuboard, left, line_of, shell
 from tests.slurm import SlurmCluster
 from tests.waiting import Stopwatch, until
 
 pytestmark = pytest.mark.nodes
 
-SHORT = '[slurm]\nsilence = "9s"\n'  # in place of three minutes: the keeper then shows life every second
+SHORT = '[slurm]\nsilence = "9s"\n'  # in place of three minutes: the keeper then sends a heartbeat every 1.5 s
 
 
 def keepers(slurm: SlurmCluster) -> list[int]:
@@ -26,7 +26,7 @@ def keepers(slurm: SlurmCluster) -> list[int]:
 
 
 def end(*pids: int) -> None:
-    """Kill processes; a keeper's child, about to become a command of Slurm's, may have ended."""
+    """Kill processes; a keeper's child that has not called exec yet may have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -35,7 +35,7 @@ def end(*pids: int) -> None:
 def kill_keeper(slurm: SlurmCluster) -> None:
     running = until(lambda: keepers(slurm), "a keeper runs")
     end(*running)
-    # its command line goes first, and whoever comes then would still be let in
+    # its command line disappears first; until then it accepts connections
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in running), "it has ended")
 
 
@@ -46,7 +46,7 @@ def configured(slurm: SlurmCluster, text: str) -> None:
 
 
 def running(slurm: SlurmCluster) -> int:
-    """The one job that is not about to end, which runs."""
+    """The one running job, besides those that are ending."""
     [number] = slurm.jobs(ending=False)
     assert slurm.job(number)["JobState"] == "RUNNING"
     return number
@@ -57,19 +57,19 @@ def kill_all(slurm: SlurmCluster, process: Running) -> None:
     end(*until(lambda: keepers(slurm), "a keeper runs"), process.inner)
 
 
-def test_a_keeper_shows_life_and_without_it_the_job_ends_itself(slurm: SlurmCluster) -> None:
+def test_the_job_runs_with_heartbeats_and_ends_itself_without(slurm: SlurmCluster) -> None:
     configured(slurm, SHORT)
     with shell(slurm, "--n", "1") as process:
-        assert says(process) == "code 0"
+        assert line_of(process) == "code 0"
         started = time.monotonic()
-        until(lambda: time.monotonic() - started > 18, "twice the time of silence has gone")
+        until(lambda: time.monotonic() - started > 18, "twice the silence limit has passed")
         number = running(slurm)
         kill_all(slurm, process)
         killed = Stopwatch()
         until(lambda: not slurm.jobs(), "the job has ended itself")
         assert killed.stop() < 18.0
         assert slurm.job(number)["JobState"] == "COMPLETED"
-    gpuboard(slurm, "leases")  # starts a keeper, which finds that there is nothing left to do
+    gpuboard(slurm, "leases")  # starts a keeper, which has nothing left to do
     all_gone(slurm)
 
 
@@ -78,7 +78,7 @@ def test_a_keeper_shows_life_and_without_it_the_job_ends_itself(slurm: SlurmClus
 @pytest.mark.skipif(not os.environ.get("GPUBOARD_TEST_MINUTES"), reason="needs GPUBOARD_TEST_MINUTES=1: four minutes")
 def test_with_keeper_and_holder_killed_the_job_ends_within_four_minutes(slurm: SlurmCluster) -> None:
     with shell(slurm, "--n", "1") as process:
-        assert says(process) == "code 0"
+        assert line_of(process) == "code 0"
         number = running(slurm)
         kill_all(slurm, process)
         killed = Stopwatch()
@@ -87,9 +87,9 @@ def test_with_keeper_and_holder_killed_the_job_ends_within_four_minutes(slurm: S
         assert slurm.job(number)["JobState"] == "COMPLETED"
 
 
-def test_a_keeper_that_was_killed_has_a_successor(slurm: SlurmCluster) -> None:
+def test_the_next_command_replaces_a_killed_keeper(slurm: SlurmCluster) -> None:
     with shell(slurm, "--n", "1") as process:
-        assert says(process) == "code 0"
+        assert line_of(process) == "code 0"
         kill_keeper(slurm)
         do(process, "gpuboard leases >/dev/null; echo ok")  # any command starts another
         until(lambda: keepers(slurm), "another keeper runs")
@@ -98,20 +98,20 @@ def test_a_keeper_that_was_killed_has_a_successor(slurm: SlurmCluster) -> None:
         all_gone(slurm)
 
 
-def test_a_keeper_killed_just_before_the_owner_is_told(slurm: SlurmCluster) -> None:
-    """Its record says that the lease is being taken: a successor would take it for one that nobody knows of."""
+def test_a_keeper_killed_just_before_the_lease_is_confirmed(slurm: SlurmCluster) -> None:
+    """Its record is of an unconfirmed lease, whose job the next keeper would cancel."""
     folder = slurm.nodes.home("alice") / "bin"
     folder.mkdir()
     (folder / "srun").write_text('#!/bin/sh\npkill -9 -f keeper.daemon\nexec /usr/bin/srun "$@"\n')
     (folder / "srun").chmod(0o755)
     with shell(slurm, "--n", "1", env={"PATH": f"/srv/home/alice/bin:{PATH}"}) as process:
-        assert says(process) == "code 0"
+        assert line_of(process) == "code 0"
         if keepers(slurm):
             kill_keeper(slurm)
         [log] = (slurm.nodes.home("alice") / ".local/state/gpuboard/keeper").glob("*/log")
         read = len(log.read_text())
         do(process, "gpuboard leases >/dev/null 2>&1; echo ok")
-        until(lambda: ": taken over\n" in log.read_text()[read:], "a successor has read the record")
+        until(lambda: ": taken over\n" in log.read_text()[read:], "the next keeper has read the record")
         assert "ended before its owner had it" not in log.read_text()
         running(slurm)
         process.kill()
@@ -119,7 +119,7 @@ def test_a_keeper_killed_just_before_the_owner_is_told(slurm: SlurmCluster) -> N
 
 
 @pytest.mark.parametrize("ends", ["it is granted", "it is killed", "both are killed"])
-def test_a_keeper_killed_while_one_waits(slurm: SlurmCluster, ends: str) -> None:
+def test_a_keeper_killed_while_allocate_waits(slurm: SlurmCluster, ends: str) -> None:
     blocker = slurm.submit(["-N3", "--gpus-per-node=8", "--wrap", "sleep 600"], user="bob", running=True)
     login = slurm.nodes["login1"]
     with login.popen(["sleep", "600"]) as holder:
@@ -130,10 +130,10 @@ def test_a_keeper_killed_while_one_waits(slurm: SlurmCluster, ends: str) -> None
                 if ends == "both are killed":
                     kill_all(slurm, process)
                     process.wait(60)
-                    gpuboard(slurm, "leases")  # the next command's keeper finds out that nobody was told
+                    gpuboard(slurm, "leases")  # the next command's keeper finds the unconfirmed lease
                 else:
                     kill_keeper(slurm)
-                    until(lambda: keepers(slurm), "who waits has started another", 60)
+                    until(lambda: keepers(slurm), "allocate has started another", 60)
                 if ends == "it is killed":
                     process.send_signal(signal.SIGKILL)
                 if ends == "it is granted":
@@ -150,74 +150,74 @@ def test_a_keeper_killed_while_one_waits(slurm: SlurmCluster, ends: str) -> None
 
 
 @pytest.mark.parametrize("keeper", ["lives", "is killed"])
-def test_where_the_home_is_not_shared_that_is_said(slurm: SlurmCluster, keeper: str) -> None:
+def test_a_home_that_is_not_shared_is_reported(slurm: SlurmCluster, keeper: str) -> None:
     configured(slurm, SHORT)
     gpu01 = slurm.nodes["gpu01"]
     gpu01.run(["mount", "-t", "tmpfs", "tmpfs", "/srv/home/alice"], user="root", check=True)
     try:
         with shell(slurm, "--n", "1", "--nodes", "gpu01") as process:
-            assert says(process) == "code 0"
+            assert line_of(process) == "code 0"
             assert process.stderr is not None
-            said = process.stderr.readline()
-            assert "do not share /srv/home/alice/.local/state/gpuboard/leases: if this host or the keeper fails" in said
-            assert "lasts until its time limit" in said
+            note = process.stderr.readline()
+            assert "do not share /srv/home/alice/.local/state/gpuboard/leases: if this host or the keeper fails" in note
+            assert "lasts until its time limit" in note
             number = running(slurm)
-            if keeper == "lives":  # the login node's keeper needs no file for it
+            if keeper == "lives":  # the login node's keeper cancels the job without the file
                 process.send_signal(signal.SIGKILL)
                 all_gone(slurm)
             else:
                 kill_all(slurm, process)
                 killed = time.monotonic()
-                until(lambda: time.monotonic() - killed > 20, "more than twice the time of silence has gone")
+                until(lambda: time.monotonic() - killed > 20, "more than twice the silence limit has passed")
                 assert running(slurm) == number
     finally:
         gpu01.run(["umount", "-l", "/srv/home/alice"], user="root", check=True)
 
 
-def test_a_job_that_others_ended_is_told_of(slurm: SlurmCluster) -> None:
+def test_a_job_that_others_cancelled_is_reported(slurm: SlurmCluster) -> None:
     with shell(slurm, "--n", "1") as process:
-        assert says(process) == "code 0"
+        assert line_of(process) == "code 0"
         lease = do(process, "echo $GPUBOARD_LEASE")
         number = running(slurm)
         slurm.run(["scancel", str(number)], user="root", check=True)
         until(lambda: slurm.job(number)["JobState"] == "CANCELLED", "Slurm has ended it")
-        kill_keeper(slurm)  # its successor asks at once, and not after a minute
+        kill_keeper(slurm)  # the next keeper queries at once instead of after a minute
         do(process, "gpuboard leases >/dev/null 2>&1; echo ok")
-        until(lambda: not left(slurm), "its keeper has found out", 90)
+        until(lambda: not left(slurm), "its keeper has noticed", 90)
         assert do(process, "gpuboard leases 2>&1 >/dev/null") == (
             f"gpuboard: lease {lease} ended: Slurm job {number}: it was cancelled"
         )
         process.kill()
 
 
-def test_a_lease_that_was_detached_needs_no_keeper(slurm: SlurmCluster) -> None:
+def test_a_detached_lease_needs_no_keeper(slurm: SlurmCluster) -> None:
     configured(slurm, SHORT)
     allocate(slurm, "--n", "1")
     kill_keeper(slurm)
     killed = time.monotonic()
-    until(lambda: time.monotonic() - killed > 20, "more than twice the time of silence has gone")
+    until(lambda: time.monotonic() - killed > 20, "more than twice the silence limit has passed")
     running(slurm)
     assert gpuboard(slurm, "release", "--mine").returncode == 0
     all_gone(slurm)
 
 
-def test_slurm_is_asked_rarely_while_leases_are_held(slurm: SlurmCluster) -> None:
+def test_slurm_is_queried_rarely_while_leases_are_held(slurm: SlurmCluster) -> None:
     home = slurm.nodes.home("alice")
     (home / "bin").mkdir()
     for name in ("squeue", "scontrol", "sinfo", "scancel"):
         wrapper = home / "bin" / name
-        wrapper.write_text(f'#!/bin/sh\necho {name} >>/srv/home/alice/asked\nexec /usr/bin/{name} "$@"\n')
+        wrapper.write_text(f'#!/bin/sh\necho {name} >>/srv/home/alice/queries\nexec /usr/bin/{name} "$@"\n')
         wrapper.chmod(0o755)
-    (home / "asked").touch()
-    os.chown(home / "asked", 2001, 2001)
+    (home / "queries").touch()
+    os.chown(home / "queries", 2001, 2001)
     configured(slurm, SHORT)
     env = {"PATH": f"/srv/home/alice/bin:{PATH}"}
     with shell(slurm, "--n", "1", env=env) as one, shell(slurm, "--n", "1", env=env) as two:
-        assert says(one) == says(two) == "code 0"
-        (home / "asked").write_text("")
+        assert line_of(one) == line_of(two) == "code 0"
+        (home / "queries").write_text("")
         started = time.monotonic()
-        until(lambda: time.monotonic() - started > 20, "twenty signs of life of each lease")
-        assert (home / "asked").read_text().split() in ([], ["squeue"], ["squeue", "squeue"])
+        until(lambda: time.monotonic() - started > 20, "more than ten heartbeats of each lease")
+        assert (home / "queries").read_text().split() in ([], ["squeue"], ["squeue", "squeue"])
         one.kill()
         two.kill()
     all_gone(slurm)

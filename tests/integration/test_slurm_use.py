@@ -1,4 +1,4 @@
-"""`run` and `launch` on a login node where Slurm gives the GPUs: over steps of the job, without ssh."""
+"""`run` and `launch` on a login node with GPUs from Slurm: over steps of the job, without ssh."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.slurm_lab import FAKE, HOME, Lab, opened
-from tests.integration.slurm_leases import all_gone, allocate, do, gpuboard, left, says, shell
+from tests.integration.slurm_leases import all_gone, allocate, do, gpuboard, left, line_of, shell
 from tests.slurm import SlurmCluster
 from tests.waiting import until
 
 pytestmark = pytest.mark.nodes
 
-ON_GPUS = f"--env PYTHONPATH={HOME}/fake"  # with the stand-in for torch, and all that is checked of GPUs
+ON_GPUS = f"--env PYTHONPATH={HOME}/fake"  # with the fake torch, and all preflight checks of GPUs
 WHO = """import os
 print(" ".join(os.environ[name] for name in "RANK LOCAL_RANK CUDA_VISIBLE_DEVICES MASTER_ADDR GPUBOARD_LEASE".split()),
       os.uname().nodename, flush=True)
@@ -26,7 +26,7 @@ print(" ".join(os.environ[name] for name in "RANK LOCAL_RANK CUDA_VISIBLE_DEVICE
 
 @pytest.fixture
 def lab(slurm: SlurmCluster) -> Iterator[Lab]:
-    """A lab in which no node lets anybody in over ssh."""
+    """A lab in which no node accepts ssh."""
     with opened(slurm) as lab:
         yield lab
 
@@ -42,7 +42,7 @@ def ranks(out: str) -> list[str]:
     return [" ".join([*words[:4], words[5]]) for words in printed(out)]
 
 
-def test_run_works_where_the_gpus_are_with_its_exit_code(lab: Lab) -> None:
+def test_run_runs_on_the_node_of_its_gpus_and_returns_the_exit_code(lab: Lab) -> None:
     lab.slurm.submit(["-N1", "--gpus=2", "-w", "gpu01", "--wrap", "sleep 600"], user="bob", running=True)
     command = 'echo $(hostname) $CUDA_VISIBLE_DEVICES $(pwd) "a  b" $(nproc >/dev/null; echo ok); cat; exit 9'
     done = lab.login.run(["gpuboard", "run", "--n", "2", "--nodes", "gpu01", "--", "sh", "-c", command], stdin="line\n")
@@ -52,19 +52,19 @@ def test_run_works_where_the_gpus_are_with_its_exit_code(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("plugin", ["task/none", "task/affinity"])
-def test_srun_says_nothing_and_binds_to_no_core(lab: Lab, plugin: str) -> None:
+def test_srun_prints_nothing_and_binds_to_no_core(lab: Lab, plugin: str) -> None:
     lab.slurm.configure(f"TaskPlugin={plugin}")
     command = ["gpuboard", "run", "--n", "1", "--", "sh", "-c", "echo up; read line"]
     with lab.login.popen(command, stdin=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         started = lab.login.processes(lambda p: p.name == "srun", user="alice")
-        # that of the agent which has told the GPUs may still be ending
+        # the srun of the agent that read the GPUs may still be ending
         runs = [p for p in started if p.argv and "gpuboard.agent" not in p.argv[-1]]
         assert ["--gpus=1" in p.argv for p in runs].count(True) > 0
         assert {"--cpu-bind=none" in p.argv for p in runs} == {plugin == "task/affinity"}
-        _, said = process.communicate("end\n", timeout=60)
-    assert (process.returncode, said) == (0, "")
+        _, errors = process.communicate("end\n", timeout=60)
+    assert (process.returncode, errors) == (0, "")
     all_gone(lab.slurm)
 
 
@@ -76,9 +76,9 @@ def test_the_terminal_is_passed_on(lab: Lab) -> None:
         os.execvp(argv[0], argv)
     seen = b""
 
-    def read(until_said: bytes) -> None:
+    def read(until_seen: bytes) -> None:
         nonlocal seen
-        while until_said not in seen:
+        while until_seen not in seen:
             seen += os.read(terminal, 4096)
 
     read(b"up")
@@ -92,8 +92,8 @@ def test_the_terminal_is_passed_on(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_reach_the_command_and_its_exit_code_is_ours(lab: Lab, number: int) -> None:
-    words = "trap 'echo told; sleep 1; exit 7' INT TERM; trap 'echo noted' USR1; echo up; while :; do sleep 0.1; done"
+def test_signals_reach_the_command_and_its_exit_code_is_returned(lab: Lab, number: int) -> None:
+    words = "trap 'echo ended; sleep 1; exit 7' INT TERM; trap 'echo noted' USR1; echo up; while :; do sleep 0.1; done"
     alone = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
     command = ["python3", "-c", alone, "gpuboard", "run", "--n", "1", "--", "sh", "-c", words]
     with lab.login.popen(command) as process:
@@ -104,7 +104,7 @@ def test_signals_reach_the_command_and_its_exit_code_is_ours(lab: Lab, number: i
         group = f"-{process.process.inner}"  # as timeout(1) and a terminal do it
         lab.login.run(["kill", f"-{number:d}", "--", group], user="alice", check=True)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (7, "told\n"), err
+    assert (process.returncode, out) == (7, "ended\n"), err
     all_gone(lab.slurm)
 
 
@@ -128,7 +128,7 @@ def test_launch_reserves_starts_and_releases(lab: Lab) -> None:
     until(lambda: not lab.processes(), "nothing runs on the nodes")
 
 
-def test_launch_on_a_lease_there_is_leaves_it(lab: Lab) -> None:
+def test_launch_on_an_existing_lease_keeps_it(lab: Lab) -> None:
     lab.put("script.py", WHO)
     lease = allocate(lab.slurm, "--n", "9")["lease"]["id"]
     done = lab.login.run(["sh", "-c", f"gpuboard launch --lease {lease} {ON_GPUS} script.py"])
@@ -146,7 +146,7 @@ def test_launch_on_a_lease_there_is_leaves_it(lab: Lab) -> None:
 def test_launch_in_a_shell_that_holds_a_lease(lab: Lab) -> None:
     lab.put("script.py", WHO)
     with shell(lab.slurm, "--n", "3", "--nodes", "gpu03") as process:
-        assert says(process) == "code 0"
+        assert line_of(process) == "code 0"
         lease = do(process, "echo $GPUBOARD_LEASE")
         assert do(process, f"gpuboard launch {ON_GPUS} script.py >out 2>err; echo $?") == "0", lab.text("err")
         assert ranks(lab.text("out")) == [f"{k} {k} 0,1,2 127.0.0.1 gpu03" for k in range(3)]

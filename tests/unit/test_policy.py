@@ -1,4 +1,4 @@
-"""What the policy chooses, refuses, and says."""
+"""The policy: what it chooses and refuses, with its messages."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_ranks_follow_the_links() -> None:
     assert got(Request(n=4), NodeView(name="gpu01", state="up", gpus=gpus)) == {"gpu01": [0, 2, 1, 3]}
 
 
-def test_per_node_takes_exactly_so_many_on_each() -> None:
+def test_per_node_takes_exactly_this_many_on_each() -> None:
     nodes = [node("gpu01", "fffbbbbb"), node("gpu02"), node("gpu03", "ffffbbbb")]
     assert got(Request(n=8, per_node=4), *nodes) == {"gpu02": [0, 1, 2, 3], "gpu03": [0, 1, 2, 3]}
     answer = refused(Request(n=12, per_node=4), *nodes)
@@ -99,13 +99,11 @@ def test_per_node_takes_exactly_so_many_on_each() -> None:
 
 
 @pytest.mark.parametrize("request_", [Request(n=400), Request(n=80, per_node=2), Request(n=80, max_nodes=20)])
-def test_the_links_of_each_node_are_looked_at_once_however_many_are_needed(
-    request_: Request, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked_at: list[str] = []
+def test_the_links_of_each_node_are_evaluated_once(request_: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated: list[str] = []
 
     def counted(free: Sequence[Candidate]) -> list[list[int]]:
-        looked_at.append(free[0].node)
+        evaluated.append(free[0].node)
         return pair_scores(free)
 
     pair_scores = policy.pair_scores
@@ -114,10 +112,10 @@ def test_the_links_of_each_node_are_looked_at_once_however_many_are_needed(
     answer = choose(request_, cluster(*(node(name) for name in names)))
     assert isinstance(answer, Choice)
     assert len(answer.gpus) == request_.n
-    assert sorted(looked_at) == sorted(set(looked_at))
+    assert sorted(evaluated) == sorted(set(evaluated))
 
 
-def test_the_nearest_stays_with_the_model_while_one_is_free() -> None:
+def test_the_nearest_request_keeps_the_model_while_one_is_free() -> None:
     def small(name: str, states: str) -> NodeView:
         found = node(name, states)
         return msgspec.structs.replace(
@@ -148,18 +146,18 @@ def test_a_refusal_names_the_nearest_request_that_works() -> None:
     }  # fmt: skip
 
 
-def test_a_request_beyond_all_bounds_is_refused_at_once() -> None:
+def test_a_huge_request_is_refused_at_once() -> None:
     assert refused(Request(n=10**20), node("gpu01", "fffb")).nearest == "--n 3"
     assert refused(Request(n=3 * 10**20, per_node=3), node("gpu01", "ffff")).nearest == "--n 3"
 
 
-def test_never_is_said_only_when_every_node_was_read() -> None:
-    silent = NodeView(name="gpu02", state="unreachable", error="ssh: connection refused")
+def test_never_possible_only_when_every_node_was_read() -> None:
+    unreachable = NodeView(name="gpu02", state="unreachable", error="ssh: connection refused")
     assert refused(Request(n=9), node("gpu01")).code == 3
-    answer = refused(Request(n=9), node("gpu01"), silent)
+    answer = refused(Request(n=9), node("gpu01"), unreachable)
     assert answer.code == 4
     assert "not read: gpu02 (ssh: connection refused)" in answer.message
-    assert refused(Request(n=8), node("gpu01", "xfffffff")).code == 4  # a broken GPU may be mended
+    assert refused(Request(n=8), node("gpu01", "xfffffff")).code == 4  # a broken GPU may be repaired
     assert refused(Request(n=1, model="B200"), node("gpu01")).code == 3
     assert refused(Request(n=1), node("gpu01", claims_error="NFS")).code == 4
 
@@ -186,7 +184,7 @@ def test_free_memory_is_what_is_not_used() -> None:
     assert refused(Request(n=3, gpu_mem=40 * GIB), one).code == 4
 
 
-def test_several_nodes_are_no_cure_for_who_can_use_one_only() -> None:
+def test_several_nodes_are_no_remedy_where_only_one_can_be_used() -> None:
     nodes = node("gpu01", "fff"), node("gpu02", "ff")
     assert refused(Request(n=4, max_nodes=1), *nodes).nearest == "--max-nodes 2 or --n 3"
     assert refused(Request(n=4, max_nodes=1, one_node=True), *nodes).nearest == "--n 3"
@@ -201,7 +199,7 @@ def test_excluded_gpus_and_nodes_are_not_taken() -> None:
         parse_picks("gpu[02", whole_nodes=True)
 
 
-def test_a_machine_that_is_read_under_two_names_has_its_gpus_once() -> None:
+def test_the_gpus_of_a_machine_with_two_names_count_once() -> None:
     twin = msgspec.structs.replace(node("gpu01"), name="gpu01-ib")
     assert got(Request(n=8), node("gpu01"), twin) == {"gpu01": list(range(8))}
     answer = refused(Request(n=9), node("gpu01"), twin)
@@ -209,12 +207,12 @@ def test_a_machine_that_is_read_under_two_names_has_its_gpus_once() -> None:
     assert answer.gpus[8].reason == "the same GPU as gpu01:0"
 
 
-def test_a_node_that_lists_the_gpus_of_another_takes_none_of_them_away() -> None:
-    liar = msgspec.structs.replace(node("gpu00", "rrr"), gpus=node("gpu01", "rrr").gpus)
-    assert got(Request(n=3), liar, node("gpu01", "fff")) == {"gpu01": [0, 1, 2]}
+def test_a_node_that_lists_the_gpus_of_another_does_not_block_them() -> None:
+    false = msgspec.structs.replace(node("gpu00", "rrr"), gpus=node("gpu01", "rrr").gpus)
+    assert got(Request(n=3), false, node("gpu01", "fff")) == {"gpu01": [0, 1, 2]}
 
 
-def test_a_gpu_that_is_named_twice_is_a_slip() -> None:
+def test_a_gpu_named_twice_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="twice"):
         check(Request(picks=(*parse_picks("gpu01:0"), *parse_picks("gpu01:0"))))
 
@@ -256,7 +254,7 @@ def mig_node() -> NodeView:
     )
 
 
-def test_mig_devices_go_alone_and_their_parent_never() -> None:
+def test_one_mig_device_per_request_and_never_its_gpu() -> None:
     one = mig_node()
     assert choose(Request(n=1, model="3g.40gb"), cluster(one)) == Choice(
         (ChosenGpu("gpu01", 0, "MIG-1", mig=1),),
@@ -274,7 +272,7 @@ def test_mig_devices_go_alone_and_their_parent_never() -> None:
     assert refused(Request(n=2, model="3g.40gb"), one).code == 3
 
 
-def test_one_gpu_is_a_mig_device_where_no_whole_gpu_could_ever_serve() -> None:
+def test_one_gpu_is_a_mig_device_where_no_whole_gpu_matches() -> None:
     only = msgspec.structs.replace(mig_node(), gpus=mig_node().gpus[:1])
     for request, uuid in ((Request(n=1), "MIG-0"), (Request(n=1, gpu_mem=20 * GIB), "MIG-1")):
         answer = choose(request, cluster(only))
@@ -375,7 +373,7 @@ gpus_of = st.lists(st.tuples(states, st.integers(0, 81), st.integers(0, 3)), min
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=300, deadline=None)
-def test_only_free_gpus_as_many_as_asked_always_the_same(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+def test_only_free_gpus_as_many_as_requested_and_deterministic(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     nodes, n, per_node, max_nodes, mem, dice
 ) -> None:
     views = [
@@ -421,7 +419,7 @@ def test_only_free_gpus_as_many_as_asked_always_the_same(  # type: ignore[no-unt
     assert len(answer.gpus) == sum(len(v.gpus) for v in views)
 
 
-def test_picks_are_read_and_slips_are_named() -> None:
+def test_picks_are_parsed_and_invalid_ones_refused() -> None:
     assert parse_picks("gpu01:0,3@gpu02:1-2") == (
         Pick("gpu01", 0, None), Pick("gpu01", 3, None), Pick("gpu02", 1, None), Pick("gpu02", 2, None),
     )  # fmt: skip
@@ -430,8 +428,8 @@ def test_picks_are_read_and_slips_are_named() -> None:
         Pick("gpu01", 2, None, mig=1), Pick("gpu01", 3, None), Pick(None, 0, None, mig=7),
     )  # fmt: skip
     assert parse_picks("ddae9891-aaa8-5edd-bbf3-3a33c5adc75f")[0].uuid == "ddae9891-aaa8-5edd-bbf3-3a33c5adc75f"
-    slips = ["", "gpu01:", "gpu01:x", "gpu01:3-1", "gpu01:0,0", "$(reboot):0", "gpu01:0-999999", "-1", "gpu01"]
-    slips += ["gpu01:2:x", "gpu01:2:1:0", "gpu01:1-2:1", "gpu01:2:"]
-    for slip in slips:
+    invalid = ["", "gpu01:", "gpu01:x", "gpu01:3-1", "gpu01:0,0", "$(reboot):0", "gpu01:0-999999", "-1", "gpu01"]
+    invalid += ["gpu01:2:x", "gpu01:2:1:0", "gpu01:1-2:1", "gpu01:2:"]
+    for text in invalid:
         with pytest.raises(ValueError, match=r"."):
-            parse_picks(slip)
+            parse_picks(text)

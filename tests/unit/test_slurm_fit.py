@@ -1,4 +1,4 @@
-"""A request and what Slurm holds → the shape of a job, or why none would ever be given it."""
+"""Request + schedule → the shape of a job, or a refusal."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ALL = Limits()
 
 
 def node(name: str, *gpus: tuple[str, int], used: int = 0, state: str = "idle", **more: object) -> SchedulerNode:
-    """A node with GPUs of these types, ``used`` of its first type given away."""
+    """A node with GPUs of these types, of which ``used`` of the first type are allocated."""
     kinds = tuple(Gres(kind, count) for kind, count in gpus)
-    given_away = (Gres(gpus[0][0], used),) if used else ()
-    return SchedulerNode(name, name, "10.0.0.1", state, gpus=kinds, used=given_away, **more)  # type: ignore[arg-type]
+    allocated = (Gres(gpus[0][0], used),) if used else ()
+    return SchedulerNode(name, name, "10.0.0.1", state, gpus=kinds, used=allocated, **more)  # type: ignore[arg-type]
 
 
 def schedule(*nodes: SchedulerNode) -> Schedule:
@@ -44,13 +44,13 @@ def eight(used: int = 0, count: int = 3) -> list[SchedulerNode]:
     return [node(f"gpu{k:02}", ("h100", 8), used=used) for k in range(1, count + 1)]
 
 
-def test_as_many_nodes_as_are_enough_now() -> None:
+def test_as_many_nodes_as_are_needed_now() -> None:
     assert shape(Request(n=4), *eight()) == Shape(4, 1, type="h100")
     assert shape(Request(n=4), *eight(used=6)) == Shape(4, 2, type="h100")
     assert shape(Request(n=6), *eight(used=6)) == Shape(6, 3, type="h100")
 
 
-def test_as_many_nodes_as_would_be_enough_where_too_few_are_free() -> None:
+def test_as_many_nodes_as_are_needed_with_all_gpus_where_too_few_are_free() -> None:
     found = fit(Request(n=10), schedule(*eight(used=8)), ALL)
     assert isinstance(found, Fit)
     assert found.shape == Shape(10, 2, type="h100")
@@ -72,12 +72,12 @@ def test_more_than_exist_is_never_possible() -> None:
     assert len(found.gpus) == 24
 
 
-def test_nodes_that_give_nothing_now_still_count_for_ever() -> None:
+def test_closed_nodes_count_for_what_is_ever_possible() -> None:
     drained = node("gpu01", ("h100", 8), state="idle+drain")
     assert shape(Request(n=10), drained, node("gpu02", ("h100", 8), used=4)) == Shape(10, 2, type="h100")
     reserved = node("gpu01", ("h100", 8), state="idle+reserved", reservation="exam")
     free = node("gpu02", ("h100", 4))
-    assert shape(Request(n=6), reserved, free) == Shape(6, 1, type="h100")  # not its four and two of the reserved ones
+    assert shape(Request(n=6), reserved, free) == Shape(6, 1, type="h100")  # not gpu02's four and two reserved ones
     assert shape(Request(n=12), reserved, free, limits=Limits(reservation="exam")).nodes == 2
 
 
@@ -91,7 +91,7 @@ def test_the_model_is_a_type_a_feature_or_a_glob() -> None:
     assert "GPU types here: a100, h100" in refused(Request(n=1, model="b200"), *two).message
 
 
-def test_several_types_that_serve_leave_out_nodes_that_have_others_too() -> None:
+def test_several_matching_types_exclude_nodes_with_mixed_types() -> None:
     nodes = [node("a", ("a100_40", 4)), node("b", ("a100_80", 4)), node("c", ("a100_40", 4), ("v100", 4))]
     found = fit(Request(n=4, model="a100"), schedule(*nodes), ALL)
     assert isinstance(found, Fit)
@@ -101,13 +101,13 @@ def test_several_types_that_serve_leave_out_nodes_that_have_others_too() -> None
     assert shape(Request(n=2, model="a100"), node("c", ("a100", 4), ("v100", 4))) == Shape(2, 1, type="a100")
 
 
-def test_memory_is_what_a_type_or_a_feature_tells() -> None:
+def test_memory_is_read_from_the_name_of_a_type_or_feature() -> None:
     nodes = [node("a", ("a100_40gb", 4)), node("b", ("a100_80gb", 4))]
     assert shape(Request(n=2, gpu_mem=60 * 2**30), *nodes).type == "a100_80gb"
     assert shape(Request(n=2, gpu_mem=60 * 2**30), node("x", ("a100", 4), features=("gpu80gb",))).nodes == 1
-    silent = refused(Request(n=2, gpu_mem=60 * 2**30), *eight())
-    assert "without a memory size in their names" in silent.message
-    assert silent.nearest == "--model TYPE without --gpu-mem, or --slurm=--constraint=FEATURE"
+    unknown = refused(Request(n=2, gpu_mem=60 * 2**30), *eight())
+    assert "without a memory size in their names" in unknown.message
+    assert unknown.nearest == "--model TYPE without --gpu-mem, or --slurm=--constraint=FEATURE"
 
 
 def test_scope_exclude_and_partition() -> None:
@@ -120,7 +120,7 @@ def test_scope_exclude_and_partition() -> None:
     assert {gpu.reason for gpu in excluded.gpus} == {"excluded"}
 
 
-def test_what_slurm_cannot_promise_is_refused_with_what_works() -> None:
+def test_what_slurm_cannot_guarantee_is_refused_with_an_alternative() -> None:
     with pytest.raises(UsageError, match="Slurm, which chooses the GPUs; try --n 2 --nodes 'gpu01'"):
         fit(Request(picks=parse_picks("gpu01:0,3")), schedule(*eight()), ALL)
     with pytest.raises(UsageError, match="only whole nodes with Slurm, which chooses the GPUs; try --exclude gpu01"):
@@ -129,7 +129,7 @@ def test_what_slurm_cannot_promise_is_refused_with_what_works() -> None:
         fit(Request(n=1, exclude=parse_picks("gpu09", whole_nodes=True)), schedule(*eight()), ALL)
 
 
-def test_slices_go_to_who_names_them() -> None:
+def test_mig_devices_only_where_named_or_nothing_else_exists() -> None:
     nodes = [node("a", ("a100", 2)), node("m", ("a100_3g.40gb", 4))]
     assert shape(Request(n=2), *nodes) == Shape(2, 1, type="a100")
     assert shape(Request(n=1, model="3g.40gb"), *nodes) == Shape(1, 1, type="a100_3g.40gb")
@@ -153,7 +153,7 @@ KINDS = st.lists(st.tuples(st.sampled_from(["", "h100", "a100", "a100_3g.40gb"])
     st.one_of(st.none(), st.integers(1, 4)),
     st.sampled_from([None, "h100", "100", "3g.40gb", "*"]),
 )
-def test_a_shape_is_within_what_there_is(
+def test_a_shape_fits_the_schedule(
     made: list[tuple[list[tuple[str, int]], int, str]], n: int, max_nodes: int | None, model: str | None
 ) -> None:
     nodes = [

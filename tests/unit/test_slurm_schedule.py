@@ -1,4 +1,4 @@
-"""Leases that jobs of a schedule are, and what the keeper's records say of them."""
+"""The leases among a schedule's jobs, and the keeper's records of jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gpu(index: int, job_id: str | None, uuid: str = "") -> GpuView:
 
 
 def called(name: str) -> str | None:
-    """Return Slurm's name of a node; gpu01 has another one here."""
+    """Return a node's name in Slurm; gpu01 is called lab-a here."""
     return "gpu01" if name == "lab-a" else name
 
 
@@ -38,7 +38,7 @@ def found(jobs: list[SchedulerJob], *views: NodeView) -> list[tuple[str, list[Le
     return [(lease.id, lease.gpus) for lease in leases(schedule, Snapshot(1, "", "", list(views)), NOW, called)]
 
 
-def test_gpus_are_those_that_the_picture_shows_under_the_job() -> None:
+def test_gpus_are_those_that_the_snapshot_shows_with_the_job() -> None:
     grants = Grant("gpu01", (Gres("h100", 2, (1, 3)),)), Grant("gpu02", (Gres("h100", 1, (0,)),))
     views = [
         NodeView("lab-a", "up", gpus=[gpu(0, None), gpu(1, "7"), gpu(3, "7"), gpu(4, "8")]),
@@ -49,19 +49,19 @@ def test_gpus_are_those_that_the_picture_shows_under_the_job() -> None:
     ]
 
 
-def test_where_the_picture_does_not_show_them_all_they_have_no_index() -> None:
+def test_where_the_snapshot_does_not_show_all_they_have_no_index() -> None:
     grant = Grant("gpu01", (Gres("h100", 2),))
     view = NodeView("gpu01", "up", gpus=[gpu(0, "7")])
     assert found([job(7, "gpuboard-k3f9xy", grant)], view) == [("k3f9xy", [LeaseGpu("gpu01", None, "")] * 2)]
 
 
-def test_other_jobs_and_those_that_are_ending_are_no_leases() -> None:
+def test_other_jobs_and_completing_ones_are_no_leases() -> None:
     grant = Grant("gpu01", (Gres("h100", 1),))
     jobs = [job(1, "train", grant), job(2, "gpuboard-x", grant), job(3, "gpuboard-abcdef", grant, state="completing")]
     assert found(jobs) == []
 
 
-def test_a_lease_tells_owner_times_job_and_purpose_and_hostile_text_is_inert() -> None:
+def test_a_lease_has_owner_times_job_and_purpose_and_hostile_text_is_cleaned() -> None:
     grant = Grant("gpu01", (Gres("h100", 1),))
     schedule = Schedule(NOW, "lab", {}, (job(7, "gpuboard-k3f9xy", grant, comment="a\x1b[31m\nb"),))
     [lease] = leases(schedule, Snapshot(1, "", "", []), NOW, called)
@@ -90,7 +90,7 @@ RECORD = LeaseRecord("k3f9xy", [KeptNode("Slurm", [], None, "", None)], {}, HOLD
 
 
 @pytest.mark.parametrize("kept", [JOB, JOB._replace(number=None, taker=None), None])
-def test_a_record_with_a_job_comes_back_as_it_went(kept: KeptJob | None) -> None:
+def test_a_record_with_a_job_survives_encoding(kept: KeptJob | None) -> None:
     record = RECORD._replace(job=kept)
     assert decode(json.loads(json.dumps(record.plain()))) == record
 
@@ -102,12 +102,12 @@ def test_a_record_of_an_older_release_has_no_job() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"number": "x"}, {"cancel": 5}, {"environ": []}, {"taker": {"pid": 1}}])
-def test_a_job_that_makes_no_sense_is_no_record(wrong: dict[str, object]) -> None:
+def test_a_record_with_an_invalid_job_is_refused(wrong: dict[str, object]) -> None:
     values = RECORD.plain()
     values["job"] = values["job"] | wrong
     with pytest.raises(ValueError, match=r"not a keeper|invalid literal"):
         decode(values)
 
 
-def test_a_lease_leaves_no_files() -> None:
+def test_the_files_of_a_lease() -> None:
     assert files_of(RECORD, "/s") == ["/s/leases/k3f9xy.json", "/h/k3f9xy.alive", "/h/k3f9xy.alive.seen"]

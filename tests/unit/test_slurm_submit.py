@@ -15,23 +15,23 @@ from gpuboard.scheduler.slurm.sbatch_args import Ask, JobSpec, Shape
 FIXED = ["--no-requeue", "--output=/dev/null", "--chdir=/", "--export=ALL", "--parsable"]
 
 
-def told(shape: Shape, asked: Ask | None = None, lease: JobSpec | None = None) -> list[str]:
+def submitted(shape: Shape, asked: Ask | None = None, lease: JobSpec | None = None) -> list[str]:
     return sbatch_args.arguments(shape, asked or Ask(), lease or JobSpec("k3f9xy", 3600.0))
 
 
 def test_a_count_requests_one_node_up_to_as_many_as_needed() -> None:
-    assert told(Shape(4, 1)) == ["--job-name=gpuboard-k3f9xy", "--time=60", "--nodes=1", "--gpus=4", *FIXED]
-    assert told(Shape(12, 3, type="h100"))[2:4] == ["--nodes=1-3", "--gpus=h100:12"]
+    assert submitted(Shape(4, 1)) == ["--job-name=gpuboard-k3f9xy", "--time=60", "--nodes=1", "--gpus=4", *FIXED]
+    assert submitted(Shape(12, 3, type="h100"))[2:4] == ["--nodes=1-3", "--gpus=h100:12"]
 
 
 def test_a_count_per_node_fixes_the_nodes() -> None:
-    assert told(Shape(8, 2, per_node=4, type="a100"))[2:4] == ["--nodes=2", "--gpus-per-node=a100:4"]
+    assert submitted(Shape(8, 2, per_node=4, type="a100"))[2:4] == ["--nodes=2", "--gpus-per-node=a100:4"]
 
 
 def test_options_of_the_site_come_before_those_of_the_user() -> None:
     settings = SlurmSettings(partition="gpu", cpus_per_gpu=8, mem_per_gpu="64GiB", args=["--constraint=ib"])
     asked = sbatch_args.ask(settings, account="lab", qos="high", reservation="r1", more=["--exclusive"])
-    found = told(Shape(2, 1, exclude="gpu[02-03]"), asked, JobSpec("k3f9xy", 90.0, "fine\ntuning"))
+    found = submitted(Shape(2, 1, exclude="gpu[02-03]"), asked, JobSpec("k3f9xy", 90.0, "fine\ntuning"))
     assert found == [
         "--job-name=gpuboard-k3f9xy", "--time=2", "--nodes=1", "--gpus=2", "--exclude=gpu[02-03]", "--partition=gpu",
         "--account=lab", "--qos=high", "--reservation=r1", "--cpus-per-gpu=8", "--mem-per-gpu=65536M",
@@ -122,7 +122,7 @@ def test_only_some_failures_may_have_left_a_job() -> None:
         "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
     )
     assert not sbatch_args.is_uncertain("sbatch: error: Batch job submission failed: Invalid qos specification")
-    # nobody listened
+    # no controller accepted the connection
     assert not sbatch_args.is_uncertain(
         "Batch job submission failed: Unable to contact slurm controller (connect failure)"
     )
@@ -204,7 +204,7 @@ def test_the_place_in_the_queue_is_by_priority_then_number_without_held_jobs() -
 
 
 @given(st.text())
-def test_no_text_makes_the_readers_raise(text: str) -> None:
+def test_no_text_makes_the_parsers_raise(text: str) -> None:
     _jobs(text)
     _place(text, 7)
     seconds(text)

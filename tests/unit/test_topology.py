@@ -1,4 +1,4 @@
-"""Groups of well linked GPUs: the rule against brute force, and that it never takes long or gives fewer."""
+"""Groups of well linked GPUs: the rule against brute force, its run time, and the size of the groups."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_sixteen_unequal_gpus_take_less_than_50_ms(size: int) -> None:
     dice = random.Random(size)
     scores = matrix(16, lambda a, b: dice.randrange(10_000))
     best_s = 1.0
-    for _ in range(3):  # the quickest of three: another process may have had the core
+    for _ in range(3):  # the fastest of three: another process may have used the core
         started = time.process_time()
         found = best_group(scores, size)
         best_s = min(best_s, time.process_time() - started)
@@ -87,7 +87,7 @@ def test_sixteen_unequal_gpus_take_less_than_50_ms(size: int) -> None:
     assert found == best_group(scores, size)
 
 
-def test_a_search_that_is_cut_short_says_so_and_finds_planted_groups() -> None:
+def test_a_search_over_its_budget_is_not_exact_but_finds_planted_groups() -> None:
     dice = random.Random(5)
     scores = matrix(16, lambda a, b: (900 if a % 4 == b % 4 else 0) + dice.randrange(100))
     found = best_group(scores, 4, budget=100)
@@ -109,7 +109,7 @@ def test_a_good_pair_is_left_for_the_next_user() -> None:
     assert best_group(scores, 2).members == (0, 1)
 
 
-def test_one_gpu_is_the_one_the_others_miss_least() -> None:
+def test_one_gpu_is_the_one_with_the_worst_links() -> None:
     scores = matrix(5, lambda a, b: 300 if {a, b} in ({0, 1}, {3, 4}) else 10)
     assert best_group(scores, 1).members == (2,)
 
