@@ -1,4 +1,4 @@
-"""The board of somebody on a cluster with Slurm: what it shows, reserving through Slurm, a dead controller."""
+"""The board on a cluster with Slurm: what it shows, reserving through Slurm, a controller that is down."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_reserving_and_releasing_through_slurm(slurm: SlurmCluster) -> None:
     try:
         pane.type("gpuboard board\n")
         pane.shows("h100  8 free of 24  8 reserved  8 allocated")
-        pane.states({"gpu01": "FFFFFFFF", "gpu02": "AAAAAAAA", "gpu03": "RRRRRRRR"})  # drawn after what stands above
+        pane.states({"gpu01": "FFFFFFFF", "gpu02": "AAAAAAAA", "gpu03": "RRRRRRRR"})  # drawn after the lines above
         pane.wait(lambda text: "bob 8" in row(text, "gpu02 up"), "whose job it is")
         pane.keys("r")
         pane.shows("Slurm chooses the GPUs")
@@ -48,7 +48,7 @@ def test_reserving_and_releasing_through_slurm(slurm: SlurmCluster) -> None:
         pane.end()
 
 
-def test_a_dead_controller_is_a_banner_and_nothing_is_free(slurm: SlurmCluster) -> None:
+def test_without_a_controller_a_banner_and_no_free_gpu(slurm: SlurmCluster) -> None:
     config = slurm.nodes.home("alice") / ".config" / "gpuboard"
     config.mkdir(parents=True)
     (config / "config.toml").write_text('interval = "1s"\n[slurm]\ninterval = "1s"\n')

@@ -30,7 +30,7 @@ def lab(slurm: SlurmCluster) -> Iterator[Lab]:
 
 
 def ranks(out: str) -> list[str]:
-    """Return what the ranks of a launch have printed, in their order."""
+    """Return what the ranks of a launch printed, by rank."""
     return [line.partition("] ")[2] for line in sorted(out.splitlines()) if line.startswith("[rank ")]
 
 
@@ -52,7 +52,7 @@ def test_the_example_trains_on_two_nodes(lab: Lab) -> None:
 def test_uneven_nodes_give_all_their_gpus(lab: Lab, shape: tuple[str, ...], cgroups: bool) -> None:
     if cgroups:
         lab.slurm.configure(cgroups=True)
-    first = lab.submit("sleep 600", "--gres=gpu:1", "--nodelist=gpu01")  # so that this job's do not begin at 0
+    first = lab.submit("sleep 600", "--gres=gpu:1", "--nodelist=gpu01")  # so that the job's indexes do not begin at 0
     until(lambda: first.state == "RUNNING")
     lab.put("script.py", WHO % "RANK LOCAL_RANK LOCAL_WORLD_SIZE CUDA_VISIBLE_DEVICES MASTER_ADDR")
     launch = f"gpuboard launch --env PYTHONPATH={HOME}/fake script.py"
@@ -68,12 +68,12 @@ def test_uneven_nodes_give_all_their_gpus(lab: Lab, shape: tuple[str, ...], cgro
     assert job.state == "COMPLETED"
 
 
-def test_numbers_of_gpus_are_what_slurm_makes_of_them(lab: Lab) -> None:
+def test_gpus_are_numbered_as_by_slurm(lab: Lab) -> None:
     lab.slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[2-5]")
     lab.put("script.py", WHO % "RANK CUDA_VISIBLE_DEVICES")
     job = lab.run(f"gpuboard launch --env PYTHONPATH={HOME}/fake script.py; echo $SLURM_JOB_GPUS", "--gpus=2", "-N2")
     assert ranks(job.out) == ["0 0 gpu01", "1 0 gpu02"], job.err
-    assert job.out.splitlines()[-1] == "0", "what CUDA_VISIBLE_DEVICES says to every other program of the job"
+    assert job.out.splitlines()[-1] == "0", "CUDA_VISIBLE_DEVICES of the job's other programs"
 
 
 def test_launches_share_a_job_without_overlap(lab: Lab) -> None:
@@ -94,22 +94,22 @@ kill %1; wait"""
     assert "requested 4 GPUs; " in job.err
     assert "3 reserved" in job.err
     assert f"only GPUs of Slurm job {job.number} were considered" in job.err
-    assert "\n0 gpu02\n" in job.out, "the three have taken this node's"
+    assert "\n0 gpu02\n" in job.out, "the first launch uses this node's"
     assert lab.claims() == []
 
 
-def test_what_a_killed_job_had_claimed_is_free_as_soon_as_slurm_says_that_it_is_over(lab: Lab) -> None:
+def test_claims_of_a_killed_job_do_not_count_once_slurm_reports_its_end(lab: Lab) -> None:
     lab.host("gpu01").resume_sshd()
     configure(lab.slurm, "root", 'ssh = "all"', nodes="gpu01")
     job = lab.submit("gpuboard allocate --n 1 --detach --for 1h; sleep 600", "--gpus=2", "--nodelist=gpu01")
-    until(lambda: len(lab.claims()) == 1, f"it has claimed one; it said: {job.err}")
+    until(lambda: len(lab.claims()) == 1, f"it has claimed one; stderr: {job.err}")
 
     def seen() -> tuple[str, int]:
         listed = json.loads(lab.slurm.run(["gpuboard", "leases", "--json"], user="root", check=True).stdout)["leases"]
         return states(status(lab.slurm, "root"), "gpu01"), len(listed)
 
     until(lambda: seen() == ("aaffffff", 1), "Slurm and the claim are seen")
-    lab.kill_all("gpu01")  # the keeper, too, which would give the claim back
+    lab.kill_all("gpu01")  # the keeper, too, which would release the claim
     job.wait()
     claimed = lab.claims()
     until(lambda: seen() == ("ffffffff", 0), "it is free")
@@ -145,9 +145,9 @@ def test_usr1_reaches_the_ranks(lab: Lab) -> None:
     )
     job = lab.submit(f"exec gpuboard launch {FAKE} script.py", "--gpus=3", "--nodes=2", "--signal=B:USR1@60")
     job.wait_out("up", 3)
-    job.cancel("--signal=USR1", "--batch")  # what --signal=B: makes Slurm do a minute before the end
+    job.cancel("--signal=USR1", "--batch")  # as Slurm does a minute before the end with --signal=B:
     job.wait_out("saved", 3)
-    until(lambda: "forwarding SIGUSR1 to ranks 0-2" in job.err, "it says so")
+    until(lambda: "forwarding SIGUSR1 to ranks 0-2" in job.err, "it reports it")
     job.cancel("--signal=USR1")  # to all steps: to the ranks on the other node, past the supervisor there
     job.wait_out("saved", 4)
     lab.put("stop", "")
@@ -160,8 +160,8 @@ def test_a_requeued_job_works_again(lab: Lab) -> None:
     job = lab.submit(f"gpuboard launch {FAKE} script.py", "--gpus=3", "--nodes=2", "--requeue", "--open-mode=append")
     job.wait_out("[rank ", 3)
     lab.slurm.run(["scontrol", "requeue", str(job.number)], check=True)
-    until(lambda: job.state == "PENDING" and not lab.processes(), "all has ended, and it waits to start again")
-    assert lab.claims(), "no step can give back what lay on the other node"
+    until(lambda: job.state == "PENDING" and not lab.processes(), "all has ended, and the job is pending again")
+    assert lab.claims(), "no step can release the claims on the other node"
     lab.slurm.run(["scontrol", "update", f"jobid={job.number}", "StartTime=now"], user="root", check=True)
     job.wait_out("[rank ", 6)
     assert ranks(job.out)[::2] == ["0 - gpu01", "1 - gpu01", "2 - gpu02"]
@@ -169,7 +169,7 @@ def test_a_requeued_job_works_again(lab: Lab) -> None:
     job.cancel()
 
 
-def test_what_a_killed_job_left_behind_keeps_nobody_from_his_gpus(lab: Lab) -> None:
+def test_claims_of_a_killed_job_do_not_block_the_next_job(lab: Lab) -> None:
     lab.put("script.py", SLEEP)
     lab.put("quick.py", WHO % "RANK")
     job = lab.submit(f"gpuboard launch {FAKE} script.py", "--gpus=2", "--nodelist=gpu01")
@@ -179,7 +179,7 @@ def test_what_a_killed_job_left_behind_keeps_nobody_from_his_gpus(lab: Lab) -> N
     assert len(lab.claims()) == 2
     again = lab.run(f"gpuboard launch {FAKE} quick.py; gpuboard leases", "--gpus=2", "--nodelist=gpu01")
     assert ranks(again.out) == ["0 gpu01", "1 gpu01"], again.err
-    assert "no reservations" in again.out, "those of another job are none of this one's"
+    assert "no reservations" in again.out, "claims of another job are not listed"
 
 
 def test_a_job_without_gpus_has_none(lab: Lab) -> None:
@@ -189,8 +189,8 @@ gpuboard allocate --n 1; echo code $?
 gpuboard launch script.py; echo code $?
 gpuboard launch --n 5 {FAKE} script.py"""
     job = lab.run(script, "--nodes=2", "--nodelist=gpu0[1-2]")
-    words = f"gpuboard: Slurm job {job.number} has no GPUs; request them when you submit it, e.g. --gpus=2"
-    assert job.err.count(words) == 2
+    message = f"gpuboard: Slurm job {job.number} has no GPUs; request them when you submit it, e.g. --gpus=2"
+    assert job.err.count(message) == 2
     assert job.out.count("code 3") == 2
     assert ranks(job.out) == ["0 gpu01", "1 gpu01", "2 gpu01", "3 gpu02", "4 gpu02"], job.err
 
@@ -199,18 +199,18 @@ def test_one_node_needs_no_controller(lab: Lab) -> None:
     lab.put("script.py", WHO % "RANK")
     script = f"until [ -e go ]; do sleep 0.1; done; gpuboard launch {FAKE} script.py; date +%s.%N"
     job = lab.submit(script, "--gpus=2", "--nodelist=gpu01")
-    until(lambda: lab.processes(["gpu01"]), "the controller has had its script started")
+    until(lambda: lab.processes(["gpu01"]), "its script runs")
     lab.slurm.controller("stop")
     started = time.time()
     lab.put("go", "")
-    until(lambda: len(job.out.splitlines()) == 3, "it runs while nobody answers")
+    until(lambda: len(job.out.splitlines()) == 3, "it runs without a controller")
     assert float(job.out.split()[-1]) - started < 20.0, "srun and scontrol give up after 10 s each"
     lab.slurm.controller("continue")
     job.wait()
 
 
-def test_a_node_that_is_reached_late_makes_no_other_one_unknown(lab: Lab) -> None:
-    """A reading counts for 5 s; a job's other nodes are looked at again."""
+def test_a_node_that_answers_late_does_not_make_the_others_unknown(lab: Lab) -> None:
+    """A reading is current for 5 s; a job's other nodes are read again."""
     lab.login.run(["mkdir", "bin"], check=True)
     lab.put("bin/srun", '#!/bin/sh\nsleep 6\nexec /usr/bin/srun "$@"\n')
     lab.put("script.py", WHO % "RANK")
@@ -228,13 +228,13 @@ def test_a_shell_that_outlived_its_job_is_outside(lab: Lab) -> None:
     assert f"SLURM_JOB_ID={job.number} of this shell names a job that is not running; ignored" in done.stderr
 
 
-def test_a_shell_that_only_looks_as_if_it_were_on_the_node_uses_a_step(lab: Lab) -> None:
-    """Variables of two jobs, as after `salloc` inside another one: those of the inner job count."""
+def test_variables_of_the_inner_of_two_jobs_count(lab: Lab) -> None:
+    """As after `salloc` inside another job; the shell is outside the inner job's processes and uses a step."""
     outer = lab.submit("export -p > env; sleep 600", "--gpus=2", "--nodelist=gpu01")
     inner = lab.submit("sleep 600", "--gpus=3", "--nodelist=gpu01")
     until(lambda: lab.text("env") and inner.state == "RUNNING")
-    words = f". ./env; export SLURM_JOB_ID={inner.number}; gpuboard allocate --n 3 --dry-run --format json"
-    done = lab.host("gpu01").run(["bash", "-c", words], check=True)
+    command = f". ./env; export SLURM_JOB_ID={inner.number}; gpuboard allocate --n 3 --dry-run --format json"
+    done = lab.host("gpu01").run(["bash", "-c", command], check=True)
     assert [gpu["index"] for gpu in json.loads(done.stdout)["gpus"]] == [2, 3, 4]
     outer.cancel()
 
@@ -247,11 +247,11 @@ def test_a_lease_and_its_keeper_end_with_the_job(lab: Lab, cgroups: bool) -> Non
     job = lab.run(script, "--gpus=3", "--nodes=2", "--nodelist=gpu0[1-2]")
     nodes, _, ended = job.out.split()[0], None, float(job.out.split()[-1])
     assert nodes == "gpu[01-02]", job.err
-    assert time.time() - ended < 30.0, "nothing that was left behind keeps the job"
+    assert time.time() - ended < 30.0, "no remaining process delays the end of the job"
     until(lambda: not lab.processes(), "nothing is left on the nodes")
 
 
-def test_this_node_is_preferred_and_others_are_run_on_over_steps(lab: Lab) -> None:
+def test_this_node_is_preferred_and_other_nodes_are_used_over_steps(lab: Lab) -> None:
     script = """
 export CUDA_VISIBLE_DEVICES=
 eval "$(gpuboard allocate --n 2)" || exit
@@ -304,8 +304,8 @@ def test_the_python_interface(lab: Lab) -> None:
 
 def test_nodes_outside_the_job_are_refused(lab: Lab) -> None:
     job = lab.run(f"gpuboard allocate --nodes {NODES[2]} --n 1; echo $?", "--gpus=1", "--nodelist=gpu01")
-    words = (
+    message = (
         f"'gpu03' is not a node of Slurm job {job.number}, which has gpu01; unset SLURM_JOB_ID to work outside the job"
     )
-    assert words in job.err
+    assert message in job.err
     assert job.out.endswith("(exit 2)\n2\n")

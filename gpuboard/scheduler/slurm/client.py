@@ -25,19 +25,19 @@ SUBMIT_S = 60.0  # timeout of sbatch, which retries when the controller is too b
 SUBMITTING = "GPUBOARD_SUBMIT"  # variable with the lease's id, by which the keeper finds a lease's sbatch
 
 SECRETS = ("SLURM_JWT",)  # variables of Slurm's commands that must not be written to a file
-# States in which a job holds nothing (squeue(1), JOB STATE CODES): the reason; "" where Slurm reports it only later.
+# States in which a job has no resources (squeue(1), JOB STATE CODES): the reason; "" where Slurm reports it only later.
 ENDED_STATES = {
-    "BOOT_FAIL": "a node of it did not start",
+    "BOOT_FAIL": "one of its nodes did not start",
     "CANCELLED": "it was cancelled",
-    "COMPLETED": "its script ended, as it does without a heartbeat of the keeper",
+    "COMPLETED": "its script ended, as it does without heartbeats of the keeper",
     "COMPLETING": "",  # the reason is known when its epilogs have run
-    "DEADLINE": "its deadline has come",
+    "DEADLINE": "it reached its deadline",
     "FAILED": "it failed",
-    "NODE_FAIL": "a node of it failed",
+    "NODE_FAIL": "one of its nodes failed",
     "OUT_OF_MEMORY": "it ran out of memory",
     "PREEMPTED": "it was preempted",
     "REVOKED": "it was revoked",
-    "TIMEOUT": "its time limit has come",
+    "TIMEOUT": "it reached its time limit",
 }
 
 # The environment of sbatch, which Slurm stores in the job's record: without the secrets that a shell's variables hold,
@@ -71,7 +71,7 @@ class JobState(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Whether it holds nothing any more, or is about to release it."""
+        """Whether it has released its resources, or is about to."""
         return self.state in ENDING
 
     @property
@@ -133,7 +133,7 @@ class Jobs:
             raise Uncertain(f"sbatch did not respond within {timeout_s:.0f} s; see `scontrol ping`")
         number = sbatch_args.job_number(ran.out) if ran.code == 0 else None
         if number is not None:
-            return number, _words(ran.err)
+            return number, _one_line(ran.err)
         error = sbatch_args.refusal(ran.err, ran.code if ran.code is not None else 1)
         # killed, or its number is unreadable, or the controller may have received the request
         if ran.code is None or ran.code <= 0 or sbatch_args.is_uncertain(ran.err):
@@ -148,8 +148,8 @@ class Jobs:
             raise NoNodeReached(_no_answer("sbatch"))
         if ran.code != 0:
             raise sbatch_args.refusal(ran.err.replace("allocation failure: ", "sbatch: error: "), ran.code or 1)
-        words = _words(ran.err).removeprefix("sbatch: ")
-        return re.sub(r"(?<= to start at )[0-9]{1,12}\b", lambda at: day_time(int(at[0])), words)
+        estimate = _one_line(ran.err).removeprefix("sbatch: ")
+        return re.sub(r"(?<= to start at )[0-9]{1,12}\b", lambda at: day_time(int(at[0])), estimate)
 
     def job(self, number: int) -> JobState | None:
         """Return a job, for some minutes also an ended one; None when it is unknown to Slurm. Raises NoNodeReached."""
@@ -213,7 +213,7 @@ class Jobs:
         ran = self._ask(["scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}"])
         if ran.code != 0 and "denied" in ran.err:
             raise GpuboardError(
-                f"Slurm does not allow you to extend job {number}: {_words(ran.err)}; ask its administrators "
+                f"Slurm does not allow you to extend job {number}: {_one_line(ran.err)}; ask its administrators "
                 f"(scontrol update JobId={number} TimeLimit={minutes}), or make a new reservation before it ends"
             )
         _answer("scontrol", ran)
@@ -247,13 +247,13 @@ def _answer(name: str, ran: Ran) -> str:
     """Return what a command printed. Raises NoNodeReached where the controller was not reached, else GpuboardError."""
     if ran.ok:
         return ran.out
-    words = _words(ran.err) or f"{name} ended with exit code {ran.code}"
+    why = _one_line(ran.err) or f"{name} ended with exit code {ran.code}"
     if sbatch_args.is_unreached(ran.err):
-        raise NoNodeReached(f"could not reach Slurm's controller: {words}; see `scontrol ping`")
-    raise GpuboardError(f"Slurm: {words}")
+        raise NoNodeReached(f"could not reach Slurm's controller: {why}; see `scontrol ping`")
+    raise GpuboardError(f"Slurm: {why}")
 
 
-def _words(text: str) -> str:
+def _one_line(text: str) -> str:
     return "; ".join(clean(line.strip(), 300) for line in text.splitlines() if line.strip())
 
 
