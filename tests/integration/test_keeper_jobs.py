@@ -184,7 +184,7 @@ def test_a_job_that_does_not_end_stays_with_the_keeper(lab: Lab) -> None:
 
 @pytest.mark.parametrize(
     ("state", "words"),
-    [("PREEMPTED", "it was preempted"), ("NODE_FAIL", "a node of it failed"), ("", "it no longer exists"),
+    [("PREEMPTED", "it was preempted"), ("NODE_FAIL", "one of its nodes failed"), ("", "it no longer exists"),
      ("TIMEOUT", None)],
 )  # fmt: skip
 def test_a_job_ended_by_others_is_reported_once(lab: Lab, state: str, words: str | None) -> None:
