@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import subprocess
@@ -170,20 +169,17 @@ def drawn(app: BoardApp) -> str:
     return unescape(re.sub(r"<[^>]*>", " ", app.export_screenshot())).replace("\xa0", " ")
 
 
-def test_every_screen_and_dialog_says_that_it_is_simulated(make: Callable[[float], Core]) -> None:
-    async def story() -> None:
-        async with lab.board(make(0.0), (80, 24)) as (app, pilot):
-            opened = set()
-            for keys in (["t"], ["enter"], ["n"], ["r"], ["x"], ["l"], ["u"], ["w"], ["question_mark"], ["ctrl+p"]):
-                before = app.screen
-                await pilot.press(*keys)
-                await lab.settle(pilot, lambda: app.screen is not before or keys == ["t"])  # noqa: B023  # waited for
-                await lab.settle(pilot, lambda: "SIMULATED" in drawn(app))
-                opened.add(type(app.screen).__name__)
-                while len(app.screen_stack) > 2:
-                    below = len(app.screen_stack)
-                    await pilot.press("escape")
-                    await lab.settle(pilot, lambda: len(app.screen_stack) < below)  # noqa: B023
-            assert len(opened) == 10, opened
-
-    asyncio.run(story())
+async def test_every_screen_and_dialog_says_that_it_is_simulated(make: Callable[[float], Core]) -> None:
+    async with lab.board(make(0.0), (80, 24)) as (app, pilot):
+        opened = set()
+        for keys in (["t"], ["enter"], ["n"], ["r"], ["x"], ["l"], ["u"], ["w"], ["question_mark"], ["ctrl+p"]):
+            before = app.screen
+            await pilot.press(*keys)
+            await lab.settle(pilot, lambda: app.screen is not before or keys == ["t"])  # noqa: B023  # waited for
+            await lab.settle(pilot, lambda: "SIMULATED" in drawn(app))
+            opened.add(type(app.screen).__name__)
+            while len(app.screen_stack) > 2:
+                below = len(app.screen_stack)
+                await pilot.press("escape")
+                await lab.settle(pilot, lambda: len(app.screen_stack) < below)  # noqa: B023
+        assert len(opened) == 10, opened

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -28,76 +27,61 @@ async def at_once(pilot: Pilot[int], *keys: str) -> None:
     await settle(pilot, lambda: True)
 
 
-def test_enter_twice_closes_the_dialog_alone_and_answers_once(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with board(make_core(tmp_path)) as (app, pilot):
-            await pilot.press("w")
-            await settle(pilot, lambda: isinstance(app.screen, WatchDialog))
-            await at_once(pilot, "enter", "enter", "enter")
-            await settle(pilot, lambda: stack(app) == ["ClusterScreen", "WatchesScreen"])
-            assert len(app.watches.all) == 1
-
-    asyncio.run(story())
+async def test_enter_twice_closes_the_dialog_alone_and_answers_once(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        await pilot.press("w")
+        await settle(pilot, lambda: isinstance(app.screen, WatchDialog))
+        await at_once(pilot, "enter", "enter", "enter")
+        await settle(pilot, lambda: stack(app) == ["ClusterScreen", "WatchesScreen"])
+        assert len(app.watches.all) == 1
 
 
-def test_a_button_pressed_twice_answers_once(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with board(make_core(tmp_path)) as (app, pilot):
-            await pilot.press("l")
-            answers: list[bool | None] = []
-            dialog = Confirm("Release it?", "", verb="Release")
-            app.push_screen(dialog, answers.append)
-            await settle(pilot, lambda: dialog.is_current and dialog.query("#yes"))
-            button = dialog.query_one("#yes")
-            button.press()  # type: ignore[attr-defined]  # what two clicks do
-            button.press()  # type: ignore[attr-defined]
-            await settle(pilot, lambda: answers)
-            assert (answers, stack(app)) == ([True], ["ClusterScreen", "LeasesScreen"])
-
-    asyncio.run(story())
+async def test_a_button_pressed_twice_answers_once(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        await pilot.press("l")
+        answers: list[bool | None] = []
+        dialog = Confirm("Release it?", "", verb="Release")
+        app.push_screen(dialog, answers.append)
+        await settle(pilot, lambda: dialog.is_current and dialog.query("#yes"))
+        button = dialog.query_one("#yes")
+        button.press()  # type: ignore[attr-defined]  # what two clicks do
+        button.press()  # type: ignore[attr-defined]
+        await settle(pilot, lambda: answers)
+        assert (answers, stack(app)) == ([True], ["ClusterScreen", "LeasesScreen"])
 
 
-def test_a_dialog_that_ends_below_the_palette_goes_with_it(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with board(make_core(tmp_path)) as (app, pilot):
-            answers: list[bool | None] = []
-            dialog = Confirm("Is it?", "", verb="Do")
-            app.push_screen(dialog, answers.append)
-            await settle(pilot, lambda: dialog.is_current)
-            await pilot.press("ctrl+p")
-            await settle(pilot, lambda: isinstance(app.screen, CommandPalette))
-            dialog.dismiss(True)
-            await settle(pilot, lambda: answers)
-            assert (answers, stack(app)) == ([True], ["ClusterScreen"])
-            assert app.is_running
-
-    asyncio.run(story())
+async def test_a_dialog_that_ends_below_the_palette_goes_with_it(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        answers: list[bool | None] = []
+        dialog = Confirm("Is it?", "", verb="Do")
+        app.push_screen(dialog, answers.append)
+        await settle(pilot, lambda: dialog.is_current)
+        await pilot.press("ctrl+p")
+        await settle(pilot, lambda: isinstance(app.screen, CommandPalette))
+        dialog.dismiss(True)
+        await settle(pilot, lambda: answers)
+        assert (answers, stack(app)) == ([True], ["ClusterScreen"])
+        assert app.is_running
 
 
-def test_going_back_ends_at_the_cluster_and_screens_do_not_pile_up(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with board(make_core(tmp_path)) as (app, pilot):
-            await pilot.press("l")
-            app.pop_screen()  # a footer that is clicked twice
-            app.pop_screen()
-            await settle(pilot, lambda: stack(app) == ["ClusterScreen"])
-            await pilot.press("l", "u", "l")
-            await settle(pilot, lambda: stack(app) == ["ClusterScreen", "LeasesScreen"])
-
-    asyncio.run(story())
+async def test_going_back_ends_at_the_cluster_and_screens_do_not_pile_up(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        await pilot.press("l")
+        app.pop_screen()  # a footer that is clicked twice
+        app.pop_screen()
+        await settle(pilot, lambda: stack(app) == ["ClusterScreen"])
+        await pilot.press("l", "u", "l")
+        await settle(pilot, lambda: stack(app) == ["ClusterScreen", "LeasesScreen"])
 
 
-def test_a_bug_in_background_work_reaches_the_caller(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with board(make_core(tmp_path)) as (app, pilot):
-            failures: list[GpuboardError] = []
-            nothing: dict[str, str] = {}
-            app.ask(lambda: nothing["key"], pytest.fail, failures.append)
-            await settle(pilot, lambda: failures)
-            assert "this is a bug: KeyError" in str(failures[0])
-            app.show_error_once(failures[0])
-            app.show_error_once(failures[0])
-            await settle(pilot, lambda: app._notifications)
-            assert [toast.message for toast in app._notifications] == [str(failures[0])]
-
-    asyncio.run(story())
+async def test_a_bug_in_background_work_reaches_the_caller(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        failures: list[GpuboardError] = []
+        nothing: dict[str, str] = {}
+        app.ask(lambda: nothing["key"], pytest.fail, failures.append)
+        await settle(pilot, lambda: failures)
+        assert "this is a bug: KeyError" in str(failures[0])
+        app.show_error_once(failures[0])
+        app.show_error_once(failures[0])
+        await settle(pilot, lambda: app._notifications)
+        assert [toast.message for toast in app._notifications] == [str(failures[0])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -81,126 +80,108 @@ class Screen(NamedTuple):
     ],
 )
 @pytest.mark.parametrize("how", ["footer", "palette"])
-def test_every_screen_s_actions_can_be_clicked_and_are_in_the_palette(tmp_path: Path, screen: Screen, how: str) -> None:
+async def test_every_screen_s_actions_can_be_clicked_and_are_in_the_palette(
+    tmp_path: Path, screen: Screen, how: str
+) -> None:
     opened, title, done = screen
-
-    async def story() -> None:
-        async with lab.board(lab.make_core(tmp_path), (200, 40)) as (app, pilot):
-            if isinstance(opened, str):
-                await pilot.press(*filter(None, [opened]))
-            else:
-                opened(app)
-            await lab.settle(pilot, lambda: app.screen.is_mounted and (not opened or not at_cluster(app)))
-            bindings = [active.binding for active in app.screen.active_bindings.values() if active.binding.id]
-            if how == "footer":
-                await lab.settle(pilot, lambda: app.screen.query_one(Footer).entries)
-                footer = app.screen.query_one(Footer)
-                shown = {entry.words for entry in footer.entries}
-                assert {one.description for one in bindings if one.show} <= shown
-                x = next(entry.x for entry in footer.entries if entry.words == title)
-                await pilot.click(footer, offset=(x, 0))
-            else:
-                offered = {command.title for command in Palette(app.screen).commands()}
-                assert {one.description for one in bindings if one.id != "app.palette"} <= offered
-                await choose(app, pilot, title, title)
-            await lab.settle(pilot, lambda: done(app))
-
-    asyncio.run(story())
+    async with lab.board(lab.make_core(tmp_path), (200, 40)) as (app, pilot):
+        if isinstance(opened, str):
+            await pilot.press(*filter(None, [opened]))
+        else:
+            opened(app)
+        await lab.settle(pilot, lambda: app.screen.is_mounted and (not opened or not at_cluster(app)))
+        bindings = [active.binding for active in app.screen.active_bindings.values() if active.binding.id]
+        if how == "footer":
+            await lab.settle(pilot, lambda: app.screen.query_one(Footer).entries)
+            footer = app.screen.query_one(Footer)
+            shown = {entry.words for entry in footer.entries}
+            assert {one.description for one in bindings if one.show} <= shown
+            x = next(entry.x for entry in footer.entries if entry.words == title)
+            await pilot.click(footer, offset=(x, 0))
+        else:
+            offered = {command.title for command in Palette(app.screen).commands()}
+            assert {one.description for one in bindings if one.id != "app.palette"} <= offered
+            await choose(app, pilot, title, title)
+        await lab.settle(pilot, lambda: done(app))
 
 
-def test_the_arrows_go_through_a_dialog_and_enter_beside_a_field_commits(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
-            await pilot.press("w")
-            await lab.settle(pilot, lambda: isinstance(app.screen, WatchDialog) and app.screen.is_mounted)
-            for key, focused in (
-                ("down", "field-model"), ("up", "field-what"), ("up", "commit"),
-                ("left", "cancel"), ("right", "commit"),
-            ):  # fmt: skip
-                await pilot.press(key)
-                await lab.settle(pilot, lambda focused=focused: app.focused and app.focused.id == focused)  # type: ignore[misc]
-            app.set_focus(app.screen.query_one("#field-reserve"))
-            await pilot.press("space", "enter")
-            await lab.settle(pilot, lambda: app.watches.all)
-            assert app.watches.all[0].reserve_s == 8 * 3600.0
-            app.watches.remove(1)
-            await pilot.press("a")
-            await lab.settle(pilot, lambda: isinstance(app.screen, WatchDialog))
-
-    asyncio.run(story())
+async def test_the_arrows_go_through_a_dialog_and_enter_beside_a_field_commits(tmp_path: Path) -> None:
+    async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
+        await pilot.press("w")
+        await lab.settle(pilot, lambda: isinstance(app.screen, WatchDialog) and app.screen.is_mounted)
+        for key, focused in (
+            ("down", "field-model"), ("up", "field-what"), ("up", "commit"),
+            ("left", "cancel"), ("right", "commit"),
+        ):  # fmt: skip
+            await pilot.press(key)
+            await lab.settle(pilot, lambda focused=focused: app.focused and app.focused.id == focused)  # type: ignore[misc]
+        app.set_focus(app.screen.query_one("#field-reserve"))
+        await pilot.press("space", "enter")
+        await lab.settle(pilot, lambda: app.watches.all)
+        assert app.watches.all[0].reserve_s == 8 * 3600.0
+        app.watches.remove(1)
+        await pilot.press("a")
+        await lab.settle(pilot, lambda: isinstance(app.screen, WatchDialog))
 
 
-def test_a_lease_s_gpus_are_gone_to_from_the_palette(tmp_path: Path) -> None:
-    async def story() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core) as (app, pilot):
-            taken = await lab.reserved(app, core, pilot, 1, "L40S")
-            await pilot.press("l")
-            await lab.settle(pilot, lambda: taken.lease.id in lab.screen(app))
-            grid = app.screen.query_one(Grid)
-            await pilot.press("pagedown", "pageup", "s")
-            await lab.settle(pilot, lambda: grid._sort == ("owner", False))
-            await pilot.press("x")
-            await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog) and app.screen.is_mounted)
-            assert app.screen.query_one("#field-gpus", Input).value == taken.lease.id
-            await pilot.press("escape")
-            await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
-            await choose(app, pilot, "Its GPUs", "Its GPUs")
-            await lab.settle(pilot, lambda: at_cluster(app))
-            assert isinstance(app.screen, ClusterScreen)
-            assert app.screen.cursor_uuid == taken.lease.gpus[0].uuid
-            await pilot.press("ctrl+l")
-            core.operations.release(taken.lease.id)
-
-    asyncio.run(story())
+async def test_a_lease_s_gpus_are_gone_to_from_the_palette(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core) as (app, pilot):
+        taken = await lab.reserved(app, core, pilot, 1, "L40S")
+        await pilot.press("l")
+        await lab.settle(pilot, lambda: taken.lease.id in lab.screen(app))
+        grid = app.screen.query_one(Grid)
+        await pilot.press("pagedown", "pageup", "s")
+        await lab.settle(pilot, lambda: grid._sort == ("owner", False))
+        await pilot.press("x")
+        await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog) and app.screen.is_mounted)
+        assert app.screen.query_one("#field-gpus", Input).value == taken.lease.id
+        await pilot.press("escape")
+        await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
+        await choose(app, pilot, "Its GPUs", "Its GPUs")
+        await lab.settle(pilot, lambda: at_cluster(app))
+        assert isinstance(app.screen, ClusterScreen)
+        assert app.screen.cursor_uuid == taken.lease.gpus[0].uuid
+        await pilot.press("ctrl+l")
+        core.operations.release(taken.lease.id)
 
 
-def test_a_log_is_gone_through_by_the_arrows(tmp_path: Path) -> None:
+async def test_a_log_is_gone_through_by_the_arrows(tmp_path: Path) -> None:
     (tmp_path / "rank-0.out").write_text("".join(f"line {number}\n" for number in range(500)))
-
-    async def story() -> None:
-        async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
-            app.push_screen(LogScreen(RunEntry(run(str(tmp_path)), 0.0, False), 0))
-            await lab.settle(pilot, lambda: "line 499" in lab.screen(app))
-            view = app.screen.query_one("#out", LogView)
-            await pilot.press("home", "down", "right")
-            await lab.settle(pilot, lambda: view.page and view.page.place.start == len("line 0\n") and view.left == 16)
-            await pilot.press("up", "left")
-            await lab.settle(pilot, lambda: view.page and view.page.place.start == 0 and view.left == 0)
-
-    asyncio.run(story())
+    async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
+        app.push_screen(LogScreen(RunEntry(run(str(tmp_path)), 0.0, False), 0))
+        await lab.settle(pilot, lambda: "line 499" in lab.screen(app))
+        view = app.screen.query_one("#out", LogView)
+        await pilot.press("home", "down", "right")
+        await lab.settle(pilot, lambda: view.page and view.page.place.start == len("line 0\n") and view.left == 16)
+        await pilot.press("up", "left")
+        await lab.settle(pilot, lambda: view.page and view.page.place.start == 0 and view.left == 0)
 
 
-def test_the_help_is_read_by_keys(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with lab.board(lab.make_core(tmp_path), (80, 24)) as (app, pilot):
-            await pilot.press("question_mark")
-            await lab.settle(pilot, lambda: isinstance(app.screen, HelpScreen) and "States" in lab.screen(app))
-            body = app.screen.query_one(VerticalScroll)
-            for there, back in (("down", "up"), ("pagedown", "pageup"), ("end", "home")):
-                await pilot.press(there)
-                await lab.settle(pilot, lambda: body.scroll_y > 0)
-                await pilot.press(back)
-                await lab.settle(pilot, lambda: body.scroll_y == 0)
-
-    asyncio.run(story())
+async def test_the_help_is_read_by_keys(tmp_path: Path) -> None:
+    async with lab.board(lab.make_core(tmp_path), (80, 24)) as (app, pilot):
+        await pilot.press("question_mark")
+        await lab.settle(pilot, lambda: isinstance(app.screen, HelpScreen) and "States" in lab.screen(app))
+        body = app.screen.query_one(VerticalScroll)
+        for there, back in (("down", "up"), ("pagedown", "pageup"), ("end", "home")):
+            await pilot.press(there)
+            await lab.settle(pilot, lambda: body.scroll_y > 0)
+            await pilot.press(back)
+            await lab.settle(pilot, lambda: body.scroll_y == 0)
 
 
-def test_tab_goes_between_runs_and_ranks_and_k_kills_when_asked_about_a_stop(tmp_path: Path) -> None:
-    async def story() -> None:
-        core = lab.make_core(tmp_path)
-        assert RunFolder(core.env, "rabc").keep("state.json", run()) is None
-        async with lab.board(core) as (app, pilot):
-            await pilot.press("u")
-            await lab.settle(pilot, lambda: "t.py" in lab.screen(app))
-            await pilot.press("tab")
-            await lab.settle(pilot, lambda: app.focused and app.focused.id == "ranks")
-            dialog = StopConfirm(RunEntry(run(), 0.0, False), 5.0)
-            answers: list[bool | None] = []
-            app.push_screen(dialog, answers.append)
-            await lab.settle(pilot, lambda: dialog.is_mounted)
-            await pilot.press("k")
-            await lab.settle(pilot, lambda: answers)
-            assert (answers, dialog.now) == ([True], True)
-
-    asyncio.run(story())
+async def test_tab_goes_between_runs_and_ranks_and_k_kills_when_asked_about_a_stop(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    assert RunFolder(core.env, "rabc").keep("state.json", run()) is None
+    async with lab.board(core) as (app, pilot):
+        await pilot.press("u")
+        await lab.settle(pilot, lambda: "t.py" in lab.screen(app))
+        await pilot.press("tab")
+        await lab.settle(pilot, lambda: app.focused and app.focused.id == "ranks")
+        dialog = StopConfirm(RunEntry(run(), 0.0, False), 5.0)
+        answers: list[bool | None] = []
+        app.push_screen(dialog, answers.append)
+        await lab.settle(pilot, lambda: dialog.is_mounted)
+        await pilot.press("k")
+        await lab.settle(pilot, lambda: answers)
+        assert (answers, dialog.now) == ([True], True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 import sys
@@ -92,34 +91,28 @@ def lines_of(frame: str) -> list[str]:
 
 @pytest.mark.parametrize("size", [(40, 12), (80, 24), (120, 40), (200, 60)])
 @pytest.mark.parametrize("view", [ViewState(), ViewState(group="state"), ViewState(sort="memory", reverse=True)])
-def test_it_is_what_the_board_draws(tmp_path: Path, size: tuple[int, int], view: ViewState) -> None:
-    async def story() -> None:
-        core = one_node(tmp_path)
-        preferences.save(core.env, preferences.Preferences(view=view))
-        async with board(core, size) as (app, _):
-            assert app.scene is not None
-            frame = lines_of(draw(app.scene, core, size))
-            shown = [line.rstrip() for line in screen(app).splitlines()]
-            drawn = [(early, late) for early, late in zip(frame, shown, strict=True) if early]
-            assert len(drawn) >= 3
-            for early, late in drawn:
-                assert late.startswith(early)
-
-    asyncio.run(story())
+async def test_it_is_what_the_board_draws(tmp_path: Path, size: tuple[int, int], view: ViewState) -> None:
+    core = one_node(tmp_path)
+    preferences.save(core.env, preferences.Preferences(view=view))
+    async with board(core, size) as (app, _):
+        assert app.scene is not None
+        frame = lines_of(draw(app.scene, core, size))
+        shown = [line.rstrip() for line in screen(app).splitlines()]
+        drawn = [(early, late) for early, late in zip(frame, shown, strict=True) if early]
+        assert len(drawn) >= 3
+        for early, late in drawn:
+            assert late.startswith(early)
 
 
 @pytest.mark.parametrize("view", [ViewState(view="table"), ViewState(filter="state:free")])
-def test_of_other_views_it_is_the_header(tmp_path: Path, view: ViewState) -> None:
-    async def story() -> None:
-        core = one_node(tmp_path)
-        preferences.save(core.env, preferences.Preferences(view=view))
-        async with board(core, (80, 24)) as (app, _):
-            assert app.scene is not None
-            frame = lines_of(draw(app.scene, core, (80, 24)))
-            assert (frame[0], len(frame)) == (screen(app).splitlines()[0].rstrip(), 24)
-            assert not any(frame[1:])
-
-    asyncio.run(story())
+async def test_of_other_views_it_is_the_header(tmp_path: Path, view: ViewState) -> None:
+    core = one_node(tmp_path)
+    preferences.save(core.env, preferences.Preferences(view=view))
+    async with board(core, (80, 24)) as (app, _):
+        assert app.scene is not None
+        frame = lines_of(draw(app.scene, core, (80, 24)))
+        assert (frame[0], len(frame)) == (screen(app).splitlines()[0].rstrip(), 24)
+        assert not any(frame[1:])
 
 
 def test_it_needs_no_textual() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import msgspec
@@ -14,30 +13,24 @@ from tests.board import lab
 
 
 @pytest.mark.parametrize("columns", [200, 120, 80, 40])
-def test_entries_stand_whole_and_help_at_the_right(tmp_path: Path, columns: int) -> None:
-    async def story() -> None:
-        async with lab.board(lab.make_core(tmp_path), (columns, 24)) as (app, pilot):
-            footer = app.screen.query_one(Footer)
-            await lab.settle(pilot, lambda: footer.entries)
-            line = "".join(segment.text for segment in footer.render_line(0))
-            assert len(line) == columns
-            assert line.rstrip().endswith(" ? Help")
-            assert [line[e.x : e.x + e.cells] for e in footer.entries] == [f"{e.key} {e.words}" for e in footer.entries]
-            assert line.split() == " ".join(f"{e.key} {e.words}" for e in footer.entries).split()
-            await pilot.click(footer, offset=(line.index("? Help"), 0))
-            await lab.settle(pilot, lambda: isinstance(app.screen, HelpScreen))
-
-    asyncio.run(story())
+async def test_entries_stand_whole_and_help_at_the_right(tmp_path: Path, columns: int) -> None:
+    async with lab.board(lab.make_core(tmp_path), (columns, 24)) as (app, pilot):
+        footer = app.screen.query_one(Footer)
+        await lab.settle(pilot, lambda: footer.entries)
+        line = "".join(segment.text for segment in footer.render_line(0))
+        assert len(line) == columns
+        assert line.rstrip().endswith(" ? Help")
+        assert [line[e.x : e.x + e.cells] for e in footer.entries] == [f"{e.key} {e.words}" for e in footer.entries]
+        assert line.split() == " ".join(f"{e.key} {e.words}" for e in footer.entries).split()
+        await pilot.click(footer, offset=(line.index("? Help"), 0))
+        await lab.settle(pilot, lambda: isinstance(app.screen, HelpScreen))
 
 
-def test_remapped_keys_are_shown(tmp_path: Path) -> None:
-    async def story() -> None:
-        core = lab.make_core(tmp_path)
-        core.settings = msgspec.structs.replace(core.settings, keys={"cluster": {"view": "v"}, "app": {"help": "f2"}})
-        async with lab.board(core) as (app, pilot):
-            footer = app.screen.query_one(Footer)
-            await lab.settle(pilot, lambda: footer.entries)
-            keys = {entry.words: entry.key for entry in footer.entries}
-            assert (keys["View"], keys["Help"]) == ("v", "f2")
-
-    asyncio.run(story())
+async def test_remapped_keys_are_shown(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    core.settings = msgspec.structs.replace(core.settings, keys={"cluster": {"view": "v"}, "app": {"help": "f2"}})
+    async with lab.board(core) as (app, pilot):
+        footer = app.screen.query_one(Footer)
+        await lab.settle(pilot, lambda: footer.entries)
+        keys = {entry.words: entry.key for entry in footer.entries}
+        assert (keys["View"], keys["Help"]) == ("v", "f2")

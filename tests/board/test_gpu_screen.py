@@ -194,25 +194,24 @@ def test_another_theme_colours_it_anew(tmp_path: Path) -> None:
     run(tmp_path, check)
 
 
-def test_the_panel_follows_the_cursor_and_says_when_there_is_nothing(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with still(tmp_path, lab(), (200, 60)) as (app, pilot):
-            panel = app.screen.query_one(GpuPanel)
-            assert panel.display
-            panel.show_gpu(lab(), None, app.core.history, app.look.glyphs)
-            await settle(pilot, lambda: "Move to a GPU to see it here." in screen(app))
-            panel.show_gpu(lab(), "GPU-gpu1-1", app.core.history, app.look.glyphs)
-            await settle(pilot, lambda: "k3f9 of alice, 8h00m left" in screen(app))
-            shown = screen(app)
-            for words in ("!eve            42", "ECC          2 uncorrected", "NV18 GPU 0; SYS GPU 2"):
-                assert words in shown, f"{words}\n{shown}"
-            panel.show_gpu(scene(), "GPU-gpu1-1", app.core.history, app.look.glyphs)
-            await settle(pilot, lambda: "No node lists this GPU now" in screen(app))
-
-    asyncio.run(go())
+async def test_the_panel_follows_the_cursor_and_says_when_there_is_nothing(tmp_path: Path) -> None:
+    async with still(tmp_path, lab(), (200, 60)) as (app, pilot):
+        panel = app.screen.query_one(GpuPanel)
+        assert panel.display
+        panel.show_gpu(lab(), None, app.core.history, app.look.glyphs)
+        await settle(pilot, lambda: "Move to a GPU to see it here." in screen(app))
+        panel.show_gpu(lab(), "GPU-gpu1-1", app.core.history, app.look.glyphs)
+        await settle(pilot, lambda: "k3f9 of alice, 8h00m left" in screen(app))
+        shown = screen(app)
+        for words in ("!eve            42", "ECC          2 uncorrected", "NV18 GPU 0; SYS GPU 2"):
+            assert words in shown, f"{words}\n{shown}"
+        panel.show_gpu(scene(), "GPU-gpu1-1", app.core.history, app.look.glyphs)
+        await settle(pilot, lambda: "No node lists this GPU now" in screen(app))
 
 
-def test_a_real_gpu_that_is_lost_while_its_screen_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_real_gpu_that_is_lost_while_its_screen_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "script"
     mine = ("compute", os.getpid(), 7 * GIB)
     write_script(script, [Gpu(), Gpu(used=7 * GIB, utilization=80, processes=(mine,))])
@@ -221,22 +220,18 @@ def test_a_real_gpu_that_is_lost_while_its_screen_is_open(tmp_path: Path, monkey
     core = make_core(
         tmp_path, [Node(name="here", host=None, claims_dir=str(claims_folder(tmp_path)))], Settings(interval="0.2s")
     )
-
-    async def go() -> None:
-        async with board(core, (120, 60)) as (app, pilot):
-            assert app.scene is not None
-            lost = app.scene.nodes["here"].gpus[1]
-            await app.push_screen(GpuScreen(lost.uuid))
-            await settle(
-                pilot, lambda: "Utilization  80 %" in screen(app) and "none while gpuboard was connected" in screen(app)
-            )
-            grid = app.screen.query_one("#processes", Grid)
-            assert [row.key.split(":")[0] for row in grid.rows] == [str(os.getpid())]
-            write_script(script, [Gpu(), Gpu(xids=(79,), trouble=(f"fault * {nvml.LOST}",))])
-            await settle(pilot, lambda: "GPU is lost" in screen(app) and "X broken" in screen(app))
-            await settle(pilot, lambda: "XID          warn 79" in screen(app))
-            assert "Utilization  80 %" in screen(app)  # what was last seen
-            assert [row.dim for row in grid.rows] == [True]
-            await settle(pilot, lambda: core.history.of(lost.uuid).utilization[-1] is None)
-
-    asyncio.run(go())
+    async with board(core, (120, 60)) as (app, pilot):
+        assert app.scene is not None
+        lost = app.scene.nodes["here"].gpus[1]
+        await app.push_screen(GpuScreen(lost.uuid))
+        await settle(
+            pilot, lambda: "Utilization  80 %" in screen(app) and "none while gpuboard was connected" in screen(app)
+        )
+        grid = app.screen.query_one("#processes", Grid)
+        assert [row.key.split(":")[0] for row in grid.rows] == [str(os.getpid())]
+        write_script(script, [Gpu(), Gpu(xids=(79,), trouble=(f"fault * {nvml.LOST}",))])
+        await settle(pilot, lambda: "GPU is lost" in screen(app) and "X broken" in screen(app))
+        await settle(pilot, lambda: "XID          warn 79" in screen(app))
+        assert "Utilization  80 %" in screen(app)  # what was last seen
+        assert [row.dim for row in grid.rows] == [True]
+        await settle(pilot, lambda: core.history.of(lost.uuid).utilization[-1] is None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 
@@ -29,88 +28,74 @@ def test_states_and_flags_are_all_explained_and_the_filters_are_valid() -> None:
     assert [query.parse(example).text for example, _ in FILTER_WORDS] == [example for example, _ in FILTER_WORDS]
 
 
-def test_help_has_every_action_and_starts_with_the_screen_it_was_opened_from(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with board(make_core(tmp_path), size=(80, 24)) as (app, pilot):
-            await pilot.press("question_mark")
-            await settle(pilot, lambda: isinstance(app.screen, HelpScreen))
-            words = await _read(app, pilot)
-            assert [line.strip() for line in words if line.strip() in {"Cluster", "Everywhere", "Lists"}] == [
-                "Cluster", "Everywhere", "Lists",
-            ]  # fmt: skip
-            keys.load_screens()
-            lacking = [a.id for a in keys.actions() if not any(a.description in line for line in words)]
-            assert lacking == []
-            shown = {" ".join(line.split()) for line in words}
-            assert [pair for pair in MOUSE_WORDS if " ".join(pair) not in shown] == []
-            for state, letter in LETTERS.items():
-                assert any(line.split()[:2] == [letter, state] for line in words), state
-            for flag, mark in FLAG_MARKS.items():
-                assert any(line.split()[:2] == [mark, flag] for line in words), flag
-            await pilot.press("question_mark")
-            await settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
-
-    asyncio.run(story())
+async def test_help_has_every_action_and_starts_with_the_screen_it_was_opened_from(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path), size=(80, 24)) as (app, pilot):
+        await pilot.press("question_mark")
+        await settle(pilot, lambda: isinstance(app.screen, HelpScreen))
+        words = await _read(app, pilot)
+        assert [line.strip() for line in words if line.strip() in {"Cluster", "Everywhere", "Lists"}] == [
+            "Cluster", "Everywhere", "Lists",
+        ]  # fmt: skip
+        keys.load_screens()
+        lacking = [a.id for a in keys.actions() if not any(a.description in line for line in words)]
+        assert lacking == []
+        shown = {" ".join(line.split()) for line in words}
+        assert [pair for pair in MOUSE_WORDS if " ".join(pair) not in shown] == []
+        for state, letter in LETTERS.items():
+            assert any(line.split()[:2] == [letter, state] for line in words), state
+        for flag, mark in FLAG_MARKS.items():
+            assert any(line.split()[:2] == [mark, flag] for line in words), flag
+        await pilot.press("question_mark")
+        await settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
 
 
-def test_help_scrolls_by_keys_and_wheel_and_uses_the_width(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with board(make_core(tmp_path), size=(80, 24)) as (app, pilot):
-            await pilot.press("f1")
-            await settle(pilot, lambda: isinstance(app.screen, HelpScreen) and "States" in screen(app))
-            box = app.screen.query_one("#scroll")
-            await pilot.press("end")
-            await settle(pilot, lambda: box.scroll_y == box.max_scroll_y > 40)
-            await pilot.press("home", "down")
-            await settle(pilot, lambda: box.scroll_y == 1)
-            await pilot.press("home")
-            await pilot._post_mouse_events([MouseScrollDown], offset=(10, 10))
-            await settle(pilot, lambda: box.scroll_y > 0)
-            await pilot.resize_terminal(200, 60)
-            await pilot.press("home")
-            # titles side by side
-            await settle(
-                pilot, lambda: any(re.fullmatch(r" States +\S+ +\S+", line) for line in screen(app).splitlines())
-            )
-            await pilot.press("q")
-            await settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
-            assert app.is_running
-
-    asyncio.run(story())
+async def test_help_scrolls_by_keys_and_wheel_and_uses_the_width(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path), size=(80, 24)) as (app, pilot):
+        await pilot.press("f1")
+        await settle(pilot, lambda: isinstance(app.screen, HelpScreen) and "States" in screen(app))
+        box = app.screen.query_one("#scroll")
+        await pilot.press("end")
+        await settle(pilot, lambda: box.scroll_y == box.max_scroll_y > 40)
+        await pilot.press("home", "down")
+        await settle(pilot, lambda: box.scroll_y == 1)
+        await pilot.press("home")
+        await pilot._post_mouse_events([MouseScrollDown], offset=(10, 10))
+        await settle(pilot, lambda: box.scroll_y > 0)
+        await pilot.resize_terminal(200, 60)
+        await pilot.press("home")
+        # titles side by side
+        await settle(pilot, lambda: any(re.fullmatch(r" States +\S+ +\S+", line) for line in screen(app).splitlines()))
+        await pilot.press("q")
+        await settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
+        assert app.is_running
 
 
-def test_the_palette_has_every_action_of_screen_and_app(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with board(make_core(tmp_path)) as (app, _):
-            active = {b.binding.description for b in app.screen.active_bindings.values() if b.binding.id and b.enabled}
-            assert {"Quit", "Help", "Sort", "Reserve", "Select", "Up"} <= active
-            active -= {"Palette"}
-            palette = Palette(app.screen)
-            for description in active:
-                found = [hit.text async for hit in palette.search(description)]
-                assert description in found
-            shown = [hit.text async for hit in palette.discover()]
-            assert {"Quit", "Help", "Sort", "Theme: Dark"} <= set(shown)
-            assert "Up" not in shown  # found when asked for, else in the way
-
-    asyncio.run(story())
+async def test_the_palette_has_every_action_of_screen_and_app(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, _):
+        active = {b.binding.description for b in app.screen.active_bindings.values() if b.binding.id and b.enabled}
+        assert {"Quit", "Help", "Sort", "Reserve", "Select", "Up"} <= active
+        active -= {"Palette"}
+        palette = Palette(app.screen)
+        for description in active:
+            found = [hit.text async for hit in palette.search(description)]
+            assert description in found
+        shown = [hit.text async for hit in palette.discover()]
+        assert {"Quit", "Help", "Sort", "Theme: Dark"} <= set(shown)
+        assert "Up" not in shown  # found when asked for, else in the way
 
 
-def test_the_palette_runs_an_action_and_goes_to_a_node_and_a_gpu_by_name(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with board(make_core(tmp_path)) as (app, pilot):
-            await choose(app, pilot, "help", "Help")
-            await settle(pilot, lambda: isinstance(app.screen, HelpScreen))
-            await choose(app, pilot, "sim02:1", "Go to sim02:1")
-            cluster = app.screen_stack[1]
-            assert isinstance(cluster, ClusterScreen)
-            assert app.scene is not None
-            uuid = app.scene.nodes["sim02"].gpus[1].uuid
-            await settle(pilot, lambda: len(app.screen_stack) == 2 and cluster.cursor_uuid == uuid)
-            await choose(app, pilot, "sim01", "Go to sim01")
-            await settle(pilot, lambda: cluster.cursor_node == "sim01")
-
-    asyncio.run(story())
+async def test_the_palette_runs_an_action_and_goes_to_a_node_and_a_gpu_by_name(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        await choose(app, pilot, "help", "Help")
+        await settle(pilot, lambda: isinstance(app.screen, HelpScreen))
+        await choose(app, pilot, "sim02:1", "Go to sim02:1")
+        cluster = app.screen_stack[1]
+        assert isinstance(cluster, ClusterScreen)
+        assert app.scene is not None
+        uuid = app.scene.nodes["sim02"].gpus[1].uuid
+        await settle(pilot, lambda: len(app.screen_stack) == 2 and cluster.cursor_uuid == uuid)
+        await choose(app, pilot, "sim01", "Go to sim01")
+        await settle(pilot, lambda: cluster.cursor_node == "sim01")
 
 
 async def choose(app: BoardApp, pilot: Pilot[int], words: str, option: str) -> None:

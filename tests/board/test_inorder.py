@@ -24,16 +24,13 @@ def burst(app: BoardApp, *keys: str) -> None:
             app.post_message(Key(key, None if named else key))
 
 
-def test_a_filter_typed_in_one_go_is_a_filter_and_no_commands(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with board(make_core(tmp_path)) as (app, pilot):
-            app.post_message(Key("slash", "/"))
-            burst(app, "user:quinn")
-            await settle(pilot, lambda: app.screen.query_one("#filter", Input).value == "user:quinn")
-            assert isinstance(app.screen, ClusterScreen)
-            assert app._exit is False
-
-    asyncio.run(main())
+async def test_a_filter_typed_in_one_go_is_a_filter_and_no_commands(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        app.post_message(Key("slash", "/"))
+        burst(app, "user:quinn")
+        await settle(pilot, lambda: app.screen.query_one("#filter", Input).value == "user:quinn")
+        assert isinstance(app.screen, ClusterScreen)
+        assert app._exit is False
 
 
 def test_a_dialog_and_its_fields_in_one_go(tmp_path: Path) -> None:
@@ -53,37 +50,28 @@ def test_a_dialog_and_its_fields_in_one_go(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_screens_that_open_and_close_in_one_go(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with board(make_core(tmp_path)) as (app, pilot):
-            burst(app, "l", "r", "<escape>", "<escape>", "<down>", "<enter>", "<escape>", "l", "d", "t")
-            await settle(pilot, lambda: isinstance(app.screen, LeasesScreen) and app.screen._line)
-            assert [type(screen) for screen in app.screen_stack[1:]] == [ClusterScreen, LeasesScreen]
-
-    asyncio.run(main())
+async def test_screens_that_open_and_close_in_one_go(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        burst(app, "l", "r", "<escape>", "<escape>", "<down>", "<enter>", "<escape>", "l", "d", "t")
+        await settle(pilot, lambda: isinstance(app.screen, LeasesScreen) and app.screen._line)
+        assert [type(screen) for screen in app.screen_stack[1:]] == [ClusterScreen, LeasesScreen]
 
 
-def test_page_keys_before_a_list_is_drawn(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with board(make_core(tmp_path), size=(60, 15)) as (app, pilot):
-            burst(app, "<ctrl+p>", "<pagedown>", "<pageup>", "<escape>", "<ctrl+t>", "<pagedown>", "<escape>")
-            burst(app, "y", "<pagedown>", "<pageup>", "<escape>", "l")
-            await settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
-
-    asyncio.run(main())
+async def test_page_keys_before_a_list_is_drawn(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path), size=(60, 15)) as (app, pilot):
+        burst(app, "<ctrl+p>", "<pagedown>", "<pageup>", "<escape>", "<ctrl+t>", "<pagedown>", "<escape>")
+        burst(app, "y", "<pagedown>", "<pageup>", "<escape>", "l")
+        await settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
 
 
-def test_a_machine_that_stands_still_lets_no_key_pass_another(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with board(make_core(tmp_path)) as (app, pilot):
-            typed, widget = app._keys, app.screen.query_one("#filter")
-            typed._now, typed._at = Key("a", "a"), widget  # that has not come so far
-            burst(app, "l")
-            await settle(pilot, lambda: typed._waiting)
-            time.sleep(3.0)  # nothing here goes on meanwhile
-            await asyncio.sleep(0.2)
-            assert isinstance(app.screen, ClusterScreen)
-            await widget.remove()  # now it never will
-            await settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
-
-    asyncio.run(main())
+async def test_a_machine_that_stands_still_lets_no_key_pass_another(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        typed, widget = app._keys, app.screen.query_one("#filter")
+        typed._now, typed._at = Key("a", "a"), widget  # that has not come so far
+        burst(app, "l")
+        await settle(pilot, lambda: typed._waiting)
+        time.sleep(3.0)  # nothing here goes on meanwhile
+        await asyncio.sleep(0.2)
+        assert isinstance(app.screen, ClusterScreen)
+        await widget.remove()  # now it never will
+        await settle(pilot, lambda: isinstance(app.screen, LeasesScreen))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
@@ -108,35 +107,31 @@ def test_the_config_takes_names_with_dots_and_tables(tmp_path: Path) -> None:
         load({"HOME": str(tmp_path)}, {}, file)
 
 
-def test_remapped_keys_work_are_shown_and_the_old_ones_no_longer_do_it(tmp_path: Path) -> None:
+async def test_remapped_keys_work_are_shown_and_the_old_ones_no_longer_do_it(tmp_path: Path) -> None:
     config: dict[str, dict[str, str | list[str]]] = {
         "app": {"help": "f5", "quit": "Q"},
         "cluster": {"reverse": "s", "sort": "S"},  # these two change places
         "nosuch": {"thing": "x"},
     }
-
-    async def story() -> None:
-        async with board(make_core(tmp_path, settings=Settings(keys=config))) as (app, pilot):
-            (toast,) = app._notifications
-            assert toast.message == "[keys] nosuch.thing: no such action; the help screen (?) lists the names"
-            await pilot.press("question_mark", "f1", "q")
-            assert app.is_running
-            assert not isinstance(app.screen, HelpScreen)
-            active = {key: active.binding.id for key, active in app.screen.active_bindings.items()}
-            assert (active["s"], active["S"], active["f5"], active["Q"]) == (
-                "cluster.reverse", "cluster.sort", "app.help", "app.quit",
-            )  # fmt: skip
-            assert "q" not in active
-            await pilot.press("f5")
-            await settle(pilot, lambda: isinstance(app.screen, HelpScreen))
-            await settle(pilot, lambda: "f5" in screen(app))
-            lines = [line.split() for line in screen(app).splitlines()]
-            assert ["f5", "Help"] in [words[:2] for words in lines]
-            await pilot.press("escape", "Q")
-            await settle(pilot, lambda: not app.is_running)
-            assert app.return_code == 0
-
-    asyncio.run(story())
+    async with board(make_core(tmp_path, settings=Settings(keys=config))) as (app, pilot):
+        (toast,) = app._notifications
+        assert toast.message == "[keys] nosuch.thing: no such action; the help screen (?) lists the names"
+        await pilot.press("question_mark", "f1", "q")
+        assert app.is_running
+        assert not isinstance(app.screen, HelpScreen)
+        active = {key: active.binding.id for key, active in app.screen.active_bindings.items()}
+        assert (active["s"], active["S"], active["f5"], active["Q"]) == (
+            "cluster.reverse", "cluster.sort", "app.help", "app.quit",
+        )  # fmt: skip
+        assert "q" not in active
+        await pilot.press("f5")
+        await settle(pilot, lambda: isinstance(app.screen, HelpScreen))
+        await settle(pilot, lambda: "f5" in screen(app))
+        lines = [line.split() for line in screen(app).splitlines()]
+        assert ["f5", "Help"] in [words[:2] for words in lines]
+        await pilot.press("escape", "Q")
+        await settle(pilot, lambda: not app.is_running)
+        assert app.return_code == 0
 
 
 def test_config_tells_what_is_wrong_with_keys(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_jumps_to_the_gpus_and_copies_the_line(tmp_path: Path) -> None:
     with_leases(tmp_path, [(2, 3600, "")], test, (80, 24))
 
 
-def test_without_leases_it_says_how_to_get_one(tmp_path: Path) -> None:
+async def test_without_leases_it_says_how_to_get_one(tmp_path: Path) -> None:
     async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
         for key in ("d", "n", "y"):
             await pilot.press(key)
@@ -194,14 +194,11 @@ def test_without_leases_it_says_how_to_get_one(tmp_path: Path) -> None:
         await pilot.press("escape", "l")
         await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
 
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core, (80, 24)) as (app, pilot):
-            await pilot.press("l")
-            await lab.settle(pilot, lambda: "No GPU is reserved." in lab.screen(app))
-            await test(app, pilot, core)
-
-    asyncio.run(main())
+    core = lab.make_core(tmp_path)
+    async with lab.board(core, (80, 24)) as (app, pilot):
+        await pilot.press("l")
+        await lab.settle(pilot, lambda: "No GPU is reserved." in lab.screen(app))
+        await test(app, pilot, core)
 
 
 def crowd() -> Scene:
@@ -229,52 +226,45 @@ def crowd() -> Scene:
     return scene
 
 
-def test_idle_and_rogue_ones_are_marked_with_names_and_others_are_left_alone(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path, [])
-        app = BoardApp(core)
-        async with app.run_test(size=(120, 40)) as pilot:
-            await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen) and app.scene is not None)
-            core.close()  # from now on scenes come from the test alone
-            await pilot.press("l")
-            app.post_message(SceneChanged(crowd()))
-            await lab.settle(pilot, lambda: grid(app) is not None)
-            text = lab.screen(app)
-            assert "Not read, leases there are missing: gpu02" in text
-            assert "idle" in row(app, "aaaaaa")
-            assert "alice from login1, pid 9 ?; " in text
-            assert all(words in row(app, "bbbbbb") for words in ("rogue: eve", "pid 4194304 gone"))
-            assert "2 leases · 2 GPUs · 1 yours · 1 idle · 1 with a rogue process" in text
-            await pilot.press("end")
-            await lab.settle(pilot, lambda: (grid(app) or "").startswith("bbbbbb"))
-            assert "rogue on gpu01:1: eve's process 4001  python train.py" in lab.screen(app)
-            await pilot.press("d", "n")
-            await lab.settle(pilot, lambda: len(notes(app)) == 2)
-            assert isinstance(app.screen, LeasesScreen)
-            assert notes(app) == [
-                ": lease bbbbbb belongs to bob; only the owner or root can release it",
-                ": lease bbbbbb belongs to bob; only the owner can renew it",
-            ]
-
-    asyncio.run(main())
+async def test_idle_and_rogue_ones_are_marked_with_names_and_others_are_left_alone(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path, [])
+    app = BoardApp(core)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen) and app.scene is not None)
+        core.close()  # from now on scenes come from the test alone
+        await pilot.press("l")
+        app.post_message(SceneChanged(crowd()))
+        await lab.settle(pilot, lambda: grid(app) is not None)
+        text = lab.screen(app)
+        assert "Not read, leases there are missing: gpu02" in text
+        assert "idle" in row(app, "aaaaaa")
+        assert "alice from login1, pid 9 ?; " in text
+        assert all(words in row(app, "bbbbbb") for words in ("rogue: eve", "pid 4194304 gone"))
+        assert "2 leases · 2 GPUs · 1 yours · 1 idle · 1 with a rogue process" in text
+        await pilot.press("end")
+        await lab.settle(pilot, lambda: (grid(app) or "").startswith("bbbbbb"))
+        assert "rogue on gpu01:1: eve's process 4001  python train.py" in lab.screen(app)
+        await pilot.press("d", "n")
+        await lab.settle(pilot, lambda: len(notes(app)) == 2)
+        assert isinstance(app.screen, LeasesScreen)
+        assert notes(app) == [
+            ": lease bbbbbb belongs to bob; only the owner or root can release it",
+            ": lease bbbbbb belongs to bob; only the owner can renew it",
+        ]
 
 
 @other.needs_root
-def test_root_may_end_somebody_elses(tmp_path: Path) -> None:
+async def test_root_may_end_somebody_elses(tmp_path: Path) -> None:
     lab.claims_folder(tmp_path)
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
-
-    async def main() -> None:
-        core = lab.make_core(tmp_path, nodes)
-        async with lab.board(core, (80, 24)) as (app, pilot):
-            with other.somebody(tmp_path, nodes[0]) as agent:
-                assert app.scene is not None
-                other.take(agent, "abcdef", [app.scene.nodes["sim01"].gpus[0].uuid])
-                await pilot.press("l")
-                await lab.settle(pilot, lambda: grid(app) == "abcdef nobody")
-                await pilot.press("d")
-                await lab.settle(pilot, lambda: "Its owner is nobody; as root you may release it." in lab.screen(app))
-                await pilot.press("y")
-                await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
-
-    asyncio.run(main())
+    core = lab.make_core(tmp_path, nodes)
+    async with lab.board(core, (80, 24)) as (app, pilot):
+        with other.somebody(tmp_path, nodes[0]) as agent:
+            assert app.scene is not None
+            other.take(agent, "abcdef", [app.scene.nodes["sim01"].gpus[0].uuid])
+            await pilot.press("l")
+            await lab.settle(pilot, lambda: grid(app) == "abcdef nobody")
+            await pilot.press("d")
+            await lab.settle(pilot, lambda: "Its owner is nobody; as root you may release it." in lab.screen(app))
+            await pilot.press("y")
+            await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])

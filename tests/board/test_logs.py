@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import subprocess
@@ -297,181 +296,156 @@ def numbered(first: int, last: int) -> str:
     return "".join(f"line {number}\n" for number in range(first, last))
 
 
-def test_a_log_is_followed_until_one_scrolls_and_again_from_its_end(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(tmp_path, out=numbered(0, 1000)) as log:
-            await log.until(lambda: "line 999" in log.rows())
-            assert "Rank 0 of 3  gpu01:4  running" in lab.screen(log.app)
-            assert "following" in log.title()
-            log.write(numbered(1000, 1010))
-            await log.until(lambda: "line 1009" in log.rows())
-            await log.press("up")
-            await log.until(lambda: [row for row in log.rows() if row][-1] == "line 1008")
-            log.write(numbered(1010, 1020))
-            await log.until(lambda: log.out.page is not None and log.out.page.size > 9_050)
-            assert [row for row in log.rows() if row][-1] == "line 1008", "who reads is not disturbed"
-            assert "following" not in log.title()
-            await log.press("f")
-            await log.until(lambda: "line 1019" in log.rows() and "following" in log.title())
-            await log.press("f")
-            await log.until(lambda: "following" not in log.title())
-            await log.press("G")
-            await log.until(lambda: "following" in log.title())
-            await log.press("home")
-            await log.until(lambda: log.rows()[0] == "line 0")
-            await log.press("pagedown")
-            await log.until(lambda: log.rows()[0] == f"line {log.out.window.height - 1}")
-            await log.press("pageup")
-            await log.until(lambda: log.rows()[0] == "line 0")
-
-    asyncio.run(scenario())
+async def test_a_log_is_followed_until_one_scrolls_and_again_from_its_end(tmp_path: Path) -> None:
+    async with opened(tmp_path, out=numbered(0, 1000)) as log:
+        await log.until(lambda: "line 999" in log.rows())
+        assert "Rank 0 of 3  gpu01:4  running" in lab.screen(log.app)
+        assert "following" in log.title()
+        log.write(numbered(1000, 1010))
+        await log.until(lambda: "line 1009" in log.rows())
+        await log.press("up")
+        await log.until(lambda: [row for row in log.rows() if row][-1] == "line 1008")
+        log.write(numbered(1010, 1020))
+        await log.until(lambda: log.out.page is not None and log.out.page.size > 9_050)
+        assert [row for row in log.rows() if row][-1] == "line 1008", "who reads is not disturbed"
+        assert "following" not in log.title()
+        await log.press("f")
+        await log.until(lambda: "line 1019" in log.rows() and "following" in log.title())
+        await log.press("f")
+        await log.until(lambda: "following" not in log.title())
+        await log.press("G")
+        await log.until(lambda: "following" in log.title())
+        await log.press("home")
+        await log.until(lambda: log.rows()[0] == "line 0")
+        await log.press("pagedown")
+        await log.until(lambda: log.rows()[0] == f"line {log.out.window.height - 1}")
+        await log.press("pageup")
+        await log.until(lambda: log.rows()[0] == "line 0")
 
 
-def test_what_is_looked_for_is_found_highlighted_and_gone_through(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        lines = [f"step {n}{' Error here' if n % 300 == 7 else ''}" for n in range(1000)]
-        async with opened(tmp_path, out="\n".join(lines)) as log:
-            await log.until(lambda: "step 999" in log.rows())
-            await log.press("slash", *"error", "enter")
-            await log.until(lambda: any("step 907 Error" in row for row in log.rows()))
-            assert "following" not in log.title(), "from the end on the newest is the one to find"
-            await log.press("N")
-            await log.until(lambda: any("step 607 Error" in row for row in log.rows()))
-            await log.press("n")
-            await log.until(lambda: any("step 907 Error" in row for row in log.rows()))
-            await log.press("n")
-            await log.until(lambda: any("step 7 Error" in row for row in log.rows()))
-            assert "wrapped to the beginning" in lab.screen(log.app)
-            strip = log.out.render_line(1 + log.rows().index("step 7 Error here"))
-            styles = {segment.text: segment.style for segment in strip}
-            assert styles["Error"] is not None
-            assert styles["Error"] != styles[" here"]
-            await log.press("slash", *"nothing like this", "enter")
-            await log.until(lambda: "was not found" in lab.screen(log.app))
-            await log.press("slash")
-            assert log.app.focused is log.app.screen.query_one("#words", Input)
-            await log.press("escape")
-            assert isinstance(log.app.screen, LogScreen), "the first escape closes the line alone"
-            await log.press("escape")
-            await log.until(lambda: not isinstance(log.app.screen, LogScreen))
-
-    asyncio.run(scenario())
+async def test_what_is_looked_for_is_found_highlighted_and_gone_through(tmp_path: Path) -> None:
+    lines = [f"step {n}{' Error here' if n % 300 == 7 else ''}" for n in range(1000)]
+    async with opened(tmp_path, out="\n".join(lines)) as log:
+        await log.until(lambda: "step 999" in log.rows())
+        await log.press("slash", *"error", "enter")
+        await log.until(lambda: any("step 907 Error" in row for row in log.rows()))
+        assert "following" not in log.title(), "from the end on the newest is the one to find"
+        await log.press("N")
+        await log.until(lambda: any("step 607 Error" in row for row in log.rows()))
+        await log.press("n")
+        await log.until(lambda: any("step 907 Error" in row for row in log.rows()))
+        await log.press("n")
+        await log.until(lambda: any("step 7 Error" in row for row in log.rows()))
+        assert "wrapped to the beginning" in lab.screen(log.app)
+        strip = log.out.render_line(1 + log.rows().index("step 7 Error here"))
+        styles = {segment.text: segment.style for segment in strip}
+        assert styles["Error"] is not None
+        assert styles["Error"] != styles[" here"]
+        await log.press("slash", *"nothing like this", "enter")
+        await log.until(lambda: "was not found" in lab.screen(log.app))
+        await log.press("slash")
+        assert log.app.focused is log.app.screen.query_one("#words", Input)
+        await log.press("escape")
+        assert isinstance(log.app.screen, LogScreen), "the first escape closes the line alone"
+        await log.press("escape")
+        await log.until(lambda: not isinstance(log.app.screen, LogScreen))
 
 
-def test_what_is_in_the_other_stream_is_found_and_its_stream_picked(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        err = "".join(f"err {n}{' Traceback' if n == 40 else ''}\n" for n in range(900))
-        async with opened(tmp_path, out=numbered(0, 500), err=err) as log:
-            await log.until(lambda: "line 499" in log.rows() and "err 899" in log.rows(log.err))
-            assert log.out.active
-            await log.press("slash", *"traceback", "enter")
-            await log.until(lambda: "err 40 Traceback" in log.rows(log.err) and log.err.active)
-            assert "found in stderr" in lab.screen(log.app)
-            await log.press("slash", *(["backspace"] * 9), *"line 3", "enter")
-            await log.until(lambda: log.out.active and any(row.startswith("line 3") for row in log.rows()))
-        (tmp_path / "run" / "rank-0.out").unlink()
-        async with opened(tmp_path, err=err) as log:  # nothing was written to stdout, which the keys are for
-            await log.until(lambda: "err 899" in log.rows(log.err))
-            await log.press("slash", *"traceback", "enter")
-            await log.until(lambda: "err 40 Traceback" in log.rows(log.err) and log.err.active)
-
-    asyncio.run(scenario())
+async def test_what_is_in_the_other_stream_is_found_and_its_stream_picked(tmp_path: Path) -> None:
+    err = "".join(f"err {n}{' Traceback' if n == 40 else ''}\n" for n in range(900))
+    async with opened(tmp_path, out=numbered(0, 500), err=err) as log:
+        await log.until(lambda: "line 499" in log.rows() and "err 899" in log.rows(log.err))
+        assert log.out.active
+        await log.press("slash", *"traceback", "enter")
+        await log.until(lambda: "err 40 Traceback" in log.rows(log.err) and log.err.active)
+        assert "found in stderr" in lab.screen(log.app)
+        await log.press("slash", *(["backspace"] * 9), *"line 3", "enter")
+        await log.until(lambda: log.out.active and any(row.startswith("line 3") for row in log.rows()))
+    (tmp_path / "run" / "rank-0.out").unlink()
+    async with opened(tmp_path, err=err) as log:  # nothing was written to stdout, which the keys are for
+        await log.until(lambda: "err 899" in log.rows(log.err))
+        await log.press("slash", *"traceback", "enter")
+        await log.until(lambda: "err 40 Traceback" in log.rows(log.err) and log.err.active)
 
 
-def test_ranks_and_streams_change_by_key(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(tmp_path, out="zero out\n", err="zero err\n") as log:
-            log.write("one out\n", rank=1)
-            log.write("two err\n", "err", rank=2)
-            await log.until(lambda: "zero out" in log.rows() and "zero err" in log.rows(log.err))
-            await log.press("right_square_bracket")
-            await log.until(lambda: "one out" in log.rows() and "empty" in log.title(log.err))
-            await log.until(lambda: log.err.size.height == 1)  # what has nothing to show takes one line
-            await log.press("left_square_bracket", "left_square_bracket")
-            await log.until(lambda: "two err" in log.rows(log.err) and "Rank 2 of 3" in lab.screen(log.app))
-            await log.press("s")
-            await log.until(lambda: not log.err.display and log.out.display)
-            await log.press("s")
-            await log.until(lambda: log.err.display and not log.out.display)
-            await log.press("s")
-            await log.until(lambda: log.err.display and log.out.display)
-            assert log.err.active
-            await log.press("tab")
-            assert log.out.active
-
-    asyncio.run(scenario())
+async def test_ranks_and_streams_change_by_key(tmp_path: Path) -> None:
+    async with opened(tmp_path, out="zero out\n", err="zero err\n") as log:
+        log.write("one out\n", rank=1)
+        log.write("two err\n", "err", rank=2)
+        await log.until(lambda: "zero out" in log.rows() and "zero err" in log.rows(log.err))
+        await log.press("right_square_bracket")
+        await log.until(lambda: "one out" in log.rows() and "empty" in log.title(log.err))
+        await log.until(lambda: log.err.size.height == 1)  # what has nothing to show takes one line
+        await log.press("left_square_bracket", "left_square_bracket")
+        await log.until(lambda: "two err" in log.rows(log.err) and "Rank 2 of 3" in lab.screen(log.app))
+        await log.press("s")
+        await log.until(lambda: not log.err.display and log.out.display)
+        await log.press("s")
+        await log.until(lambda: log.err.display and not log.out.display)
+        await log.press("s")
+        await log.until(lambda: log.err.display and log.out.display)
+        assert log.err.active
+        await log.press("tab")
+        assert log.out.active
 
 
-def test_long_lines_are_wrapped_or_cut_and_scrolled(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(tmp_path, (80, 24), out="".join(f"{n:03}" for n in range(60)) + "\nshort\n") as log:
-            await log.until(lambda: "short" in log.rows())
-            assert log.rows()[0].endswith("025…")
-            await log.press("right")
-            await log.until(lambda: log.rows()[0].startswith("05006007"))
-            assert "from column 17" in log.title()
-            await log.press("z")
-            await log.until(lambda: log.rows()[2].endswith("059"))
-            assert log.rows()[3] == "short"
-            assert "wrapped" in log.title()
-
-    asyncio.run(scenario())
+async def test_long_lines_are_wrapped_or_cut_and_scrolled(tmp_path: Path) -> None:
+    async with opened(tmp_path, (80, 24), out="".join(f"{n:03}" for n in range(60)) + "\nshort\n") as log:
+        await log.until(lambda: "short" in log.rows())
+        assert log.rows()[0].endswith("025…")
+        await log.press("right")
+        await log.until(lambda: log.rows()[0].startswith("05006007"))
+        assert "from column 17" in log.title()
+        await log.press("z")
+        await log.until(lambda: log.rows()[2].endswith("059"))
+        assert log.rows()[3] == "short"
+        assert "wrapped" in log.title()
 
 
-def test_the_mouse_scrolls_jumps_and_chooses_a_stream(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(tmp_path, out=numbered(0, 1000), err=numbered(0, 3)) as log:
-            await log.until(lambda: "line 999" in log.rows())
-            height = log.out.window.height
-            wheel = events.MouseScrollUp(log.out, 5, 5, 0, -1, 0, False, False, False)
-            log.out.post_message(wheel)
-            await log.until(lambda: [row for row in log.rows() if row][-1] == "line 996")
-            await log.pilot.click(log.out, offset=(log.out.size.width - 1, 1 + (height - 1) // 2))
-            await log.until(lambda: log.rows()[0].startswith("line 4") or log.rows()[0].startswith("line 5"))
-            await log.pilot.click(log.err, offset=(5, 1))
-            await log.until(lambda: log.err.active)
-            await log.pilot.click(log.out, offset=(5, 1))
-            await log.until(lambda: log.out.active)
-
-    asyncio.run(scenario())
+async def test_the_mouse_scrolls_jumps_and_chooses_a_stream(tmp_path: Path) -> None:
+    async with opened(tmp_path, out=numbered(0, 1000), err=numbered(0, 3)) as log:
+        await log.until(lambda: "line 999" in log.rows())
+        height = log.out.window.height
+        wheel = events.MouseScrollUp(log.out, 5, 5, 0, -1, 0, False, False, False)
+        log.out.post_message(wheel)
+        await log.until(lambda: [row for row in log.rows() if row][-1] == "line 996")
+        await log.pilot.click(log.out, offset=(log.out.size.width - 1, 1 + (height - 1) // 2))
+        await log.until(lambda: log.rows()[0].startswith("line 4") or log.rows()[0].startswith("line 5"))
+        await log.pilot.click(log.err, offset=(5, 1))
+        await log.until(lambda: log.err.active)
+        await log.pilot.click(log.out, offset=(5, 1))
+        await log.until(lambda: log.out.active)
 
 
-def test_hostile_lines_leave_every_column_in_its_place(tmp_path: Path) -> None:
+async def test_hostile_lines_leave_every_column_in_its_place(tmp_path: Path) -> None:
     hostile = [
         "\x1b]0;evil\x07[/red] [bold]", "\x1b[2J\x1b[H", "漢字" * 60, "é\u0301\u0301\u0301\u0301", "\u202eabc",
         "👩\u200d👩\u200d👧🇩🇪", "tab\there", "a\rb\rc", "\x1b[999;999H", "\u0627\u0644\u0639\u0631\u0628\u064a\u0629",
         "x" * 10_000, "\x00\x01\x02",
     ]  # fmt: skip
-
-    async def scenario() -> None:
-        async with opened(tmp_path, (80, 40), out="\n".join(hostile) + "\nlast\n") as log:
-            await log.until(lambda: "last" in log.rows())
-            for y in range(log.out.size.height):
-                strip = log.out.render_line(y)
-                assert strip.cell_length == 80
-                assert all(char.isprintable() or char == "\u200e" for char in strip.text), strip.text
-            await log.press("z")
-            await log.until(lambda: log.out.wrap and log.out.page is not None and len(log.out.page.rows) > 12)
-            assert all(log.out.render_line(y).cell_length == 80 for y in range(log.out.size.height))
-
-    asyncio.run(scenario())
+    async with opened(tmp_path, (80, 40), out="\n".join(hostile) + "\nlast\n") as log:
+        await log.until(lambda: "last" in log.rows())
+        for y in range(log.out.size.height):
+            strip = log.out.render_line(y)
+            assert strip.cell_length == 80
+            assert all(char.isprintable() or char == "\u200e" for char in strip.text), strip.text
+        await log.press("z")
+        await log.until(lambda: log.out.wrap and log.out.page is not None and len(log.out.page.rows) > 12)
+        assert all(log.out.render_line(y).cell_length == 80 for y in range(log.out.size.height))
 
 
-def test_a_log_that_is_cut_or_removed_while_it_is_watched_is_told(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(tmp_path, out=numbered(0, 100)) as log:
-            await log.until(lambda: "line 99" in log.rows())
-            (log.folder / "rank-0.out").write_text("again\n")
-            await log.until(lambda: "stdout was truncated to" in lab.screen(log.app))
-            assert log.rows()[0] == "again"
-            (log.folder / "rank-0.out").unlink()
-            await log.until(lambda: "empty" in log.title())
-            (log.folder / "head.log").write_text(
-                "2026-01-31T12:00:00Z gpuboard: logs are incomplete: rank-0.out: No space left on device\n"
-            )
-            await log.until(lambda: "logs are incomplete: rank-0.out: No space left" in lab.screen(log.app))
-
-    asyncio.run(scenario())
+async def test_a_log_that_is_cut_or_removed_while_it_is_watched_is_told(tmp_path: Path) -> None:
+    async with opened(tmp_path, out=numbered(0, 100)) as log:
+        await log.until(lambda: "line 99" in log.rows())
+        (log.folder / "rank-0.out").write_text("again\n")
+        await log.until(lambda: "stdout was truncated to" in lab.screen(log.app))
+        assert log.rows()[0] == "again"
+        (log.folder / "rank-0.out").unlink()
+        await log.until(lambda: "empty" in log.title())
+        (log.folder / "head.log").write_text(
+            "2026-01-31T12:00:00Z gpuboard: logs are incomplete: rank-0.out: No space left on device\n"
+        )
+        await log.until(lambda: "logs are incomplete: rank-0.out: No space left" in lab.screen(log.app))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
@@ -486,10 +460,7 @@ def test_a_full_disk_is_known(tmp_path: Path) -> None:
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_at_80_by_24_there_is_room_for_all(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(tmp_path, (80, 24), out=numbered(0, 100), err=numbered(0, 100)) as log:
-            await log.until(lambda: "line 99" in log.rows() and "line 99" in log.rows(log.err))
-            assert min(len(log.rows()), len(log.rows(log.err))) >= 8
-
-    asyncio.run(scenario())
+async def test_at_80_by_24_there_is_room_for_all(tmp_path: Path) -> None:
+    async with opened(tmp_path, (80, 24), out=numbered(0, 100), err=numbered(0, 100)) as log:
+        await log.until(lambda: "line 99" in log.rows() and "line 99" in log.rows(log.err))
+        assert min(len(log.rows()), len(log.rows(log.err))) >= 8

@@ -160,28 +160,24 @@ def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[i
     run(tmp_path, "gpu2", check, size)
 
 
-def test_a_real_node_that_stops_answering_while_its_screen_is_open(tmp_path: Path) -> None:
+async def test_a_real_node_that_stops_answering_while_its_screen_is_open(tmp_path: Path) -> None:
     core = make_core(tmp_path, settings=Settings(interval="0.2s", state=StateSettings(stale_min="1s")))
-
-    async def go() -> None:
-        async with board(core) as (app, pilot):
-            await app.push_screen(NodeScreen("sim01"))
-            await settle(pilot, lambda: "Connection   up" in screen(app))
-            pid = agent_pid(core, "sim01")
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                await settle(pilot, lambda: "stale: connected, but no new reading" in screen(app))
-                grid = app.screen.query_one("#gpus", Grid)
-                await settle(pilot, lambda: {row.dim for row in grid.rows} == {True})
-                assert "? unknown" in screen(app) and "F free" not in screen(app)
-            finally:
-                os.kill(pid, signal.SIGCONT)
-            await settle(pilot, lambda: "Connection   up" in screen(app) and "F free" in screen(app))
-            feed = core.fleet._feeds["sim01"]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(feed, "check", lambda now: None)  # it connects again once the error was seen
-                os.kill(agent_pid(core, "sim01"), signal.SIGKILL)
-                await settle(pilot, lambda: "Error" in screen(app))
-            await settle(pilot, lambda: "Connection   up" in screen(app) and "Error" not in screen(app))
-
-    asyncio.run(go())
+    async with board(core) as (app, pilot):
+        await app.push_screen(NodeScreen("sim01"))
+        await settle(pilot, lambda: "Connection   up" in screen(app))
+        pid = agent_pid(core, "sim01")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await settle(pilot, lambda: "stale: connected, but no new reading" in screen(app))
+            grid = app.screen.query_one("#gpus", Grid)
+            await settle(pilot, lambda: {row.dim for row in grid.rows} == {True})
+            assert "? unknown" in screen(app) and "F free" not in screen(app)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await settle(pilot, lambda: "Connection   up" in screen(app) and "F free" in screen(app))
+        feed = core.fleet._feeds["sim01"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(feed, "check", lambda now: None)  # it connects again once the error was seen
+            os.kill(agent_pid(core, "sim01"), signal.SIGKILL)
+            await settle(pilot, lambda: "Error" in screen(app))
+        await settle(pilot, lambda: "Connection   up" in screen(app) and "Error" not in screen(app))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import stat
@@ -109,34 +108,28 @@ def test_of_two_boards_the_last_one_wins_and_the_file_is_always_whole(tmp_path: 
     assert os.listdir(preferences.path(env).parent) == ["board.json"]
 
 
-def test_a_board_looks_as_it_did_when_it_was_left(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with board(make_core(tmp_path)) as (app, pilot):
-            await pilot.press("t", "g")
-            await settle(pilot, lambda: app.preferences.view.view == "table")
-            left = app.preferences
-            app.use_theme("light")
-            await pilot.press("q")  # sooner than it is written by itself
-        until(
-            lambda: preferences.load(app.core.env) == (Preferences(theme="light", view=left.view), None),
-            "what was chosen last is kept",
-        )
-        async with board(make_core(tmp_path)) as (again, _):
-            assert (again.theme, again.preferences.view) == ("light", left.view)
-
-    asyncio.run(story())
+async def test_a_board_looks_as_it_did_when_it_was_left(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        await pilot.press("t", "g")
+        await settle(pilot, lambda: app.preferences.view.view == "table")
+        left = app.preferences
+        app.use_theme("light")
+        await pilot.press("q")  # sooner than it is written by itself
+    until(
+        lambda: preferences.load(app.core.env) == (Preferences(theme="light", view=left.view), None),
+        "what was chosen last is kept",
+    )
+    async with board(make_core(tmp_path)) as (again, _):
+        assert (again.theme, again.preferences.view) == ("light", left.view)
 
 
-def test_an_unwritable_state_folder_is_reported_once(tmp_path: Path) -> None:
-    async def story() -> None:
-        core = make_core(tmp_path)
-        (Path(core.env["XDG_STATE_HOME"])).write_text("a file where a folder should be")
-        async with board(core) as (app, pilot):
-            for theme in ("light", "dark"):
-                app.use_theme(theme)
-                await settle(pilot, lambda: app._save_timer is not None and not app._save_timer.is_alive())
-            await settle(pilot, lambda: app._notifications)
-            messages = [toast.message for toast in app._notifications if "not saved" in toast.message]
-            assert messages == [f"{preferences.path(core.env)}: Not a directory; sort, filter and theme were not saved"]
-
-    asyncio.run(story())
+async def test_an_unwritable_state_folder_is_reported_once(tmp_path: Path) -> None:
+    core = make_core(tmp_path)
+    (Path(core.env["XDG_STATE_HOME"])).write_text("a file where a folder should be")
+    async with board(core) as (app, pilot):
+        for theme in ("light", "dark"):
+            app.use_theme(theme)
+            await settle(pilot, lambda: app._save_timer is not None and not app._save_timer.is_alive())
+        await settle(pilot, lambda: app._notifications)
+        messages = [toast.message for toast in app._notifications if "not saved" in toast.message]
+        assert messages == [f"{preferences.path(core.env)}: Not a directory; sort, filter and theme were not saved"]

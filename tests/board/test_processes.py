@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -62,137 +61,111 @@ async def choose(app: BoardApp, pilot: Pilot[int], key: str) -> None:
     await pilot.pause()
 
 
-def test_sends_a_signal_that_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper) -> None:
+async def test_sends_a_signal_that_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper) -> None:
     process = sleeper()
-
-    async def main() -> None:
-        async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
-            await pilot.press("k")
-            await lab.settle(pilot, lambda: isinstance(app.screen, Choose))
-            assert f"process {process.pid} on gpu01: sleep 600" in lab.screen(app)
-            await choose(app, pilot, "USR1")
-            await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
-            text = lab.screen(app)
-            assert all(words in text for words in (f"pid {process.pid}", "gpu01", "sleep 600", "SIGUSR1"))
-            await pilot.press("enter")  # the harmless button
-            await lab.settle(pilot, lambda: not isinstance(app.screen, Confirm))
-            assert process.poll() is None
-            await pilot.press("k")
-            await choose(app, pilot, "TERM")
-            await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
-            await pilot.press("y")
-            await lab.settle(pilot, lambda: f"signal sent to process {process.pid} on gpu01" in notes(app))
-            assert process.wait(60) == -signal.SIGTERM
-
-    asyncio.run(main())
+    async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
+        await pilot.press("k")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Choose))
+        assert f"process {process.pid} on gpu01: sleep 600" in lab.screen(app)
+        await choose(app, pilot, "USR1")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+        text = lab.screen(app)
+        assert all(words in text for words in (f"pid {process.pid}", "gpu01", "sleep 600", "SIGUSR1"))
+        await pilot.press("enter")  # the harmless button
+        await lab.settle(pilot, lambda: not isinstance(app.screen, Confirm))
+        assert process.poll() is None
+        await pilot.press("k")
+        await choose(app, pilot, "TERM")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("y")
+        await lab.settle(pilot, lambda: f"signal sent to process {process.pid} on gpu01" in notes(app))
+        assert process.wait(60) == -signal.SIGTERM
 
 
-def test_chooses_among_the_processes_with_the_mouse(
+async def test_chooses_among_the_processes_with_the_mouse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper
 ) -> None:
     one, two = sorted((sleeper(), sleeper()), key=lambda process: process.pid)
-
-    async def main() -> None:
-        core = core_with(tmp_path, monkeypatch, (one.pid, two.pid))
-        async with lab.board(core, (80, 24)) as (app, pilot):
-            await pilot.press("k")
-            await lab.settle(pilot, lambda: isinstance(app.screen, Choose) and app.screen.is_mounted)
-            await pilot.click(OptionList, offset=(5, 1))
-            await lab.settle(pilot, lambda: f"process {two.pid} on gpu01" in lab.screen(app))
-            await choose(app, pilot, "KILL")
-            await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
-            await pilot.click("#yes")
-            await lab.settle(pilot, lambda: two.poll() is not None)
-            assert (one.poll(), two.poll()) == (None, -signal.SIGKILL)
-
-    asyncio.run(main())
+    core = core_with(tmp_path, monkeypatch, (one.pid, two.pid))
+    async with lab.board(core, (80, 24)) as (app, pilot):
+        await pilot.press("k")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Choose) and app.screen.is_mounted)
+        await pilot.click(OptionList, offset=(5, 1))
+        await lab.settle(pilot, lambda: f"process {two.pid} on gpu01" in lab.screen(app))
+        await choose(app, pilot, "KILL")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.click("#yes")
+        await lab.settle(pilot, lambda: two.poll() is not None)
+        assert (one.poll(), two.poll()) == (None, -signal.SIGKILL)
 
 
-def test_the_process_under_the_cursor_of_a_gpus_screen(
+async def test_the_process_under_the_cursor_of_a_gpus_screen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper
 ) -> None:
     process = sleeper()
-
-    async def main() -> None:
-        async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
-            await pilot.press("enter")
-            await lab.settle(pilot, lambda: isinstance(app.screen, GpuScreen) and str(process.pid) in lab.screen(app))
-            await pilot.press("k")
-            await choose(app, pilot, "INT")
-            await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
-            await pilot.press("tab", "enter")
-            await lab.settle(pilot, lambda: process.poll() is not None)
-            assert process.poll() == -signal.SIGINT
-
-    asyncio.run(main())
+    async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: isinstance(app.screen, GpuScreen) and str(process.pid) in lab.screen(app))
+        await pilot.press("k")
+        await choose(app, pilot, "INT")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("tab", "enter")
+        await lab.settle(pilot, lambda: process.poll() is not None)
+        assert process.poll() == -signal.SIGINT
 
 
 @other.needs_root
-def test_other_peoples_are_named_and_left_alone(
+async def test_other_peoples_are_named_and_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper
 ) -> None:
     process = sleeper("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-
-    async def main() -> None:
-        async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
-            await lab.settle(pilot, lambda: "nobody" in lab.screen(app))
-            await pilot.press("k")
-            await lab.settle(pilot, lambda: notes(app))
-            assert notes(app) == [f"process {process.pid} on gpu01 belongs to nobody; nothing was sent"]
-            assert len(app.screen_stack) == 2
-            assert process.poll() is None
-
-    asyncio.run(main())
+    async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
+        await lab.settle(pilot, lambda: "nobody" in lab.screen(app))
+        await pilot.press("k")
+        await lab.settle(pilot, lambda: notes(app))
+        assert notes(app) == [f"process {process.pid} on gpu01 belongs to nobody; nothing was sent"]
+        assert len(app.screen_stack) == 2
+        assert process.poll() is None
 
 
-def test_one_that_has_ended_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper) -> None:
+async def test_one_that_has_ended_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper) -> None:
     process = sleeper()
+    async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
+        await pilot.press("k")
+        await choose(app, pilot, "TERM")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+        process.kill()
+        process.wait()
+        await pilot.press("y")
+        await lab.settle(pilot, lambda: f"process {process.pid} has ended" in notes(app))
 
-    async def main() -> None:
-        async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
-            await pilot.press("k")
-            await choose(app, pilot, "TERM")
-            await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
-            process.kill()
-            process.wait()
+
+async def test_without_processes_it_says_so(tmp_path: Path) -> None:
+    async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
+        await pilot.press("k")
+        await lab.settle(pilot, lambda: notes(app))
+        assert notes(app) == ["no process on this GPU"]
+
+
+async def test_copies_with_keys_and_shows_what(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core) as (app, pilot):
+        assert app.scene is not None
+        first = [gpu.uuid for gpu in app.scene.nodes["sim01"].gpus]
+        assert isinstance(app.screen, ClusterScreen)
+        app.screen.grid.marks = {first[0], first[2]}
+        await pilot.press("right", "right", "right", "space")
+        await lab.settle(pilot, lambda: "3 selected" in lab.screen(app))
+        expected = {
+            "uuids": f"{first[0]},{first[2]},{first[3]}",
+            "export": "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,2,3  # SIMULATED",
+            "export-uuid": f"export CUDA_VISIBLE_DEVICES={first[0]},{first[2]},{first[3]}  # SIMULATED",
+        }
+        for key, text in expected.items():
             await pilot.press("y")
-            await lab.settle(pilot, lambda: f"process {process.pid} has ended" in notes(app))
-
-    asyncio.run(main())
-
-
-def test_without_processes_it_says_so(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
-            await pilot.press("k")
-            await lab.settle(pilot, lambda: notes(app))
-            assert notes(app) == ["no process on this GPU"]
-
-    asyncio.run(main())
-
-
-def test_copies_with_keys_and_shows_what(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core) as (app, pilot):
-            assert app.scene is not None
-            first = [gpu.uuid for gpu in app.scene.nodes["sim01"].gpus]
-            assert isinstance(app.screen, ClusterScreen)
-            app.screen.grid.marks = {first[0], first[2]}
-            await pilot.press("right", "right", "right", "space")
-            await lab.settle(pilot, lambda: "3 selected" in lab.screen(app))
-            expected = {
-                "uuids": f"{first[0]},{first[2]},{first[3]}",
-                "export": "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,2,3  # SIMULATED",
-                "export-uuid": f"export CUDA_VISIBLE_DEVICES={first[0]},{first[2]},{first[3]}  # SIMULATED",
-            }
-            for key, text in expected.items():
-                await pilot.press("y")
-                await choose(app, pilot, key)
-                await lab.settle(pilot, lambda text=text: notes(app)[-1:] == [text])  # type: ignore[misc]
-                assert app.clipboard == text
-            await pilot.press("y")
-            await choose(app, pilot, "ssh sim01")
-            await lab.settle(pilot, lambda: notes(app)[-1] == "sim01 is this machine; no ssh is needed")
-
-    asyncio.run(main())
+            await choose(app, pilot, key)
+            await lab.settle(pilot, lambda text=text: notes(app)[-1:] == [text])  # type: ignore[misc]
+            assert app.clipboard == text
+        await pilot.press("y")
+        await choose(app, pilot, "ssh sim01")
+        await lab.settle(pilot, lambda: notes(app)[-1] == "sim01 is this machine; no ssh is needed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -57,21 +56,17 @@ def shown(app: BoardApp, *words: str) -> bool:
     return all(word in text for word in words)
 
 
-def test_the_toast_has_the_messages_about_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_toast_has_the_messages_about_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_script(tmp_path / "script", [Gpu(remap=(1, 0))])
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library()))
     monkeypatch.setenv("FAKE_NVML", str(tmp_path / "script"))
     core = lab.make_core(tmp_path, [Node(name="here", host=None, claims_dir=str(lab.claims_folder(tmp_path)))])
-
-    async def main() -> None:
-        async with lab.board(core) as (app, pilot):
-            await open_for(app, pilot, uuids(app, "here", 0))
-            await lab.settle(pilot, lambda: shown(app, "Reserves here:0"))
-            await pilot.press("enter")
-            await lab.settle(pilot, lambda: any("here:0 is sick: row" in note.message for note in app._notifications))
-            end_all(core)
-
-    asyncio.run(main())
+    async with lab.board(core) as (app, pilot):
+        await open_for(app, pilot, uuids(app, "here", 0))
+        await lab.settle(pilot, lambda: shown(app, "Reserves here:0"))
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: any("here:0 is sick: row" in note.message for note in app._notifications))
+        end_all(core)
 
 
 def end_all(core: Core) -> None:
@@ -79,147 +74,127 @@ def end_all(core: Core) -> None:
         core.operations.release(lease.id)
 
 
-def test_reserves_the_selected_gpus(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core) as (app, pilot):
-            await pilot.press("r")
-            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0"))
-            await fill(pilot, "for", "90m")
-            await fill(pilot, "purpose", "a [b]test[/b]")
-            await pilot.press("enter")
-            await lab.settle(pilot, lambda: app.scene and app.scene.by_lease and len(app.screen_stack) == 2)
-            assert app.scene is not None
-            [lease] = app.scene.leases.leases
-            assert (lease.holder, lease.purpose) == (None, "a [b]test[/b]")
-            assert ([gpu.index for gpu in lease.gpus], app.scene.is_mine(lease)) == ([0], True)
-            assert 5300 < lease.remaining_s <= 5400
-            assert lab.claims(tmp_path) == [f"{lease.id}: sim01-0"]
-            [note] = [note for note in app._notifications if note.title == f"Reserved: {lease.id}"]
-            assert note.message.endswith(f'eval "$(gpuboard env {lease.id} --node sim01)"')
-            assert (tmp_path / "home/state/gpuboard/leases" / f"{lease.id}.json").exists()
-            core.operations.release(lease.id)
-            assert lab.claims(tmp_path) == []
-
-    asyncio.run(main())
+async def test_reserves_the_selected_gpus(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core) as (app, pilot):
+        await pilot.press("r")
+        await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0"))
+        await fill(pilot, "for", "90m")
+        await fill(pilot, "purpose", "a [b]test[/b]")
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: app.scene and app.scene.by_lease and len(app.screen_stack) == 2)
+        assert app.scene is not None
+        [lease] = app.scene.leases.leases
+        assert (lease.holder, lease.purpose) == (None, "a [b]test[/b]")
+        assert ([gpu.index for gpu in lease.gpus], app.scene.is_mine(lease)) == ([0], True)
+        assert 5300 < lease.remaining_s <= 5400
+        assert lab.claims(tmp_path) == [f"{lease.id}: sim01-0"]
+        [note] = [note for note in app._notifications if note.title == f"Reserved: {lease.id}"]
+        assert note.message.endswith(f'eval "$(gpuboard env {lease.id} --node sim01)"')
+        assert (tmp_path / "home/state/gpuboard/leases" / f"{lease.id}.json").exists()
+        core.operations.release(lease.id)
+        assert lab.claims(tmp_path) == []
 
 
-def test_the_policy_picks_the_best_n_and_says_why(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core, (80, 24)) as (app, pilot):
-            await open_for(app, pilot, [])
-            await fill(pilot, "gpus", "2")
-            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:2,3", "linked by 18 NVLinks"))
-            await fill(pilot, "model", "l40")
-            await lab.settle(pilot, lambda: shown(app, "Reserves sim02:0,1", "2 of 2 free"))
-            await pilot.click("#commit")
-            await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 2)
-            assert [claim.split()[1] for claim in lab.claims(tmp_path)] == ["sim02-0", "sim02-1"]
-            await lab.settle(pilot, lambda: not isinstance(app.screen, ReserveDialog))
-            end_all(core)
-
-    asyncio.run(main())
+async def test_the_policy_picks_the_best_n_and_says_why(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core, (80, 24)) as (app, pilot):
+        await open_for(app, pilot, [])
+        await fill(pilot, "gpus", "2")
+        await lab.settle(pilot, lambda: shown(app, "Reserves sim01:2,3", "linked by 18 NVLinks"))
+        await fill(pilot, "model", "l40")
+        await lab.settle(pilot, lambda: shown(app, "Reserves sim02:0,1", "2 of 2 free"))
+        await pilot.click("#commit")
+        await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 2)
+        assert [claim.split()[1] for claim in lab.claims(tmp_path)] == ["sim02-0", "sim02-1"]
+        await lab.settle(pilot, lambda: not isinstance(app.screen, ReserveDialog))
+        end_all(core)
 
 
-def test_says_why_not_and_what_would_work(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core) as (app, pilot):
-            await open_for(app, pilot, [])
-            await fill(pilot, "gpus", "4")
-            await fill(pilot, "nodes", "1")
-            await lab.settle(pilot, lambda: shown(app, "Not now:", "Nearest: at most 2 nodes"))
-            assert "--" not in lab.screen(app)
-            await pilot.press("enter")
-            await fill(pilot, "gpus", "5")
-            await lab.settle(pilot, lambda: shown(app, "Impossible here:"))
-            await pilot.press("enter")
-            await pilot.press("escape")
-            assert lab.claims(tmp_path) == []
-
-    asyncio.run(main())
+async def test_says_why_not_and_what_would_work(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core) as (app, pilot):
+        await open_for(app, pilot, [])
+        await fill(pilot, "gpus", "4")
+        await fill(pilot, "nodes", "1")
+        await lab.settle(pilot, lambda: shown(app, "Not now:", "Nearest: at most 2 nodes"))
+        assert "--" not in lab.screen(app)
+        await pilot.press("enter")
+        await fill(pilot, "gpus", "5")
+        await lab.settle(pilot, lambda: shown(app, "Impossible here:"))
+        await pilot.press("enter")
+        await pilot.press("escape")
+        assert lab.claims(tmp_path) == []
 
 
-def test_checks_what_is_typed(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path, settings=Settings(max_lease="2h"))
-        async with lab.board(core) as (app, pilot):
-            dialog = await open_for(app, pilot, uuids(app, "sim01", 0))
-            assert value(app, "for") == "2h"
-            wrong = {
-                "gpus": {"": "write 2 or gpu01:0,3", "0": "from 1 to", "x:y": "write 2 or gpu01:0,3"},
-                "memory": {"40": "write 40GiB"},
-                "nodes": {"0": "a number from 1", "two": "a number from 1"},
-                "for": {"": "write 30m", "8": "write 30m", "3h": "longer than the 2h"},
-            }
-            for key, texts in wrong.items():
-                good = value(app, key)
-                for text, words in texts.items():
-                    await fill(pilot, key, text)
-                    await pilot.pause()
-                    assert words in dialog.wrong()[key]
-                    assert dialog.query_one("#commit").disabled
-                    await pilot.press("enter")
-                dialog.query_one(f"#field-{key}", Input).value = good
+async def test_checks_what_is_typed(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path, settings=Settings(max_lease="2h"))
+    async with lab.board(core) as (app, pilot):
+        dialog = await open_for(app, pilot, uuids(app, "sim01", 0))
+        assert value(app, "for") == "2h"
+        wrong = {
+            "gpus": {"": "write 2 or gpu01:0,3", "0": "from 1 to", "x:y": "write 2 or gpu01:0,3"},
+            "memory": {"40": "write 40GiB"},
+            "nodes": {"0": "a number from 1", "two": "a number from 1"},
+            "for": {"": "write 30m", "8": "write 30m", "3h": "longer than the 2h"},
+        }
+        for key, texts in wrong.items():
+            good = value(app, key)
+            for text, words in texts.items():
+                await fill(pilot, key, text)
                 await pilot.pause()
-                assert dialog.wrong() == {}
-            await fill(pilot, "gpus", "nowhere:0")
-            await lab.settle(pilot, lambda: shown(app, "no node 'nowhere' in scope"))
-            await pilot.press("enter", "escape")
-            assert lab.claims(tmp_path) == []
-
-    asyncio.run(main())
+                assert words in dialog.wrong()[key]
+                assert dialog.query_one("#commit").disabled
+                await pilot.press("enter")
+            dialog.query_one(f"#field-{key}", Input).value = good
+            await pilot.pause()
+            assert dialog.wrong() == {}
+        await fill(pilot, "gpus", "nowhere:0")
+        await lab.settle(pilot, lambda: shown(app, "no node 'nowhere' in scope"))
+        await pilot.press("enter", "escape")
+        assert lab.claims(tmp_path) == []
 
 
 @other.needs_root
-def test_somebody_was_quicker_and_the_next_best_set_is_offered(tmp_path: Path) -> None:
+async def test_somebody_was_quicker_and_the_next_best_set_is_offered(tmp_path: Path) -> None:
     lab.claims_folder(tmp_path)
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
-
-    async def main() -> None:
-        core = lab.make_core(tmp_path, nodes, lab.SELDOM)  # what the board shows is older than the race
-        async with lab.seen_twice(core) as (app, pilot):
-            with other.somebody(tmp_path, nodes[0]) as agent:
-                await open_for(app, pilot, uuids(app, "sim01", 0, 2))
-                await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,2"))
-                other.take(agent, "abcdef", uuids(app, "sim01", 2))
-                await pilot.press("enter")
-                await lab.settle(pilot, lambda: shown(app, "Not reserved: sim01:2 is reserved", "nobody"))
-                assert lab.claims(tmp_path) == ["abcdef: sim01-2"]
-                await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,3"))
-                assert value(app, "gpus") == "sim01:0,3"
-                await pilot.press("enter")
-                await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
-                assert {claim.split()[1] for claim in lab.claims(tmp_path)} == {"sim01-0", "sim01-2", "sim01-3"}
-                await lab.settle(pilot, lambda: not isinstance(app.screen, ReserveDialog))
-            core.fleet.refresh(core.fleet.names, 60)
-            [mine] = [lease for lease in core.scene().leases.leases if lease.id != "abcdef"]
-            core.operations.release(mine.id)
-
-    asyncio.run(main())
+    core = lab.make_core(tmp_path, nodes, lab.SELDOM)  # what the board shows is older than the race
+    async with lab.seen_twice(core) as (app, pilot):
+        with other.somebody(tmp_path, nodes[0]) as agent:
+            await open_for(app, pilot, uuids(app, "sim01", 0, 2))
+            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,2"))
+            other.take(agent, "abcdef", uuids(app, "sim01", 2))
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: shown(app, "Not reserved: sim01:2 is reserved", "nobody"))
+            assert lab.claims(tmp_path) == ["abcdef: sim01-2"]
+            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,3"))
+            assert value(app, "gpus") == "sim01:0,3"
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
+            assert {claim.split()[1] for claim in lab.claims(tmp_path)} == {"sim01-0", "sim01-2", "sim01-3"}
+            await lab.settle(pilot, lambda: not isinstance(app.screen, ReserveDialog))
+        core.fleet.refresh(core.fleet.names, 60)
+        [mine] = [lease for lease in core.scene().leases.leases if lease.id != "abcdef"]
+        core.operations.release(mine.id)
 
 
 @other.needs_root
-def test_when_no_other_set_is_left_it_says_so(tmp_path: Path) -> None:
+async def test_when_no_other_set_is_left_it_says_so(tmp_path: Path) -> None:
     lab.claims_folder(tmp_path)
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
-
-    async def main() -> None:
-        core = lab.make_core(tmp_path, nodes, lab.SELDOM)
-        async with lab.seen_twice(core) as (app, pilot):
-            with other.somebody(tmp_path, nodes[0]) as agent:
-                await open_for(app, pilot, [])
-                await fill(pilot, "gpus", "3")
-                await fill(pilot, "model", "H100")
-                await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,2,3"))
-                other.take(agent, "abcdef", uuids(app, "sim01", 2))
-                await pilot.press("enter")
-                await lab.settle(pilot, lambda: shown(app, "Not reserved: sim01:2 is reserved", "Nearest: 2 GPUs"))
-                assert lab.claims(tmp_path) == ["abcdef: sim01-2"]
-                await pilot.press("escape")
-
-    asyncio.run(main())
+    core = lab.make_core(tmp_path, nodes, lab.SELDOM)
+    async with lab.seen_twice(core) as (app, pilot):
+        with other.somebody(tmp_path, nodes[0]) as agent:
+            await open_for(app, pilot, [])
+            await fill(pilot, "gpus", "3")
+            await fill(pilot, "model", "H100")
+            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,2,3"))
+            other.take(agent, "abcdef", uuids(app, "sim01", 2))
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: shown(app, "Not reserved: sim01:2 is reserved", "Nearest: 2 GPUs"))
+            assert lab.claims(tmp_path) == ["abcdef: sim01-2"]
+            await pilot.press("escape")
 
 
 def hung(core: Core, node: str) -> int:
@@ -247,28 +222,22 @@ async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int
     await lab.settle(pilot, lambda: core.operations._reserving == set() and lab.claims(tmp_path) == [])
 
 
-def test_closing_the_dialog_gives_back_what_was_taken(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot) as agent:
-            await pilot.press("escape")
-            assert not isinstance(app.screen, ReserveDialog)
-            await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
-            os.kill(agent, 0)  # raises where the agent has gone
-
-    asyncio.run(main())
+async def test_closing_the_dialog_gives_back_what_was_taken(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot) as agent:
+        await pilot.press("escape")
+        assert not isinstance(app.screen, ReserveDialog)
+        await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
+        os.kill(agent, 0)  # raises where the agent has gone
 
 
-def test_quitting_gives_back_what_was_taken_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot):
-            before = Stopwatch()
-            core.close()
-            assert before.stop() < 0.5
-            await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
-
-    asyncio.run(main())
+async def test_quitting_gives_back_what_was_taken_at_once(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot):
+        before = Stopwatch()
+        core.close()
+        assert before.stop() < 0.5
+        await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
 
 
 def settled(core: Core) -> None:

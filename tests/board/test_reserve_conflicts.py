@@ -48,40 +48,32 @@ def picks(app: BoardApp, *indexes: int) -> list[str]:
     return [gpu.uuid for gpu in app.scene.nodes["gpu01"].gpus if gpu.index in indexes]
 
 
-def test_another_gpuboard_was_quicker(tmp_path: Path, script: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
-        async with lab.seen_twice(core) as (app, pilot):
-            open_reserve(app, picks(app, 0, 1))
-            await lab.settle(pilot, lambda: shown(app, "Reserves gpu01:0,1"))
-            allocate = ("allocate", "--gpus", "1", "--detach", "--for", "1h", "--purpose", "quick", "--format", "json")
-            await asyncio.to_thread(gpuboard, tmp_path, *allocate)
-            await pilot.press("enter")
-            await lab.settle(
-                pilot, lambda: shown(app, "Not reserved: gpu01:1 is reserved", "quick", "Reserves gpu01:0,2")
-            )
-            assert len(list((tmp_path / "claims").glob("gpuboard.GPU-*"))) == 1
-            await pilot.press("enter")
-            await lab.settle(pilot, lambda: not isinstance(app.screen, ReserveDialog))
-            assert len(list((tmp_path / "claims").glob("gpuboard.GPU-*"))) == 3
-            await asyncio.to_thread(gpuboard, tmp_path, "release", "--mine")
-            assert list((tmp_path / "claims").glob("gpuboard.GPU-*")) == []
-
-    asyncio.run(main())
+async def test_another_gpuboard_was_quicker(tmp_path: Path, script: Path) -> None:
+    core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
+    async with lab.seen_twice(core) as (app, pilot):
+        open_reserve(app, picks(app, 0, 1))
+        await lab.settle(pilot, lambda: shown(app, "Reserves gpu01:0,1"))
+        allocate = ("allocate", "--gpus", "1", "--detach", "--for", "1h", "--purpose", "quick", "--format", "json")
+        await asyncio.to_thread(gpuboard, tmp_path, *allocate)
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: shown(app, "Not reserved: gpu01:1 is reserved", "quick", "Reserves gpu01:0,2"))
+        assert len(list((tmp_path / "claims").glob("gpuboard.GPU-*"))) == 1
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: not isinstance(app.screen, ReserveDialog))
+        assert len(list((tmp_path / "claims").glob("gpuboard.GPU-*"))) == 3
+        await asyncio.to_thread(gpuboard, tmp_path, "release", "--mine")
+        assert list((tmp_path / "claims").glob("gpuboard.GPU-*")) == []
 
 
-def test_a_process_moved_in(tmp_path: Path, script: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
-        async with lab.seen_twice(core) as (app, pilot):
-            open_reserve(app, picks(app, 2))
-            await lab.settle(pilot, lambda: shown(app, "Reserves gpu01:2"))
-            gpus = [Gpu(), Gpu(), Gpu(used=3 * GIB, processes=(("compute", os.getpid(), 3 * GIB),)), Gpu()]
-            write_script(script, gpus, seed=str(tmp_path))
-            await pilot.press("enter")
-            await lab.settle(pilot, lambda: shown(app, "Not reserved: gpu01:2 is busy", str(os.getpid())))
-            await lab.settle(pilot, lambda: shown(app, "Reserves gpu01:0"))
-            assert list((tmp_path / "claims").glob("gpuboard.GPU-*")) == []
-            await pilot.press("escape")
-
-    asyncio.run(main())
+async def test_a_process_moved_in(tmp_path: Path, script: Path) -> None:
+    core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
+    async with lab.seen_twice(core) as (app, pilot):
+        open_reserve(app, picks(app, 2))
+        await lab.settle(pilot, lambda: shown(app, "Reserves gpu01:2"))
+        gpus = [Gpu(), Gpu(), Gpu(used=3 * GIB, processes=(("compute", os.getpid(), 3 * GIB),)), Gpu()]
+        write_script(script, gpus, seed=str(tmp_path))
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: shown(app, "Not reserved: gpu01:2 is busy", str(os.getpid())))
+        await lab.settle(pilot, lambda: shown(app, "Reserves gpu01:0"))
+        assert list((tmp_path / "claims").glob("gpuboard.GPU-*")) == []
+        await pilot.press("escape")

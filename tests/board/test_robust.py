@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -222,27 +221,24 @@ def test_an_exception_that_nobody_expected_is_told_on_a_whole_terminal(here: Her
         terminal.close()
 
 
-def test_a_lost_ledger_is_a_banner_and_nothing_is_free_until_it_is_back(tmp_path: Path) -> None:
-    async def story() -> None:
-        core = make_core(tmp_path)
-        claims = tmp_path / "claims"
-        async with board(core) as (app, pilot):
-            free = _free(app)
-            assert free
-            claims.chmod(0o777)  # not sticky: anybody could take anybody's claim away
-            await settle(pilot, lambda: "2 of 2 nodes cannot hold reservations: " in screen(app))
-            assert _free(app) == []
-            assert app.scene is not None
-            assert app.scene.leases.unread == ["sim01", "sim02"]
-            await pilot.press("l")
-            await settle(pilot, lambda: "Not read, leases there are missing: sim01, sim02" in screen(app))
-            await pilot.press("escape")
-            claims.chmod(0o1777)
-            await settle(pilot, lambda: app.scene is not None and not app.scene.banners)
-            await settle(pilot, lambda: _free(app) == free)
-            assert "cannot hold" not in screen(app)
-
-    asyncio.run(story())
+async def test_a_lost_ledger_is_a_banner_and_nothing_is_free_until_it_is_back(tmp_path: Path) -> None:
+    core = make_core(tmp_path)
+    claims = tmp_path / "claims"
+    async with board(core) as (app, pilot):
+        free = _free(app)
+        assert free
+        claims.chmod(0o777)  # not sticky: anybody could take anybody's claim away
+        await settle(pilot, lambda: "2 of 2 nodes cannot hold reservations: " in screen(app))
+        assert _free(app) == []
+        assert app.scene is not None
+        assert app.scene.leases.unread == ["sim01", "sim02"]
+        await pilot.press("l")
+        await settle(pilot, lambda: "Not read, leases there are missing: sim01, sim02" in screen(app))
+        await pilot.press("escape")
+        claims.chmod(0o1777)
+        await settle(pilot, lambda: app.scene is not None and not app.scene.banners)
+        await settle(pilot, lambda: _free(app) == free)
+        assert "cannot hold" not in screen(app)
 
 
 def _free(app: BoardApp) -> list[str]:

@@ -234,20 +234,17 @@ def told(app: BoardApp, *words: str) -> bool:
     return any(all(word in f"{toast.title} {toast.message}" for word in words) for toast in app._notifications)
 
 
-def test_without_runs_it_says_how_to_make_one(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(tmp_path, (80, 24)) as (app, pilot, _):
-            assert shown(app, "No runs yet.", "x launches", "the best free GPUs.", "gpuboard launch --n 2 train.py")
-            await pilot.press("s", "o", "enter")
-            assert isinstance(app.screen, RunsScreen)
-            await pilot.press("escape")
-            await lab.settle(pilot, lambda: not isinstance(app.screen, RunsScreen))
-
-    asyncio.run(scenario())
+async def test_without_runs_it_says_how_to_make_one(tmp_path: Path) -> None:
+    async with opened(tmp_path, (80, 24)) as (app, pilot, _):
+        assert shown(app, "No runs yet.", "x launches", "the best free GPUs.", "gpuboard launch --n 2 train.py")
+        await pilot.press("s", "o", "enter")
+        assert isinstance(app.screen, RunsScreen)
+        await pilot.press("escape")
+        await lab.settle(pilot, lambda: not isinstance(app.screen, RunsScreen))
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
-def test_a_failed_run_is_shown_rank_by_rank_with_the_reason(
+async def test_a_failed_run_is_shown_rank_by_rank_with_the_reason(
     tmp_path: Path, env: dict[str, str], size: tuple[int, int]
 ) -> None:
     verdict = VerdictView(
@@ -259,74 +256,58 @@ def test_a_failed_run_is_shown_rank_by_rank_with_the_reason(
     ]
     keep(env, view("rbad2345", "failed", exit_code=1, ranks=ranks, verdicts=[verdict]))
     keep(env, view("rgood234", "done", exit_code=0, started=iso(made_at() - 60)))
-
-    async def scenario() -> None:
-        async with opened(tmp_path, size) as (app, pilot, _):
-            await lab.settle(pilot, lambda: shown(app, "rank 1 (gpu01:5) failed: ValueError: [/x] bad at train.py:41"))
-            assert shown(app, "rbad2345 failed", "rgood234 done", "1 killed, 1 failed", "loss 0.3", "漢字 bad")
-            await pilot.press("down")
-            await lab.settle(pilot, lambda: shown(app, "done, exit code 0; ranks: 2 running"))
-
-    asyncio.run(scenario())
+    async with opened(tmp_path, size) as (app, pilot, _):
+        await lab.settle(pilot, lambda: shown(app, "rank 1 (gpu01:5) failed: ValueError: [/x] bad at train.py:41"))
+        assert shown(app, "rbad2345 failed", "rgood234 done", "1 killed, 1 failed", "loss 0.3", "漢字 bad")
+        await pilot.press("down")
+        await lab.settle(pilot, lambda: shown(app, "done, exit code 0; ranks: 2 running"))
 
 
 def logged(app: BoardApp, rank: int) -> bool:
     return isinstance(app.screen, LogScreen) and shown(app, f"hello of {rank}")
 
 
-def test_the_log_of_the_failed_rank_opens_and_any_by_choice(tmp_path: Path, env: dict[str, str]) -> None:
+async def test_the_log_of_the_failed_rank_opens_and_any_by_choice(tmp_path: Path, env: dict[str, str]) -> None:
     verdict = VerdictView("", "raised", 1, "gpu01", "rank 1 failed")
     folder = keep(env, view(state="failed", verdicts=[verdict]))
     for rank in range(2):
         (folder / f"rank-{rank}.out").write_text(f"hello of {rank}\n")
-
-    async def scenario() -> None:
-        async with opened(tmp_path) as (app, pilot, screen):
-            await lab.settle(pilot, lambda: shown(app, "rank 1 failed"))
-            steps = [(("enter",), 1), (("o",), 1), (("tab", "enter"), 0), (("down", "o"), 1)]
-            for keys, rank in steps:
-                await pilot.press(*keys)
-                await lab.settle(pilot, partial(logged, app, rank))
-                await pilot.press("escape")
-                await lab.settle(pilot, lambda: app.screen is screen)
-            ranks = screen.query_one("#ranks", Grid)
-            await pilot.click(ranks, offset=(20, 1), times=2)
-            await lab.settle(pilot, partial(logged, app, 0))
-
-    asyncio.run(scenario())
+    async with opened(tmp_path) as (app, pilot, screen):
+        await lab.settle(pilot, lambda: shown(app, "rank 1 failed"))
+        steps = [(("enter",), 1), (("o",), 1), (("tab", "enter"), 0), (("down", "o"), 1)]
+        for keys, rank in steps:
+            await pilot.press(*keys)
+            await lab.settle(pilot, partial(logged, app, rank))
+            await pilot.press("escape")
+            await lab.settle(pilot, lambda: app.screen is screen)
+        ranks = screen.query_one("#ranks", Grid)
+        await pilot.click(ranks, offset=(20, 1), times=2)
+        await lab.settle(pilot, partial(logged, app, 0))
 
 
-def test_new_runs_and_states_appear_while_the_cursor_stays(tmp_path: Path, env: dict[str, str]) -> None:
+async def test_new_runs_and_states_appear_while_the_cursor_stays(tmp_path: Path, env: dict[str, str]) -> None:
     keep(env, view("rone"))
-
-    async def scenario() -> None:
-        async with opened(tmp_path) as (app, pilot, screen):
-            await lab.settle(pilot, lambda: screen.entry is not None)
-            keep(env, view("rtwo", started=iso(made_at() + 60)))
-            await lab.settle(pilot, lambda: shown(app, "rtwo running"))
-            assert screen.entry is not None
-            assert screen.entry.view.id == "rone"
-            keep(env, view("rone", "done", exit_code=0))
-            await lab.settle(pilot, lambda: shown(app, "rone done", "done, exit code 0"))
-            assert screen.entry.view.id == "rone"
-
-    asyncio.run(scenario())
+    async with opened(tmp_path) as (app, pilot, screen):
+        await lab.settle(pilot, lambda: screen.entry is not None)
+        keep(env, view("rtwo", started=iso(made_at() + 60)))
+        await lab.settle(pilot, lambda: shown(app, "rtwo running"))
+        assert screen.entry is not None
+        assert screen.entry.view.id == "rone"
+        keep(env, view("rone", "done", exit_code=0))
+        await lab.settle(pilot, lambda: shown(app, "rone done", "done, exit code 0"))
+        assert screen.entry.view.id == "rone"
 
 
-def test_a_run_of_another_host_or_an_ended_one_is_not_stopped(tmp_path: Path, env: dict[str, str]) -> None:
+async def test_a_run_of_another_host_or_an_ended_one_is_not_stopped(tmp_path: Path, env: dict[str, str]) -> None:
     keep(env, view("rfar", head=NOBODY, started=iso(made_at() + 60)))
     keep(env, view("rdone", "done"))
-
-    async def scenario() -> None:
-        async with opened(tmp_path) as (app, pilot, _):
-            await lab.settle(pilot, lambda: shown(app, "its head is on login2"))
-            await pilot.press("s")
-            await lab.settle(pilot, lambda: told(app, "gpuboard stop rfar` there"))
-            await pilot.press("down", "s")
-            await lab.settle(pilot, lambda: told(app, "rdone has ended already: done"))
-            assert isinstance(app.screen, RunsScreen)
-
-    asyncio.run(scenario())
+    async with opened(tmp_path) as (app, pilot, _):
+        await lab.settle(pilot, lambda: shown(app, "its head is on login2"))
+        await pilot.press("s")
+        await lab.settle(pilot, lambda: told(app, "gpuboard stop rfar` there"))
+        await pilot.press("down", "s")
+        await lab.settle(pilot, lambda: told(app, "rdone has ended already: done"))
+        assert isinstance(app.screen, RunsScreen)
 
 
 # Stopping a real run

@@ -19,43 +19,33 @@ import gpuboard.board
 from gpuboard.board.terminal import textual_compat as compat
 
 
-def test_the_driver_s_app() -> None:
-    async def story() -> None:
-        app: App[int] = App()
-        assert compat.app_of(HeadlessDriver(app)) is app
-
-    asyncio.run(story())
+async def test_the_driver_s_app() -> None:
+    app: App[int] = App()
+    assert compat.app_of(HeadlessDriver(app)) is app
 
 
-def test_a_sequence_is_written_to_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sequence_is_written_to_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setattr(HeadlessDriver, "write", lambda _, data: written.append(data))
-
-    async def story() -> None:
-        app: App[int] = App()
-        compat.write_to_terminal(app, "before it runs")
-        async with app.run_test():
-            compat.write_to_terminal(app, "headless")
-            monkeypatch.setattr(type(app), "is_headless", property(lambda _: False))
-            compat.write_to_terminal(app, "\x1b]9;x\x07")
-            monkeypatch.undo()
-
-    asyncio.run(story())
+    app: App[int] = App()
+    compat.write_to_terminal(app, "before it runs")
+    async with app.run_test():
+        compat.write_to_terminal(app, "headless")
+        monkeypatch.setattr(type(app), "is_headless", property(lambda _: False))
+        compat.write_to_terminal(app, "\x1b]9;x\x07")
+        monkeypatch.undo()
     assert [data for data in written if data in {"before it runs", "headless", "\x1b]9;x\x07"}] == ["\x1b]9;x\x07"]
 
 
-def test_a_screen_closes_but_is_not_closing_before_it_runs() -> None:
-    async def story() -> None:
-        app: App[int] = App()
-        async with app.run_test():
-            screen: Screen[None] = Screen()
-            assert not compat.is_closing(screen)
-            await app.push_screen(screen)
-            assert not compat.is_closing(screen)
-            await app.pop_screen()
-            assert compat.is_closing(screen)
-
-    asyncio.run(story())
+async def test_a_screen_closes_but_is_not_closing_before_it_runs() -> None:
+    app: App[int] = App()
+    async with app.run_test():
+        screen: Screen[None] = Screen()
+        assert not compat.is_closing(screen)
+        await app.push_screen(screen)
+        assert not compat.is_closing(screen)
+        await app.pop_screen()
+        assert compat.is_closing(screen)
 
 
 def test_the_first_unhandled_exception_goes_to_the_hook() -> None:
@@ -78,23 +68,20 @@ def test_the_first_unhandled_exception_goes_to_the_hook() -> None:
     assert [str(error) for error in Crashing.crashes[:1]] == ["'first'"]
 
 
-def test_a_page_key_before_the_palette_has_a_size_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        app: App[int] = App()
-        async with app.run_test() as pilot:
-            await app.push_screen(compat.SafePalette())
-            await pilot.pause()
-            region = CommandList.scrollable_content_region
-            monkeypatch.setattr(CommandList, "scrollable_content_region", property(lambda _: ()))
-            await pilot.press("pagedown")
-            monkeypatch.setattr(CommandList, "scrollable_content_region", region)
-            await pilot.press("down", "pagedown")
-            assert isinstance(app.screen, compat.SafePalette)
-
-    asyncio.run(story())
+async def test_a_page_key_before_the_palette_has_a_size_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    app: App[int] = App()
+    async with app.run_test() as pilot:
+        await app.push_screen(compat.SafePalette())
+        await pilot.pause()
+        region = CommandList.scrollable_content_region
+        monkeypatch.setattr(CommandList, "scrollable_content_region", property(lambda _: ()))
+        await pilot.press("pagedown")
+        monkeypatch.setattr(CommandList, "scrollable_content_region", region)
+        await pilot.press("down", "pagedown")
+        assert isinstance(app.screen, compat.SafePalette)
 
 
-def test_sigcont_goes_to_the_hook_unless_textual_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sigcont_goes_to_the_hook_unless_textual_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     class Driver(compat.ContinueHookDriver):
@@ -108,17 +95,13 @@ def test_sigcont_goes_to_the_hook_unless_textual_suspended(monkeypatch: pytest.M
             calls.append("hook")
 
     monkeypatch.setattr(LinuxDriver, "_sigcont_application", lambda *_: calls.append("textual"))
-
-    async def story() -> None:
-        driver = Driver()
-        assert not driver.reads_keys
-        handler = cast("Any", driver)._sigcont_application
-        handler(18, None)
-        await asyncio.sleep(0)
-        driver._must_signal_resume = True
-        handler(18, None)
-
-    asyncio.run(story())
+    driver = Driver()
+    assert not driver.reads_keys
+    handler = cast("Any", driver)._sigcont_application
+    handler(18, None)
+    await asyncio.sleep(0)
+    driver._must_signal_resume = True
+    handler(18, None)
     assert calls == ["hook", "textual"]
     source = inspect.getsource(LinuxDriver)
     for name in ("self._must_signal_resume = True", "SIGCONT, self._sigcont_application", "self._key_thread.start()"):

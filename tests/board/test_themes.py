@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import zipfile
 from pathlib import Path
@@ -154,97 +153,83 @@ def test_the_wheel_holds_the_themes(tmp_path: Path) -> None:
     assert {name for name in names if name.endswith(".toml")} == {f"gpuboard/board/themes/{name}.toml" for name in ALL}
 
 
-def test_the_palette_shows_a_theme_while_it_is_highlighted_and_escape_brings_the_old_one_back(tmp_path: Path) -> None:
-    async def story() -> None:
-        core = make_core(tmp_path)
-        async with board(core) as (app, pilot):
-            assert (app.theme, app.look) == ("dark", ours()["dark"].look(UNICODE))
-            await pilot.press("ctrl+t")
-            await settle(pilot, lambda: isinstance(app.screen, CommandPalette) and "Colour-blind" in screen(app))
-            assert app.theme == "dark"  # the first in the list, then the others by name
-            await pilot.press("down")
-            await settle(pilot, lambda: app.theme == "colour-blind")
-            await pilot.press("down", "down")
-            await settle(pilot, lambda: app.theme == "light")
-            assert app.look == ours()["light"].look(UNICODE)
-            await pilot.press("escape")
-            await settle(pilot, lambda: app.theme == "dark")
-            assert app.look == ours()["dark"].look(UNICODE)
-            assert app.preferences.theme is None
-            await pilot.press("ctrl+p", *"high")
-            await settle(pilot, lambda: app.theme == "high-contrast")
-            await pilot.press("enter")
-            await settle(pilot, lambda: not isinstance(app.screen, CommandPalette))
-            await settle(pilot, lambda: app.preferences.theme == "high-contrast")
-            assert app.theme == "high-contrast"
-            await pilot.press("q")
-        again = BoardApp(make_core(tmp_path))
-        assert again.theme == "high-contrast"
-        again.core.close()
-
-    asyncio.run(story())
-
-
-def test_the_cells_of_states_have_the_theme_s_colours(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with board(make_core(tmp_path)) as (app, pilot):
-            assert _color_of(app, "F") == "#57d38c"
-            app.use_theme("light")
-            await settle(pilot, lambda: _color_of(app, "F") == "#116329")
-
-    asyncio.run(story())
+async def test_the_palette_shows_a_theme_while_it_is_highlighted_and_escape_brings_the_old_one_back(
+    tmp_path: Path,
+) -> None:
+    core = make_core(tmp_path)
+    async with board(core) as (app, pilot):
+        assert (app.theme, app.look) == ("dark", ours()["dark"].look(UNICODE))
+        await pilot.press("ctrl+t")
+        await settle(pilot, lambda: isinstance(app.screen, CommandPalette) and "Colour-blind" in screen(app))
+        assert app.theme == "dark"  # the first in the list, then the others by name
+        await pilot.press("down")
+        await settle(pilot, lambda: app.theme == "colour-blind")
+        await pilot.press("down", "down")
+        await settle(pilot, lambda: app.theme == "light")
+        assert app.look == ours()["light"].look(UNICODE)
+        await pilot.press("escape")
+        await settle(pilot, lambda: app.theme == "dark")
+        assert app.look == ours()["dark"].look(UNICODE)
+        assert app.preferences.theme is None
+        await pilot.press("ctrl+p", *"high")
+        await settle(pilot, lambda: app.theme == "high-contrast")
+        await pilot.press("enter")
+        await settle(pilot, lambda: not isinstance(app.screen, CommandPalette))
+        await settle(pilot, lambda: app.preferences.theme == "high-contrast")
+        assert app.theme == "high-contrast"
+        await pilot.press("q")
+    again = BoardApp(make_core(tmp_path))
+    assert again.theme == "high-contrast"
+    again.core.close()
 
 
-def test_one_toast_tells_of_bad_files_and_an_unknown_theme(tmp_path: Path) -> None:
-    async def story() -> None:
-        core = make_core(tmp_path, settings=Settings(theme="mine"))
-        folder = Path(core.env["XDG_CONFIG_HOME"]) / "gpuboard" / "themes"
-        folder.mkdir(parents=True)
-        (folder / "mine.toml").write_text("like = 'dark'\n[states]\nfree = '[/x]'\n")
-        (folder / "worse.toml").write_text("=")
-        async with board(core) as (app, _):
-            (toast,) = app._notifications
-            assert toast.message.splitlines()[0] == (
-                "mine.toml: states.free = '[/x]' is not a colour; write #57d38c, ansi_green or a CSS name"
-            )
-            assert toast.message.splitlines()[1].startswith("worse.toml: not valid TOML")
-            assert toast.message.splitlines()[2].startswith("no theme 'mine'; there are: ")
-            assert app.theme == "dark"
-
-    asyncio.run(story())
+async def test_the_cells_of_states_have_the_theme_s_colours(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        assert _color_of(app, "F") == "#57d38c"
+        app.use_theme("light")
+        await settle(pilot, lambda: _color_of(app, "F") == "#116329")
 
 
-def test_with_no_color_nothing_is_coloured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_toast_tells_of_bad_files_and_an_unknown_theme(tmp_path: Path) -> None:
+    core = make_core(tmp_path, settings=Settings(theme="mine"))
+    folder = Path(core.env["XDG_CONFIG_HOME"]) / "gpuboard" / "themes"
+    folder.mkdir(parents=True)
+    (folder / "mine.toml").write_text("like = 'dark'\n[states]\nfree = '[/x]'\n")
+    (folder / "worse.toml").write_text("=")
+    async with board(core) as (app, _):
+        (toast,) = app._notifications
+        assert toast.message.splitlines()[0] == (
+            "mine.toml: states.free = '[/x]' is not a colour; write #57d38c, ansi_green or a CSS name"
+        )
+        assert toast.message.splitlines()[1].startswith("worse.toml: not valid TOML")
+        assert toast.message.splitlines()[2].startswith("no theme 'mine'; there are: ")
+        assert app.theme == "dark"
+
+
+async def test_with_no_color_nothing_is_coloured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-
-    async def story() -> None:
-        core = make_core(tmp_path)
-        core.env = {**environment(tmp_path), "NO_COLOR": "1"}
-        async with board(core) as (app, pilot):
-            assert app.theme == "plain"
-            for key in ("", "question_mark", "ctrl+p"):
-                if key:
-                    await pilot.press(key)
-                    await pilot.pause(0.3)
-                coloured = {str(s.style) for s in _segments(app) if s.style and (s.style.color or s.style.bgcolor)}
-                assert coloured == set(), key
-            await pilot.press("escape", "escape")
-            app.use_theme("light")
-            await pilot.pause(0.1)
-            assert not any(s.style and (s.style.color or s.style.bgcolor) for s in _segments(app))
-
-    asyncio.run(story())
+    core = make_core(tmp_path)
+    core.env = {**environment(tmp_path), "NO_COLOR": "1"}
+    async with board(core) as (app, pilot):
+        assert app.theme == "plain"
+        for key in ("", "question_mark", "ctrl+p"):
+            if key:
+                await pilot.press(key)
+                await pilot.pause(0.3)
+            coloured = {str(s.style) for s in _segments(app) if s.style and (s.style.color or s.style.bgcolor)}
+            assert coloured == set(), key
+        await pilot.press("escape", "escape")
+        app.use_theme("light")
+        await pilot.pause(0.1)
+        assert not any(s.style and (s.style.color or s.style.bgcolor) for s in _segments(app))
 
 
-def test_the_plain_theme_takes_all_colour_away_when_it_is_chosen(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with board(make_core(tmp_path)) as (app, pilot):
-            assert any(s.style and s.style.color for s in _segments(app))
-            app.use_theme("plain")
-            await settle(pilot, lambda: not any(s.style and s.style.color for s in _segments(app)))
-            assert "FBFF" in screen(app).replace(" ", "")
-
-    asyncio.run(story())
+async def test_the_plain_theme_takes_all_colour_away_when_it_is_chosen(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        assert any(s.style and s.style.color for s in _segments(app))
+        app.use_theme("plain")
+        await settle(pilot, lambda: not any(s.style and s.style.color for s in _segments(app)))
+        assert "FBFF" in screen(app).replace(" ", "")
 
 
 def _segments(app: BoardApp) -> list[Segment]:

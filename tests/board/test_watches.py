@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -39,153 +38,133 @@ async def fill(pilot: Pilot[int], **texts: str) -> None:
     await pilot.pause()
 
 
-def test_tells_when_so_many_are_free(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core, (80, 24)) as (app, pilot):
-            taken = await lab.reserved(app, core, pilot, 2, "L40S")
-            rung: list[int] = []
-            app.bell = lambda: rung.append(1)  # type: ignore[method-assign]  # headless, textual's does nothing
-            await pilot.press("w")
-            await fill(pilot, what="2", model="l40s", nodes="1")
-            await lab.settle(pilot, lambda: "Not now: requested 2 GPUs on one node of model l40s" in lab.screen(app))
-            await pilot.press("enter")
-            await lab.settle(pilot, lambda: "2 free l40s on one node" in lab.screen(app))
-            await pilot.press("escape")
-            await lab.settle(pilot, lambda: "watching for 2 free l40s on one node" in lab.screen(app))
-            assert (len(app.watches.active), rung) == (1, [])
-            core.operations.release(taken.lease.id)
-            await lab.settle(pilot, lambda: not app.watches.active)
-            assert notes(app)[-1] == "Available: 2 free l40s on one node: sim02:0,1"
-            assert rung == [1]
-            await lab.settle(pilot, lambda: "watching" not in lab.screen(app))
-            assert lab.claims(tmp_path) == []
-
-    asyncio.run(main())
+async def test_tells_when_so_many_are_free(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core, (80, 24)) as (app, pilot):
+        taken = await lab.reserved(app, core, pilot, 2, "L40S")
+        rung: list[int] = []
+        app.bell = lambda: rung.append(1)  # type: ignore[method-assign]  # headless, textual's does nothing
+        await pilot.press("w")
+        await fill(pilot, what="2", model="l40s", nodes="1")
+        await lab.settle(pilot, lambda: "Not now: requested 2 GPUs on one node of model l40s" in lab.screen(app))
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: "2 free l40s on one node" in lab.screen(app))
+        await pilot.press("escape")
+        await lab.settle(pilot, lambda: "watching for 2 free l40s on one node" in lab.screen(app))
+        assert (len(app.watches.active), rung) == (1, [])
+        core.operations.release(taken.lease.id)
+        await lab.settle(pilot, lambda: not app.watches.active)
+        assert notes(app)[-1] == "Available: 2 free l40s on one node: sim02:0,1"
+        assert rung == [1]
+        await lab.settle(pilot, lambda: "watching" not in lab.screen(app))
+        assert lab.claims(tmp_path) == []
 
 
-def test_reserves_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core) as (app, pilot):
-            taken = await lab.reserved(app, core, pilot, 3, "H100")
-            await pilot.press("w")
-            await fill(pilot, **{"what": "2", "model": "H100", "for": "20m", "purpose": "waited"})
-            tick = app.screen.query_one(Tick)
-            tick.focus()
-            await pilot.press("space", "enter")
-            await lab.settle(pilot, lambda: "2 free H100, then reserve for 20m" in lab.screen(app))
-            core.operations.release(taken.lease.id)
-            await lab.settle(pilot, lambda: not app.watches.active)
-            claims = lab.claims(tmp_path)
-            assert len(claims) == 2
-            [lease] = {claim.split(":")[0] for claim in claims}
-            assert any(note.startswith(f"Reserved: {lease}: sim01:") for note in notes(app))
-            await lab.settle(pilot, lambda: lease in core.scene().by_lease)
-            found = core.scene().by_lease[lease]
-            assert (found.purpose, 1100 < found.remaining_s <= 1200) == ("waited", True)
-            core.operations.release(lease)
-
-    asyncio.run(main())
+async def test_reserves_at_once(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core) as (app, pilot):
+        taken = await lab.reserved(app, core, pilot, 3, "H100")
+        await pilot.press("w")
+        await fill(pilot, **{"what": "2", "model": "H100", "for": "20m", "purpose": "waited"})
+        tick = app.screen.query_one(Tick)
+        tick.focus()
+        await pilot.press("space", "enter")
+        await lab.settle(pilot, lambda: "2 free H100, then reserve for 20m" in lab.screen(app))
+        core.operations.release(taken.lease.id)
+        await lab.settle(pilot, lambda: not app.watches.active)
+        claims = lab.claims(tmp_path)
+        assert len(claims) == 2
+        [lease] = {claim.split(":")[0] for claim in claims}
+        assert any(note.startswith(f"Reserved: {lease}: sim01:") for note in notes(app))
+        await lab.settle(pilot, lambda: lease in core.scene().by_lease)
+        found = core.scene().by_lease[lease]
+        assert (found.purpose, 1100 < found.remaining_s <= 1200) == ("waited", True)
+        core.operations.release(lease)
 
 
 @other.needs_root
-def test_goes_on_when_somebody_was_quicker(tmp_path: Path) -> None:
+async def test_goes_on_when_somebody_was_quicker(tmp_path: Path) -> None:
     lab.claims_folder(tmp_path)
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
-
-    async def main() -> None:
-        core = lab.make_core(tmp_path, nodes, lab.SELDOM)  # readings come when the test wants them
-        async with lab.seen_twice(core) as (app, pilot):
-            assert app.scene is not None
-            with other.somebody(tmp_path, nodes[0]) as agent:
-                other.take(agent, "abcdef", [app.scene.nodes["sim01"].gpus[0].uuid])
-                app.watches.add(Watch(0, time.time(), Request(n=3, model="H100"), reserve_s=600.0))
-                await lab.settle(pilot, lambda: app.watches.all[0].words.startswith("another user was faster at "))
-                assert lab.claims(tmp_path) == ["abcdef: sim01-0"]
-                assert len(app.watches.active) == 1
-                agent.call("release", lease="abcdef")
-                core.fleet.refresh(["sim01"], 60)
-                core.fleet.refresh(["sim01"], 60)
-                await lab.settle(pilot, lambda: not app.watches.active)
-                assert len(lab.claims(tmp_path)) == 3
-                core.operations.release(lab.claims(tmp_path)[0].split(":")[0])
-
-    asyncio.run(main())
-
-
-def test_a_reservation_that_hangs_holds_no_watch_up_and_is_given_back_when_its_watch_is_removed(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core) as (app, pilot):
-            hello = core.fleet._feeds["sim02"].facts.hello
-            assert hello is not None
-            os.kill(hello.pid, signal.SIGSTOP)
-            try:
-                app.watches.add(Watch(0, time.time(), Request(n=5), reserve_s=600.0))
-                await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
-                app.watches.add(Watch(0, time.time(), Request(n=1, model="L40S")))
-                await lab.settle(pilot, lambda: [watch.number for watch in app.watches.active] == [1])
-                app.watches.remove(1)
-                await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
-            finally:
-                os.kill(hello.pid, signal.SIGCONT)
-            await lab.settle(pilot, lambda: core.operations._reserving == set() and lab.claims(tmp_path) == [])
-            assert len(notes(app)) == 1
-
-    asyncio.run(main())
-
-
-def test_tells_when_a_lease_ends(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core) as (app, pilot):
-            taken = await lab.reserved(app, core, pilot, 1, "L40S")
-            await pilot.press("w")
-            await fill(pilot, what=taken.lease.id)
-            await lab.settle(pilot, lambda: f"Notifies you when lease {taken.lease.id} ends" in lab.screen(app))
-            await pilot.press("enter")
-            await lab.settle(pilot, lambda: len(app.watches.active) == 1)
-            core.operations.release(taken.lease.id)
+    core = lab.make_core(tmp_path, nodes, lab.SELDOM)  # readings come when the test wants them
+    async with lab.seen_twice(core) as (app, pilot):
+        assert app.scene is not None
+        with other.somebody(tmp_path, nodes[0]) as agent:
+            other.take(agent, "abcdef", [app.scene.nodes["sim01"].gpus[0].uuid])
+            app.watches.add(Watch(0, time.time(), Request(n=3, model="H100"), reserve_s=600.0))
+            await lab.settle(pilot, lambda: app.watches.all[0].words.startswith("another user was faster at "))
+            assert lab.claims(tmp_path) == ["abcdef: sim01-0"]
+            assert len(app.watches.active) == 1
+            agent.call("release", lease="abcdef")
+            core.fleet.refresh(["sim01"], 60)
+            core.fleet.refresh(["sim01"], 60)
             await lab.settle(pilot, lambda: not app.watches.active)
-            assert notes(app)[-1].startswith(f"Ended: lease {taken.lease.id} ends (")
-
-    asyncio.run(main())
-
-
-def test_tells_when_a_run_ends(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        folder = RunFolder(core.env, "r7k2m")
-        view = RunView("r7k2m", None, "train.py", made.AT, "running", None, [], [], this_head(), str(folder.path))
-        assert folder.keep("state.json", view) is None
-        async with lab.board(core, (80, 24)) as (app, pilot):
-            await pilot.press("w")
-            await fill(pilot, what="r7k2m")
-            await lab.settle(pilot, lambda: "Notifies you when run r7k2m ends" in lab.screen(app))
-            await pilot.press("enter")
-            await lab.settle(pilot, lambda: len(app.watches.active) == 1)
-            folder.keep("state.json", msgspec.structs.replace(view, state="failed", exit_code=1))
-            await lab.settle(pilot, lambda: not app.watches.active)
-            assert notes(app)[-1].startswith("Ended: run r7k2m ends: failed: train.py")
-
-    asyncio.run(main())
+            assert len(lab.claims(tmp_path)) == 3
+            core.operations.release(lab.claims(tmp_path)[0].split(":")[0])
 
 
-def test_a_lease_under_the_cursor(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core, (80, 24)) as (app, pilot):
-            taken = core.operations.reserve(Request(n=1), 600, "")
-            core.operations.published(taken)
-            await pilot.press("l")
-            await lab.settle(pilot, lambda: taken.lease.id in lab.screen(app))
-            await pilot.press("e")
-            await lab.settle(pilot, lambda: f"Notifies you when lease {taken.lease.id} ends" in lab.screen(app))
-            await pilot.press("escape")
-            core.operations.release(taken.lease.id)
+async def test_a_reservation_that_hangs_holds_no_watch_up_and_is_given_back_when_its_watch_is_removed(
+    tmp_path: Path,
+) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core) as (app, pilot):
+        hello = core.fleet._feeds["sim02"].facts.hello
+        assert hello is not None
+        os.kill(hello.pid, signal.SIGSTOP)
+        try:
+            app.watches.add(Watch(0, time.time(), Request(n=5), reserve_s=600.0))
+            await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
+            app.watches.add(Watch(0, time.time(), Request(n=1, model="L40S")))
+            await lab.settle(pilot, lambda: [watch.number for watch in app.watches.active] == [1])
+            app.watches.remove(1)
+            await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
+        finally:
+            os.kill(hello.pid, signal.SIGCONT)
+        await lab.settle(pilot, lambda: core.operations._reserving == set() and lab.claims(tmp_path) == [])
+        assert len(notes(app)) == 1
 
-    asyncio.run(main())
+
+async def test_tells_when_a_lease_ends(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core) as (app, pilot):
+        taken = await lab.reserved(app, core, pilot, 1, "L40S")
+        await pilot.press("w")
+        await fill(pilot, what=taken.lease.id)
+        await lab.settle(pilot, lambda: f"Notifies you when lease {taken.lease.id} ends" in lab.screen(app))
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: len(app.watches.active) == 1)
+        core.operations.release(taken.lease.id)
+        await lab.settle(pilot, lambda: not app.watches.active)
+        assert notes(app)[-1].startswith(f"Ended: lease {taken.lease.id} ends (")
+
+
+async def test_tells_when_a_run_ends(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    folder = RunFolder(core.env, "r7k2m")
+    view = RunView("r7k2m", None, "train.py", made.AT, "running", None, [], [], this_head(), str(folder.path))
+    assert folder.keep("state.json", view) is None
+    async with lab.board(core, (80, 24)) as (app, pilot):
+        await pilot.press("w")
+        await fill(pilot, what="r7k2m")
+        await lab.settle(pilot, lambda: "Notifies you when run r7k2m ends" in lab.screen(app))
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: len(app.watches.active) == 1)
+        folder.keep("state.json", msgspec.structs.replace(view, state="failed", exit_code=1))
+        await lab.settle(pilot, lambda: not app.watches.active)
+        assert notes(app)[-1].startswith("Ended: run r7k2m ends: failed: train.py")
+
+
+async def test_a_lease_under_the_cursor(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core, (80, 24)) as (app, pilot):
+        taken = core.operations.reserve(Request(n=1), 600, "")
+        core.operations.published(taken)
+        await pilot.press("l")
+        await lab.settle(pilot, lambda: taken.lease.id in lab.screen(app))
+        await pilot.press("e")
+        await lab.settle(pilot, lambda: f"Notifies you when lease {taken.lease.id} ends" in lab.screen(app))
+        await pilot.press("escape")
+        core.operations.release(taken.lease.id)
 
 
 def test_a_real_terminal_is_told(tmp_path: Path) -> None:
@@ -209,29 +188,24 @@ def test_a_real_terminal_is_told(tmp_path: Path) -> None:
         terminal.ends(5)
 
 
-def test_watches_are_listed_and_removed(tmp_path: Path) -> None:
-    async def main() -> None:
-        core = lab.make_core(tmp_path)
-        async with lab.board(core, (80, 24)) as (app, pilot):
-            await pilot.press("w")
-            await lab.settle(pilot, lambda: isinstance(app.screen, WatchDialog) and app.screen.is_mounted)
-            await pilot.press("escape")
-            await lab.settle(pilot, lambda: "No watches." in lab.screen(app))
-            for what in ("6", "5"):
-                await pilot.press("a")
-                await fill(pilot, what=what)
-                await pilot.click("#commit")
-                await lab.settle(pilot, lambda: isinstance(app.screen, WatchesScreen))
-            await lab.settle(pilot, lambda: [watch.condition for watch in app.watches.active] == ["6 free GPUs"])
-            await lab.settle(
-                pilot, lambda: "6 free GPUs" in lab.screen(app) and "sim01:0,2,3@sim02:0,1" in lab.screen(app)
-            )
-            await pilot.press("home", "d")
-            await lab.settle(pilot, lambda: [watch.condition for watch in app.watches.all] == ["5 free GPUs"])
-            await pilot.press("w")
-            await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
-
-    asyncio.run(main())
+async def test_watches_are_listed_and_removed(tmp_path: Path) -> None:
+    core = lab.make_core(tmp_path)
+    async with lab.board(core, (80, 24)) as (app, pilot):
+        await pilot.press("w")
+        await lab.settle(pilot, lambda: isinstance(app.screen, WatchDialog) and app.screen.is_mounted)
+        await pilot.press("escape")
+        await lab.settle(pilot, lambda: "No watches." in lab.screen(app))
+        for what in ("6", "5"):
+            await pilot.press("a")
+            await fill(pilot, what=what)
+            await pilot.click("#commit")
+            await lab.settle(pilot, lambda: isinstance(app.screen, WatchesScreen))
+        await lab.settle(pilot, lambda: [watch.condition for watch in app.watches.active] == ["6 free GPUs"])
+        await lab.settle(pilot, lambda: "6 free GPUs" in lab.screen(app) and "sim01:0,2,3@sim02:0,1" in lab.screen(app))
+        await pilot.press("home", "d")
+        await lab.settle(pilot, lambda: [watch.condition for watch in app.watches.all] == ["5 free GPUs"])
+        await pilot.press("w")
+        await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
 
 
 def test_what_was_not_read_has_not_ended() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import tomllib
 from contextlib import closing
@@ -38,28 +37,25 @@ def _no_driver_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-def test_three_choices_in_place_of_a_blank_screen(tmp_path: Path, size: tuple[int, int]) -> None:
-    async def scenario() -> None:
-        async with made.still(tmp_path, made.scene(BARE), size, HERE) as (app, pilot):
-            await lab.settle(pilot, lambda: isinstance(app.screen, Choose))
-            text = lab.screen(app)
-            assert app.screen.query_one(OptionList).option_count == 3
-            assert "gpuboard demo --board" in text
-            assert "Name the nodes that have GPUs" in text
-            assert "lap: no NVIDIA driver here" in text
-            await pilot.press("down", "down", "enter")
-            await lab.settle(pilot, lambda: isinstance(app.screen, WhyNone))
-            assert "nvidia-smi" in lab.screen(app)
-            assert "Back" in lab.screen(app), "all of it has room"
-            await pilot.press("enter")
-            await lab.settle(pilot, lambda: isinstance(app.screen, Choose))
-            await pilot.press("enter")  # without a way to start another command, the toast names it
-            await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
-            assert [note.message for note in app._notifications] == ["in a terminal: gpuboard demo --board"]
-            await made.next_scene(app, pilot, made.scene(BARE))
-            assert isinstance(app.screen, ClusterScreen), "it is offered once"
-
-    asyncio.run(scenario())
+async def test_three_choices_in_place_of_a_blank_screen(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with made.still(tmp_path, made.scene(BARE), size, HERE) as (app, pilot):
+        await lab.settle(pilot, lambda: isinstance(app.screen, Choose))
+        text = lab.screen(app)
+        assert app.screen.query_one(OptionList).option_count == 3
+        assert "gpuboard demo --board" in text
+        assert "Name the nodes that have GPUs" in text
+        assert "lap: no NVIDIA driver here" in text
+        await pilot.press("down", "down", "enter")
+        await lab.settle(pilot, lambda: isinstance(app.screen, WhyNone))
+        assert "nvidia-smi" in lab.screen(app)
+        assert "Back" in lab.screen(app), "all of it has room"
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Choose))
+        await pilot.press("enter")  # without a way to start another command, the toast names it
+        await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
+        assert [note.message for note in app._notifications] == ["in a terminal: gpuboard demo --board"]
+        await made.next_scene(app, pilot, made.scene(BARE))
+        assert isinstance(app.screen, ClusterScreen), "it is offered once"
 
 
 @pytest.mark.parametrize(
@@ -71,44 +67,38 @@ def test_three_choices_in_place_of_a_blank_screen(tmp_path: Path, size: tuple[in
         (made.node("gpu01", error=NO_DRIVER), (Node("gpu01", "gpu01"),)),
     ],
 )
-def test_nothing_is_offered_where_there_is_or_may_be_a_gpu(
+async def test_nothing_is_offered_where_there_is_or_may_be_a_gpu(
     tmp_path: Path, node: NodeView, nodes: tuple[Node, ...]
 ) -> None:
-    async def scenario() -> None:
-        async with made.still(tmp_path, made.scene(node), nodes=nodes) as (app, _):
-            assert isinstance(app.screen, ClusterScreen)
-
-    asyncio.run(scenario())
+    async with made.still(tmp_path, made.scene(node), nodes=nodes) as (app, _):
+        assert isinstance(app.screen, ClusterScreen)
 
 
-def test_nodes_are_named_checked_kept_and_shown(tmp_path: Path) -> None:
+async def test_nodes_are_named_checked_kept_and_shown(tmp_path: Path) -> None:
     async def name(app: BoardApp, pilot: Pilot[int], text: str, *more: str) -> None:
         await lab.settle(pilot, lambda: isinstance(app.screen, Choose))
         await pilot.press("down", "enter")
         await lab.settle(pilot, lambda: isinstance(app.screen, NameNodes))
         await pilot.press(*text, *more, "enter")
 
-    async def scenario() -> None:
-        file = tmp_path / "home" / "config" / "gpuboard" / "config.toml"
-        async with made.still(tmp_path, made.scene(BARE), nodes=HERE) as (app, pilot):
-            app.may_restart = True
-            await name(app, pilot, "gpu[1-")
-            await lab.settle(pilot, lambda: "gpu[1-" in str(app.screen.query_one("#words").render()))
-            assert not file.exists()
-            await pilot.press("escape")
-            await name(app, pilot, "gpu[01-02]")
-            await lab.settle(pilot, lambda: app.next is not None)
-            assert app.next == ["board"]
-            assert file.read_text() == 'nodes = ["gpu[01-02]"]\n'
-        file.unlink()
-        async with made.still(tmp_path, made.scene(BARE), nodes=HERE) as (app, pilot):
-            app.may_restart = True
-            await name(app, pilot, "gpu03", "down", "space")
-            await lab.settle(pilot, lambda: app.next is not None)
-            assert app.next == ["board", "--nodes", "gpu03"]
-            assert not file.exists()
-
-    asyncio.run(scenario())
+    file = tmp_path / "home" / "config" / "gpuboard" / "config.toml"
+    async with made.still(tmp_path, made.scene(BARE), nodes=HERE) as (app, pilot):
+        app.may_restart = True
+        await name(app, pilot, "gpu[1-")
+        await lab.settle(pilot, lambda: "gpu[1-" in str(app.screen.query_one("#words").render()))
+        assert not file.exists()
+        await pilot.press("escape")
+        await name(app, pilot, "gpu[01-02]")
+        await lab.settle(pilot, lambda: app.next is not None)
+        assert app.next == ["board"]
+        assert file.read_text() == 'nodes = ["gpu[01-02]"]\n'
+    file.unlink()
+    async with made.still(tmp_path, made.scene(BARE), nodes=HERE) as (app, pilot):
+        app.may_restart = True
+        await name(app, pilot, "gpu03", "down", "space")
+        await lab.settle(pilot, lambda: app.next is not None)
+        assert app.next == ["board", "--nodes", "gpu03"]
+        assert not file.exists()
 
 
 def test_nodes_are_kept_beside_what_a_config_has(tmp_path: Path) -> None:

@@ -224,20 +224,18 @@ def test_odd_names_and_targets_are_refused_in_words(serving: Serving, connect: C
 @pytest.mark.parametrize(
     "message", ["[" * 500_000, '["ping",' * 100_000, f'["resize",{{"width":{"9" * 5000},"height":1}}]']
 )
-def test_a_page_that_sends_odd_messages_ends_its_own_board(serving: Serving, connect: Connect, message: str) -> None:
+async def test_a_page_that_sends_odd_messages_ends_its_own_board(
+    serving: Serving, connect: Connect, message: str
+) -> None:
     page, cookie = log_in(serving, connect)
-
-    async def visit() -> None:
-        async with (
-            aiohttp.ClientSession(connector=connector(connect), headers={"Cookie": cookie}) as session,
-            session.ws_connect(f"{serving.base}{page}ws", origin=serving.base) as websocket,
-            asyncio.timeout(60),
-        ):
-            await websocket.send_str(message)
-            async for _ in websocket:
-                continue
-
-    asyncio.run(visit())
+    async with (
+        aiohttp.ClientSession(connector=connector(connect), headers={"Cookie": cookie}) as session,
+        session.ws_connect(f"{serving.base}{page}ws", origin=serving.base) as websocket,
+        asyncio.timeout(60),
+    ):
+        await websocket.send_str(message)
+        async for _ in websocket:
+            continue
     until(lambda: serving.boards() == [], "its board ends")
 
 
