@@ -117,23 +117,6 @@ def normal(text: str) -> str | None:
     return "+".join([*(modifier for modifier in _MODIFIERS if modifier in modifiers), key])
 
 
-def clashes() -> list[str]:
-    """Return the built-in bindings that share a key; empty unless there is a bug.
-
-    A focused widget may take a key from its screen on purpose (enter opens a row), never one from the app.
-    """
-    found = []
-    for context in _contexts():
-        for part in (context.screen + context.app, *(widget + context.app for widget in context.widgets)):
-            taken: dict[str, Action] = {}
-            for action in part:
-                for key in action.keys:
-                    other = taken.setdefault(key, action)
-                    if other.id != action.id:
-                        found.append(f"{key}: {other.id} and {action.id}")
-    return sorted(set(found))
-
-
 def _clash(wanted: Mapping[str, tuple[str, ...]]) -> tuple[str, str, str] | None:
     """Return the first remapped action with another's key: its id, the key, the other's id ("": textual's)."""
     for context in _contexts():

@@ -43,12 +43,12 @@ class Holder(NamedTuple):
     start: int  # field 22 of /proc/PID/stat: clock ticks since boot
 
 
-def find_holder(holder_pid: int | None = None, stdout_fd: int = 1) -> Holder:
+def find_holder(holder_pid: int | None = None) -> Holder:
     """Return the holder of a lease that this process reserves; ``holder_pid``: the user's choice.
 
     Raises UsageError when that process does not exist, or when there is no process to hold the lease.
     """
-    pid = holder_pid if holder_pid is not None else _evaluator(stdout_fd) or _starter()
+    pid = holder_pid if holder_pid is not None else _evaluator() or _starter()
     holder = identify(pid)
     if holder is None:
         raise UsageError(f"--holder {pid}: no such process on {os.uname().nodename}")
@@ -97,10 +97,10 @@ def ancestors(pid: int) -> list[int]:
     return found
 
 
-def _evaluator(stdout_fd: int) -> int | None:
-    """Return the final reader of ``stdout_fd``; None when it is not a pipe or only filters read it."""
+def _evaluator() -> int | None:
+    """Return the final reader of stdout; None when it is not a pipe or only filters read it."""
     above = ancestors(os.getpid())
-    chain = _readers("self", stdout_fd, above)
+    chain = _readers("self", above)
     consumer = next((pid for pid in chain if pid not in above and _program(pid) not in _FILTERS), None)
     # A consumer within `$(…)` passes the text on to the shell; one that only shares its script's stdout does not.
     if chain and chain[-1] in above and (consumer is None or chain[-1] in _starters()):
@@ -108,18 +108,18 @@ def _evaluator(stdout_fd: int) -> int | None:
     return consumer
 
 
-def _readers(pid: int | str, fd: int, above: list[int]) -> list[int]:
-    """Return the process that reads the pipe behind ``fd`` of ``pid``, the one that reads its stdout, and so on."""
+def _readers(pid: int | str, above: list[int]) -> list[int]:
+    """Return the process that reads the pipe behind stdout of ``pid``, the one that reads its stdout, and so on."""
     found: list[int] = []
     while len(found) < _MAX_DEPTH:
-        pipe = _pipe(f"/proc/{pid}/fd/{fd}")
+        pipe = _pipe(f"/proc/{pid}/fd/1")
         reader = pipe and _reader(pipe, above)
         if not reader or reader in found:
             break
         found.append(reader)
         if reader in above:
             break
-        pid, fd = reader, 1
+        pid = reader
     return found
 
 

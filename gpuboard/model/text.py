@@ -25,12 +25,12 @@ def clean(text: str, limit: int = 512) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def lines(text: str, limit: int = 4096) -> str:
-    """Return ``text`` with each of its lines clean and at most ``limit`` characters long.
+def lines(text: str) -> str:
+    """Return ``text`` with each of its lines clean and at most 4,096 characters long.
 
     An invalid UTF-8 byte in an argument or a file name becomes an escape: ``\\udcff``.
     """
-    return "\n".join(clean(line, limit) for line in text.encode("utf-8", "backslashreplace").decode().split("\n"))
+    return "\n".join(clean(line, 4096) for line in text.encode("utf-8", "backslashreplace").decode().split("\n"))
 
 
 def shown(name: object, limit: int = 200) -> str:
@@ -38,9 +38,9 @@ def shown(name: object, limit: int = 200) -> str:
     return clean(lines(str(name)), limit)
 
 
-def quoted(text: str, limit: int = 80) -> str:
-    """Return ``text`` quoted and escaped like a Python literal, cut at ``limit``."""
-    return repr(text if len(text) <= limit else text[: limit - 1] + "…")
+def quoted(text: str) -> str:
+    """Return ``text`` quoted and escaped like a Python literal, cut at 80 characters."""
+    return repr(text if len(text) <= 80 else text[:79] + "…")
 
 
 def like(text: str, pattern: str) -> bool:

@@ -95,7 +95,7 @@ def test_everything_is_said(tmp_path: Path) -> None:
 def test_processes_stand_in_a_grid_and_the_rogue_one_is_marked(tmp_path: Path) -> None:
     async def check(app: BoardApp, pilot: Pilot[int]) -> None:
         grid = app.screen.query_one("#processes", Grid)
-        assert [row.key for row in grid.rows] == ["41:1.5", "42:2.5", "43:None"]
+        assert [row.key for row in grid._rows] == ["41:1.5", "42:2.5", "43:None"]
         assert [grid.render_line(y).text.split() for y in range(4)] == [
             ["User", "Pid", "Memory", "Runtime", "Job", "Lease", "Container", "Note", "Command"],
             ["alice", "41", "50", "GiB", "1h01m", "123", "-", "-", "python", "train.py"],
@@ -145,7 +145,7 @@ def test_a_gpu_that_no_node_lists_any_more_stays_with_its_last_values(tmp_path: 
         await next_scene(app, pilot, scene(node("gpu1", [gpu("gpu1", 0)])))
         await settle(pilot, lambda: "No node lists this GPU now. The values shown are " in screen(app))
         assert "Utilization  90 %" in screen(app)
-        assert [row.dim for row in app.screen.query_one("#processes", Grid).rows] == [True] * 3
+        assert [row.dim for row in app.screen.query_one("#processes", Grid)._rows] == [True] * 3
         await pilot.press("right", "left")  # leads nowhere, and breaks nothing
         await next_scene(app, pilot, lab())
         await settle(pilot, lambda: "No node lists" not in screen(app))
@@ -228,10 +228,10 @@ async def test_a_real_gpu_that_is_lost_while_its_screen_is_open(
             pilot, lambda: "Utilization  80 %" in screen(app) and "none while gpuboard was connected" in screen(app)
         )
         grid = app.screen.query_one("#processes", Grid)
-        assert [row.key.split(":")[0] for row in grid.rows] == [str(os.getpid())]
+        assert [row.key.split(":")[0] for row in grid._rows] == [str(os.getpid())]
         write_script(script, [Gpu(), Gpu(xids=(79,), trouble=(f"fault * {nvml.LOST}",))])
         await settle(pilot, lambda: "GPU is lost" in screen(app) and "X broken" in screen(app))
         await settle(pilot, lambda: "XID          warn 79" in screen(app))
         assert "Utilization  80 %" in screen(app)  # what was last seen
-        assert [row.dim for row in grid.rows] == [True]
+        assert [row.dim for row in grid._rows] == [True]
         await settle(pilot, lambda: core.history.of(lost.uuid).utilization[-1] is None)

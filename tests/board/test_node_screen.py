@@ -170,7 +170,7 @@ async def test_a_real_node_that_stops_answering_while_its_screen_is_open(tmp_pat
         try:
             await settle(pilot, lambda: "stale: connected, but no new reading" in screen(app))
             grid = app.screen.query_one("#gpus", Grid)
-            await settle(pilot, lambda: {row.dim for row in grid.rows} == {True})
+            await settle(pilot, lambda: {row.dim for row in grid._rows} == {True})
             assert "? unknown" in screen(app) and "F free" not in screen(app)
         finally:
             os.kill(pid, signal.SIGCONT)

@@ -8,14 +8,14 @@ if MYPY:
     from typing import Dict, Optional
 
 
-def oom_counts(pid: "int | str" = "self") -> "Dict[str, int]":
-    """Return oom_kill of the cgroup of ``pid`` and of its ancestors, by folder; unreadable ones are left out.
+def oom_counts() -> "Dict[str, int]":
+    """Return oom_kill of this process's cgroup and of its ancestors, by folder; unreadable ones are left out.
 
     cgroup v2 counts in memory.events (kernel: Documentation/admin-guide/cgroup-v2.rst), v1 in memory.oom_control.
     """
     found: "Dict[str, int]" = {}
     try:
-        with open("/proc/%s/cgroup" % pid) as file:
+        with open("/proc/self/cgroup") as file:
             lines = file.read().splitlines()
     except OSError:
         return found

@@ -52,11 +52,11 @@ def width(text: str) -> int:
     return len(text) if text.isascii() else cell_len(text)
 
 
-def fit(text: str, size: int, *, right: bool = False, ellipsis: str = "…") -> str:
-    """Return ``text`` in exactly ``size`` terminal cells; text that is too long is cut and ends in ``ellipsis``."""
+def fit(text: str, size: int) -> str:
+    """Return ``text`` in exactly ``size`` terminal cells; text that is too long is cut and ends in an ellipsis."""
     if text.isascii() and text.isprintable() and len(text) <= size:
-        return text.rjust(size) if right else text.ljust(size)
-    return "".join(part for part, _ in fit_runs([(text, None)], size, None, right=right, ellipsis=ellipsis))
+        return text.ljust(size)
+    return "".join(part for part, _ in fit_runs([(text, None)], size, None))
 
 
 def fit_runs(

@@ -36,11 +36,11 @@ def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> li
     return [peaks.get(at, held.get(at)) for at in range(newest - count + 1, newest + 1)]
 
 
-def spark(values: Values, cells: int, glyphs: Glyphs, low: float = 0.0, high: float = 100.0) -> str:
-    """Return the newest ``cells`` values as one line, the newest at its right end; 0 is a low mark, a gap is blank."""
+def spark(values: Values, cells: int, glyphs: Glyphs) -> str:
+    """Return the newest ``cells`` values as one line, the newest at its right; 0 is a low mark, a gap is blank."""
     newest = values[-cells:] if cells > 0 else ()
     top = len(glyphs.spark) - 1
-    marks = [" " if value is None else glyphs.spark[1 + _level(value, low, high, top - 1)] for value in newest]
+    marks = [" " if value is None else glyphs.spark[1 + _level(value, 0.0, 100.0, top - 1)] for value in newest]
     return "".join(marks).rjust(cells)
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast
 
 from rich.style import Style
 from textual import events
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HEADER", "RIGHT", "Cell", "Column", "Grid", "LazyRows", "Row"]
 
+K = TypeVar("K")
 RIGHT = 3  # right mouse button; some terminals do not pass on ctrl-click
 HEADER = 1  # lines above the rows
 
@@ -62,45 +63,34 @@ class Grid(Dragging, can_focus=True):
         Binding("shift+down", "mark_down", "Select downwards", id="grid.mark-down", show=False),
     ]
 
-    class RowMessage(Message):
-        """Base class of a grid's messages."""
+    class RowMessage(Message, Generic[K]):
+        """Base class of a grid's messages; ``key`` is a row's or a column's."""
 
-        def __init__(self, grid: Grid) -> None:
+        def __init__(self, grid: Grid, key: K) -> None:
             super().__init__()
             self.grid = grid
+            self.key = key
 
         @property
         def control(self) -> Grid:
             """The grid, for ``@on(Grid.Moved, "#id")``."""
             return self.grid
 
-    class Moved(RowMessage):
+    class Moved(RowMessage[str | None]):
         """The cursor is on another row; ``key`` is None when there are no rows."""
 
-        def __init__(self, grid: Grid, key: str | None) -> None:
-            super().__init__(grid)
-            self.key = key
-
-    class Chosen(RowMessage):
+    class Chosen(RowMessage[str]):
         """Enter or a double click on a row."""
 
-        def __init__(self, grid: Grid, key: str) -> None:
-            super().__init__(grid)
-            self.key = key
-
-    class Marked(RowMessage):
+    class Marked(RowMessage[None]):
         """The marks have changed; ``keys`` are all of them, also of rows that are not shown."""
 
         def __init__(self, grid: Grid, keys: frozenset[str]) -> None:
-            super().__init__(grid)
+            super().__init__(grid, None)
             self.keys = keys
 
-    class Sorted(RowMessage):
+    class Sorted(RowMessage[str]):
         """The header of the column ``key`` was clicked."""
-
-        def __init__(self, grid: Grid, key: str) -> None:
-            super().__init__(grid)
-            self.key = key
 
     def __init__(
         self,
@@ -155,11 +145,6 @@ class Grid(Dragging, can_focus=True):
         """Set the marks without sending a message."""
         self._marks = frozenset(keys)
         self._touch()
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """The rows in the order shown."""
-        return self._rows
 
     def index_of(self, key: str | None) -> int | None:
         """Return the index of the row with ``key`` or None."""

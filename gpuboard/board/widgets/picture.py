@@ -35,8 +35,8 @@ class Picture(Grid):
         Binding("shift+right", "mark_right", "Select to the right", id="picture.mark-right", show=False),
     ]
 
-    def __init__(self, *, empty: str = "", id: str | None = None) -> None:
-        super().__init__((), empty=empty, marks=True, mark_column=False, id=id)
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__((), marks=True, mark_column=False, id=id)
         self._uuid: str | None = None  # the GPU under the cursor
         self._wish: str | None = None  # the key the user put the cursor on
         self._column = 0  # position of that GPU in its row: up and down keep it

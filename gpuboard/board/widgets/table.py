@@ -51,8 +51,8 @@ def with_devices(items: Sequence[Item]) -> Sequence[Shown]:
 class GpuTable(Grid):
     """GPUs in rows. Keys are UUIDs, also of MIG devices, and ``node:NAME`` of nodes without known GPUs."""
 
-    def __init__(self, utilization: Utilization, *, empty: str = "", id: str | None = None) -> None:
-        super().__init__((), empty=empty, marks=True, id=id)
+    def __init__(self, utilization: Utilization, *, id: str | None = None) -> None:
+        super().__init__((), marks=True, id=id)
         self._utilization = utilization
         self._scene: Scene | None = None
 

@@ -176,13 +176,6 @@ class Jobs:
         ran = self._ask(["squeue", "--noheader", "--states=PENDING", *where, f"--format={_QUEUE_FORMAT}"])
         return _place(_answer("squeue", ran), number)
 
-    def show(self, number: int) -> str:
-        """Return what ``scontrol show job -d`` prints. Raises NoNodeReached, GpuboardError when there is none."""
-        ran = self._ask(["scontrol", "show", "job", "-d", str(number)])
-        if ran.code != 0 and "Invalid job id" in ran.err:
-            raise GpuboardError(f"job {number} is no longer known to Slurm")
-        return _answer("scontrol", ran)
-
     def partitions(self) -> list[tuple[str, bool, float | None]]:
         """Return the partitions: name, whether it is the default, time limit of a job (seconds)."""
         ran = self._ask(["sinfo", "--noheader", "--format=%P|%l"])
