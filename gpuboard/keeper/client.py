@@ -1,7 +1,8 @@
 """The client of the keeper: start it, hand it a lease, remove one. On allocate's measured path: it imports little.
 
-started = start_early(env)                  # as soon as a reservation is likely; 1 ms
-adopt(record(…), env, started)              # returns after the first heartbeat on every claim
+started = start_early(env)                      # as soon as a reservation is likely; 1 ms
+handed = hand_over(record(…), env, started)     # returns after the first heartbeat on every claim
+handed.confirm()                                # its owner has the lease
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ __all__ = [
     "KeptNode",
     "LeaseRecord",
     "Started",
-    "adopt",
     "announce_end",
     "forget",
     "hand_over",
@@ -210,13 +210,6 @@ def hand_over(
         at.close()
         raise
     return Handover(at, lease)
-
-
-def adopt(
-    lease: LeaseRecord, env: Mapping[str, str], started: Started | None = None, timing: KeeperTiming = TIMING
-) -> None:
-    """Hand over ``lease`` as :func:`hand_over` does, and confirm it at once."""
-    hand_over(lease, env, started, timing).confirm()
 
 
 def forget(lease: str, env: Mapping[str, str]) -> None:

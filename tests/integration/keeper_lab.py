@@ -8,12 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpuboard.keeper import runtime_dir
+import pytest
+
+from gpuboard.keeper import client, runtime_dir
 from tests import nvml
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 TAKER = Path(__file__).with_name("keeper_taker.py")
@@ -33,8 +36,9 @@ def unlocked(lock: Path) -> bool:
 class Lab:
     """One user's files below ``folder``."""
 
-    def __init__(self, folder: Path, library: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.scripts: list[subprocess.Popen[str]] = []
         self.claims = folder / "claims"
         self.claims.mkdir(mode=0o1777)
         self.claims.chmod(0o1777)
@@ -43,7 +47,7 @@ class Lab:
         self.env = {
             **{key: value for key, value in os.environ.items() if not key.startswith("GPUBOARD_")},
             "XDG_STATE_HOME": str(folder / "state"),
-            "LD_LIBRARY_PATH": str(library),
+            "LD_LIBRARY_PATH": str(nvml.library()),
             "FAKE_NVML": str(self.script),
             "PYTHONPATH": str(ROOT),
             "TAKE": f"{sys.executable} {TAKER}",
@@ -68,7 +72,7 @@ class Lab:
 
     def bash(self, script: str, **options: Any) -> subprocess.Popen[str]:
         """Run a script as its own process group, as an interactive shell would."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             ["bash", "-c", script + "\n:"],
             env=self.env,
             text=True,
@@ -77,6 +81,25 @@ class Lab:
             process_group=0,
             **options,
         )
+        self.scripts.append(process)
+        return process
+
+    def started(self, script: str) -> subprocess.Popen[str]:
+        """Run ``script`` and wait until it prints ``go``."""
+        process = self.bash(script)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "go\n"
+        return process
+
+    def holding(self, lease: str, gpu: int = 0, **options: Any) -> subprocess.Popen[str]:
+        """Run a script that takes ``lease`` and holds it until it is killed or reads a line."""
+        return self.started(self.take(lease, gpu, **options) + "echo go; read")
+
+    def adopt(self, lease: str, gpu: int = 0, **options: Any) -> None:
+        """Hand a lease without a holder to the keeper."""
+        node = client.KeptNode("n", [UUIDS[gpu]], None, str(self.claims), None)
+        holder = options.pop("holder", None)
+        client.hand_over(client.record(lease, [node], {}, holder, 60.0), self.env, **options).confirm()
 
     def held(self) -> set[str]:
         """Return the leases that have a claim file."""
@@ -99,6 +122,14 @@ class Lab:
         connection.close()
         return int((self.place / "lock").read_text())
 
+    def signal_keeper(self, number: int) -> int:
+        """Send a signal to the keeper and return its pid; after SIGKILL it accepts no connections."""
+        pid = self.keeper_pid()
+        assert pid is not None
+        os.kill(pid, number)
+        until(lambda: number != signal.SIGKILL or self.keeper_pid() is None)
+        return pid
+
     def keepers(self) -> list[int]:
         """Return the pids of all processes that are a keeper of this lab."""
         found = []
@@ -112,7 +143,17 @@ class Lab:
         return found
 
     def close(self) -> None:
-        """End every keeper of this lab."""
+        """End every keeper and script of this lab."""
         for pid in self.keepers():
             with contextlib.suppress(ProcessLookupError):  # a keeper without leases ends by itself
                 os.kill(pid, signal.SIGKILL)
+        for script in self.scripts:
+            with script:
+                script.kill()
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    lab = Lab(tmp_path)
+    yield lab
+    lab.close()

@@ -7,28 +7,24 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import nvml
-from tests.integration.keeper_lab import Lab
+from tests.integration.keeper_lab import Lab, lab
 from tests.waiting import until
 
+__all__ = ["lab"]
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a claims folder must belong to root")
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    lab = Lab(tmp_path, nvml.library())
+@pytest.fixture(autouse=True)
+def _settings(lab: Lab) -> None:
     lab.env |= {
         "GPUBOARD": f"{sys.executable} -m gpuboard",
         "GPUBOARD_CLAIMS_DIR": str(lab.claims),
-        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "XDG_CONFIG_HOME": str(lab.folder / "config"),
     }
-    yield lab
-    lab.close()
 
 
 def held_by(lab: Lab, command: list[str]) -> tuple[str, list[str]]:

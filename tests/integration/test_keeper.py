@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +18,11 @@ from gpuboard.agent.claims import store as claims
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper import holder, runtime_dir
 from gpuboard.keeper.timing import KeeperTiming
-from tests import nvml
-from tests.integration.keeper_lab import UUIDS, Lab
+from tests.integration.keeper_lab import UUIDS, Lab, lab
 from tests.waiting import until
 
+__all__ = ["lab"]
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a claims folder must belong to root")
-
-
-@pytest.fixture(scope="module")
-def library() -> Path:
-    return nvml.library()
-
-
-@pytest.fixture
-def lab(tmp_path: Path, library: Path) -> Iterator[Lab]:
-    lab = Lab(tmp_path, library)
-    yield lab
-    lab.close()
-
-
-def started(lab: Lab, script: str) -> subprocess.Popen[str]:
-    """Run ``script`` and wait until it prints ``go``."""
-    process = lab.bash(script)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "go\n"
-    return process
 
 
 def opened(lab: Lab, pid: int) -> set[str]:
@@ -56,7 +35,7 @@ def opened(lab: Lab, pid: int) -> set[str]:
 
 
 def test_lease_ends_with_the_script(lab: Lab) -> None:
-    script = started(lab, lab.take("ended1") + "echo go; read")
+    script = lab.holding("ended1")
     assert lab.held() == lab.records() == {"ended1"}
     script.communicate("\n", timeout=60)
     until(lambda: not lab.held())
@@ -66,14 +45,14 @@ def test_lease_ends_with_the_script(lab: Lab) -> None:
 
 
 def test_lease_ends_with_a_script_killed(lab: Lab) -> None:
-    script = started(lab, lab.take("killed1") + "echo go; read")
+    script = lab.holding("killed1")
     script.kill()
     until(lambda: not lab.held())
     script.wait()
 
 
 def test_training_outlives_the_script(lab: Lab) -> None:
-    script = started(lab, lab.take("train1") + "nohup sleep 300 >/dev/null 2>&1 & echo go; echo $!")
+    script = lab.started(lab.take("train1") + "nohup sleep 300 >/dev/null 2>&1 & echo go; echo $!")
     assert script.stdout is not None
     train = int(script.stdout.readline())
     script.wait()
@@ -89,7 +68,7 @@ def test_subshell_that_starts_the_training_later(lab: Lab) -> None:
     os.mkfifo(lab.folder / "fifo")
     wait = f"while [ ! -e {lab.folder}/now ]; do read -t 0.1 <&5; done"  # a builtin: nothing is started
     later = f"exec 5<>{lab.folder}/fifo\n( {wait}; exec sleep 300 >/dev/null ) &\n"
-    script = started(lab, lab.take("later1") + later + "echo go; echo $!")
+    script = lab.started(lab.take("later1") + later + "echo go; echo $!")
     assert script.stdout is not None
     train = int(script.stdout.readline())
     script.wait()
@@ -106,7 +85,7 @@ def test_subshell_that_starts_the_training_later(lab: Lab) -> None:
 def test_process_on_the_gpu_keeps_the_lease(lab: Lab) -> None:
     """It has another session and no variables of the lease; NVML lists it."""
     hidden = "env -u GPUBOARD_LEASE setsid sleep 300 >/dev/null 2>&1 & echo $!\n"
-    script = started(lab, lab.take("nvml1", gpu=1) + "echo go\n" + hidden + "read")
+    script = lab.started(lab.take("nvml1", gpu=1) + "echo go\n" + hidden + "read")
     assert script.stdout is not None
     train = int(script.stdout.readline())
     lab.gpus({1: train})
@@ -120,11 +99,8 @@ def test_process_on_the_gpu_keeps_the_lease(lab: Lab) -> None:
 
 
 def test_killed_keeper_is_started_again_by_the_next_command(lab: Lab) -> None:
-    script = started(lab, lab.take("again1") + "echo go; read")
-    first = lab.keeper_pid()
-    assert first is not None
-    os.kill(first, signal.SIGKILL)
-    until(lambda: lab.keeper_pid() is None)
+    script = lab.holding("again1")
+    first = lab.signal_keeper(signal.SIGKILL)
     assert keeper.restart_if_needed(lab.env) == []
     second = until(lab.keeper_pid)
     assert second != first
@@ -136,11 +112,8 @@ def test_killed_keeper_is_started_again_by_the_next_command(lab: Lab) -> None:
 
 
 def test_holder_that_ended_while_no_keeper_ran(lab: Lab) -> None:
-    script = started(lab, lab.take("gone1") + "echo go; read")
-    pid = lab.keeper_pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: lab.keeper_pid() is None)
+    script = lab.holding("gone1")
+    lab.signal_keeper(signal.SIGKILL)
     script.communicate("\n", timeout=60)
     keeper.restart_if_needed(lab.env)
     until(lambda: not lab.held())
@@ -159,10 +132,8 @@ def test_two_starts_at_once_give_one_keeper(lab: Lab) -> None:
 
 
 def test_keeper_resumed_late_does_not_renew_an_expired_claim(lab: Lab) -> None:
-    script = started(lab, lab.take("late1") + "echo go; read")
-    pid = lab.keeper_pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    lab.holding("late1")
+    pid = lab.signal_keeper(signal.SIGSTOP)
     claim = lab.claims / f"gpuboard.{UUIDS[0]}.late1"
     os.utime(claim, (time.time() - 200, time.time() - 200))  # as after a suspension of 200 s
     args = {"lease": "other1", "uuids": [UUIDS[0]], "for_s": 60.0, "nodes": ["n"], "gpus": 1}
@@ -171,71 +142,54 @@ def test_keeper_resumed_late_does_not_renew_an_expired_claim(lab: Lab) -> None:
     keeper.renew("late1", 3600.0, lab.env)  # sends a heartbeat at once instead of after 30 s
     until(lambda: not lab.records())
     assert lab.held() == {"other1"}
-    script.kill()
-    script.communicate()
 
 
 def test_lost_lease_is_reported_once(lab: Lab) -> None:
-    script = started(lab, lab.take("lost1") + "echo go; read")
-    pid = lab.keeper_pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: lab.keeper_pid() is None)
+    lab.holding("lost1")
+    lab.signal_keeper(signal.SIGKILL)
     os.utime(lab.claims / f"gpuboard.{UUIDS[0]}.lost1", (time.time() - 200, time.time() - 200))
     assert keeper.restart_if_needed(lab.env) == []
     until((lab.place / "lost").exists)
     assert keeper.restart_if_needed(lab.env) == ["lease lost1 expired on n: no heartbeat from its keeper for 90 s"]
     assert keeper.restart_if_needed(lab.env) == []
     until(lambda: not lab.held() and not lab.records())
-    script.kill()
-    script.communicate()
 
 
 def test_claim_removed_by_hand_is_reported(lab: Lab) -> None:
-    script = started(lab, lab.take("hand1") + "echo go; read")
+    lab.holding("hand1")
     (lab.claims / f"gpuboard.{UUIDS[0]}.hand1").unlink()
     keeper.renew("hand1", 3600.0, lab.env)  # sends a heartbeat at once instead of after 30 s
     until(lambda: not lab.records())
     assert keeper.restart_if_needed(lab.env) == ["lease hand1 ended on n: released elsewhere, or its claim was removed"]
-    script.kill()
-    script.communicate()
 
 
 def test_lease_ends_when_its_time_is_up(lab: Lab) -> None:
-    script = started(lab, lab.take("time1") + "echo go; read")
+    lab.holding("time1")
     keeper.renew("time1", 8.0, lab.env)
     claims.handle("renew", {"lease": "time1", "for_s": 8.0}, claims.Folder(str(lab.claims)))
     until(lambda: not lab.held())
     until(lambda: "time1: its time is up" in lab.log())
     assert not (lab.place / "lost").exists()
-    script.kill()
-    script.communicate()
 
 
 def test_renewed_lease_outlives_its_first_end(lab: Lab) -> None:
-    script = started(lab, lab.take("more1", seconds=20) + "echo go; read")
+    lab.holding("more1", seconds=20)
     claims.handle("renew", {"lease": "more1", "for_s": 3600.0}, claims.Folder(str(lab.claims)))
     keeper.renew("more1", 3600.0, lab.env)
     time.sleep(21.0)
     assert lab.held() == lab.records() == {"more1"}
-    script.kill()
-    script.communicate()
 
 
 def test_released_lease_gets_no_heartbeat(lab: Lab) -> None:
-    script = started(lab, lab.take("free1") + "echo go; read")
+    lab.holding("free1")
     keeper.forget("free1", lab.env)
     assert lab.records() == set()
     assert lab.held() == {"free1"}
-    script.kill()
-    script.communicate()
 
 
 def test_lease_released_while_its_keeper_is_killed_is_no_loss(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = started(lab, lab.take("free2") + "echo go; read")
-    pid = lab.keeper_pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    lab.holding("free2")
+    pid = lab.signal_keeper(signal.SIGSTOP)
 
     def kill(connection: socket.socket, message: dict[str, Any]) -> None:
         runtime_dir.send(connection, message)
@@ -245,15 +199,11 @@ def test_lease_released_while_its_keeper_is_killed_is_no_loss(lab: Lab, monkeypa
     keeper.forget("free2", lab.env)
     assert lab.records() == set()
     assert keeper.recover(lab.env) == []
-    script.kill()
-    script.communicate()
 
 
 def test_lease_released_while_its_keeper_starts_is_removed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = started(lab, lab.take("free3") + "echo go; read")
-    pid = lab.keeper_pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    lab.holding("free3")
+    lab.signal_keeper(signal.SIGKILL)
     until(lambda: not lab.keepers())
 
     def late(folder: str) -> None:
@@ -266,13 +216,11 @@ def test_lease_released_while_its_keeper_starts_is_removed(lab: Lab, monkeypatch
     keeper.forget("free3", lab.env)
     until(lambda: "free3: released by its owner" in lab.log())
     assert lab.records() == set()
-    script.kill()
-    script.communicate()
 
 
 def test_keeper_inherits_nothing(lab: Lab) -> None:
     """No descriptor, variable, folder, session or parent of the command that started it."""
-    script = started(lab, "exec 7</dev/zero; export SLURM_PROCID=1\n" + lab.take("alone1") + "echo go; read")
+    script = lab.started("exec 7</dev/zero; export SLURM_PROCID=1\n" + lab.take("alone1") + "echo go; read")
     pid = lab.keeper_pid()
     assert pid is not None
     process = proc.read_process(pid)
@@ -284,17 +232,14 @@ def test_keeper_inherits_nothing(lab: Lab) -> None:
     assert process.parent not in {script.pid, os.getpid()}
     assert b"GPUBOARD_LEASE" not in environ and b"SLURM_PROCID" not in environ
     assert (lab.place.stat().st_mode & 0o777, (lab.place / "alone1.json").stat().st_mode & 0o777) == (0o700, 0o600)
-    script.kill()
-    script.communicate()
 
 
 def test_holder_that_ended_before_the_handover_is_refused(lab: Lab) -> None:
     dead = subprocess.Popen(["true"])
     who = holder.Holder(os.uname().nodename, proc.boot_id(), dead.pid, 1)
     dead.wait()
-    node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
     with pytest.raises(keeper.KeeperError, match=rf"pid {dead.pid}, has ended"):
-        keeper.adopt(keeper.record("never1", [node], {}, who, 60.0), lab.env)
+        lab.adopt("never1", holder=who)
     assert lab.records() == set()
 
 
@@ -312,18 +257,16 @@ def test_command_killed_before_its_owner_has_the_lease(lab: Lab) -> None:
 
 
 def test_lease_without_claims_is_refused(lab: Lab) -> None:
-    node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
     with pytest.raises(keeper.KeeperError, match="n: the claims of lease never2 do not exist"):
-        keeper.adopt(keeper.record("never2", [node], {}, None, 60.0), lab.env)
+        lab.adopt("never2")
     assert lab.records() == set()
 
 
 def test_record_that_cannot_be_written(lab: Lab) -> None:
-    script = started(lab, lab.take("first1") + "echo go; read")
+    script = lab.holding("first1")
     (lab.place / "full1.json").mkdir()
-    node = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
     with pytest.raises(keeper.KeeperError, match=r"refused the lease: .*: Is a directory"):
-        keeper.adopt(keeper.record("full1", [node], {}, None, 60.0), lab.env)
+        lab.adopt("full1", gpu=1)
     (lab.place / "full1.json").rmdir()
     assert lab.records() == {"first1"}
     script.kill()
@@ -332,30 +275,20 @@ def test_record_that_cannot_be_written(lab: Lab) -> None:
 
 
 def test_unreadable_record_is_renamed(lab: Lab) -> None:
-    script = started(lab, lab.take("good1") + "echo go; read")
-    pid = lab.keeper_pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: lab.keeper_pid() is None)
+    lab.holding("good1")
+    lab.signal_keeper(signal.SIGKILL)
     (lab.place / "bad1.json").write_text('{"lease": "bad1"')
     keeper.restart_if_needed(lab.env)
     until(lambda: "good1: taken over" in lab.log())
     assert lab.records() == {"good1"}
     assert (lab.place / "bad1.json.bad").exists()
-    script.kill()
-    script.communicate()
 
 
 def test_suspended_keeper_is_named(lab: Lab) -> None:
-    script = started(lab, lab.take("stop1") + "echo go; read")
-    pid = lab.keeper_pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
+    lab.holding("stop1")
+    lab.signal_keeper(signal.SIGSTOP)
     with pytest.raises(keeper.KeeperError, match="did not accept the lease within"):
-        keeper.adopt(keeper.record("stop2", [node], {}, None, 60.0), lab.env, timing=KeeperTiming(adopt_s=0.3))
-    script.kill()
-    script.communicate()
+        lab.adopt("stop2", timing=KeeperTiming(adopt_s=0.3))
 
 
 def test_state_folder_that_cannot_be_written(lab: Lab) -> None:
@@ -375,8 +308,7 @@ def test_keeper_that_ended_before_the_handover_is_started_again(lab: Lab) -> Non
     who = holder.identify(sleeper.pid)
     args = {"lease": "late1", "uuids": [UUIDS[0]], "for_s": 60.0, "holder": None, "nodes": ["n"], "gpus": 1}
     claims.handle("take", args, claims.Folder(str(lab.claims)))
-    node = keeper.KeptNode("n", [UUIDS[0]], None, str(lab.claims), None)
-    keeper.adopt(keeper.record("late1", [node], {}, who, 60.0), lab.env, early)
+    lab.adopt("late1", holder=who, started=early)
     assert lab.records() == {"late1"}
     assert lab.keeper_pid() not in {None, first}
     sleeper.kill()

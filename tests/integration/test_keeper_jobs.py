@@ -71,6 +71,12 @@ class Lab:
             keeper.record("k3f9xy", [place], {}, identify(self.holder.pid), 3600.0, job=job), self.env
         )
 
+    def started(self, for_s: float = 3600.0) -> Handover:
+        """Hand the lease to the keeper; its job then starts, for ``for_s`` seconds."""
+        handed = self.hand_over()
+        handed.job_started(12, for_s)
+        return handed
+
     @property
     def kept(self) -> bool:
         """Whether the keeper has the lease."""
@@ -103,9 +109,7 @@ def lab(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 def test_heartbeats_cause_no_further_query_of_the_scheduler(lab: Lab) -> None:
-    handed = lab.hand_over()
-    handed.job_started(12, 3600.0)
-    handed.confirm()
+    lab.started().confirm()
     for _ in range(10):
         before = lab.heartbeat.stat().st_mtime_ns
         until(lambda at=before: lab.heartbeat.stat().st_mtime_ns != at, "a heartbeat")  # type: ignore[misc]
@@ -113,9 +117,7 @@ def test_heartbeats_cause_no_further_query_of_the_scheduler(lab: Lab) -> None:
 
 
 def test_the_end_of_the_holder_ends_the_job(lab: Lab) -> None:
-    handed = lab.hand_over()
-    handed.job_started(12, 3600.0)
-    handed.confirm()
+    lab.started().confirm()
     lab.holder.kill()
     lab.holder.wait()
     until(lambda: not lab.kept, "the keeper removes it")
@@ -125,9 +127,7 @@ def test_the_end_of_the_holder_ends_the_job(lab: Lab) -> None:
 
 
 def test_an_abandoned_lease_is_cancelled(lab: Lab) -> None:
-    handed = lab.hand_over()
-    handed.job_started(12, 3600.0)
-    handed.abandon()
+    lab.started().abandon()
     until(lambda: not lab.kept, "the keeper removes it")
     assert lab.asked()[-2:] == ["cancel", "look"]
 
@@ -155,18 +155,14 @@ def test_release_waits_for_a_running_submission(lab: Lab) -> None:
 def test_the_jobs_own_script_is_no_submission(lab: Lab) -> None:
     env = {"GPUBOARD_SUBMIT": "k3f9xy", "SLURM_JOB_ID": "12", "PATH": os.environ["PATH"]}
     with subprocess.Popen(["sleep", "600"], env=env) as script:
-        handed = lab.hand_over()
-        handed.job_started(12, 3600.0)
-        handed.abandon()
+        lab.started().abandon()
         until(lambda: not lab.kept, "the keeper removes it")
         script.kill()
 
 
 def test_release_is_retried_while_the_scheduler_is_unreachable(lab: Lab) -> None:
     (lab.folder / "away").touch()
-    handed = lab.hand_over()
-    handed.job_started(12, 3600.0)
-    handed.abandon()
+    lab.started().abandon()
     until(lambda: "not cancelled: no controller" in lab.log, "one attempt failed")
     assert lab.kept
     (lab.folder / "away").unlink()
@@ -175,9 +171,7 @@ def test_release_is_retried_while_the_scheduler_is_unreachable(lab: Lab) -> None
 
 def test_a_job_that_does_not_end_stays_with_the_keeper(lab: Lab) -> None:
     (lab.folder / "stuck").touch()
-    handed = lab.hand_over()
-    handed.job_started(12, 3600.0)
-    handed.abandon()
+    lab.started().abandon()
     until(lambda: "cancelled, but it still exists" in lab.log, "its state was queried")
     assert lab.kept
 
@@ -203,9 +197,7 @@ def test_a_job_ended_by_others_is_reported_once(lab: Lab, state: str, words: str
 
 def test_a_job_that_is_still_completing_is_kept(lab: Lab) -> None:
     lab.jobs("COMPLETING")
-    handed = lab.hand_over()
-    handed.job_started(12, 3600.0)
-    handed.confirm()
+    lab.started().confirm()
     until(lambda: "look" in lab.asked(), "its state is queried")
     for _ in range(3):
         before = lab.heartbeat.stat().st_mtime_ns
@@ -225,26 +217,21 @@ def test_a_job_cancelled_by_its_owner_is_no_loss(lab: Lab, monkeypatch: pytest.M
     (lab.folder / "scancel").write_text(scancel.format(folder=lab.folder, name=NAME, record=lab.place / "k3f9xy.json"))
     (lab.folder / "scancel").chmod(0o755)
     monkeypatch.setenv("PATH", f"{lab.folder}:{os.environ['PATH']}")
-    handed = lab.hand_over()
-    handed.job_started(12, 3600.0)
-    handed.confirm()
+    lab.started().confirm()
     end("k3f9xy", lambda: Jobs(lab.env).cancel_number(12), lab.env)
     assert "it was cancelled" in lab.log
     assert keeper.recover(lab.env) == []
 
 
 def test_confirming_a_lease_fails_when_the_keeper_has_ended(lab: Lab) -> None:
-    handed = lab.hand_over()
-    handed.job_started(12, 3600.0)
+    handed = lab.started()
     lab.kill_keeper()
     with pytest.raises(KeeperError, match="the keeper has ended"):
         handed.confirm()
 
 
 def test_a_successor_takes_the_lease_over(lab: Lab) -> None:
-    handed = lab.hand_over()
-    handed.job_started(12, 3600.0)
-    handed.confirm()
+    lab.started().confirm()
     lab.kill_keeper()
     assert keeper.recover(lab.env) == []
     before = lab.heartbeat.stat().st_mtime_ns
@@ -272,9 +259,7 @@ def test_a_successor_releases_the_lease_of_a_command_that_ended(lab: Lab) -> Non
 
 
 def test_renewing_extends_the_lease(lab: Lab) -> None:
-    handed = lab.hand_over()
-    handed.job_started(12, 10.0)
-    handed.confirm()
+    lab.started(10.0).confirm()
     keeper.renew("k3f9xy", 3600.0, lab.env)
     started = time.monotonic()
     until(lambda: time.monotonic() - started > 11.0, "its first end has passed")

@@ -13,17 +13,12 @@ from pathlib import Path
 import pytest
 
 from gpuboard.keeper import client as keeper
-from tests import nvml
-from tests.integration.keeper_lab import Lab
+from tests.integration.keeper_lab import Lab, lab
 from tests.sshd import SSHD, Sshd
 from tests.waiting import until
 
+__all__ = ["lab"]
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or SSHD is None, reason="needs root and an sshd")
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Lab:
-    return Lab(tmp_path, nvml.library())
 
 
 @pytest.fixture
@@ -44,9 +39,7 @@ def sshd(lab: Lab) -> Iterator[Sshd]:
 
 def far_lease(lab: Lab, lease: str) -> subprocess.Popen[str]:
     """Run a script that holds ``lease`` on the far node."""
-    script = lab.bash(lab.take(lease, host="far") + "echo go; read")
-    assert script.stdout is not None
-    assert script.stdout.readline() == "go\n"
+    script = lab.holding(lease, host="far")
     assert lab.held() == lab.records() == {lease}
     return script
 
@@ -122,27 +115,16 @@ def agent(lab: Lab, sshd: Sshd, name: str) -> subprocess.Popen[str]:
 def test_keeper_outlives_the_login_whose_ssh_agent_it_was_started_with(lab: Lab, sshd: Sshd) -> None:
     for host in ("one", "two", "three"):
         sshd.host(host, IdentityFile="none", IdentitiesOnly="no")
-    scripts = []
-
-    def take(lease: str, gpu: int, host: str) -> None:
-        scripts.append(lab.bash(lab.take(lease, gpu, host=host) + "echo go; read"))
-        out = scripts[-1].stdout
-        assert out is not None
-        assert out.readline() == "go\n"
-
     first = agent(lab, sshd, "first")
-    take("log1", 0, "one")
+    lab.holding("log1", 0, host="one")
     keeper_pid = lab.keeper_pid()
     first.kill()
     first.wait()
     second = agent(lab, sshd, "second")
-    take("log2", 1, "two")
+    lab.holding("log2", 1, host="two")
     lab.env.pop("SSH_AUTH_SOCK")  # as in a cron job, which uses another login's agent
-    take("log3", 2, "three")
+    lab.holding("log3", 2, host="three")
     assert lab.keeper_pid() == keeper_pid
     assert lab.held() == {"log1", "log2", "log3"}
     second.kill()
     second.wait()
-    for script in scripts:
-        script.kill()
-        script.communicate()

@@ -13,31 +13,11 @@ import pytest
 
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.timing import KeeperTiming
-from tests import nvml
-from tests.integration.keeper_lab import UUIDS, Lab
+from tests.integration.keeper_lab import Lab, lab
 from tests.waiting import until
 
+__all__ = ["lab"]
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a claims folder must belong to root")
-
-
-@pytest.fixture(scope="module")
-def library() -> Path:
-    return nvml.library()
-
-
-@pytest.fixture
-def lab(tmp_path: Path, library: Path) -> Iterator[Lab]:
-    lab = Lab(tmp_path, library)
-    yield lab
-    lab.close()
-
-
-def started(lab: Lab, script: str) -> subprocess.Popen[str]:
-    """Run ``script`` and wait until it prints ``go``."""
-    process = lab.bash(script)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "go\n"
-    return process
 
 
 def remove_all(lab: Lab) -> None:
@@ -67,7 +47,7 @@ Remove = Callable[[Lab], None]
 
 def take_and_release(lab: Lab, lease: str, gpu: int) -> None:
     """Reserve in a shell that then ends; the keeper releases the lease."""
-    script = started(lab, lab.take(lease, gpu) + "echo go; read")
+    script = lab.holding(lease, gpu)
     assert lease in lab.held()
     script.communicate("\n", timeout=60)
     until(lambda: lease not in lab.held(), f"{lease} is released")
@@ -89,7 +69,7 @@ def end(lab: Lab, script: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("remove", REMOVALS)
 def test_a_keeper_with_leases_is_found_again(lab: Lab, remove: Remove) -> None:
-    script = started(lab, lab.take("kept1") + "echo go; read")
+    script = lab.holding("kept1")
     first = lab.keepers()
     remove(lab)
     until(lambda: lab.records() == {"kept1"} and found(lab) in first, "commands find it")
@@ -104,9 +84,9 @@ def test_a_keeper_with_leases_is_found_again(lab: Lab, remove: Remove) -> None:
 @pytest.mark.parametrize("remove", REMOVALS)
 def test_a_lease_reserved_right_after_the_removal(lab: Lab, remove: Remove) -> None:
     """Two keepers may run then; finally one of them has both leases."""
-    script = started(lab, lab.take("kept2") + "echo go; read")
+    script = lab.holding("kept2")
     remove(lab)
-    second = started(lab, lab.take("next2", 1) + "echo go; read")
+    second = lab.holding("next2", 1)
     assert lab.held() == {"kept2", "next2"}
     until(lambda: lab.records() == {"kept2", "next2"}, "both have records")
     until(lambda: len(lab.keepers()) == 1, "one keeper is left")
@@ -121,7 +101,7 @@ def test_a_lingering_keeper_without_leases_ends(lab: Lab, remove: Remove) -> Non
     take_and_release(lab, "gone3", 0)
     assert lab.keepers()
     remove(lab)
-    script = started(lab, lab.take("next3", 1) + "echo go; read")
+    script = lab.holding("next3", 1)
     lingering = set(lab.keepers())
     until(lambda: len(lab.keepers()) == 1, "the lingering one ends, unless it was used")
     mine = until(lambda: found(lab), "the next one is found after the end of the first")
@@ -150,7 +130,7 @@ def test_a_folder_removed_while_a_lease_is_handed_over(lab: Lab) -> None:
     until(lambda: found(lab), "it runs")
     assert early.link() is not None
     remove_all(lab)
-    script = started(lab, lab.take("over4") + "echo go; read")
+    script = lab.holding("over4")
     until(lambda: lab.records() == {"over4"})
     early.close()
     end(lab, script)
@@ -158,18 +138,15 @@ def test_a_folder_removed_while_a_lease_is_handed_over(lab: Lab) -> None:
 
 @pytest.mark.parametrize("remove", REMOVALS)
 def test_a_suspended_keeper_is_named_with_the_remedy(lab: Lab, remove: Remove) -> None:
-    script = started(lab, lab.take("stop5") + "echo go; read")
-    pid = lab.keeper_pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    node = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
+    script = lab.holding("stop5")
+    pid = lab.signal_keeper(signal.SIGSTOP)
     words = f"the keeper, pid {pid}, is suspended; resume it with `kill -CONT {pid}`"
     with pytest.raises(keeper.KeeperError) as caught:
-        keeper.adopt(keeper.record("next5", [node], {}, None, 60.0), lab.env, timing=KeeperTiming(adopt_s=0.5))
+        lab.adopt("next5", gpu=1, timing=KeeperTiming(adopt_s=0.5))
     assert words in str(caught.value)
     (lab.place / "socket").unlink()
     with pytest.raises(keeper.KeeperError) as caught:
-        keeper.adopt(keeper.record("next5", [node], {}, None, 60.0), lab.env, timing=KeeperTiming(adopt_s=0.5))
+        lab.adopt("next5", gpu=1, timing=KeeperTiming(adopt_s=0.5))
     assert words in str(caught.value)
     remove(lab)
     os.kill(pid, signal.SIGCONT)
@@ -178,7 +155,7 @@ def test_a_suspended_keeper_is_named_with_the_remedy(lab: Lab, remove: Remove) -
 
 
 def test_a_folder_closed_by_its_owner_is_opened_again(lab: Lab) -> None:
-    script = started(lab, lab.take("closed6") + "echo go; read")
+    script = lab.holding("closed6")
     for mode in (0o000, 0o777):
         lab.place.chmod(mode)
         take_and_release(lab, f"mode{mode}", 1)
@@ -187,7 +164,7 @@ def test_a_folder_closed_by_its_owner_is_opened_again(lab: Lab) -> None:
 
 
 def test_a_folder_of_another_user_is_refused(lab: Lab, tmp_path: Path) -> None:
-    script = started(lab, lab.take("link7") + "echo go; read")
+    script = lab.holding("link7")
     theirs = tmp_path / "theirs"
     theirs.mkdir(mode=0o777)
     (theirs / "lost").write_text("message of another user\n")
@@ -236,19 +213,17 @@ def test_a_read_only_file_system(lab: Lab, small_disk: Path) -> None:
     take_and_release(lab, "first8", 0)
     until(lambda: not lab.keepers())
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    node = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
     with pytest.raises(keeper.KeeperError, match=f"{lab.place}: Read-only file system"):
-        keeper.adopt(keeper.record("next8", [node], {}, None, 60.0), lab.env)
+        lab.adopt("next8", gpu=1)
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     take_and_release(lab, "after8", 2)
 
 
 def test_a_full_file_system(lab: Lab, small_disk: Path) -> None:
-    script = started(lab, lab.take("full9") + "echo go; read")
+    script = lab.holding("full9")
     subprocess.run(["dd", "if=/dev/zero", f"of={small_disk}/filler", "bs=4096"], capture_output=True)
-    node = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
     with pytest.raises(keeper.KeeperError, match="No space left on device"):
-        keeper.adopt(keeper.record("next9", [node], {}, None, 60.0), lab.env)
+        lab.adopt("next9", gpu=1)
     assert lab.records() == {"full9"}
     (small_disk / "filler").unlink()
     take_and_release(lab, "after9", 2)
