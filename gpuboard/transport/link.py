@@ -53,7 +53,6 @@ class Pending:
         return self._done.wait(max(0.0, timeout_s))
 
     def settle(self, answer: Reply | CallFailed | LinkLost) -> None:
-        """Set the answer, once."""
         self._answer = answer
         self._done.set()
 

@@ -14,8 +14,8 @@ import msgspec
 
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.transport.base import TransportError
+from gpuboard.transport.connector import LocalTransport
 from gpuboard.transport.link import AgentLink
-from gpuboard.transport.local import LocalTransport
 from tests.waiting import Clock
 
 SECRET = "5ecre7" * 5

@@ -21,7 +21,7 @@ from gpuboard.shellprobe import link as shelllink
 from gpuboard.shellprobe.link import ShellLink
 from gpuboard.shellprobe.script import COMMAND, SCRIPT
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
-from gpuboard.transport.local import LocalTransport
+from gpuboard.transport.connector import LocalTransport
 from tests.agent import still_there
 from tests.smi import FakeSmi
 from tests.sshd import children

@@ -280,11 +280,9 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         self._over = False
 
     def write(self, data: bytes) -> None:
-        """Send bytes."""
         self._in_loop(self._write, data)
 
     def close(self) -> None:
-        """Drop the connection."""
         self._over = True
         self._in_loop(self._drop)
 

@@ -77,7 +77,6 @@ class SshProcess:
         self._closed = threading.Event()
 
     def write(self, data: bytes) -> None:
-        """Send bytes."""
         with self._lock:
             if self.over:
                 return
@@ -87,7 +86,6 @@ class SshProcess:
                 self._attempt.child.write(data)
 
     def close(self) -> None:
-        """End the session."""
         with self._lock:
             self.over = True
             attempt = self._attempt

@@ -66,7 +66,6 @@ class Pace:
             raise
 
     def leave(self, turn: Turn, *, succeeded: bool) -> None:
-        """End a turn."""
         self._turns.discard(turn)
         if succeeded:
             took_s = self.now() - turn.began

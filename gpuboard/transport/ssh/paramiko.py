@@ -70,12 +70,10 @@ class ParamikoChannel:
         self._connection: paramiko.Transport | None = None
 
     def write(self, data: bytes) -> None:
-        """Send bytes."""
         if not self.over:
             self._unsent.put(data)
 
     def close(self) -> None:
-        """Drop the connection."""
         with self._lock:
             self.over = True
             connection = self._connection
