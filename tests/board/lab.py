@@ -65,27 +65,21 @@ def make_core(folder: Path, nodes: Sequence[Node] | None = None, settings: Setti
 
 
 @asynccontextmanager
-async def board(core: Core, size: tuple[int, int] = (120, 40)) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
-    """Run the app over ``core`` until the first scene in which every node has answered and is settled."""
+async def board(
+    core: Core, size: tuple[int, int] = (120, 40), *, twice: bool = False
+) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+    """Run the app over ``core`` until the first scene in which every node has answered and is settled.
+
+    ``twice``: over a core of ``SELDOM``, after a second reading of every node; no other comes by itself.
+    """
     app = BoardApp(core)
     try:
         async with app.run_test(size=size) as pilot:
-            await settle(pilot, lambda: ready(app))
-            yield app, pilot
-            core.close()
-            await pilot.pause()  # no scene comes any more while the screens are taken apart
-    finally:
-        core.close()
-
-
-@asynccontextmanager
-async def seen_twice(core: Core, size: tuple[int, int] = (120, 40)) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
-    """Run the app over a core of ``SELDOM``, after a second reading of every node; no other comes by itself."""
-    app = BoardApp(core)
-    try:
-        async with app.run_test(size=size) as pilot:
-            await settle(pilot, lambda: app.scene is not None and all(node.gpus for node in app.scene.snapshot.nodes))
-            core.fleet.refresh(core.fleet.names, 60)
+            if twice:
+                await settle(
+                    pilot, lambda: app.scene is not None and all(node.gpus for node in app.scene.snapshot.nodes)
+                )
+                core.fleet.refresh(core.fleet.names, 60)
             await settle(pilot, lambda: ready(app))
             yield app, pilot
             core.close()
@@ -119,6 +113,22 @@ def screen(app: object) -> str:
     assert isinstance(app, App)
     strips = app.screen._compositor.render_strips()
     return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
+
+
+def shown(app: BoardApp, *words: str) -> bool:
+    """Return whether all ``words`` are on the screen, also those wrapped in a box."""
+    text = " ".join(screen(app).replace("│", " ").split())
+    return all(word in text for word in words)
+
+
+def toasts(app: BoardApp) -> list[str]:
+    """Return the notifications, as ``title: message``."""
+    return [f"{toast.title}: {toast.message}" for toast in app._notifications]
+
+
+def told(app: BoardApp, *words: str) -> bool:
+    """Return whether one toast has all ``words``."""
+    return any(all(word in toast for word in words) for toast in toasts(app))
 
 
 def claims(folder: Path) -> list[str]:

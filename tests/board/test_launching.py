@@ -172,15 +172,6 @@ async def fill_all(pilot: Pilot[int], exp: Exp, command: str, **texts: str) -> N
     await fill(pilot, command=command, **texts)
 
 
-def shown(app: BoardApp, *words: str) -> bool:
-    text = " ".join(lab.screen(app).replace("│", " ").split())
-    return all(word in text for word in words)
-
-
-def told(app: BoardApp, *words: str) -> bool:
-    return any(all(word in f"{toast.title} {toast.message}" for word in words) for toast in app._notifications)
-
-
 def state(app: BoardApp) -> str:
     """Return the state of the run under the cursor."""
     entry = app.screen.entry if isinstance(app.screen, RunsScreen) and app.screen.query("#list") else None
@@ -196,14 +187,14 @@ async def test_marked_gpus_are_launched_on_and_given_back(exp: Exp) -> None:
         assert app.screen.query_one("#field-gpus", Input).value == "sim01:0"
         assert app.screen.query_one("#field-cpu", Tick).value, "simulated GPUs cannot compute"
         await fill_all(pilot, exp, "sleep.py")
-        await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0"))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: state(app) == "running")
         assert exp.claims() == ["sim01-0"]
-        await lab.settle(pilot, lambda: shown(app, "1 running", "1 GPU, 23h", "up"))
+        await lab.settle(pilot, lambda: lab.shown(app, "1 running", "1 GPU, 23h", "up"))
         await pilot.press("s")
         await pilot.press("y")
-        await lab.settle(pilot, lambda: told(app, "stopped"))
+        await lab.settle(pilot, lambda: lab.told(app, "stopped"))
         await lab.settle(pilot, lambda: exp.claims() == [])
 
 
@@ -217,12 +208,12 @@ async def test_a_lease_of_mine_is_launched_on_and_stays(exp: Exp) -> None:
         await lab.settle(pilot, lambda: app.scene is not None and lease in app.scene.by_lease)
         assert app.scene is not None
         open_launch(app, [gpu.uuid for gpu in allocation.lease.gpus])
-        await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog) and shown(app, f"Lease {lease}"))
+        await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog) and lab.shown(app, f"Lease {lease}"))
         await fill_all(pilot, exp, "end.py")
         await pilot.click("#commit")
         await lab.settle(pilot, lambda: state(app) == "done")
-        await lab.settle(pilot, lambda: told(app, "is done", "end.py ran", "2 ranks"))
-        assert shown(app, "sim01", "sim02", f"{lease}, 2 GPUs")
+        await lab.settle(pilot, lambda: lab.told(app, "is done", "end.py ran", "2 ranks"))
+        assert lab.shown(app, "sim01", "sim02", f"{lease}, 2 GPUs")
         assert exp.claims() == ["sim01-2", "sim02-0"]
         await asyncio.to_thread(core.operations.release, lease)
 
@@ -232,25 +223,25 @@ async def test_the_best_are_launched_on_and_a_failure_is_said_wherever_one_is(ex
         open_launch(app)
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
         await fill_all(pilot, exp, "fail.py", gpus="2", model="h100")
-        await lab.settle(pilot, lambda: shown(app, "Reserves sim01:2,3"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:2,3"))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen))
         await pilot.press("escape")
         await lab.settle(pilot, lambda: not isinstance(app.screen, RunsScreen))
-        await lab.settle(pilot, lambda: told(app, "failed", "exit code 1", "rank 1 (sim01:3) failed", "[/x]"))
+        await lab.settle(pilot, lambda: lab.told(app, "failed", "exit code 1", "rank 1 (sim01:3) failed", "[/x]"))
         await pilot.press("x")
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
         assert app.screen.query_one("#field-command", Input).value == "fail.py", "the next try begins with the last"
         await pilot.press("escape")
         await pilot.press("u")
-        await lab.settle(pilot, lambda: shown(app, "rank 1 (sim01:3) failed", "ValueError: [/x]"))
+        await lab.settle(pilot, lambda: lab.shown(app, "rank 1 (sim01:3) failed", "ValueError: [/x]"))
         await pilot.press("x")
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
         await fill_all(pilot, exp, "end.py", gpus="1")
         await pilot.press("enter")
-        await lab.settle(pilot, lambda: state(app) == "done" and shown(app, "end.py"))
+        await lab.settle(pilot, lambda: state(app) == "done" and lab.shown(app, "end.py"))
         await pilot.press("o")
-        await lab.settle(pilot, lambda: shown(app, "bye"))
+        await lab.settle(pilot, lambda: lab.shown(app, "bye"))
         await pilot.press("u")
         await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen))
         assert sum(isinstance(screen, RunsScreen) for screen in app.screen_stack) == 1
@@ -262,24 +253,24 @@ async def test_what_cannot_be_launched_is_said_in_the_dialog(exp: Exp) -> None:
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
         await fill_all(pilot, exp, "nothere.py")
         await pilot.press("enter")
-        await lab.settle(pilot, lambda: shown(app, "no file nothere.py in that"))
+        await lab.settle(pilot, lambda: lab.shown(app, "no file nothere.py in that"))
         assert isinstance(app.screen, LaunchDialog)
         await fill(pilot, command="sleep.py", gpus="sim01:1", folder="/no/such")
-        await lab.settle(pilot, lambda: shown(app, "no such folder", "Not now: sim01:1 is busy"))
+        await lab.settle(pilot, lambda: lab.shown(app, "no such folder", "Not now: sim01:1 is busy"))
         await fill(pilot, folder=str(exp.work))
         await pilot.press("enter")
-        await lab.settle(pilot, lambda: shown(app, "Not launched: sim01:1 is busy: bob"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Not launched: sim01:1 is busy: bob"))
         await pilot.pause(1.5)
-        assert shown(app, "Not launched: sim01:1 is busy: bob"), "it stays until something is typed"
+        assert lab.shown(app, "Not launched: sim01:1 is busy: bob"), "it stays until something is typed"
         await fill(pilot, gpus="zzzz")
-        assert shown(app, "write 2, gpu01:0,3 or your lease")
-        assert not shown(app, "Not launched")
+        assert lab.shown(app, "write 2, gpu01:0,3 or your lease")
+        assert not lab.shown(app, "Not launched")
         assert list(app._notifications) == [], "the dialog shows it, so there is no toast"
         await fill(pilot, gpus="1", python="/no/such/python")
         await pilot.press("enter")
         await lab.settle(pilot, lambda: state(app) == "failed")
-        await lab.settle(pilot, lambda: shown(app, "exit code 7", "/no/such/python"))
-        await lab.settle(pilot, lambda: told(app, "failed", "/no/such/python"))
+        await lab.settle(pilot, lambda: lab.shown(app, "exit code 7", "/no/such/python"))
+        await lab.settle(pilot, lambda: lab.told(app, "failed", "/no/such/python"))
         assert exp.claims() == []
 
 
@@ -301,11 +292,11 @@ async def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
         await fill_all(pilot, exp, "sleep.py")
         await fill(pilot, command="nothere.py")
         await pilot.press("enter")
-        await lab.settle(pilot, lambda: asked and shown(app, "Reserves sim02:0"))
+        await lab.settle(pilot, lambda: asked and lab.shown(app, "Reserves sim02:0"))
         assert isinstance(app.screen, LaunchDialog)
         assert len(asked) == 1, "one look at a time"
         answers.set()
-        await lab.settle(pilot, lambda: shown(app, "no file nothere.py in that"))
+        await lab.settle(pilot, lambda: lab.shown(app, "no file nothere.py in that"))
         assert not app.screen.busy
         assert exp.entries() == []
         await fill(pilot, command="end.py")

@@ -58,10 +58,6 @@ def grid(app: BoardApp) -> str | None:
     return app.screen._grid.cursor if isinstance(app.screen, LeasesScreen) else None
 
 
-def notes(app: BoardApp) -> list[str]:
-    return [f"{note.title}: {note.message}" for note in app._notifications]
-
-
 def row(app: BoardApp, word: str) -> str:
     [line] = [line for line in lab.screen(app).splitlines()[1:-4] if word in line]
     return line
@@ -129,7 +125,7 @@ def test_releases_when_that_is_meant(tmp_path: Path) -> None:
         await pilot.press("y")
         await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
         await lab.settle(pilot, lambda: "No GPU is reserved." in lab.screen(app))
-        await lab.settle(pilot, lambda: any(note.startswith(f"Released: {lease}: sim01:") for note in notes(app)))
+        await lab.settle(pilot, lambda: any(note.startswith(f"Released: {lease}: sim01:") for note in lab.toasts(app)))
 
     with_leases(tmp_path, [(2, 3600, "")], test, (80, 24))
 
@@ -160,7 +156,7 @@ def test_renews(tmp_path: Path) -> None:
         await pilot.press("enter")
         await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
         await lab.settle(pilot, lambda: app.scene and next(iter(app.scene.by_lease.values())).remaining_s > 10700)
-        await lab.settle(pilot, lambda: any(note.startswith("Renewed: ") for note in notes(app)))
+        await lab.settle(pilot, lambda: any(note.startswith("Renewed: ") for note in lab.toasts(app)))
 
     with_leases(tmp_path, [(1, 3600, "")], test, (80, 24))
 
@@ -187,8 +183,8 @@ async def test_without_leases_it_says_how_to_get_one(tmp_path: Path) -> None:
     async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
         for key in ("d", "n", "y"):
             await pilot.press(key)
-        await lab.settle(pilot, lambda: len(notes(app)) == 3)
-        assert set(notes(app)) == {": no lease selected; r reserves"}
+        await lab.settle(pilot, lambda: len(lab.toasts(app)) == 3)
+        assert set(lab.toasts(app)) == {": no lease selected; r reserves"}
         await pilot.press("r")
         await lab.settle(pilot, lambda: isinstance(app.screen, ReserveDialog))
         await pilot.press("escape", "l")
@@ -239,15 +235,15 @@ async def test_idle_and_rogue_ones_are_marked_with_names_and_others_are_left_alo
         assert "Not read, leases there are missing: gpu02" in text
         assert "idle" in row(app, "aaaaaa")
         assert "alice from login1, pid 9 ?; " in text
-        assert all(words in row(app, "bbbbbb") for words in ("rogue: eve", "pid 4194304 gone"))
+        assert all(words in row(app, "bbbbbb") for words in ("rogue: eve", "pid 4194304 ended"))
         assert "2 leases · 2 GPUs · 1 yours · 1 idle · 1 with a rogue process" in text
         await pilot.press("end")
         await lab.settle(pilot, lambda: (grid(app) or "").startswith("bbbbbb"))
         assert "rogue on gpu01:1: eve's process 4001  python train.py" in lab.screen(app)
         await pilot.press("d", "n")
-        await lab.settle(pilot, lambda: len(notes(app)) == 2)
+        await lab.settle(pilot, lambda: len(lab.toasts(app)) == 2)
         assert isinstance(app.screen, LeasesScreen)
-        assert notes(app) == [
+        assert lab.toasts(app) == [
             ": lease bbbbbb belongs to bob; only the owner or root can release it",
             ": lease bbbbbb belongs to bob; only the owner can renew it",
         ]
@@ -255,7 +251,6 @@ async def test_idle_and_rogue_ones_are_marked_with_names_and_others_are_left_alo
 
 @other.needs_root
 async def test_root_may_end_somebody_elses(tmp_path: Path) -> None:
-    lab.claims_folder(tmp_path)
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
     core = lab.make_core(tmp_path, nodes)
     async with lab.board(core, (80, 24)) as (app, pilot):

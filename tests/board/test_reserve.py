@@ -51,11 +51,6 @@ async def open_for(app: BoardApp, pilot: Pilot[int], which: Sequence[str]) -> Re
     return app.screen
 
 
-def shown(app: BoardApp, *words: str) -> bool:
-    text = " ".join(lab.screen(app).replace("│", " ").split())
-    return all(word in text for word in words)
-
-
 async def test_the_toast_has_the_messages_about_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_script(tmp_path / "script", [Gpu(remap=(1, 0))])
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library()))
@@ -63,9 +58,9 @@ async def test_the_toast_has_the_messages_about_the_lease(tmp_path: Path, monkey
     core = lab.make_core(tmp_path, [Node(name="here", host=None, claims_dir=str(lab.claims_folder(tmp_path)))])
     async with lab.board(core) as (app, pilot):
         await open_for(app, pilot, uuids(app, "here", 0))
-        await lab.settle(pilot, lambda: shown(app, "Reserves here:0"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Reserves here:0"))
         await pilot.press("enter")
-        await lab.settle(pilot, lambda: any("here:0 is sick: row" in note.message for note in app._notifications))
+        await lab.settle(pilot, lambda: lab.told(app, "here:0 is sick: row"))
         end_all(core)
 
 
@@ -78,7 +73,7 @@ async def test_reserves_the_selected_gpus(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     async with lab.board(core) as (app, pilot):
         await pilot.press("r")
-        await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0"))
         await fill(pilot, "for", "90m")
         await fill(pilot, "purpose", "a [b]test[/b]")
         await pilot.press("enter")
@@ -101,9 +96,9 @@ async def test_the_policy_picks_the_best_n_and_says_why(tmp_path: Path) -> None:
     async with lab.board(core, (80, 24)) as (app, pilot):
         await open_for(app, pilot, [])
         await fill(pilot, "gpus", "2")
-        await lab.settle(pilot, lambda: shown(app, "Reserves sim01:2,3", "linked by 18 NVLinks"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:2,3", "linked by 18 NVLinks"))
         await fill(pilot, "model", "l40")
-        await lab.settle(pilot, lambda: shown(app, "Reserves sim02:0,1", "2 of 2 free"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim02:0,1", "2 of 2 free"))
         await pilot.click("#commit")
         await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 2)
         assert [claim.split()[1] for claim in lab.claims(tmp_path)] == ["sim02-0", "sim02-1"]
@@ -117,11 +112,11 @@ async def test_says_why_not_and_what_would_work(tmp_path: Path) -> None:
         await open_for(app, pilot, [])
         await fill(pilot, "gpus", "4")
         await fill(pilot, "nodes", "1")
-        await lab.settle(pilot, lambda: shown(app, "Not now:", "Nearest: at most 2 nodes"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Not now:", "Nearest: at most 2 nodes"))
         assert "--" not in lab.screen(app)
         await pilot.press("enter")
         await fill(pilot, "gpus", "5")
-        await lab.settle(pilot, lambda: shown(app, "Impossible here:"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Impossible here:"))
         await pilot.press("enter")
         await pilot.press("escape")
         assert lab.claims(tmp_path) == []
@@ -150,25 +145,24 @@ async def test_checks_what_is_typed(tmp_path: Path) -> None:
             await pilot.pause()
             assert dialog.wrong() == {}
         await fill(pilot, "gpus", "nowhere:0")
-        await lab.settle(pilot, lambda: shown(app, "no node 'nowhere' in scope"))
+        await lab.settle(pilot, lambda: lab.shown(app, "no node 'nowhere' in scope"))
         await pilot.press("enter", "escape")
         assert lab.claims(tmp_path) == []
 
 
 @other.needs_root
 async def test_somebody_was_quicker_and_the_next_best_set_is_offered(tmp_path: Path) -> None:
-    lab.claims_folder(tmp_path)
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
     core = lab.make_core(tmp_path, nodes, lab.SELDOM)  # what the board shows is older than the race
-    async with lab.seen_twice(core) as (app, pilot):
+    async with lab.board(core, twice=True) as (app, pilot):
         with other.somebody(tmp_path, nodes[0]) as agent:
             await open_for(app, pilot, uuids(app, "sim01", 0, 2))
-            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,2"))
+            await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0,2"))
             other.take(agent, "abcdef", uuids(app, "sim01", 2))
             await pilot.press("enter")
-            await lab.settle(pilot, lambda: shown(app, "Not reserved: sim01:2 is reserved", "nobody"))
+            await lab.settle(pilot, lambda: lab.shown(app, "Not reserved: sim01:2 is reserved", "nobody"))
             assert lab.claims(tmp_path) == ["abcdef: sim01-2"]
-            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,3"))
+            await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0,3"))
             assert value(app, "gpus") == "sim01:0,3"
             await pilot.press("enter")
             await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
@@ -181,18 +175,17 @@ async def test_somebody_was_quicker_and_the_next_best_set_is_offered(tmp_path: P
 
 @other.needs_root
 async def test_when_no_other_set_is_left_it_says_so(tmp_path: Path) -> None:
-    lab.claims_folder(tmp_path)
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
     core = lab.make_core(tmp_path, nodes, lab.SELDOM)
-    async with lab.seen_twice(core) as (app, pilot):
+    async with lab.board(core, twice=True) as (app, pilot):
         with other.somebody(tmp_path, nodes[0]) as agent:
             await open_for(app, pilot, [])
             await fill(pilot, "gpus", "3")
             await fill(pilot, "model", "H100")
-            await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,2,3"))
+            await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0,2,3"))
             other.take(agent, "abcdef", uuids(app, "sim01", 2))
             await pilot.press("enter")
-            await lab.settle(pilot, lambda: shown(app, "Not reserved: sim01:2 is reserved", "Nearest: 2 GPUs"))
+            await lab.settle(pilot, lambda: lab.shown(app, "Not reserved: sim01:2 is reserved", "Nearest: 2 GPUs"))
             assert lab.claims(tmp_path) == ["abcdef: sim01-2"]
             await pilot.press("escape")
 
@@ -210,7 +203,7 @@ async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int
     """Reserve over two nodes, the second of which hangs within the block; yield its pid. Nothing is left afterwards."""
     await open_for(app, pilot, [])
     await fill(pilot, "gpus", "5")
-    await lab.settle(pilot, lambda: shown(app, "Reserves sim01:0,2,3@sim02:0,1"))
+    await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0,2,3@sim02:0,1"))
     pid = hung(core, "sim02")
     try:
         await pilot.press("enter")

@@ -31,11 +31,6 @@ def nodes(folder: Path) -> list[Node]:
     return [Node(name="gpu01", host=None, claims_dir=str(lab.claims_folder(folder)))]
 
 
-def shown(app: BoardApp, *words: str) -> bool:
-    text = " ".join(lab.screen(app).replace("│", " ").split())
-    return all(word in text for word in words)
-
-
 def gpuboard(folder: Path, *args: str) -> str:
     env = lab.environment(folder) | {"GPUBOARD_CLAIMS_DIR": str(folder / "claims")}
     env |= {name: os.environ[name] for name in ("FAKE_NVML", "LD_LIBRARY_PATH")}
@@ -50,13 +45,15 @@ def picks(app: BoardApp, *indexes: int) -> list[str]:
 
 async def test_another_gpuboard_was_quicker(tmp_path: Path, script: Path) -> None:
     core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
-    async with lab.seen_twice(core) as (app, pilot):
+    async with lab.board(core, twice=True) as (app, pilot):
         open_reserve(app, picks(app, 0, 1))
-        await lab.settle(pilot, lambda: shown(app, "Reserves gpu01:0,1"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Reserves gpu01:0,1"))
         allocate = ("allocate", "--gpus", "1", "--detach", "--for", "1h", "--purpose", "quick", "--format", "json")
         await asyncio.to_thread(gpuboard, tmp_path, *allocate)
         await pilot.press("enter")
-        await lab.settle(pilot, lambda: shown(app, "Not reserved: gpu01:1 is reserved", "quick", "Reserves gpu01:0,2"))
+        await lab.settle(
+            pilot, lambda: lab.shown(app, "Not reserved: gpu01:1 is reserved", "quick", "Reserves gpu01:0,2")
+        )
         assert len(list((tmp_path / "claims").glob("gpuboard.GPU-*"))) == 1
         await pilot.press("enter")
         await lab.settle(pilot, lambda: not isinstance(app.screen, ReserveDialog))
@@ -67,13 +64,13 @@ async def test_another_gpuboard_was_quicker(tmp_path: Path, script: Path) -> Non
 
 async def test_a_process_moved_in(tmp_path: Path, script: Path) -> None:
     core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
-    async with lab.seen_twice(core) as (app, pilot):
+    async with lab.board(core, twice=True) as (app, pilot):
         open_reserve(app, picks(app, 2))
-        await lab.settle(pilot, lambda: shown(app, "Reserves gpu01:2"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Reserves gpu01:2"))
         gpus = [Gpu(), Gpu(), Gpu(used=3 * GIB, processes=(("compute", os.getpid(), 3 * GIB),)), Gpu()]
         write_script(script, gpus, seed=str(tmp_path))
         await pilot.press("enter")
-        await lab.settle(pilot, lambda: shown(app, "Not reserved: gpu01:2 is busy", str(os.getpid())))
-        await lab.settle(pilot, lambda: shown(app, "Reserves gpu01:0"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Not reserved: gpu01:2 is busy", str(os.getpid())))
+        await lab.settle(pilot, lambda: lab.shown(app, "Reserves gpu01:0"))
         assert list((tmp_path / "claims").glob("gpuboard.GPU-*")) == []
         await pilot.press("escape")

@@ -217,11 +217,6 @@ async def opened(
         yield app, pilot, app.screen
 
 
-def shown(app: BoardApp, *words: str) -> bool:
-    text = " ".join(lab.screen(app).replace("│", " ").split())
-    return all(word in text for word in words)
-
-
 def counted_down(app: BoardApp, words: str) -> bool:
     """Return whether the countdown of a stop with ten minutes of grace is shown, at any second, with ``words``."""
     text = " ".join(lab.screen(app).replace("│", " ").split())
@@ -229,14 +224,9 @@ def counted_down(app: BoardApp, words: str) -> bool:
     return found is not None and 599 <= int(found[1]) + int(found[2]) <= 601
 
 
-def told(app: BoardApp, *words: str) -> bool:
-    """Return whether one toast has all ``words``."""
-    return any(all(word in f"{toast.title} {toast.message}" for word in words) for toast in app._notifications)
-
-
 async def test_without_runs_it_says_how_to_make_one(tmp_path: Path) -> None:
     async with opened(tmp_path, (80, 24)) as (app, pilot, _):
-        assert shown(app, "No runs yet.", "x launches", "the best free GPUs.", "gpuboard launch --n 2 train.py")
+        assert lab.shown(app, "No runs yet.", "x launches", "the best free GPUs.", "gpuboard launch --n 2 train.py")
         await pilot.press("s", "o", "enter")
         assert isinstance(app.screen, RunsScreen)
         await pilot.press("escape")
@@ -257,14 +247,14 @@ async def test_a_failed_run_is_shown_rank_by_rank_with_the_reason(
     keep(env, view("rbad2345", "failed", exit_code=1, ranks=ranks, verdicts=[verdict]))
     keep(env, view("rgood234", "done", exit_code=0, started=iso(made_at() - 60)))
     async with opened(tmp_path, size) as (app, pilot, _):
-        await lab.settle(pilot, lambda: shown(app, "rank 1 (gpu01:5) failed: ValueError: [/x] bad at train.py:41"))
-        assert shown(app, "rbad2345 failed", "rgood234 done", "1 killed, 1 failed", "loss 0.3", "漢字 bad")
+        await lab.settle(pilot, lambda: lab.shown(app, "rank 1 (gpu01:5) failed: ValueError: [/x] bad at train.py:41"))
+        assert lab.shown(app, "rbad2345 failed", "rgood234 done", "1 killed, 1 failed", "loss 0.3", "漢字 bad")
         await pilot.press("down")
-        await lab.settle(pilot, lambda: shown(app, "done, exit code 0; ranks: 2 running"))
+        await lab.settle(pilot, lambda: lab.shown(app, "done, exit code 0; ranks: 2 running"))
 
 
 def logged(app: BoardApp, rank: int) -> bool:
-    return isinstance(app.screen, LogScreen) and shown(app, f"hello of {rank}")
+    return isinstance(app.screen, LogScreen) and lab.shown(app, f"hello of {rank}")
 
 
 async def test_the_log_of_the_failed_rank_opens_and_any_by_choice(tmp_path: Path, env: dict[str, str]) -> None:
@@ -273,7 +263,7 @@ async def test_the_log_of_the_failed_rank_opens_and_any_by_choice(tmp_path: Path
     for rank in range(2):
         (folder / f"rank-{rank}.out").write_text(f"hello of {rank}\n")
     async with opened(tmp_path) as (app, pilot, screen):
-        await lab.settle(pilot, lambda: shown(app, "rank 1 failed"))
+        await lab.settle(pilot, lambda: lab.shown(app, "rank 1 failed"))
         steps = [(("enter",), 1), (("o",), 1), (("tab", "enter"), 0), (("down", "o"), 1)]
         for keys, rank in steps:
             await pilot.press(*keys)
@@ -290,11 +280,11 @@ async def test_new_runs_and_states_appear_while_the_cursor_stays(tmp_path: Path,
     async with opened(tmp_path) as (app, pilot, screen):
         await lab.settle(pilot, lambda: screen.entry is not None)
         keep(env, view("rtwo", started=iso(made_at() + 60)))
-        await lab.settle(pilot, lambda: shown(app, "rtwo running"))
+        await lab.settle(pilot, lambda: lab.shown(app, "rtwo running"))
         assert screen.entry is not None
         assert screen.entry.view.id == "rone"
         keep(env, view("rone", "done", exit_code=0))
-        await lab.settle(pilot, lambda: shown(app, "rone done", "done, exit code 0"))
+        await lab.settle(pilot, lambda: lab.shown(app, "rone done", "done, exit code 0"))
         assert screen.entry.view.id == "rone"
 
 
@@ -302,11 +292,11 @@ async def test_a_run_of_another_host_or_an_ended_one_is_not_stopped(tmp_path: Pa
     keep(env, view("rfar", head=NOBODY, started=iso(made_at() + 60)))
     keep(env, view("rdone", "done"))
     async with opened(tmp_path) as (app, pilot, _):
-        await lab.settle(pilot, lambda: shown(app, "its head is on login2"))
+        await lab.settle(pilot, lambda: lab.shown(app, "its head is on login2"))
         await pilot.press("s")
-        await lab.settle(pilot, lambda: told(app, "gpuboard stop rfar` there"))
+        await lab.settle(pilot, lambda: lab.told(app, "gpuboard stop rfar` there"))
         await pilot.press("down", "s")
-        await lab.settle(pilot, lambda: told(app, "rdone has ended already: done"))
+        await lab.settle(pilot, lambda: lab.told(app, "rdone has ended already: done"))
         assert isinstance(app.screen, RunsScreen)
 
 
@@ -326,7 +316,7 @@ async def beside(launch: Launch, folder: Path) -> AsyncIterator[tuple[BoardApp, 
     (Path(board["XDG_STATE_HOME"]) / "gpuboard").parent.mkdir(parents=True, exist_ok=True)
     os.symlink(launch.folder / "state" / "gpuboard", Path(board["XDG_STATE_HOME"]) / "gpuboard")
     async with opened(folder) as (app, pilot, screen):
-        await lab.settle(pilot, lambda: screen.entry is not None and shown(app, "2 running"))
+        await lab.settle(pilot, lambda: screen.entry is not None and lab.shown(app, "2 running"))
         yield app, pilot
 
 
@@ -334,7 +324,7 @@ def test_a_run_is_stopped_after_a_question_and_its_end_is_told_wherever_one_is(t
     async def scenario(launch: Launch) -> None:
         async with beside(launch, tmp_path) as (app, pilot):
             await pilot.press("s")
-            await lab.settle(pilot, lambda: isinstance(app.screen, StopConfirm) and shown(app, "SIGKILL after 20s"))
+            await lab.settle(pilot, lambda: isinstance(app.screen, StopConfirm) and lab.shown(app, "SIGKILL after 20s"))
             await pilot.press("enter")
             await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen))
             assert launch.view().state == "running", "enter leaves it be"
@@ -344,7 +334,7 @@ def test_a_run_is_stopped_after_a_question_and_its_end_is_told_wherever_one_is(t
             await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen))
             await pilot.press("escape")
             await lab.settle(pilot, lambda: not isinstance(app.screen, RunsScreen))
-            await lab.settle(pilot, lambda: told(app, f"Run {launch.view().id} stopped", "stopped from the board"))
+            await lab.settle(pilot, lambda: lab.told(app, f"Run {launch.view().id} stopped", "stopped from the board"))
 
     with Launch(tmp_path, SLEEP, "--grace", "20s") as launch:
         asyncio.run(scenario(launch))
@@ -362,7 +352,7 @@ def test_a_run_that_ignores_it_is_counted_down_and_killed_at_once_by_the_mouse(t
             await pilot.press("s")
             await lab.settle(pilot, lambda: isinstance(app.screen, StopConfirm))
             await pilot.click("#kill")
-            await lab.settle(pilot, lambda: shown(app, "stopped, exit code 143; ranks: 2 killed"))
+            await lab.settle(pilot, lambda: lab.shown(app, "stopped, exit code 143; ranks: 2 killed"))
 
     began = Stopwatch()
     with Launch(tmp_path, IGNORE, "--grace", "10m") as launch:

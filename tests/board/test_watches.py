@@ -13,7 +13,6 @@ import msgspec
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from gpuboard.board.app import BoardApp
 from gpuboard.board.dialogs.base import Tick
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.watches import Watch, WatchDialog, WatchesScreen, holds
@@ -24,10 +23,6 @@ from tests.board import lab, made, other
 from tests.board.pty_lab import Terminal
 from tests.nvml import Gpu, library, write_script
 from tests.waiting import until
-
-
-def notes(app: BoardApp) -> list[str]:
-    return [f"{note.title}: {note.message}" for note in app._notifications]
 
 
 async def fill(pilot: Pilot[int], **texts: str) -> None:
@@ -54,7 +49,7 @@ async def test_tells_when_so_many_are_free(tmp_path: Path) -> None:
         assert (len(app.watches.active), rung) == (1, [])
         core.operations.release(taken.lease.id)
         await lab.settle(pilot, lambda: not app.watches.active)
-        assert notes(app)[-1] == "Available: 2 free l40s on one node: sim02:0,1"
+        assert lab.toasts(app)[-1] == "Available: 2 free l40s on one node: sim02:0,1"
         assert rung == [1]
         await lab.settle(pilot, lambda: "watching" not in lab.screen(app))
         assert lab.claims(tmp_path) == []
@@ -75,7 +70,7 @@ async def test_reserves_at_once(tmp_path: Path) -> None:
         claims = lab.claims(tmp_path)
         assert len(claims) == 2
         [lease] = {claim.split(":")[0] for claim in claims}
-        assert any(note.startswith(f"Reserved: {lease}: sim01:") for note in notes(app))
+        assert any(note.startswith(f"Reserved: {lease}: sim01:") for note in lab.toasts(app))
         await lab.settle(pilot, lambda: lease in core.scene().by_lease)
         found = core.scene().by_lease[lease]
         assert (found.purpose, 1100 < found.remaining_s <= 1200) == ("waited", True)
@@ -84,10 +79,9 @@ async def test_reserves_at_once(tmp_path: Path) -> None:
 
 @other.needs_root
 async def test_goes_on_when_somebody_was_quicker(tmp_path: Path) -> None:
-    lab.claims_folder(tmp_path)
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
     core = lab.make_core(tmp_path, nodes, lab.SELDOM)  # readings come when the test wants them
-    async with lab.seen_twice(core) as (app, pilot):
+    async with lab.board(core, twice=True) as (app, pilot):
         assert app.scene is not None
         with other.somebody(tmp_path, nodes[0]) as agent:
             other.take(agent, "abcdef", [app.scene.nodes["sim01"].gpus[0].uuid])
@@ -121,7 +115,7 @@ async def test_a_reservation_that_hangs_holds_no_watch_up_and_is_given_back_when
         finally:
             os.kill(hello.pid, signal.SIGCONT)
         await lab.settle(pilot, lambda: core.operations._reserving == set() and lab.claims(tmp_path) == [])
-        assert len(notes(app)) == 1
+        assert len(lab.toasts(app)) == 1
 
 
 async def test_tells_when_a_lease_ends(tmp_path: Path) -> None:
@@ -135,7 +129,7 @@ async def test_tells_when_a_lease_ends(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: len(app.watches.active) == 1)
         core.operations.release(taken.lease.id)
         await lab.settle(pilot, lambda: not app.watches.active)
-        assert notes(app)[-1].startswith(f"Ended: lease {taken.lease.id} ends (")
+        assert lab.toasts(app)[-1].startswith(f"Ended: lease {taken.lease.id} ends (")
 
 
 async def test_tells_when_a_run_ends(tmp_path: Path) -> None:
@@ -151,7 +145,7 @@ async def test_tells_when_a_run_ends(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: len(app.watches.active) == 1)
         folder.keep("state.json", msgspec.structs.replace(view, state="failed", exit_code=1))
         await lab.settle(pilot, lambda: not app.watches.active)
-        assert notes(app)[-1].startswith("Ended: run r7k2m ends: failed: train.py")
+        assert lab.toasts(app)[-1].startswith("Ended: run r7k2m ends: failed: train.py")
 
 
 async def test_a_lease_under_the_cursor(tmp_path: Path) -> None:

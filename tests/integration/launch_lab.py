@@ -175,6 +175,16 @@ class Launch:
             raise AssertionError(f"ended without {what}; out: {self.text['out']} err: {self.text['err']}")
 
 
+def wait_up(process: subprocess.Popen[str], times: int) -> None:
+    """Read the launch's stdout until ``times`` ranks have printed that they are up."""
+    assert process.stdout is not None
+    seen = 0
+    while seen < times:
+        line = process.stdout.readline()
+        assert line, process.stderr.read() if process.stderr else ""
+        seen += "] up" in line
+
+
 def parent(pid: int) -> int:
     """Return the pid of a process's parent."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

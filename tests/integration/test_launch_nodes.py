@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.hosts import ADDRESSES, Host, Running
-from tests.integration.launch_lab import FAMILY, SLEEP, write_torch
+from tests.integration.launch_lab import FAMILY, SLEEP, wait_up, write_torch
 from tests.nodes import Cluster
 from tests.nvml import Gpu
 from tests.waiting import Stopwatch, until
@@ -97,16 +97,6 @@ def left(lab: Cluster) -> list[tuple[str, ...]]:
 def wait_left(lab: Cluster, timeout_s: float) -> None:
     """Wait until both nodes are without processes of the run."""
     until(lambda: not left(lab), "both nodes are empty", timeout_s)
-
-
-def wait_up(process: Running, times: int) -> None:
-    """Read the launch's stdout until ``times`` ranks have printed that they are up."""
-    assert process.stdout is not None
-    seen = 0
-    while seen < times:
-        line = process.stdout.readline()
-        assert line, process.stderr.read() if process.stderr else ""
-        seen += "] up" in line
 
 
 def test_an_exception_on_one_node_ends_both_within_two_seconds(lab: Cluster) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from gpuboard.transport.base import CallFailed
+from tests.integration.launch_lab import parent
 from tests.integration.ranks_driver import Node, carriers, go, launch_config, node, wait_gone, with_fake_torch
 from tests.waiting import Stopwatch, until
 
@@ -42,10 +43,6 @@ def folder(tmp_path: Path) -> Path:
 
 def ready(node: Node) -> bool:
     return "ready" in node.text()
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def family(node: Node) -> tuple[int, int, set[int]]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.launch_lab import parent
 from tests.integration.ranks_driver import go, node, with_fake_torch
-from tests.integration.test_ranks import parent, wait_dead
+from tests.integration.test_ranks import wait_dead
 
 SLEEP = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
 WORDS = {"reason": "Slurm is ending job 7: it was cancelled, or it reached its time limit"}

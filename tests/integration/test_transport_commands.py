@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts import Host, Running
-from tests.integration.launch_lab import FAMILY, write_torch
+from tests.hosts import Host
+from tests.integration.launch_lab import FAMILY, wait_up, write_torch
 from tests.integration.transport_lab import Lab, lab
 from tests.nodes import Cluster
 from tests.waiting import until
@@ -82,12 +82,3 @@ def test_a_command_runs_where_its_gpus_are(home: Lab) -> None:
     command = "echo $(hostname) $CUDA_VISIBLE_DEVICES; cat; exit 9"
     done = home.here.run(["gpuboard", "run", "--n", "3", "--", "sh", "-c", command], stdin="from stdin\n")
     assert (done.returncode, done.stdout) == (9, "gpu01 0,1,2\nfrom stdin\n"), done.stderr
-
-
-def wait_up(process: Running, times: int) -> None:
-    assert process.stdout is not None
-    seen = 0
-    while seen < times:
-        line = process.stdout.readline()
-        assert line, process.stderr.read() if process.stderr else ""
-        seen += "] up" in line
