@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gpuboard.errors import GpuboardError, UsageError
@@ -119,9 +118,7 @@ class Lease:
             os.environ[name] = value
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _restore(self) -> None:

@@ -285,7 +285,6 @@ class BoardApp(CrashHookApp):
     # Actions
 
     def action_help(self) -> None:
-        """Open the help screen."""
         from gpuboard.board.screens.help import HelpScreen  # late: it loads the other screens
 
         if not isinstance(self.screen, HelpScreen):
@@ -316,7 +315,6 @@ class BoardApp(CrashHookApp):
         return AwaitComplete() if isinstance(self.screen, ClusterScreen) else super().pop_screen()
 
     def action_runs(self) -> None:
-        """Show the runs."""
         self.open_runs()
 
     def open_runs(self, run: str | None = None) -> None:
@@ -332,11 +330,9 @@ class BoardApp(CrashHookApp):
             self.screen.jump(run)
 
     def open_gpu(self, uuid: str) -> None:
-        """Show one GPU."""
         self.push_screen(GpuScreen(uuid))
 
     def open_node(self, name: str) -> None:
-        """Show one node."""
         self.push_screen(NodeScreen(name))
 
     def action_theme(self) -> None:
@@ -344,7 +340,6 @@ class BoardApp(CrashHookApp):
         self.push_screen(SafePalette(providers=[Themes], placeholder="Theme…"))
 
     def action_command_palette(self) -> None:
-        """Open the palette."""
         if not isinstance(self.screen, CommandPalette):
             self.push_screen(SafePalette())
 

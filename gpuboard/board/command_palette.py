@@ -23,7 +23,6 @@ class UseTheme:
         self.name = name
 
     def __call__(self) -> None:
-        """Use the theme."""
         self.board.use_theme(self.name)
 
 

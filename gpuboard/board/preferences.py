@@ -25,7 +25,6 @@ class Preferences(msgspec.Struct, frozen=True):
 
 
 def path(env: Mapping[str, str]) -> Path:
-    """Return the file's path."""
     return paths.state_dir(env) / "board.json"
 
 

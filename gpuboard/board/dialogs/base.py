@@ -96,17 +96,14 @@ class Tick(Static, can_focus=True):
         self.value = value
 
     def render(self) -> Text:
-        """Draw the mark."""
         return Text("[x] yes" if self.value else "[ ] no")
 
     def action_tick(self) -> None:
-        """Change it."""
         self.value = not self.value
         self.refresh()
         self.post_message(self.Changed())
 
     def on_click(self, event: Click) -> None:
-        """Change it."""
         event.stop()
         self.action_tick()
 
@@ -144,7 +141,6 @@ class Box(ModalScreen[T]):
         return cast("BoardApp", self.app)
 
     def compose(self) -> ComposeResult:
-        """Title, content, buttons."""
         self.set_class(self.board.look.glyphs is ASCII, "-ascii")
         with Vertical(id="box"):
             yield Static(self._heading, id="title", markup=False)
@@ -220,7 +216,6 @@ class Dialog(Box[T]):
             yield Static("", id="words", markup=False)
 
     def buttons(self) -> Iterator[Button]:
-        """Cancel and the verb."""
         yield Button(Content("Cancel"), id="cancel", compact=True)
         yield Button(Content(self.verb), id="commit", variant="primary", compact=True)
 
@@ -350,7 +345,6 @@ class Confirm(Box[bool]):
             yield Static(self._detail, markup=False)
 
     def buttons(self) -> Iterator[Button]:
-        """Cancel and the verb."""
         yield Button(Content("Cancel"), id="cancel", compact=True)
         yield Button(Content(f"{self._verb} (y)"), id="yes", variant="error", compact=True)
 
@@ -364,7 +358,6 @@ class Confirm(Box[bool]):
         self.dismiss(event.button.id == "yes")
 
     def action_yes(self) -> None:
-        """Confirm."""
         self.dismiss(True)
 
     def action_cancel(self) -> None:

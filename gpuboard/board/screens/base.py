@@ -35,7 +35,6 @@ class BoardScreen(Screen[None]):
         return cast("BoardApp", self.app)
 
     def on_mount(self) -> None:
-        """Mount the notice."""
         if self.NOTICE and self.is_attached:  # false where it was closed before it was drawn
             self.mount(Notice(), before=0)
 
@@ -59,9 +58,7 @@ class BoardScreen(Screen[None]):
 
     def restyle(self) -> None:
         """Redraw everything with the new ``app.look``."""
-        if self.board.scene is not None:
-            self.notice(self.board.scene)
-            self.show(self.board.scene)
+        self.on_screen_resume()
 
     def go_to(self, key: str) -> None:
         """Put the cursor on a node (``node:NAME``) or a GPU (its UUID), if this screen has a row for it."""

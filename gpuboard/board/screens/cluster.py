@@ -268,7 +268,6 @@ class ClusterScreen(ActingScreen):
         self._change(sort=sort, reverse=sort in _DOWN_FIRST)
 
     def action_reverse(self) -> None:
-        """Reverse the order."""
         self._change(sort=self.view.sort or "node", reverse=not self.view.reverse)
 
     def action_group(self) -> None:
@@ -304,7 +303,6 @@ class ClusterScreen(ActingScreen):
     # The filter
 
     def action_filter(self) -> None:
-        """Open the filter's field."""
         box = self.query_one("#filter", Input)
         box.add_class("-open")
         box.disabled = False

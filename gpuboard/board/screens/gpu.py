@@ -133,7 +133,6 @@ class GpuPanel(VerticalScroll, can_focus=False):
         self._memory: Memory | None = None
 
     def compose(self) -> ComposeResult:
-        """One pane."""
         yield Pane()
 
     def show_gpu(self, scene: Scene, uuid: str | None, history: History, glyphs: Glyphs) -> None:
@@ -270,13 +269,11 @@ class GpuScreen(ActingScreen):
             self.show(scene)
 
     def action_node(self) -> None:
-        """Open the GPU's node."""
         scene = self.board.scene
         place = None if scene is None else self._memory.look(scene, time.monotonic()).values
         if place is not None:
             self.board.open_node(place.node.name)
 
     def action_page(self, by: int) -> None:
-        """Scroll by a page."""
         body = self.query_one("#body", VerticalScroll)
         body.scroll_relative(y=by * max(1, body.size.height - 2), animate=False)

@@ -101,11 +101,9 @@ class HelpScreen(BoardScreen):
         self.query_one("#words", Static).update(_in_columns(sections, max(1, self._columns)))
 
     def action_close(self) -> None:
-        """Go back."""
         self.dismiss()
 
     def action_scroll(self, lines: int) -> None:
-        """Scroll."""
         self.query_one("#scroll").scroll_relative(y=lines, animate=False)
 
     def _keys(self) -> list[list[Text]]:

@@ -267,7 +267,6 @@ class LeasesScreen(BoardScreen):
         self._redraw()
 
     def action_reserve(self) -> None:
-        """Open the reserve dialog."""
         open_reserve(self.board, ())
 
     def action_launch(self) -> None:
@@ -322,7 +321,6 @@ class LeasesScreen(BoardScreen):
         self.board.push_screen(Confirm(f"Release {lease.id}?", "\n".join(words), verb="Release"), meant)
 
     def action_renew(self) -> None:
-        """Renew the lease."""
         one = self._selected()
         if one is None:
             return

@@ -184,7 +184,6 @@ class LogScreen(BoardScreen):
             self.active.bottom()
 
     def action_search(self) -> None:
-        """Open the search field."""
         words = self.query_one("#words", Input)
         words.add_class("-shown")
         words.value = self.active.words
@@ -248,7 +247,6 @@ class LogScreen(BoardScreen):
             view.toggle_wrap()
 
     def action_top(self) -> None:
-        """Go to the beginning."""
         self.active.top()
 
     def action_bottom(self) -> None:
@@ -256,7 +254,6 @@ class LogScreen(BoardScreen):
         self.active.bottom()
 
     def action_rows(self, rows: int) -> None:
-        """Go up or down."""
         self.active.move(rows)
 
     def action_pages(self, pages: int) -> None:
@@ -264,5 +261,4 @@ class LogScreen(BoardScreen):
         self.active.move_pages(pages)
 
     def action_right(self, steps: int) -> None:
-        """Scroll right, or left."""
         self.active.move_right(steps * _SIDE)

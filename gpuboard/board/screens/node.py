@@ -174,7 +174,6 @@ class NodeScreen(ActingScreen):
         self.query_one("#gpus", Grid).focus()
 
     def show(self, scene: Scene) -> None:
-        """Draw the node."""
         node = scene.nodes.get(self.node_name)
         if node is None:
             return
@@ -191,7 +190,6 @@ class NodeScreen(ActingScreen):
 
     @on(Grid.Chosen, "#gpus")
     def open_gpu(self, event: Grid.Chosen) -> None:
-        """Open a GPU."""
         place = None if self.board.scene is None else self.board.scene.devices.get(event.key)
         if place is not None:
             self.board.open_gpu(place.gpu.uuid)

@@ -281,7 +281,6 @@ class RunsScreen(BoardScreen):
         board.ask(lambda: ask_to_stop(env, entry.view, grace_s, _REASON), asked)
 
     def action_launch(self) -> None:
-        """Open the launch dialog."""
         open_launch(self.board)
 
 

@@ -98,7 +98,6 @@ class Watches:
         return f"watching for {active[0].condition}" if len(active) == 1 else f"{len(active)} watches" if active else ""
 
     def add(self, watch: Watch) -> None:
-        """Add a watch."""
         self._last += 1
         self.all.append(msgspec.structs.replace(watch, number=self._last))
         if self._board.scene is not None:
@@ -285,7 +284,6 @@ class WatchesScreen(BoardScreen):
     ]
 
     def compose(self) -> ComposeResult:
-        """The list."""
         yield Lines(id="sums")
         yield Grid(
             (
@@ -299,7 +297,6 @@ class WatchesScreen(BoardScreen):
         yield Footer()
 
     def show(self, scene: Scene) -> None:
-        """Draw the watches."""
         watches, now = self.board.watches, time.time()
         words = f"Watches: {len(watches.active)} active" if watches.all else "Watches: none"
         self.query_one("#sums", Lines).set_lines([((words, "title"),)])
@@ -315,7 +312,6 @@ class WatchesScreen(BoardScreen):
         self.query_one(Grid).set_rows(rows)
 
     def action_add(self) -> None:
-        """Add a watch."""
         open_watch(self.board)
 
     def action_remove(self) -> None:

@@ -128,7 +128,6 @@ class WhyNone(Box[None]):
         yield Static(text, id="words", markup=False)
 
     def buttons(self) -> Iterator[Button]:
-        """Back."""
         yield Button(Content("Back"), id="back", compact=True)
 
     def on_mount(self) -> None:

@@ -42,7 +42,6 @@ class FirstFrame:
         self._shown: Scene | None = None
 
     def start(self) -> None:
-        """Start the thread."""
         threading.Thread(target=self._wait, name="first-frame", daemon=True).start()
 
     def end(self) -> Scene | None:

@@ -89,7 +89,6 @@ class WebClient(web.RequestHandler):
             super().data_received(data)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Forget it."""
         self.admit()
         super().connection_lost(exc)
 

@@ -89,7 +89,6 @@ class Footer(Widget):
             self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """Return the line."""
         base = self.rich_style
         key, words = self.get_component_rich_style("footer--key"), self.get_component_rich_style("footer--words")
         segments: list[Segment] = []

@@ -387,32 +387,25 @@ class Grid(Dragging, can_focus=True):
             self.post_message(self.Marked(self, marks))
 
     def action_up(self) -> None:
-        """One row up."""
         self._go(self._at - 1, -1)
 
     def action_down(self) -> None:
-        """One row down."""
         self._go(self._at + 1, 1)
 
     def action_page_up(self) -> None:
-        """One page up."""
         self._go(self._at - self._page, -1)
 
     def action_page_down(self) -> None:
-        """One page down."""
         self._go(self._at + self._page, 1)
 
     def action_first(self) -> None:
-        """To the first row."""
         self._go(0, 1)
         self.scroll_to(y=0, animate=False, force=True)
 
     def action_last(self) -> None:
-        """To the last row."""
         self._go(len(self._rows) - 1, -1)
 
     def action_choose(self) -> None:
-        """Open the row."""
         if self.cursor is not None:
             self.post_message(self.Chosen(self, self.cursor))
 
@@ -422,11 +415,9 @@ class Grid(Dragging, can_focus=True):
         self.action_down()
 
     def action_mark_up(self) -> None:
-        """Mark upwards."""
         self._extend(self.action_up)
 
     def action_mark_down(self) -> None:
-        """Mark downwards."""
         self._extend(self.action_down)
 
     def column_at(self, x: int) -> str | None:

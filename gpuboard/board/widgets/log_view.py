@@ -107,7 +107,6 @@ class LogView(Widget):
             self._reload()
 
     def top(self) -> None:
-        """Go to the beginning."""
         self.follow = False
         self._do(lambda file, place, window: file.page(LogPosition(0), window))
 
@@ -117,7 +116,6 @@ class LogView(Widget):
         self._do(lambda file, place, window: file.end(window))
 
     def stay(self) -> None:
-        """Stop following."""
         self.follow = False
         self.refresh()
 
@@ -249,7 +247,6 @@ class LogView(Widget):
         self.board.ask(work, then, failed)
 
     def stop_search(self) -> None:
-        """Stop a running search."""
         self._search += 1
         self.searching = False
 
@@ -334,12 +331,10 @@ class LogView(Widget):
     # Mouse
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Three rows down."""
         event.stop()
         self.move(_WHEEL_ROWS)
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Three rows up."""
         event.stop()
         self.move(-_WHEEL_ROWS)
 

@@ -147,11 +147,9 @@ class Picture(Grid):
             self.action_down()
 
     def action_mark_left(self) -> None:
-        """Mark to the left."""
         self._extend(self.action_left)
 
     def action_mark_right(self) -> None:
-        """Mark to the right."""
         self._extend(self.action_right)
 
     def on_click(self, event: events.Click) -> None:

@@ -55,7 +55,6 @@ class Dragging(ScrollView):
             self._grip, self._marks_before = self.key_at(at), self.marks
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
-        """Follow the pointer."""
         if self._grip is None:
             return
         if event.button != _LEFT:  # released outside: no event came
