@@ -15,6 +15,7 @@ from typing import IO, Any
 import msgspec
 
 from tests.nvml import Gpu, library, write_script
+from tests.waiting import line_of
 
 USERS = {"root": 0, "alice": 2001, "bob": 2002, "carol": 2003}
 ADDRESSES = {
@@ -190,8 +191,7 @@ class Host:
     def finish(self, switch: int) -> None:
         """Wait for the mounts, connect the host to the switch and start sshd."""
         assert self._init is not None
-        assert self._init.stdout is not None
-        if self._init.stdout.readline() != "ready\n":
+        if line_of(self._init) != "ready\n":
             raise RuntimeError(f"{self.name} did not start; its messages are above")
         self.pid = int(Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text())
         inside(switch, f"link add {self.name} type veth peer name eth0 netns {self.pid}")

@@ -37,6 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.hosts import ADDRESSES, HIDDEN, SSHD, USERS, Host, eight, inside
+from tests.waiting import line_of
 
 __all__ = ["ADDRESSES", "USERS", "Cluster", "Host", "eight", "missing", "old_python"]
 
@@ -87,8 +88,7 @@ class Cluster:
         paths = _needed_paths()
         for host in self:
             host.begin(paths)
-        assert self._switch.stdout is not None
-        self._switch.stdout.readline()
+        line_of(self._switch)
         inside(self._switch.pid, "link add lan type bridge forward_delay 0")
         inside(self._switch.pid, "link set lan up")
         for host in self:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import AnyStr, TypeVar
 
 T = TypeVar("T")
 
@@ -73,6 +74,12 @@ def until(condition: Callable[[], T], what: str = "", timeout_s: float = 60.0) -
             return value
         assert not over, f"not in {timeout_s} s: {what or 'it did not happen'}"
         clock.sleep()
+
+
+def line_of(process: subprocess.Popen[AnyStr]) -> AnyStr:
+    """Return the next line that a process prints."""
+    assert process.stdout is not None
+    return process.stdout.readline()
 
 
 def _share() -> float:

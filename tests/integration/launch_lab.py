@@ -18,6 +18,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch.rank_map_source import cpu_rank_map
 from gpuboard.launch.run_folder import RunView, read_runs
 from tests.integration.ranks_driver import carriers
+from tests.waiting import line_of
 
 # The parts of torch that launch itself uses: saves 1.5 s per rank. `meet()` is in place of init_process_group.
 _TORCH = {
@@ -177,10 +178,9 @@ class Launch:
 
 def wait_up(process: subprocess.Popen[str], times: int) -> None:
     """Read the launch's stdout until ``times`` ranks have printed that they are up."""
-    assert process.stdout is not None
     seen = 0
     while seen < times:
-        line = process.stdout.readline()
+        line = line_of(process)
         assert line, process.stderr.read() if process.stderr else ""
         seen += "] up" in line
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.integration.here import Here
+from tests.waiting import line_of
 
 
 class Serving:
@@ -20,12 +21,11 @@ class Serving:
             [*before, *here.command("serve", "--web", *args)], env=here.env, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
-        assert self.process.stdout is not None
         self.said: list[str] = []
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
-        self.url = self.process.stdout.readline().strip()
-        self.hint = self.process.stdout.readline().strip()
+        self.url = line_of(self.process).strip()
+        self.hint = line_of(self.process).strip()
         self.base, _, self.token = self.url.partition("/?token=")
         self.host = self.base.removeprefix("http://")
 

@@ -27,6 +27,7 @@ from gpuboard.model.text import clean
 from tests.integration.here import Here, Measured, here
 from tests.nodes import Cluster
 from tests.nvml import GIB, Gpu
+from tests.waiting import line_of
 
 __all__ = ["here"]
 
@@ -152,8 +153,7 @@ def test_a_process_title_with_escapes_and_markup_is_inert(here: Here, arguments:
     with subprocess.Popen(
         [title, "-c", code, title], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+        line_of(process)
         here.gpus([Gpu(used=2 * GIB, processes=(("compute", process.pid, 2 * GIB),))])
         done = here.run(*arguments)
         process.kill()

@@ -17,7 +17,7 @@ from tests.hosts import Host, Running
 from tests.nodes import Cluster
 from tests.nvml import Gpu
 from tests.slurm import SlurmCluster
-from tests.waiting import until
+from tests.waiting import line_of, until
 
 pytestmark = pytest.mark.nodes
 DRIVER = Path(__file__).with_name("ledger_driver.py")
@@ -54,10 +54,9 @@ class Lab:
 def ask(driver: Running, operation: str, **args: Any) -> Any:
     """Have a driver do something and return its answer."""
     assert driver.stdin is not None
-    assert driver.stdout is not None
     driver.stdin.write(json.dumps([operation, args]) + "\n")
     driver.stdin.flush()
-    return json.loads(driver.stdout.readline())
+    return json.loads(line_of(driver))
 
 
 def gpus(answer: Any) -> list[tuple[str, int | None]]:

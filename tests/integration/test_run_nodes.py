@@ -8,7 +8,7 @@ import pytest
 
 from tests.hosts import Running
 from tests.nodes import Cluster
-from tests.waiting import until
+from tests.waiting import line_of, until
 
 pytestmark = pytest.mark.nodes
 
@@ -26,8 +26,7 @@ def start(nodes: Cluster, *argv: str, before: tuple[str, ...] = ()) -> Running:
     """Run a command on gpu02 from login1; return once it is up."""
     words = [*before, "gpuboard", "run", "--nodes", "gpu02", "--n", "1", "--", *argv]
     process = nodes["login1"].popen(words, env={"GPUBOARD_CONNECT_TIMEOUT": "10s"})
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
+    assert line_of(process) == "up\n"
     return process
 
 
@@ -40,8 +39,7 @@ def left(nodes: Cluster) -> list[str]:
 def test_signal_to_gpuboard_alone_reaches_the_command(nodes: Cluster) -> None:
     with start(nodes, "sh", "-c", HANDLING) as process:
         process.send_signal(signal.SIGUSR1)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "noted\n"
+        assert line_of(process) == "noted\n"
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (5, "told\nsaved\n", "")

@@ -25,7 +25,7 @@ from gpuboard.transport.connector import LocalTransport
 from tests.agent import still_there
 from tests.smi import FakeSmi
 from tests.sshd import children
-from tests.waiting import Stopwatch, until
+from tests.waiting import Stopwatch, line_of, until
 
 WHY = "python3 cannot be started there; install python3 (3.6 or later) or set `python` in the config"
 
@@ -94,10 +94,9 @@ def test_every_login_shell_starts_it_and_it_ends_with_the_connection(login: str,
     fake.hangs()
     with subprocess.Popen([login, "-c", COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
-        assert child.stdout is not None
         child.stdin.write(SCRIPT + b"00ff\n-q -x\n")
         child.stdin.flush()
-        assert [child.stdout.readline() for _ in range(2)] == [b"\n", b"@00ff hello\n"]
+        assert [line_of(child) for _ in range(2)] == [b"\n", b"@00ff hello\n"]
         until(fake.calls, "nvidia-smi runs")
         running = children(child.pid)
         assert running
@@ -115,10 +114,9 @@ def test_it_ends_with_the_connection_also_while_nvidia_smi_is_being_started(fake
     script = SCRIPT.replace(b"x=$(exec", still)
     with subprocess.Popen(["sh", "-c", COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
-        assert child.stdout is not None
         child.stdin.write(script + b"00ff\n-q -x\n")
         child.stdin.flush()
-        while child.stdout.readline() != b"@00ff messages\n":
+        while line_of(child) != b"@00ff messages\n":
             pass
         running = children(child.pid)
         child.stdin.close()

@@ -15,6 +15,7 @@ from gpuboard.agent import bundle_loader as bundled
 from gpuboard.agent.launch.start import module_source
 from gpuboard.transport import bundle
 from gpuboard.transport.exit_errors import explain_exit
+from tests.waiting import line_of
 
 OLD = sorted(Path("/root/.pyenv/versions").glob("3.6.*/bin/python"))
 PYTHONS = [sys.executable, *map(str, OLD[:1])]
@@ -80,12 +81,11 @@ def test_bytes_that_trickle_in_are_read_whole_and_no_further() -> None:
         ["sh", "-c", bundle.command_line(sys.executable)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert child.stdin is not None
-    assert child.stdout is not None
     for at in range(0, len(data), 997):
         child.stdin.write(data[at : at + 997])
         child.stdin.flush()
-    assert child.stdout.readline() == b"\n"
-    assert b"no role 'none'" in child.stdout.readline()
+    assert line_of(child) == b"\n"
+    assert b"no role 'none'" in line_of(child)
     child.stdin.close()
     assert child.wait(60) == 2
 
