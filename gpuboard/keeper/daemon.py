@@ -23,7 +23,7 @@ from gpuboard.files import write_private
 from gpuboard.keeper import processes
 from gpuboard.keeper.calls import NodeAnswer
 from gpuboard.keeper.heartbeats import Nodes, key_of
-from gpuboard.keeper.holder import Holder, alive
+from gpuboard.keeper.holder import alive
 from gpuboard.keeper.loop import KeeperLoop, boottime, log
 from gpuboard.keeper.record import HolderLook, LeaseRecord, decide, decode, files_of, login_of
 from gpuboard.keeper.runtime_dir import (
@@ -354,7 +354,8 @@ class Keeper:
 
     def _process_ended(self, kept: Kept) -> None:
         self._unwatch_processes(kept)
-        if kept.phase == "held" and kept.record.job is not None and _holder_alive(kept.record.holder):
+        holder = kept.record.holder
+        if kept.phase == "held" and kept.record.job is not None and (holder is None or alive(holder)):
             self._command_ended(kept)
             return
         if kept.phase == "held":
@@ -516,10 +517,6 @@ def record_loss(folder: str, message: str) -> None:
         write_private(path, f"{before}{message}\n".encode())
     except OSError as error:
         log(f"lost: {error.strerror}")
-
-
-def _holder_alive(holder: Holder | None) -> bool:
-    return holder is None or bool(alive(holder))
 
 
 def main() -> None:

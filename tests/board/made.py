@@ -21,6 +21,16 @@ from tests.board.lab import environment, settle
 
 GIB = 2**30
 AT = "2026-01-31T12:00:00.000Z"
+HOSTILE = [
+    "[/x][bold]",
+    "日本語の名前です",
+    "שלום עולם",
+    "e\u0301" * 40,
+    "👨‍👩‍👧" * 5,
+    "🇩🇪" * 9,
+    "x" * 10_000,
+    "\u202eabc",
+]  # as names of nodes, users and GPUs
 STATES = ("free", "reserved", "allocated", "busy", "occupied", "unknown", "broken")
 
 

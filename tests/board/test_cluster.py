@@ -22,7 +22,7 @@ from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.table import GpuTable
 from tests.board.lab import screen, settle
-from tests.board.made import GIB, awaited, busy, gpu, lease, mig, next_scene, node, scene, still, unread
+from tests.board.made import GIB, HOSTILE, awaited, busy, gpu, lease, mig, next_scene, node, scene, still, unread
 
 Check = Callable[[BoardApp, ClusterScreen, Pilot[int]], Awaitable[None]]
 
@@ -426,18 +426,6 @@ def test_going_to_a_gpu_takes_a_filter_away_that_hides_it(tmp_path: Path) -> Non
         assert shown.cursor_node == "gpu5"
 
     run(tmp_path, check)
-
-
-HOSTILE = [
-    "[/x][bold]",
-    "日本語の名前です",
-    "שלום עולם",
-    "e\u0301" * 40,
-    "👨‍👩‍👧" * 5,
-    "🇩🇪" * 9,
-    "x" * 10_000,
-    "\u202eabc",
-]
 
 
 @pytest.mark.parametrize("keys", [(), ("t",), ("g", "g", "g"), ("t", "g", "g", "g")])

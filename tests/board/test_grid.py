@@ -19,6 +19,7 @@ from gpuboard.board.theme import themes
 from gpuboard.board.theme.styles import UNICODE, Look
 from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
 from tests.board.lab import drag, settle
+from tests.board.made import HOSTILE
 
 COLUMNS = (
     Column("name", "Name", 8),
@@ -415,21 +416,10 @@ def test_a_cursor_may_be_set_before_its_row_comes() -> None:
 
 
 def test_hostile_text_leaves_columns_aligned() -> None:
-    hostile = [
-        "[/x]",
-        "日本語の名前です",
-        "שלום עולם",
-        "e\u0301" * 40,
-        "👨‍👩‍👧" * 5,
-        "🇩🇪" * 9,
-        "x" * 10_000,
-        "\u202eabc",
-    ]
-
     async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
-        grid.set_rows([Row(str(n), (Cell(text), Cell("42"), Cell(text))) for n, text in enumerate(hostile)])
+        grid.set_rows([Row(str(n), (Cell(text), Cell("42"), Cell(text))) for n, text in enumerate(HOSTILE)])
         await pilot.pause()
-        for y in range(1, len(hostile) + 1):
+        for y in range(1, len(HOSTILE) + 1):
             strip = grid.render_line(y)
             assert cell_len(strip.text) == strip.cell_length == 39
             before, number, _ = strip.text.partition("42")

@@ -28,18 +28,23 @@ def test_one_of_two_keepers_acquires_the_folder(tmp_path: Path) -> None:
     second.close()
 
 
+def occupy(folder: str) -> None:
+    """Acquire a free folder, connect to it, and release it."""
+    occupied = place.acquire(folder, 10.0)
+    assert occupied is not None
+    connection = place.connect(folder)
+    assert connection is not None
+    connection.close()
+    occupied.close()
+
+
 def test_socket_of_a_dead_keeper_is_replaced(tmp_path: Path) -> None:
     dead = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with place._short_path(str(tmp_path)) as path:
         dead.bind(f"{path}/socket")
     dead.close()
     assert place.connect(str(tmp_path)) is None
-    occupied = place.acquire(str(tmp_path), 10.0)
-    assert occupied is not None
-    connection = place.connect(str(tmp_path))
-    assert connection is not None
-    connection.close()
-    occupied.close()
+    occupy(str(tmp_path))
 
 
 def test_lock_held_by_a_process_that_does_not_answer(tmp_path: Path) -> None:
@@ -56,12 +61,7 @@ def test_lock_held_by_a_process_that_does_not_answer(tmp_path: Path) -> None:
 def test_path_longer_than_a_socket_address(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 200)
     folder.mkdir()
-    occupied = place.acquire(str(folder), 10.0)
-    assert occupied is not None
-    connection = place.connect(str(folder))
-    assert connection is not None
-    connection.close()
-    occupied.close()
+    occupy(str(folder))
 
 
 def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ class GpuScreen(ActingScreen):
     GpuScreen.-narrow #evidence { layout: vertical; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "back", "Back", id="gpu.back"),
+        Binding("escape", "app.pop_screen", "Back", id="gpu.back"),
         Binding("left_square_bracket,left", "step(-1)", "Previous", id="gpu.previous", priority=True),
         Binding("right_square_bracket,right", "step(1)", "Next", id="gpu.next", priority=True),
         Binding("n", "node", "Node", id="gpu.node"),
@@ -253,10 +253,6 @@ class GpuScreen(ActingScreen):
                 processes.signal_one(self.board, one)
                 return
         self.board.notify("no process selected", markup=False)
-
-    def action_back(self) -> None:
-        """Return to the previous screen."""
-        self.app.pop_screen()
 
     def action_step(self, by: int) -> None:
         """Show the previous or next GPU, by node and index."""

@@ -65,7 +65,7 @@ class HelpScreen(BoardScreen):
     HelpScreen #words { width: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,question_mark,f1", "close", "Close", id="help.close"),
+        Binding("escape,q,question_mark,f1", "app.pop_screen", "Close", id="help.close"),
         Binding("up,k", "scroll(-1)", "Up", id="help.up", show=False),
         Binding("down,j", "scroll(1)", "Down", id="help.down", show=False),
         Binding("pageup", "scroll(-20)", "Page up", id="help.page-up", show=False),
@@ -99,9 +99,6 @@ class HelpScreen(BoardScreen):
         """Write the text with the current look."""
         sections = [self._legend(), *self._keys(), self._mouse(), self._filters()]
         self.query_one("#words", Static).update(_in_columns(sections, max(1, self._columns)))
-
-    def action_close(self) -> None:
-        self.dismiss()
 
     def action_scroll(self, lines: int) -> None:
         self.query_one("#scroll").scroll_relative(y=lines, animate=False)

@@ -218,9 +218,10 @@ class LeasesScreen(BoardScreen):
         if one is not None:
             lease, span = one.lease, f"{local(one.since, now)} to {local(one.until, now)}"
             purpose = f"; {lease.purpose}" if lease.purpose else ""
+            host = f" from {lease.host}" if lease.host else ""
             lines = [
                 ((f"{lease.id}  {places_words(lease.gpus)}", ""),),
-                ((f"{lease.owner}{_whence(lease)}, {_holder(lease)}; {span}{purpose}", ""),),
+                ((f"{lease.owner}{host}, {_holder(lease)}; {span}{purpose}", ""),),
             ]
             for gpu, process in one.rogues[:2]:
                 node = next((part.node for part in lease.gpus if part.uuid == gpu.uuid), "?")
@@ -391,10 +392,6 @@ def _holder(lease: Lease) -> str:
         return "detached" if lease.job is None else f"job {lease.job}"
     alive = {True: "", False: " ended", None: " ?"}[lease.holder.alive]
     return f"pid {lease.holder.pid}{alive}"
-
-
-def _whence(lease: Lease) -> str:
-    return f" from {lease.host}" if lease.host else ""
 
 
 def _sums(ordered: Sequence[HeldLease]) -> str:

@@ -154,7 +154,7 @@ class NodeScreen(ActingScreen):
     NodeScreen #gpus { padding: 0 1; min-height: 4; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "back", "Back", id="node.back"),
+        Binding("escape", "app.pop_screen", "Back", id="node.back"),
         Binding("left_square_bracket,left", "step(-1)", "Previous", id="node.previous", priority=True),
         Binding("right_square_bracket,right", "step(1)", "Next", id="node.next", priority=True),
     ]
@@ -198,10 +198,6 @@ class NodeScreen(ActingScreen):
         """The GPU under the cursor."""
         cursor = self.query_one("#gpus", Grid).cursor
         return [] if cursor is None else [cursor]
-
-    def action_back(self) -> None:
-        """Return to the previous screen."""
-        self.app.pop_screen()
 
     def action_step(self, by: int) -> None:
         """Show the previous or next node."""
