@@ -291,13 +291,11 @@ def _within(around: Callable[[Any], Any], key: str, inner: Any) -> Any:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Return the leaves of nested tables as (dotted key, value)."""
-    found: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found += flat(value, f"{prefix}{key}.")
-        else:
-            found.append((prefix + key, value))
-    return found
+    return [
+        leaf
+        for key, value in values.items()
+        for leaf in (flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(prefix + key, value)])
+    ]
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:

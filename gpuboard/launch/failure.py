@@ -18,6 +18,7 @@ from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.run_folder import RankView
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.text import clean
+from gpuboard.model.units import ranges
 
 # Errors that a rank reports because another rank has gone: from gloo, NCCL, the store's client, sockets.
 _SECONDARY = re.compile(
@@ -300,11 +301,4 @@ def signal_name(number: int) -> str:
 
 def rank_words(ranks: Collection[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-2,5``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank{'s' if len(ranks) != 1 else ''} {words}"
+    return f"rank{'s' if len(ranks) != 1 else ''} {ranges(ranks)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from datetime import UTC, datetime
 
 from gpuboard.model.text import quoted
@@ -93,3 +94,14 @@ def iso(epoch: float) -> str:
 def day_time(epoch: float) -> str:
     """Return epoch seconds as local month, day, hour and minute: ``01-31 14:00``."""
     return datetime.fromtimestamp(min(max(epoch, _FIRST), _LAST)).strftime("%m-%d %H:%M")
+
+
+def ranges(numbers: Collection[int]) -> str:
+    """Return numbers as ``0-2,5``."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuboard.board.text.topology import legend, link, matrix, neighbours, ranges
+from gpuboard.board.text.topology import legend, link, matrix, neighbours
 from gpuboard.model.snapshot import GpuView, NodeView
 from tests.board.made import gpu, node
 
@@ -44,7 +44,3 @@ def test_only_words_that_occur_are_explained() -> None:
 
 def test_a_level_of_a_newer_agent_is_unknown() -> None:
     assert link(gpu("n", 0, pci={"GPU-n-1": 55}), gpu("n", 1)) == "?"
-
-
-def test_ranges() -> None:
-    assert [ranges(numbers) for numbers in ([], [3], [2, 0, 1], [0, 1, 3, 7, 6])] == ["", "3", "0-2", "0-1,3,6-7"]

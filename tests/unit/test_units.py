@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.model.units import format_duration, format_size, iso, parse_duration, parse_size
+from gpuboard.model.units import format_duration, format_size, iso, parse_duration, parse_size, ranges
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,7 @@ def test_iso_is_utc_with_milliseconds() -> None:
     assert iso(-1e300) == "1970-01-01T00:00:00.000Z"
     latest = datetime.fromisoformat(iso(1e300))
     assert latest.astimezone(timezone(timedelta(hours=14))).year == 9999  # the earliest morning on earth
+
+
+def test_ranges() -> None:
+    assert [ranges(numbers) for numbers in ([], [3], [2, 0, 1], [0, 1, 3, 7, 6])] == ["", "3", "0-2", "0-1,3,6-7"]

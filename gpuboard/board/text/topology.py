@@ -59,17 +59,6 @@ def legend(node: NodeView) -> list[tuple[str, str]]:
     return [("NV#" if word == "NV" else word, meaning) for word, meaning in _MEANINGS.items() if word in shown]
 
 
-def ranges(numbers: list[int]) -> str:
-    """Return numbers as ``0-2,5``."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
 def _rank(word: str) -> int:
     if word.startswith("NV"):
         return 1000 + int(word[2:])
