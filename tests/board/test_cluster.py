@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,6 @@ from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.table import GpuTable
 from tests.board.lab import screen, settle
 from tests.board.made import GIB, HOSTILE, awaited, busy, gpu, lease, mig, next_scene, node, scene, still, unread
-
-Check = Callable[[BoardApp, ClusterScreen, Pilot[int]], Awaitable[None]]
 
 
 def lab(**changes: Any) -> Scene:
@@ -55,16 +53,14 @@ def lab(**changes: Any) -> Scene:
     )
 
 
-def run(folder: Path, check: Check, first: Scene | None = None, size: tuple[int, int] = (120, 40)) -> None:
-    """Run ``check`` on the cluster view."""
-
-    async def go() -> None:
-        async with still(folder, first or lab(), size) as (app, pilot):
-            shown = app.screen
-            assert isinstance(shown, ClusterScreen)
-            await check(app, shown, pilot)
-
-    asyncio.run(go())
+@asynccontextmanager
+async def opened(
+    folder: Path, first: Scene | None = None, size: tuple[int, int] = (120, 40)
+) -> AsyncIterator[tuple[BoardApp, ClusterScreen, Pilot[int]]]:
+    """Open the cluster view."""
+    async with still(folder, first or lab(), size) as (app, pilot):
+        assert isinstance(app.screen, ClusterScreen)
+        yield app, app.screen, pilot
 
 
 def lines(grid: Grid) -> list[str]:
@@ -78,8 +74,8 @@ def status(app: BoardApp) -> str:
     return screen(app).splitlines()[-2].strip()
 
 
-def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (_, shown, _):
         assert [line[:61].rstrip() for line in lines(shown.grid)] == [
             "gpu1   up          B B!RzF  X                            1/5",
             "gpu2   up          F F                                   2/2",
@@ -91,11 +87,9 @@ def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
         assert lines(shown.grid)[0].split()[-7:] == ["H100", "80GB", "12%", "97/512G", "alice", "2,", "bob"]
         assert lines(shown.grid)[3].endswith("no reading for 12 s")
 
-    run(tmp_path, check)
 
-
-def test_a_node_not_heard_from_yet_is_connecting_and_not_down(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_a_node_not_heard_from_yet_is_connecting_and_not_down(tmp_path: Path) -> None:
+    async with opened(tmp_path, scene(awaited("gpu1"), unread("gpu2", "ssh: no route to host"))) as (app, shown, pilot):
         assert lines(shown.grid) == ["gpu1   connecting  no answer yet", "gpu2   unreachable ssh: no route to host"]
         assert "1 unreachable · 1 connecting" in screen(app)
         await pilot.press("t")
@@ -106,11 +100,9 @@ def test_a_node_not_heard_from_yet_is_connecting_and_not_down(tmp_path: Path) ->
         assert "Connection   connecting: no answer yet" in screen(app)
         assert "no GPUs known yet" in screen(app)
 
-    run(tmp_path, check, scene(awaited("gpu1"), unread("gpu2", "ssh: no route to host")))
 
-
-def test_the_table_shows_every_gpu_and_mig_device(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_the_table_shows_every_gpu_and_mig_device(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (_, shown, pilot):
         await pilot.press("t")
         drawn = lines(shown.grid)
         assert len(drawn) == 5 + 2 + 4 + 16 + 1 + 1
@@ -124,17 +116,14 @@ def test_the_table_shows_every_gpu_and_mig_device(tmp_path: Path) -> None:
         assert " ".join(drawn[8].split()) == "MIG 3g.40gb 0/40G - - - - 1s F free made free"
         assert drawn[-2].split() == ["gpu5", "?", "ssh:", "no", "route", "to", "host"]
 
-    run(tmp_path, check)
 
-
-def test_what_is_unknown_is_never_blank_nor_zero(tmp_path: Path) -> None:
+async def test_what_is_unknown_is_never_blank_nor_zero(tmp_path: Path) -> None:
     nothing = gpu(
         "gpu1", 0, "unknown", reason="not readable", memory_used=None, memory_total=None, utilization=None,
         temperature=None, power=None, power_limit=None, processes=None,
     )  # fmt: skip
     bare = node("gpu1", [nothing], age_s=None, cpu_percent=None, memory_used=None, memory_total=None)
-
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+    async with opened(tmp_path, scene(bare)) as (_, shown, pilot):
         (line,) = lines(shown.grid)
         assert line.split() == ["gpu1", "up", "?", "0/1", "H100", "80GB", "?", "?/?G"]
         await pilot.press("t")
@@ -143,11 +132,9 @@ def test_what_is_unknown_is_never_blank_nor_zero(tmp_path: Path) -> None:
             "gpu1", "0", "H100", "80GB", "?/?G", "?", "?", "?", "?", "?", "?", "unknown", "not", "readable",
         ]  # fmt: skip
 
-    run(tmp_path, check, scene(bare))
 
-
-def test_arrows_walk_over_gpus_and_keep_their_column(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_arrows_walk_over_gpus_and_keep_their_column(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (_, shown, pilot):
         visited = [shown.cursor_uuid]
         for key in (
             "right",
@@ -173,11 +160,9 @@ def test_arrows_walk_over_gpus_and_keep_their_column(tmp_path: Path) -> None:
         await pilot.press("end", "up")
         assert (shown.cursor_uuid, shown.cursor_node, shown.targets()) == (None, "gpu5", [])
 
-    run(tmp_path, check)
 
-
-def test_keys_select_in_the_picture(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_keys_select_in_the_picture(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, shown, pilot):
         assert shown.targets() == ["GPU-gpu1-0"]
         await pilot.press("space", "right", "shift+right", "shift+down")
         assert shown.targets() == ["GPU-gpu1-0", "GPU-gpu1-2", "GPU-gpu1-3", "GPU-gpu2-1"]
@@ -189,11 +174,9 @@ def test_keys_select_in_the_picture(tmp_path: Path) -> None:
         await pilot.press("escape")
         assert shown.targets() == ["GPU-gpu2-0"]
 
-    run(tmp_path, check)
 
-
-def test_enter_opens_the_gpu_and_n_its_node(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_enter_opens_the_gpu_and_n_its_node(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, shown, pilot):
         await pilot.press("right", "enter")
         await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and app.screen.uuid == "GPU-gpu1-1")
         await pilot.press("escape", "n")
@@ -205,11 +188,9 @@ def test_enter_opens_the_gpu_and_n_its_node(tmp_path: Path) -> None:
         await pilot.press("enter")
         await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and app.screen.uuid == "GPU-gpu3-0")
 
-    run(tmp_path, check)
 
-
-def test_picture_and_table_share_cursor_and_selection(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_picture_and_table_share_cursor_and_selection(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (_, shown, pilot):
         await pilot.press("space", "down", "t")
         assert shown.view.view == "table"
         assert (shown.cursor_uuid, shown.targets()) == ("GPU-gpu2-1", ["GPU-gpu1-0"])
@@ -222,11 +203,9 @@ def test_picture_and_table_share_cursor_and_selection(tmp_path: Path) -> None:
         assert shown.cursor_uuid == "GPU-gpu3-0"
         assert shown.targets() == ["GPU-gpu1-0", "GPU-gpu2-1", "MIG-gpu3-0-0"]
 
-    run(tmp_path, check)
 
-
-def test_the_selection_survives_sort_filter_group_and_what_vanishes(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_the_selection_survives_sort_filter_group_and_what_vanishes(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, shown, pilot):
         await pilot.press("t", "down", "down", "space", "space")
         selected = ["GPU-gpu1-2", "GPU-gpu1-3"]
         assert shown.cursor_uuid == "GPU-gpu1-4"
@@ -245,11 +224,9 @@ def test_the_selection_survives_sort_filter_group_and_what_vanishes(tmp_path: Pa
         await next_scene(app, pilot, lab())
         assert (shown.cursor_uuid, shown.targets()) == ("GPU-gpu1-4", selected)
 
-    run(tmp_path, check)
 
-
-def test_the_filter_looks_through_what_is_typed(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_the_filter_looks_through_what_is_typed(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, shown, pilot):
         await pilot.press("slash", *"user:carol")
         await pilot.pause()
         assert [line[:29] for line in lines(shown.grid)] == ["gpu1   up          b B!rzf  x"]
@@ -272,11 +249,9 @@ def test_the_filter_looks_through_what_is_typed(tmp_path: Path) -> None:
         assert len(lines(shown.grid)) == 6
         assert not shown.query_one("#filter", Input).display
 
-    run(tmp_path, check)
 
-
-def test_what_a_filter_can_ask_is_said_whole_and_slash_is_a_part_of_it(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_what_a_filter_can_ask_is_said_whole_and_slash_is_a_part_of_it(tmp_path: Path) -> None:
+    async with opened(tmp_path, size=(80, 24)) as (app, shown, pilot):
         assert " / Filter " in screen(app)
         await pilot.press("slash", *"what:x")
         await pilot.pause()
@@ -289,30 +264,24 @@ def test_what_a_filter_can_ask_is_said_whole_and_slash_is_a_part_of_it(tmp_path:
         assert shown.query_one("#filter", Input).value == "what:x/"
         assert " / Filter " in screen(app)
 
-    run(tmp_path, check, size=(80, 24))
 
-
-def test_down_leads_from_the_filter_to_the_rows(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_down_leads_from_the_filter_to_the_rows(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (_, shown, pilot):
         await pilot.press("slash", *"l40s", "down", "right")
         assert (shown.grid.has_focus, shown.cursor_uuid) == (True, "GPU-gpu2-1")
 
-    run(tmp_path, check)
 
-
-def test_the_header_of_a_column_that_does_not_sort(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_the_header_of_a_column_that_does_not_sort(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (_, shown, pilot):
         await pilot.press("t")
         column = next(x for x in range(shown.grid.size.width) if shown.grid.column_at(x) == "spark")
         await pilot.click(GpuTable, offset=(column, 0))
         assert shown.view.sort == ""
 
-    run(tmp_path, check)
-
 
 @pytest.mark.parametrize("view", ["picture", "table"])
-def test_headers_and_keys_sort(tmp_path: Path, view: str) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_headers_and_keys_sort(tmp_path: Path, view: str) -> None:
+    async with opened(tmp_path) as (app, shown, pilot):
         if view == "table":
             await pilot.press("t")
         grid = shown.grid
@@ -330,11 +299,9 @@ def test_headers_and_keys_sort(tmp_path: Path, view: str) -> None:
         assert (shown.view.sort, shown.view.reverse) == ("utilization", True)
         assert lines(grid)[0].strip().startswith("gpu1 ")
 
-    run(tmp_path, check)
 
-
-def test_groups_have_headings_and_count(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_groups_have_headings_and_count(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (_, shown, pilot):
         await pilot.press("g", "g", "g")
         assert shown.view.group == "user"
         assert [line[:50].rstrip() for line in lines(shown.grid)][:6] == [
@@ -351,11 +318,9 @@ def test_groups_have_headings_and_count(tmp_path: Path) -> None:
         assert shown.view.group == "none"
         assert shown.cursor_uuid == "GPU-gpu1-0"
 
-    run(tmp_path, check)
 
-
-def test_a_node_without_gpus_is_itself_in_every_group(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_a_node_without_gpus_is_itself_in_every_group(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, shown, pilot):
         app.go_to_node("gpu5")
         found = []
         for key in ("g", "g", "t", "g", "t", "g", "t", "g"):
@@ -363,25 +328,19 @@ def test_a_node_without_gpus_is_itself_in_every_group(tmp_path: Path) -> None:
             found.append((shown.cursor_node, shown.cursor_uuid))
         assert found == [("gpu5", None)] * 8
 
-    run(tmp_path, check)
 
-
-def test_the_view_is_kept_between_starts(tmp_path: Path) -> None:
-    async def change(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_the_view_is_kept_between_starts(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, shown, pilot):
         await pilot.press("t", "s", "S", "g", "slash", *"state:free", "enter", "q")
-
-    async def look(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+    async with opened(tmp_path) as (app, shown, pilot):
         assert shown.view == ViewState(view="table", sort="model", reverse=True, group="node", filter="state:free")
         assert shown.query_one("#filter", Input).display
         assert status(app).startswith("6 GPUs match  by model ▼  grouped by node")
         assert len(lines(shown.grid)) == 4 + 6 + 2  # headings, GPUs, and the devices of the one in MIG mode
 
-    run(tmp_path, change)
-    run(tmp_path, look)
 
-
-def test_banners_and_what_is_simulated_are_said(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_banners_and_what_is_simulated_are_said(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, _, pilot):
         assert "SIMULATED" not in screen(app)
         invented = node("sim01", [gpu("sim01", 0)], source="simulated")
         await next_scene(app, pilot, scene(invented, banners=("The ledger [x] does not answer",)))
@@ -390,11 +349,9 @@ def test_banners_and_what_is_simulated_are_said(tmp_path: Path) -> None:
         await next_scene(app, pilot, lab())
         assert "The ledger" not in screen(app)
 
-    run(tmp_path, check)
 
-
-def test_a_wide_terminal_shows_the_cursors_gpu_beside(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_a_wide_terminal_shows_the_cursors_gpu_beside(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, shown, pilot):
         assert not shown.query_one(GpuPanel).display
         await pilot.resize_terminal(200, 60)
         await settle(pilot, lambda: "GPU-gpu1-0" in screen(app))
@@ -405,18 +362,14 @@ def test_a_wide_terminal_shows_the_cursors_gpu_beside(tmp_path: Path) -> None:
         assert len(screen(app).splitlines()[0]) <= 80
         assert "free" in screen(app).splitlines()[0] or "/" in screen(app).splitlines()[0]
 
-    run(tmp_path, check)
 
-
-def test_an_empty_inventory_says_what_to_do(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_an_empty_inventory_says_what_to_do(tmp_path: Path) -> None:
+    async with opened(tmp_path, scene()) as (app, _, _):
         assert "No nodes." in screen(app)
 
-    run(tmp_path, check, scene())
 
-
-def test_going_to_a_gpu_takes_a_filter_away_that_hides_it(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_going_to_a_gpu_takes_a_filter_away_that_hides_it(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, shown, pilot):
         await pilot.press("slash", *"l40s", "enter")
         app.go_to_gpu("GPU-gpu2-1")
         assert (shown.cursor_uuid, shown.view.filter) == ("GPU-gpu2-1", "l40s")
@@ -425,17 +378,16 @@ def test_going_to_a_gpu_takes_a_filter_away_that_hides_it(tmp_path: Path) -> Non
         app.go_to_node("gpu5")
         assert shown.cursor_node == "gpu5"
 
-    run(tmp_path, check)
-
 
 @pytest.mark.parametrize("keys", [(), ("t",), ("g", "g", "g"), ("t", "g", "g", "g")])
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-def test_hostile_text_leaves_columns_aligned(tmp_path: Path, keys: tuple[str, ...], size: tuple[int, int]) -> None:
+async def test_hostile_text_leaves_columns_aligned(
+    tmp_path: Path, keys: tuple[str, ...], size: tuple[int, int]
+) -> None:
     rows = [node(f"gpu{n}", [busy(f"gpu{n}", 0, text, reason=text, name=text)]) for n, text in enumerate(HOSTILE)]
     rows += [node(text, [gpu(f"n{n}", 0)], error=text) for n, text in enumerate(HOSTILE[:4])]
     rows += [unread(f"{text}-u", text) for text in HOSTILE]
-
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+    async with opened(tmp_path, scene(*rows), size) as (_, shown, pilot):
         await pilot.press(*keys)
         await pilot.pause()
         grid = shown.grid
@@ -446,11 +398,9 @@ def test_hostile_text_leaves_columns_aligned(tmp_path: Path, keys: tuple[str, ..
             found = {cell_len(strip.text.partition(" up ")[0]) + 1 for strip in strips if " up " in strip.text}
             assert found == {at}
 
-    run(tmp_path, check, scene(*rows), size)
 
-
-def test_the_first_gpus_values_change_and_nothing_moves(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_the_first_gpus_values_change_and_nothing_moves(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, _, pilot):
         await pilot.press("t")
         before = screen(app).splitlines()
         changes = {"utilization": 7, "memory_used": 5 * GIB, "power": 88.0, "temperature": 9}
@@ -462,5 +412,3 @@ def test_the_first_gpus_values_change_and_nothing_moves(tmp_path: Path) -> None:
         assert [line.index(words) for words in (" 5/80G", "  7%", " 88W", " 9°C", "B  busy")] == [
             before[changed[0]].index(words) for words in ("60/80G", " 90%", "540W", "64°C", "B  busy")
         ]
-
-    run(tmp_path, check)

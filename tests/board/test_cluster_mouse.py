@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from textual.pilot import Pilot
-
-from gpuboard.board.app import BoardApp
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.gpu import GpuScreen
 from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.widgets.picture import Picture
 from tests.board.lab import drag, settle
-from tests.board.test_cluster import run, status
+from tests.board.test_cluster import opened, status
 
 
-def test_dragging_over_the_picture_selects_a_block_of_gpus(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_dragging_over_the_picture_selects_a_block_of_gpus(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, shown, pilot):
         left = len(" gpu1   up          ")
         grid = shown.grid
         await drag(pilot, grid, (left + 2, 1), (left + 4, 1), (left + 4, 2))  # GPU 1 of gpu1, 2 of gpu2, which has none
@@ -38,20 +35,16 @@ def test_dragging_over_the_picture_selects_a_block_of_gpus(tmp_path: Path) -> No
         assert shown.targets() == ["GPU-gpu1-3", "GPU-gpu2-0", "GPU-gpu2-1"]  # those that the filter leaves
         assert isinstance(app.screen, ClusterScreen)
 
-    run(tmp_path, check)
 
-
-def test_dragging_over_the_table_selects_rows(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_dragging_over_the_table_selects_rows(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (_, shown, pilot):
         await pilot.press("t")
         await drag(pilot, shown.grid, (30, 5), (30, 6), (30, 7))
         assert shown.targets() == ["GPU-gpu1-4", "GPU-gpu2-0", "GPU-gpu2-1"]
 
-    run(tmp_path, check)
 
-
-def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
-    async def check(app: BoardApp, shown: ClusterScreen, pilot: Pilot[int]) -> None:
+async def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, shown, pilot):
         left = len(" gpu1   up          ")
         await pilot.click(Picture, offset=(left + 2 * 4 + 1, 1))  # beyond the gap after four
         assert shown.cursor_uuid == "GPU-gpu1-4"
@@ -68,5 +61,3 @@ def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
         await pilot.press("escape")
         await pilot.click(Picture, offset=(2, 2), times=2)
         await settle(pilot, lambda: isinstance(app.screen, NodeScreen))
-
-    run(tmp_path, check)

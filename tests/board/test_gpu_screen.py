@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +56,19 @@ def lab() -> Scene:
     )  # fmt: skip
 
 
-def run(folder: Path, check: Check, first: Scene | None = None, size: tuple[int, int] = (120, 50)) -> None:
-    """Run ``check`` on the screen of GPU 1 of gpu1."""
+@asynccontextmanager
+async def opened(
+    folder: Path, first: Scene | None = None, size: tuple[int, int] = (120, 50)
+) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+    """Open the screen of GPU 1 of gpu1."""
+    async with still(folder, first or lab(), size) as (app, pilot):
+        await app.push_screen(GpuScreen("GPU-gpu1-1"))
+        await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and "gpu1  GPU" in screen(app))
+        yield app, pilot
 
-    async def go() -> None:
-        async with still(folder, first or lab(), size) as (app, pilot):
-            await app.push_screen(GpuScreen("GPU-gpu1-1"))
-            await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and "gpu1  GPU" in screen(app))
-            await check(app, pilot)
 
-    asyncio.run(go())
-
-
-def test_everything_is_said(tmp_path: Path) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_everything_is_said(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, pilot):
         await settle(pilot, lambda: "PCIe" in screen(app))
         shown = screen(app)
         for words in (
@@ -89,11 +88,9 @@ def test_everything_is_said(tmp_path: Path) -> None:
         ):
             assert words in shown, f"{words}\n{shown}"
 
-    run(tmp_path, check)
 
-
-def test_processes_stand_in_a_grid_and_the_rogue_one_is_marked(tmp_path: Path) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_processes_stand_in_a_grid_and_the_rogue_one_is_marked(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, pilot):
         grid = app.screen.query_one("#processes", Grid)
         assert [row.key for row in grid._rows] == ["41:1.5", "42:2.5", "43:None"]
         assert [grid.render_line(y).text.split() for y in range(4)] == [
@@ -108,21 +105,17 @@ def test_processes_stand_in_a_grid_and_the_rogue_one_is_marked(tmp_path: Path) -
         await next_scene(app, pilot, lab())
         assert grid.cursor == "42:2.5"
 
-    run(tmp_path, check)
 
-
-def test_no_process_and_unreadable_ones_are_told_apart(tmp_path: Path) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_no_process_and_unreadable_ones_are_told_apart(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, pilot):
         await next_scene(app, pilot, scene(node("gpu1", [gpu("gpu1", 1)])))
         await settle(pilot, lambda: "no process\n" in screen(app) + "\n")
         await next_scene(app, pilot, scene(node("gpu1", [gpu("gpu1", 1, processes=None)])))
         await settle(pilot, lambda: "cannot read the processes" in screen(app))
 
-    run(tmp_path, check)
 
-
-def test_keys_go_to_the_neighbours_the_node_and_back(tmp_path: Path) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_keys_go_to_the_neighbours_the_node_and_back(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, pilot):
         shown = app.screen
         assert isinstance(shown, GpuScreen)
         seen = []
@@ -137,11 +130,9 @@ def test_keys_go_to_the_neighbours_the_node_and_back(tmp_path: Path) -> None:
         await pilot.press("escape")
         await settle(pilot, lambda: app.screen is not shown)
 
-    run(tmp_path, check)
 
-
-def test_a_gpu_that_no_node_lists_any_more_stays_with_its_last_values(tmp_path: Path) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_a_gpu_that_no_node_lists_any_more_stays_with_its_last_values(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, pilot):
         await next_scene(app, pilot, scene(node("gpu1", [gpu("gpu1", 0)])))
         await settle(pilot, lambda: "No node lists this GPU now. The values shown are " in screen(app))
         assert "Utilization  90 %" in screen(app)
@@ -150,23 +141,19 @@ def test_a_gpu_that_no_node_lists_any_more_stays_with_its_last_values(tmp_path: 
         await next_scene(app, pilot, lab())
         await settle(pilot, lambda: "No node lists" not in screen(app))
 
-    run(tmp_path, check)
 
-
-def test_small_terminals_scroll(tmp_path: Path) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_small_terminals_scroll(tmp_path: Path) -> None:
+    async with opened(tmp_path, size=(80, 24)) as (app, pilot):
         assert "gpu1  GPU 1" in screen(app) and "Recovery" not in screen(app)
         await pilot.press("pagedown", "pagedown")
         await settle(pilot, lambda: "Recovery" in screen(app))
         await pilot.press("pageup", "pageup", "pageup")
         await settle(pilot, lambda: "gpu1  GPU 1" in screen(app))
 
-    run(tmp_path, check, size=(80, 24))
-
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 50), (200, 60)])
-def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[int, int]) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with opened(tmp_path, size=size) as (app, pilot):
         process = ProcessView(1, HOSTILE, HOSTILE, 1, "compute", job=HOSTILE, container=HOSTILE, lease=HOSTILE)
         bad = gpu("gpu1", 1, "broken", name=HOSTILE, reason=HOSTILE, error=HOSTILE, processes=[process])
         held = lease("k3f9", HOSTILE, [("gpu1", 1)])
@@ -179,19 +166,15 @@ def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[i
                 strip = pane.render_line(y)
                 assert strip.cell_length == sum(segment.cell_length for segment in strip) == pane.size.width
 
-    run(tmp_path, check, size=size)
 
-
-def test_another_theme_colours_it_anew(tmp_path: Path) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_another_theme_colours_it_anew(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, pilot):
         health = app.screen.query_one("#health", Pane)
         before = [segment.style for segment in health.render_line(1)]
         app.theme = "light"
         await settle(pilot, lambda: [segment.style for segment in health.render_line(1)] != before)
         drawn = list(app.screen._compositor.render_strips()[health.region.y + 1])
         assert {segment.style.color for segment in drawn if segment.style} != {style.color for style in before if style}
-
-    run(tmp_path, check)
 
 
 async def test_the_panel_follows_the_cursor_and_says_when_there_is_nothing(tmp_path: Path) -> None:

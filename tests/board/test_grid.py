@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import ClassVar
 
 import pytest
@@ -80,21 +80,15 @@ class GridApp(App[None]):
         self.messages.append(("sorted", message.key))
 
 
-Check = Callable[[GridApp, Grid, Pilot[None]], Awaitable[None]]
-
-
-def run(check: Check, size: tuple[int, int] = (40, 11)) -> None:
-    """Run ``check`` on a grid with room for ten rows."""
-
-    async def go() -> None:
-        app = GridApp()
-        async with app.run_test(size=size) as pilot:
-            grid = app.query_one(Grid)
-            grid.focus()
-            await pilot.pause()
-            await check(app, grid, pilot)
-
-    asyncio.run(go())
+@asynccontextmanager
+async def opened(size: tuple[int, int] = (40, 11)) -> AsyncIterator[tuple[GridApp, Grid, Pilot[None]]]:
+    """Open a grid with room for ten rows."""
+    app = GridApp()
+    async with app.run_test(size=size) as pilot:
+        grid = app.query_one(Grid)
+        grid.focus()
+        await pilot.pause()
+        yield app, grid, pilot
 
 
 def rows(*keys: str, words: str = "some words") -> list[Row]:
@@ -118,8 +112,8 @@ def lines(grid: Grid) -> list[str]:
     return [grid.render_line(y).text.rstrip() for y in range(grid.size.height)]
 
 
-def test_rows_are_drawn_in_columns() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_rows_are_drawn_in_columns() -> None:
+    async with opened() as (_, grid, pilot):
         grid.set_rows([*rows("alpha", "b"), Row("g", (Cell("A group over all columns"),), group=True), *rows("c")])
         grid.set_sort("number", reverse=True)
         await pilot.pause()
@@ -131,11 +125,9 @@ def test_rows_are_drawn_in_columns() -> None:
             "  c              1 some words",
         ]
 
-    run(check)
 
-
-def test_a_narrow_grid_drops_columns_and_a_wide_one_shares_what_is_left() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_a_narrow_grid_drops_columns_and_a_wide_one_shares_what_is_left() -> None:
+    async with opened() as (_, grid, pilot):
         grid.set_rows(rows("alpha", words="w" * 80))
         await pilot.pause()
         assert lines(grid)[1] == "  alpha          5 " + "w" * 19 + "…"  # 39: a scroll bar's place is kept
@@ -148,11 +140,9 @@ def test_a_narrow_grid_drops_columns_and_a_wide_one_shares_what_is_left() -> Non
             await pilot.pause()
             assert lines(grid)[1] == "  alpha" + shown
 
-    run(check)
 
-
-def test_without_rows_it_says_what_to_do() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_without_rows_it_says_what_to_do() -> None:
+    async with opened() as (app, grid, pilot):
         assert lines(grid)[2:4] == ["  Nothing here.", "  Press a to add."]
         grid.set_rows(rows("a"))
         grid.set_rows([])
@@ -160,11 +150,9 @@ def test_without_rows_it_says_what_to_do() -> None:
         assert lines(grid)[1:4] == ["", "  Nothing here.", "  Press a to add."]
         assert app.messages == [("moved", "a"), ("moved", None)]
 
-    run(check)
 
-
-def test_only_visible_rows_are_made_and_only_changed_lines_drawn() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_only_visible_rows_are_made_and_only_changed_lines_drawn() -> None:
+    async with opened() as (_, grid, pilot):
         made: list[int] = []
         grid.set_rows(many(8000, made))
         await pilot.pause()
@@ -182,11 +170,9 @@ def test_only_visible_rows_are_made_and_only_changed_lines_drawn() -> None:
         await pilot.pause()
         assert drawn == [4]  # below the header
 
-    run(check)
 
-
-def test_keys_move_the_cursor() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_keys_move_the_cursor() -> None:
+    async with opened() as (app, grid, pilot):
         grid.set_rows(many(100))
         await pilot.pause()
         await pilot.press("down", "down", "up", "pagedown", "end", "home", "pagedown", "pageup", "enter")
@@ -194,11 +180,9 @@ def test_keys_move_the_cursor() -> None:
         moves = ["k0", "k1", "k2", "k1", "k11", "k99", "k0", "k10", "k0"]
         assert app.messages == [*(("moved", key) for key in moves), ("chosen", "k0")]
 
-    run(check)
 
-
-def test_the_cursor_skips_headings_and_shows_the_one_above() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_the_cursor_skips_headings_and_shows_the_one_above() -> None:
+    async with opened() as (_, grid, pilot):
         heading = Row("h", (Cell("Heading"),), group=True)
         grid.set_rows([heading, *rows("a"), Row("i", (Cell("Other"),), group=True), *rows("b"), *many(30)])
         assert grid.cursor == "a"
@@ -213,11 +197,9 @@ def test_the_cursor_skips_headings_and_shows_the_one_above() -> None:
         await pilot.pause()
         assert lines(grid)[1] == "Heading"
 
-    run(check)
 
-
-def test_space_and_shift_mark() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_space_and_shift_mark() -> None:
+    async with opened() as (_, grid, pilot):
         grid.set_rows(many(10))
         await pilot.press("space", "down", "shift+down", "space", "shift+up")
         await pilot.pause()
@@ -225,11 +207,9 @@ def test_space_and_shift_mark() -> None:
         assert [line[:4] for line in lines(grid)[1:6]] == ["● k0", "  k1", "● k2", "● k3", "● k4"]
         assert grid.cursor == "k3"
 
-    run(check)
 
-
-def test_the_mouse_does_all_of_it() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_the_mouse_does_all_of_it() -> None:
+    async with opened() as (app, grid, pilot):
         grid.set_rows(many(100))
         await pilot.pause()
         app.messages.clear()
@@ -257,11 +237,9 @@ def test_the_mouse_does_all_of_it() -> None:
         await pilot.pause()
         assert app.messages == [("moved", "k50")]
 
-    run(check)
 
-
-def test_dragging_selects_from_where_the_button_was_pressed_to_where_it_is() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_dragging_selects_from_where_the_button_was_pressed_to_where_it_is() -> None:
+    async with opened() as (app, grid, pilot):
         grid.set_rows(many(100))
         grid.marks = {"k7"}
         await drag(pilot, grid, (5, 3), (5, 4), (9, 5), release=False)
@@ -273,11 +251,9 @@ def test_dragging_selects_from_where_the_button_was_pressed_to_where_it_is() -> 
         assert app.mouse_captured is None
         assert {"chosen", "sorted"}.isdisjoint(kind for kind, _ in app.messages)
 
-    run(check)
 
-
-def test_a_click_stays_a_click_however_the_hand_trembles() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_a_click_stays_a_click_however_the_hand_trembles() -> None:
+    async with opened() as (app, grid, pilot):
         grid.set_rows(many(20))
         await drag(pilot, grid, (5, 3), (7, 3), (6, 3))
         assert (grid.cursor, grid.marks) == ("k2", frozenset())
@@ -293,11 +269,9 @@ def test_a_click_stays_a_click_however_the_hand_trembles() -> None:
         await drag(pilot, plain, (5, 1), (5, 3))
         assert plain.marks == frozenset()  # nothing can be selected in it
 
-    run(check)
 
-
-def test_dragging_past_an_edge_scrolls_on_and_headings_are_passed() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_dragging_past_an_edge_scrolls_on_and_headings_are_passed() -> None:
+    async with opened((40, 14)) as (app, grid, pilot):
         rows = many(40)
         grid.styles.height = 11  # so that the pointer can be below it
         grid.set_rows([*rows[:12], Row("heading", (Cell("G"),), group=True), *rows[12:]])
@@ -312,11 +286,9 @@ def test_dragging_past_an_edge_scrolls_on_and_headings_are_passed() -> None:
         await drag(pilot, grid, (5, 1))
         assert app.mouse_captured is None
 
-    run(check, (40, 14))
 
-
-def test_a_drag_ends_when_its_row_goes_or_another_screen_comes() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_a_drag_ends_when_its_row_goes_or_another_screen_comes() -> None:
+    async with opened() as (app, grid, pilot):
         rows = many(20)
         grid.set_rows(rows)
         await drag(pilot, grid, (5, 3), (5, 4), release=False)
@@ -333,11 +305,9 @@ def test_a_drag_ends_when_its_row_goes_or_another_screen_comes() -> None:
         await drag(pilot, grid, (5, 8))
         assert grid.marks == {"k2", "k3", "k5", "k6"}
 
-    run(check)
 
-
-def test_the_wheel_scrolls_and_leaves_the_cursor() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_the_wheel_scrolls_and_leaves_the_cursor() -> None:
+    async with opened() as (_, grid, pilot):
         grid.set_rows(many(100))
         await pilot.pause()
         await pilot._post_mouse_events([events.MouseScrollDown], Grid, offset=(5, 5))
@@ -348,11 +318,9 @@ def test_the_wheel_scrolls_and_leaves_the_cursor() -> None:
         grid.set_rows(many(100))
         assert grid.scroll_offset.y == scrolled  # a refresh does not drag the person back
 
-    run(check)
 
-
-def test_rows_that_go_take_the_scroll_position_along() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_rows_that_go_take_the_scroll_position_along() -> None:
+    async with opened() as (_, grid, pilot):
         grid.set_rows(many(100))
         await pilot.pause()
         grid.scroll_relative(y=90, animate=False)
@@ -364,11 +332,9 @@ def test_rows_that_go_take_the_scroll_position_along() -> None:
         await pilot.pause()
         assert [line[2:] for line in lines(grid)[1:5]] == [f"k{n}             {n} words" for n in range(3)] + [""]
 
-    run(check)
 
-
-def test_cursor_marks_and_place_on_the_screen_stay_when_rows_are_sorted() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_cursor_marks_and_place_on_the_screen_stay_when_rows_are_sorted() -> None:
+    async with opened() as (app, grid, pilot):
         grid.set_rows(many(100))
         await pilot.pause()
         await pilot.press("down", "down", "space")
@@ -384,11 +350,9 @@ def test_cursor_marks_and_place_on_the_screen_stay_when_rows_are_sorted() -> Non
         assert grid.marks == {"k2"}
         assert app.messages == []
 
-    run(check)
 
-
-def test_a_cursor_whose_row_vanished_waits_on_the_nearest_and_returns() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_a_cursor_whose_row_vanished_waits_on_the_nearest_and_returns() -> None:
+    async with opened() as (_, grid, pilot):
         grid.set_rows(rows("a", "b", "c", "d", "e"))
         grid.cursor = "c"
         found = []
@@ -401,22 +365,18 @@ def test_a_cursor_whose_row_vanished_waits_on_the_nearest_and_returns() -> None:
         grid.set_rows(rows("a", "c", "y"))
         assert grid.cursor == "y"  # the person has moved since
 
-    run(check)
 
-
-def test_a_cursor_may_be_set_before_its_row_comes() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_a_cursor_may_be_set_before_its_row_comes() -> None:
+    async with opened() as (_, grid, _):
         grid.set_rows(rows("a", "b"))
         grid.cursor = "z"
         assert grid.cursor == "a"
         grid.set_rows(rows("a", "b", "z"))
         assert grid.cursor == "z"
 
-    run(check)
 
-
-def test_hostile_text_leaves_columns_aligned() -> None:
-    async def check(app: GridApp, grid: Grid, pilot: Pilot[None]) -> None:
+async def test_hostile_text_leaves_columns_aligned() -> None:
+    async with opened() as (_, grid, pilot):
         grid.set_rows([Row(str(n), (Cell(text), Cell("42"), Cell(text))) for n, text in enumerate(HOSTILE)])
         await pilot.pause()
         for y in range(1, len(HOSTILE) + 1):
@@ -425,5 +385,3 @@ def test_hostile_text_leaves_columns_aligned() -> None:
             before, number, _ = strip.text.partition("42")
             assert number
             assert cell_len(before) == 16
-
-    run(check)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -42,16 +42,15 @@ def lab() -> Scene:
     )
 
 
-def run(folder: Path, name: str, check: Check, size: tuple[int, int] = (120, 40)) -> None:
-    """Run ``check`` on the screen of a node."""
-
-    async def go() -> None:
-        async with still(folder, lab(), size) as (app, pilot):
-            await app.push_screen(NodeScreen(name))
-            await settle(pilot, lambda: isinstance(app.screen, NodeScreen) and "Connection" in screen(app))
-            await check(app, pilot)
-
-    asyncio.run(go())
+@asynccontextmanager
+async def opened(
+    folder: Path, name: str, size: tuple[int, int] = (120, 40)
+) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+    """Open the screen of a node."""
+    async with still(folder, lab(), size) as (app, pilot):
+        await app.push_screen(NodeScreen(name))
+        await settle(pilot, lambda: isinstance(app.screen, NodeScreen) and "Connection" in screen(app))
+        yield app, pilot
 
 
 def agent_pid(core: Core, name: str) -> int:
@@ -61,8 +60,8 @@ def agent_pid(core: Core, name: str) -> int:
     return hello.pid
 
 
-def test_everything_is_said(tmp_path: Path) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_everything_is_said(tmp_path: Path) -> None:
+    async with opened(tmp_path, "gpu2") as (app, _):
         lines = [line.strip() for line in screen(app).splitlines()]
         assert lines[:7] == [
             "gpu2  driver 580.159.04   CUDA 13.0   read through nvml",
@@ -83,11 +82,9 @@ def test_everything_is_said(tmp_path: Path) -> None:
             "MIG B busy - 0.0/40 - - - 3g.40gb made busy",
         ]
 
-    run(tmp_path, "gpu2", check)
 
-
-def test_a_node_that_never_answered_says_why_and_the_cure(tmp_path: Path) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_a_node_that_never_answered_says_why_and_the_cure(tmp_path: Path) -> None:
+    async with opened(tmp_path, "gpu10") as (app, _):
         shown = screen(app)
         for words in (
             f"Error        {CURE}",
@@ -100,18 +97,14 @@ def test_a_node_that_never_answered_says_why_and_the_cure(tmp_path: Path) -> Non
         assert "no GPUs known: no reading from this node" in shown
         assert "read through" not in shown
 
-    run(tmp_path, "gpu10", check)
 
-
-def test_a_node_that_cannot_hold_reservations_says_so(tmp_path: Path) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_a_node_that_cannot_hold_reservations_says_so(tmp_path: Path) -> None:
+    async with opened(tmp_path, "gpu3") as (app, _):
         assert "Reservations not possible here: /var/tmp is on NFS" in screen(app)
 
-    run(tmp_path, "gpu3", check)
 
-
-def test_keys_go_to_the_neighbours_to_a_gpu_and_back(tmp_path: Path) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_keys_go_to_the_neighbours_to_a_gpu_and_back(tmp_path: Path) -> None:
+    async with opened(tmp_path, "gpu2") as (app, pilot):
         shown = app.screen
         assert isinstance(shown, NodeScreen)
         seen = []
@@ -128,22 +121,18 @@ def test_keys_go_to_the_neighbours_to_a_gpu_and_back(tmp_path: Path) -> None:
         await pilot.press("escape")
         await settle(pilot, lambda: app.screen is not shown)
 
-    run(tmp_path, "gpu2", check)
 
-
-def test_a_double_click_opens_a_gpu(tmp_path: Path) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_a_double_click_opens_a_gpu(tmp_path: Path) -> None:
+    async with opened(tmp_path, "gpu2") as (app, pilot):
         await pilot.click("#gpus", offset=(10, 2), times=2)
         await settle(pilot, lambda: isinstance(app.screen, GpuScreen))
         assert isinstance(app.screen, GpuScreen)
         assert app.screen.uuid == "GPU-gpu2-1"
 
-    run(tmp_path, "gpu2", check)
-
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[int, int]) -> None:
-    async def check(app: BoardApp, pilot: Pilot[int]) -> None:
+async def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with opened(tmp_path, "gpu2", size) as (app, pilot):
         bad = gpu("gpu2", 0, name=HOSTILE, reason=HOSTILE)
         bad_node = node("gpu2", [bad], driver=HOSTILE, error=HOSTILE, claims_error=HOSTILE, addresses=[HOSTILE] * 3)
         await next_scene(app, pilot, scene(bad_node, banners=(HOSTILE,)))
@@ -156,8 +145,6 @@ def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[i
                 assert strip.cell_length in {widget.size.width, widget.scrollable_content_region.width}
         assert "Connection" in screen(app) or size[1] == 24
         assert "GPU State" in screen(app)  # the GPUs keep their place below however long an error is
-
-    run(tmp_path, "gpu2", check, size)
 
 
 async def test_a_real_node_that_stops_answering_while_its_screen_is_open(tmp_path: Path) -> None:
