@@ -34,7 +34,7 @@ from gpuboard.model.units import format_duration
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
-    from gpuboard.leases.claims.scope_fleet import ScopeFleet
+    from gpuboard.leases.claims.ledger import ScopeFleet
 
 T = TypeVar("T")
 _GRACE_S = 3.0  # a node that answers later is waited for only if the others do not suffice
