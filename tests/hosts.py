@@ -15,7 +15,7 @@ from typing import IO, Any
 import msgspec
 
 from tests.nvml import Gpu, library, write_script
-from tests.waiting import line_of
+from tests.waiting import read_line
 
 USERS = {"root": 0, "alice": 2001, "bob": 2002, "carol": 2003}
 ADDRESSES = {
@@ -191,7 +191,7 @@ class Host:
     def finish(self, switch: int) -> None:
         """Wait for the mounts, connect the host to the switch and start sshd."""
         assert self._init is not None
-        if line_of(self._init) != "ready\n":
+        if read_line(self._init) != "ready\n":
             raise RuntimeError(f"{self.name} did not start; its messages are above")
         self.pid = int(Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text())
         inside(switch, f"link add {self.name} type veth peer name eth0 netns {self.pid}")

@@ -37,7 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.hosts import ADDRESSES, HIDDEN, SSHD, USERS, Host, eight, inside
-from tests.waiting import line_of
+from tests.waiting import read_line
 
 __all__ = ["ADDRESSES", "USERS", "Cluster", "Host", "eight", "missing", "old_python"]
 
@@ -88,7 +88,7 @@ class Cluster:
         paths = _needed_paths()
         for host in self:
             host.begin(paths)
-        line_of(self._switch)
+        read_line(self._switch)
         inside(self._switch.pid, "link add lan type bridge forward_delay 0")
         inside(self._switch.pid, "link set lan up")
         for host in self:

@@ -76,7 +76,7 @@ def until(condition: Callable[[], T], what: str = "", timeout_s: float = 60.0) -
         clock.sleep()
 
 
-def line_of(process: subprocess.Popen[AnyStr]) -> AnyStr:
+def read_line(process: subprocess.Popen[AnyStr]) -> AnyStr:
     """Return the next line that a process prints."""
     assert process.stdout is not None
     return process.stdout.readline()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import line_of
+from tests.waiting import read_line
 
 pytestmark = pytest.mark.skipif(
     not Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is None, reason="no NVIDIA GPU on this machine"
@@ -61,7 +61,7 @@ def test_listening_for_xid_errors_disturbs_no_reading(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("GPUBOARD_", "XDG_"))} | {"HOME": str(tmp_path)}
     command = [sys.executable, "-m", "gpuboard", "status", "--watch", "1", "--json"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as watch:
-        last = [json.loads(line_of(watch)) for _ in range(4)][-1]
+        last = [json.loads(read_line(watch)) for _ in range(4)][-1]
         watch.terminate()
     [node] = last["nodes"]
     assert [(gpu["error"], gpu["delay_s"] < 2, gpu["memory_used"] is None) for gpu in node["gpus"]] == [

@@ -16,7 +16,7 @@ import pytest
 
 from gpuboard.keeper import client, runtime_dir
 from tests import nvml
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 ROOT = Path(__file__).parents[2]
 TAKER = Path(__file__).with_name("keeper_taker.py")
@@ -87,7 +87,7 @@ class Lab:
     def started(self, script: str) -> subprocess.Popen[str]:
         """Run ``script`` and wait until it prints ``go``."""
         process = self.bash(script)
-        assert line_of(process) == "go\n"
+        assert read_line(process) == "go\n"
         return process
 
     def holding(self, lease: str, gpu: int = 0, **options: Any) -> subprocess.Popen[str]:

@@ -18,7 +18,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch.rank_map_source import cpu_rank_map
 from gpuboard.launch.run_folder import RunView, read_runs
 from tests.integration.ranks_driver import carriers
-from tests.waiting import line_of
+from tests.waiting import read_line
 
 # The parts of torch that launch itself uses: saves 1.5 s per rank. `meet()` is in place of init_process_group.
 _TORCH = {
@@ -180,7 +180,7 @@ def wait_up(process: subprocess.Popen[str], times: int) -> None:
     """Read the launch's stdout until ``times`` ranks have printed that they are up."""
     seen = 0
     while seen < times:
-        line = line_of(process)
+        line = read_line(process)
         assert line, process.stderr.read() if process.stderr else ""
         seen += "] up" in line
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.integration.here import Here
-from tests.waiting import line_of
+from tests.waiting import read_line
 
 
 class Serving:
@@ -24,8 +24,8 @@ class Serving:
         self.said: list[str] = []
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
-        self.url = line_of(self.process).strip()
-        self.hint = line_of(self.process).strip()
+        self.url = read_line(self.process).strip()
+        self.hint = read_line(self.process).strip()
         self.base, _, self.token = self.url.partition("/?token=")
         self.host = self.base.removeprefix("http://")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.hosts import Running
 from tests.slurm import SlurmCluster
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 DETACHED = ("--detach", "--for", "20m")
 
@@ -55,7 +55,7 @@ def shell(slurm: SlurmCluster, *args: str, user: str = "alice", env: dict[str, s
 
 def line_of(process: Running) -> str:
     """Return the next line that a shell prints."""
-    return line_of(process).rstrip("\n")
+    return read_line(process).rstrip("\n")
 
 
 def do(process: Running, command: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 from gpuboard.model.rankmap import RankMap, problems
 from tests.nodes import Cluster
 from tests.nvml import Gpu
-from tests.waiting import Stopwatch, line_of, until
+from tests.waiting import Stopwatch, read_line, until
 
 pytestmark = pytest.mark.nodes
 SCOPE = "gpu[01-03]"
@@ -80,7 +80,7 @@ def test_nothing_of_a_remote_command_outlives_gpuboard(small: Cluster) -> None:
     command = ["gpuboard", "run", "--n", "4", "--nodes", SCOPE, "--", "sh", "-c",
                "setsid sleep 301 & echo up; trap '' TERM HUP; while :; do sleep 0.1; done"]  # fmt: skip
     with small["login1"].popen(command) as process:
-        assert line_of(process) == "up\n"
+        assert read_line(process) == "up\n"
         process.send_signal(signal.SIGKILL)
         started = Stopwatch()
         until(lambda: not gpu01.processes(lambda p: p.name in {"sleep", "sh"}, user="alice"), "the command lives on")

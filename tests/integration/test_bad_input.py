@@ -27,7 +27,7 @@ from gpuboard.model.text import clean
 from tests.integration.here import Here, Measured, here
 from tests.nodes import Cluster
 from tests.nvml import GIB, Gpu
-from tests.waiting import line_of
+from tests.waiting import read_line
 
 __all__ = ["here"]
 
@@ -153,7 +153,7 @@ def test_a_process_title_with_escapes_and_markup_is_inert(here: Here, arguments:
     with subprocess.Popen(
         [title, "-c", code, title], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        line_of(process)
+        read_line(process)
         here.gpus([Gpu(used=2 * GIB, processes=(("compute", process.pid, 2 * GIB),))])
         done = here.run(*arguments)
         process.kill()

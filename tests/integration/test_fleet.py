@@ -27,7 +27,7 @@ from gpuboard.model.snapshot import NodeView, Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost
 from tests.nodes import Cluster, eight
 from tests.sshd import children
-from tests.waiting import Stopwatch, line_of, until
+from tests.waiting import Stopwatch, read_line, until
 
 DRIVER = Path(__file__).with_name("fleet_driver.py")
 SIMULATED = {"cluster": "test", "model": "NVIDIA H100 80GB HBM3", "count": 2}
@@ -211,15 +211,15 @@ def test_a_suspended_client_does_not_mark_its_agents_stale() -> None:
     command = [sys.executable, "-c", STOPPED, str(os.getpid())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
         try:
-            while "['up']" not in line_of(client):
+            while "['up']" not in read_line(client):
                 pass
             client.send_signal(signal.SIGSTOP)
             time.sleep(3.0)
             over = time.monotonic() + 1.0  # the deadlines have been checked twice
             client.send_signal(signal.SIGCONT)
-            lines = [line_of(client)]
+            lines = [read_line(client)]
             while float(lines[-1].split()[0]) < over:
-                lines.append(line_of(client))
+                lines.append(read_line(client))
         finally:
             client.kill()
     assert [line for line in lines if "no message from the agent" in line] == []

@@ -19,7 +19,7 @@ from gpuboard.keeper import client as keeper
 from gpuboard.keeper import holder, runtime_dir
 from gpuboard.keeper.timing import KeeperTiming
 from tests.integration.keeper_lab import UUIDS, Lab, lab
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 __all__ = ["lab"]
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a claims folder must belong to root")
@@ -53,7 +53,7 @@ def test_lease_ends_with_a_script_killed(lab: Lab) -> None:
 
 def test_training_outlives_the_script(lab: Lab) -> None:
     script = lab.started(lab.take("train1") + "nohup sleep 300 >/dev/null 2>&1 & echo go; echo $!")
-    train = int(line_of(script))
+    train = int(read_line(script))
     script.wait()
     until(lambda: "holder has ended" in lab.log())
     time.sleep(1.5)  # nothing must happen now
@@ -68,7 +68,7 @@ def test_subshell_that_starts_the_training_later(lab: Lab) -> None:
     wait = f"while [ ! -e {lab.folder}/now ]; do read -t 0.1 <&5; done"  # a builtin: nothing is started
     later = f"exec 5<>{lab.folder}/fifo\n( {wait}; exec sleep 300 >/dev/null ) &\n"
     script = lab.started(lab.take("later1") + later + "echo go; echo $!")
-    train = int(line_of(script))
+    train = int(read_line(script))
     script.wait()
     until(lambda: "holder has ended" in lab.log())
     time.sleep(3.0)  # longer than one look for carriers takes
@@ -84,7 +84,7 @@ def test_process_on_the_gpu_keeps_the_lease(lab: Lab) -> None:
     """It has another session and no variables of the lease; NVML lists it."""
     hidden = "env -u GPUBOARD_LEASE setsid sleep 300 >/dev/null 2>&1 & echo $!\n"
     script = lab.started(lab.take("nvml1", gpu=1) + "echo go\n" + hidden + "read")
-    train = int(line_of(script))
+    train = int(read_line(script))
     lab.gpus({1: train})
     script.communicate("\n", timeout=60)
     until(lambda: "holder has ended" in lab.log())
@@ -119,7 +119,7 @@ def test_holder_that_ended_while_no_keeper_ran(lab: Lab) -> None:
 def test_two_starts_at_once_give_one_keeper(lab: Lab) -> None:
     scripts = [lab.bash(lab.take(f"twin{number}", number) + "echo go; read") for number in range(4)]
     for script in scripts:
-        assert line_of(script) == "go\n"
+        assert read_line(script) == "go\n"
     assert lab.records() == {f"twin{number}" for number in range(4)}
     until(lambda: lab.keepers() == [lab.keeper_pid()])
     for script in scripts:
@@ -244,7 +244,7 @@ def test_command_killed_before_its_owner_has_the_lease(lab: Lab) -> None:
     taker = lab.env | {"TAKER_SILENT": "1"}
     command = f"{lab.env['TAKE']} quiet1 {UUIDS[0]} {lab.claims} 3600 -"
     process = subprocess.Popen(command.split(), env=taker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert line_of(process) == "handed over\n"
+    assert read_line(process) == "handed over\n"
     assert lab.held() == lab.records() == {"quiet1"}
     process.kill()
     process.communicate()

@@ -18,7 +18,7 @@ from tests.hosts import ADDRESSES, Host, Running
 from tests.integration.launch_lab import FAMILY, SLEEP, wait_up, write_torch
 from tests.nodes import Cluster
 from tests.nvml import Gpu
-from tests.waiting import Stopwatch, line_of, until
+from tests.waiting import Stopwatch, read_line, until
 
 pytestmark = pytest.mark.nodes
 
@@ -278,7 +278,7 @@ def test_a_gpu_of_the_lease_that_another_user_occupies_is_refused(lab: Cluster) 
     words = ["gpuboard", "allocate", "--gpus", "gpu01:0,5@gpu02:3", "--for", "10m", "--detach", "--format", "json"]
     lease = json.loads(login.run(words, check=True).stdout)["lease"]["id"]
     with lab["gpu02"].popen(["sh", "-c", "echo $$; read line"], user="bob", stdin=subprocess.PIPE) as intruder:
-        pid = int(line_of(intruder))
+        pid = int(read_line(intruder))
         lab["gpu02"].script([Gpu(processes=(("compute", pid, 2**30),)) if n == 3 else Gpu() for n in range(8)])
         put(login, "script.py", SLEEP)
         done = login.run(["gpuboard", "launch", "--lease", lease, "--env", f"PYTHONPATH={HOME}/fake", "script.py"])

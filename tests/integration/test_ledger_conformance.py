@@ -17,7 +17,7 @@ from tests.hosts import Host, Running
 from tests.nodes import Cluster
 from tests.nvml import Gpu
 from tests.slurm import SlurmCluster
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 pytestmark = pytest.mark.nodes
 DRIVER = Path(__file__).with_name("ledger_driver.py")
@@ -56,7 +56,7 @@ def ask(driver: Running, operation: str, **args: Any) -> Any:
     assert driver.stdin is not None
     driver.stdin.write(json.dumps([operation, args]) + "\n")
     driver.stdin.flush()
-    return json.loads(line_of(driver))
+    return json.loads(read_line(driver))
 
 
 def gpus(answer: Any) -> list[tuple[str, int | None]]:

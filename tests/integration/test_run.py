@@ -18,7 +18,7 @@ import pytest
 from gpuboard.leases.remote_exec import local_command
 from tests.integration.here import Here, here  # noqa: F401
 from tests.integration.test_allocate import claims
-from tests.waiting import Stopwatch, line_of, until
+from tests.waiting import Stopwatch, read_line, until
 
 pytestmark = pytest.mark.usefixtures("_claims")
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ def test_exit_codes_of_signals_missing_commands_and_refusals(here: Here, tmp_pat
 
 def test_signals_reach_the_command_and_the_lease_ends(here: Here) -> None:  # noqa: F811
     with start(here, "sh", "-c", "trap 'echo told; exit 5' TERM; echo up; while :; do sleep 0.1; done") as process:
-        assert line_of(process) == "up\n"
+        assert read_line(process) == "up\n"
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
     assert (out, process.returncode) == ("told\n", 5)
@@ -81,7 +81,7 @@ def test_killing_gpuboard_ends_the_command_and_the_lease(here: Here) -> None:  #
     with start(
         here, "sh", "-c", "setsid sleep 300 & echo $! $$; trap '' TERM HUP; while :; do sleep 0.1; done"
     ) as process:
-        pids = [int(pid) for pid in line_of(process).split()]
+        pids = [int(pid) for pid in read_line(process).split()]
         process.kill()
         started = Stopwatch()
         until(lambda: all(map(gone, pids)), "processes of the command live on")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.hosts import Running
 from tests.nodes import Cluster
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 pytestmark = pytest.mark.nodes
 
@@ -26,7 +26,7 @@ def start(nodes: Cluster, *argv: str, before: tuple[str, ...] = ()) -> Running:
     """Run a command on gpu02 from login1; return once it is up."""
     words = [*before, "gpuboard", "run", "--nodes", "gpu02", "--n", "1", "--", *argv]
     process = nodes["login1"].popen(words, env={"GPUBOARD_CONNECT_TIMEOUT": "10s"})
-    assert line_of(process) == "up\n"
+    assert read_line(process) == "up\n"
     return process
 
 
@@ -39,7 +39,7 @@ def left(nodes: Cluster) -> list[str]:
 def test_signal_to_gpuboard_alone_reaches_the_command(nodes: Cluster) -> None:
     with start(nodes, "sh", "-c", HANDLING) as process:
         process.send_signal(signal.SIGUSR1)
-        assert line_of(process) == "noted\n"
+        assert read_line(process) == "noted\n"
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (5, "told\nsaved\n", "")

@@ -25,7 +25,7 @@ from gpuboard.transport.connector import LocalTransport
 from tests.agent import still_there
 from tests.smi import FakeSmi
 from tests.sshd import children
-from tests.waiting import Stopwatch, line_of, until
+from tests.waiting import Stopwatch, read_line, until
 
 WHY = "python3 cannot be started there; install python3 (3.6 or later) or set `python` in the config"
 
@@ -96,7 +96,7 @@ def test_every_login_shell_starts_it_and_it_ends_with_the_connection(login: str,
         assert child.stdin is not None
         child.stdin.write(SCRIPT + b"00ff\n-q -x\n")
         child.stdin.flush()
-        assert [line_of(child) for _ in range(2)] == [b"\n", b"@00ff hello\n"]
+        assert [read_line(child) for _ in range(2)] == [b"\n", b"@00ff hello\n"]
         until(fake.calls, "nvidia-smi runs")
         running = children(child.pid)
         assert running
@@ -116,7 +116,7 @@ def test_it_ends_with_the_connection_also_while_nvidia_smi_is_being_started(fake
         assert child.stdin is not None
         child.stdin.write(script + b"00ff\n-q -x\n")
         child.stdin.flush()
-        while line_of(child) != b"@00ff messages\n":
+        while read_line(child) != b"@00ff messages\n":
             pass
         running = children(child.pid)
         child.stdin.close()

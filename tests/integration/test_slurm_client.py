@@ -17,7 +17,7 @@ from gpuboard.model.schedule import Schedule, SchedulerJob, Seen
 from tests.hosts import PATH, USERS, Running
 from tests.slurm import SlurmCluster
 from tests.slurmtext import held, used
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 pytestmark = pytest.mark.nodes
 
@@ -83,7 +83,7 @@ def watch(slurm: SlurmCluster, user: str = "alice") -> Running:
 
 def next_line(process: Running) -> Told:
     """Return the next thing that a watch has learnt."""
-    return msgspec.json.decode(line_of(process), type=Told)
+    return msgspec.json.decode(read_line(process), type=Told)
 
 
 def count_commands(slurm: SlurmCluster, pause: str = "") -> tuple[dict[str, str], Path]:

@@ -15,7 +15,7 @@ from tests.hosts import Running
 from tests.integration.slurm_truth import Status, configure, gpus, states, status
 from tests.nvml import Gpu
 from tests.slurm import SlurmCluster
-from tests.waiting import line_of
+from tests.waiting import read_line
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]
 
@@ -31,7 +31,7 @@ class Watch:
 
     def next(self) -> Status:
         """Return the next line."""
-        line = line_of(self.process)
+        line = read_line(self.process)
         assert line, f"the watch has ended with {self.process.wait(60)}"
         self.lines.append(json.loads(line))
         return self.lines[-1]

@@ -11,7 +11,7 @@ import pytest
 from tests.hosts import Running
 from tests.integration.slurm_lab import FAKE, opened
 from tests.slurm import SlurmCluster
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]
 
@@ -64,7 +64,7 @@ def test_waiting_for_gpus_survives_a_failed_controller(slurm: SlurmCluster, faul
         assert shell.poll() is None, shell.communicate()
         slurm.controller(cure)
         until(lambda: slurm.run(["scancel", str(other)], user="root").returncode == 0, "bob's job is cancelled")
-        line = line_of(shell)
+        line = read_line(shell)
         assert line.startswith("lease "), shell.communicate()
         assert slurm.job(number)["JobState"] == "RUNNING"
         assert sum(len(held) for held in slurm.held(number).values()) == 4
@@ -111,7 +111,7 @@ def test_a_launch_continues_without_the_controller(
         lab.put("script.py", WAIT)
         command = f"gpuboard launch --n 4 --per-node 2 {FAKE} script.py"
         with lab.login.popen(["sh", "-c", command], user="alice") as process:
-            lines = [line_of(process) for _ in range(4)]
+            lines = [read_line(process) for _ in range(4)]
             assert all("up" in line for line in lines), (lines, process.communicate())
             slurm.save()
             slurm.controller(fault)

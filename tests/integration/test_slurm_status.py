@@ -10,7 +10,7 @@ import pytest
 from tests.integration.slurm_truth import Ask, agreeing, configure, gpus, holders, states, status
 from tests.nvml import GIB, Gpu, Mig
 from tests.slurm import SlurmCluster
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 pytestmark = pytest.mark.nodes
 
@@ -245,7 +245,7 @@ def test_a_jobs_gpus_are_those_that_cuda_shows_it_where_device_files_count_other
     listed = slurm.nodes["gpu01"].script([Gpu(minor=7 - k) for k in range(8)])
     allocated = ["sh", "-c", "gpuboard allocate --n 3 --format uuids; echo; sleep 600"]
     with slurm.nodes["login1"].popen(["srun", "--gres=gpu:3", "-w", "gpu01", *allocated]) as process:
-        ours = line_of(process).strip().split(",")
+        ours = read_line(process).strip().split(",")
         assert ours == [gpu.uuid for gpu in listed[:3]], "the indexes that Slurm gives to CUDA"
         found = agreeing(slurm, as_root(slurm))
         shown = gpus(found, "gpu01")

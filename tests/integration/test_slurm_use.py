@@ -13,7 +13,7 @@ import pytest
 from tests.integration.slurm_lab import FAKE, HOME, Lab, opened
 from tests.integration.slurm_leases import all_gone, allocate, do, gpuboard, left, line_of, shell
 from tests.slurm import SlurmCluster
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 pytestmark = pytest.mark.nodes
 
@@ -56,7 +56,7 @@ def test_srun_prints_nothing_and_binds_to_no_core(lab: Lab, plugin: str) -> None
     lab.slurm.configure(f"TaskPlugin={plugin}")
     command = ["gpuboard", "run", "--n", "1", "--", "sh", "-c", "echo up; read line"]
     with lab.login.popen(command, stdin=subprocess.PIPE) as process:
-        assert line_of(process) == "up\n"
+        assert read_line(process) == "up\n"
         started = lab.login.processes(lambda p: p.name == "srun", user="alice")
         # the srun of the agent that read the GPUs may still be ending
         runs = [p for p in started if p.argv and "gpuboard.agent" not in p.argv[-1]]
@@ -96,9 +96,9 @@ def test_signals_reach_the_command_and_its_exit_code_is_returned(lab: Lab, numbe
     alone = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
     command = ["python3", "-c", alone, "gpuboard", "run", "--n", "1", "--", "sh", "-c", words]
     with lab.login.popen(command) as process:
-        assert line_of(process) == "up\n"
+        assert read_line(process) == "up\n"
         process.send_signal(signal.SIGUSR1)
-        assert line_of(process) == "noted\n"
+        assert read_line(process) == "noted\n"
         group = f"-{process.process.inner}"  # as timeout(1) and a terminal do it
         lab.login.run(["kill", f"-{number:d}", "--", group], user="alice", check=True)
         out, err = process.communicate(timeout=60)
@@ -109,7 +109,7 @@ def test_signals_reach_the_command_and_its_exit_code_is_returned(lab: Lab, numbe
 def test_nothing_of_a_command_outlives_gpuboard(lab: Lab) -> None:
     words = "setsid sleep 601 & echo up; trap '' TERM HUP; while :; do sleep 0.1; done"
     with lab.login.popen(["gpuboard", "run", "--n", "1", "--", "sh", "-c", words]) as process:
-        assert line_of(process) == "up\n"
+        assert read_line(process) == "up\n"
         process.send_signal(signal.SIGKILL)
         until(lambda: not lab.processes(), "nothing runs on the nodes", 60)
     all_gone(lab.slurm)

@@ -20,7 +20,7 @@ from gpuboard.config import Settings
 from gpuboard.model.replies import Touched
 from gpuboard.model.snapshot import NodeView
 from tests.sshd import SSHD, Sshd, children, make_key
-from tests.waiting import Stopwatch, line_of, until
+from tests.waiting import Stopwatch, read_line, until
 
 pytestmark = pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="needs sshd (openssh-server) and root")
 
@@ -280,7 +280,7 @@ def test_agents_end_when_the_client_is_killed(sshd: Sshd) -> None:
         "fleet.start(); fleet.wait(60); print(fleet.snapshot().nodes[0].state, flush=True); time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as client:
-        assert line_of(client) == "up\n"
+        assert read_line(client) == "up\n"
         assert agents(sshd)
         client.kill()
     until(lambda: not agents(sshd), "the agent ended after kill -9", 2)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from tests.integration.here import Here, here
 from tests.nvml import GIB, Gpu, Mig
-from tests.waiting import line_of
+from tests.waiting import read_line
 
 __all__ = ["here"]
 
@@ -178,9 +178,9 @@ def test_watch_json_prints_a_line_per_snapshot_until_ctrl_c(here: Here) -> None:
     with subprocess.Popen(
         here.command("status", "--watch", "0.3", "--json"), env=here.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
-        lines = [json.loads(line_of(child)) for _ in range(4)]
+        lines = [json.loads(read_line(child)) for _ in range(4)]
         while lines[-1]["nodes"][0]["gpus"][0]["state"] != "free":  # after two readings in a row
-            lines.append(json.loads(line_of(child)))
+            lines.append(json.loads(read_line(child)))
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=60)
     assert (child.returncode, err) == (130, b"")

@@ -13,7 +13,7 @@ from tests.hosts import Host
 from tests.integration.launch_lab import FAMILY, wait_up, write_torch
 from tests.integration.transport_lab import Lab, lab
 from tests.nodes import Cluster
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 __all__ = ["lab"]
 pytestmark = [pytest.mark.nodes, pytest.mark.parametrize("transport", ["openssh", "paramiko"])]
@@ -46,7 +46,7 @@ def ranks(host: Host) -> list[str]:
 def test_a_lease_on_two_nodes_lives_with_its_holder(home: Lab, nodes: Cluster) -> None:
     script = 'eval "$(gpuboard allocate --n 12)"; echo $GPUBOARD_NODES; cat'
     with home.here.popen(["bash", "-c", script], stdin=subprocess.PIPE) as shell:
-        assert line_of(shell) == "gpu[01-02]\n"
+        assert read_line(shell) == "gpu[01-02]\n"
         assert len(claims(nodes)) == 12
         # allocate and its connections have ended: only the keeper reaches the nodes now
         listed = json.loads(home.here.run(["gpuboard", "leases", "--json"], check=True).stdout)

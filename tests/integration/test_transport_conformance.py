@@ -18,7 +18,7 @@ from tests.integration.transport_driver import line
 from tests.integration.transport_lab import Lab, agents, each_transport, lab, logins, own, uuids
 from tests.nodes import Cluster, eight, old_python
 from tests.sshd import make_key
-from tests.waiting import Stopwatch, line_of, until
+from tests.waiting import Stopwatch, read_line, until
 
 __all__ = ["lab"]
 pytestmark = [pytest.mark.nodes, each_transport]
@@ -184,7 +184,7 @@ def test_a_server_that_disconnects_differs_from_a_silent_one(lab: Lab, nodes: Cl
     lab.config("Host gpu01\n  Port 2200\n")
     with nodes["gpu01"].popen(["python3", "-c", serve], user="bob") as server:
         try:
-            assert line_of(server) == "ready\n"
+            assert read_line(server) == "ready\n"
             error = lab.status("gpu01", check=False, GPUBOARD_CONNECT_TIMEOUT="10s")["gpu01"]["error"]
         finally:
             server.kill()

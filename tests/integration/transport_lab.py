@@ -15,7 +15,7 @@ import pytest
 
 from tests.hosts import USERS, Host, NodeProcess, Running
 from tests.nodes import Cluster
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 TRANSPORTS = ("asyncssh", "openssh", "paramiko")
 DRIVER = str(Path(__file__).with_name("transport_driver.py"))
@@ -79,7 +79,7 @@ class Driven:
 
     def event(self, kind: str, *, after: str = "") -> dict[str, Any]:
         """Return the next event, which must be of this kind; events of the kind ``after`` before it are skipped."""
-        line = line_of(self.process)
+        line = read_line(self.process)
         if not line:
             assert self.process.stderr is not None
             raise AssertionError(f"no {kind}: the driver ended: {self.process.stderr.read()}")

@@ -20,7 +20,7 @@ from gpuboard.agent.claims import files
 from gpuboard.agent.claims import store as claims
 from gpuboard.agent.proc import boot_id
 from tests.unit.claims_help import BOB, become
-from tests.waiting import line_of
+from tests.waiting import read_line
 
 ANSWER_S = 15.0  # then a file system that never answers is unmounted, so that a test fails instead of hanging
 _MNT_FORCE, _MNT_DETACH = 1, 2
@@ -42,7 +42,7 @@ def write_lease(path: str, uid: int = BOB) -> Iterator[None]:
     with subprocess.Popen(
         [sys.executable, "-c", _HOLD_LEASE, path, str(uid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as holder:
-        assert line_of(holder) == b"held\n"
+        assert read_line(holder) == b"held\n"
         try:
             yield
         finally:

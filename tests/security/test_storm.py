@@ -22,7 +22,7 @@ import pytest
 from tests.hosts import USERS, Host, NodeProcess, Running
 from tests.integration.claims_on_nodes import NODES, SCOPE, claimed_by, lying, names, owners_of
 from tests.nodes import Cluster
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 pytestmark = pytest.mark.nodes
 
@@ -103,7 +103,7 @@ class Shell:
         self.process.stdout.close()
 
     def _read(self) -> None:
-        code, _, rest = line_of(self.process).strip().partition("|")
+        code, _, rest = read_line(self.process).strip().partition("|")
         lease, _, rank_map = rest.partition("|")
         self.answered = bool(code)
         if code == "0" and lease:

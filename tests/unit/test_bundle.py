@@ -15,7 +15,7 @@ from gpuboard.agent import bundle_loader as bundled
 from gpuboard.agent.launch.start import module_source
 from gpuboard.transport import bundle
 from gpuboard.transport.exit_errors import explain_exit
-from tests.waiting import line_of
+from tests.waiting import read_line
 
 OLD = sorted(Path("/root/.pyenv/versions").glob("3.6.*/bin/python"))
 PYTHONS = [sys.executable, *map(str, OLD[:1])]
@@ -84,8 +84,8 @@ def test_bytes_that_trickle_in_are_read_whole_and_no_further() -> None:
     for at in range(0, len(data), 997):
         child.stdin.write(data[at : at + 997])
         child.stdin.flush()
-    assert line_of(child) == b"\n"
-    assert b"no role 'none'" in line_of(child)
+    assert read_line(child) == b"\n"
+    assert b"no role 'none'" in read_line(child)
     child.stdin.close()
     assert child.wait(60) == 2
 

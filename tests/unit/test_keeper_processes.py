@@ -13,7 +13,7 @@ import pytest
 
 from gpuboard.agent.proc import read_process
 from gpuboard.keeper import processes
-from tests.waiting import line_of, until
+from tests.waiting import read_line, until
 
 LEASE = f"t{os.getpid()}"
 
@@ -35,7 +35,7 @@ def holder_with(script: str) -> tuple[int, int, list[int]]:
     session = subprocess.Popen(
         ["bash", "-c", script], start_new_session=True, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
     )
-    pids = [int(word) for word in line_of(session).split()]
+    pids = [int(word) for word in read_line(session).split()]
     session.wait()
     return session.pid, session.pid, pids
 

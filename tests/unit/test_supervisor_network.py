@@ -13,7 +13,7 @@ import pytest
 
 from gpuboard.agent.event_loop import Loop
 from gpuboard.agent.launch import CallRefused, network
-from tests.waiting import line_of
+from tests.waiting import read_line
 
 SECRET = "0123456789abcdef"
 
@@ -110,7 +110,7 @@ def test_a_port_in_use_names_its_holder() -> None:
         "print(s.getsockname()[1], flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    port = int(line_of(child))
+    port = int(read_line(child))
     with pytest.raises(CallRefused) as refused:
         network.listen("127.0.0.1", port)
     child.communicate()

@@ -12,7 +12,7 @@ import pytest
 
 from gpuboard.agent.launch import CallRefused, oom, start, teardown
 from gpuboard.agent.proc import read_process
-from tests.waiting import line_of
+from tests.waiting import read_line
 
 # Prints "up" when its own child runs, which has a session of its own and, with "bare", an empty environment.
 PARENT = """
@@ -30,7 +30,7 @@ def start_parent(run: str, how: str) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "GPUBOARD_RUN": run},
     )
-    assert line_of(child) == "up\n"
+    assert read_line(child) == "up\n"
     return child
 
 
