@@ -82,8 +82,8 @@ def open_copy(board: BoardApp, uuids: Sequence[str]) -> None:
             options.append((f"ssh {node}", f"ssh command for {node}"))
     held = {lease.id: lease for uuid, _ in places for lease in scene.leases_on(uuid) if scene.is_mine(lease)}
     options += lease_options(list(held.values()), makers)
-    title = f"Copy of {picks_of(uuids, scene)[0]}"
-    _offer(board, title if len(title) < 70 else f"Copy of {len(places)} GPUs", options, makers)
+    title = f"Copy for {picks_of(uuids, scene)[0]}"
+    _offer(board, title if len(title) < 70 else f"Copy for {len(places)} GPUs", options, makers)
 
 
 def copy_lease(board: BoardApp, lease: Lease) -> None:
@@ -95,7 +95,7 @@ def copy_lease(board: BoardApp, lease: Lease) -> None:
     }
     options = lease_options([lease], makers) if board.scene and board.scene.is_mine(lease) else []
     options += [("id", f"its id: {lease.id}"), ("gpus", f"its GPUs: {places_words(lease.gpus)}"), ("uuids", "UUIDs")]
-    _offer(board, f"Copy of lease {lease.id}", options, makers)
+    _offer(board, f"Copy for lease {lease.id}", options, makers)
 
 
 def lease_options(leases: Sequence[Lease], makers: dict[str, Callable[[], str]]) -> list[tuple[str, str]]:

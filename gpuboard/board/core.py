@@ -115,7 +115,7 @@ def banners(snapshot: Snapshot, *, running_s: float) -> tuple[str, ...]:
     nodes = snapshot.nodes
     found: list[str] = []
     if not nodes:
-        return ("no nodes: name some with --nodes, or as `nodes` in the config",)
+        return ("no nodes: list some with --nodes, or as `nodes` in the config",)
     scheduler = scheduler_words(snapshot.scheduler)
     if scheduler and all(node.source == "slurm" for node in nodes):
         return (scheduler,)
@@ -129,7 +129,7 @@ def banners(snapshot: Snapshot, *, running_s: float) -> tuple[str, ...]:
         found.append(f"every node is stale or unreachable{_reason(nodes, [node.error for node in nodes])}")
     elif not any(node.gpus for node in nodes) and all(node.state == "up" for node in nodes):
         where = "here" if len(nodes) == 1 else "on these nodes"
-        found.append(f"no GPU {where}: name other nodes with --nodes, or as `nodes` in the config")
+        found.append(f"no GPU {where}: list other nodes with --nodes, or as `nodes` in the config")
     if scheduler:
         found.append(scheduler)
     without = [node for node in nodes if node.claims_error is not None and node.state == "up"]

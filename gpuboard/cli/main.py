@@ -41,7 +41,7 @@ in scripts:
 
 exit codes: 0 done, 1 error, 2 usage error, 3 the request can never be met,
   4 not free now, 5 no such lease or not yours, 6 no node could be reached,
-  7 preflight refused, 130 interrupted. `run` and `launch` exit with the code
+  7 preflight failed, 130 interrupted. `run` and `launch` exit with the code
   of the command or the ranks that they started.
 
 `gpuboard COMMAND --help` describes each command."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import string
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,6 +18,13 @@ T = TypeVar("T")
 
 _COUNT_MAX = 10**9 - 1  # GPUs, nodes, process ids
 _OPTION_OR_DURATION = ("-", *string.digits)  # first characters; commands and training scripts begin otherwise
+_WORDING = (  # argparse's messages, which differ between Python versions → gpuboard's
+    (r"argument (\S+): expected one argument", r"\1 needs a value"),
+    (r"argument (\S+): not allowed with argument (\S+)", r"\1 cannot be combined with \2"),
+    (r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", r"\1: \2 is not one of: \3"),
+    (r"one of the arguments (.*) is required|the following arguments are required: (.*)", r"missing: \1\2"),
+    (r"argument (\S+): (.*)", r"\1: \2"),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,9 +48,14 @@ class Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             word = (unknown.split() or ["''"])[0]
-            near = nearest(word.split("=")[0][:100], list(self._option_string_actions)) if word[0] == "-" else None
-            message = f"{shown(word)}: no such {'option' if word.startswith('-') else 'argument'}"
+            public = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+            near = nearest(word.split("=")[0][:100], public) if word[0] == "-" else None
+            message = f"{shown(word)}: no such option" if word[0] == "-" else f"unexpected argument: {shown(word)}"
             message += f"; did you mean {near}?" if near else ""
+        for pattern, wording in _WORDING:
+            if found := re.fullmatch(pattern, message, re.DOTALL):
+                message = found.expand(wording)
+                break
         raise UsageError(f"{message}\n  see: {self.prog} --help")
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
@@ -51,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if getattr(found, action.dest, None) == "" and action.default != "":
                 name = "/".join(action.option_strings) or action.metavar
-                self.error(f"argument {name}: empty value; is a shell variable unset?")
+                self.error(f"{name}: empty value; is a shell variable unset?")
         return found
 
     def _separated(self, words: Sequence[str]) -> Sequence[str]:
@@ -107,7 +120,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 def nearest(word: str, words: list[str]) -> str | None:
     """Return the closest match for ``word`` among ``words``, or None."""
-    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.6)), None)
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.7)), None)
 
 
 def typed(parse: Callable[[str], T]) -> Callable[[str], T]:

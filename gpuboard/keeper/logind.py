@@ -18,15 +18,14 @@ def reapers(env: Mapping[str, str], uid: int, root: str = "") -> list[str]:
     cgroup = _read(f"{root}/proc/self/cgroup")
     if "/session-" in cgroup and _kills_user_processes(root, user_name(uid)):
         found.append(
-            "logind kills background processes at logout here (KillUserProcesses=yes), the keeper too: your leases "
-            "on this host expire 90 s later; run the session under `systemd-run --user --scope` with "
-            "`loginctl enable-linger`"
+            "logind kills the keeper when you log out (KillUserProcesses=yes), and your leases on this host expire "
+            "90 s later; to keep them, run `loginctl enable-linger` and work in `systemd-run --user --scope bash`"
         )
     job = re.search(r"/job_(\d+)(/|$)", cgroup, re.MULTILINE)
     if job and not env.get("SLURM_JOB_ID"):  # with it, the job has its own keeper: runtime_dir.folder_name
         found.append(
-            f"Slurm kills every process of job {job[1]}, which this session belongs to, when the job ends, the keeper "
-            "too: your leases on this host expire 90 s later; any gpuboard command run before that keeps them"
+            f"this session belongs to Slurm job {job[1]}, and Slurm kills the keeper when the job ends: your leases on "
+            "this host expire 90 s later; to keep them, run any gpuboard command here before that"
         )
     return found
 

@@ -72,7 +72,7 @@ def ask(folder: Path, request: ControlRequest) -> object:
             return reply
     except (OSError, msgspec.DecodeError) as error:
         raise GpuboardError(
-            f"{folder / _NAME}: the run's head did not respond: {error}; `gpuboard runs` shows its state"
+            f"{folder / _NAME}: `gpuboard launch` did not respond: {error}; `gpuboard runs` shows its state"
         ) from error
 
 

@@ -267,7 +267,7 @@ class FailureWatch:
             if event.code is not None and event.code < 0:
                 how = f": killed by {signal_name(-event.code)}"
             self._candidates.append(
-                Cause("store-died", None, node, f"{node}: the store, through which the ranks meet, died{how}", at=now)
+                Cause("store-died", None, node, f"{node}: the rendezvous store of the ranks died{how}", at=now)
             )
 
     def _check_early_exit(self, now: float) -> None:

@@ -195,7 +195,7 @@ def judged(view: RunView) -> RunView:
     if last is not None and last.state in FINAL:
         return last
     where = f"pid {view.head.pid} on {view.head.host}"
-    text = f"the head ({where}) died before the run ended; its ranks ended with it"
+    text = f"`gpuboard launch` ({where}) died before the run ended; its ranks ended with it"
     died = VerdictView("", "head-died", None, view.head.host, text)
     return msgspec.structs.replace(view, state="failed", verdicts=[*view.verdicts, died])
 
@@ -212,5 +212,5 @@ def find_run(env: Mapping[str, str], name: str) -> RunView:
     hits = [view for view in views if view.id == name] or [view for view in views if view.id.startswith(name)]
     if len(hits) != 1:
         ids = ", ".join(view.id for view in (hits or views)[-5:])
-        raise UsageError(f"{'several ids start' if hits else 'no id starts'} with {name!r}; recent: {ids}")
+        raise UsageError(f"run {name!r} is ambiguous: {ids}" if hits else f"no run {name!r}; recent runs: {ids}")
     return hits[0]

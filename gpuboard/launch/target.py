@@ -34,7 +34,7 @@ def parse_target(words: Sequence[str], module: Sequence[str] | None) -> Target:
     """
     if module is not None:
         if not module or not re.fullmatch(_DOTTED, module[0]):
-            raise UsageError(f"-m needs the name of a module, got {module[0] if module else 'nothing'!r}")
+            raise UsageError(f"-m needs a module, like package.train{f', not {module[0]!r}' if module else ''}")
         return Target("module", module[0], list(module[1:]))
     words = list(words[1:] if words and words[0] == "--" else words)
     if not words or not words[0]:

@@ -96,8 +96,8 @@ class CompositeLedger:
         ledger, covered = self._of(asked)
         if scope.explicit and (other := next((node.name for node in asked if node.name not in covered), None)):
             raise UsageError(
-                f"{ledger.name} does not have node {other!r}, but has other requested nodes; a lease cannot span both: "
-                "choose nodes of one kind with --nodes"
+                f"a lease cannot combine nodes of {ledger.name} with others, here {other!r}; choose nodes of one kind "
+                "with --nodes"
             )
         return ledger.allocator(scope, options=options, progress=progress)
 

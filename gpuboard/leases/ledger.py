@@ -178,13 +178,13 @@ def matching(text: str, own: Collection[str]) -> str | None:
         return text
     starting = sorted(lease for lease in own if text and lease.startswith(text))
     if len(starting) > 1:
-        raise NoSuchLease(f"{text!r} is ambiguous: your leases {', '.join(starting)} start so; give more of it")
+        raise NoSuchLease(f"{text!r} is ambiguous: it matches your leases {', '.join(starting)}; write more characters")
     return starting[0] if starting else None
 
 
 def no_such_lease(text: str, own: Collection[str]) -> NoSuchLease:
     """Return the error for an id that names none of the caller's leases, ``own``."""
-    yours = f"yours are: {', '.join(sorted(own))}" if own else "you have none"
+    yours = f"yours are: {', '.join(sorted(own))}" if own else "you have no leases"
     return NoSuchLease(f"no lease {text!r}; {yours}")
 
 

@@ -259,7 +259,7 @@ def _broken(reading: GpuReading) -> str | None:
     if reading.remap_failed:
         return "row remapping failed: the GPU needs replacement"
     if reading.recovery_action not in {None, "none"}:
-        return f"the driver asks for: {reading.recovery_action}"
+        return f"the driver requests: {reading.recovery_action}"
     return None
 
 

@@ -30,7 +30,7 @@ from gpuboard.transport.link import Link, Listener, Pending
 FIRST_S = 8.0  # the first reading is sent without values when nvidia-smi takes longer; feeds give up after 10 s
 OLD_S = 20.0  # the last values are sent again, with their age, when a pass takes longer
 RETRY_S = (5.0, 60.0)  # first and longest wait after nvidia-smi has failed
-_HANGS = f"nvidia-smi: it has not ended for {smi_child.RUN_S:.0f} s"
+_HANGS = f"nvidia-smi: it has been running for {smi_child.RUN_S:.0f} s"
 NO_SMI = "nor is there nvidia-smi"
 _decoder = msgspec.json.Decoder(Message)
 

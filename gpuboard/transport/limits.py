@@ -47,7 +47,7 @@ class Exceeded(TransportError):
     """A node sent more than the limits allow."""
 
     def __init__(self, words: str) -> None:
-        remedy = "gpuboard retries later; check what runs in place of its agent there"
+        remedy = "gpuboard retries later; check what `python3` runs there"
         super().__init__("limits", words, remedy)
 
 
@@ -64,7 +64,7 @@ class Budget:
         self._at = now
         self._left = min(BURST, self._left + since_s * RATE) - count
         if self._left < 0:
-            raise Exceeded("sent more data than any node needs to")
+            raise Exceeded("sent more data than an agent may")
 
 
 def check_line(line: memoryview) -> None:

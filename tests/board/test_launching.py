@@ -68,7 +68,7 @@ def test_what_is_typed_is_checked(tmp_path: Path) -> None:
         assert check_files(right, folder) == FileProblems(right, folder)
     assert check_command("") == "train.py or -m module"
     assert check_command("train.py 'open") == "the command: no closing quotation"
-    assert check_command("-m") == "-m needs the name of a module, got 'nothing'"
+    assert check_command("-m") == "-m needs a module, like package.train"
     assert check_command("--n 4 train.py") == "--n is not an option of launch"
     assert check_files("nothere.py", folder).no_script == "no file nothere.py in that folder"
     assert check_files("/no/where.py", folder).no_script == "no file /no/where.py"

@@ -112,7 +112,7 @@ async def test_says_why_not_and_what_would_work(tmp_path: Path) -> None:
         await open_for(app, pilot, [])
         await fill(pilot, "gpus", "4")
         await fill(pilot, "nodes", "1")
-        await lab.settle(pilot, lambda: lab.shown(app, "Not now:", "Nearest: at most 2 nodes"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Not now:", "Possible: at most 2 nodes"))
         assert "--" not in lab.screen(app)
         await pilot.press("enter")
         await fill(pilot, "gpus", "5")
@@ -185,7 +185,7 @@ async def test_when_no_other_set_is_left_it_says_so(tmp_path: Path) -> None:
             await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0,2,3"))
             other.take(agent, "abcdef", uuids(app, "sim01", 2))
             await pilot.press("enter")
-            await lab.settle(pilot, lambda: lab.shown(app, "Not reserved: sim01:2 is reserved", "Nearest: 2 GPUs"))
+            await lab.settle(pilot, lambda: lab.shown(app, "Not reserved: sim01:2 is reserved", "Possible: 2 GPUs"))
             assert lab.claims(tmp_path) == ["abcdef: sim01-2"]
             await pilot.press("escape")
 

@@ -121,7 +121,7 @@ def test_a_node_that_the_config_does_not_have_cannot_be_left_out(small: Cluster)
     asked = ("allocate", "--n", "1", "--dry-run", "--nodes", "gpu01", "--exclude")
     done = gpuboard(small, *asked, "gpu20", user="alice")
     assert done.returncode == 2
-    assert done.stderr == (f"gpuboard: --exclude: no node 'gpu20' in the configured inventory, which has {SCOPE}\n")
+    assert done.stderr == (f"gpuboard: --exclude: no node 'gpu20' among the configured nodes: {SCOPE}\n")
     done = gpuboard(small, *asked, "gpu01:0,gpu03", user="alice")  # none of this command's, yet no slip
     assert done.returncode == 0, done.stderr
     assert "would take gpu01:1" in done.stderr

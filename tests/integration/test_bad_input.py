@@ -63,7 +63,7 @@ MAP: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("nodeset", "words"),
     [
-        ("gpu09", "no node 'gpu09' in the configured inventory; it has: gpu01, gpu02"),
+        ("gpu09", "no node 'gpu09' among the configured nodes: gpu01, gpu02"),
         ("gpu[01", "gpu[01"),
         ("gpu[2-1]", "gpu[2-1]"),
         ("", "an empty nodeset names no node"),

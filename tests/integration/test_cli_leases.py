@@ -86,7 +86,7 @@ def test_release_by_id_by_prefix_and_mine(here: Here) -> None:
     assert ids(here) == [third]
     assert here.run("release", "--mine").returncode == 0
     assert ids(here) == []
-    assert here.run("leases").stdout == "no reservations\n"
+    assert here.run("leases").stdout == "no leases\n"
     assert here.run("release", "--mine").stdout == "you have no leases\n"
 
 
@@ -111,8 +111,8 @@ def test_unread_nodes_are_reported(here: Here) -> None:
     found = here.json("leases", "--json")
     assert (found["leases"], found["unread"]) == ([], ["gone"])
     assert here.run("leases").stdout.splitlines() == [
-        "no reservations on the nodes that were read",
-        "not listed, as these nodes were not read: gone",
+        "no leases on the nodes that were read",
+        "not read, so leases there are not listed: gone; `gpuboard status` shows why",
     ]
     for command in (["release", "zzzzzz"], ["renew", "zzzzzz", "--for", "1h"]):
         done = here.run(*command)
@@ -154,5 +154,5 @@ def test_launch_in_a_shell_with_an_ended_lease_names_the_variable(here: Here) ->
     done = here.run("launch", "--n", "1", "--device", "cpu", "x.py", GPUBOARD_LEASE="k3f9zz")
     assert done.returncode == 5
     assert done.stderr == (
-        "gpuboard: no lease 'k3f9zz'; you have none; unset GPUBOARD_LEASE, which names it, to reserve other GPUs\n"
+        "gpuboard: no lease 'k3f9zz'; you have no leases; unset GPUBOARD_LEASE, which names it, to reserve other GPUs\n"
     )

@@ -172,7 +172,7 @@ def test_a_head_that_was_suspended_for_too_long_reports_the_consequence(tmp_path
         run.signal(signal.SIGCONT)
         assert run.wait() == 1
         text = run.view().verdicts[0].text
-        stopping = re.search(r": no ping from the head for (\d+) s; its ranks are being stopped", text)
+        stopping = re.search(r": no ping from `gpuboard launch` for (\d+) s; its ranks are being stopped", text)
         assert stopping and int(stopping[1]) >= 8, text  # checked each second, later on a busy machine
 
 

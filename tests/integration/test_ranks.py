@@ -153,7 +153,7 @@ def test_without_pings_of_the_head_the_run_ends(folder: Path) -> None:
         go(here)
         until(lambda: here.call("ping") is not False and ready(here), "the ranks are ready")
         here.wait_ended()
-        assert "no ping from the head" in here.data("stopping")[-1]["reason"]
+        assert "no ping from `gpuboard launch`" in here.data("stopping")[-1]["reason"]
         assert carriers(here.run) == []
 
 

@@ -251,7 +251,7 @@ def test_one_that_hangs_is_killed_and_the_last_values_are_sent_with_their_age(
     here.until(lambda: len(fake.calls()) > 1, "it hangs")
     here.until(lambda: here.readings()[-1].nvml_error, "it was killed")
     dead = here.readings()[-1]
-    assert dead.nvml_error == "nvidia-smi: it has not ended for 30 s"
+    assert dead.nvml_error == "nvidia-smi: it has been running for 30 s"
     assert dead.gpus[0].delay_s > 3
     late = [reading for reading in here.readings() if reading.gpus[0].delay_s > 1 and not reading.nvml_error]
     assert {reading.gpus[0].utilization for reading in late} == {0}

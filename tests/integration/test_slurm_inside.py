@@ -119,7 +119,7 @@ def test_claims_of_a_killed_job_do_not_count_once_slurm_reports_its_end(lab: Lab
 def test_a_rank_that_fails_ends_both_nodes(lab: Lab) -> None:
     lab.put("fails.py", "import os, time\nos.environ['RANK'] == '3' and exec('raise ValueError(1)')\ntime.sleep(600)\n")
     job = lab.run(f"gpuboard launch {FAKE} fails.py; echo code $?; gpuboard leases", "--gpus=4", "--nodes=2")
-    assert "code 1\nno reservations" in job.out, job.err
+    assert "code 1\nno leases" in job.out, job.err
     assert "rank 3 (gpu02:0) failed before init_process_group: ValueError: 1 at" in job.err
     until(lambda: not lab.processes(), "nothing of it is left")
 
@@ -179,7 +179,7 @@ def test_claims_of_a_killed_job_do_not_block_the_next_job(lab: Lab) -> None:
     assert len(lab.claims()) == 2
     again = lab.run(f"gpuboard launch {FAKE} quick.py; gpuboard leases", "--gpus=2", "--nodelist=gpu01")
     assert ranks(again.out) == ["0 gpu01", "1 gpu01"], again.err
-    assert "no reservations" in again.out, "claims of another job are not listed"
+    assert "no leases" in again.out, "those of another job are none of this one's"
 
 
 def test_a_job_without_gpus_has_none(lab: Lab) -> None:

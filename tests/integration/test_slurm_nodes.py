@@ -36,8 +36,8 @@ def test_slurms_nodes_with_gpus_are_the_inventory(slurm: SlurmCluster) -> None:
     assert names(slurm, "slurm:big") == ["gpu03"]
     assert names(slurm, "slurm:big,short", "gpu02") == ["gpu01", "gpu02", "gpu03"]
     for said, words in (
-        ("slurm:gup", "'slurm:gup': no node is in a partition 'gup'; Slurm has: big, cpu, gpu, short"),
-        ("slurm:cpu", "'slurm:cpu': Slurm has no such node with GPUs"),
+        ("slurm:gup", "'slurm:gup': no partition 'gup' has nodes; Slurm's partitions: big, cpu, gpu, short"),
+        ("slurm:cpu", "'slurm:cpu': Slurm knows no such node with GPUs"),
     ):
         done = gpuboard(slurm, "status", "--nodes", said)
         assert (done.returncode, done.stdout) == (2, "")
@@ -49,6 +49,6 @@ def test_where_slurm_does_not_answer_it_says_so_and_named_nodes_are_read_all_the
     done = gpuboard(slurm, "status")
     assert done.returncode == 1
     assert done.stderr.startswith("gpuboard: could not get the nodes from Slurm: ")
-    assert "; name nodes with --nodes, or in the config" in done.stderr
+    assert "; list nodes with --nodes, or in the config" in done.stderr
     seen = gpuboard(slurm, "status", "--nodes", "gpu01", "--json")
     assert [node["name"] for node in json.loads(seen.stdout)["nodes"]] == ["gpu01"]

@@ -104,17 +104,17 @@ def test_each_failure_to_connect_has_its_message_and_remedy(sshd: Sshd, tmp_path
     up = {"good", "messy", "jump", "jump-twice"}
     assert states == {name: "up" if name in up else "unreachable" for name in names}
     words = {
-        "unknown": ("ssh: the key of unknown is not known (ssh-ed25519 SHA256:", "`ssh unknown` once and compare"),
-        "no-check": ("ssh: the key of no-check is not known", "compare the fingerprint"),
-        "changed": ("ssh: the key of changed has CHANGED (ssh-ed25519 SHA256:", f"-R '[127.0.0.1]:{sshd.port}'"),
-        "revoked": ("ssh: the key of revoked is revoked", "administrator"),
+        "unknown": ("ssh: the host key of unknown is unknown (ssh-ed25519 SHA256:", "`ssh unknown` once and compare"),
+        "no-check": ("ssh: the host key of no-check is unknown", "compare the fingerprint"),
+        "changed": ("ssh: the host key of changed has CHANGED (ssh-ed25519 SHA256:", f"-R '[127.0.0.1]:{sshd.port}'"),
+        "revoked": ("ssh: the host key of revoked is revoked", "administrator"),
         "refused": ("ssh: root@refused was refused: no key was accepted", "authorized_keys"),
         "keyless": ("ssh: root@keyless was refused: no key was accepted", "IdentityFile"),
         "closed": ("ssh: connection refused", "is sshd running there"),
-        "nowhere": ("ssh: the name 'nowhere' has no address", "ssh_config"),
+        "nowhere": ("ssh: the name 'nowhere' cannot be resolved", "ssh_config"),
         "jump-closed": ("ssh: jump-closed cannot be reached through good: Connection refused", ""),
-        "jump-unknown": ("ssh: the key of unknown is not known", "`ssh unknown`"),
-        "jump-circle": ("ssh: ProxyJump of jump-circle goes in circles", "ssh_config"),
+        "jump-unknown": ("ssh: the host key of unknown is unknown", "`ssh unknown`"),
+        "jump-circle": ("ssh: ProxyJump of jump-circle is a loop", "ssh_config"),
     }
     for name, (what, remedy) in words.items():
         error = seen[name].error or ""

@@ -126,7 +126,7 @@ def test_missing_nvml_is_a_row_with_the_reason(here: Here) -> None:
     assert done.returncode == 0  # the node was reached; it has no NVML
     assert re.search(r"NVML: .*(not found|libnvidia-ml)", done.stdout, re.IGNORECASE)
     assert done.stdout.splitlines()[-1].endswith("0 GPUs")
-    assert "name the GPU nodes with --nodes 'gpu[01-04]'" in done.stderr
+    assert "list the GPU nodes with --nodes 'gpu[01-04]'" in done.stderr
     assert "gpuboard demo --board" in done.stderr
     assert here.run("status", "--nodes", "localhost", LD_LIBRARY_PATH="").stderr == done.stderr
     here.config('nodes = ["localhost"]\n')

@@ -56,8 +56,8 @@ def test_failures_behind_a_jump_host_are_reported(lab: Lab, nodes: Cluster) -> N
     assert errors["stuck"].startswith("ssh: no answer in 8 s; ")
     assert errors["gpu03"] == ""
     for name in ("astray1", "astray2"):
-        assert errors[name].startswith("ssh: the key of stranger is not known (ssh-ed25519 SHA256:")
-    assert errors["circle"].startswith("ssh: ProxyJump of circle goes in circles; ")
+        assert errors[name].startswith("ssh: the host key of stranger is unknown (ssh-ed25519 SHA256:")
+    assert errors["circle"].startswith("ssh: ProxyJump of circle is a loop; ")
 
 
 def test_ipv6_on_another_port(lab: Lab, nodes: Cluster) -> None:
@@ -274,12 +274,12 @@ def test_hosts_with_unknown_changed_or_revoked_keys_are_refused(lab: Lab, nodes:
     shown = subprocess.run(["ssh-keygen", "-lf", keys / "gpu01.pub"], capture_output=True, text=True, check=True)
     offered = f"ssh-ed25519 {shown.stdout.split()[1]}"
     assert errors == {
-        "unknown": f"ssh: the key of unknown is not known ({offered}); "
+        "unknown": f"ssh: the host key of unknown is unknown ({offered}); "
         "run `ssh unknown` once and compare the fingerprint",
-        "changed": f"ssh: the key of changed has CHANGED ({offered}): a new installation or a man in the middle; "
+        "changed": f"ssh: the host key of changed has CHANGED ({offered}): a new installation, or an attack; "
         "ask its administrator; then `ssh-keygen -R 'gpu01'` and `ssh changed`",
-        "revoked": "ssh: the key of revoked is revoked; ask its administrator",
-        "other": f"ssh: the key of other is not known ({offered}); run `ssh other` once and compare the fingerprint",
+        "revoked": "ssh: the host key of revoked is revoked; ask its administrator",
+        "other": f"ssh: the host key of other is unknown ({offered}); run `ssh other` once and compare the fingerprint",
         "wild": None,
         "messy": None,
         "hashed": None,
@@ -306,7 +306,7 @@ def test_each_failure_to_connect_has_its_message(lab: Lab, nodes: Cluster) -> No
     assert errors == {
         "refused": "ssh: alice@refused was refused: no key was accepted",
         "closed": "ssh: connection refused",
-        "nowhere": "ssh: the name 'nowhere' has no address",
+        "nowhere": "ssh: the name 'nowhere' cannot be resolved",
         "off": "ssh: the network is unreachable",
         "hung": "ssh: no answer in 8 s",
         "swallowed": "ssh: no answer in 8 s",

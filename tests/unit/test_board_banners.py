@@ -36,10 +36,10 @@ LOST = node(claims_error="/var/tmp is on NFS", gpus=[gpu("gpu01", 0)])
     ("nodes", "running_s", "words"),
     [
         ([WITH_GPU, UP], 60, ()),
-        ([UP, UP], 60, ("no GPU on these nodes: name other nodes with --nodes, or as `nodes` in the config",)),
-        ([UP], 60, ("no GPU here: name other nodes with --nodes, or as `nodes` in the config",)),
+        ([UP, UP], 60, ("no GPU on these nodes: list other nodes with --nodes, or as `nodes` in the config",)),
+        ([UP], 60, ("no GPU here: list other nodes with --nodes, or as `nodes` in the config",)),
         ([UP, away("no route")], 60, ()),
-        ([], 0, ("no nodes: name some with --nodes, or as `nodes` in the config",)),
+        ([], 0, ("no nodes: list some with --nodes, or as `nodes` in the config",)),
         ([WAITING, WAITING], 3, ()),
         ([WAITING, WAITING], 30, ("no node is reachable yet",)),
         ([WAITING, away("no route")], 3, ("no node is reachable yet: no route (1 of 2)",)),

@@ -40,7 +40,7 @@ def test_nodesets_expand_in_order_each_name_once() -> None:
 def test_names_select_within_the_inventory() -> None:
     configured = Settings(nodes=["gpu[01-04]"])
     assert inventory(configured, ["gpu03,gpu01"]) == [Node("gpu01", "gpu01"), Node("gpu03", "gpu03")]
-    with pytest.raises(UsageError, match="no node 'gpu09' in the configured inventory; it has: gpu01, gpu02"):
+    with pytest.raises(UsageError, match="no node 'gpu09' among the configured nodes: gpu01, gpu02"):
         inventory(configured, ["gpu[03,09]"])
     assert inventory(Settings(), ["any[1-2]"]) == [Node("any1", "any1"), Node("any2", "any2")]
 

@@ -67,7 +67,7 @@ def test_root_is_not_warned_by_default(tmp_path: Path) -> None:
 
 def test_slurm_job(tmp_path: Path) -> None:
     root = host(tmp_path, {"proc/self/cgroup": "0::/system.slice/slurmstepd.scope/job_77/step_0/user/task_0\n"})
-    assert [text.partition(",")[0] for text in reapers({}, USER, root)] == ["Slurm kills every process of job 77"]
+    assert [text.partition(",")[0] for text in reapers({}, USER, root)] == ["this session belongs to Slurm job 77"]
     assert reapers({"SLURM_JOB_ID": "77"}, USER, root) == []
 
 

@@ -295,7 +295,7 @@ def test_finding_ones_own() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("k", "'k' is ambiguous: your leases k3f9xx, k4aaaa start so; give more of it"),
+        ("k", "'k' is ambiguous: it matches your leases k3f9xx, k4aaaa; write more characters"),
         ("bobsxx", "lease bobsxx belongs to bob; only its owner, or root, can end or change it"),
         ("bob", "no lease 'bob'; yours are: k3f9xx, k4aaaa"),
         ("", "no lease ''; yours are: k3f9xx, k4aaaa"),

@@ -92,7 +92,7 @@ def test_single_bytes_count_as_a_flood() -> None:
     it.link.received(it.frame(HELLO))
     for _ in range(5000):
         it.link.received(b"x")
-    assert it.end() == ("limits", "sent more data than any node needs to")
+    assert it.end() == ("limits", "sent more data than an agent may")
     assert it.wire.closed
 
 

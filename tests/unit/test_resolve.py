@@ -141,6 +141,6 @@ def test_a_command_that_hangs_times_out(tmp_path: Path) -> None:
 
 
 def test_a_cycle_of_jump_hosts_is_reported() -> None:
-    with pytest.raises(TransportError, match="ProxyJump of a goes in circles"):
+    with pytest.raises(TransportError, match="ProxyJump of a is a loop"):
         jump_chain("a", ("b",), {"b": ("c",), "c": ("b",)}.__getitem__)
     assert jump_chain("a", ("b", "x"), {"b": ("c",), "c": ()}.__getitem__) == ("c", "b", "x")

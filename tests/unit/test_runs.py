@@ -116,9 +116,9 @@ def test_runs_are_found_by_the_start_of_their_id_and_by_last(env: dict[str, str]
             "state.json", view(run, run_folder.this_head(), "done", f"2026-01-31T12:0{minute}:00.000Z")
         )
     assert [find_run(env, name).id for name in ("last", "ra", "rbbb", "rbbb2")] == ["rbba3", "raaa1", "rbbb2", "rbbb2"]
-    with pytest.raises(UsageError, match="several ids start with 'rbb'; recent: rbbb2, rbba3"):
+    with pytest.raises(UsageError, match="run 'rbb' is ambiguous: rbbb2, rbba3"):
         find_run(env, "rbb")
-    with pytest.raises(UsageError, match="no id starts with 'x'"):
+    with pytest.raises(UsageError, match="no run 'x'; recent runs: "):
         find_run(env, "x")
     with pytest.raises(UsageError, match="is not a run id"):
         find_run(env, "../../etc")
@@ -153,7 +153,7 @@ def test_the_control_socket_works_under_a_long_path(tmp_path: Path) -> None:
     server.close()
     assert asked == [ControlRequest("stop", 5.0)]
     assert not os.path.lexists(folder / "control.sock")
-    with pytest.raises(GpuboardError, match="the run's head did not respond"):
+    with pytest.raises(GpuboardError, match="`gpuboard launch` did not respond"):
         ask(folder, ControlRequest("state"))
 
 

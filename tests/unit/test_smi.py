@@ -87,7 +87,7 @@ def test_mig_devices_are_reported_as_unknown() -> None:
     listing = xml("v12-a100-mig-535")
     assert gpu(listing, 0).facts["mig"] == []
     assert state(gpu(listing, 0)) == ("mig", f"in MIG mode; NVML: {smi.MIG_UNSEEN}")
-    assert state(gpu(listing, 1)) == ("broken", "the driver asks for: GPU reset")
+    assert state(gpu(listing, 1)) == ("broken", "the driver requests: GPU reset")
 
 
 def test_a_gpu_with_unified_memory_is_recognized_by_its_name_and_may_have_a_bare_uuid() -> None:

@@ -74,7 +74,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("lost", {"lost": True, "error": "GPU is lost"}, "broken", "GPU lost: GPU is lost", ()),
     ("lost and reserved", {"lost": True, "claims": (CLAIM,)}, "broken", "GPU lost: fallen off the bus", ()),
     ("remap failed", {"remap_failed": True}, "broken", "row remapping failed: the GPU needs replacement", ()),
-    ("recovery", {"recovery_action": "reset"}, "broken", "the driver asks for: reset", ()),
+    ("recovery", {"recovery_action": "reset"}, "broken", "the driver requests: reset", ()),
     ("no recovery", {"recovery_action": "none"}, "free", "no process, no reservation", ()),
     ("no reading", {"reading": None}, "unknown", "no reading of this GPU yet", ()),
     ("5 s old", {"age_s": 5.0}, "free", "no process, no reservation", ()),

@@ -74,7 +74,7 @@ def test_hosts_are_read_as_ssh_reads_them(config: HostConfig, tmp_path: Path, na
 def test_jumps_are_followed_to_the_first_one(config: HostConfig) -> None:
     assert config.jumps(config.host("b1")) == ("outer", "carol@jump:2200", "second")
     assert config.jumps(config.host("none")) == ()
-    with pytest.raises(TransportError, match="ProxyJump of circle1 goes in circles"):
+    with pytest.raises(TransportError, match="ProxyJump of circle1 is a loop"):
         config.jumps(config.host("circle1"))
 
 
@@ -120,9 +120,9 @@ def os_error(code: int) -> OSError:
         (os_error(errno.EMFILE), "unreachable", "ssh: too many open files here"),
         (OSError("Multiple exceptions: [Errno 111] a, [Errno 101] b"), "refused", "ssh: connection refused"),
         (FileNotFoundError(2, "No such file", "nc"), "resolve", "ssh: [Errno 2] No such file: 'nc'"),
-        (socket.gaierror(-2, "x"), "resolve", "ssh: the name 'gpu01' has no address"),
+        (socket.gaierror(-2, "x"), "resolve", "ssh: the name 'gpu01' cannot be resolved"),
         (asyncssh.PermissionDenied("x"), "auth", "ssh: gpu01 was refused: no key was accepted"),
-        (asyncssh.HostKeyNotVerifiable("x"), "host-key", "ssh: the key of gpu01 is not known"),
+        (asyncssh.HostKeyNotVerifiable("x"), "host-key", "ssh: the host key of gpu01 is unknown"),
         (asyncssh.ConnectionLost("Connection lost"), "lost", "ssh: Connection lost"),
         (asyncssh.ChannelOpenError(2, "Connection refused"), "unreachable",
          "ssh: gpu01 cannot be reached: Connection refused"),

@@ -156,13 +156,13 @@ def test_a_node_that_has_ended_is_not_lost() -> None:
 
 def test_the_death_of_the_store_ends_the_run() -> None:
     failed = feed(watch(), Store("died", code=-9))
-    assert failed.messages == ["gpu01: the store, through which the ranks meet, died: killed by SIGKILL"]
+    assert failed.messages == ["gpu01: the rendezvous store of the ranks died: killed by SIGKILL"]
     assert failed.stop_reason is not None
 
 
 def test_a_node_that_stops_itself_is_the_cause_of_what_follows() -> None:
-    failed = feed(watch(), Stopping("no ping from the head for 60 s"), Exited(0, signal=15))
-    assert failed.messages == ["gpu01: no ping from the head for 60 s; its ranks are being stopped"]
+    failed = feed(watch(), Stopping("no ping from `gpuboard launch` for 60 s"), Exited(0, signal=15))
+    assert failed.messages == ["gpu01: no ping from `gpuboard launch` for 60 s; its ranks are being stopped"]
     assert failed.exit_code() == 1
     assert failed.cause is not None
     assert failed.cause.kind == "node-stopped"

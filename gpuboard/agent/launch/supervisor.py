@@ -94,7 +94,7 @@ class Supervisor:
             self._head_lost = True
             self._loop.unwatch(channel.fd_in)
             self._loop.unwatch(channel.fd_out)
-            self._end("the connection to the head was lost", _LOST_GRACE_S)
+            self._end("the connection to `gpuboard launch` was lost", _LOST_GRACE_S)
         if channel.closed:
             self._workers.pause(False)
             return
@@ -154,7 +154,7 @@ class Supervisor:
     def _check_head(self) -> None:
         silence_s = time.monotonic() - self._received_at
         if silence_s > self._config["lost_head_s"]:
-            self._end("no ping from the head for %d s" % silence_s, _LOST_GRACE_S)
+            self._end("no ping from `gpuboard launch` for %d s" % silence_s, _LOST_GRACE_S)
         else:
             self._loop.after(1.0, self._check_head)
 
@@ -269,7 +269,7 @@ class Supervisor:
                 break
             self._workers.ended(pid, os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status))
         if self._workers.store_lost and self._workers.running():
-            self._end("the store died", _LOST_GRACE_S)
+            self._end("the rendezvous store died", _LOST_GRACE_S)
         preflight_over = self._opened or self._ending_at is not None  # before, the head has more calls to make
         over = self._spawned and not self._finished and not self._workers.running()
         if over and preflight_over and self._helpers_until is None:

@@ -93,7 +93,7 @@ class LaunchDialog(Dialog[str]):
                 Field("variables", "Variables", last.variables if last else "", "K=V K2=V2", check_variables),
                 Field("cpu", "On the CPU", YES if cpu else "", hint, toggle=True),
                 Field("grace", "Grace", last.grace if last else _GRACE, "from SIGTERM to SIGKILL", _grace),
-                Field("for", "At most for", settings.max_lease, "the reservation's duration", duration(most)),
+                Field("for", "For", settings.max_lease, "maximum duration of the lease", duration(most)),
                 Field("keep", "Keep running", YES, "when the board is closed", toggle=True),
             ],
             verb="Launch",

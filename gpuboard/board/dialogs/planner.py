@@ -52,4 +52,4 @@ def refused(answer: Refusal | str, look: Look) -> Text:
         return Text(answer, look.style("bad"))
     message, nearest = refusal_words(answer)
     found = Text.assemble(("Not now: " if answer.code == 4 else "Impossible here: ", look.style("warn")), message)
-    return found.append(f"\nNearest: {nearest}", look.style("good")) if nearest else found
+    return found.append(f"\nPossible: {nearest}", look.style("good")) if nearest else found

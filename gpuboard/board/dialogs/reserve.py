@@ -47,9 +47,9 @@ class ReserveDialog(Dialog[Allocation]):
             "Reserve",
             [
                 Field("gpus", "GPUs", words or "1", "a number, or gpu01:0,3", request_form.which),
-                Field("model", "Model", "", "any; a part of its name: H100"),
-                Field("memory", "Free memory", "", "any; of each: 40GiB", size),
-                Field("nodes", "Nodes", "", "the fewest; at most 1, 2, …", number(1, 4096, needed=False)),
+                Field("model", "Model", "", "any; or part of a name: H100"),
+                Field("memory", "Free memory", "", "any; or per GPU: 40GiB", size),
+                Field("nodes", "Nodes", "", "fewest; or at most: 1, 2, …", number(1, 4096, needed=False)),
                 Field("for", "For", default, f"at most {request_form.lasting(most_s)}", duration(most_s)),
                 Field("purpose", "Purpose", "", "shown to others"),
             ],

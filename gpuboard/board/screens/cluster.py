@@ -34,7 +34,7 @@ _DOWN_FIRST = frozenset(
 )  # usually the highest value is of interest
 _HINT = "user:alice state:free mem>40G model:H100 node:gpu[01-04], or any word"
 _NO_MATCH = "No GPU matches the filter.\nEscape clears it."
-_NO_NODES = "No nodes.\nName some with gpuboard --nodes gpu[01-04], or as `nodes` in the config file."
+_NO_NODES = "No nodes.\nList some with gpuboard --nodes gpu[01-04], or as `nodes` in the config file."
 _NAME_MOST = 24  # cells of the filter's text in the status line
 _NODE = "node:"  # prefix of the keys of nodes
 

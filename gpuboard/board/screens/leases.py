@@ -41,7 +41,7 @@ _LIST = (
     Column("gpus", "GPUs", 18, weight=2, least=14),
     Column("left", "Left", 6, right=True),
     Column("until", "Until", 12),
-    Column("marks", "Marks", 14, weight=1, least=12),
+    Column("marks", "Flags", 14, weight=1, least=12),
     Column("holder", "Holder", 17, drop=2),
     Column("host", "From", 12, drop=3),
     Column("purpose", "Purpose", 12, weight=2, least=8, drop=1),
@@ -52,7 +52,7 @@ _LINE = (
     Column("gpus", "GPUs", 16, drop=2),
     Column("left", "Left", 6, right=True),
 )
-_MARKS = Column("marks", "Marks", 12, drop=3)  # only beside the time line, and only where a lease has marks
+_MARKS = Column("marks", "Flags", 12, drop=3)  # only beside the time line, and only where a lease has marks
 _ORDERS = ("left", "owner", "gpus")
 
 
@@ -390,7 +390,7 @@ def _text(one: HeldLease, key: str, now: float) -> str:
 def _holder(lease: Lease) -> str:
     if lease.holder is None:
         return "detached" if lease.job is None else f"job {lease.job}"
-    alive = {True: "", False: " ended", None: " ?"}[lease.holder.alive]
+    alive = {True: "", False: " ended", None: " on another host"}[lease.holder.alive]
     return f"pid {lease.holder.pid}{alive}"
 
 

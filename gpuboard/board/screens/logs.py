@@ -72,7 +72,7 @@ class LogScreen(BoardScreen):
         yield LogView("stdout", id="out")
         yield LogView("stderr", id="err")
         yield Static(id="message", markup=False)
-        yield Input(placeholder="search … (case matters if you type capitals)", id="words", compact=True)
+        yield Input(placeholder="search … (case-sensitive if it has capitals)", id="words", compact=True)
         yield Footer()
 
     def on_mount(self) -> None:

@@ -257,7 +257,7 @@ class RunsScreen(BoardScreen):
             self.notify(f"run {view.id} has ended already: {view.state}", markup=False)
             return
         if entry.elsewhere:
-            words = f"the head of run {view.id} is on {clean(view.head.host)}; run `gpuboard stop {view.id}` there"
+            words = f"run {view.id} was launched on {clean(view.head.host)}; use `gpuboard stop {view.id}` there"
             self.notify(words, severity="warning", timeout=12, markup=False)
             return
         grace_s = self._detail[1].grace_s if self._detail and self._detail[0] == view.id else None

@@ -187,9 +187,9 @@ class WatchDialog(Dialog[Watch]):
             "Notify me when",
             [
                 Field("what", "Wait for", ends or "1", "free GPUs, or a lease or run", what),
-                Field("model", "Model", "", "any; a part of its name: H100"),
-                Field("memory", "Free memory", "", "any; of each: 40GiB", size),
-                Field("nodes", "Nodes", "", "any number; at most 1, 2, …", number(1, 4096, needed=False)),
+                Field("model", "Model", "", "any; or part of a name: H100"),
+                Field("memory", "Free memory", "", "any; or per GPU: 40GiB", size),
+                Field("nodes", "Nodes", "", "any number; or at most: 1, 2, …", number(1, 4096, needed=False)),
                 Field("reserve", "Reserve", "", "as soon as available", toggle=True),
                 Field("for", "For", default, f"at most {request_form.lasting(most_s)}", duration(most_s)),
                 Field("purpose", "Purpose", "", "shown to others"),

@@ -83,7 +83,7 @@ def check_public_url(text: str) -> str:
     except ValueError as error:
         raise UsageError(f"--public-url {quoted(text)}: {error}") from None
     if parts.scheme not in {"http", "https"} or not parts.netloc or "@" in parts.netloc:
-        raise UsageError(f"--public-url {quoted(text)}: expected something like https://board.example.org")
+        raise UsageError(f"--public-url {quoted(text)}: not a URL like https://gpu.example.org")
     if parts.path not in {"", "/"} or parts.query or parts.fragment:
         raise UsageError(f"--public-url {quoted(text)}: only scheme, host and port; the board is served at the root")
     return f"{parts.scheme}://{parts.netloc}".lower()

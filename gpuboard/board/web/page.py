@@ -82,7 +82,7 @@ def board(title: str, font_size: int) -> str:
 </head>
 <body>
 <div id="opening">opening the board …</div>
-<div id="stale" class="bar"><span>No data from the server for <span id="age"></span> s: the picture is old.</span></div>
+<div id="stale" class="bar"><span>No data from the server for <span id="age"></span> s: this page is stale.</span></div>
 <div id="ended" class="bar">The board has ended. <button id="again" type="button">Open it again</button></div>
 <div id="terminal" class="textual-terminal" data-font-size="{font_size}"></div>
 <script src="board.js"></script>

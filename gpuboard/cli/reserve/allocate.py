@@ -254,7 +254,8 @@ def _comment(allocation: Allocation, form: str, context: Context) -> None:
         first = allocation.rank_map.nodes[0].name
         say(
             f"lease {lease.id} has no GPU on this machine, so CUDA_VISIBLE_DEVICES is empty here; "
-            f"on {allocation.nodeset} run: gpuboard env {lease.id} --node {first}"
+            f"its GPUs are on {allocation.nodeset}; log in to {first}, for example, and run: "
+            f'eval "$(gpuboard env {lease.id} --node {first})"'
         )
     elif context.stderr_is_tty:
         gpus = ", ".join(f"{rank.node}:{rank.index}" for rank in allocation.rank_map.ranks)

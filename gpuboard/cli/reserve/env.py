@@ -43,5 +43,5 @@ def run(args: argparse.Namespace, context: Context) -> int:
     sys.stdout.flush()
     os.write(1, render(allocation, form, uuids=args.uuid).encode("utf-8", "surrogateescape"))
     if form in SHELLS and allocation.here is None:
-        say(f"lease {allocation.lease.id} has no GPU on this machine; for its GPUs on {names[0]}: --node {names[0]}")
+        say(f"lease {allocation.lease.id} has no GPU on this machine; its GPUs on {names[0]}: add --node {names[0]}")
     return 0

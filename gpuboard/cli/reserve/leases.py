@@ -55,13 +55,14 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def table(found: LeaseList, width: int | None, *, colour: bool) -> list[str]:
     """Return the lines of the table. ``width`` in terminal cells; None: no limit."""
-    lines = ["no reservations" + (" on the nodes that were read" if found.unread else "")]
+    lines = ["no leases" + (" on the nodes that were read" if found.unread else "")]
     if found.leases:
         lines = render(COLUMNS, [_row(lease) for lease in found.leases], STEPS, width, colour=colour)
     if found.unread:
         from gpuboard.nodesets import fold  # 30 ms: only for unread nodes
 
-        lines.append(f"not listed, as these nodes were not read: {fold(clean(name, 64) for name in found.unread)}")
+        unread = fold(clean(name, 64) for name in found.unread)
+        lines.append(f"not read, so leases there are not listed: {unread}; `gpuboard status` shows why")
     return lines
 
 
@@ -85,5 +86,5 @@ def _row(lease: Lease) -> Row:
 def _holder(lease: Lease) -> str:
     if lease.holder is None:
         return "detached" if lease.job is None else f"Slurm job {clean(lease.job, 32)}"
-    life = {True: "alive", False: "gone", None: "elsewhere"}[lease.holder.alive]
+    life = {True: "alive", False: "ended", None: "on another host"}[lease.holder.alive]
     return f"pid {lease.holder.pid} {life}"

@@ -146,7 +146,7 @@ def sums(snapshot: Snapshot) -> str:
         counts.append(f"{kind}: {', '.join(parts)}" if parts else kind)
     text = "; ".join(counts)
     if unreachable:
-        nodes = f"{unreachable} of {len(snapshot.nodes)} nodes" if len(snapshot.nodes) > 1 else "the node"
+        nodes = f"{unreachable} of {len(snapshot.nodes)} nodes" if len(snapshot.nodes) > 1 else "the node is"
         text += f"; {nodes} unreachable, {'its' if unreachable == 1 else 'their'} GPUs are not counted"
     if any(node.source == "simulated" for node in snapshot.nodes):
         text += "; SIMULATED"

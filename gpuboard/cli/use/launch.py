@@ -228,7 +228,7 @@ def _rank_map(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
         with _reserved(args, context) as found:
             yield found
     else:
-        raise UsageError("no GPUs given; pass --n N, --lease ID or --rank-map FILE, or run inside `gpuboard allocate`")
+        raise UsageError("no GPUs requested; pass --n N, --gpus GPUS, --lease ID or --rank-map FILE")
 
 
 def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]:

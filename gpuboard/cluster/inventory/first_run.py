@@ -41,7 +41,7 @@ def why_bare(node: NodeView) -> str:
 
 def how_to_name(env: Mapping[str, str]) -> str:
     """Return how to name the nodes that have GPUs."""
-    return f"name the GPU nodes with --nodes '{EXAMPLE}', or in {config_of(env)}: nodes = [\"{EXAMPLE}\"]"
+    return f"list the GPU nodes with --nodes '{EXAMPLE}', or in {config_of(env)}: nodes = [\"{EXAMPLE}\"]"
 
 
 def config_of(env: Mapping[str, str]) -> Path:

@@ -62,7 +62,7 @@ def inventory(
     names = _expand(selected, find)
     if configured and (unknown := [name for name in names if name not in configured]):
         shown = ", ".join(configured) if len(configured) <= 20 else folded(list(configured))
-        raise UsageError(f"no node {unknown[0]!r} in the configured inventory; it has: {shown}")
+        raise UsageError(f"no node {unknown[0]!r} among the configured nodes: {shown}")
     names = {name: user or configured.get(name, "") for name, user in names.items()} or configured
     if not names and schedule is not None:
         names = _slurms(schedule())

@@ -49,7 +49,7 @@ def look_up(text: str, ssh_config: str, scheduler: Callable[[], Seen] | None) ->
         return [SourceEntry(name, where=f"in {ssh_config}") for name in _aliases(rest, ssh_config)]
     if scheduler is None:
         raise UsageError(
-            f"{text!r}: no Slurm found on this host; check that `sinfo` works, and `scheduler` in the config"
+            f"{text!r}: no Slurm found on this host; check that `sinfo` works and that `scheduler` is not set to none"
         )
     schedule = answered(scheduler())
     known = sorted({name for node in schedule.nodes.values() for name in node.partitions})
@@ -57,7 +57,7 @@ def look_up(text: str, ssh_config: str, scheduler: Callable[[], Seen] | None) ->
     for name in partitions:
         if name not in known:
             shown = clean(", ".join(known), 400) or "none"
-            raise UsageError(f"{text!r}: no node is in a partition {name!r}; Slurm has: {shown}")
+            raise UsageError(f"{text!r}: no partition {name!r} has nodes; Slurm's partitions: {shown}")
     found = slurm_nodes(schedule, partitions)
     if not found:
         raise UsageError(f"{text!r}: Slurm has no such node with GPUs; see `sinfo -o '%P %G %N'`")
@@ -68,7 +68,7 @@ def answered(seen: Seen) -> Schedule:
     """Return Slurm's newest answer. Raises GpuboardError if there is none."""
     if seen.schedule is None:
         why = seen.error or "it has not answered yet"
-        raise GpuboardError(f"could not get the nodes from Slurm: {why}; name nodes with --nodes, or in the config")
+        raise GpuboardError(f"could not get the nodes from Slurm: {why}; list nodes with --nodes, or in the config")
     return seen.schedule
 
 
@@ -130,9 +130,7 @@ def _aliases(patterns: str, ssh_config: str) -> list[str]:
     wanted = [pattern.strip() for pattern in patterns.split(",")]
     found = _SshConfig(ssh_config).names(wanted)
     if not found:
-        raise UsageError(
-            f"ssh_config:{shown(patterns)}: no Host (without patterns) in {shown(ssh_config)} or its Includes matches"
-        )
+        raise UsageError(f"ssh_config:{shown(patterns)}: no matching Host alias in {shown(ssh_config)} or its Includes")
     return found
 
 

@@ -445,9 +445,7 @@ def _check_excluded(request: Request, scope: Collection[str], settings: Settings
         return  # no inventory, or only Slurm's
     configured = [node.name for node in inventory(settings)]
     if unknown := sorted(names.difference(configured)):
-        raise UsageError(
-            f"--exclude: no node {unknown[0]!r} in the configured inventory, which has {folded(configured)}"
-        )
+        raise UsageError(f"--exclude: no node {unknown[0]!r} among the configured nodes: {folded(configured)}")
 
 
 def _refuse_unreached(snapshot: Snapshot) -> None:

@@ -17,8 +17,8 @@ _CONTACT = {
     "controller in standby": "is in standby; is the primary controller running? see `scontrol ping`",
 }
 _OTHERS = {
-    "authentication": "rejects our authentication; are munge's key and the time the same on both hosts?",
-    "credential": "rejects our authentication; are munge's key and the time the same on both hosts?",
+    "authentication": "rejects this host's authentication; are munge's key and the time the same on both hosts?",
+    "credential": "rejects this host's authentication; are munge's key and the time the same on both hosts?",
     "Incompatible versions": "has a version incompatible with this host's programs; see `scontrol --version` on both",
     "permission denied": "denies permission to query it; ask the administrator",
 }

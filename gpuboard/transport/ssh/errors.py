@@ -63,7 +63,7 @@ def no_answer(timeout_s: float) -> TransportError:
 def no_address(name: str) -> TransportError:
     """Return the error for a host name without an address."""
     remedy = "check the name, /etc/hosts and your ssh_config"
-    return TransportError("resolve", f"ssh: the name {name!r} has no address", remedy)
+    return TransportError("resolve", f"ssh: the name {name!r} cannot be resolved", remedy)
 
 
 def key_refused(name: str, user: str) -> TransportError:
@@ -104,14 +104,16 @@ def job_required(name: str, banner: str) -> TransportError | None:
 
 def revoked_key(name: str) -> TransportError:
     """Return the error for a host key that known_hosts marks as revoked."""
-    return TransportError("host-key", f"ssh: the key of {name} is revoked", "ask its administrator")
+    return TransportError("host-key", f"ssh: the host key of {name} is revoked", "ask its administrator")
 
 
 def unknown_key(name: str, offered: str) -> TransportError:
     """Return the error for a host that known_hosts lacks; ``offered``: type and fingerprint of its key, or empty."""
     shown = f" ({offered})" if offered else ""
     return TransportError(
-        "host-key", f"ssh: the key of {name} is not known{shown}", f"run `ssh {name}` once and compare the fingerprint"
+        "host-key",
+        f"ssh: the host key of {name} is unknown{shown}",
+        f"run `ssh {name}` once and compare the fingerprint",
     )
 
 
@@ -121,7 +123,7 @@ def changed_key(name: str, offered: str, key_name: str, port: int) -> TransportE
     target = key_name if port == 22 else f"[{key_name}]:{port}"
     return TransportError(
         "host-key",
-        f"ssh: the key of {name} has CHANGED{shown}: a new installation or a man in the middle",
+        f"ssh: the host key of {name} has CHANGED{shown}: a new installation, or an attack",
         f"ask its administrator; then `ssh-keygen -R '{target}'` and `ssh {name}`",
     )
 

@@ -252,7 +252,7 @@ def jump_chain(name: str, jumps: tuple[str, ...], jumps_of: Callable[[str], tupl
         if not before:
             return chain
         chain = before + chain
-    raise TransportError("resolve", f"ssh: ProxyJump of {name} goes in circles", "check your ssh_config")
+    raise TransportError("resolve", f"ssh: ProxyJump of {name} is a loop", "check your ssh_config")
 
 
 def _read(file: str, folder: str) -> Iterator[tuple[str, str]]:
