@@ -233,7 +233,7 @@ async def test_a_lost_ledger_is_a_banner_and_nothing_is_free_until_it_is_back(tm
         assert app.scene is not None
         assert app.scene.leases.unread == ["sim01", "sim02"]
         await pilot.press("l")
-        await settle(pilot, lambda: "Not read, leases there are missing: sim01, sim02" in screen(app))
+        await settle(pilot, lambda: "Not read, so leases there are not listed: sim01, sim02" in screen(app))
         await pilot.press("escape")
         claims.chmod(0o1777)
         await settle(pilot, lambda: app.scene is not None and not app.scene.banners)

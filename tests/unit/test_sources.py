@@ -246,7 +246,7 @@ def test_slurms_nodes_with_gpus_by_partition() -> None:
 def test_without_named_or_configured_nodes_slurms_are_used() -> None:
     assert [node.name for node in inventory(Settings(), schedule=FOUR)] == ["gpu02", "gpu01", "big1"]
     assert inventory(Settings(), schedule=slurm(slurm_node("cpu1", gpus=0))) == [Node(HERE, None)]
-    with pytest.raises(GpuboardError, match="could not get the nodes from Slurm: no route to slurmctld; name nodes"):
+    with pytest.raises(GpuboardError, match="could not get the nodes from Slurm: no route to slurmctld; list nodes"):
         inventory(Settings(), schedule=slurm(error="no route to slurmctld"))
     with pytest.raises(UsageError, match="in Slurm: '-x' cannot be a node's name"):
         inventory(Settings(), schedule=slurm(slurm_node("-x")))

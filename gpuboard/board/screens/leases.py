@@ -155,7 +155,7 @@ class LeasesScreen(BoardScreen):
         self._held = {one.key: one for one in ordered}
         lines: list[Runs] = [((_sums(ordered), "title"),)]
         if unread := scene.leases.unread:
-            lines.append(((f"Not read, leases there are missing: {', '.join(unread)}", "warn"),))
+            lines.append(((f"Not read, so leases there are not listed: {', '.join(unread)}", "warn"),))
         self.query_one("#sums", Lines).set_lines(lines)
         columns = self._columns(ordered, now)
         self._grid.set_columns(columns)
