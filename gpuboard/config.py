@@ -129,6 +129,14 @@ _RANGES = {
     "state.ignore_below": (0, 2**50),
     "slurm.cpus_per_gpu": (0, 4096),
 }
+_TYPES = {
+    "array": "a list",
+    "bool": "a boolean",
+    "float": "a decimal number",
+    "int": "a whole number",
+    "object": "a table",
+    "str": "a string",
+}
 _CHOICES = {
     "ledger": ("nodes",),
     "scheduler": ("auto", "none", "slurm"),
@@ -153,7 +161,11 @@ def load(env: Mapping[str, str], flags: Mapping[str, Any], file: Path | None = N
     sources.append(("command line", dict(flags)))
     for origin, values in sources:
         _split_keys(values)
-        _check(values, origin)
+        try:
+            _check(values, origin)
+        except ConfigError as error:
+            found = re.fullmatch(r"environment: (\w+)(.*)", str(error), re.DOTALL)
+            raise ConfigError(f"GPUBOARD_{found[1].upper()}{found[2]}") if found else error from None
         for key, value in values.items():
             _put(merged, key, value)
         origins |= {key: origin for key, _ in flat(values)}
@@ -227,14 +239,17 @@ def _check(values: dict[str, Any], origin: str) -> None:
     try:
         msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
-        message = str(error).replace("Object contains unknown field", "unknown key")
-        if message.startswith("unknown key"):
-            name = message.rpartition("`$.")[2].rstrip("`") if message.endswith("`") else ""
-            section: type[msgspec.Struct] = _SECTIONS.get(name, Settings)
+        message = str(error)
+        words, _, path = message.removesuffix("`").partition(" - at `$.")
+        if words.startswith("Object contains unknown field"):
+            section: type[msgspec.Struct] = _SECTIONS.get(path, Settings)
             known = ", ".join(sorted(field.name for field in msgspec.structs.fields(section)))
-            message += f"; keys {f'of [{name}] ' if name in _SECTIONS else ''}are: {known}"
-        elif "[...]" in message:  # a key of [keys] or [users], which have no fixed keys
-            message = f"{message.partition(' - at ')[0]} - at `$.{_wrong_key(values)}`"
+            words = words.replace("Object contains unknown field", "unknown key")
+            message = f"{words}{f' in [{path}]' if path else ''}; keys are: {known}"
+        elif match := re.fullmatch(r"Expected `(.*)`, got `(.*)`", words):
+            key = _wrong_key(values) if "[...]" in path else path  # [keys] and [users] have no fixed keys
+            wanted, got = (" or ".join(_TYPES.get(name, name) for name in text.split(" | ")) for text in match.groups())
+            message = f"{key}: must be {wanted}, not {got}"
         raise ConfigError(f"{origin}: {message}") from None
     found = dict(flat(values))
     for key, value in found.items():

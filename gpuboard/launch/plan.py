@@ -215,7 +215,7 @@ def plan_text(plan: LaunchPlan) -> str:
     first = plan.nodes[0]
     lines = [
         f"run {plan.run}: {shlex.join([*plan.target.words().split(), *plan.target.args])}",
-        f"  {first.world_size} ranks on {first.nodes} nodes, {first.device} with {first.backend}"
+        f"  ranks: {first.world_size}, nodes: {first.nodes}, {first.device} with {first.backend}"
         + (f", lease {first.lease}" if first.lease else ", no lease"),
         f"  master {first.master_addr}, port {plan.rank_map.master_port or 'chosen and bound at launch'}",
         f"  folder {first.cwd}, interpreter {first.python or 'of VIRTUAL_ENV, CONDA_PREFIX or PATH'}"

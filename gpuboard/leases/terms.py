@@ -33,7 +33,7 @@ def duration(for_s: float | None, settings: Settings) -> float:
     """Return the duration of a lease in seconds. Raises UsageError above the site's limit."""
     limit_s = parse_duration(settings.max_lease)
     if for_s is not None and for_s > limit_s:
-        raise UsageError(f"--for {format_duration(for_s)} exceeds max_lease = {settings.max_lease} of this site")
+        raise UsageError(f"--for {format_duration(for_s)} exceeds max_lease = {settings.max_lease} of the config")
     return limit_s if for_s is None else for_s
 
 

@@ -104,10 +104,10 @@ def test_the_config_takes_names_with_dots_and_tables(tmp_path: Path) -> None:
     assert configuration.settings.keys == {"cluster": {"sort": "z", "group": ["G", "ctrl+g"]}, "app": {"quit": "Q"}}
     assert configuration.origins["keys.cluster.sort"] == str(file)
     file.write_text("[keys]\ncluster.sort = 3\n")
-    with pytest.raises(ConfigError, match=r"config\.toml: .*got `int`"):
+    with pytest.raises(ConfigError, match=r"config\.toml: .*not a whole number"):
         load({"HOME": str(tmp_path)}, {}, file)
     file.write_text('[keys]\nsort = "z"\n')
-    with pytest.raises(ConfigError, match="Expected `object`, got `str`"):
+    with pytest.raises(ConfigError, match="must be a table, not a string"):
         load({"HOME": str(tmp_path)}, {}, file)
 
 

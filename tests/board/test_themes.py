@@ -202,7 +202,7 @@ async def test_one_toast_tells_of_bad_files_and_an_unknown_theme(tmp_path: Path)
             "mine.toml: states.free = '[/x]' is not a colour; write #57d38c, ansi_green or a CSS name"
         )
         assert toast.message.splitlines()[1].startswith("worse.toml: not valid TOML")
-        assert toast.message.splitlines()[2].startswith("no theme 'mine'; there are: ")
+        assert toast.message.splitlines()[2].startswith("theme = 'mine' is not one of: auto, ")
         assert app.theme == "dark"
 
 

@@ -109,7 +109,7 @@ def test_many_nodes_that_do_not_answer_are_one_line(here: Here) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("nodes = 3", "Expected `array`, got `int` - at `$.nodes`"),
+        ("nodes = 3", "nodes: must be a list, not a whole number"),
         ('node = ["gpu01"]', "unknown key `node`; keys are: claims_dir, cluster"),
         ("nodes = [", "not valid TOML"),
     ],

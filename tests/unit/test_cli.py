@@ -180,7 +180,7 @@ def test_invalid_setting_stops_every_command_that_needs_settings(tmp_path: Path)
     for command in ("config", "status", "leases"):
         code, out, err = gpuboard(command, "--config", str(file))
         assert (code, out) == (2, "")
-        assert err == f"gpuboard: {file}: Expected `array`, got `int` - at `$.nodes`\n"
+        assert err == f"gpuboard: {file}: nodes: must be a list, not a whole number\n"
 
 
 def test_closed_stdout_pipe_prints_no_error() -> None:
@@ -304,7 +304,7 @@ def test_config_checks_the_theme(tmp_path: Path) -> None:
     env = {"XDG_CONFIG_HOME": str(tmp_path)}
     known = "colour-blind, dark, high-contrast, light, plain, terminal"
     assert json.loads(gpuboard("config", "--json", env=env | {"GPUBOARD_THEME": "drak"})[1])["problems"] == [
-        f"no theme 'drak'; there are: {known}"
+        f"theme = 'drak' is not one of: auto, {known}"
     ]
     assert gpuboard("config", env=env | {"GPUBOARD_THEME": "dark"})[2] == ""
     (own / "mine.toml").write_text('like = "dark"\n[colors]\nprimary = "no colour"\n')

@@ -54,8 +54,8 @@ def test_a_target_has_three_forms(words: list[str], module: list[str] | None, ta
     ("words", "module", "message"),
     [
         ([], None, "nothing to launch"),
-        ([], [], "needs the name of a module"),
-        ([], ["train.py/x"], "needs the name of a module"),
+        ([], [], "needs a module"),
+        ([], ["train.py/x"], "needs a module"),
         (["--lr", "3"], None, "--lr is not an option of launch"),
         (["a b:c"], None, "neither a script nor"),
     ],

@@ -119,7 +119,7 @@ def os_error(code: int) -> OSError:
         (os_error(errno.ENOBUFS), "unreachable", "ssh: words of the system"),
         (os_error(errno.EMFILE), "unreachable", "ssh: too many open files here"),
         (OSError("Multiple exceptions: [Errno 111] a, [Errno 101] b"), "refused", "ssh: connection refused"),
-        (FileNotFoundError(2, "No such file", "nc"), "resolve", "ssh: [Errno 2] No such file: 'nc'"),
+        (FileNotFoundError(2, "No such file", "nc"), "resolve", "ssh: nc: No such file"),
         (socket.gaierror(-2, "x"), "resolve", "ssh: the name 'gpu01' cannot be resolved"),
         (asyncssh.PermissionDenied("x"), "auth", "ssh: gpu01 was refused: no key was accepted"),
         (asyncssh.HostKeyNotVerifiable("x"), "host-key", "ssh: the host key of gpu01 is unknown"),

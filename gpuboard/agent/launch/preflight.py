@@ -51,7 +51,7 @@ try:
     with open(target or "", "rb") as file:
         facts["target_sha256"] = hashlib.sha256(file.read()).hexdigest()
 except OSError as error:
-    facts["target_error"] = str(error) if target else "no module named %s" % name.partition(":")[0]
+    facts["target_error"] = error.strerror if target else "no module named %s" % name.partition(":")[0]
 print(json.dumps(facts))
 """
 _SCRIPT_S = 10.0  # timeout: a cold interpreter on a network file system is slow, a container more so

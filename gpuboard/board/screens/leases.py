@@ -390,8 +390,7 @@ def _text(one: HeldLease, key: str, now: float) -> str:
 def _holder(lease: Lease) -> str:
     if lease.holder is None:
         return "detached" if lease.job is None else f"job {lease.job}"
-    alive = {True: "", False: " ended", None: " on another host"}[lease.holder.alive]
-    return f"pid {lease.holder.pid}{alive}"
+    return f"pid {lease.holder.pid}{' ended' if lease.holder.alive is False else ''}"
 
 
 def _sums(ordered: Sequence[HeldLease]) -> str:

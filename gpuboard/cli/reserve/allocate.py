@@ -254,7 +254,7 @@ def _comment(allocation: Allocation, form: str, context: Context) -> None:
         first = allocation.rank_map.nodes[0].name
         say(
             f"lease {lease.id} has no GPU on this machine, so CUDA_VISIBLE_DEVICES is empty here; "
-            f"its GPUs are on {allocation.nodeset}; log in to {first}, for example, and run: "
+            f"its GPUs are on {allocation.nodeset}; to use them, log in there and run: "
             f'eval "$(gpuboard env {lease.id} --node {first})"'
         )
     elif context.stderr_is_tty:

@@ -86,5 +86,5 @@ def _row(lease: Lease) -> Row:
 def _holder(lease: Lease) -> str:
     if lease.holder is None:
         return "detached" if lease.job is None else f"Slurm job {clean(lease.job, 32)}"
-    life = {True: "alive", False: "ended", None: "on another host"}[lease.holder.alive]
-    return f"pid {lease.holder.pid} {life}"
+    life = {True: " alive", False: " ended", None: ""}[lease.holder.alive]  # None: on another host
+    return f"pid {lease.holder.pid}{life}"

@@ -13,7 +13,7 @@ from gpuboard.cli.say import say
 from gpuboard.cli.see.status import settled
 from gpuboard.leases.ledger import Renewed
 from gpuboard.leases.terms import duration
-from gpuboard.model.units import format_duration, iso, parse_duration
+from gpuboard.model.units import day_time, format_duration, iso, parse_duration
 
 NAME = "renew"
 HELP = "change when your lease ends, counted from now"
@@ -53,6 +53,6 @@ def _report(lease: str, outcome: Renewed, args: argparse.Namespace) -> None:
             print(json.dumps({"schema": 1, "id": lease, "until": until, "nodes": outcome.nodes}))
         else:
             where = "" if not outcome.failed else f" on {', '.join(outcome.nodes)}"
-            print(f"{lease} now ends {until}, in {format_duration(args.for_s)}{where}")
+            print(f"{lease} now ends {day_time(time.time() + args.for_s)}, in {format_duration(args.for_s)}{where}")
     for where, reason in outcome.failed.items():
         say(f"lease {lease} was not renewed ({where}): {reason}")

@@ -71,7 +71,7 @@ def look(
             return Outside(f"SLURM_JOB_ID={number} of this shell names a job that has ended; ignored")
         raise GpuboardError(
             f"SLURM_JOB_ID={number} is set, but Slurm does not confirm that this job is running: {error}; "
-            "unset SLURM_JOB_ID to work outside it"
+            "unset SLURM_JOB_ID to work outside the job"
         ) from None
     return judge(number, text, os.getuid())
 

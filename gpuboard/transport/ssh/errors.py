@@ -44,7 +44,11 @@ def by_error(error: OSError) -> TransportError:
         if found := by_errno(code):
             return found
     if isinstance(error, (FileNotFoundError, PermissionError)):
-        return TransportError("resolve", f"ssh: {error}", "check ProxyCommand and the key files in your ssh_config")
+        return TransportError(
+            "resolve",
+            f"ssh: {error.filename}: {error.strerror}",
+            "check `ssh_config` in the config, and ProxyCommand and the key files in your ssh_config",
+        )
     return TransportError("unreachable", f"ssh: {error.strerror or error}")
 
 
