@@ -240,7 +240,8 @@ def _check(values: dict[str, Any], origin: str) -> None:
         msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
         message = str(error)
-        words, _, path = message.removesuffix("`").partition(" - at `$.")
+        words, _, path = message.partition(" - at `$.")
+        path = path.removesuffix("`")
         if words.startswith("Object contains unknown field"):
             section: type[msgspec.Struct] = _SECTIONS.get(path, Settings)
             known = ", ".join(sorted(field.name for field in msgspec.structs.fields(section)))

@@ -180,6 +180,8 @@ def _bracket(inside: str, before: str) -> int:
         found = _RANGE.fullmatch(text)
         if not found:
             raise ValueError(f"{quoted(text)} is not a range of numbers")
+        if int(found[1]) > int(found[2] or found[1]):
+            raise ValueError(f"the range {quoted(text)} descends")
         ranges.append((found[1], found[2] or found[1], int(found[3] or 1)))
     if any(step < 1 for _, _, step in ranges):
         raise ValueError("a step is 0")

@@ -32,7 +32,7 @@ COMMANDS = {name: group for group, names in GROUPS.items() for name in names}
 
 _SUMMARY = """\
 See every GPU of every node and why it is or is not free, reserve GPUs, and
-start distributed PyTorch on exactly those. Without a command, gpuboard opens
+start distributed PyTorch on them. Without a command, gpuboard opens
 the board, or prints the status where stdout is not a terminal."""
 
 _EPILOG = """\

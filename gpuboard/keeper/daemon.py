@@ -337,7 +337,7 @@ class Keeper:
             record_loss(self.folder, f"lease {kept.lease} {loss}")
         rest = [node for node in record.nodes if node.name != name]
         if not rest:
-            self._end(kept, why or ("its time is up" if expired else "released"))
+            self._end(kept, why or ("its end time has passed" if expired else "released"))
             return
         for node in record.nodes:
             if node.name == name:
@@ -349,7 +349,7 @@ class Keeper:
     # --- the end of a lease
 
     def _release_unconfirmed(self, kept: Kept) -> None:
-        log(f"{kept.lease}: the command that reserved it ended before its owner had it")
+        log(f"{kept.lease}: the command that reserved it ended before it handed it over")
         self._release(kept)
 
     def _process_ended(self, kept: Kept) -> None:

@@ -250,7 +250,7 @@ class FailureWatch:
         error = self._last_error.get(event.rank, "")
         evidence = event.oom or (f"last line on stderr: {clean(error)}" if error else "")
         if event.signal is not None:
-            forwarded = " (forwarded by the head)" if event.signal in self._forwarded else ""
+            forwarded = " (forwarded by `gpuboard launch`)" if event.signal in self._forwarded else ""
             how = f"was killed by {signal_name(event.signal)}{forwarded}" + (": out of memory" if event.oom else "")
         else:
             how = f"ended with exit code {event.code}"

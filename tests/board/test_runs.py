@@ -186,7 +186,7 @@ def test_a_run_of_another_host_is_said_to_be_one() -> None:
     lines = about(entry(view(head=NOBODY), elsewhere=True), None, None, None, made_at() + 240.0)
     assert (
         "Elsewhere",
-        "its head is on login2; only there can gpuboard check that it runs; written 3m ago",
+        "launched on login2; only there can gpuboard check that it runs; written 3m ago",
         "warn",
     ) in lines
 
@@ -292,7 +292,7 @@ async def test_a_run_of_another_host_or_an_ended_one_is_not_stopped(tmp_path: Pa
     keep(env, view("rfar", head=NOBODY, started=iso(made_at() + 60)))
     keep(env, view("rdone", "done"))
     async with opened(tmp_path) as (app, pilot, _):
-        await lab.settle(pilot, lambda: lab.shown(app, "its head is on login2"))
+        await lab.settle(pilot, lambda: lab.shown(app, "launched on login2"))
         await pilot.press("s")
         await lab.settle(pilot, lambda: lab.told(app, "gpuboard stop rfar` there"))
         await pilot.press("down", "s")

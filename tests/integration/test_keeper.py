@@ -164,7 +164,7 @@ def test_lease_ends_when_its_time_is_up(lab: Lab) -> None:
     keeper.renew("time1", 8.0, lab.env)
     claims.handle("renew", {"lease": "time1", "for_s": 8.0}, claims.Folder(str(lab.claims)))
     until(lambda: not lab.held())
-    until(lambda: "time1: its time is up" in lab.log())
+    until(lambda: "time1: its end time has passed" in lab.log())
     assert not (lab.place / "lost").exists()
 
 

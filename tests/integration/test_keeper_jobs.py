@@ -254,7 +254,7 @@ def test_a_successor_releases_the_lease_of_a_command_that_ended(lab: Lab) -> Non
     taker.kill()
     taker.wait()
     until(lambda: not lab.kept, "the keeper removes it")
-    assert "ended before its owner had it" in lab.log
+    assert "ended before it handed it over" in lab.log
     assert "cancel" in lab.asked()
 
 

@@ -182,7 +182,7 @@ def test_a_forwarded_signal_is_named_as_such() -> None:
     feed(failed, Exited(0, signal=15))
     assert failed.messages == [], "it may be the node that ends"
     failed.tick(10.0 + DEFAULT_TIMING.cause_wait_s)
-    assert failed.messages == ["rank 0 (gpu01:0) was killed by SIGTERM (forwarded by the head)"]
+    assert failed.messages == ["rank 0 (gpu01:0) was killed by SIGTERM (forwarded by `gpuboard launch`)"]
     assert failed.exit_code() == 143
 
 

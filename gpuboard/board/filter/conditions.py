@@ -273,7 +273,7 @@ KEYS: Mapping[str, Key] = {
     "model": Key("a part of the name, model:H100, model:1g.10gb", 3, _text(lambda node, gpu, scene: _models(gpu))),
     "mem": Key("the memory in use, mem>40GiB or mem>50%", 1, _memory(lambda gpu: gpu.memory_used, "mem")),
     "free": Key("the memory free, free>40GiB", 1, _memory(_free_memory, "free")),
-    "total": Key("the memory in all, total>40GiB", 1, _memory(lambda gpu: gpu.memory_total, "total")),
+    "total": Key("the total memory, total>40GiB", 1, _memory(lambda gpu: gpu.memory_total, "total")),
     "util": Key("a percentage, util<10", 1, _number(lambda node, gpu: gpu.utilization, _percent, "util<10")),
     "temp": Key("degrees Celsius, temp>80", 1, _number(lambda node, gpu: gpu.temperature, parse_number, "temp>80")),
     "power": Key("watts, power>300", 1, _number(lambda node, gpu: gpu.power, _watts, "power>300")),

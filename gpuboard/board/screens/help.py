@@ -34,7 +34,7 @@ FLAG_WORDS = {
     "idle": "held, but unused for a while",
     "overdue": "the lease ended, its processes did not",
     "disputed": "claims contradict each other",
-    "sick": "ECC, row remap, heat, PCIe, XID: open it",
+    "sick": "a fault (ECC, heat, PCIe, XID): open the GPU",
 }
 FILTER_WORDS = (
     ("alice", "any text with the word"),

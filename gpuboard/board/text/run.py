@@ -43,7 +43,7 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
     lines = [_headline(entry, stop)]
     if entry.elsewhere:
         age = format_duration(max(0.0, now - entry.written))
-        words = f"its head is on {clean(view.head.host)}; only there can gpuboard check that it runs; written {age} ago"
+        words = f"launched on {clean(view.head.host)}; only there can gpuboard check that it runs; written {age} ago"
         lines.append(("Elsewhere", words, "warn"))
     for verdict in view.verdicts:
         lines.append(("Why", clean(verdict.text, 600), "warn" if view.state == "stopped" else "bad"))
@@ -62,7 +62,7 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
             lines.append(("Remedy", clean(check.remedy, 300), "good"))
     if stop is None and detail and detail.words and (entry.live or not view.verdicts):
         lines.append(("Head", detail.words[-1], "dim"))
-    lines.append(("Lease", _lease(view.lease, scene), ""))
+    lines.append(("Lease", _lease(view.lease, scene, live=entry.live), ""))
     lines.append(("Folder", clean(view.folder), ""))
     return lines
 
@@ -123,11 +123,11 @@ def _headline(entry: RunEntry, stop: Stop | None) -> Entry:
     )
 
 
-def _lease(lease: str | None, scene: Scene | None) -> str:
+def _lease(lease: str | None, scene: Scene | None, *, live: bool) -> str:
     if lease is None:
         return "none"
     held = scene.by_lease.get(lease) if scene is not None else None
     if held is None:
-        return f"{clean(lease)}, ended"
+        return clean(lease) if live else f"{clean(lease)}, ended"  # a live run's: not in a snapshot yet
     count = len(held.gpus)
     return f"{clean(lease)}, {count} GPU{'' if count == 1 else 's'}, {format_duration(held.remaining_s)} left"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpuboard.model.request import Choice, Request
 
 NAME = "allocate"
-HELP = "reserve GPUs; print CUDA_VISIBLE_DEVICES and more for a shell"
+HELP = "reserve GPUs; print CUDA_VISIBLE_DEVICES for the shell"
 
 _EPILOG = """\
 examples:

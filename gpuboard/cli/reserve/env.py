@@ -20,7 +20,7 @@ HELP = "print the variables of a lease again, for another shell"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("id", metavar="ID", nargs="?", help="lease id, or its start; default: $GPUBOARD_LEASE")
-    parser.add_argument("--node", metavar="N", help="variables for the GPUs on node N; default: this machine")
+    parser.add_argument("--node", metavar="N", help="print the variables for the GPUs on node N; default: this machine")
     add_format(parser)
     parser.epilog = 'examples:\n  eval "$(gpuboard env k3f9)"\n  eval "$(gpuboard env k3f9 --node gpu02)"'
 

@@ -16,7 +16,7 @@ from gpuboard.leases.terms import duration
 from gpuboard.model.units import day_time, format_duration, iso, parse_duration
 
 NAME = "renew"
-HELP = "change when your lease ends, counted from now"
+HELP = "make your lease end a given time from now"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1): id, until, nodes")
     parser.epilog = (
         "example:\n  gpuboard renew k3f9 --for 8h\n\n"
-        "exit codes: 1 not renewed on all of its nodes, or not found while a node could\n"
+        "exit codes: 1 not renewed on some of its nodes, or not found while a node could\n"
         "  not be read; 5 no such lease, or not yours; 6 no node could be reached"
     )
 

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "examples:\n  gpuboard demo\n  gpuboard demo --board\n\n"
-        "The demo simulates two nodes with six GPUs, and for the board seven with 48.\n"
+        "The demo simulates two nodes with six GPUs, its board seven nodes with 48.\n"
         "Agent, claims, keeper, launcher and training (PyTorch DDP, gloo, CPU) are real.\n"
         "The demo does not use your GPUs or change your configuration.\n"
         "On the board, x launches the training; append --fail-at 30 to it to see how\n"

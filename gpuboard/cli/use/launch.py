@@ -43,7 +43,7 @@ TARGET is a script (train.py), a module (-m package.module), or a function
 (package.module:function) that each rank calls inside the process group. TARGET
 gets all arguments after it, so options of gpuboard come first.
 
-GPUs come from the first of these that exists: --rank-map; --lease; --gpus; the
+GPUs come from the first of these that is given: --rank-map; --lease; --gpus; the
 lease of this shell (GPUBOARD_LEASE; --n takes N of its GPUs); --n; all GPUs of
 the Slurm job in which launch runs.
 
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--grace", type=duration_or_zero, default=30.0, metavar="D",
                      help="time from SIGTERM to SIGKILL; default: 30s")  # fmt: skip
     run.add_argument("--lost-head", type=typed(_duration_or_never), default=60.0, metavar="D|never",
-                     help="stop the ranks when they have lost this command for D; default: 60s")  # fmt: skip
+                     help="stop the ranks after D without a connection to this command; default: 60s")  # fmt: skip
     run.add_argument("--dry-run", action="store_true", help="print the launch plan; reserve and start nothing")
     run.add_argument("--json", action="store_true", help="with --dry-run: print the plan as JSON")
     run.add_argument(OPTION, metavar="FILE", help="write the outcome to FILE as JSON, also after a failure")

@@ -162,6 +162,7 @@ class ClaimsLedger:
         remove_rank_map(self._env, lease.id)
         index = {(gpu.node, gpu.uuid): gpu.index for gpu in lease.gpus}
         gpus = [LeaseGpu(node, index.get((node, uuid)), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
+        gpus.sort(key=lambda gpu: (gpu.node, gpu.index or 0))
         when = "within 90 s" if kept_here else f"when its holder ends, at the latest at {lease.until}"
         self._refresh(lease.nodes)
         return Released(
