@@ -296,9 +296,11 @@ class ClaimsAllocator:
         if lease is None or len(lease.gpus) < len(choice.gpus):
             with uninterrupted():
                 left = self._withdraw(taken.lease)
-            outcome = "; ".join(left) or "it was released on all of them"
+            outcome = "; ".join(left) or "the lease was released"
             names = ", ".join(uuids)
-            raise GpuboardError(f"the readings after claiming lack claims of lease {taken.lease} on {names}: {outcome}")
+            raise GpuboardError(
+                f"lease {taken.lease} is missing in the readings after it was claimed on {names}; {outcome}"
+            )
         self.notes += choice.notes
         before_that = "".join(f"; before: {note}" for note in notes if note)
         return self._allocation(lease, choice.gpus, choice.why + before_that, after)
