@@ -37,7 +37,7 @@ def test_slurms_nodes_with_gpus_are_the_inventory(slurm: SlurmCluster) -> None:
     assert names(slurm, "slurm:big,short", "gpu02") == ["gpu01", "gpu02", "gpu03"]
     for said, words in (
         ("slurm:gup", "'slurm:gup': no partition 'gup' has nodes; Slurm's partitions: big, cpu, gpu, short"),
-        ("slurm:cpu", "'slurm:cpu': Slurm knows no such node with GPUs"),
+        ("slurm:cpu", "'slurm:cpu': Slurm has no such node with GPUs"),
     ):
         done = gpuboard(slurm, "status", "--nodes", said)
         assert (done.returncode, done.stdout) == (2, "")

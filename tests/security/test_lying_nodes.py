@@ -18,17 +18,17 @@ from tests.sshd import SSHD, Sshd
 pytestmark = pytest.mark.skipif(SSHD is None, reason="needs sshd (openssh-server)")
 HONEST = ("honest-1", "honest-2")
 # One byte at a time: nothing is heard, and then there is too much noise or there are too many pieces.
-SLOWLY = ("nothing heard", "malformed answer", "sent more data than any node needs to")
+SLOWLY = ("nothing heard", "malformed answer", "sent more data than an agent may")
 SAYS = {
     "uuids": "different GPUs so far; at most 256",
     "gpus": "lists 100000 GPUs; at most 256",
-    "lines": "sent more data than any node needs to",
+    "lines": "sent more data than an agent may",
     "noise": "malformed answer",
-    "fast": "sent more data than any node needs to",
+    "fast": "sent more data than an agent may",
     "claims": "lists 40000 claims; at most 4096",
     "processes": "lists 100000 processes; at most 8192",
     "migs": "lists 1000 MIG devices of a GPU; at most 64",
-    "replies": "sent more data than any node needs to",
+    "replies": "sent more data than an agent may",
 }
 
 
