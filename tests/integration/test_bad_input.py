@@ -101,7 +101,7 @@ def test_many_nodes_that_do_not_answer_are_one_line(here: Here) -> None:
     assert done.stderr.startswith("gpuboard: no node could be reached: dead[01-90]: ssh: connection refused")
     assert done.stderr.count("\n") == 1
     assert here.run("leases").stdout.splitlines()[-1].endswith(" not listed: dead[01-90]; `gpuboard status` shows why")
-    assert "it has: dead[01-90]" in here.run("status", "--nodes", "dead91").stderr
+    assert "configured nodes: dead[01-90]" in here.run("status", "--nodes", "dead91").stderr
 
 
 @case("config-type", "config-key")
