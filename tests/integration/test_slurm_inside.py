@@ -179,7 +179,7 @@ def test_claims_of_a_killed_job_do_not_block_the_next_job(lab: Lab) -> None:
     assert len(lab.claims()) == 2
     again = lab.run(f"gpuboard launch {FAKE} quick.py; gpuboard leases", "--gpus=2", "--nodelist=gpu01")
     assert ranks(again.out) == ["0 gpu01", "1 gpu01"], again.err
-    assert "no leases" in again.out, "those of another job are none of this one's"
+    assert "no leases" in again.out, "claims of another job are not listed"
 
 
 def test_a_job_without_gpus_has_none(lab: Lab) -> None:

@@ -31,7 +31,7 @@ ENDED_STATES = {
     "CANCELLED": "it was cancelled",
     "COMPLETED": "its script ended, as it does without heartbeats of the keeper",
     "COMPLETING": "",  # the reason is known when its epilogs have run
-    "DEADLINE": "its deadline has passed",
+    "DEADLINE": "it reached its deadline",
     "FAILED": "it failed",
     "NODE_FAIL": "one of its nodes failed",
     "OUT_OF_MEMORY": "it ran out of memory",
