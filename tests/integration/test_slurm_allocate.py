@@ -320,7 +320,7 @@ def test_slurms_options_are_refused_for_nodes_outside_slurm(slurm: SlurmCluster)
     assert "apply to Slurm nodes only" in done.stderr
     done = gpuboard(slurm, "allocate", "--n", "1", "--nodes", "login2,gpu01", "--detach", "--for", "5m")
     assert done.returncode == 2
-    assert "Slurm does not have node 'login2', but has other requested nodes" in done.stderr
+    assert "a lease cannot combine nodes of Slurm with others, here 'login2'" in done.stderr
 
 
 def test_without_a_scheduler_claims_are_used(slurm: SlurmCluster) -> None:
