@@ -87,10 +87,10 @@ class Context:
     @cached_property
     def job(self) -> Inside | None:
         """The Slurm job that this command runs in, if any. Raises GpuboardError where that cannot be determined."""
-        from gpuboard.cli.say import say
+        from gpuboard.cli.stderr import report
         from gpuboard.cluster.inventory.slurm_job import current_job
 
-        return current_job(self.settings, self.env, say)
+        return current_job(self.settings, self.env, report)
 
     def scope(self) -> Scope:
         """Return the nodes that a command reserves or uses GPUs of: inside a Slurm job the job's, else all in scope."""
@@ -124,10 +124,10 @@ class Context:
             return nodes
         if self.settings.ssh == "own" and self.new_scheduler() is not None:
             return nodes
-        from gpuboard.cli.say import say
+        from gpuboard.cli.stderr import report
         from gpuboard.transport.ssh.login import log_in
 
-        log_in(hosts, self.settings, self.env, say)
+        log_in(hosts, self.settings, self.env, report)
         return nodes
 
     def new_scheduler(self) -> Scheduler | None:
@@ -152,11 +152,11 @@ class Context:
 
         ``settle``: waits for the first readings and shows progress.
         """
-        from gpuboard.cli.say import say
+        from gpuboard.cli.stderr import report
         from gpuboard.leases.composite import open_ledger
 
         make = self._scheduler_factory()
-        return open_ledger(scope or self.scope, self.settings, self.env, make, settle=settle, warn=say)
+        return open_ledger(scope or self.scope, self.settings, self.env, make, settle=settle, warn=report)
 
     def fleet(
         self, nodes: Sequence[Node] | None = None, *, interval_s: float | None = None, one_shot: bool = True

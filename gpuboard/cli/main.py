@@ -18,7 +18,7 @@ from typing import Protocol, cast
 from gpuboard import __version__
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import Parser, add_common, nearest
-from gpuboard.cli.say import say
+from gpuboard.cli.stderr import report
 from gpuboard.errors import GpuboardError, Interrupted, Refused, UsageError
 from gpuboard.model.text import quoted
 
@@ -68,12 +68,12 @@ def main(argv: Sequence[str]) -> int:
         code = _dispatch(list(argv))
         sys.stdout.flush()
     except GpuboardError as error:
-        say("\n  ".join([str(error), *_notes(error)]))
+        report("\n  ".join([str(error), *_notes(error)]))
         code = error.exit_code
         _refuse_as_json(argv, error)
     except KeyboardInterrupt as error:
         for note in _notes(error):
-            say(note)
+            report(note)
         code = 128 + signal.SIGINT
         _refuse_as_json(argv, Interrupted("interrupted"))
     except BrokenPipeError:
@@ -173,7 +173,7 @@ def recover_leases(context: Context) -> None:
     from gpuboard.keeper import client as keeper
 
     for message in keeper.recover(context.env):
-        say(message)
+        report(message)
 
 
 def _help() -> str:
@@ -192,14 +192,14 @@ def _unexpected(error: Exception) -> int:
         traceback.print_exc()
     if isinstance(error, OSError) and error.errno is not None and error.__traceback__ is not None:
         where = f" ({error.filename})" if error.filename else " (stdout)" if _stdout_failed() else ""
-        say(f"{error.strerror}{where}; set GPUBOARD_DEBUG=1 to see the traceback")
+        report(f"{error.strerror}{where}; set GPUBOARD_DEBUG=1 to see the traceback")
         _drop_stdout()
         return 1
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     where = f"{Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}" if frame else "?"
-    say(
+    report(
         f"this is a bug: {type(error).__name__} at {where}: {error}\n  please report it with this line, the output of "
         f"the same command under GPUBOARD_DEBUG=1, and gpuboard {__version__} on Python {sys.version.split()[0]}"
     )

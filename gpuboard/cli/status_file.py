@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gpuboard.cli.say import say
+from gpuboard.cli.stderr import report
 from gpuboard.errors import GpuboardError
 from gpuboard.model.text import lines
 
@@ -48,7 +48,7 @@ def recorded(outcome: dict[str, Any], file: str | None) -> Iterator[None]:
                 with open(file, "wb", opener=_opener) as stream:
                     stream.write(msgspec.json.encode(outcome) + b"\n")
             except OSError as error:
-                say(f"{OPTION} {file}: {error.strerror}")
+                report(f"{OPTION} {file}: {error.strerror}")
 
 
 def _opener(path: str, flags: int) -> int:

@@ -88,7 +88,7 @@ async def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
         assert lines(shown.grid)[3].endswith("no reading for 12 s")
 
 
-async def test_a_node_not_heard_from_yet_is_connecting_and_not_down(tmp_path: Path) -> None:
+async def test_a_node_without_an_answer_yet_is_connecting_not_unreachable(tmp_path: Path) -> None:
     async with opened(tmp_path, scene(awaited("gpu1"), unread("gpu2", "ssh: no route to host"))) as (app, shown, pilot):
         assert lines(shown.grid) == ["gpu1   connecting  no answer yet", "gpu2   unreachable ssh: no route to host"]
         assert "1 unreachable · 1 connecting" in screen(app)
@@ -250,7 +250,7 @@ async def test_the_filter_looks_through_what_is_typed(tmp_path: Path) -> None:
         assert not shown.query_one("#filter", Input).display
 
 
-async def test_what_a_filter_can_ask_is_said_whole_and_slash_is_a_part_of_it(tmp_path: Path) -> None:
+async def test_the_hint_for_filters_is_complete_and_slash_is_part_of_it(tmp_path: Path) -> None:
     async with opened(tmp_path, size=(80, 24)) as (app, shown, pilot):
         assert " / Filter " in screen(app)
         await pilot.press("slash", *"what:x")
@@ -339,7 +339,7 @@ async def test_the_view_is_kept_between_starts(tmp_path: Path) -> None:
         assert len(lines(shown.grid)) == 4 + 6 + 2  # headings, GPUs, and the devices of the one in MIG mode
 
 
-async def test_banners_and_what_is_simulated_are_said(tmp_path: Path) -> None:
+async def test_banners_and_simulation_are_shown(tmp_path: Path) -> None:
     async with opened(tmp_path) as (app, _, pilot):
         assert "SIMULATED" not in screen(app)
         invented = node("sim01", [gpu("sim01", 0)], source="simulated")
@@ -363,7 +363,7 @@ async def test_a_wide_terminal_shows_the_cursors_gpu_beside(tmp_path: Path) -> N
         assert "free" in screen(app).splitlines()[0] or "/" in screen(app).splitlines()[0]
 
 
-async def test_an_empty_inventory_says_what_to_do(tmp_path: Path) -> None:
+async def test_an_empty_inventory_shows_what_to_do(tmp_path: Path) -> None:
     async with opened(tmp_path, scene()) as (app, _, _):
         assert "No nodes." in screen(app)
 

@@ -101,7 +101,7 @@ def test_a_node_hangs_and_comes_back(make: Callable[[float], Core]) -> None:
     assert until(core, lambda scene: scene.nodes["sim07"].state == "up").nodes["sim07"].gpus
 
 
-def test_who_is_simulated_is_in_the_way_and_what_is_his_stays_his(make: Callable[[float], Core]) -> None:
+def test_simulated_users_keep_their_gpus(make: Callable[[float], Core]) -> None:
     core = make(120.0)
     scene = started(core)
     carols = gpu(scene, "sim01", 5).gpu.uuid
@@ -169,7 +169,7 @@ def drawn(app: BoardApp) -> str:
     return unescape(re.sub(r"<[^>]*>", " ", app.export_screenshot())).replace("\xa0", " ")
 
 
-async def test_every_screen_and_dialog_says_that_it_is_simulated(make: Callable[[float], Core]) -> None:
+async def test_every_screen_and_dialog_shows_that_it_is_simulated(make: Callable[[float], Core]) -> None:
     async with lab.board(make(0.0), (80, 24)) as (app, pilot):
         opened = set()
         for keys in (["t"], ["enter"], ["n"], ["r"], ["x"], ["l"], ["u"], ["w"], ["question_mark"], ["ctrl+p"]):

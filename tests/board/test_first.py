@@ -188,7 +188,7 @@ def test_a_dropped_terminal_ends_it(held: Held) -> None:
     assert held.process.returncode == 128 + signal.SIGHUP
 
 
-def test_an_import_that_fails_is_told_on_a_whole_terminal(held: Held) -> None:
+def test_a_failing_import_is_reported_on_a_restored_terminal(held: Held) -> None:
     held.release("textual is broken")
     held.ends(2 * LEAVE_S)
     assert (held.process.returncode, held.restored) == (1, True)

@@ -67,7 +67,7 @@ async def opened(
         yield app, pilot
 
 
-async def test_everything_is_said(tmp_path: Path) -> None:
+async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:
     async with opened(tmp_path) as (app, pilot):
         await settle(pilot, lambda: "PCIe" in screen(app))
         shown = screen(app)
@@ -106,7 +106,7 @@ async def test_processes_stand_in_a_grid_and_the_rogue_one_is_marked(tmp_path: P
         assert grid.cursor == "42:2.5"
 
 
-async def test_no_process_and_unreadable_ones_are_told_apart(tmp_path: Path) -> None:
+async def test_no_process_and_unreadable_processes_are_distinguished(tmp_path: Path) -> None:
     async with opened(tmp_path) as (app, pilot):
         await next_scene(app, pilot, scene(node("gpu1", [gpu("gpu1", 1)])))
         await settle(pilot, lambda: "no process\n" in screen(app) + "\n")
@@ -167,7 +167,7 @@ async def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: t
                 assert strip.cell_length == sum(segment.cell_length for segment in strip) == pane.size.width
 
 
-async def test_another_theme_colours_it_anew(tmp_path: Path) -> None:
+async def test_another_theme_changes_its_colours(tmp_path: Path) -> None:
     async with opened(tmp_path) as (app, pilot):
         health = app.screen.query_one("#health", Pane)
         before = [segment.style for segment in health.render_line(1)]
@@ -177,7 +177,7 @@ async def test_another_theme_colours_it_anew(tmp_path: Path) -> None:
         assert {segment.style.color for segment in drawn if segment.style} != {style.color for style in before if style}
 
 
-async def test_the_panel_follows_the_cursor_and_says_when_there_is_nothing(tmp_path: Path) -> None:
+async def test_the_panel_follows_the_cursor_also_to_nothing(tmp_path: Path) -> None:
     async with still(tmp_path, lab(), (200, 60)) as (app, pilot):
         panel = app.screen.query_one(GpuPanel)
         assert panel.display

@@ -141,7 +141,7 @@ async def test_a_narrow_grid_drops_columns_and_a_wide_one_shares_what_is_left() 
             assert lines(grid)[1] == "  alpha" + shown
 
 
-async def test_without_rows_it_says_what_to_do() -> None:
+async def test_without_rows_it_shows_what_to_do() -> None:
     async with opened() as (app, grid, pilot):
         assert lines(grid)[2:4] == ["  Nothing here.", "  Press a to add."]
         grid.set_rows(rows("a"))

@@ -64,7 +64,7 @@ async def test_page_keys_before_a_list_is_drawn(tmp_path: Path) -> None:
         await settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
 
 
-async def test_a_machine_that_stands_still_lets_no_key_pass_another(tmp_path: Path) -> None:
+async def test_keys_keep_their_order_after_the_machine_was_suspended(tmp_path: Path) -> None:
     async with board(make_core(tmp_path)) as (app, pilot):
         typed, widget = app._keys, app.screen.query_one("#filter")
         typed._now, typed._at = Key("a", "a"), widget  # that has not come so far

@@ -71,7 +71,7 @@ def test_keys_are_named_as_textual_names_them(text: str, key: str | None) -> Non
     assert keys.normal(text) == key
 
 
-def test_what_is_right_is_remapped_and_what_is_wrong_keeps_its_key_and_is_told() -> None:
+def test_valid_keys_are_remapped_and_invalid_ones_are_reported() -> None:
     config: dict[str, dict[str, str | list[str]]] = {
         "app": {"quit": ["ctrl+x", "Q"], "hepl": "h"},
         "cluster": {"sort": "space", "group": "nokey", "view": "tab"},
@@ -138,7 +138,7 @@ async def test_remapped_keys_work_are_shown_and_the_old_ones_no_longer_do_it(tmp
         assert app.return_code == 0
 
 
-def test_config_tells_what_is_wrong_with_keys(tmp_path: Path) -> None:
+def test_config_reports_errors_in_keys(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text('[keys]\n"cluster.sort" = "q"\n')
     command = [sys.executable, "-m", "gpuboard", "config", "--config", str(file)]

@@ -126,7 +126,7 @@ def test_what_earlier_launchers_and_the_board_s_own_lease_left_behind_is_left_ou
         ({"n": 1, "variables": "RANK=1"}, "gpuboard sets RANK", 2),
     ],
 )
-def test_why_a_launch_came_to_nothing_is_said(exp: Exp, changes: dict[str, Any], words: str, code: int) -> None:
+def test_the_reason_of_a_failed_launch_is_shown(exp: Exp, changes: dict[str, Any], words: str, code: int) -> None:
     starter = Starter(exp.nodes, exp.env)
     started = starter.start(exp.form("end.py", **changes))
     until(lambda: started.over, "the launch to end")
@@ -135,7 +135,7 @@ def test_why_a_launch_came_to_nothing_is_said(exp: Exp, changes: dict[str, Any],
     assert exp.entries() == []
 
 
-def test_one_that_is_killed_before_it_could_say_anything_is_said_to_be(exp: Exp) -> None:
+def test_an_agent_killed_before_its_hello_is_reported(exp: Exp) -> None:
     starter = Starter(exp.nodes, exp.env)
     started = starter.start(exp.form("sleep.py", n=1))  # however late it is killed, it is still there
     started.process.kill()
@@ -178,7 +178,7 @@ def state(app: BoardApp) -> str:
     return entry.view.state if entry is not None else ""
 
 
-async def test_marked_gpus_are_launched_on_and_given_back(exp: Exp) -> None:
+async def test_marked_gpus_are_used_for_a_launch_and_released(exp: Exp) -> None:
     async with lab.board(exp.core()) as (app, pilot):
         await pilot.press("space")  # sim01:0
         await pilot.press("right", "right" if app.screen.query("#picture") else "down")
@@ -218,7 +218,7 @@ async def test_a_lease_of_mine_is_launched_on_and_stays(exp: Exp) -> None:
         await asyncio.to_thread(core.operations.release, lease)
 
 
-async def test_the_best_are_launched_on_and_a_failure_is_said_wherever_one_is(exp: Exp) -> None:
+async def test_a_launch_takes_the_best_and_a_failure_is_shown_on_any_screen(exp: Exp) -> None:
     async with lab.board(exp.core(), (80, 24)) as (app, pilot):
         open_launch(app)
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
@@ -247,7 +247,7 @@ async def test_the_best_are_launched_on_and_a_failure_is_said_wherever_one_is(ex
         assert sum(isinstance(screen, RunsScreen) for screen in app.screen_stack) == 1
 
 
-async def test_what_cannot_be_launched_is_said_in_the_dialog(exp: Exp) -> None:
+async def test_a_launch_that_is_not_possible_is_explained_in_the_dialog(exp: Exp) -> None:
     async with lab.board(exp.core()) as (app, pilot):
         open_launch(app)
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))

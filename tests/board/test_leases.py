@@ -179,7 +179,7 @@ def test_jumps_to_the_gpus_and_copies_the_line(tmp_path: Path) -> None:
     with_leases(tmp_path, [(2, 3600, "")], test, (80, 24))
 
 
-async def test_without_leases_it_says_how_to_get_one(tmp_path: Path) -> None:
+async def test_without_leases_it_shows_how_to_get_one(tmp_path: Path) -> None:
     async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
         for key in ("d", "n", "y"):
             await pilot.press(key)
@@ -250,7 +250,7 @@ async def test_idle_and_rogue_ones_are_marked_with_names_and_others_are_left_alo
 
 
 @other.needs_root
-async def test_root_may_end_somebody_elses(tmp_path: Path) -> None:
+async def test_root_may_end_other_users_leases(tmp_path: Path) -> None:
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
     core = lab.make_core(tmp_path, nodes)
     async with lab.board(core, (80, 24)) as (app, pilot):

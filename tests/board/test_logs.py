@@ -109,7 +109,7 @@ def test_two_gigabytes_open_at_once_and_cost_constant_memory(tmp_path: Path) -> 
     assert peak < 32 * 2**20, peak
 
 
-def test_a_log_that_grows_is_cut_or_goes_is_told(tmp_path: Path) -> None:
+def test_a_log_that_grows_is_cut_or_removed_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "run" / "log"
     log = LogFile(path)
     with pytest.raises(LogGone, match="the run's folder was removed"):
@@ -205,7 +205,7 @@ def test_colours_stay_and_every_other_escape_is_inert() -> None:
         "\t" * 40,
     ],
 )  # fmt: skip
-def test_whatever_a_line_holds_its_rows_are_as_wide_as_they_say(text: str) -> None:
+def test_rows_of_any_line_have_the_stated_width(text: str) -> None:
     for row in drawn(text, 20, 20):
         assert cell_len(row.plain) <= 20
         assert all(char.isprintable() for char in row.plain)
@@ -224,7 +224,7 @@ def test_a_very_long_line_is_drawn_only_as_far_as_it_is_seen() -> None:
     assert 100 <= len(row.plain) < 10_000
 
 
-def test_matches_and_sizes_in_words() -> None:
+def test_text_of_matches_and_sizes() -> None:
     assert spans("Loss loss", "loss") == [(0, 4), (5, 9)]
     assert spans("Loss loss", "Loss") == [(0, 4)]
     assert spans("a.b axb", "a.b") == [(0, 3)]
@@ -434,7 +434,7 @@ async def test_hostile_lines_leave_every_column_in_its_place(tmp_path: Path) -> 
         assert all(log.out.render_line(y).cell_length == 80 for y in range(log.out.size.height))
 
 
-async def test_a_log_that_is_cut_or_removed_while_it_is_watched_is_told(tmp_path: Path) -> None:
+async def test_a_log_cut_or_removed_while_it_is_open_is_reported(tmp_path: Path) -> None:
     async with opened(tmp_path, out=numbered(0, 100)) as log:
         await log.until(lambda: "line 99" in log.rows())
         (log.folder / "rank-0.out").write_text("again\n")

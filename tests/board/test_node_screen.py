@@ -60,7 +60,7 @@ def agent_pid(core: Core, name: str) -> int:
     return hello.pid
 
 
-async def test_everything_is_said(tmp_path: Path) -> None:
+async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:
     async with opened(tmp_path, "gpu2") as (app, _):
         lines = [line.strip() for line in screen(app).splitlines()]
         assert lines[:7] == [
@@ -83,7 +83,7 @@ async def test_everything_is_said(tmp_path: Path) -> None:
         ]
 
 
-async def test_a_node_that_never_answered_says_why_and_the_cure(tmp_path: Path) -> None:
+async def test_a_node_that_never_answered_shows_reason_and_remedy(tmp_path: Path) -> None:
     async with opened(tmp_path, "gpu10") as (app, _):
         shown = screen(app)
         for words in (
@@ -98,7 +98,7 @@ async def test_a_node_that_never_answered_says_why_and_the_cure(tmp_path: Path) 
         assert "read through" not in shown
 
 
-async def test_a_node_that_cannot_hold_reservations_says_so(tmp_path: Path) -> None:
+async def test_a_node_that_cannot_hold_reservations_is_reported(tmp_path: Path) -> None:
     async with opened(tmp_path, "gpu3") as (app, _):
         assert "Reservations not possible here: /var/tmp is on NFS" in screen(app)
 

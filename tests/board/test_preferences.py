@@ -52,7 +52,7 @@ def test_what_was_kept_comes_back_from_a_private_file(tmp_path: Path) -> None:
         b"{" * 100_000,
     ],
 )
-def test_garbage_is_passed_over_and_told(tmp_path: Path, content: bytes) -> None:
+def test_garbage_is_skipped_and_reported(tmp_path: Path, content: bytes) -> None:
     env = env_of(tmp_path)
     file = preferences.path(env)
     file.parent.mkdir(parents=True)
@@ -75,7 +75,7 @@ def test_a_view_of_another_version_is_passed_over(tmp_path: Path, view: dict[str
     assert preferences.load(env) == (Preferences(theme="light"), None)
 
 
-def test_a_file_that_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_or_written_is_reported(tmp_path: Path) -> None:
     env = env_of(tmp_path)
     file = preferences.path(env)
     file.mkdir(parents=True)  # root may read and write everything, but no folder as a file

@@ -140,7 +140,7 @@ async def test_one_that_has_ended_meanwhile(tmp_path: Path, monkeypatch: pytest.
         await lab.settle(pilot, lambda: f"process {process.pid} has ended" in notes(app))
 
 
-async def test_without_processes_it_says_so(tmp_path: Path) -> None:
+async def test_without_processes_it_shows_that(tmp_path: Path) -> None:
     async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
         await pilot.press("k")
         await lab.settle(pilot, lambda: notes(app))

@@ -91,7 +91,7 @@ async def test_reserves_the_selected_gpus(tmp_path: Path) -> None:
         assert lab.claims(tmp_path) == []
 
 
-async def test_the_policy_picks_the_best_n_and_says_why(tmp_path: Path) -> None:
+async def test_the_policy_picks_the_best_n_and_explains_it(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     async with lab.board(core, (80, 24)) as (app, pilot):
         await open_for(app, pilot, [])
@@ -106,7 +106,7 @@ async def test_the_policy_picks_the_best_n_and_says_why(tmp_path: Path) -> None:
         end_all(core)
 
 
-async def test_says_why_not_and_what_would_work(tmp_path: Path) -> None:
+async def test_a_refusal_has_reasons_and_an_alternative(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     async with lab.board(core) as (app, pilot):
         await open_for(app, pilot, [])
@@ -151,7 +151,7 @@ async def test_checks_what_is_typed(tmp_path: Path) -> None:
 
 
 @other.needs_root
-async def test_somebody_was_quicker_and_the_next_best_set_is_offered(tmp_path: Path) -> None:
+async def test_after_a_conflict_the_next_best_set_is_offered(tmp_path: Path) -> None:
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
     core = lab.make_core(tmp_path, nodes, lab.SELDOM)  # what the board shows is older than the race
     async with lab.board(core, twice=True) as (app, pilot):
@@ -174,7 +174,7 @@ async def test_somebody_was_quicker_and_the_next_best_set_is_offered(tmp_path: P
 
 
 @other.needs_root
-async def test_when_no_other_set_is_left_it_says_so(tmp_path: Path) -> None:
+async def test_no_other_set_is_left_after_a_conflict(tmp_path: Path) -> None:
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
     core = lab.make_core(tmp_path, nodes, lab.SELDOM)
     async with lab.board(core, twice=True) as (app, pilot):
@@ -215,7 +215,7 @@ async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int
     await lab.settle(pilot, lambda: core.operations._reserving == set() and lab.claims(tmp_path) == [])
 
 
-async def test_closing_the_dialog_gives_back_what_was_taken(tmp_path: Path) -> None:
+async def test_closing_the_dialog_releases_the_reservation(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot) as agent:
         await pilot.press("escape")
@@ -224,7 +224,7 @@ async def test_closing_the_dialog_gives_back_what_was_taken(tmp_path: Path) -> N
         os.kill(agent, 0)  # raises where the agent has gone
 
 
-async def test_quitting_gives_back_what_was_taken_at_once(tmp_path: Path) -> None:
+async def test_quitting_releases_a_reservation_in_progress(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot):
         before = Stopwatch()

@@ -194,7 +194,7 @@ def test_a_terminal_that_cannot_place_text_gets_the_status(here: Here, term: str
         terminal.close()
 
 
-def test_an_exception_that_nobody_expected_is_told_on_a_whole_terminal(here: Here) -> None:
+def test_an_unexpected_exception_is_reported_on_a_restored_terminal(here: Here) -> None:
     program = (
         "import sys\n"
         "from gpuboard.board.widgets.picture import Picture\n"

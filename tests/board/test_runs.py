@@ -125,7 +125,7 @@ def test_a_state_that_cannot_be_read_now_is_tried_again(env: dict[str, str]) -> 
     assert [entry.view.state for entry in book.read()] == ["running"]
 
 
-def test_heads_that_died_and_heads_elsewhere_are_told_apart(env: dict[str, str]) -> None:
+def test_dead_heads_and_heads_elsewhere_are_distinguished(env: dict[str, str]) -> None:
     keep(env, view("rdead", head=dead_head()))
     keep(env, view("rfar", head=NOBODY))
     found = {entry.view.id: entry for entry in Runbook(env).read()}
@@ -145,7 +145,7 @@ def made_at() -> float:
     return 1769860800.0  # 2026-01-31T12:00:00Z
 
 
-def test_a_failure_is_said_with_its_evidence() -> None:
+def test_a_failure_is_reported_with_its_evidence() -> None:
     verdict = VerdictView(
         "", "signal", 1, "gpu01", "rank 1 (gpu01:5) was killed by SIGKILL: out of memory", "cgroup: 1 kill"
     )
@@ -164,7 +164,7 @@ def test_a_failure_is_said_with_its_evidence() -> None:
     )
 
 
-def test_preflight_is_said_with_its_cures_once() -> None:
+def test_preflight_is_reported_once_with_its_remedies() -> None:
     text = "fail memlock: gpu01: 64 kB; NCCL needs more"
     run = view(
         state="failed", exit_code=7, verdicts=[VerdictView("", "preflight", None, "gpu01", text, "ulimit -l unlimited")]
@@ -182,7 +182,7 @@ def test_preflight_is_said_with_its_cures_once() -> None:
     ]
 
 
-def test_a_run_of_another_host_is_said_to_be_one() -> None:
+def test_a_run_of_another_host_is_marked() -> None:
     lines = about(entry(view(head=NOBODY), elsewhere=True), None, None, None, made_at() + 240.0)
     assert (
         "Elsewhere",
@@ -224,7 +224,7 @@ def counted_down(app: BoardApp, words: str) -> bool:
     return found is not None and 599 <= int(found[1]) + int(found[2]) <= 601
 
 
-async def test_without_runs_it_says_how_to_make_one(tmp_path: Path) -> None:
+async def test_without_runs_it_shows_how_to_start_one(tmp_path: Path) -> None:
     async with opened(tmp_path, (80, 24)) as (app, pilot, _):
         assert lab.shown(app, "No runs yet.", "x launches", "the best free GPUs.", "gpuboard launch --n 2 train.py")
         await pilot.press("s", "o", "enter")
@@ -320,7 +320,7 @@ async def beside(launch: Launch, folder: Path) -> AsyncIterator[tuple[BoardApp, 
         yield app, pilot
 
 
-def test_a_run_is_stopped_after_a_question_and_its_end_is_told_wherever_one_is(tmp_path: Path) -> None:
+def test_a_run_is_stopped_after_confirmation_and_its_end_is_shown_on_any_screen(tmp_path: Path) -> None:
     async def scenario(launch: Launch) -> None:
         async with beside(launch, tmp_path) as (app, pilot):
             await pilot.press("s")

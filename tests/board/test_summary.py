@@ -28,7 +28,7 @@ def texts(found: Scene, columns: int, *, tall: bool = True) -> list[str]:
     return [line[: -len("12:00:00")] if line.endswith(":00") else line for line in lines]
 
 
-def test_a_wide_header_says_it_in_two_lines() -> None:
+def test_a_wide_header_uses_two_lines() -> None:
     top, counts = texts(cluster(), 160)
     assert top.split() == ["lab", "4", "nodes", "·", "1", "unreachable", "·", "oldest", "3s", "·"]
     assert counts == (
@@ -62,7 +62,7 @@ def test_a_narrow_header_drops_words_and_never_the_free_count(columns: int, line
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 80, 99, 100, 160])
-def test_simulated_is_said_at_any_width(columns: int) -> None:
+def test_simulation_is_shown_at_any_width(columns: int) -> None:
     assert "SIMULATED" in "".join(texts(cluster(source="simulated"), columns))
 
 
@@ -72,7 +72,7 @@ def test_the_header_never_wraps(columns: int) -> None:
         assert all(len(line) <= columns for line in texts(cluster(), columns, tall=tall))
 
 
-def test_before_anything_is_known_it_says_so() -> None:
+def test_before_the_first_reading_it_shows_that() -> None:
     (line,) = texts(scene(awaited("gpu01"), awaited("gpu02")), 80)
     assert line.split() == ["no", "GPU", "seen", "2", "nodes", "·", "2", "connecting", "·", "oldest", "?", "·"]
     (line,) = texts(scene(awaited("gpu01"), unread("gpu02")), 80)
@@ -111,7 +111,7 @@ def test_models_by_the_names_people_use(name: str, short: str) -> None:
     assert short_model(name) == short
 
 
-def test_numbers_in_words() -> None:
+def test_text_of_numbers() -> None:
     assert [age(value) for value in (None, 0.0, 1.4, 1.6, 59.4, 90.0)] == ["?", "1s", "1s", "2s", "59s", "1m"]
     assert [gib(value) for value in (None, 0, 100, GIB, 61 * GIB)] == ["?", "0", "<1", "1", "61"]
     assert [pair(None, 80 * GIB, 3), pair(7 * GIB, None, 3)] == ["  ?/80G", "  7/?G"]

@@ -108,7 +108,7 @@ def test_plain_has_no_colour() -> None:
         ("x = '" + 70_000 * "x" + "'", "larger than 64 KiB"),
     ],
 )
-def test_a_bad_file_is_told_with_its_name_and_the_others_load(tmp_path: Path, text: str, words: str) -> None:
+def test_a_bad_theme_file_is_reported_by_name_and_the_others_load(tmp_path: Path, text: str, words: str) -> None:
     folder = tmp_path / "gpuboard" / "themes"
     folder.mkdir(parents=True)
     (folder / "mine.toml").write_text(text)
@@ -190,7 +190,7 @@ async def test_the_cells_of_states_have_the_theme_s_colours(tmp_path: Path) -> N
         await settle(pilot, lambda: _color_of(app, "F") == "#116329")
 
 
-async def test_one_toast_tells_of_bad_files_and_an_unknown_theme(tmp_path: Path) -> None:
+async def test_one_toast_reports_bad_theme_files_and_an_unknown_theme(tmp_path: Path) -> None:
     core = make_core(tmp_path, settings=Settings(theme="mine"))
     folder = Path(core.env["XDG_CONFIG_HOME"]) / "gpuboard" / "themes"
     folder.mkdir(parents=True)

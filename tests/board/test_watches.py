@@ -33,7 +33,7 @@ async def fill(pilot: Pilot[int], **texts: str) -> None:
     await pilot.pause()
 
 
-async def test_tells_when_so_many_are_free(tmp_path: Path) -> None:
+async def test_a_watch_notifies_when_enough_are_free(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     async with lab.board(core, (80, 24)) as (app, pilot):
         taken = await lab.reserved(app, core, pilot, 2, "L40S")
@@ -78,7 +78,7 @@ async def test_reserves_at_once(tmp_path: Path) -> None:
 
 
 @other.needs_root
-async def test_goes_on_when_somebody_was_quicker(tmp_path: Path) -> None:
+async def test_continues_when_another_user_was_faster(tmp_path: Path) -> None:
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
     core = lab.make_core(tmp_path, nodes, lab.SELDOM)  # readings come when the test wants them
     async with lab.board(core, twice=True) as (app, pilot):
@@ -97,7 +97,7 @@ async def test_goes_on_when_somebody_was_quicker(tmp_path: Path) -> None:
             core.operations.release(lab.claims(tmp_path)[0].split(":")[0])
 
 
-async def test_a_reservation_that_hangs_holds_no_watch_up_and_is_given_back_when_its_watch_is_removed(
+async def test_a_hung_reservation_blocks_no_watch_and_is_released_with_its_own(
     tmp_path: Path,
 ) -> None:
     core = lab.make_core(tmp_path)
@@ -118,7 +118,7 @@ async def test_a_reservation_that_hangs_holds_no_watch_up_and_is_given_back_when
         assert len(lab.toasts(app)) == 1
 
 
-async def test_tells_when_a_lease_ends(tmp_path: Path) -> None:
+async def test_a_watch_notifies_when_a_lease_ends(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     async with lab.board(core) as (app, pilot):
         taken = await lab.reserved(app, core, pilot, 1, "L40S")
@@ -132,7 +132,7 @@ async def test_tells_when_a_lease_ends(tmp_path: Path) -> None:
         assert lab.toasts(app)[-1].startswith(f"Ended: lease {taken.lease.id} ends (")
 
 
-async def test_tells_when_a_run_ends(tmp_path: Path) -> None:
+async def test_a_watch_notifies_when_a_run_ends(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     folder = RunFolder(core.env, "r7k2m")
     view = RunView("r7k2m", None, "train.py", made.AT, "running", None, [], [], this_head(), str(folder.path))
@@ -161,7 +161,7 @@ async def test_a_lease_under_the_cursor(tmp_path: Path) -> None:
         core.operations.release(taken.lease.id)
 
 
-def test_a_real_terminal_is_told(tmp_path: Path) -> None:
+def test_a_real_terminal_shows_the_notification(tmp_path: Path) -> None:
     write_script(tmp_path / "nvml", [Gpu()], seed=str(tmp_path))
     env = lab.environment(tmp_path) | {
         "FAKE_NVML": str(tmp_path / "nvml"),

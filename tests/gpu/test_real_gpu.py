@@ -70,7 +70,7 @@ def test_listening_for_xid_errors_disturbs_no_reading(tmp_path: Path) -> None:
     assert all(xid["code"] > 0 for gpu in node["gpus"] for xid in gpu["xids"] or ())
 
 
-def test_a_free_gpu_can_be_reserved_and_is_given_back(tmp_path: Path) -> None:
+def test_a_free_gpu_can_be_reserved_and_released(tmp_path: Path) -> None:
     [node] = gpuboard(tmp_path, "status", "--json")["nodes"]
     if not any(gpu["state"] == "free" for gpu in node["gpus"]):
         pytest.skip("no GPU is free")

@@ -217,7 +217,7 @@ def test_a_dry_run_explains_and_takes_nothing(here: Here) -> None:  # noqa: F811
     assert "try --n 2 or --wait" in refused.stderr
 
 
-def test_a_sick_gpu_is_left_alone_until_it_is_named_or_allowed_and_then_said(here: Here) -> None:  # noqa: F811
+def test_a_sick_gpu_is_taken_only_if_named_or_allowed_and_is_reported(here: Here) -> None:  # noqa: F811
     here.gpus([Gpu(remap=(1, 0)), Gpu()])
     name = os.uname().nodename.partition(".")[0]
     assert [gpu["index"] for gpu in here.json("allocate", "--n", "1", "--dry-run", "--json")["gpus"]] == [1]
@@ -312,7 +312,7 @@ def test_open_mpi_takes_hostfile_and_rankfile(here: Here, tmp_path: Path) -> Non
     assert (done.stdout, done.returncode) == ("here\n", 0), done.stderr
 
 
-def test_on_a_node_of_the_inventory_only_it_is_looked_at_and_that_is_said(here: Here) -> None:  # noqa: F811
+def test_on_a_node_of_the_inventory_only_that_node_is_considered(here: Here) -> None:  # noqa: F811
     name = os.uname().nodename.partition(".")[0]
     here.config(f'nodes = ["{name}", "elsewhere"]\n')
     got = here.json("allocate", "--n", "2", "--format", "json", "--holder", str(os.getpid()))

@@ -192,9 +192,7 @@ def forged(uuid: str, **changes: Any) -> bytes:
         pytest.param(lambda uuid: forged(uuid, boot="another boot"), id="another-boot"),
     ],
 )
-def test_a_claim_file_that_is_none_blocks_nobody_and_nothing_real_is_lost(
-    here: Here, content: Callable[[str], bytes]
-) -> None:
+def test_an_invalid_claim_file_blocks_no_gpu_and_hides_no_claim(here: Here, content: Callable[[str], bytes]) -> None:
     uuid = here.now[0].uuid
     folder = here.needs_claims()
     real = here.json("allocate", "--gpus", f"{NAME}:1", "--detach", "--for", "10m", "--format", "json")["lease"]["id"]
@@ -209,7 +207,7 @@ def test_a_claim_file_that_is_none_blocks_nobody_and_nothing_real_is_lost(
 
 
 @case("claim-garbage")
-def test_claims_that_are_no_files_block_nobody(here: Here) -> None:
+def test_claims_that_are_not_regular_files_block_no_gpu(here: Here) -> None:
     uuid = here.now[0].uuid
     folder = here.needs_claims()
     os.mkfifo(folder / f"gpuboard.{uuid}.zzzzzz")
@@ -221,7 +219,7 @@ def test_claims_that_are_no_files_block_nobody(here: Here) -> None:
 
 
 @case("claim-of-another")
-def test_a_claim_of_another_is_shown_with_his_name_and_cannot_be_touched(nodes: Cluster) -> None:
+def test_another_users_claim_is_shown_by_name_and_cannot_be_changed(nodes: Cluster) -> None:
     login = nodes["login1"]
     gpu01 = ["--nodes", "gpu01"]
     took = login.run(
@@ -267,7 +265,7 @@ def test_a_full_disk_is_a_refusal_that_leaves_nothing(here: Here) -> None:
 
 
 @pytest.mark.parametrize(("redirect", "words"), [(">/dev/full", "No space left"), (">&-", "Bad file descriptor")])
-def test_a_lease_that_nobody_can_be_told_of_is_dropped(here: Here, redirect: str, words: str) -> None:
+def test_a_lease_that_cannot_be_published_is_released(here: Here, redirect: str, words: str) -> None:
     folder = here.needs_claims()
     argv = ["sh", "-c", f'exec "$@" {redirect}', "sh", *here.command("allocate", "--n", "1")]
     done = subprocess.run(argv, env=here.env, capture_output=True, text=True, timeout=90)
@@ -328,7 +326,7 @@ def test_no_nvml_is_a_state_and_a_refusal(here: Here) -> None:
 
 
 @case("no-python")
-def test_no_python_on_a_node_is_said_with_the_cure_and_the_others_go_on(nodes: Cluster) -> None:
+def test_a_node_without_python_is_reported_with_a_remedy_and_others_continue(nodes: Cluster) -> None:
     nodes["gpu02"].sshd("SetEnv PATH=/nowhere")
     done = nodes["login1"].run(["gpuboard", "status", "--json", "--nodes", "gpu[01-02]"], user="alice")
     assert done.returncode == 0, done.stderr

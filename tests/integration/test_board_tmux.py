@@ -153,7 +153,7 @@ def test_every_gpu_of_every_node_is_there_with_its_state(screen: Pane) -> None:
     assert "stale" not in text
 
 
-def test_the_filter_works_while_it_is_typed_and_the_table_says_why(screen: Pane) -> None:
+def test_the_filter_applies_while_typing_and_the_table_shows_reasons(screen: Pane) -> None:
     screen.keys("/")
     screen.shows("^p Palette")  # keys go to the filter
     screen.type("node:gpu01 state:bro")
@@ -287,7 +287,7 @@ def test_ctrl_z_and_back(screen: Pane) -> None:
     assert "Stopped" not in text
 
 
-def test_stopped_by_somebody_it_waits_until_the_shell_lets_it_come_back(screen: Pane) -> None:
+def test_stopped_by_a_signal_it_waits_until_the_shell_continues_it(screen: Pane) -> None:
     (board,) = screen.boards()
     os.kill(board, signal.SIGSTOP)
     screen.shows("Stopped", "shell$")

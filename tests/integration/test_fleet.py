@@ -162,7 +162,7 @@ def test_many_threads_may_call_at_once() -> None:
         assert answers == [True] * 40
 
 
-def test_an_agent_started_ahead_is_taken_and_holds_nothing_of_ours() -> None:
+def test_a_prestarted_agent_is_used_and_inherits_no_descriptor() -> None:
     code = (
         "import os\n"
         "extra = os.open('/dev/null', os.O_RDONLY); os.set_inheritable(extra, True)\n"

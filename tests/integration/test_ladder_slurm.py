@@ -149,7 +149,7 @@ def test_gpus_that_a_job_without_gpus_hides_stay_as_slurm_shows_them(adopting: S
 
 
 @pytest.mark.parametrize("transport", ["asyncssh", "openssh", "paramiko"])
-def test_a_refusal_for_want_of_a_job_is_told_and_not_asked_for_again(adopting: SlurmCluster, transport: str) -> None:
+def test_a_refusal_without_a_job_is_reported_and_not_retried(adopting: SlurmCluster, transport: str) -> None:
     if transport == "paramiko":
         pytest.importorskip("paramiko")
     gpu01 = adopting.nodes["gpu01"]

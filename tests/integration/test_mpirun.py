@@ -52,7 +52,7 @@ def mpirun(nodes: Cluster, *args: str) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda found: found["RANK"])
 
 
-def test_ranks_start_where_the_rank_map_says(leased: tuple[Cluster, str, RankMap]) -> None:
+def test_ranks_start_on_the_nodes_of_the_rank_map(leased: tuple[Cluster, str, RankMap]) -> None:
     nodes, lease, rank_map = leased
     sizes = {node.name: node.local_world_size for node in rank_map.nodes}
     expected = [

@@ -271,7 +271,7 @@ def test_the_end_of_a_rank_is_reported(folder: Path, script: str, code: int | No
         assert (end["code"], end["signal"], end["joined"], end["oom"]) == (code, number, False, None)
 
 
-def test_a_rank_has_null_as_stdin_and_no_descriptor_of_ours_in_its_children(folder: Path) -> None:
+def test_a_rank_has_dev_null_as_stdin_and_passes_no_descriptor_on(folder: Path) -> None:
     script = """
 import os, subprocess, sys
 print(repr(sys.stdin.read()), os.readlink("/proc/self/fd/0"), flush=True)

@@ -82,7 +82,7 @@ def test_the_board_in_a_browser(here: Here, browser: Browser) -> None:
         serving.stop()
 
 
-def test_a_page_that_hears_nothing_says_so_and_greys_out(here: Here, browser: Browser) -> None:
+def test_a_page_without_messages_reports_it_and_turns_grey(here: Here, browser: Browser) -> None:
     serving = Serving(here, "--port", "0")
     try:
         browser.open(serving.url)

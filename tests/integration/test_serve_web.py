@@ -44,7 +44,7 @@ UPGRADE = {
 }  # fmt: skip
 
 
-def test_nobody_is_let_in_without_token_right_host_and_own_page(serving: Serving) -> None:
+def test_access_needs_token_correct_host_and_own_page(serving: Serving) -> None:
     page, cookie = serving.enter()
     paths = [page, f"{page}board.js", f"{page}static/js/textual.js", f"{page}ws", "/", "/favicon.ico", "/nothing"]
     for path in paths:
@@ -213,7 +213,7 @@ def test_boards_that_do_not_end_are_killed_and_the_ninth_is_refused() -> None:
     assert sum("closed" in line for line in said) == MOST_BOARDS
 
 
-def test_a_board_that_fails_says_why_in_the_page_and_in_the_log() -> None:
+def test_a_board_that_fails_reports_the_reason_in_page_and_log() -> None:
     fails = [sys.executable, "-S", "-c", r"import sys; sys.exit('\x1b[31mno such \x1b]0;thing\nat all')"]
     said: list[str] = []
 
@@ -273,7 +273,7 @@ def test_a_board_opens_web_pages_alone_and_saves_its_files_here(tmp_path: Path) 
     assert (tmp_path / "saved.txt").read_text() == "kept"
 
 
-def test_it_serves_on_loopback_alone_and_says_how_to_forward(here: Here) -> None:
+def test_it_serves_on_loopback_only_and_shows_how_to_forward(here: Here) -> None:
     for host in ("0.0.0.0", "::", "10.1.2.3", "gpu01"):
         done = here.run("serve", "--web", "--host", host)
         assert done.returncode == 2
@@ -290,14 +290,14 @@ def test_a_port_in_use_is_named(here: Here) -> None:
     assert done.stdout == ""
 
 
-def test_without_the_extra_it_says_what_to_install(here: Here, tmp_path: Path) -> None:
+def test_without_the_extra_it_shows_what_to_install(here: Here, tmp_path: Path) -> None:
     (tmp_path / "aiohttp.py").write_text("raise ModuleNotFoundError('gone', name='aiohttp')")
     done = here.run("serve", "--web", "--port", "0", PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
     assert "aiohttp is not installed: pip install 'gpuboard[web]'" in done.stderr
 
 
-def test_what_is_wrong_with_the_configuration_is_said_at_once(here: Here) -> None:
+def test_errors_in_the_configuration_are_reported_at_once(here: Here) -> None:
     here.config("nodes = 7\n")
     done = here.run("serve", "--web", "--port", "0")
     assert (done.returncode, done.stdout) == (2, "")

@@ -102,7 +102,7 @@ def count_commands(slurm: SlurmCluster, pause: str = "") -> tuple[dict[str, str]
     return {"PATH": f"/srv/home/alice/counted:{PATH}"}, log
 
 
-def test_every_shape_of_job_is_seen_as_slurm_tells_it(slurm: SlurmCluster) -> None:
+def test_every_kind_of_job_is_shown_as_in_slurm(slurm: SlurmCluster) -> None:
     numbers = [
         slurm.submit([*args, "--wrap", "sleep 600"], user=user, running=True)
         for user, args in [
@@ -162,7 +162,7 @@ def test_a_job_that_is_ending_is_shown_where_it_ran(slurm: SlurmCluster) -> None
     assert (job.state, [grant.node for grant in job.grants]) == ("completing", ["gpu01"])
 
 
-def test_drained_down_reserved_nodes_say_why_and_for_whom(slurm: SlurmCluster) -> None:
+def test_drained_down_and_reserved_nodes_show_reason_and_user(slurm: SlurmCluster) -> None:
     slurm.update("node", "gpu01", State="DRAIN", Reason="bad NVLink, ticket=42 State=IDLE")
     slurm.update("node", "gpu02", State="DOWN", Reason="power")
     new = ["scontrol", "create", "reservation", "starttime=now", "duration=60", "users=bob", "flags=ignore_jobs"]
@@ -204,7 +204,7 @@ def record_of(slurm: SlurmCluster, number: int) -> str:
 
 
 @pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
-def test_nobody_speaks_for_another_in_a_jobs_text(slurm: SlurmCluster, typed: bool) -> None:
+def test_text_of_a_job_cannot_imitate_another_users_job(slurm: SlurmCluster, typed: bool) -> None:
     slurm.configure(gres=f"Name=gpu {'Type=h100 ' * typed}File=/dev/nvidia[0-7]")
     bob = slurm.submit(["--gres=gpu:1", "-w", "gpu01", "--wrap", "sleep 600"], user="bob", running=True)
     true = record_of(slurm, bob)
@@ -235,7 +235,7 @@ def test_nobody_speaks_for_another_in_a_jobs_text(slurm: SlurmCluster, typed: bo
     assert told.jobs[alice[1]].name in {"two lines", ""}
 
 
-def test_a_dead_controller_is_named_and_what_it_said_before_is_kept(slurm: SlurmCluster) -> None:
+def test_a_dead_controller_is_reported_and_its_last_answer_is_kept(slurm: SlurmCluster) -> None:
     number = slurm.submit(["--gres=gpu:1", "--wrap", "sleep 600"], running=True)
     before = afresh(slurm, settings=QUICK)
     slurm.controller("kill")
@@ -248,7 +248,7 @@ def test_a_dead_controller_is_named_and_what_it_said_before_is_kept(slurm: Slurm
     assert told.age_s > before.age_s
 
 
-def test_without_an_earlier_answer_there_is_none(slurm: SlurmCluster) -> None:
+def test_without_an_earlier_answer_nothing_is_shown(slurm: SlurmCluster) -> None:
     slurm.controller("kill")
     told = afresh(slurm)
     assert told.seen.schedule is None
@@ -372,19 +372,19 @@ def test_variables_of_the_caller_do_not_change_what_is_seen(slurm: SlurmCluster)
     assert abs(job.started - time.time()) < 600
 
 
-def test_a_configuration_that_is_not_there_is_said_at_once(slurm: SlurmCluster) -> None:
+def test_a_missing_configuration_is_reported_at_once(slurm: SlurmCluster) -> None:
     told = afresh(slurm, env={"SLURM_CONF": "/etc/slurm/other.conf"})
     assert told.seen.error == "SLURM_CONF=/etc/slurm/other.conf: no such file; correct or unset the variable"
     assert told.took_s < 8  # and not 12
 
 
-def test_a_configuration_that_is_none_is_said(slurm: SlurmCluster) -> None:
+def test_an_invalid_configuration_is_reported(slurm: SlurmCluster) -> None:
     (slurm.nodes.home("alice") / "slurm.conf").write_text("SlurmctldHost=\n")
     told = afresh(slurm, env={"SLURM_CONF": "/srv/home/alice/slurm.conf"})
     assert told.seen.error == ("Slurm's configuration /srv/home/alice/slurm.conf cannot be used; see `scontrol ping`")
 
 
-def test_where_munge_does_not_run_that_is_said(slurm: SlurmCluster) -> None:
+def test_a_missing_munge_is_reported(slurm: SlurmCluster) -> None:
     host = slurm.nodes["login2"]
     socket = host.path("/run/munge/munge.socket.2")
     aside = socket.with_name("aside")
@@ -400,7 +400,7 @@ def test_where_munge_does_not_run_that_is_said(slurm: SlurmCluster) -> None:
     until(lambda: look(slurm, host="login2", settings=QUICK).seen.error is None, "munge is there again")
 
 
-def test_where_the_cache_cannot_be_written_everybody_asks_for_himself(slurm: SlurmCluster) -> None:
+def test_without_a_writable_cache_every_process_queries_for_itself(slurm: SlurmCluster) -> None:
     env, log = count_commands(slurm)
     env["XDG_CACHE_HOME"] = "/proc/self/nothing"
     for _ in range(2):
@@ -408,7 +408,7 @@ def test_where_the_cache_cannot_be_written_everybody_asks_for_himself(slurm: Slu
     assert len(log.read_text().splitlines()) == 4
 
 
-def test_without_slurm_nobody_looks_for_it(slurm: SlurmCluster) -> None:
+def test_without_slurm_no_process_looks_for_it(slurm: SlurmCluster) -> None:
     host = slurm.nodes["login1"]
 
     def found(settings: dict[str, Any], env: dict[str, str]) -> str:

@@ -152,7 +152,7 @@ def test_a_node_that_does_not_respond_and_one_that_never_came(slurm: SlurmCluste
     assert found["nodes"][3]["scheduler_state"] == slurm.node("gpu04")["State"].lower()
 
 
-def test_private_jobs_are_allocated_to_somebody_unknown(slurm: SlurmCluster) -> None:
+def test_private_jobs_belong_to_an_unknown_user(slurm: SlurmCluster) -> None:
     slurm.configure("PrivateData=jobs")
     own = slurm.submit(["--gres=gpu:1", "-w", "gpu01", *SLEEP], running=True)
     slurm.submit(["--gres=gpu:3", "-w", "gpu01", *SLEEP], user="bob", running=True)
@@ -304,7 +304,7 @@ def test_processes_that_contradict_slurm(slurm: SlurmCluster) -> None:
     )
 
 
-def test_processes_tell_their_job_by_its_cgroup(slurm: SlurmCluster) -> None:
+def test_a_processs_job_comes_from_its_cgroup(slurm: SlurmCluster) -> None:
     slurm.configure(cgroups=True)
     number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], user="bob", running=True)
     gpu01 = slurm.nodes["gpu01"]

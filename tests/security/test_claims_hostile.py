@@ -144,7 +144,7 @@ def test_a_reader_without_descriptors_calls_nothing_free(folder: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["hard links", "moved files"])
-def test_files_that_others_put_there_hide_none_of_her_claims(how: str, folder: str, shared: str) -> None:
+def test_files_of_others_in_the_folder_hide_no_claim(how: str, folder: str, shared: str) -> None:
     uuids = [f"GPU-{number:02}" for number in range(16)]
     alice_holds(folder, *uuids)
     if how == "hard links":
@@ -167,7 +167,7 @@ def test_files_that_others_put_there_hide_none_of_her_claims(how: str, folder: s
 
 
 @pytest.mark.parametrize("way", ["mode 0666", "mode 0664", "an ACL"])
-def test_a_claim_in_her_name_is_none(way: str, folder: str, shared: str) -> None:
+def test_a_claim_in_anothers_name_does_not_count(way: str, folder: str, shared: str) -> None:
     """Bob writes a claim's content into a file of alice that he may write, and links it as a claim."""
     make(f"{shared}/notes", ALICE, mode=0o664 if way == "mode 0664" else 0o644 if way == "an ACL" else 0o666)
     if way == "mode 0664":

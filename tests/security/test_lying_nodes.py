@@ -82,7 +82,7 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
 
 
 @pytest.mark.parametrize("kind", liar.KINDS)
-def test_a_lying_node_is_told_apart_and_its_neighbours_are_seen(servers: Servers, kind: str) -> None:
+def test_a_lying_node_is_identified_and_others_are_shown(servers: Servers, kind: str) -> None:
     seen = servers.watch([kind], 8.0)
     told = seen["errors"][f"{kind}-liar"]
     marks = SLOWLY if kind == "bytes" else (SAYS[kind],)

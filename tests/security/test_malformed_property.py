@@ -317,7 +317,7 @@ def test_a_keeper_takes_whatever_a_node_answers(data: st.DataObject) -> None:
 
 @given(st.data())
 @settings(max_examples=60)
-def test_a_run_takes_whatever_a_supervisor_says(data: st.DataObject) -> None:
+def test_a_run_survives_any_message_of_a_supervisor(data: st.DataObject) -> None:
     plan = planned()
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     run = supervisors.Supervisors(plan, {}, Connector(Settings()), inbox)

@@ -223,7 +223,7 @@ def test_a_pipe_is_read_as_a_file_is(here: Here) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_is_wrong_with_ones_own_input_is_said_at_once(here: Here, name: str) -> None:
+def test_errors_in_the_users_input_are_reported_at_once(here: Here, name: str) -> None:
     row = ROWS[name]
     held = files(here.folder)
     done = measured(here, row)

@@ -138,7 +138,7 @@ def rss(pid: int) -> int:
     return int(found[1]) << 10
 
 
-def test_slow_clients_without_the_token_lock_nobody_out(serving: Serving, connect: Connect) -> None:
+def test_slow_clients_without_the_token_block_no_user(serving: Serving, connect: Connect) -> None:
     standing = []
     half_a_head = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
     half_a_body = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"
@@ -149,7 +149,7 @@ def test_slow_clients_without_the_token_lock_nobody_out(serving: Serving, connec
     close_all(standing)
 
 
-def test_responses_that_nobody_reads_are_given_up(serving: Serving, connect: Connect) -> None:
+def test_responses_that_are_not_read_are_dropped(serving: Serving, connect: Connect) -> None:
     pipelined = f"GET /nothing HTTP/1.1\r\nHost: {serving.host}\r\n\r\n".encode() * 100
     standing = flood(connect, pipelined, 50)
     descriptors = Path(f"/proc/{serving.process.pid}/fd")
@@ -179,7 +179,7 @@ def test_refused_and_garbled_requests_are_a_few_lines_in_the_log(serving: Servin
     assert len(serving.said) < 10
 
 
-def test_odd_names_and_targets_are_refused_in_words(serving: Serving, connect: Connect) -> None:
+def test_odd_names_and_targets_are_refused_with_a_reason(serving: Serving, connect: Connect) -> None:
     token = serving.token
     port = serving.host.rpartition(":")[2]
     hosts = [
@@ -256,7 +256,7 @@ def test_a_page_that_answers_no_ping_ends_with_its_board(serving: Serving, conne
         until(lambda: serving.boards() == [], "its board ends", 60)
 
 
-def test_a_board_that_cannot_be_started_says_why(here: Here) -> None:
+def test_a_board_that_cannot_start_reports_the_reason(here: Here) -> None:
     serving = Serving(here, "--port", "0")
     page, cookie = serving.enter()
 

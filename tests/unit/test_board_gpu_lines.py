@@ -39,7 +39,7 @@ def here(hour: int, minute: int) -> str:
     return local(then.timestamp(), now.timestamp())
 
 
-def test_the_head_says_what_why_and_who() -> None:
+def test_the_top_shows_state_reason_and_user() -> None:
     one = busy("n", 1, "eve", flags=["rogue"], leases=["k3f9", "gone"], numa_node=0,
                jobs=[JobView("77", "dan", "gpu", "2026-01-31T15:10:00.000Z"), JobView("78", "eve", "", None),
                      JobView("79", "fay", "gpu", "2026-01-31T11:59:00.000Z")])  # fmt: skip
@@ -86,7 +86,7 @@ def test_readings_stand_side_by_side_where_there_is_room() -> None:
     assert lines[6] == "     5 min ago ──────────────── now        5 min ago ──────────────── now"
 
 
-def test_memory_that_is_the_hosts_is_said_to_be() -> None:
+def test_memory_shared_with_the_host_is_marked() -> None:
     lines = text(gpu_lines.readings(busy("n", 0, memory_shared=True), SAMPLES, Frame(90, 2, UNICODE)))
     assert "60 GiB of 80 GiB, the host's" in lines[0]
 
@@ -195,7 +195,7 @@ def test_the_last_values_of_a_gpu_are_kept() -> None:
     assert memory.look(seen, 9.0) == Known(now, now, None)
 
 
-def test_a_notice_says_why_values_are_old() -> None:
+def test_a_notice_explains_old_values() -> None:
     one = place(busy("n", 0))
     lost = place(gpu("n", 0, "broken", error="GPU is lost", reason="GPU lost: GPU is lost"))
     unreadable = place(gpu("n", 0, "unknown", error="Unknown Error"))

@@ -70,11 +70,11 @@ def test_each_piece_of_evidence(changes: dict[str, Any], expected: tuple[str, st
     assert said(**changes) == [expected]
 
 
-def test_a_failing_gpu_says_nvmls_words_first() -> None:
+def test_a_failing_gpu_shows_nvmls_error_first() -> None:
     one = gpu("n", 0, "broken", error="GPU is lost", **WELL)
     assert evidence(one)[0] == ("NVML", "GPU is lost", "bad")
     assert ("Clocks", "not readable", "unknown") in evidence(one)
 
 
-def test_an_xid_that_nobody_knows() -> None:
+def test_an_unknown_xid() -> None:
     assert xid_words(4711) == "XID 4711: see the list of XID errors in NVIDIA’s documentation"

@@ -125,7 +125,7 @@ def test_what_a_query_finds(text: str, expected: list[str] | None) -> None:
         assert found(text) == expected
 
 
-def test_nodes_not_heard_from_yet_are_told_from_those_that_are_down() -> None:
+def test_connecting_and_unreachable_nodes_are_distinguished() -> None:
     shown = scene(unread("gpu01"), awaited("gpu02"))
 
     def names(text: str) -> list[str]:
@@ -156,33 +156,33 @@ def test_nodes_not_heard_from_yet_are_told_from_those_that_are_down() -> None:
         ('purpose:"night', "the quote is not closed", 0),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_said(text: str, words: str, position: int) -> None:
+def test_missing_parts_are_reported(text: str, words: str, position: int) -> None:
     with pytest.raises(QueryError) as caught:
         parse(text)
     assert (caught.value.words, caught.value.position) == (words, position)
 
 
-def test_a_nodeset_that_cannot_be_read_is_said() -> None:
+def test_an_invalid_nodeset_is_reported() -> None:
     with pytest.raises(QueryError, match="cannot be read") as caught:
         parse("free node:gpu[01-04]x]")
     assert caught.value.position == 5
 
 
-def test_every_key_says_how_it_goes_on() -> None:
+def test_every_incomplete_key_shows_how_to_continue() -> None:
     for key, about in KEYS.items():
         with pytest.raises(QueryError) as caught:
             parse(f"{key}:")
         assert caught.value.words == f"{key}: needs a value: {about.hint}"
 
 
-def test_brackets_and_markup_in_words_are_words() -> None:
+def test_brackets_and_markup_are_plain_text() -> None:
     process = ProcessView(1, "eve", "[/x] [red]boo ]", 1, "compute")
     one = scene(node("n", [gpu("n", 0, processes=[process])]))
     assert [found(text, one) for text in ("[/x]", "[red", "]", "it's")] == [["n:0"], ["n:0"], ["n:0"], []]
 
 
 @given(st.text(max_size=40))
-def test_any_text_is_a_query_or_says_why_not(text: str) -> None:
+def test_any_text_is_a_query_or_an_error_with_a_reason(text: str) -> None:
     try:
         names = found(text)
     except QueryError as error:

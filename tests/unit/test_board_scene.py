@@ -28,7 +28,7 @@ def test_a_lease_is_ours_by_the_uid_where_it_was_read(uids: dict[str, int], mine
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_an_id_that_somebody_else_took_too_changes_nothing(ours_first: bool) -> None:
+def test_an_id_that_another_user_also_took_changes_nothing(ours_first: bool) -> None:
     ours = made.lease("k3f9", "alice", [("gpu01", 0)], uid=1001)
     forged = made.lease("k3f9", "eve", [("gpu01", 1)], uid=1002)
     gpus = [made.gpu("gpu01", index, "reserved", leases=["k3f9"]) for index in range(2)]

@@ -63,7 +63,7 @@ def test_every_lease_ends_on_the_axis_and_little_of_it_is_past() -> None:
     assert axis([], NOON, 0) == Axis(NOON, NOON + H + 300, NOON, 1)
 
 
-def test_the_axis_stands_still_for_minutes() -> None:
+def test_the_axis_is_unchanged_for_minutes() -> None:
     spans = [(NOON - H, NOON + 8 * H)]
     assert axis(spans, NOON + 1, 50)[:2] == axis(spans, NOON + 200, 50)[:2]
 

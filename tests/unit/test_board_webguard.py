@@ -79,7 +79,7 @@ def test_only_our_own_page_may_open_a_websocket(origin: str | None, ours: bool) 
     assert RequestGuard(TOKEN, 8000).is_our_origin(origin, "127.0.0.1:8000") is ours
 
 
-def test_path_and_cookie_come_from_the_token_and_do_not_tell_it() -> None:
+def test_path_and_cookie_come_from_the_token_and_do_not_reveal_it() -> None:
     guard, again, other = RequestGuard(TOKEN, 8000), RequestGuard(TOKEN, 8000), RequestGuard("u" * 43, 8000)
     assert (guard.path, guard.cookie) == (again.path, again.cookie)
     assert len({guard.path.strip("/"), guard.cookie, other.path.strip("/"), other.cookie, TOKEN}) == 5
@@ -137,7 +137,7 @@ def test_a_weak_token_is_refused(tmp_path: Path, text: str) -> None:
         token_of(file)
 
 
-def test_what_is_no_file_of_ours_is_refused(tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     link, pipe = tmp_path / "link", tmp_path / "pipe"
     token_of(tmp_path / "real")
     link.symlink_to(tmp_path / "real")
@@ -148,7 +148,7 @@ def test_what_is_no_file_of_ours_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a file of another user")
-def test_somebody_elses_token_is_refused(tmp_path: Path) -> None:
+def test_another_users_token_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "token"
     token_of(file)
     os.chown(file, 65534, 65534)

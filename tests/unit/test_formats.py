@@ -93,13 +93,13 @@ def included(text: str) -> dict[str, list[int]]:
 @given(
     st.dictionaries(st.sampled_from(["gpu01", "gpu-2.lab", "a_b"]), st.sets(st.integers(0, 15), min_size=1), min_size=1)
 )
-def test_deepspeed_is_told_exactly_the_reserved_gpus_of_each_node(taken: dict[str, set[int]]) -> None:
+def test_deepspeed_gets_exactly_the_reserved_gpus_of_each_node(taken: dict[str, set[int]]) -> None:
     gpus = [ChosenGpu(node, index, f"GPU-{node}-{index}") for node, indexes in taken.items() for index in indexes]
     allocation = Allocation(LEASE, rank_map("k3f9xy", gpus, {}), "because")
     assert {node: set(slots) for node, slots in included(render(allocation, "deepspeed")).items()} == taken
 
 
-def test_deepspeed_is_not_told_of_a_mig_device_by_the_index_of_its_gpu() -> None:
+def test_deepspeed_gets_no_mig_device_by_its_gpus_index() -> None:
     allocation = Allocation(LEASE, rank_map("k3f9xy", [ChosenGpu("gpu01", 3, "MIG-x")], {}), "because")
     with pytest.raises(UsageError, match="MIG devices have no index, which DeepSpeed needs"):
         render(allocation, "deepspeed")

@@ -146,7 +146,7 @@ def test_an_interrupt_drops_all(nodes: Nodes) -> None:
     assert nodes.lying() == set()
 
 
-def test_who_is_on_his_way_may_yet_give_up(nodes: Nodes) -> None:
+def test_a_claim_in_progress_may_still_be_withdrawn(nodes: Nodes) -> None:
     """A conflict with a young claim of a lease over several nodes is tried again; here its taker gives up meanwhile."""
     ledger.take(nodes.call, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
     [other] = {claim.lease for found in nodes.claims().values() for claim in found}
@@ -166,7 +166,7 @@ def test_a_young_conflict_ends_too(nodes: Nodes) -> None:
         ledger.take(nodes.call, wanted(gpu02=["GPU-c"]), sleep=no_sleep)
 
 
-def test_renewing_says_where_it_failed(nodes: Nodes) -> None:
+def test_renew_reports_nodes_where_it_failed(nodes: Nodes) -> None:
     taken = ledger.take(nodes.call, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
     nodes.broken["gpu01", "renew"] = LinkLost("gpu01", "connection reset")
     outcome = ledger.renew(nodes.call, taken.lease, ["gpu01", "gpu02", "gpu03"], 60.0)
@@ -301,7 +301,7 @@ def test_finding_ones_own() -> None:
         ("", "no lease ''; yours are: k3f9xx, k4aaaa"),
     ],
 )
-def test_not_finding_says_why(text: str, words: str) -> None:
+def test_a_lease_that_is_not_found_has_a_reason(text: str, words: str) -> None:
     with pytest.raises(NoSuchLease) as caught:
         ledger.find(text, MANY, UIDS)
     assert (str(caught.value), caught.value.exit_code) == (words, 5)

@@ -18,7 +18,7 @@ def test_what_people_write_stays() -> None:
     assert clean("python train.py --name=Größe 模型 café") == "python train.py --name=Größe 模型 café"
 
 
-def test_long_text_is_cut_and_says_so() -> None:
+def test_long_text_is_cut_and_marked() -> None:
     assert clean("x" * 10_000_000, 5) == "xxxx…"
 
 

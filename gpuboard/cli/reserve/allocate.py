@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import duration_or_zero, natural, typed
-from gpuboard.cli.say import say
+from gpuboard.cli.stderr import report
 from gpuboard.errors import GpuboardError, Refused, UsageError
 from gpuboard.keeper.holder import evaluator_kind, find_holder, shell_kind
 from gpuboard.leases import picks
@@ -176,7 +176,7 @@ def _reserve(args: argparse.Namespace, context: Context, allocator: Allocator) -
     gc.enable()
     if args.dry_run:
         return _show_plan(allocator.plan(request, args.for_s), form, context)
-    with reserve(allocator, request, terms, wait_s=args.wait, notify=say) as allocation:
+    with reserve(allocator, request, terms, wait_s=args.wait, notify=report) as allocation:
         if args.rank_map:
             import msgspec
 
@@ -223,7 +223,7 @@ def progress(context: Context):  # type: ignore[no-untyped-def]
             shown.add(text)
         elif text.partition(": ")[2] not in shown and text:  # a log file: changes only
             shown.add(text.partition(": ")[2])
-            say(text)
+            report(text)
 
     return show
 
@@ -245,25 +245,25 @@ def _publish(allocation: Allocation, form: str, *, uuids: bool) -> None:
 def _comment(allocation: Allocation, form: str, context: Context) -> None:
     lease = allocation.lease
     if form in SHELLS and allocation.here is None and lease.job is not None:
-        say(
+        report(
             f"lease {lease.id} is Slurm job {lease.job} on {allocation.nodeset}; it has no GPU on this machine, so "
             "CUDA_VISIBLE_DEVICES is empty here; start ranks in it with `gpuboard launch`, or open a shell in it: "
             f"srun --jobid={lease.job} --overlap --pty bash"
         )
     elif form in SHELLS and allocation.here is None:
         first = allocation.rank_map.nodes[0].name
-        say(
+        report(
             f"lease {lease.id} has no GPU on this machine, so CUDA_VISIBLE_DEVICES is empty here; "
             f"its GPUs are on {allocation.nodeset}; to use them, log in there and run: "
             f'eval "$(gpuboard env {lease.id} --node {first})"'
         )
     elif context.stderr_is_tty:
         gpus = ", ".join(f"{rank.node}:{rank.index}" for rank in allocation.rank_map.ranks)
-        say(f"{gpus} reserved as {lease.id}, for {format_duration(lease.remaining_s)} at most")
+        report(f"{gpus} reserved as {lease.id}, for {format_duration(lease.remaining_s)} at most")
     from gpuboard.keeper import client as keeper
 
     for warning in keeper.warn(context.env):
-        say(f"warning: {warning}")
+        report(f"warning: {warning}")
 
 
 def _show_plan(choice: Choice, form: str, context: Context) -> int:

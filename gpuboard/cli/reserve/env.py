@@ -8,7 +8,7 @@ import sys
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.reserve.allocate import add_format
-from gpuboard.cli.say import say
+from gpuboard.cli.stderr import report
 from gpuboard.errors import UsageError
 from gpuboard.keeper.holder import evaluator_kind
 from gpuboard.leases.output.shell import SHELLS
@@ -43,5 +43,5 @@ def run(args: argparse.Namespace, context: Context) -> int:
     sys.stdout.flush()
     os.write(1, render(allocation, form, uuids=args.uuid).encode("utf-8", "surrogateescape"))
     if form in SHELLS and allocation.here is None:
-        say(f"lease {allocation.lease.id} has no GPU on this machine; its GPUs on {names[0]}: add --node {names[0]}")
+        report(f"lease {allocation.lease.id} has no GPU on this machine; its GPUs on {names[0]}: add --node {names[0]}")
     return 0

@@ -9,8 +9,8 @@ from functools import partial
 import msgspec
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.say import say
 from gpuboard.cli.see.status import settled
+from gpuboard.cli.stderr import report
 from gpuboard.errors import UsageError
 from gpuboard.model.lease import gpus_text
 from gpuboard.model.text import clean
@@ -56,9 +56,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
             print(f"you have no leases{' on the nodes that were read' if found.unread else ''}")
     if args.mine and found.unread:
         names = ", ".join(clean(name, 64) for name in found.unread)
-        say(f"nodes without a reading: {names}; your leases there, if any, remain until their holders end")
+        report(f"nodes without a reading: {names}; your leases there, if any, remain until their holders end")
     for failure in failed:
-        say(f"lease {failure['id']}: {failure['message']}")
+        report(f"lease {failure['id']}: {failure['message']}")
     if found.unreached is not None:
         raise found.unreached
     return 1 if failed or (args.mine and found.unread) else 0

@@ -9,8 +9,8 @@ from functools import partial
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import typed
-from gpuboard.cli.say import say
 from gpuboard.cli.see.status import settled
+from gpuboard.cli.stderr import report
 from gpuboard.leases.ledger import Renewed
 from gpuboard.leases.terms import duration
 from gpuboard.model.units import day_time, format_duration, iso, parse_duration
@@ -55,4 +55,4 @@ def _report(lease: str, outcome: Renewed, args: argparse.Namespace) -> None:
             where = "" if not outcome.failed else f" on {', '.join(outcome.nodes)}"
             print(f"{lease} now ends {day_time(time.time() + args.for_s)}, in {format_duration(args.for_s)}{where}")
     for where, reason in outcome.failed.items():
-        say(f"lease {lease} was not renewed ({where}): {reason}")
+        report(f"lease {lease} was not renewed ({where}): {reason}")

@@ -8,7 +8,7 @@ import os
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import recover_leases
 from gpuboard.cli.options import natural
-from gpuboard.cli.say import say
+from gpuboard.cli.stderr import report
 
 NAME = "board"
 HELP = "open the live board: GPUs, reservations, runs"
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     from gpuboard.board.terminal import guard as terminal
 
     if args.browser is None and (why := terminal.cannot_draw(context.env)):
-        say(f"cannot show the board on this terminal: {why}; showing the status instead:")
+        report(f"cannot show the board on this terminal: {why}; showing the status instead:")
         return _status(context)
     from gpuboard.board.core import Core
 

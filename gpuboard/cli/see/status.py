@@ -15,7 +15,7 @@ import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import typed
-from gpuboard.cli.say import say
+from gpuboard.cli.stderr import report
 from gpuboard.cli.table import Cell, Column, Row, Step, elide, render
 from gpuboard.errors import NoNodeReached
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot, scheduler_words, shown_flags, tally
@@ -95,7 +95,7 @@ def _suggest_setup(nodes: Sequence[Node], snapshot: Snapshot, context: Context) 
     from gpuboard.cluster.inventory.first_run import bare_machine, how_to_name  # late: only needed on a first run
 
     if bare_machine(nodes, context.settings, snapshot) is not None:
-        say(f"{how_to_name(context.env)}; or try a simulated cluster: gpuboard demo --board")
+        report(f"{how_to_name(context.env)}; or try a simulated cluster: gpuboard demo --board")
 
 
 def settled(fleet: Fleet, context: Context) -> Snapshot:

@@ -10,7 +10,7 @@ import msgspec
 
 from gpuboard import paths
 from gpuboard.cli.context import Context
-from gpuboard.cli.say import say
+from gpuboard.cli.stderr import report
 from gpuboard.cluster.inventory.nodes import folded
 from gpuboard.config import Settings, flat
 from gpuboard.errors import GpuboardError
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     for key, row in rows.items():
         print(f"{key:<{width}}  {shown[key]:<{column}}  {clean(str(row['origin']))}")
     for problem in problems:
-        say(problem)
+        report(problem)
     if names:
         print(f"\nnodes: {folded(names)} ({len(names)})")
     print(f"\nconfig files: {paths.SITE_CONFIG}, {context.config_file or paths.user_config(context.env)}")

@@ -20,8 +20,8 @@ import msgspec
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import duration_or_zero, typed, whole
 from gpuboard.cli.reserve.allocate import add_request, add_slurm, add_terms, job_options, progress, request_of
-from gpuboard.cli.say import say
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
+from gpuboard.cli.stderr import report
 from gpuboard.errors import NoSuchLease, Refused, UsageError
 from gpuboard.launch.parent_watch import Lifeline
 from gpuboard.model.units import parse_duration
@@ -139,7 +139,7 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
         if (stale := environ.stale(context.env)) and all(node.host is not None for node in used):
             # a supervisor on this machine would report them
             it = "it" if len(stale) == 1 else "them"
-            say(f"ignoring {', '.join(stale)} from your environment; gpuboard sets {it} for each rank")
+            report(f"ignoring {', '.join(stale)} from your environment; gpuboard sets {it} for each rank")
         return _head(decided, used, context, screen, outcome, line=line)
 
 
@@ -276,18 +276,18 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
                         raise UsageError(f"--dry-run: Slurm selects the GPUs when the job starts\n{choice.why}")
                     found = rank_map(None, choice.gpus, {node.name: node.address for node in scope.nodes})
                 else:
-                    with reserve(allocator, request, terms, wait_s=args.wait, notify=say) as allocation:
+                    with reserve(allocator, request, terms, wait_s=args.wait, notify=report) as allocation:
                         found, held = allocation.rank_map, allocation.lease
         except Refused as refused:
             if args.device != "cpu" or refused.refusal.gpus or args.n is None:
                 raise
-            say("no GPU in scope: the ranks run on the CPU, and nothing is reserved")
+            report("no GPU in scope: the ranks run on the CPU, and nothing is reserved")
             found = cpu_rank_map(args.n, scope.nodes, spread=scope.explicit, addresses=allocator.addresses())
     try:
         yield found, "the reservation"
     finally:
         if held is not None:
-            release_own(context.ledger(), held, say)
+            release_own(context.ledger(), held, report)
 
 
 def _scope(context: Context) -> Scope:

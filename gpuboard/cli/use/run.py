@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import natural, typed
 from gpuboard.cli.reserve.allocate import add_filters, add_slurm, add_terms, job_options, progress
-from gpuboard.cli.say import say
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
+from gpuboard.cli.stderr import report
 from gpuboard.errors import UsageError
 from gpuboard.leases.picks import parse_picks
 from gpuboard.model.text import clean
@@ -86,7 +86,7 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
     with (
         context.ledger(lambda: scope) as ledger,
         ledger.allocator(picks=request.picks, options=job_options(args), progress=progress(context)) as allocator,
-        reserve(allocator, request, terms, wait_s=args.wait, notify=say) as allocation,
+        reserve(allocator, request, terms, wait_s=args.wait, notify=report) as allocation,
     ):
         names = [entry.name for entry in allocation.rank_map.nodes]
         if len(names) > 1:
@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
     try:
         return _start(argv, cwd, allocation, node, context, uuids=args.uuid)
     finally:
-        release_own(context.ledger(), allocation.lease, say)
+        release_own(context.ledger(), allocation.lease, report)
 
 
 def _node_of(lease: Lease, name: str, nodes: Sequence[Node]) -> Node:
