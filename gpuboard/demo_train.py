@@ -1,7 +1,7 @@
 """What the demo trains: a small network learns a sine with DistributedDataParallel; it runs under torchrun as well.
 
 gpuboard launch --n 2 --device cpu -m gpuboard.demo_train --steps 60
-With ``--fail-at 30`` its last rank fails in step 30, so that one sees what is said then.
+With ``--fail-at 30`` its last rank fails in step 30, to show how a failure is reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def batch(step: int, bad: int | None) -> torch.Tensor:
 
 
 def main() -> None:
-    """Train; rank 0 says the loss, averaged over all ranks."""
+    """Train; rank 0 prints the loss, averaged over all ranks."""
     parser = argparse.ArgumentParser(description="train a small network with DDP on CPU")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between steps, so that a person can watch")

@@ -23,7 +23,7 @@ Path = str | os.PathLike[str]
 def read(path: Path, most: int) -> bytes:
     """Return what is in a regular file, ``/dev/null`` or an unnamed pipe (``/dev/stdin``, ``<(command)``).
 
-    Raises OSError, whose strerror says why, also for any other kind of file (a FIFO or a device may never end), for
+    Raises OSError with the reason as strerror, also for any other kind of file (a FIFO or a device may never end), for
     more than ``most`` bytes, for a pipe that is still open after PIPE_S, and for a path that the system cannot have.
     """
     try:
@@ -58,7 +58,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def trouble(path: Path, most: int) -> str:
-    """Return why no program should be told to read ``path``; "" where nothing is wrong, or nothing can be seen."""
+    """Return why a program must not read ``path``; "" where nothing is wrong or its kind is unknown."""
     try:
         facts = os.stat(path)
     except (OSError, ValueError):

@@ -64,7 +64,7 @@ class Scene:
 
     @cached_property
     def by_lease(self) -> dict[str, Lease]:
-        """Every lease by its id; where another user's lease has the id of one of ours, ours."""
+        """Every lease by its id; where two users have a lease with one id, the caller's."""
         return {lease.id: lease for lease in sorted(self.leases.leases, key=self.is_mine)}
 
     @cached_property

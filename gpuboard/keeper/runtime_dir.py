@@ -39,7 +39,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.E
 
 
 class KeeperError(GpuboardError):
-    """The keeper does not run or refuses a lease; the message says why and what to do."""
+    """The keeper does not run or refuses a lease; the message has the reason and the remedy."""
 
 
 def folder_name(env: Mapping[str, str]) -> str:

@@ -62,7 +62,7 @@ def _visible(line: str) -> str:
 
 
 class Writer:
-    """Writes to the user's streams in a thread, so that a full pipe (a pager, say) does not block the head."""
+    """Writes to the user's streams in a thread, so that a full pipe (e.g. of a pager) does not block the head."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()

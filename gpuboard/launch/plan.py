@@ -145,7 +145,7 @@ def launch_plan(
 ) -> LaunchPlan:
     """Return the plan of a run on a valid rank map.
 
-    A single node uses 127.0.0.1 whatever the map says: no name service, no firewall. Raises UsageError when the
+    A single node uses 127.0.0.1, not the address in the map: no name service, no firewall. Raises UsageError when the
     master address of several nodes is a loopback address, and for text that is not UTF-8.
     """
     _check_text({"the folder": cwd, "--python": options.python or "", "the target": target.name})

@@ -66,7 +66,7 @@ def load_all(env: Mapping[str, str]) -> tuple[dict[str, BoardTheme], list[str]]:
 
 
 def unknown(setting: str, found: Collection[str]) -> list[str]:
-    """Return the error if the setting ``theme`` is none of these themes."""
+    """Return the error if the setting ``theme`` is not one of these themes."""
     return [] if setting in {"auto", *found} else [f"theme = {setting!r} is not one of: auto, {', '.join(found)}"]
 
 

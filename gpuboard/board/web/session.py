@@ -147,7 +147,7 @@ class WebBoard:
 
 
 async def _send_heartbeats(websocket: web.WebSocketResponse) -> None:
-    """Send heartbeats, so that the page can tell an idle board from a dead connection."""
+    """Send heartbeats, so that the page can distinguish an idle board from a dead connection."""
     with contextlib.suppress(ConnectionError):
         while True:
             await websocket.send_json(["log", "here"])

@@ -6,7 +6,7 @@ NVML's ("GPUs want it to match the order they enumerate on the PCI bus", common_
 to device cgroups.
 
 * Same count in the scheduler and on the node: index n is the n-th GPU in NVML's order. If the device files are numbered
-  in another order, a note says so, and the jobs' processes can prove that the index follows the device files.
+  in another order, a note reports it, and the jobs' processes can prove that the index follows the device files.
 * Different counts: the device files decide, where they are known.
 * A job without a matching index is found by its processes. GPUs that remain ambiguous are unknown, never free.
 """

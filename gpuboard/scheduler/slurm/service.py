@@ -35,7 +35,7 @@ class SlurmTiming(msgspec.Struct, frozen=True):
 
 
 TIMING = SlurmTiming()
-_WAITING = "another gpuboard process of yours is waiting for its answer"
+_WAITING = "another of your gpuboard processes is waiting for its answer"
 
 
 def outdate(env: Mapping[str, str]) -> None:
