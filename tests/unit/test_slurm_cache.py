@@ -235,7 +235,7 @@ def test_a_timeout_while_another_process_queries_is_reported(bench: tuple[dict[s
         seen = client(env).look(0.2)
     assert (seen.schedule, seen.error) == (
         None,
-        "another gpuboard process of yours is waiting for its answer",
+        "another of your gpuboard processes is waiting for its answer",
     )
 
 
