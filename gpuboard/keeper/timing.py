@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class KeeperTiming(NamedTuple):
-    """In seconds, unless a name has another unit. Without a heartbeat for 90 s a claim expires (agent/claims/rules.py)."""
+    """Seconds, unless a name has another unit. Without a heartbeat for 90 s a claim expires (agent/claims/rules.py)."""
 
     # clients
     start_s: float = 10.0  # for a keeper to start
