@@ -1,4 +1,4 @@
-"""Files: reading those that a person names, bounded in bytes and in time; replacing our own in one step."""
+"""Files: bounded reading of those that a user names, atomic replacement of gpuboard's own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import select
 import stat
 import time
 
-PIPE_S = 30.0  # how long the command of a `<(command)` may take
-_NO_PATH = "no path can hold a NUL, or half of a surrogate pair"
+PIPE_S = 30.0  # the most that the command of a `<(command)` may take
+_NO_PATH = "a path cannot contain a NUL or half of a surrogate pair"
 
-CONFIG_MAX = 256 << 10  # bytes: thousands of nodes, one by one; tomllib takes half a second for that
+CONFIG_MAX = 256 << 10  # bytes: thousands of nodes, listed singly, which tomllib reads in half a second
 SSH_CONFIG_MAX = 4 << 20  # bytes: 10,000 hosts with ten lines each
 KEY_MAX = 64 << 10  # bytes: a key of 16,384 bits has 12 KiB
 KNOWN_HOSTS_MAX = 32 << 20  # bytes: 10,000 hosts with keys of every kind, under two names
@@ -21,10 +21,10 @@ Path = str | os.PathLike[str]
 
 
 def read(path: Path, most: int) -> bytes:
-    """Return what is in a regular file, ``/dev/null`` or an unnamed pipe (``/dev/stdin``, ``<(command)``).
+    """Return the content of a regular file, ``/dev/null`` or an unnamed pipe (``/dev/stdin``, ``<(command)``).
 
     Raises OSError with the reason as strerror, also for any other kind of file (a FIFO or a device may never end), for
-    more than ``most`` bytes, for a pipe that is still open after PIPE_S, and for a path that the system cannot have.
+    more than ``most`` bytes, for a pipe that is still open after PIPE_S, and for an invalid path.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -40,9 +40,9 @@ def read(path: Path, most: int) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace a file by one that only its owner can read: readers see all of the old content or of the new.
+    """Replace a file atomically by one that only its owner can read. The folder must exist.
 
-    Raises OSError and leaves the old file; its folder must exist.
+    Raises OSError; the old file is unchanged then.
     """
     folder, name = os.path.split(os.fspath(path))
     temporary = os.path.join(folder, f".{name}.{os.urandom(6).hex()}")  # unique among threads, processes and hosts
@@ -71,7 +71,7 @@ def trouble(path: Path, most: int) -> str:
 
 
 def included(word: str, folder: str) -> list[str]:
-    """Return the files that a word of ssh's Include means, sorted; what is relative lies in ``folder``."""
+    """Return the files that a pattern of ssh's Include matches, sorted; relative ones are in ``folder``."""
     from glob import glob  # late: only where there is an ssh_config
 
     try:

@@ -20,7 +20,7 @@ from gpuboard.board.app import BoardApp
 from gpuboard.board.screens.logs import LogScreen
 from gpuboard.board.text.log_line import bytes_words, drawn, matches, spans, visible
 from gpuboard.board.widgets import log_file
-from gpuboard.board.widgets.log_file import Found, LogFile, LogGone, LogPosition, Window, find_in
+from gpuboard.board.widgets.log_file import LogFile, LogGone, LogPosition, Match, Window, find_in
 from gpuboard.board.widgets.log_view import LogView
 from gpuboard.launch.run_folder import HeadProcess, RankView, RunView
 from gpuboard.launch.run_index import RunEntry, log_trouble
@@ -169,15 +169,15 @@ def test_a_search_goes_from_the_end_of_one_log_to_the_other_and_round(tmp_path: 
     out.path.write_text("error A\nerror B\nlast\n")
     err.path.write_text("first\nerror C\n")
 
-    def find(logs: list[LogFile], start: int, *, backwards: bool = False) -> Found | None:
+    def find(logs: list[LogFile], start: int, *, backwards: bool = False) -> Match | None:
         return find_in(logs, "error", start, backwards=backwards, go_on=lambda log, at: True)
 
-    assert find([out, err], 0) == Found(0, 8, False)
-    assert find([out, err], 8) == Found(1, 6, False)
-    assert find([err, out], 6) == Found(1, 0, False), "the first line counts, too"
-    assert find([out, err], 0, backwards=True) == Found(1, 6, False)
-    assert find([err, out], 6, backwards=True) == Found(1, 8, False)
-    assert find([out, gone], 8) == Found(0, 0, True), "nothing was written to the other"
+    assert find([out, err], 0) == Match(0, 8, False)
+    assert find([out, err], 8) == Match(1, 6, False)
+    assert find([err, out], 6) == Match(1, 0, False), "the first line counts, too"
+    assert find([out, err], 0, backwards=True) == Match(1, 6, False)
+    assert find([err, out], 6, backwards=True) == Match(1, 8, False)
+    assert find([out, gone], 8) == Match(0, 0, True), "nothing was written to the other"
     with pytest.raises(LogGone):
         find([gone, out], 0)
 

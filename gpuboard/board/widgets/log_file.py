@@ -119,8 +119,8 @@ class LogFile:
         return Page(rows[: window.height], place, file.size, at_end, shrunk)
 
 
-class Found(NamedTuple):
-    """A match."""
+class Match(NamedTuple):
+    """A match of a search in logs."""
 
     log: int  # index of the log
     start: int
@@ -129,7 +129,7 @@ class Found(NamedTuple):
 
 def find_in(
     logs: Sequence[LogFile], words: str, start: int, *, backwards: bool, go_on: Callable[[int, int], bool]
-) -> Found | None:
+) -> Match | None:
     """Return the next match: from ``start`` in the first log, in the others, in the rest of the first.
 
     ``go_on``: as of :meth:`LogFile.find`, with the log before the byte. Raises LogGone for the first log alone.
@@ -142,7 +142,7 @@ def find_in(
                 raise
             continue
         if found is not None:
-            return Found(log, found, rest)
+            return Match(log, found, rest)
     return None
 
 

@@ -17,7 +17,7 @@ from textual.widget import Widget
 from gpuboard.board.background import Background
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.log_line import bytes_words, spans
-from gpuboard.board.widgets.log_file import Found, LogFile, LogGone, LogPosition, Page, Window, find_in
+from gpuboard.board.widgets.log_file import LogFile, LogGone, LogPosition, Match, Page, Window, find_in
 from gpuboard.errors import GpuboardError
 
 if TYPE_CHECKING:
@@ -218,13 +218,13 @@ class LogView(Widget):
                 self.post_message(self.Notified(f"{words_of} (escape stops)"))
             return self._search == number
 
-        def work() -> Found | None:
+        def work() -> Match | None:
             try:
                 return find_in(files, words, start, backwards=backwards, go_on=go_on)
             except LogGone as error:
                 raise GpuboardError(str(error)) from error
 
-        def then(found: Found | None) -> None:
+        def then(found: Match | None) -> None:
             if self._search != number:
                 return
             self.searching = False
