@@ -144,7 +144,7 @@ def test_a_jobs_end_that_srun_does_not_report_ends_its_channel(lab: Lab) -> None
         lab.host("gpu01").run(["pkill", "-9", "-f", "gpuboard.agent.bundle_loader"], user="root")
         until(lambda: not agents(lab.host("gpu01")), "the agent has ended first")
         lab.slurm.run(["scancel", str(job)], check=True)
-        until(lambda: lab.slurm.job(job)["JobState"] == "CANCELLED", "then its job")
+        until(lambda: lab.slurm.job(job)["JobState"] == "CANCELLED", "then its job", 180.0)  # slurmd waits for srun
         lab.login.run(["kill", "-CONT", *sruns], user="root")
         end = driven.event("ended")
     words = f"Slurm has ended job {job}, or its step on gpu01; is it still in `squeue --me`?"
