@@ -119,6 +119,6 @@ def here(tmp_path: Path) -> Iterator[Here]:
     place = Here(tmp_path)
     place.gpus([Gpu(), Gpu()])
     yield place
-    if place.claims is not None:
+    if place.claims is not None and any(place.claims.glob("gpuboard.*.*")):
         done = place.run("release", "--mine", "--config", os.devnull)
         assert done.returncode == 0, done.stderr
