@@ -168,8 +168,12 @@ class Ledger(Protocol):
         """Return a lease of the caller as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease, Refused."""
 
 
+class AmbiguousLease(NoSuchLease):
+    """A prefix of several leases of the caller."""
+
+
 def matching(text: str, own: Collection[str]) -> str | None:
-    """Return the id in ``own`` that equals ``text``, or the only one with that prefix. Raises NoSuchLease for several.
+    """Return the id in ``own`` that equals ``text``, or the only one with that prefix. Raises AmbiguousLease.
 
     >>> matching("k3", ["k3f9", "m2"])
     'k3f9'
@@ -178,7 +182,9 @@ def matching(text: str, own: Collection[str]) -> str | None:
         return text
     starting = sorted(lease for lease in own if text and lease.startswith(text))
     if len(starting) > 1:
-        raise NoSuchLease(f"{text!r} is ambiguous: it matches your leases {', '.join(starting)}; write more characters")
+        raise AmbiguousLease(
+            f"{text!r} is ambiguous: it matches your leases {', '.join(starting)}; write more characters"
+        )
     return starting[0] if starting else None
 
 

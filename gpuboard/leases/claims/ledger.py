@@ -11,7 +11,17 @@ import msgspec
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory.nodes import local_node, node_by_uuids, own_uuids
 from gpuboard.errors import GpuboardError, NoNodeReached, NoSuchLease, UsageError
-from gpuboard.leases.ledger import NO_OPTIONS, Found, JobOptions, Progress, Released, Renewed, Scope, no_such_lease
+from gpuboard.leases.ledger import (
+    NO_OPTIONS,
+    AmbiguousLease,
+    Found,
+    JobOptions,
+    Progress,
+    Released,
+    Renewed,
+    Scope,
+    no_such_lease,
+)
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
@@ -124,6 +134,8 @@ class ClaimsLedger:
         for text in ids:
             try:
                 each = client.find(text, claims, uids)
+            except AmbiguousLease:
+                raise
             except NoSuchLease as error:
                 theirs = {
                     node: [c.uuid for c in on if c.lease == text and c.state == "live"] for node, on in claims.items()

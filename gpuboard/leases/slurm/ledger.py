@@ -14,6 +14,7 @@ from gpuboard.agent.proc import user_name
 from gpuboard.errors import GpuboardError, NoNodeReached, NoSuchLease
 from gpuboard.leases.ledger import (
     NO_OPTIONS,
+    AmbiguousLease,
     Found,
     JobOptions,
     Progress,
@@ -143,9 +144,9 @@ class SlurmLedger:
         for text in ids:
             try:
                 lease, job = find(text, mine)
+            except AmbiguousLease:
+                raise
             except NoSuchLease as error:
-                if any((job.lease or "").startswith(text) for job in mine):
-                    raise
                 others = self._jobs.of_lease(text, mine=False) if lease_named(job_name(text)) else []
                 if others and os.geteuid():
                     raise not_yours(text, {user_name(job.uid) for job in others}) from None
