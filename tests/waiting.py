@@ -19,7 +19,8 @@ from typing import AnyStr, TypeVar
 T = TypeVar("T")
 
 _STEP_S = 0.02
-_MOST_S = 5 * _STEP_S  # a step that takes longer means that the machine was suspended
+_STEP_MAX_S = 0.1  # of a longer wait: checking a condition costs processor time, which other tests need
+_GROWTH = 1.2
 
 
 class Clock:
@@ -36,11 +37,11 @@ class Clock:
         self._read = now
         return self._spent_s
 
-    def sleep(self) -> None:
+    def sleep(self, step_s: float = _STEP_S) -> None:
         """Sleep for a moment; time in which the machine was suspended does not count."""
         self.spent_s()
-        time.sleep(_STEP_S)
-        self.spent_s(_MOST_S)
+        time.sleep(step_s)
+        self.spent_s(5 * step_s)  # a step that takes longer means that the machine was suspended
 
 
 class Stopwatch:
@@ -67,13 +68,19 @@ class Stopwatch:
 
 def until(condition: Callable[[], T], what: str = "", timeout_s: float = 60.0) -> T:
     """Wait until ``condition`` returns a true value and return it; fail with ``what`` after ``timeout_s``."""
-    clock = Clock()
+    clock, step_s = Clock(), _STEP_S
     while True:
         over = clock.spent_s() >= timeout_s  # read before the last check: we may be suspended in between
         if value := condition():
             return value
         assert not over, f"not in {timeout_s} s: {what or 'it did not happen'}"
-        clock.sleep()
+        clock.sleep(step_s)
+        step_s = next_step(step_s)
+
+
+def next_step(step_s: float) -> float:
+    """Return the pause after one of ``step_s`` seconds, between two checks of a condition."""
+    return min(step_s * _GROWTH, _STEP_MAX_S)
 
 
 def read_line(process: subprocess.Popen[AnyStr]) -> AnyStr:

@@ -24,6 +24,7 @@ from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings, StateSettings
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.model.request import Request
+from tests.waiting import next_step
 
 # A machine that pauses for some seconds makes no GPU unknown in tests about other things.
 PATIENT = Settings(state=StateSettings(stale_min="1m"))
@@ -101,10 +102,11 @@ def known(scene: Scene) -> bool:
 
 async def settle(pilot: Pilot[Any], condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Let the app go on until ``condition`` holds. Raises AssertionError with what is on the screen."""
-    until = time.monotonic() + timeout_s
+    until, step_s = time.monotonic() + timeout_s, 0.02
     while not condition():
         assert time.monotonic() < until, f"not within {timeout_s:.0f} s; on the screen:\n{screen(pilot.app)}"
-        await pilot.pause(0.02)
+        await pilot.pause(step_s)
+        step_s = next_step(step_s)
     await pilot.pause()
 
 
