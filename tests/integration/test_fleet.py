@@ -33,6 +33,15 @@ DRIVER = Path(__file__).with_name("fleet_driver.py")
 SIMULATED = {"cluster": "test", "model": "NVIDIA H100 80GB HBM3", "count": 2}
 
 
+FOREIGN: set[int] = set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def agents_of_other_files() -> None:
+    """Leave out agents below this process that tests of other files have not ended yet."""
+    FOREIGN.update(own_agents())
+
+
 @contextlib.contextmanager
 def local(*names: str, interval_s: float | None = None, one_shot: bool = True) -> Iterator[Fleet]:
     """A started fleet of simulated nodes on this machine, whose agents are the only ones below us."""
@@ -48,8 +57,9 @@ def local(*names: str, interval_s: float | None = None, one_shot: bool = True) -
 
 
 def own_agents() -> list[int]:
-    found = []
-    for pid in children(os.getpid()):
+    """Return the pids of the agents that tests of this file started."""
+    found: list[int] = []
+    for pid in set(children(os.getpid())) - FOREIGN:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             if b"gpuboard.agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
