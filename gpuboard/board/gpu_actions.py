@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
@@ -22,9 +23,9 @@ class ActingScreen(BoardScreen):
         Binding("y", "copy", "Copy", id="gpus.copy"),
     ]
 
+    @abstractmethod
     def targets(self) -> list[str]:
         """Return the UUIDs of the GPUs that an action applies to: the marked ones, else the cursor's."""
-        raise NotImplementedError
 
     def action_reserve(self) -> None:
         """Open the dialog that reserves them."""

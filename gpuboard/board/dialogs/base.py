@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
@@ -248,9 +249,9 @@ class Dialog(Box[T]):
     def changed(self) -> None:
         """Hook: the fields have changed, or the dialog has opened."""
 
+    @abstractmethod
     def commit(self, values: dict[str, str]) -> None:
         """Hook: act on valid fields; call ``dismiss`` when done."""
-        raise NotImplementedError
 
     def show_message(self, words: str | Text, role: str = "") -> None:
         """Show a message below the fields, in the style of ``role``; "" removes it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from rich.text import Text
@@ -46,9 +47,9 @@ class BoardScreen(Screen[None]):
             widget.display = bool(lines)
             widget.update(Text("\n").join(lines))
 
+    @abstractmethod
     def show(self, scene: Scene) -> None:
         """Draw ``scene``. Called for every new scene while this screen is on top, and when it returns there."""
-        raise NotImplementedError
 
     def on_screen_resume(self) -> None:
         """Show the newest scene after another screen was on top."""

@@ -5,6 +5,7 @@ Checked with textual 8.2; a new release can rename them without notice, so look 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from contextlib import suppress
 from typing import Any
 
@@ -37,9 +38,9 @@ def is_closing(pump: MessagePump) -> bool:
 class CrashHookApp(App[int]):
     """An app that handles its own unhandled exceptions: textual prints a page with the values of local variables."""
 
+    @abstractmethod
     def on_crash(self, error: Exception) -> None:
         """Hook: end the app. Called at every unhandled exception, always with the first one."""
-        raise NotImplementedError
 
     def _fatal_error(self) -> None:
         if self._exception is not None:
@@ -62,9 +63,9 @@ class ContinueHookDriver(LinuxDriver):
         """Whether the thread that reads keys runs; it has ended once the app leaves the terminal."""
         return self._key_thread is not None and self._key_thread.is_alive()
 
+    @abstractmethod
     def on_continue(self) -> None:
         """Hook: called in the event loop when the process goes on and textual had not suspended it."""
-        raise NotImplementedError
 
     def _sigcont_application(self, *arguments: object) -> None:
         if self._must_signal_resume:

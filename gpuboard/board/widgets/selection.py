@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from textual import events
 from textual.geometry import Offset
 from textual.scroll_view import ScrollView
@@ -31,20 +33,20 @@ class Dragging(ScrollView):
     _pace: Timer | None = None  # while the pointer is past an edge
 
     @property
+    @abstractmethod
     def marks(self) -> frozenset[str]:
         """Hook: the selected keys."""
-        raise NotImplementedError
 
+    @abstractmethod
     def key_at(self, at: Offset) -> str | None:
         """Hook: return the key at ``at`` (content coordinates) if it can be selected, else None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def drag(self, grip: str, at: Offset, before: frozenset[str]) -> bool:
         """Hook: select ``before`` and the range from ``grip`` to ``at``, which may be outside; move the cursor there.
 
         Return whether ``at`` is past an edge with more rows beyond it.
         """
-        raise NotImplementedError
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
         """Remember where a drag may begin."""
