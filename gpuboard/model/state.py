@@ -288,10 +288,19 @@ def _scheduler_unknown(facts: Facts) -> str | None:
     return facts.ruling.doubt or None if facts.ruling is not None else None
 
 
+def nvml_error(text: str) -> str:
+    """Return an error of NVML as it is shown.
+
+    >>> nvml_error("Unknown Error"), nvml_error("NVML hangs")
+    ('NVML: Unknown Error', 'NVML hangs')
+    """
+    return text if text.startswith("NVML ") else f"NVML: {text}"
+
+
 def _unreadable(static: GpuStatic, reading: GpuReading) -> str | None:
     """Return which values a decision needs that this reading lacks."""
     if reading.error:
-        return f"NVML: {reading.error}"
+        return nvml_error(reading.error)
     if static.mig is not None:
         return None  # a MIG parent's own lists are always empty
     needed = {"memory": reading.memory_used, "processes": reading.processes, "compute mode": reading.compute_mode}

@@ -114,6 +114,16 @@ def test_a_hung_node_delays_only_requests_that_need_it_and_is_named(small: Clust
     assert gpuboard(small, "release", got["lease"]["id"], "--nodes", SCOPE, user="alice").returncode == 0
 
 
+def test_nodes_whose_nvml_starts_slowly_are_waited_for_where_they_are_needed(small: Cluster) -> None:
+    """The first reading waits 3.5 s for NVML; without persistence mode a start can take longer."""
+    for name, count in (("gpu01", 5), ("gpu02", 3)):
+        small[name].script([Gpu()] * count, trouble=["slow nvmlInitWithFlags 5000"])
+    for n, taken in ((2, ["gpu03"] * 2), (8, ["gpu01"] * 5 + ["gpu02"] * 3)):
+        done = gpuboard(small, "allocate", "--nodes", SCOPE, "--n", str(n), "--dry-run", "--json", user="alice")
+        assert done.returncode == 0, done.stdout
+        assert [gpu["node"] for gpu in json.loads(done.stdout)["gpus"]] == taken
+
+
 def test_a_node_that_the_config_does_not_have_cannot_be_left_out(small: Cluster) -> None:
     folder = small.home("alice") / ".config" / "gpuboard"
     folder.mkdir(parents=True)

@@ -19,7 +19,7 @@ from gpuboard.model.snapshot import (
     SchedulerView,
     XidView,
 )
-from gpuboard.model.state import Facts, Job, Ruling, Thresholds, judge
+from gpuboard.model.state import Facts, Job, Ruling, Thresholds, judge, nvml_error
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
 
@@ -181,7 +181,7 @@ def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
     else:
         state, error = "stale", f"no reading for {age_s:.0f} s"
     if error is None and reading is not None and reading.nvml_error:
-        error = f"NVML: {reading.nvml_error}"
+        error = nvml_error(reading.nvml_error)
     return NodeView(
         name=facts.name,
         state=state,

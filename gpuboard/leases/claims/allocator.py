@@ -21,6 +21,7 @@ from gpuboard.keeper.client import KeeperError, KeptNode
 from gpuboard.leases.claims import client
 from gpuboard.leases.ledger import Progress
 from gpuboard.leases.output.formats import Allocation
+from gpuboard.leases.policy.candidates import is_current
 from gpuboard.leases.policy.choose import choose
 from gpuboard.leases.rank_map import LOOPBACK, rank_map, reachable_addresses
 from gpuboard.leases.recheck import conflict_since
@@ -40,6 +41,7 @@ T = TypeVar("T")
 _GRACE_S = 3.0  # a node that answers later is waited for only if the others do not suffice
 _READ_S = 6.0  # the agent's own timeout is 5 s
 _SLOW_S = 10.0  # for a node that did not answer a call, if no other node suffices
+_NVML_READS = 3  # of a node whose NVML is still starting; one that hangs fails the second of them
 _ROUNDS = 40  # sets tried before the request is refused
 _POLL_S = 2.0  # between two polls while waiting; grows to _POLL_MAX_S
 _POLL_MAX_S = 10.0
@@ -107,7 +109,7 @@ class ClaimsAllocator:
         Raises NoNodeReached, and Refused where there are none or a node has no reading.
         """
         self._fleet.wait_all(self._fleet.connect_s + FIRST_READING_S)
-        snapshot = self._snapshot()
+        snapshot = self._with_nvml(self._snapshot())
         _refuse_unreached(snapshot)
         if unread := [f"{node.name} ({node.error})" for node in snapshot.nodes if node.age_s is None]:
             raise self._refused(Refusal(4, f"no reading from {', '.join(unread)}"))
@@ -193,13 +195,26 @@ class ClaimsAllocator:
         if bare := self._bare(snapshot):
             return bare
         answer = self._choose(request, snapshot)
-        if wait and isinstance(answer, Refusal) and any(node.state != "up" for node in snapshot.nodes):
+        if wait and isinstance(answer, Refusal) and not all(map(is_current, snapshot.nodes)):
             self._fleet.wait_all(limit_s - _GRACE_S)
             self._fleet.freshen()
-            snapshot = self._snapshot()
+            snapshot = self._with_nvml(self._snapshot())
             answer = self._choose(request, snapshot)
         _refuse_unreached(snapshot)
         return answer
+
+    def _with_nvml(self, snapshot: Snapshot) -> Snapshot:
+        """Read nodes again whose NVML failed or is starting, which takes long without persistence mode or a free CPU.
+
+        A failure is reported at once, so that only nodes whose NVML has not answered delay this.
+        """
+        for _ in range(_NVML_READS):
+            late = [node.name for node in snapshot.nodes if node.state == "up" and not is_current(node)]
+            if not late:
+                break
+            self._fleet.refresh(late, _READ_S)
+            snapshot = self._snapshot()
+        return snapshot
 
     def _bare(self, snapshot: Snapshot) -> Refusal | None:
         """Return a refusal if no node is configured and this machine has no GPU."""
