@@ -27,12 +27,21 @@ from gpuboard.transport import limits
 from gpuboard.transport.base import CallFailed, TransportError
 from gpuboard.transport.link import Link, Listener, Pending
 
-FIRST_S = 8.0  # the first reading is sent without values when nvidia-smi takes longer; feeds give up after 10 s
-OLD_S = 20.0  # the last values are sent again, with their age, when a pass takes longer
-RETRY_S = (5.0, 60.0)  # first and longest wait after nvidia-smi has failed
-_HANGS = f"nvidia-smi: it has been running for {smi_child.RUN_S:.0f} s"
 NO_SMI = "nor is there nvidia-smi"
 _decoder = msgspec.json.Decoder(Message)
+
+
+class ShellTiming(msgspec.Struct, frozen=True):
+    """All in seconds."""
+
+    first_s: float = 8.0  # the first reading is sent without values when nvidia-smi takes longer; feeds wait 10 s
+    old_s: float = 20.0  # the last values are sent again, with their age, when a pass takes longer
+    run_s: float = smi_child.RUN_S  # nvidia-smi is killed when it takes longer
+    retry_s: float = 5.0  # wait after nvidia-smi has failed; doubles with every failure
+    retry_most_s: float = 60.0
+
+
+TIMING = ShellTiming()
 
 
 class ShellLink(Link):
@@ -46,12 +55,20 @@ class ShellLink(Link):
     silent_since: None = None  # nvidia-smi is slow: a call may wait
 
     def __init__(
-        self, node: str, why: str, interval_s: float | None, listener: Listener, ended: Callable[[TransportError], None]
+        self,
+        node: str,
+        why: str,
+        interval_s: float | None,
+        listener: Listener,
+        ended: Callable[[TransportError], None],
+        timing: ShellTiming = TIMING,
     ) -> None:
         nonce = os.urandom(8).hex().encode()
         super().__init__(node, script.SCRIPT + nonce + b"\n", listener, ended)
         self._why = why
         self._interval_s = interval_s
+        self._timing = timing
+        self._hangs = f"nvidia-smi: it has been running for {timing.run_s:.0f} s"
         self._frames = Frames(nonce)
         self._budget = limits.Budget()
         # Under the lock: used by the transport's thread, by callers and by the feed's.
@@ -74,7 +91,7 @@ class ShellLink(Link):
         self._bad = ""  # why the XML of this pass could not be read
         self._rows = b""
         self._period_s = terms.pause_s(0.0)
-        self._retry_s = RETRY_S[0]
+        self._retry_s = timing.retry_s
         self._seq = 0
         self._static: Static | None = None
 
@@ -87,12 +104,12 @@ class ShellLink(Link):
             if self.hello is None or self._over is not None:
                 return
             if self._running is not None:
-                if now - self._asked_at > smi_child.RUN_S and not self._killed:
+                if now - self._asked_at > self._timing.run_s and not self._killed:
                     self._killed = True
                     self._request(script.KILL)  # under the lock: the next pass must not be killed in its place
             elif self._due is not None and now >= self._due:
                 self._request(self._begin())
-        if now - (self._sent_at or self.connected_at or now) > (OLD_S if self._sent_at else FIRST_S):
+        if now - (self._sent_at or self.connected_at or now) > (self._timing.old_s if self._sent_at else self._timing.first_s):
             self._guard(self._send)
 
     def received(self, data: bytes) -> None:
@@ -164,7 +181,7 @@ class ShellLink(Link):
         with self._lock:
             ran, killed = self._running, self._killed
         if killed:
-            self._pass_ended(_HANGS)
+            self._pass_ended(self._hangs)
             return
         try:
             if ran == script.LISTING:
@@ -195,12 +212,12 @@ class ShellLink(Link):
         now = time.monotonic()
         self._error = error
         if error is None:
-            self._retry_s = RETRY_S[0]
+            self._retry_s = self._timing.retry_s
             self._period_s = terms.pause_s(now - self._began)
             due = self._began + max(self._interval_s or 0.0, self._period_s)
         else:
             due = now + self._retry_s
-            self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+            self._retry_s = min(2 * self._retry_s, self._timing.retry_most_s)
         self._send()
         with self._lock:
             self._running, self._killed, self._bad = None, False, ""
@@ -237,7 +254,7 @@ class ShellLink(Link):
             seq=self._seq,
             interval_s=max(self._interval_s, self._period_s) if self._interval_s else 0.0,
             gpus=terms.lent(gpus, shared, "memory_used", host.get("memory_used")),
-            nvml_error=self._error or (_HANGS if self._killed else None),
+            nvml_error=self._error or (self._hangs if self._killed else None),
             claims_error=self._why,
             **host,
         )

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 
 from gpuboard.agent.proc import COMMAND_LIMIT
-from gpuboard.agent.smi import process as smi_child
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.model.replies import Read
-from gpuboard.shellprobe import link as shelllink
-from gpuboard.shellprobe.link import ShellLink
+from gpuboard.shellprobe.link import TIMING, ShellLink, ShellTiming
 from gpuboard.shellprobe.script import COMMAND, SCRIPT
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.connector import LocalTransport
@@ -33,11 +31,11 @@ WHY = "python3 cannot be started there; install python3 (3.6 or later) or set `p
 class Recorded:
     """A link over the local transport, and its messages."""
 
-    def __init__(self, *, interval_s: float | None = None) -> None:
+    def __init__(self, *, interval_s: float | None = None, timing: ShellTiming = TIMING) -> None:
         self.messages: list[Hello | Static | Reading | Event] = []
         self.error: TransportError | None = None
         self.transport = LocalTransport()
-        self.link = ShellLink("n1", WHY, interval_s, self.messages.append, self._ended)
+        self.link = ShellLink("n1", WHY, interval_s, self.messages.append, self._ended, timing)
         self.link.attach(self.transport.open("localhost", "shell", self.link, COMMAND))
 
     def _ended(self, error: TransportError) -> None:
@@ -241,17 +239,15 @@ def test_a_slow_nvidia_smi_runs_at_a_longer_interval(fake: FakeSmi, links: list[
 
 @pytest.mark.slow
 def test_one_that_hangs_is_killed_and_the_last_values_are_sent_with_their_age(
-    fake: FakeSmi, links: list[Recorded], monkeypatch: pytest.MonkeyPatch
+    fake: FakeSmi, links: list[Recorded]
 ) -> None:
-    monkeypatch.setattr(smi_child, "RUN_S", 3.0)
-    monkeypatch.setattr(shelllink, "OLD_S", 1.0)
-    here = open_link(links, interval_s=0.2)
+    here = open_link(links, interval_s=0.2, timing=ShellTiming(run_s=3.0, old_s=1.0))
     here.reading()
     fake.hangs()
     here.until(lambda: len(fake.calls()) > 1, "it hangs")
     here.until(lambda: here.readings()[-1].nvml_error, "it was killed")
     dead = here.readings()[-1]
-    assert dead.nvml_error == "nvidia-smi: it has been running for 30 s"
+    assert dead.nvml_error == "nvidia-smi: it has been running for 3 s"
     assert dead.gpus[0].delay_s > 3
     late = [reading for reading in here.readings() if reading.gpus[0].delay_s > 1 and not reading.nvml_error]
     assert {reading.gpus[0].utilization for reading in late} == {0}

@@ -104,9 +104,8 @@ def test_answers_are_cached_until_a_file_changes(folder: Path, monkeypatch: pyte
     assert Resolver(str(folder / "config"), cache=kept).get("gpu01").user == "new"
 
 
-def test_a_running_resolver_detects_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuboard.transport.ssh.resolve._CHECK_S", 0.0)
-    asked = Resolver(str(folder / "config"))
+def test_a_running_resolver_detects_changes(folder: Path) -> None:
+    asked = Resolver(str(folder / "config"), check_s=0.0)
     assert asked.get("plain").port == 22
     with (folder / "config").open("a") as file:
         file.write("Host plain\n  Port 2200\n")

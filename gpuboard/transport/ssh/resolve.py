@@ -33,7 +33,6 @@ _USER_KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")  # printed by 
 _JUMPS_MAX = 8
 _DEPTH_MAX = 16  # of Include, as in OpenSSH's readconf.c
 _FILES_MAX = 4096  # in all: files that include one another twice would be read 2^16 times
-_CHECK_S = 1.0  # between two checks of the files for changes
 _CACHED_MAX = 10_000  # hosts in the cache file
 # The keys that are cached, of about a hundred in an answer.
 _KEYS = (
@@ -105,13 +104,17 @@ class Resolved:
 class Resolver:
     """Runs ``ssh -G`` for hosts. ``ssh_config``: the user's file; if not ~/.ssh/config, it replaces the system's, too.
 
-    ``cache``: a file that keeps the answers for later processes. May be used from any thread.
+    ``cache``: a file that keeps the answers for later processes. ``check_s``: between two checks of the files for
+    changes. May be used from any thread.
     """
 
-    def __init__(self, ssh_config: str, *, cache: Path | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, ssh_config: str, *, cache: Path | None = None, timeout_s: float = 10.0, check_s: float = 1.0
+    ) -> None:
         self.files, self.flags = config_files(ssh_config)
         self._cache = cache
         self._timeout_s = timeout_s
+        self._check_s = check_s
         self._lock = threading.Lock()
         self._checked_at = 0.0
         self._state = ""  # identifies the files that the answers were read from
@@ -153,7 +156,7 @@ class Resolver:
     def _refresh(self) -> None:
         """Check whether the files have changed; if so, forget the answers."""
         now = time.monotonic()
-        if self._checked_at and now - self._checked_at < _CHECK_S:
+        if self._checked_at and now - self._checked_at < self._check_s:
             return
         self._checked_at = now
         seen: list[object] = [self.flags, _login(), os.uname().nodename, _stamp(_ssh())]
