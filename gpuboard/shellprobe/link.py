@@ -61,6 +61,7 @@ class ShellLink(Link):
         interval_s: float | None,
         listener: Listener,
         ended: Callable[[TransportError], None],
+        *,
         timing: ShellTiming = TIMING,
     ) -> None:
         nonce = os.urandom(8).hex().encode()
@@ -109,7 +110,8 @@ class ShellLink(Link):
                     self._request(script.KILL)  # under the lock: the next pass must not be killed in its place
             elif self._due is not None and now >= self._due:
                 self._request(self._begin())
-        if now - (self._sent_at or self.connected_at or now) > (self._timing.old_s if self._sent_at else self._timing.first_s):
+        limit_s = self._timing.old_s if self._sent_at else self._timing.first_s
+        if now - (self._sent_at or self.connected_at or now) > limit_s:
             self._guard(self._send)
 
     def received(self, data: bytes) -> None:

@@ -35,7 +35,7 @@ class Recorded:
         self.messages: list[Hello | Static | Reading | Event] = []
         self.error: TransportError | None = None
         self.transport = LocalTransport()
-        self.link = ShellLink("n1", WHY, interval_s, self.messages.append, self._ended, timing)
+        self.link = ShellLink("n1", WHY, interval_s, self.messages.append, self._ended, timing=timing)
         self.link.attach(self.transport.open("localhost", "shell", self.link, COMMAND))
 
     def _ended(self, error: TransportError) -> None:
