@@ -52,7 +52,7 @@ def bundle(role: str) -> bytes:
         parts += [name, text]
     if any("\0" in text for text in parts):
         raise ValueError("a module of the agent has a NUL in its source")
-    packed = zlib.compress("\0".join(parts).encode(), 9)
+    packed = zlib.compress("\0".join(parts).encode())  # level 9 takes three times as long for 1 % less
     return GUARD + b"%08d" % len(packed) + packed
 
 
