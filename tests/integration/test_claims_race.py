@@ -26,7 +26,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.nodes
 
 ROUNDS = int(os.environ.get("GPUBOARD_RACE_ROUNDS", "1"))
-PROCESSES = int(os.environ.get("GPUBOARD_RACE_PROCESSES", "18"))
+PROCESSES = int(os.environ.get("GPUBOARD_RACE_PROCESSES", "12"))
 
 
 class Asker(msgspec.Struct):

@@ -58,7 +58,7 @@ def check_demo(text: str, *, trained: bool) -> str:
 
 
 @pytest.mark.torch
-def test_demo_runs_all_steps_and_releases_everything(here: Here) -> None:
+def test_demo_runs_all_steps_releases_everything_and_keeps_its_state_apart(here: Here) -> None:
     if find_spec("torch") is None:
         pytest.skip("PyTorch is not installed")
     here.config('nodes = ["gpu[01-99]"]\n')  # the demo must not use the configured nodes
@@ -67,14 +67,10 @@ def test_demo_runs_all_steps_and_releases_everything(here: Here) -> None:
     lease = check_demo(done.stdout, trained=True)
     assert list(here.needs_claims().iterdir()) == []
     assert carriers(f"GPUBOARD_LEASE={lease}") == []
-
-
-def test_demo_keeps_its_state_apart_from_the_users(here: Here) -> None:
-    done = here.run("demo")
-    assert done.returncode == 0, done.stderr
     state = here.folder / ".local" / "state" / "gpuboard"
     assert [path.name for path in state.iterdir()] == ["demo"]
     assert here.json("runs", "--json")["runs"] == []
+    here.config("")
     assert here.json("leases", "--json")["leases"] == []
 
 

@@ -315,12 +315,12 @@ def test_the_example_job_reserves_trains_twice_and_releases(lab: Cluster) -> Non
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_ddp_trains_on_three_and_five(lab: Cluster) -> None:
+def test_ddp_trains_on_one_gpu_and_two(lab: Cluster) -> None:
     login = lab["login1"]
-    words = ["gpuboard", "allocate", "--gpus", "gpu01:0-2@gpu02:0-4", "--for", "10m", "--detach", "--format", "json"]
+    words = ["gpuboard", "allocate", "--gpus", "gpu01:0@gpu02:0-1", "--for", "10m", "--detach", "--format", "json"]
     found = json.loads(login.run(words, check=True).stdout)
     placed = [(rank["node"], rank["local_rank"]) for rank in found["rank_map"]["ranks"]]
-    assert placed == [("gpu02", n) for n in range(5)] + [("gpu01", n) for n in range(3)]
+    assert placed == [("gpu02", 0), ("gpu02", 1), ("gpu01", 0)]
     lease = found["lease"]["id"]
     words = ["gpuboard", "launch", "--lease", lease, "--device", "cpu", str(EXAMPLES / "train_ddp.py"), "--epochs", "3"]
     done = login.run(words, timeout=150)
