@@ -12,7 +12,6 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +21,7 @@ from gpuboard import files, paths
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
 from gpuboard.model.text import clean
+from gpuboard.model.units import seconds_of
 
 if TYPE_CHECKING:
     RunState = Literal["preflight", "starting", "running", "stalled", "failed", "done", "stopped"]
@@ -156,7 +156,7 @@ def read_runs(env: Mapping[str, str]) -> list[RunView]:
 def lived_s(view: RunView, until: float) -> float | None:
     """Return the seconds from a run's start to ``until`` (epoch seconds); None if its state cannot be read."""
     try:
-        return max(0.0, until - datetime.fromisoformat(view.started).timestamp())
+        return max(0.0, until - seconds_of(view.started))
     except ValueError:
         return None
 

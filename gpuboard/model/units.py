@@ -91,6 +91,15 @@ def iso(epoch: float) -> str:
     return datetime.fromtimestamp(epoch, UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"
 
 
+def seconds_of(text: str) -> float:
+    """Return the epoch seconds of an ISO 8601 time, as :func:`iso` writes it.
+
+    >>> seconds_of(iso(1.5))
+    1.5
+    """
+    return datetime.fromisoformat(text).timestamp()
+
+
 def day_time(epoch: float) -> str:
     """Return epoch seconds as local month, day, hour and minute: ``01-31 14:00``."""
     return datetime.fromtimestamp(min(max(epoch, _FIRST), _LAST)).strftime("%m-%d %H:%M")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from textual import on
@@ -25,7 +24,7 @@ from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
 from gpuboard.board.widgets.pane import Lines
 from gpuboard.model.lease import Lease
-from gpuboard.model.units import format_duration, parse_duration
+from gpuboard.model.units import format_duration, parse_duration, seconds_of
 
 if TYPE_CHECKING:
     from textual.notifications import SeverityLevel
@@ -100,8 +99,8 @@ def _held(lease: Lease, scene: Scene) -> HeldLease:
     return HeldLease(
         lease,
         scene.is_mine(lease),
-        datetime.fromisoformat(lease.since).timestamp(),
-        datetime.fromisoformat(lease.until).timestamp(),
+        seconds_of(lease.since),
+        seconds_of(lease.until),
         gpus,
         [(gpu, process) for gpu in gpus for process in gpu.processes or () if process.rogue],
     )

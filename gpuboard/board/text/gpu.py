@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from typing import NamedTuple
 
 from gpuboard.board.arrange import age_of
@@ -18,7 +17,7 @@ from gpuboard.board.text.plots import Values, plot, time_axis
 from gpuboard.board.text.topology import SELF, legend, matrix, neighbours
 from gpuboard.board.theme.styles import LETTERS, Glyphs
 from gpuboard.model.snapshot import GpuView, NodeView, shown_flags
-from gpuboard.model.units import format_duration, format_size, ranges
+from gpuboard.model.units import format_duration, format_size, ranges, seconds_of
 
 FLAG_WORDS = {
     "rogue": "a process of a user who does not hold it",
@@ -70,11 +69,11 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
         if lease is not None and lease.purpose:
             words += f": {lease.purpose}"
         lines += named("Lease", words, "mine" if lease is not None and scene.is_mine(lease) else "", width)
-    now = datetime.fromisoformat(scene.snapshot.at).timestamp() if gpu.jobs else 0.0
+    now = seconds_of(scene.snapshot.at) if gpu.jobs else 0.0
     for job in gpu.jobs:
         words = f"{job.id} of {job.user} in {job.partition or 'no partition'}"
         if job.until is not None:
-            until = datetime.fromisoformat(job.until).timestamp()
+            until = seconds_of(job.until)
             words += f", {format_duration(max(0.0, until - now))} left, until {local(until, now)}"
         lines += named("Job", words, "", width)
     for device in gpu.mig:

@@ -23,6 +23,7 @@ from gpuboard.leases.ledger import (
     no_such_lease,
 )
 from gpuboard.model.text import clean
+from gpuboard.model.units import day_time, seconds_of
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
@@ -175,7 +176,8 @@ class ClaimsLedger:
         index = {(gpu.node, gpu.uuid): gpu.index for gpu in lease.gpus}
         gpus = [LeaseGpu(node, index.get((node, uuid)), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
         gpus.sort(key=lambda gpu: (gpu.node, gpu.index or 0))
-        when = "within 90 s" if kept_here else f"when its holder ends, at the latest at {lease.until}"
+        end = day_time(seconds_of(lease.until))
+        when = "within 90 s" if kept_here else f"when its holder ends, at the latest {end}"
         self._refresh(lease.nodes)
         return Released(
             lease.id,
