@@ -123,6 +123,12 @@ def test_demo_board_on_a_terminal_releases_everything(here: Here, signalled: sig
     assert list(here.needs_claims().iterdir()) == []
 
 
+def test_demo_takes_no_nodes(here: Here) -> None:
+    done = here.run("demo", "--nodes", "gpu01")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "gpuboard: the demo simulates its own nodes; leave out --nodes\n"
+
+
 def test_demo_board_needs_a_terminal(here: Here) -> None:
     done = here.run("demo", "--board")
     assert (done.returncode, done.stdout) == (2, "")

@@ -315,6 +315,7 @@ def test_a_port_in_use_is_refused_and_its_holder_named(tmp_path: Path) -> None:
         (["--n", "2"], "--rank-map cannot be combined with"),
         (["--rank-map", "none.json"], "cannot read the rank map none.json: No such file or directory"),
         (["--env", "RANK=1"], "--env RANK: gpuboard sets RANK"),
+        (["--json"], "--json prints the plan of --dry-run; for the outcome as JSON use --status-file FILE"),
         (["--grace", "soon"], "'soon' is not a duration"),
         (["--rank-map", "elsewhere.json"], "elsewhere.json:\n  node 'gpu77' is not in the inventory ("),
     ],

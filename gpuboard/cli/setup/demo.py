@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from gpuboard.cli.context import Context
 from gpuboard.cli.see import status as status_command
 from gpuboard.cli.table import paint, wrap
+from gpuboard.errors import UsageError
 from gpuboard.model.lease import gpus_text
 from gpuboard.model.snapshot import Snapshot
 
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
     """Run the steps, then the board; return 0 when everything succeeded and was released."""
     from gpuboard.cli.setup import demo_board
 
+    if context.nodesets:
+        raise UsageError("the demo simulates its own nodes; leave out --nodes")
     if args.board:
         code = demo_board.run(context)
     else:

@@ -108,6 +108,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
 def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any], line: Lifeline | None) -> int:
     from gpuboard.launch import environ, plan, rank_map_source, run_folder, target
 
+    if args.json and not args.dry_run:
+        raise UsageError(f"--json prints the plan of --dry-run; for the outcome as JSON use {OPTION} FILE")
     parsed = target.parse_target(args.target, args.module)
     sent = environ.sent(context.env, args.env)
     options = plan.LaunchOptions(
