@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -73,7 +74,7 @@ class Pending:
         raise CallFailed(clean(error.kind, 64), clean(error.message), detail)
 
 
-class Link:
+class Link(ABC):
     """The client's end of one connection to a node: an agent, or the shell that stands in for one.
 
     ``listener`` gets every message but replies, ``ended`` the reason when the link is over (once, and not after
@@ -145,13 +146,13 @@ class Link:
         """The last line that start-up files printed before the hello."""
         return ""
 
+    @abstractmethod
     def _accept(self, pending: Pending, op: str, args: dict[str, Any]) -> bytes:
         """Register a call, or settle it; return what to send for it. The lock is held, here and in ``_abandon``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _abandon(self) -> Iterable[Pending]:
         """Forget all pending calls and return them."""
-        raise NotImplementedError
 
     def _no_answer(self, seconds: float) -> str:
         return f"no answer in {seconds:.1f} s"
