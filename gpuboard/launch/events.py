@@ -82,13 +82,22 @@ class Stopping(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Quiet(msgspec.Struct, frozen=True):
+    """A rank shows no activity for ``quiet_s``, or is active again (None). ``load``: tasks per CPU of the node."""
+
+    rank: Count
+    quiet_s: Number | None = None
+    state: str = ""
+    load: Number | None = None
+
+
 class RunNotice(msgspec.Struct, frozen=True):
     """A message for the user."""
 
     text: str
 
 
-LaunchEvent = Spawned | Gate | Joined | Store | Output | Raised | Exited | NodeEnded | Stopping | RunNotice
+LaunchEvent = Spawned | Gate | Joined | Store | Output | Raised | Exited | NodeEnded | Stopping | Quiet | RunNotice
 _TYPES: dict[str, type[LaunchEvent]] = {
     "spawned": Spawned,
     "gate": Gate,
@@ -99,6 +108,7 @@ _TYPES: dict[str, type[LaunchEvent]] = {
     "exited": Exited,
     "ended": NodeEnded,
     "stopping": Stopping,
+    "quiet": Quiet,
     "notice": RunNotice,
     "stderr": RunNotice,  # output of the agent's own interpreter (docs/agent-protocol.md)
 }

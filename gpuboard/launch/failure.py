@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import msgspec
@@ -16,6 +16,7 @@ from gpuboard.launch import events
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.run_folder import RankView
+from gpuboard.launch.stalls.waits import RankStatus
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.text import clean
 from gpuboard.model.units import ranges
@@ -197,6 +198,23 @@ class FailureWatch:
             return []
         others = [r for r, e in self.exits.items() if r != self.cause.rank and (e.code or e.signal)]
         return [f"root cause: {self.cause.text}"] + ([f"secondary failures: {rank_words(others)}"] if others else [])
+
+    def statuses(self, quiet_s: Callable[[int, float], float | None], now: float) -> list[RankStatus]:
+        """Return what is known of every rank, for an inspection."""
+        return [
+            RankStatus(
+                rank,
+                view.node,
+                view.index,
+                importing=view.state in {"waiting", "importing"},
+                joined=rank in self.joined,
+                ended=rank in self.exits or view.state == "lost",
+                exit_code=self.exits[rank].code if rank in self.exits else None,
+                quiet_s=quiet_s(rank, now),
+                last_error=self._last_error.get(rank, ""),
+            )
+            for rank, view in self.ranks.items()
+        ]
 
     # details
 

@@ -25,6 +25,8 @@ from gpuboard.launch.preflight.check import Check, check_text, grouped
 from gpuboard.launch.preflight.checks import failed, interfaces, preflight
 from gpuboard.launch.preflight.collect import PreflightCalls
 from gpuboard.launch.run_folder import FINAL, RunFolder, RunState, RunView, VerdictView, this_head
+from gpuboard.launch.stalls.inspect import Inspections
+from gpuboard.launch.stalls.watch import StallReport, StallWatch
 from gpuboard.launch.supervisors import CallReply, SupervisorEvent, SupervisorLost, Supervisors
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.replies import Done
@@ -70,6 +72,9 @@ class Head:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._supervisors = Supervisors(plan, nodes, connector, self._inbox, timing)
         self._watch = FailureWatch(plan, timing)
+        self._stalls = StallWatch(on_gpus=plan.options.device == "cuda")
+        self._inspections = Inspections(self._supervisors, nodes)
+        self._stall_verdict: tuple[object, VerdictView] | None = None  # identity of the stall that stands, its verdict
         self._logs = Logs(folder.path, self._print)
         labels = {rank: f"{view.node}:{view.index}" for rank, view in self._watch.ranks.items()}
         self._relay = Relay(labels, self._logs, screen, mark=self._watch.mark)
@@ -92,6 +97,7 @@ class Head:
         self._complete_until = 0.0  # so have all events that any reachable supervisor sent before
         self._holding = False
         self._view: RunView | None = None
+        self._stall_count = 0
         self._failed_at = 0.0  # epoch seconds; 0: no failure yet
 
     # the run
@@ -239,14 +245,26 @@ class Head:
             self._relay.ended(event.rank)
             error = self._relay.last_error.get(event.rank, "")
             self._watch.note_output(event.rank, self._relay.last_line.get(event.rank, ""), error)
+        if isinstance(event, events.Quiet):
+            self._stalls.quiet(event.rank, event.quiet_s, event.load, now)
+            return
         self._watch.event(item.node, event, now)
+        if isinstance(event, events.Exited):
+            self._stalls.ended(event.rank, now)
         if self._gate_open:
             self._watch.gate_opened()
             self._evaluate()  # at once: the cause is printed before the traceback that follows in the same burst
             self._stop_if_needed(now)
 
     def _on_reply(self, item: CallReply) -> None:
-        if item.op != "go":
+        if item.op == "inspect":
+            found = self._inspections.take(item)
+            if found is not None and not self._stopping():
+                now = time.monotonic()
+                self._stalls.inspected(self._watch.statuses(self._stalls.quiet_s, now), found, now)
+        elif item.op == "py-spy":
+            pass  # the next inspection shows whether it works
+        elif item.op != "go":
             self._preflight_calls.take(item)
         elif isinstance(item.value, (CallFailed, LinkLost)):
             self._watch.node_lost(item.node, f"cannot start its ranks: {item.value}", time.monotonic())
@@ -281,6 +299,7 @@ class Head:
             self._saved = float("-inf")
         if self._watch.cause is not None and not self._failed_at:
             self._failed_at = time.time()
+        self._watch_stalls(now)
         self._stop_if_needed(now)
         if self._gate_open and self._watch.finished and self._watch.cause is None and not self._succeeded:
             self._succeeded = True  # the store on node rank 0 may end; the ranks' helpers have their grace
@@ -298,6 +317,39 @@ class Head:
         if backlog > _HOLD_ABOVE if not self._holding else backlog < _HOLD_BELOW:
             self._holding = not self._holding
             self._supervisors.call_all("hold", {"on": self._holding})
+
+    def _watch_stalls(self, now: float) -> None:
+        """Inspect the ranks when that is due, and report a stall or its end."""
+        if not self._gate_open or self._stopping() or self._watch.finished:
+            return
+        if self._stalls.due(now) and not self._inspections.running:
+            nodes = {self._watch.ranks[rank].node for rank in self._watch.running}
+            self._inspections.start(sorted(nodes - self._watch.ended_nodes), stacks=True)
+        for line in self._stalls.messages:
+            self._print(line)
+        self._stalls.messages.clear()
+        report = self._stalls.report
+        if (report.identity if report else None) != (self._stall_verdict[0] if self._stall_verdict else None):
+            self._stall_verdict = None if report is None else (report.identity, self._stalled(report))
+            self._saved = float("-inf")
+        if self._state in {"running", "stalled"}:
+            self._state = "running" if report is None else "stalled"
+
+    def _stalled(self, report: StallReport) -> VerdictView:
+        """Return the verdict on a stall; its evidence is kept in the run's folder."""
+        stall = report.stall
+        at = time.time()
+        verdict = VerdictView(
+            iso(at),
+            stall.kind,
+            stall.ranks[0] if len(stall.ranks) == 1 else None,
+            stall.node,
+            f"stalled: {stall.text(time.monotonic() - report.since)}",
+            "\n".join([*report.picture, *([f"→ {stall.remedy}"] if stall.remedy else [])]),
+        )
+        self._stall_count += 1
+        self._write(f"stall-{self._stall_count}.json", {"schema": 1, "verdict": verdict, "ranks": report.evidence})
+        return verdict
 
     # ending
 
@@ -428,9 +480,13 @@ class Head:
                 VerdictView(iso(self._failed_at), "preflight", None, c.node, check_text(c).splitlines()[0], c.remedy)
                 for c in grouped(failed(self.checks))
             ]
+        stalled = [self._stall_verdict[1]] if self._stall_verdict else []
         if cause is None:
-            return []
-        return [VerdictView(iso(self._failed_at), cause.kind, cause.rank, cause.node, cause.text, cause.evidence)]
+            return stalled
+        return [
+            *stalled,
+            VerdictView(iso(self._failed_at), cause.kind, cause.rank, cause.node, cause.text, cause.evidence),
+        ]
 
     def _save(self) -> None:
         self._saved = time.monotonic()

@@ -23,7 +23,19 @@ from gpuboard.transport.link import AgentLink, Pending
 
 # docs/launch-protocol.md, "Calls"
 SupervisorCall = Literal[
-    "check", "listen", "probe-listen", "probe-connect", "spawn", "go", "hold", "signal", "stop", "processes", "ping"
+    "check",
+    "listen",
+    "probe-listen",
+    "probe-connect",
+    "spawn",
+    "go",
+    "hold",
+    "signal",
+    "stop",
+    "processes",
+    "inspect",
+    "py-spy",
+    "ping",
 ]
 
 

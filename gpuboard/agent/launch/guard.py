@@ -9,7 +9,7 @@ import signal
 import time
 
 from gpuboard.agent.event_loop import IN, poll
-from gpuboard.agent.launch import teardown
+from gpuboard.agent.launch import scratch, teardown
 
 MYPY = False
 if MYPY:
@@ -43,6 +43,7 @@ def run(channel: "AgentChannel", config: "Dict[str, Any]") -> None:
     if _watch(channel.fd_in, supervisor_life, pid):
         channel.event("stopping", {"reason": teardown.signal_text(signal.SIGTERM)})
     teardown.kill_all(str(config.get("run")), os.getpid(), (), _reap, 4.0)
+    scratch.remove(config)
 
 
 def _supervise(supervisor: "Any", channel: "AgentChannel") -> None:

@@ -9,6 +9,7 @@ import time
 from gpuboard.agent import proc
 from gpuboard.agent.event_loop import IN, OUT, Loop
 from gpuboard.agent.launch import CallRefused, network, preflight, start, teardown
+from gpuboard.agent.launch.watch import inspection, signs
 from gpuboard.agent.launch.workers import WorkerGroup
 
 MYPY = False
@@ -50,6 +51,7 @@ class Supervisor:
         self._helpers_until: "Optional[float]" = None
         self._helpers_timer = 0
         self._finished = False
+        self._pyspy: "Optional[str]" = inspection.pyspy(None, None)
         self._calls: "Dict[str, Callable[[int, Dict[str, Any]], Any]]" = {
             "check": self._check,
             "listen": self._listen,
@@ -61,6 +63,8 @@ class Supervisor:
             "signal": self._signal,
             "stop": self._stop,
             "processes": self._processes,
+            "inspect": self._inspect,
+            "py-spy": self._take_pyspy,
             "ping": lambda _id, _args: {},
         }
 
@@ -79,6 +83,7 @@ class Supervisor:
         self._loop.watch(self._channel.fd_in, IN, self._read_calls)
         self._loop.watch(self._channel.fd_noise, IN, self._channel.pass_noise)
         self._loop.watch(self._guard_life, IN, self._guard_died)
+        self._loop.after(signs.INTERVAL_S, self._sample)
         if self._config["lost_head_s"] is not None:
             self._loop.after(1.0, self._check_head)
         self._channel.send(hello())
@@ -255,6 +260,28 @@ class Supervisor:
                 {"pid": p.pid, "rank": rank, "state": p.state, "cpu_s": p.cpu_s, "rss": p.rss} for rank, p in found
             ]
         }
+
+    def _inspect(self, call: int, args: "Dict[str, Any]") -> "Any":
+        ranks = [(c.rank, c.pid, self._workers.server_path(c.rank)) for c in self._workers.running()]
+
+        def done(result: "Dict[str, Any]") -> None:
+            result["pyspy"] = self._pyspy is not None
+            for item in result["ranks"]:
+                cpu, moved_bytes = self._workers.signs.recent(item["rank"])
+                item.update(cpu=round(cpu, 3), moved_bytes=moved_bytes)
+            self._channel.reply(call, result)
+
+        inspection.start(self._loop, ranks, self._pyspy, bool(args["stacks"]), done)
+        return _LATER
+
+    def _take_pyspy(self, _call: int, args: "Dict[str, Any]") -> "Any":
+        """Take py-spy from the head: its path on this host, or the compressed program, kept in memory."""
+        self._pyspy = inspection.pyspy(args.get("path"), args.get("data"))
+        return {}
+
+    def _sample(self) -> None:
+        self._workers.signs.sample()
+        self._loop.after(signs.INTERVAL_S, self._sample)
 
     # the end
 

@@ -5,6 +5,7 @@ worker_channel. Scripts and modules run in the real ``__main__``, whose namespac
 """
 
 import atexit
+import ctypes
 import gc
 import importlib
 import importlib.machinery
@@ -42,6 +43,7 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
         import torch  # 1.3 s: overlaps preflight, which opens the gate
 
         _watch_store(channel, state)
+        _start_worker_server(config["diagnostics"])
         gc.enable()
         channel.send({"t": "gate", "import_s": round(time.monotonic() - started, 3), "torch": str(torch.__version__)})
         _pass_gate(channel, config)
@@ -123,6 +125,27 @@ def _watch_store(channel: "WorkerChannel", state: "Dict[str, Any]") -> None:
         return store
 
     rendezvous.TCPStore = connect
+
+
+def _start_worker_server(path: str) -> None:
+    """Serve torch's flight recorder and stacks on a private socket, for the supervisor (since torch 2.5)."""
+    try:
+        from torch._C._distributed_c10d import _WorkerServer
+    except ImportError:
+        return
+    # torch writes a warning about the socket to stderr, which belongs to the script.
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        server = _WorkerServer(path)
+    except RuntimeError:
+        return  # a container without that folder
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(null)
+    # Never destroyed: the destructor writes to stderr, and in a forked child it would wait for a missing thread.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
 
 
 def _reset_namespace(namespace: "Dict[str, Any]") -> None:

@@ -4,7 +4,8 @@ import signal
 import time
 
 from gpuboard.agent.event_loop import IN, OUT, Loop
-from gpuboard.agent.launch import oom, start, teardown
+from gpuboard.agent.launch import oom, scratch, start, teardown
+from gpuboard.agent.launch.watch.signs import Signs
 
 MYPY = False
 if MYPY:
@@ -38,11 +39,17 @@ class WorkerGroup:
         self._paused = False
         self._flushing = False
         self._oom_before: "Dict[str, int]" = {}
+        self.signs = Signs(emit)
+        self._scratch = scratch.create(config)
 
     @property
     def store_pid(self) -> "Optional[int]":
         """The store's process, None when there is none."""
         return self._store.pid if self._store is not None else None
+
+    def server_path(self, rank: int) -> str:
+        """Return the path of a rank's worker server (worker.py)."""
+        return "%s/rank-%d.sock" % (self._scratch, rank)
 
     def running(self) -> "List[start.Worker]":
         """Return the ranks that have not ended."""
@@ -61,10 +68,12 @@ class WorkerGroup:
             environ = start.rank_environ(self._environ, rank, config["master_addr"])
             task = {key: rank[key] for key in ("local_rank", "memory_fraction")}
             task.update({key: config[key] for key in ("device", "backend", "timeout_s")}, **target)
+            task["diagnostics"] = self.server_path(rank["rank"])
             child = start.start_worker(config, environ, rank["rank"], "worker", task, shown)
             self._ranks.append(child)
             self._watch(child)
             self._emit("spawned", {"rank": child.rank, "pid": child.pid})
+            self.signs.follow(child.rank, child.pid)
         return {str(child.rank): child.pid for child in self._ranks}
 
     def start_store(self, bound: "socket.socket") -> None:
@@ -205,6 +214,7 @@ class WorkerGroup:
     def _pass(self, stream: "Stream", pieces: "List[str]") -> None:
         for piece in pieces:
             if stream.rank != _STORE:
+                self.signs.wrote(stream.rank)
                 self._emit("output", {"rank": stream.rank, "stream": stream.name, "text": piece})
             elif not self._store_only or self._store_ready:  # not of the first attempt
                 self._emit("notice", {"text": "store: " + piece.rstrip()})
@@ -236,6 +246,7 @@ class WorkerGroup:
         if self._config["wrap"] and status > 0 and not child.at_gate:
             text = "rank %d ended before it reached the gate; --wrap must pass on file descriptors and environment"
             self._emit("notice", {"text": text % child.rank})
+        self.signs.ended(child.rank)
         killed = status == -signal.SIGKILL and not self.ending
         self._emit(
             "exited",

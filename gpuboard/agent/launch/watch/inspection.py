@@ -1,0 +1,256 @@
+"""A closer inspection of ranks: process states, Python stacks by py-spy, the collectives of torch's flight recorder.
+
+It runs in a forked process with a deadline: /proc of a process in uninterruptible sleep, a stopped rank's sockets and
+ptrace may block.
+"""
+
+import base64
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import zlib
+
+from gpuboard.agent import proc
+from gpuboard.agent.launch import teardown
+from gpuboard.agent.launch.watch.signs import load
+
+MYPY = False
+if MYPY:
+    from typing import Any, Callable, Dict, List, Optional, Tuple
+
+    from gpuboard.agent.event_loop import Loop
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_DEADLINE_S = 5.0  # of the whole inspection
+_STACK_S = 3.0  # of py-spy: 0.1 s as a rule, more on a busy node
+_ANSWER_S = 1.0  # of a rank's worker server, whose threads need no GIL for the flight recorder
+_FRAMES = 64  # of a stack: the innermost ones
+_CHILDREN = 8  # of a rank whose stacks are read, for example DataLoader workers
+_RECENT = 8  # collectives of each process group that are reported
+_RESPONSE = 8 * 1024 * 1024  # bytes: the flight recorder keeps 2,000 entries of about 500 bytes
+
+
+def start(
+    loop: "Loop",
+    ranks: "List[Tuple[int, int, str]]",
+    pyspy: "Optional[str]",
+    stacks: bool,
+    done: "Callable[[Dict[str, Any]], None]",
+) -> None:
+    """Inspect ``ranks`` (rank, pid, path of its worker server) in a new process; call ``done`` with the result once.
+
+    ``pyspy`` is the path of py-spy, None where there is none.
+    """
+    fd_in, fd_out = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _run(parent, fd_out, ranks, pyspy, stacks)
+        finally:
+            os._exit(1)
+    os.close(fd_out)
+    os.set_blocking(fd_in, False)
+    received: "List[bytes]" = []
+
+    def finish() -> None:
+        loop.unwatch(fd_in)
+        os.close(fd_in)
+        loop.cancel(timer)
+        teardown.send_signal(pid, signal.SIGKILL)  # reaped with the supervisor's other children
+        try:
+            result = json.loads(b"".join(received).decode("utf-8"))
+        except ValueError:
+            result = {"ranks": [], "load": None, "error": "no result within %d s" % _DEADLINE_S}
+        done(result)
+
+    def read() -> None:
+        while True:
+            try:
+                data = os.read(fd_in, 65536)
+            except BlockingIOError:
+                return
+            if not data:
+                finish()
+                return
+            received.append(data)
+
+    timer = loop.after(_DEADLINE_S, finish)
+    loop.watch(fd_in, 1, read)
+
+
+def pyspy(path: "Optional[str]", data: "Optional[str]") -> "Optional[str]":
+    """Return the path of a py-spy that can be executed: ``path``, else that of PATH, else one made from ``data``.
+
+    ``data`` (zlib, base64) is kept in memory, so that no file remains on the node (memfd_create, Python 3.8).
+    """
+    if path and os.access(path, os.X_OK):
+        return path
+    if data is None or not hasattr(os, "memfd_create"):
+        return shutil.which("py-spy")
+    fd = os.memfd_create("py-spy")  # novm: tested above
+    program = zlib.decompress(base64.b64decode(data))
+    while program:
+        program = program[os.write(fd, program) :]
+    return "/proc/%d/fd/%d" % (os.getpid(), fd)
+
+
+def _run(parent: int, fd_out: int, ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]", stacks: bool) -> None:
+    """Run as the inspecting process."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    # Pipes whose ends show others the end of the supervisor must not stay open here.
+    limit = os.sysconf("SC_OPEN_MAX")
+    os.closerange(3, fd_out)
+    os.closerange(fd_out + 1, min(limit if limit > 0 else 65536, 65536))
+    data = json.dumps(inspect(ranks, pyspy, stacks)).encode("ascii")
+    while data:
+        data = data[os.write(fd_out, data) :]
+    os._exit(0)
+
+
+def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]", stacks: bool) -> "Dict[str, Any]":
+    """Return what is found about ``ranks``: docs/launch-protocol.md, call ``inspect``."""
+    processes = teardown.read_processes()
+    found = []
+    spies: "Dict[int, Optional[subprocess.Popen[bytes]]]" = {}
+    for rank, pid, _ in ranks:
+        children = [processes[child] for child in sorted(teardown.descendants(pid, processes))]
+        own = processes.get(pid)
+        item: "Dict[str, Any]" = {
+            "rank": rank,
+            "pid": pid,
+            "state": own.state if own else None,
+            "wchan": _wchan(pid) if own and own.state == "D" else None,
+            "children": [{"pid": c.pid, "name": c.name, "state": c.state} for c in children[:_CHILDREN]],
+        }
+        found.append(item)
+        if stacks:
+            for process in [own, *children[:_CHILDREN]]:
+                if process is not None and process.state not in "ZX":
+                    spies[process.pid] = _spy(pyspy, process.pid, stopped=process.state in "tT")
+    paths = {rank: path for rank, _, path in ranks}
+    for item in found:
+        item["collectives"] = _collectives(paths[item["rank"]])
+    until = time.monotonic() + _STACK_S
+    for item in found:
+        item.update(_stack(spies.get(item["pid"]), item["pid"], until) if stacks else {})
+        for child in item["children"]:
+            child.update(_stack(spies.get(child["pid"]), child["pid"], until) if stacks else {})
+    return {"ranks": found, "load": load()}
+
+
+def _wchan(pid: int) -> "Optional[str]":
+    """Return the kernel function in which a process sleeps."""
+    try:
+        return proc.read("/proc/%d/wchan" % pid, 256).decode("ascii", "replace") or None
+    except OSError:
+        return None
+
+
+def _spy(pyspy: "Optional[str]", pid: int, stopped: bool) -> "Optional[subprocess.Popen[bytes]]":
+    if pyspy is None:
+        return None
+    # A stopped process cannot be attached to; its memory does not change either.
+    command = [pyspy, "dump", "--json", "--pid", str(pid)] + (["--nonblocking"] if stopped else [])
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except OSError:
+        return None
+
+
+def _stack(spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float) -> "Dict[str, Any]":
+    """Return ``stack`` of the main thread, ``active`` and ``gil``; ``stack_error`` if py-spy failed."""
+    if spy is None:
+        return {"stack": [], "stack_error": "py-spy cannot be started"}
+    try:
+        out, err = spy.communicate(timeout=max(0.1, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        spy.kill()
+        return {"stack": [], "stack_error": "py-spy did not end within %d s" % _STACK_S}
+    try:
+        threads = json.loads(out.decode("utf-8"))
+    except ValueError:
+        lines = err.decode("utf-8", "replace").strip().splitlines()
+        return {"stack": [], "stack_error": lines[-1] if lines else "py-spy ended with %d" % spy.returncode}
+    if not threads:
+        return {"stack": [], "stack_error": "no Python threads"}
+    main = next((thread for thread in threads if thread.get("os_thread_id") == pid), threads[0])
+    return {"stack": _frames(main), "active": bool(main.get("active")), "gil": bool(main.get("owns_gil"))}
+
+
+def _frames(thread: "Dict[str, Any]") -> "List[Dict[str, Any]]":
+    return [
+        {"function": frame["name"], "file": frame["filename"], "line": frame["line"]}
+        for frame in thread["frames"][:_FRAMES]
+    ]
+
+
+def _collectives(path: str) -> "Optional[List[Dict[str, Any]]]":
+    """Return the newest collectives of each process group of a rank; None if its flight recorder cannot be read."""
+    # Only this handler: dump_traceback waits for the GIL, and at the interpreter's end that aborts the rank.
+    data = _ask(path, "fr_trace_json")
+    try:
+        return None if data is None else process_groups(json.loads(data.decode("utf-8")))
+    except (ValueError, KeyError, TypeError):
+        return None  # another format of another torch
+
+
+def process_groups(trace: "Dict[str, Any]") -> "List[Dict[str, Any]]":
+    """Return the process groups in a trace of the flight recorder (format version 2, torch 2.5 and later)."""
+    by_group: "Dict[str, List[Dict[str, Any]]]" = {}
+    for entry in trace.get("entries", []):
+        if not entry["is_p2p"]:
+            by_group.setdefault(str(entry["pg_id"]), []).append(entry)
+    found = []
+    for pg_id, status in sorted(trace.get("pg_status", {}).items()):
+        entries = by_group.get(pg_id, [])[-_RECENT:]
+        if not entries:
+            continue
+        found.append(
+            {
+                "name": str(entries[0]["process_group"][0]),
+                "enqueued": int(status["last_enqueued_collective"]),
+                "completed": int(status["last_completed_collective"]),
+                "recent": [
+                    {
+                        "seq": int(entry["collective_seq_id"]),
+                        "op": str(entry["profiling_name"]).rpartition(":")[2],
+                        "sizes": entry["input_sizes"][:4],
+                        "dtypes": entry["input_dtypes"][:4],
+                    }
+                    for entry in entries
+                ],
+            }
+        )
+    return found
+
+
+def _ask(path: str, handler: str) -> "Optional[bytes]":
+    """Return the body of a response of a rank's worker server; None without one."""
+    request = "POST /handler/%s HTTP/1.0\r\nHost: rank\r\nContent-Length: 0\r\n\r\n" % handler
+    data = b""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(_ANSWER_S)
+            client.connect(path)
+            client.sendall(request.encode("ascii"))
+            until = time.monotonic() + _ANSWER_S
+            while len(data) < _RESPONSE and time.monotonic() < until:
+                more = client.recv(65536)
+                if not more:
+                    break
+                data += more
+    except OSError:
+        return None
+    head, _, body = data.partition(b"\r\n\r\n")
+    return body if head.split(b" ", 2)[1:2] == [b"200"] else None

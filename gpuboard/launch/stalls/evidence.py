@@ -1,0 +1,127 @@
+"""What an inspection finds about ranks (docs/launch-protocol.md, call ``inspect``), and how a stack is read (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from gpuboard.model.gpu import Count, Number
+from gpuboard.model.text import clean
+
+# Frames that are not the user's own code: installed packages, the standard library, generated code, gpuboard's.
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+/|^<|^/dev/fd/")
+# Functions of torch.distributed that wait for other ranks before there is a collective
+_INIT = frozenset({"init_process_group", "rendezvous", "_create_c10d_store", "_store_based_barrier", "new_group"})
+_DATA = re.compile(r"torch/utils/data/dataloader\.py$")
+_DISTRIBUTED = re.compile(r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed\.py$")
+_BACKWARD = "_engine_run_backward"
+
+
+class StackFrame(msgspec.Struct, frozen=True):
+    """One frame of a Python stack."""
+
+    function: str
+    file: str
+    line: int
+
+    @property
+    def place(self) -> str:
+        """``train.py:41 in load_batch``; without the function at the level of the module."""
+        where = f"{clean(self.file.rpartition('/')[2], 80)}:{self.line}"
+        return where if self.function in {"<module>", ""} else f"{where} in {clean(self.function, 80)}"
+
+
+class Collective(msgspec.Struct, frozen=True):
+    """One collective in the flight recorder. ``sizes`` are the shapes of its first input tensors."""
+
+    seq: int
+    op: str
+    sizes: list[list[int]] = []
+    dtypes: list[str] = []
+
+    def words(self) -> str:
+        """``all_reduce of float 4x5``."""
+        shapes = ", ".join("x".join(map(str, size)) or "scalar" for size in self.sizes)
+        dtypes = "/".join(dict.fromkeys(dtype.lower() for dtype in self.dtypes))
+        what = " ".join(part for part in (dtypes, shapes) if part)
+        return f"{clean(self.op, 60)} of {clean(what, 120)}" if what else clean(self.op, 60)
+
+
+class ProcessGroup(msgspec.Struct, frozen=True):
+    """A process group as one rank sees it: sequence numbers of its newest and its last completed collective."""
+
+    name: str
+    enqueued: int
+    completed: int
+    recent: list[Collective] = []  # the newest last
+
+    def at(self, seq: int) -> Collective | None:
+        """Return the collective with this sequence number, if it is recent."""
+        return next((entry for entry in self.recent if entry.seq == seq), None)
+
+
+class ChildProcess(msgspec.Struct, frozen=True):
+    """A process below a rank, for example a DataLoader worker."""
+
+    pid: Count
+    name: str = ""
+    state: str = ""
+    stack: list[StackFrame] = []
+
+
+class RankEvidence(msgspec.Struct, frozen=True):
+    """One rank: its process, the stack of its main thread (innermost frame first) and its process groups.
+
+    ``state`` is the letter of proc(5), None after its end. ``cpu`` is its share of one core over the last second,
+    ``moved_bytes`` its input and output in that time. ``collectives`` None: no flight recorder could be read.
+    """
+
+    rank: Count
+    pid: Count
+    state: str | None = None
+    wchan: str | None = None
+    cpu: Number | None = None
+    moved_bytes: int = 0
+    stack: list[StackFrame] = []
+    stack_error: str | None = None
+    active: bool | None = None
+    gil: bool | None = None
+    children: list[ChildProcess] = []
+    collectives: list[ProcessGroup] | None = None
+
+
+class Inspection(msgspec.Struct, frozen=True):
+    """The reply of one node. ``load``: tasks per CPU."""
+
+    ranks: list[RankEvidence]
+    load: Number | None = None
+    error: str | None = None
+    pyspy: bool = False  # whether the node has py-spy
+
+
+def own_frame(stack: Sequence[StackFrame]) -> StackFrame | None:
+    """Return the innermost frame of the user's own code, else the innermost one; None for an empty stack."""
+    own = [frame for frame in stack if not _LIBRARY.search(frame.file)]
+    return own[0] if own else stack[0] if stack else None
+
+
+def waits_in_init(stack: Sequence[StackFrame]) -> bool:
+    """Whether the rank is inside init_process_group or new_group."""
+    return any(frame.function in _INIT and "torch/distributed/" in frame.file for frame in stack)
+
+
+def waits_in_collective(stack: Sequence[StackFrame]) -> str | None:
+    """Return the function of torch.distributed or DDP that the user's code has called, ``backward`` for a backward
+    pass; None outside of them."""
+    calls = [frame for frame in stack if _DISTRIBUTED.search(frame.file) and frame.function != "wrapper"]
+    if calls:
+        last = calls[-1]
+        return f"DDP {last.function}" if last.file.endswith("nn/parallel/distributed.py") else last.function
+    return "backward" if stack and stack[0].function == _BACKWARD else None
+
+
+def waits_for_data(stack: Sequence[StackFrame]) -> bool:
+    """Whether the rank waits for its DataLoader workers."""
+    return any(_DATA.search(frame.file) for frame in stack)

@@ -1,0 +1,67 @@
+"""Inspections of all nodes of a run: the calls, py-spy for nodes that lack it, the replies."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import sys
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.launch.stalls.evidence import Inspection
+from gpuboard.launch.supervisors import CallReply, Supervisors
+from gpuboard.model.replies import Done
+
+_REPLY_S = 10.0  # the nodes' own deadline is 5 s
+
+
+class Inspections:
+    """At most one inspection at a time."""
+
+    def __init__(self, supervisors: Supervisors, nodes: Mapping[str, Node]) -> None:
+        self._supervisors = supervisors
+        self._nodes = nodes
+        self._missing: set[str] = set()  # nodes whose reply is awaited
+        self._found: dict[str, Inspection] = {}
+        self._sent: set[str] = set()  # nodes that got py-spy
+
+    @property
+    def running(self) -> bool:
+        """Whether replies are awaited."""
+        return bool(self._missing)
+
+    def start(self, nodes: Collection[str], *, stacks: bool) -> None:
+        """Inspect the ranks of ``nodes``."""
+        self._missing, self._found = set(nodes), {}
+        for node in nodes:
+            if self._nodes[node].host is None:
+                self._send_pyspy(node)  # a path: costs nothing
+            self._supervisors.call(node, "inspect", {"stacks": stacks}, _REPLY_S, Inspection)
+
+    def take(self, reply: CallReply) -> list[Inspection] | None:
+        """Record a reply; return all inspections when it is the last one. Nodes that failed are left out."""
+        self._missing.discard(reply.node)
+        if isinstance(reply.value, Inspection):
+            self._found[reply.node] = reply.value
+            if not reply.value.pyspy:
+                self._send_pyspy(reply.node)  # for the next inspection
+        return None if self._missing else list(self._found.values())
+
+    def _send_pyspy(self, node: str) -> None:
+        path = pyspy()
+        if node in self._sent or path is None:
+            return
+        self._sent.add(node)
+        args: dict[str, str] = {"path": str(path)}
+        if self._nodes[node].host is not None:
+            args = {"data": base64.b64encode(zlib.compress(path.read_bytes())).decode("ascii")}
+        self._supervisors.call(node, "py-spy", args, _REPLY_S, Done)
+
+
+def pyspy() -> Path | None:
+    """Return the py-spy that is installed with gpuboard, else that of PATH."""
+    beside = Path(sys.executable).parent / "py-spy"
+    found = str(beside) if beside.exists() else shutil.which("py-spy")
+    return Path(found) if found else None

@@ -1,0 +1,304 @@
+"""The verdict on a run in which nothing moves: rules in the order of DESIGN's section 8, and their wording (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+
+from gpuboard.launch.stalls.evidence import Collective
+from gpuboard.launch.stalls.waits import Activity, group_of, roots, waits_for
+from gpuboard.model.text import clean
+from gpuboard.model.units import format_duration, ranges
+
+StallKind = Literal[
+    "stall-absent", "stall-stopped", "stall-ended", "stall-behind", "stall-mismatch", "stall-network", "stall-idle"
+]
+
+_NAMED = 3  # ranks that a sentence describes one by one
+_LITTLE = 0.01  # of a core: of an active rank whose use of the CPU is not known
+# Collectives whose ranks must pass tensors of equal shape and type
+_EQUAL = frozenset({"all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "barrier",
+                    "reduce_scatter", "_reduce_scatter_base", "allreduce_coalesced", "all_to_all_single"})  # fmt: skip
+
+
+class Stall(msgspec.Struct, frozen=True):
+    """A verdict. ``sure``: no further progress is possible. ``cpu``: share of
+    a core that the suspects use, 0 if they are quiet."""
+
+    kind: StallKind
+    ranks: tuple[int, ...]  # the suspects
+    node: str | None  # of the only suspect
+    words: str  # follows "waiting 12 s "
+    remedy: str = ""
+    sure: bool = False
+    cpu: float = 0.0
+    importing: bool = False
+
+    def text(self, waited_s: float) -> str:
+        """Return the verdict as one sentence."""
+        return f"waiting {seconds(waited_s)} {self.words}"
+
+
+def seconds(length: float) -> str:
+    """Return a waiting time as text: ``12 s``, ``3m20s`` from two minutes on."""
+    return f"{round(length)} s" if length < 120 else format_duration(round(length))
+
+
+def diagnose(activities: Mapping[int, Activity]) -> Stall | None:
+    """Return why nothing moves; None while no rank waits for another."""
+    stopped = [one for one in activities.values() if one.doing in {"stopped", "blocked"}]
+    waits = waits_for(activities)
+    if stopped and (waits or len(stopped) == len(activities)):
+        return _stopped(stopped, waits, activities)
+    if not waits:
+        return None
+    last = roots(waits)
+    if last:
+        return _behind([activities[rank] for rank in sorted(last)], waits, activities)
+    if any(not blockers for blockers in waits.values()):
+        at_same = [activities[rank] for rank, blockers in sorted(waits.items()) if not blockers]
+        return _mismatch(at_same, activities) or _network(at_same)
+    return _cycle(waits, activities)
+
+
+def picture(activities: Mapping[int, Activity]) -> list[str]:
+    """Return what every rank is doing, one line per group of ranks that do the same."""
+    lines: dict[str, list[Activity]] = {}
+    for one in activities.values():
+        lines.setdefault(_doing(one), []).append(one)
+    return [f"{_labels(ones)}: {words}" for words, ones in lines.items()]
+
+
+def _doing(one: Activity) -> str:
+    place = f" at {one.place}" if one.place else ""
+    if one.doing == "ended":
+        return f"ended with exit code {one.status.exit_code}" if one.status.exit_code is not None else "ended"
+    if one.doing == "stopped":
+        return f"stopped{place}"
+    if one.doing == "blocked":
+        return f"in uninterruptible sleep{place}"
+    if one.doing == "importing":
+        return f"still importing torch{place}"
+    if one.doing == "init":
+        return f"waits in {one.call or 'init_process_group'}{place}"
+    if one.doing == "collective":
+        return f"waits in {_collective(one)}{place}"
+    if one.doing == "data":
+        return f"waits for its DataLoader{place}{_worker(one)}"
+    if one.doing == "unknown":
+        return "state unknown"
+    return f"{'running' if one.status.quiet_s is None else 'idle'}{place}"
+
+
+def _collective(one: Activity) -> str:
+    now = one.current
+    if one.group is None or now is None:
+        return one.call or "a collective"
+    group = "" if one.group.name == "0" else f" of group {clean(one.group.name, 40)}"
+    inside = f" in {one.call}" if one.call and now.op.strip("_") not in one.call else ""
+    return f"{now.op}{inside} (collective {now.seq}{group})"
+
+
+def _labels(ones: Iterable[Activity]) -> str:
+    ones = list(ones)
+    return ones[0].status.label if len(ones) == 1 else f"ranks {ranges([one.status.rank for one in ones])}"
+
+
+def _suspect(ones: list[Activity]) -> str | None:
+    return ones[0].status.node if len(ones) == 1 else None
+
+
+def _waiting(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> str:
+    """Return ``ranks 0,2-3 wait in all_reduce (collective 12) at train.py:55``."""
+    ones = [activities[rank] for rank in sorted(waits)]
+    if not ones:
+        return ""
+    counts = Counter(_doing(one).removeprefix("waits ") for one in ones)
+    words = counts.most_common(1)[0][0]
+    verb = "waits" if len(ones) == 1 else "wait"
+    return f"; {_labels(ones)} {verb} {words}"
+
+
+def _stopped(ones: list[Activity], waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:
+    parts = []
+    for one in ones[:_NAMED]:
+        evidence = one.evidence
+        if one.doing == "stopped":
+            state = "is stopped (SIGSTOP, ctrl-Z or a debugger)"
+        else:
+            where = f" in {clean(evidence.wchan, 60)}" if evidence and evidence.wchan else ""
+            state = f"is in uninterruptible sleep{where} (driver or file system)"
+        parts.append(f"{one.status.label}, which {state}" + (f" at {one.place}" if one.place else ""))
+    if len(ones) > _NAMED:
+        parts.append(f"{len(ones) - _NAMED} more")
+    pids = [f"kill -CONT {one.evidence.pid} on {one.status.node}" for one in ones[:1] if one.evidence]
+    return Stall(
+        "stall-stopped",
+        tuple(one.status.rank for one in ones),
+        _suspect(ones),
+        f"for {'; '.join(parts)}{_waiting(waits, activities)}",
+        f"to continue it: {pids[0]}" if pids and ones[0].doing == "stopped" else "",
+        sure=True,
+    )
+
+
+def _behind(ones: list[Activity], waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:
+    ended = [one for one in ones if one.doing == "ended"]
+    if ended:
+        codes = sorted({one.status.exit_code for one in ended if one.status.exit_code is not None})
+        how = f"ended with exit code {codes[0]}" if len(codes) == 1 else "ended"
+        verb = "takes" if len(ended) == 1 else "take"
+        return Stall(
+            "stall-ended",
+            tuple(one.status.rank for one in ended),
+            _suspect(ended),
+            f"for {_labels(ended)}, which {how} and {verb} part in no further collective{_waiting(waits, activities)}",
+            "the ranks run different numbers of steps (uneven inputs?): use drop_last=True, "
+            "torch.distributed.algorithms.Join, or the same number of steps on every rank",
+            sure=True,
+        )
+    absent = [one for one in ones if activities_in_init(waits, activities) and not one.status.joined]
+    named = absent or ones
+    parts = [f"{one.status.label}, which {_is_at(one, bool(absent))}" for one in named[:_NAMED]]
+    if len(named) > _NAMED:
+        parts.append(f"and ranks {ranges([one.status.rank for one in named[_NAMED:]])}")
+    return Stall(
+        "stall-absent" if absent else "stall-behind",
+        tuple(one.status.rank for one in named),
+        _suspect(named),
+        f"for {'; '.join(parts)}{_waiting(waits, activities)}",
+        _behind_remedy(named[0]),
+        cpu=max(_cpu(one) for one in named),
+        importing=any(one.doing == "importing" for one in named),
+    )
+
+
+def activities_in_init(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> bool:
+    """Whether any rank waits in init_process_group."""
+    return any(activities[rank].doing == "init" for rank in waits)
+
+
+def _cpu(one: Activity) -> float:
+    """Return the share of a core that a rank uses, 0 for one that is quiet."""
+    if one.status.quiet_s is not None:
+        return 0.0
+    return max(_LITTLE, (one.evidence.cpu if one.evidence else None) or 0.0)
+
+
+def _is_at(one: Activity, absent: bool) -> str:
+    """Return what a rank that others wait for is doing, after "which"."""
+    place = f" at {one.place}" if one.place else " at an unknown place"
+    before = "has not called init_process_group: it " if absent else ""
+    if one.doing == "importing":
+        return "is still importing torch"
+    if one.doing == "data":
+        return f"{before}waits for its DataLoader{place}{_worker(one)}"
+    if one.doing == "unknown":
+        return f"{before}cannot be inspected"
+    evidence = one.evidence
+    how = ""
+    if evidence is not None and _cpu(one) and evidence.cpu is not None:
+        how = f" ({round(100 * evidence.cpu)} % of a core{', holding the GIL' if evidence.gil else ''})"
+    quoted = f"; its last line on stderr: {clean(one.status.last_error, 200)}" if one.status.last_error else ""
+    return f"{before}is{place}{how}{quoted}"
+
+
+def _worker(one: Activity) -> str:
+    """Return where the DataLoader workers of a rank are."""
+    children = one.evidence.children if one.evidence else []
+    for child in children:
+        own = next((frame for frame in child.stack if "/site-packages/" not in frame.file), None)
+        if child.state in {"T", "t"}:
+            return f", whose worker {child.pid} is stopped"
+        if own is not None and any("utils/data/_utils" in frame.file for frame in child.stack):
+            place = own.place
+            if "multiprocessing" not in own.file and "threading" not in own.file and "selectors" not in own.file:
+                return f", whose worker {child.pid} is at {place}"
+    return ""
+
+
+def _behind_remedy(one: Activity) -> str:
+    if one.doing == "importing":
+        return ""
+    if one.evidence is not None and not one.evidence.stack and one.evidence.stack_error:
+        return f"its stack cannot be read: {clean(one.evidence.stack_error, 200)}"
+    return ""
+
+
+def _mismatch(ones: list[Activity], activities: Mapping[int, Activity]) -> Stall | None:
+    """Return the verdict if ranks called different collectives with the same number, None if they agree."""
+    first = next((one for one in ones if one.group is not None), None)
+    if first is None or first.group is None:
+        return None
+    name, seq = first.group.name, first.group.enqueued
+    calls: dict[str, list[Activity]] = {}
+    for one in activities.values():
+        group = group_of(one, name)
+        entry = group.at(seq) if group else None
+        if entry is not None:
+            calls.setdefault(_signature(entry), []).append(one)
+    if len(calls) < 2:
+        return None
+    sizes = sorted((len(same) for same in calls.values()), reverse=True)
+    suspects = [one for same in calls.values() if len(same) < sizes[0] for one in same] if sizes[0] > sizes[1] else []
+    parts = []
+    for same in calls.values():
+        group = group_of(same[0], name)
+        entry = group.at(seq) if group else None
+        assert entry is not None
+        here = group is not None and group.enqueued == seq and bool(same[0].place)
+        place = f" at {same[0].place}" if here else ""
+        parts.append(f"{_labels(same)} called {entry.words()}{place}")
+    blame = f"; most likely wrong: {_labels(suspects)}" if suspects else ""
+    return Stall(
+        "stall-mismatch",
+        tuple(one.status.rank for one in suspects) or tuple(one.status.rank for same in calls.values() for one in same),
+        _suspect(suspects),
+        f"because the ranks differ at collective {seq}: {'; '.join(parts)}{blame}",
+        "every rank must call the same collectives in the same order, with the same shapes and dtypes",
+        sure=True,
+    )
+
+
+def _signature(entry: Collective) -> str:
+    op = entry.op.strip("_")
+    return entry.words() if entry.op in _EQUAL or op in _EQUAL else op
+
+
+def _cycle(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:
+    ones = [activities[rank] for rank in sorted(waits)]
+    parts = [
+        f"{one.status.label} waits in {_collective(one)}{f' at {one.place}' if one.place else ''} "
+        f"for ranks {ranges(waits[one.status.rank])}"
+        for one in ones[:_NAMED]
+    ]
+    return Stall(
+        "stall-mismatch",
+        tuple(waits),
+        None,
+        f"because the ranks wait for each other: {'; '.join(parts)}",
+        "every rank must use its process groups in the same order",
+        sure=True,
+    )
+
+
+def _network(ones: list[Activity]) -> Stall:
+    nodes = list(dict.fromkeys(one.status.node for one in ones))
+    between = f"the network between {', '.join(clean(node, 60) for node in nodes[:4])}"
+    if len(nodes) > 4:
+        between += f" and {len(nodes) - 4} more"
+    if len(nodes) == 1:
+        between = f"the connections between the ranks on {clean(nodes[0], 60)}"
+    return Stall(
+        "stall-network",
+        tuple(one.status.rank for one in ones),
+        None,
+        f"in {_collective(ones[0]) if ones[0].doing == 'collective' else ones[0].call or 'init_process_group'}"
+        f"{f' at {ones[0].place}' if ones[0].place else ''}: {_labels(ones)} take part with equal arguments, "
+        f"so {between} may not deliver",
+        "check the network: `gpuboard launch --preflight-only`, firewall, interface (GLOO_SOCKET_IFNAME, "
+        "NCCL_SOCKET_IFNAME)",
+    )

@@ -1,0 +1,132 @@
+"""What each rank of a run is doing, and which ranks it waits for (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from gpuboard.launch.stalls.evidence import (
+    Collective,
+    StackFrame,
+    ProcessGroup,
+    RankEvidence,
+    own_frame,
+    waits_for_data,
+    waits_in_collective,
+    waits_in_init,
+)
+
+_DEFAULT_GROUP = "0"  # torch's name of the group that init_process_group makes, of which every rank is a member
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    """What the head knows of a rank without an inspection. ``exit_code`` None: it has not ended with a code."""
+
+    rank: int
+    node: str
+    index: int
+    importing: bool = False
+    joined: bool = False
+    ended: bool = False
+    exit_code: int | None = None
+    quiet_s: float | None = None  # None: active
+    last_error: str = ""
+
+    @property
+    def label(self) -> str:
+        """``rank 1 (gpu02:1)``."""
+        return f"rank {self.rank} ({self.node}:{self.index})"
+
+
+Doing = Literal["ended", "stopped", "blocked", "importing", "init", "collective", "data", "code", "unknown"]
+
+
+class Activity(msgspec.Struct, frozen=True):
+    """What one rank is doing. ``group``, ``seq``: the collective in which it waits, if the flight recorder has it."""
+
+    status: RankStatus
+    evidence: RankEvidence | None
+    doing: Doing
+    frame: StackFrame | None = None
+    call: str = ""  # of torch.distributed
+    group: ProcessGroup | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return self.doing in {"init", "collective"}
+
+    @property
+    def current(self) -> Collective | None:
+        """The collective in which it waits."""
+        return self.group.at(self.group.enqueued) if self.group else None
+
+    @property
+    def place(self) -> str:
+        """Its place in the user's code, "" if unknown."""
+        return self.frame.place if self.frame else ""
+
+
+def activity(status: RankStatus, evidence: RankEvidence | None) -> Activity:
+    """Return what a rank is doing."""
+    if status.ended:
+        return Activity(status, evidence, "ended")
+    if evidence is None or (evidence.state is None and not evidence.stack):
+        return Activity(status, evidence, "unknown")
+    frame = own_frame(evidence.stack)
+    if evidence.state in {"T", "t"}:
+        return Activity(status, evidence, "stopped", frame)
+    if evidence.state == "D":
+        return Activity(status, evidence, "blocked", frame)
+    if status.importing:
+        return Activity(status, evidence, "importing", frame)
+    call = waits_in_collective(evidence.stack) or ""
+    if waits_in_init(evidence.stack):
+        return Activity(status, evidence, "init", frame, call)
+    open_groups = [g for g in evidence.collectives or [] if g.enqueued > g.completed]
+    if open_groups and not waits_for_data(evidence.stack):
+        return Activity(status, evidence, "collective", frame, call, open_groups[-1])
+    if call and call != "backward" and not evidence.collectives:  # no flight recorder
+        return Activity(status, evidence, "collective", frame, call)
+    if call == "backward" and evidence.collectives is None and status.quiet_s is not None:
+        return Activity(status, evidence, "collective", frame, call)
+    return Activity(status, evidence, "data" if waits_for_data(evidence.stack) else "code", frame, call)
+
+
+def waits_for(activities: Mapping[int, Activity]) -> dict[int, frozenset[int]]:
+    """Return, for each waiting rank, the ranks that it waits for; empty if every one of them is there too."""
+    return {rank: frozenset(_blockers(one, activities)) for rank, one in activities.items() if one.waits}
+
+
+def _blockers(one: Activity, activities: Mapping[int, Activity]) -> set[int]:
+    others = {rank: other for rank, other in activities.items() if rank != one.status.rank}
+    if one.doing == "init":
+        return {rank for rank, other in others.items() if other.doing != "init" and not _past_init(other)}
+    if one.group is None:
+        return {rank for rank, other in others.items() if not other.waits}
+    found = set()
+    for rank, other in others.items():
+        group = group_of(other, one.group.name)
+        if group is not None:
+            if group.enqueued < one.group.enqueued:
+                found.add(rank)
+        elif one.group.name == _DEFAULT_GROUP or other.doing == "ended":
+            found.add(rank)
+    return found
+
+
+def _past_init(other: Activity) -> bool:
+    return bool(other.evidence and other.evidence.collectives) or other.doing == "collective"
+
+
+def group_of(one: Activity, name: str) -> ProcessGroup | None:
+    """Return a process group as a rank sees it, None if its flight recorder does not list it."""
+    found = (one.evidence.collectives if one.evidence else None) or []
+    return next((group for group in found if group.name == name), None)
+
+
+def roots(waits: Mapping[int, frozenset[int]]) -> frozenset[int]:
+    """Return the ranks that others wait for, directly or through others, and that wait for no other rank."""
+    return frozenset(blocker for blockers in waits.values() for blocker in blockers if blocker not in waits)

@@ -1,0 +1,214 @@
+"""When to inspect a run, and when a verdict is due (pure: times are passed in, monotonic seconds).
+
+Ranks report when they have been quiet for some seconds (agent/launch/watch/signs.py). While all are active nothing is
+inspected. A verdict needs two inspections with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from gpuboard.launch.stalls.evidence import Inspection, RankEvidence
+from gpuboard.launch.stalls.verdict import Stall, diagnose, picture, seconds
+from gpuboard.launch.stalls.waits import Activity, RankStatus, activity
+
+
+class StallTiming(msgspec.Struct, frozen=True):
+    """All fields are seconds. Waits for an active rank are longer where CPUs are scarce, up to four times."""
+
+    # from one inspection to the next: long enough that a rank that moves shows other stacks or numbers
+    again_s: float = 1.5
+    # longest interval between inspections while nothing changes
+    longest_s: float = 60.0
+    # wait for a verdict that no progress can contradict: a stopped rank, ranks that differ
+    sure_s: float = 2.0
+    # wait for a rank that uses no CPU and moves no data
+    idle_s: float = 5.0
+    # wait for a rank that computes at one place
+    busy_s: float = 9.0
+    # wait for a rank that computes or writes and whose stack changes: a slow step, a checkpoint
+    slow_s: float = 40.0
+    # wait for a rank that still imports torch
+    importing_s: float = 60.0
+    # time after which a run is reported whose ranks are all quiet without waiting for each other: a download, an input prompt
+    all_quiet_s: float = 90.0
+    # first interval between two messages about the same stall; doubles each time
+    repeat_s: float = 30.0
+    # interval of inspections without stacks for ranks on GPUs, which may use a whole CPU while they wait
+    gpu_s: float = 10.0
+
+
+DEFAULT_STALL_TIMING = StallTiming()
+
+
+class StallReport(msgspec.Struct, frozen=True):
+    """A verdict that stands. ``since`` is when the ranks began to wait."""
+
+    stall: Stall
+    since: float
+    place: str  # of the suspects in the user's code
+    picture: list[str]
+    evidence: list[RankEvidence]
+
+    @property
+    def identity(self) -> object:
+        """Equal for reports of the same stall."""
+        return self.stall.kind, self.stall.ranks, self.place
+
+
+class StallWatch:
+    """Follows one run; the head acts on ``messages`` and ``report``."""
+
+    def __init__(self, *, on_gpus: bool, timing: StallTiming = DEFAULT_STALL_TIMING) -> None:
+        self.report: StallReport | None = None
+        self.messages: list[str] = []
+        self._on_gpus = on_gpus
+        self._timing = timing
+        self._quiet: dict[int, float] = {}  # rank → since when it has been quiet
+        self._load = 0.0  # tasks per CPU of the busiest node
+        self._look_at = float("inf")
+        self._interval = timing.again_s
+        self._key: object = None  # of the newest diagnosis
+        self._since = 0.0  # when the ranks began to wait
+        self._confirmed = False  # by a second inspection
+        self._suspects: object = None  # stacks of the suspects at the newest inspection
+        self._still_since = 0.0  # since when these have been the same
+        self._repeat_at = 0.0
+        self._repeat_s = timing.repeat_s
+        self._patience: dict[str, float] = {}  # place of a suspect → longest wait for it that ended by itself
+
+    def quiet(self, rank: int, quiet_s: float | None, load: float | None, now: float) -> None:
+        """Record that a rank has been quiet for ``quiet_s``, or is active again (None)."""
+        self._load = load or 0.0
+        if quiet_s is None:
+            self._quiet.pop(rank, None)
+            if self.report is not None:
+                self._look_at = now  # the run may have resumed
+        else:
+            self._quiet.setdefault(rank, now - quiet_s)
+            self._interval = self._timing.again_s
+            self._look_at = min(self._look_at, now)
+
+    def ended(self, rank: int, now: float) -> None:
+        """Record the end of a rank, for which others may now wait."""
+        self._quiet.pop(rank, None)
+        if self._quiet:
+            self._interval = self._timing.again_s
+            self._look_at = min(self._look_at, now)
+
+    def quiet_s(self, rank: int, now: float) -> float | None:
+        """Return how long a rank has been quiet, None if it is active."""
+        since = self._quiet.get(rank)
+        return None if since is None else now - since
+
+    def due(self, now: float) -> bool:
+        """Return whether an inspection with stacks is due."""
+        return bool(self._quiet or self.report) and now >= self._look_at
+
+    def inspected(self, statuses: Sequence[RankStatus], found: Sequence[Inspection], now: float) -> None:
+        """Evaluate an inspection of all nodes."""
+        evidence = {one.rank: one for inspection in found for one in inspection.ranks}
+        self._load = max([inspection.load or 0.0 for inspection in found], default=self._load)
+        activities = {status.rank: activity(status, evidence.get(status.rank)) for status in statuses}
+        stall = diagnose(activities)
+        self._look_at = now + self._interval
+        self._interval = min(self._interval * 1.3, self._timing.longest_s)
+        if stall is None:
+            self._moves(now)
+            self._all_quiet(activities, now)
+            return
+        key = (stall.kind, stall.ranks, *(_progress(one) for one in activities.values()))
+        if key != self._key:
+            self._moves(now)
+            self._key, self._confirmed = key, False
+            waiting = [self._quiet[r] for r, one in activities.items() if one.waits and r in self._quiet]
+            self._since = min(max(waiting, default=now), now)
+            self._still_since = self._since
+            self._look_at = now + self._timing.again_s
+        else:
+            self._confirmed = True
+        stacks = [_stack(activities[rank]) for rank in stall.ranks if rank in activities]
+        if stacks != self._suspects or any(one.moved_bytes for r, one in evidence.items() if r in stall.ranks):
+            self._suspects, self._still_since = stacks, now
+        place = _place(stall, activities)
+        waited = now - self._since
+        if not self._confirmed or waited < self._wanted(stall, place, now):
+            self._interval = self._timing.again_s
+            return
+        self._say(StallReport(stall, self._since, place, picture(activities), list(evidence.values())), waited, now)
+
+    def _wanted(self, stall: Stall, place: str, now: float) -> float:
+        """Return how long ranks must have waited before the verdict is given."""
+        timing = self._timing
+        if stall.sure:
+            return timing.sure_s
+        if not stall.cpu:  # it sleeps: it would use a CPU that is scarce, too
+            return max(timing.idle_s, 2.0 * self._patience.get(place, 0.0))
+        if stall.importing:
+            wanted = timing.importing_s
+        elif now - self._still_since >= timing.busy_s - 2 * timing.again_s:
+            wanted = timing.busy_s
+        else:
+            wanted = timing.slow_s
+        # Where CPUs are scarce, the same work takes longer by the share that the rank does not get.
+        slowdown = min(max(1.0, self._load), 1.0 / stall.cpu, 4.0)
+        return max(wanted * max(1.0, slowdown), 2.0 * self._patience.get(place, 0.0))
+
+    def _say(self, report: StallReport, waited: float, now: float) -> None:
+        first = self.report is None or self.report.identity != report.identity
+        if first:
+            self._repeat_s = self._timing.repeat_s
+        elif now < self._repeat_at:
+            self.report = report
+            return
+        else:
+            self._repeat_s *= 2
+        self._repeat_at = now + self._repeat_s
+        self.report = report
+        self.messages.append(f"stalled: {report.stall.text(waited)}")
+        if first and report.stall.remedy:
+            self.messages.append(f"  → {report.stall.remedy}")
+        if first and len(report.picture) > 2:  # otherwise the sentence contains it
+            self.messages += [f"  {line}" for line in report.picture[:20]]
+
+    def _moves(self, now: float) -> None:
+        """Record that the run makes progress."""
+        if self.report is not None:
+            waited = now - self.report.since
+            place = self.report.place
+            self._patience[place] = max(waited, self._patience.get(place, 0.0))
+            self.messages.append(f"the run continues after {seconds(waited)}")
+            self.report = None
+        self._key = None
+
+    def _all_quiet(self, activities: Mapping[int, Activity], now: float) -> None:
+        """Report a run whose ranks are all quiet although none waits for another."""
+        running = [rank for rank, one in activities.items() if one.doing != "ended"]
+        if not running or any(rank not in self._quiet for rank in running):
+            return
+        since = max(self._quiet[rank] for rank in running)
+        if now - since < self._timing.all_quiet_s:
+            return
+        lines = picture(activities)
+        words = "while no rank computes, reads or writes: " + "; ".join(lines[:3])
+        stall = Stall("stall-idle", tuple(running), None, words)
+        self._key = ("idle",)
+        self._say(StallReport(stall, since, "", lines, []), now - since, now)
+
+
+def _progress(one: Activity) -> object:
+    groups = (one.evidence.collectives if one.evidence else None) or []
+    return one.status.rank, one.doing, tuple((g.name, g.enqueued, g.completed) for g in groups)
+
+
+def _stack(one: Activity) -> object:
+    evidence = one.evidence
+    if evidence is None:
+        return None
+    return evidence.stack, [(child.pid, child.stack) for child in evidence.children]
+
+
+def _place(stall: Stall, activities: Mapping[int, Activity]) -> str:
+    return ";".join(activities[rank].place for rank in stall.ranks if rank in activities)

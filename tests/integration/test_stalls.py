@@ -1,0 +1,110 @@
+"""Stalled runs of real torch with gloo: each stall is explained, and its end is noticed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import msgspec
+
+from tests.integration.launch_lab import Launch
+
+# One run with a stall after the other; the test ends each by a FIFO or a signal. The last one cannot end.
+SCRIPT = """\
+import os, signal, sys, torch
+from torch import distributed
+
+suspect = os.environ["RANK"] == "1"
+
+def wait_for(name):
+    open(name).read()
+
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        wait_for("item")
+        return index
+
+def load():
+    list(torch.utils.data.DataLoader(Items(), num_workers=1))
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def reduce():
+    distributed.all_reduce(torch.ones(2, 3))
+
+if suspect:
+    wait_for("init")
+distributed.init_process_group("gloo")
+reduce()
+for fault in (lambda: wait_for("python"), load, stop):
+    if suspect:
+        fault()
+    reduce()
+if suspect:
+    print("bad label", file=sys.stderr, flush=True)
+    distributed.broadcast(torch.ones(4), 0)
+reduce()
+"""
+
+
+def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
+    for name in ("init", "python", "item"):
+        os.mkfifo(tmp_path / name)
+    node = os.uname().nodename.partition(".")[0]
+    with Launch(tmp_path, SCRIPT, "--grace", "1s", n=3, torch=True) as run:
+        stalls = 0
+
+        def explained(*words: str) -> str:
+            nonlocal stalls
+            stalls += 1
+            text = run.wait_for("gpuboard: stalled: ", "err", times=stalls)
+            line = [line for line in text.splitlines() if "stalled: " in line][-1]
+            for word in words:
+                assert word in line, line
+            view = run.wait_view(lambda view: view.state == "stalled")
+            assert [v.text for v in view.verdicts] == [line.removeprefix("gpuboard: ")]
+            evidence = msgspec.json.decode((Path(view.folder) / f"stall-{stalls}.json").read_bytes())
+            assert [rank["rank"] for rank in evidence["ranks"]] == [0, 1, 2]
+            return line
+
+        def continued() -> None:
+            run.wait_for("the run continues after ", "err", times=stalls)
+            assert run.wait_view(lambda view: view.state == "running").verdicts == []
+
+        explained(
+            f"for rank 1 ({node}:1), which has not called init_process_group: it is at script.py:7 in wait_for; ",
+            "ranks 0,2 wait in init_process_group at script.py:27",
+        )
+        (tmp_path / "init").write_text("")
+        continued()
+        explained(
+            f"for rank 1 ({node}:1), which is at script.py:7 in wait_for; ",
+            "ranks 0,2 wait in all_reduce (collective 2) at script.py:23 in reduce",
+        )
+        (tmp_path / "python").write_text("")
+        continued()
+        explained(
+            f"for rank 1 ({node}:1), which waits for its DataLoader at script.py:17 in load, whose worker ",
+            " is at script.py:7 in wait_for; ranks 0,2 wait in all_reduce (collective 3)",
+        )
+        (tmp_path / "item").write_text("")
+        continued()
+        explained(f"for rank 1 ({node}:1), which is stopped (SIGSTOP, ctrl-Z or a debugger) at script.py:20 in stop")
+        pid = re.search(rf"to continue it: kill -CONT (\d+) on {node}", run.wait_for("kill -CONT", "err"))
+        assert pid
+        os.kill(int(pid.group(1)), signal.SIGCONT)
+        continued()
+        explained(
+            "because the ranks differ at collective 5: ranks 0,2 called all_reduce of float 2x3 at script.py:23 in "
+            f"reduce; rank 1 ({node}:1) called broadcast of float 4 at script.py:35",
+            f"most likely wrong: rank 1 ({node}:1)",
+        )
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130
+        assert [v.kind for v in run.view().verdicts] == ["stall-mismatch", "stopped"]
+        assert not list(Path("/tmp").glob(f"gpuboard-{run.view().id}-*")), "the ranks' sockets"

@@ -1,0 +1,239 @@
+"""Verdicts on runs in which nothing moves, and when they are given."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from gpuboard.launch.stalls.evidence import ChildProcess, Collective, StackFrame, Inspection, ProcessGroup, RankEvidence
+from gpuboard.launch.stalls.verdict import Stall, diagnose, picture
+from gpuboard.launch.stalls.waits import RankStatus, activity
+from gpuboard.launch.stalls.watch import StallTiming, StallWatch
+
+TORCH = "/venv/lib/python3.11/site-packages/torch/"
+REDUCE = [
+    StackFrame("all_reduce", f"{TORCH}distributed/distributed_c10d.py", 3252),
+    StackFrame("step", "/exp/train.py", 55),
+]
+INIT = [
+    StackFrame("init_process_group", f"{TORCH}distributed/distributed_c10d.py", 1700),
+    StackFrame("<module>", "/exp/train.py", 9),
+]
+LOAD = [StackFrame("load_batch", "/exp/train.py", 41), StackFrame("<module>", "/exp/train.py", 70)]
+LOADER = [
+    StackFrame("poll", "/usr/lib/python3.11/multiprocessing/connection.py", 257),
+    StackFrame("_try_get_data", f"{TORCH}utils/data/dataloader.py", 1300),
+    StackFrame("main", "/exp/train.py", 30),
+]
+WORKER = [
+    StackFrame("__getitem__", "/exp/data.py", 12),
+    StackFrame("fetch", f"{TORCH}utils/data/_utils/fetch.py", 52),
+    StackFrame("_worker_loop", f"{TORCH}utils/data/_utils/worker.py", 350),
+]
+
+
+def status(rank: int, quiet_s: float | None = 6.0, **known: object) -> RankStatus:
+    """Return a rank on gpu01 (0, 1) or gpu02 that has joined."""
+    of = {"joined": True, "quiet_s": quiet_s, **known}
+    return msgspec.convert({"rank": rank, "node": f"gpu0{rank // 2 + 1}", "index": rank % 2, **of}, RankStatus)
+
+
+def group(enqueued: int, completed: int, op: str = "all_reduce", size: int = 4, name: str = "0") -> ProcessGroup:
+    """Return a process group whose newest collective is number ``enqueued``."""
+    before = [Collective(seq, "all_reduce", [[4]], ["Float"]) for seq in range(max(1, enqueued - 3), enqueued)]
+    return ProcessGroup(name, enqueued, completed, [*before, Collective(enqueued, op, [[size]], ["Float"])])
+
+
+def seen(rank: int, stack: list[StackFrame], *groups: ProcessGroup, **facts: object) -> RankEvidence:
+    """Return the evidence of one rank."""
+    base = RankEvidence(rank, 100 + rank, "S", stack=stack, collectives=list(groups))
+    return msgspec.structs.replace(base, **facts)
+
+
+def verdict(*evidence: RankEvidence, **statuses: RankStatus) -> Stall | None:
+    """Return the diagnosis of ranks 0 to n-1."""
+    return diagnose({one.rank: activity(statuses.get(f"rank{one.rank}") or status(one.rank), one) for one in evidence})
+
+
+WAITING = seen(0, REDUCE, group(12, 11))
+
+
+def test_ranks_that_do_not_wait_for_each_other_are_no_stall() -> None:
+    assert verdict(seen(0, LOAD, group(11, 11)), seen(1, LOAD, group(11, 11))) is None
+
+
+def test_the_rank_that_all_others_wait_for_is_named_with_its_place() -> None:
+    found = verdict(WAITING, seen(1, LOAD, group(11, 11)), seen(2, REDUCE, group(12, 11)))
+    assert found is not None
+    assert (found.kind, found.ranks, found.node, found.sure) == ("stall-behind", (1,), "gpu01", False)
+    assert found.text(12.2) == (
+        "waiting 12 s for rank 1 (gpu01:1), which is at train.py:41 in load_batch; "
+        "ranks 0,2 wait in all_reduce (collective 12) at train.py:55 in step"
+    )
+
+
+def test_a_busy_rank_is_shown_with_its_use_of_the_cpu() -> None:
+    busy = seen(1, LOAD, group(11, 11), cpu=0.97, gil=True)
+    found = verdict(WAITING, busy, rank1=status(1, None))
+    assert found is not None
+    assert found.cpu == pytest.approx(0.97)
+    assert "is at train.py:41 in load_batch (97 % of a core, holding the GIL)" in found.words
+
+
+def test_a_swallowed_exception_is_quoted() -> None:
+    found = verdict(WAITING, seen(1, LOAD, group(11, 11)), rank1=status(1, last_error="ValueError: bad label"))
+    assert found is not None
+    assert "; its last line on stderr: ValueError: bad label" in found.words
+
+
+def test_a_rank_that_waits_for_its_loader_is_traced_to_the_worker() -> None:
+    children = [ChildProcess(7, "python", "S", WORKER)]
+    found = verdict(WAITING, seen(1, LOADER, group(11, 11), children=children))
+    assert found is not None
+    assert "which waits for its DataLoader at train.py:30 in main, whose worker 7 is at data.py:12" in found.words
+
+
+def test_an_absent_rank_is_named_while_the_others_initialize() -> None:
+    found = verdict(seen(0, INIT), seen(1, LOAD), rank1=status(1, joined=False))
+    assert found is not None
+    assert found.kind == "stall-absent"
+    assert "for rank 1 (gpu01:1), which has not called init_process_group: it is at train.py:41" in found.words
+
+
+def test_a_rank_that_still_imports_torch_is_waited_for_longer() -> None:
+    found = verdict(seen(0, INIT), seen(1, LOAD), rank1=status(1, joined=False, importing=True))
+    assert found is not None
+    assert found.importing
+    assert "is still importing torch" in found.words
+
+
+@pytest.mark.parametrize(("state", "words"), [("T", "is stopped (SIGSTOP"), ("D", "in uninterruptible sleep in nfs")])
+def test_a_stopped_or_blocked_rank_comes_first(state: str, words: str) -> None:
+    found = verdict(WAITING, seen(1, LOAD, group(11, 11), state=state, wchan="nfs_wait"), seen(2, LOAD, group(11, 11)))
+    assert found is not None
+    assert (found.kind, found.ranks, found.sure) == ("stall-stopped", (1,), True)
+    assert words in found.words
+
+
+def test_a_rank_that_ended_is_the_one_that_is_waited_for() -> None:
+    ended = status(1, ended=True, exit_code=0)
+    found = diagnose({0: activity(status(0), WAITING), 1: activity(ended, None)})
+    assert found is not None
+    assert found.kind == "stall-ended"
+    assert "for rank 1 (gpu01:1), which ended with exit code 0 and takes part in no further collective" in found.words
+
+
+def test_ranks_that_call_different_collectives_differ_and_the_minority_is_suspected() -> None:
+    other = seen(1, REDUCE[:0] + LOAD, group(12, 11, "broadcast"))
+    found = verdict(WAITING, other, seen(2, REDUCE, group(12, 11)))
+    assert found is not None
+    assert (found.kind, found.ranks, found.sure) == ("stall-mismatch", (1,), True)
+    assert "the ranks differ at collective 12: ranks 0,2 called all_reduce of float 4 at train.py:55" in found.words
+
+
+@pytest.mark.parametrize(("op", "suspects"), [("all_reduce", (0, 1)), ("scatter", None)])
+def test_shapes_matter_where_they_must_be_equal(op: str, suspects: tuple[int, ...] | None) -> None:
+    found = verdict(seen(0, REDUCE, group(12, 11, op)), seen(1, REDUCE, group(12, 11, op, 5)))
+    assert found is not None
+    assert (found.kind, found.ranks) == (("stall-mismatch", suspects) if suspects else ("stall-network", (0, 1)))
+
+
+def test_ranks_that_agree_are_kept_apart_by_the_network() -> None:
+    found = verdict(WAITING, seen(1, REDUCE, group(12, 11)), seen(2, REDUCE, group(12, 11)))
+    assert found is not None
+    assert found.kind == "stall-network"
+    assert "so the network between gpu01, gpu02 may not deliver" in found.words
+
+
+def test_groups_used_in_different_order_are_a_cycle() -> None:
+    first = seen(0, REDUCE, group(4, 4), group(2, 1, name="a"), group(1, 1, name="b"))
+    second = seen(1, REDUCE, group(4, 4), group(1, 1, name="a"), group(2, 1, name="b"))
+    found = verdict(first, second)
+    assert found is not None
+    assert found.words.startswith("because the ranks wait for each other: rank 0 (gpu01:0) waits in all_reduce")
+
+
+def test_without_a_flight_recorder_the_stacks_decide() -> None:
+    bare = [msgspec.structs.replace(one, collectives=None) for one in (WAITING, seen(1, LOAD))]
+    found = verdict(*bare)
+    assert found is not None
+    assert found.text(5) == (
+        "waiting 5 s for rank 1 (gpu01:1), which is at train.py:41 in load_batch; "
+        "rank 0 (gpu01:0) waits in all_reduce at train.py:55 in step"
+    )
+
+
+def test_the_picture_joins_ranks_that_do_the_same() -> None:
+    evidence = [WAITING, seen(1, LOAD, group(11, 11)), seen(2, REDUCE, group(12, 11))]
+    assert picture({one.rank: activity(status(one.rank), one) for one in evidence}) == [
+        "ranks 0,2: waits in all_reduce (collective 12) at train.py:55 in step",
+        "rank 1 (gpu01:1): idle at train.py:41 in load_batch",
+    ]
+
+
+class Run:
+    """A run of two ranks; rank 0 waits in a collective for rank 1."""
+
+    def __init__(self, suspect: RankEvidence, quiet: bool, load: float = 0.0) -> None:
+        self.watch = StallWatch(on_gpus=False, timing=StallTiming())
+        self.suspect = suspect
+        self.quiet = quiet
+        self.load = load
+        self.watch.quiet(0, 3.0, load, 3.0)
+        if quiet:
+            self.watch.quiet(1, 3.0, load, 3.0)
+
+    def follow(self, until: float, start: float = 3.0) -> float | None:
+        """Inspect whenever that is due; return the time of the first message."""
+        now = start
+        while now < until:
+            if self.watch.due(now):
+                statuses = [status(0, self.watch.quiet_s(0, now)), status(1, self.watch.quiet_s(1, now))]
+                self.watch.inspected(statuses, [Inspection([WAITING, self.suspect], self.load)], now)
+                if self.watch.messages:
+                    return now
+            now += 0.1
+        return None
+
+
+IDLE = seen(1, LOAD, group(11, 11), cpu=0.0)
+BUSY = seen(1, LOAD, group(11, 11), cpu=0.95)
+
+
+def test_an_idle_rank_is_reported_after_five_seconds_also_on_a_busy_node() -> None:
+    for load in (0.0, 8.0):
+        assert Run(IDLE, quiet=True, load=load).follow(60) == pytest.approx(5.5, abs=1)
+
+
+def test_a_busy_rank_is_reported_later_and_later_still_if_cpus_are_scarce() -> None:
+    assert Run(BUSY, quiet=False).follow(60) == pytest.approx(9.5, abs=1.1)
+    starved = msgspec.structs.replace(BUSY, cpu=0.3)
+    assert Run(starved, quiet=False, load=4.0).follow(90) == pytest.approx(31, abs=3)
+
+
+def test_a_rank_that_writes_is_given_time() -> None:
+    writing = msgspec.structs.replace(BUSY, moved_bytes=10**6)
+    assert Run(writing, quiet=False).follow(39) is None
+    assert Run(writing, quiet=False).follow(60) == pytest.approx(41, abs=2)
+
+
+def test_a_stopped_rank_is_reported_at_once() -> None:
+    assert Run(msgspec.structs.replace(IDLE, state="T"), quiet=True).follow(60) == pytest.approx(4.5, abs=0.5)
+
+
+def test_the_end_of_a_stall_is_reported_and_the_place_is_given_more_time_afterwards() -> None:
+    run = Run(IDLE, quiet=True)
+    assert run.follow(60)
+    assert run.watch.report is not None
+    run.watch.messages.clear()
+    run.watch.quiet(0, None, 0.0, 20.0)
+    assert run.watch.due(20.0)
+    statuses = [status(0, None), status(1, None)]
+    moving = [seen(0, LOAD, group(13, 13)), seen(1, LOAD, group(13, 13))]
+    run.watch.inspected(statuses, [Inspection(moving)], 20.0)
+    assert run.watch.messages == ["the run continues after 20 s"]
+    run.watch.messages.clear()
+    run.watch.quiet(1, None, 0.0, 21.0)
+    run.watch.quiet(0, 3.0, 0.0, 100.0)
+    run.watch.quiet(1, 3.0, 0.0, 100.0)
+    assert run.follow(300, start=100.0) == pytest.approx(137, abs=5), "twice as long as the wait before"
