@@ -28,6 +28,10 @@ BENCHES = {
         "From the command to the first all-reduce, 4 ranks on CPU, beside `torchrun --standalone`, alternating. "
         "Goal: a ratio of at most 0.75."
     ),
+    "watching": (
+        "What the launcher uses while a run is well: CPU of head, guard, supervisor and store per rank, pings and the "
+        "signs of activity included. Goal: at most 0.5 % of a core."
+    ),
     "feed": (
         "CPU of the feed for 100 real ssh sessions at 1 Hz, per node and poll, beside a bare asyncssh stream in the "
         "same run. Goal: at most 0.1 ms."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gpuboard.launch.stalls.evidence import ChildProcess, Collective, StackFrame, Inspection, ProcessGroup, RankEvidence
+from gpuboard.launch.stalls.evidence import ChildProcess, Collective, Inspection, ProcessGroup, RankEvidence, StackFrame
 from gpuboard.launch.stalls.verdict import Stall, diagnose, picture
 from gpuboard.launch.stalls.waits import RankStatus, activity
 from gpuboard.launch.stalls.watch import StallTiming, StallWatch

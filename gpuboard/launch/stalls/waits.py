@@ -9,9 +9,9 @@ import msgspec
 
 from gpuboard.launch.stalls.evidence import (
     Collective,
-    StackFrame,
     ProcessGroup,
     RankEvidence,
+    StackFrame,
     own_frame,
     waits_for_data,
     waits_in_collective,

@@ -32,7 +32,7 @@ class StallTiming(msgspec.Struct, frozen=True):
     slow_s: float = 40.0
     # wait for a rank that still imports torch
     importing_s: float = 60.0
-    # time after which a run is reported whose ranks are all quiet without waiting for each other: a download, an input prompt
+    # wait for ranks that are all quiet and not in a collective: a download, an input prompt
     all_quiet_s: float = 90.0
     # first interval between two messages about the same stall; doubles each time
     repeat_s: float = 30.0
