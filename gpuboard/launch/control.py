@@ -1,6 +1,6 @@
 """The control socket in a run's folder: requests of other processes to its head.
 
-One JSON line each way: ``{"op": "stop", "grace_s": …, "reason": …}`` or ``{"op": "state"}``.
+One JSON line each way: ``{"op": "stop", "grace_s": …, "reason": …}``, ``{"op": "state"}`` or ``{"op": "explain"}``.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class ControlServer:
                 client.sendall(msgspec.json.encode(self._handle(request)) + b"\n")
 
 
-def ask(folder: Path, request: ControlRequest) -> object:
+def ask(folder: Path, request: ControlRequest, timeout_s: float = 5.0) -> object:
     """Send a request to the head of the run in ``folder`` and return its reply. Raises GpuboardError."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client, _short(folder) as path:
-            client.settimeout(5.0)
+            client.settimeout(timeout_s)
             client.connect(path)
             client.sendall(msgspec.json.encode(request) + b"\n")
             reply: object = msgspec.json.decode(client.makefile("rb").readline())

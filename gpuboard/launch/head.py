@@ -9,7 +9,7 @@ import contextlib
 import queue
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -25,7 +25,9 @@ from gpuboard.launch.preflight.check import Check, check_text, grouped
 from gpuboard.launch.preflight.checks import failed, interfaces, preflight
 from gpuboard.launch.preflight.collect import PreflightCalls
 from gpuboard.launch.run_folder import FINAL, RunFolder, RunState, RunView, VerdictView, this_head
+from gpuboard.launch.stalls.evidence import Inspection
 from gpuboard.launch.stalls.inspect import Inspections
+from gpuboard.launch.stalls.verdict import Explanation, explain
 from gpuboard.launch.stalls.watch import StallReport, StallWatch
 from gpuboard.launch.supervisors import CallReply, SupervisorEvent, SupervisorLost, Supervisors
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
@@ -39,6 +41,8 @@ from gpuboard.transport.connector import Connector
 # characters of output not yet written to the user's streams, above and below which the ranks are paused and resumed
 _HOLD_ABOVE, _HOLD_BELOW = 8 * 2**20, 2**20
 
+_EXPLAIN_S = 12.0  # for the inspections of all nodes
+
 GpuReader = Callable[[Callable[[Snapshot], None]], None]
 
 
@@ -46,6 +50,12 @@ class SignalReceived(msgspec.Struct, frozen=True):
     """This process received a signal."""
 
     number: int
+
+
+class ExplainRequest(msgspec.Struct, frozen=True):
+    """Another process wants to know what the ranks are doing; the explanation goes into ``reply``."""
+
+    reply: queue.SimpleQueue[Explanation]
 
 
 class Head:
@@ -98,6 +108,7 @@ class Head:
         self._holding = False
         self._view: RunView | None = None
         self._stall_count = 0
+        self._explaining: list[ExplainRequest] = []
         self._failed_at = 0.0  # epoch seconds; 0: no failure yet
 
     # the run
@@ -231,6 +242,9 @@ class Head:
         elif isinstance(item, ControlRequest):
             reason = clean(item.reason, 200) or f"stopped by `gpuboard stop {self._plan.run}`"
             self._stop(reason, 128 + signal.SIGTERM, item.grace_s)
+        elif isinstance(item, ExplainRequest):
+            self._explaining.append(item)
+            self._inspect()
         elif isinstance(item, Snapshot):
             self._preflight_calls.snapshot = item
 
@@ -259,9 +273,8 @@ class Head:
     def _on_reply(self, item: CallReply) -> None:
         if item.op == "inspect":
             found = self._inspections.take(item)
-            if found is not None and not self._stopping():
-                now = time.monotonic()
-                self._stalls.inspected(self._watch.statuses(self._stalls.quiet_s, now), found, now)
+            if found is not None:
+                self._inspected(found, time.monotonic())
         elif item.op == "py-spy":
             pass  # the next inspection shows whether it works
         elif item.op != "go":
@@ -322,9 +335,8 @@ class Head:
         """Inspect the ranks when that is due, and report a stall or its end."""
         if not self._gate_open or self._stopping() or self._watch.finished:
             return
-        if self._stalls.due(now) and not self._inspections.running:
-            nodes = {self._watch.ranks[rank].node for rank in self._watch.running}
-            self._inspections.start(sorted(nodes - self._watch.ended_nodes), stacks=True)
+        if self._stalls.due(now):
+            self._inspect()
         for line in self._stalls.messages:
             self._print(line)
         self._stalls.messages.clear()
@@ -334,6 +346,21 @@ class Head:
             self._saved = float("-inf")
         if self._state in {"running", "stalled"}:
             self._state = "running" if report is None else "stalled"
+
+    def _inspect(self) -> None:
+        """Start an inspection of all ranks unless one is in progress."""
+        nodes = {self._watch.ranks[rank].node for rank in self._watch.running}
+        if not self._inspections.running:
+            self._inspections.start(sorted(nodes - self._watch.ended_nodes))
+
+    def _inspected(self, found: Sequence[Inspection], now: float) -> None:
+        statuses = self._watch.statuses(self._stalls.quiet_s, now)
+        if self._gate_open and not self._stopping():
+            self._stalls.inspected(statuses, found, now)
+        evidence = {one.rank: one for inspection in found for one in inspection.ranks}
+        for request in self._explaining:
+            request.reply.put(explain(statuses, evidence))
+        self._explaining.clear()
 
     def _stalled(self, report: StallReport) -> VerdictView:
         """Return the verdict on a stall; its evidence is kept in the run's folder."""
@@ -471,6 +498,13 @@ class Head:
         if request.op == "stop":
             self._inbox.put(request)
             return {"run": self._plan.run}
+        if request.op == "explain":
+            asked = ExplainRequest(queue.SimpleQueue())
+            self._inbox.put(asked)
+            try:
+                return asked.reply.get(timeout=_EXPLAIN_S)
+            except queue.Empty:
+                return {"error": f"the nodes did not respond within {_EXPLAIN_S:.0f} s"}
         return self._view if request.op == "state" else {"error": f"unknown op {request.op!r}"}
 
     def _verdicts(self) -> list[VerdictView]:

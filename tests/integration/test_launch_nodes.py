@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,14 @@ def wait_left(lab: Cluster, timeout_s: float) -> None:
     until(lambda: not left(lab), "both nodes are empty", timeout_s)
 
 
+def stalled(process: Running) -> str:
+    """Read the launch's stderr until it reports a stall; return that line."""
+    assert process.stderr is not None
+    while "stalled: " not in (line := process.stderr.readline()):
+        assert line, "the launch has ended"
+    return line
+
+
 def test_an_exception_on_one_node_ends_both_within_two_seconds(lab: Cluster) -> None:
     script = """
 import os, time
@@ -148,6 +157,37 @@ def test_a_cut_network_ends_the_run_on_both_nodes(lab: Cluster) -> None:
         assert "gpu02: connection lost: no response for 8 s" in err
         wait_left(lab, 20.0)  # the node without pings from the head ends its ranks
         lab["gpu02"].plug()
+
+
+def test_a_hung_rank_and_a_dead_network_are_explained(lab: Cluster) -> None:
+    """The stacks come from a py-spy that is sent over the connection: the nodes have none."""
+    script = """
+import os, torch
+from torch import distributed
+distributed.init_process_group("gloo")
+for step in range(3):
+    if os.environ["RANK"] == "1" and step:
+        print("up", flush=True)
+        open("fifo").read()
+    distributed.all_reduce(torch.ones(1))
+"""
+    login = lab["login1"]
+    login.run(["mkfifo", "fifo"], check=True)
+    try:
+        with launched(lab, script, "--env", "PYTHONPATH=", "--grace", "0", "--python", sys.executable) as process:
+            line = stalled(process)
+            assert "for rank 1 (gpu02:0), which is at script.py:8; rank 0 (gpu01:0) waits in all_reduce" in line
+            put(login, "fifo", "")
+            wait_up(process, 2)
+            lab["gpu01"].firewall("add rule inet t in ip saddr 10.88.0.12 drop")
+            put(login, "fifo", "")
+            line = stalled(process)
+            assert "in all_reduce (collective 3) at script.py:9: ranks 0-1 take part with equal arguments" in line
+            assert "so the network between gpu01, gpu02 may not deliver" in line
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+    finally:
+        login.run(["rm", "-f", "fifo"])
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from tests.integration.launch_lab import Launch
+from tests.waiting import until
 
 # One run with a stall after the other; the test ends each by a FIFO or a signal. The last one cannot end.
 SCRIPT = """\
@@ -52,6 +57,47 @@ reduce()
 """
 
 
+def explain(env: Mapping[str, str], *words: str, code: int = 0) -> str:
+    """Return what `gpuboard explain` prints, its errors included."""
+    command = [sys.executable, "-m", "gpuboard", "explain", *words]
+    done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done
+    return done.stdout + done.stderr
+
+
+def test_a_job_that_gpuboard_did_not_start_is_explained(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "python")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch\nfrom torch import distributed\ndistributed.init_process_group('gloo')\n"
+        "def load():\n    open('python').read()\nif os.environ['RANK'] == '1':\n    load()\n"
+        "print('up', flush=True)\ndistributed.barrier()\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    by_hand = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)], cwd=tmp_path, env={**by_hand, "RANK": str(rank)}, stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[0].stdout is not None
+        assert ranks[0].stdout.readline() == b"up\n"
+        until(lambda: "rank 0" in (shown := explain(by_hand, "--pid", str(ranks[1].pid))) and "waits in" in shown)
+        shown = explain(by_hand, "--pid", str(ranks[0].pid))
+        assert "which is at script.py:5 in load" in shown
+        assert "waits in barrier at script.py:9" in shown
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    gone = explain(by_hand, "--pid", str(ranks[0].pid), code=1)
+    assert f"cannot inspect pid {ranks[0].pid}: there is no such process" in gone
+
+
 def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
     for name in ("init", "python", "item"):
         os.mkfifo(tmp_path / name)
@@ -86,6 +132,14 @@ def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
             f"for rank 1 ({node}:1), which is at script.py:7 in wait_for; ",
             "ranks 0,2 wait in all_reduce (collective 2) at script.py:23 in reduce",
         )
+        shown = explain(run.env)
+        assert shown.splitlines()[1:4] == [
+            "  ranks 0,2: waits in all_reduce (collective 2) at script.py:23 in reduce",
+            f"  rank 1 ({node}:1): idle at script.py:7 in wait_for",
+            f"why: waiting for rank 1 ({node}:1), which is at script.py:7 in wait_for; "
+            "ranks 0,2 wait in all_reduce (collective 2) at script.py:23 in reduce",
+        ]
+        assert explain(run.env, "last", "--stacks").endswith(f"{tmp_path}/script.py:32 in <module>\n")
         (tmp_path / "python").write_text("")
         continued()
         explained(
@@ -107,4 +161,5 @@ def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
         run.signal(signal.SIGINT)
         assert run.wait() == 130
         assert [v.kind for v in run.view().verdicts] == ["stall-mismatch", "stopped"]
+        assert "the ranks differ at collective 5" in explain(run.env), "also after the end"
         assert not list(Path("/tmp").glob(f"gpuboard-{run.view().id}-*")), "the ranks' sockets"

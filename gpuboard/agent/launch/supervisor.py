@@ -261,7 +261,7 @@ class Supervisor:
             ]
         }
 
-    def _inspect(self, call: int, args: "Dict[str, Any]") -> "Any":
+    def _inspect(self, call: int, _args: "Dict[str, Any]") -> "Any":
         ranks = [(c.rank, c.pid, self._workers.server_path(c.rank)) for c in self._workers.running()]
 
         def done(result: "Dict[str, Any]") -> None:
@@ -271,7 +271,7 @@ class Supervisor:
                 item.update(cpu=round(cpu, 3), moved_bytes=moved_bytes)
             self._channel.reply(call, result)
 
-        inspection.start(self._loop, ranks, self._pyspy, bool(args["stacks"]), done)
+        inspection.start(self._loop, ranks, self._pyspy, done)
         return _LATER
 
     def _take_pyspy(self, _call: int, args: "Dict[str, Any]") -> "Any":

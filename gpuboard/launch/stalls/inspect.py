@@ -32,13 +32,13 @@ class Inspections:
         """Whether replies are awaited."""
         return bool(self._missing)
 
-    def start(self, nodes: Collection[str], *, stacks: bool) -> None:
+    def start(self, nodes: Collection[str]) -> None:
         """Inspect the ranks of ``nodes``."""
         self._missing, self._found = set(nodes), {}
         for node in nodes:
             if self._nodes[node].host is None:
                 self._send_pyspy(node)  # a path: costs nothing
-            self._supervisors.call(node, "inspect", {"stacks": stacks}, _REPLY_S, Inspection)
+            self._supervisors.call(node, "inspect", {}, _REPLY_S, Inspection)
 
     def take(self, reply: CallReply) -> list[Inspection] | None:
         """Record a reply; return all inspections when it is the last one. Nodes that failed are left out."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from gpuboard.launch.stalls.evidence import Collective
-from gpuboard.launch.stalls.waits import Activity, group_of, roots, waits_for
+from gpuboard.launch.stalls.evidence import Collective, RankEvidence
+from gpuboard.launch.stalls.waits import Activity, RankStatus, activity, group_of, roots, waits_for
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, ranges
 
@@ -19,6 +20,7 @@ StallKind = Literal[
 
 _NAMED = 3  # ranks that a sentence describes one by one
 _LITTLE = 0.01  # of a core: of an active rank whose use of the CPU is not known
+_WARNING = re.compile(r"(^|\]:)\[[IW]\d{4} |Warning\b")  # of torch's C++ code, of Python
 # Collectives whose ranks must pass tensors of equal shape and type
 _EQUAL = frozenset({"all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "barrier",
                     "reduce_scatter", "_reduce_scatter_base", "allreduce_coalesced", "all_to_all_single"})  # fmt: skip
@@ -62,6 +64,34 @@ def diagnose(activities: Mapping[int, Activity]) -> Stall | None:
         at_same = [activities[rank] for rank, blockers in sorted(waits.items()) if not blockers]
         return _mismatch(at_same, activities) or _network(at_same)
     return _cycle(waits, activities)
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """What the ranks of a job are doing at one moment. ``missing``: what could not be seen, and why."""
+
+    picture: list[str]
+    verdict: str | None
+    remedy: str
+    ranks: list[RankEvidence]
+    missing: list[str] = []
+
+
+def explain(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> Explanation:
+    """Return what every rank is doing and what blocks."""
+    activities = {status.rank: activity(status, evidence.get(status.rank)) for status in statuses}
+    stall = diagnose(activities)
+    failed = {
+        f"{one.status.node}: {clean(one.evidence.stack_error, 300)}"
+        for one in activities.values()
+        if one.evidence and one.evidence.stack_error
+    }
+    return Explanation(
+        picture(activities),
+        f"waiting {stall.words}" if stall else None,
+        stall.remedy if stall else "",
+        list(evidence.values()),
+        sorted(failed),
+    )
 
 
 def picture(activities: Mapping[int, Activity]) -> list[str]:
@@ -202,7 +232,8 @@ def _is_at(one: Activity, absent: bool) -> str:
     how = ""
     if evidence is not None and _cpu(one) and evidence.cpu is not None:
         how = f" ({round(100 * evidence.cpu)} % of a core{', holding the GIL' if evidence.gil else ''})"
-    quoted = f"; its last line on stderr: {clean(one.status.last_error, 200)}" if one.status.last_error else ""
+    last = clean(one.status.last_error, 200)
+    quoted = f"; its last line on stderr: {last}" if last and not _WARNING.search(last) else ""
     return f"{before}is{place}{how}{quoted}"
 
 

@@ -36,7 +36,7 @@ class StallTiming(msgspec.Struct, frozen=True):
     all_quiet_s: float = 90.0
     # first interval between two messages about the same stall; doubles each time
     repeat_s: float = 30.0
-    # interval of inspections without stacks for ranks on GPUs, which may use a whole CPU while they wait
+    # interval of inspections of ranks on GPUs, which may use a whole CPU while they wait
     gpu_s: float = 10.0
 
 
@@ -64,7 +64,7 @@ class StallWatch:
     def __init__(self, *, on_gpus: bool, timing: StallTiming = DEFAULT_STALL_TIMING) -> None:
         self.report: StallReport | None = None
         self.messages: list[str] = []
-        self._on_gpus = on_gpus
+        self._gpu_s = timing.gpu_s if on_gpus else float("inf")
         self._timing = timing
         self._quiet: dict[int, float] = {}  # rank → since when it has been quiet
         self._load = 0.0  # tasks per CPU of the busiest node
@@ -77,6 +77,7 @@ class StallWatch:
         self._still_since = 0.0  # since when these have been the same
         self._repeat_at = 0.0
         self._repeat_s = timing.repeat_s
+        self._next_on_gpus = self._gpu_s  # when to inspect ranks of which none is quiet
         self._patience: dict[str, float] = {}  # place of a suspect → longest wait for it that ended by itself
 
     def quiet(self, rank: int, quiet_s: float | None, load: float | None, now: float) -> None:
@@ -104,8 +105,8 @@ class StallWatch:
         return None if since is None else now - since
 
     def due(self, now: float) -> bool:
-        """Return whether an inspection with stacks is due."""
-        return bool(self._quiet or self.report) and now >= self._look_at
+        """Return whether an inspection is due."""
+        return now >= (self._look_at if self._quiet or self.report else self._next_on_gpus)
 
     def inspected(self, statuses: Sequence[RankStatus], found: Sequence[Inspection], now: float) -> None:
         """Evaluate an inspection of all nodes."""
@@ -113,6 +114,7 @@ class StallWatch:
         self._load = max([inspection.load or 0.0 for inspection in found], default=self._load)
         activities = {status.rank: activity(status, evidence.get(status.rank)) for status in statuses}
         stall = diagnose(activities)
+        self._next_on_gpus = now + self._gpu_s
         self._look_at = now + self._interval
         self._interval = min(self._interval * 1.3, self._timing.longest_s)
         if stall is None:
@@ -129,6 +131,7 @@ class StallWatch:
             self._look_at = now + self._timing.again_s
         else:
             self._confirmed = True
+            self._next_on_gpus = now + min(self._gpu_s, self._timing.again_s)
         stacks = [_stack(activities[rank]) for rank in stall.ranks if rank in activities]
         if stacks != self._suspects or any(one.moved_bytes for r, one in evidence.items() if r in stall.ranks):
             self._suspects, self._still_since = stacks, now

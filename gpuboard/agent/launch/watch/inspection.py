@@ -39,7 +39,6 @@ def start(
     loop: "Loop",
     ranks: "List[Tuple[int, int, str]]",
     pyspy: "Optional[str]",
-    stacks: bool,
     done: "Callable[[Dict[str, Any]], None]",
 ) -> None:
     """Inspect ``ranks`` (rank, pid, path of its worker server) in a new process; call ``done`` with the result once.
@@ -51,7 +50,7 @@ def start(
     pid = os.fork()
     if pid == 0:
         try:
-            _run(parent, fd_out, ranks, pyspy, stacks)
+            _run(parent, fd_out, ranks, pyspy)
         finally:
             os._exit(1)
     os.close(fd_out)
@@ -100,7 +99,7 @@ def pyspy(path: "Optional[str]", data: "Optional[str]") -> "Optional[str]":
     return "/proc/%d/fd/%d" % (os.getpid(), fd)
 
 
-def _run(parent: int, fd_out: int, ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]", stacks: bool) -> None:
+def _run(parent: int, fd_out: int, ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> None:
     """Run as the inspecting process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
@@ -112,13 +111,13 @@ def _run(parent: int, fd_out: int, ranks: "List[Tuple[int, int, str]]", pyspy: "
     limit = os.sysconf("SC_OPEN_MAX")
     os.closerange(3, fd_out)
     os.closerange(fd_out + 1, min(limit if limit > 0 else 65536, 65536))
-    data = json.dumps(inspect(ranks, pyspy, stacks)).encode("ascii")
+    data = json.dumps(inspect(ranks, pyspy)).encode("ascii")
     while data:
         data = data[os.write(fd_out, data) :]
     os._exit(0)
 
 
-def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]", stacks: bool) -> "Dict[str, Any]":
+def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dict[str, Any]":
     """Return what is found about ``ranks``: docs/launch-protocol.md, call ``inspect``."""
     processes = teardown.read_processes()
     found = []
@@ -134,18 +133,17 @@ def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]", stacks:
             "children": [{"pid": c.pid, "name": c.name, "state": c.state} for c in children[:_CHILDREN]],
         }
         found.append(item)
-        if stacks:
-            for process in [own, *children[:_CHILDREN]]:
-                if process is not None and process.state not in "ZX":
-                    spies[process.pid] = _spy(pyspy, process.pid, stopped=process.state in "tT")
+        for process in [own, *children[:_CHILDREN]]:
+            if process is not None and process.state not in "ZX":
+                spies[process.pid] = _spy(pyspy, process.pid, stopped=process.state in "tT")
     paths = {rank: path for rank, _, path in ranks}
     for item in found:
         item["collectives"] = _collectives(paths[item["rank"]])
     until = time.monotonic() + _STACK_S
     for item in found:
-        item.update(_stack(spies.get(item["pid"]), item["pid"], until) if stacks else {})
+        item.update(_stack(spies.get(item["pid"]), item["pid"], until))
         for child in item["children"]:
-            child.update(_stack(spies.get(child["pid"]), child["pid"], until) if stacks else {})
+            child.update(_stack(spies.get(child["pid"]), child["pid"], until))
     return {"ranks": found, "load": load()}
 
 
@@ -192,6 +190,7 @@ def _frames(thread: "Dict[str, Any]") -> "List[Dict[str, Any]]":
     return [
         {"function": frame["name"], "file": frame["filename"], "line": frame["line"]}
         for frame in thread["frames"][:_FRAMES]
+        if not frame["filename"].startswith(("<gpuboard>", "/dev/fd/"))  # of worker.py
     ]
 
 

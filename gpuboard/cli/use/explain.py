@@ -1,0 +1,92 @@
+"""`gpuboard explain`: what every rank of a run is doing now, and what blocks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from gpuboard.cli.context import Context
+from gpuboard.cli.options import whole
+from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.launch import run_folder
+from gpuboard.launch.control import ControlRequest, ask
+from gpuboard.launch.stalls.evidence import RankEvidence
+from gpuboard.launch.stalls.foreign import explain_process
+from gpuboard.launch.stalls.verdict import Explanation
+from gpuboard.model.text import clean
+
+NAME = "explain"
+HELP = "show what every rank is doing now and what blocks"
+
+_WAIT_S = 15.0  # for the head, which asks all nodes
+
+
+class _Report(msgspec.Struct, frozen=True):
+    schema: int
+    run: str | None
+    state: str
+    explanation: Explanation
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="the run's id, its start, or `last`; default: last")
+    parser.add_argument("--pid", type=whole(1, 2**22), metavar="PID",
+                        help="a rank of any other job: its ranks on this node are shown")  # fmt: skip
+    parser.add_argument("--stacks", action="store_true", help="print the whole stack of every rank")
+    parser.add_argument("--json", action="store_true", help="print as JSON, stacks and collectives included")
+    parser.epilog = "examples:\n  gpuboard explain\n  gpuboard explain r7kq --stacks\n  gpuboard explain --pid 4242"
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    """Inspect the ranks and print what they are doing."""
+    if args.pid is not None and args.run is not None:
+        raise UsageError("RUN and --pid cannot be combined")
+    if args.pid is not None:
+        report = _Report(1, None, "running", explain_process(args.pid))
+        title = f"the job of pid {args.pid}"
+    else:
+        view = run_folder.find_run(context.env, args.run or "last")
+        report = _Report(1, view.id, view.state, _of_run(view))
+        title = f"run {view.id}: {view.state}"
+    if args.json:
+        sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+        return 0
+    found = report.explanation
+    print(title)
+    for line in found.picture:
+        print(f"  {line}")
+    if found.verdict:
+        print(f"why: {found.verdict}")
+        if found.remedy:
+            print(f"  → {found.remedy}")
+    elif report.state not in run_folder.FINAL:
+        print("no rank waits for another one")
+    for rank in found.ranks if args.stacks else []:
+        print("\n".join(_stack(rank)))
+    for line in found.missing:
+        print(f"not seen: {line}")
+    return 0
+
+
+def _of_run(view: run_folder.RunView) -> Explanation:
+    """Return the explanation of the run's head, or that of a run that has ended."""
+    if view.state in run_folder.FINAL:
+        lines = [line for verdict in view.verdicts for line in [verdict.text, *verdict.evidence.splitlines()]]
+        return Explanation([clean(line, 600) for line in lines], None, "", [])
+    if run_folder.alive(view.head) is None:
+        raise GpuboardError(f"run {view.id} was launched on {view.head.host}; use `gpuboard explain {view.id}` there")
+    answer = ask(Path(view.folder), ControlRequest("explain"), _WAIT_S)
+    try:
+        return msgspec.convert(answer, Explanation)
+    except msgspec.ValidationError as error:
+        why = answer.get("error") if isinstance(answer, dict) else error
+        raise GpuboardError(f"run {view.id}: {why}") from error
+
+
+def _stack(rank: RankEvidence) -> list[str]:
+    lines = [f"rank {rank.rank}, pid {rank.pid}, innermost frame first:"]
+    return lines + [f"    {clean(f.file, 200)}:{f.line} in {clean(f.function, 100)}" for f in rank.stack]
