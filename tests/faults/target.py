@@ -1,107 +1,138 @@
-"""A small training loop with one fault: ``target.py FAULT``. Rank 1 has it, in step 3 if it is one of the loop."""
+"""A small training loop with one fault: ``target.py FAULT FILE``. Rank 1 has it, in step 3 if it is one of the loop.
+
+The moment of the fault (seconds since the epoch) is written to FILE.
+"""
 
 import os
 import re
+import resource
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import distributed
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 FAULT = sys.argv[1]
 RANK = int(os.environ["RANK"])
-AT_FAULT = RANK == 1
-LONG_S = 10_000.0
+SUSPECT = RANK == 1
+STEPS = 8
+AT = 3
 
 
-def hang_in_python() -> None:
-    """Sleep as long as any test runs."""
-    time.sleep(LONG_S)
+def fault_begins() -> None:
+    """Write down the moment of the fault."""
+    Path(sys.argv[2]).write_text(str(time.time()))
 
 
-def spin_with_the_gil() -> None:
-    """Use a CPU in C code without releasing the GIL."""
+def hang() -> None:
+    """Sleep longer than any measurement."""
+    time.sleep(10_000)
+
+
+def spin() -> None:
+    """Compute in C code that keeps the GIL."""
     re.match("(a+)+$", "a" * 64 + "b")
 
 
-class Slow(torch.utils.data.Dataset[torch.Tensor]):
-    """A data set whose sixth item never comes."""
+def out_of_memory() -> None:
+    """Allocate more than the process may have."""
+    resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+    torch.ones(2**40)
+
+
+def raise_error() -> None:
+    """Fail as a program does."""
+    raise ValueError("label 17 is out of range")
+
+
+# In the loop, in place of loading a batch
+LOADING: dict[str, Callable[[], object]] = {
+    "hang": hang,
+    "spin": spin,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "exit0": lambda: sys.exit(0),
+    "exit3": lambda: os._exit(3),
+    "raise": raise_error,
+    "out-of-memory": out_of_memory,
+    "slow": lambda: time.sleep(float(sys.argv[3])),
+}
+# Before init_process_group
+STARTING: dict[str, Callable[[], object]] = {
+    "hang-before-init": hang,
+    "exit0-before-init": lambda: sys.exit(0),
+    "raise-before-init": raise_error,
+}
+
+
+class Items(torch.utils.data.Dataset[torch.Tensor]):
+    """A data set with a fault in the worker that loads item AT."""
 
     def __len__(self) -> int:
-        return 8
+        return STEPS
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if AT_FAULT and index == 5:
-            hang_in_python()
+        if SUSPECT and index == AT and FAULT.startswith("loader-"):
+            fault_begins()
+            {"loader-hangs": hang, "loader-killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+             "loader-raises": raise_error}[FAULT]()  # fmt: skip
         return torch.ones(4)
 
 
-def load_batch(step: int) -> torch.Tensor:
-    """Return the batch of a step."""
-    if AT_FAULT and step == 3:
-        if FAULT == "hang":
-            hang_in_python()
-        if FAULT == "spin":
-            spin_with_the_gil()
-        if FAULT == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if FAULT == "exit0":
-            sys.exit(0)
-        if FAULT == "slow":
-            time.sleep(float(sys.argv[2]))
-    return torch.ones(4)
+def batches() -> Iterable[torch.Tensor]:
+    """Return the batches of the run."""
+    if FAULT.startswith("loader-"):
+        return torch.utils.data.DataLoader(Items(), batch_size=1, num_workers=1)
+    return (torch.ones(4) for _ in range(AT if FAULT == "uneven" and SUSPECT else STEPS))
 
 
-def step_of_training(step: int, batch: torch.Tensor) -> None:
-    """Reduce a batch over all ranks."""
-    if AT_FAULT and step == 3:
+def reduce(step: int, batch: torch.Tensor) -> None:
+    """Reduce a batch over all ranks, the suspect in its own way at step AT."""
+    if SUSPECT and step == AT:
+        if FAULT in LOADING:
+            fault_begins()
+            LOADING[FAULT]()
+        if FAULT in {"skip", "op", "shape", "dtype", "order", "swallow"}:
+            fault_begins()
         if FAULT == "skip":
-            batch = load_batch(step + 1)
-            distributed.barrier()
             return
+        if FAULT == "swallow":
+            try:
+                raise_error()
+            except ValueError as error:
+                print(error, file=sys.stderr, flush=True)
+                return
         if FAULT == "op":
             distributed.broadcast(batch, 0)
             return
+        if FAULT == "order":
+            distributed.all_reduce(torch.ones(2, 2))
         if FAULT == "shape":
             batch = torch.ones(5, 5)
         if FAULT == "dtype":
             batch = batch.double()
-        if FAULT == "swallow":
-            try:
-                raise ValueError("bad label in forward")
-            except ValueError as error:
-                print(error, file=sys.stderr, flush=True)
-                return
     distributed.all_reduce(batch)
-
-
-def batches() -> "Iterable[torch.Tensor]":
-    """Return the batches of the run."""
-    if FAULT == "loader":
-        return torch.utils.data.DataLoader(Slow(), batch_size=1, num_workers=1)
-    return (load_batch(step) for step in range(4 if FAULT == "uneven" and AT_FAULT else 8))
+    if FAULT == "order" and not (SUSPECT and step == AT):
+        distributed.all_reduce(torch.ones(2, 2))
 
 
 def main() -> None:
     """Train."""
-    if AT_FAULT:
-        if FAULT == "absent":
-            hang_in_python()
-        if FAULT == "exit0-before-init":
-            sys.exit(0)
-        if FAULT == "raise-before-init":
-            raise ValueError("no such data set")
+    if SUSPECT and FAULT in STARTING:
+        fault_begins()
+        STARTING[FAULT]()
     distributed.init_process_group("gloo")
     for step, batch in enumerate(batches()):
-        step_of_training(step, batch)
-        if RANK == 0:
-            print("step", step, flush=True)
+        reduce(step, batch)
+    if SUSPECT and FAULT == "uneven":
+        fault_begins()
+        hang()
     distributed.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    main()
