@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -17,7 +16,6 @@ from gpuboard.model.units import parse_duration, parse_whole
 T = TypeVar("T")
 
 _COUNT_MAX = 10**9 - 1  # GPUs, nodes, process ids
-_OPTION_OR_DURATION = ("-", *string.digits)  # first characters; commands and training scripts begin otherwise
 _WORDING = (  # argparse's messages, which differ between Python versions → gpuboard's
     (r"argument (\S+): expected one argument", r"\1 needs a value"),
     (r"argument (\S+): not allowed with argument (\S+)", r"\1 cannot be combined with \2"),
@@ -60,25 +58,16 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Return the arguments. Raises UsageError, also for an empty value (usually an unset shell variable)."""
-        found = self.parse_args(self._separated(words))
+        rest = [action.dest for action in self._actions if action.nargs == argparse.REMAINDER]
+        at = self._leading(words)[1] if rest else len(words)
+        found = self.parse_args(words[:at])
+        for dest in rest:  # argparse would lose words at `--`, and read `train.py` after `--wait` as the duration
+            setattr(found, dest, list(words[at:]))
         for action in self._actions:
             if getattr(found, action.dest, None) == "" and action.default != "":
                 name = "/".join(action.option_strings) or action.metavar
                 self.error(f"{name}: empty value; is a shell variable unset?")
         return found
-
-    def _separated(self, words: Sequence[str]) -> Sequence[str]:
-        """Return ``words`` with ``--`` between a ``--wait`` without a duration and a command that follows it.
-
-        Otherwise argparse reads ``train.py`` in ``launch --n 4 --wait train.py`` as the duration.
-        """
-        if not any(action.nargs == argparse.REMAINDER and not action.option_strings for action in self._actions):
-            return words
-        for position, action in self._leading(words):
-            follows = words[position + 1] if position + 1 < len(words) else ""
-            if action is not None and action.nargs == "?" and follows and not follows.startswith(_OPTION_OR_DURATION):
-                return [*words[: position + 1], "--", *words[position + 1 :]]
-        return words
 
     def value_of(self, option: str, words: Sequence[str]) -> str | None:
         """Return the value of ``option``, or None, in a command line that may be invalid elsewhere.
@@ -86,23 +75,33 @@ class Parser(argparse.ArgumentParser):
         Reading stops at the first word that may be the command to run. The value of an unknown option may be that word.
         """
         found = None
-        for position, _ in self._leading(words):
+        for position in self._leading(words)[0]:
             name, equals, value = words[position].partition("=")
             if name == option and name in self._option_string_actions:
                 follows = words[position + 1] if position + 1 < len(words) else ""
                 found = value if equals else "" if follows.startswith("-") else follows
         return found or None
 
-    def _leading(self, words: Sequence[str]) -> Iterator[tuple[int, argparse.Action | None]]:
-        """Yield position and action of each option before the command to run (None: unknown option)."""
+    def _leading(self, words: Sequence[str]) -> tuple[list[int], int]:
+        """Return the positions of the options before the command to run, and the position of its first word.
+
+        A short option that takes the remainder (``-m``, also with its value attached) is that word.
+        """
+        found = []
         position = 0
         while position < len(words) and words[position].startswith("-") and words[position] != "--":
-            action = self._option_string_actions.get(words[position])
-            yield position, action
+            word = words[position]
+            action = self._option_string_actions.get(word if word.startswith("--") else word[:2])
+            if action is not None and action.nargs == argparse.REMAINDER:
+                break
+            found.append(position)
             position += 1
             follows = words[position] if position < len(words) else ""
-            if action is not None and (action.nargs is None or (action.nargs == "?" and follows[:1].isdigit())):
+            if word not in self._option_string_actions or action is None:
+                continue
+            if action.nargs is None or (action.nargs == "?" and follows[:1].isdigit()):
                 position += 1
+        return found, min(position, len(words))
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

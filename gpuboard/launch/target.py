@@ -26,24 +26,23 @@ class Target(msgspec.Struct, frozen=True):
         return f"-m {self.name}" if self.kind == "module" else self.name
 
 
-def parse_target(words: Sequence[str], module: Sequence[str] | None) -> Target:
-    """Return the target of a command line.
+def parse_target(words: Sequence[str]) -> Target:
+    """Return the target of a command line: TARGET and ARGS, or ``-m MODULE ARGS``, ``-mMODULE``, ``-m=MODULE``.
 
-    ``words`` are TARGET and ARGS; ``module`` are the words after ``-m``, None without it. Raises UsageError for a
-    missing or invalid target.
+    Raises UsageError for a missing or invalid target.
     """
-    if module is not None:
-        if not module or not re.fullmatch(_DOTTED, module[0]):
-            raise UsageError(f"-m needs a module, like package.train{f', not {module[0]!r}' if module else ''}")
-        return Target("module", module[0], list(module[1:]))
-    words = list(words[1:] if words and words[0] == "--" else words)
-    if not words or not words[0]:
+    name, *args = (words[1:] if words[:1] == ["--"] else words) or [""]
+    if name.startswith("-m"):
+        name, *args = [name[2:].removeprefix("="), *args] if len(name) > 2 else args or [""]
+        if not re.fullmatch(_DOTTED, name):
+            raise UsageError(f"-m needs a module, like package.train{f', not {name!r}' if name else ''}")
+        return Target("module", name, args)
+    if not name:
         raise UsageError("nothing to launch; pass a script, -m package.module or package.module:function")
-    name = words[0]
     if name.startswith("-"):
         raise UsageError(f"{name} is not an option of launch; put the script's own options after its name (see --help)")
     if _FUNCTION.fullmatch(name):
-        return Target("function", name, words[1:])
+        return Target("function", name, args)
     if ":" in name and not name.endswith(".py"):
         raise UsageError(f"{name!r} is neither a script nor package.module:function")
-    return Target("script", name, words[1:])
+    return Target("script", name, args)

@@ -127,8 +127,8 @@ def test_a_filter(text: str) -> None:
 
 @given(TEXT)
 def test_a_target(text: str) -> None:
-    refused(lambda: parse_target([text], None), UsageError)
-    refused(lambda: parse_target([], [text]), UsageError)
+    refused(lambda: parse_target([text]), UsageError)
+    refused(lambda: parse_target(["-m", text]), UsageError)
 
 
 @given(st.dictionaries(st.sampled_from((*MAP, "job")), JSON, max_size=3))

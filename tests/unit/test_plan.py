@@ -36,33 +36,35 @@ def planned(rank_map: RankMap = MAP, **changes: object) -> LaunchPlan:
 
 
 @pytest.mark.parametrize(
-    ("words", "module", "target"),
+    ("words", "target"),
     [
-        (["train.py"], None, Target("script", "train.py")),
-        (["--", "train.py", "--", "-x"], None, Target("script", "train.py", ["--", "-x"])),
-        (["out/3:4.py"], None, Target("script", "out/3:4.py")),
-        (["pkg.mod:main", "1"], None, Target("function", "pkg.mod:main", ["1"])),
-        (["pkg.mod:Class.run"], None, Target("function", "pkg.mod:Class.run")),
-        ([], ["pkg.mod", "--n", "3"], Target("module", "pkg.mod", ["--n", "3"])),
+        (["train.py"], Target("script", "train.py")),
+        (["--", "train.py", "--", "-x"], Target("script", "train.py", ["--", "-x"])),
+        (["out/3:4.py"], Target("script", "out/3:4.py")),
+        (["pkg.mod:main", "1"], Target("function", "pkg.mod:main", ["1"])),
+        (["pkg.mod:Class.run"], Target("function", "pkg.mod:Class.run")),
+        (["-m", "pkg.mod", "--n", "3"], Target("module", "pkg.mod", ["--n", "3"])),
     ],
 )
-def test_a_target_has_three_forms(words: list[str], module: list[str] | None, target: Target) -> None:
-    assert parse_target(words, module) == target
+def test_a_target_has_three_forms(words: list[str], target: Target) -> None:
+    assert parse_target(words) == target
 
 
 @pytest.mark.parametrize(
-    ("words", "module", "message"),
+    ("words", "message"),
     [
-        ([], None, "nothing to launch"),
-        ([], [], "needs a module"),
-        ([], ["train.py/x"], "needs a module"),
-        (["--lr", "3"], None, "--lr is not an option of launch"),
-        (["a b:c"], None, "neither a script nor"),
+        ([], "nothing to launch"),
+        (["--"], "nothing to launch"),
+        (["-m"], "needs a module"),
+        (["-m=", "x"], "needs a module"),
+        (["-m", "train.py/x"], "needs a module"),
+        (["--lr", "3"], "--lr is not an option of launch"),
+        (["a b:c"], "neither a script nor"),
     ],
 )
-def test_invalid_targets(words: list[str], module: list[str] | None, message: str) -> None:
+def test_invalid_targets(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        parse_target(words, module)
+        parse_target(words)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,11 @@ def test_invalid_targets(words: list[str], module: list[str] | None, message: st
         ("train.py --nodes x -m y", None, Target("script", "train.py", ["--nodes", "x", "-m", "y"])),
         ("--n 2 -m pkg.train --n 3 --help", 2, Target("module", "pkg.train", ["--n", "3", "--help"])),
         ("train.py --re --gra -- --device", None, Target("script", "train.py", ["--re", "--gra", "--", "--device"])),
+        ("--n 2 -m pkg.args a -- b -- c", 2, Target("module", "pkg.args", ["a", "--", "b", "--", "c"])),
+        ("--n 2 -mpkg.args x -- y", 2, Target("module", "pkg.args", ["x", "--", "y"])),
+        ("-m=pkg.args x", None, Target("module", "pkg.args", ["x"])),
+        ("--n 2 -- -m pkg.args x", 2, Target("module", "pkg.args", ["x"])),
+        ("--n 2 train.py a -- b -- c", 2, Target("script", "train.py", ["a", "--", "b", "--", "c"])),
         ("--n 2 -- train.py -x", 2, Target("script", "train.py", ["-x"])),
     ],
 )  # fmt: skip
@@ -79,8 +86,8 @@ def test_arguments_of_the_target_are_passed_unchanged(line: str, n: int | None, 
     parser = Parser("gpuboard launch", launch.HELP)
     launch.add_arguments(parser)
     add_common(parser)
-    args = parser.parse_args(line.split())
-    assert (args.n, parse_target(args.target, args.module), args.device) == (n, target, "cuda")
+    args = parser.read(line.split())
+    assert (args.n, parse_target(args.target), args.device) == (n, target, "cuda")
 
 
 def test_each_node_gets_its_own_start_config() -> None:

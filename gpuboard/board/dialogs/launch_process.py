@@ -61,10 +61,7 @@ class LaunchForm(msgspec.Struct, frozen=True):
 
 def target_of(command: str) -> Target:
     """Return the target and arguments of a command line. Raises UsageError."""
-    words = _words(command, "the command")
-    if words[:1] == ["-m"]:
-        return parse_target([], words[1:])
-    return parse_target(words, None)
+    return parse_target(_words(command, "the command"))
 
 
 def check_command(command: str) -> str:

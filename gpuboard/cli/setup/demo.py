@@ -179,7 +179,7 @@ def _train(output: _Output, context: Context, nodes: Sequence[Node], allocation:
     plan.check_rank_map(allocation.rank_map, by_name, "the demo's lease", "cpu")
     decided = plan.launch_plan(
         allocation.rank_map,
-        target.parse_target([], [_TRAINING, *arguments]),
+        target.parse_target(["-m", _TRAINING, *arguments]),
         run=run_folder.new_run_id(),
         secret=secrets.token_hex(16),
         cwd=os.getcwd(),

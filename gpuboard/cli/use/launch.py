@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # For the board: a given run id, output to the run's folder only, and an end of the run when the board ends.
     run.add_argument("--run-id", help=argparse.SUPPRESS)
     run.add_argument("--life-line", type=whole(0, 10**6), metavar="FD", help=argparse.SUPPRESS)
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("-m", dest="target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument(
         "target", nargs=argparse.REMAINDER, metavar="TARGET [ARGS …]", help="code of the ranks: see below"
     )
@@ -110,7 +110,7 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
 
     if args.json and not args.dry_run:
         raise UsageError(f"--json prints the plan of --dry-run; for the outcome as JSON use {OPTION} FILE")
-    parsed = target.parse_target(args.target, args.module)
+    parsed = target.parse_target(args.target)
     sent = environ.sent(context.env, args.env)
     options = plan.LaunchOptions(
         device=args.device,
