@@ -51,15 +51,26 @@ def nodes_of(rank_map: RankMap, nodes: Sequence[Node]) -> dict[str, Node]:
     return found
 
 
-def cpu_rank_map(n: int, nodes: Sequence[Node], *, spread: bool, addresses: Mapping[str, str] | None = None) -> RankMap:
+def cpu_rank_map(
+    n: int,
+    nodes: Sequence[Node],
+    *,
+    spread: bool,
+    per_node: int | None = None,
+    addresses: Mapping[str, str] | None = None,
+) -> RankMap:
     """Return a map of ``n`` ranks without GPUs: on this machine (else the first node), or spread over all ``nodes``.
 
-    Spread evenly; the first nodes take one more if ``n`` is not a multiple. ``addresses``: node → address for the other
-    nodes, in place of its name. Raises UsageError for more than _RANKS_MAX.
+    Spread evenly; the first nodes take one more if ``n`` is not a multiple. ``per_node``: exactly so many on each of
+    the first nodes. ``addresses``: node → address for the other nodes, in place of its name. Raises UsageError for
+    more than _RANKS_MAX, and for too few nodes.
     """
     if n > _RANKS_MAX:
         raise UsageError(f"--n {n}: at most {_RANKS_MAX} ranks without GPUs")
-    used = list(nodes)[:n] if spread else [local_node(nodes) or nodes[0]]
+    if per_node and (n % per_node or n // per_node > len(nodes)):
+        raise UsageError(f"--n {n} ranks with --per-node {per_node} do not fit on {len(nodes)} nodes")
+    most = n // per_node if per_node else n
+    used = list(nodes)[:most] if spread or most < n else [local_node(nodes) or nodes[0]]
     chosen = [
         ChosenGpu(node.name, index, f"CPU-{index}")
         for at, node in enumerate(used)

@@ -18,6 +18,7 @@ from tests.waiting import until
 HOME = "/srv/home/alice"
 NODES = ("gpu01", "gpu02", "gpu03")
 FAKE = f"--device cpu --env PYTHONPATH={HOME}/fake"  # options of a launch: gloo, and a stand-in for torch
+ON_GPUS = f"--env PYTHONPATH={HOME}/fake"  # with the fake torch, and all preflight checks of GPUs
 _OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 
 

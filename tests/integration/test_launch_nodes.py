@@ -262,7 +262,7 @@ def test_a_lease_is_used_whole_or_in_part_and_kept(lab: Cluster) -> None:
 def test_launch_reserves_for_itself_and_releases(lab: Cluster) -> None:
     login = lab["login1"]
     look = ["gpuboard", "leases", "--json", "--nodes", "gpu0[1-2]"]
-    with launched(lab, SLEEP, gpus=("--n", "10", "--purpose", "sweep")) as process:
+    with launched(lab, SLEEP, "--device", "cuda", gpus=("--n", "10", "--purpose", "sweep")) as process:
         wait_up(process, 10)
         leases = json.loads(login.run(look, user="bob", check=True).stdout)["leases"]
         assert [(found["owner"], len(found["gpus"]), found["purpose"]) for found in leases] == [("alice", 10, "sweep")]
@@ -274,7 +274,7 @@ def test_launch_reserves_for_itself_and_releases(lab: Cluster) -> None:
 
 def test_the_lease_of_a_launch_that_is_killed_ends_with_it(lab: Cluster) -> None:
     look = ["gpuboard", "leases", "--json"]
-    with launched(lab, SLEEP, gpus=("--n", "2")) as process:
+    with launched(lab, SLEEP, "--device", "cuda", gpus=("--n", "2")) as process:
         wait_up(process, 2)
         assert len(json.loads(lab["login1"].run(look, check=True).stdout)["leases"]) == 1
         process.send_signal(signal.SIGKILL)

@@ -80,6 +80,20 @@ def test_gpus_are_read_while_nvml_starts_slowly(here: Here) -> None:
     assert "GPU 0 is not reserved; others may take it" in done.stderr
 
 
+def test_ranks_on_the_cpu_reserve_nothing(here: Here) -> None:
+    here.gpus([Gpu(utilization=90)])
+    path = here.folder / "script.py"
+    path.write_text("import os\nprint(os.environ['RANK'], os.environ.get('GPUBOARD_LEASE'))\n")
+    torch = f"PYTHONPATH={write_torch(here.folder / 'fake')}"
+    words = ["--device", "cpu", "--python", sys.executable, "--env", torch, str(path)]
+    done = here.run("launch", "--n", "2", *words)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines()) == ["0 None", "1 None"]
+    assert here.run("launch", "--gpus", f"{os.uname().nodename.partition('.')[0]}:0", *words).returncode == 4
+    done = here.run("launch", "--n", "4", "--per-node", "2", *words)
+    assert (done.returncode, done.stderr) == (2, "gpuboard: --n 4 ranks with --per-node 2 do not fit on 1 nodes\n")
+
+
 @pytest.mark.parametrize("first", ["", "os.closerange(3, 256)", "linecache.clearcache()"])
 def test_printing_a_stack_reads_no_pipe_of_the_script(tmp_path: Path, first: str) -> None:
     script = f"""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launch_lab import FAMILY, SLEEP
-from tests.integration.slurm_lab import FAKE, HOME, NODES, Lab, opened
+from tests.integration.slurm_lab import FAKE, HOME, NODES, ON_GPUS, Lab, opened
 from tests.integration.slurm_truth import configure, states, status
 from tests.slurm import SlurmCluster
 from tests.waiting import until
@@ -55,7 +55,7 @@ def test_uneven_nodes_give_all_their_gpus(lab: Lab, shape: tuple[str, ...], cgro
     first = lab.submit("sleep 600", "--gres=gpu:1", "--nodelist=gpu01")  # so that the job's indexes do not begin at 0
     until(lambda: first.state == "RUNNING")
     lab.put("script.py", WHO % "RANK LOCAL_RANK LOCAL_WORLD_SIZE CUDA_VISIBLE_DEVICES MASTER_ADDR")
-    launch = f"gpuboard launch --env PYTHONPATH={HOME}/fake script.py"
+    launch = f"gpuboard launch {ON_GPUS} script.py"
     job = lab.run(f"{launch}; scontrol show job -d $SLURM_JOB_ID", *shape, "--nodelist=gpu0[1-2]")
     assert re.findall(r"Nodes=(\S+) .*GRES=(\S+)", job.out) == [
         ("gpu01", "gpu:h100:3(IDX:1-3)"),
@@ -71,7 +71,7 @@ def test_uneven_nodes_give_all_their_gpus(lab: Lab, shape: tuple[str, ...], cgro
 def test_gpus_are_numbered_as_by_slurm(lab: Lab) -> None:
     lab.slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[2-5]")
     lab.put("script.py", WHO % "RANK CUDA_VISIBLE_DEVICES")
-    job = lab.run(f"gpuboard launch --env PYTHONPATH={HOME}/fake script.py; echo $SLURM_JOB_GPUS", "--gpus=2", "-N2")
+    job = lab.run(f"gpuboard launch {ON_GPUS} script.py; echo $SLURM_JOB_GPUS", "--gpus=2", "-N2")
     assert ranks(job.out) == ["0 0 gpu01", "1 0 gpu02"], job.err
     assert job.out.splitlines()[-1] == "0", "CUDA_VISIBLE_DEVICES of the job's other programs"
 
@@ -80,11 +80,11 @@ def test_launches_share_a_job_without_overlap(lab: Lab) -> None:
     lab.put("script.py", SLEEP)
     lab.put("quick.py", WHO % "RANK")
     script = f"""
-gpuboard launch --n 3 {FAKE} script.py &
+gpuboard launch --n 3 {ON_GPUS} script.py &
 until [ -e up ]; do sleep 0.1; done
-gpuboard launch {FAKE} quick.py; echo all $?
-gpuboard launch --n 2 {FAKE} quick.py; echo two $?
-gpuboard launch --n 1 {FAKE} quick.py; echo one $?
+gpuboard launch {ON_GPUS} quick.py; echo all $?
+gpuboard launch --n 2 {ON_GPUS} quick.py; echo two $?
+gpuboard launch --n 1 {ON_GPUS} quick.py; echo one $?
 kill %1; wait"""
     job = lab.submit(script, "--gpus=4", "--nodes=2")
     job.wait_out("up", 3)

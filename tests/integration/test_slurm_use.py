@@ -10,14 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.slurm_lab import FAKE, HOME, Lab, opened
+from tests.integration.slurm_lab import FAKE, ON_GPUS, Lab, opened
 from tests.integration.slurm_leases import all_gone, allocate, do, gpuboard, left, line_of, shell
 from tests.slurm import SlurmCluster
 from tests.waiting import read_line, until
 
 pytestmark = pytest.mark.nodes
 
-ON_GPUS = f"--env PYTHONPATH={HOME}/fake"  # with the fake torch, and all preflight checks of GPUs
 WHO = """import os
 print(" ".join(os.environ[name] for name in "RANK LOCAL_RANK CUDA_VISIBLE_DEVICES MASTER_ADDR GPUBOARD_LEASE".split()),
       os.uname().nodename, flush=True)

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
     from gpuboard.launch.output import Screen
     from gpuboard.launch.plan import LaunchPlan
     from gpuboard.launch.run_folder import RunView
-    from gpuboard.leases.ledger import Scope
+    from gpuboard.leases.ledger import Allocator, Scope
     from gpuboard.model.rankmap import RankMap
+    from gpuboard.model.request import Request
     from gpuboard.model.snapshot import Snapshot
 
 NAME = "launch"
@@ -63,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_terms(parser.add_argument_group("the lease"))
     add_slurm(parser)
     run = parser.add_argument_group("ranks")
-    run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: gloo, no GPUs; default: cuda")
+    run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: gloo, --n ranks "
+                     "without GPUs; reserves nothing, except through Slurm or with --gpus; default: cuda")  # fmt: skip
     run.add_argument("--python", metavar="PATH", help="Python interpreter of the ranks; default: that of VIRTUAL_ENV, "
                      "CONDA_PREFIX or PATH on the nodes")  # fmt: skip
     run.add_argument("--env", action="append", default=[], metavar="K[=V]", help="set variable K for the ranks, "
@@ -257,7 +260,6 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
 def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[RankMap, str]]:
     """Reserve for this process, yield the rank map, release at the end. ``--dry-run`` reserves nothing."""
     from gpuboard.keeper.holder import identify
-    from gpuboard.launch.rank_map_source import cpu_rank_map
     from gpuboard.leases.rank_map import rank_map
     from gpuboard.leases.reserve import release_own, reserve, terms_of
 
@@ -267,29 +269,44 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
     held = None
     with context.ledger(lambda: scope) as ledger:
         allocator = ledger.allocator(picks=args.gpus or (), options=job_options(args), progress=progress(context))
-        try:
-            with allocator:
-                if request is None:
-                    args.n = allocator.count()
-                    request = request_of(args)
-                if args.dry_run:
-                    choice = allocator.plan(request, args.for_s)
-                    if not choice.gpus:
-                        raise UsageError(f"--dry-run: Slurm selects the GPUs when the job starts\n{choice.why}")
-                    found = rank_map(None, choice.gpus, {node.name: node.address for node in scope.nodes})
-                else:
-                    with reserve(allocator, request, terms, wait_s=args.wait, notify=report) as allocation:
-                        found, held = allocation.rank_map, allocation.lease
-        except Refused as refused:
-            if args.device != "cpu" or refused.refusal.gpus or args.n is None:
-                raise
-            report("no GPU in scope: the ranks run on the CPU, and nothing is reserved")
-            found = cpu_rank_map(args.n, scope.nodes, spread=scope.explicit, addresses=allocator.addresses())
+        with allocator:
+            if args.device == "cpu" and request is not None and not args.gpus and ledger.rest() == scope:
+                found = _without_gpus(request, scope, allocator)
+            elif args.dry_run:
+                request = request or _whole(args, allocator)
+                choice = allocator.plan(request, args.for_s)
+                if not choice.gpus:
+                    raise UsageError(f"--dry-run: Slurm selects the GPUs when the job starts\n{choice.why}")
+                found = rank_map(None, choice.gpus, {node.name: node.address for node in scope.nodes})
+            else:
+                request = request or _whole(args, allocator)
+                with reserve(allocator, request, terms, wait_s=args.wait, notify=report) as allocation:
+                    found, held = allocation.rank_map, allocation.lease
     try:
         yield found, "the reservation"
     finally:
         if held is not None:
             release_own(context.ledger(), held, report)
+
+
+def _whole(args: argparse.Namespace, allocator: Allocator) -> Request:
+    """Return the request for all GPUs in scope."""
+    args.n = allocator.count()
+    return request_of(args)
+
+
+def _without_gpus(request: Request, scope: Scope, allocator: Allocator) -> RankMap:
+    """Return a map of ranks on the CPU. They need no reservation, except on Slurm's nodes, where a job has to start."""
+    from gpuboard.launch.rank_map_source import cpu_rank_map
+
+    assert request.n is not None
+    place = partial(cpu_rank_map, request.n, scope.nodes, spread=scope.explicit, per_node=request.per_node)
+    found = place()
+    if len(found.nodes) == 1:
+        return found
+    with contextlib.suppress(Refused):  # a node that cannot be read fails preflight, with its reason
+        allocator.count()  # waits for the readings, which have the addresses
+    return place(addresses=allocator.addresses())
 
 
 def _scope(context: Context) -> Scope:
