@@ -59,6 +59,13 @@ class Raised(msgspec.Struct, frozen=True):
     phase: str = "train"
 
 
+class Leaving(msgspec.Struct, frozen=True):
+    """The script of a rank has ended, at its end or by sys.exit(); its interpreter is still ending."""
+
+    rank: Count
+    code: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
+
+
 class Exited(msgspec.Struct, frozen=True):
     """A rank's process has ended, with an exit code or by a signal. ``joined``: it had connected to the store."""
 
@@ -97,7 +104,9 @@ class RunNotice(msgspec.Struct, frozen=True):
     text: str
 
 
-LaunchEvent = Spawned | Gate | Joined | Store | Output | Raised | Exited | NodeEnded | Stopping | Quiet | RunNotice
+LaunchEvent = (
+    Spawned | Gate | Joined | Store | Output | Raised | Leaving | Exited | NodeEnded | Stopping | Quiet | RunNotice
+)
 _TYPES: dict[str, type[LaunchEvent]] = {
     "spawned": Spawned,
     "gate": Gate,
@@ -105,6 +114,7 @@ _TYPES: dict[str, type[LaunchEvent]] = {
     "store": Store,
     "output": Output,
     "raised": Raised,
+    "leaving": Leaving,
     "exited": Exited,
     "ended": NodeEnded,
     "stopping": Stopping,

@@ -22,16 +22,37 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import ranges
 
 # Errors that a rank reports because another rank has gone: from gloo, NCCL, the store's client, sockets.
-_SECONDARY = re.compile(
+_LOST = re.compile(
     r"connection reset by peer|connection closed by peer|broken pipe|connection was likely closed|failed to recv|"
     r"socket closed|recvbytes|sendbytes|ncclremoteerror|remote process exited|connection refused|"
     r"timed out waiting for clients|store.*(shut ?down|closed)|heartbeat.*monitor",
     re.IGNORECASE,
 )
+# Data of another size than the collective expects: the receiver ends, whichever rank is wrong (gloo; DETAIL's wrapper).
+_MISMATCH = re.compile(r"data size doesn't match|op\.preamble\.length|mismatch between collectives", re.IGNORECASE)
+_SIZES = re.compile(r"op\.nbytes\. (\d+) vs (\d+)")
+# A rank that waits for another one in a collective until the process group's timeout.
+_TIMEOUT = re.compile(r"timed out waiting \d+ ?ms for|collective operation timeout|wait timeout after", re.IGNORECASE)
+_OF_TORCH = re.compile(r"gloo|nccl|c10d|tcpstore|process ?group", re.IGNORECASE)  # not an upload's lost connection
+_RACE_S = 0.2  # within which an exit and its effect on another rank may be reported in either order
 _NOTICE_LINES = 20  # of a longer notice: the end of a traceback names the error
 
 
-FailureKind = Literal["raised", "exit", "signal", "before-init", "node-lost", "node-stopped", "store-died", "stopped"]
+FailureKind = Literal[
+    "raised",
+    "exit",
+    "signal",
+    "before-init",
+    "mismatch",
+    "timeout",
+    "node-lost",
+    "node-stopped",
+    "store-died",
+    "stopped",
+]
+# What a failure is by its own account, in the order in which it explains those of other ranks: of the rank itself; a
+# mismatch of collectives; a wait for another rank; a connection lost to another rank.
+Symptom = Literal["own", "mismatch", "timeout", "lost"]
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -42,7 +63,7 @@ class Cause(msgspec.Struct, frozen=True):
     node: str | None
     text: str
     evidence: str = ""
-    secondary: bool = False  # looks like the effect of another rank's failure
+    symptom: Symptom = "own"
     at: float = 0.0
 
 
@@ -54,6 +75,7 @@ class FailureWatch:
         self.ranks = {rank: RankView(rank, node, r.local_rank, r.index) for rank, (node, r) in sorted(ranks.items())}
         self.exits: dict[int, events.Exited] = {}
         self.joined: set[int] = set()
+        self._left: dict[int, tuple[float, int]] = {}  # ranks that ended without an exception → when, exit code
         self.ended_nodes: set[str] = set()
         self.cause: Cause | None = None
         self.stop_reason: str | None = None  # set once; the head then stops every node
@@ -77,6 +99,8 @@ class FailureWatch:
             self._set(event.rank, state="gate")
         elif isinstance(event, events.Joined):
             self.joined.add(event.rank)
+        elif isinstance(event, events.Leaving):
+            self._left[event.rank] = now, event.code
         elif isinstance(event, events.Raised):
             self._on_raised(event, now)
         elif isinstance(event, events.Exited):
@@ -144,12 +168,13 @@ class FailureWatch:
                 if self.cause.evidence:
                     self.messages += [f"  {line}" for line in self.cause.evidence.splitlines()]
         if self.cause is not None and self.stop_reason is None:
-            self._stop(f"rank {self.cause.rank} failed" if self.cause.rank is not None else self.cause.text)
+            of_all = self.cause.text if self.cause.node is not None else "the run failed"
+            self._stop(of_all if self.cause.rank is None else f"rank {self.cause.rank} failed")
 
     @property
     def exiting(self) -> list[int]:
-        """The rank that failed first with an exception and is still exiting: it may finish its exit handlers."""
-        if self.cause is None or self.cause.kind != "raised" or self.cause.rank is None:
+        """The rank that failed first and is still exiting: it may finish its exit handlers."""
+        if self.cause is None or self.cause.kind not in {"raised", "exit"} or self.cause.rank is None:
             return []
         return [self.cause.rank] if self.cause.rank not in self.exits else []
 
@@ -170,8 +195,8 @@ class FailureWatch:
 
     def mark(self, rank: int, line: str) -> str:
         """Return the prefix for an output line of ``rank``: "" unless it reports a secondary failure."""
-        first = self.cause or next((c for c in self._candidates if not c.secondary), None)
-        if first is None or first.rank == rank or first.kind == "stopped" or not is_secondary(line):
+        first = self.cause or next((c for c in self._candidates if c.symptom == "own"), None)
+        if first is None or first.rank == rank or first.kind == "stopped" or symptom_of(line) != "lost":
             return ""
         return f"(caused by rank {first.rank}) " if first.rank is not None else "(secondary failure) "
 
@@ -179,6 +204,8 @@ class FailureWatch:
         """Return the run's exit code: 0 when all ranks succeeded, else that of the root cause's rank (128+n)."""
         if self.cause is None:
             return 0
+        if self.cause.kind == "exit" and self.cause.rank in self._left:
+            return self._left[self.cause.rank][1] or 1
         if self.cause.rank is None or self.cause.rank not in self.exits:
             return 1
         ended = self.exits[self.cause.rank]
@@ -196,7 +223,10 @@ class FailureWatch:
         """Return the closing lines for the user: the root cause and the ranks that failed because of it."""
         if self.cause is None or self.cause.kind == "stopped":
             return []
-        others = [r for r, e in self.exits.items() if r != self.cause.rank and (e.code or e.signal)]
+        own = {self.cause.rank}
+        if self.cause.symptom != "own":
+            own |= {c.rank for c in self._candidates if c.symptom == self.cause.symptom}
+        others = [r for r, e in self.exits.items() if r not in own and (e.code or e.signal)]
         return [f"root cause: {self.cause.text}"] + ([f"secondary failures: {rank_words(others)}"] if others else [])
 
     def statuses(self, quiet_s: Callable[[int, float], float | None], now: float) -> list[RankStatus]:
@@ -230,15 +260,68 @@ class FailureWatch:
             self.stop_reason = reason
 
     def _root_cause(self, now: float) -> Cause | None:
-        """Return the first failure that is not secondary; None while one may still arrive."""
-        primary = [c for c in self._candidates if not c.secondary]
-        first = (primary or self._candidates)[0]
+        """Return the first failure that explains the others; None while one may still arrive."""
+        own = [c for c in self._candidates if c.symptom == "own"]
+        first = (own or self._candidates)[0]
         waited = now - first.at >= self._timing.cause_wait_s
         if first.kind == "signal" and first.rank is not None and self.exits[first.rank].signal == signal.SIGTERM:
             # Slurm and a shutdown send SIGTERM to the ranks and to their supervisor, in any order.
-            ends = [c for c in primary if c.kind in {"node-stopped", "node-lost"}]
+            ends = [c for c in own if c.kind in {"node-stopped", "node-lost"}]
             return ends[0] if ends else first if self.emptied or waited else None
-        return first if primary or self.finished or waited else None
+        if own:
+            return first
+        return self._among_effects() if self.finished or waited else None
+
+    def _among_effects(self) -> Cause:
+        """Return the cause where every rank that failed blames another one, as far as it can be known."""
+        for symptom in ("mismatch", "timeout"):
+            if found := [c for c in self._candidates if c.symptom == symptom]:
+                return self._mismatch(found) if symptom == "mismatch" else self._timeout(found)
+        first = self._candidates[0]
+        of_torch = any(_OF_TORCH.search(c.text + c.evidence) for c in self._candidates)
+        left = sorted(
+            (at, rank, code)
+            for rank, (at, code) in self._left.items()
+            if code or (of_torch and rank in self.joined and at <= first.at + _RACE_S)
+        )
+        if not left:
+            return first
+        at, rank, code = left[0]
+        if code:
+            known = next((c for c in self._candidates if c.rank == rank), None)
+            text = f"{self._where(rank)} ended with exit code {code}"
+            return known or Cause("exit", rank, self.ranks[rank].node, text, at=at)
+        gone = [rank for _, rank, code in left if not code]
+        others = rank_words([c.rank for c in self._candidates if c.rank is not None])
+        who, them = (self._where(rank), "it") if len(gone) == 1 else (rank_words(gone), "them")
+        text = f"{who} ended with exit code 0 in the middle of training; {others} lost the connection to {them}"
+        only = rank if len(gone) == 1 else None
+        return Cause("exit", only, None if only is None else self.ranks[only].node, text, first.text, at=at)
+
+    def _mismatch(self, found: list[Cause]) -> Cause:
+        """The rank that receives too much data fails: with two ranks or many, that is not always the one at fault."""
+        who = rank_words(list(self.ranks)).replace("-", " and ") if len(self.ranks) == 2 else "the ranks"
+        sizes = _SIZES.search(found[0].evidence) or _SIZES.search(found[0].text)
+        got = f"received {sizes[1]} bytes and expected {sizes[2]}" if sizes else "received data of another size"
+        where = ", ".join(self._where(c.rank) for c in found if c.rank is not None)
+        text = (
+            f"{who} called different collectives, or one with different shapes or dtypes: {where} {got}"
+            f"{'' if len(self.ranks) == 2 else '; which rank is wrong cannot be told from this'}"
+        )
+        return Cause("mismatch", None, None, text, found[0].text, symptom="mismatch", at=found[0].at)
+
+    def _timeout(self, found: list[Cause]) -> Cause:
+        """A rank whose wait ends by a timeout is not at fault."""
+        ranks = sorted({c.rank for c in found if c.rank is not None})
+        absent = sorted(self.ranks.keys() - self.joined - self.exits.keys())
+        if absent:
+            what = f"{rank_words(absent)} had not connected to the process group"
+        elif len(ranks) == len(self.ranks):
+            what = "they called different collectives, or cannot reach each other"
+        else:
+            what = "another rank was late, absent, or called a different collective"
+        text = f"{rank_words(ranks)} waited in a collective until its timeout: {what}"
+        return Cause("timeout", None, None, text, found[0].text, symptom="timeout", at=found[0].at)
 
     def _on_raised(self, event: events.Raised, now: float) -> None:
         self._raised[event.rank] = event
@@ -251,15 +334,16 @@ class FailureWatch:
         phase = {"import": " before init_process_group", "init": " in init_process_group"}.get(event.phase, "")
         what = clean(event.type) + (f": {message}" if message else "")
         text = f"{self._where(event.rank)} failed{phase}: {what}{place}"
-        secondary = is_secondary(f"{event.type}: {event.message}")
-        self._candidates.append(
-            Cause("raised", event.rank, self.ranks[event.rank].node, text, secondary=secondary, at=now)
-        )
+        symptom = symptom_of(f"{event.type}: {event.message}")
+        self._candidates.append(Cause("raised", event.rank, self.ranks[event.rank].node, text, symptom=symptom, at=now))
 
     def _on_exited(self, event: events.Exited, now: float) -> None:
         self.exits[event.rank] = event
         if event.joined:
             self.joined.add(event.rank)
+        alone = not self._candidates and not self._left.keys() - {event.rank}
+        if event.code is not None and event.rank not in self._raised:
+            self._left.setdefault(event.rank, (now, event.code))
         succeeded = event.code == 0 and event.rank not in self._raised
         killed = event.signal is not None and self.stop_reason is not None and event.rank not in self._raised
         self._set(event.rank, state="done" if succeeded else "killed" if killed else "failed")
@@ -274,9 +358,11 @@ class FailureWatch:
             how = f"ended with exit code {event.code}"
         kind: FailureKind = "signal" if event.signal is not None else "exit"
         node = self.ranks[event.rank].node
-        secondary = is_secondary(error) and event.oom is None and event.signal in (None, signal.SIGABRT)
+        # Libraries abort after such an error. A code is the script's own decision, whatever it printed before.
+        by_text = event.signal == signal.SIGABRT or (event.code is not None and not alone)
+        symptom = symptom_of(error) if by_text and event.oom is None else "own"
         self._candidates.append(
-            Cause(kind, event.rank, node, f"{self._where(event.rank)} {how}", evidence, secondary=secondary, at=now)
+            Cause(kind, event.rank, node, f"{self._where(event.rank)} {how}", evidence, symptom=symptom, at=now)
         )
 
     def _on_store(self, event: events.Store, node: str, now: float) -> None:
@@ -304,9 +390,13 @@ class FailureWatch:
             self._candidates.append(Cause("before-init", gone[0], self.ranks[gone[0]].node, text, at=now))
 
 
-def is_secondary(line: str) -> bool:
-    """Return whether ``line`` is an error that follows from the end of another rank."""
-    return bool(_SECONDARY.search(line))
+def symptom_of(text: str) -> Symptom:
+    """Return what an error is by its text."""
+    if _MISMATCH.search(text):
+        return "mismatch"
+    if _TIMEOUT.search(text):
+        return "timeout"
+    return "lost" if _LOST.search(text) else "own"
 
 
 def signal_name(number: int) -> str:

@@ -376,3 +376,40 @@ dist.all_reduce(torch.ones(1))
         assert run.wait() == 1
         assert re.match(r"gpuboard: rank 1 \(\S+:1\) failed: KeyError: 'lost' at \S+/script.py:6", run.text["err"])
         assert not re.search(r"rank 0 \S+ failed", run.text["err"])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("step", "words", "code"),
+    [
+        (
+            "print('Connection reset by peer', file=sys.stderr); sys.exit(9)",
+            r"rank 1 \(\S+:1\) ended with exit code 9",
+            9,
+        ),
+        (
+            "sys.exit(0)",
+            r"rank 1 \(\S+:1\) ended with exit code 0 in the middle of training; rank 0 lost the connection to it",
+            1,
+        ),
+        (
+            "dist.all_reduce(torch.ones(1000, dtype=torch.float64))",
+            r"ranks 0 and 1 called different collectives, or one with different shapes or dtypes: rank 0 \(\S+:0\) "
+            "received 2000 bytes and expected 1000",
+            1,
+        ),
+    ],
+)
+def test_the_rank_that_notices_a_failure_first_is_not_blamed(tmp_path: Path, step: str, words: str, code: int) -> None:
+    script = f"""
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1:
+    {step}
+dist.all_reduce(torch.ones(1000))
+dist.barrier()
+"""
+    with Launch(tmp_path, script, torch=True) as run:
+        assert run.wait() == code
+        assert re.search(rf"^gpuboard: {words}$", run.text["err"], re.MULTILINE), run.text["err"]

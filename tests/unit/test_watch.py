@@ -105,6 +105,77 @@ def test_a_secondary_failure_alone_is_the_cause() -> None:
     assert failed.messages[0].startswith("rank 2 (gpu02:7) failed: RuntimeError: [gloo] Connection closed by peer")
 
 
+def lost(rank: int) -> Raised:
+    """Return the exception of a rank whose peer has gone."""
+    return Raised(rank, "RuntimeError", "[gloo] Connection closed by peer [10.0.0.1]:1234")
+
+
+def later(target: FailureWatch, *happened: LaunchEvent) -> FailureWatch:
+    """Process events and evaluate them when no other failure can arrive any more."""
+    feed(target, *happened).tick(10.0 + DEFAULT_TIMING.cause_wait_s)
+    return target
+
+
+def test_an_exit_code_is_no_effect_of_another_rank_because_of_its_last_line() -> None:
+    first = watch()
+    first.note_output(1, "", "ConnectionError: Connection reset by peer")
+    feed(first, Exited(1, code=9))
+    assert (first.messages[0], first.exit_code()) == ("rank 1 (gpu01:3) ended with exit code 9", 9), "at once"
+    raced = watch()
+    raced.note_output(1, "", "ConnectionError: Connection reset by peer")
+    later(raced, lost(0), Exited(1, code=9), lost(2))
+    assert (raced.messages[0], raced.exit_code()) == ("rank 1 (gpu01:3) ended with exit code 9", 9)
+    assert raced.summary()[0] == "root cause: rank 1 (gpu01:3) ended with exit code 9"
+    slow = later(watch(), events.Leaving(1, 9), lost(0), lost(2))  # its interpreter still ends
+    feed(slow, Exited(1, code=9), at=12.0)
+    assert (slow.messages[0], slow.exit_code()) == ("rank 1 (gpu01:3) ended with exit code 9", 9)
+
+
+def test_a_rank_that_ends_with_0_while_others_lose_their_connection_to_it_is_the_cause() -> None:
+    joined = [Joined(rank) for rank in range(3)]
+    failed = later(watch(), *joined, events.Leaving(1), lost(2), lost(0))
+    assert failed.messages[0] == (
+        "rank 1 (gpu01:3) ended with exit code 0 in the middle of training; ranks 0,2 lost the connection to it"
+    )
+    assert (failed.cause and failed.cause.rank, failed.exit_code()) == (1, 1)
+    uploads = Raised(0, "ConnectionResetError", "[Errno 104] Connection reset by peer", "/exp/save.py", 9)
+    alone = later(watch(), *joined, Exited(1, code=0), Exited(2, code=0), uploads)
+    assert alone.messages[0].startswith("rank 0 (gpu01:0) failed: ConnectionResetError"), "not from torch"
+    after = watch()
+    feed(after, *joined, lost(2))
+    feed(after, Exited(1, code=0), at=10.5).tick(11.0)
+    assert after.messages[0].startswith("rank 2 (gpu02:7) failed"), "rank 1 ended well, and later"
+
+
+SIZES = "what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 2000 vs 1000. Received data size …"
+
+
+def test_the_receiver_of_a_mismatch_is_not_blamed() -> None:
+    failed = watch()
+    failed.note_output(0, "", SIZES)
+    later(failed, Exited(0, signal=6), lost(1), lost(2))
+    assert failed.messages == [
+        "the ranks called different collectives, or one with different shapes or dtypes: rank 0 (gpu01:0) received "
+        "2000 bytes and expected 1000; which rank is wrong cannot be told from this",
+        "  rank 0 (gpu01:0) was killed by SIGABRT",
+    ]
+    assert (failed.cause and failed.cause.rank, failed.exit_code(), failed.stop_reason) == (None, 1, "the run failed")
+
+
+def test_a_rank_that_waited_until_the_timeout_is_not_blamed() -> None:
+    joined = [Joined(rank) for rank in range(3)]
+    waits = [Raised(n, "RuntimeError", "[gloo] Timed out waiting 20000ms for recv operation") for n in range(3)]
+    some = later(watch(), *joined, waits[0], lost(2))
+    assert some.messages[0] == (
+        "rank 0 waited in a collective until its timeout: another rank was late, absent, or called a different "
+        "collective"
+    )
+    all_of_them = later(watch(), *joined, *waits)
+    assert all_of_them.messages[0].endswith(": they called different collectives, or cannot reach each other")
+    absent = later(watch(), Joined(0), Joined(2), waits[0])
+    assert absent.messages[0].endswith(": rank 1 had not connected to the process group")
+
+
 def test_secondary_failures_in_the_output_of_others_are_marked() -> None:
     failed = feed(watch(), BOOM)
     assert failed.mark(2, "RuntimeError: Connection reset by peer") == "(caused by rank 1) "

@@ -53,12 +53,15 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
             _run_module(namespace, config["name"], config["args"])
         else:
             _run_function(namespace, config)
-    except SystemExit:
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        channel.send({"t": "leaving", "code": code & 255})
         raise
     except BaseException as error:
         _report(channel, error, bool(state["joined"]))
         _hide_our_frames()
         raise
+    channel.send({"t": "leaving", "code": 0})  # before torch closes its connections, which other ranks may notice first
 
 
 def _wait_for_gloo() -> None:

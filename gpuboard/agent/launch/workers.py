@@ -181,8 +181,8 @@ class WorkerGroup:
             elif kind == "joined":
                 child.joined = True
                 self._emit("joined", {"rank": child.rank})
-            elif kind == "raised":
-                self._emit("raised", dict(message, rank=child.rank))
+            elif kind in ("raised", "leaving"):
+                self._emit(kind, dict(message, rank=child.rank))
         if closed:
             self._loop.unwatch(child.link.fileno())
         return closed
