@@ -99,6 +99,7 @@ class Head:
         self._stop_code: int | None = None  # exit code of a run that the user stops
         self._stop_at: float | None = None  # when the ranks were sent SIGTERM, monotonic
         self._grace_s = plan.options.grace_s
+        self._terminated_at: float | None = None  # when the first SIGTERM was forwarded, monotonic
         self._countdown = -1  # seconds shown last
         self._sweeping: set[str] = set()  # lost nodes on which a second supervisor ends what is left
         self._spared: list[int] = []  # ranks that get SIGTERM ``exit_wait_s`` later than the others
@@ -318,6 +319,9 @@ class Head:
             self._succeeded = True  # the store on node rank 0 may end; the ranks' helpers have their grace
             options = self._plan.options
             self._supervisors.call_all("stop", {"grace_s": options.helper_grace_s, "reason": "all ranks ended"})
+        if self._terminated_at is not None and not self._stopping() and self._grace_left(now) == 0.0:
+            self._stop("the ranks have not ended after SIGTERM", 128 + signal.SIGTERM, 0.0)
+            self._stop_if_needed(now)
         if self._stop_at is not None:
             self._count_down(self._read_until)
         if now - self._pinged >= self._timing.ping_s:
@@ -400,6 +404,7 @@ class Head:
     def _begin_stop(self, now: float) -> None:
         if self._watch.cause is not None and self._watch.cause.kind == "node-lost":
             self._grace_s = min(self._grace_s, self._timing.lost_node_grace_s)
+        self._grace_s = self._grace_left(now)
         self._stop_at = now
         self._countdown = -1
         reason = self._watch.stop_reason or ""
@@ -409,6 +414,12 @@ class Head:
         stopped = [rank for rank in self._watch.running if rank not in self._spared]
         if stopped:
             self._print(f"{reason}; stopping {rank_words(stopped)}: {how}")
+
+    def _grace_left(self, now: float) -> float:
+        """Return the time until SIGKILL; it counts from the first SIGTERM that was forwarded."""
+        if self._terminated_at is None:
+            return self._grace_s
+        return max(0.0, self._terminated_at + self._grace_s - now)
 
     def _count_down(self, now: float) -> None:
         assert self._stop_at is not None
@@ -489,7 +500,11 @@ class Head:
             if number == signal.SIGTERM:
                 self._stop("SIGTERM", 128 + number, None)
         else:
-            self._print(f"forwarding {signal_name(number)} to {rank_words(self._watch.running)}")
+            kill = ""
+            if number == signal.SIGTERM:
+                self._terminated_at = self._terminated_at or now
+                kill = "" if self._stopping() else f"; SIGKILL in {self._grace_left(now):.0f} s"
+            self._print(f"forwarding {signal_name(number)} to {rank_words(self._watch.running)}{kill}")
             self._watch.note_forwarded(number)
             self._supervisors.call_all("signal", {"signal": number, "ranks": None})
 

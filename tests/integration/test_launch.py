@@ -184,6 +184,26 @@ while True:
         assert run.wait() == 0, "ranks that end well on SIGTERM have saved what they wanted"
 
 
+def test_sigterm_ends_ranks_that_handle_it_and_run_on(tmp_path: Path) -> None:
+    script = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: print("got it", flush=True))
+print("up", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+    with Launch(tmp_path, script, "--grace", "3s") as run:
+        run.wait_for("up", times=2)
+        took = Stopwatch()
+        for times in (2, 4):
+            run.signal(signal.SIGTERM)
+            run.wait_for("got it", times=times)
+        assert run.wait() == 143
+        assert took.stop() <= 6.0
+        assert "forwarding SIGTERM to ranks 0-1; SIGKILL in 3 s" in run.text["err"]
+        assert (run.carriers(), run.view().state) == ([], "stopped")
+
+
 def test_stop_runs_and_logs_from_another_terminal(tmp_path: Path) -> None:
     with Launch(tmp_path, SLEEP) as run:
         run.wait_for("up", times=2)
