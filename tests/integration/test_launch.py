@@ -433,3 +433,27 @@ dist.barrier()
     with Launch(tmp_path, script, torch=True) as run:
         assert run.wait() == code
         assert re.search(rf"^gpuboard: {words}$", run.text["err"], re.MULTILINE), run.text["err"]
+
+
+@pytest.mark.torch
+def test_a_script_may_set_another_address_of_the_same_machine(tmp_path: Path) -> None:
+    script = """
+import datetime, os, sys, torch.distributed as dist
+os.environ["MASTER_ADDR"] = "127.0.1.1"
+dist.init_process_group("gloo")
+print("joined", dist.get_world_size(), flush=True)
+dist.destroy_process_group()
+try:  # TCPStore connects for the whole timeout
+    timeout = datetime.timedelta(seconds=1)
+    dist.init_process_group("gloo", "tcp://127.0.0.1:9", rank=int(os.environ["RANK"]), world_size=2, timeout=timeout)
+except dist.DistError:
+    sys.exit(3)
+"""
+    with Launch(tmp_path, script, torch=True) as run:
+        assert run.wait() == 3
+        assert run.text["out"].count("joined 2") == 2
+        assert re.search(
+            r"^\[rank 1 .*gpuboard: the script connects to 127.0.0.1:9, but the store of this run is at 127.0.0.1:\d+;",
+            run.text["err"],
+            re.MULTILINE,
+        )

@@ -12,6 +12,7 @@ import importlib.machinery
 import io
 import linecache
 import os
+import socket
 import sys
 import sysconfig
 import time
@@ -32,7 +33,7 @@ _RENDEZVOUS = ("init_process_group", "rendezvous", "_create_c10d_store")
 
 def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[str, Any]") -> None:
     """Run one rank. ``namespace`` is that of ``__main__``; exceptions of the target propagate as under python."""
-    state = {"phase": "import", "joined": False}
+    state: "Dict[str, Any]" = {"joined": False}
     # linecache must not open the file name of the outermost frame, should the script close all descriptors (start.py).
     linecache.cache[sys.argv[0]] = (0, None, [], sys.argv[0])
     channel.follow_forks()
@@ -47,6 +48,7 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
         gc.enable()
         channel.send({"t": "gate", "import_s": round(time.monotonic() - started, 3), "torch": str(torch.__version__)})
         _pass_gate(channel, config)
+        state["store"] = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if config["kind"] == "script":
             _run_script(namespace, config["name"], config["args"])
         elif config["kind"] == "module":
@@ -121,6 +123,12 @@ def _watch_store(channel: "WorkerChannel", state: "Dict[str, Any]") -> None:
         return
 
     def connect(*args: "Any", **kwargs: "Any") -> "Any":
+        if kwargs.get("is_master") or args[3:4] == (True,):
+            pass  # the script hosts a store of its own
+        elif len(args) > 1:
+            args = (_store_host(state["store"], args[0], args[1]), *args[1:])
+        elif "host_name" in kwargs:
+            kwargs["host_name"] = _store_host(state["store"], kwargs["host_name"], kwargs["port"])
         store = real(*args, **kwargs)
         if not state["joined"]:
             state["joined"] = True
@@ -131,7 +139,7 @@ def _watch_store(channel: "WorkerChannel", state: "Dict[str, Any]") -> None:
 
 
 def _start_worker_server(path: str) -> None:
-    """Serve torch's flight recorder and stacks on a private socket, for the supervisor (since torch 2.5)."""
+    """Serve torch's flight recorder on a private socket, for the supervisor (since torch 2.5)."""
     try:
         from torch._C._distributed_c10d import _WorkerServer
     except ImportError:
@@ -149,6 +157,34 @@ def _start_worker_server(path: str) -> None:
         os.close(null)
     # Never destroyed: the destructor writes to stderr, and in a forked child it would wait for a missing thread.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+
+
+def _store_host(store: "Tuple[str, int]", host: str, port: int) -> str:
+    """Return the host to connect to: the store listens on one address, and a script may set MASTER_ADDR to another one
+    of the same machine (its own, Debian's 127.0.1.1). TCPStore retries for 30 minutes where nothing listens."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        same = {info[4][0] for info in socket.getaddrinfo(store[0], port, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        found, same = set(), {store[0]}
+    if port == store[1] and (
+        found & same or (_is_local(store[0]) and any(_is_local(str(address)) for address in found))
+    ):
+        return store[0]
+    text = "gpuboard: the script connects to %s:%s, but the store of this run is at %s:%d; leave MASTER_ADDR and "
+    text += "MASTER_PORT as they are, and call init_process_group without init_method\n"
+    sys.stderr.write(text % (host, port, *store))
+    return host
+
+
+def _is_local(address: str) -> bool:
+    """Return whether an address is one of this machine: only those can be bound."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as bound:
+        try:
+            bound.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _reset_namespace(namespace: "Dict[str, Any]") -> None:
