@@ -59,6 +59,17 @@ class SlurmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     silence: str = "3m"  # a job ends itself after this time without a heartbeat from its owner's keeper
 
 
+class RunsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section ``[runs]``: which ended launches are kept, with their logs."""
+
+    max_age: str = "90d"
+    max_size: str = "10GiB"  # of all together; the oldest are deleted first
+
+    def limits(self) -> tuple[float, int]:
+        """Return both in seconds and bytes."""
+        return parse_duration(self.max_age), parse_size(self.max_size)
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings. Names are the keys of the TOML files; the environment variable GPUBOARD_<NAME> sets one."""
 
@@ -80,6 +91,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: str = "asyncssh"  # how other machines are reached: "asyncssh", "openssh", "paramiko"
     slurm: SlurmSettings = SlurmSettings()
     state: StateSettings = StateSettings()
+    runs: RunsSettings = RunsSettings()
     users: dict[str, str] = {}  # a node's name of a user -> the name to show
     theme: str = "auto"  # of the board; "auto": the last one chosen, else one that suits the terminal
     glyphs: str = "auto"  # "auto": Unicode where the locale is UTF-8, else ASCII
@@ -99,17 +111,22 @@ class Configuration(msgspec.Struct, frozen=True):
     origins: dict[str, str]
 
 
-_SECTIONS: dict[str, type[msgspec.Struct]] = {"state": StateSettings, "slurm": SlurmSettings}
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "state": StateSettings,
+    "slurm": SlurmSettings,
+    "runs": RunsSettings,
+}
 _BY_HAND = ("environment", "command line")  # origins that are not files
 _DURATIONS = (
     "interval", "connect_timeout", "max_lease", "state.stale_min", "state.idle_after", "slurm.interval", "slurm.time",
-    "slurm.patience", "slurm.silence",
+    "slurm.patience", "slurm.silence", "runs.max_age",
 )  # fmt: skip
 _SPANS = {  # for those that load nodes or Slurm, or that exceed what poll() accepts
     "interval": ("0.2s", "1d"),
     "connect_timeout": ("0.1s", "1h"),
     "slurm.interval": ("1s", "1d"),
     "slurm.patience": ("0.1s", "1d"),
+    "runs.max_age": ("1s", "36500d"),
 }
 _DEPTH_MAX = 16
 _QUOTED = re.compile(  # strings, closed or not, and comments
@@ -120,7 +137,7 @@ _QUOTED = re.compile(  # strings, closed or not, and comments
 _LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_DEPTH_MAX}}}")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # except blanks and line ends
 _ANY = ("0.001s", "366d")
-_SIZES = ("slurm.mem_per_gpu",)
+_SIZES = ("slurm.mem_per_gpu", "runs.max_size")
 _RANGES = {
     "max_connections": (1, 4096),
     "state.busy_utilization": (1, 101),  # 101: utilization alone never makes a GPU busy
@@ -269,7 +286,7 @@ def _check(values: dict[str, Any], origin: str) -> None:
             if not parse_duration(least) <= seconds <= parse_duration(most):
                 raise ConfigError(f"{origin}: {key} = {quoted(found[key])} is not between {least} and {most}")
     for key in _SIZES:
-        if found.get(key):
+        if found.get(key) or (key in found and key != "slurm.mem_per_gpu"):
             try:
                 parse_size(found[key])
             except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,8 +27,10 @@ def outcome_of(command: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def recorded(outcome: dict[str, Any], file: str | None) -> Iterator[None]:
+def recorded(outcome: dict[str, Any], file: str | None, *, printed: bool = False) -> Iterator[None]:
     """Complete ``outcome`` (keys ``exit_code``, ``error``) from how the block ends, and write it to ``file``.
+
+    ``printed``: print it on stdout, too.
 
     A file that cannot be written is reported and leaves the command's exit code unchanged.
     """
@@ -43,6 +46,8 @@ def recorded(outcome: dict[str, Any], file: str | None) -> Iterator[None]:
         outcome |= {"exit_code": 1, "error": lines(f"{type(error).__name__}: {error}")}
         raise
     finally:
+        if printed:
+            sys.stdout.write(msgspec.json.encode(outcome).decode() + "\n")
         if file:
             try:
                 with open(file, "wb", opener=_opener) as stream:

@@ -120,9 +120,10 @@ class Screen:
         self._streams: dict[Stream, TextIO] = {"out": out, "err": err}
         self._terminals = {name: stream.isatty() for name, stream in self._streams.items()}
         self._clock = clock
-        # One writer keeps the order when both are terminals. Otherwise two: a full pipe must not delay our messages.
+        # One writer keeps the order when both are terminals or one stream. Otherwise two: a full pipe must not delay
+        # our messages.
         first = Writer()
-        self._writers = {"out": first, "err": first if all(self._terminals.values()) else Writer()}
+        self._writers = {"out": first, "err": first if out is err or all(self._terminals.values()) else Writer()}
         self._live: tuple[Stream, str] | None = None  # stream and line
         self._drawn_at = float("-inf")
         self._pinned = False

@@ -1,7 +1,7 @@
 """The folders of runs: their files, how to find a run, and whether its head still runs.
 
 ``<state>/runs/<run>/``: plan.json, rank_map.json, state.json, rank-<R>.out, rank-<R>.err, head.log, control.sock.
-No code deletes a run.
+Old ones are deleted by ``prune``, which every launch calls.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -141,6 +143,28 @@ class RunFolder:
         """Append to head.log; errors are ignored: the user has seen these lines, and a full disk must not end a run."""
         with contextlib.suppress(OSError), (self.path / "head.log").open("a", encoding="utf-8") as file:
             file.writelines(lines)
+
+
+def prune(env: Mapping[str, str], max_age_s: float, max_size: int) -> None:
+    """Delete runs that ended more than ``max_age_s`` ago, then the oldest until all have at most ``max_size`` bytes.
+
+    Never a run that may still be in progress. Errors are ignored: the next launch tries again.
+    """
+    ended: list[tuple[float, int, Path]] = []
+    total = 0
+    with contextlib.suppress(OSError):
+        for folder in [Path(entry) for entry in os.scandir(runs_dir(env)) if entry.is_dir(follow_symlinks=False)]:
+            with contextlib.suppress(OSError):
+                size = sum(file.stat(follow_symlinks=False).st_size for file in os.scandir(folder))
+                total += size
+                view = _read(folder)
+                readable = view is not None and not any(verdict.kind == "unreadable" for verdict in view.verdicts)
+                if view is not None and readable and view.state in FINAL:
+                    ended.append(((folder / "state.json").stat().st_mtime, size, folder))
+    for at, size, folder in sorted(ended):
+        if time.time() - at > max_age_s or total > max_size:
+            shutil.rmtree(folder, ignore_errors=True)
+            total -= size
 
 
 def read_runs(env: Mapping[str, str]) -> list[RunView]:

@@ -75,8 +75,11 @@ step()
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 11)", 139), ("os.abort()", 134)])
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, end: str, code: int) -> None:
     script = f"import os, sys, time\nif os.environ['RANK'] == '0': {end}\ntime.sleep(600)\n"
-    with Launch(tmp_path, script, "--status-file", "status.json") as run:
+    script = f"print('on stdout', flush=True)\n{script}"
+    with Launch(tmp_path, script, "--status-file", "status.json", "--json") as run:
         assert run.wait() == code
+        assert run.text["out"] == (tmp_path / "status.json").read_text(), "nothing else is on stdout"
+        assert run.text["err"].count("] on stdout") >= 1
         status = json.loads((tmp_path / "status.json").read_bytes())
         assert (status["exit_code"], status["run"]["state"], status["error"]) == (code, "failed", None)
 
@@ -335,7 +338,6 @@ def test_a_port_in_use_is_refused_and_its_holder_named(tmp_path: Path) -> None:
         (["--n", "2"], "--rank-map cannot be combined with"),
         (["--rank-map", "none.json"], "cannot read the rank map none.json: No such file or directory"),
         (["--env", "RANK=1"], "--env RANK: gpuboard sets RANK"),
-        (["--json"], "--json prints the plan of --dry-run; for the outcome as JSON use --status-file FILE"),
         (["--grace", "soon"], "'soon' is not a duration"),
         (["--rank-map", "elsewhere.json"], "elsewhere.json:\n  node 'gpu77' is not in the inventory ("),
     ],

@@ -67,6 +67,16 @@ def test_helpers_that_end_soon_are_not_reported(tmp_path: Path) -> None:
         assert "left running" not in run.text["err"]
 
 
+def test_a_helper_that_stays_is_named_and_ended(tmp_path: Path) -> None:
+    script = "import subprocess\nprint(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+    with Launch(tmp_path, script, "--helper-grace", "3s", n=1) as run:
+        assert run.wait() == 0
+        words = r"waiting up to \d s \(--helper-grace\) for processes they left running: pid (\d+) \(sleep\)"
+        found = re.search(words, run.text["err"])
+        assert found and found[1] == run.text["out"].strip(), run.text["err"]
+        assert run.carriers() == []
+
+
 def test_gpus_are_read_while_nvml_starts_slowly(here: Here) -> None:
     write_script(here.script, [Gpu()], seed=here.seed, trouble=["slow nvmlInitWithFlags 3000"])
     name, path = os.uname().nodename.partition(".")[0], here.folder / "script.py"

@@ -207,7 +207,7 @@ subprocess.Popen([sys.executable, "-c", upload], start_new_session=True)
 """
     with node(folder, script) as here:
         go(here)
-        here.wait(lambda n: "waiting for processes they left running" in str(n.data("notice")))
+        here.wait(lambda n: "for processes they left running" in str(n.data("notice")))
         (folder / "go").touch()
         ends = here.wait_ended()
         assert ends[0]["code"] == 0

@@ -67,6 +67,8 @@ def test_inside_a_lease_gpuboard_nodes_is_no_setting() -> None:
         ('interval = "30d"', "interval = '30d' is not between 0.2s and 1d"),
         ('connect_timeout = "2h"', "connect_timeout = '2h' is not between 0.1s and 1h"),
         ('[slurm]\ninterval = "0.5s"', "slurm.interval = '0.5s' is not between 1s and 1d"),
+        ('[runs]\nmax_age = "old"', "runs.max_age: 'old' is not a duration"),
+        ('[runs]\nmax_size = ""', "runs.max_size: '' is not a size"),
         ('max_lease = "never"', "max_lease: 'never' is not a duration"),
         ('[state]\nidle_after = "15"', "state.idle_after: '15' is not a duration"),
         ("max_connections = 0", "max_connections = 0 is not between 1 and 4096"),

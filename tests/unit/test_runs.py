@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,6 +62,30 @@ def test_a_run_whose_head_has_died_is_failed(env: dict[str, str]) -> None:
     died = read_runs(env)[0]
     assert (died.state, died.verdicts[-1].kind, died.exit_code) == ("failed", "head-died", None)
     assert f"pid {child.pid}" in died.verdicts[-1].text
+
+
+def test_old_runs_are_deleted_but_none_that_may_be_in_progress(env: dict[str, str]) -> None:
+    elsewhere = HeadProcess("other", "boot", 1, 1)
+    runs: list[tuple[str, int, RunState]] = [
+        ("rold", 100, "done"), ("rbig", 50, "failed"), ("rnew", 10, "stopped"), ("rgone", 100, "failed"),
+        ("rhere", 100, "running"), ("rthere", 100, "running"),
+    ]  # fmt: skip
+    for run, age_s, state in runs:
+        folder = RunFolder(env, run)
+        folder.keep("state.json", view(run, elsewhere if run == "rthere" else run_folder.this_head(), state))
+        (folder.path / "rank-0.out").write_bytes(b"x" * 10_000)
+        at = time.time() - age_s
+        os.utime(folder.path / "state.json", (at, at))
+    (run_folder.runs_dir(env) / "rgone" / "state.json").write_text("{")  # a newer gpuboard, or a failing disk
+    (run_folder.runs_dir(env) / "link").symlink_to(env["HOME"])
+    run_folder.prune(env, 60.0, 10**6)
+    assert {entry.name for entry in run_folder.runs_dir(env).iterdir()} == {
+        "rbig", "rnew", "rgone", "rhere", "rthere", "link",
+    }  # fmt: skip
+    run_folder.prune(env, 60.0, 45_000)
+    assert {entry.id for entry in read_runs(env)} == {"rnew", "rgone", "rhere", "rthere"}
+    run_folder.prune(env, 60.0, 1)
+    assert {entry.id for entry in read_runs(env)} == {"rgone", "rhere", "rthere"}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ _FULL, _EMPTY = 1024 * 1024, 256 * 1024
 _LOST_GRACE_S = 1.0  # from SIGTERM to SIGKILL without a head: the node is to be empty within 5 s
 _KILL_S = 4.0  # after which processes that survive SIGKILL are reported
 _DRAIN_S = 2.0  # for sending the rest when the connection has ended: its reader may still take it
-_HELPERS_REPORT_S = 3.0  # multiprocessing's own helpers end sooner, on a busy machine too
+_HELPERS_REPORT_S = 1.0  # multiprocessing's own helpers end sooner
 _LATER = object()  # value of a call whose reply follows
 
 
@@ -314,7 +314,10 @@ class Supervisor:
         helpers = [] if self._finished else self._helpers()
         if helpers:
             names = ", ".join("pid %d (%s)" % (process.pid, process.name) for process in helpers[:8])
-            self._notice("the ranks have ended; waiting for processes they left running: %s" % names)
+            assert self._helpers_until is not None
+            left_s = max(0.0, self._helpers_until - time.monotonic())
+            text = "the ranks have ended; waiting up to %.0f s (--helper-grace) for processes they left running: %s"
+            self._notice(text % (left_s, names))
 
     def _check_helpers_after(self, seconds: float) -> None:
         self._loop.cancel(self._helpers_timer)

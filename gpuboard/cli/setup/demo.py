@@ -190,6 +190,7 @@ def _train(output: _Output, context: Context, nodes: Sequence[Node], allocation:
     connector = Connector(context.settings)
     try:
         folder = run_folder.RunFolder(context.env, decided.run)
+        run_folder.prune(context.env, *context.settings.runs.limits())
         return Head(decided, folder, screen, connector=connector, nodes=by_name, read_gpus=None).run()
     finally:
         connector.close()

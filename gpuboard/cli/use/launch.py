@@ -75,10 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="command line in front of the interpreter: 'apptainer exec --nv x.sif'")  # fmt: skip
     run.add_argument("--grace", type=duration_or_zero, default=30.0, metavar="D",
                      help="time from SIGTERM to SIGKILL; default: 30s")  # fmt: skip
+    run.add_argument("--helper-grace", type=duration_or_zero, default=30.0, metavar="D",
+                     help="after success, time for processes that ranks left running; default: 30s")  # fmt: skip
     run.add_argument("--lost-head", type=typed(_duration_or_never), default=60.0, metavar="D|never",
                      help="stop the ranks after D without a connection to this command; default: 60s")  # fmt: skip
     run.add_argument("--dry-run", action="store_true", help="print the launch plan; reserve and start nothing")
-    run.add_argument("--json", action="store_true", help="with --dry-run: print the plan as JSON")
+    run.add_argument("--json", action="store_true", help="print the outcome as JSON on stdout, the output of the ranks "
+                     "on stderr; with --dry-run: print the plan as JSON")  # fmt: skip
     run.add_argument(OPTION, metavar="FILE", help="write the outcome to FILE as JSON, also after a failure")
     # For the board: a given run id, output to the run's folder only, and an end of the run when the board ends.
     run.add_argument("--run-id", help=argparse.SUPPRESS)
@@ -102,7 +105,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
             line = Lifeline(args.life_line, lambda: os.kill(os.getpid(), signal.SIGINT))
         except OSError as error:
             raise UsageError(f"--life-line {args.life_line}: {error.strerror}") from error
-    with recorded(outcome, args.status_file):
+    with recorded(outcome, args.status_file, printed=args.json and not args.dry_run):
         code = _launch(args, context, outcome, line)
         outcome["exit_code"] = code
     return code
@@ -111,8 +114,6 @@ def run(args: argparse.Namespace, context: Context) -> int:
 def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any], line: Lifeline | None) -> int:
     from gpuboard.launch import environ, plan, rank_map_source, run_folder, target
 
-    if args.json and not args.dry_run:
-        raise UsageError(f"--json prints the plan of --dry-run; for the outcome as JSON use {OPTION} FILE")
     parsed = target.parse_target(args.target)
     sent = environ.sent(context.env, args.env)
     options = plan.LaunchOptions(
@@ -121,10 +122,14 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
         wrap=tuple(args.wrap),
         grace_s=args.grace,
         lost_head_s=args.lost_head,
+        helper_grace_s=args.helper_grace,
     )
     scope = _scope(context)
     sent |= environ.of_job(context.env) if context.job is not None else {}
-    with _screen(quiet=args.run_id is not None) as screen, _rank_map(args, context) as (rank_map, where):
+    with (
+        _screen(quiet=args.run_id is not None, stdout=not args.json) as screen,
+        _rank_map(args, context) as (rank_map, where),
+    ):
         nodes = rank_map_source.nodes_of(rank_map, scope.nodes)
         plan.check_rank_map(rank_map, nodes, where, args.device)
         decided = plan.launch_plan(
@@ -149,13 +154,17 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
 
 
 @contextlib.contextmanager
-def _screen(*, quiet: bool) -> Iterator[Screen]:
-    """Yield the screen of stdout and stderr; ``quiet``: of /dev/null, as the logs and head.log contain all output."""
+def _screen(*, quiet: bool, stdout: bool) -> Iterator[Screen]:
+    """Yield the screen of stdout and stderr, or without ``stdout`` of stderr alone.
+
+    ``quiet``: of /dev/null, as the logs and head.log contain all output.
+    """
     from gpuboard.launch.output import Screen
 
     with contextlib.ExitStack() as stack:
-        out = err = stack.enter_context(open(os.devnull, "w", encoding="utf-8")) if quiet else None
-        yield stack.enter_context(contextlib.closing(Screen(out or sys.stdout, err or sys.stderr)))
+        null = stack.enter_context(open(os.devnull, "w", encoding="utf-8")) if quiet else None
+        out = sys.stdout if stdout else sys.stderr
+        yield stack.enter_context(contextlib.closing(Screen(null or out, null or sys.stderr)))
 
 
 def _head(
@@ -168,10 +177,13 @@ def _head(
     line: Lifeline | None,
 ) -> int:
     from gpuboard.launch.head import Head
-    from gpuboard.launch.run_folder import RunFolder
+    from gpuboard.launch.run_folder import RunFolder, prune
     from gpuboard.transport.connector import Connector
 
     folder = RunFolder(context.env, decided.run)
+    threading.Thread(
+        target=prune, args=(context.env, *context.settings.runs.limits()), name="prune", daemon=True
+    ).start()
     connector = Connector(context.settings)
     read_gpus = _gpu_reader(nodes, context) if decided.options.device == "cuda" else None
     head = Head(
