@@ -486,7 +486,7 @@ class Head:
         def caught(number: int, _frame: FrameType | None) -> None:
             self._inbox.put(SignalReceived(number))
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
         ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup; `&` in sh
         return {number: signal.signal(number, caught) for number in ours}
 
@@ -496,6 +496,8 @@ class Head:
         elif number == signal.SIGHUP:
             if not self._stopping():  # both the shell and the kernel send it, which is one request
                 self._stop("the terminal was closed", 128 + number, None)
+        elif number == signal.SIGTSTP:
+            self._suspend()
         elif not self._gate_open or not self._watch.running:
             if number == signal.SIGTERM:
                 self._stop("SIGTERM", 128 + number, None)
@@ -507,6 +509,19 @@ class Head:
             self._print(f"forwarding {signal_name(number)} to {rank_words(self._watch.running)}{kill}")
             self._watch.note_forwarded(number)
             self._supervisors.call_all("signal", {"signal": number, "ranks": None})
+
+    def _suspend(self) -> None:
+        """Suspend this process as ctrl-Z does, after telling what that means for the run."""
+        limit_s = self._plan.options.lost_head_s
+        if limit_s is not None and not self._watch.emptied:
+            self._print(
+                f"suspended: the ranks will be stopped unless `fg` or `bg` continues gpuboard within {limit_s:.0f} s; "
+                "launch with --lost-head never to let them run on"
+            )
+            self._screen.settle(1.0)
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)  # to this thread: it acts before this returns
+        signal.signal(signal.SIGTSTP, handler)
 
     def _control(self, request: ControlRequest) -> object:
         """Return the reply to a client of the control socket; called in the socket's thread."""

@@ -154,6 +154,12 @@ class Screen:
         if self._terminals[stream] and not self._pinned and self._clock() - self._drawn_at >= _REDRAW_S:
             self._draw(stream, line)
 
+    def settle(self, timeout_s: float) -> None:
+        """Wait until all is written, but not longer than ``timeout_s``: the reader may be suspended too."""
+        until = time.monotonic() + timeout_s
+        while self.backlog and time.monotonic() < until:
+            time.sleep(0.01)
+
     def close(self) -> None:
         """Move the cursor to the start of a line and wait until all is written."""
         self._erase()

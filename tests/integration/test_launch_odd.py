@@ -200,6 +200,51 @@ def test_a_head_that_was_suspended_for_too_long_reports_the_consequence(tmp_path
         assert stopping and int(stopping[1]) >= 8, text  # checked each second, later on a busy machine
 
 
+def test_ctrl_z_names_its_consequence_and_suspends(tmp_path: Path) -> None:
+    group = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"  # as a shell with job control does
+    with Launch(tmp_path, SLEEP, n=1, before=(sys.executable, "-c", group)) as run:
+        run.wait_for("up")
+        for times in (1, 2):
+            run.signal(signal.SIGTSTP)
+            run.wait_for("will be stopped unless `fg` or `bg` continues gpuboard within 60 s", "err", times=times)
+            until(lambda: state(run.process.pid) == "T", "it is suspended")
+            run.signal(signal.SIGCONT)
+            until(lambda: catches(run.process.pid, signal.SIGTSTP), "it handles the signal again")
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130
+
+
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process handles a signal (proc(5), SigCgt)."""
+    mask = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return mask is not None and bool(int(mask[1], 16) >> (number - 1) & 1)
+
+
+def state(pid: int) -> str:
+    """Return the state of a process (proc(5))."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_lease_that_a_run_uses_is_released_with_force_only(here: Here) -> None:
+    here.needs_claims()
+    lease = here.json("allocate", "--n", "1", "--detach", "--for", "10m", "--format", "json")["lease"]["id"]
+    path = here.folder / "script.py"
+    path.write_text(SLEEP)
+    torch = f"PYTHONPATH={write_torch(here.folder / 'fake')}"
+    words = ["--lease", lease, "--device", "cpu", "--python", sys.executable, "--env", torch, str(path)]
+    with subprocess.Popen(here.command("launch", *words), env=here.env, stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == b"up\n"
+        done = here.run("release", "--mine")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert re.search(
+            rf"gpuboard: lease {lease}: not released: run \w+ \(\S+script.py\) uses it; `gpuboard", done.stderr
+        )
+        assert here.run("release", lease, "--force").stdout.startswith(f"released {lease}")
+        run.terminate()
+        assert run.wait(60) == 143
+
+
 def test_a_head_that_is_suspended_while_its_run_ends_gets_all_output(tmp_path: Path) -> None:
     script = """
 import os, time

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("ids", nargs="*", metavar="ID", help="lease id, or its start")
     parser.add_argument("--mine", action="store_true", help="all your leases on the nodes in scope")
+    parser.add_argument("--force", action="store_true", help="also leases that a run of yours uses")
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1): released, failed, unread")
     parser.epilog = (
         "examples:\n  gpuboard release k3f9\n  gpuboard release --mine\n\n"
@@ -40,11 +41,17 @@ def run(args: argparse.Namespace, context: Context) -> int:
         raise UsageError("pass either lease ids or --mine\n  `gpuboard leases` lists the leases")
     with context.ledger(settle=partial(settled, context=context)) as ledger:
         found = ledger.find(args.ids)
-        ended = [ledger.release(lease) for lease in found.leases]
+        used = {} if args.force else _in_use(context)
+        ended = [ledger.release(lease) for lease in found.leases if lease.id not in used]
     done = [each for each in ended if each.gpus or not each.failed]
     released = [{"id": each.lease, "gpus": each.gpus} for each in done]
-    failed = [
+    failed: list[dict[str, str | None]] = [
         {"id": each.lease, "node": node, "message": reason} for each in ended for node, reason in each.failed.items()
+    ]
+    failed += [
+        {"id": lease.id, "node": None, "message": f"not released: {used[lease.id]}"}
+        for lease in found.leases
+        if lease.id in used
     ]
     if args.json:
         shown = {"schema": 1, "released": released, "failed": failed, "unread": found.unread}
@@ -52,7 +59,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     else:
         for each in done:
             print(f"released {each.lease}: {gpus_text(each.gpus) or 'it held no GPUs'}")
-        if not ended and found.unreached is None:
+        if not found.leases and found.unreached is None:
             print(f"you have no leases{' on the nodes that were read' if found.unread else ''}")
     if args.mine and found.unread:
         names = ", ".join(clean(name, 64) for name in found.unread)
@@ -62,3 +69,15 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if found.unreached is not None:
         raise found.unreached
     return 1 if failed or (args.mine and found.unread) else 0
+
+
+def _in_use(context: Context) -> dict[str, str]:
+    """Return, by lease, which run of this user uses it, with the remedy."""
+    from gpuboard.launch.run_folder import FINAL, read_runs
+
+    return {
+        view.lease: f"run {view.id} ({clean(view.target, 80)}) uses it; `gpuboard stop {view.id}` ends the run, "
+        "--force releases the lease all the same"
+        for view in read_runs(context.env)
+        if view.lease is not None and view.state not in FINAL
+    }
