@@ -81,6 +81,7 @@ class FailureWatch:
         self.stop_reason: str | None = None  # set once; the head then stops every node
         self.messages: list[str] = []  # lines for the user; the head prints and removes them
         self._timing = timing
+        self._stdin_rank = plan.options.stdin_rank
         self._nodes = [node.node for node in plan.nodes]
         self._raised: dict[int, events.Raised] = {}
         self._candidates: list[Cause] = []
@@ -334,8 +335,12 @@ class FailureWatch:
         phase = {"import": " before init_process_group", "init": " in init_process_group"}.get(event.phase, "")
         what = clean(event.type) + (f": {message}" if message else "")
         text = f"{self._where(event.rank)} failed{phase}: {what}{place}"
+        asked = event.type == "bdb.BdbQuit" or (event.type == "EOFError" and "reading a line" in event.message)
+        hint = f"its standard input is /dev/null; --stdin {event.rank} passes this terminal on to it" if asked else ""
         symptom = symptom_of(f"{event.type}: {event.message}")
-        self._candidates.append(Cause("raised", event.rank, self.ranks[event.rank].node, text, symptom=symptom, at=now))
+        hint = "" if event.rank == self._stdin_rank else hint
+        node = self.ranks[event.rank].node
+        self._candidates.append(Cause("raised", event.rank, node, text, hint, symptom=symptom, at=now))
 
     def _on_exited(self, event: events.Exited, now: float) -> None:
         self.exits[event.rank] = event

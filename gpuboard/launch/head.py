@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -29,6 +31,7 @@ from gpuboard.launch.stalls.evidence import Inspection
 from gpuboard.launch.stalls.inspect import Inspections
 from gpuboard.launch.stalls.verdict import Explanation, explain
 from gpuboard.launch.stalls.watch import StallReport, StallWatch
+from gpuboard.launch.stdin import StdinReader
 from gpuboard.launch.supervisors import CallReply, SupervisorEvent, SupervisorLost, Supervisors
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.replies import Done
@@ -107,6 +110,7 @@ class Head:
         self._read_until = time.monotonic()  # all items that arrived before have been processed
         self._complete_until = 0.0  # so have all events that any reachable supervisor sent before
         self._holding = False
+        self._stdin: StdinReader | None = None
         self._view: RunView | None = None
         self._stall_count = 0
         self._explaining: list[ExplainRequest] = []
@@ -130,6 +134,8 @@ class Head:
         finally:
             if control is not None:
                 control.close()
+            if self._stdin is not None:
+                self._stdin.stop()
             self._supervisors.close()
             self._logs.close()
             for number, handler in restore.items():
@@ -203,9 +209,16 @@ class Head:
             args = {"master_addr": first.master_addr, "master_port": self._preflight_calls.port, "environ": environ}
             self._supervisors.call(config.node, "go", args, self._timing.start_s, Done)
         self._gate_open = True
+        self._read_stdin()
         self._watch.gate_opened()
         self._state = "starting"
         self._save()
+
+    def _read_stdin(self) -> None:
+        rank = self._plan.options.stdin_rank
+        if rank is not None:
+            write = partial(self._supervisors.write_stdin, self._watch.ranks[rank].node)
+            self._stdin = StdinReader(sys.stdin.fileno(), write)
 
     # the loop
 

@@ -36,6 +36,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     lost_head_s: float | None = 60.0  # a node without pings for this long ends its ranks; None: never
     timeout_s: float = 600.0  # of init_process_group, in function targets
     helper_grace_s: float = 30.0  # for processes that ranks leave running after success
+    stdin_rank: int | None = None  # the rank that gets this process's standard input; None: no rank
 
 
 class StartRank(msgspec.Struct, frozen=True):
@@ -72,6 +73,7 @@ class StartConfig(msgspec.Struct, frozen=True):
     timeout_s: float
     lost_head_s: float | None
     helper_grace_s: float
+    stdin_rank: int | None
 
 
 class LaunchPlan(msgspec.Struct, frozen=True):
@@ -152,6 +154,8 @@ def launch_plan(
     _check_text({f"argument {at} of the target": word for at, word in enumerate(target.args, 1)})
     _check_text({f"the variable {name}": value for name, value in environ.items()})
     _check_text({"--wrap": " ".join(options.wrap)})
+    if options.stdin_rank is not None and options.stdin_rank >= rank_map.world_size:
+        raise UsageError(f"--stdin {options.stdin_rank}: the ranks are 0 to {rank_map.world_size - 1}")
     nodes = sorted(rank_map.nodes, key=lambda n: n.node_rank)
     master = LOOPBACK if len(nodes) == 1 else rank_map.master_addr
     if is_loopback(master) and any(
@@ -186,6 +190,7 @@ def launch_plan(
             timeout_s=options.timeout_s,
             lost_head_s=options.lost_head_s,
             helper_grace_s=options.helper_grace_s,
+            stdin_rank=options.stdin_rank,
         )
 
     return LaunchPlan(run, rank_map, options, target, [start(node) for node in nodes])

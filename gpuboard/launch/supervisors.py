@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import queue
 import threading
 import time
@@ -16,7 +17,7 @@ from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.reading import Event, Hello, Reading, Static
-from gpuboard.model.replies import Malformed
+from gpuboard.model.replies import Done, Malformed
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink, Pending
@@ -31,6 +32,7 @@ SupervisorCall = Literal[
     "go",
     "hold",
     "signal",
+    "stdin",
     "stop",
     "processes",
     "inspect",
@@ -113,6 +115,18 @@ class Supervisors:
             self._inbox.put(CallReply(node, op, value))
 
         threading.Thread(target=wait, name=f"{op}-{node}", daemon=True).start()
+
+    def write_stdin(self, node: str, data: bytes) -> bool:
+        """Send input to the rank of ``node`` that gets it, b"" for end-of-file; return whether it still reads.
+
+        Blocks until the input is in the rank's pipe: one piece at a time is on its way.
+        """
+        args = {"data": base64.b64encode(data).decode(), "end": not data}
+        try:
+            self._links[node].submit("stdin", args).result(threading.TIMEOUT_MAX, Done)
+        except (CallFailed, LinkLost):
+            return False
+        return True
 
     def call_all(self, op: SupervisorCall, args: Mapping[str, Any]) -> None:
         """Call every reachable supervisor and ignore the replies."""

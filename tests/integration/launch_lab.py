@@ -83,10 +83,11 @@ class Launch:
         terminal: int | None = None,
         before: Sequence[str] = (),
         port: int = 0,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
         """``script``: text of what the ranks run. ``torch``: the real one. ``terminal``: fd for stdout and stderr.
 
-        ``before``: what runs the command (``unshare -n``). ``port``: the rank map's master_port.
+        ``before``: what runs the command (``unshare -n``). ``port``: the rank map's master_port. ``stdin``: a file.
         """
         self.folder = folder
         self.env = {**os.environ, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state"), **(env or {})}
@@ -106,7 +107,7 @@ class Launch:
             ],
             cwd=folder,
             env=self.env,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE if terminal is None else terminal,
             stderr=subprocess.PIPE if terminal is None else terminal,
         )

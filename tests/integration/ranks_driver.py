@@ -49,6 +49,7 @@ def launch_config(
         "timeout_s": 60,
         "lost_head_s": 60,
         "helper_grace_s": 30,
+        "stdin_rank": None,
     }
     config.update(changes)
     return config

@@ -238,6 +238,15 @@ def test_nodes_that_differ_are_refused(lab: Cluster) -> None:
         assert err.count("no interpreter /opt/python on this node") == 2
 
 
+def test_standard_input_reaches_a_rank_on_another_node(lab: Cluster) -> None:
+    login = lab["login1"]
+    put(login, "script.py", "import os, sys\nprint(os.uname().nodename, sys.stdin.read().strip())\n")
+    put(login, "map.json", rank_map(1, 1))
+    options = ["--rank-map", "map.json", "--device", "cpu", "--env", f"PYTHONPATH={HOME}/fake", "--stdin", "1"]
+    done = login.run(["gpuboard", "launch", *options, "script.py"], stdin="hello\n", check=True)
+    assert sorted(done.stdout.splitlines()) == ["[rank 0 gpu01:0] gpu01 ", "[rank 1 gpu02:0] gpu02 hello"]
+
+
 def test_a_lease_is_used_whole_or_in_part_and_kept(lab: Cluster) -> None:
     login = lab["login1"]
     words = ["gpuboard", "allocate", "--gpus", "gpu01:0,5@gpu02:3", "--for", "10m", "--detach", "--format", "json"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -198,6 +199,46 @@ def test_a_head_that_was_suspended_for_too_long_reports_the_consequence(tmp_path
         text = run.view().verdicts[0].text
         stopping = re.search(r": no ping from `gpuboard launch` for (\d+) s; its ranks are being stopped", text)
         assert stopping and int(stopping[1]) >= 8, text  # checked each second, later on a busy machine
+
+
+@pytest.mark.parametrize("call", ["input()", "breakpoint()"])
+def test_a_rank_that_asks_for_input_gets_a_hint(tmp_path: Path, call: str) -> None:
+    with Launch(tmp_path, call, n=1) as run:
+        assert run.wait() == 1
+        assert "  its standard input is /dev/null; --stdin 0 passes this terminal on to it\n" in run.text["err"]
+
+
+def test_standard_input_reaches_the_rank_that_asks_for_it_whole(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+print("up", flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.02)
+print("read", sys.stdin.read() == "line\\n" * 100000)
+"""
+    (tmp_path / "data").write_text("line\n" * 100_000)  # more than pipes hold
+    with (tmp_path / "data").open() as data, Launch(tmp_path, script, "--stdin", "1", stdin=data.fileno()) as run:
+        run.wait_for("up", times=2)
+        (tmp_path / "go").touch()
+        assert run.wait() == 0
+        host = run.view().ranks[0].node
+        assert sorted(run.text["out"].splitlines())[::2] == [
+            f"[rank 0 {host}:0] read False", f"[rank 1 {host}:1] read True",
+        ]  # fmt: skip
+
+
+def test_a_terminal_is_passed_on_to_an_only_rank(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    script = "print(input('name? ')[::-1])\nprint(input() or 'no')"
+    with Launch(tmp_path, script, n=1, stdin=theirs) as run:
+        os.close(theirs)
+        os.write(ours, b"alice\n")
+        run.wait_for("ecila")
+        os.write(ours, b"\x04")  # ctrl-D
+        assert run.wait() == 1
+        assert "EOFError" in run.text["err"]
+        assert "/dev/null" not in run.text["err"]
+    os.close(ours)
 
 
 def test_ctrl_z_names_its_consequence_and_suspends(tmp_path: Path) -> None:

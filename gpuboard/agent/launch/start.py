@@ -50,6 +50,10 @@ class Worker:
 
     def __init__(self, rank: int, process: "subprocess.Popen[bytes]", link: socket.socket) -> None:
         self.rank = rank  # -1: the store
+        self.stdin_fd = -1  # the writing end, for the rank that gets input
+        if process.stdin is not None:
+            self.stdin_fd = os.dup(process.stdin.fileno())
+            process.stdin.close()
         self.process = process
         self.pid = process.pid
         self.link = link
@@ -212,10 +216,13 @@ def start_worker(  # noqa: PLR0917
     shown: "List[str]",
     *,
     keep: "Tuple[int, ...]" = (),
+    stdin: bool = False,
 ) -> Worker:
     """Start a new training interpreter that runs module ``body`` ("worker" or "store") with ``task`` as its config.
 
-    ``shown``: arguments that ps shows; ``keep``: descriptors to inherit. To be called in the main thread only: a
+    ``shown``: arguments that ps shows; ``keep``: descriptors to inherit; ``stdin``: a pipe, else /dev/null.
+
+    To be called in the main thread only: a
     child's death signal fires when the thread that started it ends. Raises CallRefused.
     """
     script, script_end = os.pipe()
@@ -226,7 +233,7 @@ def start_worker(  # noqa: PLR0917
         try:
             process = subprocess.Popen(
                 command(config, environ, ["/dev/fd/%d" % script, *shown]),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=config["cwd"],

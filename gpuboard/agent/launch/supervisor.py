@@ -1,5 +1,6 @@
 """The supervisor: one node's part of a launch. It serves the head's calls, runs the workers, and ends all processes."""
 
+import binascii
 import os
 import platform
 import signal
@@ -61,6 +62,7 @@ class Supervisor:
             "go": self._go,
             "hold": self._hold,
             "signal": self._signal,
+            "stdin": self._stdin,
             "stop": self._stop,
             "processes": self._processes,
             "inspect": self._inspect,
@@ -236,6 +238,16 @@ class Supervisor:
     def _signal(self, _call: int, args: "Dict[str, Any]") -> "Any":
         wanted = args.get("ranks")
         return {"sent": self._workers.signal(int(args["signal"]), None if wanted is None else set(wanted))}
+
+    def _stdin(self, call: int, args: "Dict[str, Any]") -> "Any":
+        def done(still_open: bool) -> None:
+            if still_open or args["end"]:
+                self._channel.reply(call, {})
+            else:
+                self._channel.refuse(call, "closed", "the rank reads its standard input no more", None)
+
+        self._workers.write_stdin(binascii.a2b_base64(args["data"]), bool(args["end"]), done)
+        return _LATER
 
     def _stop(self, _call: int, args: "Dict[str, Any]") -> "Any":
         self._stop_asked = True

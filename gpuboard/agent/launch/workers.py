@@ -4,7 +4,8 @@ import signal
 import time
 
 from gpuboard.agent.event_loop import IN, OUT, Loop
-from gpuboard.agent.launch import oom, scratch, start, teardown
+from gpuboard.agent.launch import CallRefused, oom, scratch, start, teardown
+from gpuboard.agent.launch.stdin import Stdin
 from gpuboard.agent.launch.watch.signs import Signs
 
 MYPY = False
@@ -36,6 +37,7 @@ class WorkerGroup:
         self.store_lost = False
         self.ending = False  # all processes are being killed, so their ends are not reported
         self._gate: "Optional[Dict[str, str]]" = None
+        self._stdin: "Optional[Stdin]" = None  # of the rank that gets input
         self._paused = False
         self._flushing = False
         self._oom_before: "Dict[str, int]" = {}
@@ -69,7 +71,10 @@ class WorkerGroup:
             task = {key: rank[key] for key in ("local_rank", "memory_fraction")}
             task.update({key: config[key] for key in ("device", "backend", "timeout_s")}, **target)
             task["diagnostics"] = self.server_path(rank["rank"])
-            child = start.start_worker(config, environ, rank["rank"], "worker", task, shown)
+            stdin = rank["rank"] == config["stdin_rank"]
+            child = start.start_worker(config, environ, rank["rank"], "worker", task, shown, stdin=stdin)
+            if stdin:
+                self._stdin = Stdin(self._loop, child.stdin_fd)
             self._ranks.append(child)
             self._watch(child)
             self._emit("spawned", {"rank": child.rank, "pid": child.pid})
@@ -114,6 +119,12 @@ class WorkerGroup:
             for child in self.running()
             if (wanted is None or child.rank in wanted) and teardown.send_signal(child.pid, number)
         ]
+
+    def write_stdin(self, data: bytes, end: bool, done: "Callable[[bool], None]") -> None:
+        """Write input to the rank that gets it; see Stdin.write. Raises CallRefused if there is none any more."""
+        if self._stdin is None or self._stdin.closed:
+            raise CallRefused("closed", "no rank of this node reads its standard input")
+        self._stdin.write(data, end, done)
 
     def pause(self, paused: bool) -> None:
         """Stop or resume reading the ranks' output; they block while their pipes are full."""
@@ -243,6 +254,8 @@ class WorkerGroup:
                 self._pass(stream, stream.finish())
 
     def _rank_ended(self, child: "start.Worker", status: int) -> None:
+        if self._stdin is not None and child.rank == self._config["stdin_rank"]:
+            self._stdin.close()
         if self._config["wrap"] and status > 0 and not child.at_gate:
             text = "rank %d ended before it reached the gate; --wrap must pass on file descriptors and environment"
             self._emit("notice", {"text": text % child.rank})

@@ -79,6 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="after success, time for processes that ranks left running; default: 30s")  # fmt: skip
     run.add_argument("--lost-head", type=typed(_duration_or_never), default=60.0, metavar="D|never",
                      help="stop the ranks after D without a connection to this command; default: 60s")  # fmt: skip
+    run.add_argument("--stdin", nargs="?", const=0, type=whole(0, 10**6), metavar="RANK",
+                     help="pass standard input on to rank RANK, without a number to rank 0; default: a terminal to the "
+                     "only rank of a run, else /dev/null for all")  # fmt: skip
     run.add_argument("--dry-run", action="store_true", help="print the launch plan; reserve and start nothing")
     run.add_argument("--json", action="store_true", help="print the outcome as JSON on stdout, the output of the ranks "
                      "on stderr; with --dry-run: print the plan as JSON")  # fmt: skip
@@ -115,6 +118,8 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
     from gpuboard.launch import environ, plan, rank_map_source, run_folder, target
 
     parsed = target.parse_target(args.target)
+    if sys.stdin is None and args.stdin is not None:
+        raise UsageError("--stdin: the standard input of this command is closed")
     sent = environ.sent(context.env, args.env)
     options = plan.LaunchOptions(
         device=args.device,
@@ -123,6 +128,7 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
         grace_s=args.grace,
         lost_head_s=args.lost_head,
         helper_grace_s=args.helper_grace,
+        stdin_rank=args.stdin,
     )
     scope = _scope(context)
     sent |= environ.of_job(context.env) if context.job is not None else {}
@@ -132,6 +138,8 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
     ):
         nodes = rank_map_source.nodes_of(rank_map, scope.nodes)
         plan.check_rank_map(rank_map, nodes, where, args.device)
+        if args.stdin is None and rank_map.world_size == 1 and args.run_id is None and sys.stdin and sys.stdin.isatty():
+            options = msgspec.structs.replace(options, stdin_rank=0)
         decided = plan.launch_plan(
             rank_map,
             parsed,
