@@ -317,10 +317,10 @@ class FailureWatch:
         absent = sorted(self.ranks.keys() - self.joined - self.exits.keys())
         if absent:
             what = f"{rank_words(absent)} had not connected to the process group"
-        elif len(ranks) == len(self.ranks):
-            what = "they called different collectives, or cannot reach each other"
+        elif others := sorted(self.ranks.keys() - {c.rank for c in self._candidates} - self.exits.keys()):
+            what = f"{rank_words(others)} did not take part in time, or called a different collective"
         else:
-            what = "another rank was late, absent, or called a different collective"
+            what = "the ranks called different collectives, or cannot reach each other"
         text = f"{rank_words(ranks)} waited in a collective until its timeout: {what}"
         return Cause("timeout", None, None, text, found[0].text, symptom="timeout", at=found[0].at)
 

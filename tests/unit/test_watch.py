@@ -167,11 +167,11 @@ def test_a_rank_that_waited_until_the_timeout_is_not_blamed() -> None:
     waits = [Raised(n, "RuntimeError", "[gloo] Timed out waiting 20000ms for recv operation") for n in range(3)]
     some = later(watch(), *joined, waits[0], lost(2))
     assert some.messages[0] == (
-        "rank 0 waited in a collective until its timeout: another rank was late, absent, or called a different "
+        "rank 0 waited in a collective until its timeout: rank 1 did not take part in time, or called a different "
         "collective"
     )
     all_of_them = later(watch(), *joined, *waits)
-    assert all_of_them.messages[0].endswith(": they called different collectives, or cannot reach each other")
+    assert all_of_them.messages[0].endswith(": the ranks called different collectives, or cannot reach each other")
     absent = later(watch(), Joined(0), Joined(2), waits[0])
     assert absent.messages[0].endswith(": rank 1 had not connected to the process group")
 
