@@ -348,7 +348,8 @@ class FailureWatch:
             self.joined.add(event.rank)
         alone = not self._candidates and not self._left.keys() - {event.rank}
         if event.code is not None and event.rank not in self._raised:
-            self._left.setdefault(event.rank, (now, event.code))
+            left_at, _ = self._left.get(event.rank, (now, 0))
+            self._left[event.rank] = left_at, event.code
         succeeded = event.code == 0 and event.rank not in self._raised
         killed = event.signal is not None and self.stop_reason is not None and event.rank not in self._raised
         self._set(event.rank, state="done" if succeeded else "killed" if killed else "failed")
