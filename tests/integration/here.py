@@ -120,5 +120,5 @@ def here(tmp_path: Path) -> Iterator[Here]:
     place.gpus([Gpu(), Gpu()])
     yield place
     if place.claims is not None and any(place.claims.glob("gpuboard.*.*")):
-        done = place.run("release", "--mine", "--config", os.devnull)
+        done = place.run("release", "--mine", "--force", "--config", os.devnull)
         assert done.returncode == 0, done.stderr

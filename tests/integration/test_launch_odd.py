@@ -276,13 +276,15 @@ def test_a_lease_that_a_run_uses_is_released_with_force_only(here: Here) -> None
     with subprocess.Popen(here.command("launch", *words), env=here.env, stdout=subprocess.PIPE) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == b"up\n"
-        done = here.run("release", "--mine")
-        assert (done.returncode, done.stdout) == (1, "")
-        assert re.search(
-            rf"gpuboard: lease {lease}: not released: run \w+ \(\S+script.py\) uses it; `gpuboard", done.stderr
-        )
-        assert here.run("release", lease, "--force").stdout.startswith(f"released {lease}")
-        run.terminate()
+        try:
+            done = here.run("release", "--mine")
+            assert (done.returncode, done.stdout) == (1, "")
+            assert re.search(
+                rf"gpuboard: lease {lease}: not released: run \w+ \(.*\) uses it; `gpuboard stop r", done.stderr
+            )
+            assert here.run("release", lease, "--force").stdout.startswith(f"released {lease}")
+        finally:
+            run.terminate()
         assert run.wait(60) == 143
 
 
