@@ -47,7 +47,10 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Raised(msgspec.Struct, frozen=True):
-    """An exception that will end the rank. ``phase``: import, init or train."""
+    """The exception that will end the rank: the innermost cause; ``note``: what it was raised again as, or where.
+
+    ``phase``: import, init or train.
+    """
 
     rank: Count
     type: str
@@ -55,6 +58,7 @@ class Raised(msgspec.Struct, frozen=True):
     file: str | None = None
     line: Count | None = None
     function: str | None = None
+    note: str = ""
     traceback: str = ""
     phase: str = "train"
 

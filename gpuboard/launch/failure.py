@@ -132,8 +132,8 @@ class FailureWatch:
             if view.state == "gate":
                 self._set(rank, state="running")
 
-    def note_output(self, rank: int, line: str, error: str) -> None:
-        """Record the newest line of a rank's output, and of its stderr."""
+    def note_output(self, rank: int, line: str, error: str = "") -> None:
+        """Record the newest line of a rank's output, and the newest error on its stderr."""
         self._set(rank, last_line=clean(line, 200))
         self._last_error[rank] = error
 
@@ -334,10 +334,11 @@ class FailureWatch:
         place += f" in {clean(event.function)}" if event.function and event.function != "<module>" else ""
         phase = {"import": " before init_process_group", "init": " in init_process_group"}.get(event.phase, "")
         what = clean(event.type) + (f": {message}" if message else "")
-        text = f"{self._where(event.rank)} failed{phase}: {what}{place}"
+        note = f", {clean(event.note, 400)}" if event.note else ""
+        text = f"{self._where(event.rank)} failed{phase}: {what}{place}{note}"
         asked = event.type == "bdb.BdbQuit" or (event.type == "EOFError" and "reading a line" in event.message)
         hint = f"its standard input is /dev/null; --stdin {event.rank} passes this terminal on to it" if asked else ""
-        symptom = symptom_of(f"{event.type}: {event.message}")
+        symptom = symptom_of(f"{event.type}: {event.message} {event.note}")
         hint = "" if event.rank == self._stdin_rank else hint
         node = self.ranks[event.rank].node
         self._candidates.append(Cause("raised", event.rank, node, text, hint, symptom=symptom, at=now))
@@ -356,7 +357,7 @@ class FailureWatch:
         if succeeded or event.rank in self._raised or self.stop_reason is not None:
             return
         error = self._last_error.get(event.rank, "")
-        evidence = event.oom or (f"last line on stderr: {clean(error)}" if error else "")
+        evidence = event.oom or error
         if event.signal is not None:
             forwarded = " (forwarded by `gpuboard launch`)" if event.signal in self._forwarded else ""
             how = f"was killed by {signal_name(event.signal)}{forwarded}" + (": out of memory" if event.oom else "")

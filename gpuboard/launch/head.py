@@ -19,6 +19,7 @@ import msgspec
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
+from gpuboard.launch.causes import stderr
 from gpuboard.launch.control import ControlRequest, ControlServer
 from gpuboard.launch.failure import FailureWatch, rank_words, signal_name
 from gpuboard.launch.output import Logs, Relay, Screen
@@ -158,7 +159,7 @@ class Head:
         """Return the run as ``runs --json`` shows it."""
         watch = self._watch
         for rank, line in self._relay.last_line.items():
-            watch.note_output(rank, line, self._relay.last_error.get(rank, ""))
+            watch.note_output(rank, line)
         return RunView(
             id=self._plan.run,
             lease=self._plan.rank_map.lease,
@@ -271,7 +272,7 @@ class Head:
             return
         if isinstance(event, events.Exited):
             self._relay.ended(event.rank)
-            error = self._relay.last_error.get(event.rank, "")
+            error = stderr.evidence(self._relay.errors.get(event.rank, ()))
             self._watch.note_output(event.rank, self._relay.last_line.get(event.rank, ""), error)
         if isinstance(event, events.Quiet):
             self._stalls.quiet(event.rank, event.quiet_s, event.load, now)

@@ -9,14 +9,18 @@ import select
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, Literal, TextIO
+
+from gpuboard.launch.causes.stderr import TAIL
 
 Stream = Literal["out", "err"]
 STREAMS: tuple[Stream, ...] = ("out", "err")
 MAX_LINE = 64 * 1024  # characters: a longer line is split into pieces of this size, which bounds the memory
 _REDRAW_S = 0.1  # shortest time between two drawings of an unfinished line
+_QUOTED = 1024  # characters of a line that is kept for messages
 _OPEN_FILES = 256  # log files open at a time: leaves room for connections below the usual limit of 1,024
 
 # Cursor movements and erasures would tear prefixed lines of several ranks; colours (m) stay.
@@ -248,7 +252,7 @@ class Relay:
         self._mark = mark
         self._lines: dict[tuple[int, Stream], LineSplitter] = {}
         self.last_line: dict[int, str] = {}
-        self.last_error: dict[int, str] = {}
+        self.errors: dict[int, deque[str]] = {}  # the ends of the ranks' stderr
 
     def output(self, rank: int, stream: Stream, text: str) -> None:
         """Handle one piece of output of a rank."""
@@ -257,7 +261,7 @@ class Relay:
         self._print(rank, stream, lines.feed(text))
         partial = lines.partial
         if partial.strip():
-            self._remember(rank, stream, partial)
+            self._remember(rank, partial)
             self._screen.live(stream, self._prefixes[rank, stream] + partial)
 
     def ended(self, rank: int) -> None:
@@ -270,12 +274,11 @@ class Relay:
     def _print(self, rank: int, stream: Stream, lines: list[str]) -> None:
         for line in lines:
             if line.strip():
-                self._remember(rank, stream, line)
+                self._remember(rank, line)
+                if stream == "err":
+                    self.errors.setdefault(rank, deque(maxlen=TAIL)).append(self.last_line[rank])
         prefix = self._prefixes[rank, stream]
         self._screen.lines(stream, [prefix + self._mark(rank, line) + line for line in lines])
 
-    def _remember(self, rank: int, stream: Stream, line: str) -> None:
-        line = _SGR.sub("", line)  # without colour: it is quoted in our messages
-        self.last_line[rank] = line
-        if stream == "err":
-            self.last_error[rank] = line
+    def _remember(self, rank: int, line: str) -> None:
+        self.last_line[rank] = _SGR.sub("", line)[:_QUOTED]  # without colour: it is quoted in our messages

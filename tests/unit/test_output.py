@@ -89,7 +89,7 @@ def test_lines_are_labelled_and_logs_are_complete(tmp_path: Path) -> None:
     assert err.getvalue() == "[rank 1 gpu01:1] ! reset by peer\n"
     assert (tmp_path / "rank-0.out").read_text() == "one\ntwo\n"
     assert (tmp_path / "rank-1.out").read_bytes() == b"\r5%\r10%"
-    assert (both.last_line, both.last_error) == ({0: "two", 1: "10%"}, {1: "reset by peer"})
+    assert (both.last_line, [*both.errors[1]]) == ({0: "two", 1: "10%"}, ["reset by peer"])
 
 
 def test_output_of_a_single_rank_in_a_pipe_is_unchanged(tmp_path: Path) -> None:

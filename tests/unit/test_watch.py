@@ -83,11 +83,17 @@ def test_out_of_memory_is_reported_with_its_evidence() -> None:
     assert failed.exit_code() == 137
 
 
-def test_the_last_line_of_stderr_is_evidence() -> None:
+def test_the_error_on_stderr_is_evidence() -> None:
     failed = watch()
-    failed.note_output(1, "step 3", "error: no such data set")
+    failed.note_output(1, "step 3", "last error on stderr: error: no such data set")
     feed(failed, Exited(1, code=2))
-    assert failed.messages[1] == "  last line on stderr: error: no such data set"
+    assert failed.messages[1] == "  last error on stderr: error: no such data set"
+
+
+def test_the_other_exceptions_of_a_chain_follow_the_cause() -> None:
+    chained = Raised(1, "ValueError", "boom", "/exp/data.py", 4, "read", "in DataLoader worker process 1")
+    words = "rank 1 (gpu01:3) failed: ValueError: boom at /exp/data.py:4 in read, in DataLoader worker process 1"
+    assert feed(watch(), chained).messages == [words]
 
 
 def test_a_secondary_failure_that_arrives_first_waits_for_the_root_cause() -> None:

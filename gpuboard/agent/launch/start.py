@@ -31,12 +31,16 @@ def r(n):
   d+=c
  return d
 p=json.loads(r(int(r(8),16)).decode())
-b=type(o)("channel")
-exec(compile(p["channel"],"<gpuboard>","exec"),b.__dict__)
-m=type(o)("body")
-exec(compile(p["body"],"<gpuboard>","exec"),m.__dict__)
-m.main(globals(),b.WorkerChannel(%(channel)d,p["config"]),p["config"])
+d={}
+for n,s in p["modules"]:
+ m=type(o)(n)
+ m.__dict__.update(d)
+ exec(compile(s,"<gpuboard>","exec"),m.__dict__)
+ d[n]=m
+m.main(globals(),d["worker_channel"].WorkerChannel(%(channel)d,p["config"]),p["config"])
 """
+
+_RANK_MODULES = ("rank.traceback_text", "rank.exception")
 
 # Variables that gpuboard sets for each rank: values from the caller's environment are stale.
 _SET_PER_RANK = (
@@ -250,10 +254,11 @@ def start_worker(  # noqa: PLR0917
         theirs.close()
     child = Worker(rank, process, ours)
     task = dict(task, supervisor=os.getpid(), wrapped=bool(config["wrap"]))
+    modules = ["worker_channel", *(_RANK_MODULES if body == "worker" else ()), body]
     payload = json.dumps(
         {
-            "channel": module_source("gpuboard.agent.launch.worker_channel"),
-            "body": module_source("gpuboard.agent.launch." + body),
+            # Each one finds those before it under their names.
+            "modules": [[name.rpartition(".")[2], module_source("gpuboard.agent.launch." + name)] for name in modules],
             "config": task,
         }
     ).encode("ascii")

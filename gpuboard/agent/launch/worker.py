@@ -1,7 +1,8 @@
 """A rank: it imports torch, waits at the gate, then runs the target as plain ``python`` would.
 
-This source is executed in a new training interpreter (Python 3.8 or later), without other modules of gpuboard than
-worker_channel. Scripts and modules run in the real ``__main__``, whose namespace is passed in.
+This source is executed in a new training interpreter (Python 3.8 or later), after worker_channel and the modules of
+``rank``; no other module of gpuboard is there. Scripts and modules run in the real ``__main__``, whose namespace is
+passed in.
 """
 
 import atexit
@@ -14,7 +15,6 @@ import linecache
 import os
 import socket
 import sys
-import sysconfig
 import time
 import traceback
 
@@ -23,10 +23,11 @@ if MYPY:
     from types import TracebackType
     from typing import Any, Dict, List, Optional, Tuple
 
+    from gpuboard.agent.launch.rank import exception
     from gpuboard.agent.launch.worker_channel import WorkerChannel
 
 _OUR_FILE = "<gpuboard>"  # file name of the frames of this code
-_TEXT = 16384  # characters of a message or traceback that are sent
+_TEXT = 16384  # characters of a traceback that are sent
 _SETTLE_S = 2.0  # longest wait for gloo's threads at the end of a rank
 _RENDEZVOUS = ("init_process_group", "rendezvous", "_create_c10d_store")
 
@@ -56,6 +57,8 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
         else:
             _run_function(namespace, config)
     except SystemExit as end:
+        if end.code not in (None, 0) and end.__context__ is not None and not end.__suppress_context__:
+            _report(channel, end, bool(state["joined"]))  # hydra, click and many a main() handle errors with an exit
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         channel.send({"t": "leaving", "code": code & 255})
         raise
@@ -304,41 +307,13 @@ def _report(channel: "WorkerChannel", error: BaseException, joined: bool) -> Non
     """Report the exception that is about to end this rank."""
     trace = _strip(error.__traceback__)
     frames = traceback.extract_tb(trace)
-    file, line, function = _place(error, frames)
-    kind = type(error)
-    name = (
-        kind.__qualname__
-        if kind.__module__ in ("builtins", "__main__")
-        else "%s.%s" % (kind.__module__, kind.__qualname__)
-    )
-    try:
-        message = str(error)
-    except Exception as second:  # from the exception's own __str__
-        message = "(its message cannot be read: %s)" % type(second).__name__
     in_rendezvous = any(frame.name in _RENDEZVOUS and "distributed" in frame.filename for frame in frames)
-    text = "".join(traceback.format_exception(kind, error, trace))
+    text = "".join(traceback.format_exception(type(error), error, trace))
     channel.send(
-        {
-            "t": "raised",
-            "type": name,
-            "message": message[:_TEXT],
-            "file": file,
-            "line": line,
-            "function": function,
-            "traceback": text[-_TEXT:],
-            "phase": "init" if in_rendezvous else "train" if joined else "import",
-        }
+        dict(
+            exception.describe(error, trace),
+            t="raised",
+            traceback=text[-_TEXT:],
+            phase="init" if in_rendezvous else "train" if joined else "import",
+        )
     )
-
-
-def _place(
-    error: BaseException, frames: "traceback.StackSummary"
-) -> "Tuple[Optional[str], Optional[int], Optional[str]]":
-    """Return file, line and function of the innermost frame of the user's own code, else of the innermost frame."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return error.filename, error.lineno, None
-    libraries = tuple({sysconfig.get_path(key) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
-    own = [f for f in frames if not f.filename.startswith((*libraries, "<"))]
-    for frame in (own or list(frames))[-1:]:
-        return frame.filename, frame.lineno, frame.name
-    return None, None, None

@@ -1,0 +1,140 @@
+"""Which exception ended a rank: the innermost cause, and what it was raised again as.
+
+This source is executed in the rank, after ``traceback_text``.
+"""
+
+import re
+import traceback
+
+MYPY = False
+if MYPY:
+    from types import TracebackType
+    from typing import Any, Dict, List, Optional, Tuple
+
+    from gpuboard.agent.launch.rank import traceback_text
+    from gpuboard.agent.launch.rank.traceback_text import Place
+
+_TEXT = 16384  # characters of a message
+_BRIEF = 160  # characters of an exception that is named beside the cause
+_CHAIN = 16  # exceptions of a chain that are looked at
+# How torch names the process whose traceback it puts into a message
+_CHILDREN = (
+    (re.compile(r"Caught \S+ (in .+?)\.\nOriginal Traceback"), "%s"),
+    (re.compile(r"-- Process (\d+) terminated with the following error:"), "in process %s of torch.multiprocessing"),
+)
+
+
+def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[str, Any]":
+    """Return type, message, file, line and function of the cause of ``error``, and a ``note`` about the others."""
+    chain = _chain(error)
+    at = 0
+    while at + 1 < len(chain) and _is_wrapper(chain[at][0], chain[at + 1][0]):
+        at += 1
+    cause = chain[at][0]
+    kind, message, place, notes = _read(cause, trace if cause is error else cause.__traceback__)
+    if isinstance(error, SystemExit):
+        notes.append("handled with sys.exit(%s)%s" % (error.code, _at(_place(error, trace))))
+    elif at > 0 and _members(chain[at - 1][0]):
+        notes.append("first of %d in %s" % (len(_members(chain[at - 1][0])), _brief(chain[at - 1][0])))
+    elif at > 0:
+        notes.append("raised again as " + _brief(error))
+    if at + 1 < len(chain):
+        word, other = chain[at + 1][1], chain[at + 1 :][-1][0]
+        if _brief(other) != _brief(cause):
+            notes.append(word + " " + _brief(other) + _at(_place(other, other.__traceback__)))
+    file, line, function = place
+    return {
+        "type": kind,
+        "message": message[:_TEXT],
+        "file": file,
+        "line": line,
+        "function": function,
+        "note": ", ".join(notes),
+    }
+
+
+def _chain(error: BaseException) -> "List[Tuple[BaseException, str]]":
+    """Return ``error`` and what is below it, outermost first, each with its relation to the one before."""
+    chain = [(error, "")]
+    while len(chain) < _CHAIN:
+        last = chain[-1][0]
+        word, below = "caused by", last.__cause__
+        if below is None or type(below).__name__.endswith("RemoteTraceback"):  # text of a pool's process
+            word, below = "while handling", None if last.__suppress_context__ else last.__context__
+        if _members(last):
+            word, below = "caused by", _members(last)[0]
+        if below is None or any(below is seen for seen, _ in chain):
+            break
+        chain.append((below, word))
+    return chain
+
+
+def _is_wrapper(error: BaseException, below: BaseException) -> bool:
+    """Return whether ``error`` only passes on ``below``: an exception group, an exit in an ``except`` clause, or an
+    exception with which a library (hydra, lightning) replaced one of the user's own code."""
+    if isinstance(error, SystemExit) or _members(error):
+        return True
+    return error.__cause__ is below and _raised_in_library(error) and not traceback_text.is_library(_file(below))
+
+
+def _members(error: BaseException) -> "Tuple[BaseException, ...]":
+    """Return the members of an exception group, also of its backport; none for others."""
+    found = getattr(error, "exceptions", None)
+    return found if isinstance(found, tuple) and all(isinstance(e, BaseException) for e in found) else ()
+
+
+def _raised_in_library(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and traceback_text.is_library(frames[-1].filename)
+
+
+def _file(error: BaseException) -> str:
+    return _place(error, error.__traceback__)[0] or "<none>"
+
+
+def _read(error: BaseException, trace: "Optional[TracebackType]") -> "Tuple[str, str, Place, List[str]]":
+    """Return type, message, place and notes; of the exception in a child process if the text of one is in there."""
+    message, place = _message(error), _place(error, trace)
+    remote = error.__cause__
+    if remote is not None and type(remote).__name__.endswith("RemoteTraceback"):
+        told = traceback_text.last_traceback(str(remote))
+        if told is not None:
+            return type_name(error), message, told[2], ["in a process of a pool%s" % _at(place, " for")]
+    told = traceback_text.last_traceback(message)
+    if told is None:
+        return type_name(error), message, place, []
+    where = "reported by " + type_name(error)
+    found = [(match.start(), words % match[1]) for regex, words in _CHILDREN for match in regex.finditer(message)]
+    if found:
+        where = max(found)[1]  # the innermost
+    return told[0], told[1], told[2], [where + _at(place, " for")]
+
+
+def type_name(error: BaseException) -> str:
+    """Return the name of an exception's class as a traceback prints it."""
+    kind = type(error)
+    if kind.__module__ in ("builtins", "__main__"):
+        return kind.__qualname__
+    return "%s.%s" % (kind.__module__, kind.__qualname__)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:  # from the exception's own __str__
+        return "(its message cannot be read: %s)" % type(second).__name__
+
+
+def _brief(error: BaseException) -> str:
+    first = _message(error).strip().partition("\n")[0]
+    return (type_name(error) + (": " + first if first else ""))[:_BRIEF]
+
+
+def _place(error: BaseException, trace: "Optional[TracebackType]") -> "Place":
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno, None
+    return traceback_text.innermost([(f.filename, f.lineno, f.name) for f in traceback.extract_tb(trace)])
+
+
+def _at(place: "Place", word: str = " at") -> str:
+    return "%s %s:%s" % (word, place[0], place[1]) if place[0] is not None else ""

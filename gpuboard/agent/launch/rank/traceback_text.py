@@ -1,0 +1,50 @@
+"""Tracebacks as text: what a child process of a rank printed, or put into the message of its parent's exception."""
+
+import re
+import sysconfig
+
+MYPY = False
+if MYPY:
+    from typing import List, Optional, Tuple
+
+    Place = Tuple[Optional[str], Optional[int], Optional[str]]  # file, line, function
+
+_HEADER = re.compile(r"^[ |+]*(?:Exception Group )?Traceback \(most recent call last\):$|Original Traceback .*:$", re.M)
+_FRAME = re.compile(r' +File "(.+)", line (\d+)(?:, in (.+))?$')
+_RAISED = re.compile(r"([^\W\d][\w.<>]*)(?:: (.*))?$", re.S)
+_GROUP = re.compile(r"^ *[|] ?", re.M)  # the margin of an exception group
+_LIBRARIES = tuple({sysconfig.get_path(key) + "/" for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[.]\d+/")
+
+
+def is_library(filename: str) -> bool:
+    """Return whether a frame's file is of the standard library or of an installed package, or is no file."""
+    return filename.startswith(_LIBRARIES + ("<",)) or bool(_LIBRARY.search(filename))
+
+
+def innermost(frames: "List[Place]") -> "Place":
+    """Return the innermost frame of the user's own code, else the innermost frame."""
+    own = [frame for frame in frames if frame[0] is not None and not is_library(frame[0])]
+    return (own or frames or [(None, None, None)])[-1]
+
+
+def last_traceback(text: str) -> "Optional[Tuple[str, str, Place]]":
+    """Return type, message (with all text after it) and place of the last complete traceback, None without one.
+
+    The last one is the cause: torch puts the traceback of a DataLoader worker or of a spawned process into the message
+    of the parent's exception, which follows the parent's frames.
+    """
+    for header in reversed(list(_HEADER.finditer(text))):
+        frames: "List[Place]" = []
+        rest = text[header.end() :]
+        lines = (_GROUP.sub("", rest) if "|" in header.group() or "+" in header.group() else rest).splitlines()
+        for at, line in enumerate(lines):
+            frame = _FRAME.match(line)
+            if frame:
+                frames.append((frame.group(1), int(frame.group(2)), frame.group(3)))
+            elif line.strip() and not line.startswith("  "):
+                raised = _RAISED.match("\n".join(lines[at:]).rstrip())
+                if raised is None:
+                    break
+                return raised.group(1), raised.group(2) or "", innermost(frames)
+    return None

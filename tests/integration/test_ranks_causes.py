@@ -1,0 +1,151 @@
+"""The cause that a failing rank reports: the innermost exception, where it was raised, and in which process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.ranks_driver import Node, go, launch_config, node, with_fake_torch
+
+LIBRARY = """
+def call(target):
+    try:
+        return target()
+    except Exception as error:
+        raise RuntimeError(f"error in call to {target.__name__}") from error
+"""
+SCRIPT = """
+import os, sys, traceback
+sys.path.insert(0, "site-packages")
+import library
+
+def boom():
+    raise ValueError("wrong\\nvalue")
+
+def chained():
+    try:
+        boom()
+    except ValueError as error:
+        raise OSError("no data") from error
+
+def handled():
+    try:
+        boom()
+    except ValueError:
+        {}["missing"]
+
+def hydra():
+    try:
+        boom()
+    except Exception:
+        traceback.print_exc()
+        print("Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.", file=sys.stderr)
+        sys.exit(1)
+
+def group():
+    error = ValueError("of the group")
+    raise ExceptionGroup("several", [error, KeyError("b")])
+
+def text():
+    try:
+        boom()
+    except ValueError:
+        trace = traceback.format_exc()
+    raise RuntimeError(f"worker failed:\\n{trace}")
+
+def plain():
+    sys.exit(4)
+
+def wrapped():
+    library.call(boom)
+
+(chained, handled, hydra, group, text, wrapped, plain)[int(os.environ["RANK"])]()
+"""
+
+
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[int, dict[str, Any]]]]:
+    """Return the script and, by rank, what each one's end reported."""
+    folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
+    (folder / "site-packages").mkdir()
+    (folder / "site-packages" / "library.py").write_text(LIBRARY)
+    with node(folder, SCRIPT, count=7) as here:
+        go(here)
+        here.wait_ended()
+        yield str(folder / "script.py"), {data["rank"]: data for data in here.data("raised")}
+
+
+BOOM = ("ValueError", "wrong\nvalue", 7, "boom")
+
+
+@pytest.mark.parametrize(
+    ("rank", "cause", "note"),
+    [
+        (0, ("OSError", "no data", 13, "chained"), "caused by ValueError: wrong at {}:7"),
+        (1, ("KeyError", "'missing'", 19, "handled"), "while handling ValueError: wrong at {}:7"),
+        (2, BOOM, "handled with sys.exit(1) at {}:27"),
+        (3, ("ValueError", "of the group", None, None), "first of 2 in ExceptionGroup: several (2 sub-exceptions)"),
+        (4, BOOM, "reported by RuntimeError for {}:38"),
+        (5, BOOM, "raised again as RuntimeError: error in call to boom"),
+    ],
+)
+def test_the_cause_in_a_chain_of_exceptions(
+    raised: tuple[str, dict[int, dict[str, Any]]], rank: int, cause: tuple[str, str, int, str], note: str
+) -> None:
+    script, found = raised
+    told = found[rank]
+    assert (told["type"], told["message"], told["line"], told["function"], told["note"]) == (
+        *cause,
+        note.format(script),
+    )
+
+
+def test_an_exit_of_its_own_is_no_exception(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:
+    assert sorted(raised[1]) == [0, 1, 2, 3, 4, 5]
+
+
+CHILDREN = """
+import concurrent.futures, os
+import torch, torch.multiprocessing
+from torch.utils.data import DataLoader
+
+class Data:
+    def __len__(self):
+        return 8
+    def __getitem__(self, at):
+        if at == 3:
+            raise ValueError("sample 3 is broken")
+        return at
+
+def child(index):
+    list(DataLoader(Data(), num_workers=1)) if index else None
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        for _ in DataLoader(Data(), num_workers=2):
+            pass
+    if rank == 1:
+        torch.multiprocessing.spawn(child, nprocs=2)
+    with concurrent.futures.ProcessPoolExecutor(1) as pool:
+        list(pool.map(Data().__getitem__, range(8)))
+"""
+
+
+@pytest.mark.torch
+def test_the_cause_in_a_child_process(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CHILDREN)
+    with Node(launch_config(tmp_path, "script.py", count=3)) as here:
+        here.start()
+        here.wait_ended(120)
+        script = str(tmp_path / "script.py")
+        found = {data["rank"]: data for data in here.data("raised")}
+        for rank in range(3):
+            told = [found[rank][name] for name in ("type", "message", "file", "line", "function")]
+            assert told == ["ValueError", "sample 3 is broken", script, 11, "__getitem__"]
+        assert found[0]["note"] == f"in DataLoader worker process 1 for {script}:20"
+        assert found[1]["note"] == f"in DataLoader worker process 0 for {script}:23"
+        assert found[2]["note"] == f"in a process of a pool for {script}:25"
