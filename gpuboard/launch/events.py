@@ -18,7 +18,7 @@ class Spawned(msgspec.Struct, frozen=True):
 
 
 class Gate(msgspec.Struct, frozen=True):
-    """A rank has imported torch and waits for ``go``, unless that has arrived already."""
+    """A rank waits for ``go``, unless that has arrived already. ``import_s``: None if its target imports torch."""
 
     rank: Count
     import_s: Number | None = None

@@ -35,6 +35,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     grace_s: float = 30.0  # from SIGTERM to SIGKILL
     lost_head_s: float | None = 60.0  # a node without pings for this long ends its ranks; None: never
     timeout_s: float = 600.0  # of init_process_group, in function targets
+    preimport: bool = True  # import torch before the target, unless that changes the environment first
     helper_grace_s: float = 30.0  # for processes that ranks leave running after success
     stdin_rank: int | None = None  # the rank that gets this process's standard input; None: no rank
 
@@ -72,6 +73,7 @@ class StartConfig(msgspec.Struct, frozen=True):
     backend: str
     timeout_s: float
     lost_head_s: float | None
+    preimport: bool
     helper_grace_s: float
     stdin_rank: int | None
 
@@ -189,6 +191,7 @@ def launch_plan(
             backend="nccl" if options.device == "cuda" else "gloo",
             timeout_s=options.timeout_s,
             lost_head_s=options.lost_head_s,
+            preimport=options.preimport,
             helper_grace_s=options.helper_grace_s,
             stdin_rank=options.stdin_rank,
         )

@@ -48,6 +48,7 @@ def launch_config(
         "backend": "gloo",
         "timeout_s": 60,
         "lost_head_s": 60,
+        "preimport": True,
         "helper_grace_s": 30,
         "stdin_rank": None,
     }

@@ -40,7 +40,7 @@ for n,s in p["modules"]:
 m.main(globals(),d["worker_channel"].WorkerChannel(%(channel)d,p["config"]),p["config"])
 """
 
-_RANK_MODULES = ("rank.traceback_text", "rank.exception")
+_RANK_MODULES = ("rank.traceback_text", "rank.exception", "rank.preimport")
 
 # Variables that gpuboard sets for each rank: values from the caller's environment are stale.
 _SET_PER_RANK = (

@@ -1,4 +1,4 @@
-"""A rank: it imports torch, waits at the gate, then runs the target as plain ``python`` would.
+"""A rank: it imports torch (see preimport), waits at the gate, then runs the target as plain ``python`` would.
 
 This source is executed in a new training interpreter (Python 3.8 or later), after worker_channel and the modules of
 ``rank``; no other module of gpuboard is there. Scripts and modules run in the real ``__main__``, whose namespace is
@@ -10,6 +10,7 @@ import ctypes
 import gc
 import importlib
 import importlib.machinery
+import importlib.util
 import io
 import linecache
 import os
@@ -23,7 +24,7 @@ if MYPY:
     from types import TracebackType
     from typing import Any, Dict, List, Optional, Tuple
 
-    from gpuboard.agent.launch.rank import exception
+    from gpuboard.agent.launch.rank import exception, preimport
     from gpuboard.agent.launch.worker_channel import WorkerChannel
 
 _OUR_FILE = "<gpuboard>"  # file name of the frames of this code
@@ -39,15 +40,12 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
     linecache.cache[sys.argv[0]] = (0, None, [], sys.argv[0])
     channel.follow_forks()
     try:
-        started = time.monotonic()
         atexit.register(_wait_for_gloo)  # registered first: called last
-        gc.disable()  # an import leaves no garbage, and collecting takes a seventh of the time
-        import torch  # 1.3 s: overlaps preflight, which opens the gate
-
-        _watch_store(channel, state)
-        _start_worker_server(config["diagnostics"])
-        gc.enable()
-        channel.send({"t": "gate", "import_s": round(time.monotonic() - started, 3), "torch": str(torch.__version__)})
+        sys.meta_path.insert(0, _StoreWatch(channel, state, config["diagnostics"]))
+        import_s = None
+        if config["preimport"] and not preimport.changes_environment(config["kind"], config["name"]):
+            import_s = _import_torch()
+        channel.send({"t": "gate", "import_s": import_s})
         _pass_gate(channel, config)
         state["store"] = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if config["kind"] == "script":
@@ -112,33 +110,63 @@ def _pass_gate(channel: "WorkerChannel", config: "Dict[str, Any]") -> None:
         torch.cuda.set_per_process_memory_fraction(config["memory_fraction"], config["local_rank"])
 
 
-def _watch_store(channel: "WorkerChannel", state: "Dict[str, Any]") -> None:
-    """Report to the supervisor when this rank has connected to the store.
+def _import_torch() -> float:
+    """Import torch ahead of the target; return the seconds that it took."""
+    started = time.monotonic()
+    gc.disable()  # an import leaves no garbage, and collecting takes a seventh of the time
+    importlib.import_module("torch")  # 1.3 s: overlaps preflight, which opens the gate
+    gc.enable()
+    return round(time.monotonic() - started, 3)
 
-    TCPStore is replaced only in the module of torch's env:// rendezvous; other code gets the real class.
+
+class _StoreWatch:
+    """Reports to the supervisor when this rank has connected to the store.
+
+    An import hook that replaces TCPStore in the module of torch's env:// rendezvous, whoever imports it and when, and
+    removes itself; other code gets the real class.
     """
-    try:
-        rendezvous: "Any" = importlib.import_module("torch.distributed.rendezvous")
-    except ImportError:  # a torch built without distributed
-        return
-    real = getattr(rendezvous, "TCPStore", None)
-    if real is None:
-        return
 
-    def connect(*args: "Any", **kwargs: "Any") -> "Any":
-        if kwargs.get("is_master") or args[3:4] == (True,):
-            pass  # the script hosts a store of its own
-        elif len(args) > 1:
-            args = (_store_host(state["store"], args[0], args[1]), *args[1:])
-        elif "host_name" in kwargs:
-            kwargs["host_name"] = _store_host(state["store"], kwargs["host_name"], kwargs["port"])
-        store = real(*args, **kwargs)
-        if not state["joined"]:
-            state["joined"] = True
-            channel.send({"t": "joined"})
-        return store
+    def __init__(self, channel: "WorkerChannel", state: "Dict[str, Any]", diagnostics: str) -> None:
+        self._channel = channel
+        self._state = state
+        self._diagnostics = diagnostics
 
-    rendezvous.TCPStore = connect
+    def find_spec(self, name: str, _path: "Any" = None, _target: "Any" = None) -> "Any":
+        """Return the real spec of that module with a loader that also replaces TCPStore; None for others."""
+        if name != "torch.distributed.rendezvous":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: "Any") -> None:
+                load(module)
+                self._replace(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def _replace(self, rendezvous: "Any") -> None:
+        _start_worker_server(self._diagnostics)
+        real = getattr(rendezvous, "TCPStore", None)
+        if real is None:  # a torch built without distributed
+            return
+
+        def connect(*args: "Any", **kwargs: "Any") -> "Any":
+            if kwargs.get("is_master") or args[3:4] == (True,):
+                pass  # the script hosts a store of its own
+            elif len(args) > 1:
+                args = (_store_host(self._state["store"], args[0], args[1]), *args[1:])
+            elif "host_name" in kwargs:
+                kwargs["host_name"] = _store_host(self._state["store"], kwargs["host_name"], kwargs["port"])
+            store = real(*args, **kwargs)
+            if not self._state["joined"]:
+                self._state["joined"] = True
+                self._channel.send({"t": "joined"})
+            return store
+
+        rendezvous.TCPStore = connect
 
 
 def _start_worker_server(path: str) -> None:
@@ -245,9 +273,6 @@ def _run_function(namespace: "Dict[str, Any]", config: "Dict[str, Any]") -> None
     import datetime
     import inspect
 
-    import torch
-    from torch import distributed
-
     _reset_namespace(namespace)
     name, args = config["name"], config["args"]
     _set_command_line([name, *args], os.getcwd(), [name, *args])
@@ -255,6 +280,9 @@ def _run_function(namespace: "Dict[str, Any]", config: "Dict[str, Any]") -> None
     function: "Any" = importlib.import_module(module_name)
     for part in path.split("."):
         function = getattr(function, part)
+    import torch  # the function's module may set variables that torch reads
+    from torch import distributed
+
     options: "Dict[str, Any]" = {"timeout": datetime.timedelta(seconds=config["timeout_s"])}
     if config["device"] == "cuda":
         torch.cuda.set_device(config["local_rank"])

@@ -69,7 +69,7 @@ class WorkerGroup:
         for rank in config["ranks"]:
             environ = start.rank_environ(self._environ, rank, config["master_addr"])
             task = {key: rank[key] for key in ("local_rank", "memory_fraction")}
-            task.update({key: config[key] for key in ("device", "backend", "timeout_s")}, **target)
+            task.update({key: config[key] for key in ("device", "backend", "timeout_s", "preimport")}, **target)
             task["diagnostics"] = self.server_path(rank["rank"])
             stdin = rank["rank"] == config["stdin_rank"]
             child = start.start_worker(config, environ, rank["rank"], "worker", task, shown, stdin=stdin)

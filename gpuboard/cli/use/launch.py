@@ -82,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--stdin", nargs="?", const=0, type=whole(0, 10**6), metavar="RANK",
                      help="pass standard input on to rank RANK, without a number to rank 0; default: a terminal to the "
                      "only rank of a run, else /dev/null for all")  # fmt: skip
+    run.add_argument("--no-preimport", dest="preimport", action="store_false", help="do not import torch before the "
+                     "target; never done for a target that changes os.environ before")  # fmt: skip
     run.add_argument("--dry-run", action="store_true", help="print the launch plan; reserve and start nothing")
     run.add_argument("--json", action="store_true", help="print the outcome as JSON on stdout, the output of the ranks "
                      "on stderr; with --dry-run: print the plan as JSON")  # fmt: skip
@@ -129,6 +131,7 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
         lost_head_s=args.lost_head,
         helper_grace_s=args.helper_grace,
         stdin_rank=args.stdin,
+        preimport=args.preimport,
     )
     scope = _scope(context)
     sent |= environ.of_job(context.env) if context.job is not None else {}

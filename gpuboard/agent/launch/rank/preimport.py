@@ -1,0 +1,142 @@
+"""Whether a target changes the environment before it imports torch: torch must then not be imported ahead of it.
+
+This source is executed in the rank, before the target.
+"""
+
+import ast
+import importlib.machinery
+import os
+import sys
+
+MYPY = False
+if MYPY:
+    from typing import Dict, Iterator, List, Optional, Tuple, Union
+
+    from gpuboard.agent.launch.rank import traceback_text
+
+    Import = Union[ast.Import, ast.ImportFrom]
+
+_FILES = 200  # of the user's own code that are read
+_READS = ("get", "copy", "items", "keys", "values")  # methods of os.environ
+_READERS = ("dict", "len", "list", "print", "repr", "sorted", "str")
+_WRITERS = ("putenv", "unsetenv", "load_dotenv")
+
+
+def changes_environment(kind: str, name: str) -> bool:
+    """Return whether a target may change the environment before it imports torch.
+
+    Followed are the imports of the user's own modules, not those of installed packages.
+    """
+    first = os.path.dirname(os.path.realpath(name)) if kind == "script" else os.getcwd()
+    search = [first, *(entry for entry in sys.path[1:] if not traceback_text.is_library(entry + "/"))]
+    if kind == "script":
+        files = [os.path.join(name, "__main__.py") if os.path.isdir(name) else name]
+    else:
+        files = _files(name.partition(":")[0], search, run=kind == "module")
+    seen: "Dict[str, None]" = {}
+    for file in files:
+        changed, imported = _walk(file, search, seen)
+        if changed or imported:
+            return changed
+    return False
+
+
+def _walk(file: str, search: "List[str]", seen: "Dict[str, None]") -> "Tuple[bool, bool]":
+    """Follow one file in the order of its statements, up to its import of torch.
+
+    Returns whether the environment may be changed before that, and whether torch is imported.
+    """
+    if file in seen or len(seen) >= _FILES:
+        return False, False
+    seen[file] = None
+    try:
+        with open(file, "rb") as source:
+            tree = ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError):
+        return False, False  # the target fails on it in its own way
+    for statement in tree.body:
+        if _changes(statement):
+            return True, False
+        for node in ast.walk(statement):
+            if not isinstance(node, (ast.Import, ast.ImportFrom)):
+                continue
+            for module in _names(node, file, search):
+                if module.partition(".")[0] == "torch":
+                    if node is statement:  # executed for certain
+                        return False, True
+                    continue
+                for imported in _files(module, search):
+                    changed, has_torch = _walk(imported, search, seen)
+                    if changed or (has_torch and node is statement):
+                        return changed, has_torch
+    return False, False
+
+
+def _changes(statement: ast.stmt) -> bool:
+    """Return whether a statement uses the environment in a way that is not known to only read it."""
+    above = {child: node for node in ast.walk(statement) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(statement):
+        if isinstance(node, ast.ImportFrom) and any(a.asname and a.name.startswith("environ") for a in node.names):
+            return True
+        if not isinstance(node, (ast.Attribute, ast.Name)):
+            continue
+        name = node.attr if isinstance(node, ast.Attribute) else node.id
+        if name in _WRITERS or (name in ("environ", "environb") and not _only_read(node, above)):
+            return True
+    return False
+
+
+def _only_read(node: ast.expr, above: "Dict[ast.AST, ast.AST]") -> bool:
+    user = above.get(node)
+    if isinstance(user, ast.Subscript):
+        return isinstance(user.ctx, ast.Load)
+    if isinstance(user, ast.Attribute):
+        return user.attr in _READS
+    if isinstance(user, ast.Call):
+        return isinstance(user.func, ast.Name) and user.func.id in _READERS
+    if isinstance(user, ast.keyword):
+        return user.arg in (None, "env")  # dict(**os.environ), subprocess.run(…, env=os.environ)
+    return isinstance(user, (ast.Compare, ast.Dict, ast.For, ast.comprehension))
+
+
+def _names(node: "Import", file: str, search: "List[str]") -> "Iterator[str]":
+    """Yield the full names of the modules that an import statement may load."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    base = node.module or ""
+    if node.level:
+        folder = os.path.dirname(os.path.abspath(file))
+        for _ in range(node.level - 1):
+            folder = os.path.dirname(folder)
+        for entry in search:
+            inside = os.path.relpath(folder, entry)
+            if not inside.startswith("."):
+                base = ".".join([*inside.split(os.sep), *([base] if base else [])])
+                break
+        else:
+            return
+    yield base
+    yield from ("%s.%s" % (base, alias.name) for alias in node.names)
+
+
+def _files(module: str, search: "List[str]", run: bool = False) -> "List[str]":
+    """Return the files that an import of ``module`` executes, packages first; only those of the user's own code.
+
+    ``run``: as ``python -m`` does.
+    """
+    found = []
+    parts = module.split(".")
+    places: "Optional[List[str]]" = search
+    for at, part in enumerate(parts):
+        spec = importlib.machinery.PathFinder.find_spec(part, places)
+        if spec is None:
+            break
+        if spec.origin and not traceback_text.is_library(spec.origin):
+            found.append(spec.origin)
+        places = spec.submodule_search_locations and list(spec.submodule_search_locations)
+        if places is None:
+            break
+        if run and at == len(parts) - 1:
+            found.append(os.path.join(places[0], "__main__.py"))
+    return found

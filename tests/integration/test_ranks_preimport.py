@@ -1,0 +1,81 @@
+"""torch is imported ahead of the target, but not of code that sets variables which torch reads when it is loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gpuboard.agent.launch.rank import preimport, traceback_text
+from tests.integration.ranks_driver import Node, go, launch_config
+
+SET = "import os\nos.environ['PROBE'] = 'set'\n"
+FILES = {
+    "fake/torch/__init__.py": "import os\nseen = os.environ.get('PROBE')\nfrom torch.distributed import rendezvous\n",
+    "fake/torch/distributed/__init__.py": "",
+    "fake/torch/distributed/rendezvous.py": "class TCPStore: pass\n",
+    "settings.py": SET,
+    "early.py": "import torch\n",
+    "pack/__init__.py": "",
+    "pack/variables.py": "from .deep import set_all\nset_all()\n",
+    "pack/deep.py": "def set_all():\n    import os\n    os.environ['PROBE'] = 'set'\n",
+    "pack/run.py": "import pack.variables, torch\nprint(torch.seen)\ntorch.distributed.rendezvous.TCPStore()\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def seen(folder: Path, kind: str, name: str, preimport: bool = True) -> tuple[str, bool, bool]:
+    """Return the output, whether torch was imported early, and whether the store was seen to be joined."""
+    config = launch_config(folder, name, kind=kind, listen=False, preimport=preimport)
+    config["environ"]["PYTHONPATH"] = str(folder / "fake")
+    with Node(config) as here:
+        go(here)
+        (end,) = here.wait_ended()
+        return here.text(), here.data("gate")[0]["import_s"] is not None, end["joined"]
+
+
+def test_torch_sees_the_variables_that_its_importer_sets_first(folder: Path) -> None:
+    assert seen(folder, "module", "pack.run") == ("set\n", False, True)
+    (folder / "script.py").write_text(f"import torch\n{SET}print(torch.seen)\ntorch.distributed.rendezvous.TCPStore()")
+    assert seen(folder, "script", "script.py") == ("None\n", True, True)
+    (folder / "script.py").write_text(f"exec({SET!r})\nimport torch\nprint(torch.seen)")
+    assert seen(folder, "script", "script.py", preimport=False) == ("set\n", False, False)
+
+
+@pytest.mark.parametrize(
+    ("script", "changes"),
+    [
+        ("import os\nos.environ['A'] = 'b'\nimport torch", True),
+        ("from os import environ\nenviron.setdefault('A', 'b')", True),
+        ("from os import environ as e\ne['A'] = 'b'", True),
+        ("import os\nos.environ |= {'A': 'b'}", True),
+        ("import os\nvariables = os.environ", True),
+        ("import os\nos.putenv('A', 'b')", True),
+        ("def prepare():\n    import os\n    os.environ.update(A='b')\nprepare()\nfrom torch import nn", True),
+        ("import settings\nimport torch", True),
+        ("def main():\n    import pack.variables", True),
+        ("try:\n    import torch\nexcept ImportError:\n    pass\nimport settings", True),
+        ("import os, torch\nos.environ['A'] = 'late'", False),
+        ("import early\nimport settings", False),
+        ("import os\nif 'A' in os.environ or dict(os.environ) == {} or os.environ.get('A'): os.environ['B']", False),
+        ("import subprocess, os\nsubprocess.run('true', env={**os.environ, 'A': 'b'})", False),
+        ("no python", False),
+    ],
+)  # fmt: skip
+def test_code_that_may_change_the_environment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, changes: bool
+) -> None:
+    monkeypatch.setattr(preimport, "traceback_text", traceback_text, raising=False)  # the rank's stub does this
+    monkeypatch.chdir(folder)
+    Path("script.py").write_text(script)
+    assert preimport.changes_environment("script", "script.py") is changes
+    assert preimport.changes_environment("module", "script") is changes
+    assert preimport.changes_environment("script", os.path.abspath("script.py")) is changes
