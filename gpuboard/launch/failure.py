@@ -357,7 +357,7 @@ class FailureWatch:
         if succeeded or event.rank in self._raised or self.stop_reason is not None:
             return
         error = self._last_error.get(event.rank, "")
-        evidence = event.oom or error
+        evidence = event.oom or (clean(event.evidence, 400) if event.evidence else error)
         if event.signal is not None:
             forwarded = " (forwarded by `gpuboard launch`)" if event.signal in self._forwarded else ""
             how = f"was killed by {signal_name(event.signal)}{forwarded}" + (": out of memory" if event.oom else "")

@@ -80,6 +80,39 @@ def test_a_script_sees_no_difference() -> None:
     assert raised[0]["file"] == str(SCRIPTS / "whole.py")
 
 
+ELASTIC = """
+import json, os, subprocess, sys
+if len(sys.argv) == 1:
+    print(json.dumps(dict(os.environ)), flush=True)
+    os._exit(subprocess.run([sys.executable, __file__, "recorded"]).returncode)
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    raise ValueError("in a process of the rank")
+
+main()
+"""
+
+
+def test_the_variables_of_torchrun_and_what_record_writes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ELASTIC)
+    expected = found(torchrun([str(script)]).stdout.decode())
+    with Node(launch_config(tmp_path, "script.py", environ=environ())) as node:
+        node.start()
+        (end,) = node.wait_ended(120)
+        own = found(node.text("out"))
+        assert (end["code"], end["evidence"]) == (1, f"ValueError: in a process of the rank at {script}:10")
+    assert expected.keys() <= own.keys()
+    per_run = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "PWD"}
+    elastic = {name for name in expected if name not in environ()} - per_run
+    assert {name: sorted(own[name].split(",")) for name in elastic} == {
+        name: sorted(expected[name].split(",")) for name in elastic
+    }
+    assert not Path(own["TORCHELASTIC_ERROR_FILE"]).parent.exists()
+
+
 def test_a_module_of_a_package_sees_no_difference() -> None:
     by_python = plain(["-m", "package.train", "--fast"])
     by_torchrun = torchrun(["-m", "package.train", "--fast"])

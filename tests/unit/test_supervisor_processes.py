@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.launch import CallRefused, oom, start, teardown
+from gpuboard.agent.launch import CallRefused, evidence, start, teardown
 from gpuboard.agent.proc import read_process
 from tests.waiting import read_line
 
@@ -102,4 +102,4 @@ def test_the_interpreter_is_python_then_that_of_the_environment_then_of_path(tmp
 
 
 def test_no_evidence_without_a_kill() -> None:
-    assert oom.oom_text(os.getpid(), oom.oom_counts()) is None
+    assert evidence.oom_text(os.getpid(), evidence.oom_counts()) is None

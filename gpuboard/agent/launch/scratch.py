@@ -1,33 +1,34 @@
-"""The run's private folder on a node, for the sockets of the ranks. The guard removes it at the end."""
+"""The run's private folder on a node: the ranks' sockets and what torch's ``@record`` writes. Removed at the end."""
 
 import os
+import shutil
 
 MYPY = False
 if MYPY:
     from typing import Any, Dict
 
+_SHORT = 60  # characters: the address of a socket has at most 108 bytes (unix(7))
+
 
 def path(config: "Dict[str, Any]") -> str:
-    """Return the folder of a run on its node; short, since the address of a socket has at most 108 bytes (unix(7))."""
-    return "/tmp/gpuboard-%s-%d" % (config["run"], config["node_rank"])
+    """Return the folder of a run on its node."""
+    parent = os.environ.get("TMPDIR") or "/tmp"
+    return "%s/gpuboard-%s-%d" % (parent if len(parent) <= _SHORT else "/tmp", config["run"], config["node_rank"])
 
 
 def create(config: "Dict[str, Any]") -> str:
-    """Create the folder and return its path; without it (a full disk) ranks have no worker servers."""
+    """Create the folder and return its path; "" if there can be none that is this user's alone."""
     folder = path(config)
     try:
         os.mkdir(folder, 0o700)
+    except FileExistsError:  # that of a supervisor which this one replaces
+        found = os.lstat(folder)
+        return folder if found.st_uid == os.getuid() and found.st_mode & 0o170077 == 0o040000 else ""
     except OSError:
-        pass  # a supervisor that replaces a lost one, or another user's: then the ranks cannot write there
+        return ""
     return folder
 
 
 def remove(config: "Dict[str, Any]") -> None:
-    """Remove the folder and its sockets."""
-    folder = path(config)
-    try:
-        for name in os.listdir(folder):
-            os.unlink(os.path.join(folder, name))
-        os.rmdir(folder)
-    except OSError:
-        pass  # it does not exist, or is another user's
+    """Remove the folder."""
+    shutil.rmtree(path(config), ignore_errors=True)  # refuses a link; another user's is not writable

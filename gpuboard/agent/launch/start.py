@@ -175,6 +175,7 @@ def node_environ(config: "Dict[str, Any]") -> "Dict[str, str]":
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             "PYTHONUNBUFFERED": "1",
             "PWD": config["cwd"],
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -182,6 +183,7 @@ def node_environ(config: "Dict[str, Any]") -> "Dict[str, str]":
             "GPUBOARD_RUN": config["run"],
         }
     )
+    environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     environ.pop("GPUBOARD_LEASE", None)
     if config["lease"]:
         environ["GPUBOARD_LEASE"] = config["lease"]

@@ -9,7 +9,7 @@ import time
 
 from gpuboard.agent import proc
 from gpuboard.agent.event_loop import IN, OUT, Loop
-from gpuboard.agent.launch import CallRefused, network, preflight, start, teardown
+from gpuboard.agent.launch import CallRefused, network, preflight, scratch, start, teardown
 from gpuboard.agent.launch.watch import inspection, signs
 from gpuboard.agent.launch.workers import WorkerGroup
 
@@ -389,6 +389,7 @@ class Supervisor:
         left = teardown.kill_all(self._config["run"], os.getpid(), [self._guard_pid], self._reap, _KILL_S)
         self._reap()
         self._workers.close()
+        scratch.remove(self._config)
         self._channel.event("ended", {"left": left})
         # No rank runs any more, so a suspended or slow head may take as long to read the rest as it may be silent.
         lost_head_s = float("inf") if self._config["lost_head_s"] is None else float(self._config["lost_head_s"])

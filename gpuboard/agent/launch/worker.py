@@ -39,6 +39,8 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
     # linecache must not open the file name of the outermost frame, should the script close all descriptors (start.py).
     linecache.cache[sys.argv[0]] = (0, None, [], sys.argv[0])
     channel.follow_forks()
+    if not os.path.isdir(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])):
+        os.environ["TORCHELASTIC_ERROR_FILE"] = ""  # in a container without that folder: @record would fail
     try:
         atexit.register(_wait_for_gloo)  # registered first: called last
         sys.meta_path.insert(0, _StoreWatch(channel, state, config["diagnostics"]))
@@ -174,6 +176,8 @@ def _start_worker_server(path: str) -> None:
     try:
         from torch._C._distributed_c10d import _WorkerServer
     except ImportError:
+        return
+    if not path:
         return
     # torch writes a warning about the socket to stderr, which belongs to the script.
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)

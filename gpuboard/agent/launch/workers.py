@@ -1,10 +1,11 @@
 """The workers of one node: its ranks and, on the first node, the store; their start, gate, output and end."""
 
+import os
 import signal
 import time
 
 from gpuboard.agent.event_loop import IN, OUT, Loop
-from gpuboard.agent.launch import CallRefused, oom, scratch, start, teardown
+from gpuboard.agent.launch import CallRefused, evidence, scratch, start, teardown
 from gpuboard.agent.launch.stdin import Stdin
 from gpuboard.agent.launch.watch.signs import Signs
 
@@ -50,8 +51,11 @@ class WorkerGroup:
         return self._store.pid if self._store is not None else None
 
     def server_path(self, rank: int) -> str:
-        """Return the path of a rank's worker server (worker.py)."""
-        return "%s/rank-%d.sock" % (self._scratch, rank)
+        """Return the path of a rank's worker server (worker.py), "" if it has none."""
+        return self._in_scratch("rank-%d.sock" % rank)
+
+    def _in_scratch(self, name: str) -> str:
+        return os.path.join(self._scratch, name) if self._scratch else ""
 
     def running(self) -> "List[start.Worker]":
         """Return the ranks that have not ended."""
@@ -63,11 +67,12 @@ class WorkerGroup:
 
     def start_ranks(self) -> "Dict[str, int]":
         """Start the workers; they import torch and wait. Returns pids by rank. Raises CallRefused."""
-        self._oom_before = oom.oom_counts()
+        self._oom_before = evidence.oom_counts()
         config, target = self._config, self._config["target"]
         shown = [*(["-m"] if target["kind"] == "module" else []), target["name"], *target["args"]]
         for rank in config["ranks"]:
             environ = start.rank_environ(self._environ, rank, config["master_addr"])
+            environ["TORCHELASTIC_ERROR_FILE"] = self._in_scratch("error-%d.json" % rank["rank"])
             task = {key: rank[key] for key in ("local_rank", "memory_fraction")}
             task.update({key: config[key] for key in ("device", "backend", "timeout_s", "preimport")}, **target)
             task["diagnostics"] = self.server_path(rank["rank"])
@@ -261,13 +266,17 @@ class WorkerGroup:
             self._emit("notice", {"text": text % child.rank})
         self.signs.ended(child.rank)
         killed = status == -signal.SIGKILL and not self.ending
+        found = evidence.shared_memory() if status == -signal.SIGBUS else None
+        if status != 0 and found is None:
+            found = evidence.recorded(self._in_scratch("error-%d.json" % child.rank))
         self._emit(
             "exited",
             {
                 "rank": child.rank,
                 "code": status if status >= 0 else None,
                 "signal": -status if status < 0 else None,
-                "oom": oom.oom_text(child.pid, self._oom_before) if killed else None,
+                "oom": evidence.oom_text(child.pid, self._oom_before) if killed else None,
+                "evidence": found,
                 "ran_s": round(time.monotonic() - child.started, 3),
                 "joined": child.joined,
             },

@@ -1,11 +1,43 @@
-"""Evidence that a rank was killed for memory: counters of its cgroup, the kernel's log."""
+"""Evidence of why a rank ended: its cgroup's counters, the kernel's log, /dev/shm, the file of torch's ``@record``."""
 
+import json
 import os
 import re
+
+from gpuboard.agent.launch.rank.traceback_text import last_traceback
 
 MYPY = False
 if MYPY:
     from typing import Dict, Optional
+
+_RECORD = 2**20  # bytes that are read of one file
+_MIB = 2.0**20
+
+
+def recorded(path: str) -> "Optional[str]":
+    """Return the exception that ``@record`` wrote, with its place; None if there is none."""
+    try:
+        with open(path, "rb") as file:
+            message = json.loads(file.read(_RECORD).decode("utf-8", "replace"))["message"]
+        if isinstance(message, str):
+            return message[:_RECORD] or None
+        told = last_traceback(message["extraInfo"]["py_callstack"])
+        if told is None:
+            return str(message["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    kind, text, place = told
+    return kind + (": " + text if text else "") + (" at %s:%s" % place[:2] if place[0] else "")
+
+
+def shared_memory() -> "Optional[str]":
+    """Return how full /dev/shm is; None if there is none."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    size, free = found.f_blocks * found.f_frsize / _MIB, found.f_bavail * found.f_frsize / _MIB
+    return "/dev/shm: %.0f of %.0f MiB in use" % (size - free, size)
 
 
 def oom_counts() -> "Dict[str, int]":
