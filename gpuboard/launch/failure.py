@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from gpuboard.launch import events
+from gpuboard.launch.causes.exits import code_text, cuda_memory_text, signal_name, signal_text
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.run_folder import RankView
@@ -80,6 +81,7 @@ class FailureWatch:
         self.cause: Cause | None = None
         self.stop_reason: str | None = None  # set once; the head then stops every node
         self.messages: list[str] = []  # lines for the user; the head prints and removes them
+        self.gpu_processes: dict[str, dict[int, str]] = {}  # node → pid → user and command, if the GPUs were read
         self._timing = timing
         self._stdin_rank = plan.options.stdin_rank
         self._nodes = [node.node for node in plan.nodes]
@@ -329,7 +331,9 @@ class FailureWatch:
         self._set(event.rank, state="failed")
         if self.stop_reason is not None:
             return
-        message = clean(event.message, 400)
+        rank = self.ranks[event.rank]
+        held = cuda_memory_text(event.message, rank.local_rank, self.gpu_processes.get(rank.node, {}))
+        message = held or clean(event.message, 400)
         place = f" at {clean(event.file)}:{event.line}" if event.file else ""
         place += f" in {clean(event.function)}" if event.function and event.function != "<module>" else ""
         phase = {"import": " before init_process_group", "init": " in init_process_group"}.get(event.phase, "")
@@ -359,10 +363,9 @@ class FailureWatch:
         error = self._last_error.get(event.rank, "")
         evidence = event.oom or (clean(event.evidence, 400) if event.evidence else error)
         if event.signal is not None:
-            forwarded = " (forwarded by `gpuboard launch`)" if event.signal in self._forwarded else ""
-            how = f"was killed by {signal_name(event.signal)}{forwarded}" + (": out of memory" if event.oom else "")
+            how = signal_text(event.signal, forwarded=event.signal in self._forwarded, oom=bool(event.oom))
         else:
-            how = f"ended with exit code {event.code}"
+            how = code_text(event.code or 0)
         kind: FailureKind = "signal" if event.signal is not None else "exit"
         node = self.ranks[event.rank].node
         # Libraries abort after such an error. A code is the script's own decision, whatever it printed before.
@@ -404,14 +407,6 @@ def symptom_of(text: str) -> Symptom:
     if _TIMEOUT.search(text):
         return "timeout"
     return "lost" if _LOST.search(text) else "own"
-
-
-def signal_name(number: int) -> str:
-    """Return ``SIGKILL`` for 9; ``signal 99`` for what has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def rank_words(ranks: Collection[int]) -> str:

@@ -20,8 +20,9 @@ import msgspec
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
 from gpuboard.launch.causes import stderr
+from gpuboard.launch.causes.exits import signal_name
 from gpuboard.launch.control import ControlRequest, ControlServer
-from gpuboard.launch.failure import FailureWatch, rank_words, signal_name
+from gpuboard.launch.failure import FailureWatch, rank_words
 from gpuboard.launch.output import Logs, Relay, Screen
 from gpuboard.launch.plan import LaunchPlan, shown
 from gpuboard.launch.preflight.check import Check, check_text, grouped
@@ -262,6 +263,10 @@ class Head:
             self._inspect()
         elif isinstance(item, Snapshot):
             self._preflight_calls.snapshot = item
+            self._watch.gpu_processes = {
+                node.name: {p.pid: f"{p.user}, {p.command}" for gpu in node.gpus for p in gpu.processes or ()}
+                for node in item.nodes
+            }
 
     def _on_event(self, item: SupervisorEvent, now: float) -> None:
         event = item.event

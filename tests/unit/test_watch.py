@@ -68,7 +68,18 @@ def test_a_rank_that_raised_and_was_stopped_in_the_end_failed_with_1() -> None:
     ("ended", "words", "code"),
     [
         (Exited(1, code=3), "rank 1 (gpu01:3) ended with exit code 3", 3),
-        (Exited(1, signal=11), "rank 1 (gpu01:3) was killed by SIGSEGV", 139),
+        (Exited(1, code=1), "rank 1 (gpu01:3) ended with exit code 1 (without an exception of its own)", 1),
+        (
+            Exited(1, code=139),
+            "rank 1 (gpu01:3) ended with exit code 139 (128 + 11: a process that it waited for was killed by SIGSEGV)",
+            139,
+        ),
+        (
+            Exited(1, signal=11),
+            "rank 1 (gpu01:3) was killed by SIGSEGV: invalid memory access in native code "
+            "(a C++ or CUDA extension, or libraries of different builds)",
+            139,
+        ),
         (Exited(1, signal=64), "rank 1 (gpu01:3) was killed by SIGRTMAX", 192),
     ],
 )
@@ -81,6 +92,25 @@ def test_out_of_memory_is_reported_with_its_evidence() -> None:
     failed = feed(watch(), Exited(1, signal=9, oom="memory.events: oom_kill 1"))
     assert failed.messages == ["rank 1 (gpu01:3) was killed by SIGKILL: out of memory", "  memory.events: oom_kill 1"]
     assert failed.exit_code() == 137
+
+
+# The form of torch's message since 2.2
+CUDA_OOM = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.75 GiB is "
+    "free. Process 4711 has 61.00 GiB memory in use. Including non-PyTorch memory, this process has 16.50 GiB memory in use. "
+    "Of the allocated memory 15.25 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
+)
+
+
+def test_cuda_out_of_memory_names_the_holders_of_the_memory() -> None:
+    failing = watch()
+    failing.gpu_processes = {"gpu01": {4711: "bob, python"}}
+    feed(failing, Raised(1, "torch.OutOfMemoryError", CUDA_OOM, "/exp/train.py", 41))
+    assert failing.messages == [
+        "rank 1 (gpu01:3) failed: torch.OutOfMemoryError: CUDA out of memory on cuda:0 (LOCAL_RANK is 1): "
+        "asked for 2.50 GiB, 1.75 GiB of 79.25 GiB free, process 4711 (bob, python) holds 61.00 GiB, "
+        "this rank 16.50 GiB at /exp/train.py:41"
+    ]
 
 
 def test_the_error_on_stderr_is_evidence() -> None:

@@ -197,8 +197,13 @@ class WorkerGroup:
             elif kind == "joined":
                 child.joined = True
                 self._emit("joined", {"rank": child.rank})
-            elif kind in ("raised", "leaving"):
-                self._emit(kind, dict(message, rank=child.rank))
+            elif kind == "raised":
+                words = "%s %s" % (message.get("message"), message.get("note"))
+                if "Bus error" in words or "shared memory" in words:  # of a DataLoader worker
+                    message["note"] = "%s, %s" % (message.get("note"), evidence.shared_memory())
+                self._emit("raised", dict(message, rank=child.rank))
+            elif kind == "leaving":
+                self._emit("leaving", dict(message, rank=child.rank))
         if closed:
             self._loop.unwatch(child.link.fileno())
         return closed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from gpuboard.agent.launch.rank.traceback_text import last_traceback
 from gpuboard.model.text import clean
@@ -29,13 +29,13 @@ _ERROR = re.compile(
 )
 
 
-def evidence(lines: Sequence[str]) -> str:
-    """Return the newest error among ``lines``, the end of a rank's stderr; "" if they are only advice or empty.
+def evidence(tail: Iterable[str]) -> str:
+    """Return the newest error among the lines of ``tail``, the end of a rank's stderr; "" if they are only advice.
 
     The exception of the last traceback counts, not the lines after it, unless native code reported an error there.
     """
-    text = "\n".join(lines)
-    told = last_traceback(text)
+    lines = list(tail)
+    told = last_traceback("\n".join(lines))
     after = lines
     if told is not None:
         kind, message, place = told
