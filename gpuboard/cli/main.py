@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -192,6 +193,8 @@ def _unexpected(error: Exception) -> int:
         traceback.print_exc()
     if isinstance(error, OSError) and error.errno is not None and error.__traceback__ is not None:
         where = f" ({error.filename})" if error.filename else " (stdout)" if _stdout_failed() else ""
+        if error.errno == errno.EMFILE:
+            where = f": the limit is {os.sysconf('SC_OPEN_MAX')}; raise it with `ulimit -n`"
         report(f"{error.strerror}{where}; set GPUBOARD_DEBUG=1 to see the traceback")
         _drop_stdout()
         return 1

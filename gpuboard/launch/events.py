@@ -49,7 +49,7 @@ class Output(msgspec.Struct, frozen=True):
 class Raised(msgspec.Struct, frozen=True):
     """The exception that will end the rank: the innermost cause; ``note``: what it was raised again as, or where.
 
-    ``phase``: import, init or train.
+    ``phase``: torch, import, init or train.
     """
 
     rank: Count

@@ -336,7 +336,12 @@ class FailureWatch:
         message = held or clean(event.message, 400)
         place = f" at {clean(event.file)}:{event.line}" if event.file else ""
         place += f" in {clean(event.function)}" if event.function and event.function != "<module>" else ""
-        phase = {"import": " before init_process_group", "init": " in init_process_group"}.get(event.phase, "")
+        phases = {
+            "torch": " to import torch",
+            "import": " before init_process_group",
+            "init": " in init_process_group",
+        }
+        phase = phases.get(event.phase, "")
         what = clean(event.type) + (f": {message}" if message else "")
         note = f", {clean(event.note, 400)}" if event.note else ""
         text = f"{self._where(event.rank)} failed{phase}: {what}{place}{note}"

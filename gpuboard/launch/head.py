@@ -90,7 +90,8 @@ class Head:
         self._stalls = StallWatch(on_gpus=plan.options.device == "cuda")
         self._inspections = Inspections(self._supervisors, nodes)
         self._stall_verdict: tuple[object, VerdictView] | None = None  # identity of the stall that stands, its verdict
-        self._logs = Logs(folder.path, self._print)
+        self._logs = Logs(folder.path, self._report_incomplete)
+        self._incomplete = False  # the run's folder cannot be written
         labels = {rank: f"{view.node}:{view.index}" for rank, view in self._watch.ranks.items()}
         self._relay = Relay(labels, self._logs, screen, mark=self._watch.mark)
         self._names = [config.node for config in plan.nodes]
@@ -155,6 +156,11 @@ class Head:
             why = f"{self._folder.path}: cannot create the control socket: {error.strerror}"
             self._print(f"{why}; `gpuboard stop` will not work for this run, ctrl-C does")
             return None
+
+    @property
+    def logs_complete(self) -> bool:
+        """Whether all output of the ranks is in the run's folder."""
+        return not self._logs.failed
 
     def view(self) -> RunView:
         """Return the run as ``runs --json`` shows it."""
@@ -581,7 +587,13 @@ class Head:
     def _write(self, name: str, value: object) -> None:
         error = self._folder.keep(name, value)
         if error:
-            self._print(error)
+            self._report_incomplete(error)
+
+    def _report_incomplete(self, message: str) -> None:
+        """Print the first of the messages about files that cannot be written: they have one reason, a full disk."""
+        if not self._incomplete:
+            self._incomplete = True
+            self._print(message)
 
     def _print(self, text: str) -> None:
         lines = [f"gpuboard: {line}" if not line.startswith(" ") else line for line in text.splitlines()]

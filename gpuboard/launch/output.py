@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, TextIO
 
 from gpuboard.launch.causes.stderr import TAIL
+from gpuboard.launch.run_folder import incomplete
 
 Stream = Literal["out", "err"]
 STREAMS: tuple[Stream, ...] = ("out", "err")
@@ -68,7 +70,9 @@ def _visible(line: str) -> str:
 class Writer:
     """Writes to the user's streams in a thread, so that a full pipe (e.g. of a pager) does not block the head."""
 
-    def __init__(self) -> None:
+    def __init__(self, failed: Callable[[TextIO, OSError], None]) -> None:
+        """``failed`` is called at the first error of a stream, except where its reader has gone."""
+        self._failed = failed
         self._queue: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed: set[TextIO] = set()  # whose reader has gone
@@ -94,8 +98,10 @@ class Writer:
                 if stream not in self._closed:
                     encoding = stream.encoding or "utf-8"  # which may lack some of the characters
                     _write(stream, text.encode(encoding, "replace"), encoding)
-            except (OSError, ValueError):  # the reader has gone (`| head`); the run and its logs continue
+            except (OSError, ValueError) as error:  # the run and its logs continue
                 self._closed.add(stream)
+                if isinstance(error, OSError) and error.errno != errno.EPIPE:  # `| head` wants no more
+                    self._failed(stream, error)
             with self._lock:
                 self.backlog -= len(text)
 
@@ -126,8 +132,10 @@ class Screen:
         self._clock = clock
         # One writer keeps the order when both are terminals or one stream. Otherwise two: a full pipe must not delay
         # our messages.
-        first = Writer()
-        self._writers = {"out": first, "err": first if out is err or all(self._terminals.values()) else Writer()}
+        first = Writer(self._write_failed)
+        together = out is err or all(self._terminals.values())
+        self._writers = {"out": first, "err": first if together else Writer(self._write_failed)}
+        self.failed = False  # some output could not be written
         self._live: tuple[Stream, str] | None = None  # stream and line
         self._drawn_at = float("-inf")
         self._pinned = False
@@ -170,6 +178,13 @@ class Screen:
         for writer in dict.fromkeys(self._writers.values()):
             writer.finish()
 
+    def _write_failed(self, stream: TextIO, error: OSError) -> None:
+        """Report the error; called in a writer's thread."""
+        self.failed = True
+        if stream is self._streams["out"]:  # about stderr nothing can be reported: stdout is data
+            words = f"cannot write to stdout: {error.strerror}; the rest of the ranks' output is in the run's logs only"
+            self._put("err", f"gpuboard: {words}\n")
+
     def pin(self, line: str) -> None:
         """From now on show ``line`` in place of the ranks' unfinished ones, if stderr is a terminal."""
         self._pinned = True
@@ -204,7 +219,7 @@ class Logs:
         self._folder = folder
         self._report = report
         self._files: dict[str, BinaryIO] = {}
-        self._failed = False
+        self.failed = False
 
     def write(self, rank: int, stream: Stream, text: str) -> None:
         """Append ``text``. The first error (a full disk) is reported; none ends the run."""
@@ -216,9 +231,9 @@ class Logs:
                 self._files[name] = (self._folder / name).open("ab", buffering=0)
             self._files[name].write(text.encode("utf-8", "replace"))
         except OSError as error:
-            if not self._failed:
-                self._failed = True
-                self._report(f"logs are incomplete: {self._folder / name}: {error.strerror}")
+            if not self.failed:
+                self.failed = True
+                self._report(incomplete(self._folder / name, error))
 
     def close(self) -> None:
         """Close the files; a later write reopens them."""

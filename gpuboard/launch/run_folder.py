@@ -135,8 +135,7 @@ class RunFolder:
             files.write_private(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
         except OSError as error:
             first, self._failed = not self._failed, True
-            why = f"cannot write {self.path / name}: {error.strerror}"
-            return f"{why}; `gpuboard runs` will show an outdated state" if first else None
+            return incomplete(self.path / name, error) if first else None
         return None
 
     def log(self, lines: Iterable[str]) -> None:
@@ -165,6 +164,11 @@ def prune(env: Mapping[str, str], max_age_s: float, max_size: int) -> None:
         if time.time() - at > max_age_s or total > max_size:
             shutil.rmtree(folder, ignore_errors=True)
             total -= size
+
+
+def incomplete(file: Path, error: OSError) -> str:
+    """Return the message for a file of a run that cannot be written."""
+    return f"logs are incomplete: {file}: {error.strerror}; `gpuboard runs` may show an outdated state"
 
 
 def read_runs(env: Mapping[str, str]) -> list[RunView]:

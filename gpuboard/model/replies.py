@@ -82,6 +82,7 @@ class LaunchFacts(msgspec.Struct, frozen=True):
     python: str
     python_version: str | None = None
     torch: str | None = None
+    torch_error: str | None = None  # torch is there, but its version cannot be read
     torch_cuda: str | None = None
     nccl: str | None = None
     cwd_exists: bool = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -119,7 +121,11 @@ class LocalTransport:
                 ["/bin/sh", "-c", command] if command else self._command()
             )
         except OSError as error:
-            channel.fail(TransportError("no-python", f"the agent cannot be started: {error}"))
+            if error.errno == errno.EMFILE:
+                words = f"too many open files here: the limit is {os.sysconf('SC_OPEN_MAX')}"
+                channel.fail(TransportError("no-python", words, "raise it with `ulimit -n`"))
+            else:
+                channel.fail(TransportError("no-python", f"the agent cannot be started: {error}"))
             return channel
         channel.start(child)
         return channel

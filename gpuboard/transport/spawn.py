@@ -121,11 +121,15 @@ def _above_two(fd: int) -> int:
 def _inheritable() -> list[int]:
     """Return the descriptors above 2 that a child would inherit: the agent must not hold a caller's pipe or lock."""
     found = []
+    limit = os.sysconf("SC_OPEN_MAX")
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         try:
             if fd > 2 and os.get_inheritable(fd):
-                found.append(fd)
+                if fd < limit:
+                    found.append(fd)
+                else:  # opened under a higher limit: posix_spawn refuses it
+                    os.set_inheritable(fd, False)
         except OSError:
             continue  # the descriptor of the listing itself
     return found

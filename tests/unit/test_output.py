@@ -134,7 +134,7 @@ def test_a_write_that_is_interrupted_by_a_stop_loses_nothing() -> None:
     program = """
 import sys
 from gpuboard.launch.output import Writer
-writer = Writer()
+writer = Writer(print)
 lines = [f"{number:06d} {'x' * 80}\\n" for number in range(20000)]
 for first in range(0, len(lines), 500):
     writer.write(sys.stdout, "".join(lines[first : first + 500]))
@@ -166,4 +166,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     logs = Logs(tmp_path, messages.append)
     logs.write(0, "out", "a\n")
     logs.write(0, "out", "b\n")
-    assert messages == [f"logs are incomplete: {tmp_path}/rank-0.out: No space left on device"]
+    assert messages == [
+        f"logs are incomplete: {tmp_path}/rank-0.out: No space left on device; "
+        "`gpuboard runs` may show an outdated state"
+    ]

@@ -97,7 +97,8 @@ def test_out_of_memory_is_reported_with_its_evidence() -> None:
 # The form of torch's message since 2.2
 CUDA_OOM = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.75 GiB is "
-    "free. Process 4711 has 61.00 GiB memory in use. Including non-PyTorch memory, this process has 16.50 GiB memory in use. "
+    "free. Process 4711 has 61.00 GiB memory in use. Including non-PyTorch memory, this process has 16.50 GiB memory "
+    "in use. "
     "Of the allocated memory 15.25 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
 )
 

@@ -1,5 +1,6 @@
 """Facts of a node for the preflight checks (docs/launch-protocol.md, call ``check``)."""
 
+import errno
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ if MYPY:
 # Run by the training interpreter. It finds torch without importing it (1.75 s): it executes version.py only, and reads
 # NCCL's version from the folder name of its package.
 _SCRIPT = r"""
-import contextlib, glob, hashlib, importlib.machinery as machinery, json, os, re, sys
+import glob, hashlib, importlib.machinery as machinery, json, os, re, sys
 kind, name = sys.argv[1:3]
 def find(path, search):
     spec = None
@@ -27,14 +28,18 @@ def find(path, search):
         search = spec.submodule_search_locations
     return spec
 facts = {"python": sys.executable, "python_version": "%d.%d.%d" % sys.version_info[:3], "torch": None,
-         "torch_cuda": None, "nccl": None, "target_sha256": None}
+         "torch_error": None, "torch_cuda": None, "nccl": None, "target_sha256": None}
 spec = find("torch", sys.path[1:])
 if spec is not None and spec.origin:
     folder = os.path.dirname(spec.origin)
     space = {}
-    with contextlib.suppress(Exception):  # a broken torch fails at its import
-        with open(os.path.join(folder, "version.py")) as file:
+    version = os.path.join(folder, "version.py")
+    try:
+        with open(version) as file:
             exec(file.read(), space)
+        space["__version__"]
+    except Exception as error:
+        facts["torch_error"] = "%s: %s: %s" % (version, type(error).__name__, error)
     facts["torch"] = space.get("__version__") and str(space["__version__"])
     facts["torch_cuda"] = space.get("cuda")
     for found in glob.glob(os.path.join(os.path.dirname(folder), "nvidia_nccl_cu*.dist-info")):
@@ -100,6 +105,8 @@ def _run_script(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[st
             check=False,
         )
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise
         raise CallRefused("python", "cannot start %s: %s" % (line[0], error)) from error
     except subprocess.TimeoutExpired as error:
         raise CallRefused("python", "%s did not respond within %d s" % (line[0], _SCRIPT_S)) from error

@@ -1,5 +1,6 @@
 """Starting ranks and the store: interpreter, environment, command line, pipes."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -249,6 +250,8 @@ def start_worker(  # noqa: PLR0917
             )
         except OSError as error:
             ours.close()
+            if error.errno == errno.EMFILE:
+                raise
             kind = "cwd" if not os.path.isdir(config["cwd"]) else "python"
             raise CallRefused(kind, "cannot start %s in %s: %s" % (body, config["cwd"], error)) from error
     finally:

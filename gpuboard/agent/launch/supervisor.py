@@ -1,6 +1,7 @@
 """The supervisor: one node's part of a launch. It serves the head's calls, runs the workers, and ends all processes."""
 
 import binascii
+import errno
 import os
 import platform
 import signal
@@ -138,6 +139,12 @@ class Supervisor:
             value = handler(call, args)
         except CallRefused as error:
             self._channel.refuse(call, error.kind, str(error), error.detail)
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                text = "%s: too many open files: the limit is %d" % (op, os.sysconf("SC_OPEN_MAX"))
+                self._channel.refuse(call, "open-files", text)
+            else:
+                self._channel.refuse(call, "system", "%s: %s" % (op, error))
         except (KeyError, TypeError, ValueError) as error:
             self._channel.refuse(call, "arguments", "%s: %s" % (type(error).__name__, error))
         else:

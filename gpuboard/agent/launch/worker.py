@@ -35,7 +35,7 @@ _RENDEZVOUS = ("init_process_group", "rendezvous", "_create_c10d_store")
 
 def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[str, Any]") -> None:
     """Run one rank. ``namespace`` is that of ``__main__``; exceptions of the target propagate as under python."""
-    state: "Dict[str, Any]" = {"joined": False}
+    state: "Dict[str, Any]" = {"importing": False, "joined": False}
     # linecache must not open the file name of the outermost frame, should the script close all descriptors (start.py).
     linecache.cache[sys.argv[0]] = (0, None, [], sys.argv[0])
     channel.follow_forks()
@@ -46,7 +46,9 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
         sys.meta_path.insert(0, _StoreWatch(channel, state, config["diagnostics"]))
         import_s = None
         if config["preimport"] and not preimport.changes_environment(config["kind"], config["name"]):
+            state["importing"] = True
             import_s = _import_torch()
+            state["importing"] = False
         channel.send({"t": "gate", "import_s": import_s})
         _pass_gate(channel, config)
         state["store"] = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -58,12 +60,12 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
             _run_function(namespace, config)
     except SystemExit as end:
         if end.code not in (None, 0) and end.__context__ is not None and not end.__suppress_context__:
-            _report(channel, end, bool(state["joined"]))  # hydra, click and many a main() handle errors with an exit
+            _report(channel, end, state)  # hydra, click and many a main() handle errors with an exit
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         channel.send({"t": "leaving", "code": code & 255})
         raise
     except BaseException as error:
-        _report(channel, error, bool(state["joined"]))
+        _report(channel, error, state)
         _hide_our_frames()
         raise
     channel.send({"t": "leaving", "code": 0})  # before torch closes its connections, which other ranks may notice first
@@ -116,7 +118,8 @@ def _import_torch() -> float:
     """Import torch ahead of the target; return the seconds that it took."""
     started = time.monotonic()
     gc.disable()  # an import leaves no garbage, and collecting takes a seventh of the time
-    importlib.import_module("torch")  # 1.3 s: overlaps preflight, which opens the gate
+    import torch  # noqa: F401  # 1.3 s: overlaps preflight, which opens the gate
+
     gc.enable()
     return round(time.monotonic() - started, 3)
 
@@ -335,17 +338,22 @@ def _hide_our_frames() -> None:
     sys.excepthook = stripped
 
 
-def _report(channel: "WorkerChannel", error: BaseException, joined: bool) -> None:
+def _report(channel: "WorkerChannel", error: BaseException, state: "Dict[str, bool]") -> None:
     """Report the exception that is about to end this rank."""
     trace = _strip(error.__traceback__)
     frames = traceback.extract_tb(trace)
-    in_rendezvous = any(frame.name in _RENDEZVOUS and "distributed" in frame.filename for frame in frames)
+    if state["importing"]:
+        phase = "torch"
+    elif any(frame.name in _RENDEZVOUS and "distributed" in frame.filename for frame in frames):
+        phase = "init"
+    else:
+        phase = "train" if state["joined"] else "import"
     text = "".join(traceback.format_exception(type(error), error, trace))
     channel.send(
         dict(
             exception.describe(error, trace),
             t="raised",
             traceback=text[-_TEXT:],
-            phase="init" if in_rendezvous else "train" if joined else "import",
+            phase=phase,
         )
     )

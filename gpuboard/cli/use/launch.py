@@ -161,7 +161,9 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
             # a supervisor on this machine would report them
             it = "it" if len(stale) == 1 else "them"
             report(f"ignoring {', '.join(stale)} from your environment; gpuboard sets {it} for each rank")
-        return _head(decided, used, context, screen, outcome, line=line)
+        code, in_logs = _head(decided, used, context, screen, outcome, line=line)
+    delivered = in_logs if args.run_id is not None else not screen.failed  # known once the screen is closed
+    return code or int(not delivered)
 
 
 @contextlib.contextmanager
@@ -186,7 +188,8 @@ def _head(
     outcome: dict[str, Any],
     *,
     line: Lifeline | None,
-) -> int:
+) -> tuple[int, bool]:
+    """Return the run's exit code, and whether its logs are complete."""
     from gpuboard.launch.head import Head
     from gpuboard.launch.run_folder import RunFolder, prune
     from gpuboard.transport.connector import Connector
@@ -208,7 +211,7 @@ def _head(
     if line is not None:
         line.then(lambda: head.stop("the board that launched it is closed"))
     try:
-        return head.run()
+        return head.run(), head.logs_complete
     finally:
         if line is not None:
             line.then(lambda: None)  # the run is over; the release must not be interrupted

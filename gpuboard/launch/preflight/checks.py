@@ -24,6 +24,7 @@ SHM_PER_RANK = 32 * _MIB  # for NCCL's shared-memory transport (docs.nvidia.com/
 SHM_COMFORT = 1024 * _MIB  # with less, DataLoader workers that share large tensors die of SIGBUS
 OCCUPIED = 1024 * _MIB  # bytes of GPU memory: a driver and an idle context use less
 NOFILE_MIN = 256
+_MORE_FILES = "raise the limit before launch: ulimit -n 4096, or for good in /etc/security/limits.conf on that node"
 NOFILE_COMFORT = 1024
 
 
@@ -72,6 +73,7 @@ def _started(node: str, failure: Failure | None) -> Check:
         "cwd": "launch from a folder that every node has (a shared home), or copy it to the node",
         "target": "copy the file to the node, or launch from a folder that every node has",
         "connection": "`gpuboard status` shows the state of the node",
+        "open-files": _MORE_FILES,
     }.get(failure.kind, "")
     return Check("start", node, "fail", clean(failure.message, 400), "", remedy)
 
@@ -79,7 +81,10 @@ def _started(node: str, failure: Failure | None) -> Check:
 def _torch(facts: Mapping[str, LaunchFacts], device: Device) -> list[Check]:
     checks = []
     for node, seen in facts.items():
-        if seen.torch is None:
+        if seen.torch_error is not None:
+            words, cause = f"the torch of {clean(seen.python)} is damaged", clean(seen.torch_error, 400)
+            checks.append(Check("torch", node, "fail", words, cause, "install torch again into that environment"))
+        elif seen.torch is None:
             remedy = "install torch into that environment, or pass --python PATH of one that has torch"
             checks.append(Check("torch", node, "fail", f"{clean(seen.python)} has no torch", "", remedy))
         elif device == "cuda" and seen.torch_cuda is None and "+cpu" in seen.torch:
@@ -143,10 +148,8 @@ def _limits(rank_map: RankMap, facts: Mapping[str, LaunchFacts], device: Device)
             checks.append(Check("/dev/shm", node, "warn", words, "DataLoader workers may die of SIGBUS", remedy))
         if nofile is not None and 0 <= nofile < NOFILE_COMFORT:
             status: CheckStatus = "fail" if nofile < NOFILE_MIN else "warn"
-            remedy = "raise the limit: ulimit -n, or /etc/security/limits.conf"
-            checks.append(
-                Check("open files", node, status, f"limit {nofile}", "sockets and DataLoader workers need more", remedy)
-            )
+            words, cause = f"limit {nofile} (ulimit -n)", "sockets and DataLoader workers need more"
+            checks.append(Check("open files", node, status, words, cause, _MORE_FILES))
         fabric = any(interface.startswith("ib") for interface in seen.addresses)  # other networks register no memory
         if seen.memlock is not None and 0 <= seen.memlock < 64 * _MIB and fabric and len(ranks) > 1:
             words = f"limit {seen.memlock // 1024} KiB"
