@@ -39,11 +39,12 @@ class Store(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """A piece of a rank's output; ``stream`` is ``out`` or ``err``."""
+    """A piece of a rank's output; ``stream`` is ``out`` or ``err``. ``data``: in place of text that is not UTF-8."""
 
     rank: Count
     stream: str
-    text: str
+    text: str = ""
+    data: bytes = b""
 
 
 class Raised(msgspec.Struct, frozen=True):

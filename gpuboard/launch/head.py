@@ -279,7 +279,8 @@ class Head:
         if item.node in self._sweeping or not self._watch.accepts(item.node, event):
             return  # from a second supervisor, which runs no ranks, or about another node's ranks
         if isinstance(event, events.Output):
-            self._relay.output(event.rank, "err" if event.stream == "err" else "out", event.text)
+            data = event.data or event.text.encode("utf-8", "replace")
+            self._relay.output(event.rank, "err" if event.stream == "err" else "out", data)
             return
         if isinstance(event, events.Exited):
             self._relay.ended(event.rank)

@@ -221,15 +221,15 @@ class Logs:
         self._files: dict[str, BinaryIO] = {}
         self.failed = False
 
-    def write(self, rank: int, stream: Stream, text: str) -> None:
-        """Append ``text``. The first error (a full disk) is reported; none ends the run."""
+    def write(self, rank: int, stream: Stream, data: bytes) -> None:
+        """Append ``data``. The first error (a full disk) is reported; none ends the run."""
         name = f"rank-{rank}.{stream}"
         try:
             if name not in self._files:
                 if len(self._files) >= _OPEN_FILES:
                     self.close()
                 self._files[name] = (self._folder / name).open("ab", buffering=0)
-            self._files[name].write(text.encode("utf-8", "replace"))
+            self._files[name].write(data)
         except OSError as error:
             if not self.failed:
                 self.failed = True
@@ -269,11 +269,11 @@ class Relay:
         self.last_line: dict[int, str] = {}
         self.errors: dict[int, deque[str]] = {}  # the ends of the ranks' stderr
 
-    def output(self, rank: int, stream: Stream, text: str) -> None:
-        """Handle one piece of output of a rank."""
-        self._logs.write(rank, stream, text)
+    def output(self, rank: int, stream: Stream, data: bytes) -> None:
+        """Handle one piece of output of a rank; only the logs contain what is not UTF-8."""
+        self._logs.write(rank, stream, data)
         lines = self._lines.setdefault((rank, stream), LineSplitter())
-        self._print(rank, stream, lines.feed(text))
+        self._print(rank, stream, lines.feed(data.decode("utf-8", "replace")))
         partial = lines.partial
         if partial.strip():
             self._remember(rank, partial)

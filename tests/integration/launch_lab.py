@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import select
 import signal
@@ -112,6 +113,7 @@ class Launch:
             stderr=subprocess.PIPE if terminal is None else terminal,
         )
         self.text = {"out": "", "err": ""}
+        self._decoders = {name: codecs.getincrementaldecoder("utf-8")() for name in self.text}  # a read may cut one
 
     def __enter__(self) -> Launch:
         return self
@@ -170,7 +172,7 @@ class Launch:
                 raise AssertionError(f"no {what} after {timeout_s} s; out: {self.text['out']} err: {self.text['err']}")
             for fd in ready:
                 data = os.read(fd, 65536)
-                self.text[fds[fd]] += data.decode()
+                self.text[fds[fd]] += self._decoders[fds[fd]].decode(data)
                 if not data:
                     del fds[fd]
         if not fds and not done() and what != "its end":

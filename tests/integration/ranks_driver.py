@@ -117,7 +117,7 @@ class Node:
 
     def text(self, stream: str = "out", rank: int = 0) -> str:
         """Return the output of a rank so far."""
-        return "".join(d["text"] for d in self.data("output") if d["rank"] == rank and d["stream"] == stream)
+        return "".join(d.get("text", "?") for d in self.data("output") if d["rank"] == rank and d["stream"] == stream)
 
     def wait_ended(self, timeout_s: float = 60.0) -> list[dict[str, Any]]:
         """Wait for the end of all processes; return the ranks' exits in the order of the ranks."""

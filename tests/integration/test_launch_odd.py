@@ -343,6 +343,19 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5); print('la
         assert run.text["out"] == "late\n"
 
 
+def test_bytes_that_are_no_text_are_unchanged_in_the_logs(tmp_path: Path) -> None:
+    script = """
+import os
+data = bytes(range(256)) * 600 + "\u20ac".encode()
+with open("written", "wb") as file: file.write(data)
+os.write(1, data[:-1])
+os.write(1, data[-1:])
+"""
+    with Launch(tmp_path, script, n=1) as run:
+        assert run.wait() == 0
+        assert (Path(run.view().folder) / "rank-0.out").read_bytes() == (tmp_path / "written").read_bytes()
+
+
 def test_stopping_a_run_that_has_ended(tmp_path: Path) -> None:
     with Launch(tmp_path, "print('x')", n=1) as run:
         assert run.wait() == 0

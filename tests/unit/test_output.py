@@ -70,7 +70,7 @@ def test_binary_data_does_not_break_a_terminal_and_is_unchanged_in_a_pipe(tmp_pa
     shown, piped = Terminal(), io.StringIO()
     both, screen = relay(tmp_path, shown, piped)
     for stream in ("out", "err"):
-        both.output(0, stream, "a\x1b[31mred\x0e\x1bc\x1b]0;title\x07\x9b\tb\n")
+        both.output(0, stream, "a\x1b[31mred\x0e\x1bc\x1b]0;title\x07\x9b\tb\n".encode())
     screen.close()
     assert shown.getvalue() == "[rank 0 gpu01:0] a\x1b[31mredc]0;title\tb\x1b[0m\n"
     assert piped.getvalue() == "[rank 0 gpu01:0] a\x1b[31mred\x0e\x1bc\x1b]0;title\x07\x9b\tb\n"
@@ -79,10 +79,10 @@ def test_binary_data_does_not_break_a_terminal_and_is_unchanged_in_a_pipe(tmp_pa
 def test_lines_are_labelled_and_logs_are_complete(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     both, screen = relay(tmp_path, out, err)
-    both.output(0, "out", "one\ntw")
-    both.output(1, "out", "\r5%\r10%")
-    both.output(0, "out", "o\n")
-    both.output(1, "err", "reset by peer\n")
+    both.output(0, "out", b"one\ntw")
+    both.output(1, "out", b"\r5%\r10%")
+    both.output(0, "out", b"o\n")
+    both.output(1, "err", b"reset by peer\n")
     both.ended(1)
     screen.close()
     assert out.getvalue() == "[rank 0 gpu01:0] one\n[rank 0 gpu01:0] two\n[rank 1 gpu01:1] 10%\n"
@@ -95,8 +95,8 @@ def test_lines_are_labelled_and_logs_are_complete(tmp_path: Path) -> None:
 def test_output_of_a_single_rank_in_a_pipe_is_unchanged(tmp_path: Path) -> None:
     out, err = io.StringIO(), Terminal()
     one, screen = relay(tmp_path, out, err, ranks=1)
-    one.output(0, "out", "loss 0.3\n")
-    one.output(0, "err", "warning\n")
+    one.output(0, "out", b"loss 0.3\n")
+    one.output(0, "err", b"warning\n")
     screen.close()
     assert (out.getvalue(), err.getvalue()) == ("loss 0.3\n", "[rank 0 gpu01:0] warning\n")
 
@@ -104,9 +104,9 @@ def test_output_of_a_single_rank_in_a_pipe_is_unchanged(tmp_path: Path) -> None:
 def test_on_a_terminal_a_progress_bar_stays_below_the_lines(tmp_path: Path) -> None:
     out = err = Terminal()
     both, screen = relay(tmp_path, out, err)
-    both.output(0, "err", "\r50%")
+    both.output(0, "err", b"\r50%")
     assert _written(screen, out) == "[rank 0 gpu01:0] 50%"
-    both.output(1, "out", "\x1b[31mline\n")
+    both.output(1, "out", b"\x1b[31mline\n")
     screen.close()
     assert out.getvalue() == "[rank 0 gpu01:0] 50%\r\x1b[K[rank 1 gpu01:1] \x1b[31mline\x1b[0m\n"
 
@@ -124,7 +124,7 @@ def test_a_closed_pipe_does_not_end_the_run(tmp_path: Path) -> None:
             raise BrokenPipeError
 
     both, screen = relay(tmp_path, Gone(), io.StringIO())
-    both.output(0, "out", "a\n")
+    both.output(0, "out", b"a\n")
     screen.close()
     assert (tmp_path / "rank-0.out").read_text() == "a\n"
     assert screen.backlog == 0
@@ -154,7 +154,7 @@ writer.finish()
 def test_characters_that_the_terminal_lacks_are_replaced(tmp_path: Path) -> None:
     data = io.BytesIO()
     both, screen = relay(tmp_path, io.TextIOWrapper(data, encoding="latin-1"), io.StringIO())
-    both.output(0, "out", "ä 🏖\n")
+    both.output(0, "out", "ä 🏖\n".encode())
     screen.close()
     assert data.getvalue() == "[rank 0 gpu01:0] ä ?\n".encode("latin-1")
     assert (tmp_path / "rank-0.out").read_text(encoding="utf-8") == "ä 🏖\n"
@@ -164,8 +164,8 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     messages: list[str] = []
     (tmp_path / "rank-0.out").symlink_to("/dev/full")
     logs = Logs(tmp_path, messages.append)
-    logs.write(0, "out", "a\n")
-    logs.write(0, "out", "b\n")
+    logs.write(0, "out", b"a\n")
+    logs.write(0, "out", b"b\n")
     assert messages == [
         f"logs are incomplete: {tmp_path}/rank-0.out: No space left on device; "
         "`gpuboard runs` may show an outdated state"

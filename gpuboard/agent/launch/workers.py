@@ -5,7 +5,7 @@ import signal
 import time
 
 from gpuboard.agent.event_loop import IN, OUT, Loop
-from gpuboard.agent.launch import CallRefused, evidence, scratch, start, teardown
+from gpuboard.agent.launch import CallRefused, evidence, output, scratch, start, teardown
 from gpuboard.agent.launch.stdin import Stdin
 from gpuboard.agent.launch.watch.signs import Signs
 
@@ -232,13 +232,13 @@ class WorkerGroup:
             self._flushing = True
             self._loop.after(0.1, self._flush_held)
 
-    def _pass(self, stream: "Stream", pieces: "List[str]") -> None:
+    def _pass(self, stream: "Stream", pieces: "List[bytes]") -> None:
         for piece in pieces:
             if stream.rank != _STORE:
                 self.signs.wrote(stream.rank)
-                self._emit("output", {"rank": stream.rank, "stream": stream.name, "text": piece})
+                self._emit("output", dict(output.content(piece), rank=stream.rank, stream=stream.name))
             elif not self._store_only or self._store_ready:  # not of the first attempt
-                self._emit("notice", {"text": "store: " + piece.rstrip()})
+                self._emit("notice", {"text": "store: " + piece.decode("utf-8", "replace").rstrip()})
 
     def _drain(self, child: "start.Worker") -> None:
         """Read what an ended child left in its pipes; its helpers may write more."""
