@@ -98,6 +98,7 @@ class Head:
         self._preflight_calls = PreflightCalls(plan, self._supervisors, timing)
         self._interfaces: dict[str, str] = {}  # node → network interface for its ranks
         self.checks: list[Check] = []
+        self._store = True  # the first node has a torch that can host the ranks' store
         self._state: RunState = "preflight"
         self._started = time.time()
         self._gate_open = False
@@ -200,7 +201,11 @@ class Head:
         if self._stopping():
             return False
         answers = calls.collect()
-        self.checks = preflight(self._plan.rank_map, first.master_addr, self._plan.options.device, answers)
+        program = self._plan.target.kind == "program"
+        self.checks = preflight(
+            self._plan.rank_map, first.master_addr, self._plan.options.device, answers, python=not program
+        )
+        self._store = not program or (first.node in answers.facts and answers.facts[first.node].torch is not None)
         self._write("preflight.json", {"schema": 1, "checks": self.checks})
         self._failed_at = time.time() if failed(self.checks) else 0.0
         for check in grouped([check for check in self.checks if check.status in {"fail", "warn"}]):
@@ -214,7 +219,12 @@ class Head:
         for config in self._plan.nodes:
             names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - config.environ.keys()
             environ = {name: self._interfaces[config.node] for name in sorted(names) if config.node in self._interfaces}
-            args = {"master_addr": first.master_addr, "master_port": self._preflight_calls.port, "environ": environ}
+            args = {
+                "master_addr": first.master_addr,
+                "master_port": self._preflight_calls.port,
+                "environ": environ,
+                "store": self._store,
+            }
             self._supervisors.call(config.node, "go", args, self._timing.start_s, Done)
         self._gate_open = True
         self._read_stdin()

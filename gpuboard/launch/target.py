@@ -1,4 +1,4 @@
-"""The target of a launch: ``train.py``, ``-m package.module`` or ``package.module:function`` (pure)."""
+"""The target of a launch: ``train.py``, ``-m package.module``, ``package.module:function`` or a program (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FUNCTION = re.compile(rf"{_DOTTED}:{_DOTTED}")
 class Target(msgspec.Struct, frozen=True):
     """What each rank runs; ``args`` are passed to it unchanged."""
 
-    kind: Literal["script", "module", "function"]
+    kind: Literal["script", "module", "function", "program"]
     name: str
     args: list[str] = []
 
@@ -26,12 +26,14 @@ class Target(msgspec.Struct, frozen=True):
         return f"-m {self.name}" if self.kind == "module" else self.name
 
 
-def parse_target(words: Sequence[str]) -> Target:
+def parse_target(words: Sequence[str], *, program: bool = False) -> Target:
     """Return the target of a command line: TARGET and ARGS, or ``-m MODULE ARGS``, ``-mMODULE``, ``-m=MODULE``.
 
-    Raises UsageError for a missing or invalid target.
+    ``program``: --no-python. Raises UsageError for a missing or invalid target.
     """
     name, *args = (words[1:] if words[:1] == ["--"] else words) or [""]
+    if name.startswith("-m") and program:
+        raise UsageError("-m names a Python module; --no-python takes a program")
     if name.startswith("-m"):
         name, *args = [name[2:].removeprefix("="), *args] if len(name) > 2 else args or [""]
         if not re.fullmatch(_DOTTED, name):
@@ -41,6 +43,8 @@ def parse_target(words: Sequence[str]) -> Target:
         raise UsageError("nothing to launch; pass a script, -m package.module or package.module:function")
     if name.startswith("-"):
         raise UsageError(f"{name} is not an option of launch; put the script's own options after its name (see --help)")
+    if program:
+        return Target("program", name, args)
     if _FUNCTION.fullmatch(name):
         return Target("function", name, args)
     if ":" in name and not name.endswith(".py"):

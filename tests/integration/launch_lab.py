@@ -88,7 +88,8 @@ class Launch:
     ) -> None:
         """``script``: text of what the ranks run. ``torch``: the real one. ``terminal``: fd for stdout and stderr.
 
-        ``before``: what runs the command (``unshare -n``). ``port``: the rank map's master_port. ``stdin``: a file.
+        With the option --no-python ``script`` is a program. ``before``: what runs the command (``unshare -n``).
+        ``port``: the rank map's master_port. ``stdin``: a file.
         """
         self.folder = folder
         self.env = {**os.environ, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state"), **(env or {})}
@@ -99,12 +100,15 @@ class Launch:
         nodes = [Node(os.uname().nodename.partition(".")[0], None)]
         rank_map = msgspec.structs.replace(cpu_rank_map(n, nodes, spread=False), master_port=port)
         (folder / "map.json").write_bytes(msgspec.json.encode(rank_map))
+        program = "--no-python" in options
+        (folder / "script.py").chmod(0o755)
+        python = [] if program else ["--python", sys.executable]
         stand_in = [] if torch else ["--env", f"PYTHONPATH={write_torch(folder / 'fake')}"]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             [
                 *(*before, sys.executable, "-m", "gpuboard", "launch", "--device", "cpu", "--rank-map", "map.json"),
-                *("--python", sys.executable, *stand_in, *options, "script.py", *args),
+                *(*python, *stand_in, *options, "./script.py" if program else "script.py", *args),
             ],
             cwd=folder,
             env=self.env,

@@ -50,6 +50,12 @@ def test_a_target_has_three_forms(words: list[str], target: Target) -> None:
     assert parse_target(words) == target
 
 
+def test_a_program_is_a_target_of_its_own() -> None:
+    assert parse_target(["./pkg.mod:main", "-x"], program=True) == Target("program", "./pkg.mod:main", ["-x"])
+    with pytest.raises(UsageError, match="-m names a Python module"):
+        parse_target(["-m", "pkg"], program=True)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

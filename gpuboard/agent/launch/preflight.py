@@ -69,7 +69,8 @@ def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, An
         raise CallRefused("cwd", "no folder %s on this node" % config["cwd"])
     if not os.access(config["cwd"], os.X_OK):
         raise CallRefused("cwd", "no permission to enter %s on this node" % config["cwd"])
-    facts = _run_script(config, environ)
+    collect = _program_facts if config["target"]["kind"] == "program" else _run_script
+    facts = collect(config, environ)
     if "target_error" in facts:
         raise CallRefused(
             "target", "cannot read %s in %s: %s" % (config["target"]["name"], config["cwd"], facts["target_error"])
@@ -87,6 +88,17 @@ def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, An
             "resolves": _resolve([socket.gethostname(), config["master_addr"]]),
         }
     )
+    return facts
+
+
+def _program_facts(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, Any]":
+    """Return the facts for a program: Python and torch are not needed, but a store needs them."""
+    path = start.program(config, environ)
+    try:
+        facts = _run_script(dict(config, target={"kind": "script", "name": path}), environ)
+    except CallRefused:
+        return {"python": ""}
+    facts.pop("target_error", None)  # a path inside a container
     return facts
 
 

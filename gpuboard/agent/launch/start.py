@@ -214,6 +214,56 @@ def command(config: "Dict[str, Any]", environ: "Dict[str, str]", after_python: "
     return [*wrap, interpreter(python, environ, bool(wrap)), *after_python]
 
 
+def program(config: "Dict[str, Any]", environ: "Dict[str, str]") -> str:
+    """Return the file of a target that is a program: a path, or one of PATH, or of the folder. Raises CallRefused."""
+    name = str(config["target"]["name"])
+    if config["wrap"]:  # paths inside a container cannot be checked
+        return name
+    found = None if "/" in name else shutil.which(name, path=environ.get("PATH"))
+    path = found or os.path.join(config["cwd"], os.path.expanduser(name))
+    if not os.path.isfile(path):
+        raise CallRefused("target", "no program %s in %s or on PATH of this node" % (name, config["cwd"]))
+    if not os.access(path, os.X_OK):
+        raise CallRefused("target", "%s is not executable; chmod +x it, or leave out --no-python for a script" % path)
+    return path
+
+
+def start_program(config: "Dict[str, Any]", environ: "Dict[str, str]", rank: int) -> Worker:
+    """Start a rank that is a program, without a channel. Raises CallRefused."""
+    line = [*config["wrap"], program(config, environ), *config["target"]["args"]]
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    return Worker(rank, _popen(config, environ, line, "target", rank), ours)
+
+
+def _popen(
+    config: "Dict[str, Any]",
+    environ: "Dict[str, str]",
+    line: "List[str]",
+    kind: str,
+    rank: int,
+    *,
+    keep: "Tuple[int, ...]" = (),
+) -> "subprocess.Popen[bytes]":
+    """Start a process of the run. Raises CallRefused with ``kind`` or ``cwd``."""
+    try:
+        return subprocess.Popen(
+            line,
+            stdin=subprocess.PIPE if rank == config["stdin_rank"] else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=config["cwd"],
+            env=environ,
+            pass_fds=keep,
+            start_new_session=True,  # signals of a terminal are for the head, which forwards them
+        )
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise
+        kind = kind if os.path.isdir(config["cwd"]) else "cwd"
+        raise CallRefused(kind, "cannot start %s in %s: %s" % (line[0], config["cwd"], error)) from error
+
+
 def start_worker(  # noqa: PLR0917
     config: "Dict[str, Any]",
     environ: "Dict[str, str]",
@@ -223,7 +273,6 @@ def start_worker(  # noqa: PLR0917
     shown: "List[str]",
     *,
     keep: "Tuple[int, ...]" = (),
-    stdin: bool = False,
 ) -> Worker:
     """Start a new training interpreter that runs module ``body`` ("worker" or "store") with ``task`` as its config.
 
@@ -237,23 +286,11 @@ def start_worker(  # noqa: PLR0917
     try:
         os.write(script_end, (_STUB % {"script": script, "channel": theirs.fileno()}).encode("ascii"))
         os.close(script_end)
-        try:
-            process = subprocess.Popen(
-                command(config, environ, ["/dev/fd/%d" % script, *shown]),
-                stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=config["cwd"],
-                env=environ,
-                pass_fds=(script, theirs.fileno(), *keep),
-                start_new_session=True,  # signals of a terminal are for the head, which forwards them
-            )
-        except OSError as error:
-            ours.close()
-            if error.errno == errno.EMFILE:
-                raise
-            kind = "cwd" if not os.path.isdir(config["cwd"]) else "python"
-            raise CallRefused(kind, "cannot start %s in %s: %s" % (body, config["cwd"], error)) from error
+        line = command(config, environ, ["/dev/fd/%d" % script, *shown])
+        process = _popen(config, environ, line, "python", rank, keep=(script, theirs.fileno(), *keep))
+    except BaseException:
+        ours.close()
+        raise
     finally:
         os.close(script)
         theirs.close()

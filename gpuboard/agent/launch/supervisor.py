@@ -45,6 +45,7 @@ class Supervisor:
         self._spawned = False
         self._opened = False  # the gate
         self._head_lost = False  # the connection has ended, and teardown has begun
+        self._program = config["target"]["kind"] == "program"
         self._held = False  # the head has paused the output
         self._received_at = time.monotonic()
         self._ending_at: "Optional[float]" = None  # SIGKILL at this moment (monotonic)
@@ -183,7 +184,7 @@ class Supervisor:
         self._master = network.listen(str(args["host"]), int(args["port"]))
         address, port = self._master.getsockname()[:2]
         self._answering.add(self._master)
-        if self._spawned:
+        if self._spawned and not self._program:
             self._workers.start_store(self._master)
         return {"port": port, "address": address}
 
@@ -212,9 +213,11 @@ class Supervisor:
         stale = start.stale(dict(os.environ, **self._config["environ"]))
         if stale:
             self._notice("ignoring %s from your environment; gpuboard sets them for each rank" % ", ".join(stale))
-        if self._master is not None:
-            self._workers.start_store(self._master)
-        pids = self._workers.start_ranks()
+        pids = {}
+        if not self._program:  # a program starts when the gate opens, and whether it has a store is known then
+            if self._master is not None:
+                self._workers.start_store(self._master)
+            pids = self._workers.start_ranks()
         self._spawned = True
         return {"pids": pids}
 
@@ -231,6 +234,12 @@ class Supervisor:
         if self._master is not None:
             self._answering.leave(self._master)
         self._answering.stop()
+        if not args.get("store", True):
+            environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+            if self._master is not None:
+                self._master.close()  # the port is for rank 0
+        elif self._program and self._master is not None:
+            self._workers.start_store(self._master)
         self._workers.open_gate(environ)
         self._opened = True
         self._loop.after(0.0, self._reap)  # all may have ended before

@@ -66,25 +66,34 @@ class WorkerGroup:
         return all(child.status in (None, 0) for child in self._ranks)
 
     def start_ranks(self) -> "Dict[str, int]":
-        """Start the workers; they import torch and wait. Returns pids by rank. Raises CallRefused."""
+        """Start the workers; they import torch and wait. Programs start at the gate. Returns pids by rank.
+
+        Raises CallRefused.
+        """
         self._oom_before = evidence.oom_counts()
         config, target = self._config, self._config["target"]
         shown = [*(["-m"] if target["kind"] == "module" else []), target["name"], *target["args"]]
         for rank in config["ranks"]:
             environ = start.rank_environ(self._environ, rank, config["master_addr"])
             environ["TORCHELASTIC_ERROR_FILE"] = self._in_scratch("error-%d.json" % rank["rank"])
+            if target["kind"] == "program":
+                environ.update(self._gate or {})
+                self._started(start.start_program(config, environ, rank["rank"]))
+                self._emit("gate", {"rank": rank["rank"], "import_s": None})
+                continue
             task = {key: rank[key] for key in ("local_rank", "memory_fraction")}
             task.update({key: config[key] for key in ("device", "backend", "timeout_s", "preimport")}, **target)
             task["diagnostics"] = self.server_path(rank["rank"])
-            stdin = rank["rank"] == config["stdin_rank"]
-            child = start.start_worker(config, environ, rank["rank"], "worker", task, shown, stdin=stdin)
-            if stdin:
-                self._stdin = Stdin(self._loop, child.stdin_fd)
-            self._ranks.append(child)
-            self._watch(child)
-            self._emit("spawned", {"rank": child.rank, "pid": child.pid})
-            self.signs.follow(child.rank, child.pid)
+            self._started(start.start_worker(config, environ, rank["rank"], "worker", task, shown))
         return {str(child.rank): child.pid for child in self._ranks}
+
+    def _started(self, child: "start.Worker") -> None:
+        self._ranks.append(child)
+        self._watch(child)
+        self._emit("spawned", {"rank": child.rank, "pid": child.pid})
+        self.signs.follow(child.rank, child.pid)
+        if child.rank == self._config["stdin_rank"]:
+            self._stdin = Stdin(self._loop, child.stdin_fd)
 
     def start_store(self, bound: "socket.socket") -> None:
         """Start the store for a bound socket, which it takes over when the gate opens. Raises CallRefused."""
@@ -116,6 +125,8 @@ class WorkerGroup:
         for child in self.running():
             child.send({"t": "go", "environ": environ})
             self._watch_link(child)
+        if self._config["target"]["kind"] == "program":
+            self.start_ranks()
 
     def signal(self, number: int, wanted: "Optional[Collection[int]]") -> "List[int]":
         """Signal the ranks' own processes; return the ranks that got it."""

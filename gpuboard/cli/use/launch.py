@@ -42,8 +42,9 @@ HELP = "start distributed PyTorch, one rank per GPU; explain failures"
 
 _EPILOG = """\
 TARGET is a script (train.py), a module (-m package.module), or a function
-(package.module:function) that each rank calls inside the process group. TARGET
-gets all arguments after it, so options of gpuboard come first.
+(package.module:function) that each rank calls inside the process group; with
+--no-python any program. TARGET gets all arguments after it, so options of
+gpuboard come first.
 
 GPUs come from the first of these that is given: --rank-map; --lease; --gpus; the
 lease of this shell (GPUBOARD_LEASE; --n takes N of its GPUs); --n; all GPUs of
@@ -52,7 +53,8 @@ the Slurm job in which launch runs.
 examples:
   gpuboard launch --n 4 train.py --lr 3e-4
   gpuboard launch --lease k3f9 -m experiments.train
-  gpuboard launch --rank-map map.json --device cpu package.train:main"""
+  gpuboard launch --rank-map map.json --device cpu package.train:main
+  gpuboard launch --n 4 --no-python ./train.sh"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--stdin", nargs="?", const=0, type=whole(0, 10**6), metavar="RANK",
                      help="pass standard input on to rank RANK, without a number to rank 0; default: a terminal to the "
                      "only rank of a run, else /dev/null for all")  # fmt: skip
+    run.add_argument("--no-python", action="store_true", help="TARGET is a program, started once per rank as it is; "
+                     "needs neither Python nor torch on the nodes")  # fmt: skip
     run.add_argument("--no-preimport", dest="preimport", action="store_false", help="do not import torch before the "
                      "target; never done for a target that changes os.environ before")  # fmt: skip
     run.add_argument("--dry-run", action="store_true", help="print the launch plan; reserve and start nothing")
@@ -119,7 +123,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
 def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any], line: Lifeline | None) -> int:
     from gpuboard.launch import environ, plan, rank_map_source, run_folder, target
 
-    parsed = target.parse_target(args.target)
+    if args.no_python and args.python:
+        raise UsageError("--python cannot be combined with --no-python, which starts no interpreter")
+    parsed = target.parse_target(args.target, program=args.no_python)
     if sys.stdin is None and args.stdin is not None:
         raise UsageError("--stdin: the standard input of this command is closed")
     sent = environ.sent(context.env, args.env)

@@ -46,10 +46,14 @@ class Answers(msgspec.Struct, frozen=True):
     snapshot: Snapshot | None  # None: not needed (--device cpu)
 
 
-def preflight(rank_map: RankMap, master_addr: str, device: Device, answers: Answers) -> list[Check]:
-    """Return all checks, in the order in which problems are best fixed."""
+def preflight(
+    rank_map: RankMap, master_addr: str, device: Device, answers: Answers, *, python: bool = True
+) -> list[Check]:
+    """Return all checks, in the order in which problems are best fixed. ``python``: the ranks need Python and torch."""
     checks = [_started(node.name, answers.failures.get(node.name)) for node in rank_map.nodes]
-    checks += _torch(answers.facts, device)
+    if python:
+        checks += _torch(answers.facts, device)
+        checks += _agree_on_torch(answers.facts)
     checks += _agree(answers)
     checks += _limits(rank_map, answers.facts, device)
     checks += _loopbacks(answers.facts)
@@ -95,19 +99,26 @@ def _torch(facts: Mapping[str, LaunchFacts], device: Device) -> list[Check]:
     return checks
 
 
-def _agree(answers: Answers) -> list[Check]:
-    facts = answers.facts
+def _agree_on_torch(facts: Mapping[str, LaunchFacts]) -> list[Check]:
     if len(facts) < 2:
         return []
     different = "use the same environment on every node: ranks of different versions hang or compute wrong results"
-    drivers: dict[str, str | None] = {}
-    if answers.snapshot is not None:
-        drivers = {view.name: view.driver for view in answers.snapshot.nodes if view.name in facts}
     return [
         _same("python", {n: _minor(f.python_version) for n, f in facts.items()}, "fail", different),
         _same("torch version", {n: f.torch for n, f in facts.items()}, "fail", different),
         _same("CUDA of torch", {n: f.torch_cuda for n, f in facts.items()}, "fail", different),
         _same("NCCL", {n: f.nccl for n, f in facts.items()}, "fail", different),
+    ]
+
+
+def _agree(answers: Answers) -> list[Check]:
+    facts = answers.facts
+    if len(facts) < 2:
+        return []
+    drivers: dict[str, str | None] = {}
+    if answers.snapshot is not None:
+        drivers = {view.name: view.driver for view in answers.snapshot.nodes if view.name in facts}
+    return [
         _same("driver", drivers, "warn", "update the older driver: NCCL may choose different paths on the nodes"),
         _same(
             "script",

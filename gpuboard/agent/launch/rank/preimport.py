@@ -50,12 +50,14 @@ def _walk(file: str, search: "List[str]", seen: "Dict[str, None]") -> "Tuple[boo
         return False, False
     seen[file] = None
     try:
-        with open(file, "rb") as source:
-            tree = ast.parse(source.read())
+        with open(file, "rb") as file_object:
+            source = file_object.read()
+        tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
         return False, False  # the target fails on it in its own way
+    uses = any(word.encode("ascii") in source for word in ("environ", *_WRITERS))
     for statement in tree.body:
-        if _changes(statement):
+        if uses and _changes(statement):
             return True, False
         for node in ast.walk(statement):
             if not isinstance(node, (ast.Import, ast.ImportFrom)):
