@@ -1,8 +1,8 @@
 """A node's `python3` for tests: takes the loader's place and behaves as the node's name asks for.
 
-With a file as its argument it is a lying agent: one of two GPUs, whose claims are kept in ``<file>.state``, and which
-lies where the file, JSON, has it: ``hello`` and ``reading`` have fields to replace, ``replies`` by op the raw bytes
-behind the reply's id, one text a call (null: the honest answer; the last one goes on).
+With a file as its argument it is a lying agent: one of two GPUs, whose claims are kept in ``<file>.<node>``, and which
+lies where the file, JSON by node, has it: ``hello`` and ``reading`` have fields to replace, ``replies`` by op the raw
+bytes behind the reply's id.
 """
 
 from __future__ import annotations
@@ -62,9 +62,8 @@ class Liar:
 
     def __init__(self, file: str) -> None:
         with open(file) as text:
-            self.lies = json.load(text)
-        self.state = file + ".state"
-        self.answered: dict[str, int] = {}
+            self.lies = json.load(text).get(node, {})
+        self.state = f"{file}.{node}"
         self.seq = 0
         self.uid = os.getuid()
         self.gpus = [f"GPU-{node}-{index}" for index in range(2)]
@@ -83,9 +82,7 @@ class Liar:
                 self.answer(message["id"], message["op"], message["args"])
 
     def answer(self, number: int, op: str, args: dict[str, Any]) -> None:
-        told = self.lies.get("replies", {}).get(op, [None])
-        count = self.answered[op] = self.answered.get(op, -1) + 1
-        raw = told[min(count, len(told) - 1)] or '"value":' + json.dumps(self.honest(op, args))
+        raw = self.lies.get("replies", {}).get(op) or '"value":' + json.dumps(self.honest(op, args))
         os.write(1, prefix + b'{"t":"reply","id":%d,' % number + raw.encode("utf-8", "surrogateescape") + b"}\n")
 
     def honest(self, op: str, args: dict[str, Any]) -> object:

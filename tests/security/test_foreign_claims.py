@@ -64,15 +64,13 @@ def test_a_claim_on_a_lost_gpu_still_counts(nodes: Cluster, uuids: dict[str, lis
     assert asked(nodes, "release", taken["lease"]["id"], "--json")["released"][0]["gpus"][0]["node"] == "gpu02"
 
 
-@pytest.mark.parametrize("of", ["gpu01", "gpu02"])
-def test_her_lease_stays_hers_whatever_bob_claims_under_its_id(
-    nodes: Cluster, uuids: dict[str, list[str]], of: str
-) -> None:
-    """bob's claims lie on the node that is read first; ``of``: which node's GPU they name."""
+def test_her_lease_stays_hers_whatever_bob_claims_under_its_id(nodes: Cluster, uuids: dict[str, list[str]]) -> None:
+    """bob's claims lie on the node that is read first, and name a GPU of each node."""
+    theirs = [uuids["gpu01"][0], uuids["gpu02"][0]]
     taken = asked(nodes, "allocate", "--gpus", "gpu02:0", "--detach", "--for", "10m", "--purpose", "hers",
                   "--format", "json")["lease"]  # fmt: skip
     lease = taken["id"]
-    claim(nodes, "gpu01", lease, uuids[of][0])
+    claim(nodes, "gpu01", lease, *theirs)
     for user in ("alice", "bob", "root"):
         gpu = asked(nodes, "status", "--json", user=user)["nodes"][1]["gpus"][0]
         assert (gpu["leases"], gpu["flags"]) == ([lease], [])
@@ -89,6 +87,6 @@ def test_her_lease_stays_hers_whatever_bob_claims_under_its_id(
     assert asked(nodes, "renew", lease, "--for", "20m", "--json")["nodes"] == ["gpu02"]
     assert gpuboard(nodes, "release", lease, user="bob").returncode == 0  # his own, and nothing else
     assert [one["owner"] for one in asked(nodes, "leases", "--json")["leases"]] == ["alice"]
-    claim(nodes, "gpu01", lease, uuids[of][0])
+    claim(nodes, "gpu01", lease, *theirs)
     assert [gpu["node"] for gpu in asked(nodes, "release", lease, "--json")["released"][0]["gpus"]] == ["gpu02"]
     assert [one["owner"] for one in asked(nodes, "leases", "--json")["leases"]] == ["bob"]
