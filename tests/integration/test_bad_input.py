@@ -177,31 +177,34 @@ def forged(uuid: str, **changes: Any) -> bytes:
     return json.dumps(content | changes).encode()
 
 
+INVALID: dict[str, Callable[[str], bytes]] = {
+    "garbage": lambda _: b"\x00\xff{not json \x1b[31m",
+    "empty": lambda _: b"",
+    "nested": lambda _: b"[" * 4000,
+    "huge": lambda uuid: forged(uuid) + b" " * 10_000_000,
+    "future": lambda uuid: forged(uuid, up=time.clock_gettime(time.CLOCK_BOOTTIME) + 7200),
+    "no-float": lambda uuid: forged(uuid, until=10**400),
+    "infinite": lambda uuid: forged(uuid, **{"from": 10**308, "until": 10**308 + 9, "up": -1e308}),
+    "another-gpu": lambda _: forged("GPU-of-another-name"),
+    "another-boot": lambda uuid: forged(uuid, boot="another boot"),
+}
+
+
 @case("claim-garbage", "claim-empty", "claim-huge", "claim-future")
-@pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param(lambda _: b"\x00\xff{not json \x1b[31m", id="garbage"),
-        pytest.param(lambda _: b"", id="empty"),
-        pytest.param(lambda _: b"[" * 4000, id="nested"),
-        pytest.param(lambda uuid: forged(uuid) + b" " * 10_000_000, id="huge"),
-        pytest.param(lambda uuid: forged(uuid, up=time.clock_gettime(time.CLOCK_BOOTTIME) + 7200), id="future"),
-        pytest.param(lambda uuid: forged(uuid, until=10**400), id="no-float"),
-        pytest.param(lambda uuid: forged(uuid, **{"from": 10**308, "until": 10**308 + 9, "up": -1e308}), id="infinite"),
-        pytest.param(lambda uuid: forged("GPU-of-another-name"), id="another-gpu"),
-        pytest.param(lambda uuid: forged(uuid, boot="another boot"), id="another-boot"),
-    ],
-)
-def test_an_invalid_claim_file_blocks_no_gpu_and_hides_no_claim(here: Here, content: Callable[[str], bytes]) -> None:
-    uuid = here.now[0].uuid
+def test_invalid_claim_files_block_no_gpu_and_hide_no_claim(here: Here) -> None:
+    """Each file is on a GPU of its own; the last GPU has a real claim."""
+    n = len(INVALID)
+    gpus = here.gpus([Gpu()] * (n + 1))
     folder = here.needs_claims()
-    real = here.json("allocate", "--gpus", f"{NAME}:1", "--detach", "--for", "10m", "--format", "json")["lease"]["id"]
-    (folder / f"gpuboard.{uuid}.zzzzzz").write_bytes(content(uuid))
-    first, second = here.json("status", "--json")["nodes"][0]["gpus"]
-    assert (first["state"], first["leases"]) == ("free", [])
-    assert (second["state"], second["leases"]) == ("reserved", [real])
+    real = here.json("allocate", "--gpus", f"{NAME}:{n}", "--detach", "--for", "10m", "--format", "json")["lease"]["id"]
+    for content, gpu in zip(INVALID.values(), gpus[:n], strict=True):
+        (folder / f"gpuboard.{gpu.uuid}.zzzzzz").write_bytes(content(gpu.uuid))
+    *free, last = here.json("status", "--json")["nodes"][0]["gpus"]
+    seen = {kind: (gpu["state"], gpu["leases"]) for kind, gpu in zip(INVALID, free, strict=True)}
+    assert seen == dict.fromkeys(INVALID, ("free", []))
+    assert (last["state"], last["leases"]) == ("reserved", [real])
     assert [lease["id"] for lease in here.json("leases", "--json")["leases"]] == [real]
-    taken = here.json("allocate", "--n", "1", "--detach", "--for", "10m", "--format", "json")["lease"]["id"]
+    taken = here.json("allocate", "--n", str(n), "--detach", "--for", "10m", "--format", "json")["lease"]["id"]
     assert {lease["id"] for lease in here.json("leases", "--json")["leases"]} == {real, taken}
     assert here.run("release", "zzzzzz").returncode == 5
 

@@ -81,20 +81,14 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
     found.stop()
 
 
-@pytest.mark.parametrize("kind", liar.KINDS)
-def test_a_lying_node_is_identified_and_others_are_shown(servers: Servers, kind: str) -> None:
-    seen = servers.watch([kind], 8.0)
-    told = seen["errors"][f"{kind}-liar"]
-    marks = SLOWLY if kind == "bytes" else (SAYS[kind],)
-    assert any(mark in words for words in told for mark in marks), told
-    assert [seen["last"][name] for name in HONEST] == [["up", 2], ["up", 2]]
-    assert seen["ages"][-1] < 8.0
-
-
-def test_ten_lying_nodes_at_once_take_no_memory_and_no_time_of_others(servers: Servers) -> None:
-    alone = servers.watch([], 5.0)
-    beside = servers.watch(liar.KINDS, 20.0)
+def test_lying_nodes_are_identified_and_take_no_memory_and_no_time_of_others(servers: Servers) -> None:
+    alone = servers.watch([], 2.0)
+    beside = servers.watch(liar.KINDS, 15.0)
+    for kind in liar.KINDS:
+        told = beside["errors"][f"{kind}-liar"]
+        marks = SLOWLY if kind == "bytes" else (SAYS[kind],)
+        assert any(mark in words for words in told for mark in marks), (kind, told)
     assert beside["mib"] - alone["mib"] <= 100
     assert [beside["last"][name] for name in HONEST] == [["up", 2], ["up", 2]]
+    assert beside["ages"][-1] < 8.0
     assert all(count <= 256 for _, count in beside["last"].values())
-    assert beside["errors"].keys() == {f"{kind}-liar" for kind in liar.KINDS}

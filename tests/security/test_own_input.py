@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import pytest
 
 from tests.integration.here import Here, Measured, here
 from tests.integration.test_bad_input import MAP, check_no_gpu_given
+from tests.nvml import Gpu
 
 __all__ = ["here"]
 
@@ -155,7 +156,6 @@ ANOTHER_CODE = {"line-lease": 5}
 
 def files(folder: Path) -> list[int]:
     """Make every file that a row names; return descriptors that keep a FIFO's writing end open."""
-    (folder / "fifo").unlink(missing_ok=True)
     os.mkfifo(folder / "fifo")
     os.mkfifo(folder / "held")
     with open(folder / "sparse", "wb") as file:
@@ -191,6 +191,17 @@ def files(folder: Path) -> list[int]:
     return [os.open(folder / "held", os.O_RDWR)]
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
+    """This machine with every file that a row names: no row changes one."""
+    found = Here(tmp_path_factory.mktemp("place"))
+    found.gpus([Gpu(), Gpu()])
+    held = files(found.folder)
+    yield found
+    for fd in held:
+        os.close(fd)
+
+
 def large_rank_map(n: int) -> str:
     """Return a rank map in which every rank is on a node that is not listed, and every node is listed once."""
     nodes = ",".join(
@@ -223,12 +234,9 @@ def test_a_pipe_is_read_as_a_file_is(here: Here) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_errors_in_the_users_input_are_reported_at_once(here: Here, name: str) -> None:
+def test_errors_in_the_users_input_are_reported_at_once(place: Here, name: str) -> None:
     row = ROWS[name]
-    held = files(here.folder)
-    done = measured(here, row)
-    for fd in held:
-        os.close(fd)
+    done = measured(place, row)
     assert done.returncode == ANOTHER_CODE.get(name, 2), done.stderr[-2000:]
     assert "this is a bug" not in done.stderr
     assert "Traceback" not in done.stderr
