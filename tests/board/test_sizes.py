@@ -24,8 +24,9 @@ PLACES = {
     "help": ("question_mark",), "palette": ("ctrl+p",), "themes": ("ctrl+t",),
 }  # fmt: skip
 VIEWS = {"picture", "table", "filter"}  # of the cluster view itself
-SIZES = [(80, 24), (200, 60)]
-ODD_SIZES = [(1, 1), (20, 5), (200, 2), (300, 90)]
+# Small ones last: the next place opens at the size of the last one.
+SIZES = [(200, 60), (80, 24)]
+ODD_SIZES = [(300, 90), (200, 2), (1, 1), (20, 5)]
 HOSTILE = "[/x]\u202e\u0301äß漢字💥é" * 3
 
 
