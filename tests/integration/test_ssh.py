@@ -213,8 +213,8 @@ def test_noise_of_start_up_files_is_skipped(tmp_path: Path) -> None:
 
 
 def test_dropped_logins_are_retried(tmp_path: Path) -> None:
-    server = Sshd(tmp_path, startups="3:100:3")
-    names = [f"n{k}" for k in range(6)]
+    server = Sshd(tmp_path, startups="2:100:2")
+    names = [f"n{k}" for k in range(4)]
     try:
         server.host(" ".join(names))
         assert {node.state for node in look(server, *names, timeout_s=60, connect_timeout="30s").values()} == {"up"}

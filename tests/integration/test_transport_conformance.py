@@ -135,34 +135,35 @@ def test_ssh_agent_is_used_and_not_forwarded(lab: Lab, nodes: Cluster) -> None:
         lab.here.run(["pkill", "ssh-agent"])
 
 
-def test_a_key_with_a_passphrase_is_skipped(lab: Lab) -> None:
+def test_what_cannot_be_used_as_a_key_is_skipped(lab: Lab) -> None:
+    """A key with a passphrase, a file that is not a key, and a public key."""
     own(make_key(lab.ssh / "locked"))
     subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "words", "-f", lab.ssh / "locked"], check=True)
     own(lab.ssh / "locked")
-    lab.config("Host gpu0?\n  IdentityFile ~/.ssh/locked\n", key_for="* !gpu02")
-    seen = lab.status("gpu01", "gpu02")
-    assert seen["gpu01"]["error"] is None
-    assert (seen["gpu02"]["error"] or "").startswith("ssh: alice@gpu02 was refused: no key was accepted; ")
-
-
-def test_a_file_that_is_not_a_key_is_skipped(lab: Lab) -> None:
     lab.config("not a key\n", "junk")
     (lab.ssh / "junk").chmod(0o600)
-    lab.config("Host gpu0?\n  IdentityFile ~/.ssh/junk\n  IdentityFile ~/.ssh/id_ed25519.pub\n")
-    assert lab.status("gpu01")["gpu01"]["error"] is None
+    lab.config(
+        "Host gpu01 gpu02\n  IdentityFile ~/.ssh/locked\n"
+        "Host gpu03\n  IdentityFile ~/.ssh/junk\n  IdentityFile ~/.ssh/id_ed25519.pub\n",
+        key_for="* !gpu02",
+    )
+    errors = {name: node["error"] or "" for name, node in lab.status("gpu01", "gpu02", "gpu03").items()}
+    assert (errors["gpu01"], errors["gpu03"]) == ("", "")
+    assert errors["gpu02"].startswith("ssh: alice@gpu02 was refused: no key was accepted; ")
 
 
-@pytest.mark.parametrize("shell", ["nologin", "ForceCommand"])
-def test_a_shell_that_starts_nothing_is_reported_with_its_message(lab: Lab, nodes: Cluster, shell: str) -> None:
-    with ExitStack() as shells:
-        if shell == "nologin":
-            shells.enter_context(login_shell(nodes["gpu01"], "nologin"))
-            ended = "the agent ended with exit code 1: This account is currently not available."
-        else:
-            nodes["gpu01"].sshd("ForceCommand echo For transfers only")
-            ended = "the agent ended with exit code 0: For transfers only"
-        error = lab.status("gpu01", check=False)["gpu01"]["error"]
-    assert error == f"{ended}; the agent did not start: does `python3 --version` work on gpu01 without a terminal?"
+def test_a_shell_that_starts_nothing_is_reported_with_its_message(lab: Lab, nodes: Cluster) -> None:
+    nodes["gpu02"].sshd("ForceCommand echo For transfers only")
+    with login_shell(nodes["gpu01"], "nologin"):
+        seen = lab.status("gpu01", "gpu02", check=False)
+    ended = {
+        "gpu01": "the agent ended with exit code 1: This account is currently not available.",
+        "gpu02": "the agent ended with exit code 0: For transfers only",
+    }
+    remedy = "the agent did not start: does `python3 --version` work on {} without a terminal?"
+    assert {name: node["error"] for name, node in seen.items()} == {
+        name: f"{words}; {remedy.format(name)}" for name, words in ended.items()
+    }
 
 
 def test_a_crashing_python_differs_from_a_failed_login(lab: Lab) -> None:
@@ -191,22 +192,24 @@ def test_a_server_that_disconnects_differs_from_a_silent_one(lab: Lab, nodes: Cl
     assert error.startswith("ssh: ") and "no answer" not in error, error
 
 
-@pytest.mark.parametrize("sessions", [1, 10])
-def test_three_sessions_at_once_on_one_node(lab: Lab, nodes: Cluster, sessions: int) -> None:
-    nodes["gpu01"].sshd(f"MaxSessions {sessions}")
+def test_three_sessions_at_once_on_one_node(lab: Lab, nodes: Cluster) -> None:
+    """Whether its sshd allows one session of a connection, or ten."""
+    nodes["gpu01"].sshd("MaxSessions 1")
+    nodes["gpu02"].sshd("MaxSessions 10")
+    hosts = ["gpu01", "gpu02"] * 3
     for _ in range(2):  # the second time over shared connections of the first, with a transport that shares them
-        with lab.channels("gpu01", "gpu01", "gpu01", command=ECHO) as driven:
-            for _ in range(3):
+        with lab.channels(*hosts, command=ECHO) as driven:
+            for _ in hosts:
                 driven.event("connected")
-            for number in range(3):
+            for number in range(len(hosts)):
                 assert driven.received(number, 6)["text"] == "ready\n"
 
 
 def test_dropped_logins_are_retried(lab: Lab, nodes: Cluster) -> None:
-    nodes["gpu01"].sshd("MaxStartups 3:100:3")
+    nodes["gpu01"].sshd("MaxStartups 2:100:2")
     lab.config("Host many*\n  HostName gpu01\nHost behind*\n  HostName gpu02\n  ProxyJump gpu01\n")
     nodes["gpu02"].sshd("MaxStartups 2:100:2")
-    names = [f"many{k}" for k in range(8)] + [f"behind{k}" for k in range(4)]
+    names = [f"many{k}" for k in range(5)] + [f"behind{k}" for k in range(3)]
     seen = lab.status(*names, GPUBOARD_CONNECT_TIMEOUT="40s")
     assert {name: node["error"] for name, node in seen.items()} == dict.fromkeys(names)
 
@@ -230,11 +233,10 @@ def test_shells_of_every_kind_and_their_noise(lab: Lab, nodes: Cluster) -> None:
             assert (seen[name]["error"] or "").startswith("python3-not-there cannot be started there ("), name
 
 
-def test_a_full_home_there_or_here_has_no_effect(lab: Lab, nodes: Cluster) -> None:
-    for host in (nodes["gpu01"], lab.here):
-        with full_home(host):
-            seen = lab.status("gpu01", "gpu02")
-            assert {name: node["error"] for name, node in seen.items()} == {"gpu01": None, "gpu02": None}
+def test_full_homes_there_and_here_have_no_effect(lab: Lab, nodes: Cluster) -> None:
+    with full_home(nodes["gpu01"]), full_home(lab.here):
+        seen = lab.status("gpu01", "gpu02")
+        assert {name: node["error"] for name, node in seen.items()} == {"gpu01": None, "gpu02": None}
 
 
 def test_a_node_with_an_old_python(lab: Lab, nodes: Cluster) -> None:
@@ -325,15 +327,19 @@ def test_passwords_are_never_requested(lab: Lab, nodes: Cluster) -> None:
 
 
 def test_the_end_of_a_command_is_reported(lab: Lab) -> None:
+    ends = {
+        "echo so; exit 7": "the agent ended with exit code 7",
+        "echo so; echo 'no \x1b[31m luck' >&2; exit 3": "the agent ended with exit code 3: no [31m luck",
+        "echo so; kill -9 $$": "killed",
+    }
+    with lab.channels(*["gpu01"] * len(ends), command=list(ends)) as driven:
+        seen = {ended["n"]: ended for ended in (driven.event("ended", after="connected") for _ in ends)}
+    for number, (command, words) in enumerate(ends.items()):
+        assert seen[number]["kind"] == "exited", command
+        assert words in seen[number]["words"], command
     for command, kind, words in (
-        ("echo so; exit 7", "exited", "the agent ended with exit code 7"),
-        ("echo so; echo 'no [31m luck' >&2; exit 3", "exited", "the agent ended with exit code 3: no [31m luck"),
-        ("echo so; kill -9 $$", "exited", "killed"),
-        (
-            "echo so; exec >&- 2>&-; sleep 3; exit 9",
-            "exited",
-            "the agent ended with exit code 9",
-        ),  # no output, then its end
+        # no output, then its end
+        ("echo so; exec >&- 2>&-; sleep 3; exit 9", "exited", "the agent ended with exit code 9"),
         ("no-such-program", "no-python", "python3 cannot be started there ("),
     ):
         with lab.channels("gpu01", command=command) as driven:

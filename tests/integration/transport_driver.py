@@ -2,6 +2,8 @@
 
     transport_driver.py '{"settings": {…}, "hosts": ["gpu01", …], "command": "cat" or null, "job": "12" or null}'
 
+A list of commands has one for each host.
+
 Out: {"event": "connected", "n": 0}, {"event": "data", "n": 0, "bytes": …, "sha256": …, "text": "…"},
 {"event": "ended", "n": 0, "kind": "…", "words": "…"}, {"event": "closed", "s": 0.1}
 In: {"op": "write", "n": 0, "bytes": 1048576} (that many bytes, the last one a line end), {"op": "write", "n": 0,
@@ -71,20 +73,22 @@ def main() -> None:
     settings = Settings(**options["settings"])
     transport: Transport = SrunTransport(settings, options["job"]) if options.get("job") else ssh_transport(settings)
     listeners = [Listener(number) for number in range(len(options["hosts"]))]
+    command = options["command"]
+    commands = command if isinstance(command, list) else [command] * len(listeners)
     channels: list[Channel] = [
-        transport.open(host, "node", listener, options["command"])
-        for host, listener in zip(options["hosts"], listeners, strict=True)
+        transport.open(host, "node", listener, run)
+        for host, listener, run in zip(options["hosts"], listeners, commands, strict=True)
     ]
     for words in sys.stdin:
-        command = json.loads(words)
-        number = command.get("n", 0)
-        if command["op"] == "write":
-            channels[number].write(line(command["bytes"]) if "bytes" in command else command["text"].encode())
-        elif command["op"] == "reset":
+        order = json.loads(words)
+        number = order.get("n", 0)
+        if order["op"] == "write":
+            channels[number].write(line(order["bytes"]) if "bytes" in order else order["text"].encode())
+        elif order["op"] == "reset":
             listeners[number].reset()
-        elif command["op"] == "report":
+        elif order["op"] == "report":
             listeners[number].report()
-        elif command["op"] == "close":
+        elif order["op"] == "close":
             break
     closing = Stopwatch()
     transport.close()

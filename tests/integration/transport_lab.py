@@ -50,8 +50,10 @@ class Lab:
         return {node["name"]: node for node in json.loads(done.stdout)["nodes"]}
 
     @contextmanager
-    def channels(self, *hosts: str, command: str | None, env: dict[str, str] | None = None) -> Iterator[Driven]:
-        """Channels to ``hosts`` with ``command`` running at their ends; None: agents."""
+    def channels(
+        self, *hosts: str, command: str | list[str] | None, env: dict[str, str] | None = None
+    ) -> Iterator[Driven]:
+        """Channels to ``hosts`` with ``command`` running at their ends, or with one for each; None: agents."""
         settings = {"transport": self.transport, "connect_timeout": "30s"}
         words = json.dumps({"settings": settings, "hosts": hosts, "command": command})
         with self.here.popen([sys.executable, DRIVER, words], stdin=subprocess.PIPE, env=env) as process:
