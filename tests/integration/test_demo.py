@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -58,32 +59,24 @@ def check_demo(text: str, *, trained: bool) -> str:
 
 
 @pytest.mark.torch
-def test_demo_runs_all_steps_releases_everything_and_keeps_its_state_apart(here: Here) -> None:
+def test_demo_of_an_ordinary_user_trains_releases_everything_and_keeps_its_state_apart(nodes: Cluster) -> None:
     if find_spec("torch") is None:
         pytest.skip("PyTorch is not installed")
-    here.config('nodes = ["gpu[01-99]"]\n')  # the demo must not use the configured nodes
-    done = here.run("demo")
-    assert (done.returncode, done.stderr) == (0, "")
+    login, home = nodes["login1"], nodes.home("alice")
+    config = home / ".config" / "gpuboard" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('nodes = ["gpu[01-99]"]\n')  # the demo must not use the configured nodes
+    done = login.run(["gpuboard", "demo"], timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     lease = check_demo(done.stdout, trained=True)
-    assert list(here.needs_claims().iterdir()) == []
-    assert carriers(f"GPUBOARD_LEASE={lease}") == []
-    state = here.folder / ".local" / "state" / "gpuboard"
-    assert [path.name for path in state.iterdir()] == ["demo"]
-    assert here.json("runs", "--json")["runs"] == []
-    here.config("")
-    assert here.json("leases", "--json")["leases"] == []
-
-
-@pytest.mark.torch
-def test_ordinary_user_claims_in_the_machines_claims_dir(nodes: Cluster) -> None:
-    if find_spec("torch") is None:
-        pytest.skip("PyTorch is not installed")
-    login = nodes["login1"]
-    done = login.run(["gpuboard", "demo"], user="alice", timeout=120)
-    assert done.returncode == 0, done.stderr  # torch would warn where addresses have no names
-    check_demo(done.stdout, trained=True)
-    assert len(re.findall(r"/var/tmp/gpuboard\.SIM-\S+  owner alice", done.stdout)) == 2
+    assert len(re.findall(r"/var/tmp/gpuboard\.SIM-\S+  owner alice", done.stdout)) == 2, "the machine's claims"
     assert list(login.path("/var/tmp").glob("gpuboard.*")) == []
+    assert carriers(f"GPUBOARD_LEASE={lease}") == []
+    assert [path.name for path in (home / ".local" / "state" / "gpuboard").iterdir()] == ["demo"]
+    assert json.loads(login.run(["gpuboard", "runs", "--json"], check=True).stdout)["runs"] == []
+    config.write_text("")
+    assert json.loads(login.run(["gpuboard", "leases", "--json"], check=True).stdout)["leases"] == []
 
 
 def read_until(fd: int, text: bytes, timeout_s: float = 60.0) -> bytes:
