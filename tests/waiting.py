@@ -19,7 +19,7 @@ from typing import AnyStr, TypeVar
 T = TypeVar("T")
 
 _STEP_S = 0.02
-_STEP_MAX_S = 0.1  # of a longer wait: checking a condition costs processor time, which other tests need
+_STEP_MAX_S = 0.2  # of a longer wait: checking a condition costs processor time, which other tests need
 _GROWTH = 1.2
 
 
