@@ -48,24 +48,24 @@ def test_the_example_trains_on_two_nodes(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("cgroups", [False, True])
-@pytest.mark.parametrize("shape", [("--gpus=4", "--nodes=2"), ("--nodes=2", "--ntasks=4", "--gpus-per-task=1")])
-def test_uneven_nodes_give_all_their_gpus(lab: Lab, shape: tuple[str, ...], cgroups: bool) -> None:
+def test_uneven_nodes_give_all_their_gpus(lab: Lab, cgroups: bool) -> None:
     if cgroups:
         lab.slurm.configure(cgroups=True)
     first = lab.submit("sleep 600", "--gres=gpu:1", "--nodelist=gpu01")  # so that the job's indexes do not begin at 0
     until(lambda: first.state == "RUNNING")
     lab.put("script.py", WHO % "RANK LOCAL_RANK LOCAL_WORLD_SIZE CUDA_VISIBLE_DEVICES MASTER_ADDR")
     launch = f"gpuboard launch {ON_GPUS} script.py"
-    job = lab.run(f"{launch}; scontrol show job -d $SLURM_JOB_ID", *shape, "--nodelist=gpu0[1-2]")
-    assert re.findall(r"Nodes=(\S+) .*GRES=(\S+)", job.out) == [
-        ("gpu01", "gpu:h100:3(IDX:1-3)"),
-        ("gpu02", "gpu:h100:1(IDX:0)"),
-    ]
-    devices = "0,1,2" if cgroups else "1,2,3"  # a device cgroup hides the others, and CUDA counts from 0
-    assert ranks(job.out) == [f"{n} {n} 3 {devices} 10.88.0.11 gpu01" for n in range(3)] + [
-        "3 0 1 0 10.88.0.11 gpu02"
-    ], job.err
-    assert job.state == "COMPLETED"
+    for shape in (("--gpus=4", "--nodes=2"), ("--nodes=2", "--ntasks=4", "--gpus-per-task=1")):
+        job = lab.run(f"{launch}; scontrol show job -d $SLURM_JOB_ID", *shape, "--nodelist=gpu0[1-2]")
+        assert re.findall(r"Nodes=(\S+) .*GRES=(\S+)", job.out) == [
+            ("gpu01", "gpu:h100:3(IDX:1-3)"),
+            ("gpu02", "gpu:h100:1(IDX:0)"),
+        ]
+        devices = "0,1,2" if cgroups else "1,2,3"  # a device cgroup hides the others, and CUDA counts from 0
+        assert ranks(job.out) == [f"{n} {n} 3 {devices} 10.88.0.11 gpu01" for n in range(3)] + [
+            "3 0 1 0 10.88.0.11 gpu02"
+        ], job.err
+        assert job.state == "COMPLETED"
 
 
 def test_gpus_are_numbered_as_by_slurm(lab: Lab) -> None:
@@ -104,23 +104,25 @@ def test_claims_of_a_killed_job_do_not_count_once_slurm_reports_its_end(lab: Lab
     job = lab.submit("gpuboard allocate --n 1 --detach --for 1h; sleep 600", "--gpus=2", "--nodelist=gpu01")
     until(lambda: len(lab.claims()) == 1, f"it has claimed one; stderr: {job.err}")
 
-    def seen() -> tuple[str, int]:
-        listed = json.loads(lab.slurm.run(["gpuboard", "leases", "--json"], user="root", check=True).stdout)["leases"]
-        return states(status(lab.slurm, "root"), "gpu01"), len(listed)
+    def seen(wanted: str, leases: int) -> bool:
+        if states(status(lab.slurm, "root"), "gpu01") != wanted:
+            return False
+        listed = lab.slurm.run(["gpuboard", "leases", "--json"], user="root", check=True).stdout
+        return len(json.loads(listed)["leases"]) == leases
 
-    until(lambda: seen() == ("aaffffff", 1), "Slurm and the claim are seen")
+    until(lambda: seen("aaffffff", 1), "Slurm and the claim are seen")
     lab.kill_all("gpu01")  # the keeper, too, which would release the claim
     job.wait()
     claimed = lab.claims()
-    until(lambda: seen() == ("ffffffff", 0), "it is free")
+    until(lambda: seen("ffffffff", 0), "it is free")
     assert lab.claims() == claimed != [], "the claim itself is still there"
 
 
 def test_a_rank_that_fails_ends_both_nodes(lab: Lab) -> None:
-    lab.put("fails.py", "import os, time\nos.environ['RANK'] == '3' and exec('raise ValueError(1)')\ntime.sleep(600)\n")
-    job = lab.run(f"gpuboard launch {FAKE} fails.py; echo code $?; gpuboard leases", "--gpus=4", "--nodes=2")
+    lab.put("fails.py", "import os, time\nos.environ['RANK'] == '1' and exec('raise ValueError(1)')\ntime.sleep(600)\n")
+    job = lab.run(f"gpuboard launch {FAKE} fails.py; echo code $?; gpuboard leases", "--gpus=2", "--nodes=2")
     assert "code 1\nno leases" in job.out, job.err
-    assert "rank 3 (gpu02:0) failed before init_process_group: ValueError: 1 at" in job.err
+    assert "rank 1 (gpu02:0) failed before init_process_group: ValueError: 1 at" in job.err
     until(lambda: not lab.processes(), "nothing of it is left")
 
 
@@ -129,8 +131,8 @@ def test_scancel_ends_all_of_it(lab: Lab, cgroups: bool) -> None:
     if cgroups:
         lab.slurm.configure(cgroups=True)
     lab.put("script.py", FAMILY)
-    job = lab.submit(f"exec gpuboard launch {FAKE} script.py", "--gpus=4", "--nodes=2")
-    job.wait_out("up", 4)
+    job = lab.submit(f"exec gpuboard launch {FAKE} script.py", "--gpus=2", "--nodes=2")
+    job.wait_out("up", 2)
     job.cancel()
     job.wait()
     until(lambda: not lab.processes(), "nothing of it is left")
@@ -187,12 +189,12 @@ def test_a_job_without_gpus_has_none(lab: Lab) -> None:
     script = f"""
 gpuboard allocate --n 1; echo code $?
 gpuboard launch script.py; echo code $?
-gpuboard launch --n 5 {FAKE} script.py"""
+gpuboard launch --n 3 {FAKE} script.py"""
     job = lab.run(script, "--nodes=2", "--nodelist=gpu0[1-2]")
     message = f"gpuboard: Slurm job {job.number} has no GPUs; request them when you submit it, e.g. --gpus=2"
     assert job.err.count(message) == 2
     assert job.out.count("code 3") == 2
-    assert ranks(job.out) == ["0 gpu01", "1 gpu01", "2 gpu01", "3 gpu02", "4 gpu02"], job.err
+    assert ranks(job.out) == ["0 gpu01", "1 gpu01", "2 gpu02"], job.err
 
 
 def test_one_node_needs_no_controller(lab: Lab) -> None:
