@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,7 @@ def test_small_commands_load_no_heavy_library(command: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@functools.cache
 def _imports(path: Path) -> list[str]:
     """Return the absolute names of the packages that a file imports, late imports too; type checkers' ones not."""
     found: list[str] = []
