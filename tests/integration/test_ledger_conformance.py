@@ -27,10 +27,22 @@ PER_NODE = 4
 class Lab:
     """One ledger, and users of it on the login node."""
 
-    def __init__(self, host: Host, name: str, env: dict[str, str], stack: ExitStack) -> None:
+    def __init__(
+        self,
+        host: Host,
+        name: str,
+        env: dict[str, str],
+        stack: ExitStack,
+        *,
+        left: Callable[[], bool],
+        clear: Callable[[], None],
+    ) -> None:
+        """``left``: whether a claim or job is left; ``clear``: remove all; both without the ledger."""
         self._host = host
         self._name = name
         self._env = env
+        self.left = left
+        self.clear = clear
         self._stack = stack
         self._drivers: dict[str, Running] = {}
 
@@ -45,6 +57,13 @@ class Lab:
         if user not in self._drivers:
             self._drivers[user] = self.start(user)
         return ask(self._drivers[user], operation, **args)
+
+    def forget(self) -> None:
+        """End the users' processes and remove what they share: Slurm's last answer."""
+        for user, process in self._drivers.items():
+            process.kill()
+            self._host.run(["rm", "-rf", ".cache"], user=user, check=True)
+        self._drivers.clear()
 
     def ids(self, user: str = "alice") -> list[str]:
         """Return the ids of all leases, as a user sees them."""
@@ -63,24 +82,48 @@ def gpus(answer: Any) -> list[tuple[str, int | None]]:
     return sorted((gpu["node"], gpu["index"]) for gpu in answer["lease"]["gpus"])
 
 
-@pytest.fixture(params=["claims on the nodes", "Slurm"])
-def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+@pytest.fixture(scope="module", params=["claims on the nodes", "Slurm"])
+def ledger(started_nodes: Cluster, request: pytest.FixtureRequest) -> Iterator[Lab]:
     """A lab for each ledger, with two nodes of four GPUs."""
+    started_nodes.reset()
+    login = started_nodes["login1"]
     with ExitStack() as stack:
         if request.param == "Slurm":
-            slurm: SlurmCluster = request.getfixturevalue("slurm")
+            slurm: SlurmCluster = request.getfixturevalue("started_slurm")
             slurm.configure(gres=f"Name=gpu Type=h100 File=/dev/nvidia[0-{PER_NODE - 1}]")
-            yield Lab(slurm.nodes["login1"], request.param, {}, stack)
+
+            def cancel() -> None:
+                slurm.run(["scancel", "--user=alice"], user="root", check=True)
+
+            yield Lab(login, request.param, {}, stack, left=lambda: bool(slurm.jobs()), clear=cancel)
         else:
-            nodes: Cluster = request.getfixturevalue("nodes")
-            for name in ("gpu01", "gpu02"):
-                nodes[name].script([Gpu() for _ in range(PER_NODE)])
-            yield Lab(nodes["login1"], request.param, {"GPUBOARD_SCHEDULER": "none"}, stack)
+            hosts = [started_nodes[name] for name in ("gpu01", "gpu02")]
+            for host in hosts:
+                host.script([Gpu() for _ in range(PER_NODE)])
+
+            def claims() -> list[Path]:
+                return [path for host in hosts for path in host.path("/var/tmp").glob("gpuboard.GPU-*")]
+
+            def remove() -> None:
+                for path in claims():
+                    path.unlink(missing_ok=True)
+
+            env = {"GPUBOARD_SCHEDULER": "none"}
+            yield Lab(login, request.param, env, stack, left=lambda: bool(claims()), clear=remove)
+
+
+@pytest.fixture
+def lab(ledger: Lab) -> Iterator[Lab]:
+    """The lab, without leases."""
+    yield ledger
+    ledger.clear()
+    until(lambda: not ledger.left(), "nothing is left")
+    ledger.forget()
 
 
 def gone(lab: Lab, user: str = "alice") -> Callable[[], bool]:
     """Return a condition: no lease is left."""
-    return lambda: not lab.ids(user)
+    return lambda: not lab.left() and not lab.ids(user)
 
 
 def test_a_lease_is_found_renewed_used_and_released(lab: Lab) -> None:
