@@ -72,10 +72,12 @@ def differences(
     return wrong
 
 
-def agreeing(slurm: SlurmCluster, ask: Ask, place: Mapping[int, int] | None = None) -> Status:
+def agreeing(
+    slurm: SlurmCluster, ask: Ask, place: Mapping[int, int] | None = None, node_names: str = "gpu[01-03]"
+) -> Status:
     """Return the first status that agrees with Slurm: answers are shared for a second, so the first one may be old."""
     deadline = time.monotonic() + 60
-    while wrong := differences(slurm, found := ask(), place):
+    while wrong := differences(slurm, found := ask(), place, node_names):
         assert time.monotonic() < deadline, "\n".join(wrong)
     return found
 

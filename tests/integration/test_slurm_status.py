@@ -18,9 +18,9 @@ SLEEP = ("--wrap", "sleep 600")
 PENDING = ("--hold", "--begin=now+1hour", "--dependency=afterok:1", "--gres=gpu:8")
 
 
-def as_root(slurm: SlurmCluster) -> Ask:
+def as_root(slurm: SlurmCluster, nodes: str = "gpu[01-03]") -> Ask:
     """Ask as root, who may connect to every node."""
-    configure(slurm, "root", 'ssh = "all"')
+    configure(slurm, "root", 'ssh = "all"', nodes=nodes)
     return partial(status, slurm, "root")
 
 
@@ -229,7 +229,7 @@ def test_mig_devices_are_counted_one_by_one(slurm: SlurmCluster) -> None:
     slurm.submit([f"--gres=gpu:{small}:2", "-w", "gpu01", *SLEEP], running=True)
     slurm.submit([f"--gres=gpu:{large}:1", "-w", "gpu01", *SLEEP], user="bob", running=True)
     assert set(holders(slurm)["gpu01"]) == {0, 1, 7}
-    ask = as_root(slurm)
+    ask = as_root(slurm, "gpu01")
 
     def parts() -> list[str]:
         return ["".join(part["state"][0] for part in gpu["mig"]) for gpu in gpus(ask(), "gpu01")]
@@ -247,7 +247,7 @@ def test_a_jobs_gpus_are_those_that_cuda_shows_it_where_device_files_count_other
     with slurm.nodes["login1"].popen(["srun", "--gres=gpu:3", "-w", "gpu01", *allocated]) as process:
         ours = read_line(process).strip().split(",")
         assert ours == [gpu.uuid for gpu in listed[:3]], "the indexes that Slurm gives to CUDA"
-        found = agreeing(slurm, as_root(slurm))
+        found = agreeing(slurm, as_root(slurm, "gpu01"), node_names="gpu01")
         shown = gpus(found, "gpu01")
         assert [gpu["uuid"] for gpu in shown if gpu["jobs"]] == ours
         assert "by order: device files are numbered in another order there" in shown[0]["reason"]
@@ -261,7 +261,7 @@ def test_a_jobs_gpus_are_its_device_files_where_cgroups_have_those(slurm: SlurmC
     own = until(lambda: gpu01.processes(lambda p: p.name == "sleep", user="alice"), "the job's process is there")[0]
     used = Gpu(used=GIB, minor=0, processes=(("compute", own.inner, GIB),))
     gpu01.script([*[Gpu(minor=7 - k) for k in range(7)], used])
-    found = agreeing(slurm, as_root(slurm), place={k: 7 - k for k in range(8)})
+    found = agreeing(slurm, as_root(slurm, "gpu01"), {k: 7 - k for k in range(8)}, "gpu01")
     assert states(found, "gpu01") == "fffffaaa"
     assert "by device file" in gpus(found, "gpu01")[7]["reason"]
 
@@ -271,7 +271,7 @@ def test_a_list_of_files_with_holes_frees_no_gpu_that_is_held(slurm: SlurmCluste
     slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[1,3,5-7]")
     number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", "--wrap", "env; sleep 600"], running=True)
     assert slurm.held(number) == {"gpu01": {0, 1}}  # which are /dev/nvidia1 and 3
-    ask = as_root(slurm)
+    ask = as_root(slurm, "gpu01")
     until(lambda: "f" not in states(ask(), "gpu01"), "the job is seen")
     shown = gpus(ask(), "gpu01")
     assert all(f"job {number}" in shown[file]["reason"] for file in (1, 3))
@@ -291,7 +291,7 @@ def test_processes_that_contradict_slurm(slurm: SlurmCluster) -> None:
                 *[Gpu()] * 5,
             ]
         )
-        found = agreeing(slurm, as_root(slurm))
+        found = agreeing(slurm, as_root(slurm, "gpu01"), node_names="gpu01")
         foreign.kill()
     first, second, third = gpus(found, "gpu01")[:3]
     assert (first["state"], first["flags"]) == ("allocated", [])
@@ -311,7 +311,7 @@ def test_a_processs_job_comes_from_its_cgroup(slurm: SlurmCluster) -> None:
     own = until(lambda: gpu01.processes(lambda p: p.name == "sleep", user="bob"), "the job's process is there")[0]
     used = Gpu(used=GIB, processes=(("compute", own.inner, GIB),))
     gpu01.script([used, Gpu(), used, *[Gpu()] * 5])
-    found = agreeing(slurm, as_root(slurm))
+    found = agreeing(slurm, as_root(slurm, "gpu01"), node_names="gpu01")
     first, _, third = gpus(found, "gpu01")[:3]
     assert (first["state"], first["flags"], first["processes"][0]["job"]) == ("allocated", [], str(number))
     assert (third["state"], third["processes"][0]["job"]) == ("busy", str(number))
