@@ -21,12 +21,14 @@ import pytest
 from tests.hosts import USERS, Running
 from tests.integration.claims_on_nodes import NODES, SCOPE, Lying, claimed_by, lying, names, owners_of, release_all
 from tests.nodes import Cluster
+from tests.nvml import Gpu
 from tests.waiting import until
 
 pytestmark = pytest.mark.nodes
 
 ROUNDS = int(os.environ.get("GPUBOARD_RACE_ROUNDS", "1"))
-PROCESSES = int(os.environ.get("GPUBOARD_RACE_PROCESSES", "12"))
+PER_NODE = 4  # GPUs, fewer in all than what the processes request
+PROCESSES = int(os.environ.get("GPUBOARD_RACE_PROCESSES", "9"))
 
 
 class Asker(msgspec.Struct):
@@ -115,7 +117,7 @@ def refusal_is_true(asker: Asker, by_purpose: dict[str, Asker], claimed: Set[tup
     """
     error = asker.answer["error"]
     gpus = {(reported["node"], reported["uuid"]): reported for reported in error["gpus"]}
-    assert len(gpus) == 24
+    assert len(gpus) == 3 * PER_NODE
     dropped = set()
     for gpu, reported in gpus.items():
         if reported["state"] == "reserved":
@@ -128,6 +130,8 @@ def refusal_is_true(asker: Asker, by_purpose: dict[str, Asker], claimed: Set[tup
 
 @pytest.mark.timeout(ROUNDS * PROCESSES * 12 + 120)
 def test_no_gpu_twice_no_part_left_every_refusal_true(nodes: Cluster) -> None:
+    for name in NODES:
+        nodes[name].script([Gpu() for _ in range(PER_NODE)])
     rng = random.Random(int(os.environ.get("GPUBOARD_RACE_SEED", "11")))
     for number in range(ROUNDS):
         began = time.monotonic()
@@ -141,7 +145,7 @@ def test_no_gpu_twice_no_part_left_every_refusal_true(nodes: Cluster) -> None:
         killed, won = sum(a.killed for a in askers), sum(a.won for a in askers)
         print(
             f"round {number}: {won} got GPUs, {PROCESSES - won - killed} refused, {killed} killed, "
-            f"{len(left)} of 24 GPUs claimed, {time.monotonic() - began:.0f} s"
+            f"{len(left)} of {3 * PER_NODE} GPUs claimed, {time.monotonic() - began:.0f} s"
         )
         # Again where the agent of one that was killed has only now come to its turn.
         until(lambda: release_all(nodes, ("alice", "bob")), "all can be released from any host")
