@@ -368,7 +368,7 @@ def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
 @pytest.mark.torch
 def test_ddp_trains_and_the_loss_falls(tmp_path: Path) -> None:
     script = (EXAMPLES / "train_ddp.py").read_text()
-    with Launch(tmp_path, script, args=["--epochs", "3"], torch=True) as run:
+    with Launch(tmp_path, script, args=["--epochs", "3"], n=1, torch=True) as run:
         assert run.wait() == 0
         losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", run.text["out"])]
         assert len(losses) == 3
