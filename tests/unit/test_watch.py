@@ -194,7 +194,7 @@ def test_the_receiver_of_a_mismatch_is_not_blamed() -> None:
     assert failed.messages == [
         "the ranks called different collectives, or one with different shapes or dtypes: rank 0 (gpu01:0) received "
         "2000 bytes and expected 1000; which rank is wrong cannot be told from this",
-        "  rank 0 (gpu01:0) was killed by SIGABRT",
+        "  rank 0 (gpu01:0) was killed by SIGABRT: native code ended the process",
     ]
     assert (failed.cause and failed.cause.rank, failed.exit_code(), failed.stop_reason) == (None, 1, "the run failed")
 

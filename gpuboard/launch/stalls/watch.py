@@ -77,7 +77,7 @@ class StallWatch:
         self._still_since = 0.0  # since when these have been the same
         self._repeat_at = 0.0
         self._repeat_s = timing.repeat_s
-        self._next_on_gpus = self._gpu_s  # when to inspect ranks of which none is quiet
+        self._next_on_gpus = 0.0  # when to inspect ranks of which none is quiet
         self._patience: dict[str, float] = {}  # place of a suspect → longest wait for it that ended by itself
 
     def quiet(self, rank: int, quiet_s: float | None, load: float | None, now: float) -> None:
@@ -106,6 +106,8 @@ class StallWatch:
 
     def due(self, now: float) -> bool:
         """Return whether an inspection is due."""
+        if not self._next_on_gpus:
+            self._next_on_gpus = now + self._gpu_s
         return now >= (self._look_at if self._quiet or self.report else self._next_on_gpus)
 
     def inspected(self, statuses: Sequence[RankStatus], found: Sequence[Inspection], now: float) -> None:
