@@ -226,11 +226,11 @@ class FailureWatch:
         """Return the closing lines for the user: the root cause and the ranks that failed because of it."""
         if self.cause is None or self.cause.kind == "stopped":
             return []
-        own = {self.cause.rank}
-        if self.cause.symptom != "own":
-            own |= {c.rank for c in self._candidates if c.symptom == self.cause.symptom}
+        shared = self.cause.kind in {"mismatch", "timeout"}  # of several ranks, and any of the others may be at fault
+        own = {c.rank for c in self._candidates if shared and c.symptom == self.cause.symptom} | {self.cause.rank}
         others = [r for r, e in self.exits.items() if r not in own and (e.code or e.signal)]
-        return [f"root cause: {self.cause.text}"] + ([f"secondary failures: {rank_words(others)}"] if others else [])
+        label = "other ranks that failed" if shared else "secondary failures"
+        return [f"root cause: {self.cause.text}"] + ([f"{label}: {rank_words(others)}"] if others else [])
 
     def statuses(self, quiet_s: Callable[[int, float], float | None], now: float) -> list[RankStatus]:
         """Return what is known of every rank, for an inspection."""

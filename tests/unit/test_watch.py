@@ -197,6 +197,8 @@ def test_the_receiver_of_a_mismatch_is_not_blamed() -> None:
         "  rank 0 (gpu01:0) was killed by SIGABRT: native code ended the process",
     ]
     assert (failed.cause and failed.cause.rank, failed.exit_code(), failed.stop_reason) == (None, 1, "the run failed")
+    feed(failed, Exited(1, code=1), Exited(2, code=1), at=12.0)
+    assert failed.summary()[1] == "other ranks that failed: ranks 1-2"
 
 
 def test_a_rank_that_waited_until_the_timeout_is_not_blamed() -> None:

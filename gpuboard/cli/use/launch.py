@@ -301,8 +301,11 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
     held = None
     with context.ledger(lambda: scope) as ledger:
         allocator = ledger.allocator(picks=args.gpus or (), options=job_options(args), progress=progress(context))
+        on_cpu = args.device == "cpu" and request is not None and not args.gpus
         with allocator:
-            if args.device == "cpu" and request is not None and not args.gpus and ledger.rest() == scope:
+            if (
+                request and on_cpu and args.run_id is None and ledger.rest() == scope
+            ):  # the board reserves what it shows
                 found = _without_gpus(request, scope, allocator)
             elif args.dry_run:
                 request = request or _whole(args, allocator)
@@ -312,8 +315,14 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
                 found = rank_map(None, choice.gpus, {node.name: node.address for node in scope.nodes})
             else:
                 request = request or _whole(args, allocator)
-                with reserve(allocator, request, terms, wait_s=args.wait, notify=report) as allocation:
-                    found, held = allocation.rank_map, allocation.lease
+                try:
+                    with reserve(allocator, request, terms, wait_s=args.wait, notify=report) as allocation:
+                        found, held = allocation.rank_map, allocation.lease
+                except Refused as refused:
+                    if not on_cpu or refused.refusal.gpus:
+                        raise
+                    report("no GPU in scope: the ranks run on the CPU, and nothing is reserved")
+                    found = _without_gpus(request, scope, allocator)
     try:
         yield found, "the reservation"
     finally:
