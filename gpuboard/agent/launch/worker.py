@@ -159,8 +159,8 @@ class _StoreWatch:
             return
 
         def connect(*args: "Any", **kwargs: "Any") -> "Any":
-            if kwargs.get("is_master") or args[3:4] == (True,):
-                pass  # the script hosts a store of its own
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                pass  # the script hosts a store of its own, in rank 0
             elif len(args) > 1:
                 args = (_store_host(self._state["store"], args[0], args[1]), *args[1:])
             elif "host_name" in kwargs:
