@@ -108,7 +108,7 @@ def test_an_exit_of_its_own_is_no_exception(raised: tuple[str, dict[int, dict[st
 
 
 CHILDREN = """
-import concurrent.futures, os
+import concurrent.futures, os, signal
 import torch, torch.multiprocessing
 from torch.utils.data import DataLoader
 
@@ -117,6 +117,8 @@ class Data:
         return 8
     def __getitem__(self, at):
         if at == 3:
+            if os.environ["RANK"] == "3":
+                os.kill(os.getpid(), signal.SIGBUS)
             raise ValueError("sample 3 is broken")
         return at
 
@@ -125,7 +127,7 @@ def child(index):
 
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])
-    if rank == 0:
+    if rank in (0, 3):
         for _ in DataLoader(Data(), num_workers=2):
             pass
     if rank == 1:
@@ -138,14 +140,17 @@ if __name__ == "__main__":
 @pytest.mark.torch
 def test_the_cause_in_a_child_process(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(CHILDREN)
-    with Node(launch_config(tmp_path, "script.py", count=3)) as here:
+    with Node(launch_config(tmp_path, "script.py", count=4)) as here:
         here.start()
         here.wait_ended(120)
         script = str(tmp_path / "script.py")
         found = {data["rank"]: data for data in here.data("raised")}
         for rank in range(3):
             told = [found[rank][name] for name in ("type", "message", "file", "line", "function")]
-            assert told == ["ValueError", "sample 3 is broken", script, 11, "__getitem__"]
-        assert found[0]["note"] == f"in DataLoader worker process 1 for {script}:20"
-        assert found[1]["note"] == f"in DataLoader worker process 0 for {script}:23"
-        assert found[2]["note"] == f"in a process of a pool for {script}:25"
+            assert told == ["ValueError", "sample 3 is broken", script, 13, "__getitem__"]
+        assert found[0]["note"] == f"in DataLoader worker process 1 for {script}:22"
+        assert found[1]["note"] == f"in DataLoader worker process 0 for {script}:25"
+        assert found[2]["note"] == f"in a process of a pool for {script}:27"
+        assert (found[3]["line"], found[3]["message"].endswith(" exited unexpectedly")) == (22, True)
+        assert " is killed by signal: Bus error." in found[3]["note"]
+        assert ", /dev/shm: " in found[3]["note"]

@@ -30,6 +30,15 @@ def recorded(path: str) -> "Optional[str]":
     return kind + (": " + text if text else "") + (" at %s:%s" % place[:2] if place[0] else "")
 
 
+def child_death(text: str, oom_before: "Dict[str, int]") -> "Optional[str]":
+    """Return evidence for an exception about the death of a process of the rank: torch's DataLoader reports one."""
+    if "Bus error" in text or "shared memory" in text:
+        return shared_memory()
+    killed = re.search(r"\(pid (\d+)\) is killed by signal: Killed", text)
+    oom = oom_text(int(killed.group(1)), oom_before) if killed else None
+    return None if oom is None else "out of memory: " + oom
+
+
 def shared_memory() -> "Optional[str]":
     """Return how full /dev/shm is; None if there is none."""
     try:

@@ -209,9 +209,10 @@ class WorkerGroup:
                 child.joined = True
                 self._emit("joined", {"rank": child.rank})
             elif kind == "raised":
-                words = "%s %s" % (message.get("message"), message.get("note"))
-                if "Bus error" in words or "shared memory" in words:  # of a DataLoader worker
-                    message["note"] = "%s, %s" % (message.get("note"), evidence.shared_memory())
+                note = message.get("note")
+                found = evidence.child_death("%s %s" % (message.get("message"), note), self._oom_before)
+                if found is not None:
+                    message["note"] = "%s, %s" % (note, found) if note else found
                 self._emit("raised", dict(message, rank=child.rank))
             elif kind == "leaving":
                 self._emit("leaving", dict(message, rank=child.rank))
