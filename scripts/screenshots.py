@@ -34,8 +34,8 @@ from gpuboard.cluster.simulated_script import uid
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, View, inert_static, node_claims
 from gpuboard.config import Settings
-from gpuboard.launch.run_folder import HeadProcess, RunView, runs_dir
-from gpuboard.launch.run_index import Runbook, RunEntry
+from gpuboard.launch.runs.folder import HeadProcess, RunView, runs_dir
+from gpuboard.launch.runs.index import Runbook, RunEntry
 from gpuboard.leases.claims.client import indexes, leases_of
 from gpuboard.model.gpu import GpuStatic
 from gpuboard.model.lease import LeaseList

@@ -14,7 +14,7 @@ from gpuboard.board.operations import Operations
 from gpuboard.board.scene import Scene
 from gpuboard.board.terminal.crash import report
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.launch.run_index import Runbook
+from gpuboard.launch.runs.index import Runbook
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.snapshot import NodeView, Snapshot, scheduler_words
 from gpuboard.model.text import clean

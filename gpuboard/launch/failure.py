@@ -16,7 +16,7 @@ from gpuboard.launch import events
 from gpuboard.launch.causes.exits import code_text, cuda_memory_text, signal_name, signal_text
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
-from gpuboard.launch.run_folder import RankView
+from gpuboard.launch.runs.folder import RankView
 from gpuboard.launch.stalls.waits import RankStatus
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.text import clean

@@ -21,14 +21,14 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
 from gpuboard.launch.causes import stderr
 from gpuboard.launch.causes.exits import signal_name
-from gpuboard.launch.control import ControlRequest, ControlServer
 from gpuboard.launch.failure import FailureWatch, rank_words
 from gpuboard.launch.output import Logs, Relay, Screen
 from gpuboard.launch.plan import LaunchPlan, shown
 from gpuboard.launch.preflight.check import Check, check_text, grouped
 from gpuboard.launch.preflight.checks import failed, interfaces, preflight
 from gpuboard.launch.preflight.collect import PreflightCalls
-from gpuboard.launch.run_folder import FINAL, RunFolder, RunState, RunView, VerdictView, this_head
+from gpuboard.launch.runs.control import ControlRequest, ControlServer
+from gpuboard.launch.runs.folder import FINAL, RunFolder, RunState, RunView, VerdictView, this_head
 from gpuboard.launch.stalls.evidence import Inspection
 from gpuboard.launch.stalls.inspect import Inspections
 from gpuboard.launch.stalls.verdict import Explanation, explain

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, TextIO
 
 from gpuboard.launch.causes.stderr import TAIL
-from gpuboard.launch.run_folder import incomplete
+from gpuboard.launch.runs.folder import incomplete
 
 Stream = Literal["out", "err"]
 STREAMS: tuple[Stream, ...] = ("out", "err")

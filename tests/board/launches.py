@@ -14,7 +14,7 @@ from typing import Any
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.launch_process import LaunchForm
 from gpuboard.cluster.simulated import demo_nodes
-from gpuboard.launch.run_index import Runbook, RunEntry
+from gpuboard.launch.runs.index import Runbook, RunEntry
 from tests.board import lab
 from tests.integration.launch_lab import SLEEP, write_torch
 from tests.integration.ranks_driver import carriers

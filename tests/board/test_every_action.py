@@ -23,8 +23,8 @@ from gpuboard.board.screens.watches import WatchDialog, WatchesScreen
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.log_view import LogView
-from gpuboard.launch.run_folder import RankView, RunFolder, RunView, this_head
-from gpuboard.launch.run_index import RunEntry
+from gpuboard.launch.runs.folder import RankView, RunFolder, RunView, this_head
+from gpuboard.launch.runs.index import RunEntry
 from tests.board import lab, made
 from tests.board.conftest import TRIED
 from tests.board.test_help import choose

@@ -32,7 +32,7 @@ from gpuboard.board.screens.runs import RunsScreen
 from gpuboard.cluster.inventory.file import VARIABLE, read_nodes, write_nodes
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.errors import UsageError
-from gpuboard.launch.run_index import Runbook
+from gpuboard.launch.runs.index import Runbook
 from gpuboard.launch.target import Target
 from gpuboard.model.request import Pick, Request
 from tests.board import lab

@@ -22,8 +22,8 @@ from gpuboard.board.text.log_line import bytes_words, drawn, matches, spans, vis
 from gpuboard.board.widgets import log_file
 from gpuboard.board.widgets.log_file import LogFile, LogGone, LogPosition, Match, Window, find_in
 from gpuboard.board.widgets.log_view import LogView
-from gpuboard.launch.run_folder import HeadProcess, RankView, RunView
-from gpuboard.launch.run_index import RunEntry, log_trouble
+from gpuboard.launch.runs.folder import HeadProcess, RankView, RunView
+from gpuboard.launch.runs.index import RunEntry, log_trouble
 from tests.board import lab, made
 
 W = Window(80, 10)

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from gpuboard.cluster.inventory.file import VARIABLE, write_nodes
-from gpuboard.launch.run_folder import FINAL
-from gpuboard.launch.run_index import RunEntry
+from gpuboard.launch.runs.folder import FINAL
+from gpuboard.launch.runs.index import RunEntry
 from tests.board.launches import Exp, laboratory
 from tests.integration.ranks_driver import carriers
 from tests.waiting import Stopwatch, until

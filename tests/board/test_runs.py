@@ -24,11 +24,11 @@ from gpuboard.board.screens.watches import Watch, holds
 from gpuboard.board.text.run import Stop, about, countdown, ended_words, first_rank, state_of
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.keeper import holder
-from gpuboard.launch import run_folder as runs
-from gpuboard.launch import run_index
 from gpuboard.launch.preflight.check import Check
-from gpuboard.launch.run_folder import HeadProcess, RankView, RunFolder, RunView, VerdictView, runs_dir, this_head
-from gpuboard.launch.run_index import Runbook, RunDetail, RunEntry
+from gpuboard.launch.runs import folder as runs
+from gpuboard.launch.runs import index as run_index
+from gpuboard.launch.runs.folder import HeadProcess, RankView, RunFolder, RunView, VerdictView, runs_dir, this_head
+from gpuboard.launch.runs.index import Runbook, RunDetail, RunEntry
 from gpuboard.model.units import iso
 from tests.board import lab, made
 from tests.integration.launch_lab import SLEEP, Launch

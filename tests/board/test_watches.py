@@ -17,7 +17,7 @@ from gpuboard.board.dialogs.base import Tick
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.watches import Watch, WatchDialog, WatchesScreen, holds
 from gpuboard.cluster.simulated import demo_nodes
-from gpuboard.launch.run_folder import RunFolder, RunView, this_head
+from gpuboard.launch.runs.folder import RunFolder, RunView, this_head
 from gpuboard.model.request import Request
 from tests.board import lab, made, other
 from tests.board.pty_lab import Terminal

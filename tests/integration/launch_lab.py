@@ -17,7 +17,7 @@ import msgspec
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch.rank_map_source import cpu_rank_map
-from gpuboard.launch.run_folder import RunView, read_runs
+from gpuboard.launch.runs.folder import RunView, read_runs
 from tests.integration.ranks_driver import carriers
 from tests.waiting import read_line
 

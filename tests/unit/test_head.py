@@ -17,10 +17,10 @@ import pytest
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
-from gpuboard.launch.control import ControlRequest, ask
 from gpuboard.launch.head import Head
 from gpuboard.launch.output import Screen
-from gpuboard.launch.run_folder import RunFolder
+from gpuboard.launch.runs.control import ControlRequest, ask
+from gpuboard.launch.runs.folder import RunFolder
 from gpuboard.launch.supervisors import SupervisorEvent
 from gpuboard.launch.timing import HeadTiming
 from gpuboard.transport.connector import Connector

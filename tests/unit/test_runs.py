@@ -14,10 +14,10 @@ import pytest
 
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
-from gpuboard.launch import run_folder
-from gpuboard.launch.control import ControlRequest, ControlServer, ask
-from gpuboard.launch.run_folder import HeadProcess, RankView, RunFolder, RunState, RunView, find_run, read_runs
-from gpuboard.launch.run_index import Runbook
+from gpuboard.launch.runs import folder as run_folder
+from gpuboard.launch.runs.control import ControlRequest, ControlServer, ask
+from gpuboard.launch.runs.folder import HeadProcess, RankView, RunFolder, RunState, RunView, find_run, read_runs
+from gpuboard.launch.runs.index import Runbook
 
 
 @pytest.fixture

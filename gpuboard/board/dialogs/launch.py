@@ -28,7 +28,7 @@ from gpuboard.model.units import format_duration, is_whole, parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
-    from gpuboard.launch.run_index import RunEntry
+    from gpuboard.launch.runs.index import RunEntry
 
 _POLL_S = 0.2
 _GRACE = "30s"

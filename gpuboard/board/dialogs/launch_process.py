@@ -24,8 +24,8 @@ from gpuboard.cluster.inventory.file import VARIABLE, write_nodes
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.launch import environ
-from gpuboard.launch.run_folder import new_run_id
-from gpuboard.launch.run_index import Runbook, RunEntry
+from gpuboard.launch.runs.folder import new_run_id
+from gpuboard.launch.runs.index import Runbook, RunEntry
 from gpuboard.launch.target import Target, parse_target
 from gpuboard.model.text import clean
 

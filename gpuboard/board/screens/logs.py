@@ -14,7 +14,7 @@ from gpuboard.board.background import Background
 from gpuboard.board.screens.base import BoardScreen
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.log_view import LogView
-from gpuboard.launch.run_index import RunEntry, log_trouble
+from gpuboard.launch.runs.index import RunEntry, log_trouble
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:

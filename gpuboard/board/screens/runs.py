@@ -23,9 +23,9 @@ from gpuboard.board.text.run import RANK_STYLES, RUN_STYLES, Stop, about, countd
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Pane
-from gpuboard.launch.control import ask_to_stop
-from gpuboard.launch.run_folder import FINAL, RankView, lived_s, places
-from gpuboard.launch.run_index import RunDetail, RunEntry
+from gpuboard.launch.runs.control import ask_to_stop
+from gpuboard.launch.runs.folder import FINAL, RankView, lived_s, places
+from gpuboard.launch.runs.index import RunDetail, RunEntry
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 

@@ -31,7 +31,7 @@ from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
-    from gpuboard.launch.run_index import Runbook, RunEntry
+    from gpuboard.launch.runs.index import Runbook, RunEntry
     from gpuboard.leases.output.formats import Allocation
 
 

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _in_use(context: Context) -> dict[str, str]:
     """Return, by lease, which run of this user uses it, with the remedy."""
-    from gpuboard.launch.run_folder import FINAL, read_runs
+    from gpuboard.launch.runs.folder import FINAL, read_runs
 
     return {
         view.lease: f"run {view.id} ({clean(view.target, 80)}) uses it; `gpuboard stop {view.id}` ends the run, "

@@ -170,9 +170,10 @@ def _train(output: _Output, context: Context, nodes: Sequence[Node], allocation:
             f"{shlex.quote(sys.executable)} -m pip install torch"
         )
         return 0
-    from gpuboard.launch import environ, plan, run_folder, target
+    from gpuboard.launch import environ, plan, target
     from gpuboard.launch.head import Head
     from gpuboard.launch.output import Screen
+    from gpuboard.launch.runs import folder as run_folder
     from gpuboard.transport.connector import Connector
 
     by_name = {node.name: node for node in nodes}

@@ -109,7 +109,8 @@ def end(core: Core) -> list[str]:
 
 
 def _end_runs(core: Core) -> list[str]:
-    from gpuboard.launch import control, run_folder
+    from gpuboard.launch.runs import control
+    from gpuboard.launch.runs import folder as run_folder
 
     going = [started for started in core.starter.started if not started.over]
     until = time.monotonic() + _END_S

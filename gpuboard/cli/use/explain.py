@@ -11,8 +11,8 @@ import msgspec
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import whole
 from gpuboard.errors import GpuboardError, UsageError
-from gpuboard.launch import run_folder
-from gpuboard.launch.control import ControlRequest, ask
+from gpuboard.launch.runs import folder as run_folder
+from gpuboard.launch.runs.control import ControlRequest, ask
 from gpuboard.launch.stalls.evidence import RankEvidence
 from gpuboard.launch.stalls.foreign import explain_process
 from gpuboard.launch.stalls.verdict import Explanation

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.launch.output import Screen
     from gpuboard.launch.plan import LaunchPlan
-    from gpuboard.launch.run_folder import RunView
+    from gpuboard.launch.runs.folder import RunView
     from gpuboard.leases.ledger import Allocator, Scope
     from gpuboard.model.rankmap import RankMap
     from gpuboard.model.request import Request
@@ -121,7 +121,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 
 def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any], line: Lifeline | None) -> int:
-    from gpuboard.launch import environ, plan, rank_map_source, run_folder, target
+    from gpuboard.launch import environ, plan, rank_map_source, target
+    from gpuboard.launch.runs import folder as run_folder
 
     if args.no_python and args.python:
         raise UsageError("--python cannot be combined with --no-python, which starts no interpreter")
@@ -197,7 +198,7 @@ def _head(
 ) -> tuple[int, bool]:
     """Return the run's exit code, and whether its logs are complete."""
     from gpuboard.launch.head import Head
-    from gpuboard.launch.run_folder import RunFolder, prune
+    from gpuboard.launch.runs.folder import RunFolder, prune
     from gpuboard.transport.connector import Connector
 
     folder = RunFolder(context.env, decided.run)

@@ -11,7 +11,7 @@ from gpuboard.cli.context import Context
 from gpuboard.cli.options import whole
 from gpuboard.errors import UsageError
 from gpuboard.launch.output import LineSplitter
-from gpuboard.launch.run_folder import FINAL, RunView, find_run
+from gpuboard.launch.runs.folder import FINAL, RunView, find_run
 
 NAME = "logs"
 HELP = "print the output of a run's ranks"

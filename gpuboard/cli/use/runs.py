@@ -10,7 +10,7 @@ import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.table import Cell, Column, Row, Step, render
-from gpuboard.launch.run_folder import RunList, RunView, lived_s, places, read_runs, runs_dir
+from gpuboard.launch.runs.folder import RunList, RunView, lived_s, places, read_runs, runs_dir
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 

@@ -8,8 +8,8 @@ import time
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import duration_or_zero
 from gpuboard.errors import GpuboardError
-from gpuboard.launch import run_folder
-from gpuboard.launch.control import ask_to_stop
+from gpuboard.launch.runs import folder as run_folder
+from gpuboard.launch.runs.control import ask_to_stop
 
 NAME = "stop"
 HELP = "stop a run: SIGTERM to its ranks, SIGKILL after a grace period"

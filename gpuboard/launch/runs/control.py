@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from gpuboard.errors import GpuboardError
-from gpuboard.launch import run_folder
+from gpuboard.launch.runs import folder as run_folder
 
 _NAME = "control.sock"
 

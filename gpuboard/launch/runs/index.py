@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from gpuboard.launch.preflight.check import Check, grouped
-from gpuboard.launch.run_folder import FINAL, RunView, alive, judged, read_state, runs_dir
+from gpuboard.launch.runs.folder import FINAL, RunView, alive, judged, read_state, runs_dir
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.text import clean
 
