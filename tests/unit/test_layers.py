@@ -13,7 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 AGENT = sorted((ROOT / "gpuboard" / "agent").rglob("*.py"))
 # Which module of the agent may open which door; torch is there because the ranks' own interpreters have it.
-DOORS = {"nvml/reader.py": {"pynvml"}, "launch/worker.py": {"torch"}, "launch/store.py": {"torch"}}
+DOORS = {
+    "nvml/reader.py": {"pynvml"},
+    "rank/worker.py": {"torch"},
+    "rank/store.py": {"torch"},
+    "rank/torch_hooks.py": {"torch"},
+}
 
 
 def test_import_contracts_are_kept() -> None:

@@ -41,7 +41,7 @@ for n,s in p["modules"]:
 m.main(globals(),d["worker_channel"].WorkerChannel(%(channel)d,p["config"]),p["config"])
 """
 
-_RANK_MODULES = ("rank.traceback_text", "rank.exception", "rank.preimport")
+_WORKER_MODULES = ("traceback_text", "exception", "preimport", "torch_hooks")  # in the order in which they need another
 
 # Variables that gpuboard sets for each rank: values from the caller's environment are stale.
 _SET_PER_RANK = (
@@ -296,11 +296,11 @@ def start_worker(  # noqa: PLR0917
         theirs.close()
     child = Worker(rank, process, ours)
     task = dict(task, supervisor=os.getpid(), wrapped=bool(config["wrap"]))
-    modules = ["worker_channel", *(_RANK_MODULES if body == "worker" else ()), body]
+    modules = ["worker_channel", *(_WORKER_MODULES if body == "worker" else ()), body]
     payload = json.dumps(
         {
             # Each one finds those before it under their names.
-            "modules": [[name.rpartition(".")[2], module_source("gpuboard.agent.launch." + name)] for name in modules],
+            "modules": [[name, module_source("gpuboard.agent.launch.rank." + name)] for name in modules],
             "config": task,
         }
     ).encode("ascii")

@@ -1,20 +1,17 @@
 """A rank: it imports torch (see preimport), waits at the gate, then runs the target as plain ``python`` would.
 
-This source is executed in a new training interpreter (Python 3.8 or later), after worker_channel and the modules of
-``rank``; no other module of gpuboard is there. Scripts and modules run in the real ``__main__``, whose namespace is
+This source is executed in a new training interpreter (Python 3.8 or later), after the other modules of this folder but
+``store``; no other module of gpuboard is there. Scripts and modules run in the real ``__main__``, whose namespace is
 passed in.
 """
 
 import atexit
-import ctypes
 import gc
 import importlib
 import importlib.machinery
-import importlib.util
 import io
 import linecache
 import os
-import socket
 import sys
 import time
 import traceback
@@ -24,8 +21,8 @@ if MYPY:
     from types import TracebackType
     from typing import Any, Dict, List, Optional, Tuple
 
-    from gpuboard.agent.launch.rank import exception, preimport
-    from gpuboard.agent.launch.worker_channel import WorkerChannel
+    from gpuboard.agent.launch.rank import exception, preimport, torch_hooks
+    from gpuboard.agent.launch.rank.worker_channel import WorkerChannel
 
 _OUR_FILE = "<gpuboard>"  # file name of the frames of this code
 _TEXT = 16384  # characters of a traceback that are sent
@@ -43,7 +40,7 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
         os.environ["TORCHELASTIC_ERROR_FILE"] = ""  # in a container without that folder: @record would fail
     try:
         atexit.register(_wait_for_gloo)  # registered first: called last
-        sys.meta_path.insert(0, _StoreWatch(channel, state, config["diagnostics"]))
+        sys.meta_path.insert(0, torch_hooks.StoreWatch(channel, state, config["diagnostics"]))
         import_s = None
         if config["preimport"] and not preimport.changes_environment(config["kind"], config["name"]):
             state["importing"] = True
@@ -122,107 +119,6 @@ def _import_torch() -> float:
 
     gc.enable()
     return round(time.monotonic() - started, 3)
-
-
-class _StoreWatch:
-    """Reports to the supervisor when this rank has connected to the store.
-
-    An import hook that replaces TCPStore in the module of torch's env:// rendezvous, whoever imports it and when, and
-    removes itself; other code gets the real class.
-    """
-
-    def __init__(self, channel: "WorkerChannel", state: "Dict[str, Any]", diagnostics: str) -> None:
-        self._channel = channel
-        self._state = state
-        self._diagnostics = diagnostics
-
-    def find_spec(self, name: str, _path: "Any" = None, _target: "Any" = None) -> "Any":
-        """Return the real spec of that module with a loader that also replaces TCPStore; None for others."""
-        if name != "torch.distributed.rendezvous":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: "Any") -> None:
-                load(module)
-                self._replace(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-    def _replace(self, rendezvous: "Any") -> None:
-        _start_worker_server(self._diagnostics)
-        real = getattr(rendezvous, "TCPStore", None)
-        if real is None:  # a torch built without distributed
-            return
-
-        def connect(*args: "Any", **kwargs: "Any") -> "Any":
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                pass  # the script hosts a store of its own, in rank 0
-            elif len(args) > 1:
-                args = (_store_host(self._state["store"], args[0], args[1]), *args[1:])
-            elif "host_name" in kwargs:
-                kwargs["host_name"] = _store_host(self._state["store"], kwargs["host_name"], kwargs["port"])
-            store = real(*args, **kwargs)
-            if not self._state["joined"]:
-                self._state["joined"] = True
-                self._channel.send({"t": "joined"})
-            return store
-
-        rendezvous.TCPStore = connect
-
-
-def _start_worker_server(path: str) -> None:
-    """Serve torch's flight recorder on a private socket, for the supervisor (since torch 2.5)."""
-    try:
-        from torch._C._distributed_c10d import _WorkerServer
-    except ImportError:
-        return
-    if not path:
-        return
-    # torch writes a warning about the socket to stderr, which belongs to the script.
-    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        server = _WorkerServer(path)
-    except RuntimeError:
-        return  # a container without that folder
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(null)
-    # Never destroyed: the destructor writes to stderr, and in a forked child it would wait for a missing thread.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
-
-
-def _store_host(store: "Tuple[str, int]", host: str, port: int) -> str:
-    """Return the host to connect to: the store listens on one address, and a script may set MASTER_ADDR to another one
-    of the same machine (its own, Debian's 127.0.1.1). TCPStore retries for 30 minutes where nothing listens."""
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-        same = {info[4][0] for info in socket.getaddrinfo(store[0], port, type=socket.SOCK_STREAM)}
-    except (OSError, UnicodeError):
-        found, same = set(), {store[0]}
-    if port == store[1] and (
-        found & same or (_is_local(store[0]) and any(_is_local(str(address)) for address in found))
-    ):
-        return store[0]
-    text = "gpuboard: the script connects to %s:%s, but the store of this run is at %s:%d; leave MASTER_ADDR and "
-    text += "MASTER_PORT as they are, and call init_process_group without init_method\n"
-    sys.stderr.write(text % (host, port, *store))
-    return host
-
-
-def _is_local(address: str) -> bool:
-    """Return whether an address is one of this machine: only those can be bound."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as bound:
-        try:
-            bound.bind((address, 0))
-        except OSError:
-            return False
-    return True
 
 
 def _reset_namespace(namespace: "Dict[str, Any]") -> None:

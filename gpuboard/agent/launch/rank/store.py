@@ -15,7 +15,7 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict
 
-    from gpuboard.agent.launch.worker_channel import WorkerChannel
+    from gpuboard.agent.launch.rank.worker_channel import WorkerChannel
 
 
 def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[str, Any]") -> None:
