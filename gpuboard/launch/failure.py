@@ -309,7 +309,7 @@ class FailureWatch:
         where = ", ".join(self._where(c.rank) for c in found if c.rank is not None)
         text = (
             f"{who} called different collectives, or one with different shapes or dtypes: {where} {got}"
-            f"{'' if len(self.ranks) == 2 else '; which rank is wrong cannot be told from this'}"
+            f"{'' if len(self.ranks) == 2 else '; this does not show which rank is wrong'}"
         )
         return Cause("mismatch", None, None, text, found[0].text, symptom="mismatch", at=found[0].at)
 

@@ -193,7 +193,7 @@ def test_the_receiver_of_a_mismatch_is_not_blamed() -> None:
     later(failed, Exited(0, signal=6), lost(1), lost(2))
     assert failed.messages == [
         "the ranks called different collectives, or one with different shapes or dtypes: rank 0 (gpu01:0) received "
-        "2000 bytes and expected 1000; which rank is wrong cannot be told from this",
+        "2000 bytes and expected 1000; this does not show which rank is wrong",
         "  rank 0 (gpu01:0) was killed by SIGABRT: native code ended the process",
     ]
     assert (failed.cause and failed.cause.rank, failed.exit_code(), failed.stop_reason) == (None, 1, "the run failed")

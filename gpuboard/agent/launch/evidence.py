@@ -21,12 +21,12 @@ def recorded(path: str) -> "Optional[str]":
             message = json.loads(file.read(_RECORD).decode("utf-8", "replace"))["message"]
         if isinstance(message, str):
             return message[:_RECORD] or None
-        told = last_traceback(message["extraInfo"]["py_callstack"])
-        if told is None:
+        last = last_traceback(message["extraInfo"]["py_callstack"])
+        if last is None:
             return str(message["message"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    kind, text, place = told
+    kind, text, place = last
     return kind + (": " + text if text else "") + (" at %s:%s" % place[:2] if place[0] else "")
 
 

@@ -35,10 +35,10 @@ def evidence(tail: Iterable[str]) -> str:
     The exception of the last traceback counts, not the lines after it, unless native code reported an error there.
     """
     lines = list(tail)
-    told = last_traceback("\n".join(lines))
+    last = last_traceback("\n".join(lines))
     after = lines
-    if told is not None:
-        kind, message, place = told
+    if last is not None:
+        kind, message, place = last
         first = kind + (f": {message.splitlines()[0]}" if message else "")
         at = max(number for number, line in enumerate(lines) if first in line)
         after = lines[at + 1 :]
@@ -46,7 +46,7 @@ def evidence(tail: Iterable[str]) -> str:
     if fatal:
         what = [line for line in fatal if "what():" in line]  # says more than "terminate called" around it
         return f"last error on stderr: {clean((what or fatal)[-1].strip())}"
-    if told is not None:
+    if last is not None:
         where = f" at {place[0]}:{place[1]}" if place[0] else ""
         return f"last error on stderr: {clean(first)}{clean(where)}"
     lines = [line for line in lines if not _HINT.search(line)]

@@ -1,1 +1,1 @@
-"""Code that runs inside a rank beside its worker; no module here imports another one of gpuboard."""
+"""What runs in the training interpreters of a node: the ranks' workers and the store, sent there as text."""

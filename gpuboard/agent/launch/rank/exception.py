@@ -97,17 +97,17 @@ def _read(error: BaseException, trace: "Optional[TracebackType]") -> "Tuple[str,
     message, place = _message(error), _place(error, trace)
     remote = error.__cause__
     if remote is not None and type(remote).__name__.endswith("RemoteTraceback"):
-        told = traceback_text.last_traceback(str(remote))
-        if told is not None:
-            return type_name(error), message, told[2], ["in a process of a pool%s" % _at(place, " for")]
-    told = traceback_text.last_traceback(message)
-    if told is None:
+        last = traceback_text.last_traceback(str(remote))
+        if last is not None:
+            return type_name(error), message, last[2], ["in a process of a pool%s" % _at(place, " for")]
+    last = traceback_text.last_traceback(message)
+    if last is None:
         return type_name(error), message, place, []
     where = "reported by " + type_name(error)
     found = [(match.start(), words % match[1]) for regex, words in _CHILDREN for match in regex.finditer(message)]
     if found:
         where = max(found)[1]  # the innermost
-    return told[0], told[1], told[2], [where + _at(place, " for")]
+    return last[0], last[1], last[2], [where + _at(place, " for")]
 
 
 def type_name(error: BaseException) -> str:
