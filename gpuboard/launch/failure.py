@@ -16,7 +16,7 @@ from gpuboard.launch import events
 from gpuboard.launch.causes.exits import code_text, cuda_memory_text, signal_name, signal_text
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
-from gpuboard.launch.runs.folder import RankView
+from gpuboard.launch.runs.folder import RankView, VerdictView
 from gpuboard.launch.stalls.waits import RankStatus
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.text import clean
@@ -49,6 +49,7 @@ FailureKind = Literal[
     "node-lost",
     "node-stopped",
     "store-died",
+    "stalled",
     "stopped",
 ]
 # What a failure is by its own account, in the order in which it explains those of other ranks: of the rank itself; a
@@ -159,6 +160,13 @@ class FailureWatch:
             self.cause = Cause("stopped", None, None, reason, at=now)
         self._stop(reason)
 
+    def stalled(self, verdict: VerdictView, now: float) -> None:
+        """Let a stalled run fail (--on-stall kill), unless it has failed already."""
+        if self.cause is not None:
+            return
+        self.cause = Cause("stalled", verdict.rank, verdict.node, verdict.text, verdict.evidence, at=now)
+        self._stop("the run is stalled (--on-stall kill)")
+
     # conclusions
 
     def tick(self, now: float) -> None:
@@ -209,7 +217,7 @@ class FailureWatch:
             return 0
         if self.cause.kind == "exit" and self.cause.rank in self._left:
             return self._left[self.cause.rank][1] or 1
-        if self.cause.rank is None or self.cause.rank not in self.exits:
+        if self.cause.rank is None or self.cause.rank not in self.exits or self.cause.kind == "stalled":
             return 1
         ended = self.exits[self.cause.rank]
         if (

@@ -10,7 +10,7 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -29,10 +29,7 @@ from gpuboard.launch.preflight.checks import failed, interfaces, preflight
 from gpuboard.launch.preflight.collect import PreflightCalls
 from gpuboard.launch.runs.control import ControlRequest, ControlServer
 from gpuboard.launch.runs.folder import FINAL, RunFolder, RunState, RunView, VerdictView, this_head
-from gpuboard.launch.stalls.evidence import Inspection
-from gpuboard.launch.stalls.inspect import Inspections
-from gpuboard.launch.stalls.verdict import Explanation, explain
-from gpuboard.launch.stalls.watch import StallReport, StallWatch
+from gpuboard.launch.stalls.follower import ExplainRequest, StallFollower
 from gpuboard.launch.stdin import StdinReader
 from gpuboard.launch.supervisors import CallReply, SupervisorEvent, SupervisorLost, Supervisors
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
@@ -55,12 +52,6 @@ class SignalReceived(msgspec.Struct, frozen=True):
     """This process received a signal."""
 
     number: int
-
-
-class ExplainRequest(msgspec.Struct, frozen=True):
-    """Another process wants to know what the ranks are doing; the explanation goes into ``reply``."""
-
-    reply: queue.SimpleQueue[Explanation]
 
 
 class Head:
@@ -87,9 +78,10 @@ class Head:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._supervisors = Supervisors(plan, nodes, connector, self._inbox, timing)
         self._watch = FailureWatch(plan, timing)
-        self._stalls = StallWatch(on_gpus=plan.options.device == "cuda")
-        self._inspections = Inspections(self._supervisors, nodes)
-        self._stall_verdict: tuple[object, VerdictView] | None = None  # identity of the stall that stands, its verdict
+        on_gpus = plan.options.device == "cuda"
+        self._stalls = StallFollower(
+            self._supervisors, nodes, self._watch, on_gpus=on_gpus, keep=self._write, notify=self._print
+        )
         self._logs = Logs(folder.path, self._report_incomplete)
         self._incomplete = False  # the run's folder cannot be written
         labels = {rank: f"{view.node}:{view.index}" for rank, view in self._watch.ranks.items()}
@@ -116,8 +108,6 @@ class Head:
         self._holding = False
         self._stdin: StdinReader | None = None
         self._view: RunView | None = None
-        self._stall_count = 0
-        self._explaining: list[ExplainRequest] = []
         self._failed_at = 0.0  # epoch seconds; 0: no failure yet
 
     # the run
@@ -275,8 +265,7 @@ class Head:
             reason = clean(item.reason, 200) or f"stopped by `gpuboard stop {self._plan.run}`"
             self._stop(reason, 128 + signal.SIGTERM, item.grace_s)
         elif isinstance(item, ExplainRequest):
-            self._explaining.append(item)
-            self._inspect()
+            self._stalls.explain(item)
         elif isinstance(item, Snapshot):
             self._preflight_calls.snapshot = item
             self._watch.gpu_processes = {
@@ -297,7 +286,7 @@ class Head:
             error = stderr.evidence(self._relay.errors.get(event.rank, ()))
             self._watch.note_output(event.rank, self._relay.last_line.get(event.rank, ""), error)
         if isinstance(event, events.Quiet):
-            self._stalls.quiet(event.rank, event.quiet_s, event.load, now)
+            self._stalls.quiet(event, now)
             return
         self._watch.event(item.node, event, now)
         if isinstance(event, events.Exited):
@@ -308,12 +297,8 @@ class Head:
             self._stop_if_needed(now)
 
     def _on_reply(self, item: CallReply) -> None:
-        if item.op == "inspect":
-            found = self._inspections.take(item)
-            if found is not None:
-                self._inspected(found, time.monotonic())
-        elif item.op == "py-spy":
-            pass  # the next inspection shows whether it works
+        if item.op in {"inspect", "py-spy"}:
+            self._stalls.take(item, time.monotonic(), judge=self._gate_open and not self._stopping())
         elif item.op != "go":
             self._preflight_calls.take(item)
         elif isinstance(item.value, (CallFailed, LinkLost)):
@@ -372,51 +357,15 @@ class Head:
             self._supervisors.call_all("hold", {"on": self._holding})
 
     def _watch_stalls(self, now: float) -> None:
-        """Inspect the ranks when that is due, and report a stall or its end."""
         if not self._gate_open or self._stopping() or self._watch.finished:
             return
-        if self._stalls.due(now):
-            self._inspect()
-        for line in self._stalls.messages:
-            self._print(line)
-        self._stalls.messages.clear()
-        report = self._stalls.report
-        if (report.identity if report else None) != (self._stall_verdict[0] if self._stall_verdict else None):
-            self._stall_verdict = None if report is None else (report.identity, self._stalled(report))
+        if self._stalls.tick(now):
             self._saved = float("-inf")
+            verdict = self._stalls.verdict
+            if verdict is not None and self._plan.options.on_stall == "kill":
+                self._watch.stalled(verdict, now)
         if self._state in {"running", "stalled"}:
-            self._state = "running" if report is None else "stalled"
-
-    def _inspect(self) -> None:
-        """Start an inspection of all ranks unless one is in progress."""
-        nodes = {self._watch.ranks[rank].node for rank in self._watch.running}
-        if not self._inspections.running:
-            self._inspections.start(sorted(nodes - self._watch.ended_nodes))
-
-    def _inspected(self, found: Sequence[Inspection], now: float) -> None:
-        statuses = self._watch.statuses(self._stalls.quiet_s, now)
-        if self._gate_open and not self._stopping():
-            self._stalls.inspected(statuses, found, now)
-        evidence = {one.rank: one for inspection in found for one in inspection.ranks}
-        for request in self._explaining:
-            request.reply.put(explain(statuses, evidence))
-        self._explaining.clear()
-
-    def _stalled(self, report: StallReport) -> VerdictView:
-        """Return the verdict on a stall; its evidence is kept in the run's folder."""
-        stall = report.stall
-        at = time.time()
-        verdict = VerdictView(
-            iso(at),
-            stall.kind,
-            stall.ranks[0] if len(stall.ranks) == 1 else None,
-            stall.node,
-            f"stalled: {stall.text(time.monotonic() - report.since)}",
-            "\n".join([*report.picture, *([f"→ {stall.remedy}"] if stall.remedy else [])]),
-        )
-        self._stall_count += 1
-        self._write(f"stall-{self._stall_count}.json", {"schema": 1, "verdict": verdict, "ranks": report.evidence})
-        return verdict
+            self._state = "running" if self._stalls.verdict is None else "stalled"
 
     # ending
 
@@ -580,8 +529,8 @@ class Head:
                 VerdictView(iso(self._failed_at), "preflight", None, c.node, check_text(c).splitlines()[0], c.remedy)
                 for c in grouped(failed(self.checks))
             ]
-        stalled = [self._stall_verdict[1]] if self._stall_verdict else []
-        if cause is None:
+        stalled = [self._stalls.verdict] if self._stalls.verdict else []
+        if cause is None or cause.kind == "stalled":
             return stalled
         return [
             *stalled,

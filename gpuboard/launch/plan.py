@@ -36,6 +36,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     lost_head_s: float | None = 60.0  # a node without pings for this long ends its ranks; None: never
     timeout_s: float = 600.0  # of init_process_group, in function targets
     preimport: bool = True  # import torch before the target, unless that changes the environment first
+    on_stall: Literal["report", "kill"] = "report"  # kill: a stalled run fails
     helper_grace_s: float = 30.0  # for processes that ranks leave running after success
     stdin_rank: int | None = None  # the rank that gets this process's standard input; None: no rank
 

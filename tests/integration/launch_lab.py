@@ -33,7 +33,12 @@ class _distributed_c10d:
         def set(self, key, value): self[key] = value.encode()
         def get(self, key): return self[key]
 """,
-    "distributed/__init__.py": "from torch.distributed import rendezvous\ndef meet(): return rendezvous.TCPStore()\n",
+    "distributed/__init__.py": """
+import time
+from torch.distributed import rendezvous
+def meet(): return rendezvous.TCPStore()
+def barrier(): time.sleep(600)
+""",
     "distributed/rendezvous.py": "class TCPStore: pass\n",
 }
 

@@ -98,6 +98,18 @@ def test_a_job_that_gpuboard_did_not_start_is_explained(tmp_path: Path) -> None:
     assert f"cannot inspect pid {ranks[0].pid}: there is no such process" in gone
 
 
+def test_a_stalled_run_is_ended_on_request(tmp_path: Path) -> None:
+    """The replacement of torch has no flight recorder: the stacks decide."""
+    script = "import os, time\nfrom torch.distributed import barrier, meet\nmeet()\n"
+    script += "if os.environ['RANK'] == '1':\n    time.sleep(600)\nbarrier()\n"
+    with Launch(tmp_path, script, "--on-stall", "kill", "--grace", "0") as run:
+        assert run.wait() == 1
+        assert "which is at script.py:5; rank 0 (" in run.text["err"]
+        assert "the run is stalled (--on-stall kill); stopping ranks 0-1: SIGKILL now" in run.text["err"]
+        view = run.view()
+        assert (view.state, [verdict.kind for verdict in view.verdicts]) == ("failed", ["stall-behind"])
+
+
 def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
     for name in ("init", "python", "item"):
         os.mkfifo(tmp_path / name)

@@ -81,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="after success, time for processes that ranks left running; default: 30s")  # fmt: skip
     run.add_argument("--lost-head", type=typed(_duration_or_never), default=60.0, metavar="D|never",
                      help="stop the ranks after D without a connection to this command; default: 60s")  # fmt: skip
+    run.add_argument("--on-stall", choices=("report", "kill"), default="report",
+                     help="kill: stop a run in which nothing moves, exit code 1; default: report it")  # fmt: skip
     run.add_argument("--stdin", nargs="?", const=0, type=whole(0, 10**6), metavar="RANK",
                      help="pass standard input on to rank RANK, without a number to rank 0; default: a terminal to the "
                      "only rank of a run, else /dev/null for all")  # fmt: skip
@@ -137,6 +139,7 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
         grace_s=args.grace,
         lost_head_s=args.lost_head,
         helper_grace_s=args.helper_grace,
+        on_stall=args.on_stall,
         stdin_rank=args.stdin,
         preimport=args.preimport,
     )

@@ -1,0 +1,113 @@
+"""The head's part of watching a run: inspections that are due, the verdict that stands, explanations on request."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.launch import events
+from gpuboard.launch.failure import FailureWatch
+from gpuboard.launch.runs.folder import VerdictView
+from gpuboard.launch.stalls.inspect import Inspections
+from gpuboard.launch.stalls.verdict import Explanation, explain
+from gpuboard.launch.stalls.watch import StallReport, StallWatch
+from gpuboard.launch.supervisors import CallReply, Supervisors
+from gpuboard.model.units import iso
+
+
+class ExplainRequest(msgspec.Struct, frozen=True):
+    """A request for what the ranks are doing now; the explanation is put into ``reply``."""
+
+    reply: queue.SimpleQueue[Explanation]
+
+
+class StallFollower:
+    """``keep`` stores a file in the run's folder, ``notify`` prints a message."""
+
+    def __init__(
+        self,
+        supervisors: Supervisors,
+        nodes: Mapping[str, Node],
+        ranks: FailureWatch,
+        *,
+        on_gpus: bool,
+        keep: Callable[[str, object], None],
+        notify: Callable[[str], None],
+    ) -> None:
+        self.verdict: VerdictView | None = None  # the one that stands
+        self._ranks = ranks
+        self._watch = StallWatch(on_gpus=on_gpus)
+        self._inspections = Inspections(supervisors, nodes)
+        self._identity: object = None  # of the verdict that stands
+        self._count = 0
+        self._requests: list[ExplainRequest] = []
+        self._keep = keep
+        self._notify = notify
+
+    def quiet(self, event: events.Quiet, now: float) -> None:
+        """Record that a rank has been quiet for some time, or is active again."""
+        self._watch.quiet(event.rank, event.quiet_s, event.load, now)
+
+    def ended(self, rank: int, now: float) -> None:
+        """Record the end of a rank."""
+        self._watch.ended(rank, now)
+
+    def tick(self, now: float) -> bool:
+        """Inspect if that is due, print what is new; return whether the verdict has changed."""
+        if self._watch.due(now):
+            self._inspect()
+        for line in self._watch.messages:
+            self._notify(line)
+        self._watch.messages.clear()
+        report = self._watch.report
+        identity = None if report is None else report.identity
+        if identity == self._identity:
+            return False
+        self._identity = identity
+        self.verdict = None if report is None else self._new_verdict(report, now)
+        return True
+
+    def explain(self, request: ExplainRequest) -> None:
+        """Answer a request when all nodes have replied."""
+        self._requests.append(request)
+        self._inspect()
+
+    def take(self, reply: CallReply, now: float, *, judge: bool) -> None:
+        """Process a node's reply to a call; ``judge``: the run has started and is not being stopped."""
+        if reply.op != "inspect":
+            return  # py-spy: the next inspection shows whether it works
+        found = self._inspections.take(reply)
+        if found is None:
+            return
+        statuses = self._ranks.statuses(self._watch.quiet_s, now)
+        if judge:
+            self._watch.inspected(statuses, found, now)
+        evidence = {one.rank: one for inspection in found for one in inspection.ranks}
+        for request in self._requests:
+            request.reply.put(explain(statuses, evidence))
+        self._requests.clear()
+
+    def _inspect(self) -> None:
+        """Start an inspection of all ranks unless one is in progress."""
+        nodes = {self._ranks.ranks[rank].node for rank in self._ranks.running}
+        if not self._inspections.running:
+            self._inspections.start(sorted(nodes - self._ranks.ended_nodes))
+
+    def _new_verdict(self, report: StallReport, now: float) -> VerdictView:
+        """Return the verdict on a stall; its evidence is kept in the run's folder."""
+        stall = report.stall
+        verdict = VerdictView(
+            iso(time.time()),
+            stall.kind,
+            stall.ranks[0] if len(stall.ranks) == 1 else None,
+            stall.node,
+            f"stalled: {stall.text(now - report.since)}",
+            "\n".join([*report.picture, *([f"→ {stall.remedy}"] if stall.remedy else [])]),
+        )
+        self._count += 1
+        self._keep(f"stall-{self._count}.json", {"schema": 1, "verdict": verdict, "ranks": report.evidence})
+        return verdict
