@@ -86,8 +86,8 @@ def main() -> int:
 def command_of_gpuboard(folder: Path, fault: str, ranks: int) -> list[str]:
     """Return the command line of a launch of a fault."""
     command = gpuboard(folder, ranks)(folder)
-    at = command.index(sys.executable, 1) + 1
-    return [*command[: at - 1], "--grace", "1s", *command[at - 1 : at], str(TARGET), fault, str(folder / "fault")]
+    until = command.index(sys.executable, 1) + 1
+    return [*command[:4], "--grace", "1s", *command[4:until], str(TARGET), fault, str(folder / "fault")]
 
 
 def command_of_torchrun(folder: Path, fault: str, ranks: int) -> list[str]:

@@ -110,14 +110,14 @@ def reduce(step: int, batch: torch.Tensor) -> None:
             distributed.broadcast(batch, 0)
             return
         if FAULT == "order":
-            distributed.all_reduce(torch.ones(2, 2))
+            distributed.all_reduce(torch.ones(3, 3))
         if FAULT == "shape":
             batch = torch.ones(5, 5)
         if FAULT == "dtype":
             batch = batch.double()
     distributed.all_reduce(batch)
     if FAULT == "order" and not (SUSPECT and step == AT):
-        distributed.all_reduce(torch.ones(2, 2))
+        distributed.all_reduce(torch.ones(3, 3))
 
 
 def main() -> None:
