@@ -60,7 +60,8 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
         lines.append(("Preflight", f"{check.name}{where}: {what}", "bad" if check.status == "fail" else "warn"))
         if check.remedy:
             lines.append(("Remedy", clean(check.remedy, 300), "good"))
-    if stop is None and detail and detail.words and (entry.live or not view.verdicts):
+    shown = {verdict.text for verdict in view.verdicts}
+    if stop is None and detail and detail.words and (entry.live or not shown) and detail.words[-1] not in shown:
         lines.append(("Head", detail.words[-1], "dim"))
     lines.append(("Lease", _lease(view.lease, scene, live=entry.live), ""))
     lines.append(("Folder", clean(view.folder), ""))
