@@ -19,6 +19,9 @@ from gpuboard.launch.supervisors import CallReply, Supervisors
 from gpuboard.model.units import iso
 
 
+_KEPT = 100  # files with the evidence of stalls in one run's folder
+
+
 class ExplainRequest(msgspec.Struct, frozen=True):
     """A request for what the ranks are doing now; the explanation is put into ``reply``."""
 
@@ -109,5 +112,6 @@ class StallFollower:
             "\n".join([*report.picture, *([f"→ {stall.remedy}"] if stall.remedy else [])]),
         )
         self._count += 1
-        self._keep(f"stall-{self._count}.json", {"schema": 1, "verdict": verdict, "ranks": report.evidence})
+        if self._count <= _KEPT:
+            self._keep(f"stall-{self._count}.json", {"schema": 1, "verdict": verdict, "ranks": report.evidence})
         return verdict

@@ -51,7 +51,8 @@ def seconds(length: float) -> str:
 
 def diagnose(activities: Mapping[int, Activity]) -> Stall | None:
     """Return why nothing moves; None while no rank waits for another."""
-    stopped = [one for one in activities.values() if one.doing in {"stopped", "blocked"}]
+    stopped = [one for one in activities.values() if one.doing == "stopped"]
+    stopped += [one for one in activities.values() if one.doing == "blocked"]
     waits = waits_for(activities)
     if stopped and (waits or len(stopped) == len(activities)):
         return _stopped(stopped, waits, activities)
@@ -171,7 +172,7 @@ def _stopped(ones: list[Activity], waits: Mapping[int, frozenset[int]], activiti
         _suspect(ones),
         f"for {'; '.join(parts)}{_waiting(waits, activities)}",
         f"to continue it: {pids[0]}" if pids and ones[0].doing == "stopped" else "",
-        sure=True,
+        sure=ones[0].doing == "stopped",
     )
 
 
