@@ -36,6 +36,7 @@ _SIZES = re.compile(r"op\.nbytes\. (\d+) vs (\d+)")
 _TIMEOUT = re.compile(r"timed out waiting \d+ ?ms for|collective operation timeout|wait timeout after", re.IGNORECASE)
 _OF_TORCH = re.compile(r"gloo|nccl|c10d|tcpstore|process ?group", re.IGNORECASE)  # not an upload's lost connection
 _RACE_S = 0.2  # within which an exit and its effect on another rank may be reported in either order
+_COMPARE_S = 3.0  # longest wait for the collectives of other ranks after a failure that they may explain
 _NOTICE_LINES = 20  # of a longer notice: the end of a traceback names the error
 
 
@@ -81,6 +82,8 @@ class FailureWatch:
         self.ended_nodes: set[str] = set()
         self.cause: Cause | None = None
         self.stop_reason: str | None = None  # set once; the head then stops every node
+        self.difference: tuple[str, list[int]] | None = None  # how the ranks' collectives differ, and the suspects
+        self.comparing = False  # the collectives of the ranks are being read
         self.messages: list[str] = []  # lines for the user; the head prints and removes them
         self.gpu_processes: dict[str, dict[int, str]] = {}  # node → pid → user and command, if the GPUs were read
         self._timing = timing
@@ -190,6 +193,11 @@ class FailureWatch:
         return [self.cause.rank] if self.cause.rank not in self.exits else []
 
     @property
+    def unexplained(self) -> bool:
+        """Whether ranks have failed in a way that their collectives may explain."""
+        return any(c.symptom in {"mismatch", "timeout"} for c in self._candidates)
+
+    @property
     def running(self) -> list[int]:
         """The ranks whose processes have not ended, without those of lost nodes."""
         return [r for r, view in self.ranks.items() if r not in self.exits and view.state != "lost"]
@@ -281,6 +289,8 @@ class FailureWatch:
             return ends[0] if ends else first if self.emptied or waited else None
         if own:
             return first
+        if self.comparing and now - first.at < _COMPARE_S:
+            return None
         return self._among_effects() if self.finished or waited else None
 
     def _among_effects(self) -> Cause:
@@ -315,6 +325,12 @@ class FailureWatch:
         sizes = _SIZES.search(found[0].evidence) or _SIZES.search(found[0].text)
         got = f"received {sizes[1]} bytes and expected {sizes[2]}" if sizes else "received data of another size"
         where = ", ".join(self._where(c.rank) for c in found if c.rank is not None)
+        if self.difference is not None:
+            words, suspects = self.difference
+            only = suspects[0] if len(suspects) == 1 else None
+            node = None if only is None else self.ranks[only].node
+            text = f"{words}; {where} {got}"
+            return Cause("mismatch", only, node, text, found[0].text, symptom="mismatch", at=found[0].at)
         text = (
             f"{who} called different collectives, or one with different shapes or dtypes: {where} {got}"
             f"{'' if len(self.ranks) == 2 else '; this does not show which rank is wrong'}"
@@ -331,6 +347,7 @@ class FailureWatch:
             what = f"{rank_words(others)} did not take part in time, or called a different collective"
         else:
             what = "the ranks called different collectives, or cannot reach each other"
+        what = self.difference[0] if self.difference is not None else what
         text = f"{rank_words(ranks)} waited in a collective until its timeout: {what}"
         return Cause("timeout", None, None, text, found[0].text, symptom="timeout", at=found[0].at)
 

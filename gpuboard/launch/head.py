@@ -291,6 +291,8 @@ class Head:
         self._watch.event(item.node, event, now)
         if isinstance(event, events.Exited):
             self._stalls.ended(event.rank, now)
+        if self._watch.unexplained and not self._stopping():
+            self._stalls.compare()
         if self._gate_open:
             self._watch.gate_opened()
             self._evaluate()  # at once: the cause is printed before the traceback that follows in the same burst

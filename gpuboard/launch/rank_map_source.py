@@ -70,7 +70,7 @@ def cpu_rank_map(
     if per_node and (n % per_node or n // per_node > len(nodes)):
         raise UsageError(f"--n {n} ranks with --per-node {per_node} do not fit on {len(nodes)} nodes")
     most = n // per_node if per_node else n
-    used = list(nodes)[:most] if spread or most < n else [local_node(nodes) or nodes[0]]
+    used = list(nodes)[:most] if spread or per_node else [local_node(nodes) or nodes[0]]
     chosen = [
         ChosenGpu(node.name, index, f"CPU-{index}")
         for at, node in enumerate(used)

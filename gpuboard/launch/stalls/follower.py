@@ -13,11 +13,10 @@ from gpuboard.launch import events
 from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.runs.folder import VerdictView
 from gpuboard.launch.stalls.inspect import Inspections
-from gpuboard.launch.stalls.verdict import Explanation, explain
+from gpuboard.launch.stalls.verdict import Explanation, difference, explain
 from gpuboard.launch.stalls.watch import StallReport, StallWatch
 from gpuboard.launch.supervisors import CallReply, Supervisors
 from gpuboard.model.units import iso
-
 
 _KEPT = 100  # files with the evidence of stalls in one run's folder
 
@@ -74,6 +73,10 @@ class StallFollower:
         self.verdict = None if report is None else self._new_verdict(report, now)
         return True
 
+    def compare(self) -> None:
+        """Read the newest collectives of the ranks that are still there, since another one has failed."""
+        self._inspect()
+
     def explain(self, request: ExplainRequest) -> None:
         """Answer a request when all nodes have replied."""
         self._requests.append(request)
@@ -86,10 +89,12 @@ class StallFollower:
         found = self._inspections.take(reply)
         if found is None:
             return
+        self._ranks.comparing = False
         statuses = self._ranks.statuses(self._watch.quiet_s, now)
         if judge:
             self._watch.inspected(statuses, found, now)
         evidence = {one.rank: one for inspection in found for one in inspection.ranks}
+        self._ranks.difference = difference(statuses, evidence)
         for request in self._requests:
             request.reply.put(explain(statuses, evidence))
         self._requests.clear()
@@ -98,6 +103,7 @@ class StallFollower:
         """Start an inspection of all ranks unless one is in progress."""
         nodes = {self._ranks.ranks[rank].node for rank in self._ranks.running}
         if not self._inspections.running:
+            self._ranks.comparing = True
             self._inspections.start(sorted(nodes - self._ranks.ended_nodes))
 
     def _new_verdict(self, report: StallReport, now: float) -> VerdictView:

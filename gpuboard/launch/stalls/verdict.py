@@ -262,37 +262,59 @@ def _behind_remedy(one: Activity) -> str:
 
 def _mismatch(ones: list[Activity], activities: Mapping[int, Activity]) -> Stall | None:
     """Return the verdict if ranks called different collectives with the same number, None if they agree."""
-    first = next((one for one in ones if one.group is not None), None)
-    if first is None or first.group is None:
+    group = next((one.group for one in ones if one.group is not None), None)
+    found = _difference(group.name, group.enqueued, activities) if group else None
+    if found is None:
         return None
-    name, seq = first.group.name, first.group.enqueued
-    calls: dict[str, list[Activity]] = {}
+    words, suspects, others = found
+    return Stall(
+        "stall-mismatch",
+        tuple(one.status.rank for one in suspects or others),
+        _suspect(suspects),
+        f"because {words}",
+        "every rank must call the same collectives in the same order, with the same shapes and dtypes",
+        sure=True,
+    )
+
+
+def difference(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> tuple[str, list[int]] | None:
+    """Return the first recent collective that the ranks called differently, in words, and the suspected ranks.
+
+    None if the flight recorders of those that can be read show none.
+    """
+    activities = {status.rank: activity(status, evidence.get(status.rank)) for status in statuses}
+    groups = [group for one in evidence.values() for group in one.collectives or []]
+    for name, seq in sorted({(group.name, entry.seq) for group in groups for entry in group.recent}):
+        found = _difference(name, seq, activities)
+        if found is not None:
+            return found[0], [one.status.rank for one in found[1]]
+    return None
+
+
+def _difference(
+    name: str, seq: int, activities: Mapping[int, Activity]
+) -> tuple[str, list[Activity], list[Activity]] | None:
+    """Return how ranks differ at a collective of a group, the suspects (a minority), and all ranks that called it."""
+    calls: dict[str, list[tuple[Activity, Collective]]] = {}
     for one in activities.values():
         group = group_of(one, name)
         entry = group.at(seq) if group else None
         if entry is not None:
-            calls.setdefault(_signature(entry), []).append(one)
+            calls.setdefault(_signature(entry), []).append((one, entry))
     if len(calls) < 2:
         return None
-    sizes = sorted((len(same) for same in calls.values()), reverse=True)
-    suspects = [one for same in calls.values() if len(same) < sizes[0] for one in same] if sizes[0] > sizes[1] else []
     parts = []
     for same in calls.values():
-        group = group_of(same[0], name)
-        entry = group.at(seq) if group else None
-        assert entry is not None
-        here = group is not None and group.enqueued == seq and bool(same[0].place)
-        place = f" at {same[0].place}" if here else ""
-        parts.append(f"{_labels(same)} called {entry.words()}{place}")
+        one, entry = same[0]
+        group = group_of(one, name)
+        place = f" at {one.place}" if group is not None and group.enqueued == seq and one.place else ""
+        parts.append(f"{_labels([one for one, _ in same])} called {entry.words()}{place}")
+    sizes = sorted((len(same) for same in calls.values()), reverse=True)
+    minority = [same for same in calls.values() if len(same) < sizes[0]] if sizes[0] > sizes[1] else []
+    suspects = [one for same in minority for one, _ in same]
     blame = f"; most likely wrong: {_labels(suspects)}" if suspects else ""
-    return Stall(
-        "stall-mismatch",
-        tuple(one.status.rank for one in suspects) or tuple(one.status.rank for same in calls.values() for one in same),
-        _suspect(suspects),
-        f"because the ranks differ at collective {seq}: {'; '.join(parts)}{blame}",
-        "every rank must call the same collectives in the same order, with the same shapes and dtypes",
-        sure=True,
-    )
+    words = f"the ranks differ at collective {seq}: {'; '.join(parts)}{blame}"
+    return words, suspects, [one for same in calls.values() for one, _ in same]
 
 
 def _signature(entry: Collective) -> str:

@@ -119,6 +119,8 @@ def _run(parent: int, fd_out: int, ranks: "List[Tuple[int, int, str]]", pyspy: "
 
 def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dict[str, Any]":
     """Return what is found about ``ranks``: docs/launch-protocol.md, call ``inspect``."""
+    # First: after a failure the other ranks have a moment only before they end, too.
+    collectives = {rank: _collectives(path) for rank, _, path in ranks}
     processes = teardown.read_processes()
     found = []
     spies: "Dict[int, Optional[subprocess.Popen[bytes]]]" = {}
@@ -130,15 +132,13 @@ def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dic
             "pid": pid,
             "state": own.state if own else None,
             "wchan": _wchan(pid) if own and own.state == "D" else None,
+            "collectives": collectives[rank],
             "children": [{"pid": c.pid, "name": c.name, "state": c.state} for c in children[:_CHILDREN]],
         }
         found.append(item)
         for process in [own, *children[:_CHILDREN]]:
             if process is not None and process.state not in "ZX":
                 spies[process.pid] = _spy(pyspy, process.pid, stopped=process.state in "tT")
-    paths = {rank: path for rank, _, path in ranks}
-    for item in found:
-        item["collectives"] = _collectives(paths[item["rank"]])
     until = time.monotonic() + _STACK_S
     for item in found:
         item.update(_stack(spies.get(item["pid"]), item["pid"], until))
