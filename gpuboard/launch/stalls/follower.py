@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
 from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.runs.folder import VerdictView
+from gpuboard.launch.stalls.evidence import Inspection
 from gpuboard.launch.stalls.inspect import Inspections
 from gpuboard.launch.stalls.verdict import Explanation, difference, explain
 from gpuboard.launch.stalls.watch import StallReport, StallWatch
@@ -80,15 +81,18 @@ class StallFollower:
     def explain(self, request: ExplainRequest) -> None:
         """Answer a request when all nodes have replied."""
         self._requests.append(request)
-        self._inspect()
+        if not self._inspect():
+            self._answer([], time.monotonic(), judge=False)
 
     def take(self, reply: CallReply, now: float, *, judge: bool) -> None:
         """Process a node's reply to a call; ``judge``: the run has started and is not being stopped."""
         if reply.op != "inspect":
             return  # py-spy: the next inspection shows whether it works
         found = self._inspections.take(reply)
-        if found is None:
-            return
+        if found is not None:
+            self._answer(found, now, judge=judge)
+
+    def _answer(self, found: Sequence[Inspection], now: float, *, judge: bool) -> None:
         self._ranks.comparing = False
         statuses = self._ranks.statuses(self._watch.quiet_s, now)
         if judge:
@@ -99,12 +103,13 @@ class StallFollower:
             request.reply.put(explain(statuses, evidence))
         self._requests.clear()
 
-    def _inspect(self) -> None:
-        """Start an inspection of all ranks unless one is in progress."""
-        nodes = {self._ranks.ranks[rank].node for rank in self._ranks.running}
-        if not self._inspections.running:
+    def _inspect(self) -> bool:
+        """Start an inspection of all ranks unless one is in progress; return whether one is."""
+        nodes = {self._ranks.ranks[rank].node for rank in self._ranks.running} - self._ranks.ended_nodes
+        if nodes and not self._inspections.running:
             self._ranks.comparing = True
-            self._inspections.start(sorted(nodes - self._ranks.ended_nodes))
+            self._inspections.start(sorted(nodes))
+        return self._inspections.running
 
     def _new_verdict(self, report: StallReport, now: float) -> VerdictView:
         """Return the verdict on a stall; its evidence is kept in the run's folder."""
