@@ -98,7 +98,8 @@ class StallFollower:
         if judge:
             self._watch.inspected(statuses, found, now)
         evidence = {one.rank: one for inspection in found for one in inspection.ranks}
-        self._ranks.difference = difference(statuses, evidence)
+        if sum(one.collectives is not None for one in evidence.values()) > 1:  # not after the end of the others
+            self._ranks.difference = difference(statuses, evidence)
         for request in self._requests:
             request.reply.put(explain(statuses, evidence))
         self._requests.clear()
