@@ -104,24 +104,20 @@ def picture(activities: Mapping[int, Activity]) -> list[str]:
 
 
 def _doing(one: Activity) -> str:
-    place = f" at {one.place}" if one.place else ""
     if one.doing == "ended":
-        return f"ended with exit code {one.status.exit_code}" if one.status.exit_code is not None else "ended"
-    if one.doing == "stopped":
-        return f"stopped{place}"
-    if one.doing == "blocked":
-        return f"in uninterruptible sleep{place}"
-    if one.doing == "importing":
-        return f"still importing torch{place}"
-    if one.doing == "init":
-        return f"waits in {one.call or 'init_process_group'}{place}"
-    if one.doing == "collective":
-        return f"waits in {_collective(one)}{place}"
-    if one.doing == "data":
-        return f"waits for its DataLoader{place}{_worker(one)}"
-    if one.doing == "unknown":
-        return "state unknown"
-    return f"{'running' if one.status.quiet_s is None else 'idle'}{place}"
+        return "ended" if one.status.exit_code is None else f"ended with exit code {one.status.exit_code}"
+    words = {
+        "stopped": "stopped",
+        "blocked": "in uninterruptible sleep",
+        "importing": "still importing torch",
+        "init": f"waits in {one.call or 'init_process_group'}",
+        "collective": f"waits in {_collective(one)}",
+        "data": "waits for its DataLoader",
+        "code": "running" if one.status.quiet_s is None else "idle",
+        "unknown": "state unknown",
+    }[one.doing]
+    place = f" at {one.place}" if one.place else ""
+    return f"{words}{place}{_worker(one) if one.doing == 'data' else ''}"
 
 
 def _collective(one: Activity) -> str:
