@@ -182,8 +182,6 @@ class Head:
         calls.start()
         self._pump(lambda: self._stopping() or calls.started(), None)
         if len(self._plan.nodes) > 1 and not calls.failures and not self._stopping():
-            calls.probe_listen()
-            self._pump(lambda: self._stopping() or calls.listening(), None)
             calls.probe_connect()
             self._pump(lambda: self._stopping() or calls.probed(), None)
         read = self._read_gpus is None

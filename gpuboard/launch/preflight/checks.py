@@ -13,6 +13,7 @@ import msgspec
 
 from gpuboard.launch.plan import Device
 from gpuboard.launch.preflight.check import Check, CheckStatus
+from gpuboard.launch.preflight.pairs import pairs_text
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.replies import LaunchFacts, ProbeResult
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
@@ -228,6 +229,8 @@ _PROBE_CAUSE = {
 
 def _connections(rank_map: RankMap, answers: Answers) -> list[Check]:
     checks = []
+    if tried := {(source, result.node) for source, results in answers.probes.items() for result in results}:
+        checks.append(Check("connect", None, "ok", pairs_text(len(rank_map.nodes), len(tried))))
     for source, results in answers.probes.items():
         for target in dict.fromkeys(r.node for r in results):
             of_pair = [r for r in results if r.node == target]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.preflight.checks import Answers, Failure
+from gpuboard.launch.preflight.pairs import peers
 from gpuboard.launch.supervisors import CallReply, SupervisorCall, Supervisors
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.replies import LaunchFacts, Listening, Ports, Probed, ProbeResult, RanksStarted
@@ -11,12 +12,13 @@ from gpuboard.model.snapshot import Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost
 
 _PORTS = 2  # random high ports that each node opens for the others to connect to
-_PEERS = 16  # nodes that each node connects to: all of a small run, the next ones of the ring in a large run
 
 
 class PreflightCalls:
-    """Three steps, each to be awaited: ``start`` (``started``), ``probe_listen`` (``listening``), ``probe_connect``
-    (``probed``). Pass every reply to ``take``."""
+    """Two steps, each to be awaited: ``start`` (``started``), ``probe_connect`` (``probed``).
+
+    Pass every reply to ``take``.
+    """
 
     def __init__(self, plan: LaunchPlan, supervisors: Supervisors, timing: HeadTiming = DEFAULT_TIMING) -> None:
         self._plan = plan
@@ -30,28 +32,28 @@ class PreflightCalls:
         self.snapshot: Snapshot | None = None
 
     def start(self) -> None:
-        """Start store and ranks and collect each node's facts; the ranks import torch during all further checks."""
+        """Start store and ranks, collect each node's facts, and open random high ports for the others.
+
+        The ranks import torch during all further checks.
+        """
         port, start_s = self._plan.rank_map.master_port, self._timing.start_s
         self._supervisors.call(
             self._first.node, "listen", {"host": self._first.master_addr, "port": port}, start_s, Listening
         )
         for node in self._nodes:
             self._supervisors.call(node, "spawn", {}, start_s, RanksStarted)
+            if len(self._nodes) > 1:
+                self._supervisors.call(node, "probe-listen", {"count": _PORTS}, start_s, Ports)
             self._supervisors.call(node, "check", {}, start_s, LaunchFacts)
 
-    def probe_listen(self) -> None:
-        """Open random high ports on every node."""
-        for node in self._nodes:
-            self._supervisors.call(node, "probe-listen", {"count": _PORTS}, self._timing.probe_s, Ports)
-
     def probe_connect(self) -> None:
-        """Connect from every node to those ports of the others, and to the master port of the first node."""
+        """Connect from every node to those ports of its peers, and to the master port of the first node."""
         addresses = {node.name: node.address for node in self._plan.rank_map.nodes}
-        count = len(self._nodes)
-        for at, node in enumerate(self._nodes):
-            peers = [self._nodes[(at + step) % count] for step in range(1, min(count, _PEERS + 1))]
+        for node, others in peers(self._nodes, self._plan.run).items():
             targets = [
-                {"node": peer, "address": addresses[peer], "port": port} for peer in peers for port in self._ports(peer)
+                {"node": peer, "address": addresses[peer], "port": port}
+                for peer in others
+                for port in self._ports(peer)
             ]
             port = self.port
             if node != self._first.node and port is not None:
@@ -80,11 +82,8 @@ class PreflightCalls:
 
     def started(self) -> bool:
         """Whether every node has replied or failed."""
-        return self._all("spawn") and self._all("check") and self._has(self._first.node, "listen")
-
-    def listening(self) -> bool:
-        """Whether every node has opened its ports or failed."""
-        return self._all("probe-listen")
+        listening = len(self._nodes) == 1 or self._all("probe-listen")
+        return self._all("spawn") and listening and self._all("check") and self._has(self._first.node, "listen")
 
     def probed(self) -> bool:
         """Whether every node has tried all connections or failed."""
