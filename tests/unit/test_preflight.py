@@ -9,8 +9,9 @@ import pytest
 
 from gpuboard.launch.plan import Device
 from gpuboard.launch.preflight.check import Check, check_text, grouped
-from gpuboard.launch.preflight.checks import Answers, Failure, failed, gpu_checks, interfaces, preflight
+from gpuboard.launch.preflight.checks import Answers, Failure, failed, interfaces, preflight
 from gpuboard.launch.preflight.collect import failure
+from gpuboard.launch.preflight.gpus import gpu_checks
 from gpuboard.model.gpu import NodeState
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.replies import Detail, LaunchFacts, ProbeResult

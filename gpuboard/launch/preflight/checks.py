@@ -13,20 +13,13 @@ import msgspec
 
 from gpuboard.launch.plan import Device
 from gpuboard.launch.preflight.check import Check, CheckStatus
+from gpuboard.launch.preflight.gpus import gpu_checks
+from gpuboard.launch.preflight.limits import MORE_FILES, limit_checks
 from gpuboard.launch.preflight.pairs import pairs_text
-from gpuboard.model.rankmap import Rank, RankMap
+from gpuboard.model.rankmap import RankMap
 from gpuboard.model.replies import LaunchFacts, ProbeResult
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
+from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean
-from gpuboard.model.units import format_size
-
-_MIB = 2**20
-SHM_PER_RANK = 32 * _MIB  # for NCCL's shared-memory transport (docs.nvidia.com/deeplearning/nccl, troubleshooting)
-SHM_COMFORT = 1024 * _MIB  # with less, DataLoader workers that share large tensors die of SIGBUS
-OCCUPIED = 1024 * _MIB  # bytes of GPU memory: a driver and an idle context use less
-NOFILE_MIN = 256
-_MORE_FILES = "raise the limit before launch: ulimit -n 4096, or for good in /etc/security/limits.conf on that node"
-NOFILE_COMFORT = 1024
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -56,7 +49,7 @@ def preflight(
         checks += _torch(answers.facts, device)
         checks += _agree_on_torch(answers.facts)
     checks += _agree(answers)
-    checks += _limits(rank_map, answers.facts, device)
+    checks += limit_checks(rank_map, answers.facts, device)
     checks += _loopbacks(answers.facts)
     checks += _master(rank_map, master_addr, answers)
     checks += _connections(rank_map, answers)
@@ -78,7 +71,7 @@ def _started(node: str, failure: Failure | None) -> Check:
         "cwd": "launch from a folder that every node has (a shared home), or copy it to the node",
         "target": "copy the file to the node, or launch from a folder that every node has",
         "connection": "`gpuboard status` shows the state of the node",
-        "open-files": _MORE_FILES,
+        "open-files": MORE_FILES,
     }.get(failure.kind, "")
     return Check("start", node, "fail", clean(failure.message, 400), "", remedy)
 
@@ -143,31 +136,6 @@ def _same(name: str, values: Mapping[str, str | None], status: CheckStatus, reme
     if not counts:
         return Check(name, None, "skipped", "not known on any node")
     return Check(name, None, "ok", f"{clean(next(iter(counts)))} on every node")
-
-
-def _limits(rank_map: RankMap, facts: Mapping[str, LaunchFacts], device: Device) -> list[Check]:
-    checks = []
-    ranks = {node.name: node.local_world_size for node in rank_map.nodes}
-    for node, seen in facts.items():
-        shm, nofile = seen.shm_free, seen.nofile
-        words = f"/dev/shm has {format_size(shm)} free"
-        remedy = "delete files there, or start the container with a larger --shm-size"
-        if shm is not None and device == "cuda" and shm < SHM_PER_RANK * ranks[node]:
-            checks.append(
-                Check("/dev/shm", node, "fail", words, f"NCCL needs {SHM_PER_RANK // _MIB} MiB per rank", remedy)
-            )
-        elif shm is not None and shm < SHM_COMFORT:
-            checks.append(Check("/dev/shm", node, "warn", words, "DataLoader workers may die of SIGBUS", remedy))
-        if nofile is not None and 0 <= nofile < NOFILE_COMFORT:
-            status: CheckStatus = "fail" if nofile < NOFILE_MIN else "warn"
-            words, cause = f"limit {nofile} (ulimit -n)", "sockets and DataLoader workers need more"
-            checks.append(Check("open files", node, status, words, cause, _MORE_FILES))
-        fabric = any(interface.startswith("ib") for interface in seen.addresses)  # other networks register no memory
-        if seen.memlock is not None and 0 <= seen.memlock < 64 * _MIB and fabric and len(ranks) > 1:
-            words = f"limit {seen.memlock // 1024} KiB"
-            remedy = "raise the limit: ulimit -l unlimited, or /etc/security/limits.conf"
-            checks.append(Check("locked memory", node, "warn", words, "InfiniBand cannot register buffers", remedy))
-    return checks
 
 
 def _master(rank_map: RankMap, master_addr: str, answers: Answers) -> list[Check]:
@@ -289,75 +257,3 @@ def interfaces(master_addr: str, first: str, answers: Answers) -> dict[str, str]
         if node != first and routes:
             found[node] = routes[0]
     return found
-
-
-def gpu_checks(rank_map: RankMap, snapshot: Snapshot | None) -> list[Check]:
-    """Return, for every GPU of the map, whether it still matches the lease (or the map)."""
-    views = {view.name: view for view in (snapshot.nodes if snapshot else [])}
-    checks = []
-    for node in rank_map.nodes:
-        view = views.get(node.name)
-        ranks = [r for r in rank_map.ranks if r.node == node.name]
-        if view is None or view.state != "up" or (view.error is not None and not view.gpus):
-            reason = clean(view.error or view.state) if view else "not queried"
-            remedy = "`gpuboard status` shows the state of the node"
-            checks.append(Check("GPU", node.name, "fail", "its GPUs could not be read", reason, remedy))
-            continue
-        for rank in ranks:
-            checks.append(_gpu(rank, view, rank_map.lease, rank_map.job))
-    return checks
-
-
-def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Check:
-    """Return the check of one GPU. ``job``: it was read through a step of this Slurm job, which sees its GPUs only."""
-
-    def check(status: CheckStatus, evidence: str, cause: str = "", remedy: str = "") -> Check:
-        return Check("GPU", view.name, status, f"GPU {index} {evidence}", cause, remedy)
-
-    index, uuid = rank.index, rank.uuid
-    gpu = next((g for g in view.gpus if uuid in {g.uuid, *(m.uuid for m in g.mig)}), None)
-    if gpu is None:
-        here = ", ".join(g.uuid for g in view.gpus) or "none"
-        return check(
-            "fail", f"{clean(uuid)} is missing", f"the node has {here}", "release the lease and allocate again"
-        )
-    if gpu.index != index:
-        cause = "a GPU was added or lost since the rank map was written"
-        remedy = "allocate again: CUDA_VISIBLE_DEVICES would select another GPU"
-        return check("fail", f"{clean(uuid)} has index {gpu.index} now", cause, remedy)
-    part: GpuView | MigView = next((m for m in gpu.mig if m.uuid == uuid), gpu)
-    leases = part.leases
-    if part.state in {"broken", "mig", "unknown", "allocated"}:
-        return check("fail", f"is {part.state}", clean(part.reason), "choose another GPU; see `gpuboard status`")
-    if "disputed" in gpu.flags:
-        return check("fail", "is disputed", clean(part.reason), "agree with the other owner, or allocate again")
-    if job is not None:
-        lease = f"Slurm job {job}"
-    elif lease is not None and lease not in leases:
-        return check(
-            "fail", f"is no longer held by lease {lease}", clean(part.reason), "the lease has ended: allocate again"
-        )
-    elif lease is None and leases:
-        remedy = "choose another GPU; if the lease is yours, pass --lease or set it in the rank map"
-        return check("fail", f"is reserved by lease {', '.join(leases)}", clean(part.reason), remedy)
-    if "rogue" in gpu.flags and job is None:
-        others = [p for p in gpu.processes or [] if p.rogue]
-        who = ", ".join(f"{clean(p.user or 'owner hidden')} (pid {p.pid}, {clean(p.command, 60)})" for p in others)
-        return check("fail", "runs processes of others", who, "talk to their owner, or allocate again")
-    if lease is None and part.state != "free":
-        return check("fail", f"is {part.state}", clean(part.reason), "choose another GPU, or wait")
-    if lease is None:
-        return check(
-            "warn", "is not reserved", "others may take it during the run", "`gpuboard launch --n N` reserves GPUs"
-        )
-    if "sick" in gpu.flags:
-        return check("warn", "is sick", clean("; ".join(gpu.sick)), "`gpuboard status` shows details")
-    if gpu.processes:
-        pids = ", ".join(str(p.pid) for p in gpu.processes)
-        return check("warn", f"already runs pid {pids}", "the ranks share memory and time with it", "")
-    if part.memory_used is not None and part.memory_used >= OCCUPIED and not gpu.memory_shared:
-        total = f"{format_size(part.memory_used)} of {format_size(part.memory_total)}"
-        full = part.memory_total is not None and part.memory_used > part.memory_total // 2
-        remedy = "if a run has just ended there, try again; else choose another GPU"
-        return check("fail" if full else "warn", f"has {total} in use", "by no visible process", remedy)
-    return check("ok", f"is held by {lease if job is not None else f'lease {lease}'}")
