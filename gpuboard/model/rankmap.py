@@ -87,7 +87,17 @@ def problems(rank_map: RankMap) -> list[str]:
             for index, count in Counter(r.index for r in here).items()
             if count > 1
         ]
-        devices = [d for d in node.cuda_visible_devices.split(",") if d]
+        devices = node.cuda_visible_devices.split(",")
+        # CUDA ends the list at an empty or negative entry, and at one of the other kind than the first (index or UUID).
+        kinds = {
+            "index" if d.isdecimal() and d.isascii() else "UUID" if d.startswith(("GPU-", "MIG-")) else ""
+            for d in devices
+        }
+        if here and (len(kinds) > 1 or "" in kinds):
+            found.append(
+                f"node {node.name}: cuda_visible_devices {node.cuda_visible_devices!r} is not a list of indexes alone, "
+                "or of UUIDs alone; CUDA ignores what follows the first wrong entry, without an error"
+            )
         if len(devices) != len(here):
             found.append(
                 f"node {node.name}: cuda_visible_devices {node.cuda_visible_devices!r} names {len(devices)} GPUs, "

@@ -25,8 +25,8 @@ from gpuboard.model.units import day_time, format_duration
 
 STATES: tuple[GpuState, ...] = get_args(GpuState)
 
-_EXCLUSIVE = frozenset({1, 3})
-_PROHIBITED = 2
+EXCLUSIVE = frozenset({1, 3})
+PROHIBITED = 2
 # XID errors caused by programs, not by the GPU (NVIDIA's list of XID errors, "application").
 _PROGRAMS_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 
@@ -316,9 +316,9 @@ def _busy(reading: GpuReading, limits: Thresholds) -> str | None:
         return f"{first.user or 'owner hidden'}: {first.name or 'process'} (pid {first.pid}){more}"
     if reading.utilization is not None and reading.utilization >= limits.busy_utilization:
         return f"{reading.utilization} % utilization, no process visible"
-    if reading.compute_mode == _PROHIBITED:
+    if reading.compute_mode == PROHIBITED:
         return "compute mode: prohibited"
-    if reading.compute_mode in _EXCLUSIVE and reading.processes:
+    if reading.compute_mode in EXCLUSIVE and reading.processes:
         return "compute mode: exclusive, and a process holds it"
     return None
 

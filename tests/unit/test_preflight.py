@@ -228,6 +228,12 @@ def test_the_interface_is_the_one_of_the_address_or_of_the_route() -> None:
             "has 70 GiB of 80 GiB in use; by no visible process",
         ),
         ({"processes": [ProcessView(9, "alice", "python", 1, "compute")]}, "warn", "already runs pid 9"),
+        (
+            {"processes": [ProcessView(9, "alice", "python", 1, "compute")], "compute_mode": 3},
+            "fail",
+            "already runs pid 9; in an exclusive compute mode",
+        ),
+        ({"compute_mode": 2}, "fail", "GPU 7 is in compute mode prohibited"),
     ],
 )
 def test_a_gpu_that_does_not_match_the_lease(changes: dict[str, Any], status: str, words: str) -> None:

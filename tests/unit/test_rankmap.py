@@ -70,3 +70,22 @@ def _with_rank(at: int, **changes: object) -> RankMap:
 )
 def test_every_fault_is_named(rank_map: RankMap, words: str) -> None:
     assert any(words in problem for problem in problems(rank_map)), problems(rank_map)
+
+
+@pytest.mark.parametrize(
+    "devices", ["0,abc", "0,,3", "0;3", "-1,3", "0,GPU-b", "GPU-a,3", "0, 3", ",0,3", "0,3,", "0,٣"]
+)
+def test_a_list_that_cuda_would_cut_short_is_named(devices: str) -> None:
+    first, second = sound().nodes
+    nodes = [msgspec.structs.replace(first, cuda_visible_devices=devices), second]
+    assert any(
+        "CUDA ignores what follows the first wrong entry" in problem
+        for problem in problems(msgspec.structs.replace(sound(), nodes=nodes))
+    )
+
+
+@pytest.mark.parametrize("devices", ["0,3", "GPU-a,GPU-b"])
+def test_a_list_of_indexes_or_uuids_is_valid(devices: str) -> None:
+    first, second = sound().nodes
+    nodes = [msgspec.structs.replace(first, cuda_visible_devices=devices), second]
+    assert problems(msgspec.structs.replace(sound(), nodes=nodes)) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpuboard.launch.preflight.check import Check, CheckStatus
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
+from gpuboard.model.state import EXCLUSIVE, PROHIBITED
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_size
 
@@ -45,6 +46,9 @@ def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Chec
         cause = "a GPU was added or lost since the rank map was written"
         remedy = "allocate again: CUDA_VISIBLE_DEVICES would select another GPU"
         return check("fail", f"{clean(uuid)} has index {gpu.index} now", cause, remedy)
+    if gpu.compute_mode == PROHIBITED:
+        remedy = f"on that node, as root: nvidia-smi -i {gpu.index} -c DEFAULT"
+        return check("fail", "is in compute mode prohibited", "no process can use it", remedy)
     part: GpuView | MigView = next((m for m in gpu.mig if m.uuid == uuid), gpu)
     leases = part.leases
     if part.state in {"broken", "mig", "unknown", "allocated"}:
@@ -74,6 +78,9 @@ def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Chec
         return check("warn", "is sick", clean("; ".join(gpu.sick)), "`gpuboard status` shows details")
     if gpu.processes:
         pids = ", ".join(str(p.pid) for p in gpu.processes)
+        if gpu.compute_mode in EXCLUSIVE:
+            remedy = f"end it, or on that node, as root: nvidia-smi -i {gpu.index} -c DEFAULT"
+            return check("fail", f"already runs pid {pids}", "in an exclusive compute mode it admits no other", remedy)
         return check("warn", f"already runs pid {pids}", "the ranks share memory and time with it", "")
     if part.memory_used is not None and part.memory_used >= OCCUPIED and not gpu.memory_shared:
         total = f"{format_size(part.memory_used)} of {format_size(part.memory_total)}"
