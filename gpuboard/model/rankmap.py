@@ -90,7 +90,7 @@ def problems(rank_map: RankMap) -> list[str]:
         devices = node.cuda_visible_devices.split(",")
         # CUDA ends the list at an empty or negative entry, and at one of the other kind than the first (index or UUID).
         kinds = {
-            "index" if d.isdecimal() and d.isascii() else "UUID" if d.startswith(("GPU-", "MIG-")) else ""
+            "index" if d.isdecimal() and d.isascii() else "UUID" if d.startswith(("GPU-", "MIG-", "SIM-")) else ""
             for d in devices
         }
         if here and (len(kinds) > 1 or "" in kinds):
