@@ -76,6 +76,14 @@ class Signalled(msgspec.Struct, frozen=True):
     pid: Count
 
 
+class TaskLimit(msgspec.Struct, frozen=True):
+    """The limit of processes and threads that leaves the least room."""
+
+    free: Count
+    limit: Count
+    source: str  # "ulimit -u", or the file of a cgroup
+
+
 class LaunchFacts(msgspec.Struct, frozen=True):
     """A supervisor's answer to ``check``. None: not known; a limit of -1 or None is no limit."""
 
@@ -90,6 +98,7 @@ class LaunchFacts(msgspec.Struct, frozen=True):
     shm_free: Count | None = None  # bytes
     memlock: Count | None = None  # bytes
     nofile: Count | None = None
+    tasks: TaskLimit | None = None
     addresses: dict[str, list[str]] = {}  # interface -> addresses
     loopback: bool = True  # whether lo is up
     hostname: str | None = None

@@ -14,7 +14,7 @@ from gpuboard.launch.preflight.collect import failure
 from gpuboard.launch.preflight.gpus import gpu_checks
 from gpuboard.model.gpu import NodeState
 from gpuboard.model.rankmap import RankMap
-from gpuboard.model.replies import Detail, LaunchFacts, ProbeResult
+from gpuboard.model.replies import Detail, LaunchFacts, ProbeResult, TaskLimit
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
 from gpuboard.transport.base import CallFailed
 from tests.unit.test_plan import MAP
@@ -93,6 +93,8 @@ def test_no_problems() -> None:
         ({"shm_free": 64 * 2**20}, "/dev/shm", "warn", "may die of SIGBUS"),
         ({"nofile": 64}, "open files", "fail", "limit 64"),
         ({"nofile": 512}, "open files", "warn", "limit 512"),
+        ({"tasks": TaskLimit(4, 100, "ulimit -u")}, "processes", "fail", "4 of 100 processes and threads left"),
+        ({"tasks": TaskLimit(90, 100, "/c/pids.max")}, "processes", "warn", "(/c/pids.max); 1 ranks and their"),
         ({"loopback": False}, "loopback", "fail", "lo is down"),
         ({"memlock": 65536}, "locked memory", "warn", "limit 64 KiB"),
     ],

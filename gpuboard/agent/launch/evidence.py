@@ -8,7 +8,7 @@ from gpuboard.agent.launch.rank.traceback_text import last_traceback
 
 MYPY = False
 if MYPY:
-    from typing import Dict, Optional
+    from typing import Dict, List, Optional
 
 _RECORD = 2**20  # bytes that are read of one file
 _MIB = 2.0**20
@@ -55,24 +55,32 @@ def oom_counts() -> "Dict[str, int]":
     cgroup v2 counts in memory.events (kernel: Documentation/admin-guide/cgroup-v2.rst), v1 in memory.oom_control.
     """
     found: "Dict[str, int]" = {}
+    for folder in cgroups("memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            count = _count(os.path.join(folder, name))
+            if count is not None:
+                found[folder] = count
+    return found
+
+
+def cgroups(controller: str) -> "List[str]":
+    """Return the folders of this process's cgroups with ``controller``, of v2 and v1, each with its ancestors."""
     try:
         with open("/proc/self/cgroup") as file:
             lines = file.read().splitlines()
     except OSError:
-        return found
+        return []
+    found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, name = "/sys/fs/cgroup", "memory.events"
-        elif "memory" in controllers.split(","):
-            base, name = "/sys/fs/cgroup/memory", "memory.oom_control"
+            base = "/sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = "/sys/fs/cgroup/" + controller
         else:
             continue
         while True:
-            folder = base + path.rstrip("/")
-            count = _count(os.path.join(folder, name))
-            if count is not None:
-                found[folder] = count
+            found.append(base + path.rstrip("/"))
             if path in ("", "/"):
                 break
             path = os.path.dirname(path)

@@ -8,7 +8,8 @@ import socket
 import subprocess
 import threading
 
-from gpuboard.agent.launch import CallRefused, network, start
+from gpuboard.agent import proc
+from gpuboard.agent.launch import CallRefused, evidence, network, start
 
 MYPY = False
 if MYPY:
@@ -61,6 +62,7 @@ print(json.dumps(facts))
 """
 _SCRIPT_S = 10.0  # timeout: a cold interpreter on a network file system is slow, a container more so
 _RESOLVE_S = 1.0  # timeout of name resolution
+_NPROC_COUNTED = 65536  # a limit above is not reached; counting a user's threads takes 10 µs each
 
 
 def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, Any]":
@@ -82,6 +84,7 @@ def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, An
             "shm_free": shm.f_bavail * shm.f_frsize if shm else None,
             "memlock": _limit(resource.RLIMIT_MEMLOCK),
             "nofile": _limit(resource.RLIMIT_NOFILE),
+            "tasks": _tasks(),
             "addresses": network.addresses(),
             "loopback": network.loopback_is_up(),
             "hostname": socket.gethostname(),
@@ -135,6 +138,36 @@ def _limit(kind: int) -> "Optional[int]":
     """Return a soft limit in its unit (bytes, files), None for unlimited."""
     soft = resource.getrlimit(kind)[0]
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _tasks() -> "Optional[Dict[str, Any]]":
+    """Return the limit that leaves room for the fewest processes and threads; None if there is none.
+
+    pids.max of a cgroup counts all tasks in it (kernel: Documentation/admin-guide/cgroup-v2.rst), RLIMIT_NPROC all of
+    this user on the node (setrlimit(2)); root is exempt from the latter.
+    """
+    found = []
+    for folder in evidence.cgroups("pids"):
+        try:
+            with open(folder + "/pids.max") as file:
+                limit = int(file.read())  # ValueError: "max"
+            with open(folder + "/pids.current") as file:
+                found.append((limit - int(file.read()), limit, folder + "/pids.max"))
+        except (OSError, ValueError):
+            continue
+    nproc = _limit(resource.RLIMIT_NPROC)
+    if nproc is not None and nproc <= _NPROC_COUNTED and os.geteuid() != 0:
+        used = 0
+        for pid in proc.own_pids():
+            try:
+                used += len(os.listdir("/proc/%d/task" % pid))
+            except OSError:
+                continue  # it has ended
+        found.append((nproc - used, nproc, "ulimit -u"))
+    if not found:
+        return None
+    free, limit, source = min(found)
+    return {"free": max(0, free), "limit": limit, "source": source}
 
 
 def _resolve(names: "List[str]") -> "Dict[str, List[str]]":

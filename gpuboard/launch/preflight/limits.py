@@ -8,6 +8,7 @@ from gpuboard.launch.plan import Device
 from gpuboard.launch.preflight.check import Check, CheckStatus
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.replies import LaunchFacts
+from gpuboard.model.text import clean
 from gpuboard.model.units import format_size
 
 _MIB = 2**20
@@ -16,6 +17,8 @@ SHM_COMFORT = 1024 * _MIB  # with less, DataLoader workers that share large tens
 NOFILE_MIN = 256
 MORE_FILES = "raise the limit before launch: ulimit -n 4096, or for good in /etc/security/limits.conf on that node"
 NOFILE_COMFORT = 1024
+TASKS_PER_RANK = 8  # a rank in DDP on gloo has 13 threads on two cores (measured), some of them before this check
+TASKS_COMFORT = 128  # with 8 DataLoader workers and their threads
 
 
 def limit_checks(rank_map: RankMap, facts: Mapping[str, LaunchFacts], device: Device) -> list[Check]:
@@ -36,9 +39,20 @@ def limit_checks(rank_map: RankMap, facts: Mapping[str, LaunchFacts], device: De
             status: CheckStatus = "fail" if nofile < NOFILE_MIN else "warn"
             words, cause = f"limit {nofile} (ulimit -n)", "sockets and DataLoader workers need more"
             checks.append(Check("open files", node, status, words, cause, MORE_FILES))
+        if (tasks := seen.tasks) is not None and tasks.free < TASKS_COMFORT * ranks[node]:
+            status = "fail" if tasks.free < TASKS_PER_RANK * ranks[node] else "warn"
+            words = f"{tasks.free} of {tasks.limit} processes and threads left ({clean(tasks.source)})"
+            cause = f"{ranks[node]} ranks and their DataLoader workers start about {TASKS_COMFORT} each"
+            checks.append(Check("processes", node, status, words, cause, _more_tasks(tasks.source)))
         fabric = any(interface.startswith("ib") for interface in seen.addresses)  # other networks register no memory
         if seen.memlock is not None and 0 <= seen.memlock < 64 * _MIB and fabric and len(ranks) > 1:
             words = f"limit {seen.memlock // 1024} KiB"
             remedy = "raise the limit: ulimit -l unlimited, or /etc/security/limits.conf"
             checks.append(Check("locked memory", node, "warn", words, "InfiniBand cannot register buffers", remedy))
     return checks
+
+
+def _more_tasks(source: str) -> str:
+    if source == "ulimit -u":
+        return "raise the limit before launch: ulimit -u 16384, or for good in /etc/security/limits.conf on that node"
+    return "start the container or the job with a higher limit of processes (--pids-limit)"

@@ -1,0 +1,44 @@
+"""What a node reports of itself for preflight."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpuboard.agent.launch import evidence
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user: root is exempt from ulimit -u")
+def test_the_room_below_ulimit_u_counts_the_users_threads() -> None:
+    program = """
+import json, os, resource, sys, threading
+sys.path.insert(0, sys.argv[1])
+from gpuboard.agent.launch import preflight
+os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_NPROC, (1000, 1000))
+before, wait = preflight._tasks(), threading.Event()
+threads = [threading.Thread(target=wait.wait) for _ in range(5)]
+for thread in threads:
+    thread.start()
+print(json.dumps([before, preflight._tasks()]))
+wait.set()
+"""
+    words = [sys.executable, "-c", program, str(Path(__file__).parents[2])]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    before, after = json.loads(done.stdout)
+    assert (before["limit"], before["source"]) == (1000, "ulimit -u")
+    assert 0 < before["free"] < 1000
+    assert before["free"] - after["free"] == 5
+
+
+def test_the_cgroups_of_a_controller_include_their_ancestors() -> None:
+    found = evidence.cgroups("memory")
+    assert found
+    assert all(os.path.dirname(folder) in found for folder in found if folder.count("/") > 4)
+    assert {folder for folder in found if folder in {"/sys/fs/cgroup", "/sys/fs/cgroup/memory"}}
