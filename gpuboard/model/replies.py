@@ -101,6 +101,7 @@ class LaunchFacts(msgspec.Struct, frozen=True):
     tasks: TaskLimit | None = None
     addresses: dict[str, list[str]] = {}  # interface -> addresses
     loopback: bool = True  # whether lo is up
+    socket_ifname: dict[str, str] = {}  # GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the ranks, where set
     hostname: str | None = None
     resolves: dict[str, list[str]] = {}  # name -> addresses, by this node
 

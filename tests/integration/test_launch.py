@@ -304,6 +304,7 @@ def _read_until(fd: int, words: str, times: int) -> str:
             "no interpreter /no/such/python on this node; pass --python PATH",
         ),
         (["--python", "/bin/false"], "/bin/false ended with exit code 1"),
+        (["--env", "GLOO_SOCKET_IFNAME=eth9"], "GLOO_SOCKET_IFNAME=eth9; no such interface with an address"),
     ],
 )
 def test_preflight_refuses_with_code_7(tmp_path: Path, options: list[str], words: str) -> None:

@@ -296,3 +296,34 @@ def test_checks_that_differ_in_their_evidence_only_are_merged() -> None:
 def test_a_check_as_text() -> None:
     check = Check("connect", "gpu02", "fail", "no way", "a firewall drops it", "open it")
     assert check_text(check) == "fail connect: gpu02: no way; a firewall drops it\n     → open it"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "device", "status", "words"),
+    [
+        ("GLOO_SOCKET_IFNAME", "ib0", "cpu", "", ""),
+        ("GLOO_SOCKET_IFNAME", "eth9", "cpu", "fail", "launch then sets it to ib0 on gpu02"),
+        ("GLOO_SOCKET_IFNAME", "ib0,eth9", "cpu", "fail", "no such interface with an address; there are lo, ib0, eth1"),
+        ("GLOO_SOCKET_IFNAME", "eth9", "cuda", "warn", "no such interface"),
+        ("GLOO_SOCKET_IFNAME", "lo", "cpu", "fail", "through loopback"),
+        ("GLOO_SOCKET_IFNAME", "eth1", "cpu", "warn", "the master's address belongs to ib0 there"),
+        ("NCCL_SOCKET_IFNAME", "eth9", "cpu", "", ""),
+        ("NCCL_SOCKET_IFNAME", "eth9", "cuda", "fail", "no such interface"),
+        ("NCCL_SOCKET_IFNAME", "eth,ib", "cuda", "", ""),
+        ("NCCL_SOCKET_IFNAME", "=ib", "cuda", "fail", "no such interface"),
+        ("NCCL_SOCKET_IFNAME", "^docker,lo", "cuda", "", ""),
+        ("NCCL_SOCKET_IFNAME", "^ib,eth", "cuda", "fail", "no such interface"),
+        ("NCCL_SOCKET_IFNAME", "^=ib0", "cuda", "warn", "the master's address belongs to ib0"),
+        ("NCCL_SOCKET_IFNAME", "lo", "cuda", "fail", "through loopback"),
+    ],
+)
+def test_a_variable_that_selects_the_wrong_interface(
+    name: str, value: str, device: Device, status: str, words: str
+) -> None:
+    addresses = {"lo": ["127.0.0.1"], "ib0": ["10.0.0.2"], "eth1": ["192.0.2.2"]}
+    other = msgspec.structs.replace(FACTS2, addresses=addresses, socket_ifname={name: value})
+    found = problems(answers(facts={"gpu01": FACTS, "gpu02": other}), device)
+    assert [(check.name, check.node, check.status) for check in found] == (
+        [("interface", "gpu02", status)] if status else []
+    )
+    assert all(words in check_text(check) for check in found)

@@ -62,6 +62,7 @@ print(json.dumps(facts))
 """
 _SCRIPT_S = 10.0  # timeout: a cold interpreter on a network file system is slow, a container more so
 _RESOLVE_S = 1.0  # timeout of name resolution
+_IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _NPROC_COUNTED = 65536  # a limit above is not reached; counting a user's threads takes 10 µs each
 
 
@@ -87,6 +88,7 @@ def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, An
             "tasks": _tasks(),
             "addresses": network.addresses(),
             "loopback": network.loopback_is_up(),
+            "socket_ifname": {name: environ[name] for name in _IFNAMES if environ.get(name)},
             "hostname": socket.gethostname(),
             "resolves": _resolve([socket.gethostname(), config["master_addr"]]),
         }

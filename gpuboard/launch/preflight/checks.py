@@ -14,6 +14,7 @@ import msgspec
 from gpuboard.launch.plan import Device
 from gpuboard.launch.preflight.check import Check, CheckStatus
 from gpuboard.launch.preflight.gpus import gpu_checks
+from gpuboard.launch.preflight.interfaces import interface_checks
 from gpuboard.launch.preflight.limits import MORE_FILES, limit_checks
 from gpuboard.launch.preflight.pairs import pairs_text
 from gpuboard.model.rankmap import RankMap
@@ -53,6 +54,8 @@ def preflight(
     checks += _loopbacks(answers.facts)
     checks += _master(rank_map, master_addr, answers)
     checks += _connections(rank_map, answers)
+    first = next(node.name for node in rank_map.nodes if node.node_rank == 0)
+    checks += interface_checks(answers.facts, interfaces(master_addr, first, answers), device)
     if device == "cuda":
         checks += gpu_checks(rank_map, answers.snapshot)
     return checks

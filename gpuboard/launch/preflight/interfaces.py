@@ -1,0 +1,64 @@
+"""Preflight checks of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (pure), where user or site have set them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from gpuboard.launch.plan import Device
+from gpuboard.launch.preflight.check import Check, CheckStatus
+from gpuboard.model.replies import LaunchFacts
+from gpuboard.model.text import clean
+
+_LOOPBACK = "lo"
+
+
+def interface_checks(facts: Mapping[str, LaunchFacts], expected: Mapping[str, str], device: Device) -> list[Check]:
+    """Return the variables that select no usable interface of their node.
+
+    ``expected``: node → the interface that owns or routes to the master's address. Another one is a warning only, since
+    ranks may exchange data over a faster network than the master's. Ranks on GPUs use gloo at most for groups of their
+    own, so its variable is a warning there.
+    """
+    checks = []
+    for node, seen in facts.items():
+        right = expected.get(node)
+        for name, value in seen.socket_ifname.items():
+            if name == "NCCL_SOCKET_IFNAME" and device == "cpu":
+                continue
+            status: CheckStatus = "warn" if name == "GLOO_SOCKET_IFNAME" and device == "cuda" else "fail"
+            chosen, missing = _gloo(value, seen.addresses) if name[0] == "G" else _nccl(value, seen.addresses)
+            if missing:
+                cause = f"no such interface with an address; there are {clean(', '.join(seen.addresses)) or 'none'}"
+            elif right is None or right in chosen or len(facts) == 1:
+                continue
+            elif chosen == [_LOOPBACK]:
+                cause = "other nodes cannot be reached through loopback"
+            else:
+                status, cause = "warn", f"the master's address belongs to {clean(right)} there, or is routed through it"
+            remedy = "unset it in your environment and in that node's profile"
+            remedy += f": launch then sets it to {clean(right)} on {node}" if right else ""
+            checks.append(Check("interface", node, status, f"{name}={clean(value)}", cause, remedy))
+    return checks
+
+
+def _gloo(value: str, known: Collection[str]) -> tuple[list[str], bool]:
+    """Return the interfaces of a list for gloo, and whether one is missing: torch then fails in init_process_group."""
+    chosen = value.split(",")
+    return chosen, any(name not in known for name in chosen)
+
+
+def _nccl(value: str, known: Collection[str]) -> tuple[list[str], bool]:
+    """Return the interfaces that NCCL would choose from, and whether there is none.
+
+    The value lists prefixes; ``^`` excludes them, ``=`` takes them as whole names (NCCL's documentation of
+    NCCL_SOCKET_IFNAME).
+    """
+    exclude, rest = value.startswith("^"), value.removeprefix("^")
+    exact, rest = rest.startswith("="), rest.removeprefix("=")
+    words = [word.partition(":")[0] for word in rest.split(",") if word]
+
+    def listed(name: str) -> bool:
+        return any(name == word if exact else name.startswith(word) for word in words)
+
+    chosen = [name for name in known if listed(name) is not exclude and not (exclude and name == _LOOPBACK)]
+    return chosen, not chosen
