@@ -25,7 +25,7 @@ from gpuboard.launch.failure import FailureWatch, rank_words
 from gpuboard.launch.output import Logs, Relay, Screen
 from gpuboard.launch.plan import LaunchPlan, shown
 from gpuboard.launch.preflight.check import Check, check_text, grouped
-from gpuboard.launch.preflight.checks import failed, interfaces, preflight
+from gpuboard.launch.preflight.checks import failed, interfaces, preflight, skipped
 from gpuboard.launch.preflight.collect import PreflightCalls
 from gpuboard.launch.runs.control import ControlRequest, ControlServer
 from gpuboard.launch.runs.folder import FINAL, RunFolder, RunState, RunView, VerdictView, this_head
@@ -121,7 +121,7 @@ class Head:
             self._write("rank_map.json", self._plan.rank_map)
             self._save()
             self._supervisors.open()
-            if self._preflight():
+            if self._preflight() and not self._plan.options.preflight_only:
                 self._go()
                 self._pump(lambda: self._watch.emptied, None)
             code = self._finish()
@@ -190,14 +190,19 @@ class Head:
             return False
         answers = calls.collect()
         program = self._plan.target.kind == "program"
-        self.checks = preflight(
-            self._plan.rank_map, first.master_addr, self._plan.options.device, answers, python=not program
-        )
+        options = self._plan.options
+        found = preflight(self._plan.rank_map, first.master_addr, options.device, answers, python=not program)
+        self.checks = skipped(found, options.skip)
         self._store = not program or (first.node in answers.facts and answers.facts[first.node].torch is not None)
         self._write("preflight.json", {"schema": 1, "checks": self.checks})
         self._failed_at = time.time() if failed(self.checks) else 0.0
-        for check in grouped([check for check in self.checks if check.status in {"fail", "warn"}]):
-            self._print(check_text(check))
+        if options.preflight_only:
+            for check in grouped(self.checks):
+                self._screen.lines("out", check_text(check).splitlines())
+        else:
+            bad = [check for check, raw in zip(self.checks, found, strict=True) if raw.status in {"fail", "warn"}]
+            for check in grouped(bad):
+                self._print(check_text(check))
         self._interfaces = interfaces(first.master_addr, first.node, answers)
         return not failed(self.checks)
 
@@ -450,6 +455,8 @@ class Head:
         if refused:
             count = len(failed(self.checks))
             self._print(f"preflight failed: {count} check{'' if count == 1 else 's'}; no rank was started")
+        elif self._plan.options.preflight_only and code == 0:
+            self._print("preflight passed; no rank was started (--preflight-only)")
         for line in self._watch.summary() if self._gate_open else []:
             self._print(line)
         if code != 0:
@@ -463,7 +470,11 @@ class Head:
             return self._stop_code if self._gate_open else 128 + signal.SIGINT
         if failed(self.checks) and not self._gate_open:
             return 7
-        return self._watch.exit_code()
+        return 0 if self._passed() else self._watch.exit_code()
+
+    def _passed(self) -> bool:
+        """Whether this was --preflight-only, without a failed check or a request to stop."""
+        return self._plan.options.preflight_only and self._stop_code is None and not failed(self.checks)
 
     # signals, control, messages
 
@@ -530,7 +541,7 @@ class Head:
                 for c in grouped(failed(self.checks))
             ]
         stalled = [self._stalls.verdict] if self._stalls.verdict else []
-        if cause is None or cause.kind == "stalled":
+        if cause is None or cause.kind == "stalled" or self._passed():
             return stalled
         return [
             *stalled,

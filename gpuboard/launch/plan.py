@@ -27,7 +27,7 @@ Device = Literal["cuda", "cpu"]
 
 
 class LaunchOptions(msgspec.Struct, frozen=True):
-    """The options of ``gpuboard launch`` that reach the nodes."""
+    """The options of ``gpuboard launch`` for the run itself."""
 
     device: Device = "cuda"
     python: str | None = None  # the nodes' training interpreter; None: found on each node
@@ -39,6 +39,8 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     on_stall: Literal["report", "kill"] = "report"  # kill: a stalled run fails
     helper_grace_s: float = 30.0  # for processes that ranks leave running after success
     stdin_rank: int | None = None  # the rank that gets this process's standard input; None: no rank
+    skip: tuple[str, ...] = ()  # checks that do not keep the gate closed
+    preflight_only: bool = False  # start no rank
 
 
 class StartRank(msgspec.Struct, frozen=True):

@@ -316,6 +316,32 @@ def test_preflight_refuses_with_code_7(tmp_path: Path, options: list[str], words
         assert run.view().verdicts[0].kind == "preflight"
 
 
+def test_preflight_only_prints_every_check_and_starts_no_rank(tmp_path: Path) -> None:
+    wrong = ("--env", "GLOO_SOCKET_IFNAME=eth9")
+    with Launch(tmp_path, "open('ran', 'w')", "--preflight-only", *wrong) as run:
+        assert run.wait() == 7
+        assert re.search(r"^ok   torch: .*\nok   master port: .* bound$", run.text["out"], re.M)
+        assert re.search(r"^fail interface: .* GLOO_SOCKET_IFNAME=eth9; no such interface", run.text["out"], re.M)
+        assert "preflight failed: 1 check; no rank was started" in run.text["err"]
+    with Launch(tmp_path, "open('ran', 'w')", "--preflight-only", "--json", "--skip", "interface", *wrong) as run:
+        assert run.wait() == 0
+        outcome = json.loads(run.text["out"])
+        assert {check["name"]: check["status"] for check in outcome["checks"]} | {
+            "torch": "ok",
+            "interface": "skipped",
+        } == {check["name"]: check["status"] for check in outcome["checks"]}
+        assert (run.view().state, run.view().verdicts, run.carriers()) == ("done", [], [])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_skipped_check_does_not_prevent_the_launch(tmp_path: Path) -> None:
+    with Launch(tmp_path, "print('ran')", "--skip", "interface", "--env", "GLOO_SOCKET_IFNAME=eth9", n=1) as run:
+        assert run.wait() == 0
+        assert "ran" in run.text["out"]
+        assert "skipped interface: " in run.text["err"]
+        assert "would fail: GLOO_SOCKET_IFNAME=eth9" in run.text["err"]
+
+
 def test_a_missing_script_is_refused(tmp_path: Path) -> None:
     with Launch(tmp_path, SLEEP, "missing.py") as run:
         assert run.wait() == 7
@@ -339,6 +365,8 @@ def test_a_port_in_use_is_refused_and_its_holder_named(tmp_path: Path) -> None:
         (["--n", "2"], "--rank-map cannot be combined with"),
         (["--rank-map", "none.json"], "cannot read the rank map none.json: No such file or directory"),
         (["--env", "RANK=1"], "--env RANK: gpuboard sets RANK"),
+        (["--skip", "shm"], "--skip 'shm': no such check; checks to skip: torch, python, "),
+        (["--skip", "start"], "--skip 'start': no rank can run without it"),
         (["--grace", "soon"], "'soon' is not a duration"),
         (["--rank-map", "elsewhere.json"], "elsewhere.json:\n  node 'gpu77' is not in the inventory ("),
     ],

@@ -105,6 +105,17 @@ def test_ranks_on_the_cpu_reserve_nothing(here: Here) -> None:
     assert (done.returncode, done.stderr) == (2, "gpuboard: --n 4 ranks with --per-node 2 do not fit on 1 nodes\n")
 
 
+def test_preflight_only_releases_what_it_reserved(here: Here) -> None:
+    here.gpus([Gpu()])
+    torch = f"PYTHONPATH={write_torch(here.folder / 'fake')}"
+    (here.folder / "script.py").write_text("raise SystemExit('started')\n")
+    words = ["--python", sys.executable, "--env", torch, str(here.folder / "script.py")]
+    done = here.run("launch", "--n", "1", "--preflight-only", *words)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ok   GPU: \S+ GPU 0 is held by lease \S+$", done.stdout, re.M)
+    assert msgspec.json.decode(here.run("leases", "--json").stdout)["leases"] == []
+
+
 @pytest.mark.parametrize("first", ["", "os.closerange(3, 256)", "linecache.clearcache()"])
 def test_printing_a_stack_reads_no_pipe_of_the_script(tmp_path: Path, first: str) -> None:
     script = f"""

@@ -9,7 +9,7 @@ import pytest
 
 from gpuboard.launch.plan import Device
 from gpuboard.launch.preflight.check import Check, check_text, grouped
-from gpuboard.launch.preflight.checks import Answers, Failure, failed, interfaces, preflight
+from gpuboard.launch.preflight.checks import Answers, Failure, failed, interfaces, preflight, skipped
 from gpuboard.launch.preflight.collect import failure
 from gpuboard.launch.preflight.gpus import gpu_checks
 from gpuboard.model.gpu import NodeState
@@ -105,6 +105,20 @@ def test_one_node_that_differs_or_is_incomplete(changes: dict[str, Any], name: s
     assert (check.name, check.status) == (name, status)
     assert words in check_text(check)
     assert check.remedy
+
+
+def test_a_skipped_check_keeps_its_result_and_does_not_fail() -> None:
+    other = msgspec.structs.replace(FACTS2, torch="2.12.0+cu128", nofile=512)
+    found = preflight(MAP, "10.0.0.1", "cuda", answers(facts={"gpu01": FACTS, "gpu02": other}))
+    assert [check.name for check in failed(found)] == ["torch version"]
+    after = skipped(found, ["torch version", "open files", "NCCL"])
+    assert failed(after) == []
+    changed = [check for check, before in zip(after, found, strict=True) if check != before]
+    assert {(check.name, check.status, check.evidence) for check in changed} == {
+        ("torch version", "skipped", "would fail: 2.13.0+cu128 on gpu01; 2.12.0+cu128 on gpu02"),
+        ("open files", "skipped", "would warn: limit 512 (ulimit -n)"),
+        ("NCCL", "skipped", "2.27.3 on every node"),
+    }
 
 
 def test_micro_versions_of_python_may_differ() -> None:

@@ -25,6 +25,7 @@ from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 from gpuboard.cli.stderr import report
 from gpuboard.errors import NoSuchLease, Refused, UsageError
 from gpuboard.launch.parent_watch import Lifeline
+from gpuboard.model.text import quoted
 from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
@@ -90,6 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      "needs neither Python nor torch on the nodes")  # fmt: skip
     run.add_argument("--no-preimport", dest="preimport", action="store_false", help="do not import torch before the "
                      "target; never done for a target that changes os.environ before")  # fmt: skip
+    run.add_argument("--skip", action="append", default=[], metavar="CHECK", help="do not let this preflight check "
+                     "(named as in its message) prevent the launch; may be repeated")  # fmt: skip
+    run.add_argument("--preflight-only", action="store_true", help="print all preflight checks, start no rank, "
+                     "and exit with 0 or 7")  # fmt: skip
     run.add_argument("--dry-run", action="store_true", help="print the launch plan; reserve and start nothing")
     run.add_argument("--json", action="store_true", help="print the outcome as JSON on stdout, the output of the ranks "
                      "on stderr; with --dry-run: print the plan as JSON")  # fmt: skip
@@ -128,6 +133,9 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
 
     if args.no_python and args.python:
         raise UsageError("--python cannot be combined with --no-python, which starts no interpreter")
+    if args.dry_run and args.preflight_only:
+        raise UsageError("--dry-run, which connects to no node, cannot be combined with --preflight-only")
+    _check_skipped(args.skip)
     parsed = target.parse_target(args.target, program=args.no_python)
     if sys.stdin is None and args.stdin is not None:
         raise UsageError("--stdin: the standard input of this command is closed")
@@ -142,6 +150,8 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
         on_stall=args.on_stall,
         stdin_rank=args.stdin,
         preimport=args.preimport,
+        skip=tuple(args.skip),
+        preflight_only=args.preflight_only,
     )
     scope = _scope(context)
     sent |= environ.of_job(context.env) if context.job is not None else {}
@@ -365,6 +375,16 @@ def _scope(context: Context) -> Scope:
     if leased and not context.nodesets and not context.settings.nodes:
         return Scope(tuple(context.reach(inventory(context.settings, [leased]))))
     return Scope(tuple(context.reach(context.nodes())), explicit=bool(context.nodesets))
+
+
+def _check_skipped(names: Sequence[str]) -> None:
+    """Raise UsageError for a name of ``--skip`` that is no check, or one without which no rank can run."""
+    from gpuboard.launch.preflight.checks import REQUIRED, SKIPPABLE
+
+    for name in names:
+        if name not in SKIPPABLE:
+            why = "no rank can run without it" if name in REQUIRED else "no such check"
+            raise UsageError(f"--skip {quoted(name)}: {why}; checks to skip: {', '.join(SKIPPABLE)}")
 
 
 def _command_line(text: str) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -21,6 +21,27 @@ from gpuboard.model.rankmap import RankMap
 from gpuboard.model.replies import LaunchFacts, ProbeResult
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean
+
+# Without these no rank can run, whatever the user prefers.
+REQUIRED = ("start", "master port")
+SKIPPABLE = (
+    "torch",
+    "python",
+    "torch version",
+    "CUDA of torch",
+    "NCCL",
+    "driver",
+    "script",
+    "/dev/shm",
+    "open files",
+    "processes",
+    "locked memory",
+    "loopback",
+    "master address",
+    "connect",
+    "interface",
+    "GPU",
+)
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -44,7 +65,10 @@ class Answers(msgspec.Struct, frozen=True):
 def preflight(
     rank_map: RankMap, master_addr: str, device: Device, answers: Answers, *, python: bool = True
 ) -> list[Check]:
-    """Return all checks, in the order in which problems are best fixed. ``python``: the ranks need Python and torch."""
+    """Return all checks, in the order in which problems are best fixed; names: ``REQUIRED`` and ``SKIPPABLE``.
+
+    ``python``: the ranks need Python and torch.
+    """
     checks = [_started(node.name, answers.failures.get(node.name)) for node in rank_map.nodes]
     if python:
         checks += _torch(answers.facts, device)
@@ -66,9 +90,23 @@ def failed(checks: Sequence[Check]) -> list[Check]:
     return [check for check in checks if check.status == "fail"]
 
 
+def skipped(checks: Sequence[Check], names: Collection[str]) -> list[Check]:
+    """Return ``checks`` with those of ``names`` marked as skipped, and what they would have reported."""
+    return [
+        msgspec.structs.replace(
+            check,
+            status="skipped",
+            evidence=check.evidence if check.status == "ok" else f"would {check.status}: {check.evidence}",
+        )
+        if check.name in names and check.status != "skipped"
+        else check
+        for check in checks
+    ]
+
+
 def _started(node: str, failure: Failure | None) -> Check:
     if failure is None:
-        return Check("start", node, "ok", "supervisor and ranks started")
+        return Check("start", node, "ok", "supervisor started")
     remedy = {
         "python": "activate the training environment before launch, or pass --python PATH (a path on the nodes)",
         "cwd": "launch from a folder that every node has (a shared home), or copy it to the node",

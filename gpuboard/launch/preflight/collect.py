@@ -26,6 +26,7 @@ class PreflightCalls:
         self._timing = timing
         self._nodes = [config.node for config in plan.nodes]
         self._first = plan.nodes[0]
+        self._ranks = not plan.options.preflight_only
         self._replies: dict[tuple[str, str], object] = {}  # (node, call) → value or error
         self._facts: dict[str, LaunchFacts] = {}
         self.failures: dict[str, Failure] = {}
@@ -34,14 +35,15 @@ class PreflightCalls:
     def start(self) -> None:
         """Start store and ranks, collect each node's facts, and open random high ports for the others.
 
-        The ranks import torch during all further checks.
+        The ranks, none with --preflight-only, import torch during all further checks.
         """
         port, start_s = self._plan.rank_map.master_port, self._timing.start_s
         self._supervisors.call(
             self._first.node, "listen", {"host": self._first.master_addr, "port": port}, start_s, Listening
         )
         for node in self._nodes:
-            self._supervisors.call(node, "spawn", {}, start_s, RanksStarted)
+            if self._ranks:
+                self._supervisors.call(node, "spawn", {}, start_s, RanksStarted)
             if len(self._nodes) > 1:
                 self._supervisors.call(node, "probe-listen", {"count": _PORTS}, start_s, Ports)
             self._supervisors.call(node, "check", {}, start_s, LaunchFacts)
@@ -83,7 +85,8 @@ class PreflightCalls:
     def started(self) -> bool:
         """Whether every node has replied or failed."""
         listening = len(self._nodes) == 1 or self._all("probe-listen")
-        return self._all("spawn") and listening and self._all("check") and self._has(self._first.node, "listen")
+        spawned = not self._ranks or self._all("spawn")
+        return spawned and listening and self._all("check") and self._has(self._first.node, "listen")
 
     def probed(self) -> bool:
         """Whether every node has tried all connections or failed."""
