@@ -320,7 +320,9 @@ def test_preflight_only_prints_every_check_and_starts_no_rank(tmp_path: Path) ->
     wrong = ("--env", "GLOO_SOCKET_IFNAME=eth9")
     with Launch(tmp_path, "open('ran', 'w')", "--preflight-only", *wrong) as run:
         assert run.wait() == 7
-        assert re.search(r"^ok   torch: .*\nok   master port: .* bound$", run.text["out"], re.M)
+        assert re.search(
+            r"^ok   torch: .*\nok   /dev/shm: .*\nok   open files: .*\nok   processes: .*\n", run.text["out"], re.M
+        )
         assert re.search(r"^fail interface: .* GLOO_SOCKET_IFNAME=eth9; no such interface", run.text["out"], re.M)
         assert "preflight failed: 1 check; no rank was started" in run.text["err"]
     with Launch(tmp_path, "open('ran', 'w')", "--preflight-only", "--json", "--skip", "interface", *wrong) as run:

@@ -56,7 +56,7 @@ def test_an_exception_without_a_module_is_reported(tmp_path: Path) -> None:
 def test_a_loopback_that_is_down_fails_preflight(tmp_path: Path) -> None:
     with Launch(tmp_path, "print('up')", n=1, before=("unshare", "-n")) as run:
         assert run.wait() == 7
-        assert "the interface lo is down" in run.text["err"]
+        assert "lo is down" in run.text["err"]
         assert "ip link set lo up" in run.text["err"]
         assert "up" not in run.text["out"]
 

@@ -9,7 +9,16 @@ import pytest
 
 from gpuboard.launch.plan import Device
 from gpuboard.launch.preflight.check import Check, check_text, grouped
-from gpuboard.launch.preflight.checks import Answers, Failure, failed, interfaces, preflight, skipped
+from gpuboard.launch.preflight.checks import (
+    REQUIRED,
+    SKIPPABLE,
+    Answers,
+    Failure,
+    failed,
+    interfaces,
+    preflight,
+    skipped,
+)
 from gpuboard.launch.preflight.collect import failure
 from gpuboard.launch.preflight.gpus import gpu_checks
 from gpuboard.model.gpu import NodeState
@@ -75,9 +84,12 @@ def only(checks: list[Check]) -> Check:
 def test_no_problems() -> None:
     assert problems(answers()) == []
     assert {c.name for c in preflight(MAP, "10.0.0.1", "cuda", answers())} == {
-        "start", "torch", "python", "torch version", "CUDA of torch", "NCCL", "driver", "script", "master port",
-        "connect", "GPU",
+        "start", "torch", "python", "torch version", "CUDA of torch", "NCCL", "driver", "script", "/dev/shm",
+        "open files", "processes", "locked memory", "loopback", "master port", "connect", "interface", "GPU",
     }  # fmt: skip
+    assert {*REQUIRED, *SKIPPABLE} == {c.name for c in preflight(MAP, "10.0.0.1", "cuda", answers())} | {
+        "master address"
+    }
 
 
 @pytest.mark.parametrize(
@@ -117,6 +129,7 @@ def test_a_skipped_check_keeps_its_result_and_does_not_fail() -> None:
     assert {(check.name, check.status, check.evidence) for check in changed} == {
         ("torch version", "skipped", "would fail: 2.13.0+cu128 on gpu01; 2.12.0+cu128 on gpu02"),
         ("open files", "skipped", "would warn: limit 512 (ulimit -n)"),
+        ("open files", "skipped", "limit 65536"),
         ("NCCL", "skipped", "2.27.3 on every node"),
     }
 

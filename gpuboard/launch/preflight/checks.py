@@ -208,9 +208,10 @@ def _master(rank_map: RankMap, master_addr: str, answers: Answers) -> list[Check
 def _loopbacks(facts: Mapping[str, LaunchFacts]) -> list[Check]:
     cause = "ranks cannot connect to other ranks on the same node"
     return [
-        Check("loopback", node, "fail", "the interface lo is down", cause, "on that node, as root: ip link set lo up")
+        Check("loopback", node, "ok", "lo is up")
+        if seen.loopback
+        else Check("loopback", node, "fail", "lo is down", cause, "on that node, as root: ip link set lo up")
         for node, seen in facts.items()
-        if not seen.loopback
     ]
 
 

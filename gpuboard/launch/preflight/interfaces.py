@@ -13,7 +13,7 @@ _LOOPBACK = "lo"
 
 
 def interface_checks(facts: Mapping[str, LaunchFacts], expected: Mapping[str, str], device: Device) -> list[Check]:
-    """Return the variables that select no usable interface of their node.
+    """Return whether these variables, where set, select a usable interface of their node.
 
     ``expected``: node → the interface that owns or routes to the master's address. Another one is a warning only, since
     ranks may exchange data over a faster network than the master's. Ranks on GPUs use gloo at most for groups of their
@@ -22,6 +22,8 @@ def interface_checks(facts: Mapping[str, LaunchFacts], expected: Mapping[str, st
     checks = []
     for node, seen in facts.items():
         right = expected.get(node)
+        if right is not None and not seen.socket_ifname:
+            checks.append(Check("interface", node, "ok", clean(right)))
         for name, value in seen.socket_ifname.items():
             if name == "NCCL_SOCKET_IFNAME" and device == "cpu":
                 continue
@@ -30,6 +32,7 @@ def interface_checks(facts: Mapping[str, LaunchFacts], expected: Mapping[str, st
             if missing:
                 cause = f"no such interface with an address; there are {clean(', '.join(seen.addresses)) or 'none'}"
             elif right is None or right in chosen or len(facts) == 1:
+                checks.append(Check("interface", node, "ok", f"{name}={clean(value)}"))
                 continue
             elif chosen == [_LOOPBACK]:
                 cause = "other nodes cannot be reached through loopback"
