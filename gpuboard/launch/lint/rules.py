@@ -1,0 +1,351 @@
+"""What is known to hang or fail under a launcher, each with its cure (pure). In doubt a rule does not warn."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from gpuboard.launch.lint.tree import ScriptTree, argument, constant
+
+Found = Iterator[tuple[int, str]]  # line, what is there
+
+_INIT = "torch.distributed.init_process_group"
+_SPAWN = {"torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn", "torch.multiprocessing.start_processes"}
+_PROCESSES = {
+    *_SPAWN,
+    *(f"{module}.{name}" for module in ("multiprocessing", "torch.multiprocessing") for name in ("Process", "Pool")),
+    "concurrent.futures.ProcessPoolExecutor",
+}
+# Calls that initialize CUDA. Others do not: is_available, device_count, manual_seed, amp
+_CUDA = {
+    f"torch.cuda.{name}"
+    for name in ("init", "set_device", "current_device", "get_device_name", "get_device_properties", "synchronize",
+                 "get_device_capability", "mem_get_info", "current_stream", "Stream", "Event",
+                 "set_per_process_memory_fraction")
+}  # fmt: skip
+_FIXED_URL = re.compile(r"tcp://.*:\d+/?$")
+_LOSS = re.compile(r"(^|[._])loss(es)?$", re.IGNORECASE)
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """One warning: the name of its check, the places where it applies, what happens there, and the cure."""
+
+    name: str
+    find: Callable[[ScriptTree], Found]
+    cause: str
+    remedy: str
+
+
+def _cuda_at_import(tree: ScriptTree) -> Found:
+    started = [call for call, name in tree.calls if name in _PROCESSES or name == "os.fork"]
+    if not started:
+        return
+    variables: dict[str, list[ast.expr]] = {}
+    for node in tree.nodes:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(node, ast.Assign) and isinstance(target, ast.Name):
+                variables.setdefault(target.id, []).append(node.value)
+    cuda = {name for name, values in variables.items() if all(_has_cuda(value) for value in values)}
+    for call, name in tree.calls:
+        if not tree.at_import(call) or not _initializes_cuda(call, name, cuda):
+            continue
+        later = [one for one in started if tree.function(one) is not None or one.lineno > call.lineno]
+        if later:
+            yield call.lineno, f"initializes CUDA during import, and line {later[0].lineno} starts processes"
+
+
+def _initializes_cuda(call: ast.Call, name: str, variables: set[str]) -> bool:
+    """Whether a call initializes CUDA; ``variables`` are CUDA devices."""
+
+    def is_cuda(device: ast.expr | None) -> bool:
+        if isinstance(device, ast.Name):
+            return device.id in variables
+        return device is not None and _has_cuda(device)
+
+    if name in _CUDA:
+        return True
+    if isinstance(call.func, ast.Attribute) and not name.startswith("torch."):
+        return call.func.attr == "cuda" or (call.func.attr == "to" and is_cuda(argument(call, "device", 0)))
+    return name.startswith("torch.") and any(k.arg == "device" and is_cuda(k.value) for k in call.keywords)
+
+
+def _has_cuda(value: ast.expr) -> bool:
+    return any(
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda")
+        for node in ast.walk(value)
+    )
+
+
+def _fixed_port(tree: ScriptTree) -> Found:
+    for node in tree.nodes:
+        if isinstance(node, ast.Assign) and constant(node.value) is not None:
+            for target in node.targets:
+                if (
+                    isinstance(target, ast.Subscript)
+                    and tree.name(target.value) == "os.environ"
+                    and constant(target.slice) == "MASTER_PORT"
+                    and not tree.depends_on_launcher(node)
+                ):
+                    yield node.lineno, f"sets MASTER_PORT to {constant(node.value)}"
+    for call, name in tree.calls:
+        if name == "os.environ.update" and call.args and isinstance(call.args[0], ast.Dict):
+            for key, value in zip(call.args[0].keys, call.args[0].values, strict=True):
+                port = constant(value) if constant(key) == "MASTER_PORT" else None
+                if port is not None and not tree.depends_on_launcher(call):
+                    yield call.lineno, f"sets MASTER_PORT to {port}"
+
+
+def _fixed_url(tree: ScriptTree) -> Found:
+    for call, name in tree.calls:
+        if name == _INIT and not tree.depends_on_launcher(call):
+            url = argument(call, "init_method", 1)
+            last = url.values[-1] if isinstance(url, ast.JoinedStr) and url.values else url
+            text = constant(last)
+            if last is not url and isinstance(text, str):
+                text = f"tcp://{text}" if _starts_with_tcp(url) else text
+            if isinstance(text, str) and _FIXED_URL.match(text):
+                yield call.lineno, f"passes init_method with port {text.rstrip('/').rpartition(':')[2]}"
+
+
+def _starts_with_tcp(url: ast.expr | None) -> bool:
+    first = constant(url.values[0]) if isinstance(url, ast.JoinedStr) else None
+    return isinstance(first, str) and first.startswith("tcp://")
+
+
+def _rank_as_device(tree: ScriptTree) -> Found:
+    ranks = _rank_variables(tree)
+
+    def is_rank(node: ast.expr | None) -> bool:
+        if node is None:
+            return False
+        scope = tree.function(node)
+        name = tree.name(node)
+        if name:
+            return (scope, name) in ranks or ((None, name) in ranks and not _binds(scope, name))
+        return _from_rank(tree, node)
+
+    for call, name in tree.calls:
+        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        device: ast.expr | None = None
+        if name == "torch.cuda.set_device" or (method in {"cuda", "to"} and not name.startswith("torch.")):
+            device = argument(call, "device", 0)
+        elif name == "torch.device" and constant(argument(call, "type", 0)) == "cuda":
+            device = argument(call, "index", 1)
+        elif method == "DistributedDataParallel" or name.endswith(".DistributedDataParallel"):
+            listed = argument(call, "device_ids", 1)
+            device = listed.elts[0] if isinstance(listed, ast.List) and listed.elts else None
+        if is_rank(device):
+            yield call.lineno, "uses RANK as the number of a GPU"
+    for node in tree.nodes:
+        if isinstance(node, ast.JoinedStr) and len(node.values) == 2 and constant(node.values[0]) == "cuda:":
+            part = node.values[1]
+            if isinstance(part, ast.FormattedValue) and is_rank(part.value):
+                yield node.lineno, "uses RANK as the number of a GPU"
+
+
+def _rank_variables(tree: ScriptTree) -> set[tuple[ast.AST | None, str]]:
+    """Return, with the function of each, the variables that have RANK and no other value."""
+    found: dict[tuple[ast.AST | None, str], bool] = {}
+    for node in tree.nodes:
+        if isinstance(node, ast.Assign):
+            pairs = [pair for target in node.targets for pair in _pairs(target, node.value)]
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            pairs = [(node.target, None if isinstance(node, ast.AugAssign) else node.value)]
+        else:
+            continue
+        for target, value in pairs:
+            if name := tree.name(target):
+                # An attribute (args.rank) may be used in any function.
+                key = (None if isinstance(target, ast.Attribute) else tree.function(node), name)
+                found[key] = found.get(key, True) and value is not None and _from_rank(tree, value)
+    return {key for key, is_rank in found.items() if is_rank}
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr | None]]:
+    if not isinstance(target, (ast.Tuple, ast.List)):
+        return [(target, value)]
+    if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
+        return [(one, part) for one, part in zip(target.elts, value.elts, strict=True)]
+    return [(one, None) for one in target.elts]
+
+
+def _binds(scope: ast.AST | None, name: str) -> bool:
+    """Whether a function has a parameter of this name, or assigns to it."""
+    if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        return False
+    return (
+        any(
+            (isinstance(node, ast.arg) and node.arg == name.partition(".")[0])
+            or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
+            for node in ast.walk(scope)
+        )
+        and "." not in name
+    )
+
+
+def _from_rank(tree: ScriptTree, value: ast.expr) -> bool:
+    """Whether an expression is RANK itself: of the environment or of the default process group."""
+    if isinstance(value, ast.Subscript):
+        return tree.name(value.value) == "os.environ" and constant(value.slice) == "RANK"
+    if not isinstance(value, ast.Call):
+        return False
+    name = tree.name(value.func)
+    if name == "int" and len(value.args) == 1:
+        return _from_rank(tree, value.args[0])
+    if name in {"os.environ.get", "os.getenv"} and value.args:
+        return constant(value.args[0]) == "RANK"
+    return name == "torch.distributed.get_rank" and not value.args and not value.keywords
+
+
+def _init_before_device(tree: ScriptTree) -> Found:
+    devices = [(call, tree.function(call)) for call, name in tree.calls if name == "torch.cuda.set_device"]
+    for call, name in tree.calls:
+        backend = argument(call, "backend", 0)
+        if name != _INIT or constant(backend) == "gloo" or any(k.arg in {"device_id", None} for k in call.keywords):
+            continue
+        lines = [one.lineno for one, scope in devices if scope is tree.function(call)]
+        if lines and min(lines) > call.lineno:
+            yield call.lineno, f"calls init_process_group before set_device (line {min(lines)})"
+
+
+def _swallowed_init(tree: ScriptTree) -> Found:
+    for call, name in tree.calls:
+        if name != _INIT:
+            continue
+        function = tree.function(call)
+        child: ast.AST = call
+        for parent in tree.above(call):
+            if parent is function:
+                break
+            if isinstance(parent, ast.Try) and child in parent.body:
+                handler = tree.swallows(parent.handlers)
+                again = handler is not None and any(
+                    isinstance(node, ast.Call) and tree.name(node.func) == _INIT for node in ast.walk(handler)
+                )
+                if handler is not None and not again:  # with another backend
+                    yield handler.lineno, "handles every error of init_process_group and goes on"
+                    break
+            child = parent
+
+
+def _swallowed_forward(tree: ScriptTree) -> Found:
+    for node in tree.nodes:
+        if not isinstance(node, ast.Try) or all(isinstance(one, (ast.Import, ast.ImportFrom)) for one in node.body):
+            continue
+        function = tree.function(node)
+        if not isinstance(function, ast.FunctionDef) or function.name != "forward":
+            continue
+        owner = next(tree.above(function), None)
+        if isinstance(owner, ast.ClassDef) and owner.bases and (handler := tree.swallows(node.handlers)):
+            yield handler.lineno, "handles every error inside forward and goes on"
+
+
+def _reduces_loss_gradient(tree: ScriptTree) -> Found:
+    for call, name in tree.calls:
+        tensor = argument(call, "tensor", 0) if name == "torch.distributed.all_reduce" else None
+        if isinstance(tensor, ast.Attribute) and tensor.attr == "grad" and _LOSS.search(tree.name(tensor.value)):
+            yield call.lineno, f"calls all_reduce({ast.unparse(tensor)})"
+
+
+def _unguarded(tree: ScriptTree) -> Found:
+    if any(
+        name.endswith(("set_start_method", "get_context")) and any(constant(arg) == "fork" for arg in call.args)
+        for call, name in tree.calls
+    ):
+        return
+    for call, name in tree.calls:
+        if name in _PROCESSES and tree.runs_at_import(call):
+            yield call.lineno, f'starts processes ({name.rpartition(".")[2]}) outside `if __name__ == "__main__":`'
+
+
+def _own_spawning(tree: ScriptTree) -> Found:
+    """An mp.spawn that may be meant for other ways to start the script is none: under an option or another test."""
+    if any(isinstance(node, ast.Constant) and node.value == "LOCAL_RANK" for node in tree.nodes):
+        return  # for launchers too
+    for call, name in tree.calls:
+        if name not in _SPAWN or tree.depends_on_launcher(call):
+            continue
+        tests = [one.test for one in tree.above(call) if isinstance(one, ast.If)]
+        if all(_about_count(tree, test) for test in tests):
+            yield call.lineno, "calls mp.spawn"
+
+
+def _about_count(tree: ScriptTree, test: ast.expr) -> bool:
+    """Whether a test is the main guard, for CUDA, or like ``world_size > 1``: it holds in a launch too."""
+    if not isinstance(test, ast.Compare):
+        return tree.name(test.func if isinstance(test, ast.Call) else test) == "torch.cuda.is_available"
+    left = test.left.func if isinstance(test.left, ast.Call) else test.left
+    return tree.name(left) == "__name__" or (
+        (isinstance(left, ast.Name) or tree.name(left) == "torch.cuda.device_count")
+        and isinstance(test.ops[0], (ast.Gt, ast.GtE))
+        and isinstance(constant(test.comparators[0]), int)
+    )
+
+
+RULES = (
+    Rule(
+        "script: own spawning",
+        _own_spawning,
+        "each rank would start ranks of its own: N x N processes, several with the same RANK",
+        "call the training function once, with RANK and LOCAL_RANK from the environment; or start the script with "
+        "plain python (`gpuboard run`)",
+    ),
+    Rule(
+        "script: no __main__ guard",
+        _unguarded,
+        "under the start methods spawn and forkserver each child runs the script again, which ends in an error",
+        'put the calls at the end of the script below `if __name__ == "__main__":`',
+    ),
+    Rule(
+        "script: CUDA before fork",
+        _cuda_at_import,
+        "forked processes cannot use CUDA (Cannot re-initialize CUDA in forked subprocess), spawned ones initialize it "
+        "again on their import",
+        'move it into a function that each process calls, or below `if __name__ == "__main__":`',
+    ),
+    Rule(
+        "script: fixed port",
+        _fixed_port,
+        "the store of this run is at another port, so the ranks would wait for one that is not there",
+        'delete that line, the launcher sets MASTER_PORT; for plain python: os.environ.setdefault("MASTER_PORT", …)',
+    ),
+    Rule(
+        "script: fixed init_method",
+        _fixed_url,
+        "the store of this run is at another port, so the ranks would wait for one that is not there",
+        "call init_process_group without init_method: it then uses MASTER_ADDR and MASTER_PORT",
+    ),
+    Rule(
+        "script: RANK as device",
+        _rank_as_device,
+        "correct on the first node only; on others: CUDA error: invalid device ordinal",
+        'use LOCAL_RANK: int(os.environ["LOCAL_RANK"])',
+    ),
+    Rule(
+        "script: init before set_device",
+        _init_before_device,
+        "a collective before set_device runs on the first GPU for every rank of the node: NCCL fails or hangs",
+        "call torch.cuda.set_device(local_rank) first, or pass device_id= to init_process_group",
+    ),
+    Rule(
+        "script: except around init",
+        _swallowed_init,
+        "that rank continues without a process group or ends with exit code 0, and the others wait for it",
+        "remove the except clause, or end it with `raise`",
+    ),
+    Rule(
+        "script: except in forward",
+        _swallowed_forward,
+        "that rank leaves out collectives of the step, and the others wait in them",
+        "name the expected exceptions, or end the except clause with `raise`",
+    ),
+    Rule(
+        "script: all_reduce of loss.grad",
+        _reduces_loss_gradient,
+        "the gradient of a loss is None, so this fails with a TypeError",
+        "delete it: DistributedDataParallel averages the gradients of the parameters in backward()",
+    ),
+)

@@ -1,0 +1,72 @@
+"""The script of a launch, read on this machine: its warnings as preflight checks."""
+
+from __future__ import annotations
+
+import ast
+import stat
+import warnings
+from pathlib import Path
+
+from gpuboard.launch.lint.rules import RULES
+from gpuboard.launch.lint.tree import ScriptTree
+from gpuboard.launch.preflight.check import Check
+from gpuboard.launch.target import Target
+from gpuboard.model.text import clean
+
+_LARGEST = 256 * 1024  # bytes, about 7,000 lines: parsing takes 0.2 s, and longer files are mostly generated
+_SITES = 3  # places of one warning that are named
+
+
+def script_checks(target: Target, folder: Path) -> list[Check]:
+    """Return the warnings about ``target`` in ``folder``.
+
+    None for a file that is not here (it may be on the nodes), is too large or is not valid Python: the rank itself
+    reports a syntax error.
+    """
+    for file in _files(target):
+        source = _read(folder / file)
+        if source is not None:
+            return _checks(source, clean(str(file)))
+    return []
+
+
+def _files(target: Target) -> list[Path]:
+    """Return the files that may be the target, relative to the folder of the launch."""
+    if target.kind == "program":
+        return []
+    if target.kind == "script":
+        return [Path(target.name), Path(target.name, "__main__.py")]
+    base = Path(*target.name.partition(":")[0].split("."))
+    inside = "__main__.py" if target.kind == "module" else "__init__.py"
+    return [base / inside, base.with_suffix(".py")]
+
+
+def _read(file: Path) -> bytes | None:
+    try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+            return None
+        with file.open("rb") as opened:
+            return opened.read(_LARGEST)
+    except (OSError, ValueError):
+        return None
+
+
+def _checks(source: bytes, file: str) -> list[Check]:
+    if b"torch" not in source and b"multiprocessing" not in source:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the script's text: invalid escapes
+            tree = ScriptTree(ast.parse(source))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: expressions nested too deeply
+        return []
+    checks = []
+    for rule in RULES:
+        found = sorted(set(rule.find(tree)))
+        places = [f"{file}:{line} {what}" for line, what in found[:_SITES]]
+        if len(found) > _SITES:
+            places.append(f"{len(found) - _SITES} more")
+        if places:
+            checks.append(Check(rule.name, None, "warn", ", ".join(places), rule.cause, rule.remedy))
+    return checks

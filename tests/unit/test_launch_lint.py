@@ -1,0 +1,350 @@
+"""Warnings from a script's syntax tree: each where it applies, and none about common correct code."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+
+from gpuboard.launch.lint.rules import RULES
+from gpuboard.launch.lint.script import script_checks
+from gpuboard.launch.preflight.check import check_text
+from gpuboard.launch.target import Target
+
+ROOT = Path(__file__).parents[2]
+IMPORTS = """
+import os, sys
+import multiprocessing
+import torch
+import torch.nn as nn
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
+"""
+FIRST = IMPORTS.count("\n")
+
+
+def found(folder: Path, script: str) -> dict[str, str]:
+    """Return check name → evidence of a script after IMPORTS; its lines count from 1."""
+    (folder / "train.py").write_text(IMPORTS + textwrap.dedent(script).lstrip("\n"))
+    checks = script_checks(Target("script", "train.py"), folder)
+    assert all(check.status == "warn" and check.cause and check.remedy for check in checks)
+    assert not any("\n" in text for check in checks for text in (check.evidence, check.cause, check.remedy))
+    lines = {f"train.py:{FIRST + n}": f"train.py:{n}" for n in range(1, 60)}
+    return {check.name.removeprefix("script: "): _relative(check.evidence, lines) for check in checks}
+
+
+def _relative(text: str, lines: dict[str, str]) -> str:
+    for there, here in sorted(lines.items(), key=lambda item: -len(item[0])):
+        text = text.replace(f"{there} ", f"{here} ")
+    return text
+
+
+WARNED = [
+    (
+        """
+        model = nn.Linear(2, 2).cuda()
+        def main():
+            multiprocessing.Process(target=print).start()
+        """,
+        {"CUDA before fork": f"train.py:1 initializes CUDA during import, and line {FIRST + 3} starts processes"},
+    ),
+    (
+        """
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = nn.Linear(2, 2).to(device)
+        def main():
+            os.fork()
+        """,
+        {"CUDA before fork": f"train.py:2 initializes CUDA during import, and line {FIRST + 4} starts processes"},
+    ),
+    (
+        """
+        def setup(port):
+            os.environ["MASTER_ADDR"] = "localhost"
+            os.environ["MASTER_PORT"] = str(12355)
+        os.environ.update({"MASTER_PORT": "29500"})
+        """,
+        {"fixed port": "train.py:3 sets MASTER_PORT to 12355, train.py:4 sets MASTER_PORT to 29500"},
+    ),
+    (
+        """
+        dist.init_process_group("gloo", init_method="tcp://10.0.0.1:29500", rank=0, world_size=2)
+        dist.init_process_group("gloo", f"tcp://{os.environ['MASTER_ADDR']}:29501", rank=0, world_size=2)
+        """,
+        {
+            "fixed init_method": "train.py:1 passes init_method with port 29500, "
+            "train.py:2 passes init_method with port 29501"
+        },
+    ),
+    (
+        """
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        def main(args):
+            args.rank = dist.get_rank()
+            torch.cuda.set_device(args.rank)
+            model = DDP(nn.Linear(2, 2).to(f"cuda:{rank}"), device_ids=[rank])
+        """,
+        {"RANK as device": "train.py:4 uses RANK as the number of a GPU, train.py:5 uses RANK as the number of a GPU"},
+    ),
+    (
+        """
+        def setup(local_rank):
+            dist.init_process_group("nccl")
+            torch.cuda.set_device(local_rank)
+        """,
+        {"init before set_device": f"train.py:2 calls init_process_group before set_device (line {FIRST + 3})"},
+    ),
+    (
+        """
+        try:
+            dist.init_process_group("nccl")
+        except Exception as error:
+            print(error)
+            sys.exit(0)
+        """,
+        {"except around init": "train.py:3 handles every error of init_process_group and goes on"},
+    ),
+    (
+        """
+        class Net(nn.Module):
+            def forward(self, x):
+                try:
+                    return self.layer(x)
+                except (RuntimeError, Exception):
+                    return x
+        """,
+        {"except in forward": "train.py:5 handles every error inside forward and goes on"},
+    ),
+    (
+        """
+        def step(loss):
+            loss.backward()
+            dist.all_reduce(loss.grad)
+        """,
+        {"all_reduce of loss.grad": "train.py:3 calls all_reduce(loss.grad)"},
+    ),
+    (
+        """
+        def main():
+            context = multiprocessing.get_context("spawn")
+            context.Process(target=print).start()
+        main()
+        """,
+        {"no __main__ guard": 'train.py:3 starts processes (Process) outside `if __name__ == "__main__":`'},
+    ),
+    (
+        """
+        def run(rank, world_size):
+            torch.cuda.set_device(rank)
+            dist.init_process_group("nccl", rank=rank, world_size=world_size)
+        if __name__ == "__main__":
+            world_size = torch.cuda.device_count()
+            if world_size > 1:
+                mp.spawn(run, args=(world_size,), nprocs=world_size)
+        """,
+        {"own spawning": "train.py:7 calls mp.spawn"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "warned"), WARNED)
+def test_what_is_known_to_fail_is_reported_with_its_line(tmp_path: Path, script: str, warned: dict[str, str]) -> None:
+    assert found(tmp_path, script) == warned
+
+
+def test_every_rule_is_tested() -> None:
+    assert {rule.name for rule in RULES} == {f"script: {name}" for _, warned in WARNED for name in warned}
+
+
+CORRECT = {
+    "a script for torchrun": """
+        local_rank = int(os.environ["LOCAL_RANK"])
+        rank = int(os.environ["RANK"])
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl")
+        model = DDP(nn.Linear(2, 2).to(device), device_ids=[local_rank])
+        x = torch.zeros(1, device=f"cuda:{local_rank}")
+    """,
+    "the device from the rank, modulo": """
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+        rank = dist.get_rank()
+        device_id = rank % torch.cuda.device_count()
+        model = nn.Linear(2, 2).to(device_id)
+    """,
+    "a rank that is a parameter": """
+        rank = int(os.environ["RANK"])
+        def main(rank):
+            torch.cuda.set_device(rank)
+    """,
+    "a default port": """
+        os.environ.setdefault("MASTER_PORT", "29500")
+        os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT", "29500")
+        if "MASTER_PORT" not in os.environ:
+            os.environ["MASTER_PORT"] = "29500"
+        try:
+            port = os.environ["MASTER_PORT"]
+        except KeyError:
+            os.environ["MASTER_PORT"] = "29500"
+    """,
+    "a port for runs without a launcher": """
+        def init(args):
+            if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+                args.rank = int(os.environ["RANK"])
+            elif torch.cuda.is_available():
+                os.environ["MASTER_PORT"] = "29500"
+        def other():
+            if dist.is_initialized():
+                return
+            os.environ["MASTER_PORT"] = "29500"
+    """,
+    "an URL from the environment": """
+        dist.init_process_group("nccl", init_method="env://")
+        dist.init_process_group("nccl", init_method=f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+    """,
+    "gloo, or a device_id": """
+        dist.init_process_group("gloo")
+        torch.cuda.set_device(0)
+        def other(device):
+            dist.init_process_group("nccl", device_id=device)
+            torch.cuda.set_device(device)
+    """,
+    "handlers that raise, exit or expect an error": """
+        try:
+            dist.init_process_group("nccl")
+        except KeyboardInterrupt:
+            pass
+        except Exception as error:
+            print(error)
+            raise
+        try:
+            dist.init_process_group("nccl")
+        except Exception as error:
+            sys.exit(f"failed: {error}")
+        try:
+            dist.init_process_group("nccl")
+        except Exception:
+            dist.init_process_group("gloo")
+        class Net(nn.Module):
+            def forward(self, x):
+                try:
+                    import flash_attn
+                except Exception:
+                    pass
+                try:
+                    return x
+                except ValueError:
+                    return x
+    """,
+    "gradients of parameters": """
+        for p in nn.Linear(2, 2).parameters():
+            dist.all_reduce(p.grad)
+        loss = torch.ones(1)
+        dist.all_reduce(loss)
+    """,
+    "CUDA in a script that starts no processes": """
+        model = nn.Linear(2, 2).cuda()
+        loader = torch.utils.data.DataLoader([], num_workers=4)
+    """,
+    "questions to CUDA that initialize nothing": """
+        use_cuda = torch.cuda.is_available() and torch.cuda.device_count() > 1
+        torch.cuda.manual_seed_all(0)
+        scaler = torch.cuda.amp.GradScaler()
+        def main():
+            multiprocessing.Process(target=print).start()
+    """,
+    "a guarded helper process": """
+        def main():
+            multiprocessing.Process(target=print).start()
+        if __name__ == "__main__":
+            main()
+    """,
+    "forked helpers need no guard": """
+        multiprocessing.set_start_method("fork")
+        multiprocessing.Pool(2)
+    """,
+    "mp.spawn without a launcher only": """
+        if __name__ == "__main__":
+            if "RANK" in os.environ:
+                print("launched")
+            else:
+                mp.spawn(print, nprocs=2)
+    """,
+    "mp.spawn with an option only": """
+        def main(args):
+            if args.multiprocessing_distributed:
+                mp.spawn(print, nprocs=2)
+    """,
+}
+
+
+@pytest.mark.parametrize("script", CORRECT.values(), ids=CORRECT.keys())
+def test_nothing_is_said_about_correct_code(tmp_path: Path, script: str) -> None:
+    assert found(tmp_path, script) == {}
+
+
+def test_nothing_is_said_about_the_examples() -> None:
+    scripts = [*ROOT.glob("examples/*.py"), *ROOT.glob("tests/scripts/**/*.py"), *ROOT.glob("gpuboard/demo_train.py")]
+    assert len(scripts) > 5
+    for script in scripts:
+        assert script_checks(Target("script", str(script)), ROOT) == [], script
+
+
+@pytest.mark.parametrize(
+    ("target", "file"),
+    [
+        (Target("script", "train.py"), "train.py"),
+        (Target("script", "folder"), "folder/__main__.py"),
+        (Target("module", "package.train"), "package/train.py"),
+        (Target("module", "package"), "package/__main__.py"),
+        (Target("function", "package.train:main"), "package/train.py"),
+        (Target("function", "package:main"), "package/__init__.py"),
+    ],
+)
+def test_every_kind_of_target_is_read(tmp_path: Path, target: Target, file: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("import os, torch\nos.environ['MASTER_PORT'] = '1'\n")
+    assert [check.evidence for check in script_checks(target, tmp_path)] == [f"{file}:2 sets MASTER_PORT to 1"]
+    assert script_checks(Target("program", target.name), tmp_path) == []
+
+
+BAD = "import os, torch\nos.environ['MASTER_PORT'] = '1'\n"
+UNREADABLE = {
+    "no file": None,
+    "a syntax error": f"{BAD}if:\n",
+    "a NUL": f"{BAD}\0\n",
+    "nested too deeply": f"{BAD}x = {'-' * 100_000}1\n",
+    "too large": BAD + "#" * 300_000,
+    "not UTF-8": b"import torch # \xff\n",
+}
+
+
+@pytest.mark.parametrize("text", UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_a_file_that_cannot_be_read_is_left_to_the_ranks(tmp_path: Path, text: str | bytes | None) -> None:
+    if text is not None:
+        (tmp_path / "train.py").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert script_checks(Target("script", "train.py"), tmp_path) == []
+
+
+def test_a_fifo_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.py")
+    assert script_checks(Target("script", "train.py"), tmp_path) == []
+
+
+def test_warnings_of_the_parser_are_not_printed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BAD + 'pattern = "\\d"\n')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(script_checks(Target("script", "train.py"), tmp_path)) == 1
+
+
+def test_many_places_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BAD + BAD.splitlines()[1] + "\n" + "os.environ['MASTER_PORT'] = '2'\n" * 8)
+    check = script_checks(Target("script", "train.py"), tmp_path)[0]
+    assert check.evidence.endswith("train.py:4 sets MASTER_PORT to 2, 7 more")
+    assert check_text(check).startswith("warn script: fixed port: train.py:2 sets MASTER_PORT to 1, train.py:3 sets")
