@@ -66,14 +66,16 @@ class Head:
         connector: Connector,
         nodes: Mapping[str, Node],
         read_gpus: GpuReader | None,
+        script_checks: Sequence[Check] = (),
         timing: HeadTiming = DEFAULT_TIMING,
     ) -> None:
         """``nodes``: how to reach each node of the plan. ``read_gpus`` starts a reading and passes it to its argument;
-        None: the run needs no GPUs."""
+        None: the run needs no GPUs. ``script_checks`` belong to the results of preflight."""
         self._plan = plan
         self._folder = folder
         self._screen = screen
         self._read_gpus = read_gpus
+        self._script_checks = script_checks
         self._timing = timing
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._supervisors = Supervisors(plan, nodes, connector, self._inbox, timing)
@@ -192,7 +194,7 @@ class Head:
         program = self._plan.target.kind == "program"
         options = self._plan.options
         found = preflight(self._plan.rank_map, first.master_addr, options.device, answers, python=not program)
-        self.checks = skipped(found, options.skip)
+        self.checks = skipped(found + self._script_checks, options.skip)
         self._store = not program or (first.node in answers.facts and answers.facts[first.node].torch is not None)
         self._write("preflight.json", {"schema": 1, "checks": self.checks})
         self._failed_at = time.time() if failed(self.checks) else 0.0

@@ -386,12 +386,32 @@ def test_usage_errors(tmp_path: Path, options: list[str], words: str) -> None:
         assert words in run.text["err"]
 
 
-def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
-    with Launch(tmp_path, SLEEP, "--dry-run", "--json") as run:
+FIXED_PORT = """import os, torch
+def without_launcher():
+    os.environ["MASTER_PORT"] = "29500"
+"""
+
+
+def test_warnings_about_the_script_are_results_of_preflight(tmp_path: Path) -> None:
+    with Launch(tmp_path, FIXED_PORT, "--status-file", "status.json", n=1) as run:
         assert run.wait() == 0
+        assert (
+            "gpuboard: warn script: fixed port: script.py:3 sets MASTER_PORT to 29500; the store of this run is at "
+            "another port, so the ranks would wait for one that is not there\n     → delete that line"
+        ) in run.text["err"]
+        kept = json.loads((Path(run.view().folder) / "preflight.json").read_text())["checks"]
+        assert kept == json.loads((tmp_path / "status.json").read_text())["checks"]
+        assert [check["name"] for check in kept if check["status"] == "warn"] == ["script: fixed port"]
+
+
+def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
+    with Launch(tmp_path, FIXED_PORT, "--dry-run", "--json") as run:
+        assert run.wait() == 0
+        assert "warn script: fixed port: script.py:3" in run.text["err"]
         plan = json.loads(run.text["out"])
         assert (plan["schema"], plan["dry_run"]) == (1, True)
         assert [rank["rank"] for rank in plan["nodes"][0]["ranks"]] == [0, 1]
+        assert [check["name"] for check in plan["checks"]] == ["script: fixed port"]
         assert plan["nodes"][0]["secret"] == "(not shown)"
         assert not (tmp_path / "state").exists()
 

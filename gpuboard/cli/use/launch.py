@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.launch.output import Screen
     from gpuboard.launch.plan import LaunchPlan
+    from gpuboard.launch.preflight.check import Check
     from gpuboard.launch.runs.folder import RunView
     from gpuboard.leases.ledger import Allocator, Scope
     from gpuboard.model.rankmap import RankMap
@@ -95,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      "(named as in its message) prevent the launch; may be repeated")  # fmt: skip
     run.add_argument("--preflight-only", action="store_true", help="print all preflight checks, start no rank, "
                      "and exit with 0 or 7")  # fmt: skip
-    run.add_argument("--dry-run", action="store_true", help="print the launch plan; reserve and start nothing")
+    run.add_argument("--dry-run", action="store_true", help="print the launch plan and warnings about "
+                     "the script; reserve and start nothing")  # fmt: skip
     run.add_argument("--json", action="store_true", help="print the outcome as JSON on stdout, the output of the ranks "
                      "on stderr; with --dry-run: print the plan as JSON")  # fmt: skip
     run.add_argument(OPTION, metavar="FILE", help="write the outcome to FILE as JSON, also after a failure")
@@ -129,6 +131,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any], line: Lifeline | None) -> int:
     from gpuboard.launch import environ, plan, rank_map_source, target
+    from gpuboard.launch.lint.script import script_checks
+    from gpuboard.launch.preflight.check import check_text
     from gpuboard.launch.runs import folder as run_folder
 
     if args.no_python and args.python:
@@ -172,16 +176,20 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
             environ=sent,
             options=options,
         )
+        warnings = script_checks(parsed, Path(context.folder()))
         if args.dry_run:
-            shown = {"schema": 1, "dry_run": True, **plan.shown(decided)}
+            checks = msgspec.to_builtins(warnings)
+            shown = {"schema": 1, "dry_run": True, **plan.shown(decided), "checks": checks}
             print(json.dumps(shown, indent=1) if args.json else plan.plan_text(decided))
+            for check in warnings:
+                report(check_text(check))
             return 0
         used = [nodes[config.node] for config in decided.nodes]
         if (stale := environ.stale(context.env)) and all(node.host is not None for node in used):
             # a supervisor on this machine would report them
             it = "it" if len(stale) == 1 else "them"
             report(f"ignoring {', '.join(stale)} from your environment; gpuboard sets {it} for each rank")
-        code, in_logs = _head(decided, used, context, screen, outcome, line=line)
+        code, in_logs = _head(decided, used, context, screen, outcome, script_checks=warnings, line=line)
     delivered = in_logs if args.run_id is not None else not screen.failed  # known once the screen is closed
     return code or int(not delivered)
 
@@ -207,6 +215,7 @@ def _head(
     screen: Screen,
     outcome: dict[str, Any],
     *,
+    script_checks: Sequence[Check],
     line: Lifeline | None,
 ) -> tuple[int, bool]:
     """Return the run's exit code, and whether its logs are complete."""
@@ -227,6 +236,7 @@ def _head(
         connector=connector,
         nodes={node.name: node for node in nodes},
         read_gpus=read_gpus,
+        script_checks=script_checks,
     )
     if line is not None:
         line.then(lambda: head.stop("the board that launched it is closed"))
