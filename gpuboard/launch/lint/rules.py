@@ -327,7 +327,7 @@ RULES = (
     Rule(
         "script: init before set_device",
         _init_before_device,
-        "a collective before set_device runs on the first GPU for every rank of the node: NCCL fails or hangs",
+        "a barrier or tensor in between is on the first GPU for every rank of the node: NCCL fails or hangs",
         "call torch.cuda.set_device(local_rank) first, or pass device_id= to init_process_group",
     ),
     Rule(
