@@ -154,3 +154,36 @@ def test_the_cause_in_a_child_process(tmp_path: Path) -> None:
         assert (found[3]["line"], found[3]["message"].endswith(" exited unexpectedly")) == (22, True)
         assert " is killed by signal: Bus error." in found[3]["note"]
         assert ", /dev/shm: " in found[3]["note"]
+
+
+PARAMETERS = """
+import torch
+from torch import distributed, nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.used = nn.Linear(2, 2)
+        self.tied = self.used
+        self.head = nn.ModuleDict({"aux": nn.Linear(2, 1)})
+    def forward(self, x):
+        return self.used(x)
+
+distributed.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(Net())
+for step in range(2):
+    model(torch.ones(4, 2)).sum().backward()
+"""
+
+
+@pytest.mark.torch
+def test_parameters_without_a_gradient_are_named(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PARAMETERS)
+    with Node(launch_config(tmp_path, "script.py", count=2)) as here:
+        here.start()
+        here.wait_ended(120)
+        found = here.data("raised")
+        assert {data["rank"] for data in found} == {0, 1}
+        assert all("did not receive grad for rank {rank}: 2 3".format(**data) in data["message"] for data in found)
+        assert {data["note"] for data in found} == {"parameters without a gradient: head.aux.weight, head.aux.bias"}

@@ -41,7 +41,8 @@ for n,s in p["modules"]:
 m.main(globals(),d["worker_channel"].WorkerChannel(%(channel)d,p["config"]),p["config"])
 """
 
-_WORKER_MODULES = ("traceback_text", "exception", "preimport", "torch_hooks")  # in the order in which they need another
+# in the order in which they need another
+_WORKER_MODULES = ("traceback_text", "ddp_parameters", "exception", "preimport", "torch_hooks")
 
 # Variables that gpuboard sets for each rank: values from the caller's environment are stale.
 _SET_PER_RANK = (

@@ -1,6 +1,6 @@
 """Which exception ended a rank: the innermost cause, and what it was raised again as.
 
-This source is executed in the rank, after ``traceback_text``.
+This source is executed in the rank, after ``traceback_text`` and ``ddp_parameters``.
 """
 
 import re
@@ -11,7 +11,7 @@ if MYPY:
     from types import TracebackType
     from typing import Any, Dict, List, Optional, Tuple
 
-    from gpuboard.agent.launch.rank import traceback_text
+    from gpuboard.agent.launch.rank import ddp_parameters, traceback_text
     from gpuboard.agent.launch.rank.traceback_text import Place
 
 _TEXT = 16384  # characters of a message
@@ -31,7 +31,10 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
     while at + 1 < len(chain) and _is_wrapper(chain[at][0], chain[at + 1][0]):
         at += 1
     cause = chain[at][0]
-    kind, message, place, notes = _read(cause, trace if cause is error else cause.__traceback__)
+    cause_trace = trace if cause is error else cause.__traceback__
+    kind, message, place, notes = _read(cause, cause_trace)
+    parameters = ddp_parameters.without_gradient(message, cause_trace)
+    notes += [parameters] if parameters else []
     if isinstance(error, SystemExit):
         notes.append("handled with sys.exit(%s)%s" % (error.code, _at(_place(error, trace))))
     elif at > 0 and _members(chain[at - 1][0]):
